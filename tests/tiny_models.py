@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -74,8 +75,9 @@ LINEAR = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Those with linear attention."""
 
 
-def tiny_model(folder: Path, architecture: str, layers: int = 4, ffn: int = 56) -> Path:
+def tiny_model(folder: Path, architecture: str, layers: int = 4, ffn: int = 56, **fields: Any) -> Path:
     """A few layers, an odd vocabulary, weights large enough that every part of the network shows in the output."""
+    variant = {"init_std": 0.2} | VARIANTS[architecture]
     make_tiny_model(
         folder,
         architecture,
@@ -88,14 +90,19 @@ def tiny_model(folder: Path, architecture: str, layers: int = 4, ffn: int = 56) 
         max_positions=64,
         perturb=True,
         seed=3,
-        **{"init_std": 0.2} | VARIANTS[architecture],
+        **variant | {"fields": variant.get("fields", {}) | fields},
     )
     return folder
 
 
 def tiny_model_with_multi_token_layer(folder: Path, architecture: str, layers: int = 2, **options: Any) -> Path:
-    """A model with a layer of multi-token prediction: the last layer of one with a layer more."""
-    whole = tiny_model(folder / "whole", architecture, layers + 1, **options)
+    """A model with a layer of multi-token prediction: the last layer of one with a layer more, which is in `layers`."""
+    if architecture in LINEAR:
+        options["layer_types"] = ["linear_attention"] * (layers - 1) + ["full_attention"] * 2
+    whole = tiny_model(folder / "layers", architecture, layers + 1, **options)
+    if architecture in LINEAR:
+        return _with_qwen_layer(whole, folder / "whole", layers)
+    whole = Path(shutil.copytree(whole, folder / "whole"))
     config = json.loads((whole / "config.json").read_text())
     (whole / "config.json").write_text(
         json.dumps(config | {"num_hidden_layers": layers, "num_nextn_predict_layers": 1})
@@ -109,6 +116,23 @@ def tiny_model_with_multi_token_layer(folder: Path, architecture: str, layers: i
     tensors[prefix + "shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     save_file(tensors, whole / "model.safetensors", {"format": "pt"})
     return whole
+
+
+def _with_qwen_layer(source: Path, folder: Path, layers: int) -> Path:
+    """The same with the names of Qwen3-Next and Qwen3.5, which have no copies of embedding and output layer."""
+    shutil.copytree(source, folder)
+    config = json.loads((folder / "config.json").read_text())
+    changed = {"num_hidden_layers": layers, "layer_types": config["layer_types"][:layers], "mtp_num_hidden_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config | changed))
+    hidden = config["hidden_size"]
+    generator, prefix = torch.Generator().manual_seed(1), f"model.layers.{layers}."
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {name.replace(prefix, "mtp.layers.0."): tensor for name, tensor in tensors.items()}
+    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+        tensors[f"mtp.{name}.weight"] = 0.1 * torch.randn(hidden, generator=generator)
+    tensors["mtp.fc.weight"] = 0.2 * torch.randn(hidden, 2 * hidden, generator=generator)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
 
 
 @contextmanager

@@ -19,6 +19,7 @@ import pytest
 
 from tests import warm_start
 from verl_mg.layout import EngineLayout
+from verl_mg.models.hf_families import VISION_LANGUAGE
 from verl_mg.rollout.tracing.tracer import TracedEngine, trace
 from verl_mg.sharding.boxes import Shard
 
@@ -107,6 +108,16 @@ LINEAR = {
     "shared_expert_intermediate_size": 24,
 }
 
+VISION = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 4,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 64,
+    "deepstack_visual_indexes": [],
+}
+
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "qwen2": ("qwen2", {}),
@@ -127,6 +138,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", LINEAR | EXPERTS | {"num_experts": 8}),
     "qwen3_5": ("qwen3_5_text", LINEAR),
     "qwen3_5_moe": ("qwen3_5_moe_text", LINEAR | EXPERTS | {"num_experts": 8}),
+    "qwen3_5_vision": ("qwen3_5", LINEAR),
+    "qwen3_5_moe_vision": ("qwen3_5_moe", LINEAR | EXPERTS | {"num_experts": 8}),
     "gemma2": ("gemma2", {"head_dim": 16, "sliding_window": 32, "hidden_act": "gelu_pytorch_tanh"}),
     # A width that vLLM's kernels for the CPU take on four ranks.
     "gpt_oss": (
@@ -206,11 +219,21 @@ def vllm_layouts_of(family: str) -> list[EngineLayout]:
 def folder_of(family: str) -> Path:
     """A directory with the family's config.json and no weights: shapes are all that a trace needs."""
     from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    )
 
     model_type, own = (FAMILIES | WITHOUT_TABLE)[family]
     folder = Path(tempfile.mkdtemp(prefix=f"{family}-"))
-    config = AutoConfig.for_model(model_type, **(COMMON | own))
+    fields = COMMON | own
+    if model_type in VISION_LANGUAGE:
+        fields |= {"layer_types": ["linear_attention", "linear_attention", "full_attention"]}  # keeps the interval
+        config = AutoConfig.for_model(model_type, text_config=fields, vision_config=VISION)
+        config.architectures = [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)].__name__]
+        config.save_pretrained(folder)
+        return folder
+    config = AutoConfig.for_model(model_type, **fields)
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
     config.save_pretrained(folder)
     return change_config(folder, folder, **{name: value for name, value in own.items() if not hasattr(config, name)})

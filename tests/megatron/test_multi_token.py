@@ -25,14 +25,31 @@ from verl_mg.models.multi_token import with_multi_token_layer
 from verl_mg.roles.models import Actor
 
 LAYERS, FACTOR = 2, 0.3
-PREFIX = f"model.layers.{LAYERS}."
+LAYER = f"model.layers.{LAYERS}."
 OWN = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "shared_head.norm": "norm"}
-COPIES = {"embed_tokens": "model.embed_tokens.weight", "shared_head.head": "lm_head.weight"}
+QWEN = {"pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "fc": "eh_proj", "norm": "norm"}
+"""Tensors of the layer besides those of a transformer layer, and their names in `Reference`."""
 OPTIMIZER = OptimizerConfig(lr=0.02, eps=0.1, clip_grad=0.0)
 TRAINED = {"mtp_loss_scaling_factor": FACTOR}
 
 
-@pytest.fixture(scope="module", params=["deepseek_v3", pytest.param("glm4_moe", marks=pytest.mark.nightly)])
+def is_qwen(model):
+    return read_config(model).linear is not None
+
+
+def prefix_of(model):
+    return "mtp." if is_qwen(model) else LAYER
+
+
+def own_names(model):
+    names = QWEN if is_qwen(model) else OWN
+    return {f"{prefix_of(model)}{name}.weight": attribute for name, attribute in names.items()}
+
+
+NIGHTLY = [pytest.param(name, marks=pytest.mark.nightly) for name in ("glm4_moe", "qwen3_5_text", "qwen3_5_moe_text")]
+
+
+@pytest.fixture(scope="module", params=["deepseek_v3", "qwen3_next", *NIGHTLY])
 def model(request, tmp_path_factory):
     return tiny_model_with_multi_token_layer(tmp_path_factory.mktemp("models"), request.param, LAYERS)
 
@@ -48,15 +65,15 @@ class Reference(torch.nn.Module):
 
     def __init__(self, folder):
         super().__init__()
-        config = AutoConfig.from_pretrained(folder)
-        config.num_hidden_layers = LAYERS + 1
+        self.folder, with_layer = folder, folder.parent / "layers"
+        config = AutoConfig.from_pretrained(with_layer)
         self.net = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=torch.float32, attn_implementation="eager"
+            with_layer, config=config, dtype=torch.float32, attn_implementation="eager"
         )
         config.num_hidden_layers = self.net.model.config.num_hidden_layers = LAYERS  # of a forward pass
         tensors = load_file(folder / "model.safetensors")
-        for name, attribute in OWN.items():
-            setattr(self, attribute, torch.nn.Parameter(tensors[f"{PREFIX}{name}.weight"].clone()))
+        for name, attribute in own_names(folder).items():
+            setattr(self, attribute, torch.nn.Parameter(tensors[name].clone()))
 
     def forward(self, tokens, detach):
         """Log-probs of the tokens from the third on: (length - 2,)."""
@@ -75,6 +92,7 @@ class Reference(torch.nn.Module):
         return logits.log_softmax(-1)[:-1].gather(1, tokens[2:, None]).squeeze(1)
 
     def scaled(self, x, weight):
+        weight = 1 + weight if is_qwen(self.folder) else weight
         return x * (x.pow(2).mean(-1, keepdim=True) + self.net.config.rms_norm_eps).rsqrt() * weight
 
     def loss(self, batch, detach):
@@ -87,13 +105,15 @@ class Reference(torch.nn.Module):
 
     def gradients(self, folder):
         """By the names of the checkpoint."""
-        found = {f"{PREFIX}{name}.weight": getattr(self, attribute).grad for name, attribute in OWN.items()}
+        found = {name: getattr(self, attribute).grad for name, attribute in own_names(self.folder).items()}
         with torch.no_grad():
             for weight in self.net.parameters():
                 weight.copy_(torch.zeros_like(weight) if weight.grad is None else weight.grad)
         self.net.config.num_hidden_layers = LAYERS + 1
         self.net.save_pretrained(folder)
-        return found | load_file(folder / "model.safetensors")
+        layer = "mtp.layers.0." if is_qwen(self.folder) else LAYER
+        saved = load_file(folder / "model.safetensors")
+        return found | {name.replace(LAYER, layer): values for name, values in saved.items()}
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +184,7 @@ def test_update_loss_and_gradients_equal_plain_torch(ranks, model, expected, lay
             wanted = gradients[name][tuple(slice(*side) for side in box)].reshape(values.shape)
             assert (values - wanted).abs().max() <= 2e-5 * gradients[name].abs().max() + 1e-9, name
     moved = {name for name, values in found.items() if values.any()}
-    assert {f"{PREFIX}{name}.weight" for name in OWN} < moved
+    assert own_names(model).keys() < moved
     assert any(name.startswith("model.layers.0.") for name in moved) != detach
     assert not {"model.embed_tokens.weight", "lm_head.weight"} & moved or not detach
     assert not gradients["lm_head.weight"].any() and not found["lm_head.weight"].any()
@@ -176,7 +196,7 @@ def test_update_adds_the_prediction_to_the_loss_of_the_recipe(ranks, model):
     ((both, sums),) = ranks.run(1, train, model, "tp1", TRAINED, False, token_loss)
     assert both[0]["loss"] == pytest.approx(alone[0]["loss"], rel=1e-6) and "mtp_loss" not in alone[0]
     alone, predicted, sums = assembled(parts), assembled(predicted), assembled(sums)
-    assert not any(name.startswith(PREFIX) for name in alone)
+    assert not any(name.startswith(prefix_of(model)) for name in alone)
     for name, values in sums.items():
         wanted = alone.get(name, torch.zeros(())) + predicted[name]
         assert torch.allclose(values, wanted, atol=1e-5 * float(wanted.abs().max())), name
@@ -232,16 +252,18 @@ def test_save_keeps_the_layer_bitwise_and_after_updates(ranks, model, tmp_path, 
     assert given.keys() == before.keys() == after.keys()
     assert all(torch.equal(given[name], before[name]) for name in given)
     copies = {
-        f"{PREFIX}embed_tokens.weight": "model.embed_tokens.weight",
-        f"{PREFIX}shared_head.head.weight": "lm_head.weight",
+        f"{LAYER}embed_tokens.weight": "model.embed_tokens.weight",
+        f"{LAYER}shared_head.head.weight": "lm_head.weight",
     }
+    copies = {} if is_qwen(model) else copies
     for name, original in copies.items():
         assert torch.equal(after[name], after[original])
         assert lora or not torch.equal(after[name], given[name])
-    behind = {name for name in given if name.startswith(PREFIX)} - copies.keys()
+    behind = {name for name in given if name.startswith(prefix_of(model))} - copies.keys()
     moved = {name for name in behind if not torch.equal(given[name], after[name])}
     assert moved == ({n for n in behind if not n.endswith("e_score_correction_bias")} if fields else set())
-    assert json.loads((tmp_path / "after" / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    field = "mtp_num_hidden_layers" if is_qwen(model) else "num_nextn_predict_layers"
+    assert json.loads((tmp_path / "after" / "config.json").read_text())[field] == 1
 
 
 def _saved(folder):
@@ -272,17 +294,17 @@ def test_restored_role_continues_bitwise(ranks, model, fields):
 
 
 def test_layer_is_left_out_where_the_directory_does_not_have_it(model, tmp_path):
-    plain = tiny_model(tmp_path / "plain", "deepseek_v3", layers=2)
+    plain = tiny_model(tmp_path / "plain", read_config(model).architecture, layers=2)
     assert with_multi_token_layer(read_config(plain), plain).multi_token is None
     config = with_multi_token_layer(read_config(model), model)
-    assert config.multi_token is not None and config.multi_token.has_copies
+    assert config.multi_token is not None and config.multi_token.has_copies != is_qwen(model)
     assert dataclasses.replace(config, multi_token=None) == read_config(model)
 
 
 @pytest.mark.parametrize(
     ("has_layer", "factor", "lora", "message"),
     [
-        (False, 0.1, False, r"no layer of multi-token prediction \(model\.layers\.2\.eh_proj\.weight\)"),
+        (False, 0.1, False, r"no layer of multi-token prediction \((model\.layers\.2\.eh_proj|mtp\.fc)\.weight\)"),
         (True, 0.1, True, "with lora all weights are frozen"),
         (True, -0.1, False, "is below 0"),
     ],

@@ -23,6 +23,7 @@ from verl_mg.checkpoint.fp8 import block_of, dequantize, misfit
 from verl_mg.checkpoint.model_directory import INDEX, SINGLE, ModelDirectory
 from verl_mg.checkpoint.mxfp4 import packed_box, packed_names
 from verl_mg.checkpoint.safetensors_file import DamagedFileError, SafetensorsFile, header
+from verl_mg.checkpoint.untrained_tensors import UntrainedTensors
 from verl_mg.errors import UserError
 from verl_mg.models.stacked_tensors import StackedTensor
 from verl_mg.sharding.boxes import Box, Shard, box_shape, full_box, numel, slices
@@ -63,7 +64,7 @@ class CheckpointReader:
 
     def _unstacked(self, place: StackedTensor, box: Box) -> Tensor:
         values = self._stored(place.name, place.box(box))[0]
-        return values.permute(*reversed(range(values.dim())))
+        return values.permute(*reversed(range(values.dim()))) if place.transposed else values
 
     def _unpacked(self, place: StackedTensor, box: Box) -> Tensor:
         names, needed = packed_names(place.name), packed_box(place, box)
@@ -141,6 +142,7 @@ class CheckpointWriter:
         copies: Mapping[str, str] | None = None,
         stacked: Mapping[str, StackedTensor] | None = None,
         float32: Collection[str] = (),
+        untrained: UntrainedTensors | None = None,
     ) -> None:
         """Lays the files out, without writing.
 
@@ -153,6 +155,7 @@ class CheckpointWriter:
             stacked: places of the tensors that are in stacked tensors, see `TensorIndex.stacked`; None for no such
                 tensors.
             float32: tensors that are float32 in the files, whatever the dtype of the others.
+            untrained: tensors that are copied from another directory, into files of their own; None for none.
         """
         self.folder = Path(folder)
         self._copies, self._stacked = dict(copies or {}), stacked or {}
@@ -163,7 +166,11 @@ class CheckpointWriter:
         self._shapes |= {name: self._shapes[original] for name, original in self._copies.items()}
         self._dtypes = dict.fromkeys(self._shapes, dtype) | dict.fromkeys(float32, torch.float32)
         groups = split_by_size(self._shapes, dtype.itemsize, file_bytes)
-        many = len(groups) > 1
+        if untrained:
+            self._shapes |= untrained.shapes
+            self._dtypes |= untrained.dtypes
+            groups.append(list(untrained.shapes))
+        self._untrained, many = untrained, len(groups) > 1
         self._headers: dict[str, bytes] = {}
         self._offsets: dict[str, tuple[str, int]] = {}
         for number, group in enumerate(groups, 1):
@@ -174,7 +181,11 @@ class CheckpointWriter:
             self._offsets |= {tensor: (name, offset) for tensor, offset in offsets.items()}
 
     def create(self) -> None:
-        """Creates the empty files with their headers; called by one process, before any process writes."""
+        """Creates the files with their headers, and copies untrained tensors; called by one process, before any writes.
+
+        Raises:
+            UserError: an untrained tensor cannot be read.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         for name, head in self._headers.items():
             last = max(offset + self._bytes(tensor) for tensor, (file, offset) in self._offsets.items() if file == name)
@@ -186,6 +197,10 @@ class CheckpointWriter:
             total = sum(self._bytes(tensor) for tensor in self._shapes)
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             (self.folder / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
+        for tensor in self._untrained.shapes if self._untrained else ():
+            assert self._untrained
+            name, offset = self._offsets[tensor]
+            self._untrained.copy(tensor, self.folder / name, offset)
 
     def write(self, tensor: str, box: Box, values: Tensor) -> None:
         """Writes one box of a tensor; the boxes of different processes must not overlap.
@@ -199,7 +214,8 @@ class CheckpointWriter:
             if original == tensor:
                 self.write(copy, box, values)
         if place := self._stacked.get(tensor):
-            values = values.reshape(box_shape(box)).permute(*reversed(range(len(box))))
+            if place.transposed:
+                values = values.reshape(box_shape(box)).permute(*reversed(range(len(box))))
             tensor, box = place.name, place.box(box)
         name, offset = self._offsets[tensor]
         shape = self._shapes[tensor]

@@ -6,7 +6,7 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,11 @@ DTYPE_NAMES = {
     torch.bool: "BOOL",
 }
 """Names of dtypes in safetensors files."""
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+"""Dtypes by their names in safetensors files."""
 _LENGTH_BYTES = 8
 _LONGEST_HEADER = 10**8  # the format's limit
+_CHUNK_BYTES = 2**26
 
 
 class DamagedFileError(ValueError):
@@ -108,6 +110,12 @@ class SafetensorsFile:
         self.tensors = _parse(self._memory[_LENGTH_BYTES : self._data])
         _check_offsets(self.tensors, size - self._data)
 
+    def chunks(self, name: str) -> Iterator[bytes]:
+        """Yields the bytes of a tensor in order; KeyError where the file does not contain it."""
+        entry = self.tensors[name]
+        for start in range(entry.start, entry.stop, _CHUNK_BYTES):
+            yield self._memory[self._data + start : self._data + min(start + _CHUNK_BYTES, entry.stop)]
+
     def read(self, name: str, box: Box | None = None) -> Tensor:
         """Returns a box of a tensor as a view of the mapped file.
 
@@ -119,9 +127,9 @@ class SafetensorsFile:
             DamagedFileError: the dtype of the tensor is unknown.
         """
         entry = self.tensors[name]
-        if entry.dtype not in _DTYPES:
+        if entry.dtype not in DTYPES:
             raise DamagedFileError(f"the dtype {entry.dtype} of {name!r} cannot be read")
-        dtype, count = _DTYPES[entry.dtype], math.prod(entry.shape)
+        dtype, count = DTYPES[entry.dtype], math.prod(entry.shape)
         if not count:
             return torch.empty(entry.shape, dtype=dtype)
         whole = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=self._data + entry.start)
@@ -145,7 +153,7 @@ def _entry(dtype: str, shape: list[int], data_offsets: list[int]) -> StoredTenso
     start, stop = data_offsets
     if not all(isinstance(number, int) and number >= 0 for number in (*shape, start, stop)):
         raise ValueError("a number in it is not a size")
-    size = math.prod(shape) * _DTYPES[dtype].itemsize if dtype in _DTYPES else stop - start
+    size = math.prod(shape) * DTYPES[dtype].itemsize if dtype in DTYPES else stop - start
     if size != stop - start:
         raise ValueError(f"a tensor of shape {tuple(shape)} and dtype {dtype} has {stop - start} bytes")
     return StoredTensor(str(dtype), tuple(shape), start, stop)

@@ -133,7 +133,7 @@ def check_engines(config: Config, table: ModelTable, world_size: int) -> None:
             "or rollout.num_ranks."
         )
     whole = rollout.weight_transfer == "disk" and not rollout.delta
-    if table.tensor_index.stacked and rollout.has_servers and not whole:
+    if table.tensor_index.transposed and rollout.has_servers and not whole:
         raise UserError(
             f"rollout.weight_transfer={rollout.weight_transfer}: servers of {table.config.architecture}, whose experts "
             "are in stacked tensors, read whole directories only. Write rollout.weight_transfer=disk without "
@@ -170,7 +170,7 @@ def _check_wire(config: Config, table: ModelTable) -> None:
             f"{key}: servers receive quantized weights only as shards, and rollout.weight_transfer is "
             f"{rollout.weight_transfer}. Write rollout.weight_transfer=shards, or rollout.wire=cast."
         )
-    if table.tensor_index.stacked:
+    if table.tensor_index.transposed:
         raise UserError(
             f"{key}: quantized experts of {table.config.architecture} are not supported. Write rollout.wire=cast."
         )

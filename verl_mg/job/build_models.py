@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from verl_mg.checkpoint.peft import adapted_tensors
 from verl_mg.config import Config, ReferenceConfig, TrainableConfig
+from verl_mg.data.prompts import Prompt
 from verl_mg.errors import UserError
 from verl_mg.fsdp.mesh import MeshGroups, check_mesh
 from verl_mg.fsdp.trainer import check_trainable
@@ -90,6 +92,24 @@ class ModelRoleBuilder:
                 raise UserError(f"{config_section_of(role)}.layout={section.layout}{where}: {error}") from None
             self._check_megatron(role, model, resolved)
             self._check_lora(role)
+
+    def check_images(self, roles: set[str], prompts: Iterable[Prompt]) -> None:
+        """Checks that the backends of roles take the images of prompts.
+
+        Args:
+            roles: requested roles.
+            prompts: prompts that the roles are trained on, or score.
+
+        Raises:
+            UserError: a backend trains language models only.
+        """
+        sections = {config_section_of(role): self._section(role) for role in sorted(roles & MODEL_ROLES.keys())}
+        refuses = next((name for name, section in sections.items() if section.backend == "megatron"), None)
+        if refuses and (shown := next((prompt for prompt in prompts if prompt.images), None)):
+            raise UserError(
+                f"{shown.place}: the prompt has images, but {refuses}.backend=megatron has no vision tower. Write "
+                f"{refuses}.backend=fsdp."
+            )
 
     def _check_fsdp(self, role: str, remark: str) -> None:
         """Checks layout and options of a role with the FSDP backend; the module itself is checked when it is built."""

@@ -102,6 +102,7 @@ class Job:
         self.test_prompts: Prompts | None = None
         if config.data.test is not None:
             self.test_prompts = read_prompts(config.data, "test", self.tokenizer, **options)
+        builder.check_images(roles, self.prompts)
         self.roles: Mapping[str, Role] = {name: builder.build(name) for name in MODEL_ROLES if name in roles}
         records = RolloutRecords()
         self._reward = self._build_reward(records) if "reward" in roles else None

@@ -30,6 +30,7 @@ from verl_mg.errors import UserError
 from verl_mg.megatron.layers import RMSNorm
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.hf_config import HFConfig
+from verl_mg.models.multi_token import projection
 from verl_mg.training.token_order import TokenOrder
 
 
@@ -100,8 +101,7 @@ def check_multi_token(c: HFConfig, megatron: MegatronConfig, lora: bool) -> None
     if factor < 0:
         raise UserError(f"{key}: {factor} is below 0, which would train for wrong predictions. Write 0 or more.")
     if factor and c.multi_token is None:
-        projection = f"model.layers.{c.layers}.eh_proj.weight"
-        raise UserError(f"{key}: the model has no layer of multi-token prediction ({projection}). Leave it out.")
+        raise UserError(f"{key}: the model has no layer of multi-token prediction ({projection(c)}). Leave it out.")
     if factor and lora:
         raise UserError(f"{key}: with lora all weights are frozen, this layer's too. Leave one of them out.")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,9 @@ from verl_mg.errors import UserError
 from verl_mg.models.hf_families import (
     DEFAULTS,
     FAMILIES,
+    LANGUAGE_MODEL,
     SAME_AS,
+    VISION_LANGUAGE,
     Family,
     Fields,
     check_supported,
@@ -21,6 +23,7 @@ from verl_mg.models.hf_families import (
 )
 from verl_mg.models.indexer_config import IndexerConfig, parse_indexer
 from verl_mg.models.linear_config import LinearConfig, parse_linear
+from verl_mg.models.tensor_names import names_of_tensors, stacks_experts
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,8 @@ class ExpertsConfig:
     """Whether the router and the projections of routed experts have biases."""
     alternating: bool = False
     """Whether gate and up are one projection with alternating rows, in tensors that stack all experts."""
+    stacked: bool = False
+    """Whether the files stack gate and up projections of all experts, and down projections, in their order of axes."""
     clamped: ClampedSwiGLU | None = None
     """Activation of routed experts in place of the model's; None for the model's."""
     shared_gate: bool = False
@@ -98,8 +103,10 @@ class ExpertsConfig:
 class MultiTokenConfig:
     """Layer of multi-token prediction behind the others (DeepSeek-V3, arXiv:2412.19437, section 2.2)."""
 
-    has_copies: bool
+    has_copies: bool = False
     """Whether the checkpoint repeats embedding and output layer among its tensors."""
+    stacked: bool = False
+    """Whether the files stack its experts, see `ExpertsConfig.stacked`."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +145,8 @@ class HFConfig:
     """Tokens that end a response."""
     attention_scale: float
     """Factor on the products of queries and keys."""
+    prefix: str = "model."
+    """Prefix of the tensors of embedding, layers and final norm."""
     output_bias: bool = False
     """Whether the output projection of attention has a bias."""
     attention_sinks: bool = False
@@ -172,18 +181,23 @@ class HFConfig:
     """Layer of multi-token prediction; None without, and where it is left out, see `multi_token`."""
 
     def has_experts(self, layer: int) -> bool:
-        """Returns whether a layer is a mixture of experts; that of multi-token prediction is one.
+        """Returns whether a layer is a mixture of experts; that of multi-token prediction is one where others are.
 
         Args:
             layer: its number from 0.
         """
         if layer == self.layers:
-            return self.multi_token is not None
+            return self.multi_token is not None and self.experts is not None
         return self.experts is not None and layer in self.experts.layers
 
     def has_linear_attention(self, layer: int) -> bool:
         """Returns whether layer number `layer` (from 0) has linear attention."""
         return self.linear is not None and layer in self.linear.layers
+
+    @property
+    def with_vision(self) -> bool:
+        """Whether it is the language model of a vision-language model."""
+        return self.prefix == LANGUAGE_MODEL
 
     @property
     def linear_value_heads(self) -> int:
@@ -212,7 +226,10 @@ def read_config(model: str | Path) -> HFConfig:
         raise UserError(f"{path}: missing. Set model.path or --model to a Hugging Face directory.") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: not a readable JSON file ({error}). Download the model again.") from None
-    return parse_config(raw, str(path))
+    config = parse_config(raw, str(path))
+    if config.linear and config.experts and stacks_experts(names_of_tensors(path.parent), config.prefix):
+        return replace(config, experts=replace(config.experts, stacked=True))
+    return config
 
 
 def parse_config(raw: Any, where: str = "config.json") -> HFConfig:
@@ -229,9 +246,12 @@ def parse_config(raw: Any, where: str = "config.json") -> HFConfig:
         raise UserError(
             f"{where}: a {type(raw).__name__}, not an object with the fields of a model. Use a config.json."
         )
-    kind = SAME_AS.get(str(raw.get("model_type")), raw.get("model_type"))
+    kind, prefix = SAME_AS.get(str(raw.get("model_type")), raw.get("model_type")), "model."
+    if kind in VISION_LANGUAGE:
+        kind, prefix, raw = VISION_LANGUAGE[kind], LANGUAGE_MODEL, _text_fields(raw, where)
     if kind not in FAMILIES:
-        raise UserError(f"{where}: model_type {kind!r} is not supported. Choose from {', '.join(FAMILIES)}.")
+        known = ", ".join((*FAMILIES, *VISION_LANGUAGE))
+        raise UserError(f"{where}: model_type {kind!r} is not supported. Choose from {known}.")
     family = FAMILIES[kind]
     raw = DEFAULTS.get(kind, {}) | raw | {"model_type": kind}
     check_supported(raw, family, where)
@@ -242,6 +262,7 @@ def parse_config(raw: Any, where: str = "config.json") -> HFConfig:
         head_dim = latent.qk_nope_head_dim + latent.rope_dim if latent else int(raw.get("head_dim") or hidden // heads)
         return HFConfig(
             architecture=kind,
+            prefix=prefix,
             layers=layers,
             hidden=hidden,
             heads=heads,
@@ -269,6 +290,15 @@ def parse_config(raw: Any, where: str = "config.json") -> HFConfig:
         raise UserError(f"{where}: the field {error.args[0]!r} is missing. Use the model's own config.json.") from None
     except (TypeError, ValueError, ZeroDivisionError) as error:
         raise UserError(f"{where}: a size is not a number ({error}). Use the model's own config.json.") from None
+
+
+def _text_fields(raw: Fields, where: str) -> Fields:
+    """Returns the fields of the language model of a vision-language model."""
+    text = raw.get("text_config")
+    if not isinstance(text, dict):
+        raise UserError(f"{where}: text_config is missing. Use the model's own config.json.")
+    shared = ("eos_token_id", "tie_word_embeddings")
+    return text | {name: raw[name] for name in shared if raw.get(name) is not None}
 
 
 def _switch(raw: Fields, value: bool | str) -> bool:

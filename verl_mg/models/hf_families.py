@@ -63,6 +63,17 @@ FAMILIES = {
 SAME_AS: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
 """Values of `model_type` for models that are another family in other sizes: Kimi-K2 has DeepSeek-V3's architecture."""
 
+VISION_LANGUAGE: Mapping[str, str] = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+"""{model_type of a vision-language model: family of its language model, whose fields are in `text_config`}."""
+LANGUAGE_MODEL = "model.language_model."
+"""Prefix of the tensors of a language model in a vision-language model."""
+UNTRAINED: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), ("mtp.",)),
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), ("mtp.", "model.visual.")),
+}
+"""Prefixes of tensors that an export copies from the model directory, as far as the backend does not have them, by the
+architecture of the weight table: that of the FSDP backend has the vision tower."""
+
 _LINEAR: Fields = {
     "head_dim": 256,
     "partial_rotary_factor": 0.25,

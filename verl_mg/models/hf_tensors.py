@@ -8,15 +8,16 @@ the modules of the architectures in `transformers`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
-from verl_mg.models.hf_config import ExpertsConfig, HFConfig, LatentConfig
+from verl_mg.models.hf_config import ExpertsConfig, HFConfig, LatentConfig, MultiTokenConfig
 from verl_mg.models.indexer_config import IndexerConfig
 from verl_mg.models.linear_config import LinearConfig
-from verl_mg.models.stacked_tensors import StackedTensor
+from verl_mg.models.stacked_tensors import Stack, StackedTensor
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,8 @@ class TensorSpec:
     """Shape of the whole tensor."""
     float32: bool = False
     """Whether the tensor is float32 in every runtime, whatever the dtype of the model."""
-    stack: str | None = None
-    """Name of the tensor in files that stacks it for all experts, see `StackedTensor`; None: a tensor of its own."""
+    stack: Stack | None = None
+    """Tensor in files that stacks it for all experts, see `StackedTensor`; None: a tensor of its own."""
 
     @property
     def per_expert(self) -> bool:
@@ -284,10 +285,16 @@ class TensorIndex:
         """Places of the tensors that the files stack, by their own names; empty for most architectures."""
         places, experts = {}, 1 + max((entry.expert or 0 for entry in self.entries.values()), default=0)
         for name, entry in self.entries.items():
-            if entry.tensor.stack is not None and entry.expert is not None:
-                shape = (experts, *reversed(entry.tensor.shape))
-                places[name] = StackedTensor(entry.tensor.stack.format(layer=entry.layer), shape, entry.expert)
+            stack, shape = entry.tensor.stack, entry.tensor.shape
+            if stack is not None and entry.expert is not None:
+                in_files = stack.name.format(layer=entry.layer), stack.shape(experts, shape)
+                places[name] = StackedTensor(*in_files, entry.expert, stack.transposed, stack.first_row, shape[0])
         return places
+
+    @cached_property
+    def transposed(self) -> frozenset[str]:
+        """Names of the tensors that the files stack transposed."""
+        return frozenset(name for name, place in self.stacked.items() if place.transposed)
 
 
 def index_of(model: ModelSpec) -> TensorIndex:
@@ -317,37 +324,55 @@ def index_of(model: ModelSpec) -> TensorIndex:
     return TensorIndex(entries, tied)
 
 
-ATTENTION, FEED_FORWARD = "model.layers.{layer}.self_attn.", "model.layers.{layer}.mlp."
-LINEAR_ATTENTION = "model.layers.{layer}.linear_attn."
-EXPERT_NAMES = dict.fromkeys(("mixtral", "minimax_m2"), ("model.layers.{layer}.block_sparse_moe.", "w1", "w3", "w2"))
+LAYER = "model.layers.{layer}."
+"""Prefix of a layer's tensors, where the model is not part of a vision-language model."""
+QWEN_MULTI_TOKEN = "mtp."
+"""Prefix of the layer of multi-token prediction of Qwen's models with linear attention."""
+ATTENTION, LINEAR_ATTENTION, FEED_FORWARD = LAYER + "self_attn.", LAYER + "linear_attn.", LAYER + "mlp."
+EXPERT_NAMES = dict.fromkeys(("mixtral", "minimax_m2"), (LAYER + "block_sparse_moe.", "w1", "w3", "w2"))
 """{architecture: (prefix of the experts, names of gate, up and down)} where they differ from other architectures'."""
 
 
 def model_spec(c: HFConfig) -> ModelSpec:
     """Returns the tensors of a model's checkpoint."""
-    embedding = TensorSpec("model.embed_tokens.weight", (c.vocab, c.hidden))
+    embedding = TensorSpec(c.prefix + "embed_tokens.weight", (c.vocab, c.hidden))
     kinds = [(c.has_experts(layer), c.has_linear_attention(layer)) for layer in range(c.layers)]
-    layers = {kind: _layer(c, *kind) for kind in set(kinds)}
+    prefix = c.prefix + LAYER.removeprefix("model.")
+    layers = {kind: _renamed(_layer(c, *kind), LAYER, prefix) for kind in set(kinds)}
     return ModelSpec(
         embedding,
         tuple(layers[kind] for kind in kinds),
-        TensorSpec("model.norm.weight", (c.hidden,)),
+        TensorSpec(c.prefix + "norm.weight", (c.hidden,)),
         embedding if c.tied else TensorSpec("lm_head.weight", (c.vocab, c.hidden)),
-        _multi_token(c, layers[True, False]) if c.multi_token else None,
+        _multi_token(c, c.multi_token) if c.multi_token else None,
     )
 
 
-def _multi_token(c: HFConfig, layer: LayerSpec) -> MultiTokenSpec:
-    def tensor(name: str, *shape: int) -> TensorSpec:
-        return TensorSpec("model.layers.{layer}." + name + ".weight", shape)
+def _multi_token(c: HFConfig, multi_token: MultiTokenConfig) -> MultiTokenSpec:
+    experts = replace(c.experts, stacked=multi_token.stacked) if c.experts else None
+    layer = _layer(replace(c, experts=experts), c.has_experts(c.layers), with_linear_attention=False)
+    names, prefix = ("enorm", "hnorm", "eh_proj", "shared_head.norm"), LAYER
+    if c.linear:  # Qwen's names
+        names, prefix = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"), QWEN_MULTI_TOKEN
+        layer = _renamed(layer, LAYER, QWEN_MULTI_TOKEN + "layers.0.")
 
-    return MultiTokenSpec(
-        embedding_norm=tensor("enorm", c.hidden),
-        hidden_norm=tensor("hnorm", c.hidden),
-        projection=tensor("eh_proj", c.hidden, 2 * c.hidden),
-        layer=layer,
-        final_norm=tensor("shared_head.norm", c.hidden),
+    shapes = (c.hidden,), (c.hidden,), (c.hidden, 2 * c.hidden), (c.hidden,)
+    embedding_norm, hidden_norm, projection, final_norm = (
+        TensorSpec(f"{prefix}{name}.weight", shape) for name, shape in zip(names, shapes, strict=True)
     )
+    return MultiTokenSpec(embedding_norm, hidden_norm, projection, layer, final_norm)
+
+
+def _renamed(spec: Any, prefix: str, other: str) -> Any:
+    """Returns a part of a layer whose tensors have another prefix."""
+    if prefix == other or spec is None or isinstance(spec, int):
+        return spec
+    if isinstance(spec, tuple):
+        return tuple(_renamed(part, prefix, other) for part in spec)
+    if isinstance(spec, TensorSpec):
+        stack = spec.stack and replace(spec.stack, name=spec.stack.name.replace(prefix, other, 1))
+        return replace(spec, name=spec.name.replace(prefix, other, 1), stack=stack)
+    return replace(spec, **{field.name: _renamed(getattr(spec, field.name), prefix, other) for field in fields(spec)})
 
 
 def tensors_of(spec: object) -> Iterator[TensorSpec]:
@@ -364,7 +389,7 @@ def tensors_of(spec: object) -> Iterator[TensorSpec]:
 
 def _layer(c: HFConfig, with_experts: bool, with_linear_attention: bool) -> LayerSpec:
     def norm(name: str) -> TensorSpec:
-        return TensorSpec("model.layers.{layer}." + name + "_layernorm.weight", (c.hidden,))
+        return TensorSpec(f"{LAYER}{name}_layernorm.weight", (c.hidden,))
 
     return LayerSpec(
         input_norm=norm("input"),
@@ -469,7 +494,7 @@ def _stacked_experts(hidden: int, experts: ExpertsConfig) -> Experts:
 
     def tensor(name: str, *shape: int) -> TensorSpec:
         prefix = FEED_FORWARD + "experts."
-        return TensorSpec(prefix + "{expert}." + name, shape, stack=prefix + name)
+        return TensorSpec(prefix + "{expert}." + name, shape, stack=Stack(prefix + name))
 
     each = MLP(
         gate_up=(tensor("gate_up_proj", 2 * experts.ffn, hidden),),
@@ -494,16 +519,29 @@ def _experts(c: HFConfig, experts: ExpertsConfig) -> Experts:
     bias_prefix = prefix if c.architecture == "minimax_m2" else prefix + "gate."
     bias = TensorSpec(bias_prefix + "e_score_correction_bias", (experts.count,), float32=True)
     gate, up, down = names
+    each = _mlp(prefix + "experts.{expert}.", c.hidden, experts.ffn, (gate, up, down))
     shared = prefix + ("shared_expert" if experts.shared_gate else "shared_experts")
     shared_gate = TensorSpec(f"{shared}_gate.weight", (1, c.hidden)) if experts.shared_gate else None
     return Experts(
         count=experts.count,
         router=TensorSpec(prefix + "gate.weight", (experts.count, c.hidden)),
         router_bias=bias if experts.router_bias else None,
-        each=_mlp(prefix + "experts.{expert}.", c.hidden, experts.ffn, (gate, up, down)),
+        each=_in_stacks(each, experts.ffn) if experts.stacked else each,
         shared=_mlp(f"{shared}.", c.hidden, experts.shared_ffn) if experts.shared_ffn else None,
         shared_gate=shared_gate if experts.shared_ffn else None,
     )
+
+
+def _in_stacks(each: MLP, ffn: int) -> MLP:
+    """Returns an expert's tensors in files with one tensor of gate and up projections, and one of down projections."""
+    gate, up = each.gate_up
+    prefix = FEED_FORWARD + "experts."
+
+    def stack(first_row: int) -> Stack:
+        return Stack(prefix + "gate_up_proj", False, first_row, 2 * ffn)
+
+    down = Stack(prefix + "down_proj", transposed=False, rows=each.down.shape[0])
+    return MLP((replace(gate, stack=stack(0)), replace(up, stack=stack(ffn))), replace(each.down, stack=down))
 
 
 def linear_tensors_of(layer: LayerSpec) -> Iterator[TensorSpec]:
@@ -523,7 +561,7 @@ def linear_tensors_of(layer: LayerSpec) -> Iterator[TensorSpec]:
 
 
 def expert_tensors_of(layer: LayerSpec) -> Iterator[TensorSpec]:
-    """Yields the weights of the linear layers of routed experts; none of experts that are stacked in the files."""
+    """Yields the weights of the linear layers of routed experts; none of those that the files stack transposed."""
     if isinstance(layer.mlp, Experts):
         each = layer.mlp.each
-        yield from (tensor for tensor in (*each.gate_up, each.down) if tensor.stack is None)
+        yield from (t for t in (*each.gate_up, each.down) if t.stack is None or not t.stack.transposed)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
 from verl_mg.models.hf_config import HFConfig, MultiTokenConfig
+from verl_mg.models.hf_tensors import QWEN_MULTI_TOKEN
+from verl_mg.models.tensor_names import names_of_tensors, stacks_experts
 
-ARCHITECTURES = frozenset({"deepseek_v3", "glm4_moe"})
+ARCHITECTURES = frozenset({"deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
 """Architectures whose checkpoints can have such a layer behind the others."""
 COPIES = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
 """{tensor of the layer: the tensor of the model that it repeats}. The layer shares them with the model
-(arXiv:2412.19437, section 2.2), and engines do not read the copies."""
+(arXiv:2412.19437, section 2.2), and engines do not read the copies; Qwen's models have none."""
+QWEN_PARTS = frozenset({"fc", "layers", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"})
+"""Parts of the layer in Qwen's models. One with further parts, such as an embedding, is another layer."""
 
 
 def with_multi_token_layer(config: HFConfig, folder: Path) -> HFConfig:
@@ -25,10 +28,13 @@ def with_multi_token_layer(config: HFConfig, folder: Path) -> HFConfig:
         config: configuration of the model.
         folder: model directory.
     """
-    if config.architecture not in ARCHITECTURES or config.experts is None:
+    if config.architecture not in ARCHITECTURES:
         return config
-    names = _names_of_tensors(folder)
-    if _projection(config.layers) not in names or _projection(config.layers + 1) in names:
+    names = names_of_tensors(folder)
+    if config.linear:
+        return replace(config, multi_token=_qwen_layer(names))
+    further = replace(config, layers=config.layers + 1)
+    if config.experts is None or projection(config) not in names or projection(further) in names:
         return config
     has_copies = all(f"model.layers.{config.layers}.{name}" in names for name in COPIES)
     return replace(config, multi_token=MultiTokenConfig(has_copies))
@@ -41,17 +47,14 @@ def copied_tensors(config: HFConfig) -> dict[str, str]:
     return {f"model.layers.{config.layers}.{name}": original for name, original in COPIES.items()}
 
 
-def _projection(layer: int) -> str:
-    return f"model.layers.{layer}.eh_proj.weight"
+def _qwen_layer(names: Collection[str]) -> MultiTokenConfig | None:
+    parts = [name.split(".") for name in names if name.startswith(QWEN_MULTI_TOKEN)]
+    layers = {number for _, part, number, *_ in parts if part == "layers"}
+    if {part for _, part, *_ in parts} != QWEN_PARTS or layers != {"0"}:
+        return None
+    return MultiTokenConfig(stacked=stacks_experts(names, QWEN_MULTI_TOKEN))
 
 
-def _names_of_tensors(folder: Path) -> Collection[str]:
-    """Returns the names in the index of a directory, or in its only file; () where it has neither."""
-    try:
-        index = folder / "model.safetensors.index.json"
-        if index.exists():
-            return frozenset(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-        with open(folder / "model.safetensors", "rb") as file:
-            return frozenset(json.loads(file.read(int.from_bytes(file.read(8), "little"))))
-    except (OSError, ValueError, LookupError, TypeError):  # reported where the weights are read
-        return ()
+def projection(config: HFConfig) -> str:
+    """Returns the name of the tensor by which a directory with such a layer is known."""
+    return f"{QWEN_MULTI_TOKEN}fc.weight" if config.linear else f"model.layers.{config.layers}.eh_proj.weight"

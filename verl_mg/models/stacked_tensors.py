@@ -1,8 +1,13 @@
-"""Tensors of experts that the files of a checkpoint stack, transposed: those of gpt-oss.
+"""Tensors of experts that the files of a checkpoint stack: those of gpt-oss, and of Qwen3.5 as it is published.
 
-    weight table, and runtimes        files
+    weight table, and runtimes        files of gpt-oss, transposed
     experts.0.gate_up_proj (r, c)  \\
     experts.1.gate_up_proj (r, c)   > experts.gate_up_proj (experts, c, r)
+    ...                            /
+
+    weight table, and runtimes        files of Qwen3.5
+    experts.0.gate_proj (r, c)     \\
+    experts.0.up_proj (r, c)        > experts.gate_up_proj (experts, 2 r, c), gate first
     ...                            /
 
 Everywhere else each expert has its own tensors, matrices as (out, in), as with other architectures.
@@ -17,24 +22,57 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
+class Stack:
+    """Tensor of the files that stacks tensors of all experts."""
+
+    name: str
+    """Name of the tensor, with `{layer}` as placeholder."""
+    transposed: bool = True
+    """Whether it has the experts' tensors transposed."""
+    first_row: int = 0
+    """Row at which the expert's tensor begins, of a tensor that is not transposed."""
+    rows: int = 0
+    """Rows of an expert in it, of a tensor that is not transposed."""
+
+    def shape(self, experts: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape of the tensor.
+
+        Args:
+            experts: number of experts.
+            shape: shape of an expert's tensor.
+        """
+        return (experts, *reversed(shape)) if self.transposed else (experts, self.rows, *shape[1:])
+
+
+@dataclass(frozen=True, slots=True)
 class StackedTensor:
-    """Place of an expert's tensor in a tensor of the files that stacks those of all experts, each transposed."""
+    """Place of an expert's tensor in a tensor of the files that stacks those of all experts."""
 
     name: str
     """Name of the stacked tensor."""
     shape: tuple[int, ...]
-    """Shape of the stacked tensor: (experts, columns, rows), or (experts, rows) of biases."""
+    """Shape of the stacked tensor; transposed (experts, columns, rows), or (experts, rows) of biases."""
     index: int
     """Index of the expert."""
+    transposed: bool = True
+    """Whether the stack has the experts' tensors transposed."""
+    first_row: int = 0
+    """Row of the stack at which the expert's tensor begins, where it is not transposed."""
+    rows: int = 0
+    """Rows of the expert's tensor, where it is not transposed."""
 
     @property
     def expert_shape(self) -> tuple[int, ...]:
         """Shape of the expert's tensor."""
-        return self.shape[:0:-1]
+        return self.shape[:0:-1] if self.transposed else (self.rows, *self.shape[2:])
 
     def box(self, box: Ranges) -> Ranges:
         """Returns the box of the stacked tensor that has the elements of a box of the expert's tensor."""
-        return ((self.index, self.index + 1), *reversed(box))
+        expert = (self.index, self.index + 1)
+        if self.transposed:
+            return (expert, *reversed(box))
+        (start, stop), *others = box
+        return (expert, (start + self.first_row, stop + self.first_row), *others)
 
 
 def expert_shapes(

@@ -205,7 +205,7 @@ def make_tiny_model(
         attention |= {"q_lora_rank": q_rank or hidden // 2}
         attention |= {"index_n_heads": 2 * heads, "index_head_dim": width, "index_topk": 8}
     if architecture in LINEAR:
-        attention |= _linear_attention(heads, width // 2)
+        attention |= linear_attention_fields(heads, width // 2)
     config = _config(
         architecture,
         tokenizer,
@@ -218,7 +218,7 @@ def make_tiny_model(
         initializer_range=init_std,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0} | (rope_scaling or {}),
         **attention
-        | _mixture(architecture, experts, ffn // 2, shared_experts, dense_layers, layers)
+        | mixture_fields(architecture, experts, ffn // 2, shared_experts, dense_layers, layers)
         | dict(fields or {}),
     )
     with torch.random.fork_rng(devices=[]):
@@ -242,7 +242,13 @@ def _latent_attention(heads: int, width: int, kv_rank: int, q_rank: int) -> dict
     }
 
 
-def _linear_attention(heads: int, width: int) -> dict[str, Any]:
+def linear_attention_fields(heads: int, width: int) -> dict[str, Any]:
+    """Returns the fields of linear attention in a config.json.
+
+    Args:
+        heads: value heads, twice as many as key heads.
+        width: width of a head.
+    """
     return {
         "linear_num_key_heads": heads // 2,
         "linear_num_value_heads": heads,
@@ -251,9 +257,19 @@ def _linear_attention(heads: int, width: int) -> dict[str, Any]:
     }
 
 
-def _mixture(
-    architecture: str, experts: int, width: int, shared: int, dense_layers: int, layers: int
+def mixture_fields(
+    architecture: str, experts: int, width: int, shared: int = 1, dense_layers: int = 0, layers: int = 0
 ) -> dict[str, Any]:
+    """Returns the fields of a mixture of experts in a config.json; {} for an architecture without.
+
+    Args:
+        architecture: a key of `ARCHITECTURES`.
+        experts: experts of a layer.
+        width: width of an expert.
+        shared: shared experts of a layer.
+        dense_layers: number of first layers without experts.
+        layers: number of layers, for architectures that name the kind of each.
+    """
     if architecture not in COUNT_OF_EXPERTS:
         return {}
     fields: dict[str, Any] = {COUNT_OF_EXPERTS[architecture]: experts, "num_experts_per_tok": 2}

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from verl_mg.errors import UserError
-from verl_mg.models.tiny_model import character_tokenizer, perturb_vectors
+from verl_mg.models.linear_config import LAYER_TYPES
+from verl_mg.models.tiny_model import character_tokenizer, linear_attention_fields, mixture_fields, perturb_vectors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, ProcessorMixin
@@ -24,9 +25,11 @@ GEMMA_TOKENS = (GEMMA_SIDE // GEMMA_PATCH // MERGE) ** 2
 """Tokens of an image of Gemma 3."""
 QWEN_WORDS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 GEMMA_WORDS = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
-ARCHITECTURES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3")
+ARCHITECTURES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3", "qwen3_5", "qwen3_5_moe")
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 """Experts of a mixture, less wide than a feed-forward layer."""
+LINEAR = ("qwen3_5", "qwen3_5_moe")
+"""Those with linear attention, in every other layer."""
 
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
@@ -62,7 +65,8 @@ def make_tiny_vision_model(
     """Writes a randomly initialised vision-language model, its tokenizer and its processor into a folder.
 
     A square of 28 x 28 pixels is one token of the Qwen models; of Gemma 3, which scales images to 16 x 16 pixels, each
-    image is 4 tokens. The same arguments give the same bytes.
+    image is 4 tokens. Every other layer of Qwen3.5 has linear attention; its mixture has 4 experts, half as wide as
+    `ffn`, of which 2 process a token. The same arguments give the same bytes.
 
     Args:
         folder: folder to write.
@@ -112,6 +116,11 @@ def make_tiny_vision_model(
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
+    if architecture in LINEAR:
+        kinds = [LAYER_TYPES[layer % 2] for layer in range(layers)]
+        text |= linear_attention_fields(heads, text["head_dim"] // 2)
+        text |= {"layer_types": kinds, "full_attention_interval": 2}  # SGLang reads the latter
+        text |= mixture_fields(f"{architecture}_text", 4, ffn // 2)
     fields = _gemma(text, ids) if gemma else _qwen(architecture, text, ids, tie_embeddings)
     fields["vision_config"] |= _vision(architecture, vision_hidden, vision_layers, hidden, init_std)
     config = AutoConfig.for_model(architecture, initializer_range=init_std, **fields)
@@ -129,9 +138,11 @@ def make_tiny_vision_model(
 
 
 def _qwen(architecture: str, text: dict[str, Any], ids: Mapping[str, int], tied: bool) -> dict[str, Any]:
-    half = text["head_dim"] // 2
+    half = text["head_dim"] // (8 if architecture in LINEAR else 2)
     sections = [half - 2 * (half // 3), half // 3, half // 3]
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections}
+    if architecture in LINEAR:
+        rope["partial_rotary_factor"] = 0.25
     if architecture != "qwen2_5_vl":
         rope["mrope_interleaved"] = True
     if architecture == "qwen3_vl_moe":
@@ -170,7 +181,8 @@ def _vision(architecture: str, width: int, layers: int, hidden: int, init_std: f
     common |= {"out_hidden_size": hidden, "initializer_range": init_std}
     if architecture == "qwen2_5_vl":
         return common | {"window_size": PATCH * MERGE * 2, "fullatt_block_indexes": [layers - 1]}
-    return common | {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+    common["num_position_embeddings"] = 64
+    return common | {"deepstack_visual_indexes": [] if architecture in LINEAR else [0]}
 
 
 def _processor(architecture: str, tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:

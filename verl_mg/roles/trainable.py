@@ -19,13 +19,16 @@ from verl_mg.batch import Batch, ColumnKind
 from verl_mg.checkpoint.hf_safetensors import CheckpointWriter
 from verl_mg.checkpoint.peft import AdapterWriter
 from verl_mg.checkpoint.sharded_safetensors import StoredBox
+from verl_mg.checkpoint.untrained_tensors import UntrainedTensors
 from verl_mg.config import ConfigSection, Count, GuardConfig, OptimizerConfig
-from verl_mg.distributed.collectives import all_gather_json
+from verl_mg.distributed.collectives import all_gather_json, broadcast_bytes
 from verl_mg.layout.packing import MicroBatchPlan
+from verl_mg.models.hf_families import UNTRAINED
 from verl_mg.models.multi_token import copied_tensors
 from verl_mg.roles.backends import build_trainer
 from verl_mg.roles.role import Role
 from verl_mg.roles.rows.index import RowIndex
+from verl_mg.sharding.model_table import ModelTable
 from verl_mg.training.offload import CpuOffload
 from verl_mg.training.runner import Runner
 from verl_mg.training.stored_weights import restore_weights
@@ -259,6 +262,7 @@ class TrainableRole(Role):
             copies=copied_tensors(table.config),
             stacked=table.tensor_index.stacked,
             float32=[name for name, tensor in table.tensor_index.tensors.items() if tensor.float32],
+            untrained=_untrained_tensors(model_dir, table),
         )
         adapter_writer = AdapterWriter(partial / ADAPTER_FOLDER, lora.shapes, dtype) if lora else None
         if dist.get_rank() == 0:
@@ -295,12 +299,29 @@ def _copy_small_files(source: Path, target: Path) -> None:
             shutil.copy2(file, target / file.name)
 
 
+def _untrained_tensors(model_dir: Path, table: ModelTable) -> UntrainedTensors | None:
+    """Returns the tensors of the model directory that the runner does not have; all ranks call it together."""
+    prefixes = UNTRAINED.get(table.config.architecture)
+    if prefixes is None:
+        return None
+    found = None
+    if dist.get_rank() == 0:
+        index = table.tensor_index
+        owned = index.tensors.keys() | {place.name for place in index.stacked.values()}
+        found = UntrainedTensors.find(model_dir, prefixes, owned)
+    packed = broadcast_bytes(found.packed() if found else b"")
+    return found or UntrainedTensors.unpacked(model_dir, packed)
+
+
 def _patch_config(config: Path, runner: Runner) -> None:
     """Patches the copied config.json: data type and architecture may differ from the source model."""
     tree = json.loads(config.read_text(encoding="utf-8"))
     tree.pop("quantization_config", None)  # the weights are written in the dtype of training
     name = "torch_dtype" if "torch_dtype" in tree else "dtype"
     tree[name] = str(runner.dtype).removeprefix("torch.")
+    if isinstance(text := tree.get("text_config"), dict):  # SGLang reads the dtype of the language model
+        text.pop("torch_dtype", None)
+        text["dtype"] = tree[name]
     if runner.table.head == "value":
         kinds = tree.get("architectures") or []
         tree["architectures"] = [kind.replace("ForCausalLM", "ForSequenceClassification") for kind in kinds]

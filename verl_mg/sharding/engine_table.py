@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import HFConfig
 from verl_mg.models.hf_tensors import (
+    LAYER,
     MLP,
     Experts,
     GroupedAttention,
@@ -39,7 +40,6 @@ from verl_mg.sharding.param_spec import (
 )
 
 VOCABULARY = VocabularyRows(64, on_each_rank=False)
-LAYER = "model.layers.{layer}."
 ATTENTION, LINEAR_ATTENTION, FEED_FORWARD = "self_attn.", "linear_attn.", "mlp."
 """Prefixes of attention, of linear attention, and of the feed-forward layer or experts in a layer."""
 DATA_PARALLEL_ATTENTION = frozenset({
@@ -85,6 +85,8 @@ class EngineRules:
     """Name of the input embedding in the model class of an architecture where it differs from `embed_tokens`."""
     fused_indexer: bool
     """Whether an indexer's keys and head weights are one projection."""
+    language_model: str
+    """Prefix of the language model in the classes of vision-language models."""
     latent_down: str
     """Name of the fused down-projections of queries, keys and values of latent attention."""
     check_supported: Callable[[HFConfig, EngineLayout], None]
@@ -115,14 +117,23 @@ def output_params(model: ModelSpec) -> tuple[ParamSpec, ParamSpec]:
     )
 
 
-def draft_params(m: MultiTokenSpec) -> tuple[ParamSpec, ...]:
-    """Returns what a draft model has besides its transformer layer, without what it shares with the policy."""
-    return (
-        ParamSpec("enorm.weight", (m.embedding_norm,)),
-        ParamSpec("hnorm.weight", (m.hidden_norm,)),
-        ParamSpec("eh_proj.weight", (m.projection,)),
-        ParamSpec("shared_head.norm.weight", (m.final_norm,)),
-    )
+def draft_params(m: MultiTokenSpec, config: HFConfig) -> tuple[ParamSpec, ...]:
+    """Returns what a draft model has besides its transformer layer, without what it shares with the policy.
+
+    Args:
+        m: the Hugging Face tensors of the layer.
+        config: configuration of the model.
+    """
+    names = ("model.enorm", "model.hnorm", "model.eh_proj", "model.shared_head.norm")
+    if config.linear:
+        names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "model.norm")
+    tensors = (m.embedding_norm, m.hidden_norm, m.projection, m.final_norm)
+    return tuple(ParamSpec(f"{name}.weight", (tensor,)) for name, tensor in zip(names, tensors, strict=True))
+
+
+def draft_layer(config: HFConfig) -> str:
+    """Returns the prefix of the transformer layer of a draft model."""
+    return "model.layers.0." if config.linear else "model.decoder."
 
 
 def layer_params(layer: LayerSpec, config: HFConfig, rules: EngineRules) -> tuple[ParamSpec, ...]:

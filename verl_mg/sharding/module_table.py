@@ -13,7 +13,7 @@ from verl_mg.layout import EngineLayout, EnginePlacement
 from verl_mg.models.hf_config import HFConfig, read_config
 from verl_mg.models.hf_tensors import TensorEntry, TensorIndex, TensorSpec
 from verl_mg.models.module_config import module_config
-from verl_mg.models.stacked_tensors import expert_shapes
+from verl_mg.models.stacked_tensors import Stack, expert_shapes
 from verl_mg.sharding.boxes import Piece, Shard, full_box
 from verl_mg.sharding.model_table import SCORE, Head, ModelTable
 from verl_mg.sharding.module_shards import ModuleShards, module_shards
@@ -127,7 +127,7 @@ class ModuleTable(ModelTable):
         template = _LAYER.sub(".{layer}.", template, count=1) if layer else template
         count = self.config.experts.count if self.config.experts else None
         place = self.module.stacked.get(name)
-        stack = _LAYER.sub(".{layer}.", place.name, count=1) if place else None
+        stack = Stack(_LAYER.sub(".{layer}.", place.name, count=1)) if place else None
         stacked = not expert and shape[:1] == (count,) and (len(shape) > 2 or ".experts." in name)
         return TensorEntry(
             0,

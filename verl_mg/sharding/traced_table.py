@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
@@ -60,6 +60,18 @@ class TracedTable:
         members = {rank: placement.coordinates(rank) for rank in placement.ranks}
         shards = {rank: self.ranks[at.pp * self.layout.tp + at.tp] for rank, at in members.items()}
         return ExplicitShardMap(shards, tensors)
+
+    def without(self, prefixes: tuple[str, ...]) -> TracedTable:
+        """Returns the table without the parameters that consist of tensors with one of these prefixes."""
+        ranks = tuple(
+            {
+                name: shard
+                for name, shard in shards.items()
+                if not shard.pieces or not all(piece.tensor.startswith(prefixes) for piece in shard.pieces)
+            }
+            for shards in self.ranks
+        )
+        return replace(self, ranks=ranks)
 
     def check_layout(self, layout: EngineLayout) -> None:
         """Checks that the table was traced for a layout; raises UserError otherwise."""

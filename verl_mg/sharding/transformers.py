@@ -7,10 +7,8 @@ A module that has its experts' matrices as (experts, in, out), that of gpt-oss, 
 from __future__ import annotations
 
 from verl_mg.models.hf_config import HFConfig
-from verl_mg.models.hf_tensors import EXPERT_NAMES, Experts, LayerSpec, ModelSpec, TensorSpec, tensors_of
+from verl_mg.models.hf_tensors import EXPERT_NAMES, LAYER, Experts, LayerSpec, ModelSpec, TensorSpec, tensors_of
 from verl_mg.sharding.param_spec import ParamSpec, optional_param
-
-LAYER = "model.layers.{layer}."
 
 
 def embedding_param(model: ModelSpec) -> ParamSpec:
@@ -32,9 +30,10 @@ def layer_params(layer: LayerSpec, config: HFConfig) -> tuple[ParamSpec, ...]:
         config: configuration of the model.
     """
     checkpoint_prefix, *_ = EXPERT_NAMES.get(config.architecture, (LAYER + "mlp.",))
+    layer_prefix = config.prefix + "layers.{layer}."
 
     def single(tensor: TensorSpec) -> ParamSpec:
-        return ParamSpec(tensor.name.replace(checkpoint_prefix, LAYER + "mlp.").removeprefix(LAYER), (tensor,))
+        return ParamSpec(tensor.name.replace(checkpoint_prefix, LAYER + "mlp.").removeprefix(layer_prefix), (tensor,))
 
     params = tuple(single(tensor) for tensor in tensors_of(layer) if not tensor.per_expert)
     if not isinstance(layer.mlp, Experts):

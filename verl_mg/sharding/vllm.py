@@ -105,6 +105,7 @@ RULES = EngineRules(
     attention={"gpt_oss": "attn."},
     embedding={"gpt_oss": "embedding"},
     fused_indexer=True,
+    language_model="language_model.",
     latent_down="fused_qkv_a_proj",
     check_supported=check_supported,
     pipeline_ends=pipeline_ends,

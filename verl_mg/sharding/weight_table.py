@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from pathlib import Path
 
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
 from verl_mg.models.hf_config import HFConfig
+from verl_mg.models.hf_families import UNTRAINED
 from verl_mg.models.hf_tensors import (
     Experts,
     ModelSpec,
@@ -26,7 +28,7 @@ from verl_mg.sharding.megatron import Kernels
 from verl_mg.sharding.model_table import SCORE, Head, ModelTable
 from verl_mg.sharding.param_spec import Axis, ParamBlock, ParamSpec
 from verl_mg.sharding.shard_map import DerivedShardMap, ParallelIndex
-from verl_mg.sharding.traced_table import EngineName
+from verl_mg.sharding.traced_table import EngineName, TracedTable
 
 ENGINE_RULES: Mapping[EngineName, EngineRules] = {"sglang": sglang.RULES, "vllm": vllm.RULES}
 """Differences of each engine from the common table."""
@@ -44,6 +46,18 @@ class WeightTable(ModelTable):
         if self.model.multi_token is None:
             return super().with_draft_model()
         return replace(self, drafts=True)
+
+    def with_traced(self, traced: TracedTable, path: Path) -> WeightTable:
+        """Returns this table with the engine's part from a traced table, without the tensors that are not trained.
+
+        Args:
+            traced: the traced table.
+            path: its file, for errors.
+
+        Raises:
+            UserError: it was traced for another engine or model.
+        """
+        return super().with_traced(traced.without(UNTRAINED.get(self.config.architecture, ())), path)
 
     @cached_property
     def model(self) -> ModelSpec:
@@ -176,21 +190,22 @@ class WeightTable(ModelTable):
             engine_table.embedding_param(self.model, config, rules, layout),
             engine_table.output_params(self.model),
         )
-        stages = []
+        stages, prefix = [], rules.language_model if config.with_vision else ""
         for stage in range(layout.pp):
             ends = rules.pipeline_ends(config, self.tied, stage == 0, stage == layout.pp - 1)
-            blocks = [ParamBlock("", (embedding,))] if ends.embedding else []
+            blocks = [ParamBlock(prefix, (embedding,))] if ends.embedding else []
             for layer in layout.layers(config.layers, stage):
-                blocks.append(ParamBlock(f"model.layers.{layer}.", layer_params(self.model.layers[layer]), layer))
+                params = layer_params(self.model.layers[layer])
+                blocks.append(ParamBlock(f"{prefix}model.layers.{layer}.", params, layer))
             if ends.final_norm:
-                blocks.append(ParamBlock("", (final_norm,)))
+                blocks.append(ParamBlock(prefix, (final_norm,)))
             if ends.output:
-                blocks.append(ParamBlock("", (output,)))
+                blocks.append(ParamBlock(prefix, (output,)))
             if self.drafts and self.model.multi_token:
-                behind = engine_table.draft_params(self.model.multi_token)
-                blocks.append(ParamBlock(f"{engine_table.DRAFT}model.", behind, config.layers))
-                params = layer_params(self.model.all_layers[-1])
-                blocks.append(ParamBlock(f"{engine_table.DRAFT}model.decoder.", params, config.layers))
+                behind = engine_table.draft_params(self.model.multi_token, config)
+                blocks.append(ParamBlock(engine_table.DRAFT, behind, config.layers))
+                params, inner = layer_params(self.model.all_layers[-1]), engine_table.draft_layer(config)
+                blocks.append(ParamBlock(engine_table.DRAFT + inner, params, config.layers))
             stages.append(blocks)
         sizes: dict[Axis, int] = {
             "replicated": 1,
@@ -215,7 +230,8 @@ class WeightTable(ModelTable):
     @property
     def transposed_parameters(self) -> frozenset[str]:
         """Names of stacks of experts' matrices, which the module has as (experts, in, out), as the files do."""
-        return frozenset(place.name for place in self.tensor_index.stacked.values() if len(place.shape) == 3)
+        places = self.tensor_index.stacked.values()
+        return frozenset(place.name for place in places if place.transposed and len(place.shape) == 3)
 
     def shard_map_replicated(self, ranks: Sequence[int]) -> DerivedShardMap:
         """Returns the shards of ranks that each have the whole module of `transformers`."""
@@ -224,7 +240,7 @@ class WeightTable(ModelTable):
         blocks = [
             ParamBlock("", (transformers.embedding_param(self.model),)),
             *(
-                ParamBlock(f"model.layers.{number}.", layer_params(layer), number)
+                ParamBlock(f"{config.prefix}layers.{number}.", layer_params(layer), number)
                 for number, layer in enumerate(self.model.layers)
             ),
             ParamBlock("", transformers.output_params(self.model)),

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from verl_mg.models import multi_token, tiny_vision_model
-from verl_mg.models.hf_families import FAMILIES, SAME_AS
+from verl_mg.models.hf_families import FAMILIES, SAME_AS, VISION_LANGUAGE
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.models.tiny_vision_model import make_tiny_vision_model
 from verl_mg.support.answers import Answer
@@ -70,7 +70,8 @@ def _tiny_models(folder: Path) -> Iterator[Path]:
 
 def _answers(model: Path) -> list[Answer]:
     """Returns the answers for a directory, in words that hold for the whole family."""
-    with_layer = Answer(MULTI_TOKEN, model.name in multi_token.ARCHITECTURES, "")
+    kind = VISION_LANGUAGE.get(model.name, model.name)
+    with_layer = Answer(MULTI_TOKEN, kind in multi_token.ARCHITECTURES, "")
     answers = [*ModelSupport(model).answers(), with_layer]
     return [replace(a, text=a.text.replace(f"{model}/", "").replace(model.name, "this family")) for a in answers]
 

@@ -33,7 +33,7 @@ def write_weights(runner: Runner, writer: CheckpointWriter) -> None:
         writer: writer of the directory, whose files exist.
     """
     rank, whole, served = dist.get_rank(), runner.shard_map(), runner.served_parameters()
-    rows = whole_rows(whole, runner.table.tensor_index.stacked.keys())
+    rows = whole_rows(whole, runner.table.tensor_index.transposed)
     current, values = "", torch.empty(0)
     for write in assign_writes(whole, rank):
         if write.tensor not in rows.tensors:
@@ -53,18 +53,18 @@ def write_weights(runner: Runner, writer: CheckpointWriter) -> None:
             writer.write(name, shard.pieces[0].source, staged[name])
 
 
-def whole_rows(whole: ShardMap, stacked: Collection[str] = ()) -> ExplicitShardMap:
+def whole_rows(whole: ShardMap, transposed: Collection[str] = ()) -> ExplicitShardMap:
     """Returns the whole rows that ranks write of the tensors whose columns are distributed over ranks.
 
     Args:
         whole: shards of all ranks.
-        stacked: tensors that the files have transposed, so that whole columns are contiguous; they are not among them.
+        transposed: tensors that the files have so, where whole columns are contiguous; they are not among the rows.
     """
     shards: dict[int, dict[str, Shard]] = defaultdict(dict)
     split = {}
     for name, info in whole.tensors.items():
         replicas = whole.replicas(name)
-        if name in stacked or all(_has_whole_rows(item.box, info.shape) for item in replicas):
+        if name in transposed or all(_has_whole_rows(item.box, info.shape) for item in replicas):
             continue
         split[name] = info
         height, columns = info.shape[0], full_box(info.shape[1:])

@@ -25,14 +25,22 @@ from verl_mg.rollout.sglang.unloaded_model import unloaded_model
 from verl_mg.rollout.sglang.weight_loader import load_chunk, merge_stages
 from verl_mg.sharding.weight_table import weight_table
 
+QWEN = {
+    "Qwen3NextForCausalLM": "Qwen3NextForCausalLMMTP",
+    **dict.fromkeys(("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"), "Qwen3_5ForCausalLMMTP"),
+}
+"""Classes of SGLang for the layer of Qwen's models, by the class of the model."""
+
 
 def draft_directory(model: Path, folder: Path) -> Path:
     """A copy of the configuration that names the draft class, as SGLang changes it for its draft worker."""
     folder.mkdir(parents=True)
     config = json.loads((model / "config.json").read_text())
-    config["architectures"] = [f"{config['architectures'][0]}NextN"]
+    (name,) = config["architectures"]
+    config["architectures"] = [QWEN.get(name, f"{name}NextN")]
     (folder / "config.json").write_text(json.dumps(config))
-    shutil.copy(model / "model.safetensors", folder)
+    for file in model.glob("model*safetensors*"):
+        shutil.copy(file, folder)
     return folder
 
 
@@ -48,14 +56,15 @@ def main(model: Path, folder: Path) -> None:
     table = weight_table(with_multi_token_layer(read_config(model), model)).with_draft_model()
     shards = table.engine_shards(layout, 0)
     staging = Staging(shards, dict.fromkeys(shards, torch.float32), torch.device("cpu"))
-    with CheckpointReader(ModelDirectory.find(model)) as reader:
+    with CheckpointReader(ModelDirectory.find(model, table.tensor_index.stacked)) as reader:
         load_shards(reader, shards, staging.tensors)
     with unloaded_model(str(draft_directory(model, folder / "draft")), layout, 0, folder / "store") as draft:
         parameters = dict(draft.named_parameters())
 
         for values in parameters.values():
             values.fill_(torch.nan)
-        draft.load_weights(load_file(model / "model.safetensors").items())
+        files = [load_file(file) for file in sorted(model.glob("*.safetensors"))]
+        draft.load_weights(tensor for tensors in files for tensor in tensors.items())
         unfilled = sorted(name for name, values in parameters.items() if values.isnan().any())
         expected = {name: values.clone() for name, values in parameters.items()}
         for values in parameters.values():

@@ -23,8 +23,8 @@ import verl_mg
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout
 from verl_mg.models.checkpoint_shapes import checkpoint_shapes
-from verl_mg.models.hf_config import parse_config
-from verl_mg.models.hf_families import FAMILIES
+from verl_mg.models.hf_config import read_config
+from verl_mg.models.hf_families import FAMILIES, VISION_LANGUAGE
 from verl_mg.models.hf_tensors import index_of, model_spec
 from verl_mg.models.stacked_tensors import StackedTensor, expert_shapes
 from verl_mg.rollout.engine_python import NAMES, engine_python
@@ -165,12 +165,12 @@ def _architecture(model_dir: Path) -> str:
 
 
 def stacked_tensors(model_dir: Path) -> dict[str, StackedTensor]:
-    """Returns the places of experts' tensors that a model's files stack, transposed."""
+    """Returns the places of experts' tensors that a model's files stack."""
     fields = _config(model_dir)
-    if fields.get("model_type") not in FAMILIES:
+    if fields.get("model_type") not in {*FAMILIES, *VISION_LANGUAGE}:
         stacks = any(".experts." in name and len(shape) == 3 for name, shape in checkpoint_shapes(model_dir).items())
         return dict(module_shards(model_dir).stacked) if stacks else {}
-    return index_of(model_spec(parse_config(fields, str(model_dir / "config.json")))).stacked
+    return index_of(model_spec(read_config(model_dir))).stacked
 
 
 def _shapes(model_dir: str | Path) -> dict[str, tuple[int, ...]]:
@@ -186,7 +186,7 @@ def _job(
     _architecture(model_dir)
     stacks: dict[str, list[str]] = defaultdict(list)
     for name, place in stacked.items():
-        if name in shapes:
+        if name in shapes and place.transposed:  # loaders of others take experts one by one too
             stacks[place.name].append(name)
     return {
         "model": str(model_dir.absolute()),

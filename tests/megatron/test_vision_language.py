@@ -1,0 +1,114 @@
+"""The language model of vision-language models on the Megatron backend: Qwen3.5 as it is published."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from tests.megatron.training import token_loss
+from tests.qwen3_5_directories import published, tensors_of
+from tests.rank_pool import RankError, job_context
+from tests.roles.engine_jobs import checked_answers, engine_job, trained_once
+from tests.tiny_jobs import DIGITS, write_lines, write_sums
+from tests.tiny_models import noise_image, oracle_outputs, random_rows
+from verl_mg.config import LoraConfig, OptimizerConfig
+from verl_mg.layout import Layout, Placement
+from verl_mg.megatron.process_groups import ParallelGroups
+from verl_mg.models.hf_config import read_config
+from verl_mg.roles.models import Actor
+
+VISION = "model.visual."
+
+
+def trained(model: Path, layout: str, folder: Path, lora: LoraConfig | None) -> list[torch.Tensor]:
+    """Saves an actor before and after an update; log-probs of this rank's rows at both times."""
+    actor = Actor(
+        model,
+        ParallelGroups(Placement.on(Layout.parse(layout), dist.get_world_size())),
+        job_context(),
+        dtype=torch.float32,
+        temperature=1.0,
+        tokens_per_micro_batch=40,
+        optimizer=OptimizerConfig(lr=0.02),
+        lora=lora,
+    )
+    batch = rows(model).select(range(dist.get_rank(), 8, dist.get_world_size()))
+    found = []
+    for name in ("before", "after"):
+        actor.save(folder / name, model)
+        found.append(actor.compute_logprobs(batch))
+        if name == "before":
+            metrics = actor.update(batch, token_loss, "token-mean")
+            assert metrics["actor/grad_norm"] > 0
+    return found
+
+
+def rows(model: Path):
+    return random_rows(8, read_config(model).vocab - 4)  # without the tokens of images
+
+
+CASES = [
+    ("qwen3_5_moe", "tp2-pp2-ep2-etp1", {}, None),
+    pytest.param("qwen3_5_moe", "tp2-cp2-ep2", {}, LoraConfig(rank=2, alpha=4), marks=pytest.mark.nightly),
+    pytest.param("qwen3_5", "tp2-pp2", {"tie_embeddings": True}, None, marks=pytest.mark.nightly),
+    pytest.param("qwen3_5", "pp2", {}, None, marks=pytest.mark.nightly),
+]
+
+
+@pytest.mark.parametrize(("architecture", "layout", "options", "lora"), CASES)
+def test_training_equals_transformers_and_exports_every_tensor(ranks, tmp_path, architecture, layout, options, lora):
+    model = published(tmp_path / "model", architecture, **options)
+    results = ranks.run(4, trained, model, layout, tmp_path, lora)
+    given, before, after = (tensors_of(tmp_path / name) for name in ("model", "before", "after"))
+    assert given.keys() == before.keys() == after.keys()
+    for name, tensor in given.items():
+        assert torch.equal(before[name], tensor) and before[name].dtype == tensor.dtype, name
+        kept = name.startswith((VISION, "mtp.")) or (lora and "_proj" not in name)
+        assert kept == torch.equal(after[name], tensor), name
+    batch = rows(model)
+    for number, name in enumerate(("before", "after")):
+        for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
+            net = kind.from_pretrained(tmp_path / name, dtype=torch.float32, attn_implementation="eager")
+            assert not [n for n, p in net.named_parameters() if p.isnan().any()]
+            with torch.no_grad():
+                logprobs, _ = oracle_outputs(net, batch, 1.0)
+            expected = (logprobs * batch["loss_mask"]).split(batch.lengths.tolist())
+            for rank, found in enumerate(results):
+                own = torch.cat([expected[row] for row in range(rank, len(batch), 4)])
+                assert own.any()
+                torch.testing.assert_close(found[number], own, atol=2e-5, rtol=0)
+
+
+def grpo(folder: Path) -> list[dict[str, object]]:
+    """Two iterations with the engine in the process of the rank; the answers of its module after each."""
+    job, recipe = engine_job(folder, "actor.layout=tp2", "job.console=false", engine="hf")
+    return [trained_once(job, recipe, folder, f"update-{number}") for number in range(2)]
+
+
+def inputs(folder: Path, architecture: str) -> Path:
+    published(folder / "model", architecture)
+    write_sums(folder)
+    (folder / "reward.py").write_text(DIGITS)
+    return folder
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("architecture", ["qwen3_5", "qwen3_5_moe"])
+def test_engine_of_a_vision_language_model_serves_the_exported_checkpoint(ranks, tmp_path, architecture):
+    results, before = ranks.run(2, grpo, inputs(tmp_path, architecture)), None
+    for reported in zip(*results, strict=True):
+        assert reported[0]["grad_norm"] > 0 and all(rank["mismatch"] < 1e-4 for rank in reported)
+        answers = checked_answers(tmp_path, reported)
+        assert len(answers) == 5 and answers != before
+        before = answers
+
+
+def test_prompts_with_images_are_refused_in_one_line(ranks, tmp_path):
+    folder = inputs(tmp_path, "qwen3_5")
+    (folder / "image.png").write_bytes(noise_image(28, 28, seed=0).data)
+    prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "1+1="}]}]
+    write_lines(folder / "sums.jsonl", [{"prompt": prompt, "answer": "2", "images": ["image.png"]}])
+    with pytest.raises(RankError, match=r"sums\.jsonl:1: the prompt has images.* Write actor\.backend=fsdp\."):
+        ranks.run(1, grpo, folder)

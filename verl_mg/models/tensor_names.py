@@ -1,0 +1,29 @@
+"""Names of the tensors of a model directory, from which follows what config.json does not say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+
+
+def names_of_tensors(folder: Path) -> Collection[str]:
+    """Returns the names in the index of a directory, or in its only file; () where it has neither."""
+    try:
+        index = folder / "model.safetensors.index.json"
+        if index.exists():
+            return frozenset(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        with open(folder / "model.safetensors", "rb") as file:
+            return frozenset(json.loads(file.read(int.from_bytes(file.read(8), "little"))))
+    except (OSError, ValueError, LookupError, TypeError):  # reported where the weights are read
+        return ()
+
+
+def stacks_experts(names: Collection[str], prefix: str) -> bool:
+    """Returns whether the files stack the experts of layers, each projection by its own name (Qwen3.5).
+
+    Args:
+        names: names of the tensors.
+        prefix: beginning of the names of the layers' tensors.
+    """
+    return any(name.startswith(prefix) and name.endswith(".mlp.experts.gate_up_proj") for name in names)
