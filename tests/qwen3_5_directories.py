@@ -30,6 +30,7 @@ def published(folder: Path, architecture: str, **options: Any) -> Path:
     def noise(*shape: int) -> Tensor:
         return 0.1 * torch.randn(shape, generator=generator)
 
+    tensors["model.language_model.embed_tokens.weight"][0] = noise(hidden)  # of the padding, which is drawn too
     layer = {name.removeprefix(LAYER): t.shape for name, t in tensors.items() if name.startswith(LAYER)}
     tensors |= {f"mtp.layers.0.{name}": noise(*shape) for name, shape in layer.items()}
     tensors |= {f"mtp.{name}.weight": noise(hidden) for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}

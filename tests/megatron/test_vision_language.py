@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from tests.megatron.training import token_loss
 from tests.qwen3_5_directories import published, tensors_of
 from tests.rank_pool import RankError, job_context
-from tests.roles.engine_jobs import checked_answers, engine_job, trained_once
+from tests.roles.engine_jobs import engine_job, trained_once
 from tests.tiny_jobs import DIGITS, write_lines, write_sums
 from tests.tiny_models import noise_image, oracle_outputs, random_rows
 from verl_mg.config import LoraConfig, OptimizerConfig
@@ -100,7 +100,15 @@ def test_engine_of_a_vision_language_model_serves_the_exported_checkpoint(ranks,
     results, before = ranks.run(2, grpo, inputs(tmp_path, architecture)), None
     for reported in zip(*results, strict=True):
         assert reported[0]["grad_norm"] > 0 and all(rank["mismatch"] < 1e-4 for rank in reported)
-        answers = checked_answers(tmp_path, reported)
+        net = AutoModelForCausalLM.from_pretrained(tmp_path / reported[0]["checkpoint"], dtype=torch.float32)
+        answers = [answer for rank in reported for answer in zip(rank["rows"], rank["logprobs"], strict=True)]
+        for row, logprobs in answers:
+            with torch.no_grad():
+                scores = net(torch.tensor([row])).logits[0, :-1].log_softmax(-1)
+            expected = scores.gather(1, torch.tensor(row[1:])[:, None])[:, 0]
+            of_answer = torch.tensor(logprobs[1:]) != 0
+            assert of_answer.sum() > 1
+            torch.testing.assert_close(torch.tensor(logprobs[1:])[of_answer], expected[of_answer], atol=1e-4, rtol=0)
         assert len(answers) == 5 and answers != before
         before = answers
 
