@@ -138,8 +138,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", LINEAR | EXPERTS | {"num_experts": 8}),
     "qwen3_5": ("qwen3_5_text", LINEAR),
     "qwen3_5_moe": ("qwen3_5_moe_text", LINEAR | EXPERTS | {"num_experts": 8}),
-    "qwen3_5_vision": ("qwen3_5", LINEAR),
-    "qwen3_5_moe_vision": ("qwen3_5_moe", LINEAR | EXPERTS | {"num_experts": 8}),
     "gemma2": ("gemma2", {"head_dim": 16, "sliding_window": 32, "hidden_act": "gelu_pytorch_tanh"}),
     # A width that vLLM's kernels for the CPU take on four ranks.
     "gpt_oss": (
@@ -155,6 +153,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Family -> the model type of transformers, and what its configuration has beyond `COMMON`."""
 
+WITH_VISION: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_5_vision": ("qwen3_5", LINEAR),
+    "qwen3_5_moe_vision": ("qwen3_5_moe", LINEAR | EXPERTS | {"num_experts": 8}),
+}
+"""The same for vision-language models, of which the weight tables have the language model."""
 WITHOUT_TABLE: dict[str, tuple[str, dict[str, Any]]] = {"olmo2": ("olmo2", {})}
 """The same for models that the weight tables do not know."""
 
@@ -162,6 +165,11 @@ DEEPSEEK_MIXTURES = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3")
 GLM_AND_MINIMAX = ("glm4_moe", "glm4_moe_lite", "minimax_m2", "deepseek_v32", "glm_moe_dsa")
 MIXTURES = ("qwen3_moe", "mixtral", *DEEPSEEK_MIXTURES, *GLM_AND_MINIMAX, "qwen3_next", "qwen3_5_moe")
 ATTENTION_DP = ("qwen3", "qwen3_moe", *DEEPSEEK_MIXTURES, *GLM_AND_MINIMAX, "qwen3_next", "qwen3_5", "qwen3_5_moe")
+VISION_LAYOUTS = {
+    "qwen3_5_vision": (EngineLayout(tp=2), EngineLayout(tp=2, adp=2)),
+    "qwen3_5_moe_vision": (EngineLayout(pp=2), EngineLayout(tp=2, ep=2)),
+}
+"""The layouts in which a vision-language model is traced."""
 
 
 ONE_STAGE = ("gemma2", "qwen3_next")
@@ -224,7 +232,7 @@ def folder_of(family: str) -> Path:
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     )
 
-    model_type, own = (FAMILIES | WITHOUT_TABLE)[family]
+    model_type, own = (FAMILIES | WITH_VISION | WITHOUT_TABLE)[family]
     folder = Path(tempfile.mkdtemp(prefix=f"{family}-"))
     fields = COMMON | own
     if model_type in VISION_LANGUAGE:

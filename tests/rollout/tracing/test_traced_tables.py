@@ -1,10 +1,13 @@
 """The tables of SGLang, of vLLM and of `transformers` against their own loaders, element by element."""
 
+from pathlib import Path
+
 import pytest
 
 from tests.oracles.transformers_trace import trace_transformers
 from tests.traces import (
     FAMILIES,
+    VISION_LAYOUTS,
     folder_of,
     layouts_of,
     needs_sglang,
@@ -14,16 +17,18 @@ from tests.traces import (
     vllm_layouts_of,
     vllm_traces,
 )
-from verl_mg.layout import EngineLayout
+from verl_mg.layout import EngineLayout, EnginePlacement
 from verl_mg.models.checkpoint_shapes import checkpoint_shapes
 from verl_mg.models.hf_config import read_config
 from verl_mg.sharding.boxes import Shard
+from verl_mg.sharding.traced_table import TracedTable
 from verl_mg.sharding.weight_table import weight_table
 
 
 @pytest.fixture(scope="module")
 def traces():
-    return sglang_traces([(family, layout) for family in FAMILIES for layout in layouts_of(family)])
+    with_vision = [(family, layout) for family, layouts in VISION_LAYOUTS.items() for layout in layouts]
+    return sglang_traces([(f, layout) for f in FAMILIES for layout in layouts_of(f)] + with_vision)
 
 
 def comparable(shards: dict[str, Shard]) -> dict[str, object]:
@@ -59,6 +64,32 @@ def test_transformers_table_equals_from_pretrained(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sglang_table_equals_load_weights(traces, family):
     assert_table_equals({layout: traces[family, layout] for layout in layouts_of(family)}, family)
+
+
+def of_language_model(shards: dict[str, Shard]) -> dict[str, Shard]:
+    """The shards without those of the vision tower."""
+    towers = {name for name, s in shards.items() if all(p.tensor.startswith("model.visual.") for p in s.pieces)}
+    assert towers
+    return {name: shard for name, shard in shards.items() if name not in towers}
+
+
+@pytest.mark.parametrize("family", VISION_LAYOUTS)
+def test_transformers_table_of_a_language_model_equals_from_pretrained(family):
+    ours = weight_table(read_config(folder_of(family))).transformers()
+    assert comparable(ours) == comparable(of_language_model(trace_transformers(folder_of(family))))
+
+
+@needs_sglang
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("family", VISION_LAYOUTS)
+def test_sglang_table_of_a_language_model_equals_load_weights(traces, family):
+    traced = {layout: traces[family, layout] for layout in VISION_LAYOUTS[family]}
+    assert_table_equals({layout: list(map(of_language_model, ranks)) for layout, ranks in traced.items()}, family)
+    table, (layout, ranks) = weight_table(read_config(folder_of(family))).for_engine("sglang"), traced.popitem()
+    given = TracedTable("", "sglang", "", layout, tuple(ranks))
+    placement = EnginePlacement(layout, tuple(range(layout.ranks)))
+    found = table.with_traced(given, Path("table.json")).shard_map_engine(placement)
+    assert all(found.shards(rank) == of_language_model(shards) for rank, shards in enumerate(ranks))
 
 
 @needs_sglang
