@@ -73,7 +73,8 @@ def _answers(model: Path) -> list[Answer]:
     kind = VISION_LANGUAGE.get(model.name, model.name)
     with_layer = Answer(MULTI_TOKEN, kind in multi_token.ARCHITECTURES, "")
     answers = [*ModelSupport(model).answers(), with_layer]
-    return [replace(a, text=a.text.replace(f"{model}/", "").replace(model.name, "this family")) for a in answers]
+    texts = [a.text.replace(f"{model}/", "").replace(kind, "this family") for a in answers]
+    return [replace(a, text=text.replace(model.name, "this family")) for a, text in zip(answers, texts, strict=True)]
 
 
 def _cell(topic: str, answers: Sequence[Answer]) -> str:
