@@ -166,10 +166,10 @@ GLM_AND_MINIMAX = ("glm4_moe", "glm4_moe_lite", "minimax_m2", "deepseek_v32", "g
 MIXTURES = ("qwen3_moe", "mixtral", *DEEPSEEK_MIXTURES, *GLM_AND_MINIMAX, "qwen3_next", "qwen3_5_moe")
 ATTENTION_DP = ("qwen3", "qwen3_moe", *DEEPSEEK_MIXTURES, *GLM_AND_MINIMAX, "qwen3_next", "qwen3_5", "qwen3_5_moe")
 VISION_LAYOUTS = {
-    "qwen3_5_vision": (EngineLayout(tp=2), EngineLayout(tp=2, adp=2)),
-    "qwen3_5_moe_vision": (EngineLayout(pp=2), EngineLayout(tp=2, ep=2)),
+    "qwen3_5_vision": (EngineLayout(tp=2), EngineLayout(pp=2), EngineLayout(tp=2, adp=2)),
+    "qwen3_5_moe_vision": (EngineLayout(tp=2, ep=2), EngineLayout(pp=2), EngineLayout(tp=4, ep=4, adp=2)),
 }
-"""The layouts in which a vision-language model is traced."""
+"""The layouts in which a vision-language model is traced, the first of them daily."""
 
 
 ONE_STAGE = ("gemma2", "qwen3_next")
