@@ -166,7 +166,7 @@ class CheckpointWriter:
         self._shapes |= {name: self._shapes[original] for name, original in self._copies.items()}
         self._dtypes = dict.fromkeys(self._shapes, dtype) | dict.fromkeys(float32, torch.float32)
         groups = split_by_size(self._shapes, dtype.itemsize, file_bytes)
-        if untrained:
+        if untrained and untrained.shapes:
             self._shapes |= untrained.shapes
             self._dtypes |= untrained.dtypes
             groups.append(list(untrained.shapes))
