@@ -85,8 +85,6 @@ class EngineRules:
     """Name of the input embedding in the model class of an architecture where it differs from `embed_tokens`."""
     fused_indexer: bool
     """Whether an indexer's keys and head weights are one projection."""
-    language_model: str
-    """Prefix of the language model in the classes of vision-language models."""
     latent_down: str
     """Name of the fused down-projections of queries, keys and values of latent attention."""
     check_supported: Callable[[HFConfig, EngineLayout], None]

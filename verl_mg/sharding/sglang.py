@@ -79,7 +79,6 @@ RULES = EngineRules(
     attention=dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), ""),
     embedding={},
     fused_indexer=False,
-    language_model="",
     latent_down="fused_qkv_a_proj_with_mqa",
     check_supported=check_supported,
     pipeline_ends=pipeline_ends,

@@ -38,6 +38,11 @@ def check_supported(config: HFConfig, layout: EngineLayout) -> None:
             f"rollout.layout={layout}: vLLM distributes experts over all ranks of a stage or none. Write "
             f"ep{layout.tp}, or leave out ep."
         )
+    if config.with_vision:
+        raise UserError(
+            f"rollout.engine=vllm: there is no built-in table of the vision-language class of {config.architecture}. "
+            "Run verl-mg trace, and set rollout.sharding_table to its file, or use rollout.engine=sglang."
+        )
     if (rows := VOCABULARY.padded(config.vocab, 1)) % layout.tp:
         raise UserError(
             f"rollout.layout={layout}: vLLM pads the vocabulary to {rows} rows, which tp{layout.tp} does not divide. "
@@ -105,7 +110,6 @@ RULES = EngineRules(
     attention={"gpt_oss": "attn."},
     embedding={"gpt_oss": "embedding"},
     fused_indexer=True,
-    language_model="language_model.",
     latent_down="fused_qkv_a_proj",
     check_supported=check_supported,
     pipeline_ends=pipeline_ends,

@@ -190,17 +190,17 @@ class WeightTable(ModelTable):
             engine_table.embedding_param(self.model, config, rules, layout),
             engine_table.output_params(self.model),
         )
-        stages, prefix = [], rules.language_model if config.with_vision else ""
+        stages = []
         for stage in range(layout.pp):
             ends = rules.pipeline_ends(config, self.tied, stage == 0, stage == layout.pp - 1)
-            blocks = [ParamBlock(prefix, (embedding,))] if ends.embedding else []
+            blocks = [ParamBlock("", (embedding,))] if ends.embedding else []
             for layer in layout.layers(config.layers, stage):
                 params = layer_params(self.model.layers[layer])
-                blocks.append(ParamBlock(f"{prefix}model.layers.{layer}.", params, layer))
+                blocks.append(ParamBlock(f"model.layers.{layer}.", params, layer))
             if ends.final_norm:
-                blocks.append(ParamBlock(prefix, (final_norm,)))
+                blocks.append(ParamBlock("", (final_norm,)))
             if ends.output:
-                blocks.append(ParamBlock(prefix, (output,)))
+                blocks.append(ParamBlock("", (output,)))
             if self.drafts and self.model.multi_token:
                 behind = engine_table.draft_params(self.model.multi_token, config)
                 blocks.append(ParamBlock(engine_table.DRAFT, behind, config.layers))
