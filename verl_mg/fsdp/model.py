@@ -112,6 +112,12 @@ def build_module(model_dir: Path, head: Head, dtype: torch.dtype) -> Any:
         raise UserError(
             f"{model_dir / 'config.json'}: it has sparse attention. Use backend: megatron, or another model."
         )
+    if "linear_attention" in (getattr(config.get_text_config(), "layer_types", None) or ()):
+        # Without flash-linear-attention transformers does not read where rows begin; with it, nothing was tested.
+        raise UserError(
+            f"{model_dir / 'config.json'}: it has linear attention, whose state would go from one packed row to the "
+            "next. Use backend: megatron, or another model."
+        )
     if has_images(config) and marks_images(module.base_model):
         module.set_attn_implementation("sdpa")  # with masks of all pairs of tokens
     module.get_input_embeddings().padding_idx = None  # nothing is padded: every token's embedding has a gradient

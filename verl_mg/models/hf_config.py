@@ -246,7 +246,8 @@ def parse_config(raw: Any, where: str = "config.json") -> HFConfig:
         raise UserError(
             f"{where}: a {type(raw).__name__}, not an object with the fields of a model. Use a config.json."
         )
-    kind, prefix = SAME_AS.get(str(raw.get("model_type")), raw.get("model_type")), "model."
+    kind, prefix = str(raw.get("model_type")), "model."
+    kind = SAME_AS.get(kind, kind)
     if kind in VISION_LANGUAGE:
         kind, prefix, raw = VISION_LANGUAGE[kind], LANGUAGE_MODEL, _text_fields(raw, where)
     if kind not in FAMILIES:

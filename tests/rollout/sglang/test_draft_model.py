@@ -43,7 +43,7 @@ def test_draft_class_is_filled_by_its_loader_and_equally_by_ours(tmp_path, archi
     # These are the policy's own, whose memory SGLang shares, although its loader of Qwen3.5 reads the embedding.
     own = {"lm_head.weight", "model.embed_tokens.weight"}
     assert {*found["unfilled"], *found["different"]} == own and "lm_head.weight" in found["unfilled"]
-    assert found["all"] > 15
+    assert found["all"] > 12
 
 
 def test_table_with_draft_model_adds_its_parameters(tmp_path):
