@@ -107,8 +107,8 @@ class ModelRoleBuilder:
         refuses = next((name for name, section in sections.items() if section.backend == "megatron"), None)
         if refuses and (shown := next((prompt for prompt in prompts if prompt.images), None)):
             raise UserError(
-                f"{shown.place}: the prompt has images, but {refuses}.backend=megatron has no vision tower. Leave out such "
-                f"records, or use {refuses}.backend=fsdp and a model that it trains, such as Qwen3-VL."
+                f"{shown.place}: the prompt has images, but {refuses}.backend=megatron has no vision tower. Leave out "
+                f"such records, or use {refuses}.backend=fsdp and a model that it trains, such as Qwen3-VL."
             )
 
     def _check_fsdp(self, role: str, remark: str) -> None:

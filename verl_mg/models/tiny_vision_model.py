@@ -29,7 +29,7 @@ ARCHITECTURES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3", "qwen3_5", 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 """Experts of a mixture, less wide than a feed-forward layer."""
 LINEAR = ("qwen3_5", "qwen3_5_moe")
-"""Those with linear attention, in every other layer."""
+"""Architectures with linear attention in every other layer."""
 
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}

@@ -304,13 +304,13 @@ def _untrained_tensors(model_dir: Path, table: ModelTable) -> UntrainedTensors |
     prefixes = UNTRAINED.get(table.config.architecture)
     if prefixes is None:
         return None
-    found = None
+    untrained = None
     if dist.get_rank() == 0:
         index = table.tensor_index
         owned = index.tensors.keys() | {place.name for place in index.stacked.values()}
-        found = UntrainedTensors.find(model_dir, prefixes, owned)
-    packed = broadcast_bytes(found.packed() if found else b"")
-    return found or UntrainedTensors.unpacked(model_dir, packed)
+        untrained = UntrainedTensors.find(model_dir, prefixes, owned)
+    packed = broadcast_bytes(untrained.packed() if untrained else b"")
+    return untrained or UntrainedTensors.unpacked(model_dir, packed)
 
 
 def _patch_config(config: Path, runner: Runner) -> None:
