@@ -120,4 +120,4 @@ def test_prompts_with_images_are_refused_in_one_line(ranks, tmp_path):
     prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "1+1="}]}]
     write_lines(folder / "sums.jsonl", [{"prompt": prompt, "answer": "2", "images": ["image.png"]}])
     with pytest.raises(RankError, match=r"sums\.jsonl:1: the prompt has images.* use actor\.backend=fsdp "):
-        ranks.run(1, grpo, folder)
+        ranks.run(2, grpo, folder)
