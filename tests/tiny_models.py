@@ -200,6 +200,15 @@ def vision_model(architecture: str) -> Path:
     return make_tiny_vision_model(folder, architecture, characters=CHARACTERS, init_std=0.2, perturb=True, seed=3)
 
 
+def published_mixture(folder: Path) -> Path:
+    """A tiny Qwen3-VL mixture as those are published: the files stack the experts' matrices, transposed."""
+    shutil.copytree(vision_model("qwen3_vl_moe"), folder)
+    tensors = load_file(folder / "model.safetensors")
+    transposed = {name: t.mT.contiguous() if ".experts." in name else t for name, t in tensors.items()}
+    save_file(transposed, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
 def noise_image(width: int, height: int, seed: int) -> Image:
     """A PNG file of random pixels."""
     pixels = torch.randint(256, (height, width, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))

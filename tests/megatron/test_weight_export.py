@@ -1,14 +1,13 @@
 """Weights written by real ranks into a Hugging Face directory."""
 
 import os
-import shutil
 
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from tests.tiny_models import SPARSE, tiny_model, vision_model
+from tests.tiny_models import SPARSE, published_mixture, tiny_model
 from verl_mg.checkpoint.hf_safetensors import CheckpointWriter
 from verl_mg.checkpoint.model_directory import SINGLE
 from verl_mg.fsdp.mesh import MeshGroups
@@ -83,12 +82,8 @@ def test_write_weights_of_stacked_experts_restores_the_directory(ranks, tmp_path
 
 @pytest.mark.nightly
 def test_write_weights_of_a_published_vision_mixture_restores_the_directory(ranks, tmp_path):
-    """Its files stack the experts' matrices, transposed."""
-    model = shutil.copytree(vision_model("qwen3_vl_moe"), tmp_path / "model")
-    tensors = load_file(model / SINGLE)
-    published = {name: t.mT.contiguous() if ".experts." in name else t for name, t in tensors.items()}
-    save_file(published, model / SINGLE, {"format": "pt"})
+    model = published_mixture(tmp_path / "model")
     ranks.run(2, write_counting, model, tmp_path / "written", "dp2", 4096, "fsdp")
-    written = load_file(tmp_path / "written" / SINGLE)
-    assert written.keys() == published.keys()
-    assert all(torch.equal(written[tensor], published[tensor]) for tensor in written)
+    expected, written = load_file(model / SINGLE), load_file(tmp_path / "written" / SINGLE)
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[tensor], expected[tensor]) for tensor in written)

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from tests.oracles.transformers_trace import trace_transformers
 from tests.random_models import assemble
-from tests.tiny_models import tiny_model, unstacked
+from tests.tiny_models import published_mixture, tiny_model, unstacked
 from tests.traces import COMMON, FAMILIES, change_config, folder_of
 from verl_mg.checkpoint.model_directory import ModelDirectory
 from verl_mg.errors import UserError
@@ -22,7 +22,6 @@ from verl_mg.sharding.weight_table import weight_table
 VISION = {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 64}
 CLIP = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 MROPE = COMMON | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
-EXPERTS = ".experts."
 LATENT = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
 UNKNOWN = {
     "olmo2": {},
@@ -192,23 +191,12 @@ def test_directory_of_other_sizes_names_the_parameter(tmp_path):
 
 
 def test_stacks_of_transposed_matrices_are_tensors_of_experts(tmp_path):
-    """The published Qwen3-VL mixtures have the experts' matrices in the other order of dimensions."""
-    text = MROPE | {"num_experts": 4, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
-    config = AutoConfig.for_model(
-        "qwen3_vl_moe", text_config=text, vision_config=VISION | {"deepstack_visual_indexes": []}
-    )
-    module = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-    module.save_pretrained(tmp_path)
-    change_tensors(tmp_path, lambda tensors: {n: t.mT.contiguous() if EXPERTS in n else t for n, t in tensors.items()})
-    files, table = load_file(tmp_path / "model.safetensors"), module_table(tmp_path)
-    loaded, tensors = AutoModelForImageTextToText.from_pretrained(tmp_path).state_dict(), unstacked(files)
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in module.state_dict().items())
-    for name, shard in table.parameter_shards().items():
-        assert torch.equal(assemble(shard, tensors), loaded[name]), name
-    assert {name: shard.shape for name, shard in table.huggingface().items()} == {
-        n: t.shape for n, t in tensors.items()
-    }
-    ModelDirectory.find(tmp_path, table.tensor_index.stacked).check(table.huggingface())
+    folder = published_mixture(tmp_path / "model")
+    table, tensors = module_table(folder), unstacked(load_file(folder / "model.safetensors"))
+    loaded = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).state_dict()
+    assert all(torch.equal(assemble(s, tensors), loaded[name]) for name, s in table.parameter_shards().items())
+    assert {name: s.shape for name, s in table.huggingface().items()} == {name: t.shape for name, t in tensors.items()}
+    ModelDirectory.find(folder, table.tensor_index.stacked).check(table.huggingface())
 
 
 @pytest.mark.parametrize(
