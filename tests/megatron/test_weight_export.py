@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from tests.tiny_models import SPARSE, tiny_model
+from tests.tiny_models import SPARSE, published_mixture, tiny_model
 from verl_mg.checkpoint.hf_safetensors import CheckpointWriter
 from verl_mg.checkpoint.model_directory import SINGLE
 from verl_mg.fsdp.mesh import MeshGroups
@@ -75,6 +75,15 @@ def test_write_weights_writes_each_box_in_one_run(ranks, tmp_path, name, layout,
 def test_write_weights_of_stacked_experts_restores_the_directory(ranks, tmp_path, layout, count, backend):
     model = tiny_model(tmp_path / "model", "gpt_oss")
     ranks.run(count, write_counting, model, tmp_path / "written", layout, 4096, backend)
+    expected, written = load_file(model / SINGLE), load_file(tmp_path / "written" / SINGLE)
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[tensor], expected[tensor]) for tensor in written)
+
+
+@pytest.mark.nightly
+def test_write_weights_of_a_published_vision_mixture_restores_the_directory(ranks, tmp_path):
+    model = published_mixture(tmp_path / "model")
+    ranks.run(2, write_counting, model, tmp_path / "written", "dp2", 4096, "fsdp")
     expected, written = load_file(model / SINGLE), load_file(tmp_path / "written" / SINGLE)
     assert written.keys() == expected.keys()
     assert all(torch.equal(written[tensor], expected[tensor]) for tensor in written)

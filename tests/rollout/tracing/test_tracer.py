@@ -11,7 +11,7 @@ import torch
 from tests import warm_start
 from tests.oracles import transformers_trace
 from tests.oracles.transformers_trace import trace_transformers
-from tests.tiny_models import tiny_model
+from tests.tiny_models import published_mixture, tiny_model
 from tests.traces import change_config, folder_of, needs_sglang, needs_vllm, sglang_traces
 from verl_mg.cli import main
 from verl_mg.errors import UserError
@@ -209,6 +209,28 @@ def test_trace_of_unknown_architecture_gives_a_table(traces):
         for norm, width in norms.items():
             assert shards[f"{LAYER}{norm}.weight"] == whole(f"{LAYER}{norm}.weight", (width,))
         assert f"{LAYER}input_layernorm.weight" not in shards  # OLMo 2 has none
+
+
+@needs_sglang
+@pytest.mark.nightly
+def test_trace_of_a_published_vision_mixture_equals_hand_written(tmp_path):
+    """Its files stack the experts' matrices, transposed."""
+    model, table = published_mixture(tmp_path / "model"), tmp_path / "table.json"
+    write_trace(model, table, TP2, SGLANG)
+    experts, width = "model.language_model.layers.1.mlp.experts.", 40
+    for rank, shards in enumerate(read_traced_table(table).ranks):
+        first, last = rank * width // 2, (rank + 1) * width // 2
+        assert shards[f"{LAYER}mlp.experts.w13_weight"] == stacked(
+            (4, width, 64),
+            [
+                (f"{experts}{e}.gate_up_proj", ((start + first, start + last), (0, 64)), e, row)
+                for e in range(4)
+                for start, row in ((0, 0), (width, width // 2))
+            ],
+        )
+        assert shards[f"{LAYER}mlp.experts.w2_weight"] == stacked(
+            (4, 64, width // 2), [(f"{experts}{e}.down_proj", ((0, 64), (first, last)), e, 0) for e in range(4)]
+        )
 
 
 @needs_sglang
