@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -20,6 +21,7 @@ from verl_mg.rollout.ipc_payload import Staging
 from verl_mg.rollout.process_engine import ProcessEngine
 from verl_mg.rollout.sglang.arguments import has_multi_token_draft
 from verl_mg.rollout.vllm.engine import VLLMEngine
+from verl_mg.sharding.boxes import Shard
 from verl_mg.sharding.weight_table import weight_table
 
 SGLANG = pytest.param("sglang", marks=needs_sglang)
@@ -46,20 +48,25 @@ def workers_of(engine: ProcessEngine) -> list[psutil.Process]:
     return [child for child in children if any(title in " ".join(child.cmdline()) for title in WORKERS)]
 
 
-def bring_weights(engine: ProcessEngine, model: Path, version: int) -> None:
-    """As a sync does it, each rank's shard of the table read from the checkpoint."""
-    layout, held = engine.settings.layout, []
-    config = with_multi_token_layer(read_config(model), model)
-    table = weight_table(config).for_engine("vllm" if isinstance(engine, VLLMEngine) else "sglang")
-    if has_multi_token_draft(engine.settings.extra):
-        table = table.with_draft_model()
-    for rank in range(layout.ranks):
-        shards = table.engine_shards(layout, rank)
+def bring_weights(
+    engine: ProcessEngine, model: Path, version: int, traced: Sequence[dict[str, Shard]] | None = None
+) -> None:
+    """As a sync does it, each rank's shard of the table, or of a trace, read from the checkpoint."""
+    held = []
+    for shards in traced or _shards_of_table(engine, model):
         dtypes = dict.fromkeys(shards, engine.settings.dtype)
         held.append(Staging(shards, dtypes, device.current_device()))
         with CheckpointReader(ModelDirectory.find(model)) as reader:
             load_shards(reader, shards, held[-1].tensors)  # from memory that is not pinned: complete when it returns
     engine.loaded(engine.load([staging.payload() for staging in held], version))
+
+
+def _shards_of_table(engine: ProcessEngine, model: Path) -> list[dict[str, Shard]]:
+    layout, config = engine.settings.layout, with_multi_token_layer(read_config(model), model)
+    table = weight_table(config).for_engine("vllm" if isinstance(engine, VLLMEngine) else "sglang")
+    if has_multi_token_draft(engine.settings.extra):
+        table = table.with_draft_model()
+    return [dict(table.engine_shards(layout, rank)) for rank in range(layout.ranks)]
 
 
 def requests(count: int = 6) -> list[Request]:

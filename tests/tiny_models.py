@@ -193,11 +193,12 @@ def oracle_outputs(model: torch.nn.Module, batch: Batch, temperature: float) -> 
 
 
 @cache
-def vision_model(architecture: str) -> Path:
+def vision_model(architecture: str, hidden: int = 64, seed: int = 3) -> Path:
     """A directory of a tiny vision-language model with its processor, made once a session."""
     folder = Path(mkdtemp(prefix="verl_mg_vision_")) / architecture
     # An odd vocabulary, and weights large enough that images show in the output.
-    return make_tiny_vision_model(folder, architecture, characters=CHARACTERS, init_std=0.2, perturb=True, seed=3)
+    options = {"characters": CHARACTERS, "init_std": 0.2, "perturb": True}
+    return make_tiny_vision_model(folder, architecture, hidden=hidden, seed=seed, **options)
 
 
 def published_mixture(folder: Path) -> Path:

@@ -36,19 +36,21 @@ def score(sample: Sample) -> Reward:
     return Reward(float(sample.response == sample.answer), {"kind": float(kind)}, answer=sample.response)
 
 
-def make(folder: Path, architecture: str = "qwen2_5_vl", seed: int = 0) -> None:
+def make(folder: Path, architecture: str = "qwen2_5_vl", seed: int = 0, heads: int = 4) -> None:
     """Writes `model/`, and `data/` with train.jsonl, test.jsonl and the images.
 
     Args:
         folder: where to write; made if it is missing.
         architecture: of the model, one of `tiny_vision_model.ARCHITECTURES`.
         seed: seed of the weights, and of which images are held out.
+        heads: attention heads of the model, whose hidden size is 64.
     """
     make_tiny_vision_model(
         folder / "model",
         architecture,
         characters="".join(map(str, range(1, COUNTS + 1))),
         words=(*COLORS, *QUESTIONS),
+        heads=heads,
         max_positions=64,
         init_std=0.06,
         seed=seed,

@@ -207,7 +207,8 @@ def build_engine_group(
         engine = HFEngine(config.model.path, device.current_device(), dtype, slots, False, processor)
         return HFEngineGroup(engine, context, wrap)
     if rollout.has_servers:
-        return build_remote_engines(config, actor.runner.table.for_engine(rollout.engine), context, wrap)
+        table = actor.runner.table.for_engine(rollout.engine)
+        return build_remote_engines(config, table, context, wrap, processor)
     table = with_engine_table(config, actor.runner.table)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     node = device.ranks_of_a_node(world_size)

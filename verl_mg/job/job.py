@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import Store
 
 from verl_mg.batch import Batch
-from verl_mg.config import Config, RolloutConfig
+from verl_mg.config import Config
 from verl_mg.data import Prompt, PromptFeed, Prompts, demonstrations_batch, pairs_batch, read_prompts
 from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.data.images import ImageLimits
@@ -284,7 +284,6 @@ class Job:
         for prompts in (self.prompts, self.test_prompts):
             if prompts is not None:
                 self._check_prompt_lengths(prompts, model.max_positions)
-                self._check_images(prompts)
         stops = {*model.eos_token_ids, self.tokenizer.eos_token_id} - {None}
         sampling = Sampling(
             max_new_tokens=config.max_new_tokens,
@@ -345,15 +344,6 @@ class Job:
 
         return with_turns
 
-    def _check_images(self, prompts: Prompts | PromptFeed) -> None:
-        """Checks that the rollout takes the images of prompts."""
-        refuses = refuses_images(self.config.rollout)
-        if refuses and (shown := next((prompt for prompt in prompts if prompt.images), None)):
-            raise UserError(
-                f"{shown.place}: the prompt has images, which {refuses} cannot get. Leave out such records, or use "
-                "rollout.engine=hf or sglang in the job."
-            )
-
     def _check_prompt_lengths(self, prompts: Prompts | PromptFeed, positions: int) -> None:
         longest = max(prompts, key=lambda prompt: len(prompt.tokens))
         if len(longest.tokens) + self.config.rollout.max_new_tokens > positions:
@@ -370,9 +360,3 @@ class Job:
     @property
     def _place(self) -> tuple[int, int]:
         return dist.get_rank(), dist.get_world_size()
-
-
-def refuses_images(rollout: RolloutConfig) -> str | None:
-    """Returns the part of a rollout that cannot get the images of prompts; None where all parts can."""
-    refusing = (rollout.has_servers, "servers outside the job"), (rollout.engine == "vllm", "vllm")
-    return next((part for given, part in refusing if given), None)

@@ -12,6 +12,7 @@ from torch.distributed import PrefixStore
 
 from verl_mg import device
 from verl_mg.config import Config
+from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.distributed.collectives import all_gather_json, sum_over_ranks
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout
@@ -202,7 +203,7 @@ def _check_folder(folder: Path | None) -> None:
 
 
 def build_remote_engines(
-    config: Config, table: ModelTable, context: JobContext, wrap: EngineWrapper
+    config: Config, table: ModelTable, context: JobContext, wrap: EngineWrapper, processor: ImageProcessor | None = None
 ) -> RemoteEngineGroup:
     """Returns the servers of the configuration, without weights of this job until the first transfer.
 
@@ -211,6 +212,7 @@ def build_remote_engines(
         table: weights of the actor.
         context: the shared services of the job.
         wrap: wraps each engine.
+        processor: processor of a model that reads images; None for others.
     """
     rollout, rank, leaders = config.rollout, dist.get_rank(), _leaders(config)
     requirements, keys = _requirements(config, table), _keys(config)
@@ -218,7 +220,7 @@ def build_remote_engines(
     def connect(url: str, borrowed: bool, on_arrival: Callable[[], None]) -> RemoteEngine:
         return connect_engine(
             url, requirements, keys, max_running=rollout.max_running_requests,
-            request_timeout=rollout.request_timeout_s, borrowed=borrowed, on_arrival=on_arrival,
+            request_timeout=rollout.request_timeout_s, borrowed=borrowed, on_arrival=on_arrival, processor=processor,
         )  # fmt: skip
 
     servers = None

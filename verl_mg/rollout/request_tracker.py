@@ -61,8 +61,6 @@ class EngineLimits:
     """Largest number of tokens of a prompt with its response."""
     seeded: bool = False
     """Whether a sample depends only on its seed."""
-    reads_images: bool = False
-    """Whether requests may have images."""
     routed: tuple[int, int] | None = None
     """(layers, experts per token) where samples contain the experts of each token; None where they do not."""
 
@@ -165,11 +163,6 @@ class RequestTracker(RolloutEngine):
         limit = self._limits.max_positions
         if not request.prompt:
             raise UserError(f"request {request.id}: the prompt is empty. Give at least one token.")
-        if request.context_images and not self._limits.reads_images:
-            raise UserError(
-                f"request {request.id}: the prompt has images, and this engine has no way for them. Write "
-                "rollout.engine=hf, or sglang without rollout.urls."
-            )
         if len(request.context) >= limit:
             raise UserError(
                 f"request {request.id}: its {len(request.context)} tokens fill the {limit} positions of the model. "

@@ -31,7 +31,7 @@ COLUMNS = {
     MULTI_TOKEN: "MTP",
 }
 """Topics with a column of their own, and the names of these; sizes of a backend or an engine are in its column."""
-WITH_REASONS = ("backend", "engine", "images to", "megatron", "fsdp", "sglang", "vllm")
+WITH_REASONS = ("backend", "engine", "megatron", "fsdp", "sglang", "vllm")
 """First words of the topics whose reasons are listed."""
 INTRODUCTION = """\
 # Models

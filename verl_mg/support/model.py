@@ -13,13 +13,12 @@ import torch
 
 from verl_mg.checkpoint.model_directory import ModelDirectory
 from verl_mg.checkpoint.peft import adapted_tensors, module_name
-from verl_mg.config import Config, MegatronConfig, RolloutConfig
+from verl_mg.config import Config, MegatronConfig
 from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.fsdp.mesh import check_mesh
 from verl_mg.fsdp.model import build_module, logit_scale_of, tensor_plan
 from verl_mg.fsdp.model_runner import check_module_layout
 from verl_mg.job.engine_adapters import check_adapters
-from verl_mg.job.job import refuses_images
 from verl_mg.layout import EngineLayout, Layout
 from verl_mg.megatron.model_runner import check_layout
 from verl_mg.megatron.multi_token import check_multi_token
@@ -193,9 +192,6 @@ class ModelSupport:
         module, reason = self._module
         images = module is not None and has_images(module.config)
         yield Answer("images", images, reason or ("" if images else "it has no vision tower"))
-        for engine in ("hf", *get_args(EngineName)) if images else ():
-            refuses = refuses_images(RolloutConfig(engine=engine))
-            yield Answer(f"images to {engine}", refuses is None, f"{refuses} cannot get them" if refuses else "")
         config, reason = self._config
         if config and config.multi_token:
             megatron = MegatronConfig(transformer={"mtp_loss_scaling_factor": 0.1})

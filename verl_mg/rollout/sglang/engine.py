@@ -49,7 +49,6 @@ class SGLangEngine(ProcessEngine):
         limits = EngineLimits(
             max_running=settings.max_running,
             max_positions=settings.max_positions,
-            reads_images=True,
             seeded=bool(self._arguments.get("enable_deterministic_inference")),
             routed=routed_shape(model) if settings.routed_experts else None,
         )

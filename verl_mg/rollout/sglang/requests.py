@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 from typing import Any
 
+from verl_mg.data.image_processor import ImageProcessor
+from verl_mg.images import Image
 from verl_mg.rollout.engine_counts import ACCEPTED, CACHED, DRAFTED, GENERATED, PROMPT, VERIFIED
 
 EXCLUDED = -1e4
@@ -34,6 +37,21 @@ def request_fields(request: dict[str, Any]) -> dict[str, Any]:
     if request["routed_experts"]:
         fields["return_routed_experts"] = True
     return fields
+
+
+def image_fields(request: dict[str, Any], processor: ImageProcessor) -> dict[str, Any]:
+    """Returns the arguments of a server's `generate` for the images of a request.
+
+    Args:
+        request: fields of `request_tracker.EngineRequest`.
+        processor: the model's processor of images.
+    """
+    images = tuple(Image(base64.b64decode(text)) for text in request["images"])
+    return {
+        # SGLang expands the placeholders again, and leaves all other tokens as they are.
+        "input_ids": processor.unexpanded(request["tokens"], images),
+        "image_data": [image.data_url for image in images],
+    }
 
 
 def parse_response(response: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import HFConfig
 from verl_mg.models.module_config import read_any_config
+from verl_mg.models.transformers_module import has_images, read_module_config
 from verl_mg.rollout.engine_process import inherited_environment
 from verl_mg.rollout.process_engine import EngineSettings
 
@@ -65,6 +66,10 @@ def engine_arguments(model: Path, settings: EngineSettings) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
     }
+    if has_images(read_module_config(model)):
+        # Its processor of images needs the tokenizer. It normalizes pixels as training does; in the model, mean and
+        # standard deviation would be buffers, which random initial weights overwrite and no weight sync brings.
+        common |= {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"video": 0}, "mm_device_do_normalize": False}
     if settings.adapters:
         common |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": served_rank(settings.adapters.rank)}
         common["lora_target_modules"] = list(settings.adapters.targets)

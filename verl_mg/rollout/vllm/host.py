@@ -12,6 +12,8 @@ from collections.abc import Awaitable, Sequence
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
+from verl_mg.data.image_processor import ImageProcessor
+from verl_mg.images import Image
 from verl_mg.rollout import engine_host
 from verl_mg.rollout.engine_host import EngineHost
 
@@ -30,15 +32,16 @@ Result = TypeVar("Result")
 class VLLMHost(EngineHost):
     """Runs vLLM's asynchronous engine."""
 
-    def __init__(self, engine: Any, captures_routing: bool) -> None:
+    def __init__(self, engine: Any, captures_routing: bool, processor: ImageProcessor | None) -> None:
         """Creates the host.
 
         Args:
             engine: the `AsyncLLM`.
             captures_routing: whether the workers record the experts of each token.
+            processor: processor of a model that reads images; None for others.
         """
         super().__init__()
-        self._engine, self._captures_routing = engine, captures_routing
+        self._engine, self._captures_routing, self._processor = engine, captures_routing, processor
         self._adapters: Any = None  # vLLM's request for the adapters that all requests use
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -72,7 +75,7 @@ class VLLMHost(EngineHost):
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        output = await self._output(request["tokens"], parameters, rid)
+        output = await self._output(request["tokens"], request["images"], parameters, rid)
         tokens = list(output.token_ids)
         if output.finish_reason not in ("stop", "length", "abort"):
             raise RuntimeError(f"the request ended with {output.finish_reason}")
@@ -100,6 +103,8 @@ class VLLMHost(EngineHost):
         if flush and not await self._call_engine(self._engine.reset_prefix_cache(reset_running_requests=True)):
             raise RuntimeError("the prefix cache cannot be reset while requests run")
         if version is not None:
+            if self._processor:
+                await self._call_engine(self._engine.reset_encoder_cache())  # features of the old vision tower
             await self._call_engine(self._engine.update_weight_version(str(version)))
 
     async def load_adapters(self, payloads: Sequence[str], version: int, config: dict[str, Any]) -> None:
@@ -145,15 +150,35 @@ class VLLMHost(EngineHost):
         """Ends all processes of vLLM."""
         self._engine.shutdown()
 
-    async def _output(self, tokens: list[int], parameters: Any, rid: str) -> Any:
+    async def _output(self, tokens: list[int], images: list[str], parameters: Any, rid: str) -> Any:
         """Returns the only output of a request."""
 
         async def last() -> Any:
-            prompt = {"prompt_token_ids": tokens}
+            prompt = self._prompt(tokens, images)
             stream = self._engine.generate(prompt, parameters, rid, lora_request=self._adapters)
-            return [result async for result in stream][-1].outputs[0]
+            return [result async for result in stream][-1]
 
-        return await self._call_engine(last())
+        result = await self._call_engine(last())
+        if result.prompt_token_ids != tokens:
+            raise RuntimeError("vLLM has put other placeholders in place of the images than the model's processor")
+        return result.outputs[0]
+
+    def _prompt(self, tokens: list[int], encoded: list[str]) -> dict[str, Any]:
+        """Returns the prompt of a request; of images, vLLM's processor expands the placeholders and makes the pixels.
+
+        Args:
+            tokens: token ids with one placeholder for each feature.
+            encoded: images in base64.
+        """
+        if not encoded or self._processor is None:
+            return {"prompt_token_ids": tokens}
+        images = tuple(Image(base64.b64decode(text)) for text in encoded)
+        return {
+            "prompt_token_ids": self._processor.unexpanded(tokens, images),
+            "multi_modal_data": {"image": [image.pixels() for image in images]},
+            # Keys of the images in its caches, that of keys and values too.
+            "multi_modal_uuids": {"image": [image.key for image in images]},
+        }
 
     async def _routed_experts(self, rid: str, output: Any, fed: int) -> str | None:
         """Returns the experts of the tokens that were fed to the model, in base64 of int32."""
@@ -255,7 +280,7 @@ def create(arguments: dict[str, Any], loop: asyncio.AbstractEventLoop) -> VLLMHo
     async def start() -> Any:
         return AsyncLLM.from_engine_args(engine_arguments)
 
-    return VLLMHost(loop.run_until_complete(start()), captures_routing)
+    return VLLMHost(loop.run_until_complete(start()), captures_routing, ImageProcessor.read(arguments["model"]))
 
 
 if __name__ == "__main__":

@@ -10,12 +10,13 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
+from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.errors import UserError
 from verl_mg.http_client import JsonSession, RefusedError, UnreachableError
 from verl_mg.rollout.engine import EngineDiedError, Request, Sample, Sampling
 from verl_mg.rollout.request_tracker import EngineLimits, RequestTracker
 from verl_mg.rollout.sglang.folder_receiver import FolderRequest
-from verl_mg.rollout.sglang.requests import parse_response, request_fields
+from verl_mg.rollout.sglang.requests import image_fields, parse_response, request_fields
 from verl_mg.rollout.sglang.servers.info import QUERY_SECONDS, ServerRequirements, check, describe, probe_server
 from verl_mg.rollout.sglang.servers.keys import ServerKeys
 from verl_mg.rollout.sglang.shard_receiver import RECEIVER, ShardRequest
@@ -51,6 +52,7 @@ class RemoteEngine(RequestTracker):
         request_timeout: float = 3600.0,
         borrowed: bool = False,
         on_arrival: Callable[[], None] = lambda: None,
+        processor: ImageProcessor | None = None,
     ) -> None:
         """Connects to the server and checks it.
 
@@ -62,6 +64,7 @@ class RemoteEngine(RequestTracker):
             request_timeout: seconds after which a request is aborted.
             borrowed: whether another rank leads the server, so that its requests are left alone.
             on_arrival: called in a thread of the client when a result has arrived.
+            processor: processor of a model that reads images; None for others.
 
         Raises:
             UserError: no server responds, or it does not meet the requirements.
@@ -79,7 +82,7 @@ class RemoteEngine(RequestTracker):
         super().__init__(limits, request_timeout)
         self._inbox: queue.SimpleQueue[tuple[str, dict[str, Any]]] = queue.SimpleQueue()
         self._open: set[str] = set()  # used only by the client's thread
-        self._on_arrival = on_arrival
+        self._on_arrival, self._processor = on_arrival, processor
         self._keeps_cache = False
         if not borrowed:
             self._reset()
@@ -168,13 +171,19 @@ class RemoteEngine(RequestTracker):
             self._abort_request(rid)
 
     def _generate(self, rid: str, request: dict[str, Any]) -> None:
-        self._client.start(self._post_request(rid, request_fields(request)))
+        fields = request_fields(request)
+        if request["images"] and self._processor:
+            fields |= image_fields(request, self._processor)
+        self._client.start(self._post_request(rid, fields, len(request["tokens"])))
 
-    async def _post_request(self, rid: str, fields: dict[str, Any]) -> None:
+    async def _post_request(self, rid: str, fields: dict[str, Any], prompt_tokens: int) -> None:
         self._open.add(rid)
         try:
-            result = parse_response(await self._exchange(fields | {"rid": rid}))
-            if not all(span["version"].isdigit() for span in result["spans"]):
+            response = await self._exchange(fields | {"rid": rid})
+            result = parse_response(response)
+            if "image_data" in fields and response["meta_info"].get("prompt_tokens", prompt_tokens) != prompt_tokens:
+                result = {"error": "SGLang has put other placeholders in place of the images than their processor"}
+            elif not all(span["version"].isdigit() for span in result["spans"]):
                 result = {"lost": "it was restarted, and does not have the weights of this job"}
         except UnreachableError as error:
             result = {"lost": str(error)}
