@@ -13,7 +13,7 @@ CASES = [
     ("qwen3_vl", "dp2", True),
     ("gemma3", "dp2", False),
     pytest.param("qwen2_5_vl", "cp2", True, marks=pytest.mark.nightly),
-    pytest.param("qwen3_vl_moe", "dp2", False, marks=pytest.mark.nightly),
+    *(pytest.param("qwen3_vl_moe", layout, False, marks=pytest.mark.nightly) for layout in ("dp2", "tp2")),
     pytest.param("qwen3_vl", "dp2-cp2", False, marks=pytest.mark.nightly),
 ]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +199,7 @@ def shard_tensors(module: Any, mesh: DeviceMesh | None, where: str) -> frozenset
     ends = [output, embedding] if tied else [output]
     names = {name for name, child in module.named_modules() if any(child is end for end in ends)}
     plan = {name: style for name, style in plan.items() if name not in names}
-    summed = {name for name, style in plan.items() if style == PARTIAL}
+    summed = {name for name, style in plan.items() if style == PARTIAL} | _head_norms(plan)
     apply_tensor_parallelism(module, mesh, {n: s for n, s in plan.items() if s != PARTIAL})
     return frozenset(
         name
@@ -207,6 +207,18 @@ def shard_tensors(module: Any, mesh: DeviceMesh | None, where: str) -> frozenset
         if (generic := ".".join("*" if part.isdigit() else part for part in name.split("."))) in summed
         or generic.rpartition(".")[0] in summed
     )
+
+
+def _head_norms(plan: Mapping[str, str]) -> set[str]:
+    """Returns the norms of queries and keys where a rank has some of the heads.
+
+    The plans of several architectures, GLM-4.5 and mixtures of Qwen3-VL among them, do not mention that their gradients
+    are partial.
+    """
+    attention = [
+        name.rpartition(".")[0] for name, style in plan.items() if name.endswith(".q_proj") and style == "colwise"
+    ]
+    return {f"{name}.{norm}" for name in attention for norm in ("q_norm", "k_norm")}
 
 
 def fit_expert_kernels(module: Any) -> None:
