@@ -106,6 +106,7 @@ def test_environment_given_users_variable_keeps_it(on_gpus, monkeypatch):
 @needs_sglang
 def test_environment_on_gpus_is_what_sglang_reads(sglang_says):
     assert sglang_says["variables"] == {
+        "SGLANG_DISABLE_DSA_INDEXER_FUSION": True,
         "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": False,
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": False,
         "SGLANG_MEMORY_SAVER_CUDA_GRAPH": True,
