@@ -51,10 +51,7 @@ def activation_bytes(inputs: PlanInputs, layout: Layout, stage: int) -> int:
         layout: layout of the role.
         stage: pipeline stage.
     """
-    c = inputs.weights.config
-    layers = [layer for chunk in range(layout.vpp) for layer in layout.layers(c.layers, stage, chunk)]
-    every = [kept_on_ranks(inputs, layout, LayerKind.of(c, layer)) for layer in layers]
-    options = inputs.options
+    every, options = _kept_by_layers(inputs, layout, stage), inputs.options
     kept = sum(layer.on_device(inputs.recompute, options.offload_modules, options.fp8) for layer in every)
     recomputed = max(layer.recomputed(inputs.recompute) for layer in every)
     in_flight = chunks_in_flight(layout, stage, micro_batches(inputs, layout)) / layout.vpp
@@ -71,14 +68,18 @@ def inference_bytes(inputs: PlanInputs, layout: Layout, stage: int) -> int:
         layout: layout of the role.
         stage: pipeline stage.
     """
+    widest = max(layer.all for layer in _kept_by_layers(inputs, layout, stage))
+    tokens = inputs.longest_micro_batch / layout.cp
+    item, hidden = inputs.options.weight_bytes, inputs.weights.config.hidden
+    output = item * tokens * hidden + _logit_bytes(inputs, layout, tokens) if stage == layout.pp - 1 else 0
+    return round(item * tokens / layout.tp * widest + output)
+
+
+def _kept_by_layers(inputs: PlanInputs, layout: Layout, stage: int) -> list[KeptElements]:
+    """Counts the elements that one token keeps in each layer of a stage, of all its chunks."""
     c = inputs.weights.config
     layers = [layer for chunk in range(layout.vpp) for layer in layout.layers(c.layers, stage, chunk)]
-    every = [kept_on_ranks(inputs, layout, LayerKind.of(c, layer)) for layer in layers]
-    widest = max(layer.all for layer in every)
-    tokens = inputs.longest_micro_batch / layout.cp
-    item = inputs.options.weight_bytes
-    output = item * tokens * c.hidden + _logit_bytes(inputs, layout, tokens) if stage == layout.pp - 1 else 0
-    return round(item * tokens / layout.tp * widest + output)
+    return [kept_on_ranks(inputs, layout, LayerKind.of(c, layer)) for layer in layers]
 
 
 def _output_bytes(inputs: PlanInputs, layout: Layout, tokens: float) -> float:
