@@ -14,6 +14,7 @@ CASES = [
     ("gemma3", "dp2", False),
     pytest.param("qwen2_5_vl", "cp2", True, marks=pytest.mark.nightly),
     *(pytest.param("qwen3_vl_moe", layout, False, marks=pytest.mark.nightly) for layout in ("dp2", "tp2")),
+    *(pytest.param(name, "tp2", False, marks=pytest.mark.nightly) for name in ("qwen2_5_vl", "gemma3")),
     pytest.param("qwen3_vl", "dp2-cp2", False, marks=pytest.mark.nightly),
 ]
 
