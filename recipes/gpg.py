@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from pydantic import Field, PositiveInt
 
+from recipes.common.entropy import add_entropy_bonus
 from recipes.common.kl import KLConfig, adapt_kl, add_kl_loss, kl_sums, rewards_with_kl, with_current_kl
 from recipes.common.off_policy import OffPolicyConfig, add_off_policy_weights, apply_off_policy_weights
 from recipes.common.old_logprobs import OldLogprobs
@@ -27,6 +28,8 @@ class Config(RecipeConfig):
     """Number of prompts that are trained on in an iteration."""
     group_size: int = Field(8, ge=2)
     """Number of responses to each prompt."""
+    entropy_coefficient: float = Field(0.0, ge=0)
+    """Weight of the entropy of each token's distribution, which is subtracted from the loss."""
     kl: KLConfig = KLConfig()
     """Penalty on the divergence from the reference policy."""
     off_policy: OffPolicyConfig = OffPolicyConfig()
@@ -46,6 +49,7 @@ def roles(cfg: Config) -> set[str]:
 def policy_loss(inputs: LossInputs, cfg: Config) -> LossOutput:
     loss = gpg_loss(inputs.logprobs, inputs.advantages, inputs.mask)
     loss = apply_off_policy_weights(loss, inputs, cfg.off_policy)
+    loss = add_entropy_bonus(loss, inputs, cfg.entropy_coefficient)
     return add_kl_loss(loss, inputs, cfg.kl)
 
 

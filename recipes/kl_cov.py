@@ -10,6 +10,7 @@ from functools import partial
 
 from pydantic import Field, PositiveInt
 
+from recipes.common.entropy import add_entropy_bonus
 from recipes.common.kl import KLConfig, adapt_kl, add_kl_loss, kl_sums, rewards_with_kl, with_current_kl
 from recipes.common.off_policy import OffPolicyConfig, add_off_policy_weights, apply_off_policy_weights
 from recipes.common.old_logprobs import OldLogprobsInUse
@@ -29,6 +30,8 @@ class Config(RecipeConfig):
     """Share of the tokens of an iteration that is penalised."""
     penalty: float = Field(1.0, ge=0)
     """Weight of the penalty on these tokens, in loss per nat."""
+    entropy_coefficient: float = Field(0.0, ge=0)
+    """Weight of the entropy of each token's distribution, which is subtracted from the loss."""
     kl: KLConfig = KLConfig()
     """Penalty on the divergence from the reference policy."""
     off_policy: OffPolicyConfig = OffPolicyConfig()
@@ -50,6 +53,7 @@ def policy_loss(inputs: LossInputs, cfg: Config) -> LossOutput:
         inputs.logprobs, inputs.old_logprobs, inputs.advantages, inputs.mask, inputs["penalized"], cfg.penalty
     )
     loss = apply_off_policy_weights(loss, inputs, cfg.off_policy)
+    loss = add_entropy_bonus(loss, inputs, cfg.entropy_coefficient)
     return add_kl_loss(loss, inputs, cfg.kl)
 
 

@@ -10,6 +10,7 @@ from functools import partial
 
 from pydantic import Field, PositiveInt
 
+from recipes.common.entropy import add_entropy_bonus
 from recipes.common.kl import KLConfig, adapt_kl, add_kl_loss, kl_sums, rewards_with_kl, with_current_kl
 from recipes.common.off_policy import OffPolicyConfig, add_off_policy_weights, apply_off_policy_weights
 from recipes.common.old_logprobs import OldLogprobs
@@ -29,6 +30,8 @@ class Config(RecipeConfig):
     """Steepness of the gate where the advantage is above 0."""
     tau_negative: float = Field(1.05, gt=0)
     """Steepness of the gate where the advantage is 0 or below."""
+    entropy_coefficient: float = Field(0.0, ge=0)
+    """Weight of the entropy of each token's distribution, which is subtracted from the loss."""
     kl: KLConfig = KLConfig()
     """Penalty on the divergence from the reference policy."""
     off_policy: OffPolicyConfig = OffPolicyConfig()
@@ -50,6 +53,7 @@ def policy_loss(inputs: LossInputs, cfg: Config) -> LossOutput:
         inputs.logprobs, inputs.old_logprobs, inputs.advantages, inputs.mask, cfg.tau_positive, cfg.tau_negative
     )
     loss = apply_off_policy_weights(loss, inputs, cfg.off_policy)
+    loss = add_entropy_bonus(loss, inputs, cfg.entropy_coefficient)
     return add_kl_loss(loss, inputs, cfg.kl)
 
 

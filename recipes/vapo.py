@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from pydantic import Field, PositiveInt
 
+from recipes.common.entropy import add_entropy_bonus
 from recipes.common.kl import KLConfig, adapt_kl, add_kl_loss, kl_sums, token_rewards_with_kl, with_current_kl
 from recipes.common.off_policy import OffPolicyConfig, add_off_policy_weights, apply_off_policy_weights
 from recipes.common.old_logprobs import OldLogprobs
@@ -32,6 +33,10 @@ class Config(RecipeConfig):
     """Distance of the lower bound of the ratio from 1."""
     clip_high: float = Field(0.28, gt=0)
     """Distance of the upper bound of the ratio from 1."""
+    dual_clip: float | None = Field(None, gt=1)
+    """Bound of the ratio where the advantage is below 0; null sets no bound."""
+    entropy_coefficient: float = Field(0.0, ge=0)
+    """Weight of the entropy of each token's distribution, which is subtracted from the loss."""
     kl: KLConfig = KLConfig(placement="reward", estimator="k1")
     """Penalty on the divergence from the reference policy."""
     off_policy: OffPolicyConfig = OffPolicyConfig()
@@ -66,9 +71,10 @@ def critic_loss(inputs: LossInputs, cfg: Config) -> LossOutput:
 
 def policy_loss(inputs: LossInputs, cfg: Config) -> LossOutput:
     loss = clipped_policy_loss(
-        inputs.logprobs, inputs.old_logprobs, inputs.advantages, inputs.mask, cfg.clip_low, cfg.clip_high
+        inputs.logprobs, inputs.old_logprobs, inputs.advantages, inputs.mask, cfg.clip_low, cfg.clip_high, cfg.dual_clip
     )
     loss = apply_off_policy_weights(loss, inputs, cfg.off_policy)
+    loss = add_entropy_bonus(loss, inputs, cfg.entropy_coefficient)
     policy, metrics = add_kl_loss(loss, inputs, cfg.kl)
     imitation, imitation_metrics = imitation_loss(inputs.logprobs, inputs["right"], inputs.mask)
     return policy + cfg.imitation * imitation, metrics | imitation_metrics

@@ -1,14 +1,14 @@
 """KL penalty against the reference policy, in the loss or in the reward, with a fixed or an adaptive coefficient.
 
 The estimators are those of verl_mg/algorithms/kl.py. With a target, the coefficient follows arXiv:1909.08593, section
-2.2.
+2.2, within bounds if they are set.
 """
 
 from collections.abc import Mapping, MutableMapping
 from typing import Any, Literal, Protocol, Self, TypeVar
 
 import torch
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, model_validator
 from torch import Tensor
 
 from verl_mg.algorithms import kl as estimators
@@ -34,6 +34,26 @@ class KLConfig(ConfigSection):
     """Mean divergence, in nats per token, towards which the coefficient is adapted; null keeps the coefficient."""
     horizon: PositiveInt = 10000
     """Number of samples over which a lasting error of 100 % would double the coefficient, without clipping."""
+    min_coefficient: float = Field(0.0, ge=0)
+    """Lower bound of the adapted coefficient; 0 is none, since a coefficient is only multiplied."""
+    max_coefficient: float | None = Field(None, gt=0)
+    """Upper bound of the adapted coefficient; null is none."""
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> Self:
+        has_bounds = self.min_coefficient > 0 or self.max_coefficient is not None
+        if self.enabled and has_bounds and self.target is None:
+            raise ValueError("min_coefficient and max_coefficient bound an adapted coefficient. Write a target too")
+        if self.enabled and self.bounded(self.coefficient) != self.coefficient:
+            raise ValueError(
+                f"coefficient {self.coefficient} is not from min_coefficient to max_coefficient. Write one that is"
+            )
+        return self
+
+    def bounded(self, coefficient: float) -> float:
+        """Returns the nearest coefficient between the two bounds."""
+        highest = float("inf") if self.max_coefficient is None else self.max_coefficient
+        return min(max(coefficient, self.min_coefficient), highest)
 
     @property
     def enabled(self) -> bool:
@@ -79,7 +99,9 @@ def with_current_kl(cfg: C, state: Mapping[str, float | Batch]) -> C:
     """
     if not (cfg.kl.enabled and cfg.kl.target):
         return cfg
-    kl = cfg.kl.model_copy(update={"coefficient": state.get(STATE_KEY, cfg.kl.coefficient)})
+    coefficient = state.get(STATE_KEY, cfg.kl.coefficient)
+    assert isinstance(coefficient, float)
+    kl = cfg.kl.model_copy(update={"coefficient": cfg.kl.bounded(coefficient)})
     return cfg.model_copy(update={"kl": kl})
 
 
@@ -156,5 +178,6 @@ def adapt_kl(kl: KLConfig, sums: Tensor, state: MutableMapping[str, float | Batc
     num_tokens, total, num_samples = sums.tolist()
     mean = total / max(num_tokens, 1)
     if kl.target:
-        state[STATE_KEY] = estimators.adapted(kl.coefficient, mean, kl.target, kl.horizon, int(num_samples))
+        adapted = estimators.adapted(kl.coefficient, mean, kl.target, kl.horizon, int(num_samples))
+        state[STATE_KEY] = kl.bounded(adapted)
     return {"kl/mean": mean, "kl/coefficient": kl.coefficient}

@@ -1,5 +1,6 @@
 """Helpers of recipes/common: KL penalty and its adaptation, off-policy weights, batches of several rollouts."""
 
+from importlib import import_module
 from itertools import pairwise
 
 import pytest
@@ -12,6 +13,7 @@ from recipes.common.off_policy import OffPolicyConfig, add_off_policy_weights, a
 from recipes.common.rows import concat_rollouts, response_lengths
 from tests.recipes.scripted_job import ScriptedJob, rows
 from tests.recipes.tiny_runs import tiny_run
+from tests.tiny_jobs import RECIPES
 from verl_mg.algorithms.kl import adapted
 from verl_mg.batch import Batch
 from verl_mg.distributed import collectives
@@ -76,6 +78,53 @@ def test_off_policy_weights_enabled_scale_the_loss_and_are_reported():
     assert loss.tolist() == [3.0, 6.0] and metrics == columns
 
 
+POLICY_RECIPES = {
+    file.stem: import_module(f"recipes.{file.stem}")
+    for file in sorted(RECIPES.glob("*.py"))
+    if "def policy_loss" in file.read_text()
+}
+CLIPPED = [name for name, recipe in POLICY_RECIPES.items() if "dual_clip" in recipe.Config.model_fields]
+
+
+def policy_loss(name: str, advantage: float, **options: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of a recipe for two tokens with ratio e, and the gradient of its sum by log-probs and entropies."""
+    recipe = POLICY_RECIPES[name]
+    columns = {column: torch.zeros(2) for column in ("values", "returns", "right", "cut", "penalized")}
+    columns |= {"cut": columns["cut"].bool(), "penalized": columns["penalized"].bool()}
+    columns |= {"old_logprobs": torch.full((2,), -2.0), "advantages": torch.full((2,), advantage)}
+    output = torch.tensor([[-1.0, -1.0], [0.5, 2.0]], requires_grad=True)
+    inputs = LossInputs(output, torch.ones(2, dtype=torch.bool), torch.zeros(2, dtype=torch.int64), columns)
+    loss, _ = recipe.policy_loss(inputs, recipe.Config(**options))
+    (gradient,) = torch.autograd.grad(loss.sum(), output)
+    return loss.detach(), gradient
+
+
+@pytest.mark.parametrize("name", POLICY_RECIPES)
+def test_entropy_coefficient_of_every_recipe_subtracts_the_entropy(name):
+    (without, gradient), (loss, with_bonus) = (policy_loss(name, 1.0, entropy_coefficient=c) for c in (0.0, 0.5))
+    assert torch.allclose(loss, without - torch.tensor([0.25, 1.0]))
+    assert gradient[1].tolist() == [0, 0] and with_bonus[1].tolist() == [-0.5, -0.5]
+    assert torch.equal(gradient[0], with_bonus[0])
+
+
+@pytest.mark.parametrize("name", CLIPPED)
+def test_dual_clip_of_every_clipped_recipe_bounds_the_loss_where_the_advantage_is_negative(name):
+    for advantage in (1.0, -1.0):
+        (loss, gradient), (bounded, cut) = (policy_loss(name, advantage, dual_clip=dual) for dual in (None, 1.5))
+        if advantage > 0:
+            assert torch.equal(bounded, loss) and torch.equal(gradient, cut)
+        else:
+            assert loss.tolist() == pytest.approx([torch.e] * 2) and bounded.tolist() == pytest.approx([1.5] * 2)
+            assert gradient[0].all() and not cut.any()
+
+
+def test_recipes_with_a_clip_have_a_dual_clip():
+    # CISPO bounds the weight at both ends whatever the advantage is.
+    clips = {name for name, recipe in POLICY_RECIPES.items() if "clip_high" in recipe.Config.model_fields}
+    assert clips - set(CLIPPED) == {"cispo", "distillation"} and len(CLIPPED) == 14
+    assert all("entropy_coefficient" in recipe.Config.model_fields for recipe in POLICY_RECIPES.values())
+
+
 def reference_calls(coefficient: float) -> list[str]:
     job = ScriptedJob(lambda round_: rows([0, 1], [0, 0], [0.0, 1.0]))
     grpo.iteration(job, grpo.Config(kl=KLConfig(coefficient=coefficient)))
@@ -108,6 +157,31 @@ def test_current_kl_by_state_takes_the_adapted_coefficient_with_a_target_only():
     # An earlier start of the run with a target does not affect a resumed run without one.
     assert with_current_kl(grpo.Config(kl=KLConfig(coefficient=0.3)), state).kl.coefficient == 0.3
     assert not with_current_kl(grpo.Config(kl=KLConfig(target=0.1)), state).kl.enabled
+
+
+def test_kl_coefficient_adapted_beyond_its_bounds_stays_at_them():
+    kl = KLConfig(coefficient=0.3, target=0.1, horizon=1, min_coefficient=0.25, max_coefficient=0.5)
+    state: dict[str, float | Batch] = {}
+    for mean, expected in ((9, 0.42), (9, 0.5), (0, 0.3), (0, 0.25), (0.1, 0.25), (9, 0.35), (9, 0.49), (9, 0.5)):
+        current = with_current_kl(grpo.Config(kl=kl), state).kl
+        adapt_kl(current, torch.tensor([4.0, 4.0 * mean, 2.0], dtype=torch.float64), state)
+        assert state["kl_coefficient"] == pytest.approx(expected)
+    # A run that is resumed with other bounds begins within them.
+    lower = kl.model_copy(update={"coefficient": 0.25, "max_coefficient": 0.4})
+    assert with_current_kl(grpo.Config(kl=lower), state).kl.coefficient == 0.4
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"max_coefficient": 1.0}, "Write a target too"),
+        ({"target": 0.1, "max_coefficient": 0.2}, "not from min_coefficient to max_coefficient"),
+        ({"target": 0.1, "min_coefficient": 0.4}, "not from min_coefficient to max_coefficient"),
+    ],
+)
+def test_kl_bounds_that_cannot_hold_are_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        KLConfig(coefficient=0.3, **values)
 
 
 def test_adapt_kl_without_target_reports_and_keeps_no_state():

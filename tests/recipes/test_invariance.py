@@ -31,6 +31,8 @@ SIZES = {
     "num_minibatches": 2,
     "num_epochs": 1,
     "kl": "{coefficient: 0.01}",
+    "entropy_coefficient": 0.02,
+    "dual_clip": 1.01,
 }
 
 

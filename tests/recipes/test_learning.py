@@ -86,6 +86,21 @@ def test_grpo_with_muon_in_first_iterations_improves_its_objective(ranks, tasks,
     Goal("reward/mean", RANDOM, -0.1, 0.2).check(lines)
 
 
+@pytest.mark.nightly
+def test_grpo_with_entropy_bonus_and_dual_clip_learns_and_keeps_more_entropy(ranks, tasks, tmp_path):
+    overrides = ["job.iterations=60", "job.save=false", "algorithm.dual_clip=3"]
+    runs = {
+        bonus: tiny_run(
+            ranks, "grpo", tasks(0), tmp_path / str(bonus), [*overrides, f"algorithm.entropy_coefficient={bonus}"]
+        )
+        for bonus in (0.0, 0.1)
+    }
+    for lines in runs.values():
+        REWARD.check(lines)
+    without, entropy = (sum(line["actor/entropy"] for line in lines[-10:]) / 10 for lines in runs.values())
+    assert entropy > 1.2 * without > 0
+
+
 def check_refills(lines: Metrics, requested: int) -> None:
     assert max(line["dapo/rounds"] for line in lines) > 1
     assert all(line["dapo/groups"] == requested for line in lines)

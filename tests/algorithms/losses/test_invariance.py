@@ -112,11 +112,11 @@ LOSSES: dict[str, Case] = {
     "cispo_loss": policy("cispo_loss", 0.2, 0.28),
     "sapo_loss": policy("sapo_loss"),
     "gpg_loss": Case(lambda c: losses.gpg_loss(c["logprobs"], c["token_advantages"], c["masked_but_3"])),
-    "gspo_loss": policy("gspo_loss", 0.05, 0.06, ids=True),
-    "gmpo_loss": policy("gmpo_loss", 0.1, 0.1, ids=True, advantages="advantages"),
+    "gspo_loss": policy("gspo_loss", 0.05, 0.06, 1.1, ids=True),
+    "gmpo_loss": policy("gmpo_loss", 0.1, 0.1, 1.2, ids=True, advantages="advantages"),
     "clip_cov_loss": Case(
         lambda c: losses.clip_cov_loss(
-            c["logprobs"], c["old"], c["token_advantages"], c["masked_but_3"], c["cut"], 0.2, 0.28
+            c["logprobs"], c["old"], c["token_advantages"], c["masked_but_3"], c["cut"], 0.2, 0.28, 3.0
         )
     ),
     "kl_cov_loss": Case(

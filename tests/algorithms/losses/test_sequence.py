@@ -13,24 +13,28 @@ from verl_mg.algorithms.aggregation import aggregate
 from verl_mg.algorithms.losses import gmpo_loss, gspo_loss
 
 LOW, HIGH = 0.2, 0.3
+DUALS = [None, 1.4]
 TOKEN = st.tuples(st.floats(-0.8, 0.8), st.booleans())
 SEQUENCE = st.tuples(st.floats(-2, 2), st.lists(TOKEN, min_size=1, max_size=5))
 Sequences = list[tuple[float, list[tuple[float, bool]]]]
 
 
-def gspo_by_hand(advantage: float, differences: list[float]) -> float:
-    """Equation 5 of arXiv:2507.18071 for one sequence, negated."""
+def gspo_by_hand(advantage: float, differences: list[float], dual: float | None) -> float:
+    """Equation 5 of arXiv:2507.18071 for one sequence, negated; the dual clip as in arXiv:1912.09729."""
     ratio = math.exp(sum(differences) / len(differences))
+    if dual is not None and advantage < 0:
+        ratio = min(ratio, dual)
     return -min(ratio * advantage, min(max(ratio, 1 - LOW), 1 + HIGH) * advantage)
 
 
-def gmpo_by_hand(advantage: float, differences: list[float]) -> float:
+def gmpo_by_hand(advantage: float, differences: list[float], dual: float | None) -> float:
     """The objective of arXiv:2507.20673 for one sequence, negated: a product of ratios under a root."""
     product = 1.0
     for difference in differences:
         ratio, sign = math.exp(difference), 1 if advantage > 0 else -1
         clipped = min(max(ratio, math.exp(-LOW)), math.exp(HIGH))
-        product *= sign * min(sign * ratio, sign * clipped)
+        kept = sign * min(sign * ratio, sign * clipped)
+        product *= min(kept, dual) if dual is not None and sign < 0 else kept
     return -advantage * product ** (1 / len(differences))
 
 
@@ -49,13 +53,13 @@ CASES = {"gspo": (gspo_loss, gspo_by_hand), "gmpo": (gmpo_loss, gmpo_by_hand)}
 
 @pytest.mark.parametrize("name", CASES)
 @settings(max_examples=150)
-@given(st.lists(SEQUENCE, min_size=1, max_size=4))
-def test_value_against_the_paper(name: str, sequences: Sequences) -> None:
+@given(st.lists(SEQUENCE, min_size=1, max_size=4), st.sampled_from(DUALS))
+def test_value_against_the_paper(name: str, sequences: Sequences, dual: float | None) -> None:
     function, by_hand = CASES[name]
     new, old, advantages, mask, ids = columns(sequences)
-    loss, metrics = function(new, old, advantages, mask, ids, LOW, HIGH)
+    loss, metrics = function(new, old, advantages, mask, ids, LOW, HIGH, dual)
     kept = [(a, [d for d, counts in tokens if counts]) for a, tokens in sequences]
-    expected = [by_hand(a, differences) if differences else 0.0 for a, differences in kept]
+    expected = [by_hand(a, differences, dual) if differences else 0.0 for a, differences in kept]
     for token, sequence in enumerate(ids.tolist()):
         wanted = expected[sequence] if mask[token] else 0.0
         assert loss[token].item() == pytest.approx(wanted, rel=1e-9, abs=1e-12)
@@ -64,17 +68,20 @@ def test_value_against_the_paper(name: str, sequences: Sequences) -> None:
     assert all(column.isfinite().all() for column in metrics.values())
 
 
+@pytest.mark.parametrize("dual", DUALS)
 @pytest.mark.parametrize("name", CASES)
-def test_gradient_is_that_of_the_paper(name: str) -> None:
+def test_gradient_is_that_of_the_paper(name: str, dual: float | None) -> None:
     function, by_hand = CASES[name]
     sequences: Sequences = [
         (1.3, [(0.05, True), (0.4, True), (-0.3, False), (-0.5, True)]),
         (-0.7, [(0.1, True), (-0.4, True), (0.35, True)]),
         (1.0, [(0.9, True), (0.8, True)]),  # beyond the clip of either
         (-2.0, [(0.02, True)]),
+        (-1.0, [(0.7, True), (0.6, True)]),  # beyond the dual clip of either
     ]
     new, old, advantages, mask, ids = columns(sequences)
-    aggregate(function(new, old, advantages, mask, ids, LOW, HIGH)[0], mask, ids, "seq-mean-token-mean", 1.0).backward()
+    loss, _ = function(new, old, advantages, mask, ids, LOW, HIGH, dual)
+    aggregate(loss, mask, ids, "seq-mean-token-mean", 1.0).backward()
     assert new.grad is not None
     token, step, slopes = 0, 1e-6, []
     for advantage, tokens in sequences:
@@ -83,11 +90,12 @@ def test_gradient_is_that_of_the_paper(name: str) -> None:
             for sign in (1, -1):
                 moved = [d + sign * step * (i == place) for i, (d, _) in enumerate(tokens)]
                 kept = [d for d, (_, counts) in zip(moved, tokens, strict=True) if counts]
-                ends.append(by_hand(advantage, kept))
+                ends.append(by_hand(advantage, kept, dual))
             slopes.append((ends[0] - ends[1]) / (2 * step))
             assert new.grad[token].item() == pytest.approx(slopes[-1], rel=1e-6, abs=1e-8)
             token += 1
-    assert sum(slope != 0 for slope in slopes) >= 5 and sum(slope == 0 for slope in slopes) >= 3
+    assert sum(slope != 0 for slope in slopes) >= 4 and sum(slope == 0 for slope in slopes) >= 3
+    assert (slopes[-1] == 0) == (dual is not None)
 
 
 def test_gspo_takes_advantages_by_token() -> None:
