@@ -28,7 +28,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from verl_mg.distributed.rendezvous import raise_open_files_limit
-from verl_mg.distributed.signals import HANDLED_SIGNALS, STOP_SIGNAL_FILE
+from verl_mg.distributed.signals import HANDLED_SIGNALS, STOP_CODE_FILE
 from verl_mg.distributed.watchdog import EXIT_RANK_LOST
 
 UNSEEN_SECONDS = 10
@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="verl_mg-") as folder:
         threading.Thread(target=_follow_the_ranks, args=(folder,), daemon=True).start()
         left = Path(folder) / "left"
-        os.environ[STOP_SIGNAL_FILE] = str(left)
+        os.environ[STOP_CODE_FILE] = str(left)
         try:
             run.main(arguments)
         except ChildFailedError as error:
@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> None:
             print(f"error: the launchers of the job's hosts do not reach each other: {reason}", file=sys.stderr)
             sys.exit(EXIT_RANK_LOST)
         if left.exists():
-            sys.exit(128 + int(left.read_text(encoding="utf-8")))
+            sys.exit(int(left.read_text(encoding="utf-8")))
 
 
 def _forward_signal(number: int, frame: FrameType | None) -> None:

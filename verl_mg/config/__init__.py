@@ -6,6 +6,7 @@ for every recipe. Reading never changes a value: derived values are methods of t
 
 from typing import TYPE_CHECKING
 
+from verl_mg.config.alarm import AlarmConfig
 from verl_mg.config.data import (
     CurriculumConfig,
     DataConfig,
@@ -42,6 +43,7 @@ from verl_mg.config.tree import (
 from verl_mg.renamed import renamed_attribute
 
 __all__ = [
+    "AlarmConfig",
     "CheckpointConfig",
     "Config",
     "ConfigSection",

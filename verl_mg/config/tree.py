@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveInt, create_model, field_validator
 
+from verl_mg.config.alarm import AlarmConfig
 from verl_mg.config.data import DataConfig, EvaluationConfig, RewardConfig
 from verl_mg.config.fsdp import FsdpConfig
 from verl_mg.config.megatron import MegatronConfig
@@ -138,6 +139,8 @@ class Config(ConfigSection):
     """Checkpoints and exports."""
     tracking: TrackingConfig = TrackingConfig()
     """Tracking services."""
+    alarm: dict[str, AlarmConfig] = {}
+    """Alarms by the name of their metric, such as {reward/std: "< 0.01 for 5"}."""
     profile: ProfileConfig = ProfileConfig()
     """Profiling."""
     algorithm: Any = None

@@ -1,4 +1,4 @@
-"""Graceful stop by SIGTERM or SIGUSR1: the job ends its iteration, writes a checkpoint, and all ranks exit."""
+"""Graceful stop by SIGTERM, SIGUSR1 or an alarm: the job ends its iteration with a checkpoint, and all ranks exit."""
 
 from __future__ import annotations
 
@@ -23,21 +23,35 @@ REPEATED_SIGTERM_SECONDS = 2.0
 
 Schedulers may signal ranks as well as their launcher, so two SIGTERMs in quick succession are one request.
 """
-STOP_SIGNAL_FILE = "VERL_MG_STOP_SIGNAL_FILE"
-"""Environment variable: path of the file in which a stopping job reports the signal's number to its launcher."""
+STOP_CODE_FILE = "VERL_MG_STOP_CODE_FILE"
+"""Environment variable: path of the file in which a stopping job reports the exit code to its launcher."""
+EXIT_ALARM = 4
+"""Exit code of a run that an alarm has stopped, after a checkpoint. A scheduler should not start it again."""
+SIGNAL_CODES = 128
+"""Difference between the exit code of a process that a signal has ended, as shells know it, and the signal."""
 
 
 class Signals:
-    """Stop requests that this process received by signals."""
+    """Stop requests that this process received by signals, or made itself."""
 
     def __init__(self) -> None:
-        self._received = 0
+        self._code = 0
+        self.exit_code = 0
+        """Exit code of this process after a stop that all ranks agreed on."""
         self._previous_handlers: dict[signal.Signals, Any] = {}
 
     @property
     def stop_requested(self) -> bool:
         """True once this rank received a stop request; other ranks may not have."""
-        return self._received > 0
+        return self._code > 0
+
+    def request_stop(self, exit_code: int) -> None:
+        """Requests a stop, as a signal does.
+
+        Args:
+            exit_code: that of the job; signals that are received have precedence.
+        """
+        self._code = max(self._code, exit_code)
 
     @contextmanager
     def handled(self) -> Iterator[None]:
@@ -62,11 +76,14 @@ class Signals:
 
     def any_rank_stop_requested(self) -> bool:
         """Returns whether any rank received a stop request; a collective of all ranks of the job."""
-        received = torch.tensor(self._received)
-        dist.all_reduce(received, dist.ReduceOp.MAX)
-        if received and STOP_SIGNAL_FILE in os.environ:
-            Path(os.environ[STOP_SIGNAL_FILE]).write_text(str(int(received)), encoding="utf-8")
-        return bool(received)
+        reduced = torch.tensor(self._code)
+        dist.all_reduce(reduced, dist.ReduceOp.MAX)
+        code = int(reduced)
+        if code and STOP_CODE_FILE in os.environ:
+            Path(os.environ[STOP_CODE_FILE]).write_text(str(code), encoding="utf-8")
+        elif code < SIGNAL_CODES:  # without our launcher, ranks that a signal has stopped end regularly
+            self.exit_code = code
+        return bool(code)
 
     def _restore_handlers(self, wakeup: int = -1) -> None:
         if self._previous_handlers:
@@ -75,7 +92,7 @@ class Signals:
             signal.signal(*self._previous_handlers.popitem())
 
     def _record(self, number: int, frame: FrameType | None) -> None:
-        self._received = number
+        self._code = SIGNAL_CODES + number
 
 
 def _exit_at_second_sigterm(reader: socket.socket) -> None:
@@ -87,4 +104,4 @@ def _exit_at_second_sigterm(reader: socket.socket) -> None:
         if first is None:
             first = time.monotonic()
         elif time.monotonic() - first > REPEATED_SIGTERM_SECONDS:
-            os._exit(128 + signal.SIGTERM)
+            os._exit(SIGNAL_CODES + signal.SIGTERM)

@@ -12,6 +12,7 @@ from verl_mg.config import Config
 from verl_mg.distributed.collectives import broadcast_json
 from verl_mg.job.job import Job
 from verl_mg.jsonl import read_lines
+from verl_mg.monitor.alarms import Alarms, check_alarms
 from verl_mg.monitor.profile import Profile, Timeline
 from verl_mg.monitor.progress import METRICS, summary
 from verl_mg.monitor.reward_curve import plot_reward_curve
@@ -21,29 +22,35 @@ from verl_mg.monitor.sample_writer import SampleWriter
 from verl_mg.monitor.status import StatusFile
 from verl_mg.monitor.throughput import Throughput, device_peak
 from verl_mg.monitor.torch_profile import TorchProfile, check_profile
-from verl_mg.monitor.trackers import build_trackers, check_services
+from verl_mg.monitor.trackers import build_trackers, check_services, run_name
 
 CURVE, TIMELINE = "reward_curve.png", "timeline"
 
 log = logging.getLogger(__name__)
 
 
-def check_trackers_and_profile(config: Config, ranks: int) -> None:
-    """Checks trackers and profile before anything is built.
+def check_monitoring(config: Config, ranks: int) -> None:
+    """Checks trackers, alarms and profile before anything is built.
 
     Args:
         config: configuration of the job.
         ranks: number of ranks.
 
     Raises:
-        UserError: a tracker is not installed, or a profile names a rank or iteration that does not exist.
+        UserError: a tracker is not installed, an alarm names a variable that is not set, or a profile names a rank or
+            iteration that does not exist.
     """
     check_services(config.tracking.services)
+    check_alarms(config.alarm)
     check_profile(config.profile, ranks, config.job.iterations)
 
 
 class RunLogger:
-    """Writes the metrics, samples, timelines and profiles of a job. Every rank has one; rank 0 writes shared files."""
+    """Writes the metrics, samples, timelines and profiles of a job. Every rank has one; rank 0 writes shared files.
+
+    Attributes:
+        stop_reason: on rank 0, the alarm for which the run must stop; "" where there is none.
+    """
 
     def __init__(self, recipe: str, job: Job, status: StatusFile, first: int) -> None:
         """Opens all files.
@@ -58,7 +65,10 @@ class RunLogger:
         self._job, self._output, self._status = job, config.job.output, status
         if rank == 0:
             _warn_dropped_prompts(job)
-        self._trackers = build_trackers(recipe, config, job.timer, first if first > 1 else 0) if rank == 0 else []
+        first_step = first if first > 1 else 0
+        self._trackers = build_trackers(recipe, config, job.timer, first_step) if rank == 0 else []
+        self._alarms = Alarms(config.alarm, run_name(config), self._output / METRICS, first_step) if rank == 0 else None
+        self.stop_reason = ""
         self._samples = _sample_writer(job, recipe) if "rollout" in job.requested else None
         runners = [role.runner for role in job.roles.values()]
         self._throughput = Throughput(runners, device_peak())
@@ -98,15 +108,19 @@ class RunLogger:
         with self._job.timer("logging"):
             for tracker in self._trackers if metrics else ():
                 tracker.log(step, metrics)
+            if self._alarms and metrics:
+                self.stop_reason = self._alarms.check(step, metrics) or self.stop_reason
         if step:
             self._status.log(step, metrics)
             self._timeline.write(step)
 
     def close(self) -> None:
-        """Closes the trackers, and prints the summary on rank 0; collective."""
+        """Closes trackers and alarms, and prints the summary on rank 0; collective."""
         phases = self._profile.table(self._job.config.profile.synchronize)
         for tracker in self._trackers:
             tracker.close()
+        if self._alarms:
+            self._alarms.close()
         if dist.get_rank() == 0:
             curve = plot_reward_curve(self._output / METRICS, self._output / CURVE)
             pictures = f", curve {curve}, samples {self._output / SAMPLES}" if curve else ""

@@ -11,11 +11,12 @@ import torch.distributed as dist
 
 from verl_mg import device
 from verl_mg.config import Config
+from verl_mg.distributed.signals import EXIT_ALARM
 from verl_mg.distributed.world import World
 from verl_mg.errors import UserError
 from verl_mg.job.job import Job
 from verl_mg.job.recipe import Recipe, requested_roles
-from verl_mg.monitor.run_logger import RunLogger, check_trackers_and_profile
+from verl_mg.monitor.run_logger import RunLogger, check_monitoring
 from verl_mg.monitor.status import StatusFile
 from verl_mg.roles.trainable import NoOptimizerError
 from verl_mg.run.checkpointer import AsyncCheckpointer
@@ -43,7 +44,7 @@ def train(recipe: Recipe, config: Config, world: World, mode: RunMode = FULL_RUN
     config = mode.apply_to(config)
     if config.job.deterministic:
         device.compute_deterministically()
-    check_trackers_and_profile(config, world.size)
+    check_monitoring(config, world.size)
     replay = Replay.open(mode.replayed, config, recipe.name) if mode.replayed else None
     checkpoint = open_run_dir(config)
     checkpoint, last = (replay.checkpoint, replay.last) if replay else (checkpoint, config.job.iterations)
@@ -65,10 +66,14 @@ def train(recipe: Recipe, config: Config, world: World, mode: RunMode = FULL_RUN
             metrics |= _evaluation(job, iteration)
             books.log(iteration, metrics)
             _keep(job, saver, iteration, last, metrics)
+            if books.stop_reason:
+                world.signals.request_stop(EXIT_ALARM)
             if iteration < last and world.signals.any_rank_stop_requested():
+                reason = f"stopped {f'by {books.stop_reason}' if books.stop_reason else 'on request'}"
+                reason += f" after iteration {iteration}"
                 if mode.is_full:
-                    _leave(job, saver, iteration, last, metrics)
-                status.left(f"stopped on request after iteration {iteration}")
+                    _leave(job, saver, iteration, last, metrics, reason)
+                status.left(reason)
                 break
         else:
             if config.job.save:
@@ -124,13 +129,13 @@ def _save(job: Job, folder: Path) -> None:
         raise UserError(f"{error.filename or folder}: the model cannot be written ({error.strerror})") from None
 
 
-def _leave(job: Job, saver: AsyncCheckpointer, iteration: int, last: int, metrics: dict[str, float]) -> None:
+def _leave(
+    job: Job, saver: AsyncCheckpointer, iteration: int, last: int, metrics: dict[str, float], reason: str
+) -> None:
     """Completes a checkpoint of this iteration; UserError if it cannot be written."""
     if not saver.due(iteration, last):
         saver.begin(job, metrics)
     if problem := saver.finish():
-        raise UserError(
-            f"stopped on request after iteration {iteration}, but the checkpoint was not written: {problem}"
-        )
+        raise UserError(f"{reason}, but the checkpoint was not written: {problem}")
     if dist.get_rank() == 0:
-        log.warning("stopped on request after iteration %d; the same command resumes from there", iteration)
+        log.warning("%s; the same command resumes from there", reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -38,3 +39,5 @@ def run_recipe(load: Callable[[], tuple[Recipe, Config]], learns: bool = True, r
         except Exception as error:
             world.abort(error)
         world.shut_down()
+    if world.signals.exit_code:
+        sys.exit(world.signals.exit_code)

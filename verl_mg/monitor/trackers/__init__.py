@@ -13,9 +13,14 @@ from verl_mg.monitor.trackers.services import SERVICES, RunInfo, check_services
 from verl_mg.monitor.trackers.tracker import RetryingTracker, Tracker
 from verl_mg.phase_timer import PhaseTimer
 
-__all__ = ["Tracker", "build_trackers", "check_services"]
+__all__ = ["Tracker", "build_trackers", "check_services", "run_name"]
 
 EVALUATIONS = "evaluation.md"
+
+
+def run_name(config: Config) -> str:
+    """Returns the name of a run for services and alarms."""
+    return config.tracking.name or config.job.output.absolute().name
 
 
 def build_trackers(title: str, config: Config, timer: PhaseTimer, first_step: int = 0) -> list[Tracker]:
@@ -31,7 +36,7 @@ def build_trackers(title: str, config: Config, timer: PhaseTimer, first_step: in
     run = RunInfo(
         folder=output,
         project=config.tracking.project,
-        name=config.tracking.name or output.absolute().name,
+        name=run_name(config),
         tree=config.model_dump(mode="json"),
     )
     openers: dict[str, Callable[[], Tracker]] = {
