@@ -70,8 +70,8 @@ class AlarmConfig(ConfigSection):
     """Reaction. log: a warning. stop: also a checkpoint, after which the run ends with exit code 4; the same command
     resumes."""
     url: str | None = None
-    """Address, http or https, that receives the alarm as a POST request with JSON. $NAME is that of an environment variable.
-    An address that fails never stops the run. null: none."""
+    """Address, http or https, that receives the alarm as a POST request with JSON. $NAME is that of an environment
+    variable. An address that fails never stops the run. null: none."""
 
     @model_validator(mode="before")
     @classmethod
