@@ -57,6 +57,18 @@ def test_from_file_special_tokens_are_added_once(tmp_path: Path) -> None:
     assert tokenizer.convert_ids_to_tokens(prompts[1].tokens) == ["<user>", "b", "<assistant>"]
 
 
+def test_from_file_system_prompt_begins_conversations_that_have_none(tmp_path: Path) -> None:
+    tokenizer = character_tokenizer("abs")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}|{% endfor %}"
+    given = [{"role": "system", "content": "b"}, {"role": "user", "content": "a"}]
+    path = file_of(tmp_path, {"prompt": "a"}, {"prompt": given[1:]}, {"prompt": given})
+    options = {"max_prompt_tokens": 9, "system_prompt": "s"}
+    texts = [prompt.text for prompt in PromptSet.from_file(path, tokenizer, chat_template=True, **options)]
+    assert texts == ["s|a|", "s|a|", "b|a|"]
+    with pytest.raises(UserError, match=r"data\.jsonl:1: data\.system_prompt .* Set data\.chat_template=true"):
+        PromptSet.from_file(path, tokenizer, **options)
+
+
 def test_from_file_chat_template_describes_the_tools(tmp_path: Path) -> None:
     tokenizer = character_tokenizer(string.printable)
     tokenizer.chat_template = (

@@ -11,8 +11,10 @@ from tests.rank_pool import job_store
 from tests.tiny_jobs import files_of, logged, run_here, write_lines, write_sums
 from tests.tiny_models import tiny_model
 from verl_mg.config import load_config
-from verl_mg.job.evaluation import PromptResults, metrics_of
+from verl_mg.errors import UserError
+from verl_mg.job.evaluation import evaluation_sets
 from verl_mg.job.job import Job
+from verl_mg.job.prompt_scores import PromptResults, prompt_scores
 from verl_mg.job.recipe import load_recipe, requested_roles
 
 GRPO = load_recipe(Path(__file__).parents[2] / "recipes" / "grpo.py")
@@ -28,6 +30,9 @@ def easy_or_hard(sample):
 
 def length(sample):
     return len(sample.response)
+
+def length_of_two(sample):
+    return len(sample.response) - 2
 
 def one(sample):
     return 1.0
@@ -85,12 +90,40 @@ def test_sources_are_evaluated_one_by_one_whatever_the_ranks(ranks, inputs, tmp_
     assert f"{found[0]['eval/pass@6']:.4f}" in rows[2] and "letters/maj@4" in rows[0]
 
 
+def test_each_set_has_its_samples_sampling_and_reward(ranks, inputs, tmp_path):
+    letters = (
+        f"{{path: {inputs / 'letters.jsonl'}, samples: 3, temperature: 1, max_new_tokens: 2, k: [1, 3], prompts: 4}}"
+    )
+    sums = (
+        f"{{path: {inputs / 'sums.jsonl'}, reward: {{function: '{inputs / 'rewards.py'}:length'}}, max_new_tokens: 3}}"
+    )
+    overrides = [f"data.test={{letters: {letters}, sums: {sums}}}", "evaluation.every=2", "job.iterations=1"]
+    ranks.run(
+        2, train, inputs, tmp_path / "run", [*overrides, f"reward.function={inputs / 'rewards.py'}:length_of_two"]
+    )
+    first = {name: value for name, value in logged(tmp_path / "run")[0].items() if name.startswith("eval/")}
+    assert set(first) == {"eval/reward", "eval/sums/reward"} | {
+        f"eval/letters/{name}" for name in ("reward", "pass@1", "pass@3", "avg@3")
+    }
+    # Lengths, in characters: of letters at most 2, and scored by the job's reward, which subtracts 2.
+    assert first["eval/letters/reward"] <= 0 < first["eval/sums/reward"] <= 3
+    assert first["eval/reward"] == pytest.approx(
+        (4 * first["eval/letters/reward"] + 18 * first["eval/sums/reward"]) / 22
+    )
+    with pytest.raises(UserError, match=r"data\.test\.letters\.temperature: greedy .* data\.test\.letters\.samples=1"):
+        evaluation_sets(
+            config_of(inputs, tmp_path, [f"data.test={{letters: {letters.replace('temperature: 1', 'top_p: 1')}}}"])
+        )
+    with pytest.raises(UserError, match=r"data\.test\.letters\.k: 5 tries .* 3 samples"):
+        evaluation_sets(config_of(inputs, tmp_path, [f"data.test={{letters: {letters.replace('[1, 3]', '[5]')}}}"]))
+
+
 def test_a_vote_counts_answers_and_a_pass_counts_rewards():
     tries = [
-        PromptResults("", [1.0, 0.0, 0.0, 1.0], ["7", "8", "8", "7"]),
-        PromptResults("", [0.0, 0.5, 0.0, 0.0], [None, "3", None, None]),
+        PromptResults(0, [1.0, 0.0, 0.0, 1.0], ["7", "8", "8", "7"]),
+        PromptResults(1, [0.0, 0.5, 0.0, 0.0], [None, "3", None, None]),
     ]
-    metrics = metrics_of(tries, "", pass_threshold=1.0)
+    metrics = {name: values.mean() for name, values in prompt_scores(tries, (1, 2, 4), pass_threshold=1.0).items()}
     assert metrics["reward"] == metrics["avg@4"] == pytest.approx(2.5 / 8)
     assert metrics["pass@1"] == pytest.approx(0.25)
     # Two of the first problem's four are right: both of two tries are wrong in 1 of 6 draws.
@@ -98,7 +131,7 @@ def test_a_vote_counts_answers_and_a_pass_counts_rewards():
     # Of equal votes the first answer wins: right, and the only one.
     assert metrics["maj@4"] == pytest.approx((1.0 + 0.5) / 2)
     assert "maj@1" not in metrics
-    assert list(metrics_of([PromptResults("", [0.25], [None])], "eval/", 1.0)) == ["eval/reward"]
+    assert list(prompt_scores([PromptResults(0, [0.25], [None])], (), 1.0)) == ["reward"]
 
 
 def curriculum(inputs: Path, output: Path) -> tuple[list[list[str]], dict[str, float]]:

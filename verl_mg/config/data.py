@@ -11,113 +11,6 @@ from pydantic import Field, PlainSerializer, PositiveInt, TypeAdapter, field_val
 from verl_mg.config.section import ConfigSection
 
 
-class SourceConfig(ConfigSection):
-    """One of several sources of prompts."""
-
-    path: Path
-    """File, folder, pattern or name, as in `data.train`."""
-    weight: float = Field(1.0, gt=0, allow_inf_nan=False)
-    """Share of the prompts taken from this source, relative to the other weights. Unused in `data.test`."""
-    prompt_field: str | None = None
-    """Field of the prompt in this source. null: `data.prompt_field`."""
-    answer_field: str | None = None
-    """Field of the answer in this source. null: `data.answer_field`."""
-    instruction: str | None = None
-    """Text appended to this source's string prompts. null: `data.instruction`."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _is_mapping(cls, value: Any) -> Any:
-        if not isinstance(value, dict | SourceConfig):
-            raise ValueError("not a mapping. Write {path: ...}")
-        return value
-
-
-class CurriculumConfig(ConfigSection):
-    """Selection of training prompts by their pass rate."""
-
-    low: float = Field(0.0, ge=0, le=1)
-    """Smallest pass rate of a prompt that is taken. 0 excludes none."""
-    high: float = Field(1.0, ge=0, le=1)
-    """Largest pass rate of a prompt that is taken. 1 excludes none."""
-    revisit: PositiveInt = 3
-    """Times in a row that a prompt is skipped before it is taken again, since the policy has changed."""
-    pass_threshold: float = 0.5
-    """Smallest reward of an answer that passes."""
-    decay: float = Field(0.5, ge=0, lt=1)
-    """Weight of the old pass rate in the running average of a prompt. 0: only the newest observation counts."""
-
-    @field_validator("high")
-    @classmethod
-    def _not_below_low(cls, high: float, info: Any) -> float:
-        if high < info.data.get("low", 0.0):
-            raise ValueError("smaller than low. Write low <= high")
-        return high
-
-
-class DataConfig(ConfigSection):
-    """Training and test prompts, and the fields of a record to read."""
-
-    train: Path | dict[str, SourceConfig]
-    """Training prompts: a path, or several sources as `NAME: {path: ..., weight: ...}`. A path is a .jsonl, .json (one
-    object per line), .parquet or .arrow file, a folder of shards, a pattern such as data/train-*.parquet, or a folder
-    written by `save_to_disk` of Hugging Face datasets. If nothing has this path, it may be a data set of the Hugging
-    Face hub such as openai/gsm8k:main:train (configuration and split), or of ModelScope with the prefix modelscope:.
-    reasoning_gym:TASK:size=500,seed=0 generates prompts with the package reasoning-gym. harbor:FOLDER is a folder of
-    Harbor's task folders."""
-    test: Path | dict[str, SourceConfig] | None = None
-    """Prompts of the evaluation, in the form of `data.train`. null: no evaluation."""
-    prompt_field: str | None = None
-    """Field of the prompt: a string, or a list of messages with `role` and `content`. A name such as info.question is
-    that of a field inside another. null: prompt, or messages in records without it, of which an assistant message at
-    the end is not part of the prompt."""
-    answer_field: str | None = None
-    """Field of the reference answer, which the reward function receives. Records may be without it. null: the first
-    that a record has of answer, reward_model.ground_truth (as verl writes it) and label (as slime reads it); with
-    prompts from messages, otherwise their last assistant message."""
-    chosen_field: str = "chosen"
-    """Field of the preferred answer of a pair, for preference recipes."""
-    rejected_field: str = "rejected"
-    """Field of the other answer of a pair, for preference recipes."""
-    chat_template: bool = False
-    """Render string prompts as one user message through the tokenizer's chat template. Lists of messages always are.
-    Off by default, since base models have no template."""
-    instruction: str = ""
-    """Text appended to prompts that are strings."""
-    max_prompt_tokens: PositiveInt = 1024
-    """Longest prompt, in tokens."""
-    overlong_prompts: Literal["error", "drop"] = "error"
-    """Treatment of longer prompts: stop with an error, or leave them out. Prompts are never truncated."""
-    image_field: str = "images"
-    """Field of the images of a prompt, for models that read images: one or a list of paths relative to the data file,
-    bytes of image files, {"bytes": ...} as Hugging Face datasets write them into Parquet, or data:image/png;base64,...
-    The prompt has <image> in its text, or a part {"type": "image"}, where each belongs."""
-    max_image_pixels: PositiveInt = 1 << 24
-    """Largest width times height of an image. A larger one is an error; the model's
-    processor may reduce smaller ones."""
-    max_images: PositiveInt = 8
-    """Largest number of images of a prompt."""
-    curriculum: CurriculumConfig = CurriculumConfig()
-    """Selection of training prompts by their pass rate. Off by default."""
-
-    @field_validator("train", "test", mode="before")
-    @classmethod
-    def _path_or_sources(cls, value: Any, info: Any) -> Any:
-        # Decided here: the error of a union would list the complaints of both types.
-        if isinstance(value, dict) and value:
-            return TypeAdapter(dict[str, SourceConfig]).validate_python(value)
-        if isinstance(value, str | Path) or (value is None and info.field_name == "test"):
-            return value
-        raise ValueError("neither a path nor sources. Write a path, or NAME: {path: ...} for each source")
-
-    @field_validator("rejected_field")
-    @classmethod
-    def _not_the_chosen(cls, name: str, info: Any) -> str:
-        if name == info.data.get("chosen_field"):
-            raise ValueError("the same as chosen_field. Write the field of the other answer")
-        return name
-
-
 def _function_name(function: str | Callable[..., Any]) -> str:
     """Returns the text that names a function in a file; `verl_mg.api.Job` accepts the function itself."""
     return function if isinstance(function, str) else f"{function.__module__}:{function.__qualname__}"
@@ -169,6 +62,149 @@ class RewardConfig(ConfigSection):
         return file
 
 
+class SourceConfig(ConfigSection):
+    """One of several sources of prompts."""
+
+    path: Path
+    """File, folder, pattern or name, as in `data.train`."""
+    weight: float = Field(1.0, gt=0, allow_inf_nan=False)
+    """Share of the prompts taken from this source, relative to the other weights. Unused in `data.test`."""
+    prompt_field: str | None = None
+    """Field of the prompt in this source. null: `data.prompt_field`."""
+    answer_field: str | None = None
+    """Field of the answer in this source. null: `data.answer_field`."""
+    instruction: str | None = None
+    """Text appended to this source's string prompts. null: `data.instruction`."""
+    chat_template: bool | None = None
+    """Render this source's string prompts through the chat template. null: `data.chat_template`."""
+    system_prompt: str | None = None
+    """System message of this source's conversations. null: `data.system_prompt`."""
+    reward: RewardConfig | None = None
+    """Reward of this source's samples, in the form of the section `reward`. null: that section's."""
+
+    @field_validator("reward")
+    @classmethod
+    def _is_fixed(cls, reward: RewardConfig | None) -> RewardConfig | None:
+        if reward is not None and (reward.from_model or reward.weights_file):
+            raise ValueError("the reward of a source has neither from_model nor weights_file. Write its function")
+        return reward
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_mapping(cls, value: Any) -> Any:
+        if not isinstance(value, dict | SourceConfig):
+            raise ValueError("not a mapping. Write {path: ...}")
+        return value
+
+
+class EvaluationSetConfig(SourceConfig):
+    """One of several sets of an evaluation."""
+
+    prompts: PositiveInt | None = None
+    """Prompts of this set that are evaluated, from its beginning. null: `evaluation.prompts`."""
+    samples: PositiveInt | None = None
+    """Answers per prompt. null: `evaluation.samples`."""
+    temperature: float | None = Field(None, ge=0)
+    """Sampling temperature. null: `evaluation.temperature`."""
+    top_p: float | None = Field(None, gt=0, le=1)
+    """Nucleus sampling. null: `evaluation.top_p`."""
+    max_new_tokens: PositiveInt | None = None
+    """Longest response, in tokens. null: `evaluation.max_new_tokens`."""
+    k: list[PositiveInt] | None = None
+    """Numbers of tries k of pass@k and maj@k. null: `evaluation.k`."""
+    pass_threshold: float | None = None
+    """Smallest reward of an answer that passes. null: `evaluation.pass_threshold`."""
+
+
+class CurriculumConfig(ConfigSection):
+    """Selection of training prompts by their pass rate."""
+
+    low: float = Field(0.0, ge=0, le=1)
+    """Smallest pass rate of a prompt that is taken. 0 excludes none."""
+    high: float = Field(1.0, ge=0, le=1)
+    """Largest pass rate of a prompt that is taken. 1 excludes none."""
+    revisit: PositiveInt = 3
+    """Times in a row that a prompt is skipped before it is taken again, since the policy has changed."""
+    pass_threshold: float = 0.5
+    """Smallest reward of an answer that passes."""
+    decay: float = Field(0.5, ge=0, lt=1)
+    """Weight of the old pass rate in the running average of a prompt. 0: only the newest observation counts."""
+
+    @field_validator("high")
+    @classmethod
+    def _not_below_low(cls, high: float, info: Any) -> float:
+        if high < info.data.get("low", 0.0):
+            raise ValueError("smaller than low. Write low <= high")
+        return high
+
+
+class DataConfig(ConfigSection):
+    """Training and test prompts, and the fields of a record to read."""
+
+    train: Path | dict[str, SourceConfig]
+    """Training prompts: a path, or several sources as `NAME: {path: ..., weight: ...}`. A path is a .jsonl, .json (one
+    object per line), .parquet or .arrow file, a folder of shards, a pattern such as data/train-*.parquet, or a folder
+    written by `save_to_disk` of Hugging Face datasets. If nothing has this path, it may be a data set of the Hugging
+    Face hub such as openai/gsm8k:main:train (configuration and split), or of ModelScope with the prefix modelscope:.
+    reasoning_gym:TASK:size=500,seed=0 generates prompts with the package reasoning-gym. harbor:FOLDER is a folder of
+    Harbor's task folders."""
+    test: Path | dict[str, EvaluationSetConfig] | None = None
+    """Prompts of the evaluation, in the form of `data.train`: a path, or several sets by name, each with its sampling
+    and its reward. null: no evaluation."""
+    prompt_field: str | None = None
+    """Field of the prompt: a string, or a list of messages with `role` and `content`. A name such as info.question is
+    that of a field inside another. null: prompt, or messages in records without it, of which an assistant message at
+    the end is not part of the prompt."""
+    answer_field: str | None = None
+    """Field of the reference answer, which the reward function receives. Records may be without it. null: the first
+    that a record has of answer, reward_model.ground_truth (as verl writes it) and label (as slime reads it); with
+    prompts from messages, otherwise their last assistant message."""
+    chosen_field: str = "chosen"
+    """Field of the preferred answer of a pair, for preference recipes."""
+    rejected_field: str = "rejected"
+    """Field of the other answer of a pair, for preference recipes."""
+    chat_template: bool = False
+    """Render string prompts as one user message through the tokenizer's chat template. Lists of messages always are.
+    Off by default, since base models have no template."""
+    instruction: str = ""
+    """Text appended to prompts that are strings."""
+    system_prompt: str = ""
+    """System message in front of conversations that begin with none. "": none is added."""
+    max_prompt_tokens: PositiveInt = 1024
+    """Longest prompt, in tokens."""
+    overlong_prompts: Literal["error", "drop"] = "error"
+    """Treatment of longer prompts: stop with an error, or leave them out. Prompts are never truncated."""
+    image_field: str = "images"
+    """Field of the images of a prompt, for models that read images: one or a list of paths relative to the data file,
+    bytes of image files, {"bytes": ...} as Hugging Face datasets write them into Parquet, or data:image/png;base64,...
+    The prompt has <image> in its text, or a part {"type": "image"}, where each belongs."""
+    max_image_pixels: PositiveInt = 1 << 24
+    """Largest width times height of an image. A larger one is an error; the model's
+    processor may reduce smaller ones."""
+    max_images: PositiveInt = 8
+    """Largest number of images of a prompt."""
+    curriculum: CurriculumConfig = CurriculumConfig()
+    """Selection of training prompts by their pass rate. Off by default."""
+
+    @field_validator("train", "test", mode="before")
+    @classmethod
+    def _path_or_sources(cls, value: Any, info: Any) -> Any:
+        # Decided here: the error of a union would list the complaints of both types.
+        if isinstance(value, dict) and value:
+            kind = SourceConfig if info.field_name == "train" else EvaluationSetConfig
+            return TypeAdapter(dict[str, kind]).validate_python(value)  # type: ignore[valid-type]
+        if isinstance(value, str | Path) or (value is None and info.field_name == "test"):
+            return value
+        raise ValueError("neither a path nor sources. Write a path, or NAME: {path: ...} for each source")
+
+    @field_validator("rejected_field")
+    @classmethod
+    def _not_the_chosen(cls, name: str, info: Any) -> str:
+        if name == info.data.get("chosen_field"):
+            raise ValueError("the same as chosen_field. Write the field of the other answer")
+        return name
+
+
 class EvaluationConfig(ConfigSection):
     """Evaluation on `data.test` with the job's reward."""
 
@@ -180,6 +216,12 @@ class EvaluationConfig(ConfigSection):
     """Answers per prompt. More than 1 also gives pass@k."""
     temperature: float = Field(0.0, ge=0, validate_default=True)
     """Sampling temperature. 0: greedy."""
+    top_p: float | None = Field(None, gt=0, le=1)
+    """Nucleus sampling. null: `rollout.top_p`."""
+    max_new_tokens: PositiveInt | None = None
+    """Longest response, in tokens. null: `rollout.max_new_tokens`."""
+    k: list[PositiveInt] | None = None
+    """Numbers of tries k of pass@k and maj@k. null: 1, 2, 4, ... and `samples`, or none with one sample."""
     pass_threshold: float = 1.0
     """Smallest reward of an answer that passes. 1: the usual reward of a correct answer."""
 

@@ -4,7 +4,7 @@ from verl_mg.data.curriculum import Curriculum
 from verl_mg.data.mixture import Mixture
 from verl_mg.data.prompt_feed import PromptFeed
 from verl_mg.data.prompts import Prompt, Prompts, PromptSet
-from verl_mg.data.reading import read_prompts
+from verl_mg.data.reading import read_prompts, reward_key
 from verl_mg.data.records import read_records
 from verl_mg.data.training_rows import demonstration, demonstrations_batch, pairs_batch, preference
 
@@ -21,4 +21,5 @@ __all__ = [
     "preference",
     "read_prompts",
     "read_records",
+    "reward_key",
 ]

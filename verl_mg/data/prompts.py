@@ -43,6 +43,8 @@ class Prompt:
     """The prompt as messages, for agents; a string is one of the user, instruction included."""
     images: Sequence[ImageSource] = ()
     """Images of the prompt, in the order of their placeholders in the tokens; not loaded yet."""
+    reward: str = ""
+    """Key of the section with the source's reward, such as data.test.aime.reward; "" for the job's reward."""
 
     def load_images(self) -> RowImages:
         """Returns the images of the prompt; UserError where one of them cannot be read or decoded."""
@@ -118,11 +120,13 @@ class PromptSet:
         rejected_field: str = "rejected",
         chat_template: bool = False,
         instruction: str = "",
+        system_prompt: str = "",
         max_prompt_tokens: int,
         overlong_prompts: Literal["error", "drop"] = "error",
         seed: int = 0,
         tools: Sequence[dict[str, Any]] = (),
         source: str = "",
+        reward: str = "",
         first_id: int = 0,
         report: Callable[[str], None] | None = None,
         processor: "ImageProcessor | None" = None,
@@ -146,11 +150,13 @@ class PromptSet:
             rejected_field: field of the other answer.
             chat_template: render strings as a user message.
             instruction: text appended to prompts that are strings.
+            system_prompt: system message of conversations that begin with none.
             max_prompt_tokens: longest prompt, in tokens.
             overlong_prompts: whether a longer prompt is an error or is dropped.
             seed: random seed of the order.
             tools: schemas that a chat template describes to the model.
             source: name of the source.
+            reward: key of the section with the source's reward; "" for the job's.
             first_id: id of the first row.
             report: receives one line about fields that were found and not configured, unless they are the usual ones.
             processor: processor of a model that reads images; None for others.
@@ -177,9 +183,9 @@ class PromptSet:
         limits = ImageLimits(max_image_pixels, max_images)
         images = [images_of(record, image_field, place, limits) if processor else () for place, record in located]
         rendered = [
-            render_with_images(value, of_prompt, processor, instruction, place, tools)
+            render_with_images(value, of_prompt, processor, instruction, place, tools, system_prompt)
             if processor and (of_prompt or has_image_parts(value))
-            else render(value, tokenizer, chat_template, instruction, place, tools)
+            else render(value, tokenizer, chat_template, instruction, place, tools, system_prompt)
             for value, of_prompt, (place, _) in zip(values, images, located, strict=True)
         ]
         rows = tokenize(rendered, tokenizer)
@@ -187,7 +193,7 @@ class PromptSet:
             _check_length(len(row), max_prompt_tokens, overlong_prompts, place)
         columns = zip(rows, rendered, answers, images, located, strict=True)
         prompts = [
-            Prompt(i, tuple(row), text.text, answer, record, source, place, text.messages, of_prompt)
+            Prompt(i, tuple(row), text.text, answer, record, source, place, text.messages, of_prompt, reward)
             for i, (row, text, answer, of_prompt, (place, record)) in enumerate(columns, start=first_id)
             if len(row) <= max_prompt_tokens
         ]

@@ -1,6 +1,6 @@
 """Prompts of a job, from the section `data` of the configuration."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from verl_mg.config import DataConfig, SourceConfig
@@ -13,6 +13,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from verl_mg.data.image_processor import ImageProcessor
+
+OF_SOURCE = {"prompt_field", "answer_field", "instruction", "chat_template", "system_prompt"}
+"""Keys of a source that replace those of `data`."""
+
+
+def reward_key(which: str, name: str) -> str:
+    """Returns the key of the section with the reward of a source.
+
+    Args:
+        which: train or test.
+        name: name of the source.
+    """
+    return f"data.{which}.{name}.reward"
 
 
 def read_prompts(
@@ -48,10 +61,10 @@ def read_prompts(
         raise UserError("data.test: not set. Write data.test=FILE.")
     if not isinstance(where, dict):
         prompts: PromptSet | Mixture = _read_set(
-            data, "", SourceConfig(path=where), 0, tokenizer, seed, tools, report, processor
+            data, "", SourceConfig(path=where), which, 0, tokenizer, seed, tools, report, processor
         )
     else:
-        prompts = _read_mixture(data, where, tokenizer, seed, tools, report, processor)
+        prompts = _read_mixture(data, where, which, tokenizer, seed, tools, report, processor)
     band = data.curriculum
     if which == "test" or (band.low <= 0 and band.high >= 1):
         return prompts
@@ -60,7 +73,8 @@ def read_prompts(
 
 def _read_mixture(
     data: DataConfig,
-    sources: dict[str, SourceConfig],
+    sources: Mapping[str, SourceConfig],
+    which: str,
     tokenizer: "PreTrainedTokenizerBase",
     seed: int,
     tools: Sequence[dict[str, Any]],
@@ -70,7 +84,7 @@ def _read_mixture(
     sets: dict[str, PromptSet] = {}
     rows = 0
     for name, source in sources.items():
-        sets[name] = _read_set(data, name, source, rows, tokenizer, seed, tools, report, processor)
+        sets[name] = _read_set(data, name, source, which, rows, tokenizer, seed, tools, report, processor)
         rows += len(sets[name]) + sets[name].dropped
     return Mixture(sets, {name: source.weight for name, source in sources.items()})
 
@@ -79,6 +93,7 @@ def _read_set(
     data: DataConfig,
     name: str,
     source: SourceConfig,
+    which: str,
     first_id: int,
     tokenizer: "PreTrainedTokenizerBase",
     seed: int,
@@ -86,7 +101,7 @@ def _read_set(
     report: Callable[[str], None] | None,
     processor: "ImageProcessor | None",
 ) -> PromptSet:
-    source_fields = source.model_dump(include={"prompt_field", "answer_field", "instruction"}, exclude_none=True)
+    source_fields = source.model_dump(include=OF_SOURCE, exclude_none=True)
     common = data.model_dump(exclude={"train", "test", "curriculum"})
     options = common | source_fields
     return PromptSet.from_file(
@@ -96,6 +111,7 @@ def _read_set(
         seed=seed,
         tools=tools,
         source=name,
+        reward=reward_key(which, name) if source.reward else "",
         first_id=first_id,
         report=report,
         processor=processor,

@@ -82,6 +82,7 @@ def render(
     instruction: str,
     place: str,
     tools: Sequence[dict[str, Any]] = (),
+    system_prompt: str = "",
 ) -> RenderedPrompt:
     """Returns the text of a prompt field: a string, or a list of messages `{"role": ..., "content": ...}`.
 
@@ -92,16 +93,22 @@ def render(
         instruction: text appended to a string.
         place: `file:line`, for errors.
         tools: schemas of the tools that the template describes.
+        system_prompt: system message of a conversation that begins with none; "" for none.
 
     Raises:
         UserError: the value is neither, or the tokenizer has no template, or its template rejects the value.
     """
     messages = [{"role": "user", "content": value + instruction}] if isinstance(value, str) else value
     if isinstance(value, str) and not chat_template:
+        if system_prompt:
+            raise UserError(
+                f"{place}: data.system_prompt is a message, but the prompt is a text without a chat template. Set "
+                "data.chat_template=true, or leave the system prompt out."
+            )
         return RenderedPrompt(value + instruction, False, messages)
     if not is_conversation(messages):
         raise _not_a_prompt(messages, place)
-    plain = _plain_messages(messages, place)
+    plain = _with_system(_plain_messages(messages, place), system_prompt)
     return RenderedPrompt(_render_conversation(plain, tokenizer, place, tools), True, plain)
 
 
@@ -112,6 +119,7 @@ def render_with_images(
     instruction: str,
     place: str,
     tools: Sequence[dict[str, Any]] = (),
+    system_prompt: str = "",
 ) -> RenderedPrompt:
     """Returns the text of a prompt with images, which the processor's chat template renders.
 
@@ -122,6 +130,7 @@ def render_with_images(
         instruction: text appended to a string.
         place: `file:line`, for errors.
         tools: schemas of the tools that the template describes.
+        system_prompt: system message of a conversation that begins with none; "" for none.
 
     Raises:
         UserError: the value is neither, has another number of places for images, or the template rejects it.
@@ -129,7 +138,10 @@ def render_with_images(
     messages = [{"role": "user", "content": value + instruction}] if isinstance(value, str) else value
     if not is_conversation(messages):
         raise _not_a_prompt(messages, place)
-    plain = [_without_nulls(message) | {"content": _parts_of(message, place)} for message in messages]
+    plain = [
+        _without_nulls(message) | {"content": _parts_of(message, place)}
+        for message in _with_system(messages, system_prompt)
+    ]
     parts = [part for message in plain for part in message["content"] or ()]
     check_markers(images, sum(part["type"] == "image" for part in parts), place)
     try:
@@ -200,6 +212,13 @@ def _plain_messages(messages: Sequence[dict[str, Any]], place: str) -> list[dict
     for message in messages:
         plain.append(_without_nulls(message) | {"content": content_of(message, place)})
     return plain
+
+
+def _with_system(messages: list[dict[str, Any]], system_prompt: str) -> list[dict[str, Any]]:
+    """Returns messages with the system prompt in front, unless it is empty or they begin with another one."""
+    if not system_prompt or messages[0]["role"] == "system":
+        return messages
+    return [{"role": "system", "content": system_prompt}, *messages]
 
 
 def _without_nulls(value: Any) -> Any:

@@ -1,96 +1,145 @@
-"""Evaluation of the policy on test prompts."""
+"""Evaluation of the policy on test prompts, in training and by `verl-mg eval`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from verl_mg.algorithms.at_k import avg_at_k, maj_at_k, pass_at_k
 from verl_mg.batch import Batch
-from verl_mg.config import EvaluationConfig
-from verl_mg.data import Prompts
+from verl_mg.config import Config, EvaluationSetConfig
+from verl_mg.data import Prompt
 from verl_mg.distributed.collectives import all_gather_column
+from verl_mg.errors import UserError
+from verl_mg.job.prompt_scores import PromptResults, Scores, default_ks, prompt_scores
 from verl_mg.roles.reward import NO_ANSWER, RewardRole
 from verl_mg.roles.rollout_source import RolloutSource
 
 
 @dataclass(frozen=True)
-class PromptResults:
-    """Results of all samples of one prompt."""
+class EvaluationSet:
+    """A set of test prompts and how it is evaluated."""
 
-    source: str
-    """Data set of the prompt."""
-    rewards: list[float]
-    """Reward of each sample."""
-    answers: list[str | None]
-    """Key of the final answer of each sample; None where the reward function returned none."""
+    name: str
+    """Name in `data.test`; "" where that is a path."""
+    prompts: int
+    """Number of prompts, from the beginning of the set."""
+    samples: int
+    """Samples of each prompt."""
+    sampling: Mapping[str, float]
+    """Fields of `Sampling` that replace those of training."""
+    ks: tuple[int, ...]
+    """Numbers of tries of pass@k and maj@k."""
+    pass_threshold: float
+    """Minimum reward of a sample that passes."""
+
+
+@dataclass(frozen=True)
+class SetResults:
+    """Results of a set, the same on every rank."""
+
+    evaluated: EvaluationSet
+    """The set."""
+    prompts: Sequence[Prompt]
+    """Its prompts."""
+    results: Sequence[PromptResults]
+    """Samples of each prompt, in the order of the prompts."""
+
+    def scores(self) -> Scores:
+        """Returns the metrics of each prompt, see `prompt_scores`."""
+        return prompt_scores(self.results, self.evaluated.ks, self.evaluated.pass_threshold)
+
+
+def evaluation_sets(config: Config) -> list[EvaluationSet]:
+    """Returns the sets of `data.test`, with the values of `evaluation` and `rollout` where a set has none.
+
+    Raises:
+        UserError: a set has greedy samples that are identical, or more tries than samples.
+    """
+    test = config.data.test
+    if test is None:
+        return []
+    sets = test if isinstance(test, dict) else {"": EvaluationSetConfig(path=test)}
+    return [_evaluation_set(name, of_set, config) for name, of_set in sets.items()]
+
+
+def _evaluation_set(name: str, of_set: EvaluationSetConfig, config: Config) -> EvaluationSet:
+    def value(key: str) -> Any:
+        chain = (getattr(of_set, key), getattr(config.evaluation, key), getattr(config.rollout, key, None))
+        return next((value for value in chain if value is not None), None)
+
+    key = f"data.test.{name}" if name else "evaluation"
+    samples = value("samples")
+    ks = tuple(value("k") or default_ks(samples))
+    sampling = {field: value(field) for field in ("temperature", "top_p", "max_new_tokens")}
+    if samples > 1 and sampling["temperature"] == 0:
+        raise UserError(
+            f"{key}.temperature: greedy samples of a prompt are identical, and there are {samples}. Write a "
+            f"temperature such as 0.6, or {key}.samples=1."
+        )
+    if ks and max(ks) > samples:
+        raise UserError(
+            f"{key}.k: {max(ks)} tries of a prompt that has {samples} samples. Write {key}.samples={max(ks)} or more."
+        )
+    return EvaluationSet(name, value("prompts"), samples, sampling, ks, value("pass_threshold"))
 
 
 def evaluate(
-    rollout: RolloutSource, reward: RewardRole, prompts: Prompts, config: EvaluationConfig
-) -> dict[str, float]:
-    """Evaluates the policy on the first `config.prompts` prompts of each source; all ranks call it together.
+    rollout: RolloutSource, reward: RewardRole, prompts: Iterable[Prompt], sets: Sequence[EvaluationSet]
+) -> list[SetResults]:
+    """Evaluates the policy; all ranks call it together. Sets with equal sampling are generated at the same time.
 
     Args:
         rollout: generates the samples.
         reward: scores them.
-        prompts: test prompts.
-        config: number of prompts and samples, temperature, and the minimum reward that passes.
-
-    Returns:
-        Metrics by name. `eval/reward` is the mean reward. With n samples of each prompt, for k = 1, 2, 4, ..., n:
-        `eval/pass@k` and, if the reward function returns final answers, `eval/maj@k`; and `eval/avg@n`. With several
-        sources, each source has the same metrics under `eval/SOURCE/`.
+        prompts: prompts of all sets, each with the name of its set as its source.
+        sets: the sets.
     """
-    chosen = prompts.first(config.prompts)
-    sources = {prompt.id: prompt.source for prompt in chosen}
-    batch = rollout.generate_for_eval(chosen, config.samples, config.temperature)
-    batch["reward"] = reward.wait(batch)
-    results = _gather_results(batch, sources)
-    metrics = metrics_of(results, "eval/", config.pass_threshold)
-    names = sorted(set(sources.values()))
-    for name in names if len(names) > 1 else ():
-        of_source = [result for result in results if result.source == name]
-        metrics |= metrics_of(of_source, f"eval/{name}/", config.pass_threshold)
-    return metrics
-
-
-def _gather_results(batch: Batch, sources: dict[int, str]) -> list[PromptResults]:
-    """Gathers the results of all ranks, by prompt in the order of their first samples."""
-    samples = batch.one_per_trajectory()
-    columns = [all_gather_column(samples, name).tolist() for name in ("group", "prompt_id", "reward", "answer")]
+    chosen: dict[str, list[Prompt]] = {of_set.name: [] for of_set in sets}
+    limits = {of_set.name: of_set.prompts for of_set in sets}
+    for prompt in prompts:
+        if len(chosen[prompt.source]) < limits[prompt.source]:
+            chosen[prompt.source].append(prompt)
     results: dict[int, PromptResults] = {}
-    for group, prompt, reward, answer in zip(*columns, strict=True):
-        result = results.setdefault(group, PromptResults(sources[prompt], [], []))
+    for samples, sampling in {(s.samples, tuple(s.sampling.items())): None for s in sets}:
+        together = [s for s in sets if (s.samples, tuple(s.sampling.items())) == (samples, sampling)]
+        of_call = [prompt for of_set in together for prompt in chosen[of_set.name]]
+        batch = rollout.generate_for_eval(of_call, samples, **dict(sampling))
+        batch["reward"] = reward.wait(batch)
+        results |= _gather_results(batch)
+    return [
+        SetResults(of_set, chosen[of_set.name], [results[prompt.id] for prompt in chosen[of_set.name]])
+        for of_set in sets
+    ]
+
+
+def _gather_results(batch: Batch) -> dict[int, PromptResults]:
+    """Gathers the results of all ranks, by prompt; samples are in the order of their ids."""
+    samples = batch.one_per_trajectory()
+    columns = [all_gather_column(samples, name).tolist() for name in ("prompt_id", "reward", "answer")]
+    results: dict[int, PromptResults] = {}
+    for prompt, reward, answer in zip(*columns, strict=True):
+        result = results.setdefault(prompt, PromptResults(prompt, [], []))
         result.rewards.append(reward)
         result.answers.append(None if answer == NO_ANSWER else str(answer))
-    return list(results.values())
+    return results
 
 
-def metrics_of(results: Sequence[PromptResults], prefix: str, pass_threshold: float) -> dict[str, float]:
-    """Computes the metrics described at `evaluate`.
+def metrics_of(results: Sequence[SetResults]) -> dict[str, float]:
+    """Returns the metrics of an evaluation in training.
+
+    Names are those of `prompt_scores` after `eval/`: means over the prompts of all sets, of the metrics that all sets
+    have. With several sets, each has its metrics under `eval/SET/`.
 
     Args:
-        results: samples of each prompt.
-        prefix: prefix of the metrics' names.
-        pass_threshold: minimum reward of a sample that passes.
+        results: of all sets.
     """
-    rewards = torch.tensor([result.rewards for result in results], dtype=torch.float64)
-    metrics = {f"{prefix}reward": float(rewards.mean())}
-    answers = [result.answers for result in results]
-    answered = any(answer is not None for row in answers for answer in row)
-    for k in _ks(rewards.shape[1]):
-        metrics[f"{prefix}pass@{k}"] = float(pass_at_k(rewards >= pass_threshold, k).mean())
-        if k == rewards.shape[1]:
-            metrics[f"{prefix}avg@{k}"] = float(avg_at_k(rewards, k).mean())
-        if answered and k > 1:
-            metrics[f"{prefix}maj@{k}"] = float(maj_at_k(answers, rewards, k).mean())
+    by_set = {of_set.evaluated.name: of_set.scores() for of_set in results}
+    first, *others = by_set.values()
+    common = [name for name in first if all(name in scores for scores in others)]
+    metrics = {f"eval/{name}": float(torch.cat([s[name] for s in by_set.values()]).mean()) for name in common}
+    for of_set, scores in sorted(by_set.items()) if len(by_set) > 1 else ():
+        metrics |= {f"eval/{of_set}/{name}": float(values.mean()) for name, values in scores.items()}
     return metrics
-
-
-def _ks(samples: int) -> list[int]:
-    """Returns 1, 2, 4, ... and `samples`; nothing for a single sample."""
-    powers = [2**i for i in range(samples.bit_length()) if 2**i < samples]
-    return [*powers, samples] if samples > 1 else []

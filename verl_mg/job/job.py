@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -13,7 +13,7 @@ from torch.distributed import Store
 
 from verl_mg.batch import Batch
 from verl_mg.config import Config
-from verl_mg.data import Prompt, PromptFeed, Prompts, demonstrations_batch, pairs_batch, read_prompts
+from verl_mg.data import Prompt, PromptFeed, Prompts, demonstrations_batch, pairs_batch, read_prompts, reward_key
 from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.data.images import ImageLimits
 from verl_mg.distributed import collectives
@@ -22,7 +22,7 @@ from verl_mg.job.build_agents import agent_wrapper, check_agents
 from verl_mg.job.build_engines import build_engine_group, check_engines, num_training_ranks
 from verl_mg.job.build_models import MODEL_ROLES, ModelRoleBuilder
 from verl_mg.job.engine_tables import actor_table
-from verl_mg.job.evaluation import evaluate
+from verl_mg.job.evaluation import SetResults, evaluate, evaluation_sets, metrics_of
 from verl_mg.models.module_config import read_any_config
 from verl_mg.models.tokenizer import read_tokenizer
 from verl_mg.phase_timer import PhaseTimer
@@ -65,6 +65,7 @@ class Job:
         learns: bool = True,
         recipe: str = "",
         from_checkpoint: bool = False,
+        evaluates_only: bool = False,
     ) -> None:
         """Builds the requested roles.
 
@@ -76,6 +77,7 @@ class Job:
             learns: whether roles have optimizers.
             recipe: name of the recipe, for messages.
             from_checkpoint: read no weights that a checkpoint restores before `start`.
+            evaluates_only: `prompts` are those of `data.test`, and `data.train` is not read.
         """
         self.config, self.requested, self._recipe = config, frozenset(roles), recipe
         self.context = JobContext.create(store, PhaseTimer(config.profile.synchronize))
@@ -92,16 +94,21 @@ class Job:
             check_engines(config, actor_table(config), ranks)
             if config.rollout.has_agents:
                 check_agents(config.rollout)
+        self._sets, self._evaluates_only = evaluation_sets(config), evaluates_only
         self.tokenizer = read_tokenizer(config.model.path)
         self._tools = load_tools(config.rollout.tools)
         schemas, seed = [tool.schema for tool in self._tools], config.job.seed
         report = print if config.job.console and dist.get_rank() == 0 else None
         self.processor = ImageProcessor.read(config.model.path)
         options: dict[str, Any] = {"seed": seed, "tools": schemas, "report": report, "processor": self.processor}
-        self.prompts = PromptFeed(read_prompts(config.data, "train", self.tokenizer, **options))
         self.test_prompts: Prompts | None = None
         if config.data.test is not None:
             self.test_prompts = read_prompts(config.data, "test", self.tokenizer, **options)
+        if not evaluates_only:
+            self.prompts = PromptFeed(read_prompts(config.data, "train", self.tokenizer, **options))
+        else:
+            assert self.test_prompts is not None
+            self.prompts = PromptFeed(self.test_prompts)
         builder.check_images(roles, self.prompts)
         self.roles: Mapping[str, Role] = {name: builder.build(name) for name in MODEL_ROLES if name in roles}
         records = RolloutRecords()
@@ -269,7 +276,11 @@ class Job:
         """Evaluates the policy on the test prompts; returns {} without `data.test` or without engines."""
         if self.test_prompts is None or self.rollout.is_replay:
             return {}
-        return evaluate(self.rollout, self.reward, self.test_prompts, self.config.evaluation)
+        return metrics_of(self.evaluate_sets())
+
+    def evaluate_sets(self) -> list[SetResults]:
+        """Evaluates the policy on the sets of `data.test`; all ranks call it together and have all results."""
+        return evaluate(self.rollout, self.reward, self.test_prompts or (), self._sets)
 
     # -- building
 
@@ -277,13 +288,19 @@ class Job:
         config, model = self.config.reward, self.frozen_reward_model if self.config.reward.from_model else None
         scorer = None if config.from_model else load_rewards(config)
         has_agents = self.config.rollout.has_agents
-        return RewardRole(scorer, self.prompts, self.tokenizer, self.context, records, model, has_agents)
+        of_sources = {
+            reward_key(which, name): load_rewards(source.reward)
+            for which in ("train", "test")
+            if isinstance(sources := getattr(self.config.data, which), dict)
+            for name, source in sources.items()
+            if source.reward
+        }
+        return RewardRole(scorer, self.prompts, self.tokenizer, self.context, records, model, has_agents, of_sources)
 
     def _build_rollout(self, records: RolloutRecords) -> Rollout | AsyncRollout:
         config, model = self.config.rollout, read_any_config(self.config.model.path)
-        for prompts in (self.prompts, self.test_prompts):
-            if prompts is not None:
-                self._check_prompt_lengths(prompts, model.max_positions)
+        self._check_lengths(() if self._evaluates_only else self.prompts, model.max_positions)
+        self._check_lengths(self.test_prompts or (), model.max_positions)
         stops = {*model.eos_token_ids, self.tokenizer.eos_token_id} - {None}
         sampling = Sampling(
             max_new_tokens=config.max_new_tokens,
@@ -344,14 +361,17 @@ class Job:
 
         return with_turns
 
-    def _check_prompt_lengths(self, prompts: Prompts | PromptFeed, positions: int) -> None:
-        longest = max(prompts, key=lambda prompt: len(prompt.tokens))
-        if len(longest.tokens) + self.config.rollout.max_new_tokens > positions:
-            raise UserError(
-                f"{longest.place}: the longest prompt has {len(longest.tokens)} tokens, with rollout.max_new_tokens="
-                f"{self.config.rollout.max_new_tokens} that is more than the {positions} positions of the model; lower "
-                "it, or lower data.max_prompt_tokens with data.overlong_prompts=drop"
-            )
+    def _check_lengths(self, prompts: Iterable[Prompt], positions: int) -> None:
+        of_test = {of_set.name: of_set.sampling["max_new_tokens"] for of_set in self._sets}
+        limits = of_test if prompts is self.test_prompts else {}
+        for prompt in prompts:
+            limit = int(limits.get(prompt.source, self.config.rollout.max_new_tokens))
+            if len(prompt.tokens) + limit > positions:
+                raise UserError(
+                    f"{prompt.place}: the prompt has {len(prompt.tokens)} tokens, with max_new_tokens={limit} that is "
+                    f"more than the {positions} positions of the model; lower rollout.max_new_tokens or that of the "
+                    "set, or lower data.max_prompt_tokens with data.overlong_prompts=drop"
+                )
 
     @property
     def _longest(self) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.distributed import PrefixStore
@@ -128,12 +129,12 @@ class AsyncRollout(RolloutSource):
 
     def generate_greedy(self, prompts: Sequence[Prompt]) -> Batch:
         """Returns the greedy response to each prompt; see `generate_for_eval`."""
-        return self.generate_for_eval(prompts, 1, 0.0)
+        return self.generate_for_eval(prompts, 1, temperature=0.0)
 
-    def generate_for_eval(self, prompts: Sequence[Prompt], num_samples: int, temperature: float) -> Batch:
+    def generate_for_eval(self, prompts: Sequence[Prompt], num_samples: int, **sampling: Any) -> Batch:
         """Returns samples with the columns of `generate`; those of training wait meanwhile."""
         with self._drained():
-            return self._evaluation.generate_for_eval(prompts, num_samples, temperature)
+            return self._evaluation.generate_for_eval(prompts, num_samples, **sampling)
 
     def update_weights(self, actor: Actor) -> None:
         """Transfers the actor's weights to the engines between two tokens of the requests in flight."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -50,6 +50,7 @@ class RewardRole:
         records: RolloutRecords,
         model: RewardModel | None = None,
         has_agents: bool = False,
+        source_scorers: Mapping[str, AsyncScorer] | None = None,
     ) -> None:
         """Creates the role.
 
@@ -61,14 +62,18 @@ class RewardRole:
             records: receives the scores for the recording of samples.
             model: frozen reward model that scores whole batches in `wait`, instead of reward functions.
             has_agents: whether samples are of agents, which may return rewards.
+            source_scorers: the reward functions of sources that have their own, by `Prompt.reward`.
         """
         self._scorer, self._prompts, self._tokenizer, self._model = scorer, prompts, tokenizer, model
         self._has_agents = has_agents
+        self._source_scorers = dict(source_scorers or {})
         self._timer, self._records = context.timer, records
         self._next_id = itertools.count()
         self._agent_rewards: dict[int, Reward] = {}
         """Rewards that agents have returned, by number of the score."""
         self._collected: list[int] = []
+        self._scorer_of: dict[int, AsyncScorer] = {}
+        """Reward functions that score a sample, by number of the score."""
 
     def start_iteration(self) -> dict[str, float]:
         """Reads the weights of a mixture on rank 0, for all ranks; returns them as metrics."""
@@ -97,9 +102,9 @@ class RewardRole:
         if sample.trajectory is not None:
             truncated |= any(segment.truncated for segment in sample.trajectory.segments)
             return self._submit_conversation(prompt, conversation_of(sample.trajectory), truncated)
-        if self._scorer is None:
+        if self._scorer_for(prompt) is None:
             return NOT_SCORED
-        return self._submit(_to_sample(prompt, sample.tokens, truncated, self._tokenizer))
+        return self._submit(prompt, _to_sample(prompt, sample.tokens, truncated, self._tokenizer))
 
     def submit_rows(self, rows: GeneratedRows) -> list[int]:
         """Starts to score rows that come from a checkpoint; returns the number of each row's score.
@@ -116,30 +121,35 @@ class RewardRole:
             if text is not None:
                 score_ids.append(self._submit_conversation(prompt, from_text(text), bool(truncated[row])))
             else:
-                score_ids.append(self._submit(self.sample(batch, row)))
+                score_ids.append(self._submit(prompt, self.sample(batch, row)))
         return [score_ids[i] for i in batch.trajectory_index.tolist()]
 
     def _submit_conversation(self, prompt: Prompt, conversation: Conversation, truncated: bool) -> int:
         reward = agent_reward(conversation)
         if reward is None:
-            return self._submit(_sample_of(prompt, final_reply(conversation), truncated))
+            return self._submit(prompt, _sample_of(prompt, final_reply(conversation), truncated))
         score_id = next(self._next_id)
         self._agent_rewards[score_id] = reward
         return score_id
 
-    def _submit(self, sample: Sample) -> int:
-        if self._scorer is None:
+    def _submit(self, prompt: Prompt, sample: Sample) -> int:
+        scorer = self._scorer_for(prompt)
+        if scorer is None:
             return NOT_SCORED
         score_id = next(self._next_id)
-        self._scorer.submit(score_id, sample)
+        self._scorer_of[score_id] = scorer
+        scorer.submit(score_id, sample)
         return score_id
+
+    def _scorer_for(self, prompt: Prompt) -> AsyncScorer | None:
+        return self._source_scorers[prompt.reward] if prompt.reward else self._scorer
 
     def discard(self, score_ids: Iterable[int]) -> None:
         """Drops samples that are not waited for, scored or not."""
         for score_id in score_ids:
             self._agent_rewards.pop(score_id, None)
-            if self._scorer and score_id != NOT_SCORED:
-                self._scorer.discard(score_id)
+            if scorer := self._scorer_of.pop(score_id, None):
+                scorer.discard(score_id)
 
     def wait(self, batch: Batch) -> Tensor:
         """Waits until the rows of a batch are scored; all ranks call it together.
@@ -178,15 +188,15 @@ class RewardRole:
 
     def close(self) -> None:
         """Releases the resources of the reward functions."""
-        if self._scorer:
-            self._scorer.close()
+        for scorer in (*([self._scorer] if self._scorer else []), *self._source_scorers.values()):
+            scorer.close()
 
     def _score_by_model(self, model: RewardModel, batch: Batch) -> dict[str, Tensor]:
-        """Returns the columns of the model's scores: of the last row of each trajectory whose agent has no reward."""
+        """Returns the columns of the model's scores: of the last row of each trajectory without another."""
         last = batch.last_rows
         scores = model.compute_scores(batch if len(last) == len(batch) else batch.select(last))[batch.trajectory_index]
         answers = torch.full((len(batch),), NO_ANSWER, dtype=torch.int64)
-        if not self._has_agents:
+        if not (self._has_agents or self._source_scorers):
             return {"reward": scores, "answer": answers}
         columns = self._collect(batch)
         return columns | {"reward": torch.where(batch["score_id"] == NOT_SCORED, scores, columns["reward"])}
@@ -194,8 +204,7 @@ class RewardRole:
     def _result(self, score_id: int) -> Reward:
         if score_id in self._agent_rewards:
             return self._agent_rewards[score_id]
-        assert self._scorer is not None
-        return self._scorer.result(score_id)
+        return self._scorer_of[score_id].result(score_id)
 
     def _collect(self, batch: Batch) -> dict[str, Tensor]:
         """Returns the columns of the rows' scores, fetched from the ranks that generated them; NaN where not scored."""

@@ -144,16 +144,16 @@ class Rollout(RolloutSource):
 
     def generate_greedy(self, prompts: Sequence[Prompt]) -> Batch:
         """Returns the greedy response to each prompt; see `generate_for_eval`."""
-        return self.generate_for_eval(prompts, 1, 0.0)
+        return self.generate_for_eval(prompts, 1, temperature=0.0)
 
-    def generate_for_eval(self, prompts: Sequence[Prompt], num_samples: int, temperature: float) -> Batch:
+    def generate_for_eval(self, prompts: Sequence[Prompt], num_samples: int, **sampling: Any) -> Batch:
         """Returns samples with the columns of `generate`, after those in flight; those of training stay the same."""
         self._context.executor.require_outside_block("rollout.generate_for_eval")
         if self._in_flight:
             self._ready = self._wait_in_flight()
         metrics = dict(self.metrics)
         call = self._pending.new_evaluation_call(prompts, num_samples)
-        rows = self._finish(self._start(call, replace(self._sampling, temperature=temperature)))
+        rows = self._finish(self._start(call, replace(self._sampling, **sampling)))
         self.metrics = metrics
         self._records.add(rows)
         return rows.batch

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -155,13 +156,13 @@ class RolloutSource(ABC):
         """Returns the greedy response to each prompt."""
 
     @abstractmethod
-    def generate_for_eval(self, prompts: Sequence[Prompt], num_samples: int, temperature: float) -> Batch:
+    def generate_for_eval(self, prompts: Sequence[Prompt], num_samples: int, **sampling: Any) -> Batch:
         """Returns samples that are not trained on and do not change those of training.
 
         Args:
             prompts: the prompts, the same on every rank.
             num_samples: samples of each prompt.
-            temperature: sampling temperature; 0 is greedy.
+            sampling: fields of `Sampling` that replace those of training, such as temperature=0.0.
         """
 
     @abstractmethod

@@ -1,0 +1,61 @@
+"""Scores of each prompt of an evaluation, from which metrics, intervals and comparisons are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verl_mg.algorithms.at_k import avg_at_k, maj_at_k, pass_at_k
+
+Scores = Mapping[str, Tensor]
+"""Metrics by name, (prompts,) float64 each."""
+
+
+@dataclass(frozen=True)
+class PromptResults:
+    """Results of all samples of one prompt."""
+
+    prompt_id: int
+    """Id of the prompt."""
+    rewards: list[float]
+    """Reward of each sample."""
+    answers: list[str | None]
+    """Key of the final answer of each sample; None where the reward function returned none."""
+
+
+def default_ks(samples: int) -> tuple[int, ...]:
+    """Returns 1, 2, 4, ... and `samples`; nothing for a single sample."""
+    powers = [2**i for i in range(samples.bit_length()) if 2**i < samples]
+    return (*powers, samples) if samples > 1 else ()
+
+
+def prompt_scores(results: Sequence[PromptResults], ks: Sequence[int], pass_threshold: float) -> dict[str, Tensor]:
+    """Returns the metrics of each prompt, whose means are the metrics of the set.
+
+    With n samples of each prompt these are `reward`, the mean of its samples; for each k `pass@k` and, if the reward
+    function returns final answers, `maj@k`; and `avg@n` where n is among the k.
+
+    Args:
+        results: samples of each prompt, equally many.
+        ks: numbers of tries, at most n.
+        pass_threshold: minimum reward of a sample that passes.
+    """
+    rewards = torch.tensor([result.rewards for result in results], dtype=torch.float64)
+    answers = [result.answers for result in results]
+    answered = any(answer is not None for row in answers for answer in row)
+    scores = {"reward": rewards.mean(1)}
+    for k in ks:
+        scores[f"pass@{k}"] = pass_at_k(rewards >= pass_threshold, k)
+        if k == rewards.shape[1]:
+            scores[f"avg@{k}"] = avg_at_k(rewards, k)
+        if answered and k > 1:
+            scores[f"maj@{k}"] = maj_at_k(answers, rewards, k)
+    return scores
+
+
+def is_bounded(metric: str) -> bool:
+    """Returns whether a metric is between 0 and 1 whatever the rewards are: pass@k is a probability."""
+    return metric.startswith("pass@")
