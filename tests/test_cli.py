@@ -111,6 +111,29 @@ def test_train_without_launcher_runs_on_one_rank(inputs, tmp_path):
     assert_one_clear_line(train(inputs, tmp_path / "run", 1, "job.seed=1"), "seed=0, now seed=1")
 
 
+def test_eval_on_two_ranks_prints_json_and_two_evaluations_are_compared(inputs, tmp_path):
+    (tmp_path / "reward.py").write_text("def score(sample): return float(len(sample.response) % 2)\n")
+    common = [
+        f"sums={inputs / 'good.jsonl'}",
+        "rollout.max_new_tokens=4",
+        f"reward.function={tmp_path}/reward.py:score",
+    ]
+    results = []
+    for temperature in (0, 1):
+        output = tmp_path / str(temperature)
+        changes = [f"evaluation.temperature={temperature}", "--output", str(output), "--json"]
+        results.append(start(["eval", str(inputs / "model"), "--set", *common, *changes], 2))
+        assert results[-1].returncode == 0, results[-1].stderr
+    report = json.loads(results[0].stdout)
+    assert report["sets"]["sums"]["prompts"] == 9 and 0 <= report["sets"]["sums"]["metrics"]["reward"]["value"] <= 1
+    compared = start(["eval", "--compare", str(tmp_path / "0"), str(tmp_path / "1")], 1)
+    header, row, *_, settings = compared.stdout.splitlines()
+    assert header.split() == ["set", "metric", "first", "second", "difference", "95%", "interval", "p"]
+    assert row.split()[:2] == ["sums", "reward"] and "'temperature': 0.0" in settings
+    assert_one_clear_line(start(["eval", str(inputs / "model")], 2), "data.test", "Write --set NAME=PATH")
+    assert_one_clear_line(start(["eval", "--compare", str(tmp_path), str(tmp_path / "1")], 1), "evaluation.json")
+
+
 def test_command_line_with_a_mistake_exits_with_one_line(inputs, tmp_path):
     assert_one_clear_line(
         train(inputs, tmp_path / "run", 1, "algorithm.group_size=1"), "algorithm.group_size: 1 is invalid"

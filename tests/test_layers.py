@@ -39,7 +39,7 @@ LAYERS = {
     **dict.fromkeys(("roles", "planner"), 6),
     **dict.fromkeys(("job",), 7),
     **dict.fromkeys(("monitor", "run"), 8),
-    **dict.fromkeys(("cli", "api", "launch", "view", "quickstart", "doctor", "support", "__main__"), 9),
+    **dict.fromkeys(("cli", "api", "launch", "view", "quickstart", "doctor", "support", "evaluation", "__main__"), 9),
 }
 SAME_LAYER = {
     ("batch", "images"),
@@ -47,7 +47,7 @@ SAME_LAYER = {
     ("config", "renamed"),
     ("run", "monitor"),
     ("__main__", "cli"),
-    *(("cli", module) for module in ("launch", "quickstart", "view", "doctor", "support")),
+    *(("cli", module) for module in ("launch", "quickstart", "view", "doctor", "support", "evaluation")),
 }
 """Imports within a layer: (importing package, imported package)."""
 PATCHES_OTHERS = "megatron/cpu_shim.py"

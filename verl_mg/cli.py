@@ -69,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     quickstart = commands.add_parser("quickstart", help="train a tiny model to add, in minutes, on any machine")
     quickstart.add_argument("--output", default="runs/quickstart", help="folder of the run (default: %(default)s)")
     quickstart.set_defaults(run=_quickstart)
+    _add_eval(commands)
     status = commands.add_parser("status", help="progress of a run; exit code 0 if it has finished, else 3")
     status.add_argument("folder", metavar="RUN", type=Path, help="folder of the run, its job.output")
     status.set_defaults(run=_status)
@@ -82,6 +83,31 @@ def _parser() -> argparse.ArgumentParser:
     _add_trace(commands)
     _add_models(commands)
     return parser
+
+
+def _add_eval(commands: argparse._SubParsersAction[_Parser]) -> None:
+    evaluation = commands.add_parser(
+        "eval", help="evaluate a model or a run on sets of prompts, or compare two evaluations"
+    )
+    evaluation.add_argument(
+        "target", nargs="?", metavar="MODEL|RUN[@ITERATION]", help="a Hugging Face directory or name, or a run's folder"
+    )
+    evaluation.add_argument("overrides", nargs="*", metavar="a.b=c", help="values that replace those of the file")
+    evaluation.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="sets",
+        metavar="NAME=PATH",
+        help="a set, short for data.test.NAME.path=PATH; NAME alone is one of the configuration (default: all of it)",
+    )
+    evaluation.add_argument("--config", help="the YAML file of a job (default: that of the run)")
+    evaluation.add_argument(
+        "--output", type=Path, metavar="DIR", help="folder of the results (default: RUN/evaluation/ITERATION)"
+    )
+    evaluation.add_argument("--compare", nargs=2, type=Path, metavar=("A", "B"), help="folders of two evaluations")
+    evaluation.add_argument("--json", action="store_true", help="print one JSON object")
+    evaluation.set_defaults(run=_eval)
 
 
 def _add_view(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -194,6 +220,24 @@ def _quickstart(arguments: argparse.Namespace) -> None:
     from verl_mg.quickstart import quickstart
 
     quickstart(arguments.output)
+
+
+def _eval(arguments: argparse.Namespace) -> None:
+    from verl_mg.evaluation.command import run_evaluation, show_comparison
+
+    if arguments.compare:
+        show_comparison(*arguments.compare, arguments.json)
+        return
+    if arguments.target is None:
+        raise UserError("eval: no model. Write verl-mg eval MODEL --set NAME=PATH, or --compare A B.")
+    run_evaluation(
+        arguments.target,
+        lambda: _config_file(arguments),
+        arguments.sets,
+        arguments.overrides,
+        arguments.output,
+        arguments.json,
+    )
 
 
 def _status(arguments: argparse.Namespace) -> None:

@@ -18,7 +18,7 @@ from verl_mg.config.data import (
 )
 from verl_mg.config.fsdp import FsdpConfig
 from verl_mg.config.megatron import MegatronConfig
-from verl_mg.config.reading import dump_config, load_config, validate_config
+from verl_mg.config.reading import apply_override, dump_config, load_config, read_tree, validate_config
 from verl_mg.config.roles import (
     CriticConfig,
     GuardConfig,
@@ -73,8 +73,10 @@ __all__ = [
     "TrackingConfig",
     "TrainableConfig",
     "WeightedRewardConfig",
+    "apply_override",
     "dump_config",
     "load_config",
+    "read_tree",
     "tree_for",
     "validate_config",
 ]

@@ -26,9 +26,9 @@ def load_config(path: str | Path | None, overrides: list[str], algorithm: type[R
     Raises:
         UserError: one line that names the file or the override, the key, and the remedy.
     """
-    tree = _read_yaml(Path(path)) if path is not None else {}
+    tree = read_tree(Path(path)) if path is not None else {}
     for override in overrides:
-        _apply_override(tree, override)
+        apply_override(tree, override)
     return validate_config(tree, path or "overrides", algorithm)
 
 
@@ -58,7 +58,8 @@ def dump_config(config: Config) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def read_tree(path: Path) -> dict[str, Any]:
+    """Returns the contents of a YAML file, not yet validated; UserError where it is not a mapping."""
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -75,7 +76,13 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return tree
 
 
-def _apply_override(tree: dict[str, Any], override: str) -> None:
+def apply_override(tree: dict[str, Any], override: str) -> None:
+    """Sets a value of a tree.
+
+    Args:
+        tree: nested mapping as read from YAML.
+        override: `a.b=c`; the value is YAML too.
+    """
     key, separator, text = override.partition("=")
     if not separator or not key:
         raise UserError(f"{override!r}: not an override. Write section.key=value, such as actor.layout=tp2.")

@@ -44,11 +44,12 @@ def prompt_scores(results: Sequence[PromptResults], ks: Sequence[int], pass_thre
         pass_threshold: minimum reward of a sample that passes.
     """
     rewards = torch.tensor([result.rewards for result in results], dtype=torch.float64)
+    threshold = float(torch.tensor(pass_threshold, dtype=torch.float32))  # as rewards are rounded
     answers = [result.answers for result in results]
     answered = any(answer is not None for row in answers for answer in row)
     scores = {"reward": rewards.mean(1)}
     for k in ks:
-        scores[f"pass@{k}"] = pass_at_k(rewards >= pass_threshold, k)
+        scores[f"pass@{k}"] = pass_at_k(rewards >= threshold, k)
         if k == rewards.shape[1]:
             scores[f"avg@{k}"] = avg_at_k(rewards, k)
         if answered and k > 1:

@@ -202,6 +202,29 @@ def restore(job: Job, folder: Path, recipe: str) -> int:
     return state.iteration
 
 
+def restore_actor(job: Job, folder: Path) -> int:
+    """Restores the weights of the actor alone, written under any layout; all ranks call it together.
+
+    Args:
+        job: a job that was just built and does not learn.
+        folder: of the checkpoint.
+
+    Returns:
+        number of the iteration after which the checkpoint was written.
+
+    Raises:
+        UserError: the checkpoint has no actor, or its files do not fit the model.
+    """
+    text = _read(folder / JOB) if dist.get_rank() == 0 else b""
+    state = _parse(folder / JOB, broadcast_bytes(text), JobState)
+    if "actor" not in state.trained:
+        raise UserError(f"{folder}: the recipe {state.recipe} trains no policy. Evaluate another run.")
+    rank = dist.get_rank()
+    with ShardedReader(folder, rank if rank < state.ranks else None) as stored:
+        job.actor.load(stored.fill, state.trained["actor"])
+    return state.iteration
+
+
 def read_state(folder: Path) -> JobState:
     """Returns the contents of job.json; UserError where it cannot be read."""
     return _parse(folder / JOB, _read(folder / JOB), JobState)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from verl_mg.errors import UserError
 
 if TYPE_CHECKING:
     from verl_mg.config import Config
+    from verl_mg.distributed.world import World
     from verl_mg.job.recipe import Recipe
 
 
@@ -21,19 +23,34 @@ def run_recipe(load: Callable[[], tuple[Recipe, Config]], learns: bool = True, r
         learns: whether models are trained; see `RunMode`.
         replayed: RUN@ITERATION to train on; see `RunMode`.
     """
-    from verl_mg.distributed.world import World
     from verl_mg.run.fetch_models import with_fetched_models
 
-    world = World.join()
-    with world.signals.handled():
-        try:
-            recipe, config = load()
-            world.set_timeouts(config.job)
-            config = with_fetched_models(config, world)
-            from verl_mg.run.loop import train
-            from verl_mg.run.mode import RunMode
+    def work(world: World) -> None:
+        recipe, config = load()
+        world.set_timeouts(config.job)
+        config = with_fetched_models(config, world)
+        from verl_mg.run.loop import train
+        from verl_mg.run.mode import RunMode
 
-            train(recipe, config, world, RunMode(learns, replayed))
+        train(recipe, config, world, RunMode(learns, replayed))
+
+    on_all_ranks(work)
+
+
+def on_all_ranks(work: Callable[[World], None], resumable: bool = True) -> None:
+    """Joins the other ranks, does the work of a job and exits with them. Invalid input: one line on one rank, code 2.
+
+    Args:
+        work: the work of this rank.
+        resumable: whether the work ends at a point from which it can be resumed when a signal requests a stop;
+            otherwise a signal ends the process at once.
+    """
+    from verl_mg.distributed.world import World
+
+    world = World.join()
+    with world.signals.handled() if resumable else nullcontext():
+        try:
+            work(world)
         except UserError as error:
             world.exit_with_user_error(error)
         except Exception as error:

@@ -1,0 +1,167 @@
+"""Evaluations of models, runs and checkpoints against a plain script, what they write, and their mistakes."""
+
+import json
+from pathlib import Path
+
+import pyarrow.dataset as ds
+import pytest
+import torch.distributed as dist
+
+from tests.oracles.plain_evaluation import greedy_responses, mean, pass_at
+from tests.rank_pool import job_store
+from tests.tiny_jobs import RECIPES, files_of, run_here, write_lines, write_sums
+from tests.tiny_models import tiny_model
+from verl_mg.config import load_config
+from verl_mg.distributed.world import World
+from verl_mg.errors import UserError
+from verl_mg.evaluation.command import evaluate
+from verl_mg.evaluation.configuration import evaluation_config
+from verl_mg.evaluation.results import Report
+from verl_mg.evaluation.target import Target
+from verl_mg.job.recipe import load_recipe
+from verl_mg.view.run import Run
+
+REWARD = "def digits(sample):\n    return sum(c.isdigit() for c in sample.response) / 5\n"
+GRPO = load_recipe(RECIPES / "grpo.py")
+
+
+def digits(response: str) -> float:
+    return sum(c.isdigit() for c in response) / 5
+
+
+def train(folder: Path) -> None:
+    overrides = [
+        *files_of(folder, folder / "run"),
+        f"reward.function={folder / 'reward.py'}:digits",
+        "job.iterations=2",
+        "checkpoint.every=1",
+        "actor.layout=tp2",
+        "actor.optimizer.lr=1e-2",
+        "rollout.max_new_tokens=5",
+        "algorithm.prompts_per_iteration=6",
+        "algorithm.group_size=4",
+    ]
+    run_here(GRPO, load_config(None, overrides, GRPO.config))
+
+
+def evaluated(text: str, sets: list[str], overrides: list[str], output: Path) -> Report:
+    target = Target.parse(text)
+    config = evaluation_config(target, None, sets, overrides, output)
+    return evaluate(target, config, World(dist.get_rank(), dist.get_world_size(), job_store()))
+
+
+@pytest.fixture(scope="module")
+def inputs(ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, sets, and a run whose weights differ from the model's."""
+    folder = tmp_path_factory.mktemp("inputs")
+    tiny_model(folder / "model", "qwen3")
+    write_sums(folder)
+    write_lines(folder / "letters.jsonl", ({"prompt": c * n, "answer": c} for c in "abc" for n in range(1, 4)))
+    (folder / "reward.py").write_text(REWARD)
+    ranks.run(2, train, folder)
+    return folder
+
+
+def test_evaluation_equals_a_plain_script_on_model_run_and_checkpoint_under_any_layout(ranks, inputs, tmp_path):
+    sums, letters = inputs / "sums.jsonl", inputs / "letters.jsonl"
+    sets = [f"sums={sums}", f"letters={letters}"]
+    changes = ["rollout.max_new_tokens=5", "data.test.letters.max_new_tokens=3", "data.test.sums.prompts=100"]
+    reward = f"reward.function={inputs / 'reward.py'}:digits"
+    expected = {}
+    for model in ("model", "run/model"):
+        responses = {
+            "sums": greedy_responses(inputs / model, sums, 5),
+            "letters": greedy_responses(inputs / model, letters, 3),
+        }
+        expected[model] = {name: mean(texts, digits) for name, texts in responses.items()}
+    assert expected["model"] != expected["run/model"]
+    targets = {
+        "model": (1, str(inputs / "model"), [reward]),
+        "model at tp2": (2, str(inputs / "model"), [reward, "actor.layout=tp2"]),
+        "run": (1, str(inputs / "run"), ["actor.layout=tp1"]),
+        "checkpoint of tp2 at pp3": (3, f"{inputs / 'run'}@2", ["actor.layout=pp3"]),
+    }
+    for name, (count, text, overrides) in targets.items():
+        reports = ranks.run(count, evaluated, text, sets, [*changes, *overrides], tmp_path / name)
+        assert all(report == reports[0] for report in reports)
+        found = {of_set: values.metrics["reward"].value for of_set, values in reports[0].sets.items()}
+        assert found == pytest.approx(expected["model" if "model" in name else "run/model"]), name
+    assert reports[0].iteration == 2 and reports[0].sets["letters"].prompts == 9
+
+
+def test_metrics_and_records_of_samples_belong_together(ranks, inputs, tmp_path):
+    settings = [
+        "evaluation.samples=5",
+        "evaluation.temperature=1",
+        "evaluation.pass_threshold=0.6",
+        "rollout.top_p=0.9",
+    ]
+    report = ranks.run(
+        2,
+        evaluated,
+        str(inputs / "run"),
+        [f"sums={inputs / 'sums.jsonl'}"],
+        [*settings, "data.test.sums.k=[1,3,5]", "data.test.sums.prompts=12"],
+        tmp_path / "out",
+    )[0]
+    rows = ds.dataset(tmp_path / "out" / "samples", format="parquet").to_table().to_pylist()
+    assert len(rows) == 12 * 5 and {row["source"] for row in rows} == {"sums"}
+    groups: dict[str, list[float]] = {}
+    for row in rows:
+        assert row["reward"] == pytest.approx(digits(row["response"])) and row["answer"] == str(
+            eval(row["prompt"][:-1])
+        )
+        groups.setdefault(row["prompt"], []).append(row["reward"])
+    passed = [[reward >= 0.6 - 1e-6 for reward in rewards] for rewards in groups.values()]
+    metrics = report.sets["sums"].metrics
+    assert set(metrics) == {"reward", "pass@1", "pass@3", "pass@5", "avg@5"}
+    for k in (1, 3, 5):
+        assert metrics[f"pass@{k}"].value == pytest.approx(pass_at(passed, k))
+    assert 0 < metrics["pass@1"].value < metrics["pass@3"].value
+    assert metrics["pass@3"].low < metrics["pass@3"].value < metrics["pass@3"].high
+    stored = Report.model_validate_json((tmp_path / "out" / "evaluation.json").read_text())
+    assert stored == report and stored.sets["sums"].sampling == {"temperature": 1, "top_p": 0.9, "max_new_tokens": 5}
+    lines = [json.loads(line) for line in (tmp_path / "out" / "prompts.jsonl").read_text().splitlines()]
+    assert [sorted(line["rewards"]) for line in lines] == [sorted(rewards) for rewards in groups.values()]
+    assert Run(tmp_path / "out").about()["samples"] == [0], "verl-mg view shows the samples"
+
+
+def test_target_of_a_run_names_its_checkpoints(ranks, inputs, tmp_path):
+    assert Target.parse(str(inputs / "model")).run is None
+    assert Target.parse("Qwen/Qwen3-0.6B@v1").model == Path("Qwen/Qwen3-0.6B@v1")
+    assert Target.parse(str(inputs / "run")).output == inputs / "run" / "evaluation" / "final"
+    with pytest.raises(
+        AssertionError, match=r"run@7: no intact checkpoint .* of iteration 7; the run has those of 1, 2"
+    ):
+        ranks.run(1, evaluated, f"{inputs / 'run'}@7", [f"sums={inputs / 'sums.jsonl'}"], [], tmp_path / "out")
+    with pytest.raises(AssertionError, match=r"--output .*run: it contains a run"):
+        ranks.run(
+            1, evaluated, str(inputs / "run"), [f"a={inputs / 'sums.jsonl'}"], ["actor.layout=tp1"], inputs / "run"
+        )
+
+
+def test_evaluation_config_takes_sets_of_the_configuration_or_of_the_command(tmp_path):
+    file = tmp_path / "job.yaml"
+    file.write_text(
+        "model: {path: x}\nalgorithm: {group_size: 8}\nrollout: {mode: async, num_ranks: 2, engine: sglang}\n"
+        "data: {train: t.jsonl, test: {a: {path: a.jsonl, samples: 4}, b: {path: b.jsonl}}}\n"
+        "evaluation: {temperature: 0.5}\n"
+    )
+    target = Target.parse("some/model")
+
+    def of(sets: list[str], overrides: list[str]) -> dict:
+        return evaluation_config(target, file, sets, overrides, tmp_path / "out").data.test
+
+    assert list(of([], [])) == ["a", "b"] and list(of(["a"], [])) == ["a"]
+    chosen = of(["a", "c=c.jsonl"], ["data.test.c.samples=2"])
+    assert (chosen["a"].samples, chosen["c"].path, chosen["c"].samples) == (4, Path("c.jsonl"), 2)
+    config = evaluation_config(target, None, [], ["data.test=d.jsonl"], tmp_path / "out")
+    assert list(config.data.test) == ["test"] and config.model.path == Path("some/model")
+    for sets, overrides, message in (
+        (["d"], [], r"--set d: the configuration has no such set; it has a, b"),
+        (["a.b=c"], [], r"--set a.b=c: 'a.b' is not a name"),
+        ([], ["data.test=null"], r"data.test: there are no sets .* Write --set NAME=PATH"),
+        ([], ["data.test.a.sample=2"], r"data.test.a.sample: unknown key. Did you mean data.test.a.samples"),
+    ):
+        with pytest.raises(UserError, match=message):
+            of(sets, overrides)

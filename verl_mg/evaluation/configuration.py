@@ -1,0 +1,83 @@
+"""Configuration of an evaluation: that of a run or of a file without what is for training, the sets, and overrides."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from verl_mg.config import Config, RecipeConfig, apply_override, read_tree, validate_config
+from verl_mg.errors import UserError
+from verl_mg.evaluation.target import Target
+from verl_mg.run.run_dir import CONFIG
+
+FOR_TRAINING = {
+    "": ("algorithm", "critic", "process_reward", "reference", "checkpoint", "tracking", "profile", "record"),
+    "data": ("train", "curriculum"),
+    "rollout": ("mode", "extra_prompts", "partial_rollout", "replay_routing", "max_staleness", "stale", "delta"),
+    "job": ("iterations", "save"),
+}
+"""Keys by section that describe training alone: those of a file are left out."""
+UNNAMED = "test"
+"""Name of the set where `data.test` is a path."""
+
+
+def evaluation_config(
+    target: Target, file: Path | None, sets: Sequence[str], overrides: Sequence[str], output: Path
+) -> Config:
+    """Returns the configuration of the job that evaluates.
+
+    Args:
+        target: what is evaluated; the configuration of a run is the base of its evaluation.
+        file: YAML file of a job; None for none.
+        sets: NAME=PATH for each set, or NAME for a set of the configuration; none: all of the configuration.
+        overrides: `a.b=c`, values that replace those of the file.
+        output: folder of the evaluation.
+
+    Raises:
+        UserError: names the file, the key or the option, and the remedy.
+    """
+    if target.run and file:
+        raise UserError(f"--config {file}: a run has its configuration. Leave it out, and write what differs as a.b=c.")
+    origin = target.run / CONFIG if target.run else file
+    tree = read_tree(origin) if origin else {}
+    for section, keys in FOR_TRAINING.items():
+        part = tree.get(section) if section else tree
+        for key in keys if isinstance(part, dict) else ():
+            part.pop(key, None)
+    if target.run and target.model:
+        _section(tree, "actor").pop("lora", None)  # exports have their adapters merged
+    data = _section(tree, "data")
+    if sets:
+        data["test"] = _chosen(sets, data.get("test"))
+    for override in overrides:
+        apply_override(tree, override)
+    if isinstance(data.get("test"), str):
+        data["test"] = {UNNAMED: {"path": data["test"]}}
+    if not data.get("test"):
+        raise UserError("data.test: there are no sets to evaluate. Write --set NAME=PATH.")
+    data.setdefault("train", str(output))  # required, but never read
+    if target.model is not None:
+        _section(tree, "model")["path"] = str(target.model)
+    _section(tree, "job").update(output=str(output), iterations=1, save=False)
+    return validate_config(tree, origin or "overrides", RecipeConfig)
+
+
+def _section(tree: dict[str, Any], name: str) -> dict[str, Any]:
+    section = tree.setdefault(name, {})
+    return section if isinstance(section, dict) else {}  # the validation refuses any other value
+
+
+def _chosen(sets: Sequence[str], known: Any) -> dict[str, Any]:
+    chosen: dict[str, Any] = {}
+    described = known if isinstance(known, dict) else {}
+    for text in sets:
+        name, separator, path = text.partition("=")
+        if not re.fullmatch(r"[\w-]+", name):
+            raise UserError(f"--set {text}: {name!r} is not a name. Write NAME=PATH with letters, digits, - and _.")
+        if not separator and name not in described:
+            have = ", ".join(described) or "none"
+            raise UserError(f"--set {text}: the configuration has no such set; it has {have}. Write NAME=PATH.")
+        chosen[name] = {"path": path} if separator else described[name]
+    return chosen

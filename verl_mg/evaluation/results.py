@@ -1,0 +1,234 @@
+"""Files of an evaluation.
+
+evaluation.json      model, and for each set how it was evaluated and its metrics with intervals
+prompts.jsonl        rewards and answers of each prompt's samples, which comparisons are computed from
+samples/000000/      every sample, in the format of a run's samples
+config.yaml          the configuration
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from verl_mg.algorithms.intervals import CONFIDENCE, mean_interval
+from verl_mg.config import Config, ConfigSection, Count
+from verl_mg.data import Prompt
+from verl_mg.errors import UserError
+from verl_mg.job.evaluation import SetResults
+from verl_mg.job.prompt_scores import PromptResults, Scores, is_bounded, prompt_scores
+
+REPORT, PROMPTS = "evaluation.json", "prompts.jsonl"
+
+S = TypeVar("S", bound=ConfigSection)
+
+
+class Metric(ConfigSection):
+    """A mean over the prompts of a set, with its confidence interval."""
+
+    value: float
+    """The mean."""
+    standard_error: float | None
+    """Its standard error; None for a single prompt."""
+    low: float | None
+    """Lower end of the interval."""
+    high: float | None
+    """Upper end of the interval."""
+
+
+class SetReport(ConfigSection):
+    """How a set was evaluated, and its metrics."""
+
+    path: str
+    """Path or name of the data."""
+    prompts: Count
+    """Number of prompts."""
+    samples: Count
+    """Samples of each prompt."""
+    sampling: dict[str, float]
+    """Sampling parameters."""
+    k: tuple[int, ...]
+    """Numbers of tries of pass@k and maj@k."""
+    pass_threshold: float
+    """Smallest reward of an answer that passes."""
+    reward: dict[str, Any]
+    """Reward functions and their options."""
+    metrics: dict[str, Metric]
+    """Metrics by name."""
+
+
+class Report(ConfigSection):
+    """Contents of evaluation.json."""
+
+    model: str
+    """What was evaluated."""
+    iteration: int | None
+    """Iteration of the checkpoint; None for a model."""
+    engine: str
+    """Engine that generated the samples."""
+    confidence: float
+    """Probability with which an interval contains the expectation."""
+    sets: dict[str, SetReport]
+    """Sets by name."""
+
+
+class PromptLine(ConfigSection):
+    """A line of prompts.jsonl."""
+
+    set: str
+    """Name of the set."""
+    prompt: Count
+    """Id of the prompt in its evaluation."""
+    record: str
+    """Digest of the record that the prompt is from; prompts of one record may differ in template and instruction."""
+    rewards: list[float]
+    """Reward of each sample."""
+    answers: list[str | None]
+    """Key of the final answer of each sample, equal for equal answers."""
+
+
+def report_of(target: str, iteration: int | None, config: Config, results: Sequence[SetResults]) -> Report:
+    """Returns the report of an evaluation.
+
+    Args:
+        target: what was evaluated, as the user has written it.
+        iteration: iteration of the checkpoint; None for a model.
+        config: configuration of the evaluation.
+        results: results of all sets.
+    """
+    assert isinstance(config.data.test, dict)
+    sets = {}
+    for of_set in results:
+        evaluated, section = of_set.evaluated, config.data.test[of_set.evaluated.name]
+        reward = (section.reward or config.reward).model_dump(mode="json", include={"function", "options", "mixture"})
+        sets[evaluated.name] = SetReport(
+            path=str(section.path),
+            prompts=len(of_set.prompts),
+            samples=evaluated.samples,
+            sampling=dict(evaluated.sampling),
+            k=evaluated.ks,
+            pass_threshold=evaluated.pass_threshold,
+            reward=reward,
+            metrics=metrics_of(of_set.scores()),
+        )
+    return Report(model=target, iteration=iteration, engine=config.rollout.engine, confidence=CONFIDENCE, sets=sets)
+
+
+def metrics_of(scores: Scores) -> dict[str, Metric]:
+    """Returns the mean of each metric over the prompts, with its interval."""
+    return {name: Metric(**asdict(mean_interval(values, bounded=is_bounded(name)))) for name, values in scores.items()}
+
+
+def write_results(folder: Path, report: Report, results: Sequence[SetResults]) -> None:
+    """Writes evaluation.json and prompts.jsonl; the former last, so that it is never without the latter.
+
+    Args:
+        folder: of the evaluation.
+        report: the report.
+        results: results of all sets.
+    """
+    lines = [
+        PromptLine(
+            set=of_set.evaluated.name,
+            prompt=prompt.id,
+            record=_digest(prompt),
+            rewards=result.rewards,
+            answers=result.answers,
+        )
+        for of_set in results
+        for prompt, result in zip(of_set.prompts, of_set.results, strict=True)
+    ]
+    _write(folder / PROMPTS, "".join(f"{line.model_dump_json()}\n" for line in lines))
+    _write(folder / REPORT, report.model_dump_json(indent=2) + "\n")
+
+
+class StoredEvaluation:
+    """An evaluation as its folder has it; UserError for any other folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.report = _parse(folder / REPORT, _read(folder / REPORT), Report)
+        lines = _read(folder / PROMPTS).splitlines()
+        every = [_parse(folder / f"{PROMPTS}:{i}", line, PromptLine) for i, line in enumerate(lines, start=1)]
+        self.lines = {name: [line for line in every if line.set == name] for name in self.report.sets}
+        """Lines of each set, in the order of its prompts."""
+
+    def scores(self, name: str) -> Scores:
+        """Returns the metrics of each prompt of a set."""
+        of_set = self.report.sets[name]
+        results = [PromptResults(line.prompt, line.rewards, line.answers) for line in self.lines[name]]
+        return prompt_scores(results, of_set.k, of_set.pass_threshold)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Returns rows as text in columns, the first two of which are names.
+
+    Args:
+        header: names of the columns.
+        rows: texts of each row.
+    """
+    lines = [header, *rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    return "\n".join(
+        "  ".join(f"{text:{'<' if i < 2 else '>'}{widths[i]}}" for i, text in enumerate(line)).rstrip()
+        for line in lines
+    )
+
+
+def format_report(report: Report) -> str:
+    """Returns a report as a table."""
+    rows = [
+        [name, metric, f"{m.value:.4f}", interval(m.low, m.high), str(of_set.prompts), str(of_set.samples)]
+        for name, of_set in report.sets.items()
+        for metric, m in of_set.metrics.items()
+    ]
+    return table(["set", "metric", "mean", f"{report.confidence:.0%} interval", "prompts", "samples"], rows)
+
+
+def interval(low: float | None, high: float | None) -> str:
+    """Returns an interval as text; "-" where there is none.
+
+    Args:
+        low: lower end.
+        high: upper end.
+    """
+    return "-" if low is None or high is None else f"{low:.4f} .. {high:.4f}"
+
+
+def _digest(prompt: Prompt) -> str:
+    content: Mapping[str, Any] = prompt.record
+    text = json.dumps(content, sort_keys=True, ensure_ascii=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + ".partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror}). Choose another --output.") from None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{path}: cannot be read ({reason}). Give the folder of an evaluation.") from None
+
+
+def _parse(path: Path, text: str, kind: type[S]) -> S:
+    try:
+        return kind.model_validate_json(text)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(map(str, problem["loc"])) or "the text"
+        raise UserError(f"{path}: {where}: {problem['msg']}. Evaluate again.") from None
