@@ -226,7 +226,8 @@ def _eval(arguments: argparse.Namespace) -> None:
     from verl_mg.evaluation.command import run_evaluation, show_comparison
 
     if arguments.compare:
-        show_comparison(*arguments.compare, arguments.json)
+        first, second = arguments.compare
+        show_comparison(first, second, arguments.json)
         return
     if arguments.target is None:
         raise UserError("eval: no model. Write verl-mg eval MODEL --set NAME=PATH, or --compare A B.")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from verl_mg.algorithms.intervals import mean_interval, paired_p_value
 from verl_mg.config import ConfigSection
 from verl_mg.errors import UserError
@@ -61,7 +63,8 @@ def compare(first: Path, second: Path) -> Comparison:
             f"{second}: its sets are {', '.join(b.report.sets)}, those of {first} are {', '.join(a.report.sets)}. "
             "Compare evaluations with a set of the same name."
         )
-    sets, other = {}, {}
+    sets: dict[str, dict[str, Difference]] = {}
+    other: dict[str, dict[str, Any]] = {}
     for name in shared:
         _check_prompts(name, a, b)
         before, after = a.scores(name), b.scores(name)
@@ -91,7 +94,7 @@ def format_comparison(comparison: Comparison) -> str:
     return "\n".join([table(header, rows), *(["", "settings that differ:", *remarks] if remarks else [])])
 
 
-def _difference(first: Any, second: Any) -> Difference:
+def _difference(first: Tensor, second: Tensor) -> Difference:
     estimate = mean_interval(second - first)
     return Difference(
         first=float(first.mean()),

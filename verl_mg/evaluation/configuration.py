@@ -43,8 +43,8 @@ def evaluation_config(
     origin = target.run / CONFIG if target.run else file
     tree = read_tree(origin) if origin else {}
     for section, keys in FOR_TRAINING.items():
-        part = tree.get(section) if section else tree
-        for key in keys if isinstance(part, dict) else ():
+        part = _section(tree, section) if section else tree
+        for key in keys:
             part.pop(key, None)
     if target.run and target.model:
         _section(tree, "actor").pop("lora", None)  # exports have their adapters merged
