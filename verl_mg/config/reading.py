@@ -77,7 +77,7 @@ def read_tree(path: Path) -> dict[str, Any]:
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
-    """Sets a value of a tree.
+    """Sets a value in a tree of plain values.
 
     Args:
         tree: nested mapping as read from YAML.

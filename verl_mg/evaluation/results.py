@@ -1,4 +1,4 @@
-"""Files of an evaluation.
+"""Files that an evaluation writes.
 
 evaluation.json      model, and for each set how it was evaluated and its metrics with intervals
 prompts.jsonl        rewards and answers of each prompt's samples, which comparisons are computed from
@@ -44,7 +44,7 @@ class Metric(ConfigSection):
 
 
 class SetReport(ConfigSection):
-    """How a set was evaluated, and its metrics."""
+    """Sampling and scoring of a set, and its metrics."""
 
     path: str
     """Path or name of the data."""
@@ -68,7 +68,7 @@ class Report(ConfigSection):
     """Contents of evaluation.json."""
 
     model: str
-    """What was evaluated."""
+    """Model or run, as the user has written it."""
     iteration: int | None
     """Iteration of the checkpoint; None for a model."""
     engine: str
@@ -80,7 +80,7 @@ class Report(ConfigSection):
 
 
 class PromptLine(ConfigSection):
-    """A line of prompts.jsonl."""
+    """Line of prompts.jsonl, of one prompt."""
 
     set: str
     """Name of the set."""

@@ -1,4 +1,4 @@
-"""What is evaluated: a model, the model that a run has exported, or one of its checkpoints."""
+"""Target of an evaluation: a model, the model that a run has exported, or one of its checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Target:
     """A model directory or name, or a run."""
 
     text: str
-    """As the user has written it."""
+    """Text of the command line."""
     model: Path | None
     """Directory or name of the model; None for the model of the run's configuration, under a checkpoint."""
     run: Path | None = None
