@@ -11,18 +11,13 @@ often asynchronous is the better of the other two. Iterations before the third a
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 from tools import heavy_tail_task
 
 WARM_UP = 2
-RECIPE = Path(__file__).parents[1] / "recipes" / "grpo.py"
 NUM_RANKS = ["rollout.num_ranks=1"]
 
 
@@ -41,7 +36,8 @@ def main() -> None:
         for number in range(options.rounds):
             for name, overrides in ways.items():
                 run = task / f"run-{len(speeds[name])}-{list(ways).index(name)}"
-                lines = _train(task, run, overrides, options, seed=number)
+                settings = [*overrides, *_settings(options, seed=number)]
+                lines = heavy_tail_task.train("grpo", task, run, settings, options.iterations, WARM_UP)
                 tokens = sum(line["response/length"] * line["response/samples"] for line in lines)
                 speeds[name].append(tokens / sum(line["time/iteration"] for line in lines))
                 print(f"{name}: {speeds[name][-1]:.0f} tokens/s, {_extra(lines)}", flush=True)
@@ -60,28 +56,13 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _train(
-    task: Path, run: Path, overrides: list[str], options: argparse.Namespace, seed: int
-) -> list[dict[str, float]]:
-    """Returns the metrics of the counted iterations of one run."""
-    settings = [
-        *heavy_tail_task.overrides(task),
-        *overrides,
-        "rollout.engine=sglang",
+def _settings(options: argparse.Namespace, seed: int) -> list[str]:
+    return [
         f"rollout.max_new_tokens={options.tokens}",
         f"algorithm.prompts_per_iteration={options.prompts}",
         "algorithm.group_size=4",
-        f"job.iterations={options.iterations}",
-        f"job.output={run}",
         f"job.seed={seed}",
-        "job.save=false",
-        "job.console=false",
-        "checkpoint.every=0",
     ]
-    launch = [sys.executable, "-m", "verl_mg.launch", "--nproc-per-node=2", "-m", "verl_mg", "train", str(RECIPE)]
-    subprocess.run([*launch, *settings], env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, stdout=sys.stderr)
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["step"] > WARM_UP]
 
 
 def _extra(lines: list[dict[str, float]]) -> str:

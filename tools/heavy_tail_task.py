@@ -10,6 +10,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
@@ -68,7 +72,7 @@ def make(folder: Path, hidden: int, layers: int, max_positions: int) -> None:
     (folder / "reward.py").write_text(REWARD)
 
 
-def overrides(folder: Path) -> list[str]:
+def task_settings(folder: Path) -> list[str]:
     """Returns the overrides that name the files of the task.
 
     Args:
@@ -79,3 +83,36 @@ def overrides(folder: Path) -> list[str]:
         f"data.train={folder / 'train.jsonl'}",
         f"reward.function={folder / 'reward.py'}:score",
     ]
+
+
+def train(
+    recipe: str, folder: Path, run: Path, overrides: Sequence[str], iterations: int, warm_up: int
+) -> list[dict[str, float]]:
+    """Runs a recipe on the task with SGLang on two ranks of one thread each.
+
+    Args:
+        recipe: name of the recipe.
+        folder: the folder of `make`.
+        run: folder of the run.
+        overrides: settings besides those of the task.
+        iterations: number of iterations.
+        warm_up: number of the first of them that are not counted.
+
+    Returns:
+        the metrics of the counted iterations.
+    """
+    settings = [
+        *task_settings(folder),
+        "rollout.engine=sglang",
+        f"job.iterations={iterations}",
+        f"job.output={run}",
+        "job.save=false",
+        "job.console=false",
+        "checkpoint.every=0",
+        *overrides,
+    ]
+    file = Path(__file__).parents[1] / "recipes" / f"{recipe}.py"
+    launch = [sys.executable, "-m", "verl_mg.launch", "--nproc-per-node=2", "-m", "verl_mg", "train", str(file)]
+    subprocess.run([*launch, *settings], env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, stdout=sys.stderr)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["step"] > warm_up]

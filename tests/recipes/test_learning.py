@@ -57,6 +57,16 @@ def test_recipe_in_first_iterations_improves_its_objective(ranks, tasks, tmp_pat
 
 
 @pytest.mark.nightly
+def test_dapo_that_replaces_groups_as_they_complete_improves_its_objective(ranks, tasks, tmp_path):
+    overrides = ["job.iterations=22", "job.save=false", "algorithm.dynamic_sampling=streaming"]
+    lines = tiny_run(ranks, "dapo", tasks(0), tmp_path / "run", overrides)
+    for goal in DAPO:
+        goal.check(lines)
+    assert max(line["rollout/rejected_groups"] for line in lines) > 0
+    assert all(line["dapo/groups"] == 32 for line in lines)
+
+
+@pytest.mark.nightly
 def test_dapo_with_experts_on_two_ranks_improves_its_objective(ranks, tasks, tmp_path):
     overrides = ["job.iterations=22", "job.save=false"]
     lines = tiny_run(ranks, "dapo_mixture", tasks(0), tmp_path / "run", overrides)

@@ -65,9 +65,9 @@ def settings(folder: Path, engine: str = "sglang") -> list[str]:
     ]
 
 
-def engine_job(folder: Path, *overrides: str, engine: str = "sglang") -> tuple[Job, Recipe]:
+def engine_job(folder: Path, *overrides: str, engine: str = "sglang", recipe_name: str = "grpo") -> tuple[Job, Recipe]:
     """The job, as the command line builds it."""
-    recipe = load_recipe(RECIPES / "grpo.py")
+    recipe = load_recipe(RECIPES / f"{recipe_name}.py")
     config = load_config(None, [*settings(folder, engine), *overrides], recipe.config)
     job = Job(config, recipe.roles(config.algorithm), job_store())
     job.start()

@@ -51,9 +51,10 @@ def make_roles(
     reward: str = "",
     max_running_requests: int = 256,
     job: str = "job",
+    module: str = __name__,
     **options: object,
 ) -> Roles:
-    """Roles on this rank; `reward` is the name of a function of this module, `options` are those of `Rollout`."""
+    """Roles on this rank; `reward` is the name of a function of the module, `options` are those of `Rollout`."""
     # Several jobs on the same ranks must not share keys of the store.
     context = JobContext.create(PrefixStore(job, job_store()))
     actor = Actor(
@@ -68,7 +69,7 @@ def make_roles(
     feed, records = PromptFeed(PromptSet(make_prompts(model))), RolloutRecords()
     role = None
     if reward:
-        scorer = AsyncScorer({"": load_reward(f"{__name__}:{reward}")})
+        scorer = AsyncScorer({"": load_reward(f"{module}:{reward}")})
         role = RewardRole(scorer, feed, AutoTokenizer.from_pretrained(model), context, records)
     engine = HFEngine(model, "cpu", torch.float32, max_running_requests=max_running_requests, load_weights=False)
     sampling = Sampling(max_new_tokens=9, temperature=0.9, stop_token_ids=(1,))

@@ -83,6 +83,10 @@ class AsyncScorer:
             ) from None
         return self.mixture.combine(rewards) if self.mixture else next(iter(rewards.values()))
 
+    def is_scored(self, key: int) -> bool:
+        """Returns whether `result` of the sample submitted under a key does not wait."""
+        return all(future.done() for future in self._running[key].values())
+
     def discard(self, key: int) -> None:
         """Drops a sample and its result, and cancels its scoring. Unknown keys are ignored."""
         for future in self._running.pop(key, {}).values():

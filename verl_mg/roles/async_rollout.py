@@ -28,12 +28,13 @@ from verl_mg.roles.engine_group import InFlightEngineGroup
 from verl_mg.roles.group_rows import distribute_rows, group_rows, sample_seed
 from verl_mg.roles.models import Actor
 from verl_mg.roles.pending_groups import PendingGroup, RolloutState
-from verl_mg.roles.reward import RewardRole
+from verl_mg.roles.reward import RewardRole, scoring_reward
 from verl_mg.roles.rollout import Rollout
 from verl_mg.roles.rollout_source import GeneratedRows, LocalRolloutState, RolloutRecords, RolloutSource
 from verl_mg.roles.staleness import OutstandingGroups, PolicyVersions, Selection, Stale
 from verl_mg.rollout.engine import Request, Sample, Sampling
 from verl_mg.rollout.engine_stream import EngineStream, oldest_version
+from verl_mg.rollout.filtered_queue import GroupFilter
 from verl_mg.rollout.work_queue import StreamingWorkQueue
 
 
@@ -127,6 +128,30 @@ class AsyncRollout(RolloutSource):
         self._records.add(rows)
         return rows.batch
 
+    def generate_filtered(self, num_groups: int, num_samples: int, keep: GroupFilter, max_groups: int) -> Batch:
+        """Returns groups that a filter keeps; a group is filtered, and replaced, when it would be returned."""
+        self._context.executor.require_outside_block("rollout.generate_filtered")
+        reward = scoring_reward(self._reward)
+        self._submit(self._feed.next_batch(num_groups), num_samples)
+        kept: list[PendingGroup] = []
+        num_rejected, idle = 0, 0.0
+        with self._context.timer("generate"):
+            while missing := min(num_groups - len(kept), max_groups - len(kept) - num_rejected):
+                returned = self._wait_for_groups(missing).returned
+                idle += self.metrics["time/trainer_idle"]
+                scores = self._scores_of(returned, reward)
+                rejected = [group for group in returned if not keep([scores[i] for i in group.ids])]
+                kept += [group for group in returned if group not in rejected]
+                num_rejected += len(rejected)
+                self._drop(rejected)
+        with self._context.timer("row_dispatch"):
+            rows = self._assemble(sorted(kept, key=lambda group: group.ids.start))
+        self._measure(rows.batch)
+        self.metrics |= {"rollout/rejected_groups": float(num_rejected), "time/trainer_idle": idle}
+        self._train_batches.append(rows.batch)
+        self._records.add(rows)
+        return rows.batch
+
     def generate_greedy(self, prompts: Sequence[Prompt]) -> Batch:
         """Returns the greedy response to each prompt; see `generate_for_eval`."""
         return self.generate_for_eval(prompts, 1, temperature=0.0)
@@ -145,7 +170,7 @@ class AsyncRollout(RolloutSource):
             self._versions.push(actor.num_updates)
             self._stream.set_version(actor.num_updates)
             if self._groups.stale == "drop":
-                self._drop(self._groups.drop_unfinished(self._all_in_flight()))
+                self._drop_stale(self._groups.drop_unfinished(self._all_in_flight()))
         self._stream.start()
 
     def close(self) -> None:
@@ -251,7 +276,7 @@ class AsyncRollout(RolloutSource):
             selection = self._groups.select(self._all_complete(), count - len(returned))
             for group in (*selection.dropped, *selection.returned):
                 self._num_consumed += group.ids.start not in self._loaded_groups
-            self._drop(selection.dropped)
+            self._drop_stale(selection.dropped)
             returned += selection.returned
             if len(returned) < count and not selection.dropped:
                 self._wait_for_completions(count - len(returned))
@@ -278,6 +303,16 @@ class AsyncRollout(RolloutSource):
         local = list(self._stream.in_flight_versions().items())
         return [(i, version) for report in all_gather_json(local) for i, version in report]
 
+    def _scores_of(self, groups: Sequence[PendingGroup], reward: RewardRole) -> dict[int, float]:
+        """Waits for the scores of complete groups, and returns those of all ranks by sample."""
+        complete = [i for group in groups for i in group.ids if i in self._score_ids]
+        local = [(i, reward.score(self._score_ids[i])) for i in complete]
+        return {i: score for report in all_gather_json(local) for i, score in report}
+
+    def _drop_stale(self, groups: Sequence[PendingGroup]) -> None:
+        self._num_dropped += sum(len(group.ids) for group in groups)
+        self._drop(groups)
+
     def _drop(self, groups: Sequence[PendingGroup]) -> None:
         """Drops groups, and submits newly drawn prompts in their place."""
         if not groups:
@@ -286,7 +321,6 @@ class AsyncRollout(RolloutSource):
         with self._stream.stopped():
             self._stream.discard(ids)
         self._remove(ids)
-        self._num_dropped += len(ids)
         self._admit(self._feed.draw_extra(len(groups)))
 
     def _assemble(self, groups: Sequence[PendingGroup]) -> GeneratedRows:

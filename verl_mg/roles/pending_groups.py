@@ -6,7 +6,7 @@ engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -120,16 +120,20 @@ class GenerationCall:
     """All groups, pending ones first."""
     num_groups_needed: int
     """Number of groups that the call returns: the first to be complete."""
+    num_pending: int = 0
+    """Number of groups, the first ones, that earlier calls left."""
+    is_filtered: bool = False
+    """Whether the call returns groups that pass a filter, so that none is complete before the call filters it."""
 
     @property
     def complete(self) -> list[int]:
-        """Returns the indices of groups without missing samples."""
-        return [i for i, group in enumerate(self.groups) if not group.missing.size]
+        """Returns the indices of groups that are returned as they are: those without missing samples."""
+        return [i for i, group in enumerate(self.groups) if not (group.missing.size or self.is_filtered)]
 
     @property
     def incomplete(self) -> list[int]:
-        """Returns the indices of groups with missing samples."""
-        return [i for i, group in enumerate(self.groups) if group.missing.size]
+        """Returns the indices of the other groups, which are in the work queue."""
+        return [i for i, group in enumerate(self.groups) if group.missing.size or self.is_filtered]
 
     @property
     def num_missing_groups(self) -> int:
@@ -170,17 +174,32 @@ class PendingGroups:
     def __len__(self) -> int:
         return len(self.groups)
 
-    def new_call(self, prompts: Sequence[Prompt], num_samples: int, num_groups_needed: int) -> GenerationCall:
+    def new_call(
+        self, prompts: Sequence[Prompt], num_samples: int, num_groups_needed: int, *, is_filtered: bool = False
+    ) -> GenerationCall:
         """Returns a call of all pending groups and of new ones with new sample ids.
 
         Args:
             prompts: one new group each.
             num_samples: samples of each new group.
             num_groups_needed: how many groups the call returns.
+            is_filtered: whether these are groups that pass a filter.
         """
         new, self.next_id = self._new_groups(prompts, num_samples)
-        groups, self.groups = self.groups + new, []
-        return GenerationCall(groups, min(num_groups_needed, len(groups)))
+        pending, self.groups = self.groups, []
+        groups = pending + new
+        return GenerationCall(groups, min(num_groups_needed, len(groups)), len(pending), is_filtered)
+
+    def admitted(self, call: GenerationCall, num_admitted: int) -> GenerationCall:
+        """Returns the groups of a call that could be started; the sample ids of the others are free again.
+
+        Args:
+            call: the newest call.
+            num_admitted: number of its groups, from the first one on.
+        """
+        if num_admitted < len(call.groups):
+            self.next_id = call.groups[num_admitted].ids.start
+        return replace(call, groups=call.groups[:num_admitted])
 
     def new_evaluation_call(self, prompts: Sequence[Prompt], num_samples: int) -> GenerationCall:
         """Returns a call of new groups whose sample ids are used again by the next call, so that evaluations do not
@@ -210,6 +229,7 @@ class PendingGroups:
         partial: Container[int],
         *,
         keep_rest: bool,
+        rejected: Collection[int] = (),
     ) -> set[int]:
         """Ends a call: groups that were not selected wait for the next one or are dropped, with their samples.
 
@@ -219,11 +239,12 @@ class PendingGroups:
             completed: ids of the samples that all ranks completed in it.
             partial: ids of the partial samples that all ranks have.
             keep_rest: whether groups that were not selected are resumed in the next call.
+            rejected: indices of groups that are dropped in any case.
 
         Returns:
             ids of the samples that were returned or dropped.
         """
-        kept = set(selected)
+        kept = {*selected, *rejected}
         rest = [
             replace(
                 group,

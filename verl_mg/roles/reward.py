@@ -16,6 +16,7 @@ from verl_mg.batch import Batch, ColumnKind
 from verl_mg.data.prompt_feed import PromptFeed
 from verl_mg.data.prompts import Prompt
 from verl_mg.distributed.collectives import all_gather_json, all_to_all_bytes
+from verl_mg.errors import UserError
 from verl_mg.rewards import AsyncScorer, Reward, Sample
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import RewardModel
@@ -151,6 +152,29 @@ class RewardRole:
             if scorer := self._scorer_of.pop(score_id, None):
                 scorer.discard(score_id)
 
+    @property
+    def scores_single_samples(self) -> bool:
+        """Returns whether samples are scored one by one as they complete, and not whole batches by a reward model."""
+        return self._model is None
+
+    def poll(self, score_id: int) -> float | None:
+        """Returns a score of this rank, or None while it is computed; from any thread.
+
+        Args:
+            score_id: number of the score, of `submit`.
+
+        Raises:
+            UserError: a reward function failed; the message says which and how.
+        """
+        is_agents = score_id in self._agent_rewards
+        if not is_agents and self._scorer is not None and not self._scorer.is_scored(score_id):
+            return None
+        return self.score(score_id)
+
+    def score(self, score_id: int) -> float:
+        """Waits for a score of this rank and returns it; arguments and errors are those of `poll`."""
+        return self._result(score_id).value
+
     def wait(self, batch: Batch) -> Tensor:
         """Waits until the rows of a batch are scored; all ranks call it together.
 
@@ -231,6 +255,23 @@ class RewardRole:
         values = {"reward": scores[0].clone()}
         values |= {f"{PART}{part}": scores[1 + i].clone() for i, part in enumerate(parts)}
         return values | {"answer": answers}
+
+
+def scoring_reward(reward: RewardRole | None) -> RewardRole:
+    """Returns the reward by which groups are filtered while others are generated.
+
+    Args:
+        reward: the reward of the job, if it has one.
+
+    Raises:
+        UserError: there is none, or it scores whole batches.
+    """
+    if reward is None or not reward.scores_single_samples:
+        raise UserError(
+            "reward.function: groups are filtered as their samples are scored one by one, and this job has no reward "
+            "function. Give one, or let the recipe sample in rounds."
+        )
+    return reward
 
 
 def row_to_sample(batch: Batch, row: int, prompts: PromptFeed, tokenizer: PreTrainedTokenizerBase) -> Sample:

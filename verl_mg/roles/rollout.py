@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch.distributed import PrefixStore
+from torch.distributed import PrefixStore, Store
 
 from verl_mg.batch import Batch
 from verl_mg.data.prompt_feed import PromptFeed
@@ -36,12 +36,16 @@ from verl_mg.roles.engine_group import EngineGroup
 from verl_mg.roles.group_rows import distribute_rows, group_rows, put_origin, sample_seed
 from verl_mg.roles.models import Actor
 from verl_mg.roles.pending_groups import GenerationCall, PendingGroup, PendingGroups, RolloutState
-from verl_mg.roles.reward import RewardRole
+from verl_mg.roles.reward import RewardRole, scoring_reward
 from verl_mg.roles.rollout_source import GeneratedRows, LocalRolloutState, RolloutRecords, RolloutSource
 from verl_mg.rollout.engine import Request, Sample, Sampling
 from verl_mg.rollout.engine_counts import count_metrics
 from verl_mg.rollout.engine_loop import EngineLoop
-from verl_mg.rollout.work_queue import WorkQueue
+from verl_mg.rollout.filtered_queue import FilteredWorkQueue, GroupFilter
+from verl_mg.rollout.work_queue import Group, WorkQueue
+
+MakeQueue = Callable[[Store, str, Sequence[Group], int], WorkQueue]
+"""Makes the work queue of a call; arguments are those of `EngineGroup.make_queue`."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +144,39 @@ class Rollout(RolloutSource):
         self._records.add(rows)
         if self._prefetch and not self._is_last and prompts:
             self._start_prefetch(len(prompts), num_samples)
+        return rows.batch
+
+    def generate_filtered(self, num_groups: int, num_samples: int, keep: GroupFilter, max_groups: int) -> Batch:
+        """Returns groups that a filter keeps; each is filtered as soon as it is scored, while others are generated.
+
+        Without extra prompts these are the first such groups in the order of the prompts, whatever the speed of
+        engines.
+        """
+        self._context.executor.require_outside_block("rollout.generate_filtered")
+        reward = scoring_reward(self._reward)
+        if self._prefetch:
+            raise UserError(
+                "rollout.mode=one_step_off: which prompts a filtered call generates is not known before it. Write "
+                "rollout.mode=sync or rollout.mode=async, or let the recipe sample in rounds."
+            )
+        num_pending = len(self._pending)
+        candidates = self._feed.peek(max(0, max_groups - num_pending))
+        call = self._pending.new_call(candidates, num_samples, num_groups, is_filtered=True)
+        num_extra = max(self._extra_prompts, num_pending - num_groups)
+
+        def make_queue(store: Store, key: str, groups: Sequence[Group], num_groups_needed: int) -> WorkQueue:
+            samples = [group.ids for group in call.groups]
+            queue = FilteredWorkQueue(
+                store, key, groups, samples, num_groups_needed, num_extra,
+                lambda sample: reward.poll(self._score_ids[sample]), keep,
+            )  # fmt: skip
+            for sample in sorted(self._pending.completed.keys() & call.prompt_of.keys()):
+                queue.mark_done(sample)
+            return queue
+
+        rows = self._finish(self._start(call, self._sampling, make_queue))
+        self._train_batches.append(rows.batch)
+        self._records.add(rows)
         return rows.batch
 
     def generate_greedy(self, prompts: Sequence[Prompt]) -> Batch:
@@ -257,12 +294,12 @@ class Rollout(RolloutSource):
         num_groups_needed = len(prompts) or len(self._pending)
         return self._pending.new_call([*prompts, *extra], num_samples, num_groups_needed)
 
-    def _start(self, call: GenerationCall, sampling: Sampling) -> _InFlight:
-        """Submits the first requests to the engines."""
+    def _start(self, call: GenerationCall, sampling: Sampling, make_queue: MakeQueue | None = None) -> _InFlight:
+        """Submits the first requests to the engines; `make_queue` replaces the queue of the engines."""
         self._num_calls += 1
         key = f"rollout/{self._num_calls}"
         groups = [call.groups[i].missing for i in call.incomplete]
-        queue = self._engines.make_queue(self._store, key, groups, call.num_missing_groups)
+        queue = (make_queue or self._engines.make_queue)(self._store, key, groups, call.num_missing_groups)
         prompt_of, partial, reward = call.prompt_of, self._pending.partial, self._reward
 
         def request_of(sample: int) -> Request:
@@ -295,6 +332,8 @@ class Rollout(RolloutSource):
                     "completed": list(result.completed),
                     "partial": list(self._pending.partial),
                     "order": list(in_flight.queue.completion_order.items()),
+                    "rejected": list(in_flight.queue.rejected),
+                    "admitted": in_flight.queue.num_admitted,
                     "tokens": result.num_tokens,
                     "busy": result.busy_seconds,
                     "deaths": result.num_deaths,
@@ -303,12 +342,23 @@ class Rollout(RolloutSource):
             )
             in_flight.queue.delete_keys()
             self._measure(reports)
+            rejected = {group for report in reports for group in report["rejected"]}
+            if call.is_filtered:
+                call = self._admitted(call, max(report["admitted"] for report in reports))
+                self.metrics["rollout/rejected_groups"] = float(len(rejected))
             selected = call.select([dict(report["order"]) for report in reports])
             rows = self._assemble([call.groups[i] for i in selected], call.returns_fresh_groups_only(selected))
         completed, partial = ({i for report in reports for i in report[name]} for name in ("completed", "partial"))
-        gone = self._pending.finish(call, selected, completed, partial, keep_rest=self._partial_rollout)
+        gone = self._pending.finish(
+            call, selected, completed, partial, keep_rest=self._partial_rollout, rejected=rejected
+        )
         self._forget_scores(gone, {i for g in selected for i in call.groups[g].ids})
         return rows
+
+    def _admitted(self, call: GenerationCall, num_admitted: int) -> GenerationCall:
+        """Returns the groups of the newest call that could be started; prompts of the others are drawn again."""
+        self._feed.next_batch(num_admitted - call.num_pending)
+        return self._pending.admitted(call, num_admitted)
 
     def _forget_scores(self, gone: set[int], returned: set[int]) -> None:
         """Drops the scores of samples that are neither returned nor pending."""

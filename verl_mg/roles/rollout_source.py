@@ -14,6 +14,7 @@ from verl_mg.data.prompts import Prompt
 from verl_mg.roles.models import Actor
 from verl_mg.roles.pending_groups import RolloutState
 from verl_mg.rollout.engine import Sample
+from verl_mg.rollout.filtered_queue import GroupFilter
 
 NOT_RECORDED = frozenset({"generated_by", "score_id"})
 """Columns that have a meaning only within the processes that generated the row."""
@@ -149,6 +150,20 @@ class RolloutSource(ABC):
         Args:
             prompts: the prompts, the same on every rank.
             num_samples: samples of each prompt.
+        """
+
+    @abstractmethod
+    def generate_filtered(self, num_groups: int, num_samples: int, keep: GroupFilter, max_groups: int) -> Batch:
+        """Draws prompts until enough groups pass a filter, each rejected group being replaced at once.
+
+        Args:
+            num_groups: number of groups that are returned; fewer if `max_groups` are not enough.
+            num_samples: samples of each prompt.
+            keep: whether a group is kept, from the rewards of its samples.
+            max_groups: largest number of groups that are generated.
+
+        Returns:
+            samples of the groups that are kept; each rank has other rows.
         """
 
     @abstractmethod

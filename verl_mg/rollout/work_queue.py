@@ -8,6 +8,7 @@
 `DynamicWorkQueue`: an engine claims a group and pops its samples as slots become free, so that samples of one prompt
 share a prefix cache; when every group is claimed, it pops what is left of the groups that other engines claimed.
 `StreamingWorkQueue`: a `DynamicWorkQueue` to which groups are appended while engines work.
+`FilteredWorkQueue` (`filtered_queue.py`): a `StreamingWorkQueue` in which rejected groups are replaced by others.
 `StaticWorkQueue`: an engine has its share from the start, which makes a run bitwise repeatable where its engine is.
 """
 
@@ -53,6 +54,13 @@ class WorkQueue(ABC):
         self._num_complete = self._num_claimed = 0
         self.completion_order: dict[int, int] = {}
         """Groups that were completed on this rank, each with the number of groups completed before it on all ranks."""
+        self.rejected: set[int] = set()
+        """Groups that this rank has rejected, where groups are filtered."""
+
+    @property
+    def num_admitted(self) -> int:
+        """Returns how many groups, from the first one on, can be started."""
+        return len(self._groups)
 
     @abstractmethod
     def pop(self, max_samples: int) -> list[int]:
@@ -72,11 +80,7 @@ class WorkQueue(ABC):
 
     def refresh(self) -> None:
         """Reads the counters upon which `is_done` and `can_queue` decide."""
-        names = ("complete", "claimed")
-        if not {f"{self._key}/{name}" for name in names} <= self._used_keys:
-            for name in names:
-                self._add(name, 0)  # a counter exists from the first addition on
-        self._num_complete, self._num_claimed = self._read(names)
+        self._num_complete, self._num_claimed = self._read_counters("complete", "claimed")
 
     def is_done(self) -> bool:
         """Returns whether enough groups were complete at the last `refresh` or `mark_done`, on all engines together."""
@@ -86,6 +90,13 @@ class WorkQueue(ABC):
         """Deletes the counters that this rank has used; called when no rank reads them any more."""
         for name in self._used_keys:
             self._store.delete_key(name)
+
+    def _read_counters(self, *names: str) -> list[int]:
+        """Returns counters in one request, also before the first addition to them."""
+        for name in names:
+            if f"{self._key}/{name}" not in self._used_keys:
+                self._add(name, 0)  # a counter exists from the first addition on
+        return self._read(names)
 
     def _read(self, names: Iterable[str]) -> list[int]:
         return [int(value) for value in self._store.multi_get([f"{self._key}/{name}" for name in names])]
@@ -158,20 +169,21 @@ class DynamicWorkQueue(WorkQueue):
 
 
 class StreamingWorkQueue(DynamicWorkQueue):
-    """Queue without end: groups are appended on every rank, in the same order but not at the same time.
+    """Queue to which groups are appended on every rank, in the same order but not at the same time.
 
     An engine that has claimed a group before it is appended waits for it; meanwhile it helps with groups of others.
     Callers serialize the methods.
     """
 
-    def __init__(self, store: Store, key: str) -> None:
+    def __init__(self, store: Store, key: str, num_groups_needed: int = 0) -> None:
         """Creates this rank's view of an empty queue.
 
         Args:
             store: shared by all ranks; holds the counters.
             key: prefix of the counters, unique for each queue.
+            num_groups_needed: number of complete groups with which `is_done` returns true.
         """
-        super().__init__(store, key, [], 0)
+        super().__init__(store, key, [], num_groups_needed)
         self._appended: list[Group] = []
         self._groups = self._appended
         self._next_claim: int | None = None

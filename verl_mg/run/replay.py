@@ -25,6 +25,7 @@ from verl_mg.monitor.sample_schema import fingerprint
 from verl_mg.roles.models import Actor
 from verl_mg.roles.pending_groups import RolloutState
 from verl_mg.roles.rollout_source import GeneratedRows, LocalRolloutState, RolloutRecords, RolloutSource
+from verl_mg.rollout.filtered_queue import GroupFilter
 from verl_mg.run.checkpointer import newest_intact
 from verl_mg.run.run_dir import CHECKPOINTS
 
@@ -89,6 +90,10 @@ class ReplayRollout(RolloutSource):
         batch = self._next()
         self._train_batches.append(batch)
         return batch
+
+    def generate_filtered(self, num_groups: int, num_samples: int, keep: GroupFilter, max_groups: int) -> Batch:
+        """Returns the next recorded batch."""
+        return self.generate([])
 
     def generate_greedy(self, prompts: Sequence[Prompt]) -> Batch:
         """Returns the next recorded batch."""
