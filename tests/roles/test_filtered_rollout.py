@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from tests.roles.engine_jobs import engine_job, inputs
-from tests.roles.test_rollout import make_roles
+from tests.roles.rollout_roles import make_roles
 from tests.tiny_models import tiny_model
 from verl_mg.errors import UserError
 from verl_mg.rewards import Sample
@@ -39,7 +39,7 @@ def groups_of(batch, rewards):
 
 
 def roles_with(model, job, reward="digits", **options):
-    roles = make_roles(model, reward=reward, job=job, module=__name__, max_running_requests=2, **options)
+    roles = make_roles(model, reward=reward and f"{__name__}:{reward}", job=job, max_running_requests=2, **options)
     return roles.rollout, roles.reward, roles.feed
 
 

@@ -1,81 +1,16 @@
 """Rollouts on engines in the ranks' processes: weights, rows, scores, pending groups, errors."""
 
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore
-from transformers import AutoTokenizer
 
-from tests.rank_pool import job_store
+from tests.roles.rollout_roles import TEXTS, make_prompts, make_roles
 from tests.tiny_models import tiny_model
-from verl_mg.config import OptimizerConfig
-from verl_mg.data import Prompt, PromptFeed, PromptSet
 from verl_mg.errors import UserError
-from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.process_groups import ParallelGroups
-from verl_mg.rewards import AsyncScorer, Reward, load_reward
-from verl_mg.roles.context import JobContext
-from verl_mg.roles.engine_group import HFEngineGroup
-from verl_mg.roles.models import Actor
-from verl_mg.roles.reward import RewardRole
-from verl_mg.roles.rollout import Rollout
-from verl_mg.roles.rollout_source import RolloutRecords
-from verl_mg.rollout import Sampling
-from verl_mg.rollout.hf.engine import HFEngine
-
-TEXTS = ["12+3=", "7*(8-2)=", "a b c", "(1)", "99-98+97="]
-
-
-def make_prompts(model: Path) -> list[Prompt]:
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    return [Prompt(10 + i, tuple(tokenizer(t)["input_ids"]), t, str(i), {"n": i}) for i, t in enumerate(TEXTS)]
-
-
-@dataclass(frozen=True)
-class Roles:
-    """The roles around a rollout on this rank."""
-
-    actor: Actor
-    rollout: Rollout
-    reward: RewardRole | None
-    feed: PromptFeed
-
-
-def make_roles(
-    model: Path,
-    layout: str = "tp1",
-    reward: str = "",
-    max_running_requests: int = 256,
-    job: str = "job",
-    module: str = __name__,
-    **options: object,
-) -> Roles:
-    """Roles on this rank; `reward` is the name of a function of the module, `options` are those of `Rollout`."""
-    # Several jobs on the same ranks must not share keys of the store.
-    context = JobContext.create(PrefixStore(job, job_store()))
-    actor = Actor(
-        model,
-        ParallelGroups(Placement.on(Layout.parse(layout), dist.get_world_size())),
-        context,
-        dtype=torch.float32,
-        temperature=0.9,
-        tokens_per_micro_batch=60,
-        optimizer=OptimizerConfig(lr=3e-3),
-    )
-    feed, records = PromptFeed(PromptSet(make_prompts(model))), RolloutRecords()
-    role = None
-    if reward:
-        scorer = AsyncScorer({"": load_reward(f"{module}:{reward}")})
-        role = RewardRole(scorer, feed, AutoTokenizer.from_pretrained(model), context, records)
-    engine = HFEngine(model, "cpu", torch.float32, max_running_requests=max_running_requests, load_weights=False)
-    sampling = Sampling(max_new_tokens=9, temperature=0.9, stop_token_ids=(1,))
-    rollout = Rollout(HFEngineGroup(engine, context), sampling, 5, context, feed, records, role, **options)
-    rollout.update_weights(actor)
-    return Roles(actor, rollout, role, feed)
+from verl_mg.rewards import Reward
 
 
 @pytest.fixture(
@@ -156,7 +91,7 @@ def _lengths(sample) -> Reward:
 
 
 def generate_and_score(model: Path) -> dict[str, object]:
-    roles = make_roles(model, reward="_lengths")
+    roles = make_roles(model, reward=f"{__name__}:_lengths")
     greedy = roles.rollout.generate_greedy(make_prompts(model))
     batch = roles.rollout.generate(make_prompts(model), num_samples=2)
     # The sample ids of the greedy responses are used again: only the scores tell them apart.
@@ -220,7 +155,7 @@ def _slow(sample) -> float:
 def score_while_generating(model: Path) -> tuple[int, int, list[float]]:
     """How many samples were being scored before the last one was complete, and after `generate` has returned."""
     STARTED.clear()
-    roles = make_roles(model, reward="_slow", max_running_requests=4)
+    roles = make_roles(model, reward=f"{__name__}:_slow", max_running_requests=4)
     engine, completed = roles.rollout._engines.engine, []
     collect = engine.collect
 
@@ -252,7 +187,7 @@ class EngineError(Exception):
 def errors_of(model: Path) -> dict[str, str]:
     """The call in which a failing reward, and a failing engine, raise."""
     raised = {}
-    roles = make_roles(model, reward="_fails")
+    roles = make_roles(model, reward=f"{__name__}:_fails")
     batch = roles.rollout.generate(make_prompts(model), num_samples=2)
     try:
         roles.reward.wait(batch)
