@@ -258,7 +258,7 @@ def prefetch(model: Path) -> dict[str, object]:
 
     The engine shares the ranks of the actor, which does not train meanwhile.
     """
-    options = {"reward": "_lengths", "prefetch": True}
+    options = {"reward": f"{__name__}:_lengths", "prefetch": True}
     roles = make_roles(model, **options)
     rollout, reported = roles.rollout, {"tokens": [], "states": [], "versions": []}
 
