@@ -65,7 +65,8 @@ def sample_streaming(job: Job, num_groups: int, group_size: int, max_rounds: int
     batch = job.rollout.generate_filtered(num_groups, group_size, _differ, max_rounds * num_groups)
     batch["reward"] = job.reward.wait(batch)
     groups = job.all_gather_column(batch, "group").unique()
-    return batch, {"dapo/groups": float(len(groups))}
+    # Columns of their own, as after a selection: metrics have the rewards without what the recipe adds to them.
+    return batch.select_columns(batch.names()), {"dapo/groups": float(len(groups))}
 
 
 def _differ(rewards: Sequence[float]) -> bool:

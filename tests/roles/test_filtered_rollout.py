@@ -88,6 +88,8 @@ def test_filtered_groups_are_the_first_that_differ_in_rounds(ranks, model):
         for _, next_id, _, metrics in (result[call] for result in results):
             assert next_id == last + GROUP  # nothing was started in vain
             assert metrics["rollout/rejected_groups"] == len(admitted) - NEEDED
+            scores = [score for group in admitted for score in rewards[group]]
+            assert metrics["rollout/reward_before_filter"] == pytest.approx(sum(scores) / len(scores))
         start = last + GROUP
     assert sum(result[3]["rollout/rejected_groups"] for result in results[0]) > 0
     assert results[0][1][2] == prompts[start // GROUP]

@@ -30,7 +30,13 @@ from verl_mg.roles.models import Actor
 from verl_mg.roles.pending_groups import PendingGroup, RolloutState
 from verl_mg.roles.reward import RewardRole, scoring_reward
 from verl_mg.roles.rollout import Rollout
-from verl_mg.roles.rollout_source import GeneratedRows, LocalRolloutState, RolloutRecords, RolloutSource
+from verl_mg.roles.rollout_source import (
+    GeneratedRows,
+    LocalRolloutState,
+    RolloutRecords,
+    RolloutSource,
+    filter_metrics,
+)
 from verl_mg.roles.staleness import OutstandingGroups, PolicyVersions, Selection, Stale
 from verl_mg.rollout.engine import Request, Sample, Sampling
 from verl_mg.rollout.engine_stream import EngineStream, oldest_version
@@ -134,12 +140,14 @@ class AsyncRollout(RolloutSource):
         reward = scoring_reward(self._reward)
         self._submit(self._feed.next_batch(num_groups), num_samples)
         kept: list[PendingGroup] = []
+        all_scores: list[float] = []
         num_rejected, idle = 0, 0.0
         with self._context.timer("generate"):
             while missing := min(num_groups - len(kept), max_groups - len(kept) - num_rejected):
                 returned = self._wait_for_groups(missing).returned
                 idle += self.metrics["time/trainer_idle"]
                 scores = self._scores_of(returned, reward)
+                all_scores += scores.values()
                 rejected = [group for group in returned if not keep([scores[i] for i in group.ids])]
                 kept += [group for group in returned if group not in rejected]
                 num_rejected += len(rejected)
@@ -147,7 +155,7 @@ class AsyncRollout(RolloutSource):
         with self._context.timer("row_dispatch"):
             rows = self._assemble(sorted(kept, key=lambda group: group.ids.start))
         self._measure(rows.batch)
-        self.metrics |= {"rollout/rejected_groups": float(num_rejected), "time/trainer_idle": idle}
+        self.metrics |= {**filter_metrics(num_rejected, all_scores), "time/trainer_idle": idle}
         self._train_batches.append(rows.batch)
         self._records.add(rows)
         return rows.batch

@@ -37,7 +37,13 @@ from verl_mg.roles.group_rows import distribute_rows, group_rows, put_origin, sa
 from verl_mg.roles.models import Actor
 from verl_mg.roles.pending_groups import GenerationCall, PendingGroup, PendingGroups, RolloutState
 from verl_mg.roles.reward import RewardRole, scoring_reward
-from verl_mg.roles.rollout_source import GeneratedRows, LocalRolloutState, RolloutRecords, RolloutSource
+from verl_mg.roles.rollout_source import (
+    GeneratedRows,
+    LocalRolloutState,
+    RolloutRecords,
+    RolloutSource,
+    filter_metrics,
+)
 from verl_mg.rollout.engine import Request, Sample, Sampling
 from verl_mg.rollout.engine_counts import count_metrics
 from verl_mg.rollout.engine_loop import EngineLoop
@@ -334,6 +340,7 @@ class Rollout(RolloutSource):
                     "order": list(in_flight.queue.completion_order.items()),
                     "rejected": list(in_flight.queue.rejected),
                     "admitted": in_flight.queue.num_admitted,
+                    "scores": in_flight.queue.filtered_scores,
                     "tokens": result.num_tokens,
                     "busy": result.busy_seconds,
                     "deaths": result.num_deaths,
@@ -345,7 +352,8 @@ class Rollout(RolloutSource):
             rejected = {group for report in reports for group in report["rejected"]}
             if call.is_filtered:
                 call = self._admitted(call, max(report["admitted"] for report in reports))
-                self.metrics["rollout/rejected_groups"] = float(len(rejected))
+                scores = [score for report in reports for score in report["scores"]]
+                self.metrics |= filter_metrics(len(rejected), scores)
             selected = call.select([dict(report["order"]) for report in reports])
             rows = self._assemble([call.groups[i] for i in selected], call.returns_fresh_groups_only(selected))
         completed, partial = ({i for report in reports for i in report[name]} for name in ("completed", "partial"))

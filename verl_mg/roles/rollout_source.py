@@ -102,6 +102,17 @@ class LocalRolloutState:
     """Rows that were generated in advance, and that the next `generate` returns."""
 
 
+def filter_metrics(num_rejected: int, scores: Sequence[float]) -> dict[str, float]:
+    """Returns the metrics of a call that filters groups.
+
+    Args:
+        num_rejected: number of rejected groups.
+        scores: scores of all groups that were kept or rejected.
+    """
+    mean = sum(scores) / len(scores) if scores else float("nan")
+    return {"rollout/rejected_groups": float(num_rejected), "rollout/reward_before_filter": mean}
+
+
 class RolloutSource(ABC):
     """Source of samples, as a recipe and the training loop use it; all ranks call every method together.
 

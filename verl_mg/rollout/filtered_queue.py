@@ -84,7 +84,9 @@ class FilteredWorkQueue(StreamingWorkQueue):
         if self._add(f"scored/{group}", 1) < len(self._samples[group]):
             return
         keys = [f"{self._key}/score/{i}" for i in self._samples[group]]
-        if self._keep([float(value) for value in self._store.multi_get(keys)]):
+        scores = [float(value) for value in self._store.multi_get(keys)]
+        self.filtered_scores += scores
+        if self._keep(scores):
             self.completion_order[group] = self._add("complete", 1) - 1
         else:
             self._add("rejected", 1)

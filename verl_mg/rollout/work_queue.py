@@ -56,6 +56,8 @@ class WorkQueue(ABC):
         """Groups that were completed on this rank, each with the number of groups completed before it on all ranks."""
         self.rejected: set[int] = set()
         """Groups that this rank has rejected, where groups are filtered."""
+        self.filtered_scores: list[float] = []
+        """Scores of the groups that this rank has kept or rejected."""
 
     @property
     def num_admitted(self) -> int:
