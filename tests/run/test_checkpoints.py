@@ -134,6 +134,59 @@ def test_resume_under_the_same_layout_is_bitwise_identical(ranks, inputs, tmp_pa
     assert sorted(path.name for path in (tmp_path / "parts" / "checkpoints").iterdir()) == ["000002", "000003"]
 
 
+REFRESHED = {
+    "layouts": (2, ["actor.layout=tp2", "reference={layout: pp2, offload: true, refresh_every: 2}"]),
+    "backends": (2, ["actor.backend=fsdp", "reference={layout: tp2, refresh_every: 2}"]),
+    "adapters": (2, ["actor={lora: {rank: 4}, layout: tp2}", "reference={layout: tp2, refresh_every: 2}"]),
+    "apart": (
+        4,
+        ["actor={layout: tp2, ranks: 0-1}", "reference={backend: fsdp, ranks: 2-3, refresh_every: 2}"],
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] if name != "layouts" else []) for name in REFRESHED]
+)
+def test_resume_with_a_refreshed_reference_is_bitwise_identical(ranks, inputs, tmp_path, name):
+    count, overrides = REFRESHED[name]
+    overrides = [*overrides, "algorithm.kl.coefficient=0.05", "algorithm.kl.placement=reward", "checkpoint.every=1"]
+    ranks.run(count, job, "grpo", inputs, tmp_path / "whole", 4, overrides)
+    whole = metrics_of(tmp_path / "whole")
+    assert [line["reference/refreshed"] for line in whole] == [0, 0, 1, 0]
+    divergences = [abs(line["kl/mean"]) for line in whole]
+    fresh = max(divergences[0], divergences[2])
+    assert fresh < 1e-6 and min(divergences[1], divergences[3]) > 10 * fresh
+
+    def last_line(name: str, overrides: list[str]) -> dict[str, float]:
+        """After a resume from the third iteration."""
+        shutil.copytree(tmp_path / "whole", tmp_path / name)
+        shutil.rmtree(tmp_path / name / "checkpoints" / "000004")
+        ranks.run(count, job, "grpo", inputs, tmp_path / name, 4, overrides)
+        return metrics_of(tmp_path / name)[-1]
+
+    assert last_line("parts", overrides) == whole[-1]
+    if name != "layouts":
+        other = [text.replace("layout: tp2, refresh", "layout: pp2, refresh") for text in overrides]
+        found = last_line("other", [*other, "reference.backend=megatron"])
+        assert found["kl/mean"] == pytest.approx(whole[-1]["kl/mean"], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.nightly
+def test_checkpoint_of_a_refreshed_reference_is_refused_where_the_reference_is_the_actor(ranks, inputs, tmp_path):
+    overrides = ["actor={lora: {rank: 4}, layout: tp2}", "reference.layout=tp2", "algorithm.kl.coefficient=0.05"]
+    ranks.run(2, job, "grpo", inputs, tmp_path / "run", 1, [*overrides, "reference.refresh_every=9"])
+    with pytest.raises(RankError, match="reference.refresh_every: .*Set it as in the run before"):
+        ranks.run(2, job, "grpo", inputs, tmp_path / "run", 2, overrides)
+
+
+@pytest.mark.nightly
+def test_refresh_of_a_reference_of_another_shape_is_refused(ranks, inputs, tmp_path):
+    overrides = [f"reference.path={inputs / 'wide'}", "reference.refresh_every=2", "algorithm.kl.coefficient=0.05"]
+    with pytest.raises(RankError, match="reference.refresh_every: the weights of the actor do not fit"):
+        ranks.run(1, job, "grpo", inputs, tmp_path / "run", 1, overrides)
+
+
 KINDS = {"dense": ["critic.optimizer.kind=muon"], "mixture": ["actor.optimizer.kind=muon"]}
 """Optimizers of the runs that change their layout; all others are AdamW."""
 

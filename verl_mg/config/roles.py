@@ -212,6 +212,9 @@ class ReferenceConfig(RoleSection):
     """Hugging Face directory or name of a model, such as a teacher. null: `model.path`, the initial policy."""
     tokens_per_micro_batch: PositiveInt = 16384
     """Largest number of tokens of a micro-batch. Larger than the actor's, since no activations are stored."""
+    refresh_every: PositiveInt | None = None
+    """Iterations after which the reference takes the weights of the actor, again and again. With `actor.lora` it then
+    has weights of its own. null: it stays the model of `path`."""
 
 
 class RolloutConfig(ConfigSection):

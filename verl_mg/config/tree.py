@@ -160,7 +160,8 @@ class Config(ConfigSection):
             for name in ("backend", "layout", "ranks", "dynamic_context")
         )
         same = same and self.dtype_of("actor") == self.dtype_of("reference")
-        return actor.lora is not None and same and reference.path in (None, self.model.path)
+        same = same and reference.path in (None, self.model.path) and reference.refresh_every is None
+        return actor.lora is not None and same
 
 
 def tree_for(algorithm: type[RecipeConfig]) -> type[Config]:

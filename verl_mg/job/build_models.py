@@ -28,7 +28,8 @@ from verl_mg.models.hf_config import HFConfig, read_config
 from verl_mg.models.multi_token import with_multi_token_layer
 from verl_mg.roles.backends import Groups
 from verl_mg.roles.context import JobContext
-from verl_mg.roles.models import Actor, Critic, Policy, RewardModel, TrainableRewardModel, UnadaptedPolicy
+from verl_mg.roles.models import Actor, Critic, RewardModel, TrainableRewardModel, UnadaptedPolicy
+from verl_mg.roles.reference import Reference
 from verl_mg.roles.role import Role
 from verl_mg.roles.trainable import TrainableRole
 from verl_mg.sharding.megatron import Kernels
@@ -40,7 +41,7 @@ MODEL_ROLES: dict[str, type[Role]] = {
     "reward_model": TrainableRewardModel,
     "frozen_reward_model": RewardModel,
     "process_reward": Actor,
-    "reference": Policy,
+    "reference": Reference,
 }
 """Class of each model role by name; its configuration section has the same name, except those in SECTIONS."""
 SECTIONS = {"frozen_reward_model": "reward_model"}

@@ -31,6 +31,7 @@ from verl_mg.roles.async_rollout import AsyncRollout
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.engine_group import EngineWrapper, InFlightEngineGroup
 from verl_mg.roles.models import Actor, Critic, Policy, RewardModel, TrainableRewardModel
+from verl_mg.roles.reference import Reference
 from verl_mg.roles.reward import RewardRole
 from verl_mg.roles.role import Role
 from verl_mg.roles.rollout import Rollout
@@ -111,6 +112,8 @@ class Job:
             self.prompts = PromptFeed(self.test_prompts)
         builder.check_images(roles, self.prompts)
         self.roles: Mapping[str, Role] = {name: builder.build(name) for name in MODEL_ROLES if name in roles}
+        if config.reference.refresh_every and "reference" in roles:
+            self._follow_actor()
         records = RolloutRecords()
         self._reward = self._build_reward(records) if "reward" in roles else None
         self._rollout: RolloutSource | None = None
@@ -184,6 +187,11 @@ class Job:
         return {name: role for name, role in self.roles.items() if isinstance(role, TrainableRole)}
 
     @property
+    def refreshed(self) -> dict[str, Reference]:
+        """The frozen roles whose weights have changed or will, by name."""
+        return {name: role for name, role in self.roles.items() if isinstance(role, Reference) and role.is_refreshed}
+
+    @property
     def trained_batches(self) -> list[Batch]:
         """Batches of this iteration's updates, each once."""
         every = [batch for role in self.trained.values() for batch in role.trained_batches]
@@ -206,13 +214,30 @@ class Job:
             self._rollout.resume_in_flight()
 
     def begin(self, iteration: int) -> dict[str, float]:
-        """Prepares an iteration before the recipe is called; returns the current weights of the rewards."""
+        """Prepares an iteration before the recipe is called.
+
+        Args:
+            iteration: number of the iteration, from 1.
+
+        Returns:
+            As metrics the current weights of the rewards, and whether the reference was refreshed.
+        """
         self.iteration = iteration
         for role in self.trained.values():
             role.trained_batches = []
+        metrics = self._refresh_reference()
         if self._rollout is not None:
             self._rollout.start_iteration(iteration, iteration == self.config.job.iterations)
-        return self._reward.start_iteration() if self._reward is not None else {}
+        return metrics | (self._reward.start_iteration() if self._reward is not None else {})
+
+    def _refresh_reference(self) -> dict[str, float]:
+        every, reference = self.config.reference.refresh_every, self.roles.get("reference")
+        if every is None or not isinstance(reference, Reference):
+            return {}
+        is_due = self.iteration > 1 and (self.iteration - 1) % every == 0
+        if is_due:
+            reference.refresh()
+        return {"reference/refreshed": float(is_due)}
 
     def observe(self, batch: Batch) -> dict[str, float]:
         """Passes the rewards of a batch to the curriculum and returns its metrics."""
@@ -283,6 +308,15 @@ class Job:
         return evaluate(self.rollout, self.reward, self.test_prompts or (), self._sets)
 
     # -- building
+
+    def _follow_actor(self) -> None:
+        try:
+            self._role("reference", Reference).follow(self.actor)
+        except UserError as error:
+            raise UserError(
+                f"reference.refresh_every: the weights of the actor do not fit the reference ({error}). "
+                "Leave it out, or reference.path."
+            ) from None
 
     def _build_reward(self, records: RolloutRecords) -> RewardRole:
         config, model = self.config.reward, self.frozen_reward_model if self.config.reward.from_model else None

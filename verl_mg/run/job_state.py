@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +26,7 @@ from verl_mg.images import Image, distinct_images
 from verl_mg.job.job import Job
 from verl_mg.models.module_config import read_any_config
 from verl_mg.roles.pending_groups import RolloutState
+from verl_mg.roles.reference import Reference
 from verl_mg.roles.rollout_source import GeneratedRows, LocalRolloutState
 from verl_mg.roles.trainable import RoleCounters
 from verl_mg.rollout.engine import Sample
@@ -67,6 +69,8 @@ class JobState(ConfigSection):
     """Names of the batches among the ranks' tensors."""
     trained: dict[str, RoleCounters]
     """Counters of the trained roles."""
+    refreshed: list[str] = Field(default_factory=list)
+    """Frozen roles that have taken other weights, which the files contain too."""
     rollout: RolloutState | None
     """State of the rollout, if there is one."""
 
@@ -143,12 +147,14 @@ class StateCollector:
             numbers={name: value for name, value in job.state.items() if not isinstance(value, Batch)},
             batches=sorted(batches),
             trained={name: role.counts() for name, role in job.trained.items()},
+            refreshed=sorted(job.refreshed),
             rollout=rollout.state() if rollout else None,
         )
         tensors: dict[str, Tensor] = {}
-        for role in job.trained.values():
-            for part in role.parts():
-                tensors[part.key] = self._to_host(part.key, part.values)
+        trained = (role.parts() for role in job.trained.values())
+        frozen = (role.parts() for role in job.refreshed.values())
+        for part in chain(*trained, *frozen):
+            tensors[part.key] = self._to_host(part.key, part.values)
         for key, values in _rank_tensors(batches, local):
             tensors[key] = self._to_host(key, values)
         if torch.cuda.is_available():
@@ -190,6 +196,8 @@ def restore(job: Job, folder: Path, recipe: str) -> int:
         with ShardedReader(folder, rank if rank < state.ranks else None) as stored:
             for name, role in job.trained.items():
                 role.load(stored.fill, state.trained[name])
+            for name in job.roles.keys() & state.refreshed:
+                _refreshed_role(job, name, folder).load(stored.fill)
             _restore_local(job, stored, state)
     except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:  # intact, but inconsistent
         if is_peer_failure(error):
@@ -223,6 +231,15 @@ def restore_actor(job: Job, folder: Path) -> int:
     with ShardedReader(folder, rank if rank < state.ranks else None) as stored:
         job.actor.load(stored.fill, state.trained["actor"])
     return state.iteration
+
+
+def _refreshed_role(job: Job, name: str, folder: Path) -> Reference:
+    role = job.roles[name]
+    if not isinstance(role, Reference):
+        raise UserError(
+            f"{name}.refresh_every: {folder} has weights of a {name} that was refreshed. Set it as in the run before."
+        )
+    return role
 
 
 def read_state(folder: Path) -> JobState:

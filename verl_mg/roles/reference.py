@@ -1,0 +1,101 @@
+"""`Reference`: the frozen policy, which can take the weights of the actor again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+
+from verl_mg import device
+from verl_mg.checkpoint.sharded_safetensors import StoredBox
+from verl_mg.reshard import Schedule, execute, plan, schedule, split_into_chunks
+from verl_mg.reshard.routing import assign_writes
+from verl_mg.roles.models import Actor, Policy
+from verl_mg.roles.weight_sync.engines import CHUNK_BYTES, source_tensors, sources_of
+from verl_mg.sharding.boxes import full_box, slices
+from verl_mg.training.stored_weights import WEIGHTS, stored_boxes
+
+
+class Reference(Policy):
+    """Frozen policy that starts as its model directory, and becomes the actor of a later iteration on request.
+
+    Resetting the reference lets a policy move on where the penalty would hold it (ProRL, arXiv:2505.24864, section
+    2.3). The weights are moved as in a weight sync, from the layout of the actor into that of the reference.
+
+    Attributes:
+        is_refreshed: whether the weights may be others than those of the model directory; checkpoints then have them.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        """Loads the model on the ranks of the placement.
+
+        Args:
+            arguments: positional arguments of `Role`.
+            options: keyword arguments of `Role`.
+        """
+        super().__init__(*arguments, **options)
+        self.is_refreshed = False
+        self._actor: Actor | None = None
+        self._schedules: list[Schedule] = []
+
+    def follow(self, actor: Actor) -> None:
+        """Plans the transfer of an actor's weights; all ranks call it together.
+
+        Args:
+            actor: the policy in training.
+
+        Raises:
+            UserError: the two models have other tensors.
+        """
+        source, target = actor.runner.shard_map(), self.runner.shard_map()
+        dtype = min((actor.runner.dtype, self.runner.dtype), key=lambda dtype: dtype.itemsize)
+        node = device.ranks_of_a_node(dist.get_world_size())
+        for chunk in split_into_chunks(target, target.ranks, CHUNK_BYTES // dtype.itemsize):
+            self._schedules.append(schedule(plan(source, chunk, node), dist.get_rank(), dtype))
+        self._actor, self.is_refreshed = actor, True
+
+    def refresh(self) -> None:
+        """Takes the present weights of the actor, adapters merged into them; all ranks call it together."""
+        assert self._actor is not None
+        self._context.executor.require_outside_block("a refresh of the reference")
+        offload, runner = self._context.offload, self._actor.runner
+        offload.release_engines()
+        offload.load_exclusively(self._actor.cpu_offload, training=False)
+        self.cpu_offload.to_device(training=False)
+        with self._context.timer("weight_sync"):
+            parameters, wait_for = sources_of(runner)
+            targets = self.runner.parameters()
+            for messages in self._schedules:
+                execute(messages, source_tensors(messages, runner, parameters), targets, wait_for=wait_for)
+        self._forget_former_weights()
+
+    def parts(self) -> Iterator[StoredBox]:
+        """Yields this rank's share of the weights for a checkpoint; all ranks together have each box once."""
+        self._context.offload.release_engines()
+        self._context.offload.load_exclusively(self.cpu_offload, training=False)
+        parameters = self.runner.parameters()
+        for write in assign_writes(self.runner.shard_map(), dist.get_rank()):
+            values = parameters[write.parameter].detach()[slices(write.parameter_box)]
+            yield StoredBox(f"{self.name}/{WEIGHTS}", write.tensor, write.box, values)
+
+    def load(self, fill: Callable[[StoredBox], None]) -> None:
+        """Restores the weights from a checkpoint that was written under any layout; all ranks call it together.
+
+        Args:
+            fill: copies the stored values into a box of a tensor.
+        """
+        self._context.offload.release_engines()
+        self._context.offload.load_exclusively(self.cpu_offload, training=False)
+        shards, parameters = self.runner.shard_map().shards(dist.get_rank()), self.runner.parameters()
+        for name, parameter in parameters.items():
+            for part in stored_boxes(WEIGHTS, shards[name], parameter.detach(), full_box(tuple(parameter.shape))):
+                fill(replace(part, namespace=f"{self.name}/{part.namespace}"))
+        self._forget_former_weights()
+        self.is_refreshed = True
+
+    def _forget_former_weights(self) -> None:
+        """Discards what was made of the weights before."""
+        self.runner.drop_caches()
+        self.cpu_offload.forget_weights()
