@@ -5,10 +5,10 @@ The estimators are those of verl_mg/algorithms/kl.py. With a target, the coeffic
 """
 
 from collections.abc import Mapping, MutableMapping
-from typing import Any, Literal, Protocol, Self, TypeVar
+from typing import Annotated, Any, Literal, Protocol, Self, TypeVar
 
 import torch
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, PositiveInt, model_validator
 from torch import Tensor
 
 from verl_mg.algorithms import kl as estimators
@@ -69,6 +69,16 @@ class KLConfig(ConfigSection):
     def in_loss(self) -> bool:
         """Whether there is a penalty that is added to the loss."""
         return self.enabled and self.placement == "loss"
+
+
+def _in_loss(kl: KLConfig) -> KLConfig:
+    if kl.in_reward:
+        raise ValueError("kl.placement=reward has no meaning in this recipe, which compares rewards alone. Write loss")
+    return kl
+
+
+KLInLoss = Annotated[KLConfig, AfterValidator(_in_loss)]
+"""Penalty of a recipe whose advantages are not made of one reward for each sample, to which it could be added."""
 
 
 class WithKL(Protocol):

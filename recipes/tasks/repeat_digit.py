@@ -30,6 +30,17 @@ def score(sample: Sample) -> Reward:
     return Reward(2 * right / LENGTH - 1, {"right": right / LENGTH}, answer=sample.response[:LENGTH])
 
 
+def shares(sample: Sample) -> Reward:
+    """Returns the share of the six places that have the digit, from 0 to 1.
+
+    A part, and the reward of the only turn, is the share of places with any digit.
+    """
+    right, digits = (
+        sum(written in wanted for written in sample.response[:LENGTH]) / LENGTH for wanted in (sample.prompt[-2], DIGITS)
+    )
+    return Reward(right, {"right": right, "digits": digits, "turn_1": digits}, answer=sample.response[:LENGTH])
+
+
 def make(folder: Path, seed: int = 0) -> None:
     """Writes `model/`, a mixture of experts `mixture/`, and `data/` with training and test prompts and preferences.
 

@@ -16,6 +16,8 @@ Sequence ratios need whole sequences: compute weights on the batch of a recipe, 
 them to the loss as a token column. Then micro-batches, packing and context parallelism cannot change them. The sequence
 of an agent is its trajectory, all segments together: its probability is the product over all tokens that the policy
 wrote, and those of the environment cancel out in the ratio.
+
+`drifted_sequences` is not a weight of this kind: it depends on the policy in training and is made in the loss.
 """
 
 from collections.abc import Callable
@@ -25,6 +27,7 @@ import torch
 from torch import Tensor
 
 from verl_mg.algorithms.losses import Metrics
+from verl_mg.algorithms.segments import sequence_means
 from verl_mg.errors import UserError
 
 Correction = Literal[
@@ -83,6 +86,33 @@ def correct(
     weights = torch.where(mask, rule(ratio, low, high), 0.0)
     outside = {"correction_below": mask & (ratio < low), "correction_above": mask & (ratio > high)}
     return weights, {name: where.float() for name, where in outside.items()}
+
+
+def drifted_sequences(
+    logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor, mask: Tensor, sequence_ids: Tensor, delta: float
+) -> Tensor:
+    """Returns the tokens that off-policy sequence masking excludes: DeepSeek-V3.2, arXiv:2512.02556, equation 9.
+
+    A token is excluded if its advantage is below 0 and the mean over its sequence of rollout_logprobs - logprobs, an
+    estimate of the divergence by updates and by the engine together, is above `delta`. As in GSPO a segment of an
+    agent's trajectory is a sequence.
+
+    Args:
+        logprobs: (tokens,) nats, of the policy in training.
+        rollout_logprobs: (tokens,) nats, as the rollout engine sampled.
+        advantages: (tokens,) float.
+        mask: (tokens,) bool, true on scored tokens; values outside it are ignored, NaN too.
+        sequence_ids: (tokens,) int64, equal for tokens of one sequence, all of which are in the micro-batch.
+        delta: nats, above 0.
+
+    Returns:
+        (tokens,) bool, false outside the mask.
+    """
+    if not delta > 0:
+        raise UserError(f"opsm_delta is {delta}. Write a number above 0, as in 0.5")
+    difference = torch.where(mask, rollout_logprobs.detach() - logprobs.detach(), 0.0)
+    drift = sequence_means(difference, mask, sequence_ids)
+    return mask & (advantages < 0) & (drift > delta)
 
 
 def _token_log_ratio(difference: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:

@@ -1,9 +1,11 @@
 """Advantage estimators: rewards of samples or tokens in, advantages out.
 
-    group         (n,) scores against those of the same prompt: GRPO, Dr. GRPO, RLOO, OPO, ReMax; dynamic sampling
+    group         (n,) scores against those of the same prompt: GRPO, Dr. GRPO, RLOO, OPO, ReMax, MaxRL, GDPO;
+                  dynamic sampling
     gae           (n, T) token rewards to advantages or returns: PPO, VC-PPO, VAPO, REINFORCE++
     prime         (n, T) implicit process rewards and their advantages
     distillation  log-ratios of teacher and student
+    turns         (n, T) advantages of the single turns of samples with tools: MT-GRPO, GiGPO
     whitening     zero mean and unit variance over the whole batch, however it is distributed
     shaping       changes of the score before anything is estimated from it
     resampling    which samples are trained on
@@ -21,21 +23,27 @@ from verl_mg.algorithms.advantages.gae import (
     reinforce_plus_plus,
     token_rewards,
 )
-from verl_mg.algorithms.advantages.group import group_relative, informative, opo, remax, rloo
+from verl_mg.algorithms.advantages.group import gdpo, group_relative, informative, maxrl, opo, remax, rloo
 from verl_mg.algorithms.advantages.prime import implicit_rewards, prime_advantages
 from verl_mg.algorithms.advantages.resampling import resampling_weights, select
 from verl_mg.algorithms.advantages.shaping import soft_overlong_penalty
+from verl_mg.algorithms.advantages.turns import Turns, gigpo, mt_grpo
 from verl_mg.algorithms.advantages.whitening import moments, whiten
 
 __all__ = [
+    "Turns",
     "discounted_returns",
     "distillation_advantages",
     "gae",
+    "gdpo",
+    "gigpo",
     "group_relative",
     "implicit_rewards",
     "informative",
     "length_adaptive_lambda",
+    "maxrl",
     "moments",
+    "mt_grpo",
     "opo",
     "prime_advantages",
     "reinforce_plus_plus",

@@ -7,10 +7,13 @@ these have the same score and get the same advantage. All rows of a group must b
 advantage 0.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from verl_mg.algorithms.segments import segment_sums
+from verl_mg.errors import UserError
 
 EPSILON = 1e-6  # avoids a division by 0 where the scores of a group are equal
 
@@ -78,6 +81,61 @@ def opo(scores: Tensor, lengths: Tensor, groups: Tensor, trajectories: Tensor) -
     baseline = segment_sums(weight * score, counts) / total.clamp(min=1)
     advantages = torch.where((counts > 1)[index], score - baseline[index], 0.0)
     return _in_order(advantages, order, scores[samples])[sample_of]
+
+
+def maxrl(scores: Tensor, groups: Tensor, trajectories: Tensor) -> Tensor:
+    """Returns the score minus the mean score of the prompt, divided by this mean: MaxRL, arXiv:2602.02710.
+
+    Where K of the N samples of a prompt are right (score 1, else 0), sum(A_i grad log pi_i) / N is the mean of
+    grad log pi over the right samples minus that over all samples, the paper's estimator with its control variate. With
+    p, the probability of a right sample, its expectation is the gradient of -sum((1 - p)^k / k) for k from 1 to N - 1,
+    which tends to log p: a prompt with a small p counts as much more as in maximum likelihood. A score between 0 and 1 is a part of a success.
+
+    Args:
+        scores: (n,) float, 0 or more; the result has their dtype, sums are computed in float64.
+        groups, trajectories: (n,) int64.
+
+    Returns:
+        (n,) advantages, 0 where all scores of the prompt are 0.
+
+    Raises:
+        UserError: a score is below 0.
+    """
+    if bool((scores < 0).any()):
+        raise UserError(
+            f"reward: it is {scores.min():g} for a sample, and MaxRL divides by the mean reward of a prompt. "
+            "Return rewards from 0 to 1"
+        )
+    samples, sample_of = _samples(trajectories)
+    score = scores[samples]
+    order, index, counts = _in_groups(groups[samples], score)
+    ordered = score[order].double()
+    means = segment_sums(ordered, counts) / counts
+    advantages = _centered(ordered, index, counts) / torch.where(means > 0, means, 1.0)[index]
+    return _in_order(advantages, order, score)[sample_of]
+
+
+def gdpo(rewards: Sequence[Tensor], weights: Sequence[float], groups: Tensor, trajectories: Tensor) -> Tensor:
+    """Returns the weighted sum of the group-relative advantages of several rewards: GDPO, arXiv:2601.05242.
+
+    sum_k w_k (r_k - mean r_k) / (std r_k + 1e-6), mean and standard deviation over the prompt's samples, each reward by
+    itself: samples whose rewards differ in one of them only have different advantages, whatever the other rewards are.
+    `whiten` them over the batch afterwards, a sample counting once, which keeps their size whatever the number of
+    rewards.
+
+    Args:
+        rewards: (n,) float each, in any unit; NaN for a sample without this reward, which then does not count in it.
+        weights: w_k of each reward.
+        groups, trajectories: (n,) int64.
+
+    Returns:
+        (n,) sums of the dtype of the rewards.
+    """
+    total = torch.zeros_like(rewards[0])
+    for reward, weight in zip(rewards, weights, strict=True):
+        known = ~reward.isnan()
+        total[known] += weight * group_relative(reward[known], groups[known], trajectories[known])
+    return total
 
 
 def remax(scores: Tensor, greedy_scores: Tensor) -> Tensor:

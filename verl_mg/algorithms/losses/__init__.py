@@ -4,7 +4,7 @@ A loss returns its value for each token, exactly 0 outside the mask, and a dicti
 metrics, also 0 outside it, of which the caller reports the mean over all masked tokens of all ranks.
 Values outside the mask may be anything, NaN too: they reach neither value nor gradient.
 
-    policy      token ratios: PPO, DAPO, Dr. GRPO, CISPO, GPG, SAPO
+    policy      token ratios: PPO, DAPO, Dr. GRPO, CISPO, GPG, SAPO, DPPO
     sequence    sequence ratios: GSPO, GMPO
     covariance  PPO except for the tokens that reduce the entropy most: Clip-Cov, KL-Cov
     value       loss of the critic
@@ -27,7 +27,7 @@ from verl_mg.algorithms.losses.covariance import (
     tokens_between,
 )
 from verl_mg.algorithms.losses.imitation import imitation_loss, sft_loss
-from verl_mg.algorithms.losses.policy import cispo_loss, clipped_policy_loss, gpg_loss, sapo_loss
+from verl_mg.algorithms.losses.policy import cispo_loss, clipped_policy_loss, dppo_loss, gpg_loss, sapo_loss
 from verl_mg.algorithms.losses.preference import bradley_terry_loss, dpo_loss, prime_loss
 from verl_mg.algorithms.losses.sequence import gmpo_loss, gspo_loss
 from verl_mg.algorithms.losses.value import explained_variance, value_loss
@@ -40,6 +40,7 @@ __all__ = [
     "clipped_policy_loss",
     "covariances",
     "dpo_loss",
+    "dppo_loss",
     "explained_variance",
     "gmpo_loss",
     "gpg_loss",

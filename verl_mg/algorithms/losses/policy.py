@@ -3,6 +3,8 @@
 In the formulas r is the ratio exp(logprobs - old_logprobs) of a token and A its advantage.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,7 @@ from verl_mg.algorithms.losses.columns import (
     masked_constant,
     ratio_metrics,
 )
+from verl_mg.errors import UserError
 
 
 def clipped_policy_loss(
@@ -133,3 +136,71 @@ def sapo_loss(
     opened = torch.sigmoid(tau * (ratio - 1))
     left = masked_constant(mask, 4 * opened * (1 - opened))
     return -advantages * opened * 4 / tau, {"gate": left} | ratio_metrics(ratio, mask, difference)
+
+
+def dppo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    divergence: str,
+    limit_low: float,
+    limit_high: float,
+    ratio_limit: float = 20.0,
+) -> tuple[Tensor, Metrics]:
+    """Returns -min(r, limit) A logprobs with the ratio as a constant, 0 outside the trust region: arXiv:2602.04879.
+
+    A token is outside where its update would lead further away, r > 1 with A > 0 or r < 1 with A < 0, and the
+    divergence of the two policies is above `limit_high` or `limit_low` (equation 12). The divergence is that of the
+    binary distributions "this token or another one", p the probability under the policy in training and q the old one:
+
+        "tv"    abs(p - q)
+        "kl"    q log(q / p) + (1 - q) log((1 - q) / (1 - p)), nats; 1 - p and 1 - q at least 1e-8
+
+    Unlike a clip of the ratio this leaves rare tokens free and holds frequent ones. A token inside has the gradient of
+    -r A, as the surrogate of PPO, up to `ratio_limit` (truncated importance sampling, section 5.4).
+
+    Args:
+        logprobs: (tokens,) nats, of the policy in training; only they have a gradient.
+        old_logprobs: (tokens,) nats, of the policy that the trust region is around: in the paper the one that sampled.
+        advantages: (tokens,) float.
+        mask: (tokens,) bool, true on tokens that count.
+        divergence: one of DIVERGENCES; UserError for any other.
+        limit_low: largest divergence of a token that becomes less probable.
+        limit_high: largest divergence of a token that becomes more probable.
+        ratio_limit: largest weight of a token.
+
+    Returns:
+        (tokens,) loss, and the metrics `ratio`, `clip_fraction_low`, `clip_fraction_high` (1 where the token is
+        outside at that end), `divergence` and `approx_kl` (k3 estimate of KL(old || new), nats).
+    """
+    if divergence not in DIVERGENCES:
+        raise UserError(f"divergence {divergence!r} is unknown. Write one of {', '.join(DIVERGENCES)}")
+    for name, limit, example in (("limit_low", limit_low, "0.15"), ("limit_high", limit_high, "0.15")):
+        check_positive(name, limit, example)
+    check_positive("ratio_limit", ratio_limit, "20.0")
+    advantages, logprobs = masked_constant(mask, advantages), masked(mask, logprobs)
+    new, old = logprobs.detach(), masked_constant(mask, old_logprobs)
+    distance = DIVERGENCES[divergence](new, old)
+    outside = {
+        "clip_fraction_low": (advantages < 0) & (new < old) & (distance > limit_low),
+        "clip_fraction_high": (advantages > 0) & (new > old) & (distance > limit_high),
+    }
+    ratio = torch.exp(new - old)
+    kept = ~(outside["clip_fraction_low"] | outside["clip_fraction_high"])
+    metrics = {name: where.to(ratio.dtype) for name, where in outside.items()}
+    metrics["divergence"] = masked(mask, distance)
+    loss = -advantages * torch.where(kept, ratio.clamp(max=ratio_limit), 0.0) * logprobs
+    return loss, metrics | ratio_metrics(ratio, mask, new - old)
+
+
+def _total_variation(new: Tensor, old: Tensor) -> Tensor:
+    return (new.exp() - old.exp()).abs()
+
+
+def _binary_kl(new: Tensor, old: Tensor) -> Tensor:
+    others_new, others_old = (-torch.expm1(logprobs).clamp(max=-1e-8) for logprobs in (new, old))
+    return old.exp() * (old - new) + others_old * (others_old / others_new).log()
+
+
+DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"tv": _total_variation, "kl": _binary_kl}

@@ -1,0 +1,108 @@
+"""DPPO: divergence proximal policy optimization (arXiv:2602.04879).
+
+    prompts -> rollout -> reward -> old and reference log-probs -> advantages -> actor update -> weight sync
+
+The clip of the ratio stops a rare token after a tiny change of its probability, and lets a frequent one change a lot.
+DPPO stops a token where the divergence of the policies is too large, here between the distributions "this token or
+another" (the paper's binary approximation; the one of the top k tokens is not here). The trust region is around the
+policy that sampled, so the old log-probs are those of the rollout.
+"""
+
+from functools import partial
+from typing import Literal
+
+from pydantic import Field, PositiveInt
+
+from recipes.common.entropy import add_entropy_bonus
+from recipes.common.kl import KLConfig, adapt_kl, add_kl_loss, kl_sums, rewards_with_kl, with_current_kl
+from recipes.common.off_policy import OffPolicyConfig, add_off_policy_weights, apply_off_policy_weights
+from recipes.common.old_logprobs import OldLogprobs
+from verl_mg.algorithms.advantages import group_relative
+from verl_mg.algorithms.aggregation import LossAggregation
+from verl_mg.algorithms.losses import dppo_loss
+from verl_mg.config import RecipeConfig
+from verl_mg.job.job import Job
+from verl_mg.training.loss_inputs import LossInputs, LossOutput
+
+
+class Config(RecipeConfig):
+    prompts_per_iteration: PositiveInt = 64
+    """Number of prompts that are trained on in an iteration."""
+    group_size: int = Field(8, ge=2)
+    """Number of responses to each prompt."""
+    normalize_by_std: bool = True
+    """Divides the advantages of a group by the standard deviation of its rewards."""
+    divergence: Literal["tv", "kl"] = "tv"
+    """Divergence of a token's probability: total variation, or KL in nats."""
+    limit_low: float = Field(0.15, gt=0)
+    """Divergence beyond which a token does not become less probable; 0.05 in the paper for "kl"."""
+    limit_high: float = Field(0.15, gt=0)
+    """Divergence beyond which a token does not become more probable; 0.05 in the paper for "kl"."""
+    ratio_limit: float = Field(20.0, gt=1)
+    """Largest weight of a token, its ratio of new to old probability."""
+    entropy_coefficient: float = Field(0.0, ge=0)
+    """Weight of the entropy of each token's distribution, which is subtracted from the loss."""
+    kl: KLConfig = KLConfig()
+    """Penalty on the divergence from the reference policy."""
+    off_policy: OffPolicyConfig = OffPolicyConfig()
+    """Correction of the difference between rollout engine and trainer."""
+    loss_aggregation: LossAggregation = "token-mean"
+    """Reduction of the token losses to one number: averages over tokens or over responses."""
+    num_minibatches: PositiveInt = 1
+    """Number of optimizer steps in an epoch, each with an equal part of the samples."""
+    num_epochs: PositiveInt = 1
+    """Number of passes over the samples of an iteration."""
+    old_logprobs: OldLogprobs = "rollout"
+    """Log-probs of the policy before its update: computed by the actor, or taken from the rollout, or not needed."""
+
+
+def roles(cfg: Config) -> set[str]:
+    return {"actor", "rollout", "reward"} | ({"reference"} if cfg.kl.enabled else set())
+
+
+def policy_loss(inputs: LossInputs, cfg: Config) -> LossOutput:
+    loss = dppo_loss(
+        inputs.logprobs,
+        inputs.old_logprobs,
+        inputs.advantages,
+        inputs.mask,
+        cfg.divergence,
+        cfg.limit_low,
+        cfg.limit_high,
+        cfg.ratio_limit,
+    )
+    loss = apply_off_policy_weights(loss, inputs, cfg.off_policy)
+    loss = add_entropy_bonus(loss, inputs, cfg.entropy_coefficient)
+    return add_kl_loss(loss, inputs, cfg.kl)
+
+
+def iteration(job: Job, cfg: Config) -> dict[str, float]:
+    cfg = with_current_kl(cfg, job.state)
+    prompts = job.prompts.next_batch(cfg.prompts_per_iteration)
+    batch = job.rollout.generate(prompts, num_samples=cfg.group_size)  # responses are scored as they complete
+    batch["reward"] = job.reward.wait(batch)
+
+    with job.concurrent_roles():
+        if cfg.old_logprobs == "recompute":
+            batch["old_logprobs"] = job.actor.compute_logprobs(batch)
+        elif cfg.old_logprobs == "rollout":
+            batch["old_logprobs"] = batch["rollout_logprobs"]
+        if cfg.kl.enabled:
+            batch["ref_logprobs"] = job.reference.compute_logprobs(batch)
+    add_off_policy_weights(batch, cfg.off_policy)
+
+    scores = rewards_with_kl(batch, cfg.kl)
+    advantages = group_relative(scores, batch["group"], batch["trajectory"], cfg.normalize_by_std)
+    batch["advantages"] = batch.expand_to_tokens(advantages) * batch["loss_mask"]
+
+    metrics = job.actor.update(
+        batch,
+        partial(policy_loss, cfg=cfg),
+        cfg.loss_aggregation,
+        num_minibatches=cfg.num_minibatches,
+        num_epochs=cfg.num_epochs,
+        max_length=job.config.rollout.max_new_tokens,
+    )
+    job.rollout.update_weights(job.actor)
+    kl_metrics = adapt_kl(cfg.kl, job.all_reduce_sum(kl_sums(batch)), job.state) if cfg.kl.enabled else {}
+    return {**metrics, **kl_metrics}

@@ -1,0 +1,102 @@
+"""GDPO: group reward-decoupled normalization policy optimization (arXiv:2601.05242).
+
+    prompts -> rollout -> rewards -> old and reference log-probs -> advantages -> actor update -> weight sync
+
+With several rewards GRPO normalizes their sum, in which one reward hides another: different rewards can have the same
+sum. GDPO normalizes each reward within its group, adds up the results, and normalizes the sums over all samples. The
+rewards are the parts that the reward function reports, or the names in `reward.mixture`.
+"""
+
+from functools import partial
+
+import torch
+from pydantic import Field, PositiveInt
+
+from recipes.common.entropy import add_entropy_bonus
+from recipes.common.kl import KLConfig, KLInLoss, adapt_kl, add_kl_loss, kl_sums, with_current_kl
+from recipes.common.off_policy import OffPolicyConfig, add_off_policy_weights, apply_off_policy_weights
+from recipes.common.old_logprobs import OldLogprobs
+from recipes.common.reward_parts import weighted_parts
+from verl_mg.algorithms.advantages import gdpo, moments, whiten
+from verl_mg.algorithms.aggregation import LossAggregation
+from verl_mg.algorithms.losses import clipped_policy_loss
+from verl_mg.config import RecipeConfig
+from verl_mg.job.job import Job
+from verl_mg.training.loss_inputs import LossInputs, LossOutput
+
+
+class Config(RecipeConfig):
+    prompts_per_iteration: PositiveInt = 64
+    """Number of prompts that are trained on in an iteration."""
+    group_size: int = Field(8, ge=2)
+    """Number of responses to each prompt."""
+    rewards: dict[str, float] = {}
+    """Weight of each reward, by the name of the part of the reward; empty weighs all parts by 1."""
+    clip_low: float = Field(0.2, gt=0)
+    """Distance of the lower bound of the ratio from 1."""
+    clip_high: float = Field(0.2, gt=0)
+    """Distance of the upper bound of the ratio from 1."""
+    dual_clip: float | None = Field(None, gt=1)
+    """Bound of the ratio where the advantage is below 0; null sets no bound."""
+    entropy_coefficient: float = Field(0.0, ge=0)
+    """Weight of the entropy of each token's distribution, which is subtracted from the loss."""
+    kl: KLInLoss = KLConfig()
+    """Penalty on the divergence from the reference policy."""
+    off_policy: OffPolicyConfig = OffPolicyConfig()
+    """Correction of the difference between rollout engine and trainer."""
+    loss_aggregation: LossAggregation = "seq-mean-token-mean"
+    """Reduction of the token losses to one number: averages over tokens or over responses."""
+    num_minibatches: PositiveInt = 1
+    """Number of optimizer steps in an epoch, each with an equal part of the samples."""
+    num_epochs: PositiveInt = 1
+    """Number of passes over the samples of an iteration."""
+    old_logprobs: OldLogprobs = "recompute"
+    """Log-probs of the policy before its update: computed by the actor, or taken from the rollout, or not needed."""
+
+
+def roles(cfg: Config) -> set[str]:
+    return {"actor", "rollout", "reward"} | ({"reference"} if cfg.kl.enabled else set())
+
+
+def policy_loss(inputs: LossInputs, cfg: Config) -> LossOutput:
+    loss = clipped_policy_loss(
+        inputs.logprobs, inputs.old_logprobs, inputs.advantages, inputs.mask, cfg.clip_low, cfg.clip_high, cfg.dual_clip
+    )
+    loss = apply_off_policy_weights(loss, inputs, cfg.off_policy)
+    loss = add_entropy_bonus(loss, inputs, cfg.entropy_coefficient)
+    return add_kl_loss(loss, inputs, cfg.kl)
+
+
+def iteration(job: Job, cfg: Config) -> dict[str, float]:
+    cfg = with_current_kl(cfg, job.state)
+    prompts = job.prompts.next_batch(cfg.prompts_per_iteration)
+    batch = job.rollout.generate(prompts, num_samples=cfg.group_size)  # responses are scored as they complete
+    batch["reward"] = job.reward.wait(batch)
+
+    with job.concurrent_roles():
+        if cfg.old_logprobs == "recompute":
+            batch["old_logprobs"] = job.actor.compute_logprobs(batch)
+        elif cfg.old_logprobs == "rollout":
+            batch["old_logprobs"] = batch["rollout_logprobs"]
+        if cfg.kl.enabled:
+            batch["ref_logprobs"] = job.reference.compute_logprobs(batch)
+    add_off_policy_weights(batch, cfg.off_policy)
+
+    rewards, weights = weighted_parts(batch, cfg.rewards)
+    advantages = gdpo(rewards, weights, batch["group"], batch["trajectory"])
+    samples = torch.zeros(len(batch), dtype=torch.bool).index_fill_(0, batch.first_rows, True)  # one row of each
+    sums = job.all_reduce_sum(moments(advantages, samples))
+    advantages = whiten(advantages, torch.ones_like(samples), sums)
+    batch["advantages"] = batch.expand_to_tokens(advantages) * batch["loss_mask"]
+
+    metrics = job.actor.update(
+        batch,
+        partial(policy_loss, cfg=cfg),
+        cfg.loss_aggregation,
+        num_minibatches=cfg.num_minibatches,
+        num_epochs=cfg.num_epochs,
+        max_length=job.config.rollout.max_new_tokens,
+    )
+    job.rollout.update_weights(job.actor)
+    kl_metrics = adapt_kl(cfg.kl, job.all_reduce_sum(kl_sums(batch)), job.state) if cfg.kl.enabled else {}
+    return {**metrics, **kl_metrics}

@@ -1,0 +1,101 @@
+"""MT-GRPO: credit for the single turns of samples with tools (arXiv:2505.11821).
+
+    prompts -> rollout -> rewards -> old and reference log-probs -> advantages -> actor update -> weight sync
+
+GRPO gives all turns of a sample the same advantage: a good call is blamed for a wrong answer. Here a turn's tokens have
+the advantage of the outcome plus that of the turn, whose reward is compared with those of the same turn of the other
+samples. The outcome is the value of the reward, the reward of turn k its part `turn_k`.
+"""
+
+from functools import partial
+
+from pydantic import Field, PositiveInt
+
+from recipes.common.entropy import add_entropy_bonus
+from recipes.common.kl import KLConfig, KLInLoss, adapt_kl, add_kl_loss, kl_sums, with_current_kl
+from recipes.common.off_policy import OffPolicyConfig, add_off_policy_weights, apply_off_policy_weights
+from recipes.common.old_logprobs import OldLogprobs
+from recipes.common.turns import turn_rewards
+from verl_mg.algorithms.advantages import Turns, mt_grpo
+from verl_mg.algorithms.aggregation import LossAggregation
+from verl_mg.algorithms.losses import clipped_policy_loss
+from verl_mg.config import RecipeConfig
+from verl_mg.job.job import Job
+from verl_mg.training.loss_inputs import LossInputs, LossOutput
+
+
+class Config(RecipeConfig):
+    prompts_per_iteration: PositiveInt = 64
+    """Number of prompts that are trained on in an iteration."""
+    group_size: int = Field(8, ge=2)
+    """Number of responses to each prompt."""
+    turn_weight: float = Field(1.0, ge=0)
+    """Factor of the advantages of turns; those of outcomes have the factor 1."""
+    normalize_by_std: bool = True
+    """Divides the advantages of a group by the standard deviation of its rewards."""
+    clip_low: float = Field(0.2, gt=0)
+    """Distance of the lower bound of the ratio from 1."""
+    clip_high: float = Field(0.2, gt=0)
+    """Distance of the upper bound of the ratio from 1."""
+    dual_clip: float | None = Field(None, gt=1)
+    """Bound of the ratio where the advantage is below 0; null sets no bound."""
+    entropy_coefficient: float = Field(0.0, ge=0)
+    """Weight of the entropy of each token's distribution, which is subtracted from the loss."""
+    kl: KLInLoss = KLConfig()
+    """Penalty on the divergence from the reference policy."""
+    off_policy: OffPolicyConfig = OffPolicyConfig()
+    """Correction of the difference between rollout engine and trainer."""
+    loss_aggregation: LossAggregation = "seq-mean-token-mean"
+    """Reduction of the token losses to one number: averages over tokens or over responses."""
+    num_minibatches: PositiveInt = 1
+    """Number of optimizer steps in an epoch, each with an equal part of the samples."""
+    num_epochs: PositiveInt = 1
+    """Number of passes over the samples of an iteration."""
+    old_logprobs: OldLogprobs = "recompute"
+    """Log-probs of the policy before its update: computed by the actor, or taken from the rollout, or not needed."""
+
+
+def roles(cfg: Config) -> set[str]:
+    return {"actor", "rollout", "reward"} | ({"reference"} if cfg.kl.enabled else set())
+
+
+def policy_loss(inputs: LossInputs, cfg: Config) -> LossOutput:
+    loss = clipped_policy_loss(
+        inputs.logprobs, inputs.old_logprobs, inputs.advantages, inputs.mask, cfg.clip_low, cfg.clip_high, cfg.dual_clip
+    )
+    loss = apply_off_policy_weights(loss, inputs, cfg.off_policy)
+    loss = add_entropy_bonus(loss, inputs, cfg.entropy_coefficient)
+    return add_kl_loss(loss, inputs, cfg.kl)
+
+
+def iteration(job: Job, cfg: Config) -> dict[str, float]:
+    cfg = with_current_kl(cfg, job.state)
+    prompts = job.prompts.next_batch(cfg.prompts_per_iteration)
+    batch = job.rollout.generate(prompts, num_samples=cfg.group_size)  # responses are scored as they complete
+    batch["reward"] = job.reward.wait(batch)
+
+    with job.concurrent_roles():
+        if cfg.old_logprobs == "recompute":
+            batch["old_logprobs"] = job.actor.compute_logprobs(batch)
+        elif cfg.old_logprobs == "rollout":
+            batch["old_logprobs"] = batch["rollout_logprobs"]
+        if cfg.kl.enabled:
+            batch["ref_logprobs"] = job.reference.compute_logprobs(batch)
+    add_off_policy_weights(batch, cfg.off_policy)
+
+    turns = Turns.of(batch.pad("loss_mask")[0])
+    scores, groups = batch["reward"][batch.first_rows], batch["group"][batch.first_rows]
+    advantages = mt_grpo(scores, turn_rewards(batch), turns, groups, cfg.turn_weight, cfg.normalize_by_std)
+    batch["advantages"] = batch.unpad(advantages)
+
+    metrics = job.actor.update(
+        batch,
+        partial(policy_loss, cfg=cfg),
+        cfg.loss_aggregation,
+        num_minibatches=cfg.num_minibatches,
+        num_epochs=cfg.num_epochs,
+        max_length=job.config.rollout.max_new_tokens,
+    )
+    job.rollout.update_weights(job.actor)
+    kl_metrics = adapt_kl(cfg.kl, job.all_reduce_sum(kl_sums(batch)), job.state) if cfg.kl.enabled else {}
+    return {**metrics, **kl_metrics}
