@@ -30,7 +30,7 @@ class Config(RecipeConfig):
     """Number of prompts that are trained on in an iteration."""
     group_size: int = Field(8, ge=2)
     """Number of responses to each prompt."""
-    rewards: dict[str, float] = {}
+    rewards: dict[str, float] = Field(default_factory=dict)
     """Weight of each reward, by the name of the part of the reward; empty weighs all parts by 1."""
     clip_low: float = Field(0.2, gt=0)
     """Distance of the lower bound of the ratio from 1."""

@@ -3,9 +3,9 @@
     prompts -> rollout -> rewards -> old and reference log-probs -> advantages -> actor update -> weight sync
 
 Samples of a prompt often pass through the same state. A turn's tokens have GRPO's advantage of the whole sample plus
-that of the turn: the discounted rewards from it on, compared with those of all turns that begin in the same state, which
-is what tools or the environment answered last. A turn's reward is the part `turn_k` of the reward, if there is one; the
-last turn has the value of the reward too.
+that of the turn: the discounted rewards from it on, compared with those of all turns that begin in the same state. The
+state is what tools or the environment answered last. A turn's reward is the part `turn_k` of the reward, if there is
+one; the last turn has the value of the reward too.
 """
 
 from functools import partial

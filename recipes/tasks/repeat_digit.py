@@ -35,10 +35,9 @@ def shares(sample: Sample) -> Reward:
 
     A part, and the reward of the only turn, is the share of places with any digit.
     """
-    right, digits = (
-        sum(written in wanted for written in sample.response[:LENGTH]) / LENGTH for wanted in (sample.prompt[-2], DIGITS)
-    )
-    return Reward(right, {"right": right, "digits": digits, "turn_1": digits}, answer=sample.response[:LENGTH])
+    written = sample.response[:LENGTH]
+    right, digits = (sum(place in wanted for place in written) / LENGTH for wanted in (sample.prompt[-2], DIGITS))
+    return Reward(right, {"right": right, "digits": digits, "turn_1": digits}, answer=written)
 
 
 def make(folder: Path, seed: int = 0) -> None:

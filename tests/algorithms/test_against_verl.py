@@ -91,6 +91,23 @@ def test_group_advantages_of_random_rows_equal_verl(verl: ModuleType, seed: int)
     same(advantages.remax(scores, greedy)[:, None].expand_as(mask), theirs, t["mask"])
 
 
+def test_gdpo_of_samples_of_one_token_equals_verl(verl: ModuleType) -> None:
+    """Of more tokens verl whitens over all tokens, so a long sample counts more than a short one; ours over samples."""
+    t = table(0)
+    first, second = t["rewards"][:, 0], t["values"][:, 0]
+    summed = advantages.gdpo([first, second], [1.0, 0.3], GROUPS, SAMPLES)
+    one = torch.ones(ROWS, dtype=torch.bool)
+    theirs = verl.compute_gdpo_outcome_advantage(
+        torch.zeros(ROWS, 1),
+        torch.ones(ROWS, 1),
+        GROUPS.numpy(),
+        config={"gdpo_reward_keys": ["right", "short"], "gdpo_reward_weights": [1.0, 0.3]},
+        non_tensor_batch={"right": first.numpy(), "short": second.numpy()},
+        batch={"prompts": torch.zeros(ROWS, 2), "attention_mask": torch.ones(ROWS, 3, dtype=torch.int64)},
+    )[0]
+    torch.testing.assert_close(whitened(summed, one).float()[:, None], theirs, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_token_advantages_of_random_rows_equal_verl(verl: ModuleType, seed: int) -> None:
     t = table(seed)
@@ -228,10 +245,12 @@ def configuration(verl: ModuleType, mask: Tensor, **policy_loss: float) -> Any:
     return config
 
 
-LOSSES: dict[str, tuple[Callable[..., tuple[Tensor, losses.Metrics]], bool, tuple[float, ...]]] = {
+LOSSES: dict[str, tuple[Callable[..., tuple[Tensor, losses.Metrics]], bool, tuple[float | str, ...]]] = {
     "vanilla": (losses.clipped_policy_loss, False, (0.2, 0.28, 3.0)),
     "cispo": (losses.cispo_loss, False, (0.2, 0.28)),
     "sapo": (losses.sapo_loss, False, (1.0, 1.05)),
+    "dppo_tv": (losses.dppo_loss, False, ("tv", 0.2, 0.28, 3.0)),
+    "dppo_kl": (losses.dppo_loss, False, ("kl", 0.2, 0.28, 3.0)),
     "gspo": (losses.gspo_loss, True, (0.2, 0.28)),
     "geo_mean": (losses.gmpo_loss, True, (0.2, 0.28)),
 }

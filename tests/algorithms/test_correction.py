@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from verl_mg.algorithms.correction import KINDS, Correction, correct
+from verl_mg.algorithms.correction import KINDS, Correction, correct, drifted_sequences
 from verl_mg.algorithms.losses import clipped_policy_loss
 from verl_mg.errors import UserError
 
@@ -168,3 +168,30 @@ def test_correct_with_invalid_arguments_raises() -> None:
     for low, high in ((-0.1, 2.0), (1.1, 2.0), (0.5, 0.9), (0.5, math.inf), (math.nan, 2.0), (0.5, math.nan)):
         with pytest.raises(UserError, match="Write bounds such as"):
             correct("icepop", column, column, column.bool(), column.long(), low, high)
+
+
+def drifted_by_hand(sequence: Sequence, advantage: float, delta: float) -> list[bool]:
+    scored = [rollout - new for new, rollout, counts in sequence if counts]
+    out = bool(scored) and advantage < 0 and math.fsum(scored) / len(scored) > delta
+    return [out and counts for _, _, counts in sequence]
+
+
+@settings(max_examples=100)
+@given(SEQUENCES, st.lists(st.sampled_from([-1.0, 0.0, 0.5]), min_size=6, max_size=6))
+def test_drifted_sequences_equal_loops(sequences: list[Sequence], advantages: list[float]) -> None:
+    new, rollout, mask, ids = columns(sequences)
+    column = torch.tensor(advantages)[ids]
+    pairs = zip(sequences, advantages, strict=False)
+    expected = [flag for sequence, advantage in pairs for flag in drifted_by_hand(sequence, advantage, 0.23)]
+    assert drifted_sequences(new, rollout, column, mask, ids, 0.23).tolist() == expected
+
+
+def test_drifted_sequences_are_those_that_became_less_probable() -> None:
+    new = torch.tensor([-3.0, -3.0, -1.0, -1.0], requires_grad=True)
+    rollout, ids = torch.tensor([-1.0, -1.0, -3.0, -3.0]), torch.tensor([0, 0, 1, 1])
+    mask, negative = torch.ones(4, dtype=torch.bool), -torch.ones(4)
+    found = drifted_sequences(new, rollout, negative, mask, ids, 0.5)
+    assert found.tolist() == [True, True, False, False] and not found.requires_grad
+    assert not drifted_sequences(new, rollout, -negative, mask, ids, 0.5).any()
+    with pytest.raises(UserError, match="opsm_delta is 0"):
+        drifted_sequences(new, rollout, negative, mask, ids, 0.0)

@@ -15,6 +15,7 @@ from tests.megatron.training import Parts, assembled, gradients_here
 from tests.rank_pool import job_context
 from tests.tiny_models import oracle, oracle_outputs, random_rows, tiny_model
 from verl_mg.algorithms import losses
+from verl_mg.algorithms.correction import drifted_sequences
 from verl_mg.algorithms.losses import Metrics
 from verl_mg.batch import Batch
 from verl_mg.config import OptimizerConfig
@@ -39,7 +40,7 @@ def given(*names: str) -> Callable[[LossInputs], list[Tensor]]:
 POLICY = given("old_logprobs", "advantages", "mask")
 
 
-def of_policy(loss: Callable[..., tuple[Tensor, Metrics]], *names: str, **numbers: float) -> Loss:
+def of_policy(loss: Callable[..., tuple[Tensor, Metrics]], *names: str, **numbers: float | str) -> Loss:
     """A loss of log-probs, old log-probs, advantages and mask, of further columns, and of numbers."""
 
     def call(tokens: LossInputs) -> tuple[Tensor, Metrics]:
@@ -49,10 +50,18 @@ def of_policy(loss: Callable[..., tuple[Tensor, Metrics]], *names: str, **number
     return call
 
 
+def masked_loss(tokens: LossInputs) -> tuple[Tensor, Metrics]:
+    loss, metrics = losses.clipped_policy_loss(tokens.logprobs, *POLICY(tokens), **CLIPS)
+    drifted = drifted_sequences(tokens.logprobs, *POLICY(tokens), tokens.sequence_ids, 0.01)
+    return torch.where(drifted, 0.0, loss), metrics | {"opsm_masked": drifted.to(loss.dtype)}
+
+
 CLIPS = {"clip_low": 0.1, "clip_high": 0.15}
 LOSSES: dict[str, tuple[type[TrainableRole], str, Loss]] = {
     "clipped_policy_loss": (Actor, BY_TOKEN, of_policy(losses.clipped_policy_loss, dual_clip=1.5, **CLIPS)),
     "cispo_loss": (Actor, BY_TOKEN, of_policy(losses.cispo_loss, **CLIPS)),
+    "dppo_loss": (Actor, BY_TOKEN, of_policy(losses.dppo_loss, divergence="kl", limit_low=0.02, limit_high=0.03)),
+    "clipped_policy_loss, off-policy sequence masking": (Actor, BY_TOKEN, masked_loss),
     "sapo_loss": (Actor, BY_SEQUENCE, of_policy(losses.sapo_loss)),
     "gspo_loss": (
         Actor,
@@ -150,7 +159,7 @@ def gradients_of_all(model: Path, layout: str, budget: int, turned: bool) -> dic
 
 
 def test_losses_are_all_in_this_test() -> None:
-    assert {name for name in losses.__all__ if name.endswith("_loss")} == set(LOSSES)
+    assert {name for name in losses.__all__ if name.endswith("_loss")} == {name.split(",")[0] for name in LOSSES}
 
 
 @pytest.fixture(scope="module")

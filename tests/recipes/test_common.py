@@ -7,9 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from recipes import dapo, grpo, pf_ppo
+from recipes import dapo, gdpo, gigpo, grpo, maxrl, mt_grpo, pf_ppo
 from recipes.common.kl import KLConfig, adapt_kl, add_kl_loss, rewards_with_kl, token_rewards_with_kl, with_current_kl
 from recipes.common.off_policy import OffPolicyConfig, add_off_policy_weights, apply_off_policy_weights
+from recipes.common.reward_parts import weighted_parts
 from recipes.common.rows import concat_rollouts, response_lengths
 from tests.recipes.scripted_job import ScriptedJob, rows
 from tests.recipes.tiny_runs import tiny_run
@@ -17,6 +18,7 @@ from tests.tiny_jobs import RECIPES
 from verl_mg.algorithms.kl import adapted
 from verl_mg.batch import Batch
 from verl_mg.distributed import collectives
+from verl_mg.errors import UserError
 from verl_mg.training.loss_inputs import LossInputs
 
 COEFFICIENT = 0.5
@@ -121,8 +123,46 @@ def test_dual_clip_of_every_clipped_recipe_bounds_the_loss_where_the_advantage_i
 def test_recipes_with_a_clip_have_a_dual_clip():
     # CISPO bounds the weight at both ends whatever the advantage is.
     clips = {name for name, recipe in POLICY_RECIPES.items() if "clip_high" in recipe.Config.model_fields}
-    assert clips - set(CLIPPED) == {"cispo", "distillation"} and len(CLIPPED) == 14
+    assert clips - set(CLIPPED) == {"cispo", "distillation"} and len(CLIPPED) == 18
     assert all("entropy_coefficient" in recipe.Config.model_fields for recipe in POLICY_RECIPES.values())
+
+
+def test_off_policy_sequence_masking_excludes_drifted_responses_with_a_negative_advantage_and_reports_them():
+    rollout, advantages = torch.tensor([-0.2, -0.4]), torch.tensor([-1.0, -1.0])
+    loss = torch.full((2,), 3.0)
+    for delta, masked in ((0.5, 1.0), (0.8, 0.0)):  # the mean log-ratio is 0.7
+        inputs = loss_inputs(rollout_logprobs=rollout, advantages=advantages)
+        found, metrics = apply_off_policy_weights((loss, {}), inputs, OffPolicyConfig(opsm_delta=delta))
+        assert found.tolist() == [3.0 * (1 - masked)] * 2 and metrics["opsm_masked"].tolist() == [masked] * 2
+
+
+def test_off_policy_sequence_masking_in_a_run_excludes_responses_from_the_second_update_on(ranks, tasks, tmp_path):
+    overrides = ["algorithm.prompts_per_iteration=8", "algorithm.group_size=4", "job.iterations=1", "job.save=false"]
+    updates = ["algorithm.num_epochs=2", "algorithm.off_policy.opsm_delta=0.001", "actor.optimizer.warmup_steps=0"]
+    (line,) = tiny_run(ranks, "grpo", tasks(0), tmp_path / "run", [*overrides, *updates])
+    # Of two epochs the first one is on the policy that has sampled; in the second one bad responses have drifted.
+    assert 0.05 < line["actor/opsm_masked"] < 0.5
+
+
+def test_parts_of_the_reward_without_weights_are_all_and_with_weights_the_named_ones():
+    batch = rows([0, 1], [0, 0], [1.0, 0.0])
+    with pytest.raises(UserError, match=r"^algorithm\.rewards: the reward has no parts"):
+        weighted_parts(batch, {})
+    for name, values in (("format", [0.0, 1.0]), ("right", [1.0, 0.0])):
+        batch[f"reward.{name}"] = torch.tensor(values)
+    rewards, weights = weighted_parts(batch, {})
+    assert [reward.tolist() for reward in rewards] == [[0, 1], [1, 0]] and weights == [1.0, 1.0]
+    rewards, weights = weighted_parts(batch, {"right": 2.0})
+    assert [reward.tolist() for reward in rewards] == [[1, 0]] and weights == [2.0]
+    with pytest.raises(UserError, match=r"^algorithm\.rewards\.wrong: .* Write one of format, right$"):
+        weighted_parts(batch, {"wrong": 1.0})
+
+
+@pytest.mark.parametrize("recipe", [gdpo, gigpo, maxrl, mt_grpo])
+def test_penalty_in_the_reward_is_refused_where_it_has_no_meaning(recipe):
+    assert recipe.Config(kl=KLConfig(coefficient=0.1)).kl.in_loss
+    with pytest.raises(ValueError, match=r"kl\.placement=reward has no meaning in this recipe"):
+        recipe.Config(kl=KLConfig(coefficient=0.1, placement="reward"))
 
 
 def reference_calls(coefficient: float) -> list[str]:

@@ -14,8 +14,10 @@ NAMES = sorted(recipe.stem for recipe in RECIPES.glob("*.py"))
 DAILY = {
     *("dapo", "distillation", "dpo", "grpo", "gspo", "pf_ppo", "ppo", "prime", "remax", "reward_model", "sft", "vapo"),
 }
-# Those with a rollout. Clip-Cov draws tokens by their places in rows, and the loss of PRIME's reward model is of rows.
-SPLIT = [name for name in NAMES if name not in {"clip_cov", "dpo", "prime", "reward_model", "sft"}]
+# Those with a rollout. Clip-Cov draws tokens by their places in rows, the loss of PRIME's reward model is of rows, and
+# the cut makes two turns of one.
+OF_ROWS = {"clip_cov", "gigpo", "mt_grpo", "prime"}
+SPLIT = [name for name in NAMES if name not in OF_ROWS | {"dpo", "reward_model", "sft"}]
 SPLIT_DAILY = {"grpo", "ppo", "gspo"}
 OF_SEGMENTS = {"gspo", "gmpo"}
 # Metrics that depend on the ranks, and that compare engines with trainer, which differ only by rounding.

@@ -12,6 +12,8 @@ RANDOM = (-1.0, -0.75)
 
 REWARD = Goal("reward/mean", start=RANDOM, end=0.1, margin=0.4)
 """Reward of a policy with most digits right for half of the prompts; a constant answer has -0.8."""
+SHARE = Goal("reward/mean", start=(0.0, 0.125), end=0.55, margin=0.2)
+"""The same with rewards from 0 to 1."""
 
 DAPO = (Goal("reward/mean", (-1.0, -0.85), -0.55, 0.2), Goal("response/truncated", (0.2, 0.6), 0.07, 0.1))
 """It stops answering too long before it answers right."""
@@ -29,6 +31,7 @@ SHORT = {
 GOALS: dict[str, tuple[Goal, ...]] = {
     **{recipe.stem: (REWARD,) for recipe in sorted(RECIPES.glob("*.py"))},
     "dapo_mixture": (REWARD,),
+    **dict.fromkeys(("maxrl", "gdpo", "mt_grpo", "gigpo"), (SHARE,)),
     "ppo": (REWARD, Goal("critic/explained_variance", (-5.0, 0.1), 0.5, 0.35)),
     "vapo": (REWARD, Goal("critic/explained_variance", (-5.0, 0.1), 0.5, 0.35)),
     "distillation": (Goal("distillation/reverse_kl", (3.5, 5.5), 0.2, 0.6), REWARD),

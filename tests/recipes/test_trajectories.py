@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from recipes import dapo, dr_grpo, gpg, grpo, opo, ppo, prime, reinforce_plus_plus, rloo, vapo
+from recipes import dapo, dr_grpo, gdpo, gpg, grpo, maxrl, opo, ppo, prime, reinforce_plus_plus, rloo, vapo
 from tests.recipes.scripted_job import ScriptedJob, ScriptedRole
 from verl_mg.batch import Batch, ColumnKind
 from verl_mg.rollout.trajectory import MAX_SEGMENTS, NOT_GENERATED
@@ -71,6 +71,11 @@ def wholes(seed: int) -> list[Whole]:
     return samples
 
 
+def part(sample: Whole) -> float:
+    """A further reward."""
+    return float(len(sample.response) > 4)
+
+
 def rows_of(sample: Whole, draw: random.Random) -> list[dict[str, Any]]:
     """Segments: what the first trains, the next repeat. A segment begins its part with a token of the policy."""
     starts = [place for place, (_, written) in enumerate(sample.response) if written and place]
@@ -88,6 +93,7 @@ def rows_of(sample: Whole, draw: random.Random) -> list[dict[str, Any]]:
                 "group": sample.group,
                 "prompt_length": len(sample.prompt) + begin,
                 "scripted_reward": sample.reward,
+                "reward.long": part(sample),
                 "truncated": sample.truncated and number == len(cuts) - 2,
             }
         )
@@ -104,9 +110,10 @@ def batch_of(seed: int) -> Batch:
     draw.shuffle(rows)
     batch = Batch.from_rows(row["tokens"] for row in rows)
     batch["loss_mask"] = torch.tensor([flag for row in rows for flag in row["mask"]], dtype=torch.bool)
-    for name in ("trajectory", "sample_id", "group", "prompt_length", "scripted_reward", "truncated"):
+    for name in ("trajectory", "sample_id", "group", "prompt_length", "scripted_reward", "reward.long", "truncated"):
         values = torch.tensor([row[name] for row in rows], dtype=None if rows else torch.int64)
         batch.put(name, values, ColumnKind.SEQUENCE)
+    batch.put("reward.right", batch["scripted_reward"].float(), ColumnKind.SEQUENCE)
     batch["prefix_of"] = batch["sample_id"].clone()
     batch["policy_versions"] = torch.where(batch["loss_mask"], 3, NOT_GENERATED)
     batch["rollout_logprobs"] = of_tokens(batch, lambda token: old(token) + column("rollout", token))
@@ -185,6 +192,25 @@ def relative(samples: list[Whole], coefficient: float = 0.0, deviation: bool = T
         scale = stdev(of_group) + 1e-6 if deviation else 1.0
         values |= {s.id: (score[s.id] - fmean(of_group)) / scale for s in group}
     return spread(samples, values)
+
+
+def maximum_likelihood(samples: list[Whole]) -> Table:
+    values = {}
+    for group in by_group(samples):
+        mean = fmean(s.reward for s in group)
+        values |= {s.id: (s.reward - mean) / mean if mean else 0.0 for s in group}
+    return spread(samples, values)
+
+
+def decoupled(samples: list[Whole]) -> Table:
+    totals = dict.fromkeys((s.id for s in samples), 0.0)
+    for weight, reward in ((1.0, lambda s: s.reward), (0.5, part)):
+        for group in by_group(samples):
+            of_group = [reward(s) for s in group]
+            for s in group:
+                totals[s.id] += weight * (reward(s) - fmean(of_group)) / (stdev(of_group) + 1e-6)
+    deviation = math.sqrt(variance(totals.values()) + 1e-8)
+    return spread(samples, {i: (total - fmean(totals.values())) / deviation for i, total in totals.items()})
 
 
 def leave_one_out(samples: list[Whole], score: dict[int, float]) -> dict[int, float]:
@@ -297,6 +323,8 @@ CASES: dict[str, tuple[Any, dict[str, Any], Callable[[list[Whole]], dict[str, Ta
     "dr_grpo": (dr_grpo, IN_REWARD, lambda s: {"advantages": relative(s, KL, deviation=False)}),
     "rloo": (rloo, IN_REWARD, lambda s: {"advantages": spread(s, leave_one_out(s, scores(s, KL)))}),
     "opo": (opo, IN_REWARD, lambda s: {"advantages": optimal_baseline(s)}),
+    "maxrl": (maxrl, {}, lambda s: {"advantages": maximum_likelihood(s)}),
+    "gdpo": (gdpo, {"rewards": {"right": 1.0, "long": 0.5}}, lambda s: {"advantages": decoupled(s)}),
     "gpg": (gpg, {}, lambda s: {"advantages": gradient_of_all(s)}),
     "dapo": (
         dapo,

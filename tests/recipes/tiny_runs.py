@@ -45,12 +45,12 @@ class Goal:
 
 
 def recipe_of(config: Path) -> Path:
-    """A configuration bears the name of its recipe, or has it as one of its words."""
+    """A configuration bears the name of its recipe, or has it among its words."""
     recipes = {recipe.stem: recipe for recipe in RECIPES.glob("*.py")}
     if config.stem in recipes:
         return recipes[config.stem]
-    (recipe,) = [recipe for name, recipe in recipes.items() if name in config.stem.split("_")]
-    return recipe
+    named = [name for name in recipes if f"_{name}_" in f"_{config.stem}_"]
+    return recipes[max(named, key=len)]
 
 
 def tiny_run(

@@ -1,5 +1,6 @@
 """Advantages within groups against loops over groups."""
 
+import itertools
 import statistics
 from random import Random
 
@@ -8,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_mg.algorithms.advantages import group_relative, informative, opo, remax, rloo
+from verl_mg.algorithms.advantages import gdpo, group_relative, informative, maxrl, opo, remax, rloo
+from verl_mg.errors import UserError
 
 ROWS = st.lists(st.tuples(st.floats(-10, 10), st.sampled_from([-3, 0, 1, 2, 700])), min_size=1, max_size=24)
 
@@ -165,3 +167,63 @@ def test_rows_without_tokens_and_no_rows() -> None:
     assert informative(empty, groups, groups).shape == (0,)
     assert opo(torch.tensor([1.0, 3.0]), torch.tensor([0, 0]), torch.tensor([1, 1]), torch.arange(2)).isfinite().all()
     assert opo(torch.tensor([5.0]), torch.tensor([0]), torch.tensor([1]), torch.arange(1)).tolist() == [0.0]
+
+
+@settings(max_examples=100)
+@given(st.lists(st.tuples(st.just(0.0) | st.floats(1e-3, 10), st.integers(0, 3)), min_size=1, max_size=24))
+def test_maxrl_of_random_groups_equals_loops(rows: list[tuple[float, int]]) -> None:
+    scores = torch.tensor([score for score, _ in rows], dtype=torch.float64)
+    groups = torch.tensor([group for _, group in rows])
+    expected = []
+    for score, group in rows:
+        mean = statistics.fmean(other for other, theirs in rows if theirs == group)
+        expected.append((score - mean) / mean if mean else 0.0)
+    found = maxrl(scores, groups, alone(groups))
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("count", [2, 3, 6])
+def test_maxrl_in_expectation_is_the_gradient_of_the_truncated_logarithm(count: int) -> None:
+    """All 2^N outcomes of a group under a policy that is right with probability p = sigmoid(x), by d/dx."""
+    p = 0.3
+    expected = 0.0
+    for outcome in itertools.product((0, 1), repeat=count):
+        scores = torch.tensor(outcome, dtype=torch.float64)
+        found = maxrl(scores, torch.zeros(count, dtype=torch.int64), torch.arange(count)).tolist()
+        slopes = [1 - p if right else -p for right in outcome]  # of log sigmoid(x) and log sigmoid(-x)
+        probability = p ** sum(outcome) * (1 - p) ** (count - sum(outcome))
+        expected += probability * sum(a * slope for a, slope in zip(found, slopes, strict=True)) / count
+    slope = p * (1 - p) * sum((1 - p) ** (k - 1) for k in range(1, count))
+    assert expected == pytest.approx(slope, rel=1e-12)
+
+
+def test_maxrl_with_a_reward_below_0_is_refused() -> None:
+    with pytest.raises(UserError, match=r"^reward: it is -0\.5 for a sample.*Return rewards from 0 to 1$"):
+        maxrl(torch.tensor([1.0, -0.5]), torch.zeros(2, dtype=torch.int64), torch.arange(2))
+
+
+REWARDS = st.tuples(st.floats(-10, 10), st.none() | st.floats(-1, 1), st.sampled_from([-3, 0, 1]))
+
+
+@settings(max_examples=100)
+@given(st.lists(REWARDS, min_size=1, max_size=24))
+def test_gdpo_of_random_groups_equals_loops(rows: list[tuple[float, float | None, int]]) -> None:
+    groups = torch.tensor([row[2] for row in rows])
+    rewards = [torch.tensor([row[k] for row in rows], dtype=torch.float64) for k in (0,)]
+    rewards.append(torch.tensor([float("nan") if row[1] is None else row[1] for row in rows], dtype=torch.float64))
+    first = by_hand([(row[0], row[2]) for row in rows], True)
+    known = [i for i, row in enumerate(rows) if row[1] is not None]
+    second = dict(zip(known, by_hand([(rows[i][1] or 0.0, rows[i][2]) for i in known], True), strict=True))
+    expected = [2 * value - 0.5 * second.get(i, 0.0) for i, value in enumerate(first)]
+    found = gdpo(rewards, [2.0, -0.5], groups, alone(groups))
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-8, atol=1e-7)
+
+
+def test_gdpo_tells_rewards_apart_whose_sums_grpo_takes_for_the_same() -> None:
+    """The paper's example: (0, 1) and (0, 2) in two rewards are the same advantages under GRPO."""
+    groups, samples = torch.tensor([0, 0, 1, 1]), torch.arange(4)
+    rewards = [torch.tensor([0.0, 1.0, 0.0, 1.0]), torch.tensor([0.0, 0.0, 0.0, 1.0])]
+    summed = group_relative(rewards[0] + rewards[1], groups, samples)
+    torch.testing.assert_close(summed[:2], summed[2:], rtol=1e-5, atol=0)
+    found = gdpo(rewards, [1.0, 1.0], groups, samples)
+    torch.testing.assert_close(found[2:], 2 * found[:2], rtol=1e-5, atol=0)

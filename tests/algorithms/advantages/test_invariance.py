@@ -35,12 +35,26 @@ def rows() -> Rows:
     }
 
 
+def states(r: Rows) -> Tensor:
+    """The second turns of a group have the same state as its first ones, later turns another one."""
+    turns = package.Turns.of(r["mask"])
+    return 2 * r["groups"][turns.line] + (turns.place > 1)
+
+
 # The moments come from the parts, as they would from ranks.
 ADVANTAGES: dict[str, Callable[[Rows, Tensor], Tensor]] = {
     "group_relative": lambda r, _: package.group_relative(r["scores"], r["groups"], r["samples"]),
     "group_relative, mean alone": lambda r, _: package.group_relative(r["scores"], r["groups"], r["samples"], False),
     "rloo": lambda r, _: package.rloo(r["scores"], r["groups"], r["samples"]),
     "opo": lambda r, _: package.opo(r["scores"], r["lengths"], r["groups"], r["samples"]),
+    "maxrl": lambda r, _: package.maxrl(r["scores"].abs(), r["groups"], r["samples"]),
+    "gdpo": lambda r, _: package.gdpo([r["scores"], r["greedy"]], [1.0, -0.5], r["groups"], r["samples"]),
+    "mt_grpo": lambda r, _: package.mt_grpo(
+        r["scores"], torch.stack([r["greedy"], r["scores"]], 1), package.Turns.of(r["mask"]), r["groups"], 0.5
+    ),
+    "gigpo": lambda r, _: package.gigpo(
+        r["scores"], r["greedy"][:, None], package.Turns.of(r["mask"]), r["groups"], states(r), 0.9, 0.5
+    ),
     "remax": lambda r, _: package.remax(r["scores"], r["greedy"]),
     "informative": lambda r, _: package.informative(r["scores"].round(), r["groups"], r["samples"]).float(),
     "soft_overlong_penalty": lambda r, _: package.soft_overlong_penalty(r["lengths"], 6, 4),
@@ -55,10 +69,11 @@ ADVANTAGES: dict[str, Callable[[Rows, Tensor], Tensor]] = {
     "prime_advantages": lambda r, _: package.prime_advantages(r["rewards"], r["scores"], r["mask"], r["groups"], 0.9),
 }
 ABOUT_ALL_ROWS = {"moments", "resampling_weights", "select"}  # a sum over rows, and draws from all of them
+NO_ADVANTAGES = {"Turns"}
 
 
 def test_the_table_is_complete() -> None:
-    assert {name.split(",")[0] for name in ADVANTAGES} == set(package.__all__) - ABOUT_ALL_ROWS
+    assert {name.split(",")[0] for name in ADVANTAGES} == set(package.__all__) - ABOUT_ALL_ROWS - NO_ADVANTAGES
 
 
 def run(name: str, parts: Sequence[Tensor], extra: int = 0) -> Tensor:

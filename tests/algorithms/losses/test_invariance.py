@@ -13,6 +13,7 @@ from torch import Tensor
 from verl_mg.algorithms import losses
 from verl_mg.algorithms.advantages import moments
 from verl_mg.algorithms.aggregation import MODES, aggregate, normalizer
+from verl_mg.algorithms.correction import drifted_sequences
 
 Columns = dict[str, Tensor]
 Parts = Sequence[Columns]
@@ -107,6 +108,13 @@ def preference(kind: str, smoothing: float = 0.0) -> Case:
     return Case(call, "mask", PAIRS)
 
 
+def masked_loss(c: Columns) -> tuple[Tensor, losses.Metrics]:
+    given = c["token_advantages"], c["masked_but_3"]
+    loss, metrics = losses.clipped_policy_loss(c["logprobs"], c["old"], *given, 0.2, 0.28)
+    drifted = drifted_sequences(c["logprobs"], c["old"], *given, c["sequence_ids"], 0.05)
+    return torch.where(drifted, 0.0, loss), metrics | {"opsm_masked": drifted.to(loss.dtype)}
+
+
 LOSSES: dict[str, Case] = {
     "clipped_policy_loss": policy("clipped_policy_loss", 0.2, 0.28, 3.0),
     "cispo_loss": policy("cispo_loss", 0.2, 0.28),
@@ -114,6 +122,15 @@ LOSSES: dict[str, Case] = {
     "gpg_loss": Case(lambda c: losses.gpg_loss(c["logprobs"], c["token_advantages"], c["masked_but_3"])),
     "gspo_loss": policy("gspo_loss", 0.05, 0.06, 1.1, ids=True),
     "gmpo_loss": policy("gmpo_loss", 0.1, 0.1, 1.2, ids=True, advantages="advantages"),
+    **{
+        f"dppo_loss, {kind}": Case(
+            lambda c, kind=kind: losses.dppo_loss(
+                c["logprobs"], c["old"], c["token_advantages"], c["masked_but_3"], kind, 0.05, 0.05
+            )
+        )
+        for kind in ("tv", "kl")
+    },
+    "clipped_policy_loss, off-policy sequence masking": Case(masked_loss),
     "clip_cov_loss": Case(
         lambda c: losses.clip_cov_loss(
             c["logprobs"], c["old"], c["token_advantages"], c["masked_but_3"], c["cut"], 0.2, 0.28, 3.0

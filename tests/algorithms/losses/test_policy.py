@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from verl_mg.algorithms.losses import cispo_loss, clipped_policy_loss, gpg_loss, sapo_loss
+from verl_mg.algorithms.losses import cispo_loss, clipped_policy_loss, dppo_loss, gpg_loss, sapo_loss
 from verl_mg.errors import UserError
 
 LOW, HIGH = 0.2, 0.28
@@ -74,6 +74,7 @@ def test_garbage_outside_the_mask_reaches_nothing(garbage: float) -> None:
             lambda n, o=old, a=advantages: clipped_policy_loss(n, o, a, mask, LOW, HIGH, 3.0),
             lambda n, o=old, a=advantages: cispo_loss(n, o, a, mask, LOW, HIGH),
             lambda n, o=old, a=advantages: sapo_loss(n, o, a, mask),
+            lambda n, o=old, a=advantages: dppo_loss(n, o, a, mask, "kl", 0.5, 0.5),
             lambda n, a=advantages: gpg_loss(n, a, mask),
         ):
             leaf = new.clone().requires_grad_()
@@ -85,8 +86,8 @@ def test_garbage_outside_the_mask_reaches_nothing(garbage: float) -> None:
                 assert column.isfinite().all()
             losses.append(loss.detach())
             grads.append(leaf.grad)
-    assert torch.equal(torch.stack(losses[:4]), torch.stack(losses[4:]))
-    assert torch.equal(torch.stack(grads[:4]), torch.stack(grads[4:]))
+    assert torch.equal(torch.stack(losses[:5]), torch.stack(losses[5:]))
+    assert torch.equal(torch.stack(grads[:5]), torch.stack(grads[5:]))
 
 
 def test_gradient_reaches_the_policy_in_training_alone() -> None:
@@ -139,6 +140,59 @@ def test_sapo_against_a_loop(rows: list[tuple[float, float, float, bool]], posit
         assert metrics["gate"][i].item() == pytest.approx(counts * gate, rel=1e-9)
 
 
+def divergence_by_hand(kind: str, new: float, old: float) -> float:
+    p, q = math.exp(new), math.exp(old)
+    if kind == "tv":
+        return abs(p - q)
+    others = max(1 - q, 1e-8), max(1 - p, 1e-8)
+    return q * math.log(q / p) + others[0] * math.log(others[0] / others[1])
+
+
+@pytest.mark.parametrize("kind", ["tv", "kl"])
+@settings(max_examples=100)
+@given(st.lists(TOKEN, min_size=1, max_size=8), st.sampled_from([1.5, 20.0]))
+def test_dppo_against_a_loop(kind: str, rows: list[tuple[float, float, float, bool]], largest: float) -> None:
+    new, old, advantages, mask = columns(rows)
+    loss, metrics = dppo_loss(new, old, advantages, mask, kind, 0.1, 0.15, largest)
+    loss.sum().backward()
+    assert new.grad is not None
+    for i, (p, q, advantage, counts) in enumerate(rows):
+        ratio, divergence = math.exp(p - q), divergence_by_hand(kind, p, q)
+        low = counts and advantage < 0 and ratio < 1 and divergence > 0.1
+        high = counts and advantage > 0 and ratio > 1 and divergence > 0.15
+        weight = 0.0 if low or high or not counts else min(ratio, largest)
+        assert loss[i].item() == pytest.approx(-weight * advantage * p, rel=1e-9, abs=1e-12)
+        assert new.grad[i].item() == pytest.approx(-weight * advantage, rel=1e-9, abs=1e-12)
+        assert (metrics["clip_fraction_low"][i], metrics["clip_fraction_high"][i]) == (low, high)
+        assert metrics["divergence"][i].item() == pytest.approx(divergence * counts, rel=1e-7, abs=1e-9)
+
+
+def test_dppo_leaves_rare_tokens_free_and_holds_frequent_ones_where_a_clip_does_the_opposite() -> None:
+    new, old, advantages, mask = columns(
+        [(math.log(0.01), math.log(0.001), 1.0, True), (math.log(0.9), math.log(0.76), 1.0, True)]
+    )
+    held = {
+        "dppo": dppo_loss(new, old, advantages, mask, "tv", 0.1, 0.1)[1]["clip_fraction_high"].tolist(),
+        "clip": clipped_policy_loss(new, old, advantages, mask, LOW, HIGH)[1]["clip_fraction_high"].tolist(),
+    }
+    assert held == {"dppo": [0, 1], "clip": [1, 0]}
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        (("l2", 0.1, 0.1, 20.0), "divergence 'l2'.*tv, kl"),
+        (("tv", 0.0, 0.1, 20.0), "limit_low"),
+        (("tv", 0.1, -1, 20.0), "limit_high"),
+        (("kl", 0.1, 0.1, 0.0), "ratio_limit"),
+    ],
+)
+def test_limits_of_dppo_that_make_no_sense(numbers: tuple[str, float, float, float], message: str) -> None:
+    column = torch.zeros(1)
+    with pytest.raises(UserError, match=message):
+        dppo_loss(column, column, column, torch.ones(1, dtype=torch.bool), *numbers)
+
+
 def test_all_agree_where_the_policy_has_not_moved() -> None:
     logprobs, advantages = torch.tensor([-1.0, -2.5, -0.1]), torch.tensor([0.7, -0.3, 2.0])
     mask = torch.ones(3, dtype=torch.bool)
@@ -147,6 +201,7 @@ def test_all_agree_where_the_policy_has_not_moved() -> None:
         lambda new: clipped_policy_loss(new, logprobs, advantages, mask, LOW, HIGH),
         lambda new: cispo_loss(new, logprobs, advantages, mask, LOW, HIGH),
         lambda new: sapo_loss(new, logprobs, advantages, mask),
+        lambda new: dppo_loss(new, logprobs, advantages, mask, "tv", 0.1, 0.1),
         lambda new: gpg_loss(new, advantages, mask),
     ):
         leaf = logprobs.clone().requires_grad_()

@@ -89,7 +89,7 @@ def maxrl(scores: Tensor, groups: Tensor, trajectories: Tensor) -> Tensor:
     Where K of the N samples of a prompt are right (score 1, else 0), sum(A_i grad log pi_i) / N is the mean of
     grad log pi over the right samples minus that over all samples, the paper's estimator with its control variate. With
     p, the probability of a right sample, its expectation is the gradient of -sum((1 - p)^k / k) for k from 1 to N - 1,
-    which tends to log p: a prompt with a small p counts as much more as in maximum likelihood. A score between 0 and 1 is a part of a success.
+    which tends to log p: a prompt counts the more, the smaller its p. A score between 0 and 1 is a part of a success.
 
     Args:
         scores: (n,) float, 0 or more; the result has their dtype, sums are computed in float64.

@@ -46,7 +46,12 @@ class Turns:
 
 
 def mt_grpo(
-    scores: Tensor, turn_rewards: Tensor, turns: Turns, groups: Tensor, turn_weight: float, normalize_by_std: bool = True
+    scores: Tensor,
+    turn_rewards: Tensor,
+    turns: Turns,
+    groups: Tensor,
+    turn_weight: float,
+    normalize_by_std: bool = True,
 ) -> Tensor:
     """Returns the advantage of the outcome plus that of each turn: MT-GRPO, arXiv:2505.11821.
 
@@ -70,7 +75,7 @@ def mt_grpo(
         UserError: no turn has a reward, K = 0.
     """
     if not turn_rewards.shape[1]:
-        raise UserError("reward: it has no part turn_1. Return Reward(value, {'turn_1': number, ...}), a part for a turn")
+        raise UserError("reward: it has no part turn_1. Return Reward(value, {'turn_1': number}), a part for each turn")
     advantages = group_relative(scores, groups, _each(groups), normalize_by_std)[turns.line]
     rewards = _of_turns(turn_rewards.to(scores.dtype), turns)
     for place in range(turn_rewards.shape[1]):
@@ -92,9 +97,10 @@ def gigpo(
 ) -> Tensor:
     """Returns advantages of episodes plus those of steps from the same state: GiGPO, arXiv:2505.10978.
 
-    A step is a turn; its reward is that of the turn, and the last one has the score too. A_E(i) + step_weight A_S(i, k):
-    A_E is GRPO's advantage of the sum of all rewards of the sample (equation 3), A_S that of the discounted return
-    sum_l gamma^l r_{k+l} (equation 5) among all steps of the prompt with the same state (equations 6 to 8).
+    A step is a turn; its reward r_k is that of the turn, and the last one has the score too. The tokens of a turn have
+    A_E + step_weight A_S (equation 8): A_E is GRPO's advantage of the sum of all rewards of the sample (equation 3),
+    A_S that of the return sum_l gamma^l r_{k+l} (equation 5) among all steps of the prompt with the same state
+    (equations 6 and 7).
 
     Args:
         scores: (n,) float, of the outcomes.
