@@ -21,7 +21,7 @@ def turn_rewards(batch: Batch) -> Tensor:
     Args:
         batch: columns of the reward; K is the highest number among them, 0 without any.
     """
-    numbers = [int(found[1]) for name in batch.names() if (found := PART.fullmatch(name))]
+    numbers = [int(part[1]) for name in batch.names() if (part := PART.fullmatch(name))]
     table = torch.full((len(batch.first_rows), max(numbers, default=0)), float("nan"))
     for number in numbers:
         table[:, number - 1] = batch[f"reward.turn_{number}"][batch.first_rows]
@@ -32,7 +32,7 @@ def anchor_states(batch: Batch, turns: Turns) -> Tensor:
     """Returns (m,) int64, equal for turns of one group in front of which the same tokens are.
 
     These are the tokens since the turn before: the prompt for the first turn, then what tools or the environment
-    answered. They stand for the state in which the turn begins.
+    answered. They identify the state in which the turn begins.
 
     Args:
         batch: columns `tokens`, `group` and `loss_mask`.

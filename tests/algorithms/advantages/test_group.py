@@ -219,7 +219,7 @@ def test_gdpo_of_random_groups_equals_loops(rows: list[tuple[float, float | None
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-8, atol=1e-7)
 
 
-def test_gdpo_tells_rewards_apart_whose_sums_grpo_takes_for_the_same() -> None:
+def test_gdpo_of_rewards_that_are_the_same_to_grpo_differs() -> None:
     """The paper's example: (0, 1) and (0, 2) in two rewards are the same advantages under GRPO."""
     groups, samples = torch.tensor([0, 0, 1, 1]), torch.arange(4)
     rewards = [torch.tensor([0.0, 1.0, 0.0, 1.0]), torch.tensor([0.0, 0.0, 0.0, 1.0])]
