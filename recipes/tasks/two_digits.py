@@ -3,8 +3,8 @@
     python recipes/tasks/repeat_digit.py runs/repeat_digit
     torchrun --nproc-per-node 2 -m verl_mg train recipes/mt_grpo.py --config recipes/configs/two_digits_mt_grpo.yaml
 
-The prompt `ab=` asks for b three times, the second question `a=` for a. The outcome is the second answer, which does
-not depend on the first: what the first turn has to learn is in its own reward alone.
+The right answer to the prompt `ab=` is b three times, and to the second question, `a=`, it is a. The outcome is the
+second answer, which does not depend on the first: what the first turn has to learn is in its own reward alone.
 """
 
 from typing import Any

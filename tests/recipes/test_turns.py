@@ -121,7 +121,7 @@ def train(recipe_name: str, text: str, output: str) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["mt_grpo", "gigpo", "grpo"])
-def test_first_turn_is_learned_from_its_own_reward(ranks, tasks, tmp_path, name) -> None:
+def test_first_turn_with_a_reward_learns(ranks, tasks, tmp_path, name) -> None:
     text = (RECIPES / "configs" / f"two_digits_{'mt_grpo' if name == 'grpo' else name}.yaml").read_text()
     ranks.run(2, train, name, placed(text, tasks(0)), str(tmp_path / "run"))
     lines = logged(tmp_path / "run")
