@@ -15,6 +15,7 @@ setup(
         "verl_mg.view.page": ["*"],
         "recipes.configs": ["*.yaml"],
         "recipes.configs.repeat_digit": ["*.yaml"],
+        "recipes.evaluation": ["*.yaml"],
     },
     install_requires=[
         "torch>=2.13",
@@ -48,6 +49,7 @@ setup(
         ],
         "mpi": ["mpi4py>=4"],
         "openenv": ["websockets>=15"],
+        "ifeval": ["if-verifiable>=0.1.2"],
         "mcp": ["mcp>=2.3,<3"],
         "trackers": ["wandb>=0.19", "mlflow-skinny>=3.7", "swanlab>=0.9"],
         "test": [

@@ -9,7 +9,7 @@ wanted=$(cksum <"${BASH_SOURCE[0]}")
 if [[ -f $stamp && $(<"$stamp") == "$wanted" ]]; then
     exit
 fi
-echo "environment: installing peft, verl, TRL and reasoning-gym, to compare with"
+echo "environment: installing peft, verl, TRL, reasoning-gym and if-verifiable, to compare with"
 install_packages --no-deps peft==0.21.2 accelerate==1.15.0
 # What TRL imports and the project does not have; the versions of tools/requirements-sglang-cpu.txt.
 install_packages datasets==5.2.0 pandas==3.1.1
@@ -18,5 +18,6 @@ install_packages datasets==5.2.0 pandas==3.1.1
 install_packages --no-deps --upgrade --target "$repository/.venv/peers" verl==0.9.1 trl==1.16.0
 # One of its requirements is compiled.
 install_packages reasoning-gym==0.1.25 || echo "environment: no reasoning-gym, its tests are skipped"
+install_packages if-verifiable==0.1.2 || echo "environment: no if-verifiable, its tests are skipped"
 # Last, so that an interrupted installation is done again.
 echo "$wanted" >"$stamp"

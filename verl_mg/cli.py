@@ -101,7 +101,9 @@ def _add_eval(commands: argparse._SubParsersAction[_Parser]) -> None:
         metavar="NAME=PATH",
         help="a set, short for data.test.NAME.path=PATH; NAME alone is one of the configuration (default: all of it)",
     )
-    evaluation.add_argument("--config", help="the YAML file of a job (default: that of the run)")
+    evaluation.add_argument(
+        "--config", help="a YAML file, or the name of one of recipes/evaluation/ (default: that of the run)"
+    )
     evaluation.add_argument(
         "--output", type=Path, metavar="DIR", help="folder of the results (default: RUN/evaluation/ITERATION)"
     )
@@ -210,10 +212,10 @@ def _train(arguments: argparse.Namespace) -> None:
     run_recipe(load, learns=not arguments.rollout_only, replayed=arguments.replay)
 
 
-def _config_file(arguments: argparse.Namespace) -> Path | None:
+def _config_file(arguments: argparse.Namespace, folder: str = "configs") -> Path | None:
     from verl_mg.job.recipe import SHIPPED, shipped_file
 
-    return shipped_file(arguments.config, SHIPPED / "configs", ".yaml") if arguments.config else None
+    return shipped_file(arguments.config, SHIPPED / folder, ".yaml") if arguments.config else None
 
 
 def _quickstart(arguments: argparse.Namespace) -> None:
@@ -233,7 +235,7 @@ def _eval(arguments: argparse.Namespace) -> None:
         raise UserError("eval: no model. Write verl-mg eval MODEL --set NAME=PATH, or --compare A B.")
     run_evaluation(
         arguments.target,
-        lambda: _config_file(arguments),
+        lambda: _config_file(arguments, "evaluation"),
         arguments.sets,
         arguments.overrides,
         arguments.output,

@@ -6,6 +6,7 @@ from pathlib import Path
 import pyarrow.dataset as ds
 import pytest
 import torch.distributed as dist
+import yaml
 
 from tests.oracles.plain_evaluation import greedy_responses, mean, pass_at
 from tests.rank_pool import job_store
@@ -18,6 +19,8 @@ from verl_mg.evaluation.command import evaluate
 from verl_mg.evaluation.configuration import evaluation_config
 from verl_mg.evaluation.results import Report
 from verl_mg.evaluation.target import Target
+from verl_mg.import_function import load_function
+from verl_mg.job.evaluation import evaluation_sets
 from verl_mg.job.recipe import load_recipe
 from verl_mg.view.run import Run
 
@@ -165,3 +168,14 @@ def test_evaluation_config_takes_sets_of_the_configuration_or_of_the_command(tmp
     ):
         with pytest.raises(UserError, match=message):
             of(sets, overrides)
+
+
+def test_shipped_benchmarks_can_be_evaluated(tmp_path):
+    shipped = RECIPES / "evaluation" / "benchmarks.yaml"
+    names = list(yaml.safe_load(shipped.read_text())["data"]["test"])
+    config = evaluation_config(Target.parse("m"), shipped, [*names[:-1], f"{names[-1]}=x.jsonl"], [], tmp_path)
+    assert [of_set.name for of_set in evaluation_sets(config)] == names
+    assert config.data.test[names[-1]].path == Path("x.jsonl") and config.data.test[names[-1]].prepare
+    for of_set in config.data.test.values():
+        load_function((of_set.reward or config.reward).function, "reward")
+        assert of_set.prepare is None or load_function(of_set.prepare, "prepare")

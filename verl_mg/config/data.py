@@ -79,6 +79,8 @@ class SourceConfig(ConfigSection):
     """Render this source's string prompts through the chat template. null: `data.chat_template`."""
     system_prompt: str | None = None
     """System message of this source's conversations. null: `data.system_prompt`."""
+    prepare: str | None = None
+    """Function that prepares this source's records. null: `data.prepare`."""
     reward: RewardConfig | None = None
     """Reward of this source's samples, in the form of the section `reward`. null: that section's."""
 
@@ -170,6 +172,10 @@ class DataConfig(ConfigSection):
     """Text appended to prompts that are strings."""
     system_prompt: str = ""
     """System message in front of conversations that begin with none. "": none is added."""
+    prepare: str | None = None
+    """Function that is called with each record as it was read, and returns the record that is used, or None to leave it
+    out: `package.module:name` or `path/file.py:name`, such as verl_mg.data.benchmarks:gpqa. null: records are used as
+    they were read."""
     max_prompt_tokens: PositiveInt = 1024
     """Longest prompt, in tokens."""
     overlong_prompts: Literal["error", "drop"] = "error"

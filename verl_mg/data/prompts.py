@@ -9,7 +9,7 @@ import numpy as np
 
 from verl_mg.data.fields import ANSWER, IMAGES, PROMPT, RecordFields, field_names
 from verl_mg.data.images import ImageLimits, ImageSource, images_of
-from verl_mg.data.records import Record, located_records
+from verl_mg.data.records import Record, located_records, prepared
 from verl_mg.data.rendering import has_image_parts, render, render_with_images, tokenize
 from verl_mg.errors import UserError
 from verl_mg.images import RowImages
@@ -121,6 +121,7 @@ class PromptSet:
         chat_template: bool = False,
         instruction: str = "",
         system_prompt: str = "",
+        prepare: str | None = None,
         max_prompt_tokens: int,
         overlong_prompts: Literal["error", "drop"] = "error",
         seed: int = 0,
@@ -151,6 +152,7 @@ class PromptSet:
             chat_template: render strings as a user message.
             instruction: text appended to prompts that are strings.
             system_prompt: system message of conversations that begin with none.
+            prepare: name of a function of a record that returns the one to use, or None; None: no function.
             max_prompt_tokens: longest prompt, in tokens.
             overlong_prompts: whether a longer prompt is an error or is dropped.
             seed: random seed of the order.
@@ -168,6 +170,8 @@ class PromptSet:
             UserError: names `file:line` and the remedy.
         """
         located = located_records(path)
+        if prepare is not None:
+            located = prepared(located, prepare)
         fields = RecordFields.find([record for _, record in located], prompt_field, answer_field)
         if report and fields != RecordFields(prompt_field or PROMPT, answer_field or ANSWER):
             report(f"{path}: {fields.description}")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from verl_mg.data.image_processor import ImageProcessor
 
-OF_SOURCE = {"prompt_field", "answer_field", "instruction", "chat_template", "system_prompt"}
+OF_SOURCE = {"prompt_field", "answer_field", "instruction", "chat_template", "system_prompt", "prepare"}
 """Keys of a source that replace those of `data`."""
 
 

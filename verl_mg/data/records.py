@@ -11,6 +11,7 @@ from verl_mg.data import generated_records, harbor_tasks
 from verl_mg.data.hub_files import hub_data_files
 from verl_mg.errors import UserError
 from verl_mg.hub import HubName
+from verl_mg.import_function import load_function
 
 Record = dict[str, Any]
 FILE_KINDS = (".jsonl", ".json", ".parquet", ".arrow")
@@ -46,6 +47,36 @@ def located_records(path: str | Path) -> list[tuple[str, Record]]:
     records = [(f"{file}:{line}", record) for file in files for line, record in readers[file.suffix](file)]
     if not records:
         raise UserError(f"{path}: contains no records. Write one JSON object per line, or one row per prompt.")
+    return records
+
+
+def prepared(located: Sequence[tuple[str, Record]], name: str) -> list[tuple[str, Record]]:
+    """Returns the records that a function makes of others, without those that it leaves out.
+
+    Args:
+        located: records with their places.
+        name: name of the function; it gets a record and returns a record, or None to leave it out.
+
+    Raises:
+        UserError: the function fails, returns anything else, or leaves all records out.
+    """
+    function = load_function(name, "data.prepare")
+    records: list[tuple[str, Record]] = []
+    for place, record in located:
+        try:
+            result = function(record)
+        except Exception as error:  # the user's code may raise anything
+            raise UserError(
+                f"{place}: data.prepare={name} raised {type(error).__name__}: {error}. Fix it, or prepare the records "
+                "of another set."
+            ) from error
+        if not isinstance(result, dict | None):
+            raise UserError(
+                f"{place}: data.prepare={name} returned a {type(result).__name__}. Return a record or None."
+            )
+        records += [] if result is None else [(place, result)]
+    if not records:
+        raise UserError(f"{located[0][0]}: data.prepare={name} left out this record and all others. Return some.")
     return records
 
 

@@ -31,7 +31,8 @@ def evaluation_config(
     Args:
         target: what is evaluated; the configuration of a run is the base of its evaluation.
         file: YAML file of a job; None for none.
-        sets: NAME=PATH for each set, or NAME for a set of the configuration; none: all of the configuration.
+        sets: NAME=PATH for each set, whose other keys are those of the configuration, or NAME for a set that has its
+            path there; none: all of the configuration.
         overrides: `a.b=c`, values that replace those of the file.
         output: folder of the evaluation.
 
@@ -71,7 +72,7 @@ def _section(tree: dict[str, Any], name: str) -> dict[str, Any]:
 
 def _chosen(sets: Sequence[str], known: Any) -> dict[str, Any]:
     chosen: dict[str, Any] = {}
-    described = known if isinstance(known, dict) else {}
+    described = {name: of_set for name, of_set in (known if isinstance(known, dict) else {}).items() if of_set}
     for text in sets:
         name, separator, path = text.partition("=")
         if not re.fullmatch(r"[\w-]+", name):
@@ -79,5 +80,5 @@ def _chosen(sets: Sequence[str], known: Any) -> dict[str, Any]:
         if not separator and name not in described:
             have = ", ".join(described) or "none"
             raise UserError(f"--set {text}: the configuration has no such set; it has {have}. Write NAME=PATH.")
-        chosen[name] = {"path": path} if separator else described[name]
+        chosen[name] = described.get(name, {}) | ({"path": path} if separator else {})
     return chosen

@@ -92,6 +92,8 @@ class PromptLine(ConfigSection):
     """Reward of each sample."""
     answers: list[str | None]
     """Key of the final answer of each sample, equal for equal answers."""
+    parts: dict[str, list[float]]
+    """Parts of the reward by name, each of all samples."""
 
 
 def report_of(target: str, iteration: int | None, config: Config, results: Sequence[SetResults]) -> Report:
@@ -141,6 +143,7 @@ def write_results(folder: Path, report: Report, results: Sequence[SetResults]) -
             record=_digest(prompt),
             rewards=result.rewards,
             answers=result.answers,
+            parts=result.parts,
         )
         for of_set in results
         for prompt, result in zip(of_set.prompts, of_set.results, strict=True)
@@ -163,7 +166,7 @@ class StoredEvaluation:
     def scores(self, name: str) -> Scores:
         """Returns the metrics of each prompt of a set."""
         of_set = self.report.sets[name]
-        results = [PromptResults(line.prompt, line.rewards, line.answers) for line in self.lines[name]]
+        results = [PromptResults(line.prompt, line.rewards, line.answers, line.parts) for line in self.lines[name]]
         return prompt_scores(results, of_set.k, of_set.pass_threshold)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from verl_mg.data import Prompt
 from verl_mg.distributed.collectives import all_gather_column
 from verl_mg.errors import UserError
 from verl_mg.job.prompt_scores import PromptResults, Scores, default_ks, prompt_scores
-from verl_mg.roles.reward import NO_ANSWER, RewardRole
+from verl_mg.roles.reward import NO_ANSWER, PART, RewardRole
 from verl_mg.roles.rollout_source import RolloutSource
 
 
@@ -119,11 +120,19 @@ def _gather_results(batch: Batch) -> dict[int, PromptResults]:
     """Gathers the results of all ranks, by prompt; samples are in the order of their ids."""
     samples = batch.one_per_trajectory()
     columns = [all_gather_column(samples, name).tolist() for name in ("prompt_id", "reward", "answer")]
+    parts = {
+        name.removeprefix(PART): all_gather_column(samples, name).tolist()
+        for name in samples.names()
+        if name.startswith(PART)
+    }
     results: dict[int, PromptResults] = {}
-    for prompt, reward, answer in zip(*columns, strict=True):
-        result = results.setdefault(prompt, PromptResults(prompt, [], []))
+    for i, (prompt, reward, answer) in enumerate(zip(*columns, strict=True)):
+        result = results.setdefault(prompt, PromptResults(prompt, [], [], {}))
         result.rewards.append(reward)
         result.answers.append(None if answer == NO_ANSWER else str(answer))
+        for part, values in parts.items():
+            if not math.isnan(values[i]):  # the samples of a prompt have the same parts
+                result.parts.setdefault(part, []).append(values[i])
     return results
 
 

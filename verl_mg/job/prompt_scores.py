@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ class PromptResults:
     """Reward of each sample."""
     answers: list[str | None]
     """Key of the final answer of each sample; None where the reward function returned none."""
+    parts: dict[str, list[float]] = field(default_factory=dict)
+    """Parts of the reward by name, each of all samples."""
 
 
 def default_ks(samples: int) -> tuple[int, ...]:
@@ -35,8 +37,8 @@ def default_ks(samples: int) -> tuple[int, ...]:
 def prompt_scores(results: Sequence[PromptResults], ks: Sequence[int], pass_threshold: float) -> dict[str, Tensor]:
     """Returns the metrics of each prompt, whose means are the metrics of the set.
 
-    With n samples of each prompt these are `reward`, the mean of its samples; for each k `pass@k` and, if the reward
-    function returns final answers, `maj@k`; and `avg@n` where n is among the k.
+    With n samples of each prompt these are `reward`, the mean of its samples, and `reward/PART` for its parts; for each
+    k `pass@k` and, if the reward function returns final answers, `maj@k`; and `avg@n` where n is among the k.
 
     Args:
         results: samples of each prompt, equally many.
@@ -48,6 +50,9 @@ def prompt_scores(results: Sequence[PromptResults], ks: Sequence[int], pass_thre
     answers = [result.answers for result in results]
     answered = any(answer is not None for row in answers for answer in row)
     scores = {"reward": rewards.mean(1)}
+    for part in results[0].parts:
+        if all(len(result.parts.get(part, ())) == len(result.rewards) for result in results):
+            scores[f"reward/{part}"] = torch.tensor([result.parts[part] for result in results]).double().mean(1)
     for k in ks:
         scores[f"pass@{k}"] = pass_at_k(rewards >= threshold, k)
         if k == rewards.shape[1]:

@@ -8,7 +8,8 @@ The record contains the test cases in one of these forms:
     ["assert f(1) == 2", ...]                                           assertions, as in MBPP
     "def check(candidate): ..."                                         a test of the record's `entry_point`: HumanEval
 
-Each may be given as a string that contains JSON.
+Each may be given as a string that contains JSON. Records of LiveCodeBench and of open-r1/codeforces are read as they
+are published, see `contest_tests`.
 """
 
 from __future__ import annotations
@@ -24,11 +25,15 @@ from pathlib import Path
 from typing import Any
 
 from verl_mg.errors import UserError
+from verl_mg.rewards.contest_tests import CHECKER, contest_tests
 from verl_mg.rewards.reward import Reward, Sample
 from verl_mg.sandbox import Outcome, run_python_async
 
 FIELDS = ("input_output", "test_cases", "tests", "test_list", "test")
 HARNESS = Path(__file__).with_name("function_call_harness.py")
+CHECKER_HARNESS = Path(__file__).with_name("output_checker.py")
+CHECKED_FILES = ("input.txt", "correct_output.txt", "solution_output.txt")
+"""Files that a checker gets."""
 BLOCK = re.compile(r"```([^\n`]*)\n(.*?)```", re.DOTALL)
 PYTHON = ("python", "python3", "py")
 TOLERANCE = 1e-6
@@ -48,6 +53,8 @@ class InputCase:
     """Input of the program."""
     stdout: str
     """Expected output."""
+    checker: str | None = None
+    """Program that decides whether an output is right; None: it must be the expected one."""
 
 
 @dataclass(frozen=True)
@@ -112,17 +119,17 @@ def read_tests(sample: Sample, field: str | None) -> list[Case]:
     """
     record = sample.record
     name = field or next((name for name in FIELDS if record.get(name)), None)
-    if name is None or not record.get(name):
-        raise UserError(
-            f"test cases: the record of the prompt {sample.prompt[:60]!r} has no {field or ' or '.join(FIELDS)}. "
-            f"Set the reward's option field to one of: {', '.join(record)}."
-        )
-    content = _from_json(record[name])
     try:
+        content = _from_json(record[name]) if name and record.get(name) else contest_tests(record)
+        if content is None:
+            raise UserError(
+                f"test cases: the record of the prompt {sample.prompt[:60]!r} has no {field or ' or '.join(FIELDS)}. "
+                f"Set the reward's option field to one of: {', '.join(record)}."
+            )
         cases = _cases(content, record)
     except (KeyError, TypeError, ValueError, SyntaxError) as error:
         raise UserError(
-            f"test cases: {name} of the prompt {sample.prompt[:60]!r} cannot be read "
+            f"test cases: {name or 'those'} of the prompt {sample.prompt[:60]!r} cannot be read "
             f"({type(error).__name__}: {error}). Write inputs and outputs, or a list of assertions."
         ) from None
     if not cases:
@@ -161,13 +168,27 @@ async def run_tests(response: str, cases: Sequence[Case], run: Run, partial: boo
         for case in cases:
             if isinstance(case, InputCase):
                 outcome = await run(program, case.stdin)
-                success = outcome.ended == "ok" and same_text(outcome.stdout, case.stdout)
+                success = outcome.ended == "ok" and await _is_right(outcome.stdout, case, run)
                 passed += success
                 if not (success or partial):
                     break
     share = passed / len(cases)
     correct = float(passed == len(cases))
     return Reward(share if partial else correct, {"correct": correct, "passed": share, "answered": 1.0})
+
+
+async def _is_right(output: str, case: InputCase, run: Run) -> bool:
+    """Returns whether the output of a program is right, by the checker of its problem if there is one."""
+    if case.checker is None or same_text(output, case.stdout):
+        return same_text(output, case.stdout)
+    files = dict(zip(CHECKED_FILES, (case.stdin, case.stdout, output), strict=True))
+    checked = await run(
+        CHECKER_HARNESS.read_text(encoding="utf-8"), json.dumps({"checker": case.checker, "files": files})
+    )
+    try:
+        return checked.ended == "ok" and float(checked.stdout.split()[-1]) >= 1
+    except (ValueError, IndexError):
+        return False
 
 
 def same_text(output: str, expected: str) -> bool:
@@ -273,7 +294,8 @@ def _cases(content: Any, record: dict[str, Any]) -> list[Case]:
     if all(isinstance(item, str) for item in content):
         setup = [record.get("test_setup_code") or "", *(record.get("test_imports") or [])]
         return [_assertion(item, "\n".join(setup).strip()) for item in content]
-    return [InputCase(_text(item["input"]), _text(item["output"])) for item in content]
+    checker = record.get(CHECKER) or None
+    return [InputCase(_text(item["input"]), _text(item["output"]), checker) for item in content]
 
 
 def _text(content: Any) -> str:

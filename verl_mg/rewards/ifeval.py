@@ -1,0 +1,97 @@
+"""Reward for verifiable instructions, IFEval [arXiv:2311.07911] and IFBench, by the optional package if-verifiable.
+
+A record has `prompt`, `instruction_id_list` and `kwargs`, as in google/IFEval and allenai/IFBench_test.
+"""
+
+import importlib
+from typing import Any, Literal
+
+from verl_mg.errors import UserError
+from verl_mg.rewards.reward import Reward, Sample
+
+Level = Literal["prompt", "instruction"]
+Mode = Literal["strict", "loose"]
+SEED = 0
+"""Of the package's detector of languages, whose results otherwise differ from call to call."""
+
+
+class Score:
+    """Scores how many of a record's instructions a response follows."""
+
+    parallel = 1
+    """Checkers share the state of libraries."""
+
+    def __init__(
+        self, benchmark: Literal["ifeval", "ifbench"] = "ifeval", level: Level = "prompt", mode: Mode = "strict"
+    ) -> None:
+        """Imports the package.
+
+        Args:
+            benchmark: the set that the instructions are of.
+            level: whether the reward is 1.0 where all instructions are followed, or the share that is.
+            mode: loose: an instruction is also followed where it is without the first or last line, or without `*`.
+
+        Raises:
+            UserError: the package is not installed, or an option is unknown.
+        """
+        options = {"benchmark": (benchmark, ("ifeval", "ifbench")), "level": (level, ("prompt", "instruction"))}
+        for name, (value, known) in (options | {"mode": (mode, ("strict", "loose"))}).items():
+            if value not in known:
+                raise UserError(f"rewards.ifeval: {name} {value!r} is unknown. Write {' or '.join(known)}.")
+        try:
+            import if_verifiable
+            from langdetect import DetectorFactory
+
+            registry = importlib.import_module(f"if_verifiable.{benchmark}")
+        except ImportError as error:
+            raise UserError(
+                f"reward verl_mg.rewards.ifeval: the package if-verifiable is not installed ({error}). Run: "
+                "pip install 'verl-mg[ifeval]'."
+            ) from None
+        DetectorFactory.seed = SEED
+        self._package, self._benchmark, self._known = if_verifiable, benchmark, frozenset(registry.INSTRUCTION_DICT)
+        self._value = f"{level}_{mode}"
+
+    def score(self, sample: Sample) -> Reward:
+        """Returns the reward of a response.
+
+        Returns:
+            A reward with the parts `prompt_strict` and `prompt_loose` (all instructions are followed),
+            `instruction_strict` and `instruction_loose` (the share that is followed).
+
+        Raises:
+            UserError: the record has no instructions, or one that the package cannot check.
+        """
+        instructions, arguments = _instructions(sample)
+        if unknown := set(instructions) - self._known:
+            raise UserError(
+                f"rewards.ifeval: {min(unknown)} is no instruction of {self._benchmark}. Set the option benchmark."
+            )
+        package = self._package
+        kind = package.IFEvalSample if self._benchmark == "ifeval" else package.IFBenchSample
+        record = kind(sample.record.get("key", 0), str(sample.record.get("prompt", "")), instructions, arguments)
+        try:
+            _, scores = package.evaluate_output_for_sample(self._benchmark, record, sample.response)
+        except LookupError as error:  # nltk's message is a page
+            raise UserError(
+                f"rewards.ifeval: data of nltk is missing ({str(error).strip().splitlines()[0]}). Run: python -m "
+                "nltk.downloader punkt punkt_tab averaged_perceptron_tagger_eng stopwords."
+            ) from None
+        parts = {
+            "prompt_strict": scores.binary_strict,
+            "prompt_loose": scores.binary_loose,
+            "instruction_strict": scores.partial_strict,
+            "instruction_loose": scores.partial_loose,
+        }
+        return Reward(parts[self._value], parts)
+
+
+def _instructions(sample: Sample) -> tuple[list[str], list[dict[str, Any]]]:
+    names, arguments = sample.record.get("instruction_id_list"), sample.record.get("kwargs")
+    is_fine = isinstance(names, list) and isinstance(arguments, list) and len(names) == len(arguments) > 0
+    if not is_fine:
+        raise UserError(
+            f"rewards.ifeval: the record of the prompt {sample.prompt[:60]!r} has no instruction_id_list with as many "
+            "kwargs. Use records of google/IFEval."
+        )
+    return list(names or ()), [dict(each or {}) for each in arguments or ()]
