@@ -8,6 +8,8 @@ import pytest
 import torch.distributed as dist
 import yaml
 
+from tests.engines import SGLANG, VLLM
+from tests.engines import overrides as of_engine
 from tests.oracles.plain_evaluation import greedy_responses, mean, pass_at
 from tests.rank_pool import job_store
 from tests.tiny_jobs import RECIPES, files_of, run_here, write_lines, write_sums
@@ -90,6 +92,19 @@ def test_evaluation_equals_a_plain_script_on_model_run_and_checkpoint_under_any_
         found = {of_set: values.metrics["reward"].value for of_set, values in reports[0].sets.items()}
         assert found == pytest.approx(expected["model" if "model" in name else "run/model"]), name
     assert reports[0].iteration == 2 and reports[0].sets["letters"].prompts == 9
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("engine", [SGLANG, VLLM])
+def test_evaluation_on_engines_of_two_ranks_equals_a_plain_script(engine, ranks, inputs, tmp_path):
+    sums = inputs / "sums.jsonl"
+    changes = ["actor.layout=pp2", "rollout.layout=tp2", "data.test.sums.prompts=40", *of_engine(engine)]
+    report = ranks.run(2, evaluated, f"{inputs / 'run'}@2", [f"sums={sums}"], changes, tmp_path / "out")[0]
+    expected = mean(greedy_responses(inputs / "run/model", sums, 5), digits)
+    assert report.sets["sums"].metrics["reward"].value == pytest.approx(expected, abs=0.02), (
+        "a tie may break differently"
+    )
+    assert report.engine == engine
 
 
 def test_metrics_and_records_of_samples_belong_together(ranks, inputs, tmp_path):
