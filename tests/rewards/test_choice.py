@@ -47,5 +47,5 @@ def test_score_compares_letters_and_counts_answers():
     assert (wrong.value, wrong.answer, wrong.parts["answered"]) == (0.0, "B", 1.0)
     assert (none.value, none.answer, none.parts["answered"]) == (0.0, None, 0.0)
     assert of("Answer: J", "J", choices=10).value == 1.0
-    with pytest.raises(UserError, match="the answer 'E' is none of the letters ABCD"):
+    with pytest.raises(UserError, match="the answer 'E' is not one of the letters ABCD"):
         of("Answer: E", "E")

@@ -35,8 +35,8 @@ def score(sample: Sample, choices: int = 4) -> Reward:
     gold = (sample.answer or "").strip().strip("()").upper()
     if len(gold) != 1 or gold not in letters:
         raise UserError(
-            f"rewards.choice: the answer {sample.answer!r:.40} is none of the letters {letters}. Set data.answer_field "
-            "to the letter's field, or data.prepare to a function that writes it."
+            f"rewards.choice: the answer {sample.answer!r:.40} is not one of the letters {letters}. Set "
+            "data.answer_field to the letter's field, or data.prepare to a function that writes it."
         )
     letter = letter_of(sample.response, letters)
     if letter is None:

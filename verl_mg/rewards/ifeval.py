@@ -12,7 +12,7 @@ from verl_mg.rewards.reward import Reward, Sample
 Level = Literal["prompt", "instruction"]
 Mode = Literal["strict", "loose"]
 SEED = 0
-"""Of the package's detector of languages, whose results otherwise differ from call to call."""
+"""Seed of the package's detector of languages, whose results otherwise differ from call to call."""
 
 
 class Score:
