@@ -18,6 +18,10 @@ Columns that the recipes and roles of verl_mg agree on (float32 unless said):
 | values, advantages, returns | token | of token t at entry t |
 | correction | token | weight of token t's loss against the mismatch of rollout and training; 0 outside the mask |
 | correction_below, correction_above | token | 1 where the ratio behind that weight is out of its bounds |
+| teacher_logprobs | token | log-prob of token t by the row's teacher at entry t; 0 outside the mask |
+| teacher_top | token | (2, k) a token: log-probs and ids of the tokens that the teacher finds likeliest in its place |
+| teacher_hidden | token | (h,) a token, in the teacher's dtype: its last hidden state, from which it predicts the token |
+| teacher | sequence, int64 | number of the row's teacher |
 | routed_experts | token, int16 | (layers, k) a token: the experts that took it in the rollout; -1 where not known |
 | reward | sequence | the scalar score of the row |
 | group | sequence, int64 | rows of one prompt share it |
@@ -61,11 +65,12 @@ class ColumnKind(IntEnum):
 
 TOKEN_COLUMNS = frozenset(
     {"tokens", "loss_mask", "policy_versions", "rollout_logprobs", "old_logprobs", "ref_logprobs"}
+    | {"teacher_logprobs", "teacher_top", "teacher_hidden"}
     | {"values", "advantages", "returns", "correction", "correction_below", "correction_above", "routed_experts"}
 )
 SEQUENCE_COLUMNS = frozenset(
     {"reward", "group", "trajectory", "sample_id", "prefix_of", "prefix_length", "prompt_id", "prompt_length"}
-    | {"policy_version", "truncated", "pair", "chosen"}
+    | {"policy_version", "truncated", "pair", "chosen", "teacher"}
 )
 
 
@@ -73,29 +78,30 @@ class PendingColumn(Tensor):
     """Column that a role call in a `with job.concurrent_roles()` block returns: computed at the end of the block.
 
     Before that it can only be put into a `Batch`; every other use raises RuntimeError. Afterwards it behaves like an
-    ordinary (entries,) float32 tensor.
+    ordinary tensor.
     """
 
     call: str
     """The role call that computes it, such as "actor.compute_logprobs"."""
-    entries: int
-    """Number of entries, known before the values."""
+    dimensions: tuple[int, ...]
+    """Shape, known before the values."""
     computed: bool
 
     @staticmethod
-    def create(call: str, entries: int) -> PendingColumn:
+    def create(call: str, dimensions: Sequence[int], dtype: torch.dtype = torch.float32) -> PendingColumn:
         """Returns a column without values.
 
         Args:
             call: the role call that computes it.
-            entries: number of entries.
+            dimensions: shape, the number of entries first.
+            dtype: data type.
         """
-        column = torch.empty(entries).as_subclass(PendingColumn)
-        column.call, column.entries, column.computed = call, entries, False
+        column = torch.empty(*dimensions, dtype=dtype).as_subclass(PendingColumn)
+        column.call, column.dimensions, column.computed = call, tuple(dimensions), False
         return column
 
     def fill(self, values: Tensor) -> None:
-        """Sets the values, (entries,) float32, once."""
+        """Sets the values, once."""
         self.computed = True
         self.read(self.call).copy_(values)
 
@@ -112,7 +118,7 @@ class PendingColumn(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         if self.computed:
             return repr(self.read(self.call))
-        return f"PendingColumn({self.call}, {self.entries} entries)"
+        return f"PendingColumn({self.call}, {self.dimensions[0]} entries)"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.read(f"the result of {self.call}").__reduce_ex__(protocol)
@@ -408,4 +414,4 @@ def _count(index: Tensor) -> int:
 
 
 def _shape(values: Tensor) -> tuple[int, ...]:
-    return (values.entries,) if isinstance(values, PendingColumn) else tuple(values.shape)
+    return values.dimensions if isinstance(values, PendingColumn) else tuple(values.shape)

@@ -26,8 +26,10 @@ from verl_mg.fsdp.shard_map import ParameterSplit
 from verl_mg.fsdp.vision import embed_and_run, marks_images
 from verl_mg.models.transformers_module import has_images, meta_module, read_module_config
 from verl_mg.sharding.model_table import Head
-from verl_mg.training.logprobs import OutputLayer, vocab_parallel_logprobs
 from verl_mg.training.microbatch import MicroBatch
+from verl_mg.training.output_layer import OutputLayer
+from verl_mg.training.teacher_layers import VocabularyShard
+from verl_mg.training.token_outputs import EVERYTHING, TokenOutputs
 
 HEAD = "score"
 """Name of the value head's module."""
@@ -51,17 +53,17 @@ class PackedModule(nn.Module):
         super().__init__()
         self.module, self._groups, self._logit_scale = module, groups, logit_scale
 
-    def forward(self, micro: MicroBatch[PackedRows], temperature: float, with_entropy: bool = True) -> Tensor:
+    def forward(self, micro: MicroBatch[PackedRows], temperature: float, outputs: TokenOutputs = EVERYTHING) -> Tensor:
         """Runs the model over a micro-batch.
 
         Args:
             micro: packed rows.
             temperature: sampling temperature, above 0.
-            with_entropy: return entropies.
+            outputs: what is computed for the scored tokens.
 
         Returns:
-            (2, n) float32 log-probabilities and entropies (nats) of the n scored tokens, (1, n) log-probabilities
-            alone, or (1, n) values, the same on every context-parallel and tensor-parallel rank.
+            (lines, n) float32 outputs of the n scored tokens, see `TokenOutputs.compute`, or (1, n) values, the same on
+            every context-parallel and tensor-parallel rank.
         """
         packed = micro.packed
         body, options = self.module.base_model, {"use_cache": False, "packed": packed}
@@ -73,25 +75,38 @@ class PackedModule(nn.Module):
         if self._logit_scale is None:
             local = (states.float() @ getattr(self.module, HEAD).weight.float().T).T
         else:
-            local = self._logprobs(states, micro.targets, temperature, self._logit_scale, with_entropy)
-        outputs = local.new_zeros(len(local), len(micro.token_index)).index_copy(1, micro.local_index, local)
+            local = self._logprobs(states, micro, temperature, self._logit_scale, outputs)
+        whole = local.new_zeros(len(local), len(micro.token_index)).index_copy(1, micro.local_index, local)
         # Each rank has the gradients of all n tokens and uses those of its own, so that each is counted once.
-        return sum_values(outputs, packed.cp_group)
+        return sum_values(whole, packed.cp_group)
 
     def _logprobs(
-        self, states: Tensor, targets: Tensor, temperature: float, scale: LogitScale, with_entropy: bool
+        self,
+        states: Tensor,
+        micro: MicroBatch[PackedRows],
+        temperature: float,
+        scale: LogitScale,
+        outputs: TokenOutputs,
     ) -> Tensor:
-        """Computes log-probs and entropies; each tensor-parallel rank has the logits of a part of the vocabulary."""
-        group, at = self._groups.tensor_group, self._groups.coordinates
-        assert at is not None
+        """Computes log-probs and more; each tensor-parallel rank has the logits of a part of the vocabulary."""
+        group = self._groups.tensor_group
         weight = sum_gradients(self.module.get_output_embeddings().weight, group)
-        vocab, tp = len(weight), self._groups.layout.tp
-        rows = -(-vocab // tp)
-        part = weight[at.tp * rows : (at.tp + 1) * rows]
-        layer = OutputLayer(part, at.tp * rows, len(part), group, scale.softcap, scale=scale.scale)
+        shard = self.vocabulary_shard(len(weight))
+        part = weight[shard.first : shard.first + shard.rows]
+        layer = OutputLayer(part, shard.first, shard.rows, group, scale.softcap, scale=scale.scale)
         states = sum_gradients(states, group)
-        logprobs, entropy = vocab_parallel_logprobs(states, targets, layer, temperature, with_entropy)
-        return logprobs[None] if entropy is None else torch.stack([logprobs, entropy])
+        return outputs.compute(states, micro, layer, temperature)
+
+    def vocabulary_shard(self, vocab: int) -> VocabularyShard:
+        """Returns the part of a vocabulary whose logits this tensor-parallel rank computes.
+
+        Args:
+            vocab: number of rows of the output layer.
+        """
+        at, rows = self._groups.coordinates, -(-vocab // self._groups.layout.tp)
+        assert at is not None
+        first = min(at.tp * rows, vocab)
+        return VocabularyShard(first, min(rows, vocab - first), self._groups.tensor_group)
 
 
 def build_module(model_dir: Path, head: Head, dtype: torch.dtype) -> Any:

@@ -30,6 +30,7 @@ from verl_mg.fsdp.model import (
     shard_over_data,
     shard_tensors,
 )
+from verl_mg.fsdp.output import LogitScale
 from verl_mg.fsdp.packed_rows import make_micro_batch
 from verl_mg.fsdp.shard_map import ParameterSplit, fsdp_shard_map
 from verl_mg.fsdp.vision import ImagePacker, marks_images
@@ -38,10 +39,12 @@ from verl_mg.models.transformers_module import has_images
 from verl_mg.phase_timer import PhaseTimer
 from verl_mg.sharding.boxes import Box, Shard
 from verl_mg.sharding.model_table import SCORE, Head
-from verl_mg.sharding.module_table import module_table
+from verl_mg.sharding.module_table import ModuleTable, module_table
 from verl_mg.sharding.shard_map import ShardMap
 from verl_mg.training.runner import LossClosure, Report, Runner
 from verl_mg.training.storages import storages
+from verl_mg.training.teacher_layers import OutputHead, VocabularyShard
+from verl_mg.training.token_outputs import TokenOutputs
 from verl_mg.training.weight_loading import load_directory
 
 
@@ -103,6 +106,7 @@ class ModuleRunner(Runner):
         processor = ImageProcessor.read(model_dir)
         self._packer = ImagePacker(module, processor) if processor else None
         scale = logit_scale_of(module, head, model_dir)
+        self._head = None if scale is None else output_head(module, scale, self.table)
         whole = self.table.parameter_shards()
         self._options = options or FsdpConfig()
         self._frozen = self.table.vision_parameters if self._options.freeze_vision_tower else frozenset()
@@ -150,7 +154,7 @@ class ModuleRunner(Runner):
         loss_closure: LossClosure,
         forward_only: bool,
         cp_sizes: Sequence[int] | None,
-        with_entropy: bool,
+        outputs: TokenOutputs,
     ) -> list[Report]:
         packed: Any = self.packed
         reports, place = [], device.current_device()
@@ -161,7 +165,7 @@ class ModuleRunner(Runner):
         ]
         for number, micro in enumerate(prepared):
             packed.set_is_last_backward(number == len(prepared) - 1)
-            output = packed(micro, temperature, with_entropy)
+            output = packed(micro, temperature, outputs)
             loss, report = loss_closure(micro, output)
             if not forward_only:
                 loss.backward()
@@ -174,6 +178,16 @@ class ModuleRunner(Runner):
     def can_share_prefixes(self) -> bool:
         """False: the module computes every row whole."""
         return False
+
+    @property
+    def output_head(self) -> OutputHead:
+        """Output layer in the model directory, the embedding where the two are tied."""
+        assert self._head is not None, "a value head has no vocabulary"
+        return self._head
+
+    def vocabulary_shard(self) -> VocabularyShard | None:
+        """Returns this tensor-parallel rank's part of the vocabulary."""
+        return self.packed.vocabulary_shard(self.output_head.vocab) if self.packed else None
 
     # -- weights
 
@@ -268,6 +282,20 @@ class ModuleRunner(Runner):
         """Frees gathered parameters."""
         if self.packed is not None:
             self.packed.reshard()  # type: ignore[operator]
+
+
+def output_head(module: Any, scale: LogitScale, table: ModuleTable) -> OutputHead:
+    """Returns the output layer of a module as it is in the model directory.
+
+    Args:
+        module: causal language model of `transformers`, not sharded.
+        scale: what the model does with its logits.
+        table: its tensors.
+    """
+    weight = module.get_output_embeddings().weight
+    shards = table.parameter_shards()
+    (name,) = {n for n, p in module.named_parameters(remove_duplicate=False) if p is weight and n in shards}
+    return OutputHead(shards[name].pieces[0].tensor, *weight.shape, softcap=scale.softcap, scale=scale.scale)
 
 
 def check_module_layout(module: Any, layout: Layout, where: str) -> None:

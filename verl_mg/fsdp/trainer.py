@@ -22,6 +22,7 @@ from verl_mg.training.learning_rate import LearningRateSchedule
 from verl_mg.training.runner import LossClosure
 from verl_mg.training.storages import Snapshot, storages
 from verl_mg.training.stored_weights import WEIGHTS, stored_boxes
+from verl_mg.training.token_outputs import TokenOutputs
 from verl_mg.training.trainer import Trainer, to_host
 from verl_mg.training.update_guard import NON_FINITE_BUFFERS, count_non_finite
 
@@ -130,10 +131,11 @@ class ModuleTrainer(Trainer):
         temperature: float,
         loss_closure: LossClosure,
         cp_sizes: Sequence[int] | None,
+        outputs: TokenOutputs,
     ) -> list[dict[str, float]]:
         for parameter in self._parameters.values():
             parameter.grad = None
-        reports = self._module.run(micro_batches, temperature, loss_closure, forward_only=False, cp_sizes=cp_sizes)
+        reports = self._module.run(micro_batches, temperature, loss_closure, False, cp_sizes, outputs)
         selected = [report for report in self._module.select_outputs(reports, cp_sizes) if report is not None]
         with self._module.timer("optimizer"):
             self._sum_gradients()

@@ -27,8 +27,10 @@ from verl_mg.megatron.transformer_config import block_spec, transformer_config
 from verl_mg.models.transformers_module import read_module_config
 from verl_mg.sharding.megatron import Kernels
 from verl_mg.sharding.weight_table import WeightTable
-from verl_mg.training.logprobs import OutputLayer, vocab_parallel_logprobs
+from verl_mg.training.logprobs import vocab_parallel_logprobs
 from verl_mg.training.microbatch import MicroBatch
+from verl_mg.training.output_layer import OutputLayer
+from verl_mg.training.token_outputs import EVERYTHING, TokenOutputs
 
 ROUTER_BIAS = "router.expert_bias"
 """End of the name of a router's bias, which is a buffer."""
@@ -72,20 +74,19 @@ class PackedModel(GPTModel):
         self.detaches_heads = bool(megatron.transformer.get("mtp_detach_heads"))
 
     def forward(  # type: ignore[override]
-        self, micro: MicroBatch[PackedSequences], temperature: float, with_entropy: bool = True
+        self, micro: MicroBatch[PackedSequences], temperature: float, outputs: TokenOutputs = EVERYTHING
     ) -> Tensor:
         """Runs the chunk over a micro-batch.
 
         Args:
             micro: packed rows.
             temperature: sampling temperature, above 0.
-            with_entropy: return entropies.
+            outputs: what is computed for the scored tokens.
 
         Returns:
-            On the last stage (2, n) float32 log-probabilities and entropies (nats) of the n scored tokens, (1, n)
-            log-probabilities alone, or (1, n) values, the same on every context-parallel rank; a further line with the
-            log-probabilities of multi-token prediction where it is trained, 0 for tokens that it does not predict. On
-            other stages the hidden states.
+            On the last stage (lines, n) float32 outputs of the n scored tokens, see `TokenOutputs.compute`, or (1, n)
+            values, the same on every context-parallel rank; a further line with the log-probabilities of multi-token
+            prediction where it is trained, 0 for tokens that it does not predict. On other stages the hidden states.
         """
         hidden = super().forward(micro.input_ids, None, None, packed_seq_params=micro.packed)
         if not self.post_process:
@@ -93,16 +94,16 @@ class PackedModel(GPTModel):
         if self.has_value_head:
             local = self._values(hidden, micro)
         else:
-            local = self._logprobs(hidden, micro, temperature, with_entropy)
-        outputs = local.new_zeros(len(local), len(micro.token_index)).index_copy(1, micro.local_index, local)
+            local = self._logprobs(hidden, micro, temperature, outputs)
+        whole = local.new_zeros(len(local), len(micro.token_index)).index_copy(1, micro.local_index, local)
         if micro.packed.next_tokens is not None:
-            outputs = torch.cat([outputs, self._predictions(hidden, micro, micro.packed.next_tokens)])
+            whole = torch.cat([whole, self._predictions(hidden, micro, micro.packed.next_tokens)])
         # The backward pass of the sum gives each rank the gradients of all n tokens; it uses those of its m tokens, so
         # that each is counted once.
-        return reduce_from_tensor_model_parallel_region(outputs, group=micro.packed.cp_group)
+        return reduce_from_tensor_model_parallel_region(whole, group=micro.packed.cp_group)
 
     def _logprobs(
-        self, hidden: Tensor, micro: MicroBatch[PackedSequences], temperature: float, with_entropy: bool
+        self, hidden: Tensor, micro: MicroBatch[PackedSequences], temperature: float, outputs: TokenOutputs
     ) -> Tensor:
         layer = OutputLayer(
             self.output_weight(),
@@ -113,8 +114,7 @@ class PackedModel(GPTModel):
             self.config.gradient_accumulation_fusion,
         )
         states = self.gather_sequence(hidden)[micro.hidden_index]
-        logprobs, entropy = vocab_parallel_logprobs(states, micro.targets, layer, temperature, with_entropy)
-        return logprobs[None] if entropy is None else torch.stack([logprobs, entropy])
+        return outputs.compute(states, micro, layer, temperature)
 
     def _predictions(self, hidden: Tensor, micro: MicroBatch[PackedSequences], following: NextTokens) -> Tensor:
         layer = OutputLayer(self.output_weight().detach(), self.first_token, self.real_rows, self.pg_collection.tp)

@@ -41,6 +41,8 @@ from verl_mg.sharding.weight_table import SCORE, Head, weight_table
 from verl_mg.training.microbatch import MicroBatch
 from verl_mg.training.runner import LossClosure, Report, Runner
 from verl_mg.training.storages import storages
+from verl_mg.training.teacher_layers import OutputHead, VocabularyShard
+from verl_mg.training.token_outputs import TokenOutputs
 from verl_mg.training.weight_loading import load_directory
 
 
@@ -196,6 +198,19 @@ class ModelRunner(Runner):
         exchanged = self.layout.cp > 1 and exchanges_keys(self.megatron)
         return not (self.multi_token_factor or self.balance_factors[0] or self.dynamic_cp or exchanged)
 
+    @property
+    def output_head(self) -> OutputHead:
+        """Output layer in the model directory, the embedding where the two are tied."""
+        config = self.table.config
+        return OutputHead(self.table.model.output.name, config.vocab, config.hidden, config.logit_softcap)
+
+    def vocabulary_shard(self) -> VocabularyShard | None:
+        """Returns the rows of the output layer on the last pipeline stage."""
+        if not self.chunks or not self.chunks[-1].post_process:
+            return None
+        last = self.chunks[-1]
+        return VocabularyShard(last.first_token, last.real_rows, self.groups.collection.tp)
+
     def wait_for(self, parameters: Iterable[Tensor] | None = None) -> None:
         """Waits until the gathers of parameters are complete; None for all."""
         if parameters is None:
@@ -232,7 +247,7 @@ class ModelRunner(Runner):
         loss_closure: LossClosure,
         forward_only: bool,
         cp_sizes: Sequence[int] | None,
-        with_entropy: bool,
+        outputs: TokenOutputs,
     ) -> list[Report]:
         filled = [*micro_batches, *_fillers(micro_batches, self.layout)]
         cp_sizes = [*(cp_sizes or []), *[self.layout.cp] * (len(filled) - len(cp_sizes or []))]
@@ -256,7 +271,7 @@ class ModelRunner(Runner):
 
         def step(iterator: Any, model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
             micro = next(iterator)
-            return model(micro, temperature, with_entropy), partial(_without_division, loss_closure, micro)
+            return model(micro, temperature, outputs), partial(_without_division, loss_closure, micro)
 
         iterators = [iter(prepared) for _ in self.model_chunks]
         with self.groups.active():

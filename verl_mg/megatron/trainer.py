@@ -29,6 +29,7 @@ from verl_mg.training.learning_rate import LearningRateSchedule
 from verl_mg.training.microbatch import MicroBatch
 from verl_mg.training.runner import LossClosure, Report
 from verl_mg.training.storages import storages
+from verl_mg.training.token_outputs import TokenOutputs
 from verl_mg.training.trainer import Trainer as BaseTrainer
 from verl_mg.training.trainer import to_host
 from verl_mg.training.update_guard import NON_FINITE_BUFFERS, count_non_finite
@@ -106,6 +107,7 @@ class Trainer(BaseTrainer):
         temperature: float,
         loss_closure: LossClosure,
         cp_sizes: Sequence[int] | None,
+        outputs: TokenOutputs,
     ) -> list[dict[str, float]]:
         """Runs forward and backward passes and returns this rank's reports, to be summed over all ranks."""
         with self.runner.timer("optimizer"):
@@ -119,7 +121,7 @@ class Trainer(BaseTrainer):
             if self.runner.multi_token_factor:
                 copy_embedding(self.runner.chunks, self.runner.groups)
                 loss_closure = self._with_multi_token_loss(loss_closure, counts[2])
-        reports = self.runner.run(micro_batches, temperature, loss_closure, forward_only=False, cp_sizes=cp_sizes)
+        reports = self.runner.run(micro_batches, temperature, loss_closure, False, cp_sizes, outputs)
         selected = [report for report in self.runner.select_outputs(reports, cp_sizes) if report is not None]
         with self.runner.timer("optimizer"):
             non_finite = count_non_finite(gradient_buffers(self.runner))

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from verl_mg.batch import PendingColumn
@@ -141,18 +142,26 @@ class RoleExecutor:
             )
 
     def column(
-        self, name: str, entries: int, work: Callable[[], Result], deliver: Callable[[Result], Tensor]
+        self,
+        name: str,
+        entries: int,
+        work: Callable[[], Result],
+        deliver: Callable[[Result], Tensor],
+        shape: tuple[int, ...] = (),
+        dtype: torch.dtype = torch.float32,
     ) -> Tensor:
         """Returns the column `deliver(work())`; inside a `concurrent_roles` block a `PendingColumn` of it.
 
         Args:
             name: the call as written in a recipe, such as "actor.compute_logprobs".
-            entries: number of entries of the column, (entries,) float32.
+            entries: number of entries of the column.
             work: computes on this rank, with the ranks of the role only.
             deliver: makes the column of the result of `work`, with all ranks.
+            shape: dimensions of an entry.
+            dtype: data type of the column.
         """
         if self._queue is not None:
-            pending = PendingColumn.create(name, entries)
+            pending = PendingColumn.create(name, (entries, *shape), dtype)
             self._enqueue(name, work, lambda result: pending.fill(deliver(result)))
             return pending
         columns: list[Tensor] = []

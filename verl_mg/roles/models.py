@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from verl_mg.batch import Batch
-from verl_mg.layout.packing import MicroBatchPlan
 from verl_mg.roles.role import Role
 from verl_mg.roles.trainable import TrainableRole
 
@@ -40,10 +41,10 @@ class UnadaptedPolicy(Policy):
         """
         self._share_model(actor, tokens_per_micro_batch, name)
 
-    def _compute_outputs(self, plan: MicroBatchPlan, micro_batches: list[Batch]) -> dict[int, Tensor]:
+    def _compute_outputs(self, *arguments: Any) -> dict[int, Tensor]:
         assert self.runner.lora is not None
         with self.runner.lora.disabled():
-            return super()._compute_outputs(plan, micro_batches)
+            return super()._compute_outputs(*arguments)
 
 
 class Critic(TrainableRole):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -29,9 +30,22 @@ from verl_mg.sharding.megatron import Kernels
 from verl_mg.sharding.weight_table import Head
 from verl_mg.training.microbatch import ROUTED_EXPERTS
 from verl_mg.training.offload import CpuOffload
+from verl_mg.training.token_outputs import LOGPROBS, TokenOutputs
 
 FORWARD_COLUMNS = ("tokens", "loss_mask", "routed_experts")
 """Columns that the result of a forward pass depends on."""
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """Forward pass of a model over a batch whose rows are where they are computed."""
+
+    name: str
+    """The call as written in a recipe, such as "actor.compute_logprobs"."""
+    work: Callable[[], dict[int, Tensor]]
+    """Computes on this rank, with the ranks of the model only."""
+    deliver: Callable[[dict[int, Tensor]], Tensor]
+    """Makes the token column of this rank's rows from the result of `work`, with all ranks."""
 
 
 class Role:
@@ -127,6 +141,34 @@ class Role:
         Returns:
             Float32 log-probs or values: a token column with 0 outside the loss mask, or (mask.sum(),).
         """
+        entries = batch.total_tokens if mask is None else int(mask.sum())
+        forward = self.prepare(batch, call, mask)
+
+        def deliver(outputs: dict[int, Tensor]) -> Tensor:
+            column = forward.deliver(outputs)
+            return column if mask is None else column[mask]
+
+        return self._context.executor.column(forward.name, entries, forward.work, deliver)
+
+    def prepare(
+        self,
+        batch: Batch,
+        call: str,
+        mask: Tensor | None = None,
+        outputs: TokenOutputs = LOGPROBS,
+        shape: tuple[int, ...] = (),
+        dtype: torch.dtype = torch.float32,
+    ) -> ForwardPass:
+        """Transfers rows to the ranks of the model and returns the two parts of a forward pass over them.
+
+        Args:
+            batch: this rank's rows.
+            call: method name for error messages.
+            mask: (sum(lengths),) bool, the tokens to score, `loss_mask` by default.
+            outputs: what the model computes for a token.
+            shape: dimensions of that.
+            dtype: data type in which it is returned.
+        """
         self._context.offload.release_engines()
         with self._context.timer("row_dispatch"):
             rows = batch.select_columns((*FORWARD_COLUMNS, *PREFIX_COLUMNS))
@@ -136,28 +178,34 @@ class Role:
             links = self._prefix_links(batch, index)
             plan = self.plan_micro_batches(index, [[row] for row in range(len(index))], links)
             (micro_batches,) = self.gather_micro_batches(rows, index, [plan])
+        name = f"{self.name}.{call}"
 
-        def deliver(outputs: dict[int, Tensor]) -> Tensor:
-            column = scatter_column(f"{self.name}.{call}", index, self._output_ranks(plan), outputs)
-            return column if mask is None else column[mask]
+        def deliver(values: dict[int, Tensor]) -> Tensor:
+            return scatter_column(name, index, self._output_ranks(plan), values, shape, dtype)
 
-        entries = batch.total_tokens if mask is None else int(mask.sum())
-        work = partial(self._compute_outputs, plan, micro_batches)
-        return self._context.executor.column(f"{self.name}.{call}", entries, work, deliver)
+        work = partial(self._compute_outputs, plan, micro_batches, outputs, shape, dtype)
+        return ForwardPass(name, work, deliver)
 
-    def _compute_outputs(self, plan: MicroBatchPlan, micro_batches: list[Batch]) -> dict[int, Tensor]:
+    def _compute_outputs(
+        self,
+        plan: MicroBatchPlan,
+        micro_batches: list[Batch],
+        outputs: TokenOutputs,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+    ) -> dict[int, Tensor]:
         """Returns the outputs of the rows that this rank sends to their owners, by row number of the index."""
         self._context.offload.load_exclusively(self.cpu_offload, training=False)
-        outputs: dict[int, Tensor] = {}
-        results = self.runner.infer(micro_batches, self._temperature, plan.cp_sizes)
+        found: dict[int, Tensor] = {}
+        results = self.runner.infer(micro_batches, self._temperature, plan.cp_sizes, outputs)
         rows = self._rows_of_rank(dist.get_rank(), plan)
         for numbers, micro, result in zip(rows, micro_batches, results, strict=bool(results)):
             if result is not None:
                 entries, values = result
-                column = torch.zeros(micro.total_tokens)
-                column[entries] = values
-                outputs |= dict(zip(numbers, column.split(micro.lengths.tolist()), strict=True))
-        return outputs
+                column = torch.zeros(micro.total_tokens, *shape, dtype=dtype)
+                column[entries] = values.view(-1, *shape).to(dtype)
+                found |= dict(zip(numbers, column.split(micro.lengths.tolist()), strict=True))
+        return found
 
     def _output_ranks(self, plan: MicroBatchPlan) -> list[tuple[int, list[int]]]:
         """Returns (rank, rows whose outputs it sends)."""

@@ -32,6 +32,7 @@ from verl_mg.sharding.model_table import ModelTable
 from verl_mg.training.offload import CpuOffload
 from verl_mg.training.runner import Runner
 from verl_mg.training.stored_weights import restore_weights
+from verl_mg.training.token_outputs import TeacherDivergence, TokenOutputs
 from verl_mg.training.trainer import TRAJECTORY_TOKENS, TokenLoss, Trainer, TrainerCounters
 from verl_mg.training.weight_export import write_weights
 
@@ -112,6 +113,7 @@ class TrainableRole(Role):
         num_minibatches: int = 1,
         num_epochs: int = 1,
         max_length: int | None = None,
+        teacher: TeacherDivergence | None = None,
     ) -> Mapping[str, float]:
         """Trains on a batch: `num_minibatches` optimizer steps in each of `num_epochs` epochs.
 
@@ -126,6 +128,7 @@ class TrainableRole(Role):
                 the batch has fewer of them.
             num_epochs: passes over the batch.
             max_length: tokens of the longest possible response, for "seq-mean-token-sum-norm".
+            teacher: comparison with teachers, of which the batch has the columns, as `inputs.divergence` of the loss.
 
         Returns:
             Metrics averaged over the optimizer steps, the same on every rank; names begin with the role's name.
@@ -160,6 +163,7 @@ class TrainableRole(Role):
                         divisor,
                         step.num_tokens,
                         step.cp_sizes,
+                        TokenOutputs(teacher=teacher),
                     )
                     for name, value in metrics.items():
                         totals[f"{self.name}/{name}"] += value / len(steps)

@@ -7,65 +7,17 @@ fit in one chunk, its log-probabilities are kept for the backward pass instead.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from verl_mg.training.output_layer import OutputLayer, log_normalizer, row_max, scaled, sum_over
+from verl_mg.training.vocab_divergence import TeacherTokens
 from verl_mg.training.weight_gradients import added_to_buffer, gradient_buffer, wgrad_gemm_accum_fp32
 
-CHUNK_BYTES = {"cuda": 2**30, "cpu": 2**24}
-"""Bytes of one chunk of float32 logits on one rank, by the kind of device: large enough for efficient products."""
-
-
-@dataclass(frozen=True)
-class OutputLayer:
-    """Output layer of one rank, which turns hidden states into log-probabilities."""
-
-    weight: Tensor
-    """(rows, h), this rank's vocabulary shard."""
-    first_token: int
-    """Token id of the shard's first row."""
-    real_rows: int
-    """Number of rows of the shard that are tokens; the others are padding."""
-    group: dist.ProcessGroup | None
-    """Tensor-parallel ranks; None for this rank alone."""
-    softcap: float | None = None
-    """Bound c of logits z, as c * tanh(z / c) (Gemma 2, arXiv:2408.00118); None for none."""
-    fused_gradient: bool = False
-    """Add the gradient of the weight to its gradient buffer in the product, see `weight_gradients`."""
-    scale: float = 1.0
-    """Factor of the products of hidden states and weights."""
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Computes the float32 logits (n, real_rows) of hidden states (n, h)."""
-        weight = self.weight[: self.real_rows]
-        if hidden.device.type == "cuda" and hidden.dtype is not torch.float32:
-            products = torch.mm(hidden, weight.T, out_dtype=torch.float32)  # sums are not rounded
-        else:
-            products = (hidden @ weight.T).float()
-        if self.scale != 1:
-            products *= self.scale
-        if self.softcap is None:
-            return products
-        return products.div_(self.softcap).tanh_().mul_(self.softcap)
-
-    def local_targets(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns each target's row in this shard (0 where it is in another one), and whether it is in this shard."""
-        local = targets - self.first_token
-        is_local = (local >= 0) & (local < self.real_rows)
-        return torch.where(is_local, local, 0), is_local
-
-    def chunks(self, tokens: int) -> list[slice]:
-        """Divides tokens into chunks whose logits have at most CHUNK_BYTES.
-
-        All ranks have the same number of rows, padding included, and therefore the same number of collectives.
-        """
-        size = max(1, CHUNK_BYTES[self.weight.device.type] // (4 * len(self.weight)))
-        return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
-
+DIVERGENCE_COPIES = 6
+"""Tensors as large as the logits that a chunk needs for a divergence, temporary ones included."""
 
 def vocab_parallel_logprobs(
     hidden: Tensor, targets: Tensor, layer: OutputLayer, temperature: float, with_entropy: bool = True
@@ -76,16 +28,40 @@ def vocab_parallel_logprobs(
 
     Args:
         hidden: (n, h), the same on every rank of the group.
-        targets: (n,) int64 token ids.
+        targets: (n,) or (n, c) int64 token ids, the latter of several candidates for each token.
         layer: the output layer.
         temperature: sampling temperature, above 0.
         with_entropy: compute entropies, which takes two more passes over the logits.
 
     Returns:
-        Log-probabilities and entropies in nats, each (n,) float32; None in place of entropies that are not computed.
+        Log-probabilities like the targets and entropies (n,), in nats and float32; None in place of entropies that are
+        not computed.
     """
-    logprobs, entropy = _LogProbs.apply(hidden, layer.weight, targets, layer, temperature, with_entropy)
-    return logprobs, entropy if with_entropy else None
+    candidates = targets if targets.dim() == 2 else targets[:, None]
+    logprobs, entropy, _ = _LogProbs.apply(hidden, layer.weight, candidates, layer, temperature, with_entropy, None)
+    return logprobs.view(targets.shape), entropy if with_entropy else None
+
+
+def vocab_parallel_divergence(
+    hidden: Tensor, targets: Tensor, layer: OutputLayer, temperature: float, teacher: TeacherTokens
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes log p(target), the entropy, and the divergence from a teacher over the whole vocabulary.
+
+    The logits of the student are those of one product. All three have gradients, the teacher has none.
+
+    Args:
+        hidden: (n, h), the same on every rank of the group; its gradient is this rank's part only.
+        targets: (n,) int64 token ids.
+        layer: the output layer.
+        temperature: sampling temperature, above 0, of student and teacher.
+        teacher: the teacher's distributions.
+
+    Returns:
+        Log-probabilities, entropies and divergences in nats, each (n,) float32.
+    """
+    outputs = _LogProbs.apply(hidden, layer.weight, targets[:, None], layer, temperature, True, teacher)
+    logprobs, entropy, divergence = outputs
+    return logprobs.squeeze(1), entropy, divergence
 
 
 class _LogProbs(torch.autograd.Function):
@@ -98,68 +74,93 @@ class _LogProbs(torch.autograd.Function):
         layer: OutputLayer,
         temperature: float,
         with_entropy: bool,
-    ) -> tuple[Tensor, Tensor]:
-        logprobs = hidden.new_empty(len(hidden), dtype=torch.float32)
-        entropy, normalizer = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        teacher: TeacherTokens | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        logprobs = hidden.new_empty(targets.shape, dtype=torch.float32)
+        entropy = hidden.new_empty(len(hidden), dtype=torch.float32)
+        normalizer, divergence = torch.empty_like(entropy), torch.empty_like(entropy)
+        of_teacher = torch.empty(2, len(hidden) if teacher else 0, device=hidden.device)  # normalizer, sum of slopes
         ctx.kept = None
-        chunks = layer.chunks(len(hidden))
+        chunks = layer.chunks(len(hidden), DIVERGENCE_COPIES if teacher else 1)
         keeps = len(chunks) == 1 and layer.softcap is None and ctx.needs_input_grad[0]
         for chunk in chunks:
-            logits = _scaled(layer.logits(hidden[chunk]), temperature)
+            logits = scaled(layer.logits(hidden[chunk]), temperature)
             local, is_local = layer.local_targets(targets[chunk])
-            highest = _row_max(logits, layer.group)
+            highest = row_max(logits, layer.group)
             logits -= highest[:, None]
-            sums = [_pick(logits, local, is_local)]
-            exponentials = logits.exp() if with_entropy or keeps else logits.exp_()
-            sums += [exponentials.sum(-1)]
+            sums = [_pick(logits, local, is_local).T]
+            exponentials = logits.exp() if with_entropy or keeps or teacher else logits.exp_()
+            sums += [exponentials.sum(-1)[None]]
             if with_entropy:
-                sums += [exponentials.mul_(logits).sum(-1)]
+                sums += [exponentials.mul_(logits).sum(-1)[None]]
             del exponentials
-            target, total, *weighted = _sum_over(torch.stack(sums), layer.group)
+            summed = sum_over(torch.cat(sums), layer.group)
+            picked, total = summed[: targets.shape[1]], summed[targets.shape[1]]
             logarithm = total.log()
             normalizer[chunk] = highest + logarithm
-            logprobs[chunk] = target - logarithm
+            logprobs[chunk] = (picked - logarithm).T
             if with_entropy:
-                entropy[chunk] = logarithm - weighted[0] / total
+                entropy[chunk] = logarithm - summed[-1] / total
+            if keeps or teacher:
+                logits.sub_(logarithm[:, None])
+            if teacher:
+                theirs = teacher.logits(chunk, temperature)
+                of_teacher[0, chunk] = log_normalizer(theirs, layer.group)
+                theirs -= of_teacher[0, chunk, None]
+                terms = teacher.divergence.terms(theirs, logits).sum(-1)
+                slopes = teacher.divergence.slopes(theirs, logits).sum(-1)
+                divergence[chunk], of_teacher[1, chunk] = sum_over(torch.stack([terms, slopes]), layer.group)
+                del theirs
             if keeps:
-                ctx.kept = logits.sub_(logarithm[:, None])
+                ctx.kept = logits
             del logits
-        ctx.save_for_backward(hidden, weight, targets, normalizer, entropy)
-        ctx.layer, ctx.temperature = layer, temperature
+        ctx.save_for_backward(hidden, weight, targets, normalizer, entropy, of_teacher)
+        ctx.layer, ctx.temperature, ctx.teacher, ctx.chunks = layer, temperature, teacher, chunks
         ctx.buffer = gradient_buffer(weight, layer.fused_gradient)
         ctx.set_materialize_grads(False)
-        return logprobs, entropy
+        return logprobs, entropy, divergence
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, normalizer, entropy = ctx.saved_tensors
-        layer, temperature = ctx.layer, ctx.temperature
+        hidden, weight, targets, normalizer, entropy, of_teacher = ctx.saved_tensors
+        layer, temperature, teacher = ctx.layer, ctx.temperature, ctx.teacher
         # The derivative of logits / temperature is applied to the numbers of a token, not to its logits.
-        grad_logprobs, grad_entropy = (None if grad is None else grad / temperature for grad in gradients)
-        grad_logprobs = torch.zeros_like(normalizer) if grad_logprobs is None else grad_logprobs
+        grad_logprobs, grad_entropy, grad_divergence = (None if g is None else g / temperature for g in gradients)
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(targets, dtype=torch.float32)
+        grad_total = grad_logprobs.sum(1)
         grad_hidden = torch.empty_like(hidden)
         buffer = ctx.buffer if ctx.needs_input_grad[1] else None
         if ctx.needs_input_grad[1] and buffer is None:
             buffer = torch.zeros_like(weight, dtype=torch.float32)
         kept, ctx.kept = ctx.kept, None
-        for chunk in layer.chunks(len(hidden)):
+        for chunk in ctx.chunks:
             slope = None
             if kept is None:
                 capped = layer.logits(hidden[chunk])
                 slope = None if layer.softcap is None else 1 - (capped / layer.softcap) ** 2  # of tanh
-                grad_logits = _scaled(capped, temperature).sub_(normalizer[chunk, None])
+                grad_logits = scaled(capped, temperature).sub_(normalizer[chunk, None])
             else:
                 grad_logits = kept
+            of_divergence = None
+            if grad_divergence is not None:
+                theirs = teacher.logits(chunk, temperature).sub_(of_teacher[0, chunk, None])
+                of_divergence = teacher.divergence.slopes(theirs, grad_logits)
+                del theirs
+                of_divergence -= grad_logits.exp().mul_(of_teacher[1, chunk, None])
+                of_divergence *= grad_divergence[chunk, None]
             # d logp(y) / dz = [y] - p;  d H / dz = -p (log p + H)
             if grad_entropy is None:
-                grad_logits.exp_().mul_(-grad_logprobs[chunk, None])
+                grad_logits.exp_().mul_(-grad_total[chunk, None])
             else:
                 probabilities = grad_logits.exp()
                 grad_logits.add_(entropy[chunk, None]).mul_(-grad_entropy[chunk, None])
-                grad_logits.sub_(grad_logprobs[chunk, None]).mul_(probabilities)
+                grad_logits.sub_(grad_total[chunk, None]).mul_(probabilities)
             local, is_local = layer.local_targets(targets[chunk])
             if layer.real_rows:
-                grad_logits.scatter_add_(1, local[:, None], (grad_logprobs[chunk] * is_local)[:, None])
+                grad_logits.scatter_add_(1, local, grad_logprobs[chunk] * is_local)
+            if of_divergence is not None:
+                grad_logits += of_divergence
             if slope is not None:
                 grad_logits *= slope
             if layer.scale != 1:
@@ -168,7 +169,7 @@ class _LogProbs(torch.autograd.Function):
             torch.mm(grad_logits, weight[: layer.real_rows], out=grad_hidden[chunk])
             if buffer is not None:
                 wgrad_gemm_accum_fp32(hidden[chunk], grad_logits, buffer[: layer.real_rows])
-        return grad_hidden, _weight_gradient(weight, buffer, ctx.buffer), *[None] * 4
+        return grad_hidden, _weight_gradient(weight, buffer, ctx.buffer), *[None] * 5
 
 
 def _weight_gradient(weight: Tensor, sums: Tensor | None, buffer: Tensor | None) -> Tensor | None:
@@ -178,26 +179,8 @@ def _weight_gradient(weight: Tensor, sums: Tensor | None, buffer: Tensor | None)
     return added_to_buffer(weight) if sums is buffer else sums.to(weight.dtype)
 
 
-def _scaled(logits: Tensor, temperature: float) -> Tensor:
-    """Divides logits by the temperature, in place."""
-    return logits if temperature == 1 else logits.div_(temperature)
-
-
 def _pick(logits: Tensor, local: Tensor, is_local: Tensor) -> Tensor:
+    """Returns the logits of candidates (n, c) that are in this shard, 0 for the others."""
     if logits.shape[1] == 0:
-        return logits.new_zeros(len(logits))
-    return logits.gather(1, local[:, None]).squeeze(1) * is_local
-
-
-def _row_max(logits: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    # A shard that is all padding has no maximum.
-    highest = logits.amax(-1) if logits.shape[1] else logits.new_full((len(logits),), -torch.inf)
-    if group is not None and group.size() > 1:
-        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
-    return highest
-
-
-def _sum_over(sums: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    if group is not None and group.size() > 1:
-        dist.all_reduce(sums, group=group)
-    return sums
+        return logits.new_zeros(local.shape)
+    return logits.gather(1, local) * is_local

@@ -12,7 +12,8 @@ from torch import Tensor
 from verl_mg.algorithms.losses import Metrics
 from verl_mg.batch import ColumnKind
 from verl_mg.device import copy_to
-from verl_mg.training.microbatch import ROUTED_EXPERTS, SHARED_TOKENS, SHARED_WITH, MicroBatch
+from verl_mg.training.microbatch import ROUTED_EXPERTS, SHARED_TOKENS, SHARED_WITH, TEACHER_HIDDEN, MicroBatch
+from verl_mg.training.token_outputs import TeacherDivergence
 
 LossOutput = tuple[Tensor, Metrics]
 """Result of a loss function: the loss of each scored token, (n,) with gradients, and metrics (n,) by name."""
@@ -26,13 +27,16 @@ class LossInputs:
     """
 
     output: Tensor
-    """Output of the model with gradients: log-probs and entropy (2, n), or values (1, n)."""
+    """Output of the model with gradients: log-probs and entropy (2, n), with a teacher further lines; or values (1, n).
+    """
     mask: Tensor
     """True for every token, (n,) bool."""
     sequence_ids: Tensor
     """Row of each token in the micro-batch, (n,) int64."""
     columns: Mapping[str, Tensor]
     """Columns of the batch at the scored tokens, (n, ...) by name."""
+    teacher: TeacherDivergence | None = None
+    """Comparison with teachers that the update requests."""
 
     @property
     def logprobs(self) -> Tensor:
@@ -43,6 +47,15 @@ class LossInputs:
     def entropy(self) -> Tensor:
         """Entropy of the distribution that each token was sampled from, in nats, with gradients."""
         return self.output[1]
+
+    @property
+    def divergence(self) -> Tensor:
+        """Divergence of the policy from the teacher in the place of each token, in nats, with gradients.
+
+        It is there in an update with the argument `teacher`.
+        """
+        assert self.teacher is not None, "pass update(..., teacher=job.teachers.divergence(...))"
+        return self.teacher.of_tokens(self.output, self.columns)
 
     @property
     def values(self) -> Tensor:
@@ -74,20 +87,18 @@ class LossInputs:
         return name in self.columns
 
 
-def loss_tokens(micro: MicroBatch[Any], output: Tensor) -> LossInputs:
+def loss_tokens(micro: MicroBatch[Any], output: Tensor, teacher: TeacherDivergence | None = None) -> LossInputs:
     """Returns the input of a loss function.
 
     Args:
         micro: the micro-batch.
-        output: output of the model for its scored tokens, (2, n), or (1, n) with a value head.
+        output: output of the model for its scored tokens, (2, n) or more lines with a teacher, or (1, n) with a value
+            head.
+        teacher: comparison with teachers, whose lines the output has.
     """
     columns = {}
     for name in micro.rows.names():
-        if name in (
-            ROUTED_EXPERTS,
-            SHARED_WITH,
-            SHARED_TOKENS,
-        ):  # not of a loss
+        if name in (ROUTED_EXPERTS, SHARED_WITH, SHARED_TOKENS, TEACHER_HIDDEN):  # not of a loss
             continue
         column = micro.rows[name]
         if micro.rows.kind(name) is ColumnKind.SEQUENCE:
@@ -98,4 +109,5 @@ def loss_tokens(micro: MicroBatch[Any], output: Tensor) -> LossInputs:
         mask=torch.ones_like(output[0], dtype=torch.bool),
         sequence_ids=micro.sequence_ids,
         columns=columns,
+        teacher=teacher,
     )

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl_mg.batch import Batch
+from verl_mg.batch import Batch, ColumnKind
 from verl_mg.device import copy_to
 from verl_mg.layout import Stage
 from verl_mg.training.token_order import TokenOrder
@@ -27,6 +27,9 @@ SHARED_WITH, SHARED_TOKENS = "shared_with", "shared_tokens"
 """Columns of rows that share their first tokens, see above."""
 ROUTED_EXPERTS = "routed_experts"
 """Token column with the experts that are prescribed for each token, layer by layer."""
+TEACHER, TEACHER_HIDDEN, TEACHER_TOP = "teacher", "teacher_hidden", "teacher_top"
+"""Columns of teachers: number of the row's teacher; its last hidden state (h,) of each token; log-probs and ids (2, k)
+of the tokens that it finds likeliest in the place of each."""
 
 
 class SequenceDescription(Protocol):
@@ -65,6 +68,13 @@ class MicroBatch(Generic[Packed]):
     """(n,) int64 on the CPU, indices of the scored tokens in the token columns of `rows`."""
     sequence_ids: Tensor
     """(n,) index of the row of each scored token."""
+
+    def local_column(self, name: str) -> Tensor:
+        """Returns a column of the batch at the tokens that are scored on this rank, (m, ...) on the device."""
+        column = self.rows[name]
+        if self.rows.kind(name) is ColumnKind.SEQUENCE:
+            column = self.rows.expand_to_tokens(column)
+        return copy_to(self.targets.device, column[self.token_index])[self.local_index]
 
 
 def pack_rows(

@@ -16,6 +16,8 @@ from verl_mg.phase_timer import PhaseTimer
 from verl_mg.sharding.boxes import Box, Shard
 from verl_mg.sharding.shard_map import ShardMap
 from verl_mg.training.microbatch import MicroBatch
+from verl_mg.training.teacher_layers import OutputHead, VocabularyShard
+from verl_mg.training.token_outputs import EVERYTHING, LOGPROBS, TokenOutputs
 
 T = TypeVar("T")
 Report = dict[str, Tensor]
@@ -112,28 +114,37 @@ class Runner(ABC):
         ]
 
     def infer(
-        self, micro_batches: Sequence[Batch], temperature: float, cp_sizes: Sequence[int] | None = None
+        self,
+        micro_batches: Sequence[Batch],
+        temperature: float,
+        cp_sizes: Sequence[int] | None = None,
+        outputs: TokenOutputs = LOGPROBS,
     ) -> list[tuple[Tensor, Tensor] | None]:
-        """Computes log-probs or values of the scored tokens, without gradients.
+        """Computes log-probs or values of the scored tokens, or other outputs of them, without gradients.
 
         Args:
             micro_batches: rows of each micro-batch.
             temperature: sampling temperature; 0 is greedy sampling.
             cp_sizes: number of context-parallel ranks that share each micro-batch; None for all of them.
+            outputs: what a language model computes.
 
         Returns:
-            For each micro-batch that this rank is the output rank of, (n,) int64 indices in its token columns and (n,)
-            float32 log-probs or values, both on the CPU; None for the others; [] on ranks without reports.
+            For each micro-batch that this rank is the output rank of, (n,) int64 indices in its token columns and
+            (n, lines) float32 outputs, (n,) of a single line, both on the CPU; None for the others; [] on ranks without
+            reports.
         """
 
         def report(micro: MicroBatch[Any], output: Tensor) -> tuple[Tensor, Report]:
-            return output.sum(), {"token_index": micro.token_index, "output": output[0]}
+            return output.sum(), {"token_index": micro.token_index, "output": output.T}
 
         with torch.no_grad():
-            reports = self.run(micro_batches, temperature, report, True, cp_sizes, with_entropy=False)
+            reports = self.run(micro_batches, temperature, report, True, cp_sizes, outputs)
         selected = self.select_outputs(reports, cp_sizes)
         # Copied only here, so that the host does not wait for each micro-batch before it starts the next.
-        return [None if report is None else (report["token_index"], report["output"].cpu()) for report in selected]
+        return [
+            None if report is None else (report["token_index"], report["output"].cpu().squeeze(1))
+            for report in selected
+        ]
 
     def run(
         self,
@@ -142,7 +153,7 @@ class Runner(ABC):
         loss_closure: LossClosure,
         forward_only: bool,
         cp_sizes: Sequence[int] | None = None,
-        with_entropy: bool = True,
+        outputs: TokenOutputs = EVERYTHING,
     ) -> list[Report]:
         """Runs the model over micro-batches; all ranks of the placement call it.
 
@@ -152,7 +163,7 @@ class Runner(ABC):
             loss_closure: called on the last stage with each micro-batch and its output.
             forward_only: whether to leave out the backward pass.
             cp_sizes: number of context-parallel ranks that share each micro-batch; None for all of them.
-            with_entropy: compute entropies of a language model.
+            outputs: what a language model computes.
 
         Returns:
             The reports of the loss closure in order; [] except on the last stage.
@@ -162,7 +173,7 @@ class Runner(ABC):
         # Temperature 0 is greedy sampling, whose log-probs are those of the unscaled distribution.
         scale = temperature if temperature > 0 else 1.0
         with self.timer("forward" if forward_only else "update"):
-            return self._run(micro_batches, scale, loss_closure, forward_only, cp_sizes, with_entropy)
+            return self._run(micro_batches, scale, loss_closure, forward_only, cp_sizes, outputs)
 
     @abstractmethod
     def _run(
@@ -172,7 +183,7 @@ class Runner(ABC):
         loss_closure: LossClosure,
         forward_only: bool,
         cp_sizes: Sequence[int] | None,
-        with_entropy: bool,
+        outputs: TokenOutputs,
     ) -> list[Report]:
         """Runs the model as `run`, on a member; the temperature is above 0."""
 
@@ -180,6 +191,15 @@ class Runner(ABC):
     @abstractmethod
     def can_share_prefixes(self) -> bool:
         """Whether the first tokens that rows share can be computed once."""
+
+    @property
+    @abstractmethod
+    def output_head(self) -> OutputHead:
+        """Output layer of the language model in its directory; known on all ranks of the job."""
+
+    @abstractmethod
+    def vocabulary_shard(self) -> VocabularyShard | None:
+        """Returns the part of the vocabulary whose logits this rank computes; None where it computes none."""
 
     # -- weights
 

@@ -21,6 +21,7 @@ from verl_mg.training.loss_inputs import LossInputs, loss_tokens
 from verl_mg.training.microbatch import MicroBatch
 from verl_mg.training.runner import LossClosure, Report, Runner
 from verl_mg.training.storages import Snapshot
+from verl_mg.training.token_outputs import EVERYTHING, TokenOutputs
 from verl_mg.training.update_guard import NON_FINITE_BUFFERS, UpdateGuard, Verdict
 
 TRAJECTORY_TOKENS = "trajectory_tokens"
@@ -87,6 +88,7 @@ class Trainer(ABC):
         normalizer: float,
         total_tokens: int,
         cp_sizes: Sequence[int] | None = None,
+        outputs: TokenOutputs = EVERYTHING,
     ) -> dict[str, float]:
         """Takes one optimizer step on one mini-batch; all ranks of the placement call it.
 
@@ -101,6 +103,7 @@ class Trainer(ABC):
             normalizer: divisor of the aggregated loss over all ranks, see `aggregation.normalizer`.
             total_tokens: number of scored tokens of the mini-batch over all ranks.
             cp_sizes: number of context-parallel ranks that share each micro-batch, see `Runner.run`.
+            outputs: what a language model computes for the loss.
 
         Returns:
             The same metrics on every rank: `loss`; the loss's metrics and `entropy` as means over all scored tokens,
@@ -112,7 +115,7 @@ class Trainer(ABC):
         """
 
         def loss_closure(micro: MicroBatch[Any], output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            tokens = loss_tokens(micro, output)
+            tokens = loss_tokens(micro, output, outputs.teacher)
             of_trajectory = tokens.columns.get(TRAJECTORY_TOKENS)
 
             def mean(values: Tensor) -> Tensor:
@@ -129,7 +132,7 @@ class Trainer(ABC):
 
         host_group = self._runner.host_group
         with self._runner.timer("update"):
-            reports = self._compute_gradients(micro_batches, temperature, loss_closure, cp_sizes)
+            reports = self._compute_gradients(micro_batches, temperature, loss_closure, cp_sizes, outputs)
             self._runner.timer.barrier("update", host_group)
             sums = sum_over_ranks(reports, host_group)
             verdict, guard_metrics = self._guard.check(sums)
@@ -217,6 +220,7 @@ class Trainer(ABC):
         temperature: float,
         loss_closure: LossClosure,
         cp_sizes: Sequence[int] | None,
+        outputs: TokenOutputs,
     ) -> list[dict[str, float]]:
         """Runs forward and backward passes and returns this rank's reports, to be summed over all ranks."""
 

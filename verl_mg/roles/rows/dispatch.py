@@ -12,6 +12,7 @@ that it passes on.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
@@ -171,6 +172,8 @@ def scatter_column(
     index: RowIndex,
     computed_by: Sequence[tuple[int, Sequence[int]]],
     values: Mapping[int, Tensor],
+    shape: tuple[int, ...] = (),
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Sends a computed token column to the owners of the rows; all ranks call it together.
 
@@ -178,17 +181,19 @@ def scatter_column(
         name: the column's name, for messages.
         index: the index of the batch.
         computed_by: (rank, rows whose values it sends), the same list on every rank, each row once.
-        values: values of the rows that this rank sends, {row: (length,)}.
+        values: values of the rows that this rank sends, {row: (length, ...)}.
+        shape: dimensions of the values of a token.
+        dtype: data type of the column.
 
     Returns:
-        The float32 token column of this rank's rows.
+        The token column of this rank's rows.
 
     Raises:
         ValueError: no rank has sent the values of some row.
     """
     rank = dist.get_rank()
     local = index.rows_of(rank)
-    returns = plan_returns(index, computed_by)
+    returns = plan_returns(index, computed_by, math.prod(shape) * dtype.itemsize)
     arriving = [part for part in returns if part.owner == rank]
     if (count := sum(len(part.rows) for part in arriving)) != len(local):
         raise ValueError(f"{name}: values of {count} of {len(local)} rows were received")
@@ -196,13 +201,14 @@ def scatter_column(
     sender = ByteSender(PIECES_IN_FLIGHT * PIECE_BYTES)
     for part in returns:
         if part.sender == rank and part.owner != rank:
-            sender.send(torch.cat([values[row].float() for row in part.rows]).view(torch.uint8), [part.owner])
+            sent = torch.cat([values[row].to(dtype) for row in part.rows])
+            sender.send(sent.flatten().view(torch.uint8), [part.owner])
     lengths = [index.lengths[row] for row in local]
-    column = torch.empty(sum(lengths))
+    column = torch.empty(sum(lengths), *shape, dtype=dtype)
     entries = dict(zip(local, column.split(lengths), strict=True))
     for part, data, work in requested:
         work.wait()
-        by_row = data.view(torch.float32).split([index.lengths[row] for row in part.rows])
+        by_row = data.view(dtype).view(-1, *shape).split([index.lengths[row] for row in part.rows])
         for row, received_values in zip(part.rows, by_row, strict=True):
             entries[row].copy_(received_values)
     for part in arriving:

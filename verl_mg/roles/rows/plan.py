@@ -214,15 +214,18 @@ class Return:
     rows: tuple[int, ...]
     """Row numbers of the index."""
     num_bytes: int
-    """Bytes of the float32 values."""
+    """Bytes of the values."""
 
 
-def plan_returns(index: RowIndex, computed_by: Sequence[tuple[int, Sequence[int]]]) -> list[Return]:
-    """Plans the messages that bring a computed float32 token column to the owners of the rows.
+def plan_returns(
+    index: RowIndex, computed_by: Sequence[tuple[int, Sequence[int]]], entry_bytes: int = 4
+) -> list[Return]:
+    """Plans the messages that bring a computed token column to the owners of the rows.
 
     Args:
         index: the index of the batch.
         computed_by: (rank, rows whose values it sends).
+        entry_bytes: bytes of the values of a token.
 
     Returns:
         The returns, those of a sender to itself included.
@@ -232,6 +235,6 @@ def plan_returns(index: RowIndex, computed_by: Sequence[tuple[int, Sequence[int]
         for row in rows:
             rows_by_pair[sender, index.owner_rank[row]].append(row)
     return [
-        Return(sender, owner, tuple(rows), 4 * sum(index.lengths[row] for row in rows))
+        Return(sender, owner, tuple(rows), entry_bytes * sum(index.lengths[row] for row in rows))
         for (sender, owner), rows in rows_by_pair.items()
     ]

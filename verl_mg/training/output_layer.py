@@ -1,0 +1,116 @@
+"""Output layer of a language model whose vocabulary is sharded over tensor-parallel ranks, in chunks of tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+CHUNK_BYTES = {"cuda": 2**30, "cpu": 2**24}
+"""Bytes of one chunk of float32 logits on one rank, by the kind of device: large enough for efficient products."""
+
+
+@dataclass(frozen=True)
+class OutputLayer:
+    """Output layer of one rank, which turns hidden states into log-probabilities."""
+
+    weight: Tensor
+    """(rows, h), this rank's vocabulary shard."""
+    first_token: int
+    """Token id of the shard's first row."""
+    real_rows: int
+    """Number of rows of the shard that are tokens; the others are padding."""
+    group: dist.ProcessGroup | None
+    """Tensor-parallel ranks; None for this rank alone."""
+    softcap: float | None = None
+    """Bound c of logits z, as c * tanh(z / c) (Gemma 2, arXiv:2408.00118); None for none."""
+    fused_gradient: bool = False
+    """Add the gradient of the weight to its gradient buffer in the product, see `weight_gradients`."""
+    scale: float = 1.0
+    """Factor of the products of hidden states and weights."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Computes the float32 logits (n, real_rows) of hidden states (n, h)."""
+        weight = self.weight[: self.real_rows]
+        if hidden.device.type == "cuda" and hidden.dtype is not torch.float32:
+            products = torch.mm(hidden, weight.T, out_dtype=torch.float32)  # sums are not rounded
+        else:
+            products = (hidden @ weight.T).float()
+        if self.scale != 1:
+            products *= self.scale
+        if self.softcap is None:
+            return products
+        return products.div_(self.softcap).tanh_().mul_(self.softcap)
+
+    def local_targets(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns each target's row in this shard (0 where it is in another one), and whether it is in this shard."""
+        local = targets - self.first_token
+        is_local = (local >= 0) & (local < self.real_rows)
+        return torch.where(is_local, local, 0), is_local
+
+    def chunks(self, tokens: int, copies: int = 1) -> list[slice]:
+        """Divides tokens into chunks whose logits have at most CHUNK_BYTES.
+
+        All ranks have the same number of rows, padding included, and therefore the same number of collectives.
+
+        Args:
+            tokens: number of tokens.
+            copies: number of tensors as large as the logits that share these bytes.
+        """
+        size = max(1, CHUNK_BYTES[self.weight.device.type] // (4 * len(self.weight) * copies))
+        return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
+
+
+def scaled(logits: Tensor, temperature: float) -> Tensor:
+    """Divides logits by the temperature, in place.
+
+    Args:
+        logits: (...).
+        temperature: sampling temperature, above 0.
+    """
+    return logits if temperature == 1 else logits.div_(temperature)
+
+
+def row_max(logits: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Returns the largest logit of each token over all shards.
+
+    Args:
+        logits: (n, real_rows) of this rank.
+        group: ranks with the other shards; None for none.
+
+    Returns:
+        (n,).
+    """
+    # A shard that is all padding has no maximum.
+    highest = logits.amax(-1) if logits.shape[1] else logits.new_full((len(logits),), -torch.inf)
+    if group is not None and group.size() > 1:
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+    return highest
+
+
+def sum_over(sums: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Adds the sums of all shards, in place.
+
+    Args:
+        sums: sums over this rank's shard.
+        group: ranks with the other shards; None for none.
+    """
+    if group is not None and group.size() > 1:
+        dist.all_reduce(sums, group=group)
+    return sums
+
+
+def log_normalizer(logits: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Returns the logarithm of the sum of exponentials over all shards.
+
+    Args:
+        logits: (n, real_rows) of this rank.
+        group: ranks with the other shards; None for none.
+
+    Returns:
+        (n,).
+    """
+    highest = row_max(logits, group)
+    return highest + sum_over((logits - highest[:, None]).exp_().sum(-1), group).log()

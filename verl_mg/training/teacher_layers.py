@@ -1,0 +1,87 @@
+"""Output layers of teachers on the ranks that train the student, with the vocabulary sharded as the student's.
+
+A rank reads the rows of its own part of the vocabulary from the teacher's directory, and nothing else of the teacher.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from verl_mg import device
+from verl_mg.checkpoint.hf_safetensors import CheckpointReader
+from verl_mg.checkpoint.model_directory import ModelDirectory
+from verl_mg.errors import UserError
+from verl_mg.training.output_layer import OutputLayer
+
+
+@dataclass(frozen=True)
+class OutputHead:
+    """Output layer of a language model in its directory."""
+
+    tensor: str
+    """Name of the tensor (vocab, hidden)."""
+    vocab: int
+    """Number of tokens, padding of the tensor included."""
+    hidden: int
+    """Width of the last hidden states."""
+    softcap: float | None = None
+    """Bound of the logits, see `OutputLayer`."""
+    scale: float = 1.0
+    """Factor of the products of hidden states and weights."""
+
+
+@dataclass(frozen=True)
+class VocabularyShard:
+    """Part of a vocabulary on one rank."""
+
+    first: int
+    """Id of its first token."""
+    rows: int
+    """Number of its tokens."""
+    group: dist.ProcessGroup | None
+    """Ranks with the other parts; None for this rank alone."""
+
+
+def load_teacher_layer(
+    directory: ModelDirectory, head: OutputHead, dtype: torch.dtype, shard: VocabularyShard
+) -> OutputLayer:
+    """Reads a rank's part of a teacher's output layer.
+
+    Args:
+        directory: the teacher's model directory.
+        head: its output layer.
+        dtype: data type of the teacher.
+        shard: the student's part of the vocabulary on this rank.
+
+    Returns:
+        The layer on the device. Rows of the teacher behind the student's vocabulary are left out, which pad tensors of
+        models of one family differently: the teacher's distribution is that over the student's tokens.
+    """
+    place = device.current_device()
+    weight = torch.empty(shard.rows, head.hidden, dtype=dtype, device=place)
+    if shard.rows:
+        with CheckpointReader(directory) as reader:
+            box = ((shard.first, shard.first + shard.rows), (0, head.hidden))
+            weight.copy_(reader.read(head.tensor, box))
+    return OutputLayer(weight, shard.first, shard.rows, shard.group, head.softcap, scale=head.scale)
+
+
+def check_vocabularies(teacher: OutputHead, student: OutputHead, key: str) -> None:
+    """Checks that a teacher has all tokens of the student.
+
+    Args:
+        teacher: the teacher's output layer.
+        student: that of the student.
+        key: configuration key of the teacher, for the error.
+
+    Raises:
+        UserError: it has fewer rows.
+    """
+    if teacher.vocab < student.vocab:
+        raise UserError(
+            f"{key}: the teacher has {teacher.vocab} tokens and the student {student.vocab}, to some of which it gives "
+            "no probability. Write algorithm.divergence.top_k, or take another teacher."
+        )

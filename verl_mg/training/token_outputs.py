@@ -1,0 +1,89 @@
+"""`TokenOutputs`: what a language model computes for each token that it scores, the same on both backends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl_mg.algorithms.divergence import Divergence, top_divergence
+from verl_mg.training.logprobs import vocab_parallel_divergence, vocab_parallel_logprobs
+from verl_mg.training.microbatch import TEACHER, TEACHER_HIDDEN, TEACHER_TOP, MicroBatch
+from verl_mg.training.output_layer import OutputLayer
+from verl_mg.training.vocab_divergence import TeacherTokens, vocab_parallel_top
+
+
+@dataclass(frozen=True)
+class TeacherDivergence:
+    """Divergence of a student from its teachers, over the whole vocabulary or over the teachers' likeliest tokens."""
+
+    divergence: Divergence
+    """Divergence of a token."""
+    layers: Sequence[OutputLayer] | None = None
+    """Output layers of the teachers on this rank, by their numbers in the column TEACHER; [] where the rank scores no
+    tokens. None: only the tokens of the column TEACHER_TOP count."""
+
+    def of_tokens(self, output: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
+        """Returns the divergence of each token, (n,) nats with gradients.
+
+        Args:
+            output: (lines, n) outputs of the student for the request with this comparison.
+            columns: columns of the batch at the n tokens, (n, ...) by name.
+        """
+        if self.layers is not None:
+            return output[2]
+        return top_divergence(self.divergence, columns[TEACHER_TOP][:, 0], output[2:].T)
+
+
+@dataclass(frozen=True)
+class TokenOutputs:
+    """Request to a language model: log-probs, or in place of them what a student needs of its teacher."""
+
+    entropy: bool = True
+    """Compute entropies too."""
+    teacher: TeacherDivergence | None = None
+    """Compare with teachers, whose columns the micro-batches have; with entropies."""
+    top: int = 0
+    """Number of likeliest tokens, whose log-probs and ids are the output; 0: they are not."""
+    hidden: bool = False
+    """Whether last hidden states are the output."""
+
+    def compute(self, states: Tensor, micro: MicroBatch[Any], layer: OutputLayer, temperature: float) -> Tensor:
+        """Computes the outputs of a rank's tokens.
+
+        Args:
+            states: (m, h) last hidden states of the tokens that the rank scores.
+            micro: their micro-batch.
+            layer: the output layer.
+            temperature: sampling temperature, above 0.
+
+        Returns:
+            (lines, m) float32: log-probs; entropies if requested; then the divergences from teachers in a line, or log-
+            probs of the k tokens of TEACHER_TOP in k lines. Or 2 k lines, log-probs and ids of the likeliest tokens.
+            Or the h numbers of hidden states.
+        """
+        if self.hidden:
+            return states.T.float()
+        if self.top:
+            return torch.cat([part.T.float() for part in vocab_parallel_top(states, layer, temperature, self.top)])
+        if self.teacher is None:
+            logprobs, entropy = vocab_parallel_logprobs(states, micro.targets, layer, temperature, self.entropy)
+            return logprobs[None] if entropy is None else torch.stack([logprobs, entropy])
+        if self.teacher.layers is None:
+            likeliest = micro.local_column(TEACHER_TOP)[:, 1].long()
+            targets = torch.cat([micro.targets[:, None], likeliest], 1)
+            logprobs, entropy = vocab_parallel_logprobs(states, targets, layer, temperature)
+            assert entropy is not None
+            return torch.cat([logprobs[:, :1].T, entropy[None], logprobs[:, 1:].T])
+        hidden, teachers = micro.local_column(TEACHER_HIDDEN), micro.local_column(TEACHER)
+        theirs = TeacherTokens(self.teacher.divergence, self.teacher.layers, hidden, teachers)
+        return torch.stack(vocab_parallel_divergence(states, micro.targets, layer, temperature, theirs))
+
+
+LOGPROBS = TokenOutputs(entropy=False)
+"""Log-probs alone."""
+EVERYTHING = TokenOutputs()
+"""Log-probs and entropies, which every update reports."""
