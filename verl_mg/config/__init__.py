@@ -31,6 +31,7 @@ from verl_mg.config.roles import (
     TrainableConfig,
 )
 from verl_mg.config.section import ConfigSection, Count, RecipeConfig
+from verl_mg.config.teachers import TeacherConfig
 from verl_mg.config.tree import (
     CheckpointConfig,
     Config,
@@ -70,6 +71,7 @@ __all__ = [
     "RoleSection",
     "RolloutConfig",
     "SourceConfig",
+    "TeacherConfig",
     "TrackingConfig",
     "TrainableConfig",
     "WeightedRewardConfig",

@@ -13,6 +13,7 @@ from verl_mg.config.fsdp import FsdpConfig
 from verl_mg.config.megatron import MegatronConfig
 from verl_mg.config.roles import CriticConfig, Dtype, ReferenceConfig, RoleSection, RolloutConfig, TrainableConfig
 from verl_mg.config.section import ConfigSection, RecipeConfig
+from verl_mg.config.teachers import TeacherConfig
 
 
 class ModelConfig(ConfigSection):
@@ -120,7 +121,9 @@ class Config(ConfigSection):
     process_reward: CriticConfig = CriticConfig()
     """Implicit process reward model of recipes/prime.py."""
     reference: ReferenceConfig = ReferenceConfig()
-    """Frozen policy of the KL penalty, or a teacher."""
+    """Frozen policy of the KL penalty, or the only teacher."""
+    teachers: dict[str, TeacherConfig] = {}
+    """Teachers of recipes that distill, by a name of your choice. {}: the reference is the teacher."""
     rollout: RolloutConfig = RolloutConfig()
     """Generation of samples."""
     reward: RewardConfig = RewardConfig()
@@ -146,10 +149,15 @@ class Config(ConfigSection):
     algorithm: Any = None
     """Section of the recipe, its class `Config`."""
 
+    def section(self, name: str) -> RoleSection:
+        """Returns the section of a role, such as actor or teachers.NAME."""
+        first, _, teacher = name.partition(".")
+        section: RoleSection = self.teachers[teacher] if teacher else getattr(self, first)
+        return section
+
     def dtype_of(self, section: str) -> Dtype:
         """Returns the type of the weights of the role with this section, such as actor."""
-        role: RoleSection = getattr(self, section)
-        return role.dtype or self.model.dtype
+        return self.section(section).dtype or self.model.dtype
 
     @property
     def reference_is_unadapted_actor(self) -> bool:

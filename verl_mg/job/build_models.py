@@ -45,6 +45,8 @@ MODEL_ROLES: dict[str, type[Role]] = {
 }
 """Class of each model role by name; its configuration section has the same name, except those in SECTIONS."""
 SECTIONS = {"frozen_reward_model": "reward_model"}
+TEACHERS = "teachers"
+"""Role of a recipe that has a model role `teachers.NAME` for each teacher of the configuration."""
 
 
 class ModelRoleBuilder:
@@ -66,6 +68,11 @@ class ModelRoleBuilder:
         self._built: dict[str, Any] = {}
         self._context = context
 
+    def model_roles(self, roles: set[str]) -> list[str]:
+        """Returns the names of the model roles among requested ones, in the order in which they are built."""
+        teachers = self._config.teachers if TEACHERS in roles else ()
+        return [*(role for role in MODEL_ROLES if role in roles), *(f"{TEACHERS}.{name}" for name in teachers)]
+
     def check(self, roles: set[str], remark: str = "") -> None:
         """Checks the layouts of roles before any process group or model is built.
 
@@ -77,7 +84,7 @@ class ModelRoleBuilder:
             UserError: a layout does not fit the ranks or the model, a field of megatron-core cannot be set, or LoRA
                 targets do not fit the model.
         """
-        for role in sorted(roles & MODEL_ROLES.keys()):
+        for role in sorted(self.model_roles(roles)):
             section = self._section(role)
             if section.backend == "fsdp":
                 self._check_fsdp(role, remark)
@@ -104,7 +111,7 @@ class ModelRoleBuilder:
         Raises:
             UserError: a backend trains language models only.
         """
-        sections = {config_section_of(role): self._section(role) for role in sorted(roles & MODEL_ROLES.keys())}
+        sections = {config_section_of(role): self._section(role) for role in sorted(self.model_roles(roles))}
         refuses = next((name for name, section in sections.items() if section.backend == "megatron"), None)
         if refuses and (shown := next((prompt for prompt in prompts if prompt.images), None)):
             raise UserError(
@@ -137,7 +144,7 @@ class ModelRoleBuilder:
             transformer_config(model, layout, dtype, section.recompute, kernels, megatron)
             check_balancing(model, megatron, section.lora is not None)
             check_balance_losses(model, megatron)
-            if MODEL_ROLES[role].keeps_multi_token:
+            if kind_of(role).keeps_multi_token:
                 check_multi_token(with_multi_token_layer(model, self._path(role)), megatron, section.lora is not None)
             optimizer_config(section.optimizer, megatron, dtype)
         else:
@@ -161,7 +168,7 @@ class ModelRoleBuilder:
         return built
 
     def _build(self, role: str) -> Role:
-        section, kind = self._section(role), MODEL_ROLES[role]
+        section, kind = self._section(role), kind_of(role)
         if role == "reference" and "actor" in self._built and self._config.reference_is_unadapted_actor:
             return UnadaptedPolicy(self._built["actor"], section.tokens_per_micro_batch, role)
         options: dict[str, Any] = {}
@@ -195,7 +202,8 @@ class ModelRoleBuilder:
         return built
 
     def _section(self, role: str) -> TrainableConfig | ReferenceConfig:
-        section: TrainableConfig | ReferenceConfig = getattr(self._config, config_section_of(role))
+        section = self._config.section(config_section_of(role))
+        assert isinstance(section, TrainableConfig | ReferenceConfig)
         return section
 
     def _dtype(self, role: str) -> torch.dtype:
@@ -234,6 +242,11 @@ class ModelRoleBuilder:
                 else ParallelGroups(placement, self._config.job.seed, dynamic, shared)
             )
         return self._groups[key]
+
+
+def kind_of(role: str) -> type[Role]:
+    """Returns the class of a model role."""
+    return Policy if role.startswith(f"{TEACHERS}.") else MODEL_ROLES[role]
 
 
 def config_section_of(role: str) -> str:

@@ -20,7 +20,8 @@ from verl_mg.distributed import collectives
 from verl_mg.errors import UserError
 from verl_mg.job.build_agents import agent_wrapper, check_agents
 from verl_mg.job.build_engines import build_engine_group, check_engines, num_training_ranks
-from verl_mg.job.build_models import MODEL_ROLES, ModelRoleBuilder
+from verl_mg.job.build_models import TEACHERS, ModelRoleBuilder
+from verl_mg.job.build_teachers import build_teachers
 from verl_mg.job.engine_tables import actor_table
 from verl_mg.job.evaluation import SetResults, evaluate, evaluation_sets, metrics_of
 from verl_mg.models.module_config import read_any_config
@@ -36,6 +37,7 @@ from verl_mg.roles.reward import RewardRole
 from verl_mg.roles.role import Role
 from verl_mg.roles.rollout import Rollout
 from verl_mg.roles.rollout_source import RolloutRecords, RolloutSource
+from verl_mg.roles.teachers import Teachers
 from verl_mg.roles.trainable import TrainableRole
 from verl_mg.rollout import RolloutEngine, Sampling
 from verl_mg.rollout.request_tracker import routed_shape
@@ -111,9 +113,10 @@ class Job:
             assert self.test_prompts is not None
             self.prompts = PromptFeed(self.test_prompts)
         builder.check_images(roles, self.prompts)
-        self.roles: Mapping[str, Role] = {name: builder.build(name) for name in MODEL_ROLES if name in roles}
+        self.roles: Mapping[str, Role] = {name: builder.build(name) for name in builder.model_roles(roles)}
         if config.reference.refresh_every and "reference" in roles:
             self._follow_actor()
+        self._teachers = build_teachers(config, self.roles, self.prompts, self.context) if TEACHERS in roles else None
         records = RolloutRecords()
         self._reward = self._build_reward(records) if "reward" in roles else None
         self._rollout: RolloutSource | None = None
@@ -132,6 +135,13 @@ class Job:
     def reference(self) -> Policy:
         """The frozen reference policy or teacher."""
         return self._role("reference", Policy)
+
+    @property
+    def teachers(self) -> Teachers:
+        """The teachers of the samples, each of which has its sources of data."""
+        self._require(TEACHERS)
+        assert self._teachers is not None
+        return self._teachers
 
     @property
     def critic(self) -> Critic:

@@ -12,11 +12,11 @@ from typing import Any
 
 from verl_mg.config import Config, RecipeConfig
 from verl_mg.errors import UserError
-from verl_mg.job.build_models import MODEL_ROLES
+from verl_mg.job.build_models import MODEL_ROLES, TEACHERS
 
 SHIPPED = Path(__file__).parents[2] / "recipes"
 """Folder of the project's own recipes, next to the package in a checkout and in an installation."""
-ROLES = (*MODEL_ROLES, "rollout", "reward")
+ROLES = (*MODEL_ROLES, TEACHERS, "rollout", "reward")
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,9 @@ def recipe_from_module(module: ModuleType, name: str) -> Recipe:
 
 
 def requested_roles(recipe: Recipe, config: Config) -> set[str]:
-    """Returns the roles that the recipe requests, and the frozen reward model where `reward.from_model` needs it.
+    """Returns the roles that the recipe requests, and those that they need.
+
+    These are the frozen reward model with `reward.from_model`, and the reference where it is the only teacher.
 
     Args:
         recipe: the recipe.
@@ -108,4 +110,6 @@ def requested_roles(recipe: Recipe, config: Config) -> set[str]:
         raise UserError(f"recipe {recipe.name}: the role rollout needs the role actor. Add it to roles(cfg).")
     if "reward" in roles and config.reward.from_model:
         roles.add("frozen_reward_model")
+    if TEACHERS in roles and not config.teachers:
+        roles.add("reference")
     return roles

@@ -1,0 +1,149 @@
+"""`Teachers`: the models that a policy learns from, one for each sample by the source of its prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl_mg.algorithms.divergence import Divergence
+from verl_mg.batch import Batch, ColumnKind
+from verl_mg.roles.context import JobContext
+from verl_mg.roles.models import Actor, Policy
+from verl_mg.roles.prefixes import PREFIX_COLUMNS
+from verl_mg.roles.role import ForwardPass
+from verl_mg.training.microbatch import TEACHER, TEACHER_HIDDEN, TEACHER_TOP
+from verl_mg.training.output_layer import OutputLayer
+from verl_mg.training.teacher_layers import check_vocabularies, load_teacher_layer
+from verl_mg.training.token_outputs import LOGPROBS, TeacherDivergence, TokenOutputs
+
+SCORED_COLUMNS = ("tokens", "loss_mask", "sample_id", "trajectory", *PREFIX_COLUMNS)
+"""Columns of a batch that teachers are given: not the experts of the student."""
+
+
+class Teachers:
+    """Teachers of a job. All ranks call its methods together, as those of a role."""
+
+    def __init__(
+        self,
+        policies: Mapping[str, Policy],
+        actor: Actor,
+        teacher_of: Callable[[int], int],
+        context: JobContext,
+    ) -> None:
+        """Takes the teachers' models.
+
+        Args:
+            policies: models by configuration key, such as `teachers.math`.
+            actor: the student.
+            teacher_of: returns the number of the teacher of a prompt, given its id.
+            context: services that the roles of the job share.
+        """
+        self._policies, self._actor, self._teacher_of, self._context = policies, actor, teacher_of, context
+        self._layers: list[OutputLayer] | None = None
+
+    def compute_logprobs(self, batch: Batch) -> Tensor:
+        """Returns log p by the row's teacher of every token under the loss mask, in nats: a float32 token column."""
+        return self._column(batch, "compute_logprobs", LOGPROBS, ())
+
+    def score(self, batch: Batch, divergence: Divergence) -> None:
+        """Sets the columns that the actor needs to compute a divergence from each row's teacher.
+
+        These are `teacher_top` with `top_k`, otherwise `teacher` and `teacher_hidden`.
+
+        Args:
+            batch: this rank's rows.
+            divergence: the divergence.
+        """
+        if divergence.top_k:
+            outputs = TokenOutputs(top=divergence.top_k)
+            column = self._column(batch, "score", outputs, (2, divergence.top_k))
+            batch.put(TEACHER_TOP, column, ColumnKind.TOKEN)
+            return
+        widths = [policy.runner.output_head.hidden for policy in self._policies.values()]
+        column = self._column(batch, "score", TokenOutputs(hidden=True), (max(widths),), self._hidden_dtype)
+        batch.put(TEACHER_HIDDEN, column, ColumnKind.TOKEN)
+        batch.put(TEACHER, self._numbers(batch), ColumnKind.SEQUENCE)
+
+    def comparison(self, divergence: Divergence) -> TeacherDivergence:
+        """Returns the argument `teacher` of the actor's update on a batch with the columns of `score`.
+
+        Over the whole vocabulary each rank that computes the actor's logits has its part of the teachers' output layers,
+        which it reads the first time.
+
+        Args:
+            divergence: the divergence.
+
+        Raises:
+            UserError: the vocabulary of a teacher is smaller than that of the actor.
+        """
+        if divergence.top_k:
+            return TeacherDivergence(divergence)
+        if self._layers is None:
+            self._layers = list(self._load_layers())
+        return TeacherDivergence(divergence, self._layers)
+
+    def _load_layers(self) -> Iterator[OutputLayer]:
+        shard = self._actor.runner.vocabulary_shard()
+        for key, policy in self._policies.items():
+            runner, head = policy.runner, policy.runner.output_head
+            check_vocabularies(head, self._actor.runner.output_head, key)
+            needed = {head.tensor: runner.table.huggingface()[head.tensor]}
+            directory = self._context.directories.open(policy.model_dir, needed)
+            if shard is not None:
+                yield load_teacher_layer(directory, head, runner.dtype, shard)
+
+    @property
+    def _hidden_dtype(self) -> torch.dtype:
+        """Type that holds the hidden states of all teachers."""
+        dtypes = {policy.runner.dtype for policy in self._policies.values()}
+        return dtypes.pop() if len(dtypes) == 1 else torch.float32
+
+    def _numbers(self, batch: Batch) -> Tensor:
+        """Returns the number of each row's teacher, (n,) int64."""
+        if len(self._policies) == 1:
+            return torch.zeros(len(batch), dtype=torch.int64)
+        return torch.tensor([self._teacher_of(prompt) for prompt in batch["prompt_id"].tolist()], dtype=torch.int64)
+
+    def _column(
+        self,
+        batch: Batch,
+        call: str,
+        outputs: TokenOutputs,
+        shape: tuple[int, ...],
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
+        """Returns a token column of which each teacher computes its rows; 0 outside the loss mask."""
+        scored, numbers = batch.select_columns(SCORED_COLUMNS), self._numbers(batch)
+        rows = [(numbers == number).nonzero().flatten() for number in range(len(self._policies))]
+        parts = [scored] if len(rows) == 1 else [scored.select(own) for own in rows]
+        passes: list[ForwardPass] = []
+        for policy, part in zip(self._policies.values(), parts, strict=True):
+            own = (policy.runner.output_head.hidden,) if outputs.hidden else shape
+            passes.append(policy.prepare(part, call, None, outputs, own, dtype))
+
+        def deliver(results: Sequence[Any]) -> Tensor:
+            column = torch.zeros(batch.total_tokens, *shape, dtype=dtype)
+            for of_rows, forward, result in zip(rows, passes, results, strict=True):
+                values = forward.deliver(result)
+                target = column[..., : values.shape[-1]] if shape else column
+                target[batch.entries(of_rows)] = values
+            return _without_padding(column, self._actor.runner.output_head.vocab) if outputs.top else column
+
+        def work() -> list[Any]:
+            return [forward.work() for forward in passes]
+
+        return self._context.executor.column(f"teachers.{call}", batch.total_tokens, work, deliver, shape, dtype)
+
+
+def _without_padding(top: Tensor, vocab: int) -> Tensor:
+    """Marks likeliest tokens of a teacher that the student does not have as absent.
+
+    Args:
+        top: (tokens, 2, k) log-probs and ids.
+        vocab: number of tokens of the student.
+    """
+    known = top[:, 1] < vocab
+    return torch.stack([torch.where(known, top[:, 0], -torch.inf), torch.where(known, top[:, 1], 0)], 1)
