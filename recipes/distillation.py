@@ -3,7 +3,8 @@
     prompts -> rollout -> reward -> log-probs of student and teacher -> advantages -> actor update -> weight sync
 
 The student generates, and the teacher gives the log-probability of each token: tokens that the teacher finds more
-likely than the student become more likely. The reward is only reported. `reference.path` is the teacher.
+likely than the student become more likely. The reward is only reported. `reference.path` is the teacher, or `teachers`
+has several, each for some sources of the data.
 """
 
 from functools import partial
@@ -45,7 +46,7 @@ class Config(RecipeConfig):
 
 
 def roles(cfg: Config) -> set[str]:
-    return {"actor", "reference", "rollout", "reward"}
+    return {"actor", "teachers", "rollout", "reward"} | ({"reference"} if cfg.kl.enabled else set())
 
 
 def policy_loss(inputs: LossInputs, cfg: Config) -> LossOutput:
@@ -66,11 +67,14 @@ def iteration(job: Job, cfg: Config) -> dict[str, float]:
             batch["old_logprobs"] = job.actor.compute_logprobs(batch)
         else:
             batch["old_logprobs"] = batch["rollout_logprobs"]
-        batch["ref_logprobs"] = job.reference.compute_logprobs(batch)
+        batch["teacher_logprobs"] = job.teachers.compute_logprobs(batch)
+        if cfg.kl.enabled:
+            batch["ref_logprobs"] = job.reference.compute_logprobs(batch)
     add_off_policy_weights(batch, cfg.off_policy)
 
     mask = batch["loss_mask"]
-    batch["advantages"] = distillation_advantages(batch["old_logprobs"], batch["ref_logprobs"], mask)
+    spans = job.teachers.spans(batch)  # pieces of text, with a teacher of another tokenizer
+    batch["advantages"] = distillation_advantages(batch["old_logprobs"], batch["teacher_logprobs"], mask, spans)
     num_tokens = job.all_reduce_sum(mask.sum()).clamp(min=1)
     reverse_kl = job.all_reduce_sum(-batch["advantages"].sum()) / num_tokens
 

@@ -20,7 +20,7 @@ Columns that the recipes and roles of verl_mg agree on (float32 unless said):
 | correction_below, correction_above | token | 1 where the ratio behind that weight is out of its bounds |
 | teacher_logprobs | token | log-prob of token t by the row's teacher at entry t; 0 outside the mask |
 | teacher_top | token | (2, k) a token: log-probs and ids of the tokens that the teacher finds likeliest in its place |
-| teacher_hidden | token | (h,) a token, in the teacher's dtype: its last hidden state, from which it predicts the token |
+| teacher_hidden | token | (h,) a token, in the teacher's dtype: its last hidden state, which predicts the token |
 | teacher | sequence, int64 | number of the row's teacher |
 | routed_experts | token, int16 | (layers, k) a token: the experts that took it in the rollout; -1 where not known |
 | reward | sequence | the scalar score of the row |
@@ -101,7 +101,7 @@ class PendingColumn(Tensor):
         return column
 
     def fill(self, values: Tensor) -> None:
-        """Sets the values, once."""
+        """Sets the values of the column, once."""
         self.computed = True
         self.read(self.call).copy_(values)
 

@@ -1,4 +1,4 @@
-"""Batches of several rollouts as one, and lengths of responses."""
+"""Batches of several rollouts as one, lengths of responses, and turns of rollouts and data."""
 
 from collections.abc import Sequence
 
@@ -31,3 +31,13 @@ def response_lengths(batch: Batch) -> Tensor:
     trajectories = batch.trajectory_index
     generated = batch.expand_to_tokens(trajectories)[batch["policy_versions"] != NOT_GENERATED]
     return torch.bincount(generated, minlength=len(batch))[trajectories]
+
+
+def is_turn_of_data(iteration: int, fraction: float) -> bool:
+    """Returns whether an iteration is one of those that train on answers of the data, which are spread evenly.
+
+    Args:
+        iteration: number of the iteration, from 1.
+        fraction: share of such iterations, from 0 to 1.
+    """
+    return int(iteration * fraction) > int((iteration - 1) * fraction)

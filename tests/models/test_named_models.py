@@ -19,6 +19,7 @@ def test_with_local_models_names_become_folders(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(named_models, "fetch", fetch)
     sections = {"critic": {"path": "hf:a/critic"}, "reference": {"path": "/a/path"}}
+    sections["teachers"] = {"math": {"path": "a/math"}, "code": {"path": "/a/code"}}
     config = Config.model_validate({"model": {"path": "a/model"}, "data": {"train": "x"}, **sections})
     local = with_local_models(config, CONFIG_FILES)
     assert [str(section.path) for section in (local.model, local.critic, local.reference)] == [
@@ -26,6 +27,7 @@ def test_with_local_models_names_become_folders(monkeypatch: pytest.MonkeyPatch)
         "/cache/critic.path",
         "/a/path",
     ]
+    assert [str(teacher.path) for teacher in local.teachers.values()] == ["/cache/teachers.math.path", "/a/code"]
     assert (local.reward_model.path, str(config.model.path)) == (None, "a/model")
     assert requested[0] == ("a/model", "model", CONFIG_FILES, "model.path")
 

@@ -5,14 +5,15 @@ from pathlib import Path
 import pytest
 from pyarrow import parquet
 
-from tests.recipes.tiny_runs import tiny_run
+from tests.recipes.tiny_runs import TEACHER_OF, tiny_run
 from tests.tiny_jobs import RECIPES
 from verl_mg.job.recipe import load_recipe
 
 NAMES = sorted(recipe.stem for recipe in RECIPES.glob("*.py"))
 # The others differ from these in a loss or an advantage alone, which have tests of their own.
 DAILY = {
-    *("dapo", "distillation", "dpo", "grpo", "gspo", "pf_ppo", "ppo", "prime", "remax", "reward_model", "sft", "vapo"),
+    *("dapo", "distillation", "dpo", "gkd", "grpo", "gspo", "pf_ppo"),
+    *("ppo", "prime", "remax", "reward_model", "sft", "vapo"),
 }
 # Those with a rollout. Clip-Cov draws tokens by their places in rows, the loss of PRIME's reward model is of rows, and
 # the cut makes two turns of one.
@@ -52,7 +53,7 @@ def first_iteration(
     ranks, name: str, task, output, count: int, overrides: list[str], split: bool = False
 ) -> dict[str, float]:
     known = load_recipe(RECIPES / f"{name}.py").config.model_fields
-    if name == "distillation":
+    if name in TEACHER_OF:
         # Any other model can teach.
         overrides = [*overrides, f"reference.path={task / 'mixture'}"]
     sizes = [f"algorithm.{key}={value}" for key, value in SIZES.items() if key in known]

@@ -35,6 +35,7 @@ GOALS: dict[str, tuple[Goal, ...]] = {
     "ppo": (REWARD, Goal("critic/explained_variance", (-5.0, 0.1), 0.5, 0.35)),
     "vapo": (REWARD, Goal("critic/explained_variance", (-5.0, 0.1), 0.5, 0.35)),
     "distillation": (Goal("distillation/reverse_kl", (3.5, 5.5), 0.2, 0.6), REWARD),
+    "gkd": (Goal("actor/divergence", (3.5, 5.5), 0.2, 0.6), REWARD),
     "dpo": (Goal("actor/loss", (0.55, 0.7), 0.05, 0.1), Goal("actor/accuracy", (0.0, 0.9), 1.0, 0.05)),
     "reward_model": (Goal("reward_model/loss", (0.5, 0.7), 0.005, 0.05),),
     "sft": (Goal("actor/loss", (2.2, 3.5), 0.01, 0.2),),

@@ -13,7 +13,7 @@ from verl_mg.job.recipe import load_recipe, requested_roles
 
 FILES = sorted(RECIPES.glob("*.py"))
 README = (RECIPES / "README.md").read_text(encoding="utf-8")
-WITH_REFERENCE = {"distillation", "dpo", "prime"}
+WITH_REFERENCE = {"dpo", "prime"}
 """Recipes that need the reference without a KL penalty."""
 
 

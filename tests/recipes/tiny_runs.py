@@ -17,7 +17,7 @@ from verl_mg.job.recipe import load_recipe
 from verl_mg.run.loop import MODEL
 
 LETTERS = RECIPES / "configs" / "repeat_digit"
-TEACHER_OF = {"distillation": "sft"}
+TEACHER_OF = {"distillation": "sft", "gkd": "sft"}
 ENDS = 3
 """Of so many iterations, the first and the last ones, the mean is compared."""
 

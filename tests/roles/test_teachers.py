@@ -1,4 +1,4 @@
-"""Updates by divergences from teachers, in every layout and on both backends, against `transformers` on whole logits."""
+"""Updates by divergences from teachers, in several layouts on both backends, against `transformers` on whole logits."""
 
 import copy
 
@@ -65,7 +65,7 @@ def updates(models, layout, backend, folder):
     options = {"dtype": torch.float32, "temperature": TEMPERATURE, "tokens_per_micro_batch": 40}
     policies = {name: Policy(models[name], groups, context, name=name, **options) for name in TEACHERS}
     actor = Actor(models[STUDENT], groups, context, optimizer=SMALL_STEPS, **options)
-    teachers = Teachers(policies, actor, teacher_number, context)
+    teachers = Teachers(policies, policies, actor, teacher_number, context)
     mine = batch_of(models[STUDENT]).select(range(dist.get_rank(), COUNT, dist.get_world_size()))
     found = []
     for divergence in DIVERGENCES:

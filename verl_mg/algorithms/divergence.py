@@ -31,8 +31,9 @@ class Divergence(ConfigSection):
     """Divergence of the student from its teacher, for each token of a response."""
 
     kind: DivergenceKind = "reverse"
-    """reverse: KL of the student from the teacher, which gives up modes. forward: KL of the teacher from the student,
-    which covers them. js: generalized Jensen-Shannon (GKD). skew_forward, skew_reverse: from a mixture (DistiLLM)."""
+    """Kind. reverse: KL of the student from the teacher, which gives up modes. forward: KL of the teacher from the
+    student, which covers them. js: generalized Jensen-Shannon (GKD). skew_forward, skew_reverse: KL from a mixture of
+    the two (DistiLLM)."""
     beta: float = Field(0.5, gt=0, lt=1)
     """Weight in the mixture of js, skew_forward and skew_reverse."""
     top_k: PositiveInt | None = None

@@ -149,15 +149,15 @@ class Config(ConfigSection):
     algorithm: Any = None
     """Section of the recipe, its class `Config`."""
 
-    def section(self, name: str) -> RoleSection:
-        """Returns the section of a role, such as actor or teachers.NAME."""
+    def section(self, name: str) -> Any:
+        """Returns the section of a model, such as actor or teachers.NAME."""
         first, _, teacher = name.partition(".")
-        section: RoleSection = self.teachers[teacher] if teacher else getattr(self, first)
-        return section
+        return self.teachers[teacher] if teacher else getattr(self, first)
 
     def dtype_of(self, section: str) -> Dtype:
         """Returns the type of the weights of the role with this section, such as actor."""
-        return self.section(section).dtype or self.model.dtype
+        role: RoleSection = self.section(section)
+        return role.dtype or self.model.dtype
 
     @property
     def reference_is_unadapted_actor(self) -> bool:

@@ -70,8 +70,9 @@ class ModelRoleBuilder:
 
     def model_roles(self, roles: set[str]) -> list[str]:
         """Returns the names of the model roles among requested ones, in the order in which they are built."""
-        teachers = self._config.teachers if TEACHERS in roles else ()
-        return [*(role for role in MODEL_ROLES if role in roles), *(f"{TEACHERS}.{name}" for name in teachers)]
+        teachers = self._config.teachers.items() if TEACHERS in roles else ()
+        local = [f"{TEACHERS}.{name}" for name, teacher in teachers if teacher.has_model]
+        return [*(role for role in MODEL_ROLES if role in roles), *local]
 
     def check(self, roles: set[str], remark: str = "") -> None:
         """Checks the layouts of roles before any process group or model is built.

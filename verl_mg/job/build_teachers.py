@@ -2,36 +2,121 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
 
-from verl_mg.config import Config
+from verl_mg.config import Config, TeacherConfig
 from verl_mg.data import PromptFeed
+from verl_mg.data.teacher_prompts import teacher_prompt
 from verl_mg.errors import UserError
 from verl_mg.job.build_models import TEACHERS
+from verl_mg.models.module_config import read_any_config
+from verl_mg.models.tokenizer import read_tokenizer
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import Actor, Policy
+from verl_mg.roles.remote_teacher import RemoteTeacher
 from verl_mg.roles.role import Role
+from verl_mg.roles.teacher_rows import OtherPrompts, OtherTokens, ReadingTeacher, RowReader, Teacher
 from verl_mg.roles.teachers import Teachers
+from verl_mg.rollout.scoring_server import ScoringServer
+from verl_mg.rollout.sglang.servers.keys import read_key
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
-def build_teachers(config: Config, roles: Mapping[str, Role], prompts: PromptFeed, context: JobContext) -> Teachers:
+def build_teachers(
+    config: Config,
+    roles: Mapping[str, Role],
+    prompts: PromptFeed,
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Sequence[dict[str, Any]],
+    context: JobContext,
+) -> Teachers:
     """Returns the teachers of a job; without any in the configuration, the reference is the teacher of all samples.
 
     Args:
         config: configuration of the job.
         roles: its model roles by name.
         prompts: its training prompts.
+        tokenizer: tokenizer of the policy.
+        tools: schemas that a chat template describes to the model.
         context: services that the roles of the job share.
 
     Raises:
-        UserError: a source has no teacher or several.
+        UserError: a source has no teacher or several, or a server cannot be used.
     """
-    keys = [f"{TEACHERS}.{name}" for name in config.teachers] or ["reference"]
-    policies = {key: role for key in keys if isinstance(role := roles[key], Policy)}
-    actor = roles["actor"]
-    assert isinstance(actor, Actor) and len(policies) == len(keys)
-    number_of = teacher_numbers(config)
-    return Teachers(policies, actor, lambda prompt: number_of[prompts.by_id(prompt).source], context)
+    actor, number_of = roles["actor"], teacher_numbers(config)
+    assert isinstance(actor, Actor)
+    policies = {f"{TEACHERS}.{name}": section.has_model for name, section in config.teachers.items()}
+    fixed = {key: policy_of(roles, key) for key, has_model in (policies or {"reference": True}).items() if has_model}
+    teachers: dict[str, Teacher] = dict(fixed)
+    read = partial(_row_reader, config, prompts, tokenizer, tools)
+    for name, section in config.teachers.items():
+        key = f"{TEACHERS}.{name}"
+        teacher = remote_teacher(config, name, section.url) if section.url else teachers.pop(key, actor)
+        if section.prompt or section.tokenizer:
+            teacher = ReadingTeacher(teacher, read(key, section), section.tokenizer is not None)
+        teachers[key] = teacher  # in the order of the configuration, which numbers them
+    return Teachers(teachers, fixed, actor, lambda prompt: number_of[prompts.by_id(prompt).source], context)
+
+
+def _row_reader(
+    config: Config,
+    prompts: PromptFeed,
+    student: PreTrainedTokenizerBase,
+    tools: Sequence[dict[str, Any]],
+    key: str,
+    section: TeacherConfig,
+) -> RowReader:
+    tokenizer = read_tokenizer(section.tokenizer) if section.tokenizer else student
+
+    @cache
+    def tokens_of(prompt_id: int) -> list[int]:
+        return teacher_prompt(prompts.by_id(prompt_id), section.prompt, tokenizer, f"{key}.prompt", tools)
+
+    for prompt in prompts.first(1):
+        tokens_of(prompt.id)  # an unknown field is an error before the job begins
+    model = read_any_config(config.model.path)
+    if section.tokenizer is None:
+        return OtherPrompts(tokens_of, model.max_positions, f"{key}.prompt")
+    stops = frozenset({*model.eos_token_ids, student.eos_token_id} - {None})
+    return OtherTokens(tokens_of, student, tokenizer, stops, f"{key}.tokenizer")
+
+
+def policy_of(roles: Mapping[str, Role], name: str) -> Policy:
+    """Returns a policy among the model roles.
+
+    Args:
+        roles: model roles by name.
+        name: name of the policy.
+    """
+    role = roles[name]
+    assert isinstance(role, Policy)
+    return role
+
+
+def remote_teacher(config: Config, name: str, url: str) -> RemoteTeacher:
+    """Returns the client of a teacher on a server.
+
+    Args:
+        config: configuration of the job.
+        name: name of the teacher.
+        url: address of the server.
+
+    Raises:
+        UserError: the job samples at another temperature than that of the server's log-probs, or the key is not set.
+    """
+    section, key = config.teachers[name], f"{TEACHERS}.{name}"
+    if (temperature := config.rollout.temperature) not in (0.0, 1.0):
+        raise UserError(
+            f"{key}.url: servers return log-probs at temperature 1, those of the policy are at rollout.temperature="
+            f"{temperature}. Write rollout.temperature=1."
+        )
+    api_key = read_key(f"{key}.api_key_env", section.api_key_env)
+    server = ScoringServer.at(f"{key}.url", url, section.protocol, section.served_model, api_key)
+    return RemoteTeacher(server, section.parallel)
 
 
 def teacher_numbers(config: Config) -> dict[str, int]:

@@ -116,7 +116,9 @@ class Job:
         self.roles: Mapping[str, Role] = {name: builder.build(name) for name in builder.model_roles(roles)}
         if config.reference.refresh_every and "reference" in roles:
             self._follow_actor()
-        self._teachers = build_teachers(config, self.roles, self.prompts, self.context) if TEACHERS in roles else None
+        self._teachers: Teachers | None = None
+        if TEACHERS in roles:
+            self._teachers = build_teachers(config, self.roles, self.prompts, self.tokenizer, schemas, self.context)
         records = RolloutRecords()
         self._reward = self._build_reward(records) if "reward" in roles else None
         self._rollout: RolloutSource | None = None

@@ -47,7 +47,8 @@ def hub_models(config: Config) -> dict[str, HubName]:
     Raises:
         UserError: a name is that of a part, which only data sets have.
     """
-    paths = {section: getattr(config, section).path for section in SECTIONS}
+    sections = [*SECTIONS, *(f"teachers.{name}" for name in config.teachers)]
+    paths = {section: config.section(section).path for section in sections}
     names = {section: _name_of(path, f"{section}.path") for section, path in paths.items() if path is not None}
     return {section: name for section, name in names.items() if name}
 
@@ -59,11 +60,10 @@ def with_folders(config: Config, folders: Mapping[str, Path]) -> Config:
         config: the configuration of a job.
         folders: folder by section.
     """
-    return config.model_copy(
-        update={
-            section: getattr(config, section).model_copy(update={"path": folder}) for section, folder in folders.items()
-        }
-    )
+    sections = {name: config.section(name).model_copy(update={"path": folder}) for name, folder in folders.items()}
+    teachers = {name: sections.get(f"teachers.{name}", teacher) for name, teacher in config.teachers.items()}
+    others = {name: section for name, section in sections.items() if "." not in name}
+    return config.model_copy(update=others | {"teachers": teachers})
 
 
 def with_local_models(config: Config, files: Sequence[str] = MODEL_FILES) -> Config:

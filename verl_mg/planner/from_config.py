@@ -36,6 +36,11 @@ FROZEN = ("frozen_reward_model", "reference")
 """Roles that are not trained."""
 
 
+def is_frozen(name: str) -> bool:
+    """Returns whether a role is not trained."""
+    return name in FROZEN or name.startswith("teachers.")
+
+
 @dataclass(frozen=True)
 class RoleRequest:
     """Auxiliary role as the configuration describes it."""
@@ -121,8 +126,10 @@ def plan_request(config: Config, roles: set[str]) -> PlanRequest:
     }
     if prompts := getattr(algorithm, "prompts_per_iteration", None):
         fields["tokens_per_iteration"] = prompts * getattr(algorithm, "group_size", 1) * sequence
-    auxiliary = tuple(_role(config, name, section) for name, section in AUXILIARY_SECTIONS.items() if name in roles)
-    notes = tuple(_notes(config, {"actor": "actor", **AUXILIARY_SECTIONS}, roles))
+    teachers = {f"teachers.{name}": f"teachers.{name}" for name in config.teachers if "teachers" in roles}
+    sections, roles = AUXILIARY_SECTIONS | teachers, roles | teachers.keys()
+    auxiliary = tuple(_role(config, name, section) for name, section in sections.items() if name in roles)
+    notes = tuple(_notes(config, {"actor": "actor", **sections}, roles))
     assert rollout.engine != "hf"
     return PlanRequest(
         str(config.model.path),
@@ -158,20 +165,21 @@ def _notes(config: Config, sections: dict[str, str], roles: set[str]) -> Iterato
     if config.rollout.adapters:
         yield "rollout.adapters: the weight sync is counted as the first one, later ones send adapters alone"
     for name, section in sections.items():
-        role = getattr(config, section)
+        role = config.section(section)
         if name in roles and config.dtype_of(section) == "float32":
             yield f"{name}.dtype: its matrix products are counted at the rate of bf16, float32 is many times slower"
-        if name in roles and name not in FROZEN and role.lora:
+        is_trained = not is_frozen(name)
+        if name in roles and is_trained and role.lora:
             shared = name == "actor" and "reference" in roles and config.reference_is_unadapted_actor
             yield f"{name}.lora: counted as if all weights were trained" + ", and the reference's separate" * shared
-        if name in roles and name not in FROZEN and role.optimizer.nvme_folder:
+        if name in roles and is_trained and role.optimizer.nvme_folder:
             yield f"{name}.optimizer.nvme_folder: counted as if the moments were in host memory"
         if name in roles and role.dynamic_context:
             yield f"{name}.dynamic_context: counted as if every row were sharded over all context-parallel ranks"
 
 
 def _options(config: Config, section: str, is_trained: bool = True) -> TrainingOptions:
-    role, dtype = getattr(config, section), config.dtype_of(section)
+    role, dtype = config.section(section), config.dtype_of(section)
     if role.backend == "fsdp":
         if is_trained:
             check_trainable(role, section)
@@ -185,9 +193,9 @@ def _options(config: Config, section: str, is_trained: bool = True) -> TrainingO
 
 
 def _role(config: Config, name: str, key: str) -> RoleRequest:
-    section: TrainableConfig | ReferenceConfig = getattr(config, key)
+    section: TrainableConfig | ReferenceConfig = config.section(key)
     path = section.path if isinstance(section, CriticConfig | ReferenceConfig) else None
-    is_trained = name not in FROZEN
+    is_trained = not is_frozen(name)
     trained = section if is_trained and isinstance(section, TrainableConfig) else None
     return RoleRequest(
         name,

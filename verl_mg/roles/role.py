@@ -196,7 +196,7 @@ class Role:
     ) -> dict[int, Tensor]:
         """Returns the outputs of the rows that this rank sends to their owners, by row number of the index."""
         self._context.offload.load_exclusively(self.cpu_offload, training=False)
-        found: dict[int, Tensor] = {}
+        columns: dict[int, Tensor] = {}
         results = self.runner.infer(micro_batches, self._temperature, plan.cp_sizes, outputs)
         rows = self._rows_of_rank(dist.get_rank(), plan)
         for numbers, micro, result in zip(rows, micro_batches, results, strict=bool(results)):
@@ -204,8 +204,8 @@ class Role:
                 entries, values = result
                 column = torch.zeros(micro.total_tokens, *shape, dtype=dtype)
                 column[entries] = values.view(-1, *shape).to(dtype)
-                found |= dict(zip(numbers, column.split(micro.lengths.tolist()), strict=True))
-        return found
+                columns |= dict(zip(numbers, column.split(micro.lengths.tolist()), strict=True))
+        return columns
 
     def _output_ranks(self, plan: MicroBatchPlan) -> list[tuple[int, list[int]]]:
         """Returns (rank, rows whose outputs it sends)."""

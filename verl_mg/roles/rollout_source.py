@@ -15,9 +15,10 @@ from verl_mg.roles.models import Actor
 from verl_mg.roles.pending_groups import RolloutState
 from verl_mg.rollout.engine import Sample
 from verl_mg.rollout.filtered_queue import GroupFilter
+from verl_mg.training.microbatch import TEACHER_HIDDEN, TEACHER_TOP
 
-NOT_RECORDED = frozenset({"generated_by", "score_id"})
-"""Columns that have a meaning only within the processes that generated the row."""
+NOT_RECORDED = frozenset({"generated_by", "score_id", TEACHER_HIDDEN, TEACHER_TOP})
+"""Columns that have a meaning only within the processes that generated the row, or hundreds of numbers for a token."""
 
 
 @dataclass(frozen=True)

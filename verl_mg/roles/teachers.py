@@ -10,16 +10,18 @@ from torch import Tensor
 
 from verl_mg.algorithms.divergence import Divergence
 from verl_mg.batch import Batch, ColumnKind
+from verl_mg.errors import UserError
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import Actor, Policy
 from verl_mg.roles.prefixes import PREFIX_COLUMNS
 from verl_mg.roles.role import ForwardPass
+from verl_mg.roles.teacher_rows import ReadingTeacher, Teacher
 from verl_mg.training.microbatch import TEACHER, TEACHER_HIDDEN, TEACHER_TOP
 from verl_mg.training.output_layer import OutputLayer
 from verl_mg.training.teacher_layers import check_vocabularies, load_teacher_layer
 from verl_mg.training.token_outputs import LOGPROBS, TeacherDivergence, TokenOutputs
 
-SCORED_COLUMNS = ("tokens", "loss_mask", "sample_id", "trajectory", *PREFIX_COLUMNS)
+SCORED_COLUMNS = ("tokens", "loss_mask", "sample_id", "trajectory", "prompt_id", "prompt_length", *PREFIX_COLUMNS)
 """Columns of a batch that teachers are given: not the experts of the student."""
 
 
@@ -28,6 +30,7 @@ class Teachers:
 
     def __init__(
         self,
+        teachers: Mapping[str, Teacher],
         policies: Mapping[str, Policy],
         actor: Actor,
         teacher_of: Callable[[int], int],
@@ -36,16 +39,22 @@ class Teachers:
         """Takes the teachers' models.
 
         Args:
-            policies: models by configuration key, such as `teachers.math`.
+            teachers: teachers by configuration key, such as `teachers.math`.
+            policies: those with fixed weights on ranks of the job, whose output layers can be read from their
+                directories.
             actor: the student.
             teacher_of: returns the number of the teacher of a prompt, given its id.
             context: services that the roles of the job share.
         """
-        self._policies, self._actor, self._teacher_of, self._context = policies, actor, teacher_of, context
+        self._teachers, self._policies, self._actor = teachers, policies, actor
+        self._teacher_of, self._context = teacher_of, context
         self._layers: list[OutputLayer] | None = None
 
     def compute_logprobs(self, batch: Batch) -> Tensor:
-        """Returns log p by the row's teacher of every token under the loss mask, in nats: a float32 token column."""
+        """Returns log p by the row's teacher of every token under the loss mask, in nats: a float32 token column.
+
+        Where a teacher has another tokenizer, the last token of a piece of text has log p of all of it, see `spans`.
+        """
         return self._column(batch, "compute_logprobs", LOGPROBS, ())
 
     def score(self, batch: Batch, divergence: Divergence) -> None:
@@ -56,22 +65,36 @@ class Teachers:
         Args:
             batch: this rank's rows.
             divergence: the divergence.
+
+        Raises:
+            UserError: a teacher has another vocabulary, or the divergence is over the whole one and a teacher does not
+                know it.
         """
+        if self._by_text:
+            raise UserError(
+                f"{self._by_text[0]}.tokenizer: distributions over two vocabularies cannot be compared. Leave it out, "
+                "or use recipes/distillation.py, which compares log-probs of the text."
+            )
         if divergence.top_k:
             outputs = TokenOutputs(top=divergence.top_k)
             column = self._column(batch, "score", outputs, (2, divergence.top_k))
             batch.put(TEACHER_TOP, column, ColumnKind.TOKEN)
             return
-        widths = [policy.runner.output_head.hidden for policy in self._policies.values()]
-        column = self._column(batch, "score", TokenOutputs(hidden=True), (max(widths),), self._hidden_dtype)
+        if others := [key for key in self._teachers if key not in self._policies]:
+            raise UserError(
+                f"{others[0]}: only of a model with fixed weights on ranks of the job is the whole distribution known. "
+                "Write algorithm.divergence.top_k."
+            )
+        width = max(policy.runner.output_head.hidden for policy in self._policies.values())
+        column = self._column(batch, "score", TokenOutputs(hidden=True), (width,), self._hidden_dtype)
         batch.put(TEACHER_HIDDEN, column, ColumnKind.TOKEN)
         batch.put(TEACHER, self._numbers(batch), ColumnKind.SEQUENCE)
 
     def comparison(self, divergence: Divergence) -> TeacherDivergence:
         """Returns the argument `teacher` of the actor's update on a batch with the columns of `score`.
 
-        Over the whole vocabulary each rank that computes the actor's logits has its part of the teachers' output layers,
-        which it reads the first time.
+        Over the whole vocabulary each rank that computes the actor's logits has its part of the teachers' output
+        layers, which it reads the first time.
 
         Args:
             divergence: the divergence.
@@ -96,6 +119,31 @@ class Teachers:
                 yield load_teacher_layer(directory, head, runner.dtype, shard)
 
     @property
+    def _by_text(self) -> list[str]:
+        """Keys of the teachers with another tokenizer."""
+        readers = ((key, teacher) for key, teacher in self._teachers.items() if isinstance(teacher, ReadingTeacher))
+        return [key for key, reader in readers if reader.by_text]
+
+    def spans(self, batch: Batch) -> Tensor | None:
+        """Returns the span of text of each token, of which the last token has the teacher's log-prob of all of it.
+
+        Args:
+            batch: the rows of the last `compute_logprobs`.
+
+        Returns:
+            (tokens,) int64, -1 for tokens without a span; None where all teachers read the student's tokens.
+        """
+        if not self._by_text:
+            return None
+        spans, total, numbers = torch.arange(batch.total_tokens), batch.total_tokens, self._numbers(batch)
+        for number, teacher in enumerate(self._teachers.values()):
+            if isinstance(teacher, ReadingTeacher) and teacher.spans is not None:
+                entries = batch.entries((numbers == number).nonzero().flatten())
+                spans[entries] = torch.where(teacher.spans < 0, -1, teacher.spans + total)
+                total += len(entries)
+        return spans
+
+    @property
     def _hidden_dtype(self) -> torch.dtype:
         """Type that holds the hidden states of all teachers."""
         dtypes = {policy.runner.dtype for policy in self._policies.values()}
@@ -103,7 +151,7 @@ class Teachers:
 
     def _numbers(self, batch: Batch) -> Tensor:
         """Returns the number of each row's teacher, (n,) int64."""
-        if len(self._policies) == 1:
+        if len(self._teachers) == 1:
             return torch.zeros(len(batch), dtype=torch.int64)
         return torch.tensor([self._teacher_of(prompt) for prompt in batch["prompt_id"].tolist()], dtype=torch.int64)
 
@@ -117,12 +165,12 @@ class Teachers:
     ) -> Tensor:
         """Returns a token column of which each teacher computes its rows; 0 outside the loss mask."""
         scored, numbers = batch.select_columns(SCORED_COLUMNS), self._numbers(batch)
-        rows = [(numbers == number).nonzero().flatten() for number in range(len(self._policies))]
-        parts = [scored] if len(rows) == 1 else [scored.select(own) for own in rows]
+        rows = [(numbers == number).nonzero().flatten() for number in range(len(self._teachers))]
+        parts = [scored] if len(rows) == 1 else [scored.select(of_teacher) for of_teacher in rows]
         passes: list[ForwardPass] = []
-        for policy, part in zip(self._policies.values(), parts, strict=True):
-            own = (policy.runner.output_head.hidden,) if outputs.hidden else shape
-            passes.append(policy.prepare(part, call, None, outputs, own, dtype))
+        for (key, teacher), part in zip(self._teachers.items(), parts, strict=True):
+            of_token = (self._policies[key].runner.output_head.hidden,) if outputs.hidden else shape
+            passes.append(teacher.prepare(part, call, None, outputs, of_token, dtype))
 
         def deliver(results: Sequence[Any]) -> Tensor:
             column = torch.zeros(batch.total_tokens, *shape, dtype=dtype)

@@ -19,6 +19,7 @@ from verl_mg.training.weight_gradients import added_to_buffer, gradient_buffer, 
 DIVERGENCE_COPIES = 6
 """Tensors as large as the logits that a chunk needs for a divergence, temporary ones included."""
 
+
 def vocab_parallel_logprobs(
     hidden: Tensor, targets: Tensor, layer: OutputLayer, temperature: float, with_entropy: bool = True
 ) -> tuple[Tensor, Tensor | None]:

@@ -45,8 +45,8 @@ class TeacherTokens:
             return scaled(_logits(self.layers[0], self.hidden[chunk]), temperature)
         logits = self.hidden.new_empty(chunk.stop - chunk.start, self.layers[0].real_rows, dtype=torch.float32)
         for number, layer in enumerate(self.layers):
-            own = (self.teachers[chunk] == number).nonzero().flatten()
-            logits[own] = _logits(layer, self.hidden[chunk][own])
+            rows = (self.teachers[chunk] == number).nonzero().flatten()
+            logits[rows] = _logits(layer, self.hidden[chunk][rows])
         return scaled(logits, temperature)
 
 

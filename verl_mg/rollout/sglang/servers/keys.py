@@ -31,7 +31,7 @@ class ServerKeys:
         Raises:
             UserError: a variable is not set.
         """
-        return cls(_read("rollout.api_key_env", api_variable), _read("rollout.admin_key_env", admin_variable))
+        return cls(read_key("rollout.api_key_env", api_variable), read_key("rollout.admin_key_env", admin_variable))
 
     def headers(self, path: str) -> dict[str, str]:
         """Returns the HTTP headers of a request to a path."""
@@ -39,7 +39,16 @@ class ServerKeys:
         return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-def _read(key: str, variable: str | None) -> str:
+def read_key(key: str, variable: str | None) -> str:
+    """Returns the value of an environment variable with a key; "" without one.
+
+    Args:
+        key: configuration key that names the variable, for errors.
+        variable: name of the variable.
+
+    Raises:
+        UserError: it is not set, or no key can be sent in a header.
+    """
     if variable is None:
         return ""
     value = os.environ.get(variable, "").strip()

@@ -1,0 +1,132 @@
+"""Teachers of recipes that distill: several by source, on a server, the policy itself, one with another tokenizer."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from recipes.tasks.repeat_digit import DIGITS, LENGTH
+from tests.recipes.tiny_runs import TEACHER_OF, Goal, tiny_run
+from tests.scoring_servers import scoring
+from tests.tiny_jobs import write_lines
+from verl_mg.models.tiny_model import make_tiny_model
+from verl_mg.run.loop import MODEL
+
+FIRST = ["job.iterations=1", "job.save=false", "algorithm.prompts_per_iteration=9", "algorithm.group_size=2"]
+LEARNED = Goal("reward/mean", (-1.0, -0.75), 0.1, 0.4)
+NEAR = Goal("actor/divergence", (2.0, 5.5), 0.2, 0.8)
+OTHER = ("time/", "weight_sync/", "rollout/", "mismatch/")
+
+
+@pytest.fixture(scope="module")
+def task(ranks, tasks) -> Path:
+    """The task with the teacher that SFT makes."""
+    folder = tasks(0)
+    if not (folder / TEACHER_OF["gkd"] / MODEL).exists():
+        tiny_run(ranks, "sft", folder, folder / "sft")
+    return folder
+
+
+def steady(lines):
+    return [{name: value for name, value in line.items() if not name.startswith(OTHER)} for line in lines]
+
+
+@pytest.mark.parametrize("recipe", ["gkd", "distillation"])
+@pytest.mark.parametrize("protocol", ["sglang", "openai"])
+def test_teacher_on_a_server_gives_the_metrics_of_the_model_on_ranks(ranks, task, tmp_path, protocol, recipe):
+    few = [*FIRST, *(["algorithm.divergence={kind: js, top_k: 4}"] if recipe == "gkd" else [])]
+    (expected,) = steady(tiny_run(ranks, recipe, task, tmp_path / "ranks", few))
+    with scoring(task / "sft" / MODEL) as url:
+        server = f"teachers={{far: {{url: {url}, protocol: {protocol}, served_model: teacher}}}}"
+        (found,) = steady(tiny_run(ranks, recipe, task, tmp_path / "server", [*few, server]))
+    assert found == pytest.approx(expected, rel=1e-4, abs=2e-6)
+    assert found["actor/grad_norm"] > 0.01
+
+
+def two_teachers(task: Path, folder: Path) -> list[str]:
+    """Overrides: half of the data is taught by the model of SFT, the other half by a model of random weights."""
+    lines = (task / "data" / "train.jsonl").read_text().splitlines(keepends=True)
+    for name, part in (("odd", lines[1::2]), ("even", lines[::2])):
+        (folder / f"{name}.jsonl").write_text("".join(part))
+    sources = ", ".join(f"{name}: {{path: {folder / name}.jsonl}}" for name in ("odd", "even"))
+    taught = f"able: {{path: {task / 'sft' / MODEL}, sources: [odd]}}, random: {{path: {task / 'mixture'}}}"
+    return [f"data.train={{{sources}}}", f"teachers={{{taught}}}"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("recipe", ["gkd", "distillation"])
+def test_iteration_with_two_teachers_is_unchanged_by_ranks(ranks, task, tmp_path, recipe):
+    overrides = [*FIRST, *two_teachers(task, tmp_path)]
+    (alone,) = steady(tiny_run(ranks, recipe, task, tmp_path / "alone", overrides, count=1))
+    small = ["actor.tokens_per_micro_batch=40", "teachers.able.layout=tp2", "teachers.random.ranks=2-3"]
+    (found,) = steady(tiny_run(ranks, recipe, task, tmp_path / "four", [*overrides, *small], count=4))
+    assert found == pytest.approx(alone, rel=1e-4, abs=2e-6)
+
+
+@pytest.mark.nightly
+def test_policy_learns_from_the_teacher_of_each_source(ranks, task, tmp_path):
+    overrides = [*two_teachers(task, tmp_path), "job.save=false", "algorithm.divergence={kind: reverse, top_k: 6}"]
+    lines = tiny_run(ranks, "gkd", task, tmp_path / "run", overrides)
+    assert lines[-1]["actor/divergence"] < 0.6 * lines[0]["actor/divergence"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["algorithm.divergence={kind: js, beta: 0.7}"],
+        ["algorithm.divergence={kind: skew_reverse, beta: 0.1}"],
+        ["algorithm.divergence={kind: reverse, top_k: 4}"],
+        ["algorithm.divergence={kind: forward, top_k: 4, tail: renormalized}", "algorithm.data_fraction=0.5"],
+        ["algorithm.divergence={kind: forward}", "algorithm.data_fraction=0.5"],
+    ],
+)
+def test_gkd_with_options_learns(ranks, task, tmp_path, options):
+    lines = tiny_run(ranks, "gkd", task, tmp_path / "run", ["job.save=false", *options])
+    LEARNED.check(lines)
+
+
+@pytest.mark.nightly
+def test_gkd_on_given_answers_alone_learns_without_engines(ranks, task, tmp_path):
+    options = ["job.save=false", "algorithm.data_fraction=1", "algorithm.divergence={kind: forward}"]
+    lines = tiny_run(ranks, "gkd", task, tmp_path / "run", options)
+    NEAR.check(lines)
+    assert "reward/mean" not in lines[0]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("weights", "divergence"), [("fixed", "{kind: forward}"), ("actor", "{kind: forward, top_k: 6}")]
+)
+def test_policy_learns_from_itself_with_the_answer_in_the_prompt(ranks, tasks, tmp_path, weights, divergence):
+    # It begins with a model that repeats an answer that it is given, and that has never seen a prompt of the task.
+    write_lines(tmp_path / "given.jsonl", ({"prompt": f"{d * LENGTH}=", "answer": d * LENGTH} for d in DIGITS))
+    given = [f"data.train={tmp_path / 'given.jsonl'}", "job.iterations=40"]
+    tiny_run(ranks, "sft", tasks(0), tmp_path / "sft", given)
+    knows = f'teachers={{self: {{prompt: "{{answer}}=", weights: {weights}}}}}'
+    options = [f"model.path={tmp_path / 'sft' / MODEL}", knows, f"algorithm.divergence={divergence}", "job.save=false"]
+    lines = tiny_run(ranks, "gkd", tasks(0), tmp_path / "run", options)
+    Goal("reward/mean", (-1.0, 0.2), 0.9, 0.4).check(lines)
+
+
+@pytest.fixture(scope="module")
+def other_teacher(ranks, tasks, tmp_path_factory) -> Path:
+    """A model whose tokenizer has pairs of equal digits as tokens, taught by SFT."""
+    folder = tmp_path_factory.mktemp("pairs")
+    size = {"hidden": 64, "layers": 2, "ffn": 128, "max_positions": 64, "init_std": 0.06}
+    pairs = [digit * 2 for digit in DIGITS]
+    make_tiny_model(folder / "model", "llama", characters="=" + DIGITS[::-1], words=pairs, seed=1, **size)
+    tiny_run(ranks, "sft", tasks(0), folder / "sft", [f"model.path={folder / 'model'}"])
+    return folder / "sft" / MODEL
+
+
+@pytest.mark.nightly
+def test_policy_learns_from_a_teacher_with_another_tokenizer(ranks, tasks, tmp_path, other_teacher):
+    taught = f"teachers={{other: {{path: {other_teacher}, tokenizer: {other_teacher}}}}}"
+    lines = tiny_run(ranks, "distillation", tasks(0), tmp_path / "run", [taught, "job.save=false"])
+    LEARNED.check(lines)
+    assert lines[-1]["distillation/reverse_kl"] < 0.2 * lines[0]["distillation/reverse_kl"]
+    shutil.rmtree(tmp_path / "run")
+    refused = [taught, *FIRST]
+    with pytest.raises(Exception, match="teachers.other.tokenizer: distributions over two vocabularies cannot be"):
+        tiny_run(ranks, "gkd", tasks(0), tmp_path / "run", refused)

@@ -1,0 +1,77 @@
+"""`RemoteTeacher`: a teacher on a server outside the job, which each rank asks about its own rows."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from verl_mg.batch import Batch
+from verl_mg.roles.role import ForwardPass
+from verl_mg.rollout.scoring_server import ScoringServer, TokenScore
+from verl_mg.training.token_outputs import LOGPROBS, TokenOutputs
+
+
+class RemoteTeacher:
+    """Teacher whose log-probs a server computes.
+
+    Args:
+        server: client of the server.
+        parallel: requests of this rank at the same time.
+    """
+
+    def __init__(self, server: ScoringServer, parallel: int) -> None:
+        self._server, self._parallel = server, parallel
+
+    def prepare(
+        self,
+        batch: Batch,
+        call: str,
+        mask: Tensor | None = None,
+        outputs: TokenOutputs = LOGPROBS,
+        shape: tuple[int, ...] = (),
+        dtype: torch.dtype = torch.float32,
+    ) -> ForwardPass:
+        """Returns the requests for a batch, which are sent where a model would compute.
+
+        Args:
+            batch: this rank's rows.
+            call: method name for error messages.
+            mask: (sum(lengths),) bool, the tokens to score, `loss_mask` by default.
+            outputs: log-probs, or the likeliest tokens.
+            shape: dimensions of the result of a token.
+            dtype: data type of the result.
+        """
+        assert not outputs.hidden
+        scored = batch["loss_mask"] if mask is None else mask
+
+        def work() -> Tensor:
+            return asyncio.run(self._score(batch, scored, outputs.top)).to(dtype)
+
+        return ForwardPass(f"{self._server.key}.{call}", work, lambda column: column)
+
+    async def _score(self, batch: Batch, mask: Tensor, k: int) -> Tensor:
+        """Returns the column: log-probs (tokens,), or log-probs and ids (tokens, 2, k) of the likeliest tokens."""
+        slots = asyncio.Semaphore(self._parallel)
+        rows = mask.split(batch.lengths.tolist())
+
+        async def of_row(row: int, scored: Tensor) -> Tensor:
+            places = [place for place in scored.nonzero().flatten().tolist() if place > 0]
+            column = torch.zeros(len(scored), 2, k) if k else torch.zeros(len(scored))
+            if places:
+                async with slots:
+                    scores = await self._server.score(batch.row("tokens", row).tolist(), places[0], k)
+                column[places] = _as_tensor([scores[place - places[0]] for place in places], k)
+            return column
+
+        columns = await asyncio.gather(*(of_row(row, scored) for row, scored in enumerate(rows)))
+        empty = torch.zeros(0, 2, k) if k else torch.zeros(0)
+        return torch.cat([empty, *columns])
+
+
+def _as_tensor(scores: Sequence[TokenScore], k: int) -> Tensor:
+    if not k:
+        return torch.tensor([score.logprob for score in scores])
+    return torch.tensor([score.likeliest for score in scores]).transpose(1, 2)

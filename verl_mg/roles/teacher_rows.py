@@ -1,0 +1,224 @@
+"""Rows as a teacher reads them where it does not read those of the student, and columns of one from the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from verl_mg.batch import Batch
+from verl_mg.data.token_alignment import aligned_spans, retokenized, token_ends
+from verl_mg.errors import UserError
+from verl_mg.roles.role import ForwardPass
+from verl_mg.training.token_outputs import LOGPROBS, TokenOutputs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Teacher(Protocol):
+    """Model that scores tokens: a `Policy` of the job, or one on a server."""
+
+    def prepare(
+        self,
+        batch: Batch,
+        call: str,
+        mask: Tensor | None = None,
+        outputs: TokenOutputs = LOGPROBS,
+        shape: tuple[int, ...] = (),
+        dtype: torch.dtype = torch.float32,
+    ) -> ForwardPass:
+        """Returns the two parts of scoring a batch, see `Role.prepare`."""
+
+
+@dataclass(frozen=True)
+class TeacherRows:
+    """Rows of a teacher, in the order of the student's."""
+
+    batch: Batch
+    """Columns tokens, loss_mask and sample_id."""
+    restore: Callable[[Tensor], Tensor]
+    """Makes a token column of the student's rows from one of these."""
+    spans: Tensor | None = None
+    """(tokens of the student's rows,) int64, number of each token's span; -1 without one. The last token of a span has
+    the teacher's log-prob of all of it. None: each token is a span."""
+
+
+class RowReader(Protocol):
+    """Makes the rows that a teacher reads."""
+
+    def read(self, batch: Batch) -> TeacherRows:
+        """Returns the teacher's rows of a batch with the columns prompt_id and prompt_length."""
+
+
+class ReadingTeacher:
+    """Teacher that reads other rows than the student.
+
+    Args:
+        teacher: the model.
+        reader: makes its rows.
+        by_text: whether their tokens are those of another tokenizer.
+    """
+
+    def __init__(self, teacher: Teacher, reader: RowReader, by_text: bool = False) -> None:
+        self._teacher, self._reader, self.by_text = teacher, reader, by_text
+        self.spans: Tensor | None = None
+        """Spans of the tokens of the batch that was read last, see `TeacherRows`."""
+
+    def prepare(
+        self,
+        batch: Batch,
+        call: str,
+        mask: Tensor | None = None,
+        outputs: TokenOutputs = LOGPROBS,
+        shape: tuple[int, ...] = (),
+        dtype: torch.dtype = torch.float32,
+    ) -> ForwardPass:
+        """Returns the two parts of scoring the teacher's rows of a batch.
+
+        Args:
+            batch: rows of the student.
+            call: method name for error messages.
+            mask: not given: the tokens under the loss mask are scored.
+            outputs: what the model computes for a token.
+            shape: dimensions of that.
+            dtype: data type in which it is returned.
+        """
+        assert mask is None
+        rows = self._reader.read(batch)
+        self.spans = rows.spans
+        forward = self._teacher.prepare(rows.batch, call, None, outputs, shape, dtype)
+        return ForwardPass(forward.name, forward.work, lambda result: rows.restore(forward.deliver(result)))
+
+
+class OtherPrompts:
+    """Reader of a teacher with another prompt and the student's response (self-distillation, arXiv:2601.19897).
+
+    Args:
+        tokens_of: returns the tokens of the teacher's prompt, given the id of the student's.
+        longest: largest length of a row, in tokens.
+        key: configuration key of the prompt, for errors.
+    """
+
+    def __init__(self, tokens_of: Callable[[int], list[int]], longest: int, key: str) -> None:
+        self._tokens_of, self._longest, self._key = tokens_of, longest, key
+
+    def read(self, batch: Batch) -> TeacherRows:
+        """Returns the rows with their prompts replaced.
+
+        Args:
+            batch: rows of the student.
+
+        Raises:
+            UserError: rows are of agents, whose contexts are no prompts, or a row is too long.
+        """
+        if "prefix_of" in batch:
+            raise UserError(f"{self._key}: the samples are of agents, which have several contexts. Leave it out.")
+        ids = batch["prompt_id"].tolist()
+        prompts: Mapping[int, list[int]] = {number: self._tokens_of(number) for number in set(ids)}
+        lengths = torch.tensor([len(prompts[number]) for number in ids], dtype=torch.int64)
+        rows = Batch(batch.lengths - batch["prompt_length"] + lengths)
+        if len(rows) and (length := int(rows.lengths.max())) > self._longest:
+            raise UserError(
+                f"{self._key}: a response with the teacher's prompt has {length} tokens, more than the {self._longest} "
+                "positions of the model. Shorten the template, or lower rollout.max_new_tokens."
+            )
+        responses = batch.positions >= batch.expand_to_tokens(batch["prompt_length"])
+        answered = rows.positions >= rows.expand_to_tokens(lengths)
+        tokens = torch.empty(rows.total_tokens, dtype=torch.int64)
+        tokens[answered] = batch["tokens"][responses]
+        flat = [token for number in ids for token in prompts[number]]
+        tokens[~answered] = torch.tensor(flat, dtype=torch.int64)
+        mask = torch.zeros(rows.total_tokens, dtype=torch.bool)
+        mask[answered] = batch["loss_mask"][responses]
+        rows["tokens"], rows["loss_mask"], rows["sample_id"] = tokens, mask, batch["sample_id"]
+
+        def restore(column: Tensor) -> Tensor:
+            restored = column.new_zeros(batch.total_tokens, *column.shape[1:])
+            restored[responses] = column[answered]
+            return restored
+
+        return TeacherRows(rows, restore)
+
+
+class OtherTokens:
+    """Reader of a teacher with another tokenizer, which reads the text of prompt and response.
+
+    Args:
+        prompt_of: returns the teacher's tokens of a prompt, given its id.
+        student: tokenizer of the student.
+        teacher: tokenizer of the teacher, a fast one.
+        stop_ids: tokens that end a response of the student, in whose place the teacher reads its own.
+        key: configuration key of the teacher's tokenizer, for errors.
+    """
+
+    def __init__(
+        self,
+        prompt_of: Callable[[int], list[int]],
+        student: PreTrainedTokenizerBase,
+        teacher: PreTrainedTokenizerBase,
+        stop_ids: frozenset[int],
+        key: str,
+    ) -> None:
+        self._prompt_of, self._student, self._teacher = prompt_of, student, teacher
+        self._stop_ids, self._key = stop_ids, key
+
+    def read(self, batch: Batch) -> TeacherRows:
+        """Returns rows of the teacher's tokens; log-probs of theirs become those of spans of the student's.
+
+        Args:
+            batch: rows of the student.
+
+        Raises:
+            UserError: rows are of agents, whose contexts are no prompts, or a tokenizer is not a fast one.
+        """
+        if "prefix_of" in batch:
+            raise UserError(f"{self._key}: the samples are of agents, which have several contexts. Leave it out.")
+        rows: list[list[int]] = []
+        masks: list[Tensor] = []
+        spans: list[Tensor] = []
+        places: list[Tensor] = []
+        columns = zip(batch["prompt_id"].tolist(), batch["prompt_length"].tolist(), strict=True)
+        total, offset = 0, 0
+        for row, (prompt_id, length) in enumerate(columns):
+            tokens, mask = batch.row("tokens", row)[length:], batch.row("loss_mask", row)[length:]
+            prompt = self._prompt_of(prompt_id)
+            theirs, of_student, of_teacher = self._aligned(tokens.tolist())
+            count = int(of_student.max()) + 1 if len(of_student) else 0
+            written = torch.ones(count).index_reduce_(0, of_student, mask.float(), "amin") > 0
+            last = torch.zeros(count, dtype=torch.int64)
+            last.scatter_reduce_(0, of_student, torch.arange(len(of_student)), "amax")
+            rows.append([*prompt, *theirs])
+            masks += [torch.zeros(len(prompt), dtype=torch.bool), written[of_teacher]]
+            numbers = torch.where(written[of_student], of_student + total, -1)
+            spans += [torch.full((length,), -1), numbers]
+            places += [torch.full((len(prompt),), -1), (last + length + offset)[of_teacher]]
+            total, offset = total + count, offset + int(batch.lengths[row])
+        read = Batch.from_rows(rows)
+        read["loss_mask"] = torch.cat([torch.zeros(0, dtype=torch.bool), *masks])
+        read["sample_id"] = batch["sample_id"]
+        where = torch.cat([torch.zeros(0, dtype=torch.int64), *places])
+
+        def restore(column: Tensor) -> Tensor:
+            scored = read["loss_mask"]
+            return column.new_zeros(batch.total_tokens).index_add_(0, where[scored], column[scored])
+
+        return TeacherRows(read, restore, torch.cat([torch.zeros(0, dtype=torch.int64), *spans]))
+
+    def _aligned(self, tokens: list[int]) -> tuple[list[int], Tensor, Tensor]:
+        """Returns the teacher's tokens of a response, and the spans of the student's and of the teacher's tokens."""
+        stops = bool(tokens) and tokens[-1] in self._stop_ids and self._teacher.eos_token_id is not None
+        text, ends = token_ends(tokens[:-1] if stops else tokens, self._student)
+        theirs, places = retokenized(text, self._teacher, self._key)
+        of_student, of_teacher = aligned_spans(ends, places, len(text))
+        if stops:
+            behind = max(of_student, default=-1) + 1
+            theirs, of_student, of_teacher = (
+                [*theirs, int(self._teacher.eos_token_id)],
+                [*of_student, behind],
+                [*of_teacher, behind],
+            )
+        return theirs, torch.tensor(of_student, dtype=torch.int64), torch.tensor(of_teacher, dtype=torch.int64)

@@ -1,0 +1,135 @@
+"""Client of a server that scores given tokens: log-probs of each, and the tokens that are likeliest in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from verl_mg.errors import UserError
+from verl_mg.http_client import JsonService
+
+Protocol = Literal["sglang", "openai"]
+PATHS: Mapping[str, str] = {"sglang": "/generate", "openai": "/v1/completions"}
+"""Path of the requests, by protocol."""
+TIMEOUT_SECONDS, RETRIES = 600.0, 4
+
+
+class TokenScore(NamedTuple):
+    """Score of a given token after those in front of it."""
+
+    logprob: float
+    """Log-prob of the token, in nats, at temperature 1."""
+    likeliest: Sequence[tuple[float, int]]
+    """Log-probs and ids of the k likeliest tokens in its place, falling."""
+
+
+@dataclass(frozen=True)
+class ScoringServer:
+    """Client of an SGLang server, or of one with OpenAI's completions and vLLM's field `prompt_logprobs` in them."""
+
+    key: str
+    """Configuration key of the address, for errors."""
+    protocol: Protocol
+    """Protocol of the requests."""
+    model: str
+    """Name of the model in requests of the protocol openai."""
+    service: JsonService
+    """Connection to the path of the protocol."""
+
+    @classmethod
+    def at(cls, key: str, url: str, protocol: Protocol, model: str = "", api_key: str = "") -> ScoringServer:
+        """Returns the client of a server; it connects with the first request.
+
+        Args:
+            key: configuration key of the address, for errors.
+            url: address of the server, without a path.
+            protocol: protocol of the requests.
+            model: name of the model in requests of the protocol openai.
+            api_key: key that is sent with each request; "" for none.
+
+        Raises:
+            UserError: the address is none.
+        """
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        address = url.rstrip("/").removesuffix("/v1") + PATHS[protocol]
+        service = JsonService(address, timeout=TIMEOUT_SECONDS, retries=RETRIES, headers=headers)
+        return cls(key, protocol, model, service)
+
+    async def score(self, tokens: Sequence[int], first: int, k: int) -> list[TokenScore]:
+        """Scores the last tokens of a sequence.
+
+        Args:
+            tokens: the sequence.
+            first: index of the first token that is scored, at least 1.
+            k: number of likeliest tokens; may be 0.
+
+        Returns:
+            The scores of tokens[first:].
+
+        Raises:
+            UserError: the server refuses, or its response has other tokens or too few.
+        """
+        if self.protocol == "sglang":
+            response = await self.service.post(_sglang_request(tokens, first, k))
+            read = _read_sglang
+        else:
+            response = await self.service.post(_openai_request(tokens, k, self.model))
+            read = _read_openai
+        try:
+            return read(response, tokens, first, k)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise UserError(
+                f"{self.key}={self.service.url}: the response has no log-probs of {len(tokens) - first} tokens with "
+                f"{k} likeliest ones each ({type(error).__name__}: {error}). Correct the protocol, or allow more "
+                "log-probs on the server, such as with vLLM's --max-logprobs."
+            ) from None
+
+
+def _sglang_request(tokens: Sequence[int], first: int, k: int) -> dict[str, Any]:
+    return {
+        "input_ids": list(tokens),
+        "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+        "return_logprob": True,
+        "logprob_start_len": first - 1,
+        "top_logprobs_num": k,
+    }
+
+
+def _read_sglang(response: Any, tokens: Sequence[int], first: int, k: int) -> list[TokenScore]:
+    count = len(tokens) - first
+    scored = response["meta_info"]["input_token_logprobs"][-count:]
+    likeliest = response["meta_info"]["input_top_logprobs"][-count:] if k else [[]] * count
+    scores = []
+    for token, (logprob, number, *_), best in zip(tokens[first:], scored, likeliest, strict=True):
+        if number != token:
+            raise ValueError(f"token {number} in place of {token}")
+        pairs = [(float(value), int(other)) for value, other, *_ in best]
+        scores.append(TokenScore(float(logprob), _first(pairs, k)))
+    return scores
+
+
+def _openai_request(tokens: Sequence[int], k: int, model: str) -> dict[str, Any]:
+    return {
+        "model": model,
+        "prompt": list(tokens),
+        "max_tokens": 1,
+        "temperature": 1.0,
+        "prompt_logprobs": k,
+    }
+
+
+def _read_openai(response: Any, tokens: Sequence[int], first: int, k: int) -> list[TokenScore]:
+    of_tokens = response["choices"][0]["prompt_logprobs"]
+    scores = []
+    for token, entries in zip(tokens[first:], of_tokens[first:], strict=True):
+        # Each entry has the k likeliest tokens, and the given one behind them where it is another one.
+        pairs = sorted(((float(entry["logprob"]), int(other)) for other, entry in entries.items()), reverse=True)
+        scores.append(TokenScore(float(entries[str(token)]["logprob"]), _first(pairs, k)))
+    return scores
+
+
+def _first(pairs: Sequence[tuple[float, int]], k: int) -> Sequence[tuple[float, int]]:
+    if len(pairs) < k:
+        raise ValueError(f"{len(pairs)} likeliest tokens")
+    return pairs[:k]
