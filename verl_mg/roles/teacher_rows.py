@@ -31,7 +31,16 @@ class Teacher(Protocol):
         shape: tuple[int, ...] = (),
         dtype: torch.dtype = torch.float32,
     ) -> ForwardPass:
-        """Returns the two parts of scoring a batch, see `Role.prepare`."""
+        """Returns the two parts of scoring a batch.
+
+        Args:
+            batch: rows of the student.
+            call: method name for error messages.
+            mask: (sum(lengths),) bool, the tokens to score, `loss_mask` by default.
+            outputs: what is computed for a token.
+            shape: dimensions of that.
+            dtype: data type in which it is returned.
+        """
 
 
 @dataclass(frozen=True)
