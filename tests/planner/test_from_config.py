@@ -2,7 +2,7 @@
 
 import pytest
 
-from recipes import ppo
+from recipes import gkd, ppo
 from verl_mg.config import load_config
 from verl_mg.planner.from_config import PlanRequest, plan_request
 
@@ -28,6 +28,17 @@ def notes(*overrides: str) -> tuple[str, ...]:
 def test_plan_request_uncounted_setting_adds_note(override, note):
     (found,) = notes(override)
     assert found.startswith(note)
+
+
+def test_plan_request_has_the_teachers_on_ranks_of_the_job():
+    teachers = "teachers={math: {path: t, layout: tp2}, far: {url: 'http://h:1'}}"
+    config = load_config(None, [*PLANNED, teachers], gkd.Config)
+    request = plan_request(config, gkd.roles(config.algorithm))
+    (role,) = request.roles
+    assert (role.name, role.layout, role.model, role.is_trained) == ("teachers.math", "tp2", "t", False)
+    assert request.notes == (
+        "algorithm.divergence: the teachers' output layers on the actor's last stage are not counted",
+    )
 
 
 def test_plan_request_plain_job_has_no_notes():

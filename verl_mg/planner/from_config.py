@@ -126,7 +126,8 @@ def plan_request(config: Config, roles: set[str]) -> PlanRequest:
     }
     if prompts := getattr(algorithm, "prompts_per_iteration", None):
         fields["tokens_per_iteration"] = prompts * getattr(algorithm, "group_size", 1) * sequence
-    teachers = {f"teachers.{name}": f"teachers.{name}" for name in config.teachers if "teachers" in roles}
+    keys = [f"teachers.{name}" for name, teacher in config.teachers.items() if teacher.has_model]
+    teachers = {key: key for key in keys if "teachers" in roles}
     sections, roles = AUXILIARY_SECTIONS | teachers, roles | teachers.keys()
     auxiliary = tuple(_role(config, name, section) for name, section in sections.items() if name in roles)
     notes = tuple(_notes(config, {"actor": "actor", **sections}, roles))
@@ -164,6 +165,8 @@ def _notes(config: Config, sections: dict[str, str], roles: set[str]) -> Iterato
     """Yields the settings that a plan does not take into account."""
     if config.rollout.adapters:
         yield "rollout.adapters: the weight sync is counted as the first one, later ones send adapters alone"
+    if "teachers" in roles and getattr(config.algorithm, "divergence", None) and not config.algorithm.divergence.top_k:
+        yield "algorithm.divergence: the teachers' output layers on the actor's last stage are not counted"
     for name, section in sections.items():
         role = config.section(section)
         if name in roles and config.dtype_of(section) == "float32":

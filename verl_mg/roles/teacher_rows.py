@@ -197,7 +197,7 @@ class OtherTokens:
             prompt = self._prompt_of(prompt_id)
             theirs, of_student, of_teacher = self._aligned(tokens.tolist())
             count = int(of_student.max()) + 1 if len(of_student) else 0
-            written = torch.ones(count).index_reduce_(0, of_student, mask.float(), "amin") > 0
+            written = torch.ones(count).scatter_reduce_(0, of_student, mask.float(), "amin") > 0
             last = torch.zeros(count, dtype=torch.int64)
             last.scatter_reduce_(0, of_student, torch.arange(len(of_student)), "amax")
             rows.append([*prompt, *theirs])

@@ -23,3 +23,30 @@ def test_silent_outside_the_mask_and_without_gradient() -> None:
     student = torch.tensor([[-1.0, math.nan]], requires_grad=True)
     found = distillation_advantages(student, torch.tensor([[-3.0, -1.0]]), torch.tensor([[True, False]]))
     assert found.tolist() == [[-2.0, 0.0]] and not found.requires_grad
+
+
+def test_distillation_gradient_with_spans_is_that_of_the_reverse_kl_of_texts():
+    # The student writes a text in two tokens, the teacher in one: all nine texts, each with its probability.
+    generator = torch.Generator().manual_seed(1)
+    first = torch.randn(3, generator=generator, dtype=torch.float64).requires_grad_()
+    second = torch.randn(3, 3, generator=generator, dtype=torch.float64).requires_grad_()
+    texts = torch.randn(9, generator=generator, dtype=torch.float64).log_softmax(0)
+    one, two = first.log_softmax(0), second.log_softmax(1)
+    logprobs = torch.stack([one[:, None].expand(3, 3), two], -1).reshape(18)  # the tokens of one text after another
+    teacher = torch.stack([torch.zeros(9), texts], 1).reshape(18)  # at the last token of a span
+    spans, mask = torch.arange(9).repeat_interleave(2), torch.ones(18, dtype=torch.bool)
+    advantages = distillation_advantages(logprobs.detach(), teacher, mask, spans)
+    probability = logprobs.reshape(9, 2).sum(1)
+    loss = -(probability.exp().detach() * (advantages * logprobs).reshape(9, 2).sum(1)).sum()
+    found = torch.autograd.grad(loss, [first, second], retain_graph=True)
+    kl = (probability.exp() * (probability - texts)).sum()
+    for gradient, expected in zip(found, torch.autograd.grad(kl, [first, second]), strict=True):
+        assert torch.allclose(gradient, expected) and expected.abs().min() > 1e-4
+
+
+def test_distillation_advantages_of_tokens_without_a_span_are_zero():
+    old, teacher = torch.tensor([-1.0, -2.0, -1.0, -0.5]), torch.tensor([0.0, -1.0, -3.0, 0.0])
+    mask = torch.tensor([True, True, True, False])
+    assert distillation_advantages(old, teacher, mask, torch.tensor([0, 0, -1, 1])).tolist() == [2, 2, 0, 0]
+    alone = distillation_advantages(old, teacher, mask, torch.arange(4))
+    assert alone.tolist() == distillation_advantages(old, teacher, mask).tolist() == [1, 1, -2, 0]
