@@ -135,7 +135,7 @@ def test_updates_by_divergences_from_two_teachers_equal_whole_logits(
     for metrics, (value, total, norm) in zip(results[0], of_updates, strict=True):
         assert metrics["actor/divergence"] == pytest.approx(value, rel=1e-5) and value > 0.05
         assert metrics["actor/loss"] == pytest.approx(total, rel=1e-5)
-        assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=3e-5) and norm > 0.1
+        assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=3e-5) and norm > 0.01
     before = oracle(models[STUDENT]).state_dict()
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").state_dict()
     for name, wanted in weights.items():
