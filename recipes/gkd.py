@@ -41,7 +41,7 @@ def divergence_loss(inputs: LossInputs) -> LossOutput:
 
 def iteration(job: Job, cfg: Config) -> Mapping[str, float]:
     prompts = job.prompts.next_batch(cfg.prompts_per_iteration)
-    if is_turn_of_data(job.iteration, cfg.data_fraction):
+    if is_turn_of_data(job.iteration, cfg.data_fraction, job.config.rollout.mode):
         batch = job.sft_batch(prompts)
     else:
         batch = job.rollout.generate(prompts, num_samples=cfg.group_size)  # responses are scored as they complete

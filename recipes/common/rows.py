@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from verl_mg.batch import Batch
+from verl_mg.errors import UserError
 from verl_mg.rollout.trajectory import NOT_GENERATED
 
 
@@ -33,11 +34,20 @@ def response_lengths(batch: Batch) -> Tensor:
     return torch.bincount(generated, minlength=len(batch))[trajectories]
 
 
-def is_turn_of_data(iteration: int, fraction: float) -> bool:
+def is_turn_of_data(iteration: int, fraction: float, mode: str) -> bool:
     """Returns whether an iteration is one of those that train on answers of the data, which are spread evenly.
 
     Args:
         iteration: number of the iteration, from 1.
         fraction: share of such iterations, from 0 to 1.
+        mode: `rollout.mode`.
+
+    Raises:
+        UserError: samples of the next iteration are generated ahead, which may be a turn of the data.
     """
+    if 0 < fraction < 1 and mode != "sync":
+        raise UserError(
+            f"algorithm.data_fraction={fraction}: turns of samples and data need rollout.mode=sync. Write it, or a "
+            "fraction of 0 or 1."
+        )
     return int(iteration * fraction) > int((iteration - 1) * fraction)

@@ -11,7 +11,7 @@ from recipes import dapo, gdpo, gigpo, grpo, maxrl, mt_grpo, pf_ppo
 from recipes.common.kl import KLConfig, adapt_kl, add_kl_loss, rewards_with_kl, token_rewards_with_kl, with_current_kl
 from recipes.common.off_policy import OffPolicyConfig, add_off_policy_weights, apply_off_policy_weights
 from recipes.common.reward_parts import weighted_parts
-from recipes.common.rows import concat_rollouts, response_lengths
+from recipes.common.rows import concat_rollouts, is_turn_of_data, response_lengths
 from tests.recipes.scripted_job import ScriptedJob, rows
 from tests.recipes.tiny_runs import tiny_run
 from tests.tiny_jobs import RECIPES
@@ -345,3 +345,14 @@ def test_pf_ppo_on_any_number_of_ranks_draws_the_same_samples(ranks, resampling)
     assert any(row < ROWS for row in alone[1][0])
     for count in (2, 3):
         assert gathered(count) == alone
+
+
+def test_turns_of_data_are_spread_evenly():
+    turns = [[is_turn_of_data(i, fraction, "sync") for i in range(1, 9)] for fraction in (0.0, 0.25, 0.5, 1.0)]
+    assert [sum(of) for of in turns] == [0, 2, 4, 8]
+    assert [i for i, turn in enumerate(turns[1], start=1) if turn] == [4, 8]
+    with pytest.raises(
+        UserError, match=r"algorithm.data_fraction=0.5: turns of samples and data need rollout.mode=sync"
+    ):
+        is_turn_of_data(1, 0.5, "async")
+    assert is_turn_of_data(1, 1.0, "async") and not is_turn_of_data(1, 0.0, "async")
