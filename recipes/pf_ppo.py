@@ -8,7 +8,7 @@ and as many as were sampled in this iteration are drawn from it, with replacemen
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field, PositiveInt
@@ -117,7 +117,7 @@ def iteration(job: Job, cfg: Config) -> dict[str, float]:
     batch["returns"] = batch.unpad(returns)
 
     train_actor = job.iteration > cfg.critic_warmup
-    steps = {"num_minibatches": cfg.num_minibatches, "num_epochs": cfg.num_epochs}
+    steps: dict[str, Any] = {"num_minibatches": cfg.num_minibatches, "num_epochs": cfg.num_epochs}
     actor_metrics: Mapping[str, float] = {}
     with job.concurrent_roles():
         critic_metrics = job.critic.update(batch, partial(critic_loss, cfg=cfg), "token-mean", **steps)

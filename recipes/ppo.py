@@ -8,6 +8,7 @@ Policy and critic can have different lambdas (decoupled GAE, VC-PPO, arXiv:2503.
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 from pydantic import Field, PositiveInt
 
@@ -98,7 +99,7 @@ def iteration(job: Job, cfg: Config) -> dict[str, float]:
     batch["returns"] = batch.unpad(returns)
 
     train_actor = job.iteration > cfg.critic_warmup
-    steps = {"num_minibatches": cfg.num_minibatches, "num_epochs": cfg.num_epochs}
+    steps: dict[str, Any] = {"num_minibatches": cfg.num_minibatches, "num_epochs": cfg.num_epochs}
     actor_metrics: Mapping[str, float] = {}
     with job.concurrent_roles():
         critic_metrics = job.critic.update(batch, partial(critic_loss, cfg=cfg), "token-mean", **steps)

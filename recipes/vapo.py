@@ -9,6 +9,7 @@ language-model loss on the responses with a reward above 0.
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from pydantic import Field, PositiveInt
@@ -110,7 +111,7 @@ def iteration(job: Job, cfg: Config) -> dict[str, float]:
     batch["right"] = right.float() * (num_tokens / max(num_right, 1))
 
     train_actor = job.iteration > cfg.critic_warmup
-    steps = {"num_minibatches": cfg.num_minibatches, "num_epochs": cfg.num_epochs}
+    steps: dict[str, Any] = {"num_minibatches": cfg.num_minibatches, "num_epochs": cfg.num_epochs}
     actor_metrics: Mapping[str, float] = {}
     with job.concurrent_roles():
         critic_metrics = job.critic.update(batch, partial(critic_loss, cfg=cfg), "token-mean", **steps)

@@ -351,8 +351,6 @@ def test_turns_of_data_are_spread_evenly():
     turns = [[is_turn_of_data(i, fraction, "sync") for i in range(1, 9)] for fraction in (0.0, 0.25, 0.5, 1.0)]
     assert [sum(of) for of in turns] == [0, 2, 4, 8]
     assert [i for i, turn in enumerate(turns[1], start=1) if turn] == [4, 8]
-    with pytest.raises(
-        UserError, match=r"algorithm.data_fraction=0.5: turns of samples and data need rollout.mode=sync"
-    ):
+    with pytest.raises(UserError, match=r"data_fraction=0.5: turns of samples and data need rollout.mode=sync"):
         is_turn_of_data(1, 0.5, "async")
     assert is_turn_of_data(1, 1.0, "async") and not is_turn_of_data(1, 0.0, "async")

@@ -33,7 +33,8 @@ def token_ends(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> tup
     Returns:
         The text, and for each token the number of characters up to its end; None where it ends within a character.
     """
-    text, ends, start = "", [], 0
+    ends: list[int | None] = []
+    text, start = "", 0
     for number in range(len(tokens)):
         # With the token in front: decoders of SentencePiece drop the space that a text begins with.
         context = list(tokens[max(start - 1, 0) : start])

@@ -295,7 +295,8 @@ def output_head(module: Any, scale: LogitScale, table: ModuleTable) -> OutputHea
     weight = module.get_output_embeddings().weight
     shards = table.parameter_shards()
     (name,) = {n for n, p in module.named_parameters(remove_duplicate=False) if p is weight and n in shards}
-    return OutputHead(shards[name].pieces[0].tensor, *weight.shape, softcap=scale.softcap, scale=scale.scale)
+    vocab, hidden = weight.shape
+    return OutputHead(shards[name].pieces[0].tensor, vocab, hidden, scale.softcap, scale.scale)
 
 
 def check_module_layout(module: Any, layout: Layout, where: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -42,9 +42,9 @@ class ForwardPass:
 
     name: str
     """The call as written in a recipe, such as "actor.compute_logprobs"."""
-    work: Callable[[], dict[int, Tensor]]
+    work: Callable[[], Any]
     """Computes on this rank, with the ranks of the model only."""
-    deliver: Callable[[dict[int, Tensor]], Tensor]
+    deliver: Callable[[Any], Tensor]
     """Makes the token column of this rank's rows from the result of `work`, with all ranks."""
 
 
