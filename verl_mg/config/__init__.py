@@ -21,6 +21,7 @@ from verl_mg.config.megatron import MegatronConfig
 from verl_mg.config.reading import apply_override, dump_config, load_config, read_tree, validate_config
 from verl_mg.config.roles import (
     CriticConfig,
+    FrozenConfig,
     GuardConfig,
     LoraConfig,
     OptimizerConfig,
@@ -55,6 +56,7 @@ __all__ = [
     "DataConfig",
     "EvaluationConfig",
     "EvaluationSetConfig",
+    "FrozenConfig",
     "FsdpConfig",
     "GuardConfig",
     "JobConfig",

@@ -202,16 +202,21 @@ class CriticConfig(TrainableConfig):
     """Hugging Face directory or name of a model to start from. null: `model.path`."""
 
 
-class ReferenceConfig(RoleSection):
-    """Frozen policy, built only if the recipe requests it.
-
-    The reference of an actor with `lora` and the same path, layout and ranks is the actor without its adapters.
-    """
+class FrozenConfig(RoleSection):
+    """Policy without an optimizer."""
 
     path: Path | None = None
     """Hugging Face directory or name of a model, such as a teacher. null: `model.path`, the initial policy."""
     tokens_per_micro_batch: PositiveInt = 16384
     """Largest number of tokens of a micro-batch. Larger than the actor's, since no activations are stored."""
+
+
+class ReferenceConfig(FrozenConfig):
+    """Frozen policy, built only if the recipe requests it.
+
+    The reference of an actor with `lora` and the same path, layout and ranks is the actor without its adapters.
+    """
+
     refresh_every: PositiveInt | None = None
     """Iterations after which the reference takes the weights of the actor, again and again. With `actor.lora` it then
     has weights of its own. null: it stays the model of `path`."""

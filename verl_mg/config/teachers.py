@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 from pydantic import PositiveInt, field_validator
 
-from verl_mg.config.roles import ReferenceConfig
+from verl_mg.config.roles import FrozenConfig
 
 
-class TeacherConfig(ReferenceConfig):
+class TeacherConfig(FrozenConfig):
     """One of several teachers, for recipes that distill; without any, the reference is the teacher."""
 
     sources: list[str] = []
@@ -29,9 +29,10 @@ class TeacherConfig(ReferenceConfig):
     parallel: PositiveInt = 32
     """Requests to the server that each rank has in flight."""
 
-    weights: Literal["fixed", "actor"] = "fixed"
+    weights: Literal["fixed", "actor", "reference"] = "fixed"
     """Weights of the teacher. fixed: those of `path` or of the server. actor: those of the policy itself before each
-    update, which makes sense with another `prompt` (self-distillation)."""
+    update, which makes sense with another `prompt` (self-distillation). reference: those of the reference, with
+    `reference.refresh_every` an earlier policy."""
     prompt: str | None = None
     """Template of the prompt that the teacher reads in place of the student's, such as "{prompt} The answer is
     {answer}.": {prompt} is the student's text, {answer} and other names are fields of the record. null: the same."""
@@ -49,9 +50,9 @@ class TeacherConfig(ReferenceConfig):
 
     @field_validator("weights")
     @classmethod
-    def _of_actor_alone(cls, weights: str, info: Any) -> str:
-        if weights == "actor" and (info.data.get("path") or info.data.get("url")):
-            raise ValueError("actor has no path and no url. Leave them out")
+    def _of_one_model(cls, weights: str, info: Any) -> str:
+        if weights != "fixed" and (info.data.get("path") or info.data.get("url")):
+            raise ValueError("the teacher is that role, without a path and a url. Leave them out")
         return weights
 
     @property

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from verl_mg.checkpoint.peft import adapted_tensors
-from verl_mg.config import Config, ReferenceConfig, TrainableConfig
+from verl_mg.config import Config, FrozenConfig, TrainableConfig
 from verl_mg.data.prompts import Prompt
 from verl_mg.errors import UserError
 from verl_mg.fsdp.mesh import MeshGroups, check_mesh
@@ -28,7 +28,7 @@ from verl_mg.models.hf_config import HFConfig, read_config
 from verl_mg.models.multi_token import with_multi_token_layer
 from verl_mg.roles.backends import Groups
 from verl_mg.roles.context import JobContext
-from verl_mg.roles.models import Actor, Critic, RewardModel, TrainableRewardModel, UnadaptedPolicy
+from verl_mg.roles.models import Actor, Critic, Policy, RewardModel, TrainableRewardModel, UnadaptedPolicy
 from verl_mg.roles.reference import Reference
 from verl_mg.roles.role import Role
 from verl_mg.roles.trainable import TrainableRole
@@ -202,9 +202,9 @@ class ModelRoleBuilder:
             built.allocate_moments()
         return built
 
-    def _section(self, role: str) -> TrainableConfig | ReferenceConfig:
+    def _section(self, role: str) -> TrainableConfig | FrozenConfig:
         section = self._config.section(config_section_of(role))
-        assert isinstance(section, TrainableConfig | ReferenceConfig)
+        assert isinstance(section, TrainableConfig | FrozenConfig)
         return section
 
     def _dtype(self, role: str) -> torch.dtype:

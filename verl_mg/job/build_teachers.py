@@ -49,16 +49,19 @@ def build_teachers(
     """
     actor, number_of = roles["actor"], teacher_numbers(config)
     assert isinstance(actor, Actor)
-    policies = {f"{TEACHERS}.{name}": section.has_model for name, section in config.teachers.items()}
-    fixed = {key: policy_of(roles, key) for key, has_model in (policies or {"reference": True}).items() if has_model}
-    teachers: dict[str, Teacher] = dict(fixed)
+    loaded = [f"{TEACHERS}.{name}" for name, section in config.teachers.items() if section.has_model]
+    if not config.teachers and not config.reference.refresh_every:
+        loaded = ["reference"]
+    fixed = {key: policy_of(roles, key) for key in loaded}
+    teachers: dict[str, Teacher] = {} if config.teachers else {"reference": policy_of(roles, "reference")}
     read = partial(_row_reader, config, prompts, tokenizer, tools)
     for name, section in config.teachers.items():
         key = f"{TEACHERS}.{name}"
-        teacher = remote_teacher(config, name, section.url) if section.url else teachers.pop(key, actor)
+        model = key if section.has_model else section.weights
+        teacher: Teacher = remote_teacher(config, name, section.url) if section.url else policy_of(roles, model)
         if section.prompt or section.tokenizer:
             teacher = ReadingTeacher(teacher, read(key, section), section.tokenizer is not None)
-        teachers[key] = teacher  # in the order of the configuration, which numbers them
+        teachers[key] = teacher
     return Teachers(teachers, fixed, actor, lambda prompt: number_of[prompts.by_id(prompt).source], context)
 
 

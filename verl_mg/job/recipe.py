@@ -94,7 +94,7 @@ def recipe_from_module(module: ModuleType, name: str) -> Recipe:
 def requested_roles(recipe: Recipe, config: Config) -> set[str]:
     """Returns the roles that the recipe requests, and those that they need.
 
-    These are the frozen reward model with `reward.from_model`, and the reference where it is the only teacher.
+    These are the frozen reward model with `reward.from_model`, and the reference where it is a teacher.
 
     Args:
         recipe: the recipe.
@@ -110,6 +110,7 @@ def requested_roles(recipe: Recipe, config: Config) -> set[str]:
         raise UserError(f"recipe {recipe.name}: the role rollout needs the role actor. Add it to roles(cfg).")
     if "reward" in roles and config.reward.from_model:
         roles.add("frozen_reward_model")
-    if TEACHERS in roles and not config.teachers:
+    teachers = config.teachers.values()
+    if TEACHERS in roles and (not teachers or any(teacher.weights == "reference" for teacher in teachers)):
         roles.add("reference")
     return roles

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from verl_mg.config import Config, CriticConfig, ReferenceConfig, TrainableConfig
+from verl_mg.config import Config, CriticConfig, FrozenConfig, TrainableConfig
 from verl_mg.errors import UserError
 from verl_mg.fsdp.trainer import check_trainable
 from verl_mg.layout import parse_ranks
@@ -196,8 +196,8 @@ def _options(config: Config, section: str, is_trained: bool = True) -> TrainingO
 
 
 def _role(config: Config, name: str, key: str) -> RoleRequest:
-    section: TrainableConfig | ReferenceConfig = config.section(key)
-    path = section.path if isinstance(section, CriticConfig | ReferenceConfig) else None
+    section: TrainableConfig | FrozenConfig = config.section(key)
+    path = section.path if isinstance(section, CriticConfig | FrozenConfig) else None
     is_trained = not is_frozen(name)
     trained = section if is_trained and isinstance(section, TrainableConfig) else None
     return RoleRequest(
