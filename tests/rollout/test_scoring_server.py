@@ -42,7 +42,7 @@ def test_malformed_response_is_an_error_with_the_key(protocol, body, reason):
 @needs_sglang
 def test_scores_of_a_sglang_server_are_those_of_transformers(tmp_path):
     model, k = tiny_model(tmp_path / "model", "qwen3"), 4
-    running = RunningServer(model, tmp_path / "log", "tp1")
+    running = RunningServer(model, tmp_path / "log", "tp1", load_format="auto")
     try:
         running.wait_until_ready()
         server = ScoringServer.at("teachers.a.url", running.url, "sglang")
