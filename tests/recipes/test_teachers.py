@@ -1,6 +1,5 @@
-"""Teachers of recipes that distill: several by source, on a server, the policy itself, one with another tokenizer."""
+"""Teachers of recipes that distill: several by source, on a server, and the policy that training began with."""
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,6 @@ from recipes.tasks.repeat_digit import DIGITS, LENGTH
 from tests.recipes.tiny_runs import TEACHER_OF, Goal, tiny_run
 from tests.scoring_servers import scoring
 from tests.tiny_jobs import write_lines
-from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.run.loop import MODEL
 
 FIRST = ["job.iterations=1", "job.save=false", "algorithm.prompts_per_iteration=9", "algorithm.group_size=2"]
@@ -104,38 +102,12 @@ def test_gkd_on_given_answers_alone_learns_without_engines(ranks, task, tmp_path
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("weights", "divergence"), [("fixed", "{kind: forward}"), ("actor", "{kind: forward, top_k: 6}")]
-)
-def test_policy_learns_from_itself_with_the_answer_in_the_prompt(ranks, tasks, tmp_path, weights, divergence):
+def test_policy_learns_from_its_beginning_with_the_answer_in_the_prompt(ranks, tasks, tmp_path):
     # It begins with a model that repeats an answer that it is given, and that has never seen a prompt of the task.
     write_lines(tmp_path / "given.jsonl", ({"prompt": f"{d * LENGTH}=", "answer": d * LENGTH} for d in DIGITS))
     given = [f"data.train={tmp_path / 'given.jsonl'}", "job.iterations=40"]
     tiny_run(ranks, "sft", tasks(0), tmp_path / "sft", given)
-    knows = f'teachers={{self: {{prompt: "{{answer}}=", weights: {weights}}}}}'
-    options = [f"model.path={tmp_path / 'sft' / MODEL}", knows, f"algorithm.divergence={divergence}", "job.save=false"]
+    knows = ['teachers={self: {prompt: "{answer}="}}', "algorithm.divergence={kind: forward}"]
+    options = [f"model.path={tmp_path / 'sft' / MODEL}", *knows, "job.save=false"]
     lines = tiny_run(ranks, "gkd", tasks(0), tmp_path / "run", options)
     Goal("reward/mean", (-1.0, 0.2), 0.9, 0.4).check(lines)
-
-
-@pytest.fixture(scope="module")
-def other_teacher(ranks, tasks, tmp_path_factory) -> Path:
-    """A model whose tokenizer has pairs of equal digits as tokens, taught by SFT."""
-    folder = tmp_path_factory.mktemp("pairs")
-    size = {"hidden": 64, "layers": 2, "ffn": 128, "max_positions": 64, "init_std": 0.06}
-    pairs = [digit * 2 for digit in DIGITS]
-    make_tiny_model(folder / "model", "llama", characters="=" + DIGITS[::-1], words=pairs, seed=1, **size)
-    tiny_run(ranks, "sft", tasks(0), folder / "sft", [f"model.path={folder / 'model'}"])
-    return folder / "sft" / MODEL
-
-
-@pytest.mark.nightly
-def test_policy_learns_from_a_teacher_with_another_tokenizer(ranks, tasks, tmp_path, other_teacher):
-    taught = f"teachers={{other: {{path: {other_teacher}, tokenizer: {other_teacher}}}}}"
-    lines = tiny_run(ranks, "distillation", tasks(0), tmp_path / "run", [taught, "job.save=false"])
-    LEARNED.check(lines)
-    assert lines[-1]["distillation/reverse_kl"] < 0.2 * lines[0]["distillation/reverse_kl"]
-    shutil.rmtree(tmp_path / "run")
-    refused = [taught, *FIRST]
-    with pytest.raises(Exception, match="teachers.other.tokenizer: distributions over two vocabularies cannot be"):
-        tiny_run(ranks, "gkd", tasks(0), tmp_path / "run", refused)
