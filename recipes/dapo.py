@@ -7,18 +7,20 @@ token has the same weight; and the reward of a response is lowered within the la
 """
 
 from functools import partial
+from typing import Literal
 
+import torch
 from pydantic import Field, PositiveInt
 
-from recipes.common.dynamic_sampling import DynamicSampling, sample_in_rounds, sample_streaming
 from recipes.common.entropy import add_entropy_bonus
 from recipes.common.kl import KLConfig, adapt_kl, add_kl_loss, kl_sums, rewards_with_kl, with_current_kl
 from recipes.common.off_policy import OffPolicyConfig, add_off_policy_weights, apply_off_policy_weights
 from recipes.common.old_logprobs import OldLogprobs
-from recipes.common.rows import response_lengths
-from verl_mg.algorithms.advantages import group_relative, soft_overlong_penalty
+from recipes.common.rows import concat_rollouts, response_lengths
+from verl_mg.algorithms.advantages import differ, group_relative, informative, soft_overlong_penalty
 from verl_mg.algorithms.losses import clipped_policy_loss
 from verl_mg.algorithms.segments import segment_totals
+from verl_mg.batch import Batch
 from verl_mg.config import RecipeConfig
 from verl_mg.job.job import Job
 from verl_mg.training.loss_inputs import LossInputs, LossOutput
@@ -29,7 +31,7 @@ class Config(RecipeConfig):
     """Number of prompts that are trained on in an iteration."""
     group_size: int = Field(16, ge=2)
     """Number of responses to each prompt."""
-    dynamic_sampling: DynamicSampling = "rounds"
+    dynamic_sampling: Literal["rounds", "streaming"] = "rounds"
     """Sampling until enough groups differ: in rollouts one after the other, or by replacing others as they complete."""
     max_sampling_rounds: PositiveInt = 10
     """Largest number of prompts in an iteration to find groups whose rewards differ, over `prompts_per_iteration`."""
@@ -72,8 +74,23 @@ def policy_loss(inputs: LossInputs, cfg: Config) -> LossOutput:
 
 def iteration(job: Job, cfg: Config) -> dict[str, float]:
     cfg = with_current_kl(cfg, job.state)
-    sample = sample_in_rounds if cfg.dynamic_sampling == "rounds" else sample_streaming
-    batch, sampling_metrics = sample(job, cfg.prompts_per_iteration, cfg.group_size, cfg.max_sampling_rounds)
+    rounds: list[Batch] = []
+    groups = torch.empty(0)
+    if cfg.dynamic_sampling == "streaming":  # a group whose rewards do not differ is replaced as soon as it is scored
+        most = cfg.max_sampling_rounds * cfg.prompts_per_iteration
+        rounds.append(job.rollout.generate_filtered(cfg.prompts_per_iteration, cfg.group_size, differ, most))
+        rounds[0]["reward"] = job.reward.wait(rounds[0])
+        groups = job.all_gather_column(rounds[0], "group").unique()
+    else:
+        while len(groups) < cfg.prompts_per_iteration and len(rounds) < cfg.max_sampling_rounds:
+            prompts = job.prompts.next_batch(cfg.prompts_per_iteration)
+            batch = job.rollout.generate(prompts, num_samples=cfg.group_size)
+            batch["reward"] = job.reward.wait(batch)
+            rounds.append(batch.select(informative(batch["reward"], batch["group"], batch["trajectory"])))
+            groups = job.all_gather_column(concat_rollouts(rounds), "group").unique()
+    groups = groups[: cfg.prompts_per_iteration]
+    batch = concat_rollouts(rounds)
+    batch = batch.select(torch.isin(batch["group"], groups))
 
     if cfg.overlong_buffer:
         limit = job.config.rollout.max_new_tokens
@@ -104,4 +121,5 @@ def iteration(job: Job, cfg: Config) -> dict[str, float]:
     )
     job.rollout.update_weights(job.actor)
     kl_metrics = adapt_kl(cfg.kl, job.all_reduce_sum(kl_sums(batch)), job.state) if cfg.kl.enabled else {}
+    sampling_metrics = {"dapo/rounds": float(len(rounds)), "dapo/groups": float(len(groups))}
     return {**sampling_metrics, **metrics, **kl_metrics}

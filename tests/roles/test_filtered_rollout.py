@@ -9,6 +9,7 @@ import pytest
 from tests.roles.engine_jobs import engine_job, inputs
 from tests.roles.rollout_roles import make_roles
 from tests.tiny_models import tiny_model
+from verl_mg.algorithms.advantages import differ
 from verl_mg.errors import UserError
 from verl_mg.rewards import Sample
 from verl_mg.run.loop import one_iteration
@@ -26,10 +27,6 @@ def digits(sample: Sample) -> float:
 
 def constant(sample: Sample) -> float:
     return 1.0
-
-
-def differ(rewards) -> bool:
-    return min(rewards) < max(rewards)
 
 
 def groups_of(batch, rewards):
@@ -127,6 +124,7 @@ def refused(model, reward, options):
     ("reward", "options", "message"),
     [
         ("", {}, "reward.function: .* this job has no reward function"),
+        ("digits", {"deterministic": True}, "job.deterministic: .* let the recipe sample in rounds"),
         ("digits", {"prefetch": True}, "rollout.mode=one_step_off: .* Write rollout.mode=sync"),
     ],
 )

@@ -390,6 +390,7 @@ class Job:
             extra_prompts=config.extra_prompts,
             prefetch=config.mode == "one_step_off",
             partial_rollout=config.partial_rollout,
+            deterministic=self.config.job.deterministic,
             routed_shape=routed,
         )
 

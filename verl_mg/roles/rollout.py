@@ -87,6 +87,7 @@ class Rollout(RolloutSource):
         extra_prompts: int = 0,
         prefetch: bool = False,
         partial_rollout: bool = False,
+        deterministic: bool = False,
         routed_shape: tuple[int, int] | None = None,
     ) -> None:
         """Creates the rollout of a job.
@@ -103,11 +104,13 @@ class Rollout(RolloutSource):
                 complete ones are returned.
             prefetch: whether the samples of the next `generate` are generated while this iteration trains.
             partial_rollout: whether groups that were not complete are resumed in the next call, not dropped.
+            deterministic: whether samples must not depend on the speed of engines.
             routed_shape: (layers, experts per token) of the experts that engines report; None: they report none.
         """
         super().__init__(records)
         self._engines, self._sampling, self._seed, self._feed, self._reward = engines, sampling, seed, prompts, reward
         self._extra_prompts, self._prefetch, self._partial_rollout = extra_prompts, prefetch, partial_rollout
+        self._deterministic = deterministic
         self._context, self._store = context, PrefixStore("rollout", context.store)
         self._routed_shape = routed_shape
         self._num_calls = 0
@@ -164,6 +167,11 @@ class Rollout(RolloutSource):
             raise UserError(
                 "rollout.mode=one_step_off: which prompts a filtered call generates is not known before it. Write "
                 "rollout.mode=sync or rollout.mode=async, or let the recipe sample in rounds."
+            )
+        if self._deterministic:
+            raise UserError(
+                "job.deterministic: which samples of a filtered call are computed together depends on the speed of "
+                "engines and rewards. Write job.deterministic=false, or let the recipe sample in rounds."
             )
         num_pending = len(self._pending)
         candidates = self._feed.peek(max(0, max_groups - num_pending))

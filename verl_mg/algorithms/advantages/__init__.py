@@ -23,7 +23,7 @@ from verl_mg.algorithms.advantages.gae import (
     reinforce_plus_plus,
     token_rewards,
 )
-from verl_mg.algorithms.advantages.group import gdpo, group_relative, informative, maxrl, opo, remax, rloo
+from verl_mg.algorithms.advantages.group import differ, gdpo, group_relative, informative, maxrl, opo, remax, rloo
 from verl_mg.algorithms.advantages.prime import implicit_rewards, prime_advantages
 from verl_mg.algorithms.advantages.resampling import resampling_weights, select
 from verl_mg.algorithms.advantages.shaping import soft_overlong_penalty
@@ -32,6 +32,7 @@ from verl_mg.algorithms.advantages.whitening import moments, whiten
 
 __all__ = [
     "Turns",
+    "differ",
     "discounted_returns",
     "distillation_advantages",
     "gae",

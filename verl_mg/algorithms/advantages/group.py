@@ -150,6 +150,15 @@ def remax(scores: Tensor, greedy_scores: Tensor) -> Tensor:
     return scores - greedy_scores
 
 
+def differ(scores: Sequence[float]) -> bool:
+    """Returns whether the scores of a group differ, so that it is `informative`.
+
+    Args:
+        scores: of all samples of the group, compared exactly.
+    """
+    return min(scores) < max(scores)
+
+
 def informative(scores: Tensor, groups: Tensor, trajectories: Tensor) -> Tensor:
     """Returns whether the scores of a sample's group differ, so that its advantage is not 0.
 
