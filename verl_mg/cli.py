@@ -113,9 +113,10 @@ def _add_eval(commands: argparse._SubParsersAction[_Parser]) -> None:
 
 
 def _add_view(commands: argparse._SubParsersAction[_Parser]) -> None:
-    view = commands.add_parser("view", help="curves, timelines and samples of a run, in the browser")
-    view.add_argument("folder", metavar="RUN", type=Path, help="folder of the run, which may still be running")
-    view.add_argument("other", nargs="?", metavar="OTHER", type=Path, help="folder of another run, to compare with")
+    view = commands.add_parser("view", help="curves, timelines and samples of runs, in the browser")
+    view.add_argument(
+        "folders", nargs="+", metavar="RUN", type=Path, help="folder of a run, also of one that is running"
+    )
     view.add_argument("--port", type=int, default=0, metavar="N", help="port (default: a free one)")
     view.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
     view.set_defaults(run=_view)
@@ -258,7 +259,7 @@ def _doctor(arguments: argparse.Namespace) -> None:
 def _view(arguments: argparse.Namespace) -> None:
     from verl_mg.view.server import view
 
-    view([folder for folder in (arguments.folder, arguments.other) if folder], arguments.host, arguments.port)
+    view(arguments.folders, arguments.host, arguments.port)
 
 
 def _plan(arguments: argparse.Namespace) -> None:

@@ -38,7 +38,7 @@ def write_run(folder: Path, iterations: int = 12, seed: int = 0, state: str = "r
     """A run that had that many iterations; another seed tells other numbers of the same prompts."""
     folder.mkdir(parents=True)
     draw = random.Random(seed)
-    (folder / "config.yaml").write_text("job: {}\n")
+    (folder / "config.yaml").write_text(f"job: {{seed: {seed}}}\nmodel: {{path: {folder.name}}}\n")
     write_status(folder, iterations, state)
     with (folder / "metrics.jsonl").open("w") as file:
         for step in range(iterations + 1):

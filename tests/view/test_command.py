@@ -14,7 +14,7 @@ from tests.run.recorded_runs import job, make_inputs
 from tests.view.runs import write_run
 from verl_mg.cli import main
 from verl_mg.view.run import Run
-from verl_mg.view.samples import Query
+from verl_mg.view.search import Query
 
 
 def test_view_prints_its_address_and_ends_with_ctrl_c(tmp_path):
@@ -72,8 +72,8 @@ def test_view_run_of_a_real_job(ranks, tmp_path):
     run = Run(tmp_path / "run")
     about = run.about()
     assert about["status"]["state"] == "finished" and about["status"]["iteration"] == 3
-    assert about["samples"] == [1, 2, 3] and about["timeline"] == [1, 3]
-    assert [line["step"] for line in run.metrics("", 0)["lines"]] == [1, 2, 3]
+    assert about["samples"] == [[1, 3]] and about["timeline"] == [1, 3]
+    assert run.metrics.curve("reward/mean").steps.tolist() == [1, 2, 3]
     for line in run.timeline(2):
         spans = line["spans"]
         assert {"generate", "update", "optimizer", "weight_sync", "forward"} <= {phase for phase, _, _ in spans}

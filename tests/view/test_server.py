@@ -30,40 +30,82 @@ def ids(found):
 def test_runs_contains_name_and_status(ask):
     (about,) = ask("runs")
     assert about["name"] == "first" and about["status"]["iteration"] == 3
-    assert about["samples"] == [1, 2, 3] and about["timeline"] == [1, 3]
+    assert about["samples"] == [[1, 3]] and about["timeline"] == [1, 3]
 
 
 # -- metrics
 
 
-def test_metrics_returns_each_complete_line_once(tmp_path):
+def latest(ask):
+    return ask("runs")[0]["metrics"]["names"]
+
+
+def curve(ask, *names, runs="[0]", **parameters):
+    return ask("curves", runs=runs, names=json.dumps(names), **parameters)
+
+
+def test_curves_follow_a_file_that_grows_and_is_replaced(tmp_path):
     run = write_run(tmp_path / "run", iterations=2)
     file = run / "metrics.jsonl"
     with serving(run) as ask:
-        first = ask("metrics")
-        assert [line["step"] for line in first["lines"]] == [0, 1, 2] and first["begin"] == 0
+        assert latest(ask)["eval/reward"] == 0.05
+        assert curve(ask, "actor/loss")["actor/loss"]["steps"] == [1, 2]
         with file.open("a") as stream:
             stream.write('{"step": 3, "reward/me')
-        place = {"file": first["file"], "offset": first["end"]}
-        assert ask("metrics", **place)["lines"] == []
+        before = ask("runs")[0]["metrics"]
         with file.open("a") as stream:
-            stream.write('an": NaN}\nnot json\n{"step": 4}\n')
-        assert ask("metrics", **place)["lines"] == [{"step": 3, "reward/mean": None}, {"step": 4}]
+            stream.write('an": NaN, "text": "x"}\nnot json\n{"step": 4, "reward/mean": 0.25}\n{"step": "x"}\n')
+        after = ask("runs")[0]["metrics"]
+        assert after["version"] != before["version"] and after["names"]["reward/mean"] == 0.25
+        reward = curve(ask, "reward/mean")["reward/mean"]
+        assert reward["steps"] == [1, 2, 3, 4] and reward["values"][2:] == [None, 0.25] and "text" not in latest(ask)
         shorter = run / "metrics.jsonl.new"  # as a resumed run does
         shorter.write_text('{"step": 1, "reward/mean": 0.5}\n')
         shorter.replace(file)
-        anew = ask("metrics", **place)
-        assert anew["begin"] == 0 and anew["lines"] == [{"step": 1, "reward/mean": 0.5}]
+        assert latest(ask) == {"reward/mean": 0.5}
+        assert curve(ask, "reward/mean", "gone")["gone"]["steps"] == []
 
 
-def test_metrics_long_file_is_returned_in_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr("verl_mg.jsonl.MAX_READ_BYTES", 1000)
-    with serving(write_run(tmp_path / "run", iterations=40)) as ask:
-        steps, part = [], {"file": "", "end": 0, "more": True}
-        while part["more"]:
-            part = ask("metrics", file=part["file"], offset=part["end"])
-            steps += [line["step"] for line in part["lines"]]
-    assert steps == list(range(41))
+def test_curves_of_many_steps_keep_extremes(tmp_path, monkeypatch):
+    monkeypatch.setattr("verl_mg.jsonl.MAX_READ_BYTES", 10_000)  # several reads
+    run = write_run(tmp_path / "run", iterations=1)
+    draw = random.Random(0)
+    values = {step: draw.gauss(0, 1) for step in range(1, 5001)}
+    values |= {1234: 50.0, 4321: -50.0, 2000: None}
+    text = "".join(json.dumps({"step": step, "x": value}) + "\n" for step, value in values.items())
+    (run / "metrics.jsonl").write_text(text)
+    with serving(run) as ask:
+        shown = curve(ask, "x", pixels=100)["x"]
+        points = dict(zip(shown["steps"], shown["values"], strict=True))
+        assert len(points) < 500 and {1, 1234, 4321, 5000} <= points.keys()
+        assert all(value == pytest.approx(values[step]) for step, value in points.items())
+        for begin in range(1, 5001, 50):  # of each pixel the least and the largest value
+            pixel = [value for step in range(begin, begin + 50) if (value := values[step]) is not None]
+            assert {min(pixel), max(pixel)} <= {values[step] for step in points}
+        part = curve(ask, "x", pixels=100, first=1200, last=1300, smoothing=0.5)["x"]
+        assert part["steps"] == list(range(1200, 1301))
+        mean = sum(0.5**back * values[1300 - back] for back in range(60)) / sum(0.5**back for back in range(60))
+        assert part["smooth"][-1] == pytest.approx(mean)  # of all steps before, shown or not
+
+
+def test_curves_of_seeds_have_a_mean_and_a_band(tmp_path):
+    folders = [write_run(tmp_path / name, iterations=1) for name in ("one", "two", "three", "other", "none")]
+    for number, folder in enumerate(folders):
+        rate = 2 if folder.name == "other" else 1
+        text = f"job: {{seed: {number}, output: {folder}}}\nactor: {{optimizer: {{lr: {rate}}}}}\n"
+        (folder / "config.yaml").write_text(text if folder.name != "none" else "{")
+        lines = [{"step": 1, "x": float(number)}, {"step": 2, "x": 3.0 * number}, {"step": 3 + number, "x": 7.0}]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with serving(*folders) as ask:
+        groups = ask("groups")
+        assert [group["runs"] for group in groups] == [[0, 1, 2], [3], [4]]
+        assert groups[1]["differs"]["actor.optimizer.lr"] == "2"
+        wide = curve(ask, "x", runs="[0, 1, 2]", band="range")["x"]
+        assert wide["steps"] == [1, 2, 3, 4, 5] and wide["values"] == [1, 3, 7, 7, 7]
+        assert (wide["low"], wide["high"]) == ([0, 0, 7, 7, 7], [2, 6, 7, 7, 7])
+        narrow = curve(ask, "x", runs="[0, 1, 2]", band="error")["x"]
+        # Standard deviations 1 and 3 (of n - 1), of three runs; of one run there is none.
+        assert narrow["high"] == pytest.approx([1 + 3**-0.5, 3 + 3 * 3**-0.5, 7, 7, 7])
 
 
 def test_run_without_files_is_empty(tmp_path):
@@ -71,10 +113,13 @@ def test_run_without_files_is_empty(tmp_path):
     run.mkdir()
     (run / "config.yaml").touch()
     with serving(run) as ask:
-        assert ask("runs")[0] == {"name": "run", "folder": str(run), "status": {}, "samples": [], "timeline": []}
-        assert ask("metrics")["lines"] == []
+        about = ask("runs")[0]
+        assert about["name"] == "run" and about["metrics"]["names"] == about["status"] == {}
+        assert about["samples"] == about["timeline"] == [] and about["folder"] == str(run)
+        assert curve(ask, "x") == {"x": {"steps": [], "values": [], "smooth": []}}
+        assert curve(ask, "x", runs="[0, 0]")["x"]["steps"] == [] and ask("strip", first=1, stride=1) == {}
         assert ask("timeline", iteration=1) == []
-        assert ask("samples") == {"total": 0, "rows": []}
+        assert ask("samples")["total"] == 0 and ask("samples")["rows"] == []
         assert ask("facets") == {"source": [], "finish": [], "agents": False}
         assert ask("prompts", iteration=1) == []
         (run / "timeline").mkdir()
@@ -187,9 +232,9 @@ def test_samples_damaged_file_does_not_hide_others(tmp_path):
 def test_samples_new_files_appear(tmp_path):
     run = write_run(tmp_path / "run", iterations=1)
     with serving(run) as ask:
-        assert ask("runs")[0]["samples"] == [1]
+        assert ask("runs")[0]["samples"] == [[1, 1]]
         write_samples(run, 2, random.Random(0))
-        assert ask("runs")[0]["samples"] == [1, 2]
+        assert ask("runs")[0]["samples"] == [[1, 2]]
         assert ask("samples", first=2, last=2)["total"] == COUNT
 
 
@@ -211,6 +256,13 @@ def test_samples_new_files_appear(tmp_path):
         ("sample", {"iteration": "../../000001", "call": 0, "sample_id": 0}, 400, "not a number"),
         ("sample", {"iteration": 1, "call": 0}, 400, "sample_id is missing"),
         ("timeline", {}, 400, "iteration is missing"),
+        ("curves", {"runs": "[1]", "names": "[]"}, 404, "there are 1"),
+        ("curves", {"runs": "[]", "names": "[]"}, 404, "there are 1"),
+        ("curves", {"runs": "[true]", "names": "[]"}, 400, "not a list"),
+        ("curves", {"runs": "[0]", "names": "[" * 9000}, 400, "not a list"),
+        ("curves", {"runs": "[0]", "names": '["x"]', "pixels": 0}, 400, "write 0 to below 1"),
+        ("curves", {"runs": "[0]", "names": '["x"]', "smoothing": 1}, 400, "write 0 to below 1"),
+        ("strip", {"first": 1, "stride": 0}, 400, "write 1 or more"),
     ],
 )
 def test_request_invalid_parameters_are_rejected(ask, name, parameters, status, reason):

@@ -6,7 +6,6 @@ A trajectory has a row per segment, the first one with the conversation as JSON 
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,63 +30,37 @@ COUNTS = pa.schema(
 )
 """A row per conversation: the row of its first segment, numbers of turns and segments, and why the agent failed."""
 ADDED = ("segment", "agent_turns", "agent_segments", "agent_error")
-"""Columns that `ConversationCounts.join` adds; null for samples without a conversation."""
+"""Columns that `join_counts` adds; null for samples without a conversation."""
 
 
-class ConversationCounts:
-    """Counts of conversations. They are in the text, which is too large to be read again for each page of a list."""
+def join_counts(rows: pa.Table, files: Iterable[Path]) -> pa.Table:
+    """Returns rows of an iteration with the columns `ADDED`, in any order.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._tables: dict[Path, tuple[tuple[int, int], pa.Table]] = {}
-
-    def join(self, rows: pa.Table, files: Iterable[Path]) -> pa.Table:
-        """Returns rows with the columns `ADDED`, in any order.
-
-        Args:
-            rows: rows with `sample_id` and the columns `TRAJECTORY`.
-            files: the files that contain them.
-        """
-        counts = pa.concat_tables([COUNTS.empty_table(), *(self._of_file(file) for file in files)])
-        # The rows of a trajectory may be on several ranks, each of which then has the conversation.
-        merged = counts.group_by(list(TRAJECTORY)).aggregate([(name, "min") for name in COUNTS.names[3:]])
-        counts = merged.rename_columns([name.removesuffix("_min") for name in merged.column_names])
-        joined = rows.join(counts, keys=list(TRAJECTORY))
-        # Segments of a trajectory have consecutive ids.
-        joined = joined.append_column("segment", pc.subtract(joined["sample_id"], joined["first_sample"]))
-        return joined.drop_columns("first_sample")
-
-    def _of_file(self, file: Path) -> pa.Table:
-        try:
-            status = file.stat()
-            version = (status.st_mtime_ns, status.st_size)
-            with self._lock:
-                known = self._tables.get(file)
-                if known is None or known[0] != version:
-                    known = self._tables[file] = version, pa.Table.from_pylist(list(_count(file)), COUNTS)
-            return known[1]
-        except (OSError, pa.ArrowException):
-            # A resumed run replaces its files, and other files are still complete.
-            return COUNTS.empty_table()
+    Args:
+        rows: rows with `sample_id` and the columns `TRAJECTORY`.
+        files: the files that contain them.
+    """
+    counts = pa.Table.from_pylist([row for file in files for row in _count(file)], COUNTS)
+    # The rows of a trajectory may be on several ranks, each of which then has the conversation.
+    merged = counts.group_by(list(TRAJECTORY)).aggregate([(name, "min") for name in COUNTS.names[3:]])
+    counts = merged.rename_columns([name.removesuffix("_min") for name in merged.column_names])
+    joined = rows.join(counts, keys=list(TRAJECTORY))
+    # Segments of a trajectory have consecutive ids.
+    joined = joined.append_column("segment", pc.subtract(joined["sample_id"], joined["first_sample"]))
+    return joined.drop_columns("first_sample")
 
 
-def has_conversations(files: Iterable[Path]) -> bool:
-    """Returns whether any of these files has a conversation; reads only their metadata."""
-    for file in files:
-        try:
-            metadata = pq.read_metadata(file)
-        except (OSError, pa.ArrowException):
-            continue
-        names = metadata.schema.to_arrow_schema().names
-        if COLUMN not in names:
-            continue
-        # A row group lists primitive columns, of which nested ones have several.
-        for number in range(metadata.num_row_groups):
-            group = metadata.row_group(number)
-            columns = (group.column(place) for place in range(group.num_columns))
-            statistics = next(column.statistics for column in columns if column.path_in_schema == COLUMN)
-            if statistics is None or not statistics.has_null_count or statistics.null_count < group.num_rows:
-                return True
+def holds_conversation(metadata: pq.FileMetaData) -> bool:
+    """Returns whether a file has a conversation, from its metadata alone."""
+    if COLUMN not in metadata.schema.to_arrow_schema().names:
+        return False
+    # A row group lists primitive columns, of which nested ones have several.
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        columns = (group.column(place) for place in range(group.num_columns))
+        statistics = next(column.statistics for column in columns if column.path_in_schema == COLUMN)
+        if statistics is None or not statistics.has_null_count or statistics.null_count < group.num_rows:
+            return True
     return False
 
 
@@ -109,8 +82,7 @@ def parse_conversation(text: str) -> dict[str, Any] | None:
 def _count(file: Path) -> Iterator[dict[str, Any]]:
     """Yields the rows of `COUNTS` of a file."""
     with pq.ParquetFile(file) as opened:
-        names = opened.schema_arrow.names
-        if COLUMN not in names or not has_conversations([file]):
+        if not holds_conversation(opened.metadata):
             return
         for batch in opened.iter_batches(64, columns=[*TRAJECTORY, "sample_id", COLUMN]):
             for row in batch.filter(batch[COLUMN].is_valid()).to_pylist():

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from verl_mg.errors import UserError
-from verl_mg.jsonl import find_line, first_and_last, parse_line, read_new_lines
+from verl_mg.jsonl import find_line, first_and_last, parse_line
+from verl_mg.view.metrics import Metrics
 from verl_mg.view.samples import Samples
+from verl_mg.view.seeds import read_configuration
 
-METRICS, STATUS, TIMELINE, SAMPLES = "metrics.jsonl", "status.json", "timeline", "samples"
-MARKS = ("config.yaml", METRICS, STATUS, TIMELINE, SAMPLES)
+CONFIG, METRICS, STATUS, TIMELINE, SAMPLES = "config.yaml", "metrics.jsonl", "status.json", "timeline", "samples"
+MARKS = (CONFIG, METRICS, STATUS, TIMELINE, SAMPLES)
 """Every run has at least one of these."""
 
 
@@ -25,30 +27,26 @@ class Run:
             raise UserError(f"{folder}: not a run ({METRICS} is missing). Give the job.output of a run.")
         self.folder = folder
         self.name = folder.resolve().name
+        self.configuration = read_configuration(folder / CONFIG)
+        self.metrics = Metrics(folder / METRICS)
         self.samples = Samples(folder / SAMPLES)
 
     def about(self) -> dict[str, Any]:
-        """Returns name and status of the run, and the iterations with samples and timelines."""
+        """Returns name and status of the run, its latest metrics, and the ranges of iterations with samples."""
         try:
             status = parse_line((self.folder / STATUS).read_bytes())
         except OSError:
             status = None
+        self.metrics.update()
         return {
             "name": self.name,
             "folder": str(self.folder),
+            "seed": self.configuration.get("job.seed"),
             "status": status or {},
-            "samples": self.samples.iterations(),
+            "metrics": self.metrics.latest(),
+            "samples": _ranges(self.samples.index.iterations()),
             "timeline": self._timeline_ends(),
         }
-
-    def metrics(self, file: str, offset: int) -> dict[str, Any]:
-        """Reads new metrics, see `read_new_lines`.
-
-        Args:
-            file: id of the file from the last call.
-            offset: end of the last call, in bytes.
-        """
-        return read_new_lines(self.folder / METRICS, file, offset)
 
     def timeline(self, iteration: int) -> list[dict[str, Any]]:
         """Returns for each rank of an iteration `rank`, `start` in Unix seconds, and `spans` of name, begin and end."""
@@ -68,3 +66,14 @@ class Run:
     def _timelines(self) -> dict[int, Path]:
         files = (self.folder / TIMELINE).glob("rank-*.jsonl")
         return {int(match[1]): file for file in files if (match := re.fullmatch(r"rank-(\d+)\.jsonl", file.name))}
+
+
+def _ranges(numbers: list[int]) -> list[list[int]]:
+    """Returns the first and the last of each range of consecutive numbers."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ranges

@@ -1,26 +1,24 @@
-"""Samples of a run, from the Parquet files of its ranks. Filters are pushed down; texts are read last."""
+"""Samples of a run: lists by the index, single samples and conversations from the Parquet files of the ranks."""
 
 from __future__ import annotations
 
 import math
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
-from verl_mg.view.conversations import (
-    ADDED,
-    COLUMN,
-    TRAJECTORY,
-    ConversationCounts,
-    has_conversations,
-    parse_conversation,
-)
+from verl_mg.view.conversations import ADDED, COLUMN, TRAJECTORY, join_counts, parse_conversation
+from verl_mg.view.index import SampleIndex
+from verl_mg.view.rows import EXCERPT, IDENTITY, NOTHING, read_excerpts
+from verl_mg.view.search import Query, Search
 
 SCHEMA = pa.schema(
     [
@@ -41,95 +39,12 @@ SCHEMA = pa.schema(
         (COLUMN, pa.string()),
     ]
 )
-"""Columns used by searches; a sample has more, see `Samples.get`. Files of earlier runs have no trajectory."""
-IDENTITY = ("iteration", "call", "sample_id")
+"""Columns of the lists of an iteration; a sample has more. Files of earlier runs have no trajectory."""
 BRIEF = (*IDENTITY, "trajectory", "group", "prompt_id", "policy_version", "source", "finish", "reward", "length")
-SORTABLE = (*BRIEF, "agent_turns", "agent_segments")
-FAILED, COMPLETED = "failed", "completed"
-AGENT_OUTCOMES = (FAILED, COMPLETED)
-EXCERPT = 240
-"""Number of characters of a text in a list."""
-
-
-@dataclass(frozen=True)
-class Query:
-    """Selection and order of samples; a field that is None matches all."""
-
-    first: int | None = None
-    """First iteration."""
-    last: int | None = None
-    """Last iteration."""
-    call: int | None = None
-    """Call of the rollout within the iteration."""
-    group: int | None = None
-    """Group of the sample."""
-    prompt_id: int | None = None
-    """Id of the prompt."""
-    reward_from: float | None = None
-    """Smallest reward."""
-    reward_to: float | None = None
-    """Largest reward."""
-    length_from: int | None = None
-    """Smallest number of response tokens."""
-    length_to: int | None = None
-    """Largest number of response tokens."""
-    finish: str | None = None
-    """Finish reason."""
-    source: str | None = None
-    """Source of the prompt."""
-    text: str | None = None
-    """Text in prompt or response; upper and lower case are equal."""
-    turns_from: int | None = None
-    """Smallest number of turns of an agent's conversation."""
-    turns_to: int | None = None
-    """Largest number of turns of an agent's conversation."""
-    agent: str | None = None
-    """Outcome of the agent, one of `AGENT_OUTCOMES`."""
-    trajectories: bool = False
-    """Whether to return only the first matching row of each trajectory."""
-    sort: str = "sample_id"
-    """Column to sort by."""
-    descending: bool = False
-    """Whether to sort in descending order."""
-    offset: int = 0
-    """Number of rows to skip."""
-    limit: int = 50
-    """Largest number of rows."""
-
-    def filter(self) -> pc.Expression | None:
-        """Returns the filter of rows, without iterations, which are selected by folder."""
-        field, length = pc.field, _length()
-        conditions: list[pc.Expression] = [
-            field(name) == value
-            for name in ("call", "group", "prompt_id", "finish", "source")
-            if (value := getattr(self, name)) is not None
-        ]
-        for bound, column in (("reward", field("reward")), ("length", length)):
-            if (low := getattr(self, f"{bound}_from")) is not None:
-                conditions.append(column >= low)
-            if (high := getattr(self, f"{bound}_to")) is not None:
-                conditions.append(column <= high)
-        if self.text:
-            conditions.append(_holds("prompt", self.text) | _holds("response", self.text))
-        whole = None
-        for condition in conditions:
-            whole = condition if whole is None else whole & condition
-        return whole
-
-    def needs_conversations(self) -> bool:
-        """Returns whether `filter_conversations` or the order need the columns `ADDED`."""
-        return self.sort in ADDED or any(value is not None for value in (self.turns_from, self.turns_to, self.agent))
-
-    def filter_conversations(self, rows: pa.Table) -> pa.Table:
-        """Returns the matching rows of a table with the columns `ADDED`."""
-        turns, error = pc.field("agent_turns"), pc.field("agent_error")
-        if self.turns_from is not None:
-            rows = rows.filter(turns >= self.turns_from)
-        if self.turns_to is not None:
-            rows = rows.filter(turns <= self.turns_to)
-        if self.agent is not None:
-            rows = rows.filter(turns.is_valid() & (error.is_valid() if self.agent == FAILED else error.is_null()))
-        return rows
+SEARCH_SECONDS = 0.5
+"""Seconds that a request searches texts; the next one continues."""
+SEARCHES = 4
+"""Searches that are kept, for further pages of them. One that matches 10 million samples has 40 MB."""
 
 
 def _length() -> pc.Expression:
@@ -150,23 +65,14 @@ def _excerpt(name: str) -> pc.Expression:
     return pc.utf8_slice_codeunits(pc.field(name), 0, EXCERPT)
 
 
-def _holds(column: str, text: str) -> pc.Expression:
-    return pc.match_substring(pc.field(column), text, ignore_case=True)
-
-
 class Samples:
     """Samples in a folder `samples/`, which may not exist yet."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._counts = ConversationCounts()
-
-    def iterations(self) -> list[int]:
-        """Returns the iterations with samples, in order."""
-        try:
-            return sorted(int(entry.name) for entry in self._folder.iterdir() if entry.name.isdecimal())
-        except FileNotFoundError:
-            return []
+        self.index = SampleIndex(folder)
+        self._lock = threading.Lock()
+        self._searches: OrderedDict[tuple[Any, ...], Search] = OrderedDict()
 
     def facets(self, first: int | None, last: int | None) -> dict[str, Any]:
         """Returns the sources and finish reasons of a range of iterations, and whether the last has conversations.
@@ -175,28 +81,50 @@ class Samples:
             first: first iteration; None for the first of all.
             last: last iteration; None for the last of all.
         """
-        table = self._scan(first, last, _columns(("source", "finish")), None)
-        texts = {name: sorted(filter(None, table[name].unique().to_pylist())) for name in ("source", "finish")}
-        newest = [item for item in self.iterations() if last is None or item <= last][-1:]
-        return texts | {"agents": any(has_conversations(self._files(item, item)) for item in newest)}
+        texts: dict[str, set[str]] = {"source": set(), "finish": set()}
+        segments = self.index.segments(first, last)
+        within = Query(first=first, last=last)
+        for segment in segments:
+            rows = within.rows(segment)
+            for name, known in texts.items():
+                names = segment.names(name)
+                places = range(len(names)) if rows is None else np.unique(segment.column(name)[rows]).tolist()
+                known.update(names[place] for place in places if place >= 0)
+        agents = False
+        if segments:
+            turns, iterations = (segments[-1].column(name) for name in ("agent_turns", "iteration"))
+            newest = iterations[iterations <= (segments[-1].last if last is None else last)].max(initial=0)
+            agents = bool((turns[iterations == newest] != NOTHING).any())
+        return {name: sorted(known) for name, known in texts.items()} | {"agents": agents}
 
     def find(self, query: Query) -> dict[str, Any]:
-        """Returns `total`, the number of matching samples, and `rows`, the requested page with excerpts of texts."""
-        stored = (*IDENTITY, "trajectory", *([] if query.sort in ADDED else [query.sort]))
-        table = self._scan(query.first, query.last, _columns(dict.fromkeys(stored)), query.filter())
-        if query.needs_conversations():
-            files = self._files(query.first, query.last)
-            table = query.filter_conversations(self._counts.join(table, files))
-        if query.trajectories:
-            table = _first_of_each(table)
-        order = "descending" if query.descending else "ascending"
-        keys = [(query.sort, order), *((name, order) for name in IDENTITY if name != query.sort)]
-        page = table.sort_by(keys).slice(query.offset, query.limit).to_pylist()
-        excerpts = self._excerpts(page)
-        return {
-            "total": table.num_rows,
-            "rows": [excerpts[_identity(row)] for row in page if _identity(row) in excerpts],
-        }
+        """Returns `total`, the number of matching samples, and `rows`, the requested page with excerpts of texts.
+
+        Where texts are searched, these are the ones found in SEARCH_SECONDS and by earlier calls, and `share` the part
+        of the texts that has been searched. `index` is the progress of the index in the range of iterations.
+        """
+        with self._lock:
+            search = self._search(query)
+            search.advance(SEARCH_SECONDS)
+            total, page = search.page(query)
+        texts = {_identity(row): row for row in read_excerpts(self._folder, page, search.terms)}
+        listed = [
+            {name: row[name] for name in (*BRIEF, *ADDED)} | texts[_identity(row)]
+            for row in page
+            if _identity(row) in texts
+        ]
+        progress = self.index.progress(query.first, query.last)
+        return {"total": total, "rows": _finite(listed), "share": search.share, "index": progress}
+
+    def _search(self, query: Query) -> Search:
+        """Returns the search of a query; as long as its segments are the same, the one of an earlier call."""
+        segments = self.index.segments(query.first, query.last)
+        key = (query.selection(), query.descending, *map(id, segments))
+        search = self._searches.pop(key, None) or Search(segments, query)
+        self._searches[key] = search
+        while len(self._searches) > SEARCHES:
+            self._searches.popitem(last=False)
+        return search
 
     def prompts(self, iteration: int) -> list[dict[str, Any]]:
         """Returns the prompts of an iteration: id and text, number of samples, mean reward, mean length.
@@ -256,20 +184,11 @@ class Samples:
                 return _finite(row | {"parts": dict(row.get("parts") or ())})
         return None
 
-    def _excerpts(self, page: Sequence[dict[str, Any]]) -> dict[tuple[int, ...], dict[str, Any]]:
-        """Returns the list entries of samples by iteration, call and id."""
-        entries: dict[tuple[int, ...], dict[str, Any]] = {}
-        for iteration in {row["iteration"] for row in page}:
-            ids = [row["sample_id"] for row in page if row["iteration"] == iteration]
-            table = self._listed(iteration, pc.field("sample_id").isin(ids))
-            entries |= {_identity(row): _finite(row) for row in table.to_pylist()}
-        return entries
-
     def _listed(self, iteration: int, condition: pc.Expression) -> pa.Table:
         """Returns rows of an iteration with what a list shows of them, in any order."""
         columns = _columns(BRIEF) | {name: _excerpt(name) for name in ("prompt", "response")}
         table = self._scan(iteration, iteration, columns, condition)
-        return self._counts.join(table, self._files(iteration, iteration))
+        return join_counts(table, self._files(iteration, iteration))
 
     def _scan(
         self, first: int | None, last: int | None, columns: dict[str, pc.Expression], condition: pc.Expression | None
@@ -282,7 +201,7 @@ class Samples:
             return _read([file for file in files if _readable(file)], columns, condition)
 
     def _files(self, first: int | None, last: int | None) -> Iterator[Path]:
-        for iteration in self.iterations():
+        for iteration in self.index.iterations():
             if (first is None or iteration >= first) and (last is None or iteration <= last):
                 yield from sorted((self._folder / f"{iteration:06d}").glob("rank-*.parquet"))
 

@@ -21,8 +21,11 @@ from urllib.parse import SplitResult, parse_qsl, urlsplit
 import pyarrow as pa
 
 from verl_mg.errors import UserError
+from verl_mg.view.metrics import BANDS, View, band, every, points
+from verl_mg.view.rows import IDENTITY
 from verl_mg.view.run import Run
-from verl_mg.view.samples import AGENT_OUTCOMES, IDENTITY, SORTABLE, Query
+from verl_mg.view.search import AGENT_OUTCOMES, SORTABLE, Query
+from verl_mg.view.seeds import groups_of
 
 KINDS = {
     ".html": "text/html; charset=utf-8",
@@ -41,6 +44,10 @@ HEADERS = {
 JSON = "application/json"
 MAX_PAGE_ROWS = 1000
 """Largest number of samples in a page."""
+MAX_PIXELS = 8000
+"""Largest width of a curve."""
+PHASES, ITERATION = "time/phase/", "time/iteration"
+"""Metrics with the seconds of each phase, and of all."""
 
 Parameters = Mapping[str, str]
 
@@ -61,6 +68,9 @@ def view(folders: list[Path], host: str, port: int) -> None:
         UserError: a folder is not a run, or the port is not available.
     """
     with Viewer([Run(folder) for folder in folders], host, port) as viewer:
+        for run in viewer.runs:
+            run.metrics.update()
+            run.samples.index.start()
         if not _is_loopback(host):
             print(
                 f"warning: {host} is reachable from other machines: their users can read the samples", file=sys.stderr
@@ -105,6 +115,12 @@ class Viewer(ThreadingHTTPServer):
         """Returns the address of the page."""
         host, port = self.server_address[:2]
         return f"http://[{host!s}]:{port}/" if ":" in str(host) else f"http://{host!s}:{port}/"
+
+    def server_close(self) -> None:
+        """Closes the port, and ends what builds the indexes of samples."""
+        super().server_close()
+        for run in self.runs:
+            run.samples.index.close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignores a browser that disconnects during a response.
@@ -176,8 +192,12 @@ def _split(address: str) -> SplitResult:
 def _api(runs: list[Run], name: str, parameters: Parameters) -> Any:
     if name == "runs":
         return [run.about() for run in runs]
+    if name == "groups":
+        return groups_of([run.configuration for run in runs])
+    if name == "curves":
+        return _curves(runs, parameters)
     if name not in _ENDPOINTS:
-        raise _RequestError(404, f"no {name}; there are runs, {', '.join(_ENDPOINTS)}")
+        raise _RequestError(404, f"no {name}; there are runs, groups, curves, {', '.join(_ENDPOINTS)}")
     number = _number(parameters, "run", int, 0)
     if not 0 <= number < len(runs):
         raise _RequestError(404, f"run={number}: there are {len(runs)}, from 0")
@@ -201,8 +221,44 @@ def _needed(parameters: Parameters, name: str) -> int:
     return number
 
 
-def _metrics(run: Run, parameters: Parameters) -> Any:
-    return run.metrics(parameters.get("file", ""), max(0, _number(parameters, "offset", int, 0)))
+def _listed(parameters: Parameters, name: str, kind: type) -> list[Any]:
+    """Returns a list of numbers or texts, which is written as JSON."""
+    try:
+        values = json.loads(parameters.get(name, ""))
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, list) or not all(type(value) is kind for value in values):
+        raise _RequestError(400, f"{name}={parameters.get(name)}: not a list in JSON")
+    return values
+
+
+def _curves(runs: list[Run], parameters: Parameters) -> Any:
+    """Returns the curves of metrics by name: of one run, or the mean of several with a band."""
+    numbers, names = _listed(parameters, "runs", int), _listed(parameters, "names", str)
+    if not numbers or not all(0 <= number < len(runs) for number in numbers):
+        raise _RequestError(404, f"runs={numbers}: there are {len(runs)}, from 0")
+    first, last = (_number(parameters, name, int) for name in ("first", "last"))
+    smoothing = _number(parameters, "smoothing", float, 0.0)
+    pixels, kind = _number(parameters, "pixels", int, 400), parameters.get("band", BANDS[0])
+    if not 0 <= smoothing < 1 or not 1 <= pixels <= MAX_PIXELS or kind not in BANDS:
+        bounds = f"smoothing={smoothing} pixels={pixels} band={kind}"
+        raise _RequestError(400, f"{bounds}: write 0 to below 1, 1 to {MAX_PIXELS}, and one of {', '.join(BANDS)}")
+    for number in numbers:
+        runs[number].metrics.update()
+    shown = View(first, last, pixels, smoothing)
+    curves = {name: [runs[number].metrics.curve(name) for number in numbers] for name in names}
+    if len(numbers) == 1:
+        return {name: points(of_runs[0], shown) for name, of_runs in curves.items()}
+    return {name: band(of_runs, shown, kind) for name, of_runs in curves.items()}
+
+
+def _strip(run: Run, parameters: Parameters) -> Any:
+    """Returns the seconds of phases at some iterations by name of the metric."""
+    first, stride = _needed(parameters, "first"), _needed(parameters, "stride")
+    if stride < 1:
+        raise _RequestError(400, f"stride={stride}: write 1 or more")
+    names = [name for name in run.metrics.latest()["names"] if name.startswith(PHASES) or name == ITERATION]
+    return {name: every(run.metrics.curve(name), first, stride) for name in names}
 
 
 def _timeline(run: Run, parameters: Parameters) -> Any:
@@ -220,7 +276,7 @@ def _samples(run: Run, parameters: Parameters) -> Any:
         kind = kinds.get(str(field.type).split(" ")[0])
         if kind and field.name in parameters:
             arguments[field.name] = _number(parameters, field.name, kind)
-    arguments |= {name: parameters.get(name) == "true" for name in ("descending", "trajectories")}
+    arguments |= {name: parameters.get(name) == "true" for name in ("descending", "trajectories", "words")}
     query = Query(**arguments)
     if query.sort not in SORTABLE:
         raise _RequestError(400, f"sort={query.sort}: not one of {', '.join(SORTABLE)}")
@@ -253,7 +309,7 @@ def _conversation(run: Run, parameters: Parameters) -> Any:
 
 
 _ENDPOINTS: dict[str, Callable[[Run, Parameters], Any]] = {
-    "metrics": _metrics,
+    "strip": _strip,
     "timeline": _timeline,
     "facets": _facets,
     "samples": _samples,

@@ -9,26 +9,18 @@ const LEFT = 46,
   TOP = 8,
   BOTTOM = 20;
 
-/** The running mean in which a step counts `weight` times the next one; missing values remain missing. */
-export function smoothed(values, weight) {
-  let [sum, count] = [0, 0];
-  return values.map((value) => {
-    if (value === null) return null;
-    sum = sum * weight + value;
-    count = count * weight + 1;
-    return sum / count;
-  });
-}
-
-/** Charts that share a step under the pointer. */
+/** Charts that share a step under the pointer, and a range of steps that is chosen by dragging. */
 export class Charts {
-  constructor() {
+  /** need(): called when a chart needs values; zoom(range): with the steps that were chosen, null for all. */
+  constructor(need, zoom) {
     this.all = new Set();
+    this.zoom = zoom;
     this.seen = new IntersectionObserver(
       (entries) =>
         entries.forEach(({ target, isIntersecting }) => {
           target.chart.visible = isIntersecting;
           target.chart.draw();
+          if (isIntersecting) need();
         }),
       { rootMargin: "300px" },
     );
@@ -36,7 +28,7 @@ export class Charts {
   }
 
   add(name) {
-    const chart = new Chart(name, (step) => this.all.forEach((other) => other.point(step)));
+    const chart = new Chart(name, (step) => this.all.forEach((other) => other.point(step)), this.zoom);
     chart.node.chart = chart;
     this.all.add(chart);
     this.seen.observe(chart.node);
@@ -52,13 +44,17 @@ export class Charts {
 }
 
 class Chart {
-  constructor(name, pointAll) {
+  constructor(name, pointAll, zoom) {
     this.name = name;
     this.pointAll = pointAll;
+    this.zoom = zoom;
+    this.loaded = ""; // what its values are of
+    this.began = null; // where dragging has begun
     this.series = [];
     this.visible = false;
     this.drawn = "";
     this.cursor = svg("g", { class: "cursor" });
+    this.selection = svg("rect", { class: "selection", y: TOP, width: 0 });
     this.picture = svg("svg", { "aria-hidden": "true" });
     this.node = el(
       "div",
@@ -66,8 +62,11 @@ class Chart {
         class: "chart",
         tabindex: 0,
         role: "img",
+        onpointerdown: (event) => (this.began = this.placeIn(event)),
         onpointermove: (event) => this.pointed(event),
+        onpointerup: (event) => this.released(event),
         onpointerleave: () => this.left(),
+        ondblclick: () => this.zoom(null),
         onblur: () => this.left(),
         onkeydown: (event) => this.keyed(event),
       },
@@ -75,7 +74,7 @@ class Chart {
     );
   }
 
-  /** series: of each run `mark`, `name`, `steps`, `values` and their `smooth` ones. */
+  /** series: of each run `tint`, `name`, `steps`, `values`, their `smooth` ones, of several runs `low` and `high` too. */
   set(series) {
     this.series = series.filter(({ values }) => values.some((value) => value !== null));
     this.drawn = "";
@@ -95,7 +94,9 @@ class Chart {
     this.picture.setAttribute("viewBox", `0 0 ${width} ${height}`);
     this.picture.replaceChildren(
       ...this.grid(width, height),
+      ...this.series.flatMap((item) => this.areas(item)),
       ...this.series.flatMap((item) => this.lines(item)),
+      this.selection,
       this.cursor,
     );
   }
@@ -103,8 +104,8 @@ class Chart {
   measure(width, height) {
     const steps = this.series.flatMap((item) => [item.steps[0], item.steps.at(-1)]);
     let [low, high] = [Infinity, -Infinity];
-    for (const { values } of this.series) {
-      for (const value of values) {
+    for (const { values, low: lowest, high: highest } of this.series) {
+      for (const value of lowest ? [...lowest, ...highest] : values) {
         if (value === null) continue;
         low = Math.min(low, value);
         high = Math.max(high, value);
@@ -133,12 +134,28 @@ class Chart {
     return [...rows, ...columns];
   }
 
-  lines({ mark, steps, values, smooth }) {
+  /** The band of several runs, in a piece for each range without missing values. */
+  areas({ tint, steps, low, high }) {
+    if (!low) return [];
+    const pieces = [];
+    let piece = [];
+    const at = (i, value) => `${this.x(steps[i]).toFixed(1)} ${this.y(value).toFixed(1)}`;
+    const flush = () => {
+      if (piece.length > 1)
+        pieces.push(`M${[...piece.map((i) => at(i, high[i])), ...piece.reverse().map((i) => at(i, low[i]))].join("L")}Z`);
+      piece = [];
+    };
+    steps.forEach((_, i) => (low[i] === null ? flush() : piece.push(i)));
+    flush();
+    return [svg("path", { class: `band ${tint}`, d: pieces.join("") })];
+  }
+
+  lines({ tint, steps, values, smooth }) {
     const drawn = [];
-    if (smooth !== values) drawn.push(svg("path", { class: `raw run-${mark}`, d: this.path(steps, values) }));
-    drawn.push(svg("path", { class: `line run-${mark}`, d: this.path(steps, smooth) }));
+    if (smooth !== values) drawn.push(svg("path", { class: `raw ${tint}`, d: this.path(steps, values) }));
+    drawn.push(svg("path", { class: `line ${tint}`, d: this.path(steps, smooth) }));
     if (steps.length < 2)
-      drawn.push(svg("circle", { class: `dot run-${mark}`, cx: this.x(steps[0]), cy: this.y(smooth[0]), r: 3 }));
+      drawn.push(svg("circle", { class: `dot ${tint}`, cx: this.x(steps[0]), cy: this.y(smooth[0]), r: 3 }));
     return drawn;
   }
 
@@ -173,10 +190,29 @@ class Chart {
     return points.join("");
   }
 
+  placeIn(event) {
+    return event.clientX - this.node.getBoundingClientRect().left;
+  }
+
   pointed(event) {
     if (!this.x || !this.series.length) return;
-    const { left } = this.node.getBoundingClientRect();
-    this.showValues(Math.round(this.stepAt(event.clientX - left)), event.clientX, event.clientY);
+    this.showValues(Math.round(this.stepAt(this.placeIn(event))), event.clientX, event.clientY);
+    if (this.began === null) return;
+    const [from, to] = [this.began, this.placeIn(event)].sort((p, q) => p - q);
+    const height = this.node.getBoundingClientRect().height - TOP - BOTTOM;
+    for (const [name, value] of Object.entries({ x: from, width: to - from, height }))
+      this.selection.setAttribute(name, value);
+  }
+
+  released(event) {
+    const ends = [this.began, this.placeIn(event)].sort((p, q) => p - q);
+    if (this.began !== null && this.x && ends[1] - ends[0] > 6) {
+      const [first, last] = ends.map((x) => Math.round(this.stepAt(x)));
+      this.left();
+      this.zoom([Math.max(this.first, first), Math.min(this.last, last)]);
+    }
+    this.began = null;
+    this.selection.setAttribute("width", 0);
   }
 
   keyed(event) {
@@ -196,13 +232,16 @@ class Chart {
     const rows = this.nearest(step).flatMap(({ item, i }) => {
       const value = number(item.values[i]);
       const report = item.smooth === item.values ? value : `${number(item.smooth[i])}  (${value})`;
-      return [[item.name, report, `run-${item.mark}`]];
+      const range = item.low ? `${value}  (${number(item.low[i])} to ${number(item.high[i])})` : report;
+      return [[item.name, range, item.tint]];
     });
     const near = this.nearest(step)[0];
     showTooltip(x, y, `${this.name}, step ${near ? near.item.steps[near.i] : step}`, rows);
   }
 
   left() {
+    this.began = null;
+    this.selection.setAttribute("width", 0);
     this.pointAll(null);
     hideTooltip();
   }
@@ -226,7 +265,7 @@ class Chart {
     const dots = this.nearest(step)
       .filter(({ item, i }) => item.smooth[i] !== null)
       .map(({ item, i }) =>
-        svg("circle", { class: `dot run-${item.mark}`, cx: this.x(item.steps[i]), cy: this.y(item.smooth[i]), r: 3.5 }),
+        svg("circle", { class: `dot ${item.tint}`, cx: this.x(item.steps[i]), cy: this.y(item.smooth[i]), r: 3.5 }),
       );
     const x = this.x(step);
     this.cursor.replaceChildren(svg("line", { x1: x, x2: x, y1: TOP, y2: height - BOTTOM }), ...dots);

@@ -1,68 +1,94 @@
-// Two runs side by side: how each answered the same prompt in the same iteration.
+// Runs side by side: how each answered the same prompt in the same iteration.
 
 import { ask } from "./data.js";
 import { detailSheet } from "./detail.js";
-import { el, fill, select } from "./dom.js";
-import { number, signed } from "./format.js";
+import { el, select } from "./dom.js";
+import { extent, grouped, number, signed } from "./format.js";
 
 const MOST = 1000;
 
 export function compareView(app) {
   const sheet = detailSheet();
-  const [first, second] = app.runs;
-  const iteration = select(
-    { "aria-label": "Iteration", onchange: () => app.go("compare", { iteration: iteration.value }) },
-    [],
-  );
+  const iteration = el("input", {
+    type: "number",
+    min: 1,
+    "aria-label": "Iteration",
+    onchange: () => app.go("compare", { iteration: iteration.value }),
+  });
+  const step = (by, label, text) =>
+    el("button", { type: "button", "aria-label": label, text, onclick: () => move(by) });
   const order = select({ "aria-label": "Sort by", onchange: () => list() }, [
     ["gap", "difference of rewards"],
     ["prompt_id", "number"],
   ]);
   const report = el("p", { class: "count", role: "status" });
-  const prompts = el("ul", { class: "prompts", "aria-label": "Prompts in both runs" });
+  const prompts = el("ul", { class: "prompts", "aria-label": "Prompts in all runs" });
   const answers = el("div", { class: "answers" });
   const node = el(
     "section",
     {},
-    el("div", { class: "toolbar" }, el("label", {}, "Iteration", iteration), el("label", {}, "Sort by", order), report),
+    el(
+      "div",
+      { class: "toolbar" },
+      el("label", {}, "Iteration", iteration),
+      step(-1, "Previous iteration", "‹"),
+      step(1, "Next iteration", "›"),
+      el("label", {}, "Sort by", order),
+      report,
+    ),
     el("div", { class: "split" }, prompts, answers),
   );
   let [shared, chosen, latest] = [[], null, 0];
 
-  const inBoth = () => first.about.samples.filter((item) => second.about.samples.includes(item)).reverse();
+  const inAll = (item) => app.runs.every((run) => run.hasSamples(item));
+
+  /** The newest iteration up to `limit` of which all runs have samples. */
+  function newest(limit = Infinity) {
+    const ends = app.runs.flatMap((run) => run.about.samples.map(([, last]) => Math.min(last, limit)));
+    return ends.sort((p, q) => q - p).find(inAll);
+  }
+
+  /** The first iteration from `limit` on of which all runs have samples. */
+  function oldest(limit) {
+    const begins = app.runs.flatMap((run) => run.about.samples.map(([first]) => Math.max(first, limit)));
+    return begins.sort((p, q) => p - q).find(inAll);
+  }
+
+  function move(by) {
+    const next = Number(iteration.value) + by;
+    const item = by < 0 ? newest(next) : oldest(next);
+    if (item !== undefined) app.go("compare", { iteration: item });
+  }
 
   async function show({ iteration: wanted, prompt }) {
-    const both = inBoth();
-    fill(
-      iteration,
-      both.map((item) => [item, item]),
-    );
-    if (!both.length) {
+    const last = newest();
+    if (last === undefined) {
       report.textContent = "The runs have no iteration with samples in common yet.";
       return;
     }
-    iteration.value = both.includes(Number(wanted)) ? wanted : both[0];
+    const item = newest(Number(wanted) || last) ?? last;
+    Object.assign(iteration, { value: item, max: last });
     const request = (latest += 1);
-    const matches = await Promise.all(
-      app.runs.map((run) => ask("prompts", { run: run.number, iteration: iteration.value })),
-    );
+    const matches = await Promise.all(app.runs.map((run) => ask("prompts", { run: run.number, iteration: item })));
     if (request !== latest) return;
-    const others = new Map(matches[1].map((item) => [item.prompt_id, item]));
+    const others = matches.slice(1).map((prompts) => new Map(prompts.map((one) => [one.prompt_id, one])));
     shared = matches[0]
-      .filter((item) => others.has(item.prompt_id))
-      .map((item) => ({
-        ...item,
-        rewards: [item.reward, others.get(item.prompt_id).reward],
-        same: item.prompt === others.get(item.prompt_id).prompt,
-      }));
-    report.textContent = `${shared.length} prompts in both runs`;
+      .filter(({ prompt_id }) => others.every((prompts) => prompts.has(prompt_id)))
+      .map((one) => {
+        const all = [one, ...others.map((prompts) => prompts.get(one.prompt_id))];
+        return { ...one, rewards: all.map(({ reward }) => reward), same: all.every((other) => other.prompt === one.prompt) };
+      });
+    report.textContent = `${grouped(shared.length)} prompts in ${app.runs.length === 2 ? "both" : "all"} runs`;
     chosen = prompt === undefined ? null : Number(prompt);
     list();
     await open(request);
   }
 
   function list() {
-    const gap = ({ rewards: [a, b] }) => (b ?? 0) - (a ?? 0);
+    const gap = ({ rewards }) => {
+      const [least, largest] = extent(rewards.map((reward) => reward ?? 0));
+      return rewards.length === 2 ? (rewards[1] ?? 0) - (rewards[0] ?? 0) : largest - least;
+    };
     const sorted = [...shared].sort(
       (p, q) => (order.value === "gap" && Math.abs(gap(q)) - Math.abs(gap(p))) || p.prompt_id - q.prompt_id,
     );
@@ -81,9 +107,8 @@ export function compareView(app) {
           el(
             "span",
             { class: "rewards" },
-            el("span", { class: "run-A", text: number(item.rewards[0]) }),
-            el("span", { class: "run-B", text: number(item.rewards[1]) }),
-            el("span", { class: "gap", text: signed(gap(item)) }),
+            ...app.runs.map(({ tint }, i) => el("span", { class: tint, text: number(item.rewards[i]) })),
+            el("span", { class: "gap", text: app.runs.length === 2 ? signed(gap(item)) : number(gap(item)) }),
           ),
         );
         return el("li", {}, link);
@@ -101,12 +126,12 @@ export function compareView(app) {
     if (request !== latest) return;
     const item = shared.find(({ prompt_id }) => prompt_id === chosen);
     const differ =
-      item && !item.same && el("p", { class: "empty", text: "The prompt of this number is another text in run B." });
+      item && !item.same && el("p", { class: "empty", text: "The prompt of this number is another text in another run." });
     const columns = app.runs.map((run, i) =>
       el(
         "section",
         { "aria-label": `Run ${run.mark}` },
-        el("h3", { class: `run-${run.mark}`, text: `${run.mark}: ${run.about.name}` }),
+        el("h3", { class: run.tint, text: `${run.mark}: ${run.about.name}` }),
         ...matches[i].rows.map((row) => answer(run, row, matches[i].rows)),
       ),
     );
@@ -133,13 +158,5 @@ export function compareView(app) {
     );
   }
 
-  return {
-    node,
-    show,
-    news: () =>
-      fill(
-        iteration,
-        inBoth().map((item) => [item, item]),
-      ),
-  };
+  return { node, show, news: () => {} };
 }

@@ -1,13 +1,15 @@
 // Curves of metrics, grouped by the part before the slash; they can be pinned to the top.
 
-import { Charts, smoothed } from "./chart.js";
-import { el } from "./dom.js";
+import { Charts } from "./chart.js";
+import { ask } from "./data.js";
+import { el, patiently, select } from "./dom.js";
 import { number } from "./format.js";
 
 const FIRST = ["reward", "eval", "response", "actor", "critic"];
 const LAST = ["time"];
 const PINNED = "Pinned";
 const MEMORY = "verl_mg.pinned";
+const EACH = "each";
 
 const groupOf = (name) => (name.includes("/") ? name.slice(0, name.indexOf("/")) : "other");
 const placeOfGroup = (group) => {
@@ -18,7 +20,7 @@ const placeOfGroup = (group) => {
 const inOrder = (a, b) => placeOfGroup(a) - placeOfGroup(b) || a.localeCompare(b);
 
 export function curvesView(app) {
-  const charts = new Charts();
+  const charts = new Charts(patiently(load, 0), zoom);
   const cards = new Map();
   const groups = new Map();
   const pinned = new Set(JSON.parse(localStorage.getItem(MEMORY) ?? "[]"));
@@ -36,15 +38,36 @@ export function curvesView(app) {
     step: 0.01,
     value: 0.6,
     id: "smoothing",
-    oninput: refresh,
+    oninput: () => {
+      showWeight();
+      soon();
+    },
   });
+  const soon = patiently(load, 60);
   const weight = el("output", { for: "smoothing" });
+  const repeated = app.groups.some(({ runs }) => runs.length > 1);
+  const seeds = select({ onchange: refresh }, [
+    ["range", "mean, min to max"],
+    ["error", "mean ± standard error"],
+    [EACH, "each run"],
+  ]);
+  const whole = el("button", { type: "button", text: "All steps", disabled: true, onclick: () => zoom(null) });
+  const legend = el("ul", { class: "series", "aria-label": "Curves" });
+  let range = null; // steps that are shown; null: all
   const nothing = el("p", { class: "empty" });
   const list = el("div", { class: "groups" });
   const node = el(
     "section",
     {},
-    el("div", { class: "toolbar" }, search, el("label", {}, "Smoothing", smoothing, weight)),
+    el(
+      "div",
+      { class: "toolbar" },
+      search,
+      el("label", {}, "Smoothing", smoothing, weight),
+      repeated && el("label", {}, "Seeds", seeds),
+      whole,
+      legend,
+    ),
     nothing,
     list,
   );
@@ -59,7 +82,10 @@ export function curvesView(app) {
       "aria-pressed": "false",
       "aria-label": `Enlarge ${name}`,
       text: "⤢",
-      onclick: () => wide.setAttribute("aria-pressed", String(box.classList.toggle("wide"))),
+      onclick: () => {
+        wide.setAttribute("aria-pressed", String(box.classList.toggle("wide")));
+        load();
+      },
     });
     const box = el(
       "article",
@@ -117,29 +143,104 @@ export function curvesView(app) {
     nothing.hidden = matches > 0;
   }
 
-  function refresh() {
+  function showWeight() {
     weight.textContent = Number(smoothing.value).toFixed(2);
-    const names = new Set(app.runs.flatMap((run) => [...run.curves.keys()]));
+  }
+
+  function zoom(to) {
+    range = to;
+    whole.disabled = range === null;
+    load();
+  }
+
+  /** A curve for each run, or for each group of runs that differ only in their seed. */
+  function series() {
+    const each = repeated && seeds.value !== EACH ? app.groups : app.runs.map(({ number }) => ({ runs: [number] }));
+    return each.map(({ runs: numbers }) => {
+      const runs = numbers.map((number) => app.runs[number]);
+      const name = runs.length > 1 ? `${runs[0].about.name} × ${runs.length}` : runs[0].about.name;
+      return { tint: runs[0].tint, name, runs };
+    });
+  }
+
+  function refresh() {
+    showWeight();
+    const names = new Set(app.runs.flatMap((run) => Object.keys(run.latest)));
+    const shown = series();
     for (const name of names) {
       if (!cards.has(name)) cards.set(name, card(name));
-      const { chart, value } = cards.get(name);
-      const series = app.runs
-        .filter((run) => run.curves.has(name))
-        .map((run) => {
-          const { steps, values } = run.curves.get(name);
-          const smooth = Number(smoothing.value) ? smoothed(values, Number(smoothing.value)) : values;
-          return { mark: run.mark, name: run.about.name, steps, values, smooth };
-        });
-      chart.set(series);
-      value.replaceChildren(
-        ...series.map(({ mark, values }) => el("span", { class: `run-${mark}`, text: number(values.at(-1)) })),
-      );
+      const latest = shown.flatMap(({ tint, runs }) => {
+        const values = runs.map((run) => run.latest[name]).filter((value) => typeof value === "number");
+        if (!values.length) return [];
+        const mean = values.reduce((a, b) => a + b, 0) / values.length;
+        return [el("span", { class: tint, text: number(mean) })];
+      });
+      // More would hide the name.
+      cards.get(name).value.replaceChildren(...latest.slice(0, 4));
     }
     for (const name of [...cards.keys()].filter((name) => !names.has(name))) {
       charts.remove(cards.get(name).chart);
       cards.delete(name);
     }
+    legend.hidden = app.runs.length < 2;
+    legend.replaceChildren(...shown.map(entryOf));
     arrange();
+    load();
+  }
+
+  function entryOf({ tint, name, runs }) {
+    const { differs } = app.groups.find((group) => group.runs.includes(runs[0].number));
+    const options = Object.entries(differs).map(([key, value]) => `${key.split(".").at(-1)}=${value}`);
+    const title = [...runs.map((run) => `${run.mark}: ${run.about.folder}`), ...Object.entries(differs).map((pair) => pair.join("="))];
+    return el(
+      "li",
+      { title: title.join("\n") },
+      el("span", { class: `swatch ${tint}` }),
+      name,
+      options.length > 0 && el("span", { class: "count", text: options.slice(0, 2).join(", ") }),
+    );
+  }
+
+  /** Asks for the values of the charts that are seen and have others. */
+  async function load() {
+    const shown = series();
+    const [first, last] = range ?? [null, null];
+    const versions = app.runs.map((run) => run.about.metrics.version);
+    const settings = { first, last, smoothing: smoothing.value, band: seeds.value === EACH ? null : seeds.value };
+    const key = (pixels) => JSON.stringify([versions, shown.map(({ runs }) => runs.length), settings, pixels]);
+    const wanted = new Map(); // names by width
+    for (const [name, { chart }] of cards) {
+      const pixels = Math.round(chart.node.getBoundingClientRect().width);
+      if (!chart.visible || !pixels || chart.loaded === key(pixels)) continue;
+      chart.loaded = key(pixels);
+      wanted.set(pixels, [...(wanted.get(pixels) ?? []), name]);
+    }
+    for (const [pixels, names] of wanted) {
+      try {
+        const answers = await Promise.all(
+          shown.map(({ runs }) => {
+            const numbers = JSON.stringify(runs.map(({ number }) => number));
+            return ask("curves", { runs: numbers, names: JSON.stringify(names), pixels, ...settings });
+          }),
+        );
+        for (const name of names) draw(name, shown, answers, key(pixels));
+      } catch {
+        // The news report a server that has ended; then they are asked for again.
+        for (const name of names) if (cards.has(name)) cards.get(name).chart.loaded = "";
+      }
+    }
+  }
+
+  function draw(name, shown, answers, key) {
+    const chart = cards.get(name)?.chart;
+    if (chart?.loaded !== key) return; // other values have been asked for since
+    const raw = Number(smoothing.value) > 0;
+    chart.set(
+      shown.map(({ tint, name: label }, i) => {
+        const { values, smooth, ...rest } = answers[i][name];
+        return { tint, name: label, values, smooth: raw && !rest.low ? smooth : values, ...rest };
+      }),
+    );
   }
 
   return { node, show: refresh, news: (changed) => changed && refresh() };

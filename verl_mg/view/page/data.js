@@ -1,4 +1,4 @@
-// Data of the server, and the part that the page keeps.
+// Data of the server.
 
 /** The JSON of an answer; an Error with the server's reason otherwise. */
 export async function ask(name, parameters = {}) {
@@ -9,41 +9,29 @@ export async function ask(name, parameters = {}) {
   return report;
 }
 
-/** One of the runs on the command line. `mark` is A or B, which the page's colours go by. */
+const TINTS = "ABCDEFGH";
+
+/** One of the runs on the command line. `mark` is a letter, `tint` the class of its colour. */
 export class Run {
   constructor(number, about) {
     this.number = number;
-    this.mark = "AB"[number];
+    this.mark = number < 26 ? String.fromCharCode(65 + number) : String(number + 1);
+    this.tint = `run-${TINTS[number % TINTS.length]}`;
     this.about = about;
-    this.place = { file: "", end: 0 };
-    this.curves = new Map();
   }
 
-  /** Reads the lines of metrics that have come since the last time; were there any? */
-  async readMetrics() {
-    let changed = false;
-    for (let more = true; more;) {
-      const report = await ask("metrics", { run: this.number, file: this.place.file, offset: this.place.end });
-      if (report.begin === 0 && this.place.end > 0) {
-        this.curves = new Map();
-        changed = true;
-      }
-      for (const line of report.lines) this.add(line);
-      changed ||= report.lines.length > 0;
-      this.place = report;
-      more = report.more;
-    }
-    return changed;
+  /** The latest value of each metric. */
+  get latest() {
+    return this.about.metrics.names;
   }
 
-  add({ step, ...metrics }) {
-    for (const [name, value] of Object.entries(metrics)) {
-      if (value !== null && typeof value !== "number") continue;
-      if (!this.curves.has(name)) this.curves.set(name, { steps: [], values: [] });
-      const curve = this.curves.get(name);
-      curve.steps.push(step);
-      curve.values.push(value);
-    }
+  /** The newest iteration with samples. */
+  get newest() {
+    return this.about.samples.at(-1)?.[1];
+  }
+
+  hasSamples(iteration) {
+    return this.about.samples.some(([first, last]) => first <= iteration && iteration <= last);
   }
 }
 

@@ -23,6 +23,22 @@ function furnish(node, attributes, children) {
   return node;
 }
 
+/** A text in which terms, given in lower case, are marked. */
+export function marked(text, terms) {
+  const lower = text.toLowerCase();
+  // Few letters have another length in lower case; then nothing is marked.
+  if (!terms.length || lower.length !== text.length) return [text];
+  const parts = [];
+  for (let place = 0; place < text.length; ) {
+    const hits = terms.map((term) => [lower.indexOf(term, place), term.length]).filter(([begin]) => begin >= 0);
+    const [begin, length] = hits.sort(([p, m], [q, n]) => p - q || n - m)[0] ?? [text.length, 0];
+    parts.push(text.slice(place, begin));
+    if (length) parts.push(el("mark", { text: text.slice(begin, begin + length) }));
+    place = begin + length;
+  }
+  return parts;
+}
+
 /** A <select> with these [value, label] pairs. */
 export function select(attributes, options) {
   const node = el("select", attributes);

@@ -9,6 +9,11 @@ export function number(value) {
   return small ? value.toExponential(3).replace(/\.?0+e\+?/, "e") : String(Number(value.toPrecision(4)));
 }
 
+/** A count with its digits in groups of three. */
+export function grouped(count) {
+  return count.toLocaleString("en");
+}
+
 /** The least and the largest number of a list of any length. */
 export function extent(list) {
   return list.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [Infinity, -Infinity]);

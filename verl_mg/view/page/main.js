@@ -11,9 +11,10 @@ import { timelineView } from "./timeline.js";
 const PERIOD = 2000;
 const byId = (id) => document.getElementById(id);
 
-/** The runs, and `go(view, parameters)`, which shows a view and makes a link of it. */
+/** The runs, groups of those that repeat each other, and `go(view, parameters)`, which shows a view and makes a link. */
 const app = {
   runs: [],
+  groups: [],
   go(view, parameters = {}) {
     const given = Object.entries(parameters).filter(
       ([, value]) => value !== null && value !== undefined && value !== "",
@@ -32,7 +33,9 @@ const views = {};
 let shown = null;
 
 async function start() {
-  app.runs = (await ask("runs")).map((about, i) => new Run(i, about));
+  const [runs, groups] = await Promise.all([ask("runs"), ask("groups")]);
+  app.runs = runs.map((about, i) => new Run(i, about));
+  app.groups = groups;
   document.title = `${app.runs.map((run) => run.about.name).join(" / ")} – verl_mg`;
   views.curves = { label: "Curves", ...curvesView(app) };
   views.timeline = { label: "Time line", ...timelineView(app) };
@@ -46,7 +49,6 @@ async function start() {
     view.node.hidden = true;
     byId("main").append(view.node);
   }
-  await Promise.all(app.runs.map((run) => run.readMetrics()));
   tellRuns();
   window.addEventListener("hashchange", show);
   show();
@@ -69,10 +71,11 @@ async function news() {
   try {
     if (!document.hidden) {
       const report = await ask("runs");
+      const versions = () => app.runs.map((run) => run.about.metrics.version).join();
+      const before = versions();
       app.runs.forEach((run, i) => (run.about = report[i]));
-      const changed = await Promise.all(app.runs.map((run) => run.readMetrics()));
       tellRuns();
-      await shown.news(changed.some(Boolean));
+      await shown.news(versions() !== before);
     }
     notice("");
   } catch (error) {
@@ -91,7 +94,7 @@ function notice(text) {
 }
 
 function tellRuns() {
-  const chips = app.runs.map(({ mark, about: { name, folder, status } }) => {
+  const chips = app.runs.map(({ mark, tint, about: { name, folder, status } }) => {
     const facts = [];
     if (status.iterations) facts.push(`${number(status.iteration)} / ${number(status.iterations)}`);
     if (status.state === "running" && status.phase) facts.push(status.phase);
@@ -103,7 +106,7 @@ function tellRuns() {
       el("progress", { max: status.iterations, value: status.iteration, "aria-label": `iterations of ${name}` });
     return el(
       "div",
-      { class: `run run-${mark}`, title: folder },
+      { class: `run ${tint}`, title: folder },
       app.runs.length > 1 && el("span", { class: "mark", text: mark }),
       el("strong", { text: name }),
       state,

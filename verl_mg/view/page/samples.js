@@ -2,8 +2,8 @@
 
 import { ask } from "./data.js";
 import { detailSheet } from "./detail.js";
-import { el, fill, patiently, select } from "./dom.js";
-import { plain } from "./format.js";
+import { el, fill, marked, patiently, select } from "./dom.js";
+import { grouped, plain } from "./format.js";
 
 const PAGE = 50;
 const COLUMNS = [
@@ -21,7 +21,8 @@ const COLUMNS = [
   ["segment", "segment", true],
   ["agent_segments", "segments", true],
 ];
-const UNSORTED = ["prompt", "response", "segment"];
+const TEXTS = ["prompt", "response"];
+const UNSORTED = [...TEXTS, "segment"];
 /** Columns of samples of agents. */
 const OF_AGENTS = ["agent_turns", "segment", "agent_segments"];
 
@@ -74,7 +75,9 @@ export function samplesView(app) {
         oninput: soon,
       }),
     ),
+    field("words", "", select({ "aria-label": "Find", onchange: now }, [["", "as written"], ["true", "all words"]])),
     field("iteration", "Iteration", select({ onchange: now }, [])),
+    el("span", { class: "pair range" }, bound("first", "iteration from", 1), "–", bound("last", "iteration to", 1)),
     el(
       "span",
       { class: "pair" },
@@ -117,17 +120,26 @@ export function samplesView(app) {
   const table = el("table", { class: "samples" }, el("thead", {}, el("tr", {}, ...Object.values(heads))), rows);
   const turn = (by, label, text) =>
     el("button", { type: "button", "aria-label": label, text, onclick: () => go({ page: page + by }) });
+  const exact = el("input", {
+    type: "number",
+    min: 1,
+    "aria-label": "Page",
+    onchange: () => go({ page: Math.max(0, Number(exact.value) - 1) || 0 }),
+  });
+  const pages = el("span", { class: "count" });
   const clear = el("button", { type: "button", text: "Clear filters", onclick: () => app.go("samples") });
   const [back, on] = [turn(-1, "Previous page", "‹"), turn(1, "Next page", "›")];
   const node = el(
     "section",
     {},
     form,
-    el("div", { class: "paging" }, count, back, on, clear),
+    el("div", { class: "paging" }, count, back, el("label", {}, exact, pages), on, clear),
     el("div", { class: "scroll" }, table),
   );
 
   let [sort, descending, page, latest] = ["sample_id", false, 0, 0];
+  let complete = true; // whether the index has all iterations that are shown
+  let given = {};
 
   function head(name, label, numeric) {
     const inside = UNSORTED.includes(name)
@@ -157,12 +169,17 @@ export function samplesView(app) {
   }
 
   function fillIterations() {
-    const matches = (app.runs[Number(filters.run?.value ?? 0)].about.samples ?? []).map(String).reverse();
+    const newest = app.runs[Number(filters.run?.value ?? 0)]?.newest;
     fill(filters.iteration, [
-      ["", matches.length ? `newest (${matches[0]})` : "none yet"],
+      ["", newest === undefined ? "none yet" : `newest (${newest})`],
       ["all", "all"],
-      ...matches.map((item) => [item, item]),
+      ["range", "from – to"],
     ]);
+  }
+
+  function news() {
+    fillIterations();
+    return complete ? null : load(given);
   }
 
   async function show(parameters) {
@@ -179,44 +196,66 @@ export function samplesView(app) {
     sort = heads[parameters.sort] ? parameters.sort : "sample_id";
     descending = parameters.descending === "true";
     page = Math.max(0, Number(parameters.page ?? 0) || 0);
+    node.classList.toggle("no-range", parameters.iteration !== "range");
+    given = parameters;
     await load(parameters);
   }
 
-  async function load({ iteration, page: _, ...rest }) {
+  /** The iterations that the form selects. */
+  function rangeOf(run, { iteration, first, last }) {
+    if (iteration === "range") return { first, last };
+    return iteration === "all" ? {} : { first: run.newest, last: run.newest };
+  }
+
+  async function load(parameters) {
+    const { iteration: _, page: __, first: ___, last: ____, ...rest } = parameters;
     const request = (latest += 1);
     const run = app.runs[Number(rest.run ?? 0)] ?? app.runs[0];
-    const newest = run.about.samples.at(-1);
-    const item = iteration === "all" ? null : iteration || newest;
-    const range = { run: run.number, first: item, last: item };
+    const range = { run: run.number, ...rangeOf(run, parameters) };
     try {
       const [matches, facets] = await Promise.all([
         ask("samples", { ...rest, ...range, sort, descending, offset: page * PAGE, limit: PAGE }),
         ask("facets", range),
       ]);
-      if (request === latest) draw(run, matches, facets);
+      if (request !== latest) return;
+      draw(run, matches, facets);
+      // The server continues a search with each request.
+      if (matches.share < 1 && !node.hidden) setTimeout(() => request === latest && load(parameters), 100);
     } catch (error) {
       if (request === latest) count.textContent = error.message;
     }
   }
 
-  function draw(run, { total, rows: matches }, facets) {
+  function draw(run, { total, rows: matches, share, index }, facets) {
     for (const name of ["finish", "source"])
       fill(filters[name], [["", "any"], ...facets[name].map((item) => [item, item])]);
     node.classList.toggle("no-source", !facets.source.length); // the data names none
     const ofAgents = ["turns_from", "turns_to", "agent"].some((name) => filters[name].value);
     node.classList.toggle("no-agents", !facets.agents && !ofAgents);
     const last = Math.min(total, (page + 1) * PAGE);
-    count.textContent = total ? `${page * PAGE + 1} to ${last} of ${total} samples` : "No such samples.";
+    complete = index.indexed >= index.iterations;
+    const notes = [];
+    if (share < 1) notes.push(`${Math.floor(100 * share)} % searched`);
+    if (!complete) notes.push(`${grouped(index.indexed)} of ${grouped(index.iterations)} iterations in the index`);
+    const nothing = notes.length ? "Nothing so far" : "No such samples.";
+    const listed = `${grouped(page * PAGE + 1)} to ${grouped(last)} of ${grouped(total)} samples`;
+    count.textContent = [total ? listed : nothing, ...notes].join(" · ");
+    count.classList.toggle("busy", notes.length > 0);
+    const most = Math.max(1, Math.ceil(total / PAGE));
+    Object.assign(exact, { max: most, value: page + 1, disabled: most === 1 });
+    pages.textContent = `/ ${grouped(most)}`;
     [back.disabled, on.disabled] = [page === 0, last >= total];
     for (const [name, cell] of Object.entries(heads)) {
       if (name === sort) cell.setAttribute("aria-sort", descending ? "descending" : "ascending");
       else cell.removeAttribute("aria-sort");
     }
     table.hidden = !total;
-    rows.replaceChildren(...matches.map((row) => line(run, row, matches)));
+    const text = filters.text.value.toLowerCase();
+    const terms = filters.words.value ? text.split(/\s+/).filter(Boolean) : text ? [text] : [];
+    rows.replaceChildren(...matches.map((row) => line(run, row, matches, terms)));
   }
 
-  function line(run, row, list) {
+  function line(run, row, list, terms) {
     const cells = COLUMNS.map(([name, , numeric]) => {
       const text = plain(row[name]);
       if (name === "sample_id") {
@@ -228,10 +267,11 @@ export function samplesView(app) {
       }
       if (name === "finish" && row.agent_error)
         return el("td", { class: name, title: row.agent_error }, el("span", { class: "failed", text: "failed" }));
+      if (TEXTS.includes(name)) return el("td", { class: name }, ...marked(text, terms));
       return el("td", { class: classOf(name, numeric), text });
     });
     return el("tr", { "data-sample": row.sample_id, onclick: () => sheet.open(run, row, list) }, ...cells);
   }
 
-  return { node, show, news: fillIterations };
+  return { node, show, news };
 }

@@ -1,5 +1,6 @@
 // The seconds of all iterations, each a bar divided into its phases: an overview to choose from.
 
+import { placeOf } from "./data.js";
 import { hideTooltip, showTooltip, svg } from "./dom.js";
 import { extent, seconds } from "./format.js";
 import { inOrder, kind } from "./lanes.js";
@@ -7,11 +8,14 @@ import { inOrder, kind } from "./lanes.js";
 const HEIGHT = 64;
 const PHASE = "time/phase/";
 
-/** Bars of the iterations `first` to `last` in the metrics of a run; `choose` receives the clicked iteration. */
+/** Of more iterations than pixels, the distance of those that are shown. */
+export const strideOf = (first, last, width) => Math.ceil((1.5 * (last - first + 1)) / width);
+
+/** Bars of the iterations `first` to `last` from metrics by name; `choose` receives the clicked iteration. */
 export function stripOf(curves, first, last, chosen, width, choose) {
   const total = curves.get("time/iteration") ?? { steps: [], values: [] };
   const slot = width / (last - first + 1);
-  const stride = Math.ceil(1.5 / slot); // of more iterations than pixels, some
+  const stride = strideOf(first, last, width);
   const shown = (step) => step >= first && step <= last && (step - first) % stride === 0;
   const [, most] = extent(total.values.filter((_, i) => shown(total.steps[i])));
   const high = (value) => (value / most) * (HEIGHT - 4);
@@ -31,9 +35,9 @@ export function stripOf(curves, first, last, chosen, width, choose) {
   const mark = { x: (chosen - first) * slot - 1, y: 0.5, width: slot + 1, height: HEIGHT - 1 };
   const under = (event) => first + Math.floor((event.clientX - picture.getBoundingClientRect().left) / slot);
   const showValues = (event) => {
-    const place = total.steps.indexOf(under(event));
+    const place = placeOf(total.steps, under(event));
     const rows = [["took", seconds(total.values[place])]];
-    if (place >= 0) showTooltip(event.clientX, event.clientY, `iteration ${under(event)}`, rows);
+    if (total.steps.length) showTooltip(event.clientX, event.clientY, `iteration ${total.steps[place]}`, rows);
   };
   const picture = svg(
     "svg",

@@ -3,7 +3,7 @@
 import { ask } from "./data.js";
 import { el } from "./dom.js";
 import { lanesOf, tableOf, withIdle } from "./lanes.js";
-import { stripOf } from "./strip.js";
+import { strideOf, stripOf } from "./strip.js";
 
 const MOST_RANKS = 64;
 
@@ -50,6 +50,7 @@ export function timelineView(app) {
   let range = null; // seconds that are shown; null: all
   let report = []; // of each run, the ranks' lines
   let everyRank = false;
+  let curves = {}; // seconds of the first run by name of the metric
   let latest = 0;
 
   function limits() {
@@ -77,9 +78,9 @@ export function timelineView(app) {
     chosen = iteration;
     Object.assign(slider, { min: first, max: last });
     [slider.value, exact.value] = [chosen, chosen];
-    drawStrip();
     const request = (latest += 1);
-    const answers = await Promise.all(app.runs.map((run) => ask("timeline", { run: run.number, iteration: chosen })));
+    const lines = app.runs.map((run) => ask("timeline", { run: run.number, iteration: chosen }));
+    const [answers] = await Promise.all([Promise.all(lines), drawStrip()]);
     if (request !== latest) return; // the slider has moved on
     report = answers;
     draw();
@@ -103,9 +104,15 @@ export function timelineView(app) {
     return Math.max(320, node.getBoundingClientRect().width);
   }
 
-  function drawStrip() {
+  async function drawStrip() {
     const [first, last] = [Number(slider.min), Number(slider.max)];
-    strip.replaceChildren(stripOf(app.runs[0].curves, first, last, chosen, width(), choose));
+    const stride = strideOf(first, last, width());
+    const wanted = [app.runs[0].about.metrics.version, first, stride].join();
+    if (curves.key !== wanted) {
+      const answer = await ask("strip", { run: 0, first, stride });
+      curves = { key: wanted, seconds: new Map(Object.entries(answer)) };
+    }
+    strip.replaceChildren(stripOf(curves.seconds, first, last, chosen, width(), choose));
   }
 
   /** All runs on one scale of seconds. */
@@ -123,7 +130,7 @@ export function timelineView(app) {
   function ofRun(run, rows, length, scale) {
     const title = el(
       "h3",
-      app.runs.length > 1 ? { class: `run-${run.mark}`, text: `${run.mark}: ${run.about.name}` } : { text: "Ranks" },
+      app.runs.length > 1 ? { class: run.tint, text: `${run.mark}: ${run.about.name}` } : { text: "Ranks" },
     );
     if (!rows.length) return [title, el("p", { class: "empty", text: `No time line of iteration ${chosen}.` })];
     const some = everyRank ? rows : rows.slice(0, MOST_RANKS);
@@ -142,7 +149,7 @@ export function timelineView(app) {
 
   window.addEventListener("resize", () => {
     if (!node.hidden && report.length) {
-      drawStrip();
+      drawStrip().catch(() => {});
       draw();
     }
   });

@@ -1,0 +1,315 @@
+"""Index of the samples of a run: segments on disk, built by a process of its own, and new iterations in memory.
+
+    python -m verl_mg.view.index SAMPLES INDEX      builds the index and follows the run, until its parent ends
+
+The index is the folder `.view` of the run, or a temporary one where that cannot be written. Nothing of the run is
+changed. Of several viewers of a run one builds (a lock on a file of the index), all read what is complete.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from itertools import groupby, takewhile
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from verl_mg.view.rows import read_iteration
+from verl_mg.view.segments import Segment, Versions
+
+FOLDER = ".view"
+"""Folder of the index in the folder of a run."""
+SEGMENT_BYTES = 2**26
+"""Text of a segment. More are fewer files; a resumed run builds the segments of what it replaces again."""
+SMALL_SEGMENTS = 8
+"""Consecutive segments of less text that are merged into one."""
+TAIL = 16
+"""Newest iterations that may remain in memory: a segment of less would be merged too often."""
+SETTLED_SECONDS = 2.0
+"""Age of a folder whose ranks have probably all written."""
+PERIOD = 2.0
+"""Seconds between two looks at the run."""
+READ_SECONDS = 0.5
+"""Seconds that a request spends on iterations that are not in the index yet."""
+MEMORY_BYTES = 2**27
+"""Text of iterations that are kept in memory."""
+
+
+def versions_of(samples: Path) -> dict[int, int]:
+    """Returns the version of each iteration, in order: when a file of its folder was added, renamed or removed.
+
+    Args:
+        samples: folder of all samples.
+    """
+    try:
+        with os.scandir(samples) as entries:
+            found = {int(entry.name): entry.stat().st_mtime_ns for entry in entries if entry.name.isdecimal()}
+    except FileNotFoundError:
+        return {}
+    return dict(sorted(found.items()))
+
+
+class SampleIndex:
+    """What is known of a run's samples, by segments; a process builds those on disk once `start` was called."""
+
+    def __init__(self, samples: Path) -> None:
+        """Notes the folder.
+
+        Args:
+            samples: folder of all samples of the run, which may not exist yet.
+        """
+        self._samples = samples
+        self._folder = samples.parent / FOLDER
+        self._lock = threading.Lock()
+        self._stored: dict[str, Segment] = {}
+        self._recent: OrderedDict[tuple[int, int], Segment] = OrderedDict()
+        self._builder: subprocess.Popen[bytes] | None = None
+        self._temporary: Path | None = None
+
+    def start(self) -> None:
+        """Starts the process that builds the index, where there is more than fits in memory."""
+        with self._lock:
+            self._reload()
+            if self._builder is None and len(self._missing(versions_of(self._samples))) > TAIL:
+                if not _writable(self._folder):
+                    self._temporary = self._folder = Path(tempfile.mkdtemp(prefix="verl-mg-view-"))
+                command = [sys.executable, "-m", "verl_mg.view.index", str(self._samples), str(self._folder)]
+                self._builder = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+
+    def close(self) -> None:
+        """Ends the process, and deletes a temporary index."""
+        if self._builder is not None:
+            self._builder.terminate()
+            self._builder.wait()
+        if self._temporary is not None:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+
+    def iterations(self) -> list[int]:
+        """Returns the iterations with samples, in order."""
+        return list(versions_of(self._samples))
+
+    def progress(self, first: int | None = None, last: int | None = None) -> dict[str, Any]:
+        """Returns of a range of iterations `iterations`, their number, `indexed`, how many can be searched, `building`.
+
+        Args:
+            first: first iteration; None for the first of all.
+            last: last iteration; None for the last of all.
+        """
+        with self._lock:
+            self._reload()
+            every = versions_of(self._samples)
+            versions = _within(every, first, last)
+            unread = self._missing(every).items() - self._recent.keys()
+            missing = [iteration for iteration, _ in unread if iteration in versions]
+            building = self._builder is not None and self._builder.poll() is None
+        return {"iterations": len(versions), "indexed": len(versions) - len(missing), "building": building}
+
+    def segments(self, first: int | None, last: int | None) -> list[Segment]:
+        """Returns the segments that overlap a range of iterations, in order.
+
+        Iterations that are in none are read now, the newest first, as long as that is quick.
+
+        Args:
+            first: first iteration; None for the first of all.
+            last: last iteration; None for the last of all.
+        """
+        deadline = time.monotonic() + READ_SECONDS
+        with self._lock:
+            self._reload()
+            versions = versions_of(self._samples)
+            current = _current(self._stored.values(), versions)
+            wanted = _within(versions, first, last)
+            missing = self._missing(versions, current)
+            for iteration in reversed([item for item in missing if item in wanted]):
+                key = (iteration, versions[iteration])
+                if key not in self._recent:
+                    if time.monotonic() > deadline:
+                        break
+                    table = read_iteration(self._samples / f"{iteration:06d}")
+                    self._recent[key] = Segment.of({iteration: versions[iteration]}, table)
+                self._recent.move_to_end(key)
+            recent = [self._recent[item] for item in missing.items() if item in self._recent]
+            self._forget()
+        overlapping = [item for item in (*current, *recent) if _overlaps(item, first, last) and len(item)]
+        return sorted(overlapping, key=lambda item: item.first)
+
+    def _forget(self) -> None:
+        """Drops the iterations that were used least recently, beyond MEMORY_BYTES of text."""
+        total = sum(item.text_bytes() for item in self._recent.values())
+        while total > MEMORY_BYTES and len(self._recent) > 1:
+            total -= self._recent.popitem(last=False)[1].text_bytes()
+
+    def _missing(self, versions: Versions, current: Sequence[Segment] | None = None) -> dict[int, int]:
+        if current is None:
+            current = _current(self._stored.values(), versions)
+        known = set().union(*(item.versions for item in current))
+        return {iteration: version for iteration, version in versions.items() if iteration not in known}
+
+    def _reload(self) -> None:
+        self._stored = stored_segments(self._folder, self._stored)
+
+
+def stored_segments(folder: Path, known: dict[str, Segment]) -> dict[str, Segment]:
+    """Returns the segments of an index by name.
+
+    Args:
+        folder: of the index.
+        known: segments that are open already.
+    """
+    try:
+        names = sorted(entry.name for entry in folder.iterdir() if entry.name[0].isdecimal())
+    except OSError:
+        return {}
+    stored: dict[str, Segment] = {}
+    for name in names:
+        with suppress(OSError, ValueError, KeyError, TypeError, pa.ArrowException):
+            stored[name] = known[name] if name in known else Segment.open(folder / name)
+    return stored
+
+
+def _current(segments: Iterable[Segment], versions: Versions) -> list[Segment]:
+    """Returns the segments of which nothing has changed since; of segments with the same iterations the largest."""
+    current: list[Segment] = []
+    known: set[int] = set()
+    for segment in sorted(segments, key=lambda item: len(item.versions), reverse=True):
+        unchanged = all(versions.get(iteration) == version for iteration, version in segment.versions.items())
+        if unchanged and known.isdisjoint(segment.versions):
+            current.append(segment)
+            known.update(segment.versions)
+    return current
+
+
+def _within(versions: Versions, first: int | None, last: int | None) -> dict[int, int]:
+    inside = range(first if first is not None else 0, (last if last is not None else sys.maxsize - 1) + 1)
+    return {iteration: version for iteration, version in versions.items() if iteration in inside}
+
+
+def _overlaps(segment: Segment, first: int | None, last: int | None) -> bool:
+    return (first is None or segment.last >= first) and (last is None or segment.first <= last)
+
+
+def _writable(folder: Path) -> bool:
+    try:
+        folder.mkdir(exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
+# -- the process that builds
+
+
+class IndexBuilder:
+    """Writes the segments of an index; one builder at a time."""
+
+    def __init__(self, samples: Path, folder: Path) -> None:
+        """Notes the folders.
+
+        Args:
+            samples: folder of all samples of the run.
+            folder: folder of the index, which exists.
+        """
+        self._samples, self._folder = samples, folder
+        self._stored: dict[str, Segment] = {}
+
+    def update(self) -> None:
+        """Adds what is new, removes what has been replaced, and merges small segments."""
+        self._stored = stored_segments(self._folder, self._stored)
+        versions = versions_of(self._samples)
+        current = _current(self._stored.values(), versions)
+        self._stored = {name: segment for name, segment in self._stored.items() if segment in current}
+        for entry in self._folder.iterdir():
+            if entry.is_dir() and entry.name not in self._stored:
+                shutil.rmtree(entry)
+        known = set().union(*(item.versions for item in self._stored.values()))
+        settled = time.time_ns() - SETTLED_SECONDS * 1e9
+        missing = [item for item, version in versions.items() if item not in known and version < settled]
+        places = {iteration: place for place, iteration in enumerate(versions)}
+        # Consecutive iterations only, so that segments do not overlap.
+        for _, run in groupby(enumerate(missing), lambda pair: places[pair[1]] - pair[0]):
+            iterations = [iteration for _, iteration in run]
+            if len(iterations) > TAIL or iterations[-1] < max(known, default=0):
+                self._add(iterations, versions)
+        self._merge()
+
+    def _add(self, iterations: Iterable[int], versions: Versions) -> None:
+        """Writes iterations into segments."""
+        tables: dict[int, pa.Table] = {}
+        size = 0
+        for iteration in iterations:
+            tables[iteration] = read_iteration(self._samples / f"{iteration:06d}")
+            size += tables[iteration]["text"].nbytes
+            if size >= SEGMENT_BYTES:
+                self._write(tables, versions)
+                tables, size = {}, 0
+        if tables:
+            self._write(tables, versions)
+
+    def _write(self, tables: dict[int, pa.Table], versions: Versions) -> None:
+        table = pa.concat_tables(tables.values())
+        segment = Segment.of({iteration: versions[iteration] for iteration in tables}, table)
+        target = segment.write(self._folder)
+        self._stored[target.name] = Segment.open(target)
+
+    def _merge(self) -> None:
+        """Merges the newest small segments where they are many."""
+        ordered = sorted(self._stored.items(), key=lambda item: item[1].first, reverse=True)
+        small = list(takewhile(lambda item: item[1].text_bytes() < SEGMENT_BYTES // 2, ordered))
+        if len(small) < SMALL_SEGMENTS:
+            return
+        size, merged = 0, []
+        for name, segment in small:
+            size += segment.text_bytes()
+            if merged and size > SEGMENT_BYTES:
+                break
+            merged.append((name, segment))
+        merged.reverse()
+        versions = {iteration: version for _, segment in merged for iteration, version in segment.versions.items()}
+        table = pa.concat_tables([segment.table() for _, segment in merged])
+        target = Segment.of(versions, table).write(self._folder)
+        for name, _ in merged:
+            if name != target.name:
+                shutil.rmtree(self._folder / name)
+                del self._stored[name]
+        self._stored[target.name] = Segment.open(target)
+
+
+def follow(samples: Path, folder: Path) -> None:
+    """Builds an index and follows the run, until the parent process ends.
+
+    Args:
+        samples: folder of all samples of the run.
+        folder: folder of the index, which exists.
+    """
+    parent = os.getppid()
+    pa.set_cpu_count(1)
+    with (folder / "lock").open("w") as lock:
+        locked = False
+        builder = IndexBuilder(samples, folder)
+        while os.getppid() == parent:
+            if not locked:
+                with suppress(BlockingIOError):
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    locked = True
+            if locked:
+                builder.update()
+            time.sleep(PERIOD)
+
+
+if __name__ == "__main__":
+    try:
+        follow(Path(sys.argv[1]), Path(sys.argv[2]))
+    except OSError as problem:
+        sys.exit(f"{sys.argv[2]}: the index cannot be written ({problem}); the view searches what is in it")

@@ -1,0 +1,149 @@
+"""Rows of an iteration in columns for the index: numbers, names, and texts in lower case; read from the Parquet files.
+
+A row is where `iteration`, `rank` and `row` say, the row's number in the file of the rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from verl_mg.view.conversations import ADDED, holds_conversation, join_counts
+
+IDENTITY = ("iteration", "call", "sample_id")
+NUMBERS = {
+    **dict.fromkeys(
+        ("iteration", "call", "sample_id", "trajectory", "group", "prompt_id", "policy_version"), pa.int64()
+    ),
+    "reward": pa.float32(),
+    "length": pa.int32(),
+    "segment": pa.int64(),
+    "agent_turns": pa.int32(),
+    "agent_segments": pa.int32(),
+    "rank": pa.int32(),
+    "row": pa.int32(),
+}
+"""Columns of numbers; NaN or NOTHING where a row has no value."""
+NAMES = ("source", "finish", "agent_error")
+"""Columns of few different texts; null where a row has no value."""
+TEXT = "text"
+"""Prompt and response in lower case, with SEPARATOR between them."""
+SEPARATOR = "\0"
+NOTHING = -1
+INDEXED = pa.schema(
+    [*NUMBERS.items(), *((name, pa.dictionary(pa.int32(), pa.string())) for name in NAMES), (TEXT, pa.string())]
+)
+EXCERPT = 240
+"""Number of characters of a text in a list."""
+
+_TEXTS = ("prompt", "response")
+_STORED = ("iteration", "call", "sample_id", "group", "prompt_id", "policy_version", "reward", "source", "finish")
+
+
+def rank_files(folder: Path) -> dict[int, Path]:
+    """Returns the files of an iteration's folder by rank."""
+    return {int(file.stem.removeprefix("rank-")): file for file in sorted(folder.glob("rank-*.parquet"))}
+
+
+def read_iteration(folder: Path) -> pa.Table:
+    """Returns the rows of an iteration with the columns `INDEXED`, by IDENTITY; damaged files have none."""
+    tables, files, agents = [], [], False
+    for rank, file in rank_files(folder).items():
+        try:
+            with pq.ParquetFile(file) as opened:
+                tables.append(_read(opened, rank))
+                agents = agents or holds_conversation(opened.metadata)
+                files.append(file)
+        except (OSError, pa.ArrowException):
+            continue  # A resumed run replaces its files, and other files are still complete.
+    if not tables:
+        return INDEXED.empty_table()
+    table = pa.concat_tables(tables)
+    if agents:
+        table = join_counts(table, files)
+    else:
+        for name in ADDED:
+            table = table.append_column(name, pa.nulls(len(table), pa.string() if name in NAMES else pa.int64()))
+    return _indexed(table.sort_by([(name, "ascending") for name in IDENTITY]))
+
+
+def _read(opened: pq.ParquetFile, rank: int) -> pa.Table:
+    known = set(opened.schema_arrow.names)
+    names = [name for name in (*_STORED, *_TEXTS, "trajectory", "prompt_length", "loss_mask") if name in known]
+    table = opened.read(names, use_threads=False)
+    columns = {name: table[name] for name in _STORED}
+    columns["trajectory"] = pc.coalesce(table["trajectory"], table["sample_id"]) if "trajectory" in known else None
+    if columns["trajectory"] is None:
+        columns["trajectory"] = table["sample_id"]
+    # The mask is the smallest column with one entry per token.
+    columns["length"] = pc.subtract(pc.list_value_length(table["loss_mask"]), table["prompt_length"])
+    columns |= {"rank": pa.array([rank] * len(table), pa.int32()), "row": pa.array(range(len(table)), pa.int32())}
+    texts = [pc.utf8_lower(pc.fill_null(table[name].cast(pa.string()), "")) for name in _TEXTS]
+    columns[TEXT] = pc.binary_join_element_wise(*texts, SEPARATOR)
+    return pa.table(columns)
+
+
+def _indexed(table: pa.Table) -> pa.Table:
+    columns = []
+    for field in INDEXED:
+        column = table[field.name]
+        if field.name in NAMES:
+            column = column.cast(pa.string()).combine_chunks().dictionary_encode()
+        elif field.name in NUMBERS:
+            column = pc.fill_null(column.cast(field.type), float("nan") if field.name == "reward" else NOTHING)
+        columns.append(column.cast(field.type))
+    return pa.table(columns, INDEXED)
+
+
+def read_excerpts(samples: Path, rows: Sequence[Mapping[str, Any]], terms: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yields excerpts of the prompt and the response of rows; nothing for a row whose file has been replaced.
+
+    Args:
+        samples: folder of all samples.
+        rows: rows with IDENTITY, `rank` and `row`.
+        terms: texts in lower case; an excerpt begins shortly before the first of them.
+    """
+    places: dict[tuple[int, int], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        places.setdefault((row["iteration"], row["rank"]), []).append(row)
+    for (iteration, rank), wanted in places.items():
+        file = samples / f"{iteration:06d}" / f"rank-{rank}.parquet"
+        try:
+            with pq.ParquetFile(file) as opened:
+                yield from _excerpts(opened, wanted, terms)
+        except (OSError, pa.ArrowException):
+            continue
+
+
+def _excerpts(
+    opened: pq.ParquetFile, wanted: Sequence[Mapping[str, Any]], terms: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    begin = 0
+    for group in range(opened.num_row_groups):
+        end = begin + opened.metadata.row_group(group).num_rows
+        inside = [row for row in wanted if begin <= row["row"] < end]
+        if inside:
+            table = opened.read_row_group(group, [*IDENTITY, *_TEXTS], use_threads=False)
+            for row, stored in zip(inside, table.take([row["row"] - begin for row in inside]).to_pylist(), strict=True):
+                if all(row[name] == stored[name] for name in IDENTITY):
+                    texts = {name: excerpt(stored[name] or "", terms) for name in _TEXTS}
+                    yield {name: row[name] for name in IDENTITY} | texts
+        begin = end
+
+
+def excerpt(text: str, terms: Sequence[str]) -> str:
+    """Returns the part of a text that a list shows.
+
+    Args:
+        text: the whole text.
+        terms: texts in lower case; the part begins shortly before the first of them.
+    """
+    lower = text.lower()
+    first = min((place for term in terms if (place := lower.find(term)) >= 0), default=0)
+    begin = max(0, first - EXCERPT // 4) if first + 40 > EXCERPT // 2 else 0
+    return ("… " if begin else "") + text[begin : begin + EXCERPT]

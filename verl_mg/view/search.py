@@ -1,0 +1,252 @@
+"""Searches of samples: the rows that match a query, found bit by bit where texts have to be read, and pages of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from verl_mg.view.rows import NAMES, NOTHING, NUMBERS
+from verl_mg.view.segments import Segment
+
+FAILED, COMPLETED = "failed", "completed"
+AGENT_OUTCOMES = (FAILED, COMPLETED)
+SORTABLE = (*(name for name in NUMBERS if name not in ("rank", "row", "segment")), "source", "finish")
+OPTIONAL = ("segment", "agent_turns", "agent_segments")
+"""Columns that are NOTHING for samples without an agent."""
+_PAGING = ("sort", "descending", "offset", "limit")
+
+
+@dataclass(frozen=True)
+class Query:
+    """Selection and order of samples; a field that is None matches all."""
+
+    first: int | None = None
+    """First iteration."""
+    last: int | None = None
+    """Last iteration."""
+    call: int | None = None
+    """Call of the rollout within the iteration."""
+    group: int | None = None
+    """Group of the sample."""
+    prompt_id: int | None = None
+    """Id of the prompt."""
+    reward_from: float | None = None
+    """Smallest reward."""
+    reward_to: float | None = None
+    """Largest reward."""
+    length_from: int | None = None
+    """Smallest number of response tokens."""
+    length_to: int | None = None
+    """Largest number of response tokens."""
+    finish: str | None = None
+    """Finish reason."""
+    source: str | None = None
+    """Source of the prompt."""
+    text: str | None = None
+    """Text in prompt or response; upper and lower case are equal."""
+    words: bool = False
+    """Whether the parts of `text` between spaces are searched each for itself; all must occur."""
+    turns_from: int | None = None
+    """Smallest number of turns of an agent's conversation."""
+    turns_to: int | None = None
+    """Largest number of turns of an agent's conversation."""
+    agent: str | None = None
+    """Outcome of the agent, one of `AGENT_OUTCOMES`."""
+    trajectories: bool = False
+    """Whether to return only the first matching row of each trajectory."""
+    sort: str = "sample_id"
+    """Column to sort by."""
+    descending: bool = False
+    """Whether to sort in descending order."""
+    offset: int = 0
+    """Number of rows to skip."""
+    limit: int = 50
+    """Largest number of rows."""
+
+    def terms(self) -> list[str]:
+        """Returns the texts that must occur, in lower case as the index has them."""
+        text = pc.utf8_lower(pa.scalar(self.text or "")).as_py()
+        return text.split() if self.words else [text] if text else []
+
+    def selection(self) -> tuple[Any, ...]:
+        """Returns the fields that select rows, without their order and page."""
+        return tuple(getattr(self, field.name) for field in fields(self) if field.name not in _PAGING)
+
+    def rows(self, segment: Segment) -> np.ndarray | None:
+        """Returns the rows of a segment that match, in order, texts aside; None for all.
+
+        Args:
+            segment: the segment.
+        """
+        conditions: list[np.ndarray] = []
+        for bound, name in (("", "iteration"), ("reward", "reward"), ("length", "length"), ("turns", "agent_turns")):
+            low, high = (
+                (getattr(self, f"{bound}_{end}") for end in ("from", "to")) if bound else (self.first, self.last)
+            )
+            if name == "iteration" and _covers(segment, low, high):
+                continue
+            if low is not None:
+                conditions.append(segment.column(name) >= low)
+            if high is not None:
+                conditions.append(segment.column(name) <= high)
+            if name == "agent_turns" and not low and high is not None:
+                conditions.append(segment.column(name) != NOTHING)
+        for name in ("call", "group", "prompt_id"):
+            if (value := getattr(self, name)) is not None:
+                conditions.append(segment.column(name) == value)
+        for name in ("finish", "source"):
+            if (value := getattr(self, name)) is not None:
+                names = segment.names(name)
+                conditions.append(segment.column(name) == (names.index(value) if value in names else len(names)))
+        if self.agent is not None:
+            failed = segment.column("agent_error") >= 0
+            conditions += [segment.column("agent_turns") != NOTHING, failed if self.agent == FAILED else ~failed]
+        return np.flatnonzero(np.logical_and.reduce(conditions)).astype(np.int32) if conditions else None
+
+
+def _covers(segment: Segment, first: int | None, last: int | None) -> bool:
+    return (first is None or first <= segment.first) and (last is None or last >= segment.last)
+
+
+class Search:
+    """The rows of some segments that match a query; those with a text are found step by step."""
+
+    def __init__(self, segments: Sequence[Segment], query: Query) -> None:
+        """Selects rows by everything but their texts.
+
+        Args:
+            segments: the segments, in order.
+            query: the query.
+        """
+        self.segments, self._query = segments, query
+        self.terms = query.terms()
+        self._matches = [np.zeros(0, np.int32) if self.terms else query.rows(item) for item in segments]
+        self._reading: tuple[int, list[int]] = -1, []
+        self._steps = self._read_texts() if self.terms else iter(())
+        self.share = 0.0 if self.terms else 1.0
+        """Share of the segments whose texts have been read."""
+
+    def advance(self, seconds: float) -> None:
+        """Reads texts for about so long, or until all have been read.
+
+        Args:
+            seconds: time in seconds.
+        """
+        deadline = time.monotonic() + seconds
+        for _ in self._steps:
+            if time.monotonic() > deadline:
+                return
+        self.share = 1.0
+
+    def _read_texts(self) -> Iterator[None]:
+        """Finds the rows with the terms; yields after each block."""
+        terms = [term.encode() for term in self.terms]
+        for number in range(len(self.segments)):
+            # The end of the list that is shown first comes first.
+            place = len(self.segments) - 1 - number if self._query.descending else number
+            segment = self.segments[place]
+            rows = self._query.rows(segment)
+            selected = None if rows is None else set(rows.tolist())
+            self._reading = place, []
+            blocks = segment.blocks_with(terms, rows)
+            for done, block in enumerate(blocks.tolist()):
+                matches = segment.rows_with(block, terms)
+                self._reading[1].extend(row for row in matches if selected is None or row in selected)
+                self.share = (number + (done + 1) / len(blocks)) / len(self.segments)
+                yield
+            self._matches[place] = np.asarray(self._reading[1], np.int32)
+
+    def page(self, query: Query) -> tuple[int, list[dict[str, Any]]]:
+        """Returns the number of matching rows so far, and a page of them with the columns of the index.
+
+        Args:
+            query: gives order and page.
+        """
+        matches = [self._of(place) for place in range(len(self.segments))]
+        counts = [len(item) if rows is None else len(rows) for item, rows in zip(self.segments, matches, strict=True)]
+        bounds = np.cumsum([0, *counts])
+        chosen = _page(self._key(query.sort, matches), query.descending, query.offset, query.limit)
+        entries = []
+        for position in chosen.tolist():
+            place = int(np.searchsorted(bounds, position, side="right")) - 1
+            rows, offset = matches[place], position - int(bounds[place])
+            entries.append(_entry(self.segments[place], offset if rows is None else int(rows[offset])))
+        return int(bounds[-1]), entries
+
+    def _of(self, place: int) -> np.ndarray | None:
+        reading, read = self._reading
+        rows = np.asarray(read, np.int32) if place == reading else self._matches[place]
+        if not self._query.trajectories:
+            return rows
+        segment = self.segments[place]
+        rows = np.arange(len(segment)) if rows is None else rows
+        # Rows of a trajectory follow each other.
+        new = np.zeros(len(rows), bool)
+        new[:1] = True
+        for name in ("iteration", "call", "trajectory"):
+            column = segment.column(name)[rows]
+            new[1:] |= column[1:] != column[:-1]
+        return rows[new]
+
+    def _key(self, name: str, matches: Sequence[np.ndarray | None]) -> np.ndarray:
+        """Returns the values that rows are sorted by."""
+        columns = []
+        order: dict[str, int] = {}
+        if name in NAMES:
+            order = {text: i for i, text in enumerate(sorted({t for item in self.segments for t in item.names(name)}))}
+        for segment, rows in zip(self.segments, matches, strict=True):
+            column = segment.column(name)
+            column = column if rows is None else column[rows]
+            if name in NAMES:
+                column = np.array([*(order[text] for text in segment.names(name)), NOTHING])[column]
+            if name in (*NAMES, *OPTIONAL):
+                column = np.where(column == NOTHING, np.nan, column)  # missing ones are last in any order
+            columns.append(column)
+        return np.concatenate(columns) if columns else np.zeros(0, np.int64)
+
+
+def _page(key: np.ndarray, descending: bool, offset: int, limit: int) -> np.ndarray:
+    """Returns the positions of a page of a sorted list; equal ones keep their order, missing ones (NaN) are last.
+
+    Without sorting the list: 10 million values take about a tenth of the time.
+
+    Args:
+        key: (n,) values to sort by.
+        descending: whether the largest ones come first; equal ones then are in reverse order.
+        offset: number of positions to skip.
+        limit: largest number of positions.
+    """
+    end = min(offset + limit, len(key))
+    if offset >= end:
+        return np.zeros(0, np.int64)
+    if descending:
+        positions = len(key) - 1 - _page(-key[::-1], False, offset, limit)
+        return positions
+    if (key[1:] >= key[:-1]).all():
+        return np.arange(offset, end)
+    ends = np.partition(key, (offset, end - 1))
+    low, high = ends[offset], ends[end - 1]
+    below = int((key < low).sum())
+    if np.isnan(low):  # they are equal to nothing
+        return np.flatnonzero(np.isnan(key))[offset - int((~np.isnan(key)).sum()) :][: end - offset]
+    within = (key > low) & ~(key >= high) if not np.isnan(high) else key > low
+    middle = np.flatnonzero(within)
+    middle = middle[np.argsort(key[middle], kind="stable")]
+    parts = [np.flatnonzero(key == low), middle]
+    if high != low:
+        parts.append(np.flatnonzero(key == high) if not np.isnan(high) else np.flatnonzero(np.isnan(key)))
+    return np.concatenate(parts)[offset - below : end - below]
+
+
+def _entry(segment: Segment, row: int) -> dict[str, Any]:
+    """Returns a row with the columns of the index, None where it has no value."""
+    values: dict[str, Any] = segment.rows.slice(row, 1).to_pylist()[0]
+    for name in OPTIONAL:
+        values[name] = None if values[name] == NOTHING else values[name]
+    return values
