@@ -232,9 +232,11 @@ class Measurement:
         action()
         filled = "node => node.textContent !== ''"
         self._wait(filled)
-        first = time.perf_counter() - started
-        self._wait(f"node => ({filled})(node) && !node.classList.contains('busy')")
-        show(f"{what}: {self._count.inner_text()}", first, time.perf_counter() - started)
+        seconds = [time.perf_counter() - started]
+        if self._count.evaluate("node => node.classList.contains('busy')"):
+            self._wait(f"node => ({filled})(node) && !node.classList.contains('busy')")
+            seconds.append(time.perf_counter() - started)
+        show(f"{what}: {self._count.inner_text()}", *seconds)
 
     def _wait(self, condition: str) -> None:
         node = self._count.element_handle()

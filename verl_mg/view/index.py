@@ -46,18 +46,43 @@ MEMORY_BYTES = 2**27
 """Text of iterations that are kept in memory."""
 
 
-def versions_of(samples: Path) -> dict[int, int]:
-    """Returns the version of each iteration, in order: when a file of its folder was added, renamed or removed.
+class IterationFolders:
+    """Folders of a run's iterations, and when a file of each was added, renamed or removed."""
 
-    Args:
-        samples: folder of all samples.
-    """
-    try:
-        with os.scandir(samples) as entries:
-            found = {int(entry.name): entry.stat().st_mtime_ns for entry in entries if entry.name.isdecimal()}
-    except FileNotFoundError:
-        return {}
-    return dict(sorted(found.items()))
+    def __init__(self, samples: Path) -> None:
+        """Notes the folder.
+
+        Args:
+            samples: folder of all samples, which may not exist yet.
+        """
+        self._samples = samples
+        self._versions: dict[int, int] = {}
+        self._looked = -PERIOD
+
+    def iterations(self) -> list[int]:
+        """Returns the iterations, in order."""
+        try:
+            return sorted(int(name) for name in os.listdir(self._samples) if name.isdecimal())
+        except FileNotFoundError:
+            return []
+
+    def versions(self) -> dict[int, int]:
+        """Returns the version of each iteration, in order; of those before the newest TAIL it may be PERIOD old."""
+        iterations = self.iterations()
+        now = time.monotonic()
+        if now - self._looked >= PERIOD:
+            self._versions, self._looked = {}, now
+        for iteration in iterations[-TAIL:]:
+            self._versions.pop(iteration, None)
+        versions: dict[int, int] = {}
+        for iteration in iterations:
+            with suppress(FileNotFoundError):
+                known = self._versions.get(iteration)
+                versions[iteration] = (
+                    os.stat(f"{self._samples}/{iteration:06d}").st_mtime_ns if known is None else known
+                )
+        self._versions = versions
+        return versions
 
 
 class SampleIndex:
@@ -69,7 +94,7 @@ class SampleIndex:
         Args:
             samples: folder of all samples of the run, which may not exist yet.
         """
-        self._samples = samples
+        self._samples, self._folders = samples, IterationFolders(samples)
         self._folder = samples.parent / FOLDER
         self._lock = threading.Lock()
         self._stored: dict[str, Segment] = {}
@@ -81,7 +106,7 @@ class SampleIndex:
         """Starts the process that builds the index, where there is more than fits in memory."""
         with self._lock:
             self._reload()
-            if self._builder is None and len(self._missing(versions_of(self._samples))) > TAIL:
+            if self._builder is None and len(self._missing(self._folders.versions())) > TAIL:
                 if not _writable(self._folder):
                     self._temporary = self._folder = Path(tempfile.mkdtemp(prefix="verl-mg-view-"))
                 command = [sys.executable, "-m", "verl_mg.view.index", str(self._samples), str(self._folder)]
@@ -97,7 +122,7 @@ class SampleIndex:
 
     def iterations(self) -> list[int]:
         """Returns the iterations with samples, in order."""
-        return list(versions_of(self._samples))
+        return self._folders.iterations()
 
     def progress(self, first: int | None = None, last: int | None = None) -> dict[str, Any]:
         """Returns of a range of iterations `iterations`, their number, `indexed`, how many can be searched, `building`.
@@ -108,7 +133,7 @@ class SampleIndex:
         """
         with self._lock:
             self._reload()
-            every = versions_of(self._samples)
+            every = self._folders.versions()
             versions = _within(every, first, last)
             unread = self._missing(every).items() - self._recent.keys()
             missing = [iteration for iteration, _ in unread if iteration in versions]
@@ -124,21 +149,21 @@ class SampleIndex:
             first: first iteration; None for the first of all.
             last: last iteration; None for the last of all.
         """
-        deadline = time.monotonic() + READ_SECONDS
         with self._lock:
             self._reload()
-            versions = versions_of(self._samples)
+            versions = self._folders.versions()
             current = _current(self._stored.values(), versions)
             wanted = _within(versions, first, last)
             missing = self._missing(versions, current)
+            deadline = time.monotonic() + READ_SECONDS
             for iteration in reversed([item for item in missing if item in wanted]):
                 key = (iteration, versions[iteration])
                 if key not in self._recent:
-                    if time.monotonic() > deadline:
-                        break
                     table = read_iteration(self._samples / f"{iteration:06d}")
                     self._recent[key] = Segment.of({iteration: versions[iteration]}, table)
                 self._recent.move_to_end(key)
+                if time.monotonic() > deadline:
+                    break
             recent = [self._recent[item] for item in missing.items() if item in self._recent]
             self._forget()
         overlapping = [item for item in (*current, *recent) if _overlaps(item, first, last) and len(item)]
@@ -221,13 +246,13 @@ class IndexBuilder:
             samples: folder of all samples of the run.
             folder: folder of the index, which exists.
         """
-        self._samples, self._folder = samples, folder
+        self._samples, self._folder, self._folders = samples, folder, IterationFolders(samples)
         self._stored: dict[str, Segment] = {}
 
     def update(self) -> None:
         """Adds what is new, removes what has been replaced, and merges small segments."""
         self._stored = stored_segments(self._folder, self._stored)
-        versions = versions_of(self._samples)
+        versions = self._folders.versions()
         current = _current(self._stored.values(), versions)
         self._stored = {name: segment for name, segment in self._stored.items() if segment in current}
         for entry in self._folder.iterdir():

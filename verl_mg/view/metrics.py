@@ -17,6 +17,8 @@ BANDS = ("range", "error")
 """Bands around a mean of runs: from the least to the largest of them, or the standard error of the mean."""
 DIGITS = 8
 """Significant digits of values in an answer."""
+TINY = 1e-290
+"""Smaller numbers are not rounded."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,9 @@ class Metrics:
     def latest(self) -> dict[str, Any]:
         """Returns `version`, which changes with each line, and `names`: the latest value of each metric by name."""
         with self._lock:
-            names = {name: _rounded(values[-1:])[0] for name, values in self._values.items()}
+            names = dict(
+                zip(self._values, _rounded(np.array([values[-1] for values in self._values.values()])), strict=True)
+            )
             return {"version": f"{self._place['file']}:{self._place['end']}", "names": names}
 
     def curve(self, name: str) -> Curve:
@@ -100,12 +104,11 @@ def smoothed(curve: Curve, weight: float) -> Curve:
     if not weight:
         return curve
     total = count = 0.0
-    means = []
-    for value in curve.values.tolist():
-        if value == value:
+    means = curve.values.tolist()
+    for place, value in enumerate(means):
+        if value == value:  # not NaN
             total, count = total * weight + value, count * weight + 1
-            value = total / count
-        means.append(value)
+            means[place] = total / count
     return Curve(curve.steps, np.array(means, np.float64))
 
 
@@ -193,6 +196,11 @@ def every(curve: Curve, first: int, stride: int) -> dict[str, list[Any]]:
     return {"steps": curve.steps[shown].tolist(), "values": _rounded(curve.values[shown])}
 
 
-def _rounded(values: np.ndarray | Sequence[float]) -> list[float | None]:
+def _rounded(values: np.ndarray) -> list[float | None]:
     """Returns numbers with DIGITS digits, None for those that are not finite."""
-    return [float(f"{value:.{DIGITS}g}") if abs(value) < float("inf") else None for value in map(float, values)]
+    known = np.isfinite(values) & (np.abs(values) > TINY)
+    exponent = np.zeros(len(values))
+    exponent[known] = DIGITS - 1 - np.floor(np.log10(np.abs(values[known])))
+    scale = 10.0 ** np.clip(exponent, -300, 300)
+    rounded = np.where(known, np.round(np.where(known, values, 0.0) * scale) / scale, values)
+    return [value if value - value == 0 else None for value in rounded.tolist()]

@@ -155,12 +155,12 @@ class Search:
             selected = None if rows is None else set(rows.tolist())
             self._reading = place, []
             blocks = segment.blocks_with(terms, rows)
-            for done, block in enumerate(blocks.tolist()):
-                matches = segment.rows_with(block, terms)
+            for done, block in enumerate(blocks[::-1] if self._query.descending else blocks):
+                matches = segment.rows_with(int(block), terms)
                 self._reading[1].extend(row for row in matches if selected is None or row in selected)
                 self.share = (number + (done + 1) / len(blocks)) / len(self.segments)
                 yield
-            self._matches[place] = np.asarray(self._reading[1], np.int32)
+            self._matches[place] = np.sort(np.asarray(self._reading[1], np.int32))
 
     def page(self, query: Query) -> tuple[int, list[dict[str, Any]]]:
         """Returns the number of matching rows so far, and a page of them with the columns of the index.
@@ -181,7 +181,7 @@ class Search:
 
     def _of(self, place: int) -> np.ndarray | None:
         reading, read = self._reading
-        rows = np.asarray(read, np.int32) if place == reading else self._matches[place]
+        rows = np.sort(np.asarray(read, np.int32)) if place == reading else self._matches[place]
         if not self._query.trajectories:
             return rows
         segment = self.segments[place]

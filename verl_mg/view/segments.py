@@ -35,7 +35,7 @@ _COMPRESSED = pa.ipc.IpcWriteOptions(compression="zstd", use_threads=False)
 _SERIAL = pa.ipc.IpcReadOptions(use_threads=False)
 
 Versions = Mapping[int, int]
-"""Version of each iteration's folder, see `index.versions_of`."""
+"""Version of each iteration's folder, see `index.IterationFolders`."""
 
 
 class Segment:

@@ -124,7 +124,7 @@ export function samplesView(app) {
     type: "number",
     min: 1,
     "aria-label": "Page",
-    onchange: () => go({ page: Math.max(0, Number(exact.value) - 1) || 0 }),
+    onchange: () => go({ page: Math.min(Math.max(1, Math.floor(exact.value) || 1), Number(exact.max)) - 1 }),
   });
   const pages = el("span", { class: "count" });
   const clear = el("button", { type: "button", text: "Clear filters", onclick: () => app.go("samples") });
