@@ -17,7 +17,6 @@ import math
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -36,7 +35,8 @@ from pyarrow import parquet
 
 from verl_mg.monitor.sample_schema import PARTS, TURNS, FileMetadata, file_of, iteration_folder, schema
 from verl_mg.monitor.sample_writer import ROWS_PER_TABLE
-from verl_mg.view.index import SampleIndex
+from verl_mg.view.index import FOLDER, stored_segments
+from verl_mg.view.segments import Segment
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -86,6 +86,7 @@ def write_run(folder: Path, iterations: int, rows: int, seed: int = 0, samples: 
     with (folder / "metrics.jsonl").open("w") as file:
         for step in range(1, iterations + 1):
             values = (1 - math.exp(-4 * step / iterations)) + 0.05 * draw.standard_normal(len(names))
+            values[3 : 3 + len(phases)] *= 0.9 / len(phases)
             file.write(json.dumps({"step": step} | dict(zip(names, values.tolist(), strict=True))) + "\n")
     (folder / "timeline").mkdir()
     with (folder / "timeline" / "rank-0.jsonl").open("w") as file:
@@ -186,7 +187,7 @@ def viewing(*folders: Path) -> Iterator[tuple[str, int]]:
         try:
             yield process.stdout.readline().split()[1], process.pid
         finally:
-            process.send_signal(signal.SIGINT)
+            process.terminate()
 
 
 @contextmanager
@@ -262,15 +263,17 @@ def peak_gib(pid: int) -> float:
 def wait_for_index(run: Path, pid: int) -> None:
     """Waits until all settled iterations are in the index, and prints its figures."""
     started = time.perf_counter()
-    index = SampleIndex(run / "samples")
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    while (progress := index.progress())["indexed"] < progress["iterations"]:
+    segments: dict[str, Segment] = {}
+    iterations = sum(1 for _ in (run / "samples").iterdir())
+    while sum(len(segment.versions) for segment in segments.values()) < iterations:
         time.sleep(1.0)
+        segments = stored_segments(run / FOLDER, segments)
     seconds = time.perf_counter() - started
     times = Path(f"/proc/{children[0]}/stat").read_text().rsplit(")", 1)[1].split()
     processor = (int(times[11]) + int(times[12])) / os.sysconf("SC_CLK_TCK")
-    text = sum(segment.text_bytes() for segment in index.segments(None, None)) / 1e9
-    size = sum(file.stat().st_size for file in (run / ".view").rglob("*") if file.is_file()) / 1e9
+    text = sum(segment.text_bytes() for segment in segments.values()) / 1e9
+    size = sum(file.stat().st_size for file in (run / FOLDER).rglob("*") if file.is_file()) / 1e9
     show(
         f"index of {text:.2f} GB of text, {size:.2f} GB on disk, {peak_gib(int(children[0])):.2f} GiB of memory",
         seconds,
@@ -317,7 +320,9 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=10_000)
     parser.add_argument("--rows", type=int, default=1000, help="samples of an iteration")
     parser.add_argument("--runs", type=int, default=4, help="runs whose curves are shown together")
-    parser.add_argument("--folder", type=Path, help="folder of the runs, kept, and used again where it exists")
+    parser.add_argument(
+        "--folder", type=Path, help="folder of the runs and their index, kept, and used again where it exists"
+    )
     options = parser.parse_args()
     folder = options.folder or Path(tempfile.mkdtemp(prefix="verl-mg-bench-view-"))
     runs = [folder / f"run{number}" for number in range(options.runs)]
@@ -327,14 +332,15 @@ def main() -> None:
             if not run.exists():
                 write_run(run, options.iterations, options.rows, number, samples=number == 0)
         show(f"wrote {options.iterations:,} iterations of {options.rows:,} samples", time.perf_counter() - started)
-        shutil.rmtree(runs[0] / ".view", ignore_errors=True)
+        indexed = any((runs[0] / FOLDER).glob("0*"))
         with browsing() as open_page:
-            with viewing(runs[0]) as (url, pid):
-                page = open_page()
-                measure = Measurement(page)
-                measure.first_paint(url, "without an index")
-                measure.listed("samples of the newest iteration", page.get_by_role("link", name="Samples").click)
-                wait_for_index(runs[0], pid)
+            if not indexed:
+                with viewing(runs[0]) as (url, pid):
+                    page = open_page()
+                    measure = Measurement(page)
+                    measure.first_paint(url, "without an index")
+                    measure.listed("samples of the newest iteration", page.get_by_role("link", name="Samples").click)
+                    wait_for_index(runs[0], pid)
             started = time.perf_counter()
             with viewing(runs[0]) as (url, pid):
                 show("start of verl-mg view", time.perf_counter() - started)

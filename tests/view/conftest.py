@@ -41,7 +41,7 @@ def visit(browser):
         page = browser.new_page(viewport={"width": 1360, "height": 900})
         opened.append((page, viewer, thread))
         page.set_default_timeout(PATIENCE)
-        page.complaints = []
+        page.complaints, page.viewer = [], viewer
         page.on("console", lambda said: page.complaints.append(said.text) if said.type == "error" else None)
         page.on("pageerror", lambda error: page.complaints.append(str(error)))
         page.goto(viewer.url)

@@ -14,7 +14,7 @@ import pytest
 from tests.view.agent_runs import write_agent_run
 from tests.view.runs import GROUP, HOSTILE, PROMPTS, write_run, write_samples
 from verl_mg.view import index as index_module
-from verl_mg.view.index import FOLDER, TAIL, IndexBuilder, SampleIndex
+from verl_mg.view.index import FOLDER, TAIL, IndexBuilder, SampleIndex, stored_segments
 from verl_mg.view.samples import Samples
 from verl_mg.view.search import Query
 from verl_mg.view.signatures import candidates, sign
@@ -47,6 +47,11 @@ def rows(run):
 def build(folder):
     (folder / FOLDER).mkdir(exist_ok=True)
     IndexBuilder(folder / "samples", folder / FOLDER).update()
+
+
+def indexed(index):
+    """How many iterations are in the index on disk."""
+    return len({iteration for item in stored_segments(index._folder, {}).values() for iteration in item.versions})
 
 
 def segments(folder):
@@ -180,7 +185,7 @@ def test_new_iterations_are_found_before_and_after_they_are_indexed(tmp_path):
     expected = [row["sample_id"] for row in stored(run) if "11 plus" in row["response"]]
     assert ids(samples, text="11 plus") == expected
     build(run)
-    assert len(segments(run)) == 2 and samples.index.progress()["indexed"] == ITERATIONS + TAIL + 1
+    assert len(segments(run)) == 2 and indexed(samples.index) == ITERATIONS + TAIL + 1
     assert ids(samples, text="11 plus") == ids(Samples(run / "samples"), text="11 plus") == expected
 
 
@@ -221,7 +226,7 @@ def test_damaged_segment_is_built_again(tmp_path):
         (run / FOLDER / name / file).write_bytes(b"damaged")
         assert len(ids(Samples(run / "samples"), first=4, last=4)) == COUNT
         build(run)
-        assert segments(run) == [name] and SampleIndex(run / "samples").progress()["indexed"] == ITERATIONS
+        assert segments(run) == [name] and indexed(SampleIndex(run / "samples")) == ITERATIONS
 
 
 def test_index_of_agents_has_their_turns(tmp_path, monkeypatch):
@@ -247,9 +252,11 @@ def test_index_that_cannot_be_written_is_temporary(tmp_path, monkeypatch):
     try:
         (folder,) = tmp_path.glob("verl-mg-view-*")
         deadline = time.monotonic() + 60
-        while index.progress()["indexed"] < TAIL + 2 and time.monotonic() < deadline:
+        while indexed(index) < TAIL + 2 and time.monotonic() < deadline:
             time.sleep(0.1)
-        assert index.progress() == {"iterations": TAIL + 2, "indexed": TAIL + 2, "building": True}
+        found = index.segments(None, None)
+        assert index.progress(found, None, None) == {"iterations": TAIL + 2, "indexed": TAIL + 2}
+        assert index.progress(found, 3, 5) == {"iterations": 3, "indexed": 3} and len(found) == 1
     finally:
         index.close()
     assert not folder.exists() and (run / FOLDER).read_text() == "not a folder"
@@ -266,6 +273,6 @@ def test_one_of_two_builders_builds(tmp_path):
             write_samples(run, iteration, random.Random(0))
         with subprocess.Popen(command) as process:
             time.sleep(0.2)
-            assert index.progress()["indexed"] == 0
+            assert indexed(index) == 0
             process.terminate()
     assert segments(run) == [] and np.all(index.iterations() == np.arange(1, TAIL + 3))

@@ -6,13 +6,15 @@ import re
 
 import pytest
 
-from tests.view.runs import GROUP, HOSTILE, PROMPTS, metrics_of, write_run
+from tests.view.runs import GROUP, HOSTILE, PROMPTS, metrics_of, write_run, write_samples
+from verl_mg.view.index import TAIL
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="no playwright; tools/install_browser.sh installs it")
 from tests.view.pages import panel, tooltip, turn_to  # noqa: E402 - needs playwright
 
 expect = sync_api.expect
 COUNT = PROMPTS * GROUP
+TIMES = "\N{MULTIPLICATION SIGN}"
 
 
 @pytest.fixture(scope="module")
@@ -305,3 +307,87 @@ def test_page_reports_a_server_that_has_ended(visit, folders):
     page.unroute("**/api/**")
     expect(page.locator("#notice")).to_be_hidden()
     page.complaints[:] = [text for text in page.complaints if "ERR_FAILED" not in text]
+
+
+# -- many iterations, many runs
+
+
+@pytest.fixture(scope="module")
+def seeds(tmp_path_factory):
+    """Three runs that differ in their seed, and one of another configuration; 3,000 steps each."""
+    root = tmp_path_factory.mktemp("seeds")
+    folders = []
+    for seed, name in enumerate(("one", "two", "three", "other")):
+        folder = write_run(root / name, 1, seed)
+        rate = 2 if name == "other" else 1
+        (folder / "config.yaml").write_text(f"job: {{seed: {seed}}}\nactor: {{lr: {rate}}}\n")
+        lines = [{"step": step, "x": seed + (9.0 if step == 1234 else 0.001 * step)} for step in range(1, 3001)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        folders.append(folder)
+    return folders
+
+
+def test_curves_of_seeds_are_a_mean_with_a_band(visit, seeds):
+    page = visit(*seeds)
+    chart = card(page, "x")
+    slide(page.get_by_label("Smoothing"), "least")
+    expect(chart.locator("path.line")).to_have_count(2)
+    expect(chart.locator("path.band")).to_have_count(1)
+    expect(page.get_by_role("list", name="Curves").locator("li")).to_have_text([f"one {TIMES} 3lr=1", "otherlr=2"])
+    expect(chart.locator(".chart")).to_have_attribute("aria-label", re.compile("4 at step 3000.* 6 at step 3000"))
+    chart.locator(".chart").focus()
+    page.keyboard.press("ArrowLeft")
+    title, values = tooltip(page)
+    assert (title, values[f"one {TIMES} 3"], values["other"]) == ("x, step 3000", "4 (3 to 5)", "6")
+    page.get_by_label("Seeds").select_option("each run")
+    expect(chart.locator("path.line")).to_have_count(4)
+    expect(chart.locator("path.band")).to_have_count(0)
+    turn_to(page, "Side by side")
+    expect(page.locator("button.answer")).to_have_count(4 * GROUP)
+
+
+def test_curves_keep_extremes_and_can_be_zoomed(visit, seeds):
+    page = visit(seeds[0])
+    slide(page.get_by_label("Smoothing"), "least")
+    line = card(page, "x").locator("path.line")
+    expect(card(page, "x").locator("path.raw")).to_have_count(0)
+    # The one step of 9 is as high as the picture, less its margins.
+    expect(line).to_have_attribute("d", re.compile(r" 1[0-9]\.\d(L|$)"))
+    assert len(line.get_attribute("d").split("L")) < 1500
+    box = card(page, "x").locator(".chart").bounding_box()
+    page.mouse.move(box["x"] + 46 + 0.7 * (box["width"] - 60), box["y"] + 60)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 46 + 0.8 * (box["width"] - 60), box["y"] + 60, steps=3)
+    page.mouse.up()
+    expect(page.get_by_role("button", name="All steps")).to_be_enabled()
+    expect(card(page, "x").locator("text.tick", has_text="2200")).to_be_visible()
+    page.get_by_role("button", name="All steps").click()
+    expect(card(page, "x").locator("text.tick", has_text="1000")).to_be_visible()
+
+
+def test_samples_of_many_iterations_are_indexed_while_the_run_continues(visit, tmp_path):
+    folder = write_run(tmp_path / "run", TAIL + 8)
+    page = visit(folder)
+    page.viewer.runs[0].samples.index.start()
+    turn_to(page, "Samples")
+    panel(page).get_by_label("Iteration", exact=True).select_option("all")
+    counted(page, rf"^1 to 50 of {(TAIL + 8) * COUNT} samples$")
+    page.get_by_label("Page", exact=True).fill("3")
+    page.keyboard.press("Enter")
+    counted(page, "^101 to 150 of")
+    draw = random.Random(0)
+    for iteration in range(TAIL + 9, TAIL + 12):
+        write_samples(folder, iteration, draw)
+    page.get_by_label("Search prompts and responses").fill(HOSTILE[:20].upper())
+    counted(page, f"of {TAIL + 11} samples$")  # one of each iteration
+    expect(shown(page).first.locator("mark")).to_have_text(HOSTILE[:20])
+    page.get_by_label("Find").select_option("all words")
+    page.get_by_label("Search prompts and responses").fill("plus  and")
+    expect(page.get_by_text("No such samples.")).to_be_visible()
+    page.get_by_label("Search prompts and responses").fill("makes 11  plus")
+    expect(shown(page).first.locator("mark").first).to_be_visible()
+    panel(page).get_by_label("Iteration", exact=True).select_option("range")
+    page.get_by_label("iteration from").fill("2")
+    page.get_by_label("iteration to").fill("3")
+    expect(shown(page).first.locator("td").first).to_have_text(re.compile("^[23]$"))
+    assert set(cells(page, "iteration")) <= {"2", "3"}

@@ -17,11 +17,10 @@ import tempfile
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from itertools import groupby, takewhile
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 
@@ -106,7 +105,8 @@ class SampleIndex:
         """Starts the process that builds the index, where there is more than fits in memory."""
         with self._lock:
             self._reload()
-            if self._builder is None and len(self._missing(self._folders.versions())) > TAIL:
+            versions = self._folders.versions()
+            if self._builder is None and len(_missing(versions, _current(self._stored.values(), versions))) > TAIL:
                 if not _writable(self._folder):
                     self._temporary = self._folder = Path(tempfile.mkdtemp(prefix="verl-mg-view-"))
                 command = [sys.executable, "-m", "verl_mg.view.index", str(self._samples), str(self._folder)]
@@ -124,21 +124,17 @@ class SampleIndex:
         """Returns the iterations with samples, in order."""
         return self._folders.iterations()
 
-    def progress(self, first: int | None = None, last: int | None = None) -> dict[str, Any]:
-        """Returns of a range of iterations `iterations`, their number, `indexed`, how many can be searched, `building`.
+    def progress(self, segments: Iterable[Segment], first: int | None, last: int | None) -> dict[str, int]:
+        """Returns of a range of iterations `iterations`, their number, and `indexed`, how many are in segments.
 
         Args:
+            segments: the segments.
             first: first iteration; None for the first of all.
             last: last iteration; None for the last of all.
         """
-        with self._lock:
-            self._reload()
-            every = self._folders.versions()
-            versions = _within(every, first, last)
-            unread = self._missing(every).items() - self._recent.keys()
-            missing = [iteration for iteration, _ in unread if iteration in versions]
-            building = self._builder is not None and self._builder.poll() is None
-        return {"iterations": len(versions), "indexed": len(versions) - len(missing), "building": building}
+        known = set().union(*(segment.versions for segment in segments))
+        wanted = [iteration for iteration in self.iterations() if _inside(iteration, first, last)]
+        return {"iterations": len(wanted), "indexed": len(known.intersection(wanted))}
 
     def segments(self, first: int | None, last: int | None) -> list[Segment]:
         """Returns the segments that overlap a range of iterations, in order.
@@ -153,10 +149,9 @@ class SampleIndex:
             self._reload()
             versions = self._folders.versions()
             current = _current(self._stored.values(), versions)
-            wanted = _within(versions, first, last)
-            missing = self._missing(versions, current)
+            missing = _missing(versions, current)
             deadline = time.monotonic() + READ_SECONDS
-            for iteration in reversed([item for item in missing if item in wanted]):
+            for iteration in reversed([item for item in missing if _inside(item, first, last)]):
                 key = (iteration, versions[iteration])
                 if key not in self._recent:
                     table = read_iteration(self._samples / f"{iteration:06d}")
@@ -166,7 +161,7 @@ class SampleIndex:
                     break
             recent = [self._recent[item] for item in missing.items() if item in self._recent]
             self._forget()
-        overlapping = [item for item in (*current, *recent) if _overlaps(item, first, last) and len(item)]
+        overlapping = [item for item in (*current, *recent) if _overlaps(item, first, last)]
         return sorted(overlapping, key=lambda item: item.first)
 
     def _forget(self) -> None:
@@ -174,12 +169,6 @@ class SampleIndex:
         total = sum(item.text_bytes() for item in self._recent.values())
         while total > MEMORY_BYTES and len(self._recent) > 1:
             total -= self._recent.popitem(last=False)[1].text_bytes()
-
-    def _missing(self, versions: Versions, current: Sequence[Segment] | None = None) -> dict[int, int]:
-        if current is None:
-            current = _current(self._stored.values(), versions)
-        known = set().union(*(item.versions for item in current))
-        return {iteration: version for iteration, version in versions.items() if iteration not in known}
 
     def _reload(self) -> None:
         self._stored = stored_segments(self._folder, self._stored)
@@ -215,9 +204,14 @@ def _current(segments: Iterable[Segment], versions: Versions) -> list[Segment]:
     return current
 
 
-def _within(versions: Versions, first: int | None, last: int | None) -> dict[int, int]:
-    inside = range(first if first is not None else 0, (last if last is not None else sys.maxsize - 1) + 1)
-    return {iteration: version for iteration, version in versions.items() if iteration in inside}
+def _missing(versions: Versions, current: Iterable[Segment]) -> dict[int, int]:
+    """Returns the iterations that are in no segment."""
+    known = set().union(*(item.versions for item in current))
+    return {iteration: version for iteration, version in versions.items() if iteration not in known}
+
+
+def _inside(iteration: int, first: int | None, last: int | None) -> bool:
+    return (first is None or iteration >= first) and (last is None or iteration <= last)
 
 
 def _overlaps(segment: Segment, first: int | None, last: int | None) -> bool:

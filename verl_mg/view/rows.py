@@ -40,6 +40,8 @@ INDEXED = pa.schema(
 )
 EXCERPT = 240
 """Number of characters of a text in a list."""
+BEFORE = 16
+"""Characters that an excerpt has in front of a text that was searched."""
 
 _TEXTS = ("prompt", "response")
 _STORED = ("iteration", "call", "sample_id", "group", "prompt_id", "policy_version", "reward", "source", "finish")
@@ -145,5 +147,5 @@ def excerpt(text: str, terms: Sequence[str]) -> str:
     """
     lower = text.lower()
     first = min((place for term in terms if (place := lower.find(term)) >= 0), default=0)
-    begin = max(0, first - EXCERPT // 4) if first + 40 > EXCERPT // 2 else 0
+    begin = first - BEFORE if first > 2 * BEFORE else 0
     return ("… " if begin else "") + text[begin : begin + EXCERPT]

@@ -113,7 +113,7 @@ class Samples:
             for row in page
             if _identity(row) in texts
         ]
-        progress = self.index.progress(query.first, query.last)
+        progress = self.index.progress(search.segments, query.first, query.last)
         return {"total": total, "rows": _finite(listed), "share": search.share, "index": progress}
 
     def _search(self, query: Query) -> Search:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import json
+import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping
@@ -57,7 +58,7 @@ class _RequestError(Exception):
 
 
 def view(folders: list[Path], host: str, port: int) -> None:
-    """Serves the page until Ctrl-C.
+    """Serves the page until Ctrl-C or SIGTERM.
 
     Args:
         folders: output folders of runs.
@@ -67,6 +68,7 @@ def view(folders: list[Path], host: str, port: int) -> None:
     Raises:
         UserError: a folder is not a run, or the port is not available.
     """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with Viewer([Run(folder) for folder in folders], host, port) as viewer:
         for run in viewer.runs:
             run.metrics.update()

@@ -89,6 +89,7 @@ class Chart {
     const { width, height } = this.node.getBoundingClientRect();
     const wanted = `${width}x${height}`;
     if (!this.visible || width < 80 || this.drawn === wanted) return;
+    if (!this.series.length) return this.picture.replaceChildren(); // nothing has been loaded yet
     this.drawn = wanted;
     this.measure(width, height);
     this.picture.setAttribute("viewBox", `0 0 ${width} ${height}`);

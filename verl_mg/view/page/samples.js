@@ -126,7 +126,7 @@ export function samplesView(app) {
     "aria-label": "Page",
     onchange: () => go({ page: Math.min(Math.max(1, Math.floor(exact.value) || 1), Number(exact.max)) - 1 }),
   });
-  const pages = el("span", { class: "count" });
+  const pages = el("span", { class: "pages" });
   const clear = el("button", { type: "button", text: "Clear filters", onclick: () => app.go("samples") });
   const [back, on] = [turn(-1, "Previous page", "‹"), turn(1, "Next page", "›")];
   const node = el(
