@@ -219,10 +219,12 @@ def _overlaps(segment: Segment, first: int | None, last: int | None) -> bool:
 
 
 def _writable(folder: Path) -> bool:
+    """Returns whether an index can be in a folder, which is created."""
     try:
         folder.mkdir(exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return True
+        with tempfile.TemporaryFile(dir=folder) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # not on every network file system
+        return True
     except OSError:
         return False
 

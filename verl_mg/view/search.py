@@ -151,13 +151,16 @@ class Search:
             # The end of the list that is shown first comes first.
             place = len(self.segments) - 1 - number if self._query.descending else number
             segment = self.segments[place]
-            rows = self._query.rows(segment)
-            selected = None if rows is None else set(rows.tolist())
             self._reading = place, []
-            blocks = segment.blocks_with(terms, rows)
+            blocks = segment.blocks_with(terms, None)
+            rows = self._query.rows(segment) if len(blocks) else None
+            selected = np.ones(len(segment), bool)
+            if rows is not None:
+                selected[:] = False
+                selected[rows] = True
+                blocks = segment.blocks_with(terms, rows)
             for done, block in enumerate(blocks[::-1] if self._query.descending else blocks):
-                matches = segment.rows_with(int(block), terms)
-                self._reading[1].extend(row for row in matches if selected is None or row in selected)
+                self._reading[1].extend(row for row in segment.rows_with(int(block), terms) if selected[row])
                 self.share = (number + (done + 1) / len(blocks)) / len(self.segments)
                 yield
             self._matches[place] = np.sort(np.asarray(self._reading[1], np.int32))

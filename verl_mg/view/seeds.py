@@ -44,7 +44,7 @@ def groups_of(configurations: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         else:
             same.append(number)
     keys = {key for compared, _ in groups for key in compared}
-    changed = sorted(key for key in keys if any(one.get(key) != groups[0][0].get(key) for one, _ in groups))
+    changed = sorted(key for key in keys if any(other.get(key) != groups[0][0].get(key) for other, _ in groups))
     return [
         {"runs": runs, "differs": {key: str(compared[key]) for key in changed if key in compared}}
         for compared, runs in groups

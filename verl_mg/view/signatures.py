@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import numpy as np
 
 SIZES = (3, 5)
-"""Bytes of the n-grams. Long ones tell texts of common syllables apart, short ones serve short texts."""
+"""Bytes of the n-grams. Long ones distinguish texts of common syllables, short ones are for short texts."""
 HASH_BITS = 15
 """Logarithm of the number of bits per block: 4 KB for a block of 16 KB, which sets about a fourth of them."""
 

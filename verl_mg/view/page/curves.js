@@ -201,7 +201,7 @@ export function curvesView(app) {
     );
   }
 
-  /** Asks for the values of the charts that are seen and have others. */
+  /** Loads the values of the charts that are seen and have others. */
   async function load() {
     const shown = series();
     const [first, last] = range ?? [null, null];
@@ -225,7 +225,7 @@ export function curvesView(app) {
         );
         for (const name of names) draw(name, shown, answers, key(pixels));
       } catch {
-        // The news report a server that has ended; then they are asked for again.
+        // The news report a server that has ended; then they are loaded again.
         for (const name of names) if (cards.has(name)) cards.get(name).chart.loaded = "";
       }
     }
@@ -233,7 +233,7 @@ export function curvesView(app) {
 
   function draw(name, shown, answers, key) {
     const chart = cards.get(name)?.chart;
-    if (chart?.loaded !== key) return; // other values have been asked for since
+    if (chart?.loaded !== key) return; // other values have been requested since
     const raw = Number(smoothing.value) > 0;
     chart.set(
       shown.map(({ tint, name: label }, i) => {

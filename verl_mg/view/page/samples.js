@@ -207,7 +207,8 @@ export function samplesView(app) {
     return iteration === "all" ? {} : { first: run.newest, last: run.newest };
   }
 
-  async function load(parameters) {
+  /** known: sources and finish reasons of the same iterations, from the request before. */
+  async function load(parameters, known = null) {
     const { iteration: _, page: __, first: ___, last: ____, ...rest } = parameters;
     const request = (latest += 1);
     const run = app.runs[Number(rest.run ?? 0)] ?? app.runs[0];
@@ -215,12 +216,12 @@ export function samplesView(app) {
     try {
       const [matches, facets] = await Promise.all([
         ask("samples", { ...rest, ...range, sort, descending, offset: page * PAGE, limit: PAGE }),
-        ask("facets", range),
+        known ?? ask("facets", range),
       ]);
       if (request !== latest) return;
       draw(run, matches, facets);
       // The server continues a search with each request.
-      if (matches.share < 1 && !node.hidden) setTimeout(() => request === latest && load(parameters), 100);
+      if (matches.share < 1 && !node.hidden) setTimeout(() => request === latest && load(parameters, facets), 50);
     } catch (error) {
       if (request === latest) count.textContent = error.message;
     }
