@@ -46,7 +46,7 @@ PROMPT_WORDS, RESPONSE_WORDS = PROMPT_PHRASES * PHRASE_WORDS, RESPONSE_PHRASES *
 GROUP = 8
 METRICS = 60
 RARE = "xylophone quartet"
-"""What one sample in 40 iterations says."""
+"""Text of one sample in 40 iterations."""
 PATIENCE = 600_000
 """Milliseconds."""
 OTHERS = {
@@ -58,7 +58,7 @@ OTHERS = {
 
 
 def write_run(folder: Path, iterations: int, rows: int, seed: int = 0, samples: bool = True) -> None:
-    """Writes a run.
+    """Writes a synthetic run with metrics and time lines.
 
     Args:
         folder: its folder, which is created.
@@ -251,7 +251,7 @@ class Measurement:
 
 
 def show(what: str, *seconds: float) -> None:
-    """Prints a line.
+    """Prints a line of the report.
 
     Args:
         what: what was done.

@@ -85,7 +85,7 @@ class IterationFolders:
 
 
 class SampleIndex:
-    """What is known of a run's samples, by segments; a process builds those on disk once `start` was called."""
+    """Segments of a run's samples; a process builds those on disk once `start` was called."""
 
     def __init__(self, samples: Path) -> None:
         """Notes the folder.
