@@ -290,7 +290,8 @@ class IndexBuilder:
         small = list(takewhile(lambda item: item[1].text_bytes() < SEGMENT_BYTES // 2, ordered))
         if len(small) < SMALL_SEGMENTS:
             return
-        size, merged = 0, []
+        merged: list[tuple[str, Segment]] = []
+        size = 0
         for name, segment in small:
             size += segment.text_bytes()
             if merged and size > SEGMENT_BYTES:
