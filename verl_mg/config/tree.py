@@ -85,6 +85,12 @@ class TrackingConfig(ConfigSection):
     """Name of the project (experiment in MLflow)."""
     name: str | None = None
     """Name of the run. null: name of the folder `job.output`."""
+    prometheus_port: int | None = Field(None, ge=0, le=65535)
+    """Port at which rank 0 serves the latest metrics and the state of the run to Prometheus, at /metrics. 0: a free
+    one; prometheus.json in the run folder has the address. null: none."""
+    prometheus_host: str = "127.0.0.1"
+    """Address that the port is opened on. Other machines reach only another address than the default, such as that of
+    the node in a cluster."""
 
 
 class ProfileConfig(ConfigSection):

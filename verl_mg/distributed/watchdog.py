@@ -144,6 +144,16 @@ class RankWatchdog:
         """Sets the function whose result changes as long as this rank makes progress."""
         self._progress = progress
 
+    @property
+    def seconds_without_progress(self) -> float:
+        """Seconds since any rank has made progress, as rank 0 knows it."""
+        return time.monotonic() - self._last_progress_at
+
+    def heartbeat_ages(self) -> dict[int, float]:
+        """Returns the seconds since the last heartbeat of each rank that this one watches; from any thread."""
+        now = time.monotonic()
+        return {rank: now - last.received_at for rank, last in self._last_heartbeats.copy().items()}
+
     def stop(self) -> None:
         """Ends the watchdog regularly: other ranks do not expect heartbeats of this rank any more."""
         self._stopping.set()

@@ -15,14 +15,15 @@ from verl_mg.jsonl import read_lines
 from verl_mg.monitor.alarms import Alarms, check_alarms
 from verl_mg.monitor.profile import Profile, Timeline
 from verl_mg.monitor.progress import METRICS, summary
+from verl_mg.monitor.resources import ResourceSampler
 from verl_mg.monitor.reward_curve import plot_reward_curve
 from verl_mg.monitor.rollout_metrics import mismatch_metrics, rollout_metrics
 from verl_mg.monitor.sample_schema import SAMPLES, FileMetadata, fingerprint
 from verl_mg.monitor.sample_writer import SampleWriter
 from verl_mg.monitor.status import StatusFile
-from verl_mg.monitor.throughput import Throughput, device_peak
+from verl_mg.monitor.throughput import Throughput, device_peak, weight_sync_rate
 from verl_mg.monitor.torch_profile import TorchProfile, check_profile
-from verl_mg.monitor.trackers import build_trackers, check_services, run_name
+from verl_mg.monitor.trackers import Tracker, build_trackers, check_services, run_name
 
 CURVE, TIMELINE = "reward_curve.png", "timeline"
 
@@ -52,7 +53,7 @@ class RunLogger:
         stop_reason: on rank 0, the alarm for which the run must stop; "" where there is none.
     """
 
-    def __init__(self, recipe: str, job: Job, status: StatusFile, first: int) -> None:
+    def __init__(self, recipe: str, job: Job, status: StatusFile, first: int, endpoint: Tracker) -> None:
         """Opens all files.
 
         Args:
@@ -60,18 +61,19 @@ class RunLogger:
             job: the job.
             status: status file of the run.
             first: first iteration; entries of an earlier start from there on are removed.
+            endpoint: serves the metrics.
         """
         config, rank = job.config, dist.get_rank()
         self._job, self._output, self._status = job, config.job.output, status
         if rank == 0:
             _warn_dropped_prompts(job)
         first_step = first if first > 1 else 0
-        self._trackers = build_trackers(recipe, config, job.timer, first_step) if rank == 0 else []
+        self._trackers = [*build_trackers(recipe, config, job.timer, first_step), endpoint] if rank == 0 else []
         self._alarms = Alarms(config.alarm, run_name(config), self._output / METRICS, first_step) if rank == 0 else None
         self.stop_reason = ""
         self._samples = _sample_writer(job, recipe) if "rollout" in job.requested else None
         runners = [role.runner for role in job.roles.values()]
-        self._throughput = Throughput(runners, device_peak())
+        self._throughput, self._resources = Throughput(runners, device_peak()), ResourceSampler()
         self._profile, self._traced = Profile(job.timer), TorchProfile(config.profile, self._output, rank)
         self._timeline = Timeline(self._output / TIMELINE, rank, job.timer, first)
         self._started, self._version = 0.0, 0
@@ -94,7 +96,8 @@ class RunLogger:
                     metrics |= self._job.observe(batch)
                 self._samples.write(iteration, self._job.rollout.records, self._job.trained_batches)
         seconds = time.perf_counter() - self._started
-        rates = self._throughput.iteration(produced, seconds)
+        rates = self._throughput.iteration(produced, seconds, self._resources.take())
+        rates |= weight_sync_rate(metrics, dist.get_world_size())
         return metrics | {"time/iteration": seconds} | rates | self._profile.iteration()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -116,6 +119,7 @@ class RunLogger:
 
     def close(self) -> None:
         """Closes trackers and alarms, and prints the summary on rank 0; collective."""
+        self._resources.close()
         phases = self._profile.table(self._job.config.profile.synchronize)
         for tracker in self._trackers:
             tracker.close()

@@ -91,6 +91,8 @@ class StatusFile:
         self._checkpoint: Callable[[], int | None] = lambda: None
         self._eta = EtaEstimator(iterations)
         self._phase: Callable[[], str] = lambda: ""
+        self._progress: Callable[[], int] = lambda: 0
+        self._progress_at = time.monotonic()
         self._state: State = "starting"
         self._message = ""
         self._tokens_per_second: float | None = None
@@ -115,6 +117,7 @@ class StatusFile:
             checkpoint: returns the iteration of the last checkpoint.
         """
         self._state, self._phase, self._checkpoint = "running", lambda: timer.phase, checkpoint
+        self._progress = lambda: timer.progress
         self._iteration = iteration
         self._eta = EtaEstimator(self._iterations, iteration)
         self._write()
@@ -147,19 +150,26 @@ class StatusFile:
         self._phase = lambda: ""
         self._write()
 
+    @property
+    def seconds_without_progress(self) -> float:
+        """Seconds since this rank has made progress, up to `POLL_SECONDS` too few."""
+        return time.monotonic() - self._progress_at
+
     def _poll(self) -> None:
+        progress = -1
         seen: tuple[str, int | None] = ("", None)
         written = time.monotonic()
         while not self._ended.wait(POLL_SECONDS):
+            if progress != (progress := self._progress()):
+                self._progress_at = time.monotonic()
             now = (self._phase(), self._checkpoint())
             if now != seen or time.monotonic() - written >= HEARTBEAT_SECONDS:
                 self._write()
                 seen, written = now, time.monotonic()
 
-    def _write(self) -> None:
-        if not self._writes:
-            return
-        status = Status(
+    def current(self) -> Status:
+        """Returns the status as it is now; from any thread of rank 0."""
+        return Status(
             self._recipe,
             self._state,
             self._iteration,
@@ -175,9 +185,13 @@ class StatusFile:
             self._checkpoint(),
             self._message,
         )
+
+    def _write(self) -> None:
+        if not self._writes:
+            return
         partial = self._path.with_name(STATUS + ".new")
         with self._lock, suppress(OSError):
-            partial.write_text(json.dumps(asdict(status), indent=2) + "\n", encoding="utf-8")
+            partial.write_text(json.dumps(asdict(self.current()), indent=2) + "\n", encoding="utf-8")
             os.replace(partial, self._path)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from verl_mg.batch import Batch
-from verl_mg.distributed.collectives import sum_over_ranks
+from verl_mg.distributed.collectives import all_gather_json
 from verl_mg.models.flops import RowFlops, row_flops
+from verl_mg.monitor.resources import over_ranks
 from verl_mg.training.microbatch import SHARED_TOKENS, MicroBatch
 from verl_mg.training.runner import Runner
 
@@ -87,29 +88,35 @@ class Throughput:
                 rows = row_flops(runner.table.config, runner.table.tensor_index)
                 module.register_forward_pre_hook(partial(self._enter, runner=runner, rows=rows))
 
-    def iteration(self, produced: Sequence[Batch], seconds: float) -> dict[str, float]:
+    def iteration(
+        self, produced: Sequence[Batch], seconds: float, measured: Mapping[str, float] | None = None
+    ) -> dict[str, float]:
         """Computes the rates of the iteration that ends now; collective.
 
         Args:
             produced: this rank's rows of the samples. Where all ranks have none, as in SFT, the trained tokens count
                 instead.
             seconds: duration of the iteration.
+            measured: further measurements of this rank, see `resources.over_ranks`; they are sent with the counts.
 
         Returns:
             `time/tokens_per_second`: prompt and response tokens of all ranks per second of the whole iteration, where
             prefixes that segments of agents repeat count once; `time/tokens_per_second_per_rank`;
             `time/mfu`: FLOPs of forward and backward passes, see `model_flops`, divided by the peak of all devices. The
-            seconds include generation but the FLOPs do not, so this is less than the MFU of an update alone.
+            seconds include generation but the FLOPs do not, so this is less than the MFU of an update alone. Further
+            those of the measurements.
         """
         tokens = float(sum(map(_distinct_tokens, produced)))
-        totals = sum_over_ranks([{"tokens": tokens, "trained": self._trained_tokens, "flops": self._flops}])
+        counts = {"tokens": tokens, "trained": self._trained_tokens, "flops": self._flops}
+        reports = all_gather_json({"counts": counts, "measured": dict(measured or {})})
+        totals = {name: sum(report["counts"][name] for report in reports) for name in counts}
         self._flops = self._trained_tokens = 0.0
         ranks = dist.get_world_size()
         rate = (totals["tokens"] or totals["trained"]) / seconds
         metrics = {"time/tokens_per_second": rate, "time/tokens_per_second_per_rank": rate / ranks}
         if self._peak is not None:
             metrics["time/mfu"] = totals["flops"] / (seconds * ranks * self._peak)
-        return metrics
+        return metrics | over_ranks([report["measured"] for report in reports])
 
     def _enter(self, chunk: torch.nn.Module, arguments: tuple[Any, ...], runner: Runner, rows: RowFlops) -> None:
         micro: MicroBatch[Any] = arguments[0]
@@ -120,6 +127,19 @@ class Throughput:
         shared = micro.rows[SHARED_TOKENS].tolist() if SHARED_TOKENS in micro.rows else None
         self._flops += model_flops(rows, lengths, learns, runner.lora is not None, shared) / sharing
         self._trained_tokens += sum(lengths) / sharing if learns else 0.0
+
+
+def weight_sync_rate(metrics: Mapping[str, float], ranks: int) -> dict[str, float]:
+    """Returns the metric `time/weight_sync_gb_per_s`: received GB of a rank per second of the last weight sync.
+
+    Args:
+        metrics: of the iteration; without a weight sync that counts bytes the result is {}.
+        ranks: number of ranks of the job.
+    """
+    received, seconds = metrics.get("weight_sync/bytes_received"), metrics.get("time/weight_sync")
+    if received is None or not seconds:
+        return {}
+    return {"time/weight_sync_gb_per_s": received / ranks / seconds / 1e9}
 
 
 def _distinct_tokens(batch: Batch) -> int:

@@ -39,6 +39,7 @@ from verl_mg.roles.rollout_source import (
 )
 from verl_mg.roles.staleness import OutstandingGroups, PolicyVersions, Selection, Stale
 from verl_mg.rollout.engine import Request, Sample, Sampling
+from verl_mg.rollout.engine_counts import count_metrics
 from verl_mg.rollout.engine_stream import EngineStream, oldest_version
 from verl_mg.rollout.filtered_queue import GroupFilter
 from verl_mg.rollout.work_queue import StreamingWorkQueue
@@ -381,6 +382,7 @@ class AsyncRollout(RolloutSource):
         local = {f"age {age}": float(count) for age, count in enumerate(counts)}
         local |= {"too_old": float(masked), "idle": idle, "tokens": float(num_tokens)}
         local |= {"deaths": float(self._stream.num_deaths), "buffered": float(len(self._stream.oldest_versions()))}
+        local |= self._engines.engine.take_counts() if self._engines.engine else {}
         sums = sum_over_ranks([local])
         trained = max(sum(sums.get(f"age {age}", 0.0) for age in range(len(counts))), 1.0)
         outstanding = sum(len(group.ids) for group in self._groups.groups.values())
@@ -391,5 +393,6 @@ class AsyncRollout(RolloutSource):
             "rollout/dropped_samples": float(self._num_dropped),
             "rollout/engine_deaths": sums["deaths"],
             "time/engine_idle": sums["idle"] / (self._engines.num_engines * (now - self._idle_since)),
+            **count_metrics([sums]),
         }
         self._num_dropped, self._idle_since = 0, now

@@ -1,4 +1,4 @@
-"""Counters of an engine: how many tokens it found in its cache, and how many drafted tokens it accepted."""
+"""Counters of an engine: its load, tokens that it found in its cache, drafted tokens that it accepted."""
 
 from __future__ import annotations
 
@@ -11,14 +11,31 @@ DRAFTED, ACCEPTED = "drafted tokens", "accepted tokens"
 VERIFIED, GENERATED = "verifications", "generated tokens"
 """Steps of the policy with drafted tokens, and the tokens that requests with such steps generated."""
 
+RUNNING, WAITING, OBSERVED = "running requests", "waiting requests", "observations"
+"""Sums over observations of the load: requests that an engine computes, those that wait for it; the observations."""
+USED, CAPACITY = "used cache tokens", "cache capacity tokens"
+"""Sums over observations: tokens in the key-value cache, and those that fit into it."""
+
 Counts = Mapping[str, int]
-"""Sums over requests, by the names above."""
+"""Sums over requests and observations, by the names above."""
+
+
+def observed_load(running: int, waiting: int, used: int, capacity: int) -> dict[str, int]:
+    """Returns the counts of an observation of the load.
+
+    Args:
+        running: requests that the engine computes.
+        waiting: requests that wait for it.
+        used: tokens in the key-value cache.
+        capacity: tokens that fit into it.
+    """
+    return {RUNNING: running, WAITING: waiting, USED: used, CAPACITY: capacity, OBSERVED: 1}
 
 
 def count_metrics(counts: Iterable[Counts]) -> dict[str, float]:
     """Returns the metrics of a call; {} for engines that count nothing.
 
-    They begin with `time/`, since what is in a cache depends on the order in which requests arrive.
+    They begin with `time/`, since load and cache depend on the moments at which requests arrive.
 
     Args:
         counts: counters of all engines.
@@ -28,6 +45,9 @@ def count_metrics(counts: Iterable[Counts]) -> dict[str, float]:
         for name, value in part.items():
             total[name] = total.get(name, 0) + value
     ratios = {
+        "time/engine_running": (RUNNING, OBSERVED),
+        "time/engine_waiting": (WAITING, OBSERVED),
+        "time/engine_cache_usage": (USED, CAPACITY),
         "time/prompt_cache_hits": (CACHED, PROMPT),
         "time/draft_acceptance": (ACCEPTED, DRAFTED),
         "time/draft_tokens_per_step": (GENERATED, VERIFIED),

@@ -65,7 +65,8 @@ class EngineHost(ABC):
 
         Returns:
             tokens, logprobs, finish ("stop", "length" or "abort"), spans (a list of {"start", "end", "version"} of
-            tokens; others have the version of the last update) and routed_experts (base64 of int32, or None).
+            tokens; others have the version of the last update), routed_experts (base64 of int32, or None) and counts
+            (of `engine_counts`, since the last sample).
         """
 
     @abstractmethod

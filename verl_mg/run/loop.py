@@ -16,6 +16,7 @@ from verl_mg.distributed.world import World
 from verl_mg.errors import UserError
 from verl_mg.job.job import Job
 from verl_mg.job.recipe import Recipe, requested_roles
+from verl_mg.monitor.prometheus import PrometheusEndpoint
 from verl_mg.monitor.run_logger import RunLogger, check_monitoring
 from verl_mg.monitor.status import StatusFile
 from verl_mg.roles.trainable import NoOptimizerError
@@ -48,7 +49,10 @@ def train(recipe: Recipe, config: Config, world: World, mode: RunMode = FULL_RUN
     replay = Replay.open(mode.replayed, config, recipe.name) if mode.replayed else None
     checkpoint = open_run_dir(config)
     checkpoint, last = (replay.checkpoint, replay.last) if replay else (checkpoint, config.job.iterations)
-    with StatusFile(config.job.output, recipe.name, last, world.rank, world.size) as status:
+    with (
+        StatusFile(config.job.output, recipe.name, last, world.rank, world.size) as status,
+        PrometheusEndpoint(config, recipe.name, status, world) as endpoint,
+    ):
         rollout = partial(ReplayRollout, replay.recording) if replay else None
         job = Job(config, roles, world.store, rollout, mode.learns, recipe.name, from_checkpoint=checkpoint is not None)
         world.watch_progress(job.timer)
@@ -56,7 +60,7 @@ def train(recipe: Recipe, config: Config, world: World, mode: RunMode = FULL_RUN
         job.start()
         saver = AsyncCheckpointer(config.job.output / CHECKPOINTS, config.checkpoint, recipe.name, done or None)
         status.running(job.timer, done, lambda: saver.latest)
-        books = RunLogger(recipe.name, job, status, done + 1)
+        books = RunLogger(recipe.name, job, status, done + 1, endpoint)
         if not done:
             books.log(0, _evaluation(job, 0))
         for iteration in range(done + 1, last + 1):

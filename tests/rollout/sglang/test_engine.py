@@ -20,6 +20,7 @@ from verl_mg.layout import EngineLayout, ModelDims
 from verl_mg.models.hf_config import read_config
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.rollout.engine import EngineDiedError, Request, Sampling
+from verl_mg.rollout.engine_counts import count_metrics
 from verl_mg.rollout.ipc_payload import Staging
 from verl_mg.rollout.process_engine import EngineSettings
 from verl_mg.rollout.sglang import SGLangEngine, check_on_cpu
@@ -63,6 +64,14 @@ def test_engine_samples_match_transformers_logprobs_and_routing(engine, model):
         chosen = torch.stack([layer.topk(2).indices for layer in out.router_logits], dim=1)[:-1]
         assert sample.routed_experts is not None
         assert torch.equal(sample.routed_experts.long().sort(-1).values, chosen.sort(-1).values)
+
+
+def test_engine_counts_its_load(engine):
+    requested = requests()
+    engine.generate(requested, Sampling(max_new_tokens=100, temperature=0.8))
+    load = count_metrics([engine.take_counts()])
+    assert 0 < load["time/engine_running"] <= len(requested) and load["time/engine_waiting"] >= 0
+    assert 0 < load["time/engine_cache_usage"] < 1
 
 
 def test_engine_given_stop_tokens_stops_there(engine):

@@ -19,6 +19,7 @@ from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import read_config
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.rollout.engine import EngineDiedError, Request, Sample, Sampling
+from verl_mg.rollout.engine_counts import count_metrics
 from verl_mg.rollout.ipc_payload import Staging
 from verl_mg.rollout.process_engine import EngineSettings
 from verl_mg.rollout.vllm.arguments import check_on_cpu
@@ -82,6 +83,9 @@ def test_engine_samples_match_transformers_logprobs_and_routing(engine, model, c
     whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     requested = requests()
     samples = engine.generate(requested, Sampling(max_new_tokens=12, temperature=0.8, **cut))
+    load = count_metrics([engine.take_counts()])
+    assert 0 < load["time/engine_running"] <= len(requested) and load["time/engine_waiting"] >= 0
+    assert 0 < load["time/engine_cache_usage"] < 1
     for request, sample in zip(requested, samples, strict=True):
         check_sample(whole, request, sample, 0.8)
         assert sample.policy_versions == (7,) * 12 and sample.finish == "length"

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import os
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from verl_mg.rollout import engine_host
 from verl_mg.rollout.engine_host import EngineHost
 from verl_mg.rollout.ipc_payload import named_views, open_payload
 from verl_mg.rollout.sglang.arguments import has_multi_token_draft
-from verl_mg.rollout.sglang.requests import parse_response, request_fields
+from verl_mg.rollout.sglang.requests import load_counts, parse_response, request_fields
 from verl_mg.rollout.sglang.weight_loader import LOADER, merge_stages, pickled_by_value
 
 TARGET, DRAFT = "target", "draft"
@@ -26,6 +27,8 @@ ALL = "all"
 """Both of them."""
 CHECK_SECONDS = 1.0
 """Interval at which a part of an engine on a further node looks after its schedulers."""
+LOAD_SECONDS = 0.1
+"""Interval between two observations of the load."""
 IDLE_RETRY_SECONDS = 0.01
 """Pause between two attempts to find the schedulers idle, a step after their last request."""
 
@@ -47,6 +50,7 @@ class SGLangHost(EngineHost):
         self._tp: int = engine.server_args.tp_size
         self._adapters: str | None = None  # SGLang's name of the adapters that requests use
         self._num_loads = 0
+        self._loads: Counter[str] = Counter()  # counts of the load that no sample has brought to the rank
         self._is_quantized = engine.server_args.quantization is not None
         self._in_session = False
 
@@ -57,7 +61,9 @@ class SGLangHost(EngineHost):
             # In this form SGLang takes the token ids as they are; from files it would make text of them and new ids.
             images = tuple(Image(base64.b64decode(text)) for text in request["images"])
             fields["image_data"] = [{"format": "processor_output", **self._processor.model_inputs([images])}]
-        return parse_response(await self._engine.async_generate(rid=rid, **fields))
+        sample = parse_response(await self._engine.async_generate(rid=rid, **fields))
+        loads, self._loads = self._loads, Counter()
+        return sample | {"counts": sample["counts"] | loads}
 
     def abort(self, rid: str | None) -> None:
         """Implements `EngineHost.abort`."""
@@ -166,7 +172,17 @@ class SGLangHost(EngineHost):
         """
         if self._manager is None:  # on node 0 SGLang itself looks after the schedulers
             self._start(self._end_with_schedulers())
+        else:
+            self._start(self._observe_load())
         await super().serve(reader, writer)
+
+    async def _observe_load(self) -> None:
+        """Reads the load while requests run, from memory that the schedulers share anyway: they are not asked."""
+        reader = self._manager.load_snapshot_reader
+        while True:
+            await asyncio.sleep(LOAD_SECONDS)
+            if self.open_requests:
+                self._loads.update(load_counts([load.to_dict({"core"}) for load in reader.read_all()]))
 
     async def _end_with_schedulers(self) -> None:
         import psutil

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.images import Image
-from verl_mg.rollout.engine_counts import ACCEPTED, CACHED, DRAFTED, GENERATED, PROMPT, VERIFIED
+from verl_mg.rollout.engine_counts import ACCEPTED, CACHED, DRAFTED, GENERATED, PROMPT, VERIFIED, observed_load
 
 EXCLUDED = -1e4
 """Bias on the logits of tokens that are never drawn."""
@@ -65,6 +66,16 @@ def parse_response(response: dict[str, Any]) -> dict[str, Any]:
         "routed_experts": meta.get("routed_experts"),
         "counts": _counts(meta),
     }
+
+
+def load_counts(loads: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Returns the counts of an observation of an engine's load; {} without any.
+
+    Args:
+        loads: fields of SGLang's `LoadSnapshot`, of each data-parallel scheduler.
+    """
+    names = ("num_running_reqs", "num_waiting_reqs", "num_used_tokens", "max_total_num_tokens")
+    return observed_load(*(sum(load[name] for load in loads) for name in names)) if loads else {}
 
 
 def _counts(meta: dict[str, Any]) -> dict[str, int]:

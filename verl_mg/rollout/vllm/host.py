@@ -16,6 +16,7 @@ from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.images import Image
 from verl_mg.rollout import engine_host
 from verl_mg.rollout.engine_host import EngineHost
+from verl_mg.rollout.vllm.statistics import StepStatistics
 
 SEED_STEP = 0x9E3779B97F4A7C15
 """Odd number that distributes the seeds of a request's continuations."""
@@ -32,15 +33,19 @@ Result = TypeVar("Result")
 class VLLMHost(EngineHost):
     """Runs vLLM's asynchronous engine."""
 
-    def __init__(self, engine: Any, captures_routing: bool, processor: ImageProcessor | None) -> None:
+    def __init__(
+        self, engine: Any, captures_routing: bool, processor: ImageProcessor | None, statistics: StepStatistics
+    ) -> None:
         """Creates the host.
 
         Args:
             engine: the `AsyncLLM`.
             captures_routing: whether the workers record the experts of each token.
             processor: processor of a model that reads images; None for others.
+            statistics: receives what the schedulers report.
         """
         super().__init__()
+        self._statistics = statistics
         self._engine, self._captures_routing, self._processor = engine, captures_routing, processor
         self._adapters: Any = None  # vLLM's request for the adapters that all requests use
 
@@ -91,6 +96,7 @@ class VLLMHost(EngineHost):
             "routed_experts": await self._routed_experts(rid, output, len(request["tokens"]) + len(tokens) - 1)
             if request["routed_experts"] and tokens
             else None,
+            "counts": self._statistics.take(),
         }
 
     def abort(self, rid: str | None) -> None:
@@ -273,14 +279,15 @@ def create(arguments: dict[str, Any], loop: asyncio.AbstractEventLoop) -> VLLMHo
     # Training ties the output layer as config.json says, whatever else the checkpoint contains.
     ModelConfig.maybe_untie_word_embeddings = lambda self: None
     captures_routing = current_platform.is_cpu() and not arguments["enable_prefix_caching"]
-    engine_arguments = AsyncEngineArgs(**arguments)
+    engine_arguments, statistics = AsyncEngineArgs(**arguments), StepStatistics()
     if arguments.get("node_rank"):
         return VLLMPart(MultiprocExecutor(engine_arguments.create_engine_config(headless=True), monitor_workers=False))
 
     async def start() -> Any:
-        return AsyncLLM.from_engine_args(engine_arguments)
+        return AsyncLLM.from_engine_args(engine_arguments, stat_loggers=[statistics])
 
-    return VLLMHost(loop.run_until_complete(start()), captures_routing, ImageProcessor.read(arguments["model"]))
+    processor = ImageProcessor.read(arguments["model"])
+    return VLLMHost(loop.run_until_complete(start()), captures_routing, processor, statistics)
 
 
 if __name__ == "__main__":

@@ -16,13 +16,15 @@ from verl_mg.http_client import JsonSession, RefusedError, UnreachableError
 from verl_mg.rollout.engine import EngineDiedError, Request, Sample, Sampling
 from verl_mg.rollout.request_tracker import EngineLimits, RequestTracker
 from verl_mg.rollout.sglang.folder_receiver import FolderRequest
-from verl_mg.rollout.sglang.requests import image_fields, parse_response, request_fields
+from verl_mg.rollout.sglang.requests import image_fields, load_counts, parse_response, request_fields
 from verl_mg.rollout.sglang.servers.info import QUERY_SECONDS, ServerRequirements, check, describe, probe_server
 from verl_mg.rollout.sglang.servers.keys import ServerKeys
 from verl_mg.rollout.sglang.shard_receiver import RECEIVER, ShardRequest
 
 T = TypeVar("T")
 
+LOADS = "/v1/loads?include=core"
+"""Path of the load of a server's schedulers."""
 HEALTH_SECONDS = 20.0
 """Time limit of a server for saying that it runs."""
 UPDATE_SECONDS = 1800.0
@@ -125,6 +127,14 @@ class RemoteEngine(RequestTracker):
             raise self._lost(error) from None
         if self._version >= 0 and model.get("weight_version") != expected:
             raise self._lost("it was restarted, and does not have the weights of this job")
+        if self._running:
+            self._observe_load()
+
+    def _observe_load(self) -> None:
+        """Counts the load of the server; versions of SGLang without this query refuse it."""
+        with contextlib.suppress(RefusedError, UnreachableError):
+            reply = self._run(self._client.get(LOADS, HEALTH_SECONDS))
+            self._counts.update(load_counts(reply["loads"]))
 
     def in_flight(self) -> list[tuple[Request, Sampling]]:
         """Returns the requests in flight, with their sampling parameters."""

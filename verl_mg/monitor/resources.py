@@ -1,0 +1,92 @@
+"""Memory and use of the device and the host of a rank, sampled from a thread while an iteration runs."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+
+import psutil
+import torch
+
+from verl_mg import device
+
+SAMPLE_SECONDS = 1.0
+"""Interval between two samples. The driver averages the use of a GPU over up to a second itself."""
+GIB = 2.0**30
+HOST_MEMORY, GPU_MEMORY, GPU_UTILIZATION = "host_memory_gib", "gpu_memory_gib", "gpu_utilization"
+
+log = logging.getLogger(__name__)
+
+
+class ResourceSampler:
+    """Samples from its construction until `close`.
+
+    A sample asks the driver (NVML, by torch) and the kernel; it starts and awaits nothing on the device.
+    """
+
+    def __init__(self, interval_s: float = SAMPLE_SECONDS) -> None:
+        """Starts the thread.
+
+        Args:
+            interval_s: seconds between two samples.
+        """
+        self._interval, self._device = interval_s, device.current_device()
+        self._asks_driver = self._device.type == "cuda"
+        self._samples: list[dict[str, float]] = []
+        self._ended, self._lock = threading.Event(), threading.Lock()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="resources")
+        self._thread.start()
+
+    def take(self) -> dict[str, float]:
+        """Returns the measurements since the last call.
+
+        Returns:
+            Largest memory in use on the host and on the GPU by all processes, in GiB; mean share of the time in which
+            the GPU has computed. Those of the GPU are missing on the CPU, and without the package nvidia-ml-py.
+        """
+        with self._lock:
+            samples, self._samples = self._samples or [self._sample()], []
+        values = {name: [sample[name] for sample in samples if name in sample] for name in samples[0]}
+        return {name: sum(v) / len(v) if name == GPU_UTILIZATION else max(v) for name, v in values.items()}
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._interval):
+            with self._lock:
+                self._samples.append(self._sample())
+
+    def _sample(self) -> dict[str, float]:
+        memory = psutil.virtual_memory()
+        sample = {HOST_MEMORY: (memory.total - memory.available) / GIB}
+        if self._asks_driver:
+            try:
+                sample[GPU_MEMORY] = torch.cuda.device_memory_used(self._device) / GIB
+                sample[GPU_UTILIZATION] = torch.cuda.utilization(self._device) / 100
+            except Exception as error:  # each driver library has errors of its own
+                self._asks_driver = False
+                log.warning("GPU memory and use are not measured: %s: %s", type(error).__name__, error)
+        return sample
+
+
+def over_ranks(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Returns the metrics `time/NAME/min`, `mean` and `max` of measurements.
+
+    They begin with `time/`, since no two runs have the same.
+
+    Args:
+        reports: measurements of each rank, by name.
+    """
+    metrics = {}
+    for name in dict.fromkeys(name for report in reports for name in report):
+        values = [report[name] for report in reports if name in report]
+        metrics |= {
+            f"time/{name}/min": min(values),
+            f"time/{name}/mean": sum(values) / len(values),
+            f"time/{name}/max": max(values),
+        }
+    return metrics
