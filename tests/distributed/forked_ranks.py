@@ -25,7 +25,12 @@ class ForkedRanks:
         )
 
     def start(
-        self, size: int, code: str = "pass", heartbeat_timeout_s: float = 60, stall_timeout_s: float = 0
+        self,
+        size: int,
+        code: str = "pass",
+        heartbeat_timeout_s: float = 60,
+        stall_timeout_s: float = 0,
+        output: Path | None = None,
     ) -> ForkedJob:
         self._count += 1
         out, err = (self._folder / f"{self._count}.{name}" for name in ("out", "err"))
@@ -39,6 +44,7 @@ class ForkedRanks:
             "port": store.port,
             "heartbeat_timeout_s": heartbeat_timeout_s,
             "stall_timeout_s": stall_timeout_s,
+            "output": str(output) if output else None,
             "out": str(out),
             "err": str(err),
         }

@@ -1,7 +1,10 @@
 """Watchdog: a rank that dies, hangs or raises is named, once, and all ranks of the job exit."""
 
+import json
 import signal
+import socket
 import time
+from pathlib import Path
 
 import pytest
 from torch.distributed import HashStore
@@ -85,9 +88,19 @@ def test_launcher_with_killed_rank_exits_with_its_signal():
     assert "rank 2 (host " in line and f"pid {killed.pid})" in line
 
 
+def dumped(output: Path, err: str, lost: int | None = None) -> dict[int, str]:
+    """Stacks of the three ranks, of which all but the lost one have written the records of their collectives."""
+    (folder,) = (output / "stalls").iterdir()
+    assert f"The stacks and latest collectives of all ranks are in {folder}.\n" in err
+    for rank in {0, 1, 2} - {lost}:
+        records = json.loads((folder / f"rank-{rank}.gloo.json").read_text())["entries"]
+        assert records[-1]["profiling_name"] == "gloo:all_reduce"
+    return {rank: (folder / f"rank-{rank}.txt").read_text() for rank in range(3)}
+
+
 @pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.nightly)])
-def test_watchdog_with_killed_rank_names_it_on_all_others(forked_ranks, rank):
-    job = forked_ranks.start(3, heartbeat_timeout_s=4)
+def test_watchdog_with_killed_rank_names_it_on_all_others(forked_ranks, tmp_path, rank):
+    job = forked_ranks.start(3, heartbeat_timeout_s=4, output=tmp_path)
     job.wait_for_steps()
     job.ranks[rank].kill()
     codes, err = job.wait()
@@ -96,10 +109,14 @@ def test_watchdog_with_killed_rank_names_it_on_all_others(forked_ranks, rank):
     assert f"rank {rank} (host " in line and f"pid {job.ranks[rank].pid})" in line
     assert "It was last at verl_mg/" in line or "It was last at tests/distributed/watched.py:" in line
     assert "Traceback" not in err
+    texts = dumped(tmp_path, err, lost=rank)
+    assert texts[rank].startswith(f"rank {rank}, host {socket.gethostname()}, pid {job.ranks[rank].pid}: lost;")
+    assert all("tests/distributed/watched.py" in text for text in texts.values())
 
 
-def test_watchdog_with_hanging_rank_names_its_function(forked_ranks):
-    codes, err = forked_ranks.start(3, "if rank == 1 and step == 5: hang()", stall_timeout_s=5).wait()
+def test_watchdog_with_hanging_rank_names_its_function(forked_ranks, tmp_path):
+    code = "if rank == 1 and step == 5: hang()"
+    codes, err = forked_ranks.start(3, code, stall_timeout_s=5, output=tmp_path).wait()
     assert codes == [EXIT_RANK_LOST] * 3, err
     (line,) = error_lines(err)
     assert line.startswith("error: no progress on any rank for ") and "Rank 1 (host " in line
@@ -107,6 +124,10 @@ def test_watchdog_with_hanging_rank_names_its_function(forked_ranks):
     assert line.endswith(" in hang.") and "tests/distributed/watched.py:" in line
     assert "\nrank 1:\n" in err and "\nranks 0, 2:\n" in err
     assert "Traceback" not in err
+    texts = dumped(tmp_path, err)
+    assert "in hang\n    time.sleep(1)" in texts[1] and "in hang" not in texts[0] + texts[2]
+    assert all("dist.all_reduce(torch.zeros(4))" in texts[rank] for rank in (0, 2))
+    assert all("thread Thread-" in text and "_store_guard_loop" in text for text in texts.values())
 
 
 def test_watchdog_with_progress_on_one_rank_does_not_stall(forked_ranks):

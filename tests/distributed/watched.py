@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,9 +22,10 @@ from verl_mg.errors import UserError
 from verl_mg.phase_timer import PhaseTimer
 
 
-def main(heartbeat_timeout_s: float, stall_timeout_s: float, code: str) -> None:
+def main(heartbeat_timeout_s: float, stall_timeout_s: float, code: str, output: str | None = None) -> None:
     world, timer = World.join(), PhaseTimer()
-    world.set_timeouts(JobConfig(heartbeat_timeout_s=heartbeat_timeout_s, stall_timeout_s=stall_timeout_s))
+    timeouts = {"heartbeat_timeout_s": heartbeat_timeout_s, "stall_timeout_s": stall_timeout_s}
+    world.set_timeouts(JobConfig(output=Path(output or "run"), dump_on_stall=output is not None, **timeouts))
     world.watch_progress(timer)
     with world.signals.handled():
         try:
@@ -74,7 +76,7 @@ def _fork_rank(job: dict[str, Any], rank: int) -> int:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(job["port"]), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     code = 0
     try:
-        main(job["heartbeat_timeout_s"], job["stall_timeout_s"], job["code"])
+        main(job["heartbeat_timeout_s"], job["stall_timeout_s"], job["code"], job["output"])
     except SystemExit as exit:
         code = int(exit.code or 0)
     finally:

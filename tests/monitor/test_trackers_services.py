@@ -35,8 +35,10 @@ def tracked(folder: Path, service: str, **environment: str) -> str:
         from pathlib import Path
         from verl_mg.phase_timer import PhaseTimer
         from verl_mg.config import Config
+        from verl_mg.monitor.sample_table import SampleTable
         from verl_mg.monitor.trackers import build_trackers
 
+        table = SampleTable(("prompt", "response", "reward"), [["1+2=", 'so "3"\\n', 1.0], ["4+4=", "9", None]])
         config = Config.model_validate({{
             "model": {{"path": "m"}},
             "data": {{"train": "d"}},
@@ -48,7 +50,7 @@ def tracked(folder: Path, service: str, **environment: str) -> str:
             trackers = build_trackers("grpo", config, PhaseTimer(), first if first > 1 else 0)
             for step in range(first, first + 2):
                 for tracker in trackers:
-                    tracker.log(step, {{"reward/mean": step / 4, "eval/pass@4": 0.5}})
+                    tracker.log(step, {{"reward/mean": step / 4, "eval/pass@4": 0.5}}, table)
             for tracker in trackers:
                 tracker.close()
         print("left:", [t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()])
@@ -81,6 +83,12 @@ def test_wandb_resumed_run_keeps_its_id(tmp_path: Path) -> None:
     for file in written:
         content = file.read_bytes()
         assert b"reward/mean" in content and b"first try" in content and b"heartbeat_timeout_s" in content
+    tables = list((tmp_path / "wandb").glob("offline-run-*/files/media/table/samples_*.table.json"))
+    assert len(tables) == 4  # of two steps in each of the two
+    for table in tables:
+        written_table = json.loads(table.read_text())
+        assert written_table["columns"] == ["prompt", "response", "reward"]
+        assert written_table["data"] == [["1+2=", 'so "3"\n', 1.0], ["4+4=", "9", None]]
 
 
 @pytest.mark.nightly
@@ -111,3 +119,5 @@ def test_swanlab_resumed_run_keeps_its_id(tmp_path: Path) -> None:
     written = sorted((tmp_path / "swanlab").glob(f"run-*-{identity}/run-{identity}.swanlab"))
     assert len(written) == 2
     assert all(b"reward/mean" in file.read_bytes() for file in written)
+    rows = [json.loads(file.read_text())["rowData"] for file in (tmp_path / "swanlab").glob("run-*/**/*.json")]
+    assert [row["response"] for row in rows[0]] == ['so "3"\n', "9"] and len(rows) == 4

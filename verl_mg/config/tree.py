@@ -54,6 +54,9 @@ class JobConfig(ConfigSection):
 
     0: no limit.
     """
+    dump_on_stall: bool = False
+    """Write the stacks of all threads of all ranks, and torch's records of their latest collectives, into the folder
+    stalls of the run when the job ends because a rank is lost or no rank makes progress."""
 
 
 class RecordConfig(ConfigSection):
@@ -85,6 +88,8 @@ class TrackingConfig(ConfigSection):
     """Name of the project (experiment in MLflow)."""
     name: str | None = None
     """Name of the run. null: name of the folder `job.output`."""
+    samples: int = Field(0, ge=0)
+    """Samples of each iteration that wandb and swanlab receive as a table, of those on rank 0. 0: none."""
     prometheus_port: int | None = Field(None, ge=0, le=65535)
     """Port at which rank 0 serves the latest metrics and the state of the run to Prometheus, at /metrics. 0: a free
     one; prometheus.json in the run folder has the address. null: none."""

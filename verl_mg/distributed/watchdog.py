@@ -32,6 +32,8 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
+from verl_mg.distributed.stall_dump import dump_lost_rank, dump_rank
+
 EXIT_RANK_LOST = 3
 """Exit code of every rank when one is lost or hangs."""
 HEARTBEAT_SECONDS = 1.0
@@ -121,6 +123,7 @@ class RankWatchdog:
         self._peer_failed = False
         self._last_progress_at = time.monotonic()
         self._heartbeat_timeout, self._stall_timeout = HEARTBEAT_TIMEOUT_SECONDS, STALL_TIMEOUT_SECONDS
+        self._dump_folder: Path | None = None
         self._progress: Callable[[], int] = lambda: 0
         self._last_progress: list[int] = []
         self._stopping = threading.Event()
@@ -139,6 +142,10 @@ class RankWatchdog:
         """
         self._heartbeat_timeout, self._stall_timeout = heartbeat_timeout_s, stall_timeout_s
         self._last_progress_at = time.monotonic()
+
+    def dump_into(self, folder: Path) -> None:
+        """Makes all ranks write files of `stall_dump` below a folder when a rank is lost or all stall."""
+        self._dump_folder = folder
 
     def watch_progress(self, progress: Callable[[], int]) -> None:
         """Sets the function whose result changes as long as this rank makes progress."""
@@ -174,22 +181,27 @@ class RankWatchdog:
                 time.sleep(HEARTBEAT_SECONDS)  # a thread ends this process when it receives the verdict
         self.end(1, "".join(traceback.format_exception(error)).rstrip())
 
-    def end(self, exit_code: int, message: str) -> NoReturn:
+    def end(self, exit_code: int, message: str, lost: Sequence[int] = ()) -> NoReturn:
         """Ends all ranks; only the message of the first rank to call it is printed.
 
         Args:
             exit_code: exit code of all ranks.
             message: text for standard error.
+            lost: ranks without a heartbeat.
         """
         self._exiting.acquire()
         first = True  # without a store no other rank can print it
         with suppress(RuntimeError):
             first = self._store.add("ends", 1) == 1
+        dumps = self._dump_folder if exit_code == EXIT_RANK_LOST else None
+        folder = str(dumps / time.strftime("%Y%m%d-%H%M%S")) if dumps else ""
         if first:
-            print(message, file=sys.stderr, flush=True)
+            where = f"\nThe stacks and latest collectives of all ranks are in {folder}." if folder else ""
+            print(message + where, file=sys.stderr, flush=True)
         with suppress(RuntimeError):
             if first:
-                self._store.set("verdict", str(exit_code))
+                self._store.set("verdict", json.dumps([exit_code, folder]))
+                self._dump(folder, lost)
                 self._wait_for_acks()
             else:
                 exit_code = self._read_verdict()
@@ -246,7 +258,7 @@ class RankWatchdog:
         if any(seconds > timeout for seconds in silent.values()):
             # The ranks of a lost host become silent together, but not all at the same moment.
             lost = sorted((rank for rank in silent if silent[rank] > timeout / 2), key=lambda rank: -silent[rank])
-            self.end(EXIT_RANK_LOST, self._loss_message(lost, silent[lost[0]]))
+            self.end(EXIT_RANK_LOST, self._loss_message(lost, silent[lost[0]]), lost)
         progress = [self._progress(), *(last.heartbeat.progress for last in others.values())]
         if progress != self._last_progress:
             self._last_progress, self._last_progress_at = progress, now
@@ -279,9 +291,19 @@ class RankWatchdog:
     # -- exit of all ranks
 
     def _read_verdict(self) -> int:
-        exit_code = int(self._store.get("verdict"))
+        exit_code, folder = json.loads(self._store.get("verdict"))
+        self._dump(folder)
         self._store.add("acks", 1)
-        return exit_code
+        return int(exit_code)
+
+    def _dump(self, folder: str, lost: Sequence[int] = ()) -> None:
+        """Writes the files of this rank and of lost ones; none without a folder."""
+        if not folder:
+            return
+        dump_rank(Path(folder), self._rank)
+        for rank, stack in zip(lost, self._stacks(lost), strict=True) if lost else ():
+            last = self._last_heartbeats[rank].heartbeat
+            dump_lost_rank(Path(folder), rank, f"host {last.host}, pid {last.pid}", stack)
 
     def _wait_for_acks(self) -> None:
         deadline = time.monotonic() + max(ACK_SECONDS, 2 * self._interval)

@@ -17,6 +17,7 @@ from verl_mg.distributed.gloo import share_event_loop
 from verl_mg.distributed.groups import GROUP_TIMEOUT
 from verl_mg.distributed.rendezvous import join_mpi, raise_open_files_limit, started_by_mpi, wait_for_fresh_store
 from verl_mg.distributed.signals import Signals
+from verl_mg.distributed.stall_dump import STALLS
 from verl_mg.distributed.watchdog import RankWatchdog
 from verl_mg.errors import EXIT_CODE, UserError
 from verl_mg.phase_timer import PhaseTimer
@@ -65,9 +66,11 @@ class World:
         return cls(rank, size, store, signals, watchdog)
 
     def set_timeouts(self, job: JobConfig) -> None:
-        """Sets the watchdog's timeouts to those of the configuration."""
+        """Sets the watchdog's timeouts, and what it writes when a rank is lost, to those of the configuration."""
         if self.watchdog:
             self.watchdog.set_timeouts(job.heartbeat_timeout_s, job.stall_timeout_s)
+            if job.dump_on_stall:
+                self.watchdog.dump_into(job.output / STALLS)
 
     def watch_progress(self, timer: PhaseTimer) -> None:
         """Makes switches of the timer's phases count as progress of this rank."""

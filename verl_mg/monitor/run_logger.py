@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import torch.distributed as dist
 
+from verl_mg.batch import Batch
 from verl_mg.config import Config
 from verl_mg.distributed.collectives import broadcast_json
 from verl_mg.job.job import Job
@@ -19,6 +21,7 @@ from verl_mg.monitor.resources import ResourceSampler
 from verl_mg.monitor.reward_curve import plot_reward_curve
 from verl_mg.monitor.rollout_metrics import mismatch_metrics, rollout_metrics
 from verl_mg.monitor.sample_schema import SAMPLES, FileMetadata, fingerprint
+from verl_mg.monitor.sample_table import SampleTable, sample_table
 from verl_mg.monitor.sample_writer import SampleWriter
 from verl_mg.monitor.status import StatusFile
 from verl_mg.monitor.throughput import Throughput, device_peak, weight_sync_rate
@@ -68,7 +71,8 @@ class RunLogger:
         if rank == 0:
             _warn_dropped_prompts(job)
         first_step = first if first > 1 else 0
-        self._trackers = [*build_trackers(recipe, config, job.timer, first_step), endpoint] if rank == 0 else []
+        self._trackers = build_trackers(recipe, config, job.timer, first_step) if rank == 0 else []
+        self._endpoint = endpoint
         self._alarms = Alarms(config.alarm, run_name(config), self._output / METRICS, first_step) if rank == 0 else None
         self.stop_reason = ""
         self._samples = _sample_writer(job, recipe) if "rollout" in job.requested else None
@@ -77,6 +81,7 @@ class RunLogger:
         self._profile, self._traced = Profile(job.timer), TorchProfile(config.profile, self._output, rank)
         self._timeline = Timeline(self._output / TIMELINE, rank, job.timer, first)
         self._started, self._version = 0.0, 0
+        self._table: SampleTable | None = None
 
     def traced(self, iteration: int) -> AbstractContextManager[None]:
         """Context of an iteration, which starts now."""
@@ -95,6 +100,7 @@ class RunLogger:
                 for batch in produced:
                     metrics |= self._job.observe(batch)
                 self._samples.write(iteration, self._job.rollout.records, self._job.trained_batches)
+                self._table = self._shown_samples(iteration, produced)
         seconds = time.perf_counter() - self._started
         rates = self._throughput.iteration(produced, seconds, self._resources.take())
         rates |= weight_sync_rate(metrics, dist.get_world_size())
@@ -110,12 +116,19 @@ class RunLogger:
         self._profile.discard()  # the evaluation
         with self._job.timer("logging"):
             for tracker in self._trackers if metrics else ():
-                tracker.log(step, metrics)
+                tracker.log(step, metrics, self._table)
+            self._table = None
+            self._endpoint.log(step, metrics)
             if self._alarms and metrics:
                 self.stop_reason = self._alarms.check(step, metrics) or self.stop_reason
         if step:
             self._status.log(step, metrics)
             self._timeline.write(step)
+
+    def _shown_samples(self, iteration: int, produced: Sequence[Batch]) -> SampleTable | None:
+        """Returns the samples for services, on rank 0 alone: those of other ranks are not sent for it."""
+        limit = self._job.config.tracking.samples if dist.get_rank() == 0 else 0
+        return sample_table(produced, limit, iteration, self._job.prompts, self._job.tokenizer) if limit else None
 
     def close(self) -> None:
         """Closes trackers and alarms, and prints the summary on rank 0; collective."""

@@ -23,7 +23,7 @@ def run_name(config: Config) -> str:
     return config.tracking.name or config.job.output.absolute().name
 
 
-def build_trackers(title: str, config: Config, timer: PhaseTimer, first_step: int = 0) -> list[Tracker]:
+def build_trackers(title: str, config: Config, timer: PhaseTimer, first_step: int = 0) -> list[RetryingTracker]:
     """Opens the trackers of a job; called on one rank.
 
     Args:

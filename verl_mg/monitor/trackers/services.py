@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_mg.errors import UserError
+from verl_mg.monitor.sample_table import SampleTable
 from verl_mg.monitor.trackers.tracker import Tracker
 
 IDS = "trackers.json"
@@ -82,6 +83,11 @@ class WandbTracker:
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self._run.log(metrics | {"step": step})
 
+    def log_samples(self, step: int, table: SampleTable) -> None:
+        import wandb
+
+        self._run.log({"samples": wandb.Table(columns=list(table.columns), data=table.rows), "step": step})
+
     def close(self) -> None:
         self._run.finish()
 
@@ -139,6 +145,11 @@ class SwanlabTracker:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self._run.log(metrics, step=step)
+
+    def log_samples(self, step: int, table: SampleTable) -> None:
+        from swanlab import echarts
+
+        self._run.log({"samples": echarts.Table().add(list(table.columns), table.rows)}, step=step)
 
     def close(self) -> None:
         self._run.finish()

@@ -6,7 +6,9 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
+
+from verl_mg.monitor.sample_table import SampleTable
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +37,19 @@ class Tracker(Protocol):
         """Closes the tracker; nothing is logged afterwards."""
 
 
+@runtime_checkable
+class SampleTracker(Tracker, Protocol):
+    """Tracker that also receives samples."""
+
+    def log_samples(self, step: int, table: SampleTable) -> None:
+        """Writes samples of one iteration immediately.
+
+        Args:
+            step: number of iterations done.
+            table: the samples.
+        """
+
+
 class RetryingTracker:
     """Wrapper of a tracker that can fail: warns once, and logs the missed steps when the tracker works again.
 
@@ -51,14 +66,20 @@ class RetryingTracker:
         """
         self._name, self._opener, self._retry_after = name, opener, retry_after
         self._tracker: Tracker | None = None
-        self._missed: deque[tuple[int, dict[str, float]]] = deque()
+        self._missed: deque[tuple[int, dict[str, float], SampleTable | None]] = deque()
         self._warned = False
         self._not_before = 0.0
         self._flush()
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Logs the step, and missed ones, unless a failure was recent."""
-        self._missed.append((step, dict(metrics)))
+    def log(self, step: int, metrics: dict[str, float], samples: SampleTable | None = None) -> None:
+        """Logs the step, and missed ones, unless a failure was recent.
+
+        Args:
+            step: number of iterations done.
+            metrics: values by name.
+            samples: samples of the iteration, for trackers that receive them.
+        """
+        self._missed.append((step, dict(metrics), samples))
         if time.monotonic() >= self._not_before:
             self._flush()
 
@@ -80,7 +101,10 @@ class RetryingTracker:
             if self._tracker is None:
                 self._tracker = self._opener()
             while self._missed:
-                self._tracker.log(*self._missed[0])
+                step, metrics, samples = self._missed[0]
+                self._tracker.log(step, metrics)
+                if samples is not None and isinstance(self._tracker, SampleTracker):
+                    self._tracker.log_samples(step, samples)
                 self._missed.popleft()
         except Exception as error:
             self._warn(error)
