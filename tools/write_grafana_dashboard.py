@@ -17,7 +17,7 @@ MIN_MEAN_MAX = ("min", "mean", "max")
 
 @dataclass(frozen=True)
 class Panel:
-    """One panel."""
+    """Panel of the dashboard with its queries."""
 
     title: str
     """Title."""

@@ -7,12 +7,12 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch._C import _distributed_c10d as c10d
 
 STALLS = "stalls"
 """Folder in that of a run, with a folder for each time that a job ended so."""
@@ -59,20 +59,21 @@ def _stack_file(folder: Path, rank: int) -> Path:
 def _all_stacks(rank: int) -> str:
     """Returns the stacks of all threads, that of the main thread first and innermost frames last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    main, own = threading.main_thread().ident, threading.get_ident()
+    main, this = threading.main_thread().ident, threading.get_ident()
     frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
     parts = [f"rank {rank}, host {socket.gethostname()}, pid {os.getpid()}\n"]
     for ident, frame in frames:
-        if ident != own:
+        if ident != this:
             parts.append(f"thread {names.get(ident, ident)}\n" + "".join(traceback.format_stack(frame)))
     return "\n".join(parts)
 
 
 def _write_records(folder: Path, rank: int) -> None:
     """Writes torch's flight records; the environment variable TORCH_FR_BUFFER_SIZE is their number."""
-    recorders: Mapping[str, Callable[[], bytes]] = {"gloo": c10d._dump_fr_trace_json}
+    c10d: Any = torch._C._distributed_c10d  # not in torch's stubs
+    recorders = {"gloo": c10d._dump_fr_trace_json}
     if torch.cuda.is_available():
-        recorders = {**recorders, "nccl": c10d._dump_nccl_trace_json}
+        recorders["nccl"] = c10d._dump_nccl_trace_json
     for name, dump in recorders.items():
         with suppress(OSError, RuntimeError):
             (folder / f"rank-{rank}.{name}.json").write_bytes(dump())

@@ -28,7 +28,7 @@ TARGETS = "prometheus.json"
 PATH = "/metrics"
 """Path of the metrics, Prometheus's default."""
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""https://prometheus.io/docs/instrumenting/exposition_formats/#text-based-format"""
+"""Type of the text format, see https://prometheus.io/docs/instrumenting/exposition_formats/."""
 PREFIX = "verl_mg_"
 """Prefix of the names of all metrics."""
 ANY_ADDRESS = ("0.0.0.0", "::")

@@ -51,7 +51,7 @@ class ResourceSampler:
         return {name: sum(v) / len(v) if name == GPU_UTILIZATION else max(v) for name, v in values.items()}
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Ends the thread of the samples."""
         self._ended.set()
         self._thread.join()
 
@@ -81,7 +81,7 @@ def over_ranks(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
     Args:
         reports: measurements of each rank, by name.
     """
-    metrics = {}
+    metrics: dict[str, float] = {}
     for name in dict.fromkeys(name for report in reports for name in report):
         values = [report[name] for report in reports if name in report]
         metrics |= {

@@ -20,7 +20,7 @@ Cell = str | float | None
 
 @dataclass(frozen=True)
 class SampleTable:
-    """A table of samples."""
+    """Table with a row per sample."""
 
     columns: tuple[str, ...]
     """Names of the columns."""

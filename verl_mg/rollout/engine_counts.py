@@ -32,15 +32,15 @@ def observed_load(running: int, waiting: int, used: int, capacity: int) -> dict[
     return {RUNNING: running, WAITING: waiting, USED: used, CAPACITY: capacity, OBSERVED: 1}
 
 
-def count_metrics(counts: Iterable[Counts]) -> dict[str, float]:
+def count_metrics(counts: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Returns the metrics of a call; {} for engines that count nothing.
 
     They begin with `time/`, since load and cache depend on the moments at which requests arrive.
 
     Args:
-        counts: counters of all engines.
+        counts: counters of all engines, or their sums.
     """
-    total: dict[str, int] = {}
+    total: dict[str, float] = {}
     for part in counts:
         for name, value in part.items():
             total[name] = total.get(name, 0) + value

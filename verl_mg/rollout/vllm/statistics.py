@@ -67,13 +67,13 @@ class StepStatistics:
             self._counts.update({VERIFIED: steps, GENERATED: accepted + steps})  # and one token of the policy's own
 
     def log(self) -> None:
-        """Prints nothing."""
+        """Does nothing: the counters are logged as metrics."""
 
     def log_engine_initialized(self) -> None:
-        """Prints nothing."""
+        """Does nothing: there is nothing to announce."""
 
     def record_sleep_state(self, is_awake: int, level: int) -> None:
-        """Counts nothing.
+        """Does nothing: sleep is not counted.
 
         Args:
             is_awake: whether the engine is awake.
