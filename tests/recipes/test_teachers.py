@@ -1,4 +1,4 @@
-"""Teachers of recipes that distill: several by source, on a server, and the policy that training began with."""
+"""Teachers of recipes that distill: several by source, on a server, the policy itself, one with another tokenizer."""
 
 from pathlib import Path
 
@@ -8,6 +8,7 @@ from recipes.tasks.repeat_digit import DIGITS, LENGTH
 from tests.recipes.tiny_runs import TEACHER_OF, Goal, tiny_run
 from tests.scoring_servers import scoring
 from tests.tiny_jobs import write_lines
+from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.run.loop import MODEL
 
 FIRST = ["job.iterations=1", "job.save=false", "algorithm.prompts_per_iteration=9", "algorithm.group_size=2"]
@@ -111,3 +112,36 @@ def test_policy_learns_from_its_beginning_with_the_answer_in_the_prompt(ranks, t
     options = [f"model.path={tmp_path / 'sft' / MODEL}", *knows, "job.save=false"]
     lines = tiny_run(ranks, "gkd", tasks(0), tmp_path / "run", options)
     Goal("reward/mean", (-1.0, 0.2), 0.9, 0.4).check(lines)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("weights", ["actor", "reference"])
+def test_policy_nears_itself_with_the_answer_in_the_prompt(ranks, tasks, tmp_path, weights):
+    # Its objective: this tiny model, in large steps, takes the teacher along with it.
+    write_lines(tmp_path / "given.jsonl", ({"prompt": f"{d * LENGTH}=", "answer": d * LENGTH} for d in DIGITS))
+    given = [f"data.train={tmp_path / 'given.jsonl'}", "job.iterations=40"]
+    tiny_run(ranks, "sft", tasks(0), tmp_path / "sft", given)
+    knows = f'teachers={{self: {{prompt: "{{answer}}=", weights: {weights}}}}}'
+    options = [f"model.path={tmp_path / 'sft' / MODEL}", knows, "algorithm.divergence={kind: forward, top_k: 6}"]
+    refreshed = ["reference.path=null", "reference.refresh_every=8"] if weights == "reference" else []
+    lines = tiny_run(ranks, "gkd", tasks(0), tmp_path / "run", [*options, *refreshed, "job.iterations=24"])
+    NEAR.check(lines)
+
+
+@pytest.mark.nightly
+def test_policy_with_longer_tokens_learns_from_a_teacher_of_single_digits(ranks, task, tmp_path):
+    size = {"hidden": 64, "layers": 2, "ffn": 128, "max_positions": 64, "init_std": 0.06}
+    pairs = [digit * 2 for digit in DIGITS]  # one token each, whose text the teacher reads in two
+    student = make_tiny_model(tmp_path / "model", "qwen3", characters="=" + DIGITS[::-1], words=pairs, seed=1, **size)
+    taught = f"teachers={{other: {{path: {task / 'sft' / MODEL}, tokenizer: {task / 'sft' / MODEL}}}}}"
+    options = [f"model.path={student}", taught, "job.save=false"]
+    lines = tiny_run(ranks, "distillation", task, tmp_path / "run", options)
+    Goal("distillation/reverse_kl", (3.0, 9.0), 0.5, 1.5).check(lines)
+    assert lines[-1]["reward/mean"] > lines[0]["reward/mean"] + 0.3
+
+
+@pytest.mark.nightly
+def test_gkd_refuses_a_teacher_with_another_tokenizer(ranks, task, tmp_path):
+    taught = f"teachers={{other: {{path: {task / 'mixture'}, tokenizer: {task / 'mixture'}}}}}"
+    with pytest.raises(Exception, match="teachers.other.tokenizer: distributions over two vocabularies cannot be"):
+        tiny_run(ranks, "gkd", task, tmp_path / "run", [taught, *FIRST])
