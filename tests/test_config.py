@@ -103,6 +103,7 @@ def test_dump_config_output_reads_back_equal(tmp_path):
         (["actor.optimizer={kind: muon, cpu_offload: true}"], "Write moments_dtype=bfloat16, or kind=adamw"),
         (["actor.optimizer.kind=muon", "actor.lora={}"], "Write optimizer.kind=adamw"),
         (["actor.optimizer.warmup_steps=9", "actor.optimizer.decay_steps=9"], "Must be larger than warmup_steps"),
+        (["actor.optimizer.warmup_steps=9", "actor.optimizer.warmup_ratio=0.1"], "Leave one of them out"),
     ],
 )
 def test_load_config_invalid_override_names_key_and_remedy(tmp_path, overrides, message):

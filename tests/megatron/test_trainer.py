@@ -77,6 +77,15 @@ def test_learning_rate_schedule_cosine_decays_to_minimum():
     assert got == pytest.approx([*expected, 0.1])
 
 
+def test_warmup_ratio_is_of_the_decay_or_of_the_whole_job():
+    whole = OptimizerConfig(warmup_ratio=0.25, schedule="linear").with_steps(8)
+    assert (whole.warmup_steps, whole.decay_steps, whole.warmup_ratio) == (2, 8, None)
+    optimizer = OptimizerConfig(warmup_ratio=0.3, schedule="cosine", decay_steps=5)
+    assert optimizer.with_steps(800).warmup_steps == 2 and optimizer.with_steps(800).decay_steps == 5
+    assert OptimizerConfig(warmup_ratio=0.9).with_steps(1).warmup_steps == 0
+    assert OptimizerConfig(warmup_steps=4).with_steps(800) == OptimizerConfig(warmup_steps=4)
+
+
 def test_check_schedule_decay_without_steps_raises():
     with pytest.raises(UserError, match=r"Set actor\.optimizer\.decay_steps"):
         check_schedule(OptimizerConfig(schedule="cosine"))

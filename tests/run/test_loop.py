@@ -107,10 +107,14 @@ def test_train_bf16_with_recompute_is_close_to_fp32(ranks, inputs, tmp_path):
 
 
 def test_train_sft_lowers_its_loss(ranks, inputs, tmp_path):
-    overrides = ["algorithm.examples_per_iteration=40", "job.iterations=25", "actor.optimizer.lr=3e-3"]
+    overrides = ["algorithm.examples_per_iteration=40", "job.iterations=25"]
+    overrides += ["actor.optimizer={lr: 3e-3, warmup_ratio: 0.2, schedule: linear, min_lr: 2e-3}"]
     ranks.run(2, job, "sft", inputs, tmp_path / "run", overrides)
     losses = [line["actor/loss"] for line in metrics_of(tmp_path / "run")]
     assert losses[-1] < 0.5 * losses[0]
+    rates = [line["actor/lr"] for line in metrics_of(tmp_path / "run")]
+    assert rates[:5] == pytest.approx([3e-3 * step / 5 for step in range(1, 6)])
+    assert rates[5] < rates[4] and rates[-1] == pytest.approx(2e-3)
 
 
 def test_train_into_an_earlier_run_raises(ranks, inputs, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -27,8 +28,11 @@ class OptimizerConfig(ConfigSection):
     """Shape of the decay after warm-up."""
     warmup_steps: int = Field(0, ge=0)
     """Optimizer steps in which the learning rate rises linearly from 0."""
+    warmup_ratio: float | None = Field(None, gt=0, lt=1)
+    """Share of the schedule in which the learning rate rises, instead of `warmup_steps`. The schedule has `decay_steps`
+    or, where these are null, the optimizer steps of the whole job, at whose end the decay then ends too."""
     decay_steps: PositiveInt | None = None
-    """Optimizer step at which the decay ends. null: no decay."""
+    """Optimizer step at which the decay ends. null: no decay, except with `warmup_ratio`."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay per step, as a factor of the learning rate."""
     betas: tuple[float, float] = (0.9, 0.999)
@@ -60,6 +64,26 @@ class OptimizerConfig(ConfigSection):
         if folder is not None and not info.data.get("cpu_offload"):
             raise ValueError("requires cpu_offload. Write cpu_offload=true")
         return folder
+
+    @field_validator("warmup_ratio")
+    @classmethod
+    def _instead_of_steps(cls, ratio: float | None, info: Any) -> float | None:
+        if ratio is not None and info.data.get("warmup_steps"):
+            raise ValueError("warmup_steps is given too. Leave one of them out")
+        return ratio
+
+    def with_steps(self, total_steps: int) -> OptimizerConfig:
+        """Returns the same with the steps of warm-up and decay in place of `warmup_ratio`, if there is one.
+
+        Args:
+            total_steps: optimizer steps of the whole job.
+        """
+        if self.warmup_ratio is None:
+            return self
+        steps = self.decay_steps or total_steps
+        # A schedule of a few steps has at least one of them behind its warm-up.
+        warmup = min(math.ceil(self.warmup_ratio * steps), steps - 1)
+        return self.model_copy(update={"warmup_ratio": None, "warmup_steps": warmup, "decay_steps": steps})
 
     @field_validator("decay_steps")
     @classmethod

@@ -170,6 +170,20 @@ class Config(ConfigSection):
         role: RoleSection = self.section(section)
         return role.dtype or self.model.dtype
 
+    def num_updates(self, section: str) -> int:
+        """Returns the optimizer steps of the whole job for the role with this section, such as actor.
+
+        They are fewer where an iteration has fewer samples than mini-batches.
+        """
+        recipe = self.algorithm
+        # The first iterations of PPO and its variants can be of the critic alone.
+        waiting = getattr(recipe, "critic_warmup", 0) if section == "actor" else 0
+        iterations = max(self.job.iterations - waiting, 1)
+        if section not in ("actor", "critic"):
+            return iterations  # reward models take one step in an iteration
+        steps: int = getattr(recipe, "num_minibatches", 1) * getattr(recipe, "num_epochs", 1)
+        return iterations * steps
+
     @property
     def reference_is_unadapted_actor(self) -> bool:
         """Whether the reference is the actor without its adapters, and has no weights of its own."""

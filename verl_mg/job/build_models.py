@@ -176,7 +176,7 @@ class ModelRoleBuilder:
         if isinstance(section, TrainableConfig) and issubclass(kind, TrainableRole):
             options = {
                 "recompute": section.recompute,
-                "optimizer": section.optimizer,
+                "optimizer": section.optimizer.with_steps(self._config.num_updates(config_section_of(role))),
                 "guard": section.guard,
                 "lora": section.lora,
                 "learns": self._learns,
