@@ -258,6 +258,10 @@ class RolloutConfig(ConfigSection):
     """Nucleus sampling: smallest set of tokens with this probability. 1: off."""
     top_k: int = Field(0, ge=0)
     """Sample from the k most likely tokens. 0: off."""
+    min_p: float = Field(0.0, ge=0, lt=1)
+    """Sample from the tokens with at least this share of the probability of the most likely one (arXiv:2407.01082). 0:
+    off. As with `top_p` and `top_k` log-probs are those of the full distribution, in engines and training. vLLM
+    measures `top_p` and `top_k` within these tokens, other engines take those that pass each of the three."""
     max_new_tokens: PositiveInt = 256
     """Longest response, in tokens, over all turns."""
     max_running_requests: PositiveInt = 256

@@ -353,6 +353,7 @@ class Job:
             temperature=config.temperature,
             top_p=config.top_p,
             top_k=config.top_k,
+            min_p=config.min_p,
             stop_token_ids=tuple(sorted(stops)),
             excluded_token_ids=self.processor.placeholder_ids if self.processor else (),
         )

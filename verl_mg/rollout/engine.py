@@ -43,6 +43,8 @@ class Sampling:
     temperature scaling; 1: no limit."""
     top_k: int = 0
     """Number of the most probable tokens that are candidates; 0: no limit."""
+    min_p: float = 0.0
+    """A token is a candidate if its probability is at least this share of the highest one; 0: no limit."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a response; they are part of it."""
     excluded_token_ids: tuple[int, ...] = ()
@@ -58,6 +60,8 @@ class Sampling:
             raise UserError(f"top_p: it is {self.top_p}. Give a number above 0 and up to 1, where 1 turns it off.")
         if self.top_k < 0:
             raise UserError(f"top_k: it is {self.top_k}. Give a positive number, or 0 to turn it off.")
+        if not 0 <= self.min_p < 1:
+            raise UserError(f"min_p: it is {self.min_p}. Give a number below 1, or 0 to turn it off.")
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,8 @@ class EngineRequest:
     """Candidates have this share of the distribution; 1: no limit."""
     top_k: int
     """Number of candidates; 0: no limit."""
+    min_p: float
+    """Candidates have this share of the highest probability; 0: no limit."""
     stop_token_ids: list[int]
     """Tokens that end the response."""
     seed: int | None
@@ -178,6 +180,7 @@ class RequestTracker(RolloutEngine):
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
+            min_p=sampling.min_p,
             stop_token_ids=list(sampling.stop_token_ids),
             seed=request.seed if self._limits.seeded else None,
             routed_experts=self._limits.routed is not None,

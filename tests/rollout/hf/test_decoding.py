@@ -20,11 +20,11 @@ def oracle(logits: list[float], temperature: float) -> list[float]:
     return [weight / sum(weights) for weight in weights]
 
 
-def allowed(probabilities: list[float], top_k: int, top_p: float) -> set[int]:
+def allowed(probabilities: list[float], top_k: int, top_p: float, min_p: float) -> set[int]:
     kept: set[int] = set()
     mass = 0.0
     for token in sorted(range(len(probabilities)), key=lambda t: -probabilities[t]):
-        if mass >= top_p or (top_k and len(kept) == top_k):
+        if mass >= top_p or (top_k and len(kept) == top_k) or probabilities[token] < min_p * max(probabilities):
             break
         kept.add(token)
         mass += probabilities[token]
@@ -47,20 +47,24 @@ def test_draw_tokens_frequencies_equal_the_softmax(temperature: float) -> None:
         assert abs(count - n * probability) <= 1.5
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (0, 0.6), (0, 0.95), (4, 0.7), (1, 1.0), (50, 1.0), (0, 1e-9)])
-def test_draw_tokens_top_k_and_top_p_restrict_the_set(top_k: int, top_p: float) -> None:
+CUTS = [(3, 1.0, 0), (0, 0.6, 0), (0, 0.95, 0), (4, 0.7, 0), (1, 1.0, 0), (50, 1.0, 0), (0, 1e-9, 0)]
+CUTS_BY_MIN_P = [(0, 1.0, 0.3), (0, 0.6, 0.3), (2, 1.0, 0.3), (0, 1.0, 0.99), (0, 0.99, 0.05)]
+
+
+@pytest.mark.parametrize(("top_k", "top_p", "min_p"), [*CUTS, *CUTS_BY_MIN_P])
+def test_draw_tokens_top_k_top_p_and_min_p_restrict_the_set(top_k: int, top_p: float, min_p: float) -> None:
     n = 20_000
-    sampling = Sampling(max_new_tokens=1, temperature=1.3, top_k=top_k, top_p=top_p)
+    sampling = Sampling(max_new_tokens=1, temperature=1.3, top_k=top_k, top_p=top_p, min_p=min_p)
     tokens, _ = draw(LOGITS, n, sampling)
     probabilities = oracle(LOGITS, 1.3)
-    kept = allowed(probabilities, top_k, top_p)
+    kept = allowed(probabilities, top_k, top_p, min_p)
     assert set(tokens.tolist()) == kept
     inside = sum(probabilities[token] for token in kept)
     for token in kept:
         assert abs(int((tokens == token).sum()) - n * probabilities[token] / inside) <= 1.5
 
 
-@pytest.mark.parametrize("sampling", [Sampling(max_new_tokens=1, temperature=0.7, top_k=3, top_p=0.9)])
+@pytest.mark.parametrize("sampling", [Sampling(max_new_tokens=1, temperature=0.7, top_k=3, top_p=0.9, min_p=0.1)])
 def test_draw_tokens_logprobs_are_of_the_full_distribution(sampling: Sampling) -> None:
     tokens, logprobs = draw(LOGITS, 100, sampling)
     expected = torch.tensor(oracle(LOGITS, 0.7)).log()[tokens]
@@ -101,7 +105,7 @@ def test_uniforms_depend_only_on_the_seed() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("max_new_tokens", 0), ("temperature", -1.0), ("top_p", 0.0), ("top_p", 1.5), ("top_k", -1)],
+    [("max_new_tokens", 0), ("temperature", -1.0), ("top_p", 0.0), ("top_p", 1.5), ("top_k", -1), ("min_p", 1.0)],
 )
 def test_sampling_value_out_of_range_raises(name: str, value: float) -> None:
     with pytest.raises(UserError, match=f"{name}: it is {value}"):

@@ -50,16 +50,18 @@ def engine(model, tmp_path_factory) -> Iterator[SGLangEngine]:
     engine.close()
 
 
-def test_engine_samples_match_transformers_logprobs_and_routing(engine, model):
+@pytest.mark.parametrize("min_p", [0.0, 0.4])
+def test_engine_samples_match_transformers_logprobs_and_routing(engine, model, min_p):
     whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     requested = requests()
-    samples = engine.generate(requested, Sampling(max_new_tokens=12, temperature=0.8))
+    samples = engine.generate(requested, Sampling(max_new_tokens=12, temperature=0.8, min_p=min_p))
     for request, sample in zip(requested, samples, strict=True):
         row = torch.tensor([[*request.prompt, *sample.tokens]])
         out = whole(row, output_router_logits=True)
         scores = (out.logits[0] / 0.8).log_softmax(-1)[len(request.prompt) - 1 : -1]
         own = scores.gather(1, torch.tensor(sample.tokens)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(sample.logprobs), own, atol=1e-4, rtol=0)
+        assert ((own - scores.amax(1)).exp() >= min_p - 1e-4).all()
         assert sample.policy_versions == (7,) * 12 and sample.finish == "length"
         chosen = torch.stack([layer.topk(2).indices for layer in out.router_logits], dim=1)[:-1]
         assert sample.routed_experts is not None

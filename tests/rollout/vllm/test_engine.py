@@ -65,7 +65,7 @@ def engine(model, tmp_path_factory) -> Iterator[VLLMEngine]:
     engine.close()
 
 
-def check_sample(whole, request: Request, sample: Sample, temperature: float = 1.0) -> None:
+def check_sample(whole, request: Request, sample: Sample, temperature: float = 1.0, min_p: float = 0.0) -> None:
     """Its log-probs are those of the full distribution, and its experts those of `transformers`."""
     row = torch.tensor([[*request.prompt, *sample.tokens]])
     with torch.no_grad():
@@ -73,12 +73,13 @@ def check_sample(whole, request: Request, sample: Sample, temperature: float = 1
     scores = (out.logits[0] / temperature).log_softmax(-1)[len(request.prompt) - 1 : -1]
     oracle = scores.gather(1, torch.tensor(sample.tokens)[:, None])[:, 0]
     torch.testing.assert_close(torch.tensor(sample.logprobs), oracle, atol=1e-4, rtol=0)
+    assert ((oracle - scores.amax(1)).exp() >= min_p - 1e-4).all()
     chosen = torch.stack([layer.topk(2).indices for layer in out.router_logits], dim=1)[:-1]
     assert sample.routed_experts is not None
     assert torch.equal(sample.routed_experts.long().sort(-1).values, chosen.sort(-1).values)
 
 
-@pytest.mark.parametrize("cut", [{}, {"top_k": 3, "top_p": 0.7}])
+@pytest.mark.parametrize("cut", [{}, {"top_k": 3, "top_p": 0.7}, {"min_p": 0.4}])
 def test_engine_samples_match_transformers_logprobs_and_routing(engine, model, cut):
     whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     requested = requests()
@@ -87,7 +88,7 @@ def test_engine_samples_match_transformers_logprobs_and_routing(engine, model, c
     assert 0 < load["time/engine_running"] <= len(requested) and load["time/engine_waiting"] >= 0
     assert 0 < load["time/engine_cache_usage"] < 1
     for request, sample in zip(requested, samples, strict=True):
-        check_sample(whole, request, sample, 0.8)
+        check_sample(whole, request, sample, 0.8, cut.get("min_p", 0.0))
         assert sample.policy_versions == (7,) * 12 and sample.finish == "length"
 
 

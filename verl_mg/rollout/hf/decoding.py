@@ -190,11 +190,11 @@ def draw_tokens(logits: torch.Tensor, uniforms: torch.Tensor, sampling: Sampling
     Args:
         logits: (n, V), any float dtype.
         uniforms: (n,) in [0, 1), unused by greedy decoding.
-        sampling: temperature, top-k, top-p, and excluded tokens.
+        sampling: temperature, top-k, top-p, min-p, and excluded tokens.
 
     Returns:
         Tokens (n,) int64, and their log-probs (n,) float32 in nats under the full temperature-scaled distribution:
-        top-k, top-p and exclusion restrict the draw but do not renormalise it.
+        top-k, top-p, min-p and exclusion restrict the draw but do not renormalise it.
     """
     scores = logits.float()
     if sampling.temperature > 0:
@@ -215,6 +215,8 @@ def _draw(
     weights: torch.Tensor, total: torch.Tensor, best: torch.Tensor, uniforms: torch.Tensor, sampling: Sampling
 ) -> torch.Tensor:
     """Draws tokens (n, 1) from unnormalised weights (n, V); total, best (most probable token), uniforms: (n, 1)."""
+    if sampling.min_p > 0:
+        weights = weights * (weights >= sampling.min_p * weights.amax(dim=-1, keepdim=True))
     if sampling.top_k == 0 and sampling.top_p == 1:
         return _invert(weights, best, uniforms)
     kept, ids = _most_probable(weights, total, sampling)

@@ -189,7 +189,8 @@ class HFEngine(RolloutEngine):
 
 def _drawing(sampling: Sampling) -> tuple[object, ...]:
     """Returns everything that decides how a token is drawn."""
-    return (sampling.temperature, sampling.top_p, sampling.top_k, sampling.stop_token_ids, sampling.excluded_token_ids)
+    cuts = (sampling.top_p, sampling.top_k, sampling.min_p)
+    return (sampling.temperature, *cuts, sampling.stop_token_ids, sampling.excluded_token_ids)
 
 
 def _batching_key(waiting: tuple[Request, Sampling]) -> tuple[object, ...]:

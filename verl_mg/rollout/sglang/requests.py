@@ -25,6 +25,7 @@ def request_fields(request: dict[str, Any]) -> dict[str, Any]:
         "temperature": request["temperature"],
         "top_p": request["top_p"],
         "top_k": request["top_k"] or -1,
+        "min_p": request["min_p"],
         "stop_token_ids": request["stop_token_ids"],
         # SGLang also stops at the model's end of sequence, unless it is to ignore all stop tokens.
         "ignore_eos": not request["stop_token_ids"],

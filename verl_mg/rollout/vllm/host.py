@@ -71,6 +71,7 @@ class VLLMHost(EngineHost):
             temperature=request["temperature"],
             top_p=request["top_p"],
             top_k=request["top_k"],
+            min_p=request["min_p"],
             stop_token_ids=request["stop_token_ids"],
             seed=_seed(request["seed"], len(request["tokens"])),
             logprobs=0,

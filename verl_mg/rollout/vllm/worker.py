@@ -193,28 +193,53 @@ def _staged_experts(model: torch.nn.Module) -> dict[str, _StagedExperts]:
 
 
 def _return_full_logprobs(sampler: Any) -> None:
-    """Has a sampler return log-probabilities after temperature but before top-k and top-p.
+    """Has a sampler return log-probabilities after temperature but before min-p, top-k and top-p.
 
-    vLLM's processed ones are renormalized over the candidates. Its two model runners have different samplers.
+    vLLM's processed ones are renormalized over the candidates. Its two model runners have different samplers: one
+    returns log-probabilities, the other logits.
     """
+    full = _FullDistribution()
     if hasattr(sampler, "topk_topp_sampler"):
         candidates = sampler.topk_topp_sampler
-        candidates.forward = _with_full_logprobs(candidates.forward)
+        sampler.apply_temperature = full.kept_after(sampler.apply_temperature, _log_softmax)
+        candidates.forward = full.returned_by(candidates.forward)
     else:
-        sampler._sample_random = _with_full_logits(sampler._sample_random)
+        states = sampler.sampling_states
+        states.apply_temperature = full.kept_after(states.apply_temperature, torch.clone)
+        sampler._sample_random = full.returned_by(sampler._sample_random)
 
 
-def _with_full_logprobs(sample: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    def sample_with_full_logprobs(logits: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        full = logits.log_softmax(dim=-1, dtype=torch.float32)
-        return sample(logits, *rest)[0], full
-
-    return sample_with_full_logprobs
+def _log_softmax(logits: Tensor) -> Tensor:
+    return logits.log_softmax(dim=-1, dtype=torch.float32)
 
 
-def _with_full_logits(sample: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    def sample_with_full_logits(logits: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        full = logits.clone()  # candidates are cut off in place
-        return sample(logits, *rest)[0], full
+class _FullDistribution:
+    """Distribution of a step after temperature; candidates are cut off in place afterwards."""
 
-    return sample_with_full_logits
+    def __init__(self) -> None:
+        self._values: Tensor | None = None
+
+    def kept_after(self, scale: Callable[..., Any], copy: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+        """Returns a function that divides logits by temperatures, and whose result is kept.
+
+        Args:
+            scale: scales its first argument, in place where it returns nothing.
+            copy: makes what is kept of scaled logits.
+        """
+
+        def scale_and_keep(logits: Tensor, *rest: Any) -> Any:
+            result = scale(logits, *rest)
+            self._values = copy(logits if result is None else result)
+            return result
+
+        return scale_and_keep
+
+    def returned_by(self, sample: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, Tensor | None]]:
+        """Returns a function that draws tokens and returns them with what was kept."""
+
+        def sample_with_full(*arguments: Any) -> tuple[Tensor, Tensor | None]:
+            tokens, _ = sample(*arguments)
+            values, self._values = self._values, None
+            return tokens, values
+
+        return sample_with_full
