@@ -13,7 +13,7 @@ from tests.engines import overrides as of_engine
 from tests.oracles.plain_evaluation import greedy_responses, mean, pass_at
 from tests.rank_pool import job_store
 from tests.tiny_jobs import RECIPES, files_of, run_here, write_lines, write_sums
-from tests.tiny_models import tiny_model
+from tests.tiny_models import CHARACTERS
 from verl_mg.config import load_config
 from verl_mg.distributed.world import World
 from verl_mg.errors import UserError
@@ -24,6 +24,7 @@ from verl_mg.evaluation.target import Target
 from verl_mg.import_function import load_function
 from verl_mg.job.evaluation import evaluation_sets
 from verl_mg.job.recipe import load_recipe
+from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.view.run import Run
 
 REWARD = "def digits(sample):\n    return sum(c.isdigit() for c in sample.response) / 5\n"
@@ -59,7 +60,9 @@ def evaluated(text: str, sets: list[str], overrides: list[str], output: Path) ->
 def inputs(ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, sets, and a run whose weights differ from the model's."""
     folder = tmp_path_factory.mktemp("inputs")
-    tiny_model(folder / "model", "qwen3")
+    # Sizes that the engines compute with on a CPU.
+    sizes = {"hidden": 64, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 128, "max_positions": 64}
+    make_tiny_model(folder / "model", "qwen3", characters=CHARACTERS, **sizes, init_std=0.2, perturb=True, seed=3)
     write_sums(folder)
     write_lines(folder / "letters.jsonl", ({"prompt": c * n, "answer": c} for c in "abc" for n in range(1, 4)))
     (folder / "reward.py").write_text(REWARD)
@@ -113,13 +116,19 @@ def test_metrics_and_records_of_samples_belong_together(ranks, inputs, tmp_path)
         "evaluation.temperature=1",
         "evaluation.pass_threshold=0.6",
         "rollout.top_p=0.9",
+        "rollout.max_new_tokens=5",
     ]
     report = ranks.run(
         2,
         evaluated,
-        str(inputs / "run"),
+        str(inputs / "model"),
         [f"sums={inputs / 'sums.jsonl'}"],
-        [*settings, "data.test.sums.k=[1,3,5]", "data.test.sums.prompts=12"],
+        [
+            *settings,
+            "data.test.sums.k=[1,3,5]",
+            "data.test.sums.prompts=12",
+            f"reward.function={inputs / 'reward.py'}:digits",
+        ],
         tmp_path / "out",
     )[0]
     rows = ds.dataset(tmp_path / "out" / "samples", format="parquet").to_table().to_pylist()
