@@ -119,5 +119,7 @@ def test_swanlab_resumed_run_keeps_its_id(tmp_path: Path) -> None:
     written = sorted((tmp_path / "swanlab").glob(f"run-*-{identity}/run-{identity}.swanlab"))
     assert len(written) == 2
     assert all(b"reward/mean" in file.read_bytes() for file in written)
-    rows = [json.loads(file.read_text())["rowData"] for file in (tmp_path / "swanlab").glob("run-*/**/*.json")]
+    rows = [
+        json.loads(file.read_text())["rowData"] for file in (tmp_path / "swanlab").glob("run-*/media/echarts/*.json")
+    ]
     assert [row["response"] for row in rows[0]] == ['so "3"\n', "9"] and len(rows) == 4
