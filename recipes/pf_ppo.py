@@ -2,22 +2,22 @@
 
     prompts -> rollout -> reward -> log-probs -> resample -> values -> advantages -> critic, actor update -> weight sync
 
-A reward model is most reliable where its score is high or low. Responses of the last iterations are kept in a buffer,
-and as many as were sampled in this iteration are drawn from it, with replacement, by weights of their rewards.
+A reward model is most reliable where its score is high or low. The newest responses are kept in a buffer, and some of
+them are drawn, with replacement, by weights of their ranks within a prompt, or of their rewards.
 """
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, model_validator
 
 from recipes.common.entropy import add_entropy_bonus
 from recipes.common.kl import KLConfig, adapt_kl, add_kl_loss, kl_sums, token_rewards_with_kl, with_current_kl
 from recipes.common.off_policy import OffPolicyConfig, add_off_policy_weights, apply_off_policy_weights
-from recipes.common.rows import concat_rollouts
-from verl_mg.algorithms.advantages import gae, moments, select, whiten
+from recipes.common.rows import concat_rollouts, oldest_of_newest
+from verl_mg.algorithms.advantages import gae, moments, resampling_weights, select, whiten
 from verl_mg.algorithms.losses import clipped_policy_loss, explained_variance, value_loss
 from verl_mg.batch import Batch
 from verl_mg.config import RecipeConfig
@@ -30,10 +30,15 @@ class Config(RecipeConfig):
     """Number of prompts that are trained on in an iteration."""
     group_size: int = Field(4, ge=1)
     """Number of responses to each prompt."""
-    buffer_iterations: PositiveInt = 2
-    """Number of iterations, this one included, whose responses are drawn from."""
-    resampling: Literal["pow", "max_min", "max_random"] = "max_min"
-    """Weights of responses: a power of the reward's magnitude, only best and worst, or best preferred."""
+    buffer_samples: PositiveInt = 512
+    """Number of newest responses, those of this iteration included, that are drawn from, in whole groups."""
+    draws_per_prompt: PositiveInt | None = None
+    """Responses drawn for each prompt of an iteration, on average; null draws as many as are sampled."""
+    resampling: Literal["best_random", "best_worst", "pow", "max_min", "max_random"] = "max_min"
+    """Weights of responses: best of a prompt and others, or and the worst; a power of the reward's magnitude; best and
+    worst of all, or best of all preferred."""
+    filter_probability: float = Field(0.5, ge=0, le=1)
+    """Probability that a draw of `best_random` or `best_worst` takes the best response of its prompt."""
     power: float = Field(2.0, ge=0)
     """Exponent of `resampling: pow`."""
     clip_low: float = Field(0.2, gt=0)
@@ -62,6 +67,12 @@ class Config(RecipeConfig):
     """Number of optimizer steps in an epoch, each with an equal part of the samples."""
     num_epochs: PositiveInt = 1
     """Number of passes over the samples of an iteration."""
+
+    @model_validator(mode="after")
+    def _check_buffer(self) -> Self:
+        if self.buffer_samples < self.group_size:
+            raise ValueError(f"buffer_samples {self.buffer_samples} is less than a group. Write group_size or more")
+        return self
 
 
 def roles(cfg: Config) -> set[str]:
@@ -93,18 +104,20 @@ def iteration(job: Job, cfg: Config) -> dict[str, float]:
             batch["ref_logprobs"] = job.reference.compute_logprobs(batch)
     add_off_policy_weights(batch, cfg.off_policy)
 
-    # Buffer: every rank keeps the rows of its last iterations.
-    batch["iteration"] = torch.full((len(batch),), job.iteration)
+    # Buffer: every rank keeps its rows of the newest groups.
     earlier = job.state.get("response_buffer")
     buffer = concat_rollouts([earlier, batch] if isinstance(earlier, Batch) else [batch])
-    job.state["response_buffer"] = buffer = buffer.select(buffer["iteration"] > job.iteration - cfg.buffer_iterations)
+    oldest = oldest_of_newest(job.all_gather_column(buffer.one_per_trajectory(), "group"), cfg.buffer_samples)
+    job.state["response_buffer"] = buffer = buffer.select(buffer["group"] >= oldest)
 
     # All ranks draw the same responses, and each repeats its rows as often as they were drawn.
     generator = torch.Generator().manual_seed(job.config.job.seed + job.iteration)
-    responses = buffer.one_per_trajectory()
-    drawable, rewards = (job.all_gather_column(responses, name) for name in ("trajectory", "reward"))
+    names = ("trajectory", "group", "reward")
+    drawable, groups, rewards = (job.all_gather_column(buffer.one_per_trajectory(), name) for name in names)
     num_samples = int(job.all_reduce_sum(torch.tensor(len(batch.first_rows))))
-    drawn = select(rewards, num_samples, cfg.resampling, cfg.power, generator)
+    num_draws = num_samples * (cfg.draws_per_prompt or cfg.group_size) // cfg.group_size
+    weights = resampling_weights(rewards, groups, cfg.resampling, cfg.power, cfg.filter_probability)
+    drawn = select(weights, num_draws, generator)
     times = drawn.bincount(minlength=len(drawable))[torch.searchsorted(drawable, buffer["trajectory"])]
     batch = job.reassign_sample_ids(buffer.select(torch.arange(len(buffer)).repeat_interleave(times)))
 

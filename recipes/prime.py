@@ -1,22 +1,27 @@
 """PRIME: process reinforcement through implicit rewards (arXiv:2502.01456).
 
-    prompts -> rollout -> reward -> log-probs -> process_reward update -> advantages -> actor update -> weight sync
+    (prompts -> rollout -> reward) -> log-probs -> process_reward update -> advantages -> actor update -> weight sync
 
 A language model is trained as a classifier of outcomes, whose logit is `beta` times the log-ratio to its initial
 weights. The log-ratio of a single token is then a process reward. The model is updated with the outcomes of an
-iteration before it gives the process rewards of the same iteration.
+iteration before or after it gives the process rewards of the same iteration. Sampling is repeated until enough prompts
+have a mean outcome within bounds. An outcome is the reward, limited to 0 and 1.
 """
 
 from functools import partial
+from typing import Literal
 
+import torch
 from pydantic import Field, PositiveInt
 
 from recipes.common.entropy import add_entropy_bonus
 from recipes.common.kl import KLConfig, adapt_kl, add_kl_loss, kl_sums, rewards_with_kl, with_current_kl
 from recipes.common.off_policy import OffPolicyConfig, add_off_policy_weights, apply_off_policy_weights
 from recipes.common.old_logprobs import OldLogprobs
-from verl_mg.algorithms.advantages import implicit_rewards, prime_advantages
+from recipes.common.rows import concat_rollouts
+from verl_mg.algorithms.advantages import group_means, implicit_rewards, prime_advantages
 from verl_mg.algorithms.losses import clipped_policy_loss, prime_loss
+from verl_mg.batch import Batch
 from verl_mg.config import RecipeConfig
 from verl_mg.job.job import Job
 from verl_mg.training.loss_inputs import LossInputs, LossOutput
@@ -27,10 +32,22 @@ class Config(RecipeConfig):
     """Number of prompts that are trained on in an iteration."""
     group_size: int = Field(4, ge=2)
     """Number of responses to each prompt."""
+    accuracy_low: float = Field(0.0, ge=0, le=1)
+    """Smallest mean outcome of a prompt that is trained on."""
+    accuracy_high: float = Field(1.0, ge=0, le=1)
+    """Largest mean outcome of a prompt that is trained on."""
+    max_sampling_rounds: PositiveInt = 10
+    """Largest number of rollouts in an iteration to find `prompts_per_iteration` prompts with such an outcome."""
     beta: float = Field(0.05, gt=0)
     """Factor of the log-ratio in the process rewards."""
     gamma: float = Field(1.0, gt=0, le=1)
     """Discount of process rewards from one token to the next."""
+    process_weight: float = Field(1.0, ge=0)
+    """Factor of the process rewards' part of the advantages."""
+    process_update: Literal["before", "after"] = "before"
+    """Update of the process reward model, before or after it gives the process rewards of an iteration."""
+    process_minibatches: PositiveInt = 1
+    """Number of optimizer steps of the process reward model in an iteration."""
     clip_low: float = Field(0.2, gt=0)
     """Distance of the lower bound of the ratio from 1."""
     clip_high: float = Field(0.2, gt=0)
@@ -56,8 +73,8 @@ def roles(cfg: Config) -> set[str]:
 
 
 def outcome_loss(inputs: LossInputs, cfg: Config) -> LossOutput:
-    labels = (inputs["reward"] > 0).float()
-    return prime_loss(inputs.logprobs, inputs.ref_logprobs, inputs.mask, inputs.sequence_ids, labels, cfg.beta)
+    outcomes = inputs["reward"].clamp(0, 1)
+    return prime_loss(inputs.logprobs, inputs.ref_logprobs, inputs.mask, inputs.sequence_ids, outcomes, cfg.beta)
 
 
 def policy_loss(inputs: LossInputs, cfg: Config) -> LossOutput:
@@ -71,9 +88,18 @@ def policy_loss(inputs: LossInputs, cfg: Config) -> LossOutput:
 
 def iteration(job: Job, cfg: Config) -> dict[str, float]:
     cfg = with_current_kl(cfg, job.state)
-    prompts = job.prompts.next_batch(cfg.prompts_per_iteration)
-    batch = job.rollout.generate(prompts, num_samples=cfg.group_size)  # responses are scored as they complete
-    batch["reward"] = job.reward.wait(batch)
+    rounds: list[Batch] = []
+    groups = torch.empty(0)
+    while len(groups) < cfg.prompts_per_iteration and len(rounds) < cfg.max_sampling_rounds:
+        prompts = job.prompts.next_batch(cfg.prompts_per_iteration)
+        batch = job.rollout.generate(prompts, num_samples=cfg.group_size)
+        batch["reward"] = job.reward.wait(batch)
+        accuracy = group_means(batch["reward"].clamp(0, 1), batch["group"], batch["trajectory"])
+        rounds.append(batch.select((accuracy >= cfg.accuracy_low) & (accuracy <= cfg.accuracy_high)))
+        groups = job.all_gather_column(concat_rollouts(rounds), "group").unique()
+    groups = groups[: cfg.prompts_per_iteration]
+    batch = concat_rollouts(rounds)
+    batch = batch.select(torch.isin(batch["group"], groups))
 
     with job.concurrent_roles():
         if cfg.old_logprobs == "recompute":
@@ -83,13 +109,19 @@ def iteration(job: Job, cfg: Config) -> dict[str, float]:
         batch["ref_logprobs"] = job.reference.compute_logprobs(batch)
     add_off_policy_weights(batch, cfg.off_policy)
 
-    process_metrics = job.process_reward.update(batch, partial(outcome_loss, cfg=cfg), "seq-mean-token-mean")
-    batch["process_logprobs"] = job.process_reward.compute_logprobs(batch)
+    if cfg.process_update == "after":
+        batch["process_logprobs"] = job.process_reward.compute_logprobs(batch)
+    process_metrics = job.process_reward.update(
+        batch, partial(outcome_loss, cfg=cfg), "seq-mean-token-mean", num_minibatches=cfg.process_minibatches
+    )
+    if cfg.process_update == "before":
+        batch["process_logprobs"] = job.process_reward.compute_logprobs(batch)
 
     mask, logprobs, ref_logprobs = (batch.pad(name)[0] for name in ("loss_mask", "process_logprobs", "ref_logprobs"))
     process_rewards = implicit_rewards(logprobs, ref_logprobs, mask, cfg.beta)
     scores, groups = (column[batch.first_rows] for column in (rewards_with_kl(batch, cfg.kl), batch["group"]))
-    batch["advantages"] = batch.unpad(prime_advantages(process_rewards, scores, mask, groups, cfg.gamma))
+    advantages = prime_advantages(process_rewards, scores, mask, groups, cfg.gamma, cfg.process_weight)
+    batch["advantages"] = batch.unpad(advantages)
 
     metrics = job.actor.update(
         batch,
@@ -100,4 +132,5 @@ def iteration(job: Job, cfg: Config) -> dict[str, float]:
     )
     job.rollout.update_weights(job.actor)
     kl_metrics = adapt_kl(cfg.kl, job.all_reduce_sum(kl_sums(batch)), job.state) if cfg.kl.enabled else {}
-    return {**process_metrics, **metrics, **kl_metrics}
+    sampling_metrics = {"prime/rounds": float(len(rounds)), "prime/groups": float(len(groups))}
+    return {**sampling_metrics, **process_metrics, **metrics, **kl_metrics}

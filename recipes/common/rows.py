@@ -1,4 +1,4 @@
-"""Batches of several rollouts as one, lengths of responses, and turns of rollouts and data."""
+"""Batches of several rollouts as one, the newest groups, lengths of responses, and turns of rollouts and data."""
 
 from collections.abc import Sequence
 
@@ -20,6 +20,18 @@ def concat_rollouts(batches: Sequence[Batch]) -> Batch:
     common = set.intersection(*(set(batch.names()) for batch in batches))
     names = [name for name in sorted(common) if not name.startswith("reward.")]
     return Batch.concat([batch.select_columns(names) for batch in batches])
+
+
+def oldest_of_newest(groups: Tensor, limit: int) -> int:
+    """Returns the oldest of the newest groups, as many as have up to `limit` samples together.
+
+    Args:
+        groups: (n,) int64, the group of each sample on all ranks; newer groups have higher numbers.
+        limit: largest number of samples; of a newest group that is larger, all samples count as one.
+    """
+    numbers, counts = groups.unique(return_counts=True)
+    kept = numbers[counts.flip(0).cumsum(0).flip(0) <= limit]
+    return int(kept[0] if len(kept) else numbers[-1])
 
 
 def response_lengths(batch: Batch) -> Tensor:

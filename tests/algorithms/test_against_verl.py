@@ -139,7 +139,7 @@ def test_resampling_weights_of_random_scores_equal_verl(verl: ModuleType, kind: 
     data = SimpleNamespace(batch=Columns(token_level_scores=rewards), non_tensor_batch={}, meta_info={})
     with mock.patch.object(torch, "multinomial", return_value=torch.arange(ROWS)) as draw:
         verl.compute_pf_ppo_reweight_data(data, kind, 2.0)
-    same(advantages.resampling_weights(scores, kind, 2.0), draw.call_args.args[0])
+    same(advantages.resampling_weights(scores, GROUPS, kind, 2.0), draw.call_args.args[0])
 
 
 class Columns(dict[str, Tensor]):

@@ -318,7 +318,7 @@ def pf_ppo_round(round_: int) -> Batch:
 def run_pf_ppo(resampling: str) -> list[tuple[list[int], int]]:
     """For each iteration the samples that this rank drew, and the size of its buffer."""
     job = ScriptedJob(pf_ppo_round)
-    cfg, results = pf_ppo.Config(buffer_iterations=2, resampling=resampling), []
+    cfg, results = pf_ppo.Config(buffer_samples=2 * ROWS, resampling=resampling), []
     for job.iteration in range(1, ITERATIONS + 1):
         pf_ppo.iteration(job, cfg)
         batch, buffer = job.actor.batches[-1], job.state["response_buffer"]

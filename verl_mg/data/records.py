@@ -42,12 +42,22 @@ def located_records(path: str | Path) -> list[tuple[str, Record]]:
         return generated_records.generated_records(str(path))
     if str(path).startswith(harbor_tasks.PREFIX):
         return harbor_tasks.harbor_records(str(path))
-    readers = {".jsonl": _json_lines, ".json": _json_lines, ".parquet": _parquet_rows, ".arrow": _arrow_rows}
-    files = data_files(Path(path))
-    records = [(f"{file}:{line}", record) for file in files for line, record in readers[file.suffix](file)]
+    records = list(stored_records(path))
     if not records:
         raise UserError(f"{path}: contains no records. Write one JSON object per line, or one row per prompt.")
     return records
+
+
+def stored_records(path: str | Path) -> Iterator[tuple[str, Record]]:
+    """Yields the records of the files of `path` and their places, without keeping them.
+
+    Raises:
+        UserError: as in `read_records`, but for files without records.
+    """
+    readers = {".jsonl": _json_lines, ".json": _json_lines, ".parquet": _parquet_rows, ".arrow": _arrow_rows}
+    for file in data_files(Path(path)):
+        for line, record in readers[file.suffix](file):
+            yield f"{file}:{line}", record
 
 
 def prepared(located: Sequence[tuple[str, Record]], name: str) -> list[tuple[str, Record]]:
@@ -112,12 +122,16 @@ def _json_object(line: bytes, place: str) -> Record:
 def _parquet_rows(path: Path) -> Iterator[tuple[int, Record]]:
     from pyarrow import ArrowException, parquet
 
+    number = 0
     try:
-        rows = parquet.read_table(path).to_pylist()
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, row
     except (ArrowException, OSError, ValueError, OverflowError) as error:  # the last two of texts and dates
         reason = str(error).splitlines()[0]
         raise UserError(f"{path}: not a readable Parquet file ({reason}). Write it again.") from error
-    yield from enumerate(rows, start=1)
 
 
 def _arrow_rows(path: Path) -> Iterator[tuple[int, Record]]:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_mg.algorithms.advantages import gdpo, group_relative, informative, maxrl, opo, remax, rloo
+from verl_mg.algorithms.advantages import gdpo, group_means, group_relative, informative, maxrl, opo, remax, rloo
 from verl_mg.errors import UserError
 
 ROWS = st.lists(st.tuples(st.floats(-10, 10), st.sampled_from([-3, 0, 1, 2, 700])), min_size=1, max_size=24)
@@ -81,6 +81,7 @@ def test_group_advantages_of_samples_with_several_rows_equal_those_of_single_row
         (rloo(scores, groups, ids), rloo(scores[rows], groups[rows], ids[rows])),
         (opo(scores, lengths, groups, ids), opo(scores[rows], lengths[rows], groups[rows], ids[rows])),
         (informative(scores, groups, ids), informative(scores[rows], groups[rows], ids[rows])),
+        (group_means(scores, groups, ids), group_means(scores[rows], groups[rows], ids[rows])),
     ):
         assert torch.equal(repeated, once[rows])
 
@@ -157,6 +158,15 @@ def test_informative_against_loops(rows: list[tuple[float, int]]) -> None:
     scores, groups = torch.tensor([row[0] for row in rows]), torch.tensor([row[1] for row in rows])
     expected = [len({score for score, theirs in rows if theirs == group}) > 1 for _, group in rows]
     assert informative(scores, groups, alone(groups)).tolist() == expected
+    of_group = [[score for score, theirs in rows if theirs == group] for _, group in rows]
+    assert group_means(scores, groups, alone(groups)).tolist() == [sum(same) / len(same) for same in of_group]
+
+
+def test_group_means_of_decimal_fractions_are_exact() -> None:
+    """One and four of five right: 0.2 and 0.8, PRIME's bounds."""
+    scores, groups = torch.tensor([1.0, 0, 0, 0, 0, 1, 1, 1, 1, 0]), torch.tensor([1] * 5 + [2] * 5)
+    means = group_means(scores, groups, torch.arange(10))
+    assert means.tolist() == [0.2] * 5 + [0.8] * 5 and ((means >= 0.2) & (means <= 0.8)).all()
 
 
 def test_rows_without_tokens_and_no_rows() -> None:
@@ -164,7 +174,8 @@ def test_rows_without_tokens_and_no_rows() -> None:
     for function in (group_relative, rloo):
         assert function(empty, groups, groups).shape == (0,)
     assert opo(empty, groups, groups, groups).shape == (0,)
-    assert informative(empty, groups, groups).shape == (0,)
+    for keep in (informative, group_means):
+        assert keep(empty, groups, groups).shape == (0,)
     assert opo(torch.tensor([1.0, 3.0]), torch.tensor([0, 0]), torch.tensor([1, 1]), torch.arange(2)).isfinite().all()
     assert opo(torch.tensor([5.0]), torch.tensor([0]), torch.tensor([1]), torch.arange(1)).tolist() == [0.0]
 

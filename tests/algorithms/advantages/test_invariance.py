@@ -56,6 +56,7 @@ ADVANTAGES: dict[str, Callable[[Rows, Tensor], Tensor]] = {
         r["scores"], r["greedy"][:, None], package.Turns.of(r["mask"]), r["groups"], states(r), 0.9, 0.5
     ),
     "remax": lambda r, _: package.remax(r["scores"], r["greedy"]),
+    "group_means": lambda r, _: package.group_means(r["scores"], r["groups"], r["samples"]),
     "informative": lambda r, _: package.informative(r["scores"].round(), r["groups"], r["samples"]).float(),
     "soft_overlong_penalty": lambda r, _: package.soft_overlong_penalty(r["lengths"], 6, 4),
     "length_adaptive_lambda": lambda r, _: package.length_adaptive_lambda(r["lengths"], 0.5),

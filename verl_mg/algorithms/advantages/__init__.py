@@ -1,7 +1,7 @@
 """Advantage estimators: rewards of samples or tokens in, advantages out.
 
     group         (n,) scores against those of the same prompt: GRPO, Dr. GRPO, RLOO, OPO, ReMax, MaxRL, GDPO;
-                  dynamic sampling
+                  filters of prompts
     gae           (n, T) token rewards to advantages or returns: PPO, VC-PPO, VAPO, REINFORCE++
     prime         (n, T) implicit process rewards and their advantages
     distillation  log-ratios of teacher and student
@@ -23,7 +23,17 @@ from verl_mg.algorithms.advantages.gae import (
     reinforce_plus_plus,
     token_rewards,
 )
-from verl_mg.algorithms.advantages.group import differ, gdpo, group_relative, informative, maxrl, opo, remax, rloo
+from verl_mg.algorithms.advantages.group import (
+    differ,
+    gdpo,
+    group_means,
+    group_relative,
+    informative,
+    maxrl,
+    opo,
+    remax,
+    rloo,
+)
 from verl_mg.algorithms.advantages.prime import implicit_rewards, prime_advantages
 from verl_mg.algorithms.advantages.resampling import resampling_weights, select
 from verl_mg.algorithms.advantages.shaping import soft_overlong_penalty
@@ -38,6 +48,7 @@ __all__ = [
     "gae",
     "gdpo",
     "gigpo",
+    "group_means",
     "group_relative",
     "implicit_rewards",
     "informative",

@@ -180,6 +180,24 @@ def informative(scores: Tensor, groups: Tensor, trajectories: Tensor) -> Tensor:
     return torch.empty_like(differ).index_copy_(0, order, differ)[sample_of]
 
 
+def group_means(scores: Tensor, groups: Tensor, trajectories: Tensor) -> Tensor:
+    """Returns the mean score of a sample's group.
+
+    PRIME's online prompt filtering keeps groups with a mean outcome from 0.2 to 0.8 (arXiv:2502.01456, section 3.3).
+
+    Args:
+        scores: (n,) float, in any unit.
+        groups, trajectories: (n,) int64.
+
+    Returns:
+        (n,) float64, so that comparisons with decimal fractions are exact.
+    """
+    samples, sample_of = _samples(trajectories)
+    order, index, counts = _in_groups(groups[samples], scores[samples])
+    means = (segment_sums(scores[samples][order].double(), counts) / counts)[index]
+    return _in_order(means, order, means)[sample_of]
+
+
 def _samples(trajectories: Tensor) -> tuple[Tensor, Tensor]:
     """One row (t,) of each trajectory, and the number (n,) of each row's trajectory among these."""
     distinct, number = trajectories.unique(return_inverse=True)

@@ -1,11 +1,16 @@
 """PF-PPO: training on the responses whose scores are the most reliable (arXiv:2409.06957).
 
-The scores of a reward model are least noisy where they are high or low, so the batch is resampled by weight:
+The scores of a reward model are least noisy where they are high or low, so responses are drawn by weight:
 
-    kind          weight of a response
-    "pow"         |score| ^ power
-    "max_min"     1 for the highest and the lowest score, 0 for others
-    "max_random"  0.4 for the highest score, 0.1 for others
+    kind           weight of a response
+    "best_random"  p for the best of its N to a prompt, (1 - p) / (N - 1) for each other one    section 4, p = 1/2
+    "best_worst"   p for the best of its prompt, 1 - p for the worst, 0 for others              section 4, p = 1/2
+    "pow"          |score| ^ power                                                              section 5.6
+    "max_min"      1 for the highest and the lowest score of all, 0 for others
+    "max_random"   0.4 for the highest score of all, 0.1 for others
+
+The first two are ranks within a prompt, whose weights add up to 1; p = 1 is the paper's best-of-N. The last two, and
+"pow", have no prompts and are those of verl.
 """
 
 from collections.abc import Callable
@@ -13,6 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import Generator, Tensor
 
+from verl_mg.algorithms.segments import segment_sums
 from verl_mg.errors import UserError
 
 MIN_WEIGHT = 1e-8  # a batch of zero weights is drawn from uniformly
@@ -31,41 +37,68 @@ KINDS: dict[str, Callable[[Tensor, float], Tensor]] = {
     "max_min": _max_min,
     "max_random": _max_random,
 }
+"""Weights without prompts."""
+RANKED = ("best_random", "best_worst")
+"""Weights by rank within a prompt."""
 
 
-def resampling_weights(scores: Tensor, kind: str, power: float = 2.0) -> Tensor:
+def resampling_weights(
+    scores: Tensor, groups: Tensor, kind: str, power: float = 2.0, filter_probability: float = 0.5
+) -> Tensor:
     """Returns the relative frequency with which each response is drawn.
 
     Args:
         scores: (n,) float, of all responses to draw from.
-        kind: one of "pow", "max_min", "max_random"; UserError for any other.
+        groups: (n,) int64, equal for responses to one prompt.
+        kind: one of "best_random", "best_worst", "pow", "max_min", "max_random"; UserError for any other.
         power: of "pow", 0 or more; else unused.
+        filter_probability: p of the ranked kinds, from 0 to 1; else unused.
 
     Returns:
         (n,) float64, above 0.
     """
-    if kind not in KINDS:
-        raise UserError(f"resampling {kind!r} is unknown. Write one of {', '.join(KINDS)}")
+    if kind not in (*RANKED, *KINDS):
+        raise UserError(f"resampling {kind!r} is unknown. Write one of {', '.join((*RANKED, *KINDS))}")
     if not power >= 0:
         raise UserError(f"resampling power is {power}. Write 0 or more, as in 2.0")
-    return KINDS[kind](scores, power) + MIN_WEIGHT if len(scores) else scores.double()
+    if not 0 <= filter_probability <= 1:
+        raise UserError(f"filter_probability is {filter_probability}. Write a number from 0 to 1")
+    if not len(scores):
+        return scores.double()
+    weights = KINDS[kind](scores, power) if kind in KINDS else _by_rank(scores, groups, kind, filter_probability)
+    return weights + MIN_WEIGHT
 
 
-def select(scores: Tensor, count: int, kind: str, power: float, generator: Generator) -> Tensor:
-    """Returns responses to train on, drawn with replacement by `resampling_weights`.
+def _by_rank(scores: Tensor, groups: Tensor, kind: str, best: float) -> Tensor:
+    """Weights of ranks; responses of a prompt with equal scores share those of their ranks."""
+    order = torch.argsort(scores, descending=True, stable=True)
+    order = order[torch.argsort(groups[order], stable=True)]
+    _, counts = groups[order].unique_consecutive(return_counts=True)
+    size = counts.repeat_interleave(counts)
+    rank = torch.arange(len(scores), device=scores.device) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+    others = (1 - best) / (size - 1).clamp(min=1).double()
+    if kind == "best_worst":
+        others = torch.where(rank == size - 1, 1 - best, 0.0).double()
+    weights = torch.where(rank == 0, best, others).masked_fill(size == 1, 1.0)
+    keys = torch.stack([groups[order].double(), scores[order].double()])
+    _, tie, tied = keys.unique_consecutive(dim=1, return_inverse=True, return_counts=True)
+    shared = (segment_sums(weights, tied) / tied)[tie]
+    return torch.empty_like(shared).index_copy_(0, order, shared)
+
+
+def select(weights: Tensor, count: int, generator: Generator) -> Tensor:
+    """Returns responses to train on, drawn with replacement.
 
     Args:
-        scores: (n,) float; the draw is over all n, so give those of one prompt to stay within it.
+        weights: (n,) `resampling_weights`.
         count: how many to draw, 0 or more.
-        kind, power: arguments of `resampling_weights`.
-        generator: the same state draws the same rows; on the device of `scores`.
+        generator: the same state draws the same rows; on the device of `weights`.
 
     Returns:
         (count,) int64 row indices, sorted: copies of a row are adjacent.
     """
-    if count < 0 or (count and not len(scores)):
-        raise UserError(f"{count} responses cannot be drawn from {len(scores)}. Sample at least one response")
-    weights = resampling_weights(scores, kind, power)
+    if count < 0 or (count and not len(weights)):
+        raise UserError(f"{count} responses cannot be drawn from {len(weights)}. Sample at least one response")
     if not count:
-        return torch.empty(0, dtype=torch.int64, device=scores.device)
+        return torch.empty(0, dtype=torch.int64, device=weights.device)
     return torch.multinomial(weights, count, replacement=True, generator=generator).sort().values
