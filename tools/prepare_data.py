@@ -3,9 +3,9 @@ r"""Prepares published data sets for training: one JSON line per distinct prompt
     python -m tools.prepare_data dapo_math_17k aime_2024 --out data       writes data/NAME.jsonl for each NAME
     python -m tools.prepare_data math_500 --source MATH-500/test.jsonl    of files in place of the names on the hub
 
-Sets are read by their names on the Hugging Face hub, with its cache: HF_HOME is its folder, and HF_HUB_OFFLINE=1 forbids
-the network. A source may also be a file, a folder, or another name, as in `data.train`. Prompts are lists of messages,
-which training renders by the chat template of the model.
+Sets are read by their names on the Hugging Face hub, with its cache: HF_HOME is its folder, and HF_HUB_OFFLINE=1
+forbids the network. A source may also be a file, a folder, or another name, as in `data.train`. Prompts are lists of
+messages, which training renders by the chat template of the model.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json
 import os
 import random
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,9 +116,10 @@ def prepared(chosen: PublishedSet, sources: Sequence[str], without: str, seed: i
     Raises:
         UserError: a source cannot be read, or a row does not have the published form.
     """
-    seen = {_key(record) for _, record in _converted(chosen, [without])} if without else set()
+    seen = {_key(record) for record in _converted(chosen, [without])} if without else set()
     records, rows = [], 0
-    for rows, record in _converted(chosen, sources):
+    for record in _converted(chosen, sources):
+        rows += 1
         if record is not None and (key := _key(record)) not in seen:
             seen.add(key)
             records.append(record)
@@ -133,14 +134,12 @@ def _key(record: Record | None) -> str:
     return str(record["prompt"][-1]["content"]).strip() if record else ""
 
 
-def _converted(chosen: PublishedSet, sources: Sequence[str]) -> Iterable[tuple[int, Record | None]]:
-    """Yields the converted rows of all sources, counted from 1."""
-    number = 0
+def _converted(chosen: PublishedSet, sources: Sequence[str]) -> Iterator[Record | None]:
+    """Yields the converted rows of all sources."""
     for source in sources:
         for place, row in stored_records(source):
-            number += 1
             try:
-                yield number, chosen.convert(row)
+                yield chosen.convert(row)
             except (KeyError, TypeError, ValueError) as error:
                 raise UserError(
                     f"{place}: not a row of this set ({type(error).__name__}: {error}); it has the fields "

@@ -1,4 +1,4 @@
-"""Folders of papers: their plan is that of today, their launch file starts it, and they train on their prepared data."""
+"""Folders of papers: the plan is that of today, the launch file starts it, and prepared data trains a tiny model."""
 
 import asyncio
 import json
@@ -27,6 +27,7 @@ LUCKY = "def lucky(sample): return float(sum(map(ord, sample.response)) % 2)\n"
 
 FAMILIES = {"qwen3_30b": "qwen3_moe", "qwen3_235b": "qwen3_moe", "qwen2_5": "qwen2", "deepseek_coder": "llama"}
 TRAINED_DAILY = ("dapo_qwen2_5_32b", "pf_ppo_deepseek_coder_6_7b", "prime_qwen2_5_math_7b")
+REWARDED_DAILY = ("dapo_qwen2_5_32b", "prime_qwen2_5_math_7b")
 PLANNED_DAILY = ("dapo_qwen2_5_32b", "pf_ppo_deepseek_coder_6_7b")
 SMALLER = {
     "dapo": ["algorithm.overlong_buffer=4", "evaluation.samples=2"],
@@ -80,8 +81,9 @@ def test_readme_of_a_folder_names_every_value_that_its_configuration_sets(folder
     config = load_config(folder / "config.yaml", [], recipe.config)
     requested_roles(recipe, config)
     text = (folder / "README.md").read_text(encoding="utf-8")
-    keys = re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)=([^`]*)`", text)
-    assert len(keys) >= 8
+    table = text[text.index("| published") :].split("\n\n")[0]
+    keys = re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)=([^`]*)`", table)
+    assert len(keys) >= 6
     for key, value in keys:
         found = config
         for name in key.split("."):
@@ -130,7 +132,11 @@ def test_paper_at_tiny_scale_trains_on_its_prepared_data(ranks, prepared, tmp_pa
     roles = ("actor", "critic", "reference", "process_reward", "reward_model")
     overrides = [
         *(f"{key}={model}" for key, path in {"model.path": model, **models}.items() if path),
-        *(f"data.{key}={prepared / getattr(config.data, key)}" for key in ("train", "test") if getattr(config.data, key)),
+        *(
+            f"data.{key}={prepared / getattr(config.data, key)}"
+            for key in ("train", "test")
+            if getattr(config.data, key)
+        ),
         *(f"{role}.{key}" for role in roles for key in ("layout=tp1", "offload=false")),
         *(f"{role}.recompute=false" for role in ("actor", "critic", "process_reward")),
         *("model.dtype=float32", "rollout.engine=hf", "rollout.layout=tp1", "rollout.replay_routing=false"),
@@ -158,11 +164,15 @@ def requested_roles_of(folder: Path) -> set[str]:
     return requested_roles(recipe, load_config(folder / "config.yaml", [], recipe.config))
 
 
-RIGHT = {"rewards.dapo": "Add.\nAnswer: {}", "reward.py": "It is $\\boxed{{{}}}$.", "rewards.math": "It is $\\boxed{{{}}}$."}
+RIGHT = {
+    "rewards.dapo": "Add.\nAnswer: {}",
+    "reward.py": "It is $\\boxed{{{}}}$.",
+    "rewards.math": "It is $\\boxed{{{}}}$.",
+}
 PROGRAM = "```python\nprint(sum(map(int, input().split())))\n```"
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+@pytest.mark.parametrize("folder", some(REWARDED_DAILY))
 def test_reward_of_a_paper_knows_right_answers_to_its_prepared_prompts(prepared, folder, monkeypatch):
     monkeypatch.chdir(ROOT)
     config = load_config(folder / "config.yaml", [], load_recipe(recipe_of(folder)).config)
@@ -172,7 +182,9 @@ def test_reward_of_a_paper_knows_right_answers_to_its_prepared_prompts(prepared,
     template = next(text for name, text in RIGHT.items() if name in str(config.reward.function))
     records = [json.loads(line) for line in (prepared / config.data.train).read_text().splitlines()]
     for record in records:
-        responses = [PROGRAM, "```python\nprint(5)\n```"] if "tests" in record else [template.format(record["answer"]), "?"]
+        responses = (
+            [PROGRAM, "```python\nprint(5)\n```"] if "tests" in record else [template.format(record["answer"]), "?"]
+        )
         samples = [Sample("", response, record.get("answer"), record, "stop") for response in responses]
         right, wrong = (asyncio.run(reward.score([sample]))[0].value for sample in samples)
         assert right == 1.0 and wrong == (0.5 if "tests" in record else wrong) < right

@@ -104,7 +104,10 @@ def test_sources_name_one_split_of_the_published_files(name):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["dapo_math_17k", "--source", "math_500.jsonl"], "math_500.jsonl:1: not a row of this set (KeyError: 'prompt')"),
+        (
+            ["dapo_math_17k", "--source", "math_500.jsonl"],
+            "math_500.jsonl:1: not a row of this set (KeyError: 'prompt')",
+        ),
         (["math_500", "--source", "nowhere.jsonl"], "nowhere.jsonl: no such data file"),
         (["math_500", "aime_2024", "--source", "math_500.jsonl"], "Prepare the sets one by one"),
         (["math_level_3_to_5", "--source", "math_500.jsonl"], "none of 1 rows is part of this set"),
