@@ -6,6 +6,7 @@ import math
 import os
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ LUCKY = "def lucky(sample): return float(sum(map(ord, sample.response)) % 2)\n"
 
 FAMILIES = {"qwen3_30b": "qwen3_moe", "qwen3_235b": "qwen3_moe", "qwen2_5": "qwen2", "deepseek_coder": "llama"}
 TRAINED_DAILY = ("dapo_qwen2_5_32b", "pf_ppo_deepseek_coder_6_7b", "prime_qwen2_5_math_7b")
-REWARDED_DAILY = ("dapo_qwen2_5_32b", "prime_qwen2_5_math_7b")
+REWARDED_DAILY = ("dapo_qwen2_5_32b", "dr_grpo_qwen2_5_math_7b", "prime_qwen2_5_math_7b")
 PLANNED_DAILY = ("dapo_qwen2_5_32b", "pf_ppo_deepseek_coder_6_7b")
 SMALLER = {
     "dapo": ["algorithm.overlong_buffer=4", "evaluation.samples=2"],
@@ -164,11 +165,7 @@ def requested_roles_of(folder: Path) -> set[str]:
     return requested_roles(recipe, load_config(folder / "config.yaml", [], recipe.config))
 
 
-RIGHT = {
-    "rewards.dapo": "Add.\nAnswer: {}",
-    "reward.py": "It is $\\boxed{{{}}}$.",
-    "rewards.math": "It is $\\boxed{{{}}}$.",
-}
+RIGHT = {"rewards.dapo": "Add.\nAnswer: {}", "reward.py": "It is $\\boxed{{{}}}$."}
 PROGRAM = "```python\nprint(sum(map(int, input().split())))\n```"
 
 
@@ -188,3 +185,5 @@ def test_reward_of_a_paper_knows_right_answers_to_its_prepared_prompts(prepared,
         samples = [Sample("", response, record.get("answer"), record, "stop") for response in responses]
         right, wrong = (asyncio.run(reward.score([sample]))[0].value for sample in samples)
         assert right == 1.0 and wrong == (0.5 if "tests" in record else wrong) < right
+        if recipe_of(folder).stem == "dr_grpo":
+            assert asyncio.run(reward.score([replace(samples[0], finish="length")]))[0].value == 0.0
