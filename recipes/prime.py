@@ -119,8 +119,8 @@ def iteration(job: Job, cfg: Config) -> dict[str, float]:
 
     mask, logprobs, ref_logprobs = (batch.pad(name)[0] for name in ("loss_mask", "process_logprobs", "ref_logprobs"))
     process_rewards = implicit_rewards(logprobs, ref_logprobs, mask, cfg.beta)
-    scores, groups = (column[batch.first_rows] for column in (rewards_with_kl(batch, cfg.kl), batch["group"]))
-    advantages = prime_advantages(process_rewards, scores, mask, groups, cfg.gamma, cfg.process_weight)
+    scores, of_group = (column[batch.first_rows] for column in (rewards_with_kl(batch, cfg.kl), batch["group"]))
+    advantages = prime_advantages(process_rewards, scores, mask, of_group, cfg.gamma, cfg.process_weight)
     batch["advantages"] = batch.unpad(advantages)
 
     metrics = job.actor.update(
