@@ -304,30 +304,42 @@ def test_dapo_after_the_last_round_trains_on_the_groups_so_far(ranks):
     assert sorted(row for rows_, _ in results for row in rows_) == [(0, 0), (0, 1)]
 
 
-ROWS, ITERATIONS = 12, 3
+ROWS, GROUP, ITERATIONS = 12, 4, 3
 
 
 def pf_ppo_round(round_: int) -> Batch:
-    """This rank's rows, in turn, with rewards 0 to 4."""
-    mine = list(range(dist.get_rank() + ROWS * round_, ROWS * (round_ + 1), dist.get_world_size()))
-    batch = rows(mine, mine, [float(i % 5) for i in mine])
+    """This rank's groups of four rows, in turn, with rewards 0 to 4."""
+    groups = range(ROWS * round_, ROWS * (round_ + 1), GROUP)[dist.get_rank() :: dist.get_world_size()]
+    mine = [group + i for group in groups for i in range(GROUP)]
+    batch = rows(mine, [row - row % GROUP for row in mine], [float(i % 5) for i in mine])
     batch["sampled_as"] = batch["sample_id"].clone()
     return batch
 
 
 def run_pf_ppo(resampling: str) -> list[tuple[list[int], int]]:
-    """For each iteration the samples that this rank drew, and the size of its buffer."""
-    job = ScriptedJob(pf_ppo_round)
-    cfg, results = pf_ppo.Config(buffer_samples=2 * ROWS, resampling=resampling), []
+    """For each iteration the samples that this rank drew, and the size of its buffer: two rounds, but for two rows."""
+    job, ranked = ScriptedJob(pf_ppo_round), resampling.startswith("best")
+    sizes = {"buffer_samples": 2 * ROWS - 2, "draws_per_prompt": 2 if ranked else None, "group_size": GROUP}
+    cfg, results = pf_ppo.Config(**sizes, resampling=resampling), []
     for job.iteration in range(1, ITERATIONS + 1):
         pf_ppo.iteration(job, cfg)
         batch, buffer = job.actor.batches[-1], job.state["response_buffer"]
-        assert collectives.all_gather_column(batch, "sample_id").tolist() == list(range(ROWS))
+        drawn = ROWS // GROUP * 2 if ranked else ROWS
+        assert collectives.all_gather_column(batch, "sample_id").tolist() == list(range(drawn))
         results.append((batch["sampled_as"].tolist(), len(buffer)))
     return results
 
 
-@pytest.mark.parametrize("resampling", ["max_min", "pow"])
+def drawable(resampling: str) -> set[int]:
+    """Rows of all rounds that can be drawn, by their rewards: 0 to 4 again and again."""
+    if resampling == "best_worst":
+        groups = [range(first, first + GROUP) for first in range(0, ROWS * ITERATIONS, GROUP)]
+        return {pick(group, key=lambda row: row % 5) for group in groups for pick in (min, max)}
+    kept = {"max_min": {0, 4}, "pow": {1, 2, 3, 4}}[resampling]
+    return {row for row in range(ROWS * ITERATIONS) if row % 5 in kept}
+
+
+@pytest.mark.parametrize("resampling", ["max_min", "pow", "best_worst"])
 def test_pf_ppo_on_any_number_of_ranks_draws_the_same_samples(ranks, resampling):
     def gathered(count: int) -> list[tuple[list[int], int]]:
         results = ranks.run(count, run_pf_ppo, resampling)
@@ -337,11 +349,10 @@ def test_pf_ppo_on_any_number_of_ranks_draws_the_same_samples(ranks, resampling)
         ]
 
     alone = gathered(1)
-    assert [size for _, size in alone] == [ROWS, 2 * ROWS, 2 * ROWS]
+    # The buffer has whole groups: not two of the four rows that would be too many.
+    assert [size for _, size in alone] == [ROWS, 2 * ROWS - GROUP, 2 * ROWS - GROUP]
     for drawn, _ in alone:
-        assert len(drawn) == ROWS
-        # The highest of the rewards 0 to 4, and with max_min the lowest; with pow never a reward of 0.
-        assert {row % 5 for row in drawn} <= ({0, 4} if resampling == "max_min" else {1, 2, 3, 4})
+        assert set(drawn) <= drawable(resampling)
     assert any(row < ROWS for row in alone[1][0])
     for count in (2, 3):
         assert gathered(count) == alone
