@@ -30,12 +30,13 @@ class ScriptedRole:
         return torch.zeros(batch.total_tokens)
 
     def update(self, batch: Batch, *arguments: Any, **options: Any) -> dict[str, float]:
+        self.calls.append("update")
         self.batches.append(batch)
         return dict(self._metrics)
 
 
 class ScriptedJob:
-    """Job with an actor, a critic, a reference, and rollouts that `generate(round)` makes.
+    """Job with an actor, a critic, a reference, a process reward model, and rollouts that `generate(round)` makes.
 
     Args:
         generate: batch of this rank for the round, from 0, with the column `scripted_reward`.
@@ -46,7 +47,7 @@ class ScriptedJob:
         self.state: dict[str, float | Batch] = {}
         self.requested_prompts: list[int] = []
         self.config = SimpleNamespace(job=SimpleNamespace(seed=4), rollout=SimpleNamespace(max_new_tokens=8))
-        self.actor, self.reference = ScriptedRole(), ScriptedRole()
+        self.actor, self.reference, self.process_reward = ScriptedRole(), ScriptedRole(), ScriptedRole()
         self.critic = ScriptedRole(
             {f"critic/{name}": 0.0 for name in ("return", "return_squared", "value_error", "value_error_squared")}
         )

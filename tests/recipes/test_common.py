@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from recipes import dapo, gdpo, gigpo, grpo, maxrl, mt_grpo, pf_ppo
+from recipes import dapo, gdpo, gigpo, grpo, maxrl, mt_grpo, pf_ppo, prime
 from recipes.common.kl import KLConfig, adapt_kl, add_kl_loss, rewards_with_kl, token_rewards_with_kl, with_current_kl
 from recipes.common.off_policy import OffPolicyConfig, add_off_policy_weights, apply_off_policy_weights
 from recipes.common.reward_parts import weighted_parts
@@ -302,6 +302,29 @@ def test_dapo_after_the_last_round_trains_on_the_groups_so_far(ranks):
     results = ranks.run(2, run_dapo, 2)
     assert all(metrics == {"dapo/rounds": 2.0, "dapo/groups": 1.0} for _, metrics in results)
     assert sorted(row for rows_, _ in results for row in rows_) == [(0, 0), (0, 1)]
+
+
+def run_prime() -> tuple[list[int], dict[str, float], list[str], list[str]]:
+    """Groups of the rows that this rank trains on, the metrics, and calls of the process reward model either way."""
+    calls = []
+    for order in ("before", "after"):
+        job = ScriptedJob(dapo_round)
+        cfg = prime.Config(
+            prompts_per_iteration=3, group_size=2, accuracy_low=0.2, accuracy_high=0.8, process_update=order
+        )
+        metrics = prime.iteration(job, cfg)
+        calls.append(job.process_reward.calls)
+    return job.actor.batches[0]["group"].tolist(), metrics, *calls
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_prime_samples_until_enough_prompts_have_an_accuracy_in_the_band(ranks, count):
+    results = ranks.run(count, run_prime)
+    # A group with rewards 0 and 1 has accuracy 0.5.
+    assert sorted(group for groups, *_ in results for group in groups) == [0, 0, 12, 12, 14, 14]
+    for _, metrics, before, after in results:
+        assert metrics["prime/rounds"] == 3.0 and metrics["prime/groups"] == 3.0
+        assert before == ["update", "compute_logprobs"] and after == ["compute_logprobs", "update"]
 
 
 ROWS, GROUP, ITERATIONS = 12, 4, 3
