@@ -143,7 +143,7 @@ def _write_iteration(samples: Path, iteration: int, rows: int, phrases: pa.Array
     prompts = np.repeat(draw.integers(0, PHRASES, (-(-rows // GROUP), PROMPT_PHRASES)), GROUP, 0)[:rows]
     responses = draw.integers(0, PHRASES, (rows, RESPONSE_PHRASES))
     texts = {name: _texts(phrases, places) for name, places in (("prompt", prompts), ("response", responses))}
-    if iteration % 40 == 0:
+    if iteration % 40 == 1:
         spoken = texts["response"].to_pylist()
         spoken[iteration % rows] += f" {RARE} {iteration}"
         texts["response"] = pa.array(spoken)
@@ -316,10 +316,10 @@ def measure_samples(measure: Measurement, page: Page, rows: int) -> None:
         "stugain hagu",
     ):
         measure.listed(f"search '{query}'", partial(text.fill, query))
-    form.get_by_label("Find").select_option("true")
+    measure.listed("  all words", lambda: form.get_by_label("Find").select_option("true"))
     measure.listed("search all words 'quartet xylophone'", lambda: text.fill("quartet xylophone"))
-    measure.listed("  with reward from 1.1", lambda: form.get_by_label("reward from").fill("1.1"))
     measure.listed("  sorted by reward", form.get_by_role("button", name="reward").click)
+    measure.listed("  with reward from 1.1", lambda: form.get_by_label("reward from").fill("1.1"))
     form.get_by_role("button", name="Clear filters").click()
     measure.listed("samples of all iterations", lambda: select.select_option("all"))
     measure.listed("search 'the', first samples", lambda: text.fill("the"), whole=False)
