@@ -70,7 +70,7 @@ ADVANTAGES: dict[str, Callable[[Rows, Tensor], Tensor]] = {
     "prime_advantages": lambda r, _: package.prime_advantages(r["rewards"], r["scores"], r["mask"], r["groups"], 0.9),
 }
 ABOUT_ALL_ROWS = {"moments", "resampling_weights", "select"}  # a sum over rows, and draws from all of them
-NO_ADVANTAGES = {"Turns"}
+NO_ADVANTAGES = {"Turns", "differ"}
 
 
 def test_the_table_is_complete() -> None:
