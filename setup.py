@@ -12,10 +12,8 @@ setup(
     python_requires=">=3.11,<3.14",
     packages=find_namespace_packages(include=["verl_mg*", "recipes*"]),
     package_data={
+        "": ["*.yaml", "*.csv", "*.sh", "*.txt"],
         "verl_mg.view.page": ["*"],
-        "recipes.configs": ["*.yaml"],
-        "recipes.configs.repeat_digit": ["*.yaml"],
-        "recipes.evaluation": ["*.yaml"],
     },
     install_requires=[
         "torch>=2.13",

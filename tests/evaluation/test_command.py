@@ -150,7 +150,7 @@ def test_metrics_and_records_of_samples_belong_together(ranks, inputs, tmp_path)
     assert stored == report and stored.sets["sums"].sampling == {"temperature": 1, "top_p": 0.9, "max_new_tokens": 5}
     lines = [json.loads(line) for line in (tmp_path / "out" / "prompts.jsonl").read_text().splitlines()]
     assert [sorted(line["rewards"]) for line in lines] == [sorted(rewards) for rewards in groups.values()]
-    assert Run(tmp_path / "out").about()["samples"] == [0], "verl-mg view shows the samples"
+    assert Run(tmp_path / "out").about()["samples"] == [[0, 0]], "verl-mg view shows the samples"
 
 
 def test_target_of_a_run_names_its_checkpoints(ranks, inputs, tmp_path):

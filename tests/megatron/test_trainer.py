@@ -20,6 +20,7 @@ from verl_mg.megatron.storages import gradient_buffers
 from verl_mg.megatron.trainer import Trainer
 from verl_mg.models.hf_config import read_config
 from verl_mg.training.learning_rate import LearningRateSchedule, check_schedule
+from verl_mg.training.token_outputs import EVERYTHING
 from verl_mg.training.update_guard import count_non_finite
 
 ROWS = 16
@@ -181,7 +182,7 @@ def watched_gradients(model):
             return loss, {f"metric {number}": loss.detach().double() for number in range(count)}
 
         with NewTensors(list(gradient_buffers(trainer.runner))) as watched:
-            trainer._compute_gradients([batch], TEMPERATURE, closure, None)
+            trainer._compute_gradients([batch], TEMPERATURE, closure, None, EVERYTHING)
         found.append((watched.operations, watched.host_reads))
     return found
 
