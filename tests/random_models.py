@@ -120,13 +120,24 @@ def layouts(draw: st.DrawFn, c: HFConfig, ranks: int = RANKS) -> Layout:
     pp = draw(st.sampled_from([size for size in (1, 2, 4) if tp * size <= ranks]))
     cp = draw(st.sampled_from([size for size in (1, 2) if tp * pp * size <= ranks]))
     vpp = draw(st.sampled_from([1, 2])) if pp == 2 else 1
+    chosen = draw(pipeline_layers(c.layers, pp * vpp)) if pp > 1 and draw(st.booleans()) else ()
     if c.experts is None:
-        return Layout(tp=tp, pp=pp, vpp=vpp, cp=cp).fit(ranks)
+        return Layout(tp=tp, pp=pp, vpp=vpp, cp=cp, pipeline_layers=chosen).fit(ranks)
     etp = draw(st.sampled_from([1, 2, 4]))
     fitting = [ep for ep in (1, 2, 4, 8) if (ranks // pp) % (etp * ep) == 0]
     if not fitting:
         etp, fitting = 1, [1]
-    return Layout(tp=tp, pp=pp, vpp=vpp, cp=cp, etp=etp, ep=draw(st.sampled_from(fitting))).fit(ranks)
+    ep = draw(st.sampled_from(fitting))
+    return Layout(tp=tp, pp=pp, vpp=vpp, cp=cp, etp=etp, ep=ep, pipeline_layers=chosen).fit(ranks)
+
+
+@st.composite
+def pipeline_layers(draw: st.DrawFn, layers: int, chunks: int) -> tuple[int, ...]:
+    """A number of layers for each chunk; the first and the last one may have none."""
+    counts = [0, *[1] * (chunks - 2), 0]
+    for _ in range(layers - sum(counts)):
+        counts[draw(st.integers(0, chunks - 1))] += 1
+    return tuple(counts)
 
 
 @st.composite

@@ -85,7 +85,7 @@ def _loss(logprobs: Tensor, entropy: Tensor, whole: Tensor, advantages: Tensor) 
 
 def train(
     model: Path,
-    layout: str,
+    layout: str | Layout,
     rows: Batch,
     recompute: Recompute = False,
     head: Head = "language",
@@ -96,9 +96,10 @@ def train(
     optimizer: OptimizerConfig = OPTIMIZER,
 ) -> Trained:
     """On this rank and its device; every rank is given all rows."""
-    groups = ParallelGroups(Placement.on(Layout.parse(layout), dist.get_world_size()))
+    sizes = Layout.parse(layout) if isinstance(layout, str) else layout
+    groups = ParallelGroups(Placement.on(sizes, dist.get_world_size()))
     runner = ModelRunner(model, groups, dtype, recompute, head, hidden_offset, kernels=kernels, megatron=megatron)
-    assert_built(runner, Layout.parse(layout).fit(dist.get_world_size()), recompute)
+    assert_built(runner, sizes.fit(dist.get_world_size()), recompute)
     share = _deal(len(rows), groups.layout.dp, groups.coordinates.dp)
     local = _with_experts_of_stage(rows, runner)
     micro_batches = [local.select(numbers) for numbers in share]

@@ -4,6 +4,7 @@ import pytest
 
 from recipes import gkd, ppo
 from verl_mg.config import load_config
+from verl_mg.layout import Layout
 from verl_mg.planner.from_config import PlanRequest, plan_request
 
 PLANNED = ["model.path=m", "data.train=t.jsonl", "model.dtype=bfloat16", "rollout.engine=sglang"]
@@ -35,7 +36,7 @@ def test_plan_request_has_the_teachers_on_ranks_of_the_job():
     config = load_config(None, [*PLANNED, teachers], gkd.Config)
     request = plan_request(config, gkd.roles(config.algorithm))
     (role,) = request.roles
-    assert (role.name, role.layout, role.model, role.is_trained) == ("teachers.math", "tp2", "t", False)
+    assert (role.name, role.layout, role.model, role.is_trained) == ("teachers.math", Layout(tp=2), "t", False)
     assert request.notes == (
         "algorithm.divergence: the teachers' output layers on the actor's last stage are not counted",
     )

@@ -67,15 +67,15 @@ def test_auxiliary_role_trained_and_frozen_parts():
     inputs, layout = tiny(DENSE), Layout.parse("tp2-pp2").fit(8)
     actor = train_memory(inputs, layout)
     value = weight_table(inputs.weights.config, "value")
-    critic = auxiliary_role(inputs, PlannedRole("critic", "tp2-pp2", value, True, 64))
-    reference = auxiliary_role(inputs, PlannedRole("reference", "tp2-pp2", inputs.weights, False, 64))
+    critic = auxiliary_role(inputs, PlannedRole("critic", Layout.parse("tp2-pp2"), value, True, 64))
+    reference = auxiliary_role(inputs, PlannedRole("reference", Layout.parse("tp2-pp2"), inputs.weights, False, 64))
     # The output layer's 32 of 64 rows of 32 elements, against one row of 32.
     assert actor.parts["weights"][1] - critic.parts["weights"][1] == 2 * (32 * 32 - 32)
     assert critic.parts["weights"][0] == actor.parts["weights"][0] == reference.parts["weights"][0]
     assert set(reference.parts) == {"weights", "activations"} and critic.update_seconds > 0 == reference.update_seconds
     assert max(reference.parts["activations"]) < max(actor.parts["activations"])
     with pytest.raises(UserError, match="^critic: layout pp3"):
-        auxiliary_role(inputs, PlannedRole("critic", "pp3", value, True, 64))
+        auxiliary_role(inputs, PlannedRole("critic", Layout.parse("pp3"), value, True, 64))
 
 
 def test_training_roles_on_disjoint_ranks_do_not_add_up():

@@ -150,6 +150,10 @@ class RoleSection(ConfigSection):
     layout: str = "tp1"
     """Parallel sizes such as tp4-pp2-cp2-ep8: tensor (tp), pipeline (pp), virtual pipeline (vpp), context (cp), expert
     (ep) and expert tensor (etp) parallelism. The remaining factor of the ranks is data parallelism."""
+    pipeline_layers: list[int] = []
+    """Number of layers of each pipeline stage of `layout`, such as [15, 16, 16, 14] with pp4; of each chunk with vpp, in
+    the order of the layers. 0 is possible for the first one, which then has the embedding alone, and for the last one,
+    which has the output layer. []: as even as possible, with fewer layers in the last and the first stage."""
     ranks: str | None = None
     """Ranks of the job that compute this role, such as 0-7 or 0-3,8-11. Roles on disjoint ranks can run at the same
     time. null: all ranks except those of `rollout.num_ranks`."""
@@ -164,6 +168,16 @@ class RoleSection(ConfigSection):
     def _can_be_parsed(cls, text: str) -> str:
         return _parsed(Layout, text)
 
+    @field_validator("pipeline_layers")
+    @classmethod
+    def _one_for_each_chunk(cls, layers: list[int], info: Any) -> list[int]:
+        if "layout" in info.data:
+            try:
+                Layout.parse(info.data["layout"], layers)
+            except UserError as error:
+                raise ValueError(str(error).removeprefix("pipeline_layers: ")) from None
+        return layers
+
     @field_validator("ranks", mode="before")
     @classmethod
     def _rise(cls, value: Any) -> Any:
@@ -174,6 +188,11 @@ class RoleSection(ConfigSection):
             except UserError as error:
                 raise ValueError(str(error)) from None
         return text
+
+    @property
+    def parallel_sizes(self) -> Layout:
+        """Layout of the model, with its `pipeline_layers`; dp as far as `layout` names it."""
+        return Layout.parse(self.layout, self.pipeline_layers)
 
 
 RecomputeModule = Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"]

@@ -190,7 +190,7 @@ class Config(ConfigSection):
         actor, reference = self.actor, self.reference
         same = all(
             getattr(actor, name) == getattr(reference, name)
-            for name in ("backend", "layout", "ranks", "dynamic_context")
+            for name in ("backend", "layout", "pipeline_layers", "ranks", "dynamic_context")
         )
         same = same and self.dtype_of("actor") == self.dtype_of("reference")
         same = same and reference.path in (None, self.model.path) and reference.refresh_every is None

@@ -91,10 +91,14 @@ class ModelRoleBuilder:
                 self._check_fsdp(role, remark)
                 continue
             model = read_config(self._path(role))
+            try:
+                section.parallel_sizes.check_pipeline_layers(model.layers)
+            except UserError as error:
+                raise UserError(f"{config_section_of(role)}.{error}") from None
             where = f" on {config_section_of(role)}.ranks={section.ranks}" if section.ranks else remark
             try:
                 experts = model.experts.count if model.experts else 0
-                layout, ranks = Layout.parse(section.layout), self._ranks_of(role)
+                layout, ranks = section.parallel_sizes, self._ranks_of(role)
                 check = partial(check_layout, model, kernels=self._kernels(role), megatron=self._config.megatron)
                 resolved = resolve_layout(layout, len(ranks), experts, check)
             except UserError as error:
@@ -125,7 +129,7 @@ class ModelRoleBuilder:
         section, name = self._section(role), config_section_of(role)
         where = f" on {name}.ranks={section.ranks}" if section.ranks else remark
         try:
-            check_mesh(Layout.parse(section.layout).fit(len(self._ranks_of(role))), self._config.fsdp.replicas)
+            check_mesh(section.parallel_sizes.fit(len(self._ranks_of(role))), self._config.fsdp.replicas)
         except UserError as error:
             raise UserError(f"{name}.layout={section.layout}{where}: {error}") from None
         if isinstance(section, TrainableConfig):
@@ -221,7 +225,7 @@ class ModelRoleBuilder:
 
     def _placement(self, role: str) -> Placement:
         ranks = self._ranks_of(role)
-        return Placement(Layout.parse(self._section(role).layout).fit(len(ranks)), ranks)
+        return Placement(self._section(role).parallel_sizes.fit(len(ranks)), ranks)
 
     def _ranks_of(self, role: str) -> tuple[int, ...]:
         section = self._section(role)

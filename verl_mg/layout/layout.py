@@ -10,7 +10,7 @@ Both cover the same ranks, so TP*CP*DP == ETP*EP*EDP, and a rank has the same `p
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from verl_mg.errors import UserError
@@ -94,6 +94,8 @@ class Layout:
     """Expert-tensor-parallel size; 0 becomes tp, as in Megatron."""
     dp: int = 0
     """Data-parallel size; 0 becomes the smallest that both grids allow (1 without experts), until `fit` sets it."""
+    pipeline_layers: tuple[int, ...] = ()
+    """Number of layers of each model chunk, in the order of the layers; empty: as even as the layers allow."""
     dp_given: bool = field(init=False, compare=False, repr=False)
     """Whether dp was given."""
 
@@ -114,18 +116,25 @@ class Layout:
                 f"layout {self}: the experts (etp{self.etp}, ep{self.ep}) require dp to be a multiple of "
                 f"{self._smallest_dp}. Leave out dp{self.dp}, or write dp{self._smallest_dp}."
             )
+        if self.pipeline_layers:
+            self._check_chunks()
 
     @classmethod
-    def parse(cls, text: str) -> "Layout":
+    def parse(cls, text: str, pipeline_layers: Sequence[int] = ()) -> "Layout":
         """Parses text such as `tp2-pp2-cp1-ep2`: sizes in any order, each key at most once.
+
+        Args:
+            text: the sizes.
+            pipeline_layers: number of layers of each model chunk; empty: as even as the layers allow.
 
         Raises:
             UserError: with the part that is not valid.
         """
-        return cls(**parse_sizes(text, KEYS, EXAMPLE))
+        sizes = parse_sizes(text, KEYS, EXAMPLE)
+        return cls(**sizes, pipeline_layers=tuple(pipeline_layers))
 
     def __str__(self) -> str:
-        """Returns the shortest text that `parse` reads as an equal layout; `tp1` when every size is 1."""
+        """Returns the shortest text of the sizes that `parse` reads as equal ones; `tp1` when every size is 1."""
         defaults = {"etp": self.tp, "dp": self._smallest_dp}
         shown = [f"{key}{size}" for key in KEYS if (size := getattr(self, key)) != defaults.get(key, 1)]
         return "-".join(shown) or "tp1"
@@ -198,9 +207,9 @@ class Layout:
     def layers(self, num_layers: int, pp_rank: int, vpp_rank: int = 0) -> range:
         """Returns the global indices of the layers of a model chunk.
 
-        Chunk v of stage p is the (v * pp + p)-th run of layers, Megatron's interleaved order. Where the chunks do not
-        divide the layers, some have one layer fewer: the last chunk and the first, which have the output layer and the
-        embedding, then their neighbours inwards.
+        Chunk v of stage p is the (v * pp + p)-th run of layers, Megatron's interleaved order. Without `pipeline_layers`
+        and where the chunks do not divide the layers, some have one layer fewer: the last chunk and the first, which
+        have the output layer and the embedding, then their neighbours inwards.
 
         Args:
             num_layers: layers of the model.
@@ -208,12 +217,16 @@ class Layout:
             vpp_rank: chunk of the stage.
 
         Raises:
-            UserError: the model has fewer layers than chunks.
+            UserError: the model has fewer layers than chunks, or another number than `pipeline_layers`.
             IndexError: there is no such chunk.
         """
         if not (0 <= pp_rank < self.pp and 0 <= vpp_rank < self.vpp):
             raise IndexError(f"chunk {vpp_rank} of pipeline stage {pp_rank} of layout {self}")
         chunks, number = self.pp * self.vpp, vpp_rank * self.pp + pp_rank
+        if self.pipeline_layers:
+            self.check_pipeline_layers(num_layers)
+            start = sum(self.pipeline_layers[:number])
+            return range(start, start + self.pipeline_layers[number])
         if num_layers < chunks:
             raise UserError(
                 f"layout {self}: {chunks} pipeline chunks are more than the model's {num_layers} layers. "
@@ -224,6 +237,21 @@ class Layout:
         short = [min(2 * chunk + 1, 2 * (chunks - 1 - chunk)) < fewer for chunk in range(number + 1)]
         start = number * each - sum(short[:number])
         return range(start, start + each - short[number])
+
+    def check_pipeline_layers(self, num_layers: int) -> None:
+        """Checks that `pipeline_layers`, where given, are all layers of a model.
+
+        Args:
+            num_layers: layers of the model.
+
+        Raises:
+            UserError: names the key `pipeline_layers`, without the role, and both numbers.
+        """
+        if self.pipeline_layers and (total := sum(self.pipeline_layers)) != num_layers:
+            raise UserError(
+                f"pipeline_layers: {list(self.pipeline_layers)} are {total} layers, and the model has {num_layers}. "
+                "Distribute all of them, or leave the key out."
+            )
 
     def stage(self, num_layers: int, pp_rank: int) -> Stage:
         """Returns the contents of a pipeline stage.
@@ -284,12 +312,32 @@ class Layout:
             f"Choose {axes} from {', '.join(map(str, sorted(divisors)))}."
         )
 
+    def _check_chunks(self) -> None:
+        """Checks the number of `pipeline_layers` and that only the first and the last chunk may be without layers."""
+        chunks, given = self.pp * self.vpp, list(self.pipeline_layers)
+        if self.pp == 1:
+            raise UserError(
+                f"pipeline_layers: layout {self} has one pipeline stage, with all layers. Leave the key out, or write "
+                "pp2 or more."
+            )
+        if len(given) != chunks:
+            sizes = f"pp{self.pp}" + (f"-vpp{self.vpp}" if self.vpp > 1 else "")
+            raise UserError(
+                f"pipeline_layers: {given} has {len(given)} numbers, and layout {self} has {chunks} pipeline chunks. "
+                f"Write one number for each chunk of {sizes}, in the order of the layers."
+            )
+        if min(given) < 0 or min(given[1:-1], default=1) < 1:
+            raise UserError(
+                f"pipeline_layers: {given} has a chunk without layers. Write 1 or more; 0 is possible for the first "
+                "chunk, with the embedding alone, and for the last one, with the output layer alone."
+            )
+
     def _with(self, **changes: int) -> "Layout":
         """Returns a copy with other sizes; an etp equal to tp follows tp, and dp is recomputed."""
         sizes = {key: getattr(self, key) for key in KEYS}
         sizes["etp"] = 0 if self.etp == self.tp else self.etp
         sizes["dp"] = 0
-        return Layout(**{**sizes, **changes})
+        return Layout(**{**sizes, **changes}, pipeline_layers=self.pipeline_layers)
 
 
 def parse_sizes(text: str, keys: tuple[str, ...], example: str) -> dict[str, int]:

@@ -52,7 +52,10 @@ TRANSFORMER = {
     **_refuse(_MODEL, "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "apply_query_key_layer_scaling"),
     **_refuse(_LAYOUT, "tensor_model_parallel_size", "*pipeline_model_parallel_size", "context_parallel_size"),
     **_refuse(_LAYOUT, "expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel"),
-    **_refuse(_LAYOUT, "num_layers_in_*_pipeline_stage", "pipeline_model_parallel_layout", "account_for_*"),
+    **_refuse(
+        _KEY + "actor.pipeline_layers",
+        *("num_layers_in_*_pipeline_stage", "pipeline_model_parallel_layout", "account_for_*"),
+    ),
     **_refuse(_LAYOUT, "*gtp_weight_remat_size", "*tensor_parallel_num_weight_shards", "overlap_p2p_comm"),
     **_refuse(_LAYOUT, "batch_p2p_comm", "microbatch_group_size_per_vp_stage", "moe_extended_tp"),
     **_refuse(

@@ -135,7 +135,8 @@ def _roles(inputs: PlanInputs, model: str, options: argparse.Namespace, job: Pla
     described = {role.name: role for role in job.roles}
     like_actor = inputs.options if inputs.options.fsdp else DEFAULT_OPTIONS
     for name, is_trained in ROLE_OPTIONS.items():
-        if layout := getattr(options, name):
+        if text := getattr(options, name):
+            layout = Layout.parse(text)
             new = RoleRequest(name, layout, is_trained, inputs.micro_batch, inputs.recompute, options=like_actor)
             described[name] = replace(described.get(name) or new, layout=layout)
     return [
@@ -158,12 +159,14 @@ def _layouts(
     inputs: PlanInputs, options: argparse.Namespace, job: PlanRequest
 ) -> tuple[Layout | None, EngineLayout | None]:
     """Returns the checked layouts of both sides; None for one that a search is to find."""
-    trained, served = options.train or job.train, options.rollout or job.rollout
+    trained = Layout.parse(options.train) if options.train else job.train
+    served = options.rollout or job.rollout
     return _trained(inputs, trained) if trained else None, _served(inputs, served) if served else None
 
 
-def _trained(inputs: PlanInputs, text: str) -> Layout:
-    layout, ranks = Layout.parse(text), len(inputs.placement_ranks)
+def _trained(inputs: PlanInputs, layout: Layout) -> Layout:
+    layout.check_pipeline_layers(inputs.weights.config.layers)
+    ranks = len(inputs.placement_ranks)
     try:
         fitted = layout.fit(ranks)
         check(inputs, fitted)

@@ -117,6 +117,17 @@ def mean_micro_batch(inputs: PlanInputs, layout: Layout, count: int) -> MicroBat
     return MicroBatch(samples * spread.mean * longest, samples * spread.mean_square * longest)
 
 
+def update_seconds_by_stage(inputs: PlanInputs, layout: Layout) -> list[float]:
+    """Predicts the seconds that each pipeline stage computes for the mean micro-batch of an update.
+
+    Args:
+        inputs: inputs of the plan for the role.
+        layout: layout of the role.
+    """
+    count = micro_batches(inputs, layout) * inputs.minibatches
+    return _stage_seconds(inputs, layout, Work.UPDATE, mean_micro_batch(inputs, layout, count))
+
+
 def micro_batch_seconds(inputs: PlanInputs, layout: Layout, work: Work, micro: MicroBatch) -> float:
     """Predicts the seconds of a micro-batch on the slowest pipeline stage.
 
@@ -126,16 +137,21 @@ def micro_batch_seconds(inputs: PlanInputs, layout: Layout, work: Work, micro: M
         work: whether it is inference or an update.
         micro: tokens of the micro-batch.
     """
+    seconds = max(_stage_seconds(inputs, layout, work, micro)) + _between_stages(inputs, layout, work, micro)
+    if inputs.options.fsdp:
+        seconds += exposed_seconds(inputs, layout, work is Work.UPDATE, seconds)
+    return seconds
+
+
+def _stage_seconds(inputs: PlanInputs, layout: Layout, work: Work, micro: MicroBatch) -> list[float]:
+    """Predicts the seconds of the layers and the output layer of each pipeline stage."""
     counts = stage_layers(inputs.weights.config, layout)
     kinds = {kind for stage in counts for kind in stage}
     a_layer = {kind: _a_layer(inputs, layout, work, micro, kind) for kind in kinds}
     head = head_seconds(inputs, layout, micro) * (HEAD_UPDATE if work is Work.UPDATE else 1)
     stages = [sum(count * a_layer[kind] for kind, count in layers.items()) for layers in counts]
     stages[-1] += head
-    seconds = max(stages) + _between_stages(inputs, layout, work, micro)
-    if inputs.options.fsdp:
-        seconds += exposed_seconds(inputs, layout, work is Work.UPDATE, seconds)
-    return seconds
+    return stages
 
 
 def _a_layer(inputs: PlanInputs, layout: Layout, work: Work, micro: MicroBatch, kind: LayerKind) -> float:

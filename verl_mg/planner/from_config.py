@@ -10,7 +10,7 @@ from typing import Any, Literal
 from verl_mg.config import Config, CriticConfig, FrozenConfig, TrainableConfig
 from verl_mg.errors import UserError
 from verl_mg.fsdp.trainer import check_trainable
-from verl_mg.layout import parse_ranks
+from verl_mg.layout import Layout, parse_ranks
 from verl_mg.planner.training_options import (
     DEFAULT_OPTIONS,
     Recompute,
@@ -47,8 +47,8 @@ class RoleRequest:
 
     name: str
     """Name of the role."""
-    layout: str
-    """Parallel sizes, such as tp4-pp2."""
+    layout: Layout
+    """Parallel sizes."""
     is_trained: bool
     """Whether it has gradients and an optimizer."""
     micro_batch: int
@@ -76,7 +76,7 @@ class PlanRequest:
 
     model: str | None = None
     """Model directory of the actor."""
-    train: str | None = None
+    train: Layout | None = None
     """Layout of the actor."""
     rollout: str | None = None
     """Layout of an engine."""
@@ -134,7 +134,7 @@ def plan_request(config: Config, roles: set[str]) -> PlanRequest:
     assert rollout.engine != "hf"
     return PlanRequest(
         str(config.model.path),
-        actor.layout,
+        actor.parallel_sizes,
         rollout.layout,
         auxiliary,
         fields,
@@ -202,7 +202,7 @@ def _role(config: Config, name: str, key: str) -> RoleRequest:
     trained = section if is_trained and isinstance(section, TrainableConfig) else None
     return RoleRequest(
         name,
-        section.layout,
+        section.parallel_sizes,
         is_trained,
         section.tokens_per_micro_batch,
         recompute(trained.recompute) if trained else False,

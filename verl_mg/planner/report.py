@@ -12,7 +12,7 @@ from verl_mg.layout import EnginePlacement, format_ranks
 from verl_mg.layout.suggest import format_layout
 from verl_mg.planner.activation_memory import micro_batches
 from verl_mg.planner.assumptions import assumptions
-from verl_mg.planner.cost import bubble_share, utilization
+from verl_mg.planner.cost import bubble_share, update_seconds_by_stage, utilization
 from verl_mg.planner.generation_time import samples_at_once
 from verl_mg.planner.inputs import GIB, AuxiliaryRole, PlanInputs
 from verl_mg.planner.iteration_time import gathered_bytes
@@ -104,8 +104,19 @@ def _train(inputs: PlanInputs, side: TrainSide) -> Numbers:
         "inference_seconds": round(side.inference_seconds, 3),
         "update_seconds": round(side.update_seconds, 3),
         "gib": parts | {"total": _spread(side.memory.totals)},
+        **({"stages": _stages(inputs, side)} if side.layout.pp > 1 else {}),
         **({"collectives": _collectives(inputs, side)} if inputs.options.fsdp else {}),
     }
+
+
+def _stages(inputs: PlanInputs, side: TrainSide) -> list[Numbers]:
+    """Returns layers of each pipeline stage, GiB of its fullest rank and seconds of a micro-batch of an update."""
+    layout, layers = side.layout, inputs.weights.config.layers
+    by_stage = zip(side.memory.totals, update_seconds_by_stage(inputs, layout), strict=True)
+    return [
+        {"layers": len(layout.stage(layers, stage).layers), "gib": _gib(size), "seconds": round(seconds, 3)}
+        for stage, (size, seconds) in enumerate(by_stage)
+    ]
 
 
 def _collectives(inputs: PlanInputs, side: TrainSide) -> dict[str, float]:
@@ -245,6 +256,10 @@ def _facts_of(numbers: Numbers) -> Iterator[tuple[str, str]]:
     train, rollout = numbers["train"], numbers["rollout"]
     yield "data parallelism, and of experts", f"dp{train['dp']}, edp{train['edp']}"
     yield "micro-batches, pipeline bubble", f"{train['micro_batches']}, {train['bubble_share']:.1%} of a step"
+    if "stages" in train:
+        units = {"layers": "", "gib": " GiB", "seconds": " s for a micro-batch"}
+        by_stage = (", ".join(_text(stage[key]) for stage in train["stages"]) + unit for key, unit in units.items())
+        yield "layers, memory and seconds of the pipeline stages", "; ".join(by_stage)
     if "collectives" in train:
         sums = ", ".join(f"{what} {size:,.3f}" for what, size in train["collectives"].items())
         yield "GiB of collectives in an optimizer step", sums

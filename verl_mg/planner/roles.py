@@ -24,8 +24,8 @@ class PlannedRole:
 
     name: str
     """Name of the role."""
-    layout: str
-    """Parallel sizes, such as tp4-pp2."""
+    layout: Layout
+    """Parallel sizes."""
     weights: ModelTable
     """Weight table of its model."""
     is_trained: bool
@@ -56,7 +56,7 @@ def auxiliary_role(inputs: PlanInputs, role: PlannedRole) -> AuxiliaryRole:
     changes |= {"recompute": role.recompute, "options": role.options}
     try:
         role_inputs = replace(inputs, **changes, role_ranks=role.ranks)
-        layout = fit_layout(role_inputs, Layout.parse(role.layout))
+        layout = fit_layout(role_inputs, role.layout)
     except UserError as error:
         raise UserError(f"{role.name}: {error}") from None
     memory = train_memory(role_inputs, layout) if role.is_trained else frozen_memory(role_inputs, layout)
@@ -81,6 +81,7 @@ def fit_layout(inputs: PlanInputs, layout: Layout) -> Layout:
     Raises:
         UserError: the layout does not fit; the message lists the nearest ones that do.
     """
+    layout.check_pipeline_layers(inputs.weights.config.layers)
     ranks, experts = len(inputs.placement_ranks), inputs.weights.model_dims.experts
     return resolve_layout(layout, ranks, experts, partial(check, inputs))
 
