@@ -91,6 +91,11 @@ def test_dump_config_output_reads_back_equal(tmp_path):
         (["reward.mixture.mine.wieght=1"], "Did you mean reward.mixture.mine.weight?"),
         (["zzz=1"], "zzz: unknown key. The top level has the keys model, data, actor"),
         (["actor.layout=tp2-pq2"], "actor.layout: 'tp2-pq2' is invalid: .*pq2"),
+        (
+            ["actor.layout=pp2", "actor.pipeline_layers=[3]"],
+            "actor.pipeline_layers: .* has length 1, and layout pp2 has 2",
+        ),
+        (["critic.pipeline_layers=[3]"], "critic.pipeline_layers: .*Leave the key out, or write pp2 or more"),
         (["rollout.temperature=-1"], "rollout.temperature: -1 is invalid. Write a value greater than or equal to 0."),
         (["job.iterations=many"], "job.iterations: 'many' is invalid. Write a valid integer."),
         (["rollout.engine=vlm"], "rollout.engine: 'vlm' is invalid. Write 'hf', 'sglang' or 'vllm'."),

@@ -193,6 +193,39 @@ def test_layout_layers_fewer_than_chunks_is_user_error() -> None:
         Layout(pp=2, vpp=2).layers(3, 0)
 
 
+@given(SIZES.filter(lambda pp: pp > 1), SIZES, st.data())
+def test_layout_layers_of_chosen_chunks_are_runs_in_order(pp: int, vpp: int, data: st.DataObject) -> None:
+    chunks = pp * vpp
+    chosen = data.draw(st.lists(st.integers(1, 9), min_size=chunks, max_size=chunks))
+    layout = Layout.parse(f"pp{pp}-vpp{vpp}", chosen).fit(2 * pp)
+    runs = [layout.layers(sum(chosen), p, v) for v in range(vpp) for p in range(pp)]
+    assert [len(run) for run in runs] == chosen
+    assert [layer for run in runs for layer in run] == list(range(sum(chosen)))
+    assert sum(len(layout.stage(sum(chosen), p).layers) for p in range(pp)) == sum(chosen)
+
+
+def test_layout_chunks_without_layers_are_the_first_and_the_last() -> None:
+    layout = Layout(pp=4, pipeline_layers=(0, 3, 3, 0))
+    assert [list(layout.layers(6, stage)) for stage in range(4)] == [[], [0, 1, 2], [3, 4, 5], []]
+    assert layout.stage(6, 0).is_first and layout.stage(6, 3).is_last
+
+
+@pytest.mark.parametrize(
+    ("text", "chosen", "message"),
+    [
+        ("pp4", [1, 2, 3], r"\[1, 2, 3\] has length 3, and layout pp4 has 4 pipeline chunks"),
+        ("pp2-vpp2", [3, 3], "Write one number for each chunk of pp2-vpp2, in the order of the layers"),
+        ("tp2", [6], "layout tp2 has one pipeline stage, with all layers. Leave the key out, or write pp2"),
+        ("pp4", [2, 0, 3, 1], "has a chunk without layers. Write 1 or more; 0 is possible for the first"),
+        ("pp2", [-1, 7], "has a chunk without layers"),
+        ("pp2", [2, 3], r"\[2, 3\] are 5 layers, and the model has 6. Distribute all of them"),
+    ],
+)
+def test_layout_chosen_layers_that_are_not_possible_are_user_errors(text: str, chosen: list[int], message: str) -> None:
+    with pytest.raises(UserError, match=f"^pipeline_layers: .*{message}"):
+        Layout.parse(text, chosen).layers(6, 0)
+
+
 QWEN3_30B = {
     "attention_heads": 32,
     "kv_heads": 4,

@@ -38,6 +38,33 @@ def test_plan_json_and_table_have_the_same_numbers(capsys):
     assert received["received by a rank"] == received["lower bound of received"]
 
 
+SHIPPED = ["plan", "recipes/dapo.py", "--config", "recipes/papers/dapo_qwen3_30b_a3b/config.yaml", *MODEL[1:3]]
+CHOSEN = ["actor.layout=tp2-pp4-ep8-etp1", "actor.pipeline_layers=[11, 13, 13, 11]"]
+
+
+def test_plan_of_chosen_pipeline_layers_has_memory_and_seconds_of_each_stage(capsys):
+    def train(*overrides):
+        main([*SHIPPED, "--ranks", "64", "--json", *overrides])
+        return json.loads(capsys.readouterr().out)["train"]
+
+    even, chosen = train(CHOSEN[0]), train(*CHOSEN)
+    assert [stage["layers"] for stage in even["stages"]] == [12] * 4
+    assert [stage["layers"] for stage in chosen["stages"]] == [11, 13, 13, 11]
+    for stage, before in zip(chosen["stages"], even["stages"], strict=True):
+        for key in ("gib", "seconds"):
+            assert (stage[key] > before[key]) == (stage["layers"] > 12), key
+    assert max(stage["gib"] for stage in chosen["stages"]) == chosen["gib"]["total"]["worst"]
+    main([*SHIPPED, "--ranks", "64", *CHOSEN])
+    assert "11, 13, 13, 11" in capsys.readouterr().out
+
+
+def test_plan_of_too_few_pipeline_layers_names_the_numbers(capsys):
+    with pytest.raises(SystemExit) as left:
+        main([*SHIPPED, "--ranks", "64", CHOSEN[0], "actor.pipeline_layers=[11, 13, 12, 11]"])
+    err = capsys.readouterr().err
+    assert left.value.code == 2 and "[11, 13, 12, 11] are 47 layers, and the model has 48" in err
+
+
 def test_plan_report_lists_its_assumptions(capsys):
     numbers, text = json.loads(printed(capsys, *GOOD, "--json")), printed(capsys, *GOOD, "--recompute", "none")
     assert "keeps its input" in " ".join(numbers["assumptions"]) and "keeps all activations" in text

@@ -120,6 +120,11 @@ def refused(folder, overrides):
             "Start 2 or 4. Nearest valid layouts on 3 ranks: tp1.",
         ),
         (
+            ["rollout.num_ranks=2", "actor.layout=pp2", "actor.pipeline_layers=[1, 2]"],
+            "actor.pipeline_layers: [1, 2] are 3 layers, and the model has 4. Distribute all of them, or leave the key "
+            "out.",
+        ),
+        (
             ["rollout.num_ranks=3", "rollout.layout=tp2"],
             "rollout.layout=tp2: an engine needs 2 ranks, but the rollout has 3 of the job's 4. "
             "Write rollout.num_ranks as a multiple of 2.",

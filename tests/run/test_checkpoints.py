@@ -226,6 +226,23 @@ def test_resume_under_another_layout_is_the_same_to_1e5(ranks, inputs, before, t
             assert here[metric] == pytest.approx(there[metric], abs=1e-5, rel=1e-5), metric
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("chosen", [["actor.pipeline_layers=[3, 1]", "critic.pipeline_layers=[0, 4]"], []])
+def test_resume_under_another_number_of_layers_of_stages_is_the_same_to_1e6(ranks, inputs, tmp_path, chosen):
+    overrides = ["actor={layout: pp2, offload: true}", "critic.layout=pp2", "checkpoint.every=1"]
+    written = [*overrides, "actor.pipeline_layers=[1, 3]", "critic.pipeline_layers=[2, 2]"]
+    ranks.run(2, job, "ppo", inputs, tmp_path / "whole", 1, written)
+    shutil.copytree(tmp_path / "whole", tmp_path / "other")
+    ranks.run(2, job, "ppo", inputs, tmp_path / "whole", 2, written)
+    resumed = [f"model.path={without_weights(inputs / 'model')}", *overrides, *chosen]
+    ranks.run(2, job, "ppo", inputs, tmp_path / "other", 2, resumed)
+    (expected,), (found,) = (metrics_of(tmp_path / name)[1:] for name in ("whole", "other"))
+    for metric in ("actor/loss", "critic/loss", "actor/grad_norm", "critic/grad_norm", "reward/mean"):
+        assert found[metric] == pytest.approx(expected[metric], abs=1e-6, rel=1e-6), metric
+    assert found["actor/grad_norm"] > 1e-3 and found["critic/grad_norm"] > 1e-3
+    assert found["weight_sync/bytes_received"] == found["weight_sync/bytes_lower_bound"] > 0
+
+
 @pytest.mark.parametrize(
     ("model", "lora"),
     [

@@ -323,7 +323,7 @@ class Layout:
         if len(given) != chunks:
             sizes = f"pp{self.pp}" + (f"-vpp{self.vpp}" if self.vpp > 1 else "")
             raise UserError(
-                f"pipeline_layers: {given} has {len(given)} numbers, and layout {self} has {chunks} pipeline chunks. "
+                f"pipeline_layers: {given} has length {len(given)}, and layout {self} has {chunks} pipeline chunks. "
                 f"Write one number for each chunk of {sizes}, in the order of the layers."
             )
         if min(given) < 0 or min(given[1:-1], default=1) < 1:
