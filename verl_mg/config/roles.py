@@ -151,9 +151,9 @@ class RoleSection(ConfigSection):
     """Parallel sizes such as tp4-pp2-cp2-ep8: tensor (tp), pipeline (pp), virtual pipeline (vpp), context (cp), expert
     (ep) and expert tensor (etp) parallelism. The remaining factor of the ranks is data parallelism."""
     pipeline_layers: list[int] = []
-    """Number of layers of each pipeline stage of `layout`, such as [15, 16, 16, 14] with pp4; of each chunk with vpp, in
-    the order of the layers. 0 is possible for the first one, which then has the embedding alone, and for the last one,
-    which has the output layer. []: as even as possible, with fewer layers in the last and the first stage."""
+    """Number of layers of each pipeline stage of `layout`, such as [15, 16, 16, 14] with pp4; of each chunk with vpp,
+    in the order of the layers. 0 is possible for the first one, which then has the embedding alone, and for the last
+    one, which has the output layer. []: as even as possible, with fewer layers in the last and the first stage."""
     ranks: str | None = None
     """Ranks of the job that compute this role, such as 0-7 or 0-3,8-11. Roles on disjoint ranks can run at the same
     time. null: all ranks except those of `rollout.num_ranks`."""
