@@ -121,7 +121,7 @@ def refused(folder, overrides):
         ),
         (
             ["rollout.num_ranks=2", "actor.layout=pp2", "actor.pipeline_layers=[1, 2]"],
-            "actor.pipeline_layers: [1, 2] are 3 layers, and the model has 4. Distribute all of them, or leave the key "
+            "actor.pipeline_layers: [1, 2] are 3 layers, and the model has 2. Distribute all of them, or leave the key "
             "out.",
         ),
         (

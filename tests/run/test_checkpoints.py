@@ -229,7 +229,7 @@ def test_resume_under_another_layout_is_the_same_to_1e5(ranks, inputs, before, t
 @pytest.mark.nightly
 @pytest.mark.parametrize("chosen", [["actor.pipeline_layers=[3, 1]", "critic.pipeline_layers=[0, 4]"], []])
 def test_resume_under_another_number_of_layers_of_stages_is_the_same_to_1e6(ranks, inputs, tmp_path, chosen):
-    overrides = ["actor={layout: pp2, offload: true}", "critic.layout=pp2", "checkpoint.every=1"]
+    overrides = ["actor.layout=pp2", "critic={layout: pp2, offload: true}", "checkpoint.every=1"]
     written = [*overrides, "actor.pipeline_layers=[1, 3]", "critic.pipeline_layers=[2, 2]"]
     ranks.run(2, job, "ppo", inputs, tmp_path / "whole", 1, written)
     shutil.copytree(tmp_path / "whole", tmp_path / "other")
