@@ -143,15 +143,32 @@ def micro_batch_seconds(inputs: PlanInputs, layout: Layout, work: Work, micro: M
     return seconds
 
 
+def update_parts(inputs: PlanInputs, layout: Layout) -> tuple[list[float], float]:
+    """Predicts the seconds of each layer and of the output layer for the mean micro-batch of an update.
+
+    Args:
+        inputs: inputs of the plan for the role.
+        layout: layout of the role.
+    """
+    c, count = inputs.weights.config, micro_batches(inputs, layout) * inputs.minibatches
+    a_layer, head = _parts(inputs, layout, Work.UPDATE, mean_micro_batch(inputs, layout, count))
+    return [a_layer[LayerKind.of(c, layer)] for layer in range(c.layers)], head
+
+
 def _stage_seconds(inputs: PlanInputs, layout: Layout, work: Work, micro: MicroBatch) -> list[float]:
     """Predicts the seconds of the layers and the output layer of each pipeline stage."""
+    a_layer, head = _parts(inputs, layout, work, micro)
     counts = stage_layers(inputs.weights.config, layout)
-    kinds = {kind for stage in counts for kind in stage}
-    a_layer = {kind: _a_layer(inputs, layout, work, micro, kind) for kind in kinds}
-    head = head_seconds(inputs, layout, micro) * (HEAD_UPDATE if work is Work.UPDATE else 1)
     stages = [sum(count * a_layer[kind] for kind, count in layers.items()) for layers in counts]
     stages[-1] += head
     return stages
+
+
+def _parts(inputs: PlanInputs, layout: Layout, work: Work, micro: MicroBatch) -> tuple[dict[LayerKind, float], float]:
+    """Predicts the seconds of a layer of each kind, and of the output layer."""
+    kinds = {kind for stage in stage_layers(inputs.weights.config, layout) for kind in stage}
+    a_layer = {kind: _a_layer(inputs, layout, work, micro, kind) for kind in kinds}
+    return a_layer, head_seconds(inputs, layout, micro) * (HEAD_UPDATE if work is Work.UPDATE else 1)
 
 
 def _a_layer(inputs: PlanInputs, layout: Layout, work: Work, micro: MicroBatch, kind: LayerKind) -> float:

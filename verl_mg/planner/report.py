@@ -61,6 +61,7 @@ def search_numbers(inputs: PlanInputs, pairs: Sequence[Pair]) -> Numbers:
         "layouts": [
             {
                 "train": format_layout(pair.train.layout),
+                "pipeline_layers": list(pair.train.layout.pipeline_layers),
                 "recompute": _recomputed(pair.train.recompute),
                 "rollout": format_layout(pair.rollout.layout),
                 "stride": pair.sync.stride,
@@ -291,6 +292,7 @@ def _facts_of(numbers: Numbers) -> Iterator[tuple[str, str]]:
 def _ranking(numbers: Numbers) -> Table:
     columns = {
         "train": "train",
+        **({"pipeline_layers": "layers of stages"} if any(row["pipeline_layers"] for row in numbers["layouts"]) else {}),
         "recompute": "recomputed",
         "rollout": "rollout",
         "stride": "stride",
@@ -307,13 +309,15 @@ def _ranking(numbers: Numbers) -> Table:
     }
     table = Table(title=f"Best first by {numbers['score']}", title_justify="left")
     for key, heading in columns.items():
-        is_text = isinstance(numbers["layouts"][0][key], str)
-        widest = max(len(layout[key]) for layout in numbers["layouts"]) if is_text else None
+        is_text = isinstance(numbers["layouts"][0][key], str | list)
+        widest = max(len(_text(layout[key])) for layout in numbers["layouts"]) if is_text else None
         table.add_column(heading, justify="left" if is_text else "right", min_width=widest)
     for layout in numbers["layouts"]:
         table.add_row(*(_text(layout[key]) for key in columns))
     return table
 
 
-def _text(value: str | float) -> str:
+def _text(value: str | float | list[int]) -> str:
+    if isinstance(value, list):
+        return ",".join(map(str, value))
     return value if isinstance(value, str) else f"{value:,}" if isinstance(value, int) else f"{value:,.3f}"

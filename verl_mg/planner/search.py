@@ -11,6 +11,7 @@ from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout
 from verl_mg.layout.suggest import engine_layouts_on, is_valid, layouts_on, nearest, resolve_engine_layout
 from verl_mg.planner.activation_memory import micro_batches
+from verl_mg.planner.balance import balanced
 from verl_mg.planner.cost import inference_seconds, train_seconds
 from verl_mg.planner.generation_time import rollout_seconds
 from verl_mg.planner.inputs import PlanInputs
@@ -227,6 +228,7 @@ def search(
     """Searches the pairs of layouts that fit into memory, best first.
 
     Each side is ranked by its predicted seconds (`cost`), with engines on as few nodes as the model and training fit.
+    Where other numbers of layers make the slowest pipeline stage faster (`balanced`), these are tried too.
     The weight sync is planned only for the best training layouts, each with PARTNERS of the best rollout layouts, of
     which the best is returned; all of them are where the training layout is given.
 
@@ -244,7 +246,12 @@ def search(
     planned = [replace(inputs, recompute=modules) for modules in tried] if tried else [inputs]
     rollouts = [check_rollout(inputs, rollout)] if rollout else rollout_layouts(inputs)
     trains = [fit_layout(inputs, train)] if train else list(train_layouts(inputs))
-    candidates = [_Candidate(some, layout, train_seconds(some, layout)) for some in planned for layout in trains]
+    candidates = [
+        _Candidate(some, tried_layout, train_seconds(some, tried_layout))
+        for some in planned
+        for layout in trains
+        for tried_layout in ([layout] if train else filter(None, (layout, balanced(some, layout))))
+    ]
     candidates.sort(key=lambda candidate: candidate.seconds)
     cached_train_side = cache(_Candidate.side)
     too_large = "generation"
@@ -307,13 +314,13 @@ def _fitting_trains(
 ) -> list[TrainSide]:
     """Returns the best `count` training layouts that fit together with the smallest rollout weights."""
     lightest = min(rollouts, key=lambda side: max(side.memory.weights))
-    fitting: dict[Layout, TrainSide] = {}
+    fitting: dict[str, TrainSide] = {}  # of each layout the best number of layers of stages
     for candidate in candidates:
         layout = candidate.layout
-        if len(fitting) < count and layout not in fitting and _may_fit(inputs, layout):
+        if len(fitting) < count and str(layout) not in fitting and _may_fit(inputs, layout):
             side = make_side(candidate)
             if not problem(inputs, side.memory, lightest.memory):
-                fitting[layout] = side
+                fitting[str(layout)] = side
     return list(fitting.values())
 
 
