@@ -290,9 +290,10 @@ def _facts_of(numbers: Numbers) -> Iterator[tuple[str, str]]:
 
 
 def _ranking(numbers: Numbers) -> Table:
+    has_chosen = any(row["pipeline_layers"] for row in numbers["layouts"])
     columns = {
         "train": "train",
-        **({"pipeline_layers": "layers of stages"} if any(row["pipeline_layers"] for row in numbers["layouts"]) else {}),
+        **({"pipeline_layers": "layers of stages"} if has_chosen else {}),
         "recompute": "recomputed",
         "rollout": "rollout",
         "stride": "stride",
