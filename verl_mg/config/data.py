@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainSerializer, PositiveInt, TypeAdapter, field_validator, model_validator
 
-from verl_mg.config.section import ConfigSection
+from verl_mg.config.section import ConfigSection, StopStrings
 
 
 def _function_name(function: str | Callable[..., Any]) -> str:
@@ -112,6 +112,8 @@ class EvaluationSetConfig(SourceConfig):
     """Nucleus sampling. null: `evaluation.top_p`."""
     max_new_tokens: PositiveInt | None = None
     """Longest response, in tokens. null: `evaluation.max_new_tokens`."""
+    stop: StopStrings | None = None
+    """Strings that end an answer. null: `evaluation.stop`."""
     k: list[PositiveInt] | None = None
     """Numbers of tries k of pass@k and maj@k. null: `evaluation.k`."""
     pass_threshold: float | None = None
@@ -226,6 +228,8 @@ class EvaluationConfig(ConfigSection):
     """Nucleus sampling. null: `rollout.top_p`."""
     max_new_tokens: PositiveInt | None = None
     """Longest response, in tokens. null: `rollout.max_new_tokens`."""
+    stop: StopStrings | None = None
+    """Strings that end an answer. null: `rollout.stop`."""
     k: list[PositiveInt] | None = None
     """Numbers of tries k of pass@k and maj@k. null: 1, 2, 4, ... and `samples`, or none with one sample."""
     pass_threshold: float = 1.0

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field, PositiveInt, field_validator
 
-from verl_mg.config.section import ConfigSection
+from verl_mg.config.section import ConfigSection, StopStrings
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, Layout, parse_ranks
 
@@ -281,6 +281,10 @@ class RolloutConfig(ConfigSection):
     """Sample from the tokens with at least this share of the probability of the most likely one (arXiv:2407.01082). 0:
     off. As with `top_p` and `top_k` log-probs are those of the full distribution, in engines and training. vLLM
     measures `top_p` and `top_k` within these tokens, other engines take those that pass each of the three."""
+    stop: StopStrings = []
+    """Strings that end a response, such as `["</answer>"]`. Its last token is the one that completes one of them, also
+    in the middle of the token, on every engine. Rewards see the text up to the end of that token, the string included.
+    Special tokens count with their text. []: responses end with the model's stop tokens alone."""
     max_new_tokens: PositiveInt = 256
     """Longest response, in tokens, over all turns."""
     max_running_requests: PositiveInt = 256

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 """Non-negative integer that every file format, JSON number and tensor represents exactly."""
+
+
+def _can_end_a_response(strings: list[str]) -> list[str]:
+    if "" in strings:
+        raise ValueError("an empty string would end every response at once. Leave it out")
+    if any("\ufffd" in string for string in strings):
+        raise ValueError("U+FFFD stands for a part of a character. Write strings of whole characters")
+    return strings
+
+
+StopStrings = Annotated[list[str], AfterValidator(_can_end_a_response)]
+"""Strings that end a response."""
 
 
 class ConfigSection(BaseModel):

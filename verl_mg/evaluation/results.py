@@ -52,7 +52,7 @@ class SetReport(ConfigSection):
     """Number of prompts."""
     samples: Count
     """Samples of each prompt."""
-    sampling: dict[str, float]
+    sampling: dict[str, float | list[str]]
     """Sampling parameters."""
     k: tuple[int, ...]
     """Numbers of tries of pass@k and maj@k."""
@@ -114,7 +114,7 @@ def report_of(target: str, iteration: int | None, config: Config, results: Seque
             path=str(section.path),
             prompts=len(of_set.prompts),
             samples=evaluated.samples,
-            sampling=dict(evaluated.sampling),
+            sampling={name: value for name, value in evaluated.sampling.items() if value != ()},
             k=evaluated.ks,
             pass_threshold=evaluated.pass_threshold,
             reward=reward,

@@ -35,6 +35,7 @@ from verl_mg.rollout.sglang import SGLangEngine
 from verl_mg.rollout.sglang.arguments import QUANTIZATIONS
 from verl_mg.rollout.sglang.arguments import check_on_cpu as check_sglang_on_cpu
 from verl_mg.rollout.sglang.engine import sglang_follower
+from verl_mg.rollout.stop_strings import Decode, StopStringEngine
 from verl_mg.rollout.vllm.arguments import check_on_cpu as check_vllm_on_cpu
 from verl_mg.rollout.vllm.engine import VLLMEngine, vllm_follower
 from verl_mg.sharding.model_table import ModelTable
@@ -189,8 +190,30 @@ def _check_wire(config: Config, table: ModelTable) -> None:
     check_engine_blocks(table, whole, encoding, whole.ranks)
 
 
+def ends_at_strings(config: Config) -> bool:
+    """Returns whether samples can end at stop strings, those of agents' requests included."""
+    test = config.data.test
+    of_sets = [of_set.stop for of_set in test.values()] if isinstance(test, dict) else []
+    return config.rollout.has_agents or any((config.rollout.stop, config.evaluation.stop, *of_sets))
+
+
+def with_stop_strings(decode: Decode, wrap: EngineWrapper) -> EngineWrapper:
+    """Returns a wrapper of engines whose samples end at stop strings.
+
+    Args:
+        decode: returns the text of tokens.
+        wrap: wraps this engine.
+    """
+    return lambda engine: wrap(StopStringEngine(engine, decode))
+
+
 def build_engine_group(
-    config: Config, actor: Actor, context: JobContext, wrap: EngineWrapper, processor: ImageProcessor | None = None
+    config: Config,
+    actor: Actor,
+    context: JobContext,
+    wrap: EngineWrapper,
+    processor: ImageProcessor | None = None,
+    decode: Decode | None = None,
 ) -> EngineGroup:
     """Returns the engines, without weights until the first transfer; they compute in the dtype of the actor.
 
@@ -200,11 +223,12 @@ def build_engine_group(
         context: the shared services of the job.
         wrap: wraps each engine.
         processor: processor of a model that reads images; None for others.
+        decode: returns the text of tokens, for the engine hf.
     """
     rollout, dtype = config.rollout, actor.runner.dtype
     if rollout.engine == "hf":
         slots = rollout.max_running_requests
-        engine = HFEngine(config.model.path, device.current_device(), dtype, slots, False, processor)
+        engine = HFEngine(config.model.path, device.current_device(), dtype, slots, False, processor, decode)
         return HFEngineGroup(engine, context, wrap)
     if rollout.has_servers:
         table = actor.runner.table.for_engine(rollout.engine)
@@ -279,6 +303,7 @@ def _settings(
         seed=config.job.seed + part.number,
         routed_experts=config.rollout.replay_routing,
         deterministic=config.job.deterministic,
+        reads_text=ends_at_strings(config),
         adapters=adapter_settings(config, table),
         python=config.rollout.python,
         extra=config.rollout.vllm if config.rollout.engine == "vllm" else config.rollout.sglang,

@@ -29,7 +29,7 @@ class EvaluationSet:
     """Number of prompts, from the beginning of the set."""
     samples: int
     """Samples of each prompt."""
-    sampling: Mapping[str, float]
+    sampling: Mapping[str, Any]
     """Fields of `Sampling` that replace those of training."""
     ks: tuple[int, ...]
     """Numbers of tries of pass@k and maj@k."""
@@ -75,6 +75,7 @@ def _evaluation_set(name: str, of_set: EvaluationSetConfig, config: Config) -> E
     samples = value("samples")
     ks = tuple(value("k") or default_ks(samples))
     sampling = {field: value(field) for field in ("temperature", "top_p", "max_new_tokens")}
+    sampling["stop"] = tuple(value("stop"))
     if samples > 1 and sampling["temperature"] == 0:
         raise UserError(
             f"{key}.temperature: greedy samples of a prompt are identical, and there are {samples}. Write a "

@@ -19,7 +19,13 @@ from verl_mg.data.images import ImageLimits
 from verl_mg.distributed import collectives
 from verl_mg.errors import UserError
 from verl_mg.job.build_agents import agent_wrapper, check_agents
-from verl_mg.job.build_engines import build_engine_group, check_engines, num_training_ranks
+from verl_mg.job.build_engines import (
+    build_engine_group,
+    check_engines,
+    ends_at_strings,
+    num_training_ranks,
+    with_stop_strings,
+)
 from verl_mg.job.build_models import TEACHERS, ModelRoleBuilder
 from verl_mg.job.build_teachers import build_teachers
 from verl_mg.job.engine_tables import actor_table
@@ -41,6 +47,7 @@ from verl_mg.roles.teachers import Teachers
 from verl_mg.roles.trainable import TrainableRole
 from verl_mg.rollout import RolloutEngine, Sampling
 from verl_mg.rollout.request_tracker import routed_shape
+from verl_mg.rollout.stop_strings import decoder
 from verl_mg.rollout.tools.chat_format import ToolCallFormat
 from verl_mg.rollout.tools.load import load_tools
 from verl_mg.rollout.tools.multi_turn import MultiTurnEngine
@@ -355,6 +362,7 @@ class Job:
             top_k=config.top_k,
             min_p=config.min_p,
             stop_token_ids=tuple(sorted(stops)),
+            stop=tuple(config.stop),
             excluded_token_ids=self.processor.placeholder_ids if self.processor else (),
         )
         if config.has_agents:
@@ -363,7 +371,10 @@ class Job:
             wrap = agent_wrapper(config, self.tokenizer, stop_ids, model.max_positions, self.processor, limits)
         else:
             wrap = self._with_tools()
-        engines = build_engine_group(self.config, self.actor, self.context, wrap, self.processor)
+        decode = decoder(self.tokenizer)
+        if ends_at_strings(self.config):
+            wrap = with_stop_strings(decode, wrap)
+        engines = build_engine_group(self.config, self.actor, self.context, wrap, self.processor, decode)
         seed, context, prompts, reward = self.config.job.seed, self.context, self.prompts, self._reward
         routed = routed_shape(self.config.model.path) if config.replay_routing else None
         if config.mode == "async":

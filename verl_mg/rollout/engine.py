@@ -47,6 +47,9 @@ class Sampling:
     """A token is a candidate if its probability is at least this share of the highest one; 0: no limit."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a response; they are part of it."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a response: its last token is the one that completes one of them. An engine that reads text ends
+    there early; `StopStringEngine` makes the end exact."""
     excluded_token_ids: tuple[int, ...] = ()
     """Tokens that are never drawn, such as placeholders of images; log-probs are those of the full distribution where
     the engine can: `hf`. SGLang and vLLM exclude them from it."""
@@ -62,6 +65,8 @@ class Sampling:
             raise UserError(f"top_k: it is {self.top_k}. Give a positive number, or 0 to turn it off.")
         if not 0 <= self.min_p < 1:
             raise UserError(f"min_p: it is {self.min_p}. Give a number below 1, or 0 to turn it off.")
+        if isinstance(self.stop, str) or not all(self.stop):
+            raise UserError(f"stop: it is {self.stop!r}. Give strings that are not empty.")
 
 
 @dataclass(frozen=True)

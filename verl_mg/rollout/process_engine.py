@@ -56,6 +56,8 @@ class EngineSettings:
     """Whether samples contain the experts of each token."""
     deterministic: bool = False
     """Whether a sample depends only on its seed, and not on concurrent requests; on GPUs."""
+    reads_text: bool = False
+    """Whether the engine has the tokenizer, to end responses at stop strings."""
     adapters: AdapterSettings | None = None
     """Adapters that the engine receives; None: it has weights alone."""
     python: Path | None = None

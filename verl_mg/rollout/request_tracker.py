@@ -43,6 +43,8 @@ class EngineRequest:
     """Candidates have this share of the highest probability; 0: no limit."""
     stop_token_ids: list[int]
     """Tokens that end the response."""
+    stop: list[str]
+    """Strings that end the response; none where the engine reads no text."""
     seed: int | None
     """Seed of the sample, where the engine supports seeds per request."""
     routed_experts: bool
@@ -63,6 +65,8 @@ class EngineLimits:
     """Largest number of tokens of a prompt with its response."""
     seeded: bool = False
     """Whether a sample depends only on its seed."""
+    reads_text: bool = False
+    """Whether it has a tokenizer, and can end a response at a string."""
     routed: tuple[int, int] | None = None
     """(layers, experts per token) where samples contain the experts of each token; None where they do not."""
 
@@ -182,6 +186,7 @@ class RequestTracker(RolloutEngine):
             top_k=sampling.top_k,
             min_p=sampling.min_p,
             stop_token_ids=list(sampling.stop_token_ids),
+            stop=list(sampling.stop) if self._limits.reads_text else [],
             seed=request.seed if self._limits.seeded else None,
             routed_experts=self._limits.routed is not None,
             excluded_token_ids=list(sampling.excluded_token_ids),

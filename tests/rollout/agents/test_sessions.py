@@ -39,7 +39,7 @@ def test_reply_with_stop_texts_ends_before_the_first(stops: tuple[str, ...], con
         return sample
 
     sessions = Sessions(renderer, ReplyParser(chat_tokenizer(KEEPING), "qwen25", None), generate, 512, ())
-    session = sessions.open(requests_of(1)[0], Sampling(max_new_tokens=40))
+    session = sessions.open(requests_of(1)[0], Sampling(max_new_tokens=40, stop_token_ids=tokens[-1:]))
     call = Call(({"role": "user", "content": "count"},), stop=stops)
     reply = asyncio.run(sessions.complete(session.id, session.key, call))
     assert (reply.text, reply.finish, len(reply.tokens)) == (content, "stop", kept)

@@ -96,7 +96,7 @@ class Reply:
     cached_tokens: int
     """Number of these that were kept from earlier turns of the session."""
     stopped: str | None = None
-    """Text of `Call.stop` that ended the reply."""
+    """Text of `Call.stop` or `rollout.stop` that ended the reply."""
 
     @property
     def message(self) -> dict[str, Any]:

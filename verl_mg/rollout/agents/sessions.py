@@ -19,6 +19,7 @@ from verl_mg.rollout.agents.history import Context, ConversationHistory
 from verl_mg.rollout.agents.parsers import ReplyParser
 from verl_mg.rollout.agents.renderer import ConversationRenderer
 from verl_mg.rollout.engine import Request, Sample, Sampling
+from verl_mg.rollout.stop_strings import cut_at_stop
 from verl_mg.rollout.trajectory import ConversationTurn, Trajectory
 
 LOG_CHARACTERS = 1 << 16
@@ -143,13 +144,14 @@ class Sessions:
         context = self._context(state, call)
         left = self._tokens_left(state, context)
         limit = left if call.max_tokens is None else min(left, call.max_tokens)
-        sample = await self._generate(state, context, replace(state.sampling, max_new_tokens=limit))
+        sampling = replace(state.sampling, max_new_tokens=limit, stop=(*state.sampling.stop, *call.stop))
+        sample = await self._generate(state, context, sampling)
         if sample.finish == "abort":
             raise _aborted()
         if not sample.tokens:  # its time in the engine is up
             raise RequestError(503, "engine: it has generated no token within its time limit. Try again.")
         cut_by_agent = sample.finish == "length" and limit < left
-        sample, stopped = self._cut(sample, call.stop)
+        sample, stopped = self._cut(sample, sampling)
         truncated = sample.finish != "stop" and not cut_by_agent
         with self._lock:
             if session not in self._open:
@@ -237,33 +239,13 @@ class Sessions:
             )
         return left
 
-    def _cut(self, sample: Sample, stops: tuple[str, ...]) -> tuple[Sample, str | None]:
-        """Returns the sample up to the token that completes one of the texts, and that text; None where none occurs.
-
-        These tokens are those that an engine generates which knows the texts itself.
-        """
-        written = self._without_stop(sample)  # "<|im_end|>" contains "|", which the reply does not
-        if not any(stop in self._renderer.decode(written) for stop in stops):
+    def _cut(self, sample: Sample, sampling: Sampling) -> tuple[Sample, str | None]:
+        """Returns the sample up to the token that completes a stop string, and that string; None where none occurs."""
+        cut = cut_at_stop(sample, sampling, self._renderer.decode)
+        if cut is None:
             return sample, None
-        low, high = 1, len(written)  # the text of the first `high` tokens contains one
-        while low < high:
-            middle = (low + high) // 2
-            text = self._renderer.decode(sample.tokens[:middle])
-            low, high = (low, middle) if any(stop in text for stop in stops) else (middle + 1, high)
-        text = self._renderer.decode(sample.tokens[:high])
-        first = min((stop for stop in stops if stop in text), key=text.index)
-        routed = sample.routed_experts
-        return (
-            replace(
-                sample,
-                tokens=sample.tokens[:high],
-                logprobs=sample.logprobs[:high],
-                policy_versions=sample.policy_versions[:high],
-                finish="stop",
-                routed_experts=None if routed is None else routed[: len(routed) - (len(sample.tokens) - high)],
-            ),
-            first,
-        )
+        text = self._renderer.decode(cut.tokens)
+        return cut, min((stop for stop in sampling.stop if stop in text), key=text.index)
 
     def _text(self, sample: Sample, stopped: str | None) -> str:
         """Returns the text of a reply, without the token or text that ended it."""

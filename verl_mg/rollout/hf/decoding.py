@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicLayer
 from verl_mg.images import RowImages
 from verl_mg.rollout.engine import Sampling
 from verl_mg.rollout.hf.vision import VisionPrefill
+from verl_mg.rollout.stop_strings import Decode, num_tokens_to_stop
 
 SHARE_DONE_BEFORE_COMPACTION = 0.25
 """Rows leave the batch once this share of it is done: removing a row copies the cache of all others."""
@@ -29,6 +30,44 @@ class Completions:
     """(n, T) float32, in nats."""
     lengths: torch.Tensor
     """(n,) int64, number of tokens of each row."""
+
+
+class TextEnd:
+    """Watches the text of rows for stop strings, in the last tokens of each."""
+
+    def __init__(self, stop: Sequence[str], decode: Decode, turns: Sequence[tuple[int, ...]]) -> None:
+        """Begins with what the rows have before their first new token.
+
+        Args:
+            stop: the stop strings.
+            decode: returns the text of tokens.
+            turns: of each row, the tokens of a partial sample that a string may begin in.
+        """
+        self._stop, self._decode, self._tokens = stop, decode, [list(turn) for turn in turns]
+        self.ended: set[int] = set()
+        """Numbers of the rows that have ended with a stop string."""
+        # A token has a byte at least, and the first of those that are decoded may be part of a character.
+        self._window = max(len(string.encode()) for string in stop) + 4
+
+    def reached(self, index: torch.Tensor, tokens: torch.Tensor, running: torch.Tensor) -> torch.Tensor:
+        """Adds a token to each row, and returns which rows have a stop string now, (r,) bool.
+
+        Args:
+            index: (r,) numbers of the rows.
+            tokens: (r,) token ids.
+            running: (r,) bool, the rows that have not ended.
+        """
+        drawn = zip(index.tolist(), tokens.tolist(), running.tolist(), strict=True)
+        self.ended |= {row for row, token, active in drawn if active and self._ends(row, token)}
+        return torch.tensor([row in self.ended for row in index.tolist()], device=tokens.device)
+
+    def _ends(self, row: int, token: int) -> bool:
+        written = self._tokens[row]
+        written.append(token)
+        text = self._decode(written[-self._window :])
+        return any(string in text for string in self._stop) and bool(
+            num_tokens_to_stop(written, self._stop, self._decode)
+        )
 
 
 @dataclass
@@ -60,6 +99,7 @@ def decode(
     aborted: Callable[[], bool],
     images: Sequence[RowImages] = (),
     vision: VisionPrefill | None = None,
+    text_end: TextEnd | None = None,
 ) -> Completions:
     """Continues n prompts, each by up to its own limit of tokens, of which T is the largest.
 
@@ -72,6 +112,7 @@ def decode(
         aborted: called after every token; returns whether to end.
         images: images of each prompt; none by default.
         vision: makes the inputs of prompts with images.
+        text_end: says which rows end with a stop string; None where there is none.
     """
     device = module.device
     steps = max(limits)
@@ -92,6 +133,8 @@ def decode(
         out.logprobs[rows.index, step] = logprobs
         out.lengths[rows.index] += rows.running
         rows.running &= ~torch.isin(tokens, stops) & (rows.limit > step + 1)
+        if text_end:
+            rows.running &= ~text_end.reached(rows.index, tokens, rows.running)
 
         running = int(rows.running.sum())
         if running == 0 or step + 1 == steps or aborted():

@@ -14,8 +14,9 @@ from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.errors import UserError
 from verl_mg.models.transformers_module import read_module_config
 from verl_mg.rollout.engine import Finish, Request, RolloutEngine, Sample, Sampling
-from verl_mg.rollout.hf.decoding import decode, uniforms
+from verl_mg.rollout.hf.decoding import TextEnd, decode, uniforms
 from verl_mg.rollout.hf.vision import VisionPrefill
+from verl_mg.rollout.stop_strings import Decode, last_turn_start
 
 
 class HFEngine(RolloutEngine):
@@ -29,6 +30,7 @@ class HFEngine(RolloutEngine):
         max_running_requests: int = 256,
         load_weights: bool = True,
         processor: ImageProcessor | None = None,
+        decode_text: Decode | None = None,
     ) -> None:
         """Builds the model.
 
@@ -40,6 +42,7 @@ class HFEngine(RolloutEngine):
             load_weights: whether to load the weights of the directory; otherwise they are undefined until the first
                 update.
             processor: processor of images, for a vision-language model; None for requests of text alone.
+            decode_text: returns the text of tokens, to end responses at stop strings; None: they do not end there.
 
         Raises:
             UserError: the directory has no loadable model.
@@ -56,6 +59,7 @@ class HFEngine(RolloutEngine):
         nn.Module.to(self.module, device)
         self.module.eval().requires_grad_(False)
         self._vision = VisionPrefill(self.module, processor) if processor else None
+        self._decode_text = decode_text
         self.version = 0
         self._max_batch = max_running_requests
         self._defined = load_weights
@@ -163,6 +167,7 @@ class HFEngine(RolloutEngine):
             request, sampling = batch[i]
             # A resumed sample draws the tokens that it would have drawn without the interruption.
             draws[row, : limits[i]] = uniforms(request.seed, sampling.max_new_tokens)[-limits[i] :]
+        text_end = self._text_end([batch[i] for i in running])
         completions = decode(
             self.module,
             [batch[i][0].context for i in running],
@@ -172,25 +177,37 @@ class HFEngine(RolloutEngine):
             self._abort.is_set,
             [batch[i][0].context_images for i in running],
             self._vision,
+            text_end,
         )
         rows = zip(
             completions.tokens.tolist(), completions.logprobs.tolist(), completions.lengths.tolist(), strict=True
         )
-        for i, (tokens, logprobs, length) in zip(running, rows, strict=True):
+        for row, (i, (tokens, logprobs, length)) in enumerate(zip(running, rows, strict=True)):
+            by_text = text_end is not None and row in text_end.ended
             samples[i] = Sample(
                 id=batch[i][0].id,
                 tokens=tuple(tokens[:length]),
                 logprobs=tuple(logprobs[:length]),
                 policy_versions=(self.version,) * length,
-                finish=_finish(tokens[length - 1], length, limits[i], batch[i][1]),
+                finish="stop" if by_text else _finish(tokens[length - 1], length, limits[i], batch[i][1]),
             )
         return samples
+
+    def _text_end(self, batch: Sequence[tuple[Request, Sampling]]) -> TextEnd | None:
+        stop = batch[0][1].stop
+        if not stop or self._decode_text is None:
+            return None
+        return TextEnd(stop, self._decode_text, [_turn(request) for request, _ in batch])
+
+
+def _turn(request: Request) -> tuple[int, ...]:
+    return request.partial.tokens[last_turn_start(request.partial) :] if request.partial else ()
 
 
 def _drawing(sampling: Sampling) -> tuple[object, ...]:
     """Returns everything that decides how a token is drawn."""
     cuts = (sampling.top_p, sampling.top_k, sampling.min_p)
-    return (sampling.temperature, *cuts, sampling.stop_token_ids, sampling.excluded_token_ids)
+    return (sampling.temperature, *cuts, sampling.stop_token_ids, sampling.stop, sampling.excluded_token_ids)
 
 
 def _batching_key(waiting: tuple[Request, Sampling]) -> tuple[object, ...]:

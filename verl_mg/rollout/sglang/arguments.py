@@ -99,8 +99,8 @@ def engine_arguments(model: Path, settings: EngineSettings) -> dict[str, Any]:
         "random_seed": settings.seed,
         # The weights arrive as training or the encoder has them, not as the checkpoint does.
         "json_model_override_args": json.dumps({"quantization_config": settings.quantization}),
-        # Requests and samples are token ids; no text is involved.
-        "skip_tokenizer_init": True,
+        # Requests and samples are token ids; text is involved only in stop strings.
+        "skip_tokenizer_init": not settings.reads_text,
         # A separate layer, as in the weight table.
         "disable_shared_experts_fusion": True,
         "skip_server_warmup": True,

@@ -50,6 +50,7 @@ class SGLangEngine(ProcessEngine):
             max_running=settings.max_running,
             max_positions=settings.max_positions,
             seeded=bool(self._arguments.get("enable_deterministic_inference")),
+            reads_text=settings.reads_text,
             routed=routed_shape(model) if settings.routed_experts else None,
         )
         super().__init__(settings, limits, log, request_timeout, nodes)

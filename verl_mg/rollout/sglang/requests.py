@@ -31,6 +31,8 @@ def request_fields(request: dict[str, Any]) -> dict[str, Any]:
         "ignore_eos": not request["stop_token_ids"],
         "skip_special_tokens": False,
     }
+    if request["stop"]:
+        parameters |= {"stop": request["stop"], "no_stop_trim": True}
     if request["excluded_token_ids"]:
         parameters["logit_bias"] = {str(token): EXCLUDED for token in request["excluded_token_ids"]}
     if request["seed"] is not None:

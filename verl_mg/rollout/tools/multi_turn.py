@@ -22,6 +22,7 @@ from operator import itemgetter
 from verl_mg.images import RowImages
 from verl_mg.rollout.engine import Request, RolloutEngine, Sample, Sampling
 from verl_mg.rollout.engine_counts import Counts
+from verl_mg.rollout.stop_strings import last_turn_start
 from verl_mg.rollout.tools.chat_format import ToolCall, ToolCallFormat
 from verl_mg.rollout.tools.tool import Tool, ToolOutput, ToolSample
 from verl_mg.rollout.tools.tool_runner import ToolRunner
@@ -165,7 +166,7 @@ class MultiTurnEngine(RolloutEngine):
             self._complete(replace(sample, finish="abort"))
         else:
             if not self._runner.has_begun(sample.id):
-                self._begin_calls(self._requests[sample.id][0])
+                self._begin_calls(*self._requests[sample.id])
             results = self._runner.start(sample.id, calls)
             self._pending[sample.id] = _PendingCalls(sample, calls, results)
             results.add_done_callback(lambda future: self._with_results.put((sample.id, future)))
@@ -177,10 +178,11 @@ class MultiTurnEngine(RolloutEngine):
         self._runner.end(sample.id)
         self._done.append(sample)
 
-    def _begin_calls(self, request: Request) -> None:
+    def _begin_calls(self, request: Request, sampling: Sampling) -> None:
         origin, earlier = request.origin, []
         if request.partial is not None and self._runner.has_states:
-            earlier = [call for turn in _turns_with_results(request.partial) for call in self._format.calls(turn)]
+            turns = _turns_with_results(request.partial, sampling)
+            earlier = [call for turn in turns for call in self._format.calls(turn)]
         sample = ToolSample(origin.text, origin.answer, origin.record) if origin else ToolSample("", None, {})
         self._runner.begin(request.id, sample, earlier)
 
@@ -234,18 +236,15 @@ def _num_turns(sample: Sample) -> int:
 
 def _last_turn(sample: Sample, sampling: Sampling) -> tuple[int, ...]:
     """Returns the tokens generated since the last tool result, without the end token."""
-    start = len(sample.tokens)
-    while start and sample.policy_versions[start - 1] != NOT_GENERATED:
-        start -= 1
-    turn = sample.tokens[start:]
+    turn = sample.tokens[last_turn_start(sample) :]
     return turn[:-1] if _stopped(sample, sampling) else turn
 
 
-def _turns_with_results(sample: Sample) -> list[tuple[int, ...]]:
-    """Returns the turns whose calls have results, without their end tokens."""
+def _turns_with_results(sample: Sample, sampling: Sampling) -> list[tuple[int, ...]]:
+    """Returns the turns whose calls have results, without their end tokens; one that a stop string ended has none."""
     marked = zip(sample.tokens, sample.generated_mask, strict=True)
     runs = [[token for token, _ in run] for _, run in groupby(marked, itemgetter(1))]
-    return [tuple(run[:-1]) for run in runs[:-1:2]]
+    return [tuple(run[:-1] if run[-1] in sampling.stop_token_ids else run) for run in runs[:-1:2]]
 
 
 def _with_observation(sample: Sample, tokens: tuple[int, ...], images: RowImages) -> Sample:

@@ -59,8 +59,8 @@ def engine_arguments(model: Path, settings: EngineSettings) -> dict[str, Any]:
         "max_num_seqs": settings.max_running,
         "max_model_len": settings.max_positions,
         "seed": settings.seed,
-        # Requests and samples are token ids; no text is involved.
-        "skip_tokenizer_init": True,
+        # Requests and samples are token ids; text is involved only in stop strings.
+        "skip_tokenizer_init": not settings.reads_text,
         "generation_config": "vllm",
         # After temperature; the worker extension returns them before top-k and top-p.
         "logprobs_mode": "processed_logprobs",

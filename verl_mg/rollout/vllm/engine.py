@@ -53,6 +53,7 @@ class VLLMEngine(ProcessEngine):
             max_running=settings.max_running,
             max_positions=settings.max_positions,
             seeded=True,
+            reads_text=settings.reads_text,
             routed=routed_shape(model) if settings.routed_experts else None,
         )
         super().__init__(settings, limits, log, request_timeout, nodes)

@@ -78,7 +78,11 @@ class VLLMHost(EngineHost):
             logit_bias=dict.fromkeys(request["excluded_token_ids"], EXCLUDED) or None,
             # vLLM also stops at the model's end of sequence, unless it is to ignore that.
             ignore_eos=True,
-            detokenize=False,
+            stop=request["stop"] or None,
+            # The tokens of the string stay, also where it ends in the middle of one.
+            include_stop_str_in_output=True,
+            detokenize=bool(request["stop"]),
+            skip_special_tokens=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         output = await self._output(request["tokens"], request["images"], parameters, rid)

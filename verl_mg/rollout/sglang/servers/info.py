@@ -63,6 +63,8 @@ class ServerInfo:
     """Number of machines that it spans."""
     shard_obstacle: str
     """Reason why its ranks cannot receive their shards; empty where they can."""
+    reads_text: bool = True
+    """Whether it has a tokenizer."""
     bootstrap_port: int = 0
     """Port at which decode servers find this one, if it does prefill."""
 
@@ -148,6 +150,7 @@ async def describe(client: JsonSession, known: ServerInfo | None = None, wire: W
             layout=str(_layout(server)),
             nodes=server["nnodes"],
             shard_obstacle=_shard_obstacle(server, wire),
+            reads_text=not server["skip_tokenizer_init"],
             bootstrap_port=server["disaggregation_bootstrap_port"],
         )
     except RefusedError as error:

@@ -79,6 +79,7 @@ class RemoteEngine(RequestTracker):
             max_running=min(max_running, self.info.max_running),
             max_positions=min(requirements.model.max_positions, self.info.context),
             seeded=self.info.seeded,
+            reads_text=self.info.reads_text,
             routed=requirements.routed,
         )
         super().__init__(limits, request_timeout)
