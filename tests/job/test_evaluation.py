@@ -34,6 +34,9 @@ def length(sample):
 def length_of_two(sample):
     return len(sample.response) - 2
 
+def digit_at_the_end(sample):
+    return float(not any(c.isdigit() for c in sample.response[:-1]) and sample.finish == "stop")
+
 def one(sample):
     return 1.0
 """
@@ -66,6 +69,16 @@ def config_of(inputs: Path, output: Path, overrides: list[str]):
 
 def train(inputs: Path, output: Path, overrides: list[str]) -> None:
     run_here(GRPO, config_of(inputs, output, overrides))
+
+
+def test_samples_end_at_the_stop_strings_of_their_set(ranks, inputs, tmp_path):
+    sets = f"{{sums: {{path: {inputs / 'sums.jsonl'}}}, letters: {{path: {inputs / 'letters.jsonl'}, stop: []}}}}"
+    overrides = ["evaluation.every=2", "evaluation.samples=4", "evaluation.temperature=0.8", "job.iterations=1"]
+    digits = ["rollout.stop=['0','1','2','3','4','5','6','7','8','9']", "rollout.max_new_tokens=40"]
+    rewarded = f"reward.function={inputs / 'rewards.py'}:digit_at_the_end"
+    ranks.run(1, train, inputs, tmp_path, [f"data.test={sets}", rewarded, *overrides, *digits])
+    before = logged(tmp_path)[0]
+    assert before["eval/sums/reward"] > 0.9 > before["eval/letters/reward"]
 
 
 def test_sources_are_evaluated_one_by_one_whatever_the_ranks(ranks, inputs, tmp_path):

@@ -28,28 +28,6 @@ from verl_mg.rollout.trajectory import NOT_GENERATED
 from verl_mg.rollout.vllm.engine import VLLMEngine
 
 PIECES = (*"abcdef", "ab", "ba", "bc", "ca", "abc", "cab", "bca", "aa", "bb", "cc", "aab", "bbc", "cca", "acb", "cb")
-    "a",
-    "b",
-    "c",
-    "d",
-    "e",
-    "f",
-    "ab",
-    "ba",
-    "bc",
-    "ca",
-    "abc",
-    "cab",
-    "bca",
-    "aa",
-    "bb",
-    "cc",
-    "aab",
-    "bbc",
-    "cca",
-    "acb",
-    "cb",
-]
 FREE = Sampling(max_new_tokens=50, temperature=0.0)
 
 
