@@ -9,7 +9,8 @@ import time
 
 import torch.distributed as dist
 
-from verl_mg.distributed.signals import REPEATED_SIGTERM_SECONDS, STOP_CODE_FILE, Signals
+from verl_mg.distributed.launcher import VARIABLE, Launcher
+from verl_mg.distributed.signals import REPEATED_SIGTERM_SECONDS, Signals
 
 STUCK = """
 from torch.distributed import HashStore
@@ -52,15 +53,15 @@ def stop_answers(path):
         answers.append(signals.any_rank_stop_requested())
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGUSR1)
-            os.environ[STOP_CODE_FILE] = path
+            os.environ[VARIABLE] = path
         answers.append(signals.any_rank_stop_requested())
-    os.environ.pop(STOP_CODE_FILE, None)
+    os.environ.pop(VARIABLE, None)
     return answers
 
 
 def test_stop_request_on_one_rank_is_seen_by_all_ranks(ranks, tmp_path):
-    assert ranks.run(3, stop_answers, str(tmp_path / "left")) == [[False, True]] * 3
-    assert (tmp_path / "left").read_text() == str(128 + int(signal.SIGUSR1))
+    assert ranks.run(3, stop_answers, str(tmp_path)) == [[False, True]] * 3
+    assert Launcher(tmp_path).stop_code == 128 + signal.SIGUSR1
 
 
 def test_second_sigterm_ends_a_blocked_process():

@@ -9,12 +9,13 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from verl_mg.distributed.launcher import Launcher
 
 HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """Signals that request a stop."""
@@ -23,8 +24,6 @@ REPEATED_SIGTERM_SECONDS = 2.0
 
 Schedulers may signal ranks as well as their launcher, so two SIGTERMs in quick succession are one request.
 """
-STOP_CODE_FILE = "VERL_MG_STOP_CODE_FILE"
-"""Environment variable: path of the file in which a stopping job reports the exit code to its launcher."""
 EXIT_ALARM = 4
 """Exit code of a run that an alarm has stopped, after a checkpoint. A scheduler should not start it again."""
 SIGNAL_CODES = 128
@@ -79,8 +78,8 @@ class Signals:
         reduced = torch.tensor(self._code)
         dist.all_reduce(reduced, dist.ReduceOp.MAX)
         code = int(reduced)
-        if code and STOP_CODE_FILE in os.environ:
-            Path(os.environ[STOP_CODE_FILE]).write_text(str(code), encoding="utf-8")
+        if code and (launcher := Launcher.of_this_rank()):
+            launcher.report_stop(code)
         elif code < SIGNAL_CODES:  # without our launcher, ranks that a signal has stopped end regularly
             self.exit_code = code
         return bool(code)

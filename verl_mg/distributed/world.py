@@ -15,6 +15,7 @@ from verl_mg import device
 from verl_mg.config import JobConfig
 from verl_mg.distributed.gloo import share_event_loop
 from verl_mg.distributed.groups import GROUP_TIMEOUT
+from verl_mg.distributed.launcher import Launcher
 from verl_mg.distributed.rendezvous import join_mpi, raise_open_files_limit, started_by_mpi, wait_for_fresh_store
 from verl_mg.distributed.signals import Signals
 from verl_mg.distributed.stall_dump import STALLS
@@ -76,6 +77,11 @@ class World:
         """Makes switches of the timer's phases count as progress of this rank."""
         if self.watchdog:
             self.watchdog.watch_progress(lambda: timer.progress)
+
+    def report_iteration(self, iteration: int) -> None:
+        """Reports a complete iteration to the launcher, which names it if a rank is lost."""
+        if (launcher := Launcher.of_this_rank()) and os.environ.get("LOCAL_RANK") == "0":
+            launcher.report_iteration(iteration)
 
     def shut_down(self) -> None:
         """Ends the job regularly, all ranks together."""

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from verl_mg import device
 from verl_mg.config import Config
 from verl_mg.data.image_processor import ImageProcessor
+from verl_mg.distributed.collectives import all_gather_json
+from verl_mg.distributed.launcher import Launcher
 from verl_mg.errors import UserError
 from verl_mg.job.engine_adapters import adapter_settings, check_adapters
 from verl_mg.job.engine_parts import EnginePart, engine_part
@@ -254,8 +256,16 @@ def build_engine_group(
         if part.nodes.rank:
             follower = FOLLOWERS[rollout.engine](config.model.path, settings, log, context.store, part.number)
         else:
-            leading = [LeadingNode(context.store, part.number, part.nodes.address)] if part.nodes.count > 1 else []
-            inner = ENGINES[rollout.engine](config.model.path, settings, log, rollout.request_timeout_s, *leading)
+            several = part.nodes.count > 1
+            inner = ENGINES[rollout.engine](
+                config.model.path,
+                settings,
+                log,
+                rollout.request_timeout_s,
+                LeadingNode(context.store, part.number, part.nodes.address) if several else None,
+                None if several else _keeper(),
+            )
+    versions = {version for version in all_gather_json(inner.version if inner else None) if version is not None}
     # Engines on ranks of their own need not share their devices.
     disjoint = rollout.num_ranks > 0
     weights = ProcessEngineSync(placement, groups, inner, table, rollout.wire, rollout.delta, not rollout.adapters)
@@ -271,8 +281,15 @@ def build_engine_group(
         disjoint=disjoint,
         static=config.job.deterministic,
         keep_cache=rollout.keep_kv_cache,
+        version=min(versions) if len(versions) == 1 else -1,
         wrap=wrap,
     )
+
+
+def _keeper() -> Launcher | None:
+    """Returns the launcher of this node if it keeps engines."""
+    launcher = Launcher.of_this_rank()
+    return launcher if launcher and launcher.key.exists() else None
 
 
 def _placement(config: Config, world_size: int) -> EnginePlacement:

@@ -169,6 +169,7 @@ class ProcessEngineGroup(InFlightEngineGroup):
         disjoint: bool,
         static: bool = False,
         keep_cache: bool = False,
+        version: int = -1,
         wrap: EngineWrapper = lambda engine: engine,
     ) -> None:
         """Creates the group.
@@ -183,21 +184,26 @@ class ProcessEngineGroup(InFlightEngineGroup):
             disjoint: whether engines have ranks of their own.
             static: whether each engine has a fixed share of the work.
             keep_cache: whether requests in flight keep keys and values of the old weights in an update.
+            version: version of the weights that all engines have already, from ranks that were lost; -1: none.
             wrap: wraps the engine.
         """
         super().__init__(is_leader, static, context)
         self.engine = wrap(inner) if inner else None
         self._inner, self._sync, self._keep_cache, self._follower = inner, sync, keep_cache, follower
         self._sleep, self._is_asleep, self.disjoint = sleep, False, disjoint
+        self.version = version
         self._actor: Actor | None = None
 
     def update_weights(self, actor: Actor) -> dict[str, float]:
-        """Transfers the actor's weights to the engines.
+        """Transfers the actor's weights to the engines, unless they have them from ranks that were lost.
 
         A device has in turn: the actor's weights; these, the engine's weights and chunks in transfer; the
         engine's weights and key-value cache.
         """
-        self._actor, self.version = actor, actor.num_updates
+        is_first, self._actor = self._actor is None, actor
+        if is_first and self.version == actor.num_updates:
+            return {}
+        self.version = actor.num_updates
         self.release_memory()
         self._offload.load_exclusively(actor.cpu_offload, training=False)
         self._wake(weights=True, kv=False)

@@ -2,42 +2,55 @@
 
 Messages are lines of JSON:
 
-    {"arguments": {...}}                                first; the response is {"ready": true}
+    {"arguments": {...}, "home": {...}}                 first; the response is {"ready": true, ...}
     {"generate": ID, "request": {...}}                  -> {"sample": ID, ...}, when it is complete
     {"abort": ID}, {"abort": null}                      one request, all of them
     {"call": NUMBER, "method": NAME, "fields": {...}}   -> {"call": NUMBER, "ok": ..., "message": ...}
+    {"end": null}                                       the process ends
 
-This module is imported by the engine's interpreter, which may have few packages: it needs no more than the standard
-library.
+At the end of the stream the process ends too, unless the engine has a home (see `engine_home`): then it waits for the
+next rank, goes on with its requests, and answers those that are repeated by `RequestLedger`.
+
+This module is imported by the engine's interpreter, which may have few packages: with `engine_home` and
+`request_ledger` it needs no more than the standard library.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import socket
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
+
+from verl_mg.rollout.engine_home import EngineDoor, EngineHome
+from verl_mg.rollout.request_ledger import Generation, RequestLedger, request_key
 
 LINE_LIMIT = 2**31
 """Largest length of a line, in bytes."""
 ABORT_RETRY_SECONDS = 0.1
 METHODS = frozenset({"load", "load_adapters", "sleep", "wake", "pause", "unpause"})
 """Methods of a host that the rank can call."""
+PART_SECONDS = 60.0
+"""Time limit of an engine for ending its requests when its rank is lost and it shares a device with training."""
+
+T = TypeVar("T")
 
 
 class Host(Protocol):
     """Main object of an engine's process: an engine, or its part on a further node, which gets no messages."""
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Works until the rank's stream ends.
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, door: EngineDoor | None) -> None:
+        """Works until the rank's stream ends, or no further rank comes.
 
         Args:
             reader: stream of the rank's messages.
             writer: stream to the rank.
+            door: where further ranks come; None: none does.
         """
 
     def shutdown(self) -> None:
@@ -51,9 +64,16 @@ class EngineHost(ABC):
     """
 
     def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self.open_requests: set[str] = set()
-        """Ids of the requests whose samples have not been sent."""
+        """Ids of the requests that are not complete."""
+        self._writer: asyncio.StreamWriter | None = None
+        self._ledger: RequestLedger | None = None
+        self._rids: dict[str, str] = {}  # ids of the requests in the engine, by the rank's
+        self._num_ranks = 0
+        self._version = -1
+        self._asleep: set[str] = set()
+        self._is_paused = False
 
     @abstractmethod
     async def generate(self, rid: str, request: dict[str, Any]) -> dict[str, Any]:
@@ -129,20 +149,62 @@ class EngineHost(ABC):
     def shutdown(self) -> None:
         """Ends the engine's processes."""
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serves the rank's messages until the stream ends.
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, door: EngineDoor | None) -> None:
+        """Serves the messages of the rank, and of those that come after it was lost.
 
         Args:
             reader: stream of the rank's messages.
             writer: stream to the rank.
+            door: where further ranks come; None: none does.
         """
+        if door is None:
+            await self._serve_rank(reader, writer, 0)
+            return
+        self._ledger = RequestLedger()
+        work = asyncio.ensure_future(self._serve_ranks(reader, writer, door))
+        await asyncio.wait(
+            {work, asyncio.ensure_future(door.until_launcher_ends())}, return_when=asyncio.FIRST_COMPLETED
+        )
+        if work.done():
+            work.result()
+
+    async def _serve_ranks(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, door: EngineDoor) -> None:
+        ranks = door.ranks()
+        while await self._serve_rank(reader, writer, door.home.pid):
+            await self._part_from_rank(door.home.sleeps)
+            try:
+                reader, writer = await anext(ranks)
+            except StopAsyncIteration:
+                return
+
+    async def _serve_rank(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pid: int) -> bool:
+        """Serves the messages of a rank; returns whether its stream has ended without a request to end."""
         self._writer = writer
-        self._send(ready=True)
-        while line := await reader.readline():
-            self._handle(json.loads(line))
+        self._num_ranks += 1
+        self._send(ready=True, pid=pid, version=self._version, asleep=sorted(self._asleep))
+        with contextlib.suppress(ConnectionError):
+            while line := await reader.readline():
+                message = json.loads(line)
+                if "end" in message:
+                    return False
+                self._handle(message)
+        return True
+
+    async def _part_from_rank(self, sleeps: bool) -> None:
+        """Makes the engine ready for the next rank."""
+        assert self._writer and self._ledger
+        self._writer.close()
+        self._writer = None
+        self._rids.clear()
+        if self._is_paused:
+            await self.unpause()
+            self._is_paused = False
+        if sleeps and self._asleep != {"weights", "kv"}:
+            await self._apply("sleep", {"weights": True, "kv": True, "timeout_s": PART_SECONDS})
+        self._ledger.hand_over()
 
     async def abort_until_sent(self, rid: str | None) -> None:
-        """Aborts requests until their samples have been sent: an abort that overtakes its request has no effect."""
+        """Aborts requests until they are complete: an abort that overtakes its request has no effect."""
         targets = set(self.open_requests) if rid is None else {rid}
         while targets & self.open_requests:
             self.abort(rid)
@@ -150,38 +212,80 @@ class EngineHost(ABC):
 
     def _handle(self, message: dict[str, Any]) -> None:
         if "generate" in message:
-            self.open_requests.add(message["generate"])
-            self._start(self._generate(message["generate"], message["request"]))
+            rid, generation = message["generate"], self._generation(message["generate"], message["request"])
+            self._rids[rid] = generation.rid
+            self._start(self._send_sample(rid, generation))
         elif "abort" in message:
-            self._start(self.abort_until_sent(message["abort"]))
+            self._start(self.abort_until_sent(self._rids.get(message["abort"], message["abort"])))
         else:
             self._start(self._call(message["call"], message["method"], message["fields"]))
 
     def _send(self, **message: Any) -> None:
-        self._writer.write(json.dumps(message).encode() + b"\n")
+        if self._writer is not None:
+            self._writer.write(json.dumps(message).encode() + b"\n")
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
-    async def _generate(self, rid: str, request: dict[str, Any]) -> None:
+    def _generation(self, rid: str, request: dict[str, Any]) -> Generation:
+        """Returns the generation of a request: that of an earlier rank, or a new one."""
+        key = request_key(rid, request, self._version) if self._ledger else ""
+        if self._ledger and (repeated := self._ledger.take(key)):
+            return repeated
+        own = rid if self._num_ranks == 1 else f"{self._num_ranks}-{rid}"  # ranks use the same ids
+        self.open_requests.add(own)
+        generation = Generation(own, key, self._start(self._result(own, request)), self._version >= 0)
+        if self._ledger:
+            self._ledger.add(generation)
+        return generation
+
+    async def _result(self, rid: str, request: dict[str, Any]) -> dict[str, Any]:
         try:
-            result = await self.generate(rid, request)
+            return await self.generate(rid, request)
         except Exception as error:  # the engine rejects a request, or ends one that never started
-            result = {"error": f"{type(error).__name__}: {error}"}
-        self.open_requests.discard(rid)
-        self._send(sample=rid, **result)
+            return {"error": f"{type(error).__name__}: {error}"}
+        finally:
+            self.open_requests.discard(rid)
+
+    async def _send_sample(self, rid: str, generation: Generation) -> None:
+        rank, result = self._num_ranks, await generation.task
+        if rank == self._num_ranks:
+            self._rids.pop(rid, None)
+            self._send(sample=rid, **result)
 
     async def _call(self, number: int, method: str, fields: dict[str, Any]) -> None:
-        ok, text = True, ""
+        ok, text, rank = True, "", self._num_ranks
         try:
             if method not in METHODS:
                 raise ValueError(f"no such method: {method}")
-            await getattr(self, method)(**fields)
+            await self._apply(method, fields)
         except Exception as error:
             ok, text = False, f"{type(error).__name__}: {error}"
-        self._send(call=number, ok=ok, message=text)
+        if rank == self._num_ranks:
+            self._send(call=number, ok=ok, message=text)
+
+    async def _apply(self, method: str, fields: dict[str, Any]) -> None:
+        """Calls a method, and takes note of the state that the next rank needs."""
+        if self._ledger and method != "wake" and method != "unpause":
+            for orphan in self._ledger.orphans():  # no rank waits for them
+                await self.abort_until_sent(orphan.rid)
+        if method in ("load", "load_adapters"):
+            self._version = -1
+            if self._ledger:
+                self._ledger.drop_unfinished()
+        await getattr(self, method)(**fields)
+        if method in ("load", "load_adapters") and fields["version"] is not None:
+            self._version = fields["version"]
+        elif method in ("pause", "unpause"):
+            self._is_paused = method == "pause"
+        elif method in ("sleep", "wake"):
+            parts = {part for part in ("weights", "kv") if fields[part]}
+            self._asleep = self._asleep | parts if method == "sleep" else self._asleep - parts
+            if method == "sleep" and fields["weights"]:
+                self._version = -1
 
 
 def main(create: Callable[[dict[str, Any], asyncio.AbstractEventLoop], Host]) -> None:
@@ -194,10 +298,11 @@ def main(create: Callable[[dict[str, Any], asyncio.AbstractEventLoop], Host]) ->
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)  # SGLang's tokenizer manager uses the current event loop
     reader, writer = loop.run_until_complete(asyncio.open_connection(sock=connection, limit=LINE_LIMIT))
-    arguments = json.loads(loop.run_until_complete(reader.readline()))["arguments"]
-    host = create(arguments, loop)
+    first = json.loads(loop.run_until_complete(reader.readline()))
+    door = EngineDoor(EngineHome(**first["home"]), LINE_LIMIT) if first["home"] else None
+    host = create(first["arguments"], loop)
     try:
-        loop.run_until_complete(host.serve(reader, writer))
+        loop.run_until_complete(host.serve(reader, writer, door))
     finally:
         host.shutdown()
         # Threads of the engine may still wait for processes that have ended.

@@ -115,7 +115,7 @@ class FollowingNode:
                 if self._process:
                     self._process.kill()
                 address = self._store.get(f"start/{attempt}").decode()
-                self._process = EngineProcess(self._program(address), self._log_file)
+                self._process = EngineProcess.start(self._program(address), self._log_file)
                 attempt += 1
             elif self._process and self._process.wait_until_ended(POLL_SECONDS):
                 self._report(attempt - 1, self._process)

@@ -1,28 +1,32 @@
-"""Handle of an engine's process, in the rank that starts it.
+"""Handle of an engine's process, in the rank that starts it, or finds it after another rank has been lost.
 
 The process runs `PYTHON -m MODULE SOCKET`, where MODULE is the host of the engine (see `engine_host`). Both ends of the
-socket exchange lines of JSON. The end of the stream ends the process together with the engine's processes.
+socket exchange lines of JSON. The end of the stream ends the process together with the engine's processes, unless the
+engine has a home (see `engine_home`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import queue
+import select
 import signal
 import socket
 import subprocess
 import threading
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import verl_mg
 from verl_mg.errors import UserError
 from verl_mg.rollout.engine import EngineDiedError
+from verl_mg.rollout.engine_home import EngineHome
 
 LOG_TAIL_LINES = 12
 """Lines of an engine's log in an error message."""
@@ -55,40 +59,90 @@ class EngineProgram:
     environment: Mapping[str, str]
     """Environment variables of the process."""
 
+    @property
+    def digest(self) -> str:
+        """Returns the same text for the same program; variables of the environment do not count."""
+        text = json.dumps([self.engine, self.python, self.module, dict(self.arguments)], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """State of an engine that an earlier rank has left."""
+
+    version: int
+    """Policy version of the weights; -1: it has none, or a part of an update."""
+    asleep: frozenset[str]
+    """What has released its memory: "weights", "kv"."""
+
 
 class EngineProcess:
     """Handle of an engine process. A thread puts its messages into `inbox`, and None at the end of the stream."""
 
-    def __init__(self, program: EngineProgram, log: Path) -> None:
+    def __init__(self, engine: str, log: Path, connection: socket.socket, pid: int) -> None:
+        """Creates the handle of a process that runs; use `start` or `find`.
+
+        Args:
+            engine: name of the engine, in messages.
+            log: file to which its output is appended.
+            connection: stream of messages.
+            pid: process id, which is that of its group too.
+        """
+        self._engine, self._log, self._reason = engine, log, ""
+        self._socket, self.pid = connection, pid
+        self._end = os.pidfd_open(pid)
+        self.inbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._read_messages, daemon=True, name="engine-messages").start()
+
+    @classmethod
+    def start(
+        cls, program: EngineProgram, log: Path, home: EngineHome | None = None, inherited: Collection[int] = ()
+    ) -> EngineProcess:
         """Starts the process.
 
         Args:
             program: what it runs.
             log: file to which its output is appended.
+            home: where the next rank finds it, without its process id; None: it ends with this rank.
+            inherited: files that it keeps open.
         """
-        self._engine, self._log, self._reason = program.engine, log, ""
-        self.inbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         ours, theirs = socket.socketpair()
         log.parent.mkdir(parents=True, exist_ok=True)
         path = os.pathsep.join(filter(None, [PACKAGE_ROOT, program.environment.get("PYTHONPATH")]))
         with log.open("ab") as output, theirs:
-            self._process = subprocess.Popen(
+            child = subprocess.Popen(
                 [program.python, "-m", program.module, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), *inherited],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 env={**program.environment, "PYTHONPATH": path},
                 start_new_session=True,  # Ctrl-C is handled by the job, which ends the engine
             )
-        self._socket = ours
-        threading.Thread(target=self._read_messages, daemon=True, name="engine-messages").start()
-        self.send({"arguments": dict(program.arguments)})
+        process = cls(program.engine, log, ours, child.pid)
+        own = asdict(replace(home, pid=child.pid)) if home else None
+        process.send({"arguments": dict(program.arguments), "home": own})
+        return process
 
-    @property
-    def pid(self) -> int:
-        """Process id; the engine's own processes are its children."""
-        return self._process.pid
+    @classmethod
+    def find(cls, engine: str, log: Path, home: EngineHome, timeout: float) -> tuple[EngineProcess, EngineState] | None:
+        """Returns the process that an earlier rank has started, and its state; None without one.
+
+        Args:
+            engine: name of the engine, in messages.
+            log: file to which its output is appended.
+            home: where it is found.
+            timeout: seconds in which a process that is being started has to be ready.
+        """
+        found = home.find(timeout)
+        if found is None:
+            return None
+        connection, state = found
+        try:
+            process = cls(engine, log, connection, state["pid"])
+        except ProcessLookupError:  # it has ended since
+            return None
+        return process, EngineState(state["version"], frozenset(state["asleep"]))
 
     def wait_until_ready(self, timeout: float) -> None:
         """Waits until the engine is ready; UserError with the end of the log where it cannot start."""
@@ -127,17 +181,23 @@ class EngineProcess:
 
     def close(self, timeout: float = 20.0) -> None:
         """Waits for the engine to end, and kills it after `timeout` seconds."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_WR)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout)
+        self.send({"end": None})
+        self.leave()
+        self.wait_until_ended(timeout)
         self.kill()
 
-    def wait_until_ended(self, timeout: float) -> bool:
+    def leave(self) -> None:
+        """Ends this side of the stream; an engine with a home waits for the next rank."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+
+    def wait_until_ended(self, timeout: float | None) -> bool:
         """Waits up to `timeout` seconds for the end of the process, and returns whether it has ended."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout)
-        return self._process.returncode is not None
+        ended = bool(select.select([self._end], [], [], timeout)[0])
+        if ended:
+            with contextlib.suppress(ChildProcessError):  # a process that another rank has started
+                os.waitid(os.P_PIDFD, self._end, os.WEXITED | os.WNOHANG)
+        return ended
 
     def kill(self, reason: str = "") -> None:
         """Kills the process and all of the engine's processes.
@@ -147,8 +207,8 @@ class EngineProcess:
         """
         self._reason = self._reason or reason
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+            os.killpg(self.pid, signal.SIGKILL)
+        self.wait_until_ended(None)
 
     def _read_messages(self) -> None:
         with contextlib.suppress(OSError), self._socket.makefile("rb") as lines:

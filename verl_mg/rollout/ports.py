@@ -39,6 +39,11 @@ class PortBlock:
             "End engines of other jobs, or use another machine."
         )
 
+    @property
+    def descriptor(self) -> int:
+        """Returns the open file that reserves the block; a process that inherits it reserves the block too."""
+        return self._first.fileno()
+
     def close(self) -> None:
         """Releases the ports of the block."""
         self._first.close()

@@ -1,7 +1,8 @@
-"""Engine in a process of its own, which this rank starts: requests, weights, memory and restart."""
+"""Engine in a process of its own, which this rank starts or finds: requests, weights, memory and restart."""
 
 from __future__ import annotations
 
+import os
 import queue
 import time
 from abc import abstractmethod
@@ -12,12 +13,14 @@ from typing import Any, ClassVar
 
 import torch
 
+from verl_mg.distributed.launcher import Launcher
 from verl_mg.layout import EngineLayout
 from verl_mg.rollout.engine import EngineDiedError
 from verl_mg.rollout.engine_adapters import AdapterSettings
+from verl_mg.rollout.engine_home import EngineHome
 from verl_mg.rollout.engine_nodes import ONE_NODE, EngineNodes, LeadingNode
 from verl_mg.rollout.engine_process import EngineProcess, EngineProgram
-from verl_mg.rollout.ports import PortBlock
+from verl_mg.rollout.ports import BLOCK_SIZE, PortBlock
 from verl_mg.rollout.request_tracker import EngineLimits, RequestTracker
 
 START_SECONDS = 1800.0
@@ -88,8 +91,9 @@ class ProcessEngine(RequestTracker):
         log: Path,
         request_timeout: float,
         nodes: LeadingNode | None = None,
+        launcher: Launcher | None = None,
     ) -> None:
-        """Starts the process.
+        """Starts the process, unless an earlier rank has left one with the same program.
 
         Args:
             settings: settings of the engine.
@@ -97,6 +101,7 @@ class ProcessEngine(RequestTracker):
             log: file to which the engine's output is appended.
             request_timeout: seconds after which a request is aborted.
             nodes: starts the engine's parts on other nodes, if it has any.
+            launcher: keeps the process where this rank is lost; None: it ends with this rank.
 
         Raises:
             UserError: the engine cannot start; the message contains the end of its log.
@@ -107,7 +112,10 @@ class ProcessEngine(RequestTracker):
         self._loads: dict[int, int | None] = {}
         self._process: EngineProcess | None = None
         self._ports: PortBlock | None = None
-        self.restart()
+        self._launcher = launcher
+        self._home = self._new_home(launcher) if launcher else None
+        if not self._find():
+            self.restart()
 
     @abstractmethod
     def _program(self, ports: Sequence[int], address: str) -> EngineProgram:
@@ -118,13 +126,38 @@ class ProcessEngine(RequestTracker):
             address: HOST:PORT at which the processes of the engine meet.
         """
 
+    @property
+    def version(self) -> int:
+        """Returns the policy version of the engine's weights; -1: it has none."""
+        return self._version
+
+    def _new_home(self, launcher: Launcher) -> EngineHome:
+        return EngineHome(
+            socket=str(launcher.folder / f"engine-{os.environ['LOCAL_RANK']}"),
+            launcher=str(launcher.socket),
+            key=launcher.key.read_text(encoding="ascii"),
+            digest=self._program(range(1, BLOCK_SIZE), "").digest,
+            pid=0,
+            sleeps=self.settings.sleeps and torch.cuda.is_available(),
+        )
+
+    def _find(self) -> bool:
+        """Takes over the process that an earlier rank has left; returns whether there is one."""
+        found = EngineProcess.find(self.NAME, self._log, self._home, START_SECONDS) if self._home else None
+        if found:
+            self._process, state = found
+            self._version, self._asleep, self._keeps_cache = state.version, set(state.asleep), False
+        return found is not None
+
     def restart(self) -> None:
         """Starts a new process, without weights; unfinished requests wait for `resume`."""
         self.close()
         self._ports = PortBlock()
         ports = self._ports.ports
         address = self._nodes.publish(ports) if self._nodes else f"127.0.0.1:{ports[1]}"
-        self._process = EngineProcess(self._program(ports, address), self._log)
+        self._process = EngineProcess.start(
+            self._program(ports, address), self._log, self._home, [self._ports.descriptor]
+        )
         if self._nodes:
             self._nodes.watch(self._process)
         self._process.wait_until_ready(START_SECONDS)
@@ -133,9 +166,12 @@ class ProcessEngine(RequestTracker):
         self._keeps_cache = False
 
     def close(self) -> None:
-        """Ends the engine's process."""
+        """Ends the engine's process, unless ranks leave only to start again with other nodes."""
         if self._process is not None:
-            self._process.close()
+            if self._launcher and self._launcher.regroups:
+                self._process.leave()
+            else:
+                self._process.close()
             self._process = None
         if self._ports is not None:
             self._ports.close()

@@ -69,6 +69,7 @@ def train(recipe: Recipe, config: Config, world: World, mode: RunMode = FULL_RUN
             metrics |= books.iteration(iteration)
             metrics |= _evaluation(job, iteration)
             books.log(iteration, metrics)
+            world.report_iteration(iteration)
             _keep(job, saver, iteration, last, metrics)
             if books.stop_reason:
                 world.signals.request_stop(EXIT_ALARM)

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.distributed import Store
 
+from verl_mg.distributed.launcher import Launcher
 from verl_mg.rollout.engine_nodes import FollowingNode, LeadingNode
 from verl_mg.rollout.engine_process import EngineProgram
 from verl_mg.rollout.ports import PortBlock
@@ -32,8 +33,9 @@ class SGLangEngine(ProcessEngine):
         log: Path,
         request_timeout: float = 3600.0,
         nodes: LeadingNode | None = None,
+        launcher: Launcher | None = None,
     ) -> None:
-        """Starts the process.
+        """Starts the process, unless an earlier rank has left one with the same program.
 
         Args:
             model: Hugging Face directory.
@@ -41,6 +43,7 @@ class SGLangEngine(ProcessEngine):
             log: file to which the engine's output is appended.
             request_timeout: seconds after which a request is aborted.
             nodes: starts the engine's parts on other nodes, if it has any.
+            launcher: keeps the process where this rank is lost; None: it ends with this rank.
 
         Raises:
             UserError: the engine cannot start; the message contains the end of its log.
@@ -53,7 +56,7 @@ class SGLangEngine(ProcessEngine):
             reads_text=settings.reads_text,
             routed=routed_shape(model) if settings.routed_experts else None,
         )
-        super().__init__(settings, limits, log, request_timeout, nodes)
+        super().__init__(settings, limits, log, request_timeout, nodes, launcher)
 
     @property
     def num_adapter_readers(self) -> int:

@@ -1,0 +1,200 @@
+"""Agent of a node that starts its ranks again after a loss: torchrun's, with other ways to start and to stop ranks.
+
+    a rank ends            ──▶  the agent ends the others at once; all nodes meet again and start their ranks
+    a node is lost         ──▶  its ranks are missed by the watchdog, the node itself at the rendezvous; a spare node takes
+                                its place, or the others go on without it where --nnodes MIN:MAX allows that
+    a node arrives         ──▶  ranks are asked to stop: they save a checkpoint and leave; then all nodes meet again
+
+Engines that the launcher keeps outlive all of this.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import uuid
+from contextlib import suppress
+from typing import Any
+
+import psutil
+from torch.distributed import run
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.launcher.api import LaunchConfig
+
+from verl_mg.distributed.launcher import Launcher
+from verl_mg.launch.program import run_program, start_server
+from verl_mg.launch.restarts import RestartPolicy
+
+VERDICT_SECONDS = 0.5
+"""Time for ranks to end by themselves after the first of them: the one that prints why ends last."""
+LEAVE_SECONDS = 24 * 3600
+"""Time for ranks to save and leave when nodes arrive; hung ones are ended by the watchdog."""
+LOST = "lost"
+"""Key of the rendezvous: a node has lost a rank."""
+
+
+class RankAgent(LocalElasticAgent):
+    """Agent of this node."""
+
+    def __init__(self, spec: WorkerSpec, config: LaunchConfig, launcher: Launcher, forks: bool) -> None:
+        """Creates the agent.
+
+        Args:
+            spec: ranks of this node, as torchrun describes them.
+            config: of torchrun.
+            launcher: the folder of this launcher.
+            forks: whether ranks are forks of the server of `program`.
+        """
+        super().__init__(
+            spec,
+            config.logs_specs,
+            "forkserver" if forks else "spawn",
+            log_line_prefix_template=config.log_line_prefix_template,
+            shutdown_timeout=config.shutdown_timeout or 0,
+        )
+        self._launcher, self._policy = launcher, RestartPolicy()
+        self.stops = False
+        """Whether the ranks were asked to stop from outside."""
+
+    @property
+    def ranks(self) -> list[psutil.Process]:
+        """Returns the processes of this node's ranks."""
+        return [psutil.Process(pid) for pid in self._pids() if psutil.pid_exists(pid)]
+
+    def _pids(self) -> list[int]:
+        return [worker.id for worker in self.get_worker_group().workers if worker.id is not None]
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._launcher.clear()
+        pids = super()._start_workers(worker_group)
+        threading.Thread(target=self._end_others, args=(list(pids.values()),), daemon=True).start()
+        return pids
+
+    def _end_others(self, pids: list[int]) -> None:
+        """Ends all ranks soon after the first that ends before its program is complete."""
+        ends, alive = select.poll(), {}
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                alive[os.pidfd_open(pid)] = pid
+                ends.register(max(alive), select.POLLIN)
+        complete = len(alive) == len(pids)
+        while alive and complete:
+            for descriptor, _ in ends.poll():
+                ends.unregister(descriptor)
+                os.close(descriptor)
+                complete = complete and self._launcher.has_returned(alive.pop(descriptor))
+        if not complete:
+            time.sleep(VERDICT_SECONDS)
+        for pid in alive.values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = super()._monitor_workers(worker_group)
+        if result.is_failed():
+            self._after_loss(worker_group, result)
+        elif result.state == WorkerState.SUCCEEDED and self._launcher.stop_signal and not self.stops:
+            if worker_group.spec.rdzv_handler.num_nodes_waiting():
+                # Another node has asked the ranks to leave, because nodes wait to join.
+                return RunResult(WorkerState.HEALTHY)
+        return result
+
+    def _after_loss(self, worker_group: WorkerGroup, result: RunResult) -> None:
+        """Tells the other nodes of a loss and waits before a restart; ChildFailedError where the job ends."""
+        error = ChildFailedError(worker_group.spec.role, result.failures)
+        rank, failure = error.get_first_failure()
+        pause = None if self.stops else self._policy.pause(failure.exitcode, self._launcher.iteration)
+        left = self._remaining_restarts
+        if pause is None or not left:
+            raise error
+        with suppress(RuntimeError):  # the rendezvous may be on a host that is lost
+            worker_group.store.set(LOST, str(rank))
+        print(
+            f"launcher: rank {rank} (host {socket.gethostname()}, pid {failure.pid}) {_end(failure.exitcode)} after "
+            f"iteration {self._launcher.iteration}; all ranks start again in {pause:.0f} s, {left - 1} restarts are left",
+            file=sys.stderr,
+            flush=True,
+        )
+        time.sleep(pause)
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        if worker_group.state == WorkerState.HEALTHY and not self._another_node_lost_a_rank(worker_group):
+            self._launcher.set_regroups()
+            self._shutdown(signal.SIGTERM, LEAVE_SECONDS)
+        else:
+            self._shutdown(signal.SIGKILL)
+
+    def _another_node_lost_a_rank(self, worker_group: WorkerGroup) -> bool:
+        return bool(worker_group.store.check([LOST]))
+
+
+def _end(exit_code: int) -> str:
+    return f"was ended by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with code {exit_code}"
+
+
+def create_agent(arguments: argparse.Namespace, launcher: Launcher) -> RankAgent:
+    """Returns the agent of this node for torchrun's arguments.
+
+    Args:
+        arguments: of `torch.distributed.run.parse_args`, with a dynamic rendezvous.
+        launcher: the folder of this launcher.
+    """
+    config, python, words = run.config_from_args(arguments)
+    forks = start_server()
+    parameters = RendezvousParameters(
+        config.rdzv_backend,
+        config.rdzv_endpoint,
+        config.run_id or str(uuid.uuid4()),
+        config.min_nodes,
+        config.max_nodes,
+        config.local_addr,
+        **config.rdzv_configs,
+    )
+    spec = WorkerSpec(
+        role=config.role,
+        local_world_size=config.nproc_per_node,
+        entrypoint=run_program if forks else python,
+        args=tuple(words if forks else ["-u", "-m", run_program.__module__, *words]),
+        rdzv_handler=get_rendezvous_handler(parameters),
+        max_restarts=config.max_restarts,
+        monitor_interval=config.monitor_interval,
+        local_addr=config.local_addr,
+        numa_options=config.numa_options,
+        duplicate_stdout_filters=config.duplicate_stdout_filters,
+        duplicate_stderr_filters=config.duplicate_stderr_filters,
+        virtual_local_rank=config.virtual_local_rank,
+    )
+    # Ranks are ended by this agent; torchrun's own handlers are for the signals that end it.
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
+    return RankAgent(spec, config, launcher, forks)
+
+
+def run_agent(agent: RankAgent) -> None:
+    """Runs the ranks of this node until the job ends.
+
+    Raises:
+        ChildFailedError: a rank has failed, and there is no further restart.
+        SignalException: a signal that is not forwarded has ended this launcher.
+    """
+    handler, closes = agent.get_worker_group().spec.rdzv_handler, True
+    try:
+        result = agent.run()
+        if result is not None and result.is_failed():
+            raise ChildFailedError(agent.get_worker_group().spec.role, result.failures)
+    except SignalException:
+        closes = False  # as torchrun does: other nodes go on
+        raise
+    finally:
+        if closes:
+            handler.shutdown()

@@ -1,0 +1,74 @@
+"""Program of a rank in a fork of a process that has imported everything: a rank starts in tenths of a second.
+
+    launcher  ──▶  fork server of `multiprocessing`, which has imported a job's modules  ──▶  ranks, now and after a loss
+
+The server has no thread and no CUDA context; where its forks cannot use the GPU nevertheless, ranks are new interpreters.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import sys
+import traceback
+from pathlib import Path
+
+from verl_mg import device
+from verl_mg.distributed.launcher import Launcher
+
+IMPORTED = ("verl_mg.cli", "verl_mg.run.main", "verl_mg.run.loop", "verl_mg.api")
+"""Modules of a job."""
+
+
+def start_server() -> bool:
+    """Starts the fork server and returns whether its forks can use this machine's devices."""
+    device.set_default_variables()
+    # torch asks the driver whether there are GPUs: if it asked CUDA, the forks could not use them.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    context = multiprocessing.get_context("forkserver")
+    context.set_executable(os.environ.get("PYTHON_EXEC", sys.executable))
+    context.set_forkserver_preload(list(IMPORTED))
+    probe = context.Process(target=_use_device)
+    probe.start()
+    probe.join()
+    return probe.exitcode == 0
+
+
+def _use_device() -> None:
+    import torch
+
+    torch.zeros(1, device=device.current_device())
+
+
+def run_program(*arguments: str) -> None:
+    """Runs `python ARGUMENTS` in this process, which ends with its exit code unless that is 0.
+
+    Args:
+        arguments: of the interpreter: `-m MODULE` or a script, with the program's arguments.
+    """
+    # The title of a fork is that of the server.
+    Path("/proc/self/comm").write_text(f"rank {os.environ['RANK']}", encoding="ascii")
+    words = list(arguments)
+    if words[0] == "-u":
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+        words.pop(0)
+    try:
+        if words[0] == "-m":
+            sys.argv = words[1:]
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv, sys.path[0] = words, str(Path(words[0]).resolve().parent)
+            runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise
+    except Exception:
+        traceback.print_exc()
+        sys.exit(1)
+    if launcher := Launcher.of_this_rank():
+        launcher.report_return()
+
+
+if __name__ == "__main__":
+    run_program(*sys.argv[1:])

@@ -1,0 +1,40 @@
+"""Decides whether the ranks of a job are started again after a loss."""
+
+from __future__ import annotations
+
+from verl_mg.errors import EXIT_CODE
+
+FIRST_PAUSE_SECONDS = 1.0
+"""Pause before a restart without progress since the one before; it doubles each time."""
+LONGEST_PAUSE_SECONDS = 60.0
+MAX_SAME_FAILURES = 3
+"""The job ends when the ranks have ended so often with the same code in the same iteration."""
+
+
+class RestartPolicy:
+    """The losses of a job so far."""
+
+    def __init__(self) -> None:
+        """Starts without losses."""
+        self._last: tuple[int, int] | None = None
+        self._num_same = 0
+
+    def pause(self, exit_code: int, iteration: int) -> float | None:
+        """Returns the seconds to wait before a restart; None where the job ends.
+
+        Invalid input stays invalid, and a failure that comes again in the same iteration has a cause in the job.
+
+        Args:
+            exit_code: of the rank that ended first; negative: minus the signal that ended it.
+            iteration: last complete iteration of the job.
+        """
+        if exit_code == EXIT_CODE:
+            return None
+        failure = exit_code, iteration
+        self._num_same = self._num_same + 1 if failure == self._last else 1
+        self._last = failure
+        if self._num_same >= MAX_SAME_FAILURES:
+            return None
+        if self._num_same == 1:
+            return 0.0
+        return min(FIRST_PAUSE_SECONDS * 2.0 ** (self._num_same - 2), LONGEST_PAUSE_SECONDS)

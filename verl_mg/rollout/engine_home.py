@@ -1,0 +1,116 @@
+"""Place of an engine that outlives its rank: a socket in a folder of the launcher, at which the next rank finds it.
+
+    first rank  starts the process, with its program and its home as the first message
+    rank lost   requests go on; the process waits at the socket
+    next rank   sends the key and the digest of the engine that it needs   ──▶  the same engine: it is this rank's now
+                                                                           ──▶  another one: the process ends
+    launcher    ends, or no rank comes within WAIT_SECONDS                 ──▶  the process ends
+
+The folder is readable for one user alone; the key is in a file there, and in no environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import os
+import socket
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+WAIT_SECONDS = 600.0
+"""Time for the next rank of an engine to come, in seconds."""
+GREETING_SECONDS = 10.0
+"""Time for a connection to show its key, in seconds."""
+
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@dataclass(frozen=True)
+class EngineHome:
+    """Where an engine is found, and what it has to be."""
+
+    socket: str
+    """Path of the engine's socket."""
+    launcher: str
+    """Path of the launcher's socket, whose connections end with the launcher."""
+    key: str
+    """Key that a rank shows."""
+    digest: str
+    """Digest of the engine's program without what differs between two starts of it."""
+    pid: int
+    """Process that the first rank has started."""
+    sleeps: bool
+    """Whether an engine without a rank releases its memory, on a device that it shares with training."""
+
+    def find(self, timeout: float) -> tuple[socket.socket, dict[str, Any]] | None:
+        """Returns a connection to the engine and its state; None where there is none, or another one, which then ends.
+
+        Args:
+            timeout: seconds in which an engine that is being started has to be ready.
+        """
+        connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(timeout)
+        with suppress(OSError):
+            connection.connect(self.socket)
+            connection.sendall(json.dumps({"key": self.key, "digest": self.digest}).encode() + b"\n")
+            with connection.makefile("rb") as lines:  # one line: an engine sends no other before it gets requests
+                state = lines.readline()
+            if state:
+                connection.settimeout(None)
+                return connection, json.loads(state)
+        connection.close()
+        return None
+
+
+class EngineDoor:
+    """The side of the engine's process: waits for ranks at the socket."""
+
+    def __init__(self, home: EngineHome, limit: int) -> None:
+        """Opens the socket; ranks that come before the engine is ready wait.
+
+        Args:
+            home: the engine's.
+            limit: largest length of a message.
+        """
+        self.home, self._limit = home, limit
+        self._listener = socket.socket(socket.AF_UNIX)
+        with suppress(FileNotFoundError):
+            os.unlink(home.socket)
+        self._listener.bind(home.socket)
+        self._listener.listen()
+        self._listener.setblocking(False)
+
+    async def until_launcher_ends(self) -> None:
+        """Returns when the launcher has ended."""
+        with suppress(OSError):
+            reader, _ = await asyncio.open_unix_connection(self.home.launcher)
+            await reader.read()
+
+    async def ranks(self) -> AsyncIterator[Streams]:
+        """Yields the streams of each rank that comes in time, until one needs another engine."""
+        while True:
+            try:
+                streams, greeting = await asyncio.wait_for(self._next(), WAIT_SECONDS)
+            except TimeoutError:
+                print(f"no rank has come within {WAIT_SECONDS:.0f} s", flush=True)
+                return
+            if greeting["digest"] != self.home.digest:
+                streams[1].close()
+                return
+            yield streams
+
+    async def _next(self) -> tuple[Streams, dict[str, Any]]:
+        """Returns the next connection that has shown the key."""
+        loop = asyncio.get_running_loop()
+        while True:
+            connection, _ = await loop.sock_accept(self._listener)
+            reader, writer = await asyncio.open_connection(sock=connection, limit=self._limit)
+            with suppress(OSError, TimeoutError, ValueError, KeyError, AttributeError):
+                greeting = json.loads(await asyncio.wait_for(reader.readline(), GREETING_SECONDS))
+                if hmac.compare_digest(greeting["key"].encode(), self.home.key.encode()):
+                    return (reader, writer), greeting
+            writer.close()

@@ -1,0 +1,109 @@
+"""Requests of an engine that outlives its rank: the next rank repeats them, and is answered from what exists.
+
+A rank that resumes from a checkpoint sends the requests of the repeated iterations again. One with the same sample, the
+same content and the same version of the weights is the earlier one, whether its result exists or is being generated.
+Each result answers as many requests as it did before, in their order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+MAX_BYTES = 2**28
+"""Largest size of all results; the oldest are dropped first."""
+TOKEN_BYTES = 80
+"""Size of a token with its log-prob as Python's objects."""
+
+
+@dataclass
+class Generation:
+    """A request that the engine has received, and its result."""
+
+    rid: str
+    """Id of the request in the engine."""
+    key: str
+    """Result of `request_key`."""
+    task: asyncio.Task[dict[str, Any]]
+    """Generates the result."""
+    can_answer: bool = True
+    """Whether the next rank may have the result."""
+
+
+class RequestLedger:
+    """The requests since the engine started, as far as their results fit."""
+
+    def __init__(self) -> None:
+        """Starts empty."""
+        self._generations: dict[int, Generation] = {}  # by identity, the last used last
+        self._repeatable: dict[str, deque[Generation]] = {}
+        self._num_bytes = 0
+
+    def add(self, generation: Generation) -> None:
+        """Adds a request that was sent to the engine."""
+        self._generations[id(generation)] = generation
+        generation.task.add_done_callback(lambda task: self._count(generation))
+
+    def take(self, key: str) -> Generation | None:
+        """Returns the earliest request of former ranks with this key, which no other request gets; None without one.
+
+        Args:
+            key: of `request_key`.
+        """
+        waiting = self._repeatable.get(key, ())
+        while waiting:
+            generation = waiting.popleft()
+            if generation.can_answer:
+                self._generations[id(generation)] = self._generations.pop(id(generation))
+                return generation
+        return None
+
+    def hand_over(self) -> None:
+        """Makes the requests so far those of a former rank."""
+        self._generations = {number: kept for number, kept in self._generations.items() if kept.can_answer}
+        self._repeatable = {}
+        for generation in self._generations.values():
+            self._repeatable.setdefault(generation.key, deque()).append(generation)
+
+    def orphans(self) -> list[Generation]:
+        """Returns the unfinished requests of former ranks that no rank has repeated."""
+        return [g for waiting in self._repeatable.values() for g in waiting if not g.task.done()]
+
+    def drop_unfinished(self) -> None:
+        """Drops requests in flight: their further tokens are of other weights."""
+        for generation in self._generations.values():
+            generation.can_answer = generation.can_answer and generation.task.done()
+
+    def _count(self, generation: Generation) -> None:
+        task = generation.task
+        if not generation.can_answer:
+            return
+        if task.cancelled() or task.exception() or task.result().get("finish") not in ("stop", "length"):
+            generation.can_answer = False
+            return
+        self._num_bytes += _size(task.result())
+        while self._num_bytes > MAX_BYTES and self._generations:
+            oldest = self._generations.pop(next(iter(self._generations)))
+            if oldest.can_answer and oldest.task.done():
+                oldest.can_answer = False
+                self._num_bytes -= _size(oldest.task.result())
+
+
+def request_key(rid: str, request: dict[str, Any], version: int) -> str:
+    """Returns what a repeated request has in common with the first one.
+
+    Args:
+        rid: id of the request, which begins with that of the sample, up to a dot.
+        request: fields of `request_tracker.EngineRequest`.
+        version: policy version of the engine's weights.
+    """
+    text = json.dumps([rid.partition(".")[0], version, request], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _size(result: dict[str, Any]) -> int:
+    return TOKEN_BYTES * len(result["tokens"]) + len(result.get("routed_experts") or "")
