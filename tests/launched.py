@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -73,12 +73,12 @@ def started(
         text=True,
         env=variables,
     )
-    descendants: list[psutil.Process] = []
+    found: list[psutil.Process] = []
     try:
         yield process
-        descendants = _descendants(process.pid)
+        found = descendants(process.pid)
     finally:
-        for child in {*descendants, *_descendants(process.pid)}:
+        for child in {*found, *descendants(process.pid)}:
             with suppress(psutil.NoSuchProcess):
                 child.kill()
         process.kill()
@@ -113,6 +113,12 @@ def rank_process(launcher: subprocess.Popen[str], rank: int) -> psutil.Process:
     return psutil.Process(program_of(process.pid))
 
 
+def forked_rank(launcher: subprocess.Popen[str], rank: int) -> psutil.Process:
+    """The process of a rank that the launcher can start again."""
+    (process,) = (child for child in descendants(launcher.pid) if child.name() == f"rank {rank}")
+    return process
+
+
 def program_of(pid: int) -> int:
     """Pid of the process that runs the program of a started process, which is the same without `warm`."""
     return warm_start.shared().program_of(pid) or pid
@@ -123,12 +129,17 @@ def error_lines(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("error: ")]
 
 
-def _descendants(pid: int) -> list[psutil.Process]:
+def alive(processes: Iterable[psutil.Process], patience: float = PATIENCE_S) -> list[psutil.Process]:
+    """Those that have not ended after a while."""
+    return psutil.wait_procs(processes, patience)[1]
+
+
+def descendants(pid: int) -> list[psutil.Process]:
     """All processes below one, those that a warm start has forked included."""
     program = program_of(pid)
     result = [psutil.Process(program)] if program != pid and psutil.pid_exists(program) else []
     for parent in {pid, program}:
         with suppress(psutil.NoSuchProcess):
             for child in psutil.Process(parent).children():
-                result += [child, *_descendants(child.pid)]
+                result += [child, *descendants(child.pid)]
     return result

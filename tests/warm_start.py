@@ -263,8 +263,9 @@ def _run(request: dict[str, Any]) -> None:
     context_of = multiprocessing.get_context
     multiprocessing.get_context = lambda method=None: context_of("fork" if method == "spawn" else method)
     first, *rest = request["arguments"]
-    if first == "-u":
-        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+    while first in ("-u", "-B"):
+        if first == "-u":
+            sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
         first, *rest = rest
     if first == "-c":
         sys.argv, sys.path[0] = ["-c", *rest[1:]], ""

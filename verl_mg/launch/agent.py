@@ -1,9 +1,9 @@
 """Agent of a node that starts its ranks again after a loss: torchrun's, with other ways to start and to stop ranks.
 
-    a rank ends            ──▶  the agent ends the others at once; all nodes meet again and start their ranks
-    a node is lost         ──▶  its ranks are missed by the watchdog, the node itself at the rendezvous; a spare node takes
-                                its place, or the others go on without it where --nnodes MIN:MAX allows that
-    a node arrives         ──▶  ranks are asked to stop: they save a checkpoint and leave; then all nodes meet again
+    a rank ends     ──▶  the agent ends the others at once; all nodes meet again and start their ranks
+    a node is lost  ──▶  the watchdog misses its ranks, the rendezvous the node; a spare node takes its place, or the
+                         others go on without it where --nnodes MIN:MAX allows that
+    a node arrives  ──▶  ranks are asked to stop: they save a checkpoint and leave; then all nodes meet again
 
 Engines that the launcher keeps outlive all of this.
 """
@@ -105,9 +105,9 @@ class RankAgent(LocalElasticAgent):
         if result.is_failed():
             self._after_loss(worker_group, result)
         elif result.state == WorkerState.SUCCEEDED and self._launcher.stop_signal and not self.stops:
-            if worker_group.spec.rdzv_handler.num_nodes_waiting():
-                # Another node has asked the ranks to leave, because nodes wait to join.
-                return RunResult(WorkerState.HEALTHY)
+            waiting = worker_group.spec.rdzv_handler.num_nodes_waiting()
+            # Where nodes wait to join, another node's agent has asked the ranks to leave.
+            return RunResult(WorkerState.HEALTHY) if waiting else result
         return result
 
     def _after_loss(self, worker_group: WorkerGroup, result: RunResult) -> None:
@@ -120,9 +120,10 @@ class RankAgent(LocalElasticAgent):
             raise error
         with suppress(RuntimeError):  # the rendezvous may be on a host that is lost
             worker_group.store.set(LOST, str(rank))
+        where = f"rank {rank} (host {socket.gethostname()}, pid {failure.pid})"
         print(
-            f"launcher: rank {rank} (host {socket.gethostname()}, pid {failure.pid}) {_end(failure.exitcode)} after "
-            f"iteration {self._launcher.iteration}; all ranks start again in {pause:.0f} s, {left - 1} restarts are left",
+            f"launcher: {where} {_end(failure.exitcode)} after iteration {self._launcher.iteration}; all ranks start "
+            f"again in {pause:.0f} s, {left - 1} restarts are left",
             file=sys.stderr,
             flush=True,
         )

@@ -1,8 +1,8 @@
 """Program of a rank in a fork of a process that has imported everything: a rank starts in tenths of a second.
 
-    launcher  ──▶  fork server of `multiprocessing`, which has imported a job's modules  ──▶  ranks, now and after a loss
+    launcher  ──▶  fork server of `multiprocessing`, which has imported a job's modules  ──▶  ranks, also after a loss
 
-The server has no thread and no CUDA context; where its forks cannot use the GPU nevertheless, ranks are new interpreters.
+The server has no threads and no CUDA context. Where its forks cannot use the GPU, ranks are new interpreters.
 """
 
 from __future__ import annotations

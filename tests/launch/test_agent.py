@@ -1,0 +1,83 @@
+"""Ranks that the launcher starts again: real ranks under the real launcher, killed from outside."""
+
+import re
+import signal
+
+import pytest
+
+from tests.launched import (
+    alive,
+    descendants,
+    ended,
+    error_lines,
+    forked_rank,
+    iterations_done,
+    started,
+    torchrun,
+    train_command,
+    wait_for_steps,
+    watched,
+    write_inputs,
+)
+from tests.tiny_jobs import metrics_of
+
+RESTARTS = ("--max-restarts", "3")
+
+
+def test_lost_rank_is_replaced_and_a_stop_request_ends_the_job():
+    with started([*torchrun(2, *RESTARTS), *watched()]) as launcher:
+        wait_for_steps(launcher)
+        first = [forked_rank(launcher, rank) for rank in range(2)]
+        first[1].kill()
+        wait_for_steps(launcher)
+        assert not alive(first, 0)
+        launcher.send_signal(signal.SIGTERM)
+        code, out, err = ended(launcher)
+    assert (code, out) == (128 + signal.SIGTERM, "")
+    (line,) = [line for line in err.splitlines() if line.startswith("launcher: ")]
+    assert re.fullmatch(
+        rf"launcher: rank 1 \(host .*, pid {first[1].pid}\) was ended by SIGKILL after iteration 0; all ranks start "
+        r"again in 0 s, 2 restarts are left",
+        line,
+    )
+
+
+@pytest.mark.parametrize(
+    ("code_of_ranks", "starts", "code"),
+    [
+        ("if step == 3: raise UserError('wrong')", 1, 2),
+        pytest.param("if step == 3: raise ValueError('broken')", 3, 1, marks=pytest.mark.nightly),
+    ],
+)
+def test_failure_that_comes_again_ends_the_job(code_of_ranks, starts, code):
+    with started([*torchrun(2, *RESTARTS), *watched(code_of_ranks)]) as launcher:
+        found, out, err = ended(launcher)
+    assert found == code and out.count("steps done") == starts, err
+    assert len(error_lines(err)) == (code == 2) and err.count("ValueError: broken") == (starts if code == 1 else 0)
+
+
+def test_killed_launcher_leaves_no_process():
+    with started([*torchrun(2, *RESTARTS), *watched(heartbeat_timeout_s=3)]) as launcher:
+        wait_for_steps(launcher)
+        processes = descendants(launcher.pid)
+        assert {"rank 0", "rank 1"} <= {process.name() for process in processes}
+        launcher.kill()
+        assert alive(processes, 30) == []
+
+
+def test_job_with_a_lost_rank_goes_on_bitwise_identical(tmp_path):
+    inputs = write_inputs(tmp_path / "inputs")
+    settings = ["checkpoint.every=2", "job.iterations=9", "actor.layout=tp2"]
+    whole, killed = (train_command(inputs, tmp_path / name, *settings) for name in ("whole", "killed"))
+    with started([*torchrun(2, *RESTARTS), *killed]) as launcher:
+        iterations_done(tmp_path / "killed", 5, launcher)
+        forked_rank(launcher, 0).kill()
+        code, _, err = ended(launcher)
+    assert code == 0 and "rank 0" in err, err
+    with started([*torchrun(2), *whole]) as launcher:
+        code, _, err = ended(launcher)
+    assert code == 0, err
+    assert metrics_of(tmp_path / "killed") == metrics_of(tmp_path / "whole")
+    assert len(metrics_of(tmp_path / "whole")) == 9
+
+
