@@ -6,18 +6,32 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from itertools import groupby
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.engines import SGLANG, VLLM
-from tests.launched import LONG, ended, error_lines, iterations_done, started, torchrun, train_command, write_inputs
+from tests.launched import (
+    LONG,
+    descendants,
+    ended,
+    error_lines,
+    iterations_done,
+    started,
+    torchrun,
+    train_command,
+    write_inputs,
+)
 from tests.roles.engine_jobs import inputs as engine_inputs
 from tests.roles.engine_jobs import settings
 from tests.tiny_jobs import RECIPES, logged
 from tests.warm_start import VLLM_PYTHON
 from verl_mg.distributed.watchdog import EXIT_RANK_LOST
+from verl_mg.run.checkpointer import checkpoints_in
+from verl_mg.run.job_state import read_state
 
 PORT = 29400
 """Of the first host; nothing else listens in its network."""
@@ -77,18 +91,30 @@ def start(
     stack: ExitStack, hosts: Hosts, job: str, command: list[str], ranks: int = 2, own_memory: bool = False
 ) -> list[subprocess.Popen[str]]:
     """A job with so many ranks on each host. With memory of its own a host imports everything itself."""
-    processes = []
-    for i, (name, interface, address) in enumerate(zip(hosts.names, hosts.interfaces, hosts.addresses, strict=True)):
-        rendezvous = [
-            *("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-id", job, "--local-addr", address),
-            *("--rdzv-endpoint", f"{hosts.addresses[0]}:{PORT}", "--rdzv-conf", f"is_host={i == 0},read_timeout=20"),
-            *("--shutdown-timeout", "5"),
-        ]
-        launcher, inside = torchrun(ranks, *rendezvous), ["ip", "netns", "exec", name]
-        inside += OWN_MEMORY if own_memory else ()
-        job_of_host = started([*launcher, *command], inside, not own_memory, GLOO_SOCKET_IFNAME=interface)
-        processes.append(stack.enter_context(job_of_host))
-    return processes
+    return [start_on(stack, hosts, i, job, command, ranks, own_memory) for i in range(2)]
+
+
+def start_on(
+    stack: ExitStack,
+    hosts: Hosts,
+    host: int,
+    job: str,
+    command: list[str],
+    ranks: int = 2,
+    own_memory: bool = False,
+    nodes: tuple[str, ...] = ("--nnodes", "2"),
+    settings: str = "read_timeout=20",
+) -> subprocess.Popen[str]:
+    """The launcher of one host."""
+    rendezvous = [
+        *(*nodes, "--rdzv-backend", "c10d", "--rdzv-id", job, "--local-addr", hosts.addresses[host]),
+        *("--rdzv-endpoint", f"{hosts.addresses[0]}:{PORT}", "--rdzv-conf", f"is_host={host == 0},{settings}"),
+        *("--shutdown-timeout", "5"),
+    ]
+    launcher, inside = torchrun(ranks, *rendezvous), ["ip", "netns", "exec", hosts.names[host]]
+    inside += OWN_MEMORY if own_memory else ()
+    variables = {"GLOO_SOCKET_IFNAME": hosts.interfaces[host]}
+    return stack.enter_context(started([*launcher, *command], inside, not own_memory, **variables))
 
 
 def steps(output: Path) -> list[int]:
@@ -122,6 +148,51 @@ def test_job_on_two_hosts_with_cut_cable_ends_and_resumes(hosts, tmp_path):
             code, _, err = ended(process)
             assert code == 0, err
     assert steps(output) == list(range(1, done + 5))
+
+
+def lose(launcher: subprocess.Popen[str]) -> None:
+    """Ends the processes of a host at once, as a loss of power does."""
+    launcher.kill()
+    for process in descendants(launcher.pid):
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def ranks_of_checkpoint(output: Path) -> list[int]:
+    """Numbers of ranks that have written the checkpoints, in order."""
+    return [read_state(folder).ranks for folder in checkpoints_in(output / "checkpoints")]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("nodes", "ranks"), [("1:2", [2, 1, 2]), ("2 --spares 1", [2])], ids=["fewer", "spare"])
+def test_job_that_loses_a_host_trains_on(hosts, tmp_path, nodes, ranks):
+    inputs, output = write_inputs(tmp_path / "inputs"), tmp_path / "run"
+    command = train_command(
+        inputs, output, f"job.heartbeat_timeout_s={LOST_AFTER}", "checkpoint.every=1", "checkpoint.keep=1000"
+    )
+    settings = "read_timeout=20,last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
+
+    def launcher(stack: ExitStack, host: int) -> subprocess.Popen[str]:
+        options = ("--nnodes", *nodes.split())
+        return start_on(stack, hosts, host, "changing", command, 1, nodes=options, settings=settings)
+
+    with ExitStack() as stack:
+        first, second = launcher(stack, 0), launcher(stack, 1)
+        iterations_done(output, 3, first)
+        if "--spares" in nodes:
+            launcher(stack, 1)
+        lose(second)
+        iterations_done(output, len(steps(output)) + 3, first)
+        if "--spares" not in nodes:
+            launcher(stack, 1)
+            while ranks_of_checkpoint(output)[-1] != 2:
+                assert first.poll() is None, first.communicate()[1]
+        iterations_done(output, len(steps(output)) + 2, first)
+        first.terminate()
+        code, _, err = ended(first)
+    assert code == 128 + signal.SIGTERM, err
+    assert steps(output) == list(range(1, len(steps(output)) + 1))
+    assert [count for count, _ in groupby(ranks_of_checkpoint(output))] == ranks
 
 
 @pytest.mark.nightly

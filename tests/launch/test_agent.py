@@ -79,5 +79,3 @@ def test_job_with_a_lost_rank_goes_on_bitwise_identical(tmp_path):
     assert code == 0, err
     assert metrics_of(tmp_path / "killed") == metrics_of(tmp_path / "whole")
     assert len(metrics_of(tmp_path / "whole")) == 9
-
-

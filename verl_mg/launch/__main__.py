@@ -42,8 +42,8 @@ from verl_mg.launch.agent import create_agent, run_agent
 
 UNSEEN_SECONDS = 10
 """Seconds in which torchrun, which polls many times a second, should notice that the ranks have ended."""
-RESTARTS_WITH_SPARES = 3
-"""Restarts of a job with spare nodes that does not say how many."""
+RESTARTS_OF_CHANGING_NODES = 3
+"""Restarts of a job with spare nodes, or a range of nodes, that does not say how many."""
 MAX_ENGINES = 4096
 """Connections of engines that may wait to be accepted by a launcher, which accepts none."""
 
@@ -90,13 +90,15 @@ def _parsed(arguments: list[str] | None) -> argparse.Namespace:
     names_none = parsed.rdzv_backend == "static" and not parsed.rdzv_endpoint and parsed.master_port is None
     if parsed.standalone or (names_none and parsed.nnodes in ("1", "1:1")):
         parsed.rdzv_backend, parsed.rdzv_endpoint, parsed.rdzv_id = "c10d", "localhost:0", str(uuid.uuid4())
-    if mine.spares:
-        parsed.max_restarts = parsed.max_restarts or RESTARTS_WITH_SPARES
+    least, most = run.parse_min_max_nnodes(parsed.nnodes)
+    parsed.nodes_change = mine.spares > 0 or least < most
+    if parsed.nodes_change:
+        parsed.max_restarts = parsed.max_restarts or RESTARTS_OF_CHANGING_NODES
     return parsed
 
 
 def _run_with_restarts(arguments: argparse.Namespace, launcher: Launcher) -> None:
-    if arguments.nnodes not in ("1", "1:1"):
+    if arguments.nodes_change:
         # torchrun's agents share the store of a node that may be lost, and keep its address when the nodes change.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     launcher.make_key()

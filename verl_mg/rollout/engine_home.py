@@ -21,10 +21,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from verl_mg.distributed.launcher import Launcher
+
 WAIT_SECONDS = 600.0
 """Time for the next rank of an engine to come, in seconds."""
 GREETING_SECONDS = 10.0
 """Time for a connection to show its key, in seconds."""
+
+NO_ENGINE = ""
+"""Digest of a rank that needs no engine."""
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -45,6 +50,24 @@ class EngineHome:
     """Process that the first rank has started."""
     sleeps: bool
     """Whether an engine without a rank releases its memory, on a device that it shares with training."""
+
+    @classmethod
+    def of_rank(cls, launcher: Launcher, digest: str, sleeps: bool) -> EngineHome:
+        """Returns the home of the engine that this rank leads.
+
+        Args:
+            launcher: of this node.
+            digest: of the engine's program.
+            sleeps: whether the engine releases its memory without a rank.
+        """
+        return cls(
+            socket=str(launcher.folder / f"engine-{os.environ['LOCAL_RANK']}"),
+            launcher=str(launcher.socket),
+            key=launcher.key.read_text(encoding="ascii"),
+            digest=digest,
+            pid=0,
+            sleeps=sleeps,
+        )
 
     def find(self, timeout: float) -> tuple[socket.socket, dict[str, Any]] | None:
         """Returns a connection to the engine and its state; None where there is none, or another one, which then ends.
@@ -99,8 +122,7 @@ class EngineDoor:
                 print(f"no rank has come within {WAIT_SECONDS:.0f} s", flush=True)
                 return
             if greeting["digest"] != self.home.digest:
-                streams[1].close()
-                return
+                return  # the end of the process tells the rank
             yield streams
 
     async def _next(self) -> tuple[Streams, dict[str, Any]]:

@@ -11,8 +11,8 @@ Messages are lines of JSON:
 At the end of the stream the process ends too, unless the engine has a home (see `engine_home`): then it waits for the
 next rank, goes on with its requests, and answers those that are repeated by `RequestLedger`.
 
-This module is imported by the engine's interpreter, which may have few packages: with `engine_home` and
-`request_ledger` it needs no more than the standard library.
+This module is imported by the engine's interpreter, which may have few packages: it needs no more than the standard
+library.
 """
 
 from __future__ import annotations

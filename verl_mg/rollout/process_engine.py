@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import time
 from abc import abstractmethod
@@ -132,14 +131,8 @@ class ProcessEngine(RequestTracker):
         return self._version
 
     def _new_home(self, launcher: Launcher) -> EngineHome:
-        return EngineHome(
-            socket=str(launcher.folder / f"engine-{os.environ['LOCAL_RANK']}"),
-            launcher=str(launcher.socket),
-            key=launcher.key.read_text(encoding="ascii"),
-            digest=self._program(range(1, BLOCK_SIZE), "").digest,
-            pid=0,
-            sleeps=self.settings.sleeps and torch.cuda.is_available(),
-        )
+        digest = self._program(range(1, BLOCK_SIZE), "").digest
+        return EngineHome.of_rank(launcher, digest, self.settings.sleeps and torch.cuda.is_available())
 
     def _find(self) -> bool:
         """Takes over the process that an earlier rank has left; returns whether there is one."""

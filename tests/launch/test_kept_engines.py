@@ -1,0 +1,55 @@
+"""PPO with SGLang on a rank of its own: a trainer rank is killed, and the engine works on."""
+
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.launched import alive, descendants, ended, forked_rank, iterations_done, started, torchrun
+from tests.roles.engine_jobs import inputs, settings
+from tests.tiny_jobs import RECIPES, metrics_of
+from tests.traces import needs_sglang
+
+TRAINERS = 4
+pytestmark = [pytest.mark.nightly, needs_sglang, pytest.mark.timeout(900)]
+
+
+def command(folder: Path, output: Path) -> list[str]:
+    """A job whose engine has one request at a time: SGLang has no seeds of requests on a CPU."""
+    return [
+        *("-m", "verl_mg", "train", str(RECIPES / "ppo.py"), *settings(folder), f"job.output={output}"),
+        *("rollout.num_ranks=1", "rollout.max_running_requests=1", "critic.optimizer.lr=3e-3"),
+        *("algorithm.prompts_per_iteration=8", "algorithm.group_size=2", "algorithm.kl.coefficient=0.01"),
+        *("job.deterministic=true", "job.iterations=7", "job.save=false", "job.console=false", "checkpoint.every=2"),
+    ]
+
+
+def engines(launcher: psutil.Process) -> list[psutil.Process]:
+    """Processes of SGLang that are younger than the launcher."""
+    since = launcher.create_time()
+    return [p for p in psutil.process_iter() if p.name().startswith("sglang::") and p.create_time() > since]
+
+
+def test_ppo_with_killed_trainers_keeps_its_engine_and_is_bitwise_identical(tmp_path):
+    folder = inputs(tmp_path, "qwen3", unused=100)
+    restarts = ("--max-restarts", "5")
+    with started([*torchrun(TRAINERS + 1, *restarts), *command(folder, tmp_path / "killed")]) as launcher:
+        found = []
+        # In the middle of generation, and of training; two iterations after a checkpoint, and one.
+        for rank, iteration, pause in ((2, 3, 0.2), (0, 4, 1.0), (1, 5, 0.6)):
+            iterations_done(tmp_path / "killed", iteration, launcher)
+            time.sleep(pause)
+            found.append(engines(psutil.Process(launcher.pid)))
+            forked_rank(launcher, rank).send_signal(signal.SIGKILL)
+        processes = descendants(launcher.pid)
+        code, _, err = ended(launcher, 600)
+    assert code == 0 and err.count("was ended by SIGKILL") == 3, err
+    assert found[0] and found[0] == found[1] == found[2] and not alive([*found[0], *processes], 30)
+    with started([*torchrun(TRAINERS + 1), *command(folder, tmp_path / "whole")]) as launcher:
+        code, _, err = ended(launcher, 600)
+    assert code == 0, err
+    whole = metrics_of(tmp_path / "whole")
+    assert metrics_of(tmp_path / "killed") == whole and len(whole) == 7
+    assert all(line["actor/grad_norm"] > 0 and line["critic/grad_norm"] > 0 for line in whole)
