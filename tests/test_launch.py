@@ -209,11 +209,13 @@ def scripted(script: str, tmp_path: Path, *arguments: str, **environment: str) -
 
 def test_torchrun_script_on_one_or_many_nodes_starts_launcher(tmp_path):
     one = scripted("torchrun.sh", tmp_path, "r.py", "a=b c", RANKS="2")
-    assert "called: python -m verl_mg.launch --nproc-per-node 2 --max-restarts 3 --standalone -m verl_mg train r.py a=b c" in one
+    launcher = "called: python -m verl_mg.launch --nproc-per-node 2 --max-restarts 3"
+    assert f"{launcher} --standalone -m verl_mg train r.py a=b c" in one
     assert "$ 'python' '-m' 'verl_mg.launch'" in one and "'a=b c'" in one
     assert "RENDEZVOUS=HOST:PORT" in scripted("torchrun.sh", tmp_path, "r.py", NODES="2")
     many = scripted("torchrun.sh", tmp_path, "r.py", NODES="2:4", SPARES="1", RENDEZVOUS="first:4711", JOB="mine")
-    assert "--nnodes 2:4 --spares 1 --rdzv-backend c10d --rdzv-endpoint first:4711 --rdzv-id mine -m verl_mg train r.py" in many
+    nodes = "--nnodes 2:4 --spares 1 --rdzv-backend c10d --rdzv-endpoint first:4711 --rdzv-id mine"
+    assert f"{nodes} -m verl_mg train r.py" in many
 
 
 def test_mpirun_script_with_options_starts_ranks(tmp_path):

@@ -4,9 +4,9 @@
 
 PPO with actor, critic and reference on four ranks, and SGLang on a rank of its own. One of the four ranks is ended by
 SIGKILL in the middle of an iteration, in two ways, in turn: under `--max-restarts`, where the launcher starts the ranks
-again and the engine goes on; and without, where the job ends with an error and the same command is started again. Prints
-the seconds until the job has logged one more iteration than before, their medians, and how many times faster the first
-is. It ends with an error if the engine's processes are not the same ones after a restart by the launcher.
+again and the engine continues; and without, where the job ends with an error and the same command is started again.
+Prints the seconds until the job has logged one more iteration than before, their medians, and how many times faster
+the first is. It ends with an error if the engine's processes are not the same ones after a restart by the launcher.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The launcher of a node and its ranks: what they tell each other, in a private folder that the launcher has made.
+"""The launcher of a node and its ranks: what they report to each other, in a private folder of the launcher.
 
     stop code     written by a rank that leaves after a stop request: the exit code of the launcher
     iteration     written by a rank: the iteration that is complete
     regroups      made by the launcher: ranks that leave now start again, with other nodes
     returned-PID  made by a rank whose program is complete
-    key, socket   of a launcher that keeps engines, see `verl_mg.rollout.engine_home`
+    key, socket   of a launcher that keeps engines, see `verl_mg.rollout.engine_attachment`
 
 mpirun and plain torchrun have no such folder.
 """

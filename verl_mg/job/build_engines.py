@@ -29,7 +29,7 @@ from verl_mg.roles.models import Actor
 from verl_mg.roles.remote_engine_group import build_remote_engines, check_servers
 from verl_mg.roles.weight_sync.adapters import AdapterSync
 from verl_mg.roles.weight_sync.engines import ProcessEngineSync, engine_groups
-from verl_mg.rollout.engine_home import NO_ENGINE, EngineHome
+from verl_mg.rollout.engine_attachment import NO_ENGINE, EngineAttachment
 from verl_mg.rollout.engine_nodes import LeadingNode, node_address
 from verl_mg.rollout.engine_python import engine_python
 from verl_mg.rollout.hf.engine import HFEngine
@@ -269,7 +269,7 @@ def build_engine_group(
                 None if several else _keeper(),
             )
     if inner is None and (launcher := _keeper()):
-        EngineHome.of_rank(launcher, NO_ENGINE, sleeps=False).find(END_SECONDS)
+        EngineAttachment.of_rank(launcher, NO_ENGINE, sleeps=False).find(END_SECONDS)
     versions = {version for version in all_gather_json(inner.version if inner else None) if version is not None}
     # Engines on ranks of their own need not share their devices.
     disjoint = rollout.num_ranks > 0

@@ -83,15 +83,15 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _parsed(arguments: list[str] | None) -> argparse.Namespace:
     """Returns torchrun's arguments, with the rendezvous of a job on one node that names none."""
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    own.add_argument("--spares", type=int, default=0)
-    mine, others = own.parse_known_args(arguments)
-    parsed = run.parse_args(others)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--spares", type=int, default=0)
+    additional, of_torchrun = parser.parse_known_args(arguments)
+    parsed = run.parse_args(of_torchrun)
     names_none = parsed.rdzv_backend == "static" and not parsed.rdzv_endpoint and parsed.master_port is None
     if parsed.standalone or (names_none and parsed.nnodes in ("1", "1:1")):
         parsed.rdzv_backend, parsed.rdzv_endpoint, parsed.rdzv_id = "c10d", "localhost:0", str(uuid.uuid4())
     least, most = run.parse_min_max_nnodes(parsed.nnodes)
-    parsed.nodes_change = mine.spares > 0 or least < most
+    parsed.nodes_change = additional.spares > 0 or least < most
     if parsed.nodes_change:
         parsed.max_restarts = parsed.max_restarts or RESTARTS_OF_CHANGING_NODES
     return parsed

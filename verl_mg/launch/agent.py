@@ -2,7 +2,7 @@
 
     a rank ends     ──▶  the agent ends the others at once; all nodes meet again and start their ranks
     a node is lost  ──▶  the watchdog misses its ranks, the rendezvous the node; a spare node takes its place, or the
-                         others go on without it where --nnodes MIN:MAX allows that
+                         others continue without it where --nnodes MIN:MAX allows that
     a node arrives  ──▶  ranks are asked to stop: they save a checkpoint and leave; then all nodes meet again
 
 Engines that the launcher keeps outlive all of this.
@@ -45,7 +45,7 @@ LOST = "lost"
 
 
 class RankAgent(LocalElasticAgent):
-    """Agent of this node."""
+    """Agent of a node: starts its ranks, monitors and restarts them."""
 
     def __init__(self, spec: WorkerSpec, config: LaunchConfig, launcher: Launcher, forks: bool) -> None:
         """Creates the agent.
@@ -111,7 +111,7 @@ class RankAgent(LocalElasticAgent):
         return result
 
     def _after_loss(self, worker_group: WorkerGroup, result: RunResult) -> None:
-        """Tells the other nodes of a loss and waits before a restart; ChildFailedError where the job ends."""
+        """Reports a loss to the other nodes and waits before a restart; ChildFailedError where the job ends."""
         error = ChildFailedError(worker_group.spec.role, result.failures)
         rank, failure = error.get_first_failure()
         pause = None if self.stops else self._policy.pause(failure.exitcode, self._launcher.iteration)
@@ -194,7 +194,7 @@ def run_agent(agent: RankAgent) -> None:
         if result is not None and result.is_failed():
             raise ChildFailedError(agent.get_worker_group().spec.role, result.failures)
     except SignalException:
-        closes = False  # as torchrun does: other nodes go on
+        closes = False  # as torchrun does: other nodes continue
         raise
     finally:
         if closes:

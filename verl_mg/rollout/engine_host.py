@@ -2,14 +2,14 @@
 
 Messages are lines of JSON:
 
-    {"arguments": {...}, "home": {...}}                 first; the response is {"ready": true, ...}
+    {"arguments": {...}, "attachment": {...}}                 first; the response is {"ready": true, ...}
     {"generate": ID, "request": {...}}                  -> {"sample": ID, ...}, when it is complete
     {"abort": ID}, {"abort": null}                      one request, all of them
     {"call": NUMBER, "method": NAME, "fields": {...}}   -> {"call": NUMBER, "ok": ..., "message": ...}
     {"end": null}                                       the process ends
 
-At the end of the stream the process ends too, unless the engine has a home (see `engine_home`): then it waits for the
-next rank, goes on with its requests, and answers those that are repeated by `RequestLedger`.
+At the end of the stream the process ends too, unless the engine has an attachment (see `engine_attachment`): then it
+continues its requests, waits for the next rank, and answers requests that are repeated by `RequestLedger`.
 
 This module is imported by the engine's interpreter, which may have few packages: it needs no more than the standard
 library.
@@ -27,7 +27,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
-from verl_mg.rollout.engine_home import EngineDoor, EngineHome
+from verl_mg.rollout.engine_attachment import EngineAttachment, EngineListener
 from verl_mg.rollout.request_ledger import Generation, RequestLedger, request_key
 
 LINE_LIMIT = 2**31
@@ -44,13 +44,15 @@ T = TypeVar("T")
 class Host(Protocol):
     """Main object of an engine's process: an engine, or its part on a further node, which gets no messages."""
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, door: EngineDoor | None) -> None:
+    async def serve(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, listener: EngineListener | None
+    ) -> None:
         """Works until the rank's stream ends, or no further rank comes.
 
         Args:
             reader: stream of the rank's messages.
             writer: stream to the rank.
-            door: where further ranks come; None: none does.
+            listener: where further ranks come; None: none does.
         """
 
     def shutdown(self) -> None:
@@ -149,29 +151,33 @@ class EngineHost(ABC):
     def shutdown(self) -> None:
         """Ends the engine's processes."""
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, door: EngineDoor | None) -> None:
+    async def serve(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, listener: EngineListener | None
+    ) -> None:
         """Serves the messages of the rank, and of those that come after it was lost.
 
         Args:
             reader: stream of the rank's messages.
             writer: stream to the rank.
-            door: where further ranks come; None: none does.
+            listener: where further ranks come; None: none does.
         """
-        if door is None:
+        if listener is None:
             await self._serve_rank(reader, writer, 0)
             return
         self._ledger = RequestLedger()
-        work = asyncio.ensure_future(self._serve_ranks(reader, writer, door))
+        work = asyncio.ensure_future(self._serve_ranks(reader, writer, listener))
         await asyncio.wait(
-            {work, asyncio.ensure_future(door.until_launcher_ends())}, return_when=asyncio.FIRST_COMPLETED
+            {work, asyncio.ensure_future(listener.until_launcher_ends())}, return_when=asyncio.FIRST_COMPLETED
         )
         if work.done():
             work.result()
 
-    async def _serve_ranks(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, door: EngineDoor) -> None:
-        ranks = door.ranks()
-        while await self._serve_rank(reader, writer, door.home.pid):
-            await self._part_from_rank(door.home.sleeps)
+    async def _serve_ranks(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, listener: EngineListener
+    ) -> None:
+        ranks = listener.ranks()
+        while await self._serve_rank(reader, writer, listener.attachment.pid):
+            await self._part_from_rank(listener.attachment.sleeps)
             try:
                 reader, writer = await anext(ranks)
             except StopAsyncIteration:
@@ -235,9 +241,9 @@ class EngineHost(ABC):
         key = request_key(rid, request, self._version) if self._ledger else ""
         if self._ledger and (repeated := self._ledger.take(key)):
             return repeated
-        own = rid if self._num_ranks == 1 else f"{self._num_ranks}-{rid}"  # ranks use the same ids
-        self.open_requests.add(own)
-        generation = Generation(own, key, self._start(self._result(own, request)), self._version >= 0)
+        unique = rid if self._num_ranks == 1 else f"{self._num_ranks}-{rid}"  # ranks use the same ids
+        self.open_requests.add(unique)
+        generation = Generation(unique, key, self._start(self._result(unique, request)), self._version >= 0)
         if self._ledger:
             self._ledger.add(generation)
         return generation
@@ -299,10 +305,10 @@ def main(create: Callable[[dict[str, Any], asyncio.AbstractEventLoop], Host]) ->
     asyncio.set_event_loop(loop)  # SGLang's tokenizer manager uses the current event loop
     reader, writer = loop.run_until_complete(asyncio.open_connection(sock=connection, limit=LINE_LIMIT))
     first = json.loads(loop.run_until_complete(reader.readline()))
-    door = EngineDoor(EngineHome(**first["home"]), LINE_LIMIT) if first["home"] else None
+    listener = EngineListener(EngineAttachment(**first["attachment"]), LINE_LIMIT) if first["attachment"] else None
     host = create(first["arguments"], loop)
     try:
-        loop.run_until_complete(host.serve(reader, writer, door))
+        loop.run_until_complete(host.serve(reader, writer, listener))
     finally:
         host.shutdown()
         # Threads of the engine may still wait for processes that have ended.

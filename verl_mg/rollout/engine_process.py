@@ -1,8 +1,8 @@
-"""Handle of an engine's process, in the rank that starts it, or finds it after another rank has been lost.
+"""Handle of an engine's process, in the rank that starts it or attaches to it after another rank was lost.
 
 The process runs `PYTHON -m MODULE SOCKET`, where MODULE is the host of the engine (see `engine_host`). Both ends of the
 socket exchange lines of JSON. The end of the stream ends the process together with the engine's processes, unless the
-engine has a home (see `engine_home`).
+engine has an attachment (see `engine_attachment`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 import verl_mg
 from verl_mg.errors import UserError
 from verl_mg.rollout.engine import EngineDiedError
-from verl_mg.rollout.engine_home import EngineHome
+from verl_mg.rollout.engine_attachment import EngineAttachment
 
 LOG_TAIL_LINES = 12
 """Lines of an engine's log in an error message."""
@@ -73,7 +73,7 @@ class EngineState:
     version: int
     """Policy version of the weights; -1: it has none, or a part of an update."""
     asleep: frozenset[str]
-    """What has released its memory: "weights", "kv"."""
+    """Parts that have released their memory: "weights", "kv"."""
 
 
 class EngineProcess:
@@ -96,14 +96,18 @@ class EngineProcess:
 
     @classmethod
     def start(
-        cls, program: EngineProgram, log: Path, home: EngineHome | None = None, inherited: Collection[int] = ()
+        cls,
+        program: EngineProgram,
+        log: Path,
+        attachment: EngineAttachment | None = None,
+        inherited: Collection[int] = (),
     ) -> EngineProcess:
-        """Starts the process.
+        """Starts the process of an engine.
 
         Args:
             program: what it runs.
             log: file to which its output is appended.
-            home: where the next rank finds it, without its process id; None: it ends with this rank.
+            attachment: where the next rank finds it, without its process id; None: it ends with this rank.
             inherited: files that it keeps open.
         """
         ours, theirs = socket.socketpair()
@@ -120,24 +124,26 @@ class EngineProcess:
                 start_new_session=True,  # Ctrl-C is handled by the job, which ends the engine
             )
         process = cls(program.engine, log, ours, child.pid)
-        own = asdict(replace(home, pid=child.pid)) if home else None
-        process.send({"arguments": dict(program.arguments), "home": own})
+        complete = asdict(replace(attachment, pid=child.pid)) if attachment else None
+        process.send({"arguments": dict(program.arguments), "attachment": complete})
         return process
 
     @classmethod
-    def find(cls, engine: str, log: Path, home: EngineHome, timeout: float) -> tuple[EngineProcess, EngineState] | None:
+    def find(
+        cls, engine: str, log: Path, attachment: EngineAttachment, timeout: float
+    ) -> tuple[EngineProcess, EngineState] | None:
         """Returns the process that an earlier rank has started, and its state; None without one.
 
         Args:
             engine: name of the engine, in messages.
             log: file to which its output is appended.
-            home: where it is found.
+            attachment: where it is found.
             timeout: seconds in which a process that is being started has to be ready.
         """
-        found = home.find(timeout)
-        if found is None:
+        result = attachment.find(timeout)
+        if result is None:
             return None
-        connection, state = found
+        connection, state = result
         try:
             process = cls(engine, log, connection, state["pid"])
         except ProcessLookupError:  # it has ended since
@@ -187,7 +193,7 @@ class EngineProcess:
         self.kill()
 
     def leave(self) -> None:
-        """Ends this side of the stream; an engine with a home waits for the next rank."""
+        """Ends this side of the stream; an engine with an attachment waits for the next rank."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 

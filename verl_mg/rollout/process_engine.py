@@ -16,7 +16,7 @@ from verl_mg.distributed.launcher import Launcher
 from verl_mg.layout import EngineLayout
 from verl_mg.rollout.engine import EngineDiedError
 from verl_mg.rollout.engine_adapters import AdapterSettings
-from verl_mg.rollout.engine_home import EngineHome
+from verl_mg.rollout.engine_attachment import EngineAttachment
 from verl_mg.rollout.engine_nodes import ONE_NODE, EngineNodes, LeadingNode
 from verl_mg.rollout.engine_process import EngineProcess, EngineProgram
 from verl_mg.rollout.ports import BLOCK_SIZE, PortBlock
@@ -112,7 +112,7 @@ class ProcessEngine(RequestTracker):
         self._process: EngineProcess | None = None
         self._ports: PortBlock | None = None
         self._launcher = launcher
-        self._home = self._new_home(launcher) if launcher else None
+        self._attachment = self._new_attachment(launcher) if launcher else None
         if not self._find():
             self.restart()
 
@@ -130,17 +130,20 @@ class ProcessEngine(RequestTracker):
         """Returns the policy version of the engine's weights; -1: it has none."""
         return self._version
 
-    def _new_home(self, launcher: Launcher) -> EngineHome:
+    def _new_attachment(self, launcher: Launcher) -> EngineAttachment:
         digest = self._program(range(1, BLOCK_SIZE), "").digest
-        return EngineHome.of_rank(launcher, digest, self.settings.sleeps and torch.cuda.is_available())
+        return EngineAttachment.of_rank(launcher, digest, self.settings.sleeps and torch.cuda.is_available())
 
     def _find(self) -> bool:
         """Takes over the process that an earlier rank has left; returns whether there is one."""
-        found = EngineProcess.find(self.NAME, self._log, self._home, START_SECONDS) if self._home else None
-        if found:
-            self._process, state = found
-            self._version, self._asleep, self._keeps_cache = state.version, set(state.asleep), False
-        return found is not None
+        if self._attachment is None:
+            return False
+        existing = EngineProcess.find(self.NAME, self._log, self._attachment, START_SECONDS)
+        if existing is None:
+            return False
+        self._process, state = existing
+        self._version, self._asleep, self._keeps_cache = state.version, set(state.asleep), False
+        return True
 
     def restart(self) -> None:
         """Starts a new process, without weights; unfinished requests wait for `resume`."""
@@ -149,7 +152,7 @@ class ProcessEngine(RequestTracker):
         ports = self._ports.ports
         address = self._nodes.publish(ports) if self._nodes else f"127.0.0.1:{ports[1]}"
         self._process = EngineProcess.start(
-            self._program(ports, address), self._log, self._home, [self._ports.descriptor]
+            self._program(ports, address), self._log, self._attachment, [self._ports.descriptor]
         )
         if self._nodes:
             self._nodes.watch(self._process)

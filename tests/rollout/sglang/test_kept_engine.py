@@ -62,7 +62,7 @@ def test_engine_left_by_its_rank_answers_the_next_one_and_ends_with_the_launcher
     pid, processes = first.pid, [process_of(first), *process_of(first).children(recursive=True)]
     leave(launcher, first)
 
-    stranger = dataclasses.replace(first._home, key="another")
+    stranger = dataclasses.replace(first._attachment, key="another")
     assert stranger.find(10) is None
 
     second = engine()

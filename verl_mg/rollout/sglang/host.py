@@ -15,7 +15,7 @@ import torch
 from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.images import Image
 from verl_mg.rollout import engine_host
-from verl_mg.rollout.engine_home import EngineDoor
+from verl_mg.rollout.engine_attachment import EngineListener
 from verl_mg.rollout.engine_host import EngineHost
 from verl_mg.rollout.ipc_payload import named_views, open_payload
 from verl_mg.rollout.sglang.arguments import has_multi_token_draft
@@ -164,19 +164,21 @@ class SGLangHost(EngineHost):
         # Its way to free memory asks CUDA for figures, also on a machine without.
         await self._manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, door: EngineDoor | None) -> None:
+    async def serve(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, listener: EngineListener | None
+    ) -> None:
         """Serves the messages of ranks; a part on a further node ends with its first scheduler.
 
         Args:
             reader: stream of the rank's messages.
             writer: stream to the rank.
-            door: where further ranks come; None: none does.
+            listener: where further ranks come; None: none does.
         """
         if self._manager is None:  # on node 0 SGLang itself looks after the schedulers
             self._start(self._end_with_schedulers())
         else:
             self._start(self._observe_load())
-        await super().serve(reader, writer, door)
+        await super().serve(reader, writer, listener)
 
     async def _observe_load(self) -> None:
         """Reads the load while requests run, from memory that the schedulers share anyway: they are not asked."""

@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TypeVar
 from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.images import Image
 from verl_mg.rollout import engine_host
-from verl_mg.rollout.engine_home import EngineDoor
+from verl_mg.rollout.engine_attachment import EngineListener
 from verl_mg.rollout.engine_host import EngineHost
 from verl_mg.rollout.vllm.statistics import StepStatistics
 
@@ -50,17 +50,19 @@ class VLLMHost(EngineHost):
         self._engine, self._captures_routing, self._processor = engine, captures_routing, processor
         self._adapters: Any = None  # vLLM's request for the adapters that all requests use
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, door: EngineDoor | None) -> None:
+    async def serve(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, listener: EngineListener | None
+    ) -> None:
         """Prepares the workers, then serves the messages of ranks; ends the process when vLLM's end.
 
         Args:
             reader: stream of the rank's messages.
             writer: stream to the rank.
-            door: where further ranks come; None: none does.
+            listener: where further ranks come; None: none does.
         """
         await self._rpc("prepare", self._captures_routing)
         watch = asyncio.get_running_loop().create_task(self._watch())
-        await super().serve(reader, writer, door)
+        await super().serve(reader, writer, listener)
         watch.cancel()
 
     async def generate(self, rid: str, request: dict[str, Any]) -> dict[str, Any]:
@@ -230,13 +232,15 @@ class VLLMPart:
         executor.start_worker_monitor()
         executor.register_failure_callback(_end)
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, door: EngineDoor | None) -> None:
+    async def serve(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, listener: EngineListener | None
+    ) -> None:
         """Waits for the end of the stream of the rank.
 
         Args:
             reader: stream of the rank's messages.
             writer: stream to the rank.
-            door: None: a part of an engine ends with its rank.
+            listener: None: a part of an engine ends with its rank.
         """
         await reader.read()
 

@@ -1,7 +1,7 @@
 """Place of an engine that outlives its rank: a socket in a folder of the launcher, at which the next rank finds it.
 
-    first rank  starts the process, with its program and its home as the first message
-    rank lost   requests go on; the process waits at the socket
+    first rank  starts the process, with its program and this attachment as the first message
+    rank lost   requests continue; the process waits at the socket
     next rank   sends the key and the digest of the engine that it needs   ──▶  the same engine: it is this rank's now
                                                                            ──▶  another one: the process ends
     launcher    ends, or no rank comes within WAIT_SECONDS                 ──▶  the process ends
@@ -35,8 +35,8 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 @dataclass(frozen=True)
-class EngineHome:
-    """Where an engine is found, and what it has to be."""
+class EngineAttachment:
+    """Place of an engine, and the program that it has to run."""
 
     socket: str
     """Path of the engine's socket."""
@@ -52,8 +52,8 @@ class EngineHome:
     """Whether an engine without a rank releases its memory, on a device that it shares with training."""
 
     @classmethod
-    def of_rank(cls, launcher: Launcher, digest: str, sleeps: bool) -> EngineHome:
-        """Returns the home of the engine that this rank leads.
+    def of_rank(cls, launcher: Launcher, digest: str, sleeps: bool) -> EngineAttachment:
+        """Returns the attachment of the engine that this rank leads.
 
         Args:
             launcher: of this node.
@@ -89,28 +89,28 @@ class EngineHome:
         return None
 
 
-class EngineDoor:
+class EngineListener:
     """The side of the engine's process: waits for ranks at the socket."""
 
-    def __init__(self, home: EngineHome, limit: int) -> None:
+    def __init__(self, attachment: EngineAttachment, limit: int) -> None:
         """Opens the socket; ranks that come before the engine is ready wait.
 
         Args:
-            home: the engine's.
+            attachment: of the engine.
             limit: largest length of a message.
         """
-        self.home, self._limit = home, limit
+        self.attachment, self._limit = attachment, limit
         self._listener = socket.socket(socket.AF_UNIX)
         with suppress(FileNotFoundError):
-            os.unlink(home.socket)
-        self._listener.bind(home.socket)
+            os.unlink(attachment.socket)
+        self._listener.bind(attachment.socket)
         self._listener.listen()
         self._listener.setblocking(False)
 
     async def until_launcher_ends(self) -> None:
         """Returns when the launcher has ended."""
         with suppress(OSError):
-            reader, _ = await asyncio.open_unix_connection(self.home.launcher)
+            reader, _ = await asyncio.open_unix_connection(self.attachment.launcher)
             await reader.read()
 
     async def ranks(self) -> AsyncIterator[Streams]:
@@ -121,8 +121,8 @@ class EngineDoor:
             except TimeoutError:
                 print(f"no rank has come within {WAIT_SECONDS:.0f} s", flush=True)
                 return
-            if greeting["digest"] != self.home.digest:
-                return  # the end of the process tells the rank
+            if greeting["digest"] != self.attachment.digest:
+                return  # the rank waits for the end of the process
             yield streams
 
     async def _next(self) -> tuple[Streams, dict[str, Any]]:
@@ -133,6 +133,6 @@ class EngineDoor:
             reader, writer = await asyncio.open_connection(sock=connection, limit=self._limit)
             with suppress(OSError, TimeoutError, ValueError, KeyError, AttributeError):
                 greeting = json.loads(await asyncio.wait_for(reader.readline(), GREETING_SECONDS))
-                if hmac.compare_digest(greeting["key"].encode(), self.home.key.encode()):
+                if hmac.compare_digest(greeting["key"].encode(), self.attachment.key.encode()):
                     return (reader, writer), greeting
             writer.close()
