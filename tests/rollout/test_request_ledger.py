@@ -14,7 +14,7 @@ def generation(ledger: RequestLedger, rid: str, version: int, token: int, finish
     async def result() -> dict[str, object]:
         return {"tokens": [token], "finish": finish}
 
-    made = Generation(rid, request_key(rid, REQUEST, version), asyncio.ensure_future(result()))
+    made = Generation(rid, request_key(rid, REQUEST, version), version, asyncio.ensure_future(result()))
     ledger.add(made)
     return made
 
@@ -60,6 +60,18 @@ def test_aborted_and_interrupted_requests_are_not_repeated():
         assert ledger.orphans() == [unfinished]
         assert [answers(ledger, f"{i}.0", 1, 1) for i in (1, 2, 3)] == [[None], [None], [7]]
         assert ledger.take(request_key("4.1", REQUEST, 1)) is unfinished
+
+    asyncio.run(run())
+
+
+def test_results_under_weights_that_are_trained_again_are_dropped():
+    async def run() -> None:
+        ledger = RequestLedger()
+        for version in (3, 4):
+            await generation(ledger, "1.0", version, version).task
+        ledger.hand_over()
+        ledger.drop_newer(3)
+        assert [answers(ledger, "1.0", version, 1) for version in (3, 4)] == [[3], [None]]
 
     asyncio.run(run())
 

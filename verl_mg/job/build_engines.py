@@ -269,7 +269,7 @@ def build_engine_group(
                 None if several else _keeper(),
             )
     if inner is None and (launcher := _keeper()):
-        EngineAttachment.of_rank(launcher, NO_ENGINE, sleeps=False).find(END_SECONDS)
+        EngineAttachment.of_rank(launcher, NO_ENGINE).find(END_SECONDS)
     versions = {version for version in all_gather_json(inner.version if inner else None) if version is not None}
     # Engines on ranks of their own need not share their devices.
     disjoint = rollout.num_ranks > 0

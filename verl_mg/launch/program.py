@@ -68,6 +68,8 @@ def run_program(*arguments: str) -> None:
         sys.exit(1)
     if launcher := Launcher.of_this_rank():
         launcher.report_return()
+        if launcher.regroups:
+            sys.exit()  # the agent waits for the end of the process; otherwise it waits for all programs to be complete
 
 
 if __name__ == "__main__":

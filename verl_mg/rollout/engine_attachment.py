@@ -48,16 +48,21 @@ class EngineAttachment:
     """Digest of the engine's program without what differs between two starts of it."""
     pid: int
     """Process that the first rank has started."""
+    deterministic: bool
+    """Whether ranks that resume compute the same weights again."""
     sleeps: bool
     """Whether an engine without a rank releases its memory, on a device that it shares with training."""
 
     @classmethod
-    def of_rank(cls, launcher: Launcher, digest: str, sleeps: bool) -> EngineAttachment:
+    def of_rank(
+        cls, launcher: Launcher, digest: str, *, deterministic: bool = False, sleeps: bool = False
+    ) -> EngineAttachment:
         """Returns the attachment of the engine that this rank leads.
 
         Args:
             launcher: of this node.
             digest: of the engine's program.
+            deterministic: whether ranks that resume compute the same weights again.
             sleeps: whether the engine releases its memory without a rank.
         """
         return cls(
@@ -66,6 +71,7 @@ class EngineAttachment:
             key=launcher.key.read_text(encoding="ascii"),
             digest=digest,
             pid=0,
+            deterministic=deterministic,
             sleeps=sleeps,
         )
 

@@ -76,6 +76,7 @@ class EngineHost(ABC):
         self._version = -1
         self._asleep: set[str] = set()
         self._is_paused = False
+        self._drops_newer = False
 
     @abstractmethod
     async def generate(self, rid: str, request: dict[str, Any]) -> dict[str, Any]:
@@ -176,8 +177,10 @@ class EngineHost(ABC):
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, listener: EngineListener
     ) -> None:
         ranks = listener.ranks()
-        while await self._serve_rank(reader, writer, listener.attachment.pid):
-            await self._part_from_rank(listener.attachment.sleeps)
+        attachment = listener.attachment
+        while await self._serve_rank(reader, writer, attachment.pid):
+            await self._part_from_rank(attachment.sleeps)
+            self._drops_newer = not attachment.deterministic
             try:
                 reader, writer = await anext(ranks)
             except StopAsyncIteration:
@@ -238,12 +241,18 @@ class EngineHost(ABC):
 
     def _generation(self, rid: str, request: dict[str, Any]) -> Generation:
         """Returns the generation of a request: that of an earlier rank, or a new one."""
-        key = request_key(rid, request, self._version) if self._ledger else ""
-        if self._ledger and (repeated := self._ledger.take(key)):
-            return repeated
+        key = ""
+        if self._ledger:
+            if self._drops_newer:  # the first request is under the weights of the checkpoint
+                self._ledger.drop_newer(self._version)
+                self._drops_newer = False
+            key = request_key(rid, request, self._version)
+            if repeated := self._ledger.take(key):
+                return repeated
         unique = rid if self._num_ranks == 1 else f"{self._num_ranks}-{rid}"  # ranks use the same ids
         self.open_requests.add(unique)
-        generation = Generation(unique, key, self._start(self._result(unique, request)), self._version >= 0)
+        task = self._start(self._result(unique, request))
+        generation = Generation(unique, key, self._version, task, can_answer=self._version >= 0)
         if self._ledger:
             self._ledger.add(generation)
         return generation

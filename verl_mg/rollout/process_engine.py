@@ -132,7 +132,12 @@ class ProcessEngine(RequestTracker):
 
     def _new_attachment(self, launcher: Launcher) -> EngineAttachment:
         digest = self._program(range(1, BLOCK_SIZE), "").digest
-        return EngineAttachment.of_rank(launcher, digest, self.settings.sleeps and torch.cuda.is_available())
+        return EngineAttachment.of_rank(
+            launcher,
+            digest,
+            deterministic=self.settings.deterministic,
+            sleeps=self.settings.sleeps and torch.cuda.is_available(),
+        )
 
     def _find(self) -> bool:
         """Takes over the process that an earlier rank has left; returns whether there is one."""

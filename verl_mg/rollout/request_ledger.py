@@ -2,7 +2,8 @@
 
 A rank that resumes from a checkpoint sends the requests of the repeated iterations again. One with the same sample, the
 same content and the same version of the weights is the earlier one, whether its result exists or is being generated.
-Each result answers as many requests as it did before, in their order.
+Each result answers as many requests as it did before, in their order. Weights of versions after the checkpoint are the
+same ones only in a deterministic job; in others their results are dropped.
 """
 
 from __future__ import annotations
@@ -28,10 +29,14 @@ class Generation:
     """Id of the request in the engine."""
     key: str
     """Result of `request_key`."""
+    version: int
+    """Policy version of the engine's weights at its start; -1: they were being updated."""
     task: asyncio.Task[dict[str, Any]]
     """Generates the result."""
     can_answer: bool = True
     """Whether the next rank may have the result."""
+    num_bytes: int = 0
+    """Size of the result."""
 
 
 class RequestLedger:
@@ -65,9 +70,15 @@ class RequestLedger:
     def hand_over(self) -> None:
         """Makes the requests so far those of a former rank."""
         self._generations = {number: kept for number, kept in self._generations.items() if kept.can_answer}
+        self._num_bytes = sum(generation.num_bytes for generation in self._generations.values())
         self._repeatable = {}
         for generation in self._generations.values():
             self._repeatable.setdefault(generation.key, deque()).append(generation)
+
+    def drop_newer(self, version: int) -> None:
+        """Drops requests of former ranks under newer weights than `version`: the next rank trains others."""
+        for generation in self._generations.values():
+            generation.can_answer = generation.can_answer and generation.version <= version
 
     def orphans(self) -> list[Generation]:
         """Returns the unfinished requests of former ranks that no rank has repeated."""
@@ -85,12 +96,12 @@ class RequestLedger:
         if task.cancelled() or task.exception() or task.result().get("finish") not in ("stop", "length"):
             generation.can_answer = False
             return
-        self._num_bytes += _size(task.result())
-        while self._num_bytes > MAX_BYTES and self._generations:
+        generation.num_bytes = _size(task.result())
+        self._num_bytes += generation.num_bytes
+        while self._num_bytes > MAX_BYTES:
             oldest = self._generations.pop(next(iter(self._generations)))
-            if oldest.can_answer and oldest.task.done():
-                oldest.can_answer = False
-                self._num_bytes -= _size(oldest.task.result())
+            oldest.can_answer = False
+            self._num_bytes -= oldest.num_bytes
 
 
 def request_key(rid: str, request: dict[str, Any], version: int) -> str:
