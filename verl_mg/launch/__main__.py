@@ -91,14 +91,14 @@ def _parsed(arguments: list[str] | None) -> argparse.Namespace:
     if parsed.standalone or (names_none and parsed.nnodes in ("1", "1:1")):
         parsed.rdzv_backend, parsed.rdzv_endpoint, parsed.rdzv_id = "c10d", "localhost:0", str(uuid.uuid4())
     least, most = run.parse_min_max_nnodes(parsed.nnodes)
-    parsed.nodes_change = additional.spares > 0 or least < most
-    if parsed.nodes_change:
+    if additional.spares or least < most:
         parsed.max_restarts = parsed.max_restarts or RESTARTS_OF_CHANGING_NODES
+    parsed.num_launchers = most + additional.spares
     return parsed
 
 
 def _run_with_restarts(arguments: argparse.Namespace, launcher: Launcher) -> None:
-    if arguments.nodes_change:
+    if arguments.num_launchers > 1:
         # torchrun's agents share the store of a node that may be lost, and keep its address when the nodes change.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     launcher.make_key()
