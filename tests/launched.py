@@ -91,10 +91,10 @@ def ended(process: subprocess.Popen[str], patience: float = PATIENCE_S) -> tuple
     return process.returncode, out, err
 
 
-def iterations_done(output: Path, count: int, process: subprocess.Popen[str]) -> None:
+def iterations_done(output: Path, count: int, process: subprocess.Popen[str], patience: float = PATIENCE_S) -> None:
     """Wait until the job has logged so many."""
     metrics = output / "metrics.jsonl"
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + patience
     while not metrics.exists() or metrics.read_text().count("\n") < count:
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline, f"{metrics}: fewer than {count} iterations"

@@ -39,7 +39,7 @@ def test_ppo_with_killed_trainers_keeps_its_engine_and_is_bitwise_identical(tmp_
         found = []
         # In the middle of generation, and of training; two iterations after a checkpoint, and one.
         for rank, iteration, pause in ((2, 3, 0.2), (0, 4, 1.0), (1, 5, 0.6)):
-            iterations_done(tmp_path / "killed", iteration, launcher)
+            iterations_done(tmp_path / "killed", iteration, launcher, 600)
             time.sleep(pause)
             found.append(engines(psutil.Process(launcher.pid)))
             forked_rank(launcher, rank).send_signal(signal.SIGKILL)

@@ -63,9 +63,9 @@ class Launcher:
         self.key.touch(mode=0o600)
         self.key.write_text(secrets.token_hex(), encoding="ascii")
 
-    def report_stop(self, number: int) -> None:
-        """Reports the signal upon which the ranks leave."""
-        self._write("stop signal", number)
+    def report_stop(self, code: int) -> None:
+        """Reports the exit code with which the launcher ends after the ranks have left."""
+        self._write("stop code", code)
 
     def report_iteration(self, iteration: int) -> None:
         """Reports a complete iteration."""
@@ -85,7 +85,7 @@ class Launcher:
 
     def clear(self) -> None:
         """Removes what ranks have reported that do not run any more, except the iteration."""
-        for path in (self.folder / "regroups", self.folder / "stop signal", *self.folder.glob("returned-*")):
+        for path in (self.folder / "regroups", self.folder / "stop code", *self.folder.glob("returned-*")):
             path.unlink(missing_ok=True)
 
     def _returned(self, pid: int) -> Path:

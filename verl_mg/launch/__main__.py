@@ -77,8 +77,8 @@ def main(arguments: list[str] | None = None) -> None:
             reason = error.__cause__ or error
             print(f"error: the launchers of the job's hosts do not reach each other: {reason}", file=sys.stderr)
             sys.exit(EXIT_RANK_LOST)
-        if launcher.stop_signal:
-            sys.exit(128 + launcher.stop_signal)
+        if launcher.stop_code:
+            sys.exit(launcher.stop_code)
 
 
 def _parsed(arguments: list[str] | None) -> argparse.Namespace:

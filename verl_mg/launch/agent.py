@@ -33,6 +33,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.launcher.api import LaunchConfig
 
 from verl_mg.distributed.launcher import Launcher
+from verl_mg.distributed.signals import SIGNAL_CODES
 from verl_mg.launch.program import run_program, start_server
 from verl_mg.launch.restarts import RestartPolicy
 
@@ -104,7 +105,7 @@ class RankAgent(LocalElasticAgent):
         result = super()._monitor_workers(worker_group)
         if result.is_failed():
             self._after_loss(worker_group, result)
-        elif result.state == WorkerState.SUCCEEDED and self._launcher.stop_signal and not self.stops:
+        elif result.state == WorkerState.SUCCEEDED and self._launcher.stop_code > SIGNAL_CODES and not self.stops:
             waiting = worker_group.spec.rdzv_handler.num_nodes_waiting()
             # Where nodes wait to join, another node's agent has asked the ranks to leave.
             return RunResult(WorkerState.HEALTHY) if waiting else result
