@@ -79,7 +79,14 @@ class EngineState:
 class EngineProcess:
     """Handle of an engine process. A thread puts its messages into `inbox`, and None at the end of the stream."""
 
-    def __init__(self, engine: str, log: Path, connection: socket.socket, pid: int) -> None:
+    def __init__(
+        self,
+        engine: str,
+        log: Path,
+        connection: socket.socket,
+        pid: int,
+        child: subprocess.Popen[bytes] | None = None,
+    ) -> None:
         """Creates the handle of a process that runs; use `start` or `find`.
 
         Args:
@@ -87,10 +94,12 @@ class EngineProcess:
             log: file to which its output is appended.
             connection: stream of messages.
             pid: process id, which is that of its group too.
+            child: the process, if this rank has started it.
         """
         self._engine, self._log, self._reason = engine, log, ""
-        self._socket, self.pid = connection, pid
-        self._end = os.pidfd_open(pid)
+        self._socket, self._child, self.pid = connection, child, pid
+        self._end = select.poll()  # not select.select, which takes only the first 1024 files
+        self._end.register(os.pidfd_open(pid), select.POLLIN)
         self.inbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         threading.Thread(target=self._read_messages, daemon=True, name="engine-messages").start()
 
@@ -123,7 +132,7 @@ class EngineProcess:
                 env={**program.environment, "PYTHONPATH": path},
                 start_new_session=True,  # Ctrl-C is handled by the job, which ends the engine
             )
-        process = cls(program.engine, log, ours, child.pid)
+        process = cls(program.engine, log, ours, child.pid, child)
         complete = asdict(replace(attachment, pid=child.pid)) if attachment else None
         process.send({"arguments": dict(program.arguments), "attachment": complete})
         return process
@@ -199,10 +208,9 @@ class EngineProcess:
 
     def wait_until_ended(self, timeout: float | None) -> bool:
         """Waits up to `timeout` seconds for the end of the process, and returns whether it has ended."""
-        ended = bool(select.select([self._end], [], [], timeout)[0])
-        if ended:
-            with contextlib.suppress(ChildProcessError):  # a process that another rank has started
-                os.waitid(os.P_PIDFD, self._end, os.WEXITED | os.WNOHANG)
+        ended = bool(self._end.poll(None if timeout is None else 1000 * timeout))
+        if ended and self._child:
+            self._child.wait()
         return ended
 
     def kill(self, reason: str = "") -> None:
