@@ -98,8 +98,7 @@ class EngineProcess:
         """
         self._engine, self._log, self._reason = engine, log, ""
         self._socket, self._child, self.pid = connection, child, pid
-        self._end = select.poll()  # not select.select, which takes only the first 1024 files
-        self._end.register(os.pidfd_open(pid), select.POLLIN)
+        self._end = os.pidfd_open(pid)
         self.inbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         threading.Thread(target=self._read_messages, daemon=True, name="engine-messages").start()
 
@@ -208,7 +207,9 @@ class EngineProcess:
 
     def wait_until_ended(self, timeout: float | None) -> bool:
         """Waits up to `timeout` seconds for the end of the process, and returns whether it has ended."""
-        ended = bool(self._end.poll(None if timeout is None else 1000 * timeout))
+        end = select.poll()  # one for each thread; select.select takes only the first 1024 files
+        end.register(self._end, select.POLLIN)
+        ended = bool(end.poll(None if timeout is None else 1000 * timeout))
         if ended and self._child:
             self._child.wait()
         return ended
