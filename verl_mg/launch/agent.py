@@ -59,7 +59,7 @@ class RankAgent(LocalElasticAgent):
         """
         super().__init__(
             spec,
-            config.logs_specs,
+            config.logs_specs,  # type: ignore[arg-type]  # torchrun sets it
             "forkserver" if forks else "spawn",
             log_line_prefix_template=config.log_line_prefix_template,
             shutdown_timeout=config.shutdown_timeout or 0,
@@ -84,17 +84,19 @@ class RankAgent(LocalElasticAgent):
 
     def _end_others(self, pids: list[int]) -> None:
         """Ends all ranks soon after the first that ends before its program is complete."""
-        ends, alive = select.poll(), {}
+        ends = select.poll()
+        alive: dict[int, int] = {}
         for pid in pids:
             with suppress(ProcessLookupError):
-                alive[os.pidfd_open(pid)] = pid
-                ends.register(max(alive), select.POLLIN)
+                descriptor = os.pidfd_open(pid)
+                alive[descriptor] = pid
+                ends.register(descriptor, select.POLLIN)
         complete = len(alive) == len(pids)
         while alive and complete:
             for descriptor, _ in ends.poll():
                 ends.unregister(descriptor)
                 os.close(descriptor)
-                complete = complete and self._launcher.has_returned(alive.pop(descriptor))
+                complete = self._launcher.has_returned(alive.pop(descriptor)) and complete
         if not complete:
             time.sleep(VERDICT_SECONDS)
         for pid in alive.values():
@@ -120,7 +122,7 @@ class RankAgent(LocalElasticAgent):
         if pause is None or not left:
             raise error
         with suppress(RuntimeError):  # the rendezvous may be on a host that is lost
-            worker_group.store.set(LOST, str(rank))
+            worker_group.store.set(LOST, str(rank))  # type: ignore[attr-defined]
         where = f"rank {rank} (host {socket.gethostname()}, pid {failure.pid})"
         print(
             f"launcher: {where} {_end(failure.exitcode)} after iteration {self._launcher.iteration}; all ranks start "
@@ -138,7 +140,7 @@ class RankAgent(LocalElasticAgent):
             self._shutdown(signal.SIGKILL)
 
     def _another_node_lost_a_rank(self, worker_group: WorkerGroup) -> bool:
-        return bool(worker_group.store.check([LOST]))
+        return bool(worker_group.store.check([LOST]))  # type: ignore[attr-defined]
 
 
 def _end(exit_code: int) -> str:
