@@ -77,7 +77,7 @@ def _command(task: Path, run: Path, iteration: int, restarts: bool) -> list[str]
         *(sys.executable, "-m", "verl_mg.launch", f"--nproc-per-node={RANKS}"),
         *(["--max-restarts=1"] if restarts else []),
         *("-m", "verl_mg", "train", str(RECIPE)),
-        *heavy_tail_task.overrides(task),
+        *heavy_tail_task.task_settings(task),
         *("rollout.engine=sglang", "rollout.num_ranks=1", "rollout.max_new_tokens=32"),
         "rollout.max_running_requests=1",  # SGLang has no seeds of requests on a CPU: one after the other
         *("algorithm.prompts_per_iteration=16", "algorithm.group_size=1"),
