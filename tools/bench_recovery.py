@@ -65,7 +65,7 @@ def _recovery(task: Path, run: Path, iteration: int, restarts: bool) -> float:
         job = _start(command, run)
     _wait_for(run, done + 1, job)
     seconds = time.monotonic() - started
-    if restarts and _engine(job) != engine:
+    if restarts and not (engine and all(process.is_running() for process in engine) and not _engine(job)):
         raise SystemExit("the engine is another process")
     if job.wait(PATIENCE_SECONDS):
         raise SystemExit(f"the job failed: {(run / 'output').read_text()[-2000:]}")
@@ -113,9 +113,8 @@ def _rank(job: subprocess.Popen[bytes]) -> psutil.Process:
 
 
 def _engine(job: subprocess.Popen[bytes]) -> set[psutil.Process]:
-    """Returns the processes of engines, whose parent may be lost."""
-    since = psutil.Process(job.pid).create_time()
-    return {p for p in psutil.process_iter() if p.name().startswith("sglang::") and p.create_time() > since}
+    """Returns the processes of engines that ranks of this job have started and that have not lost their rank."""
+    return {p for p in psutil.Process(job.pid).children(recursive=True) if p.name().startswith("sglang::")}
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 class EngineAttachment:
     """Place of an engine, and the program that it has to run."""
 
-    socket: str
+    path: str
     """Path of the engine's socket."""
     launcher: str
     """Path of the launcher's socket, whose connections end with the launcher."""
@@ -66,7 +66,7 @@ class EngineAttachment:
             sleeps: whether the engine releases its memory without a rank.
         """
         return cls(
-            socket=str(launcher.folder / f"engine-{os.environ['LOCAL_RANK']}"),
+            path=str(launcher.folder / f"engine-{os.environ['LOCAL_RANK']}"),
             launcher=str(launcher.socket),
             key=launcher.key.read_text(encoding="ascii"),
             digest=digest,
@@ -84,7 +84,7 @@ class EngineAttachment:
         connection = socket.socket(socket.AF_UNIX)
         connection.settimeout(timeout)
         with suppress(OSError):
-            connection.connect(self.socket)
+            connection.connect(self.path)
             connection.sendall(json.dumps({"key": self.key, "digest": self.digest}).encode() + b"\n")
             with connection.makefile("rb") as lines:  # one line: an engine sends no other before it gets requests
                 state = lines.readline()
@@ -108,8 +108,8 @@ class EngineListener:
         self.attachment, self._limit = attachment, limit
         self._listener = socket.socket(socket.AF_UNIX)
         with suppress(FileNotFoundError):
-            os.unlink(attachment.socket)
-        self._listener.bind(attachment.socket)
+            os.unlink(attachment.path)
+        self._listener.bind(attachment.path)
         self._listener.listen()
         self._listener.setblocking(False)
 

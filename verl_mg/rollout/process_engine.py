@@ -111,6 +111,7 @@ class ProcessEngine(RequestTracker):
         self._loads: dict[int, int | None] = {}
         self._process: EngineProcess | None = None
         self._ports: PortBlock | None = None
+        self._asleep: set[str] = set()
         self._launcher = launcher
         self._attachment = self._new_attachment(launcher) if launcher else None
         if not self._find():
@@ -163,8 +164,7 @@ class ProcessEngine(RequestTracker):
             self._nodes.watch(self._process)
         self._process.wait_until_ready(START_SECONDS)
         self._version = -1
-        self._asleep: set[str] = set()
-        self._keeps_cache = False
+        self._asleep, self._keeps_cache = set(), False
 
     def close(self) -> None:
         """Ends the engine's process, unless ranks leave only to start again with other nodes."""
