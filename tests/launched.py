@@ -115,8 +115,18 @@ def rank_process(launcher: subprocess.Popen[str], rank: int) -> psutil.Process:
 
 def forked_rank(launcher: subprocess.Popen[str], rank: int) -> psutil.Process:
     """The process of a rank that the launcher can start again."""
-    (process,) = (child for child in descendants(launcher.pid) if child.name() == f"rank {rank}")
+    (process,) = named(launcher.pid, f"rank {rank}")
     return process
+
+
+def named(pid: int, start: str) -> set[psutil.Process]:
+    """Processes below one whose names start like this."""
+    result = set()
+    for process in descendants(pid):
+        with suppress(psutil.NoSuchProcess):  # it may have ended meanwhile
+            if process.name().startswith(start):
+                result.add(process)
+    return result
 
 
 def program_of(pid: int) -> int:
