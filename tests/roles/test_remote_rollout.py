@@ -21,10 +21,12 @@ from tests.traces import needs_sglang
 from verl_mg.errors import UserError
 from verl_mg.models.hf_config import read_config
 from verl_mg.models.tiny_model import make_tiny_model
+from verl_mg.models.tokenizer import read_tokenizer
 from verl_mg.roles.weight_sync import broadcast
 from verl_mg.rollout.engine import EngineDiedError, Request, Sampling
 from verl_mg.rollout.sglang.servers.info import ServerRequirements
 from verl_mg.rollout.sglang.servers.remote_engine import RemoteEngine
+from verl_mg.rollout.stop_strings import StopStringEngine, decoder
 
 pytestmark = needs_sglang
 LONG = Sampling(max_new_tokens=58)
@@ -252,6 +254,17 @@ def test_remote_engine_resumes_a_partial_sample(engine):
     joined = engine.generate(again, greedy)
     assert [sample.tokens for sample in joined] == [sample.tokens for sample in whole]
     assert {sample.policy_versions for sample in joined} == {(7,) * 58}
+
+
+def test_remote_engine_and_its_server_end_at_a_stop_string(engine, server):
+    decode = decoder(read_tokenizer(server.folder / "model"))
+    (whole,) = engine.generate(requests(1), Sampling(max_new_tokens=40, temperature=0.0))
+    stop = decode(whole.tokens[8:11])
+    count = next(n for n in range(1, 41) if stop in decode(whole.tokens[:n]))
+    stopping = Sampling(max_new_tokens=40, temperature=0.0, stop=(stop,))
+    for each in (engine, StopStringEngine(engine, decode)):
+        (sample,) = each.generate(requests(1), stopping)
+        assert (sample.tokens, sample.finish) == (whole.tokens[:count], "stop")
 
 
 def test_remote_engine_abort_before_its_requests_aborts_them(engine):
