@@ -182,6 +182,11 @@ class DataConfig(ConfigSection):
     """Longest prompt, in tokens."""
     overlong_prompts: Literal["error", "drop"] = "error"
     """Treatment of longer prompts: stop with an error, or leave them out. Prompts are never truncated."""
+    loss_on: Literal["answer", "last", "all", "flagged"] = "answer"
+    """What fine-tuning on demonstrations learns. answer: the answer's text and an end of sequence. The others learn
+    turns of the assistant in the conversation of `prompt_field`, as the chat template renders them with their end of
+    turn: the last one; all, without messages that have train: false or weight: 0; or only flagged ones, which have
+    train: true or weight: 1. `max_prompt_tokens` then counts the whole conversation."""
     image_field: str = "images"
     """Field of the images of a prompt, for models that read images: one or a list of paths relative to the data file,
     bytes of image files, {"bytes": ...} as Hugging Face datasets write them into Parquet, or data:image/png;base64,...

@@ -6,7 +6,7 @@ from verl_mg.data.prompt_feed import PromptFeed
 from verl_mg.data.prompts import Prompt, Prompts, PromptSet
 from verl_mg.data.reading import read_prompts, reward_key
 from verl_mg.data.records import read_records
-from verl_mg.data.training_rows import demonstration, demonstrations_batch, pairs_batch, preference
+from verl_mg.data.training_rows import demonstration, demonstrations_batch, num_demonstrations, pairs_batch, preference
 
 __all__ = [
     "Curriculum",
@@ -17,6 +17,7 @@ __all__ = [
     "Prompts",
     "demonstration",
     "demonstrations_batch",
+    "num_demonstrations",
     "pairs_batch",
     "preference",
     "read_prompts",

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 import numpy as np
 
-from verl_mg.data.fields import ANSWER, IMAGES, PROMPT, RecordFields, field_names
+from verl_mg.data.fields import ANSWER, IMAGES, PROMPT, RecordFields, field_names, value_of
 from verl_mg.data.images import ImageLimits, ImageSource, images_of
 from verl_mg.data.records import Record, located_records, prepared
 from verl_mg.data.rendering import has_image_parts, render, render_with_images, tokenize
+from verl_mg.data.trained_turns import TrainedRow, tools_of, trained_rows
 from verl_mg.errors import UserError
 from verl_mg.images import RowImages
 
@@ -45,6 +46,8 @@ class Prompt:
     """Images of the prompt, in the order of their placeholders in the tokens; not loaded yet."""
     reward: str = ""
     """Key of the section with the source's reward, such as data.test.aime.reward; "" for the job's reward."""
+    turns: Sequence[TrainedRow] = ()
+    """Rows that train chosen turns of the conversation; none where the answer is trained."""
 
     def load_images(self) -> RowImages:
         """Returns the images of the prompt; UserError where one of them cannot be read or decoded."""
@@ -124,6 +127,7 @@ class PromptSet:
         prepare: str | None = None,
         max_prompt_tokens: int,
         overlong_prompts: Literal["error", "drop"] = "error",
+        loss_on: Literal["answer", "last", "all", "flagged"] = "answer",
         seed: int = 0,
         tools: Sequence[dict[str, Any]] = (),
         source: str = "",
@@ -155,6 +159,8 @@ class PromptSet:
             prepare: name of a function of a record that returns the one to use, or None; None: no function.
             max_prompt_tokens: longest prompt, in tokens.
             overlong_prompts: whether a longer prompt is an error or is dropped.
+            loss_on: what demonstrations train: the answer, or turns of the conversation in the prompt's field, which
+                `max_prompt_tokens` then limits as a whole.
             seed: random seed of the order.
             tools: schemas that a chat template describes to the model.
             source: name of the source.
@@ -172,7 +178,8 @@ class PromptSet:
         located = located_records(path)
         if prepare is not None:
             located = prepared(located, prepare)
-        fields = RecordFields.find([record for _, record in located], prompt_field, answer_field)
+        ended = prompt_field if loss_on != "answer" else None  # the prompt is what is before the last turn
+        fields = RecordFields.find([record for _, record in located], prompt_field, answer_field or ended)
         if report and fields != RecordFields(prompt_field or PROMPT, answer_field or ANSWER):
             report(f"{path}: {fields.description}")
         answers = [fields.answer_of(record, place) for place, record in located]
@@ -193,18 +200,31 @@ class PromptSet:
             for value, of_prompt, (place, _) in zip(values, images, located, strict=True)
         ]
         rows = tokenize(rendered, tokenizer)
-        for (place, _), row in zip(located, rows, strict=True):
-            _check_length(len(row), max_prompt_tokens, overlong_prompts, place)
-        columns = zip(rows, rendered, answers, images, located, strict=True)
+        turns: list[Sequence[TrainedRow]] = [() for _ in located]
+        if loss_on != "answer":
+            conversations = [value_of(record, fields.prompt) for _, record in located]
+            turns = [
+                trained_rows(
+                    value, loss_on, tokenizer, place, tools_of(record, place) or tools, system_prompt, of_prompt
+                )
+                for value, of_prompt, (place, record) in zip(conversations, images, located, strict=True)
+            ]
+        lengths = [
+            max(len(row), *(len(turn.tokens) for turn in of_row), 0) for row, of_row in zip(rows, turns, strict=True)
+        ]
+        what = "prompt" if loss_on == "answer" else "conversation"
+        for (place, _), length in zip(located, lengths, strict=True):
+            _check_length(length, max_prompt_tokens, overlong_prompts, place, what)
+        columns = zip(lengths, rows, rendered, answers, images, turns, located, strict=True)
         prompts = [
-            Prompt(i, tuple(row), text.text, answer, record, source, place, text.messages, of_prompt, reward)
-            for i, (row, text, answer, of_prompt, (place, record)) in enumerate(columns, start=first_id)
-            if len(row) <= max_prompt_tokens
+            Prompt(i, tuple(row), text.text, answer, record, source, place, text.messages, of_prompt, reward, of_row)
+            for i, (length, row, text, answer, of_prompt, of_row, (place, record)) in enumerate(columns, start=first_id)
+            if length <= max_prompt_tokens
         ]
         if not prompts:
             raise UserError(
                 f"{path}: all {len(located)} prompts are longer than {max_prompt_tokens} tokens; the "
-                f"shortest has {min(map(len, rows))}. Raise data.max_prompt_tokens to that or more."
+                f"shortest has {min(lengths)}. Raise data.max_prompt_tokens to that or more."
             )
         return cls(prompts, seed=seed, dropped=len(located) - len(prompts), source=source)
 
@@ -280,11 +300,11 @@ def check_state(state: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
             )
 
 
-def _check_length(tokens: int, limit: int, overlong_prompts: str, place: str) -> None:
+def _check_length(tokens: int, limit: int, overlong_prompts: str, place: str, what: str) -> None:
     if tokens == 0:
         raise UserError(f"{place}: the prompt has no tokens. Write at least one character or remove the line.")
     if tokens > limit and overlong_prompts == "error":
         raise UserError(
-            f"{place}: the prompt has {tokens} tokens, data.max_prompt_tokens is {limit}. "
-            "Raise it, or leave such prompts out with data.overlong_prompts=drop."
+            f"{place}: the {what} has {tokens} tokens, data.max_prompt_tokens is {limit}. "
+            f"Raise it, or leave such {what}s out with data.overlong_prompts=drop."
         )

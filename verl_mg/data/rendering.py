@@ -1,6 +1,7 @@
 """Text and tokens of a record: preference fields, messages, chat templates, tokenization."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from verl_mg.data.images import MARKER, ImageSource, check_markers
@@ -108,8 +109,82 @@ def render(
         return RenderedPrompt(value + instruction, False, messages)
     if not is_conversation(messages):
         raise _not_a_prompt(messages, place)
-    plain = _with_system(_plain_messages(messages, place), system_prompt)
-    return RenderedPrompt(_render_conversation(plain, tokenizer, place, tools), True, plain)
+    plain = plain_conversation(messages, place, system_prompt)
+    return RenderedPrompt(render_conversation(plain, tokenizer, place, tools), True, plain)
+
+
+def plain_conversation(messages: Sequence[dict[str, Any]], place: str, system_prompt: str = "") -> list[dict[str, Any]]:
+    """Returns messages as chat templates expect them: without fields that are null, and with contents as text.
+
+    Parquet gives every message, and every tool call, the fields of all others, which are null where they do not exist.
+
+    Args:
+        messages: messages as read.
+        place: `file:line`, for errors.
+        system_prompt: system message if they begin with none; "" for none.
+    """
+    plain = [_without_nulls(message) | {"content": content_of(message, place)} for message in messages]
+    return _with_system(plain, system_prompt)
+
+
+def render_conversation(
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: "PreTrainedTokenizerBase",
+    place: str,
+    tools: Sequence[dict[str, Any]] = (),
+    for_reply: bool = True,
+) -> str:
+    """Returns the text of messages, as the chat template renders them.
+
+    Args:
+        messages: the messages of `plain_conversation`.
+        tokenizer: tokenizer with the chat template.
+        place: `file:line`, for errors.
+        tools: schemas of the tools that the template describes.
+        for_reply: whether the generation prompt follows the last message.
+
+    Raises:
+        UserError: the tokenizer has no template, or its template rejects the messages.
+    """
+    if tokenizer.chat_template is None:
+        raise UserError(
+            f"{place}: the tokenizer has no chat template. Use the tokenizer of an instruction-tuned model, "
+            "or write prompts as strings and set data.chat_template=false."
+        )
+    # As text: with tokenize=True the type returned changes with the release of transformers.
+    options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": for_reply}
+    options |= {"tools": list(tools)} if tools else {}
+    with_values = [with_argument_values(message) for message in messages]
+    errors: list[Exception] = []
+    for form in [with_values, messages] if with_values != messages else [messages]:
+        try:
+            return str(tokenizer.apply_chat_template(form, **options))
+        except Exception as error:  # a template is a program, which may raise anything
+            errors.append(error)
+    raise _rejected(errors[0], place) from errors[0]
+
+
+def with_argument_values(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a message whose tool calls have their arguments as mappings, where their texts are JSON objects.
+
+    OpenAI's API has them as texts. Most templates take mappings, some (DeepSeek's) take texts alone.
+    """
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_with_values(call) for call in calls]}
+
+
+def _with_values(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    text = function.get("arguments") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(text, str):
+        return call
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": value}} if isinstance(value, dict) else call
 
 
 def render_with_images(
@@ -203,17 +278,6 @@ def _is_message(message: Any) -> bool:
     return isinstance(message, dict) and "role" in message and not {"content", "tool_calls"}.isdisjoint(message)
 
 
-def _plain_messages(messages: Sequence[dict[str, Any]], place: str) -> list[dict[str, Any]]:
-    """Returns messages as chat templates expect them: without fields that are null, and with contents as text.
-
-    Parquet gives every message, and every tool call, the fields of all others, which are null where they do not exist.
-    """
-    plain = []
-    for message in messages:
-        plain.append(_without_nulls(message) | {"content": content_of(message, place)})
-    return plain
-
-
 def _with_system(messages: list[dict[str, Any]], system_prompt: str) -> list[dict[str, Any]]:
     """Returns messages with the system prompt in front, unless it is empty or they begin with another one."""
     if not system_prompt or messages[0]["role"] == "system":
@@ -225,22 +289,6 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
-
-
-def _render_conversation(
-    messages: list[dict[str, Any]], tokenizer: "PreTrainedTokenizerBase", place: str, tools: Sequence[dict[str, Any]]
-) -> str:
-    if tokenizer.chat_template is None:
-        raise UserError(
-            f"{place}: the tokenizer has no chat template. Use the tokenizer of an instruction-tuned model, "
-            "or write prompts as strings and set data.chat_template=false."
-        )
-    try:
-        # As text: with tokenize=True the type returned changes with the release of transformers.
-        described = {"tools": list(tools)} if tools else {}
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **described))
-    except Exception as error:  # a template is a program, which may raise anything
-        raise _rejected(error, place) from error
 
 
 def _not_a_prompt(value: Any, place: str) -> UserError:

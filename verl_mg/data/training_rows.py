@@ -8,6 +8,7 @@ import torch
 from verl_mg.batch import Batch, ColumnKind
 from verl_mg.data.prompts import Prompt
 from verl_mg.data.rendering import check_same_context, choice_of, context_of
+from verl_mg.data.trained_turns import TrainedRow
 from verl_mg.errors import UserError
 
 if TYPE_CHECKING:
@@ -59,6 +60,11 @@ def answered(prompt: Prompt, answer: str, tokenizer: "PreTrainedTokenizerBase", 
     return tokens
 
 
+def num_demonstrations(prompts: Sequence[Prompt]) -> int:
+    """Returns the number of rows of `demonstrations_batch` over all ranks: a conversation may need several."""
+    return sum(max(1, len(prompt.turns)) for prompt in prompts)
+
+
 def demonstrations_batch(
     prompts: Sequence[Prompt],
     tokenizer: "PreTrainedTokenizerBase",
@@ -67,22 +73,42 @@ def demonstrations_batch(
     rank: int = 0,
     ranks: int = 1,
 ) -> Batch:
-    """Returns this rank's rows of a batch of demonstrations.
+    """Returns this rank's rows of a batch of demonstrations: of answers, or of turns where prompts have them.
 
     Args:
-        prompts: prompts with answers, the same on every rank.
+        prompts: prompts with answers, or with turns, the same on every rank.
         tokenizer: tokenizer of the model.
         max_tokens: largest length of a row, in tokens.
-        first_id: sample id of `prompts[0]`.
-        rank: this rank, which has every `ranks`-th prompt from `rank` on.
+        first_id: sample id of the first row.
+        rank: this rank, which has every `ranks`-th row from `rank` on.
         ranks: number of ranks.
 
     Returns:
         Columns tokens, prompt_length, loss_mask, prompt_id, sample_id.
     """
-    mine = range(rank, len(prompts), ranks)
-    rows = [demonstration(prompts[i], tokenizer, max_tokens) for i in mine]
-    return imitation_batch(rows, [prompts[i] for i in mine], [first_id + i for i in mine])
+    numbered = [(prompt, i) for prompt in prompts for i in range(max(1, len(prompt.turns)))]
+    mine = numbered[rank::ranks]
+    rows = [_demonstration_row(prompt, i, tokenizer, max_tokens) for prompt, i in mine]
+    sample_ids = range(first_id + rank, first_id + len(numbered), ranks)
+    lengths = [(list(row.tokens), row.spans[0][0]) for row in rows]
+    batch = imitation_batch(lengths, [prompt for prompt, _ in mine], sample_ids)
+    batch["loss_mask"] = torch.tensor([learned for row in rows for learned in row.mask], dtype=torch.bool)
+    return batch
+
+
+def _demonstration_row(
+    prompt: Prompt, number: int, tokenizer: "PreTrainedTokenizerBase", max_tokens: int
+) -> TrainedRow:
+    if not prompt.turns:
+        tokens, length = demonstration(prompt, tokenizer, max_tokens)
+        return TrainedRow(tuple(tokens), ((length, len(tokens)),))
+    row = prompt.turns[number]
+    if len(row.tokens) > max_tokens:
+        raise UserError(
+            f"{prompt.where}: the conversation has {len(row.tokens)} tokens, and the limit is {max_tokens}. Lower "
+            "data.max_prompt_tokens with data.overlong_prompts=drop, or shorten it."
+        )
+    return row
 
 
 def imitation_batch(

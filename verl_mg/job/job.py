@@ -13,7 +13,16 @@ from torch.distributed import Store
 
 from verl_mg.batch import Batch
 from verl_mg.config import Config
-from verl_mg.data import Prompt, PromptFeed, Prompts, demonstrations_batch, pairs_batch, read_prompts, reward_key
+from verl_mg.data import (
+    Prompt,
+    PromptFeed,
+    Prompts,
+    demonstrations_batch,
+    num_demonstrations,
+    pairs_batch,
+    read_prompts,
+    reward_key,
+)
 from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.data.images import ImageLimits
 from verl_mg.distributed import collectives
@@ -306,8 +315,8 @@ class Job:
     # -- data
 
     def sft_batch(self, prompts: Sequence[Prompt]) -> Batch:
-        """Returns this rank's share of rows that consist of a prompt and its answer, for supervised fine-tuning."""
-        first, self.next_row = self.next_row, self.next_row + len(prompts)
+        """Returns this rank's share of rows for supervised fine-tuning, which train what `data.loss_on` says."""
+        first, self.next_row = self.next_row, self.next_row + num_demonstrations(prompts)
         return demonstrations_batch(prompts, self.tokenizer, self._longest, first, *self._place)
 
     def preference_batch(self, prompts: Sequence[Prompt]) -> Batch:

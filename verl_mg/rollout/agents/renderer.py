@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from verl_mg.data.rendering import with_argument_values
 from verl_mg.errors import UserError
 from verl_mg.images import RowImages
 from verl_mg.rollout.agents.call import RequestError
@@ -142,7 +142,7 @@ def _forms(messages: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, 
     Most take the arguments of tool calls as mappings, some (DeepSeek's) as text. Some (Qwen3.5's) take a system message
     at the beginning alone; harnesses such as Claude Code send others, which are a user's messages then.
     """
-    with_values = [_with_argument_values(message) for message in messages]
+    with_values = [with_argument_values(message) for message in messages]
     forms = [with_values, list(messages), _with_late_system_as_user(with_values), _with_late_system_as_user(messages)]
     return (form for i, form in enumerate(forms) if form not in forms[:i])
 
@@ -160,22 +160,3 @@ def _with_late_system_as_user(messages: Sequence[Mapping[str, Any]]) -> list[Map
         {**message, "role": "user"} if message["role"] == "system" and i else message
         for i, message in enumerate(messages)
     ]
-
-
-def _with_argument_values(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns a message whose tool calls have their arguments as mappings, where their texts are JSON objects."""
-    if not message.get("tool_calls"):
-        return message
-    calls = [
-        {**call, "function": {**call["function"], "arguments": _object(call["function"]["arguments"])}}
-        for call in message["tool_calls"]
-    ]
-    return {**message, "tool_calls": calls}
-
-
-def _object(text: str) -> str | dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    return value if isinstance(value, dict) else text
