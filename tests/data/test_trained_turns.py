@@ -215,4 +215,4 @@ def test_read_prompts_overlong_conversations_follow_the_key(tmp_path: Path) -> N
         read_prompts(DataConfig.model_validate(data), "train", tokenizer)
     config = DataConfig.model_validate(data | {"overlong_prompts": "drop"})
     assert [prompt.id for prompt in read_prompts(config, "train", tokenizer)] == [1]
-    assert [prompt.turns for prompt in read_prompts(config, "test", tokenizer)] == [(), ()]
+    assert [prompt.turns for prompt in read_prompts(config, "test", tokenizer)] == [()]

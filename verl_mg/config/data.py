@@ -183,7 +183,7 @@ class DataConfig(ConfigSection):
     overlong_prompts: Literal["error", "drop"] = "error"
     """Treatment of longer prompts: stop with an error, or leave them out. Prompts are never truncated."""
     loss_on: Literal["answer", "last", "all", "flagged"] = "answer"
-    """What fine-tuning on demonstrations learns. answer: the answer's text and an end of sequence. The others learn
+    """Target of fine-tuning on demonstrations. answer: the answer's text and an end of sequence. The others learn
     turns of the assistant in the conversation of `prompt_field`, as the chat template renders them with their end of
     turn: the last one; all, without messages that have train: false or weight: 0; or only flagged ones, which have
     train: true or weight: 1. `max_prompt_tokens` then counts the whole conversation."""

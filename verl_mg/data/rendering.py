@@ -154,24 +154,20 @@ def render_conversation(
     # As text: with tokenize=True the type returned changes with the release of transformers.
     options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": for_reply}
     options |= {"tools": list(tools)} if tools else {}
-    with_values = [with_argument_values(message) for message in messages]
-    errors: list[Exception] = []
-    for form in [with_values, messages] if with_values != messages else [messages]:
-        try:
-            return str(tokenizer.apply_chat_template(form, **options))
-        except Exception as error:  # a template is a program, which may raise anything
-            errors.append(error)
-    raise _rejected(errors[0], place) from errors[0]
+    try:
+        return str(tokenizer.apply_chat_template(messages, **options))
+    except Exception as error:  # a template is a program, which may raise anything
+        raise _rejected(error, place) from error
 
 
-def with_argument_values(message: Mapping[str, Any]) -> Mapping[str, Any]:
+def with_argument_values(message: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a message whose tool calls have their arguments as mappings, where their texts are JSON objects.
 
     OpenAI's API has them as texts. Most templates take mappings, some (DeepSeek's) take texts alone.
     """
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
-        return message
+        return dict(message)
     return {**message, "tool_calls": [_with_values(call) for call in calls]}
 
 

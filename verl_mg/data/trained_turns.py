@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from verl_mg.data.images import ImageSource
 from verl_mg.data.records import Record
-from verl_mg.data.rendering import has_image_parts, is_conversation, plain_conversation, render_conversation
+from verl_mg.data.rendering import (
+    has_image_parts,
+    is_conversation,
+    plain_conversation,
+    render_conversation,
+    with_argument_values,
+)
 from verl_mg.errors import UserError
 
 if TYPE_CHECKING:
@@ -78,6 +84,11 @@ def trained_rows(
     unflagged = [{name: field for name, field in message.items() if name not in FLAGS} for message in value]
     messages = plain_conversation(unflagged, place, system_prompt)
     added = len(messages) - len(value)
+    with_values = [with_argument_values(message) for message in messages]
+    if with_values != messages:
+        with suppress(UserError):  # a template that takes texts alone
+            render_conversation(with_values, tokenizer, place, tools, for_reply=False)
+            messages = with_values
     texts = []
     for turn in chosen:
         position = turn + added
@@ -143,12 +154,12 @@ def _chosen_turns(messages: Sequence[dict[str, Any]], loss_on: str, place: str) 
 
 def _flag(message: dict[str, Any], where: str) -> bool | None:
     """Returns whether a message says that it is learned; None if it does not say."""
-    found = [(name, message[name]) for name in FLAGS if message.get(name) is not None]
-    if not found:
+    written = [(name, message[name]) for name in FLAGS if message.get(name) is not None]
+    if not written:
         return None
-    name, value = found[0]
-    if value not in (0, 1) or len(found) > 1:
-        wrong = f"{name} is {value!r}" if len(found) == 1 else "both train and weight"
+    name, value = written[0]
+    if value not in (0, 1) or len(written) > 1:
+        wrong = f"{name} is {value!r}" if len(written) == 1 else "both train and weight"
         raise UserError(f"{where}: {wrong}. Write one of train: true, train: false, weight: 1 and weight: 0.")
     if value and message["role"] != "assistant":
         raise UserError(
