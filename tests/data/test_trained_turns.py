@@ -43,7 +43,7 @@ def peer(name: str) -> str:
     return (PEERS / f"{name}.jinja").read_text()
 
 
-def says(role: str, content: str | None, **fields: Any) -> dict[str, Any]:
+def says(role: str, content: Any, **fields: Any) -> dict[str, Any]:
     return {"role": role, "content": content} | fields
 
 

@@ -142,7 +142,7 @@ def _forms(messages: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, 
     Most take the arguments of tool calls as mappings, some (DeepSeek's) as text. Some (Qwen3.5's) take a system message
     at the beginning alone; harnesses such as Claude Code send others, which are a user's messages then.
     """
-    with_values = [with_argument_values(message) for message in messages]
+    with_values: list[Mapping[str, Any]] = [with_argument_values(message) for message in messages]
     forms = [with_values, list(messages), _with_late_system_as_user(with_values), _with_late_system_as_user(messages)]
     return (form for i, form in enumerate(forms) if form not in forms[:i])
 
