@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -27,6 +28,8 @@ Numbers = dict[str, Any]
 PARTS = ("rollout", "inference", "update", "sync", "offload", "overhead")
 PLAIN_WIDTH = 180
 """Characters per line where the output is not a terminal."""
+MOST_STAGES = 8
+"""Different numbers of pipeline stages that are printed one by one."""
 
 
 def pair_numbers(inputs: PlanInputs, pair: Pair) -> Numbers:
@@ -253,13 +256,21 @@ def _facts(numbers: Numbers) -> Table:
     return table
 
 
+def _of_stages(values: Sequence[float]) -> str:
+    """Returns a number of each stage, equal neighbours as `30 x 3`; of many different ones the smallest and largest."""
+    runs = [(_text(value), len(list(equal))) for value, equal in itertools.groupby(values)]
+    if len(runs) > MOST_STAGES:
+        return f"{_text(min(values))} to {_text(max(values))}"
+    return ", ".join(f"{count} x {text}" if count > 1 else text for text, count in runs)
+
+
 def _facts_of(numbers: Numbers) -> Iterator[tuple[str, str]]:
     train, rollout = numbers["train"], numbers["rollout"]
     yield "data parallelism, and of experts", f"dp{train['dp']}, edp{train['edp']}"
     yield "micro-batches, pipeline bubble", f"{train['micro_batches']}, {train['bubble_share']:.1%} of a step"
     if "stages" in train:
         units = {"layers": "", "gib": " GiB", "seconds": " s for a micro-batch"}
-        by_stage = (", ".join(_text(stage[key]) for stage in train["stages"]) + unit for key, unit in units.items())
+        by_stage = (_of_stages([stage[key] for stage in train["stages"]]) + unit for key, unit in units.items())
         yield "layers, memory and seconds of the pipeline stages", "; ".join(by_stage)
     if "collectives" in train:
         sums = ", ".join(f"{what} {size:,.3f}" for what, size in train["collectives"].items())
