@@ -24,6 +24,7 @@ from tests.launched import (
 )
 from tests.tiny_jobs import logged
 from verl_mg.distributed import watchdog
+from verl_mg.distributed.main_thread import innermost_user_frame, main_stack, main_waits
 from verl_mg.distributed.watchdog import (
     EXIT_RANK_LOST,
     HEARTBEAT_SECONDS,
@@ -31,9 +32,6 @@ from verl_mg.distributed.watchdog import (
     REQUESTS_PER_HEARTBEAT,
     RankWatchdog,
     heartbeat_seconds,
-    innermost_user_frame,
-    main_stack,
-    main_waits,
 )
 
 
@@ -177,7 +175,7 @@ def test_heartbeats_of_all_ranks_stay_below_the_limit_of_requests(size):
 
 def test_main_stack_lists_innermost_frame_first():
     innermost, caller, *_ = main_stack()
-    assert innermost.startswith("verl_mg/distributed/watchdog.py:") and innermost.endswith(" _main_frame")
+    assert innermost.startswith("verl_mg/distributed/main_thread.py:") and innermost.endswith(" _main_frame")
     assert caller.endswith(" main_stack")
     assert not main_waits()
 

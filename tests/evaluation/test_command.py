@@ -12,8 +12,10 @@ from tests.engines import SGLANG, VLLM
 from tests.engines import overrides as of_engine
 from tests.oracles.plain_evaluation import greedy_responses, mean, pass_at
 from tests.rank_pool import job_store
+from tests.sglang_servers import RunningServer
 from tests.tiny_jobs import RECIPES, files_of, run_here, write_lines, write_sums
 from tests.tiny_models import CHARACTERS
+from tests.traces import needs_sglang
 from verl_mg.config import load_config
 from verl_mg.distributed.world import World
 from verl_mg.errors import UserError
@@ -108,6 +110,28 @@ def test_evaluation_on_engines_of_two_ranks_equals_a_plain_script(engine, ranks,
         "a tie may break differently"
     )
     assert report.engine == engine
+
+
+@pytest.mark.nightly
+@needs_sglang
+def test_evaluation_on_a_running_server_equals_a_plain_script(ranks, inputs, tmp_path):
+    server = RunningServer(inputs / "model", tmp_path / "server.log")
+    try:
+        server.wait_until_ready()
+        changes = [
+            "rollout.engine=sglang",
+            f"rollout.urls=[http://127.0.0.1:{server.port}]",
+            "rollout.max_new_tokens=5",
+            "data.test.sums.prompts=40",
+        ]
+        sets = [f"sums={inputs / 'sums.jsonl'}"]
+        report = ranks.run(2, evaluated, f"{inputs / 'run'}@2", sets, changes, tmp_path / "out")[0]
+    finally:
+        server.kill()
+    expected = mean(greedy_responses(inputs / "run/model", inputs / "sums.jsonl", 5)[:40], digits)
+    assert report.sets["sums"].metrics["reward"].value == pytest.approx(expected, abs=0.02), (
+        "a tie may break differently"
+    )
 
 
 def test_metrics_and_records_of_samples_belong_together(ranks, inputs, tmp_path):

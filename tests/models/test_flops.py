@@ -9,7 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from verl_mg.models.flops import active_elements, layer_elements, orthogonalization_flops, row_flops
 from verl_mg.models.hf_config import read_config
-from verl_mg.models.hf_tensors import index_of, model_spec
+from verl_mg.models.hf_tensors import model_spec
+from verl_mg.models.tensor_index import index_of
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.sharding.weight_table import weight_table
 

@@ -1,6 +1,6 @@
 """Portions: sizes, and what stays together."""
 
-from verl_mg.models.hf_tensors import TensorInfo
+from verl_mg.models.tensor_index import TensorInfo
 from verl_mg.reshard import split_into_chunks
 from verl_mg.sharding.boxes import Piece, Shard, full_box
 from verl_mg.sharding.shard_map import ExplicitShardMap

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.random_models import RANKS, checkpoint, config, configs, engines, layouts, shard_map, sources
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
-from verl_mg.models.hf_tensors import TensorInfo
+from verl_mg.models.tensor_index import TensorInfo
 from verl_mg.reshard import best_stride, plan
 from verl_mg.reshard.routing import assign_writes
 from verl_mg.sharding.boxes import Piece, Shard, slices

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.random_models import config, configs, engines, sources
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
-from verl_mg.models.hf_tensors import TensorInfo
+from verl_mg.models.tensor_index import TensorInfo
 from verl_mg.reshard import best_stride, plan, schedule
 from verl_mg.sharding.boxes import Piece, Shard
 from verl_mg.sharding.traced_table import (

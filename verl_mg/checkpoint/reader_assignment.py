@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
-from verl_mg.models.hf_tensors import TensorInfo
+from verl_mg.models.tensor_index import TensorInfo
 from verl_mg.sharding.boxes import Box, Shard, numel
 from verl_mg.sharding.shard_map import BoxReplicas, Ranks, ShardMap
 

@@ -13,9 +13,7 @@ send at most MAX_REQUESTS_PER_SECOND. Stacks are in keys of their own, which are
 from __future__ import annotations
 
 import json
-import linecache
 import os
-import re
 import socket
 import sys
 import threading
@@ -26,12 +24,12 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
+from verl_mg.distributed.main_thread import innermost_user_frame, main_stack, main_waits
 from verl_mg.distributed.stall_dump import dump_lost_rank, dump_rank
 
 EXIT_RANK_LOST = 3
@@ -56,13 +54,6 @@ STALL_TIMEOUT_SECONDS = 1800.0
 """Stall timeout in seconds until the configuration is known: for the ranks to connect to each other."""
 PEER_FAILURE_WORDS = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 """Words in the message of an exception that was raised because another rank has exited."""
-STACK_DEPTH = 12
-"""Number of innermost frames that are reported, library frames included."""
-WAITING_LINE = re.compile(r"\.(wait|barrier|synchronize)\(|\bstore\.|IDLE_SECONDS")
-"""Pattern of a source line on which a rank waits for other ranks."""
-WORKING_DIR = os.getcwd() + os.sep
-LIBRARIES = re.compile(r"(site|dist)-packages/|lib/python3|<frozen ")
-"""Pattern of the paths of library files."""
 
 
 @dataclass
@@ -362,49 +353,6 @@ def is_peer_failure(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def main_stack() -> list[str]:
-    """Returns the main thread's frames as `file:line function`, innermost first.
-
-    Library frames are included only among the innermost `STACK_DEPTH`.
-    """
-    frame = _main_frame()
-    lines: list[str] = []
-    while frame is not None:
-        code = frame.f_code
-        if len(lines) < STACK_DEPTH or not LIBRARIES.search(code.co_filename):
-            lines.append(f"{_short_path(code.co_filename)}:{frame.f_lineno} {code.co_name}")
-        frame = frame.f_back
-    return lines
-
-
-def main_waits() -> bool:
-    """Returns whether the main thread waits for other ranks, as far as its innermost frame shows."""
-    frame = _main_frame()
-    if frame is None:
-        return False
-    file = frame.f_code.co_filename
-    return "/torch/distributed/" in file or bool(WAITING_LINE.search(linecache.getline(file, frame.f_lineno or 0)))
-
-
-def innermost_user_frame(stack: list[str]) -> str:
-    """Returns `file:line in function` of the innermost frame of a stack that is outside of libraries."""
-    user_frames = [line for line in stack if not LIBRARIES.search(line)]
-    return " in ".join((user_frames or stack)[0].rsplit(" ", 1)) if stack else "an unknown line"
-
-
-def _main_frame() -> FrameType | None:
-    return sys._current_frames().get(threading.main_thread().ident or 0)
-
-
-def _short_path(file: str) -> str:
-    if file.startswith(WORKING_DIR) and not LIBRARIES.search(file):
-        return file.removeprefix(WORKING_DIR)
-    # For an installed file, the path from its site-packages or lib folder on.
-    parts = Path(file).parts
-    start = next((i for i, part in enumerate(parts) if part.endswith("-packages") or part == "lib"), 0)
-    return os.path.join(*parts[start:])
 
 
 def _exit(code: int) -> NoReturn:

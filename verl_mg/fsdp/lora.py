@@ -24,7 +24,7 @@ from verl_mg.checkpoint.peft import (
 )
 from verl_mg.config import LoraConfig
 from verl_mg.errors import UserError
-from verl_mg.models.hf_tensors import TensorInfo
+from verl_mg.models.tensor_index import TensorInfo
 from verl_mg.sharding.boxes import Box, Shard, slices
 from verl_mg.sharding.model_table import ModelTable
 from verl_mg.sharding.shard_map import ExplicitShardMap, ShardMap

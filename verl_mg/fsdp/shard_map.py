@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as SplitDim
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from verl_mg.models.hf_tensors import TensorInfo
+from verl_mg.models.tensor_index import TensorInfo
 from verl_mg.sharding.boxes import Box, Piece, Shard, intersect, translate_box
 from verl_mg.sharding.shard_map import ExplicitShardMap
 

@@ -32,7 +32,7 @@ from verl_mg.checkpoint.peft import (
 from verl_mg.config import LoraConfig
 from verl_mg.layout import Coordinates
 from verl_mg.megatron.lora_layers import Adapter, ExpertAdapter
-from verl_mg.models.hf_tensors import TensorEntry, TensorInfo
+from verl_mg.models.tensor_index import TensorEntry, TensorInfo
 from verl_mg.sharding.boxes import Box, Shard, box_shape, full_box, slices
 from verl_mg.sharding.shard_map import ExplicitShardMap, ShardMap
 from verl_mg.sharding.weight_table import WeightTable

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from verl_mg.models.hf_config import HFConfig
-from verl_mg.models.hf_tensors import TensorIndex
+from verl_mg.models.tensor_index import TensorIndex
 
 
 @dataclass(frozen=True)

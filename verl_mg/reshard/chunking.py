@@ -8,7 +8,7 @@ from functools import cache
 from itertools import chain
 from math import prod
 
-from verl_mg.models.hf_tensors import TensorInfo
+from verl_mg.models.tensor_index import TensorInfo
 from verl_mg.sharding.boxes import Shard
 from verl_mg.sharding.shard_map import BoxReplicas, ShardMap
 

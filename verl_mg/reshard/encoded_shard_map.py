@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from verl_mg.errors import UserError
-from verl_mg.models.hf_tensors import TensorInfo
+from verl_mg.models.tensor_index import TensorInfo
 from verl_mg.reshard.encoding import Encoding, check_packing
 from verl_mg.sharding.boxes import Box, Piece, Shard
 from verl_mg.sharding.model_table import ModelTable

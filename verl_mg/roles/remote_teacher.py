@@ -25,37 +25,25 @@ class RemoteTeacher:
     def __init__(self, server: ScoringServer, parallel: int) -> None:
         self._server, self._parallel = server, parallel
 
-    def prepare(
-        self,
-        batch: Batch,
-        call: str,
-        mask: Tensor | None = None,
-        outputs: TokenOutputs = LOGPROBS,
-        shape: tuple[int, ...] = (),
-        dtype: torch.dtype = torch.float32,
-    ) -> ForwardPass:
+    def prepare(self, batch: Batch, call: str, outputs: TokenOutputs = LOGPROBS) -> ForwardPass:
         """Returns the requests for a batch, which are sent where a model would compute.
 
         Args:
             batch: this rank's rows.
             call: method name for error messages.
-            mask: (sum(lengths),) bool, the tokens to score, `loss_mask` by default.
             outputs: log-probs, or the likeliest tokens.
-            shape: dimensions of the result of a token.
-            dtype: data type of the result.
         """
         assert not outputs.hidden
-        scored = batch["loss_mask"] if mask is None else mask
 
         def work() -> Tensor:
-            return asyncio.run(self._score(batch, scored, outputs.top)).to(dtype)
+            return asyncio.run(self._score(batch, outputs.top)).to(outputs.dtype)
 
         return ForwardPass(f"{self._server.key}.{call}", work, lambda column: column)
 
-    async def _score(self, batch: Batch, mask: Tensor, k: int) -> Tensor:
+    async def _score(self, batch: Batch, k: int) -> Tensor:
         """Returns the column: log-probs (tokens,), or log-probs and ids (tokens, 2, k) of the likeliest tokens."""
         slots = asyncio.Semaphore(self._parallel)
-        rows = mask.split(batch.lengths.tolist())
+        rows = batch["loss_mask"].split(batch.lengths.tolist())
 
         async def of_row(row: int, scored: Tensor) -> Tensor:
             places = [place for place in scored.nonzero().flatten().tolist() if place > 0]

@@ -142,7 +142,7 @@ class Role:
             Float32 log-probs or values: a token column with 0 outside the loss mask, or (mask.sum(),).
         """
         entries = batch.total_tokens if mask is None else int(mask.sum())
-        forward = self.prepare(batch, call, mask)
+        forward = self.prepare(batch, call, mask=mask)
 
         def deliver(outputs: dict[int, Tensor]) -> Tensor:
             column = forward.deliver(outputs)
@@ -151,23 +151,15 @@ class Role:
         return self._context.executor.column(forward.name, entries, forward.work, deliver)
 
     def prepare(
-        self,
-        batch: Batch,
-        call: str,
-        mask: Tensor | None = None,
-        outputs: TokenOutputs = LOGPROBS,
-        shape: tuple[int, ...] = (),
-        dtype: torch.dtype = torch.float32,
+        self, batch: Batch, call: str, outputs: TokenOutputs = LOGPROBS, mask: Tensor | None = None
     ) -> ForwardPass:
         """Transfers rows to the ranks of the model and returns the two parts of a forward pass over them.
 
         Args:
             batch: this rank's rows.
             call: method name for error messages.
-            mask: (sum(lengths),) bool, the tokens to score, `loss_mask` by default.
             outputs: what the model computes for a token.
-            shape: dimensions of that.
-            dtype: data type in which it is returned.
+            mask: (sum(lengths),) bool, the tokens to score, `loss_mask` by default.
         """
         self._context.offload.release_engines()
         with self._context.timer("row_dispatch"):
@@ -181,18 +173,13 @@ class Role:
         name = f"{self.name}.{call}"
 
         def deliver(values: dict[int, Tensor]) -> Tensor:
-            return scatter_column(name, index, self._output_ranks(plan), values, shape, dtype)
+            return scatter_column(name, index, self._output_ranks(plan), values, outputs.shape, outputs.dtype)
 
-        work = partial(self._compute_outputs, plan, micro_batches, outputs, shape, dtype)
+        work = partial(self._compute_outputs, plan, micro_batches, outputs)
         return ForwardPass(name, work, deliver)
 
     def _compute_outputs(
-        self,
-        plan: MicroBatchPlan,
-        micro_batches: list[Batch],
-        outputs: TokenOutputs,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
+        self, plan: MicroBatchPlan, micro_batches: list[Batch], outputs: TokenOutputs
     ) -> dict[int, Tensor]:
         """Returns the outputs of the rows that this rank sends to their owners, by row number of the index."""
         self._context.offload.load_exclusively(self.cpu_offload, training=False)
@@ -202,8 +189,8 @@ class Role:
         for numbers, micro, result in zip(rows, micro_batches, results, strict=bool(results)):
             if result is not None:
                 entries, values = result
-                column = torch.zeros(micro.total_tokens, *shape, dtype=dtype)
-                column[entries] = values.view(-1, *shape).to(dtype)
+                column = torch.zeros(micro.total_tokens, *outputs.shape, dtype=outputs.dtype)
+                column[entries] = values.view(-1, *outputs.shape).to(outputs.dtype)
                 columns |= dict(zip(numbers, column.split(micro.lengths.tolist()), strict=True))
         return columns
 

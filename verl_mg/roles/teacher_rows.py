@@ -22,24 +22,13 @@ if TYPE_CHECKING:
 class Teacher(Protocol):
     """Model that scores tokens: a `Policy` of the job, or one on a server."""
 
-    def prepare(
-        self,
-        batch: Batch,
-        call: str,
-        mask: Tensor | None = None,
-        outputs: TokenOutputs = LOGPROBS,
-        shape: tuple[int, ...] = (),
-        dtype: torch.dtype = torch.float32,
-    ) -> ForwardPass:
+    def prepare(self, batch: Batch, call: str, outputs: TokenOutputs = LOGPROBS) -> ForwardPass:
         """Returns the two parts of scoring a batch.
 
         Args:
             batch: rows of the student.
             call: method name for error messages.
-            mask: (sum(lengths),) bool, the tokens to score, `loss_mask` by default.
-            outputs: what is computed for a token.
-            shape: dimensions of that.
-            dtype: data type in which it is returned.
+            outputs: what is computed for each token under the loss mask.
         """
 
 
@@ -77,29 +66,17 @@ class ReadingTeacher:
         self.spans: Tensor | None = None
         """Spans of the tokens of the batch that was read last, see `TeacherRows`."""
 
-    def prepare(
-        self,
-        batch: Batch,
-        call: str,
-        mask: Tensor | None = None,
-        outputs: TokenOutputs = LOGPROBS,
-        shape: tuple[int, ...] = (),
-        dtype: torch.dtype = torch.float32,
-    ) -> ForwardPass:
+    def prepare(self, batch: Batch, call: str, outputs: TokenOutputs = LOGPROBS) -> ForwardPass:
         """Returns the two parts of scoring the teacher's rows of a batch.
 
         Args:
             batch: rows of the student.
             call: method name for error messages.
-            mask: not given: the tokens under the loss mask are scored.
-            outputs: what the model computes for a token.
-            shape: dimensions of that.
-            dtype: data type in which it is returned.
+            outputs: what the model computes for each token under the loss mask.
         """
-        assert mask is None
         rows = self._reader.read(batch)
         self.spans = rows.spans
-        forward = self._teacher.prepare(rows.batch, call, None, outputs, shape, dtype)
+        forward = self._teacher.prepare(rows.batch, call, outputs)
         return ForwardPass(forward.name, forward.work, lambda result: rows.restore(forward.deliver(result)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ class Teachers:
 
         Where a teacher has another tokenizer, the last token of a piece of text has log p of all of it, see `spans`.
         """
-        return self._column(batch, "compute_logprobs", LOGPROBS, ())
+        return self._column(batch, "compute_logprobs", LOGPROBS)
 
     def score(self, batch: Batch, divergence: Divergence) -> None:
         """Sets the columns that the actor needs to compute a divergence from each row's teacher.
@@ -76,9 +77,7 @@ class Teachers:
                 "or use recipes/distillation.py, which compares log-probs of the text."
             )
         if divergence.top_k:
-            outputs = TokenOutputs(top=divergence.top_k)
-            column = self._column(batch, "score", outputs, (2, divergence.top_k))
-            batch.put(TEACHER_TOP, column, ColumnKind.TOKEN)
+            batch.put(TEACHER_TOP, self._column(batch, "score", TokenOutputs(top=divergence.top_k)), ColumnKind.TOKEN)
             return
         if others := [key for key in self._teachers if key not in self._policies]:
             raise UserError(
@@ -86,7 +85,7 @@ class Teachers:
                 "Write algorithm.divergence.top_k."
             )
         width = max(policy.runner.output_head.hidden for policy in self._policies.values())
-        column = self._column(batch, "score", TokenOutputs(hidden=True), (width,), self._hidden_dtype)
+        column = self._column(batch, "score", TokenOutputs(hidden=width, dtype=self._hidden_dtype))
         batch.put(TEACHER_HIDDEN, column, ColumnKind.TOKEN)
         batch.put(TEACHER, self._numbers(batch), ColumnKind.SEQUENCE)
 
@@ -155,22 +154,22 @@ class Teachers:
             return torch.zeros(len(batch), dtype=torch.int64)
         return torch.tensor([self._teacher_of(prompt) for prompt in batch["prompt_id"].tolist()], dtype=torch.int64)
 
-    def _column(
-        self,
-        batch: Batch,
-        call: str,
-        outputs: TokenOutputs,
-        shape: tuple[int, ...],
-        dtype: torch.dtype = torch.float32,
-    ) -> Tensor:
-        """Returns a token column of which each teacher computes its rows; 0 outside the loss mask."""
+    def _column(self, batch: Batch, call: str, outputs: TokenOutputs) -> Tensor:
+        """Returns a token column of which each teacher computes its rows; 0 outside the loss mask.
+
+        Args:
+            batch: this rank's rows.
+            call: method name for error messages.
+            outputs: what is computed for a token; hidden states as large as those of the largest teacher.
+        """
         scored, numbers = batch.select_columns(SCORED_COLUMNS), self._numbers(batch)
         rows = [(numbers == number).nonzero().flatten() for number in range(len(self._teachers))]
         parts = [scored] if len(rows) == 1 else [scored.select(of_teacher) for of_teacher in rows]
         passes: list[ForwardPass] = []
         for (key, teacher), part in zip(self._teachers.items(), parts, strict=True):
-            of_token = (self._policies[key].runner.output_head.hidden,) if outputs.hidden else shape
-            passes.append(teacher.prepare(part, call, None, outputs, of_token, dtype))
+            size = self._policies[key].runner.output_head.hidden if outputs.hidden else 0
+            passes.append(teacher.prepare(part, call, replace(outputs, hidden=size)))
+        shape, dtype = outputs.shape, outputs.dtype
 
         def deliver(results: Sequence[Any]) -> Tensor:
             column = torch.zeros(batch.total_tokens, *shape, dtype=dtype)

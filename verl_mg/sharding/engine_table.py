@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import HFConfig
-from verl_mg.models.hf_tensors import (
-    LAYER,
+from verl_mg.models.hf_tensors import LAYER
+from verl_mg.models.tensor_tree import (
     MLP,
     Experts,
     GroupedAttention,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verl_mg.models.hf_tensors import Indexer
+from verl_mg.models.tensor_tree import Indexer
 from verl_mg.sharding.param_spec import ParamSpec
 
 

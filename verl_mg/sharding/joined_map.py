@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 
-from verl_mg.models.hf_tensors import TensorInfo
+from verl_mg.models.tensor_index import TensorInfo
 from verl_mg.sharding.boxes import Box, Shard
 from verl_mg.sharding.shard_map import BoxLocation, BoxReplicas, Ranks, ShardMap
 

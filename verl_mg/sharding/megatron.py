@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Literal
 
 from verl_mg.models.hf_config import HFConfig
-from verl_mg.models.hf_tensors import (
+from verl_mg.models.tensor_tree import (
     MLP,
     Experts,
     GroupedAttention,

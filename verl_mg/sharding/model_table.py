@@ -11,7 +11,7 @@ from typing import Literal, Self
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement, ModelDims
 from verl_mg.models.hf_config import HFConfig
-from verl_mg.models.hf_tensors import TensorIndex
+from verl_mg.models.tensor_index import TensorIndex
 from verl_mg.sharding.boxes import Piece, Shard, full_box
 from verl_mg.sharding.shard_map import ShardMap
 from verl_mg.sharding.traced_table import EngineName, TracedTable, read_traced_table

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from verl_mg.models.hf_tensors import TensorSpec
+from verl_mg.models.tensor_tree import TensorSpec
 from verl_mg.sharding.boxes import Box, Piece, Shard, full_box
 
 Axis = Literal["replicated", "tensor", "attention", "vocabulary", "expert"]

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
-from verl_mg.models.hf_tensors import TensorEntry, TensorIndex, TensorInfo
+from verl_mg.models.tensor_index import TensorEntry, TensorIndex, TensorInfo
 from verl_mg.sharding.boxes import Box, Piece, Shard, check_shard
 from verl_mg.sharding.param_spec import Axis, ParamBlock, ParamSpec
 

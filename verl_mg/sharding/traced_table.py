@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement
-from verl_mg.models.hf_tensors import TensorInfo
+from verl_mg.models.tensor_index import TensorInfo
 from verl_mg.sharding.boxes import Piece, Shard, check_shard
 from verl_mg.sharding.shard_map import ExplicitShardMap
 

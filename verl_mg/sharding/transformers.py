@@ -7,7 +7,8 @@ A module that has its experts' matrices as (experts, in, out), that of gpt-oss, 
 from __future__ import annotations
 
 from verl_mg.models.hf_config import HFConfig
-from verl_mg.models.hf_tensors import EXPERT_NAMES, LAYER, Experts, LayerSpec, ModelSpec, TensorSpec, tensors_of
+from verl_mg.models.hf_tensors import EXPERT_NAMES, LAYER
+from verl_mg.models.tensor_tree import Experts, LayerSpec, ModelSpec, TensorSpec, tensors_of
 from verl_mg.sharding.param_spec import ParamSpec, optional_param
 
 

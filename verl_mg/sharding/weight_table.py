@@ -11,16 +11,9 @@ from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
 from verl_mg.models.hf_config import HFConfig
 from verl_mg.models.hf_families import UNTRAINED
-from verl_mg.models.hf_tensors import (
-    Experts,
-    ModelSpec,
-    TensorIndex,
-    TensorSpec,
-    expert_tensors_of,
-    index_of,
-    linear_tensors_of,
-    model_spec,
-)
+from verl_mg.models.hf_tensors import model_spec
+from verl_mg.models.tensor_index import TensorIndex, index_of
+from verl_mg.models.tensor_tree import Experts, ModelSpec, TensorSpec, expert_tensors_of, linear_tensors_of
 from verl_mg.sharding import engine_table, megatron, sglang, transformers, vllm
 from verl_mg.sharding.boxes import Shard
 from verl_mg.sharding.engine_table import EngineRules

@@ -48,8 +48,17 @@ class TokenOutputs:
     """Compare with teachers, whose columns the micro-batches have; with entropies."""
     top: int = 0
     """Number of likeliest tokens, whose log-probs and ids are the output; 0: they are not."""
-    hidden: bool = False
-    """Whether last hidden states are the output."""
+    hidden: int = 0
+    """Size of the last hidden states, which are the output; 0: they are not."""
+    dtype: torch.dtype = torch.float32
+    """Data type of the column of the outputs."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Dimensions of a token's entry in the column of the outputs: () where it is a log-prob."""
+        if self.hidden:
+            return (self.hidden,)
+        return (2, self.top) if self.top else ()
 
     def compute(self, states: Tensor, micro: MicroBatch[Any], layer: OutputLayer, temperature: float) -> Tensor:
         """Computes the outputs of a rank's tokens.

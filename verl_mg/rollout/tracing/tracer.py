@@ -25,8 +25,9 @@ from verl_mg.layout import EngineLayout
 from verl_mg.models.checkpoint_shapes import checkpoint_shapes
 from verl_mg.models.hf_config import read_config
 from verl_mg.models.hf_families import FAMILIES, VISION_LANGUAGE
-from verl_mg.models.hf_tensors import index_of, model_spec
+from verl_mg.models.hf_tensors import model_spec
 from verl_mg.models.stacked_tensors import StackedTensor, expert_shapes
+from verl_mg.models.tensor_index import index_of
 from verl_mg.rollout.engine_python import NAMES, engine_python
 from verl_mg.rollout.sglang.arguments import OF_ALL_ENGINES
 from verl_mg.rollout.sglang.arguments import ON_CPU as SGLANG_ON_CPU

@@ -1,0 +1,125 @@
+"""Index of a model's tensors by their Hugging Face names, in the order of the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from verl_mg.models.stacked_tensors import StackedTensor
+from verl_mg.models.tensor_tree import ModelSpec, TensorSpec, tensors_of
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Properties of a tensor on which all ranks of a model agree."""
+
+    position: int
+    """Position in the order in which tensors are stored and moved."""
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    float32: bool = False
+    """Whether the tensor is float32 in every runtime."""
+    dtype: torch.dtype | None = None
+    """Dtype in which the tensor travels, where it is not that of the model."""
+
+    def wire_dtype(self, default: torch.dtype) -> torch.dtype:
+        """Returns the dtype in which the tensor travels.
+
+        Args:
+            default: dtype of the model.
+        """
+        return torch.float32 if self.float32 else self.dtype or default
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor of the checkpoint as an instance of a `TensorSpec`."""
+
+    position: int
+    """Position in the order of the index."""
+    tensor: TensorSpec
+    """The specification, with placeholders in its name."""
+    layer: int | None = None
+    """Index of the layer; None outside the layers."""
+    expert: int | None = None
+    """Index of the expert in its layer."""
+    stacked: bool = False
+    """Whether it stacks all experts of its layer."""
+    vision: bool = False
+    """Whether it belongs to the part of a model that only images pass through."""
+    multi_token: bool = False
+    """Whether it belongs to the layer of multi-token prediction, which log-probs do not depend on."""
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether it belongs to routed experts, of which a token passes through a few."""
+        return self.expert is not None or self.stacked
+
+    @property
+    def is_layer_matrix(self) -> bool:
+        """Whether it is a matrix inside the layers: not the embedding, the output layer, a norm or a bias."""
+        return self.layer is not None and len(self.tensor.shape) == 2
+
+
+@dataclass(frozen=True, eq=False)
+class TensorIndex:
+    """All tensors of a checkpoint by name."""
+
+    entries: Mapping[str, TensorEntry]
+    """{name: entry}, in the order in which tensors are stored and moved."""
+    tied: bool
+    """Whether the output layer is the embedding."""
+
+    @cached_property
+    def tensors(self) -> dict[str, TensorInfo]:
+        """The properties of every tensor on which all ranks agree."""
+        return {
+            name: TensorInfo(entry.position, entry.tensor.shape, entry.tensor.float32)
+            for name, entry in self.entries.items()
+        }
+
+    @cached_property
+    def stacked(self) -> dict[str, StackedTensor]:
+        """Places of the tensors that the files stack, by their own names; empty for most architectures."""
+        places, experts = {}, 1 + max((entry.expert or 0 for entry in self.entries.values()), default=0)
+        for name, entry in self.entries.items():
+            stack, shape = entry.tensor.stack, entry.tensor.shape
+            if stack is not None and entry.expert is not None:
+                in_files = stack.name.format(layer=entry.layer), stack.shape(experts, shape)
+                places[name] = StackedTensor(*in_files, entry.expert, stack.transposed, stack.first_row, shape[0])
+        return places
+
+    @cached_property
+    def transposed(self) -> frozenset[str]:
+        """Names of the tensors that the files stack transposed."""
+        return frozenset(name for name, place in self.stacked.items() if place.transposed)
+
+
+def index_of(model: ModelSpec) -> TensorIndex:
+    """Returns the tensors of a model, layer by layer, expert by expert."""
+    entries: dict[str, TensorEntry] = {}
+
+    def add(tensor: TensorSpec, layer: int | None = None, expert: int | None = None) -> None:
+        name = tensor.name.format(layer=layer, expert=expert)
+        multi_token = layer is not None and layer >= len(model.layers)
+        entries[name] = TensorEntry(len(entries), tensor, layer, expert, multi_token=multi_token)
+
+    add(model.embedding)
+    for number, layer in enumerate(model.all_layers):
+        behind = number == len(model.layers)
+        tensors = list(tensors_of(model.multi_token if behind else layer))
+        for tensor in tensors:
+            if not tensor.per_expert:
+                add(tensor, number)
+        for expert in range(layer.num_experts):
+            for tensor in tensors:
+                if tensor.per_expert:
+                    add(tensor, number, expert)
+    add(model.final_norm)
+    tied = model.output is model.embedding
+    if not tied:
+        add(model.output)
+    return TensorIndex(entries, tied)

@@ -1,0 +1,238 @@
+"""Tensors of a model's checkpoint as a tree of layers.
+
+The tables of Megatron, SGLang and `transformers` refer to the fields of this tree, never to names. A name with
+`{layer}` exists once for each layer, one with `{expert}` once for each expert of a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+from verl_mg.models.stacked_tensors import Stack
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor of the checkpoint, or of each layer or expert."""
+
+    name: str
+    """Hugging Face name, with `{layer}` and `{expert}` as placeholders."""
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    float32: bool = False
+    """Whether the tensor is float32 in every runtime, whatever the dtype of the model."""
+    stack: Stack | None = None
+    """Tensor in files that stacks it for all experts, see `StackedTensor`; None: a tensor of its own."""
+
+    @property
+    def per_expert(self) -> bool:
+        """Whether each expert of a layer has such a tensor."""
+        return "{expert}" in self.name
+
+
+@dataclass(frozen=True)
+class GroupedAttention:
+    """Tensors of grouped-query attention."""
+
+    q: TensorSpec
+    """Query projection; with an output gate the rows of each head's query, then those of its gate."""
+    k: TensorSpec
+    """Key projection."""
+    v: TensorSpec
+    """Value projection."""
+    out: TensorSpec
+    """Output projection."""
+    biases: tuple[TensorSpec, ...]
+    """Biases of q, k and v; empty without."""
+    norms: tuple[TensorSpec, ...]
+    """Norms of q and k; empty without."""
+    out_bias: TensorSpec | None = None
+    """Bias of the output projection."""
+    sinks: TensorSpec | None = None
+    """Score of each query head to which no token belongs (gpt-oss)."""
+
+
+@dataclass(frozen=True)
+class Indexer:
+    """Tensors of the indexer of sparse attention (DeepSeek-V3.2, arXiv:2512.02556, section 2.1)."""
+
+    q: TensorSpec
+    """Projection of the low-rank queries of latent attention to the queries of all heads."""
+    k: TensorSpec
+    """Projection of hidden states to keys."""
+    k_norm: tuple[TensorSpec, TensorSpec]
+    """Weight and bias of the layer normalization of keys."""
+    head_weights: TensorSpec
+    """Projection of hidden states to the weight of each head."""
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Tensors of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1)."""
+
+    q: TensorSpec
+    """Query projection, from the low rank up where there is `q_down`."""
+    q_down: TensorSpec | None
+    """Down projection of the queries; None where they are projected directly."""
+    q_norm: TensorSpec | None
+    """Norm of the low-rank queries."""
+    kv_down: TensorSpec
+    """Down projection of keys and values."""
+    kv_norm: TensorSpec
+    """Norm of the low-rank keys and values."""
+    kv_up: TensorSpec
+    """Up projection of keys and values."""
+    out: TensorSpec
+    """Output projection."""
+    indexer: Indexer | None = None
+    """Indexer of sparse attention."""
+
+
+@dataclass(frozen=True)
+class LinearAttention:
+    """Tensors of a gated delta net (arXiv:2412.06464): queries q, keys k, values v, gates z, strengths b, decays a."""
+
+    qkvz: tuple[TensorSpec, ...]
+    """Projections to q, k, v and z: one with the rows of each key head together, or that of q, k and v, and of z."""
+    ba: tuple[TensorSpec, ...]
+    """Projections to b and a: one with the rows of each key head together, or one each."""
+    conv: TensorSpec
+    """Convolution of q, k and v, a filter for each element."""
+    dt_bias: TensorSpec
+    """Bias of a."""
+    a_log: TensorSpec
+    """Logarithm of the rate of decay of each value head."""
+    norm: TensorSpec
+    """Norm of the output of a value head."""
+    out: TensorSpec
+    """Output projection."""
+
+
+@dataclass(frozen=True)
+class MLP:
+    """Tensors of a gated feed-forward layer."""
+
+    gate_up: tuple[TensorSpec, ...]
+    """Gate and up projection; a single one whose rows alternate between the two in gpt-oss."""
+    down: TensorSpec
+    """Down projection."""
+    gate_up_bias: TensorSpec | None = None
+    """Bias of a single projection `gate_up`."""
+    down_bias: TensorSpec | None = None
+    """Bias of the down projection."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Tensors of a mixture-of-experts layer."""
+
+    count: int
+    """Number of routed experts."""
+    router: TensorSpec
+    """Router weight (experts, hidden)."""
+    router_bias: TensorSpec | None
+    """Bias that the router adds for the choice of experts alone."""
+    each: MLP
+    """Tensors of each routed expert."""
+    shared: MLP | None
+    """Shared experts, fused into one feed-forward layer."""
+    logit_bias: TensorSpec | None = None
+    """Bias of the router's logits (gpt-oss)."""
+    shared_gate: TensorSpec | None = None
+    """Projection (1, hidden) to the gate of the shared experts."""
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """Tensors of one transformer layer."""
+
+    input_norm: TensorSpec
+    """Norm before attention."""
+    attention: GroupedAttention | LatentAttention | LinearAttention
+    """Attention."""
+    after_attention_norm: TensorSpec | None
+    """Norm behind attention (Gemma 2)."""
+    mlp_norm: TensorSpec
+    """Norm before the feed-forward layer."""
+    mlp: MLP | Experts
+    """Feed-forward layer or experts."""
+    after_mlp_norm: TensorSpec | None
+    """Norm behind the feed-forward layer (Gemma 2)."""
+
+    @property
+    def num_experts(self) -> int:
+        """Number of routed experts; 0 for a dense layer."""
+        return self.mlp.count if isinstance(self.mlp, Experts) else 0
+
+
+@dataclass(frozen=True)
+class MultiTokenSpec:
+    """Tensors of a layer of multi-token prediction, without those that it shares with the model."""
+
+    embedding_norm: TensorSpec
+    """Norm of the embedding of the next token."""
+    hidden_norm: TensorSpec
+    """Norm of the hidden state of the model."""
+    projection: TensorSpec
+    """Projection (hidden, 2 hidden) of both side by side, the embedding first."""
+    layer: LayerSpec
+    """Transformer layer behind the projection."""
+    final_norm: TensorSpec
+    """Norm before the output layer."""
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Tensors of a decoder model."""
+
+    embedding: TensorSpec
+    """Input embedding (vocabulary, hidden)."""
+    layers: tuple[LayerSpec, ...]
+    """Transformer layers in order."""
+    final_norm: TensorSpec
+    """Norm behind the layers."""
+    output: TensorSpec
+    """Output layer; the same object as `embedding` where the two are tied."""
+    multi_token: MultiTokenSpec | None = None
+    """Layer of multi-token prediction, which the checkpoint numbers behind `layers`."""
+
+    @property
+    def all_layers(self) -> tuple[LayerSpec, ...]:
+        """Transformer layers in order, that of multi-token prediction included."""
+        return self.layers if self.multi_token is None else (*self.layers, self.multi_token.layer)
+
+
+def tensors_of(spec: object) -> Iterator[TensorSpec]:
+    """Yields every tensor of a layer or of a part of one, in the order of the fields."""
+    if isinstance(spec, TensorSpec):
+        yield spec
+    elif isinstance(spec, tuple):
+        for part in spec:
+            yield from tensors_of(part)
+    elif spec is not None and not isinstance(spec, int):
+        for field in fields(spec):  # type: ignore[arg-type]
+            yield from tensors_of(getattr(spec, field.name))
+
+
+def linear_tensors_of(layer: LayerSpec) -> Iterator[TensorSpec]:
+    """Yields the weights of the linear layers outside of routed experts, without routers."""
+    attention = layer.attention
+    if isinstance(attention, GroupedAttention):
+        yield from (attention.q, attention.k, attention.v, attention.out)
+    elif isinstance(attention, LinearAttention):
+        yield from (*attention.qkvz, *attention.ba, attention.out)
+    else:
+        if attention.q_down:
+            yield attention.q_down
+        yield from (attention.q, attention.kv_down, attention.kv_up, attention.out)
+    mlp = layer.mlp.shared if isinstance(layer.mlp, Experts) else layer.mlp
+    if mlp:
+        yield from (*mlp.gate_up, mlp.down)
+
+
+def expert_tensors_of(layer: LayerSpec) -> Iterator[TensorSpec]:
+    """Yields the weights of the linear layers of routed experts; none of those that the files stack transposed."""
+    if isinstance(layer.mlp, Experts):
+        each = layer.mlp.each
+        yield from (t for t in (*each.gate_up, each.down) if t.stack is None or not t.stack.transposed)
