@@ -1,6 +1,7 @@
-"""Scores of given tokens by servers: malformed responses, and those of a real SGLang server against `transformers`."""
+"""Scores of given tokens by servers: malformed responses, and those of real SGLang and vLLM against `transformers`."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from transformers import AutoModelForCausalLM
 from tests.json_server import JsonResponse, serving
 from tests.sglang_servers import RunningServer
 from tests.tiny_models import tiny_model
-from tests.traces import needs_sglang
+from tests.traces import needs_sglang, needs_vllm
+from tests.vllm_servers import RunningVllmServer
 from verl_mg.errors import UserError
 from verl_mg.rollout.scoring_server import ScoringServer
 
@@ -38,14 +40,25 @@ def test_malformed_response_is_an_error_with_the_key(protocol, body, reason):
             asyncio.run(server.score(TOKENS, 2, 1))
 
 
+def sglang_server(model: Path, log: Path) -> RunningServer:
+    return RunningServer(model, log, "tp1", load_format="auto")
+
+
 @pytest.mark.nightly
-@needs_sglang
-def test_scores_of_a_sglang_server_are_those_of_transformers(tmp_path):
-    model, k = tiny_model(tmp_path / "model", "qwen3"), 4
-    running = RunningServer(model, tmp_path / "log", "tp1", load_format="auto")
+@pytest.mark.parametrize(
+    ("protocol", "start"),
+    [
+        pytest.param("sglang", sglang_server, marks=needs_sglang),
+        pytest.param("openai", RunningVllmServer, marks=needs_vllm),
+    ],
+)
+def test_scores_of_a_server_are_those_of_transformers(tmp_path, protocol, start):
+    # A size of heads that vLLM computes with on a CPU.
+    model, k = tiny_model(tmp_path / "model", "qwen3", hidden=64, head_dim=32), 4
+    running = start(model, tmp_path / "log")
     try:
         running.wait_until_ready()
-        server = ScoringServer.at("teachers.a.url", running.url, "sglang")
+        server = ScoringServer.at("teachers.a.url", running.url, protocol, "teacher")
         rows = [torch.randint(3, 20, (length,), generator=torch.Generator().manual_seed(length)).tolist()
                 for length in (2, 9, 30)]  # fmt: skip
         net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
