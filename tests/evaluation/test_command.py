@@ -75,7 +75,7 @@ def inputs(ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_evaluation_equals_a_plain_script_on_model_run_and_checkpoint_under_any_layout(ranks, inputs, tmp_path):
     sums, letters = inputs / "sums.jsonl", inputs / "letters.jsonl"
     sets = [f"sums={sums}", f"letters={letters}"]
-    changes = ["rollout.max_new_tokens=5", "data.test.letters.max_new_tokens=3", "data.test.sums.prompts=100"]
+    changes = ["rollout.max_new_tokens=5", "data.test.letters.max_new_tokens=3"]
     reward = f"reward.function={inputs / 'reward.py'}:digits"
     expected = {}
     for model in ("model", "run/model"):
@@ -196,7 +196,7 @@ def test_evaluation_config_takes_sets_of_the_configuration_or_of_the_command(tmp
     file.write_text(
         "model: {path: x}\nalgorithm: {group_size: 8}\nrollout: {mode: async, num_ranks: 2, engine: sglang}\n"
         "data: {train: t.jsonl, test: {a: {path: a.jsonl, samples: 4}, b: {path: b.jsonl}}}\n"
-        "evaluation: {temperature: 0.5}\n"
+        "evaluation: {temperature: 0.5, prompts: 3}\n"
     )
     target = Target.parse("some/model")
 
@@ -206,6 +206,9 @@ def test_evaluation_config_takes_sets_of_the_configuration_or_of_the_command(tmp
     assert list(of([], [])) == ["a", "b"] and list(of(["a"], [])) == ["a"]
     chosen = of(["a", "c=c.jsonl"], ["data.test.c.samples=2"])
     assert (chosen["a"].samples, chosen["c"].path, chosen["c"].samples) == (4, Path("c.jsonl"), 2)
+    for limits, prompts in (([], [None, None]), (["evaluation.prompts=5", "data.test.b.prompts=7"], [5, 7])):
+        sets = evaluation_sets(evaluation_config(target, file, [], limits, tmp_path / "out"))
+        assert [of_set.prompts for of_set in sets] == prompts
     config = evaluation_config(target, None, [], ["data.test=d.jsonl"], tmp_path / "out")
     assert list(config.data.test) == ["test"] and config.model.path == Path("some/model")
     for sets, overrides, message in (

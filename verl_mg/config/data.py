@@ -223,8 +223,9 @@ class EvaluationConfig(ConfigSection):
 
     every: int = Field(0, ge=0)
     """Iterations between evaluations; one also runs before training. 0: never."""
-    prompts: PositiveInt = 256
-    """Prompts of each source that are evaluated, from its beginning."""
+    prompts: PositiveInt | None = 256
+    """Prompts of each source that are evaluated in training, from its beginning. null: all, as `verl-mg eval` does
+    unless its arguments say otherwise."""
     samples: PositiveInt = 1
     """Answers per prompt. More than 1 also gives pass@k."""
     temperature: float = Field(0.0, ge=0, validate_default=True)

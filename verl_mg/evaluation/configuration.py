@@ -16,6 +16,7 @@ FOR_TRAINING = {
     "": ("algorithm", "critic", "process_reward", "reference", "checkpoint", "tracking", "profile", "record"),
     "data": ("train", "curriculum"),
     "rollout": ("mode", "extra_prompts", "partial_rollout", "replay_routing", "max_staleness", "stale", "delta"),
+    "evaluation": ("every", "prompts"),
     "job": ("iterations", "save"),
 }
 """Keys by section that describe training alone: those of a file are left out."""
@@ -49,6 +50,7 @@ def evaluation_config(
             part.pop(key, None)
     if target.run and target.model:
         _section(tree, "actor").pop("lora", None)  # exports have their adapters merged
+    _section(tree, "evaluation")["prompts"] = None
     data = _section(tree, "data")
     if sets:
         data["test"] = _chosen(sets, data.get("test"))

@@ -25,8 +25,8 @@ class EvaluationSet:
 
     name: str
     """Name in `data.test`; "" where that is a path."""
-    prompts: int
-    """Number of prompts, from the beginning of the set."""
+    prompts: int | None
+    """Number of prompts, from the beginning of the set; None for all."""
     samples: int
     """Samples of each prompt."""
     sampling: Mapping[str, Any]
@@ -102,7 +102,8 @@ def evaluate(
     chosen: dict[str, list[Prompt]] = {of_set.name: [] for of_set in sets}
     limits = {of_set.name: of_set.prompts for of_set in sets}
     for prompt in prompts:
-        if len(chosen[prompt.source]) < limits[prompt.source]:
+        limit = limits[prompt.source]
+        if limit is None or len(chosen[prompt.source]) < limit:
             chosen[prompt.source].append(prompt)
     results: dict[int, PromptResults] = {}
     for samples, sampling in {(s.samples, tuple(s.sampling.items())): None for s in sets}:
