@@ -52,7 +52,7 @@ class SetReport(ConfigSection):
     """Number of prompts."""
     samples: Count
     """Samples of each prompt."""
-    sampling: dict[str, float | list[str]]
+    sampling: dict[str, int | float | list[str]]
     """Sampling parameters."""
     k: tuple[int, ...]
     """Numbers of tries of pass@k and maj@k."""
