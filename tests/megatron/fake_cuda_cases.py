@@ -21,8 +21,9 @@ from tests.megatron import training
 from tests.tiny_models import random_rows
 from verl_mg import device
 from verl_mg.algorithms.aggregation import MODES, aggregate
+from verl_mg.algorithms.divergence import Divergence
 from verl_mg.algorithms.losses import clipped_policy_loss, gspo_loss
-from verl_mg.batch import Batch
+from verl_mg.batch import Batch, ColumnKind
 from verl_mg.checkpoint.model_directory import ModelDirectories, ModelDirectory
 from verl_mg.config import MegatronConfig, OptimizerConfig
 from verl_mg.layout import Layout, Placement
@@ -33,6 +34,9 @@ from verl_mg.megatron.transformer_config import block_spec
 from verl_mg.models.hf_config import read_config
 from verl_mg.training import trainer as trainer_module
 from verl_mg.training.loss_inputs import LossInputs
+from verl_mg.training.microbatch import TEACHER, TEACHER_HIDDEN, TEACHER_TOP
+from verl_mg.training.teacher_layers import load_teacher_layer
+from verl_mg.training.token_outputs import TeacherDivergence, TokenOutputs
 
 Waits = Counter[tuple[str, str]]
 TEMPERATURE = 0.8
@@ -118,6 +122,50 @@ def train(
     trained.grad_norm = metrics["grad_norm"]
     trained.changed = sum(not torch.equal(weight, before[name]) for name, weight in runner.parameters().items())
     return trained
+
+
+def distill(fake: FakeCuda, model: Path, divergence: Divergence) -> dict[str, Waits]:
+    """A student learns from its own model as a teacher: the teacher's outputs, and updates with one and two rows.
+
+    Returns:
+        Waits by phase, "infer", "update 1" and "update 2" with so many micro-batches.
+    """
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    device.group_backend = lambda: "fake"
+    groups = ParallelGroups(Placement(Layout.parse("tp1").fit(1), (0,)))
+    runner = ModelRunner(model, groups, torch.bfloat16, False, directories=LocalDirectories())
+    rows, head = rows_of(model), runner.output_head
+    wanted = TokenOutputs(top=divergence.top_k or 0, hidden=0 if divergence.top_k else head.hidden)
+    waits: dict[str, Waits] = {}
+    fake.waits.clear()
+    (inferred,) = runner.infer([rows], TEMPERATURE, outputs=wanted)
+    waits["infer"] = Counter(fake.waits)
+    assert inferred is not None
+    entries, values = inferred
+    column = torch.zeros(rows.total_tokens, *wanted.shape)
+    column[entries] = values.view(-1, *wanted.shape)
+    layers = None
+    if divergence.top_k:
+        rows.put(TEACHER_TOP, column, ColumnKind.TOKEN)
+    else:
+        rows.put(TEACHER_HIDDEN, column.to(runner.dtype), ColumnKind.TOKEN)
+        rows.put(TEACHER, torch.zeros(len(rows), dtype=torch.int64), ColumnKind.SEQUENCE)
+        directory = ModelDirectories().open(model, {head.tensor: runner.table.huggingface()[head.tensor]})
+        shard = runner.vocabulary_shard()
+        assert shard is not None
+        layers = [load_teacher_layer(directory, head, runner.dtype, shard)]
+        assert layers[0].weight.device == CUDA
+    trainer = Trainer(runner, OptimizerConfig())
+    outputs = TokenOutputs(teacher=TeacherDivergence(divergence, layers))
+    for count in (1, 2):
+        fake.waits.clear()
+        metrics = trainer.update(
+            [rows] * count, TEMPERATURE, lambda tokens: (tokens.divergence, {}), "token-mean", 50.0, 50, None, outputs
+        )
+        waits[f"update {count}"] = Counter(fake.waits)
+        # The student is its teacher, until its first update.
+        assert abs(metrics["loss"]) < 1e-3 if count == 1 and not divergence.top_k else metrics["grad_norm"] > 0
+    return waits
 
 
 def two_steps(_: FakeCuda, model: Path) -> training.Trained:

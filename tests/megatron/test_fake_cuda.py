@@ -15,6 +15,7 @@ from tests.megatron import fake_cuda_cases as cases
 from tests.megatron.shared_rows import sharing_micro_batch
 from tests.megatron.training import assert_equal, assert_logprobs_near, train_in_plain_torch
 from tests.tiny_models import LATENT, MIXTURES, SPARSE, VARIANTS, oracle, oracle_outputs, tiny_model
+from verl_mg.algorithms.divergence import Divergence
 from verl_mg.batch import Batch
 from verl_mg.config import MegatronConfig
 from verl_mg.models.hf_config import read_config
@@ -96,6 +97,16 @@ def test_train_mixture_on_cuda_needs_no_wait_for_a_micro_batch(
     assert_trains(trained)
     assert not trained.for_a_micro_batch("verl_mg") and not trained.for_a_micro_batch("megatron")
     assert_like_transformers(trained, models["qwen3_moe"])
+
+
+@pytest.mark.parametrize("divergence", [Divergence(), Divergence(top_k=4)], ids=["whole", "top"])
+def test_distillation_on_cuda_needs_no_wait_for_a_micro_batch(
+    fake_cuda: FakeCudaProcess, models: Mapping[str, Path], divergence: Divergence
+) -> None:
+    waits = fake_cuda.run(cases.distill, models["qwen2"], divergence)
+    ours = {phase: cases.in_package(of_phase, "verl_mg") for phase, of_phase in waits.items()}
+    assert sum(ours["infer"].values()) == 1  # the copy of the outputs
+    assert ours["update 1"] == ours["update 2"] == {EVERY_UPDATE: 1}
 
 
 @pytest.mark.parametrize("family", KERNELS)
