@@ -1,14 +1,15 @@
 """Whole jobs under the launcher, on all ranks: they learn, repeat bitwise, and resume; and the quickstart."""
 
 import json
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 from tests import warm_start
-from tests.launched import ended, started, torchrun
+from tests.launched import ended, forked_rank, iterations_done, started, torchrun
 from tests.machine import Machine
 from tests.megatron.layout_models import HALF_HEAD_DIM, make_model
 from tests.rank_pool import RankPool
@@ -45,15 +46,27 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(ranks: RankPool, machine: Machine, inputs: Path) -> Run:
-    """A function: recipe, folder, overrides -> the run's metrics after so many iterations."""
+    """A function: recipe, folder, overrides -> the run's metrics after so many iterations.
 
-    def job(recipe: str, output: Path, *overrides: str, iterations: int = ITERATIONS, count: int = 0) -> Metrics:
+    `options` are those of the launcher; `meanwhile` is called with it while the job runs.
+    """
+
+    def job(
+        recipe: str,
+        output: Path,
+        *overrides: str,
+        iterations: int = ITERATIONS,
+        count: int = 0,
+        options: Sequence[str] = (),
+        meanwhile: Callable[[subprocess.Popen[str]], None] = lambda launcher: None,
+    ) -> Metrics:
         count = count or (ranks.size if machine.gpus else RANKS_ON_CPU)
         reward = [] if recipe == "sft" else [f"reward.function={inputs / 'reward.py'}:digits", *GRPO]
         common = [*files_of(inputs, output), "model.dtype=bfloat16", f"job.iterations={iterations}"]
-        command = [*torchrun(count), "-m", "verl_mg", "train", f"recipes/{recipe}.py", *common, *reward, *overrides]
+        program = ["-m", "verl_mg", "train", f"recipes/{recipe}.py", *common, *reward, *overrides]
         # A warm start forks a process that has imported torch.
-        with started(command, warm=not machine.gpus) as launcher:
+        with started([*torchrun(count, *options), *program], warm=not machine.gpus) as launcher:
+            meanwhile(launcher)
             code, _, err = ended(launcher, JOB_S)
         assert code == 0, err
         return metrics_of(output)
@@ -90,6 +103,31 @@ def test_resumed_job_is_bitwise_identical_to_whole_one(
     whole = deterministic()
     assert len(run("grpo", tmp_path, "job.deterministic=true", iterations=2)) < len(whole)
     assert run("grpo", tmp_path, "job.deterministic=true") == whole
+
+
+@pytest.mark.timeout(2 * JOB_S)
+def test_killed_rank_is_replaced_and_the_job_is_bitwise_identical(
+    run: Run, deterministic: Callable[[], Metrics], tmp_path: Path
+) -> None:
+    whole = deterministic()
+
+    def kill_a_rank(launcher: subprocess.Popen[str]) -> None:
+        iterations_done(tmp_path, 3, launcher, JOB_S)
+        forked_rank(launcher, 0).kill()
+
+    restarts = ("--max-restarts", "2")
+    assert run("grpo", tmp_path, "job.deterministic=true", options=restarts, meanwhile=kill_a_rank) == whole
+
+
+@pytest.mark.timeout(JOB_S)
+@pytest.mark.parametrize("divergence", ["{kind: js}", "{kind: forward, top_k: 4}"])
+def test_gkd_job_on_all_ranks_lowers_its_divergence(run: Run, tmp_path: Path, divergence: str) -> None:
+    """The teacher has other sizes."""
+    make_model(tmp_path / "teacher", "dense", head_dim=HALF_HEAD_DIM, ffn=128)
+    settings = (f"reference.path={tmp_path / 'teacher'}", f"algorithm.divergence={divergence}", "checkpoint.every=0")
+    lines = run("gkd", tmp_path / "run", *settings, iterations=12)
+    divergences = [line["actor/divergence"] for line in lines if "actor/divergence" in line]
+    assert divergences[-1] < 0.7 * divergences[0]
 
 
 @pytest.mark.timeout(JOB_S)
