@@ -13,8 +13,9 @@ import pytest
 
 from tests.view.agent_runs import write_agent_run
 from tests.view.runs import GROUP, HOSTILE, PROMPTS, write_run, write_samples
-from verl_mg.view import index as index_module
-from verl_mg.view.index import FOLDER, TAIL, IndexBuilder, SampleIndex, stored_segments
+from verl_mg.view import index_builder
+from verl_mg.view.index import FOLDER, TAIL, SampleIndex, stored_segments
+from verl_mg.view.index_builder import IndexBuilder
 from verl_mg.view.samples import Samples
 from verl_mg.view.search import Query
 from verl_mg.view.signatures import candidates, sign
@@ -26,7 +27,7 @@ ITERATIONS = TAIL + 8
 @pytest.fixture(autouse=True)
 def settled(monkeypatch):
     """Files of tests are new, but complete."""
-    monkeypatch.setattr(index_module, "SETTLED_SECONDS", -1.0)
+    monkeypatch.setattr(index_builder, "SETTLED_SECONDS", -1.0)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def run(tmp_path_factory):
     """A run that no test changes, and its index."""
     folder = write_run(tmp_path_factory.mktemp("runs") / "run", ITERATIONS)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(index_module, "SETTLED_SECONDS", -1.0)
+        patch.setattr(index_builder, "SETTLED_SECONDS", -1.0)
         build(folder)
     return folder
 
@@ -146,7 +147,7 @@ def test_rows_without_a_reward_are_last(tmp_path):
 def test_long_search_continues_with_each_request(run, rows, monkeypatch):
     monkeypatch.setattr("verl_mg.view.samples.SEARCH_SECONDS", 0.0)
     monkeypatch.setattr("verl_mg.view.segments.BLOCK_BYTES", 100)
-    monkeypatch.setattr(index_module, "READ_SECONDS", 60.0)
+    monkeypatch.setattr("verl_mg.view.index.READ_SECONDS", 60.0)
     samples, backwards = Samples(run / "samples"), Samples(run / "samples")
     for item in (samples, backwards):
         monkeypatch.setattr(item.index, "_folder", run / "none")  # blocks of this size, in memory
@@ -203,8 +204,8 @@ def test_replaced_iteration_is_indexed_again(tmp_path):
 
 
 def test_small_segments_are_merged(tmp_path, monkeypatch):
-    monkeypatch.setattr(index_module, "SMALL_SEGMENTS", 3)
-    monkeypatch.setattr(index_module, "TAIL", 0)
+    monkeypatch.setattr(index_builder, "SMALL_SEGMENTS", 3)
+    monkeypatch.setattr(index_builder, "TAIL", 0)
     run, draw = write_run(tmp_path / "run", 2), random.Random(0)
     counts = []
     for iteration in range(3, 8):
@@ -230,7 +231,7 @@ def test_damaged_segment_is_built_again(tmp_path):
 
 
 def test_index_of_agents_has_their_turns(tmp_path, monkeypatch):
-    monkeypatch.setattr(index_module, "TAIL", 0)
+    monkeypatch.setattr(index_builder, "TAIL", 0)
     run = write_agent_run(tmp_path / "run")
     queries = [{"turns_from": 3, "turns_to": 5}, {"agent": "failed"}, {"agent": "completed"}, {"trajectories": True}]
     before = [ids(Samples(run / "samples"), **query) for query in queries]
@@ -266,9 +267,9 @@ def test_one_of_two_builders_builds(tmp_path):
     run = write_run(tmp_path / "run", 1)
     (run / FOLDER).mkdir()
     index = SampleIndex(run / "samples")
-    command = [sys.executable, "-m", "verl_mg.view.index", str(run / "samples"), str(run / FOLDER)]
+    command = [sys.executable, "-m", "verl_mg.view.index_builder", str(run / "samples"), str(run / FOLDER)]
     with (run / FOLDER / "lock").open("w") as lock:
-        index_module.fcntl.flock(lock, index_module.fcntl.LOCK_EX)
+        index_builder.fcntl.flock(lock, index_builder.fcntl.LOCK_EX)
         for iteration in range(2, TAIL + 3):
             write_samples(run, iteration, random.Random(0))
         with subprocess.Popen(command) as process:

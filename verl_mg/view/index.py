@@ -1,7 +1,5 @@
 """Index of the samples of a run: segments on disk, built by a process of its own, and new iterations in memory.
 
-    python -m verl_mg.view.index SAMPLES INDEX      builds the index and follows the run, until its parent ends
-
 The index is the folder `.view` of the run, or a temporary one where that cannot be written. Nothing of the run is
 changed. Of several viewers of a run one builds (a lock on a file of the index), all read what is complete.
 """
@@ -19,7 +17,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable
 from contextlib import suppress
-from itertools import groupby, takewhile
 from pathlib import Path
 
 import pyarrow as pa
@@ -29,14 +26,8 @@ from verl_mg.view.segments import Segment, Versions
 
 FOLDER = ".view"
 """Folder of the index in the folder of a run."""
-SEGMENT_BYTES = 2**26
-"""Text of a segment. More are fewer files; a resumed run builds the segments of what it replaces again."""
-SMALL_SEGMENTS = 8
-"""Consecutive segments of less text that are merged into one."""
 TAIL = 16
 """Newest iterations that may remain in memory: a segment of less would be merged too often."""
-SETTLED_SECONDS = 2.0
-"""Age of a folder whose ranks have probably all written."""
 PERIOD = 2.0
 """Seconds between two looks at the run."""
 READ_SECONDS = 0.5
@@ -106,10 +97,13 @@ class SampleIndex:
         with self._lock:
             self._reload()
             versions = self._folders.versions()
-            if self._builder is None and len(_missing(versions, _current(self._stored.values(), versions))) > TAIL:
+            if (
+                self._builder is None
+                and len(_missing(versions, current_segments(self._stored.values(), versions))) > TAIL
+            ):
                 if not _writable(self._folder):
                     self._temporary = self._folder = Path(tempfile.mkdtemp(prefix="verl-mg-view-"))
-                command = [sys.executable, "-m", "verl_mg.view.index", str(self._samples), str(self._folder)]
+                command = [sys.executable, "-m", "verl_mg.view.index_builder", str(self._samples), str(self._folder)]
                 self._builder = subprocess.Popen(command, stdin=subprocess.DEVNULL)
 
     def close(self) -> None:
@@ -148,7 +142,7 @@ class SampleIndex:
         with self._lock:
             self._reload()
             versions = self._folders.versions()
-            current = _current(self._stored.values(), versions)
+            current = current_segments(self._stored.values(), versions)
             missing = _missing(versions, current)
             deadline = time.monotonic() + READ_SECONDS
             for iteration in reversed([item for item in missing if _inside(item, first, last)]):
@@ -192,8 +186,13 @@ def stored_segments(folder: Path, known: dict[str, Segment]) -> dict[str, Segmen
     return stored
 
 
-def _current(segments: Iterable[Segment], versions: Versions) -> list[Segment]:
-    """Returns the segments of which nothing has changed since; of segments with the same iterations the largest."""
+def current_segments(segments: Iterable[Segment], versions: Versions) -> list[Segment]:
+    """Returns the segments of which nothing has changed since; of segments with the same iterations the largest.
+
+    Args:
+        segments: the segments.
+        versions: version of each iteration's folder as it is now.
+    """
     current: list[Segment] = []
     known: set[int] = set()
     for segment in sorted(segments, key=lambda item: len(item.versions), reverse=True):
@@ -227,111 +226,3 @@ def _writable(folder: Path) -> bool:
         return True
     except OSError:
         return False
-
-
-# -- the process that builds
-
-
-class IndexBuilder:
-    """Writes the segments of an index; one builder at a time."""
-
-    def __init__(self, samples: Path, folder: Path) -> None:
-        """Notes the folders.
-
-        Args:
-            samples: folder of all samples of the run.
-            folder: folder of the index, which exists.
-        """
-        self._samples, self._folder, self._folders = samples, folder, IterationFolders(samples)
-        self._stored: dict[str, Segment] = {}
-
-    def update(self) -> None:
-        """Adds what is new, removes what has been replaced, and merges small segments."""
-        self._stored = stored_segments(self._folder, self._stored)
-        versions = self._folders.versions()
-        current = _current(self._stored.values(), versions)
-        self._stored = {name: segment for name, segment in self._stored.items() if segment in current}
-        for entry in self._folder.iterdir():
-            if entry.is_dir() and entry.name not in self._stored:
-                shutil.rmtree(entry)
-        known = set().union(*(item.versions for item in self._stored.values()))
-        settled = time.time_ns() - SETTLED_SECONDS * 1e9
-        missing = [item for item, version in versions.items() if item not in known and version < settled]
-        places = {iteration: place for place, iteration in enumerate(versions)}
-        # Consecutive iterations only, so that segments do not overlap.
-        for _, run in groupby(enumerate(missing), lambda pair: places[pair[1]] - pair[0]):
-            iterations = [iteration for _, iteration in run]
-            if len(iterations) > TAIL or iterations[-1] < max(known, default=0):
-                self._add(iterations, versions)
-        self._merge()
-
-    def _add(self, iterations: Iterable[int], versions: Versions) -> None:
-        """Writes iterations into segments."""
-        tables: dict[int, pa.Table] = {}
-        size = 0
-        for iteration in iterations:
-            tables[iteration] = read_iteration(self._samples / f"{iteration:06d}")
-            size += tables[iteration]["text"].nbytes
-            if size >= SEGMENT_BYTES:
-                self._write(tables, versions)
-                tables, size = {}, 0
-        if tables:
-            self._write(tables, versions)
-
-    def _write(self, tables: dict[int, pa.Table], versions: Versions) -> None:
-        table = pa.concat_tables(tables.values())
-        segment = Segment.of({iteration: versions[iteration] for iteration in tables}, table)
-        target = segment.write(self._folder)
-        self._stored[target.name] = Segment.open(target)
-
-    def _merge(self) -> None:
-        """Merges the newest small segments where they are many."""
-        ordered = sorted(self._stored.items(), key=lambda item: item[1].first, reverse=True)
-        small = list(takewhile(lambda item: item[1].text_bytes() < SEGMENT_BYTES // 2, ordered))
-        if len(small) < SMALL_SEGMENTS:
-            return
-        merged: list[tuple[str, Segment]] = []
-        size = 0
-        for name, segment in small:
-            size += segment.text_bytes()
-            if merged and size > SEGMENT_BYTES:
-                break
-            merged.append((name, segment))
-        merged.reverse()
-        versions = {iteration: version for _, segment in merged for iteration, version in segment.versions.items()}
-        table = pa.concat_tables([segment.table() for _, segment in merged])
-        target = Segment.of(versions, table).write(self._folder)
-        for name, _ in merged:
-            if name != target.name:
-                shutil.rmtree(self._folder / name)
-                del self._stored[name]
-        self._stored[target.name] = Segment.open(target)
-
-
-def follow(samples: Path, folder: Path) -> None:
-    """Builds an index and follows the run, until the parent process ends.
-
-    Args:
-        samples: folder of all samples of the run.
-        folder: folder of the index, which exists.
-    """
-    parent = os.getppid()
-    pa.set_cpu_count(1)
-    with (folder / "lock").open("w") as lock:
-        locked = False
-        builder = IndexBuilder(samples, folder)
-        while os.getppid() == parent:
-            if not locked:
-                with suppress(BlockingIOError):
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    locked = True
-            if locked:
-                builder.update()
-            time.sleep(PERIOD)
-
-
-if __name__ == "__main__":
-    try:
-        follow(Path(sys.argv[1]), Path(sys.argv[2]))
-    except OSError as problem:
-        sys.exit(f"{sys.argv[2]}: the index cannot be written ({problem}); the view searches what is in it")
