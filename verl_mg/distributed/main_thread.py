@@ -1,4 +1,4 @@
-"""Where the main thread is: its stack, and whether it waits for other ranks; read by the watchdog's threads."""
+"""Stack of the main thread, and whether it waits for other ranks; read by the threads of the watchdog."""
 
 from __future__ import annotations
 
