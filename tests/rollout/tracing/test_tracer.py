@@ -390,6 +390,7 @@ def test_trace_without_vllm_names_the_remedy(tmp_path):
 
 
 @needs_vllm
+@pytest.mark.nightly  # vLLM's tables are traced in test_traced_tables.py, the command runs with SGLang above
 def test_trace_command_with_vllm_writes_table_that_only_vllm_takes(tmp_path):
     file, python = tmp_path / "table.json", warm_start.vllm().python
     folder = folder_of("deepseek_v3")
