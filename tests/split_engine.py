@@ -1,15 +1,15 @@
 """Engine whose samples are trajectories: the responses of another engine, cut into segments."""
 
 import random
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from verl_mg.rewards import Reward
-from verl_mg.rollout.engine import Request, RolloutEngine, Sample, Sampling
+from verl_mg.rollout.engine import EngineWrapper, Request, RolloutEngine, Sample, Sampling
 from verl_mg.rollout.trajectory import NOT_GENERATED, ConversationTurn, Segment, Trajectory
 
 
-class SplittingEngine(RolloutEngine):
+class SplittingEngine(EngineWrapper):
     """Cuts each response at random; a segment repeats everything before its part, which it alone trains."""
 
     def __init__(
@@ -19,27 +19,16 @@ class SplittingEngine(RolloutEngine):
         max_segments: int = 4,
         reward: Callable[[Sample], Reward | None] = lambda sample: None,
     ) -> None:
-        self._inner, self._decode, self._max_segments, self._reward = inner, decode, max_segments, reward
+        super().__init__(inner)
+        self._decode, self._max_segments, self._reward = decode, max_segments, reward
         self._prompts: dict[int, tuple[int, ...]] = {}
-
-    def num_free_slots(self) -> int:
-        return self._inner.num_free_slots()
 
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
         self._prompts |= {request.id: request.prompt for request in requests}
-        self._inner.submit(requests, sampling)
+        self._engine.submit(requests, sampling)
 
     def collect(self, timeout: float) -> list[Sample]:
-        return [self._split(sample) for sample in self._inner.collect(timeout)]
-
-    def abort(self) -> None:
-        self._inner.abort()
-
-    def abort_samples(self, ids: Collection[int]) -> None:
-        self._inner.abort_samples(ids)
-
-    def health(self) -> bool:
-        return self._inner.health()
+        return [self._split(sample) for sample in self._engine.collect(timeout)]
 
     def _split(self, sample: Sample) -> Sample:
         if sample.finish == "abort":  # is generated again from its start

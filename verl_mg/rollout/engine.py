@@ -226,3 +226,39 @@ class RolloutEngine(ABC):
         while len(samples) < len(requests):
             samples |= {sample.id: sample for sample in self.collect(timeout=1.0)}
         return [samples[request.id] for request in requests]
+
+
+class EngineWrapper(RolloutEngine):
+    """Base of engines that extend another one, which answers what they do not."""
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        """Wraps an engine.
+
+        Args:
+            engine: the engine that generates.
+        """
+        self._engine = engine
+
+    def num_free_slots(self) -> int:
+        """Returns those of the engine."""
+        return self._engine.num_free_slots()
+
+    def num_queue_slots(self) -> int:
+        """Returns those of the engine."""
+        return self._engine.num_queue_slots()
+
+    def abort(self) -> None:
+        """Aborts the engine's requests."""
+        self._engine.abort()
+
+    def abort_samples(self, ids: Collection[int]) -> None:
+        """Aborts the engine's requests of some samples."""
+        self._engine.abort_samples(ids)
+
+    def health(self) -> bool:
+        """Returns the health of the engine."""
+        return self._engine.health()
+
+    def take_counts(self) -> Counts:
+        """Returns the counters of the engine."""
+        return self._engine.take_counts()

@@ -12,8 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from verl_mg.rollout.engine import Request, RolloutEngine, Sample, Sampling
-from verl_mg.rollout.engine_counts import Counts
+from verl_mg.rollout.engine import EngineWrapper, Request, RolloutEngine, Sample, Sampling
 from verl_mg.rollout.trajectory import NOT_GENERATED
 
 if TYPE_CHECKING:
@@ -92,7 +91,7 @@ def cut_at_stop(sample: Sample, sampling: Sampling, decode: Decode) -> Sample | 
     )
 
 
-class StopStringEngine(RolloutEngine):
+class StopStringEngine(EngineWrapper):
     """Wrapper around an engine whose samples end at stop strings.
 
     A string may begin before an interruption of its sample. A sample is continued that an engine has ended at a string
@@ -106,20 +105,13 @@ class StopStringEngine(RolloutEngine):
             engine: the engine that generates.
             decode: returns the text of tokens.
         """
-        self._engine, self._decode = engine, decode
+        super().__init__(engine)
+        self._decode = decode
         self._requests: dict[int, tuple[Request, Sampling]] = {}
         self._aborted: set[int] = set()
         self._done: list[Sample] = []
         # `abort` may come from another thread, between any two steps of `collect`.
         self._lock = threading.RLock()
-
-    def num_free_slots(self) -> int:
-        """Returns those of the engine."""
-        return self._engine.num_free_slots()
-
-    def num_queue_slots(self) -> int:
-        """Returns those of the engine."""
-        return self._engine.num_queue_slots()
 
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
         """Submits requests to the engine, except those whose partial samples end with a stop string already."""
@@ -154,14 +146,6 @@ class StopStringEngine(RolloutEngine):
         with self._lock:
             self._aborted |= self._requests.keys() & set(ids)
             self._engine.abort_samples(ids)
-
-    def health(self) -> bool:
-        """Returns the health of the engine."""
-        return self._engine.health()
-
-    def take_counts(self) -> Counts:
-        """Returns the counters of the engine."""
-        return self._engine.take_counts()
 
     def _process(self, sample: Sample) -> None:
         request, sampling = self._requests.pop(sample.id)

@@ -26,8 +26,7 @@ from verl_mg.rollout.agents.history import Context
 from verl_mg.rollout.agents.runner import AgentRunner, AgentSettings
 from verl_mg.rollout.agents.server import AgentServer
 from verl_mg.rollout.agents.sessions import Generate, OpenSession, Sessions
-from verl_mg.rollout.engine import Request, RolloutEngine, Sample, Sampling
-from verl_mg.rollout.engine_counts import Counts
+from verl_mg.rollout.engine import EngineWrapper, Request, RolloutEngine, Sample, Sampling
 
 POLL_SECONDS = 0.01
 """Longest time that a request of an agent waits until the engine has it."""
@@ -56,7 +55,7 @@ class _Turn:
             self.reply.set_result(sample)
 
 
-class AgentEngine(RolloutEngine):
+class AgentEngine(EngineWrapper):
     """Wrapper around an engine: each request starts an agent, whose conversation is the sample.
 
     An aborted sample begins again: what an agent has done outside cannot be continued.
@@ -86,7 +85,8 @@ class AgentEngine(RolloutEngine):
             host: address that the server listens on.
             image_limits: limits of an image in a request; None for a policy that reads text alone.
         """
-        self._engine, self._concurrency = engine, concurrency
+        super().__init__(engine)
+        self._concurrency = concurrency
         self._events: queue.SimpleQueue[_Turn | Sample] = queue.SimpleQueue()
         self._turns: dict[int, _Turn] = {}
         self._numbers = itertools.count()
@@ -114,6 +114,10 @@ class AgentEngine(RolloutEngine):
         if self._concurrency is None:
             return self._engine.num_free_slots() + len(self._turns) - len(self._agents)
         return self._concurrency - len(self._agents)
+
+    def num_queue_slots(self) -> int:
+        """Returns 0: an agent starts with its request."""
+        return 0
 
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
         """Starts an agent for each request; the tokens of a partial sample are not used."""
@@ -149,14 +153,6 @@ class AgentEngine(RolloutEngine):
             running = self._agents & set(ids)
             self._cancelled |= running
         self._loop.call_soon_threadsafe(self._cancel, running)
-
-    def health(self) -> bool:
-        """Returns the health of the engine."""
-        return self._engine.health()
-
-    def take_counts(self) -> Counts:
-        """Returns the counters of the engine."""
-        return self._engine.take_counts()
 
     def _run_agents(self) -> None:
         try:

@@ -20,8 +20,7 @@ from itertools import groupby
 from operator import itemgetter
 
 from verl_mg.images import RowImages
-from verl_mg.rollout.engine import Request, RolloutEngine, Sample, Sampling
-from verl_mg.rollout.engine_counts import Counts
+from verl_mg.rollout.engine import EngineWrapper, Request, RolloutEngine, Sample, Sampling
 from verl_mg.rollout.stop_strings import last_turn_start
 from verl_mg.rollout.tools.chat_format import ToolCall, ToolCallFormat
 from verl_mg.rollout.tools.tool import Tool, ToolOutput, ToolSample
@@ -43,7 +42,7 @@ class _PendingCalls:
     results: Future[list[str | ToolOutput]]
 
 
-class MultiTurnEngine(RolloutEngine):
+class MultiTurnEngine(EngineWrapper):
     """Wrapper around an engine whose samples call tools between their turns.
 
     A sample is complete when a turn ends without calls, after `max_turns` turns, or at `max_new_tokens`, which limits
@@ -74,7 +73,8 @@ class MultiTurnEngine(RolloutEngine):
             max_turns: largest number of turns of a sample.
             tool_timeout: seconds for each call from its start, and to open and to close a state.
         """
-        self._engine, self._format, self._max_turns = engine, chat_format, max_turns
+        super().__init__(engine)
+        self._format, self._max_turns = chat_format, max_turns
         self._runner = ToolRunner(tools, tool_timeout)
         self._requests: dict[int, tuple[Request, Sampling]] = {}
         self._pending: dict[int, _PendingCalls] = {}
@@ -87,10 +87,6 @@ class MultiTurnEngine(RolloutEngine):
     def num_free_slots(self) -> int:
         """Returns those of the engine minus the samples that will return to it."""
         return self._engine.num_free_slots() - len(self._pending)
-
-    def num_queue_slots(self) -> int:
-        """Returns the queue slots of the engine."""
-        return self._engine.num_queue_slots()
 
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
         """Submits requests to the engine; samples that were aborted during their calls repeat these first."""
@@ -138,14 +134,6 @@ class MultiTurnEngine(RolloutEngine):
                 self._complete(replace(self._pending[i].sample, finish="abort"))
             self._aborted |= self._requests.keys() & set(ids)
             self._engine.abort_samples(ids)
-
-    def health(self) -> bool:
-        """Returns the health of the engine."""
-        return self._engine.health()
-
-    def take_counts(self) -> Counts:
-        """Returns the counters of the engine."""
-        return self._engine.take_counts()
 
     def close(self) -> None:
         """Cancels running calls, closes the states of tools and ends the event loop; the engine stays as it is."""
