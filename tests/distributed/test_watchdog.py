@@ -22,9 +22,7 @@ from tests.launched import (
     watched,
     write_inputs,
 )
-from tests.tiny_jobs import logged
 from verl_mg.distributed import watchdog
-from verl_mg.distributed.main_thread import innermost_user_frame, main_stack, main_waits
 from verl_mg.distributed.watchdog import (
     EXIT_RANK_LOST,
     HEARTBEAT_SECONDS,
@@ -53,26 +51,6 @@ def test_train_with_stopped_rank_names_it_with_its_stack(tmp_path):
     assert line.startswith("error: rank 1 (host ") and f"pid {stopped.pid}): no heartbeat for" in line
     assert "It was last at " in line and "\n    verl_mg/run/loop.py:" in err
     assert "Traceback" not in err
-
-
-# For a stopped rank torchrun waits 30 s before it restarts the others.
-@pytest.mark.nightly
-@pytest.mark.parametrize("lost", [signal.SIGKILL, signal.SIGSTOP])
-def test_train_with_restarts_after_lost_ranks_resumes_every_iteration(tmp_path, lost):
-    inputs, output = write_inputs(tmp_path / "inputs"), tmp_path / "run"
-    settings = ["job.heartbeat_timeout_s=5", "job.iterations=12", "checkpoint.every=1"]
-    restarts = torchrun(2, "--max-restarts", "2", "--shutdown-timeout", "1")
-    with started([*restarts, *train_command(inputs, output, *settings)]) as launcher:
-        iterations_done(output, 4, launcher)
-        rank_process(launcher, 0).kill()
-        iterations_done(output, 8, launcher)
-        rank_process(launcher, 1).send_signal(lost)
-        code, _, err = ended(launcher)
-    assert code == 0, err
-    assert len(error_lines(err)) == 2 and "error: rank 1 (host " in err and "error: rank 0 (host " in err
-    assert err.count("after iteration") == 2
-    steps = [line["step"] for line in logged(output)]
-    assert steps == list(range(1, 13))
 
 
 def test_launcher_with_killed_rank_exits_with_its_signal():
@@ -171,16 +149,3 @@ def test_watchdog_heartbeat_is_two_requests_whatever_the_number_of_ranks(monkeyp
 def test_heartbeats_of_all_ranks_stay_below_the_limit_of_requests(size):
     assert size * REQUESTS_PER_HEARTBEAT / heartbeat_seconds(size) <= MAX_REQUESTS_PER_SECOND
     assert heartbeat_seconds(250) == HEARTBEAT_SECONDS and heartbeat_seconds(4096) < 20
-
-
-def test_main_stack_lists_innermost_frame_first():
-    innermost, caller, *_ = main_stack()
-    assert innermost.startswith("verl_mg/distributed/main_thread.py:") and innermost.endswith(" _main_frame")
-    assert caller.endswith(" main_stack")
-    assert not main_waits()
-
-
-def test_innermost_user_frame_skips_libraries():
-    stack = ["lib/python3.11/threading.py:9 wait", "recipes/mine.py:3 iteration", "verl_mg/run/loop.py:5 run"]
-    assert innermost_user_frame(stack) == "recipes/mine.py:3 in iteration"
-    assert innermost_user_frame([]) == "an unknown line"

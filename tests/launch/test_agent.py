@@ -19,7 +19,7 @@ from tests.launched import (
     watched,
     write_inputs,
 )
-from tests.tiny_jobs import metrics_of
+from tests.tiny_jobs import logged, metrics_of
 
 RESTARTS = ("--max-restarts", "3")
 
@@ -79,3 +79,21 @@ def test_job_with_a_lost_rank_goes_on_bitwise_identical(tmp_path):
     assert code == 0, err
     assert metrics_of(tmp_path / "killed") == metrics_of(tmp_path / "whole")
     assert len(metrics_of(tmp_path / "whole")) == 9
+
+
+@pytest.mark.nightly
+def test_job_with_a_killed_and_a_stopped_rank_has_every_iteration_once(tmp_path):
+    inputs, output = write_inputs(tmp_path / "inputs"), tmp_path / "run"
+    settings = ["job.heartbeat_timeout_s=5", "job.iterations=12", "checkpoint.every=1"]
+    restarts = torchrun(2, *RESTARTS, "--shutdown-timeout", "1")
+    with started([*restarts, *train_command(inputs, output, *settings)]) as launcher:
+        iterations_done(output, 4, launcher)
+        forked_rank(launcher, 0).kill()
+        iterations_done(output, 8, launcher)
+        forked_rank(launcher, 1).send_signal(signal.SIGSTOP)
+        code, _, err = ended(launcher)
+    assert code == 0, err
+    (line,) = error_lines(err)  # of the watchdog; the launcher sees a killed rank itself
+    assert line.startswith("error: rank 1 (host ") and "no heartbeat for" in line
+    assert err.count("all ranks start again") == err.count("run: resumes after iteration") == 2
+    assert [line["step"] for line in logged(output)] == list(range(1, 13))

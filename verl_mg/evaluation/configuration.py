@@ -50,7 +50,7 @@ def evaluation_config(
             part.pop(key, None)
     if target.run and target.model:
         _section(tree, "actor").pop("lora", None)  # exports have their adapters merged
-    _section(tree, "evaluation")["prompts"] = None
+    _section(tree, "evaluation")["prompts"] = None  # all of them, unless an override says otherwise
     data = _section(tree, "data")
     if sets:
         data["test"] = _chosen(sets, data.get("test"))

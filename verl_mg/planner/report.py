@@ -258,7 +258,7 @@ def _facts(numbers: Numbers) -> Table:
 
 def _of_stages(values: Sequence[float]) -> str:
     """Returns a number of each stage, equal neighbours as `30 x 3`; of many different ones the smallest and largest."""
-    runs = [(_text(value), len(list(equal))) for value, equal in itertools.groupby(values)]
+    runs = [(text, len(list(equal))) for text, equal in itertools.groupby(map(_text, values))]
     if len(runs) > MOST_STAGES:
         return f"{_text(min(values))} to {_text(max(values))}"
     return ", ".join(f"{count} x {text}" if count > 1 else text for text, count in runs)

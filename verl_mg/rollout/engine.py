@@ -229,7 +229,7 @@ class RolloutEngine(ABC):
 
 
 class EngineWrapper(RolloutEngine):
-    """Base of engines that extend another one, which answers what they do not."""
+    """Base of engines that extend another one, which does what they do not override."""
 
     def __init__(self, engine: RolloutEngine) -> None:
         """Wraps an engine.
