@@ -16,7 +16,7 @@ from verl_mg.checkpoint.hf_safetensors import CheckpointReader, load_shards
 from verl_mg.checkpoint.model_directory import ModelDirectory
 from verl_mg.models.hf_config import read_config
 from verl_mg.models.multi_token import with_multi_token_layer
-from verl_mg.rollout.engine import Request, RolloutEngine, Sample
+from verl_mg.rollout.engine import Request, RolloutEngine, Sample, Sampling
 from verl_mg.rollout.ipc_payload import Staging
 from verl_mg.rollout.process_engine import ProcessEngine
 from verl_mg.rollout.sglang.arguments import has_multi_token_draft
@@ -82,3 +82,23 @@ def all_of(engine: RolloutEngine, count: int, seconds: float = 100.0, wait: floa
         samples += engine.collect(wait)
     assert len(samples) == count
     return sorted(samples, key=lambda sample: sample.id)
+
+
+def cut_short(engine: RolloutEngine, requested: Sequence[Request], sampling: Sampling) -> list[Sample]:
+    """Partial samples of requests that are aborted at work; sorted by id.
+
+    Again where the abort came before the first token or after the last one: a busy machine keeps no time.
+    """
+    seconds = 0.15
+    for _ in range(10):
+        engine.submit(requested, sampling)
+        samples = engine.collect(seconds)
+        engine.abort()
+        samples += all_of(engine, len(requested) - len(samples))
+        if {sample.finish for sample in samples} != {"abort"}:
+            seconds /= 2
+        elif not any(sample.tokens for sample in samples):
+            seconds *= 2
+        else:
+            return sorted(samples, key=lambda sample: sample.id)
+    raise AssertionError("no abort comes while the requests are at work")

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from tests.engines import all_of, requests
+from tests.engines import all_of, cut_short, requests
 from tests.roles.engine_jobs import NEW_TOKENS, engine_job, inputs
 from tests.sglang_servers import RunningServer, free_port
 from tests.traces import needs_sglang
@@ -245,11 +245,8 @@ def engine(server) -> Iterator[RemoteEngine]:
 def test_remote_engine_resumes_a_partial_sample(engine):
     greedy = Sampling(max_new_tokens=58, temperature=0.0)
     whole = engine.generate(requests(6), greedy)
-    engine.submit(requests(6), greedy)
-    engine.collect(0.3)
-    engine.abort()
-    cut = all_of(engine, 6)
-    assert {sample.finish for sample in cut} == {"abort"} and all(len(sample.tokens) < 58 for sample in cut)
+    cut = cut_short(engine, requests(6), greedy)
+    assert all(len(sample.tokens) < 58 for sample in cut)
     again = [Request(r.id, r.prompt, r.seed, partial=s) for r, s in zip(requests(6), cut, strict=True)]
     joined = engine.generate(again, greedy)
     assert [sample.tokens for sample in joined] == [sample.tokens for sample in whole]
@@ -289,7 +286,7 @@ def test_remote_engine_server_that_stays_away_raises(server):
     engine = RemoteEngine(f"http://127.0.0.1:{port}", ServerRequirements(read_config(server.folder / "model"), 64))
     engine.load_folder(server.folder / "model", 7)
     engine.submit(requests(6), LONG)
-    engine.collect(0.2)
+    engine.collect(0.05)
     door.shut()
     with pytest.raises(EngineDiedError, match=rf"the server http://127\.0\.0\.1:{port} is lost: "):
         all_of(engine, 6)
