@@ -222,7 +222,7 @@ def test_engine_over_two_hosts_is_updated_across_the_cable_and_resumes_after_a_c
     ]
     with ExitStack() as stack:
         first, second = start(stack, hosts, "first", command, ranks=1, own_memory=True)
-        iterations_done(output, 3, first)
+        iterations_done(output, 3, first, 300)
         parts = sorted(log.name for log in (output / "engines").iterdir())
         hosts.set_cable("down")
         (code, _, err), (other_code, _, other_err) = ended(first), ended(second)
