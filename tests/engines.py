@@ -102,3 +102,20 @@ def cut_short(engine: RolloutEngine, requested: Sequence[Request], sampling: Sam
         else:
             return sorted(samples, key=lambda sample: sample.id)
     raise AssertionError("no abort comes while the requests are at work")
+
+
+def late_and_other(
+    engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch, sampling: Sampling, seconds: float = 0.05
+) -> list[Sample]:
+    """Samples of a request with a time limit of `seconds`, and of another that has enough time.
+
+    Again where the first was complete when this process looked for late ones.
+    """
+    for _ in range(10):
+        for number, limit in ((1, seconds), (2, 100.0)):
+            monkeypatch.setattr(engine, "_request_timeout", limit)
+            engine.submit([Request(number, (6, 7), 1)], sampling)
+        samples = all_of(engine, 2, wait=0.01)
+        if samples[0].finish == "timeout":
+            return samples
+    raise AssertionError("a late request is never aborted")

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from tests.engines import all_of, cut_short, requests
+from tests.engines import all_of, cut_short, late_and_other, requests
 from tests.roles.engine_jobs import NEW_TOKENS, engine_job, inputs
 from tests.sglang_servers import RunningServer, free_port
 from tests.traces import needs_sglang
@@ -271,13 +271,8 @@ def test_remote_engine_abort_before_its_requests_aborts_them(engine):
 
 
 def test_remote_engine_timeout_aborts_one_request(engine, monkeypatch):
-    monkeypatch.setattr(engine, "_request_timeout", 0.02)
-    engine.submit([Request(1, (6, 7), 1)], LONG)
-    monkeypatch.setattr(engine, "_request_timeout", 100.0)
-    engine.submit([Request(2, (6, 7), 1)], LONG)
-    # Who is late is looked for after each wait, and a fast server is done within half a second.
-    late, other = all_of(engine, 2, wait=0.01)
-    assert late.finish == "timeout" and len(late.tokens) < 58
+    late, other = late_and_other(engine, monkeypatch, LONG, 0.02)
+    assert len(late.tokens) < 58
     assert other.finish == "length" and len(other.tokens) == 58
 
 

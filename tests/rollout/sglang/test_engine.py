@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.engines import all_of, bring_weights, cut_short, process_of, requests, workers_of
+from tests.engines import all_of, bring_weights, cut_short, late_and_other, process_of, requests, workers_of
 from tests.random_models import config
 from tests.traces import needs_sglang
 from verl_mg import device
@@ -105,12 +105,8 @@ def test_engine_abort_right_after_submit_cuts_requests(engine):
 
 
 def test_engine_request_over_its_time_is_cut_alone(engine, monkeypatch):
-    monkeypatch.setattr(engine, "_request_timeout", 0.05)
-    engine.submit([Request(1, (6, 7), 1)], Sampling(max_new_tokens=250))
-    monkeypatch.setattr(engine, "_request_timeout", 100.0)
-    engine.submit([Request(2, (6, 7), 1)], Sampling(max_new_tokens=250))
-    late, other = all_of(engine, 2, wait=0.01)
-    assert late.finish == "timeout" and len(late.tokens) < 250
+    late, other = late_and_other(engine, monkeypatch, Sampling(max_new_tokens=250))
+    assert len(late.tokens) < 250
     assert other.finish == "length" and len(other.tokens) == 250
 
 

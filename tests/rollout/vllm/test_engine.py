@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests import warm_start
-from tests.engines import all_of, bring_weights, cut_short, process_of, requests, workers_of
+from tests.engines import all_of, bring_weights, cut_short, late_and_other, process_of, requests, workers_of
 from tests.traces import needs_vllm
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout
@@ -139,12 +139,8 @@ def test_engine_abort_right_after_submit_cuts_requests(engine):
 
 
 def test_engine_request_over_its_time_is_cut_alone(engine, monkeypatch):
-    monkeypatch.setattr(engine, "_request_timeout", 0.05)
-    engine.submit([Request(1, (6, 7), 1)], LONG)
-    monkeypatch.setattr(engine, "_request_timeout", 100.0)
-    engine.submit([Request(2, (6, 7), 1)], LONG)
-    late, other = all_of(engine, 2, wait=0.01)
-    assert late.finish == "timeout" and len(late.tokens) < LENGTH
+    late, other = late_and_other(engine, monkeypatch, LONG)
+    assert len(late.tokens) < LENGTH
     assert other.finish == "length" and len(other.tokens) == LENGTH
 
 
