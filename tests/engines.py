@@ -87,7 +87,7 @@ def all_of(engine: RolloutEngine, count: int, seconds: float = 100.0, wait: floa
 def cut_short(engine: RolloutEngine, requested: Sequence[Request], sampling: Sampling) -> list[Sample]:
     """Partial samples of requests that are aborted at work; sorted by id.
 
-    Again where the abort came before the first token or after the last one: a busy machine keeps no time.
+    Repeated where the abort came before the first token or after the last one, as on a busy machine.
     """
     seconds = 0.15
     for _ in range(10):
@@ -109,7 +109,7 @@ def late_and_other(
 ) -> list[Sample]:
     """Samples of a request with a time limit of `seconds`, and of another that has enough time.
 
-    Again where the first was complete when this process looked for late ones.
+    Repeated where the first one was complete before this process looked for late requests.
     """
     for _ in range(10):
         for number, limit in ((1, seconds), (2, 100.0)):
