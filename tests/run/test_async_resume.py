@@ -52,15 +52,15 @@ def trained(run: Path, iteration: int) -> dict[int, tuple[int, list[int]]]:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("delays", [[0.3], pytest.param([0.3, 0.05], marks=pytest.mark.nightly)], ids=["once", "twice"])
 def test_async_run_killed_in_flight_loses_no_sample_and_trains_none_twice(ranks, tmp_path, delays):
-    """Each kill comes some seconds after an iteration began, four iterations after the start."""
+    """Each kill comes some seconds after an iteration began, in the fourth iteration after a start."""
     folder = inputs(tmp_path, "qwen3", positions=400, unused=2000)
-    run, last = folder / "run", 0
+    run, started = folder / "run", 0
     for delay in delays:
         in_flight = False
         while not in_flight:
-            last += 4
-            in_flight = killed_in_flight(folder, last, delay)
-    iterations = last + 1
+            in_flight = killed_in_flight(folder, started + 4, delay)
+            started = int(last_checkpoint(run).name)
+    iterations = started + 2
     length = f"job.iterations={iterations}"
     (folder / "kill.json").unlink()
     ranks.run(3, run_whole, folder, RunMode(), length)
@@ -89,8 +89,12 @@ def killed_in_flight(folder: Path, iteration: int, delay: float) -> bool:
             pool.run(3, run_whole, folder, RunMode(), "job.iterations=50")
     finally:
         pool.stop()
-    state = read_state(sorted((folder / "run" / "checkpoints").iterdir())[-1])
-    return any(group.partial for group in state.rollout.groups)
+    return any(group.partial for group in read_state(last_checkpoint(folder / "run")).rollout.groups)
+
+
+def last_checkpoint(run: Path) -> Path:
+    """Folder of the last checkpoint that is complete."""
+    return max(folder for folder in (run / "checkpoints").iterdir() if folder.name.isdigit())
 
 
 def of_training(line: dict[str, float]) -> dict[str, float]:
