@@ -1,13 +1,13 @@
 """Measures training, inference, weight sync and rollout of a dense model on one GPU, and compares predicted memory.
 
-    python -m tools.bench_gpu [--output runs/bench_gpu.md] [--measured h200.json] [--repeats 5] [--tiny]
+    python -m tools.bench_gpu [--output runs/bench_gpu.md] [--measured h200.json] [--repeats 5] [--part NAME] [--tiny]
 
 The model has the shape of Qwen3-1.7B and random bf16 weights, so nothing is downloaded; `--model` names another
 config.json. Roles, engines and the weight sync are those of a job, on one rank; engines are SGLang's if it is
 installed. Every figure is the median of `--repeats` repeats after a warm-up, and the device is synchronized before the
 clock is read. The report contains the error of a part that fails, and the other parts still run; measurements are
-written after each part. `--measured` writes a file for `verl-mg plan --measured`. `--tiny` runs the same program with a
-model that a CPU computes in seconds.
+written after each part. `--part` selects parts. `--measured` writes a file for `verl-mg plan --measured`. `--tiny` runs
+the same program with a model that a CPU computes in seconds.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -60,6 +61,9 @@ from verl_mg.sharding.megatron import Kernels
 from verl_mg.sharding.weight_table import WeightTable, weight_table
 from verl_mg.training.loss_inputs import LossInputs
 
+PARTS = ("device", "kept", "recomputed", "rollout", "torch")
+"""Names of the parts, by what they measure: the device, training with activations kept, with layers recomputed, weight
+sync and rollout, training with torch's kernels where others are the default."""
 MODEL = Path(__file__).parent / "model_configs" / "qwen3_1_7b.json"
 TINY_SHAPE = {
     "hidden_size": 64,
@@ -154,19 +158,22 @@ def main(arguments: list[str] | None = None) -> int:
         tree = json.loads(options.model.read_text()) | (TINY_SHAPE if options.tiny else {})
         bench = Bench(Path(folder), world, work, options.repeats, write_model(Path(folder) / "model", tree))
         report = Report(options.output, options.model.stem + (", tiny" if options.tiny else ""), bench)
-        parts: dict[str, Callable[[Bench], Iterator[Row]]] = {
-            "The device": device_part,
-            "Training, activations kept": lambda bench: training_part(bench, recompute=False),
-            "Training, layers recomputed": lambda bench: training_part(bench, recompute=True),
-            "Weight sync and rollout": rollout_part,
+        parts: dict[str, tuple[str, Callable[[Bench], Iterator[Row]]]] = {
+            "device": ("The device", device_part),
+            "kept": ("Training, activations kept", partial(training_part, recompute=False)),
+            "recomputed": ("Training, layers recomputed", partial(training_part, recompute=True)),
+            "rollout": ("Weight sync and rollout", rollout_part),
+            "torch": ("Training, torch's kernels", partial(training_part, recompute=False, kernels="torch")),
         }
-        if resolve_kernels("auto", torch.bfloat16) != "torch":
-            parts["Training, torch's kernels"] = lambda bench: training_part(bench, recompute=False, kernels="torch")
-        for title, part in parts.items():
+        if resolve_kernels("auto", torch.bfloat16) == "torch":
+            del parts["torch"]  # they are the default
+        for name, (title, part) in parts.items():
+            if name not in (options.part or PARTS):
+                continue
             report.add(title, part)
             _tidy()
-        if options.measured and bench.figures:
-            options.measured.write_text(json.dumps(bench.figures, indent=2) + "\n", encoding="utf-8")
+            if options.measured and bench.figures:
+                options.measured.write_text(json.dumps(bench.figures, indent=2) + "\n", encoding="utf-8")
     world.shut_down()
     return 1 if report.failed else 0
 
@@ -177,6 +184,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--measured", type=Path, help="a JSON file for verl-mg plan")
     parser.add_argument("--model", type=Path, default=MODEL, help="a config.json (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--part", action="append", choices=PARTS, help="only this part (repeatable)")
     parser.add_argument("--tiny", action="store_true", help="a small model for the CPU, to test the program")
     return parser.parse_args(arguments)
 

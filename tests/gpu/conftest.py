@@ -21,6 +21,8 @@ STACKS_S = 10
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--outcomes", type=Path, help="append a JSON line to this file when a test starts and ends")
+    parser.addoption("--limit", type=float, help="end each test after so many seconds, where its own limit is longer")
+    parser.addoption("--most-ranks", type=int, help="start no more ranks than these; tests of more are skipped")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -30,15 +32,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the tests of this folder before those with markers are deselected."""
+    most = config.getoption("limit", None) or float("inf")
     on_gpus = bool(Machine.this().gpus)
     for item in items:
         if FOLDER in item.path.parents:
             item.add_marker(pytest.mark.gpu)
             own = item.get_closest_marker("timeout")
             limit = own.args[0] if own and on_gpus else LIMIT_S["gpu" if on_gpus else "cpu"]
-            item.add_marker(pytest.mark.timeout(limit), append=False)
+            item.add_marker(pytest.mark.timeout(min(limit, most)), append=False)
 
 
 class Outcomes:
@@ -85,6 +88,9 @@ def limited_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
         return
     pool: RankPool = request.getfixturevalue("ranks")
+    most = request.config.getoption("most_ranks", None)
+    if most and most < pool.size:
+        pool.size, pool.why_no_more = most, f"--most-ranks {most}"
     before, marker = pool.timeout_s, request.node.get_closest_marker("timeout")
     pool.timeout_s = marker.args[0] - STACKS_S
     yield

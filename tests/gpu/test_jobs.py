@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import warm_start
+from tests.gpu.served_jobs import CACHE_TOKENS
 from tests.launched import ended, forked_rank, iterations_done, started, torchrun
 from tests.machine import Machine
 from tests.megatron.layout_models import HALF_HEAD_DIM, make_model
@@ -140,18 +141,39 @@ def test_job_on_fsdp_agrees_with_its_engines(run: Run, tmp_path: Path, settings:
     assert mismatch and all(error < 0.05 for error in mismatch)
 
 
+@pytest.fixture
+def run_with_sglang(run: Run, machine: Machine, tmp_path: Path) -> Run:
+    """A function: name of a folder, overrides -> metrics of a GRPO job with an engine of SGLang on each GPU.
+
+    The model has heads of a width that its kernels have.
+    """
+    if not machine.gpus:
+        pytest.skip("tests/roles has such jobs with engines on the CPU")
+    heads = {"hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "ffn": 512}
+    model = quickstart_module.make_tiny_model(tmp_path / "model", "qwen3", init_std=0.06, **heads)
+    settings = [f"model.path={model}", "actor.offload=true", "rollout.engine=sglang"]
+    settings.append(f"rollout.sglang.max_total_tokens={CACHE_TOKENS}")  # so that several jobs can share a GPU
+    return lambda name, *overrides, **options: run(
+        "grpo", tmp_path / name, *settings, *overrides, count=machine.gpus, **options
+    )
+
+
 @needs_sglang
 @pytest.mark.timeout(2 * JOB_S)
-def test_job_with_sglang_engines_agrees_with_them(run: Run, machine: Machine, tmp_path: Path) -> None:
+def test_job_with_sglang_engines_agrees_with_them(run_with_sglang: Run) -> None:
     """Log-probs of the engines are those of training, before and after updates."""
-    if not machine.gpus:
-        pytest.skip("tests/roles has such a job with engines on the CPU")
-    folder = tmp_path / "inputs"
-    heads = {"hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "ffn": 512}
-    quickstart_module.make_tiny_model(folder / "model", "qwen3", init_std=0.06, **heads)
-    settings = [f"model.path={folder / 'model'}", "actor.offload=true", "rollout.engine=sglang"]
-    metrics = run("grpo", tmp_path / "run", *settings, count=machine.gpus)
+    metrics = run_with_sglang("run")
     assert all(line["mismatch/mean_abs"] < 0.05 for line in metrics if "mismatch/mean_abs" in line)
+
+
+@needs_sglang
+@pytest.mark.timeout(3 * JOB_S)
+def test_deterministic_job_with_sglang_engines_repeats_and_resumes_bitwise(run_with_sglang: Run) -> None:
+    """The job that is resumed repeats the first half in other processes."""
+    whole = run_with_sglang("whole", "job.deterministic=true")
+    assert len(run_with_sglang("resumed", "job.deterministic=true", iterations=2)) < len(whole)
+    assert run_with_sglang("resumed", "job.deterministic=true") == whole
+    assert whole[-1]["actor/grad_norm"] > 0
 
 
 @pytest.mark.timeout(3 * JOB_S)
