@@ -53,7 +53,10 @@ IMPORTED_BY_JOBS = (
     "torch.utils.tensorboard",
     "transformers.models.qwen2.tokenization_qwen2",
 )
+HIDE = "verl_mg.rollout.hidden_packages:hide_training_packages"
+"""What the processes of engines call first."""
 IMPORTED_BY_SGLANG = (
+    HIDE,
     "verl_mg.rollout.sglang.scheduler",
     "verl_mg.rollout.sglang.host",
     "verl_mg.rollout.tracing.trace_rank",
@@ -61,6 +64,7 @@ IMPORTED_BY_SGLANG = (
     "sglang.srt.entrypoints.http_server",
 )
 IMPORTED_BY_VLLM = (
+    HIDE,
     "verl_mg.rollout.vllm.host",
     "verl_mg.rollout.vllm.worker",
     "verl_mg.rollout.tracing.trace_rank",
@@ -93,7 +97,7 @@ class WarmStart:
 
         Args:
             name: name of the server.
-            imported: names of the modules that the programs need not import.
+            imported: modules that the programs need not import, or MODULE:FUNCTION to call, in this order.
             environment: variables that the modules read when they are imported.
             python: path of the Python that runs the programs.
         """
@@ -301,8 +305,11 @@ def _enter_network(client: int) -> None:
 
 
 def _main(folder: Path, owner: int, imported: Sequence[str]) -> None:
-    for module in imported:
-        importlib.import_module(module)
+    for name in imported:
+        module, _, function = name.partition(":")
+        loaded = importlib.import_module(module)
+        if function:
+            getattr(loaded, function)()
     with contextlib.suppress(ImportError):  # it comes with SGLang
         import setproctitle
 

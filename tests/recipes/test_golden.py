@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.recipes import golden as recorded
 from tests.recipes.golden import GOLDEN, ITERATIONS, Golden, Machine
 from tests.recipes.tiny_runs import LETTERS, tiny_run
 from tools.compare_metrics import METRICS, compare, read_metrics
@@ -9,7 +10,7 @@ from tools.compare_metrics import METRICS, compare, read_metrics
 ALWAYS = ("grpo", "ppo", "dapo", "dpo", "prime", "kl_cov")
 NAMES = sorted(config.stem for config in LETTERS.glob("*.yaml"))
 REL_ELSEWHERE = 1e-4
-"""Relative tolerance on another CPU or with another version of torch."""
+"""Relative tolerance on another machine than the recorded one."""
 ROUNDING = ("mismatch/",)
 """Metrics of the difference between engine and trainer: of rounding only, so they are compared on the same machine."""
 
@@ -34,3 +35,17 @@ def without_rounding(lines):
 
 def test_golden_files_cover_every_configuration():
     assert {file.stem for file in GOLDEN.glob("*.json")} == set(NAMES)
+
+
+def test_machine_with_another_stepping_is_another(monkeypatch, tmp_path):
+    here, other = Machine.here(), tmp_path / "cpuinfo"
+    text = recorded.CPU_INFO.read_text()
+    other.write_text(text.replace(text[text.index("stepping") :].split("\n", 1)[0], "stepping\t: 99", 1))
+    monkeypatch.setattr(recorded, "CPU_INFO", other)
+    assert Machine.here() != here and Machine.here().instructions == here.instructions
+
+
+def test_machine_whose_libraries_are_held_to_fewer_instructions_is_another(monkeypatch):
+    here = Machine.here()
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX")
+    assert Machine.here() != here

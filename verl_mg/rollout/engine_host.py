@@ -28,6 +28,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
 from verl_mg.rollout.engine_attachment import EngineAttachment, EngineListener
+from verl_mg.rollout.hidden_packages import hide_training_packages
 from verl_mg.rollout.request_ledger import Generation, RequestLedger, request_key
 
 LINE_LIMIT = 2**31
@@ -309,6 +310,7 @@ def main(create: Callable[[dict[str, Any], asyncio.AbstractEventLoop], Host]) ->
     Args:
         create: starts the engine from its arguments; the event loop does not run yet.
     """
+    hide_training_packages()
     connection = socket.socket(fileno=int(sys.argv[1]))
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)  # SGLang's tokenizer manager uses the current event loop

@@ -17,6 +17,7 @@ from verl_mg.images import Image
 from verl_mg.rollout import engine_host
 from verl_mg.rollout.engine_attachment import EngineListener
 from verl_mg.rollout.engine_host import EngineHost
+from verl_mg.rollout.hidden_packages import hide_training_packages
 from verl_mg.rollout.ipc_payload import named_views, open_payload
 from verl_mg.rollout.sglang.arguments import has_multi_token_draft
 from verl_mg.rollout.sglang.requests import load_counts, parse_response, request_fields
@@ -255,5 +256,7 @@ def create(arguments: dict[str, Any], loop: asyncio.AbstractEventLoop) -> SGLang
     return SGLangHost(Engine(**arguments), processor, has_multi_token_draft(arguments))
 
 
+if __name__ == "__mp_main__":  # in a process that SGLang spawns
+    hide_training_packages()
 if __name__ == "__main__":
     engine_host.main(create)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout
+from verl_mg.rollout.hidden_packages import hide_training_packages
 from verl_mg.rollout.tracing.position_codes import UNWRITTEN, PositionCodes, decode, is_written
 from verl_mg.sharding.boxes import Shard
 from verl_mg.sharding.traced_table import EngineName, write_rank_shards
@@ -88,6 +89,7 @@ def main(engine: EngineName, folder: Path, rank: int) -> int:
     Returns:
         The exit status of the process.
     """
+    hide_training_packages()
     jobs: list[TraceJob] = json.loads(jobs_file(folder).read_text(encoding="utf-8"))
     unloaded_model = importlib.import_module(f"verl_mg.rollout.{engine}.unloaded_model").unloaded_model
     if rank == 0:

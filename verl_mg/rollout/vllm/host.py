@@ -17,6 +17,8 @@ from verl_mg.images import Image
 from verl_mg.rollout import engine_host
 from verl_mg.rollout.engine_attachment import EngineListener
 from verl_mg.rollout.engine_host import EngineHost
+from verl_mg.rollout.hidden_packages import hide_training_packages
+from verl_mg.rollout.vllm.model_registry import inspect_models_here
 from verl_mg.rollout.vllm.statistics import StepStatistics
 
 SEED_STEP = 0x9E3779B97F4A7C15
@@ -287,6 +289,7 @@ def create(arguments: dict[str, Any], loop: asyncio.AbstractEventLoop) -> VLLMHo
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
+    inspect_models_here()
     os.register_at_fork(after_in_child=partial(_begin_child, int(sys.argv[1]), os.open(os.devnull, os.O_RDWR)))
     # Training ties the output layer as config.json says, whatever else the checkpoint contains.
     ModelConfig.maybe_untie_word_embeddings = lambda self: None
@@ -302,5 +305,7 @@ def create(arguments: dict[str, Any], loop: asyncio.AbstractEventLoop) -> VLLMHo
     return VLLMHost(loop.run_until_complete(start()), captures_routing, processor, statistics)
 
 
+if __name__ == "__mp_main__":  # in a process that vLLM spawns
+    hide_training_packages()
 if __name__ == "__main__":
     engine_host.main(create)

@@ -13,6 +13,7 @@ import torch
 
 from verl_mg.layout import EngineLayout
 from verl_mg.rollout.vllm.arguments import layer_partition
+from verl_mg.rollout.vllm.model_registry import inspect_models_here
 
 SPARSE_BACKEND = "vllm.v1.attention.backends.mla.flashmla_sparse.FlashMLASparseBackend"
 """Kernels of sparse attention by their name in vLLM."""
@@ -35,6 +36,7 @@ def unloaded_model(model_dir: str, layout: EngineLayout, rank: int, store: Path)
     from vllm.model_executor.models import utils as model_utils
     from vllm.utils.torch_utils import set_default_torch_dtype
 
+    inspect_models_here()
     ident = f"{store.parent.name}-{store.stem}"
     os.environ["VLLM_DIST_IDENT"] = ident  # names the shared memory of this group, which vLLM does not always remove
     arguments = EngineArgs(

@@ -1,0 +1,45 @@
+"""What a process that SGLang spawns has imported: `python -m tests.rollout.sglang.packages_probe`.
+
+The process begins as a scheduler does, with the host of the engine as its main module, and imports the scheduler and
+what it imports when it builds its model. Prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import multiprocessing
+import os
+import sys
+from multiprocessing.connection import Connection
+
+from verl_mg.rollout.sglang.arguments import ON_CPU
+from verl_mg.rollout.sglang.engine import HOST
+
+
+def imported(answer: Connection) -> None:
+    import sglang.srt.model_executor.model_runner  # noqa: F401
+    from torch_memory_saver import torch_memory_saver
+
+    import verl_mg.rollout.sglang.scheduler  # noqa: F401
+
+    packages = {name.partition(".")[0] for name, module in sys.modules.items() if module is not None}
+    answer.send({"packages": sorted(packages), "memory_saver": torch_memory_saver._impl_ctor_kwargs})
+
+
+def main() -> None:
+    from tests.rollout.sglang.packages_probe import imported  # the child has another main module
+
+    os.environ.update(ON_CPU)
+    # By its name a spawned process finds its main module.
+    sys.modules["__main__"].__spec__ = importlib.util.find_spec(HOST)
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("spawn").Process(target=imported, args=(sender,))
+    process.start()
+    sender.close()
+    print(json.dumps(receiver.recv()))
+    process.join()
+
+
+if __name__ == "__main__":
+    main()
