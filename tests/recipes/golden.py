@@ -1,6 +1,7 @@
 """Recorded metrics of the first iterations of every configuration of the small task.
 
-python -m tests.recipes.golden RUNS [--renames FILE]      records them from folders RUNS/NAME with metrics.jsonl
+python -m pytest tests/recipes/test_golden.py -m "nightly or not nightly" --basetemp=RUNS
+python -m tests.recipes.golden RUNS [--renames FILE]      records them from the folders NAME below RUNS
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def main() -> None:
     options = parser.parse_args()
     renames = read_renames(options.renames) if options.renames else {}
     torch.set_num_threads(1)  # as in the ranks of tests
-    for file in sorted(options.runs.glob(f"*/{METRICS}")):
+    for file in sorted(options.runs.rglob(METRICS)):
         lines = [line for line in read_metrics(file, renames) if line["step"]][:ITERATIONS]
         Golden(Machine.here(), lines).write(file.parent.name)
 

