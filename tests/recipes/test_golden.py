@@ -12,8 +12,8 @@ NAMES = sorted(config.stem for config in LETTERS.glob("*.yaml"))
 REL_ELSEWHERE = 1e-4
 """Relative tolerance on another machine than the recorded one."""
 SENSITIVE = {"distillation": 0.15, "gkd": 0.15, "mt_grpo": 0.02}
-"""The same where rounding grows: a teacher is trained on this machine, by steps of Adam that are as long for a gradient of
-rounding alone as for any other; with clipped ratios, a token at the edge of the clip falls on its other side."""
+"""The same where rounding grows: Adam's steps are as long for a gradient of rounding alone as for any other, by which a
+teacher is trained on this machine, and a token at the edge of a clip falls on its other side."""
 ROUNDING = ("mismatch/",)
 """Metrics of the difference between engine and trainer: of rounding only, so they are compared on the same machine."""
 
