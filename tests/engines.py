@@ -74,7 +74,7 @@ def requests(count: int = 6) -> list[Request]:
     return [Request(10 + i, (6 + i % 8, 7, 9, 11), i) for i in range(count)]
 
 
-def all_of(engine: RolloutEngine, count: int, seconds: float = 100.0, wait: float = 0.5) -> list[Sample]:
+def all_of(engine: RolloutEngine, count: int, seconds: float = 600.0, wait: float = 0.5) -> list[Sample]:
     """Collects samples, for which each look waits up to `wait` seconds; sorted by id."""
     samples: list[Sample] = []
     until = time.monotonic() + seconds

@@ -19,7 +19,8 @@ from tests.tiny_models import tiny_model
 ROOT = Path(__file__).parents[1]
 LONG = 10**6
 """Iterations of a job that does not end by itself."""
-PATIENCE_S = 120
+PATIENCE_S = 600
+"""Against hanging only, on a machine that is busy."""
 
 
 def write_inputs(folder: Path) -> Path:

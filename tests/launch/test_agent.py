@@ -62,7 +62,7 @@ def test_killed_launcher_leaves_no_process():
         processes = descendants(launcher.pid)
         assert {"rank 0", "rank 1"} <= {process.name() for process in processes}
         launcher.kill()
-        assert alive(processes, 30) == []
+        assert alive(processes) == []
 
 
 def test_job_with_a_lost_rank_goes_on_bitwise_identical(tmp_path):

@@ -75,7 +75,6 @@ def test_rehearsal_of_whole_suite_passes(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(900)
 def test_rehearsal_of_two_nodes_moves_weights_and_trains_across_them(tmp_path: Path) -> None:
     """Two launchers on this machine, of two ranks each."""
     warm, path = warm_start.shared(), f"{Path(sys.executable).parent}:{os.environ['PATH']}"
