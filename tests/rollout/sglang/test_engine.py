@@ -44,7 +44,7 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(model, tmp_path_factory) -> Iterator[SGLangEngine]:
-    engine = SGLangEngine(model, SETTINGS, tmp_path_factory.mktemp("log") / "0.log", request_timeout=100.0)
+    engine = SGLangEngine(model, SETTINGS, tmp_path_factory.mktemp("log") / "0.log", request_timeout=1000.0)
     bring_weights(engine, model, version=7)
     yield engine
     engine.close()
@@ -187,7 +187,7 @@ def test_engine_updated_right_after_its_last_sample_flushes_its_cache(engine, mo
 @pytest.mark.nightly
 def test_engine_that_imports_its_libraries_late_is_updated_after_samples_with_experts(model, tmp_path):
     settings = dataclasses.replace(SETTINGS, python=Path(sys.executable))
-    engine = SGLangEngine(model, settings, tmp_path / "0.log", request_timeout=100.0)
+    engine = SGLangEngine(model, settings, tmp_path / "0.log", request_timeout=1000.0)
     try:
         for version in (1, 2):
             bring_weights(engine, model, version)

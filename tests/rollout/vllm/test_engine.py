@@ -59,7 +59,7 @@ def model(models) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(model, tmp_path_factory) -> Iterator[VLLMEngine]:
-    engine = VLLMEngine(model, SETTINGS, tmp_path_factory.mktemp("log") / "0.log", request_timeout=100.0)
+    engine = VLLMEngine(model, SETTINGS, tmp_path_factory.mktemp("log") / "0.log", request_timeout=1000.0)
     bring_weights(engine, model, version=7)
     yield engine
     engine.close()
