@@ -293,8 +293,9 @@ def test_remote_engine_server_that_stays_away_raises(server):
     door = Door(port := free_port(), server.port)
     engine = RemoteEngine(f"http://127.0.0.1:{port}", ServerRequirements(read_config(server.folder / "model"), 64))
     engine.load_folder(server.folder / "model", 7)
+    door.holds = True
     engine.submit(requests(6), LONG)
-    engine.collect(0.05)
+    assert door.held.wait(600)
     door.shut()
     with pytest.raises(EngineDiedError, match=rf"the server http://127\.0\.0\.1:{port} is lost: "):
         all_of(engine, 6)
