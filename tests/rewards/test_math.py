@@ -77,6 +77,7 @@ def test_score_record_with_only_a_mark_returns_0() -> None:
 
 
 def test_score_hard_formula_times_out_on_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert score("5", "5").value == 1.0  # what takes long the first time is done
     monkeypatch.setattr(math, "SECONDS", 1)  # here; the worker process keeps its own
     hard = r"\boxed{9^{9^{9}}}"
     assert score("5", hard) == Reward(0.0, {"correct": 0.0, "answered": 1.0}, "9**(9**9)")
