@@ -74,7 +74,7 @@ def requests(count: int = 6) -> list[Request]:
     return [Request(10 + i, (6 + i % 8, 7, 9, 11), i) for i in range(count)]
 
 
-def all_of(engine: RolloutEngine, count: int, seconds: float = 100.0, wait: float = 0.5) -> list[Sample]:
+def all_of(engine: RolloutEngine, count: int, seconds: float = 600.0, wait: float = 0.5) -> list[Sample]:
     """Collects samples, for which each look waits up to `wait` seconds; sorted by id."""
     samples: list[Sample] = []
     until = time.monotonic() + seconds
@@ -90,7 +90,7 @@ def cut_short(engine: RolloutEngine, requested: Sequence[Request], sampling: Sam
     Repeated where the abort came before the first token or after the last one, as on a busy machine.
     """
     seconds = 0.15
-    for _ in range(10):
+    for _ in range(50):
         engine.submit(requested, sampling)
         samples = engine.collect(seconds)
         engine.abort()
@@ -111,8 +111,8 @@ def late_and_other(
 
     Repeated where the first one was complete before this process looked for late requests.
     """
-    for _ in range(10):
-        for number, limit in ((1, seconds), (2, 100.0)):
+    for _ in range(50):
+        for number, limit in ((1, seconds), (2, 1000.0)):
             monkeypatch.setattr(engine, "_request_timeout", limit)
             engine.submit([Request(number, (6, 7), 1)], sampling)
         samples = all_of(engine, 2, wait=0.01)

@@ -19,8 +19,8 @@ from tests import warm_start
 from verl_mg.run.checkpointer import SUMS
 
 ROOT = Path(__file__).parents[1]
-PATIENCE_S = 90
-"""A command that takes longer hangs; the slowest that do not take a few seconds."""
+PATIENCE_S = 600
+"""A command that takes longer hangs; the slowest that do not take a few seconds on an idle machine."""
 MEMORY = 32 * 2**30
 """Bytes of address space: the system refuses more before the machine suffers."""
 

@@ -17,9 +17,12 @@ from tests.tiny_jobs import files_of, write_sums
 from tests.tiny_models import tiny_model
 
 ROOT = Path(__file__).parents[1]
+HELD = str(ROOT / "tests" / "run" / "held_sft.py")
+"""Recipe of a job that waits in the iteration that a test names."""
 LONG = 10**6
 """Iterations of a job that does not end by itself."""
-PATIENCE_S = 120
+PATIENCE_S = 600
+"""Against hanging only, on a machine that is busy."""
 
 
 def write_inputs(folder: Path) -> Path:
@@ -99,6 +102,17 @@ def iterations_done(output: Path, count: int, process: subprocess.Popen[str], pa
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline, f"{metrics}: fewer than {count} iterations"
         time.sleep(0.1)
+
+
+def hold(output: Path, iteration: int | None) -> None:
+    """Makes a job with the recipe HELD wait in an iteration; None: in none."""
+    file = output.with_suffix(".held")
+    if iteration is None:
+        file.unlink()
+    else:
+        written = file.with_suffix(".partial")
+        written.write_text(str(iteration))
+        written.rename(file)
 
 
 def wait_for_steps(launcher: subprocess.Popen[str]) -> None:

@@ -55,6 +55,6 @@ def parameters_of(url: str, tp: int, folder: Path, damage: str = "") -> list[Map
 
 def post(url: str, body: Mapping[str, Any]) -> None:
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as response:
+    with urllib.request.urlopen(request, timeout=600) as response:
         answer = json.load(response)
     assert answer["success"], answer

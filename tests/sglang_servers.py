@@ -24,7 +24,7 @@ from verl_mg.rollout.sglang import engine_arguments
 from verl_mg.rollout.sglang.arguments import environment
 from verl_mg.rollout.sglang.shard_receiver import RECEIVER
 
-START_SECONDS = 400
+START_SECONDS = 1800
 SETTINGS = EngineSettings(
     layout=EngineLayout(tp=2), dtype=torch.float32, max_running=32, max_positions=64,
     extra={"skip_tokenizer_init": False},
@@ -101,7 +101,7 @@ class RunningServer:
 
 def answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=5) as response:
+        with urllib.request.urlopen(url, timeout=60) as response:
             return response.status == 200
     except (OSError, urllib.error.URLError):
         return False

@@ -45,7 +45,7 @@ def script(tmp_path):
 def run(*command: object) -> subprocess.CompletedProcess[str]:
     words = [warm_start.shared().python, *map(str, command)]
     environment = {**os.environ, **warm_start.shared().environment, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=300)
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=1200)
 
 
 def test_script_under_torchrun_trains(script, tmp_path):

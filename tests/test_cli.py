@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests import warm_start
+from tests.launched import PATIENCE_S
 from tests.tiny_jobs import logged
 from tests.tiny_models import tiny_model
 from verl_mg.models.tiny_model import make_tiny_model
@@ -48,7 +49,7 @@ def start(arguments: list[str], ranks: int, warm: bool = True) -> subprocess.Com
         shared = warm_start.shared()
         python, variables = shared.python, variables | shared.environment
     command = [python, *launcher, "-m", "verl_mg", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, env=variables)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, env=variables)
 
 
 def train(inputs: Path, output: Path, ranks: int, *overrides: str, recipe: str = GRPO, warm: bool = True):
@@ -158,7 +159,7 @@ def test_launcher_with_a_killed_rank_exits_with_its_signal(tmp_path):
     shared = warm_start.shared()
     command = [shared.python, "-m", "verl_mg.launch", "--nproc-per-node", "2", str(script)]
     variables = os.environ | shared.environment
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, env=variables)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, env=variables)
     assert result.returncode == 128 + signal.SIGKILL
     assert "Traceback" not in result.stderr
 

@@ -79,7 +79,7 @@ def started(
 
 
 def result(process: subprocess.Popen[str]) -> tuple[list[str], list[object]]:
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=600)
     models, data = json.loads(output)
     return models, data
 

@@ -169,7 +169,7 @@ def test_dockerfile_copies_what_the_build_reads() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(7200)
 def test_fallback_environment_of_python_311_is_made_and_trains(tmp_path: Path) -> None:
     python = shutil.which("python3.11") or pytest.skip("there is no Python 3.11")
     checkout = tmp_path / "checkout"

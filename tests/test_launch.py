@@ -13,9 +13,12 @@ import pytest
 import yaml
 
 from tests.launched import (
+    HELD,
+    PATIENCE_S,
     ROOT,
     ended,
     error_lines,
+    hold,
     iterations_done,
     program_of,
     started,
@@ -55,15 +58,18 @@ def test_launcher_without_its_other_host_reports_one_line():
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.nightly)])
 def test_job_ended_by_a_signal_resumes_bitwise_identical(tmp_path, number):
     inputs = write_inputs(tmp_path / "inputs")
-    settings = ["checkpoint.every=0", "job.iterations=30"]
-    whole, parts = ([*torchrun(2), *train_command(inputs, tmp_path / name, *settings)] for name in ("whole", "parts"))
+    settings = ["checkpoint.every=0", "job.iterations=9"]
+    whole, parts = (
+        [*torchrun(2), *train_command(inputs, tmp_path / name, *settings, recipe=HELD)] for name in ("whole", "parts")
+    )
+    hold(tmp_path / "parts", 4)
     with started(parts) as launcher:
-        iterations_done(tmp_path / "parts", 2, launcher)
+        iterations_done(tmp_path / "parts", 3, launcher)
         launcher.send_signal(number)
         code, _, err = ended(launcher)
     (checkpoint,) = (tmp_path / "parts" / "checkpoints").iterdir()
     done = len(metrics_of(tmp_path / "parts"))
-    assert code == 128 + number and int(checkpoint.name) == done < 30
+    assert code == 128 + number and int(checkpoint.name) == done == 4
     assert f"stopped on request after iteration {done}; the same command resumes from there" in err
     for command in (parts, whole):
         with started(command) as launcher:
@@ -247,21 +253,23 @@ def kubernetes_worker() -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("ends", "code"),
-    [("exit 0", 0), ("exit 2", 2), ("exit 3", 137), ("trap 'exit 143' TERM; while true; do sleep 0.1; done", 143)],
+    [("exit 0", 0), ("exit 2", 2), ("exit 3", 137), ("while true; do sleep 0.1; done", 143)],
 )
 def test_kubernetes_pod_forwards_signals_and_exits_with_retryable_code(tmp_path, ends, code):
-    (tmp_path / "python").write_text(f"#!/usr/bin/env bash\necho starts\n{ends}\n")
+    (tmp_path / "python").write_text(f"#!/usr/bin/env bash\ntrap 'exit 143' TERM\necho starts\n{ends}\n")
     (tmp_path / "python").chmod(0o755)
     (container,) = kubernetes_worker()["template"]["spec"]["containers"]
     pod = subprocess.Popen(
         [*container["command"], *container["args"]],
-        env={"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}, stdout=subprocess.PIPE, text=True,
+        env={"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert pod.stdout.readline() == "starts\n"
-    if "trap" in ends:
-        time.sleep(0.5)
+    if "while" in ends:
+        while not pod.stderr.readline().startswith("+ wait "):  # which it writes after its trap
+            assert pod.poll() is None
         pod.terminate()
-    pod.communicate(timeout=30)
+    pod.communicate(timeout=PATIENCE_S)
     assert pod.returncode == code
 
 

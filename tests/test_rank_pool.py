@@ -1,26 +1,39 @@
 """The pool of ranks on machines of other kinds, and what it says of ranks that hang."""
 
 import time
+from multiprocessing.connection import Connection
 
 import pytest
 import torch.distributed as dist
 
+from tests import rank_pool
 from tests.machine import MAX_RANKS, Machine
 from tests.rank_pool import RankError, RankPool
 
 
 def meet_or_hang() -> int:
     if dist.get_rank() == 1:
-        time.sleep(99)
+        time.sleep(9999)
     return dist.get_rank()
 
 
-def test_ranks_that_hang_are_named_with_their_stacks_and_replaced() -> None:
+def test_ranks_that_hang_are_named_with_their_stacks_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = RankPool(Machine(0, ()), 2)
+
+    def until_both_hang(pipes: list[Connection], timeout: float) -> list[Connection]:
+        """The time of the ranks is over as soon as both are where they stay."""
+        for rank, place in enumerate(("in barrier", "in meet_or_hang")):
+            while place not in pool._stacks(rank).read_text():
+                pool._stacks_of([rank])
+        return []
+
     try:
-        pool.timeout_s = 5
-        with pytest.raises(RankError, match=r"(?s)ranks \[0, 1\] did not finish in 5 s.*in barrier.*in meet_or_hang"):
+        assert pool.run(2, dist.get_rank) == [0, 1]
+        monkeypatch.setattr(rank_pool, "STACKS_S", 0.1)
+        monkeypatch.setattr(rank_pool, "wait", until_both_hang)
+        with pytest.raises(RankError, match=r"(?s)ranks \[0, 1\] did not finish in .* s.*in barrier.*in meet_or_hang"):
             pool.run(2, meet_or_hang)
+        monkeypatch.undo()
         assert pool.run(1, meet_or_hang) == [0]
     finally:
         pool.stop()

@@ -210,7 +210,6 @@ def test_job_on_two_hosts_given_a_signal_ends_both(hosts, tmp_path):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("engine", [SGLANG, VLLM])
-@pytest.mark.timeout(600)
 def test_engine_over_two_hosts_is_updated_across_the_cable_and_resumes_after_a_cut(hosts, tmp_path, engine):
     inputs, output = engine_inputs(tmp_path, "qwen3"), tmp_path / "run"
     command = [
@@ -222,7 +221,7 @@ def test_engine_over_two_hosts_is_updated_across_the_cable_and_resumes_after_a_c
     ]
     with ExitStack() as stack:
         first, second = start(stack, hosts, "first", command, ranks=1, own_memory=True)
-        iterations_done(output, 3, first, 300)
+        iterations_done(output, 3, first)
         parts = sorted(log.name for log in (output / "engines").iterdir())
         hosts.set_cable("down")
         (code, _, err), (other_code, _, other_err) = ended(first), ended(second)
@@ -234,7 +233,7 @@ def test_engine_over_two_hosts_is_updated_across_the_cable_and_resumes_after_a_c
     again = [word.replace(str(LONG), str(done + 2)) for word in command]
     with ExitStack() as stack:
         for process in start(stack, hosts, "second", again, ranks=1, own_memory=True):
-            code, _, err = ended(process, 300)
+            code, _, err = ended(process)
             assert code == 0, err
     assert steps(output) == list(range(1, done + 3))
     for line in logged(output):

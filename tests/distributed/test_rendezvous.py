@@ -3,21 +3,24 @@
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed import HashStore, Store
 
 from tests.counted_store import CountedStore
+from verl_mg.distributed import rendezvous
 from verl_mg.distributed.rendezvous import wait_for_fresh_store
 
 RANKS = 4
+PATIENCE = timedelta(minutes=10)
 
 
 def counts_in_fresh_store(store: Store, ranks: list[int]) -> list[int]:
     """Value of a shared counter that each rank sees in the namespace it was given."""
 
     def rank(number: int) -> Store:
-        return wait_for_fresh_store(store, number, RANKS, timedelta(seconds=20))
+        return wait_for_fresh_store(store, number, RANKS, PATIENCE)
 
     with ThreadPoolExecutor(len(ranks)) as threads:
         parts = list(threads.map(rank, ranks))
@@ -26,11 +29,10 @@ def counts_in_fresh_store(store: Store, ranks: list[int]) -> list[int]:
 
 def start_without_last_rank(store: Store) -> None:
     with ThreadPoolExecutor(RANKS) as threads:
-        started = [
+        for number in range(1, RANKS - 1):
             threads.submit(wait_for_fresh_store, store, number, RANKS, timedelta(seconds=1))
-            for number in range(RANKS - 1)
-        ]
-        started[0].result()
+        store.wait([f"token/{number}" for number in range(1, RANKS - 1)], PATIENCE)
+        wait_for_fresh_store(store, 0, RANKS, timedelta(seconds=1))
 
 
 def test_fresh_store_of_each_launch_is_empty():
@@ -39,16 +41,25 @@ def test_fresh_store_of_each_launch_is_empty():
         assert counts_in_fresh_store(store, list(range(RANKS))) == [1, 2, 3, 4]
 
 
-def test_fresh_store_needs_a_fixed_number_of_requests_of_each_rank():
+def test_fresh_store_needs_a_fixed_number_of_requests_of_each_rank(monkeypatch):
     shared = HashStore()
     stores = [CountedStore(shared) for _ in range(RANKS)]
+
+    def wait_for_others(seconds):
+        """Rank 0 looks again when all others have acknowledged, which takes long on a busy machine."""
+        while any(len(store.requests) < 4 for store in stores[1:]):
+            time.sleep(0.001)
+        time.sleep(seconds)
+
+    monkeypatch.setattr(rendezvous, "time", SimpleNamespace(monotonic=time.monotonic, sleep=wait_for_others))
     with ThreadPoolExecutor(RANKS) as threads:
         arriving = [
-            threads.submit(wait_for_fresh_store, store, number, RANKS, timedelta(seconds=20))
+            threads.submit(wait_for_fresh_store, store, number, RANKS, PATIENCE)
             for number, store in enumerate(stores[:-1])
         ]
-        time.sleep(1)
-        wait_for_fresh_store(stores[-1], RANKS - 1, RANKS, timedelta(seconds=20))
+        while any("wait" not in store.requests for store in stores[:-1]):
+            time.sleep(0.001)
+        wait_for_fresh_store(stores[-1], RANKS - 1, RANKS, PATIENCE)
         for rank in arriving:
             rank.result()
     assert [store.requests for store in stores[1:]] == [["set", "wait", "get", "set"]] * (RANKS - 1)

@@ -13,9 +13,17 @@ from verl_mg.distributed.launcher import VARIABLE, Launcher
 from verl_mg.distributed.signals import REPEATED_SIGTERM_SECONDS, Signals
 
 STUCK = """
+import sys
+from types import SimpleNamespace
 from torch.distributed import HashStore
-from verl_mg.distributed.signals import Signals
-with Signals().handled():
+from verl_mg.distributed import signals
+
+def clock():
+    print("asks for the time", flush=True)
+    return float(sys.stdin.readline())
+
+signals.time = SimpleNamespace(monotonic=clock)
+with signals.Signals().handled():
     print("ready", flush=True)
     HashStore().get("never set")  # no Python handler runs until it returns
 """
@@ -37,11 +45,11 @@ def test_handled_in_a_forked_worker_lets_sigterm_end_it():
     with signals.handled():
         fork = multiprocessing.get_context("fork")
         ready = fork.Event()
-        worker = fork.Process(target=lambda: (ready.set(), time.sleep(60)), daemon=True)
+        worker = fork.Process(target=lambda: (ready.set(), time.sleep(6000)), daemon=True)
         worker.start()
-        assert ready.wait(30)
+        assert ready.wait(600)
         worker.terminate()
-        worker.join(30)
+        worker.join(600)
         assert worker.exitcode == -signal.SIGTERM and not signals.stop_requested
         os.kill(os.getpid(), signal.SIGUSR1)
         assert signals.stop_requested
@@ -65,15 +73,17 @@ def test_stop_request_on_one_rank_is_seen_by_all_ranks(ranks, tmp_path):
 
 
 def test_second_sigterm_ends_a_blocked_process():
-    process = subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE, text=True)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, "-c", STUCK], **pipes, text=True)
     try:
         assert process.stdout.readline() == "ready\n"
-        process.terminate()
-        process.terminate()  # the same request, delivered twice
-        time.sleep(REPEATED_SIGTERM_SECONDS + 0.5)
-        assert process.poll() is None
-        process.terminate()
-        assert process.wait(30) == 128 + signal.SIGTERM
+        for seconds in (0.0, REPEATED_SIGTERM_SECONDS - 0.1, REPEATED_SIGTERM_SECONDS + 0.1):
+            # It lives after the second one, which is the same request, delivered twice.
+            process.terminate()
+            assert process.stdout.readline() == "asks for the time\n"
+            process.stdin.write(f"{seconds}\n")
+            process.stdin.flush()
+        assert process.wait(600) == 128 + signal.SIGTERM
     finally:
         process.kill()
         process.wait()

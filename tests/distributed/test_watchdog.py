@@ -133,10 +133,12 @@ def test_watchdog_heartbeat_is_two_requests_whatever_the_number_of_ranks(monkeyp
     shared, size = HashStore(), 5
     stores = [CountedStore(shared) for _ in range(size)]
     watched = [RankWatchdog(rank, size, store) for rank, store in enumerate(stores)]
-    time.sleep(0.5)  # until all have read the others once
+    while not all(rank.heartbeat_ages() for rank in watched):  # until all have read the others once
+        time.sleep(0.01)
     for store in stores:
         store.requests.clear()
-    time.sleep(1)
+    while any(len(store.requests) < 8 for store in stores):
+        time.sleep(0.01)
     requests = [tuple(store.requests) for store in stores]
     for rank in watched:
         rank.stop()

@@ -12,7 +12,7 @@ from tests.tiny_jobs import RECIPES, metrics_of
 from tests.traces import needs_sglang
 
 TRAINERS = 4
-pytestmark = [pytest.mark.nightly, needs_sglang, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.nightly, needs_sglang]
 
 
 def command(folder: Path, output: Path) -> list[str]:
@@ -32,18 +32,18 @@ def test_ppo_with_killed_trainers_keeps_its_engine_and_is_bitwise_identical(tmp_
         started_engines, still_there = set(), []
         # In the middle of generation, and of training; one iteration after a checkpoint, and right after it.
         for rank, iteration, pause in ((2, 3, 0.2), (0, 6, 0.6), (1, 9, 0.4)):
-            iterations_done(tmp_path / "killed", iteration, launcher, 600)
+            iterations_done(tmp_path / "killed", iteration, launcher)
             time.sleep(pause)
             started_engines |= named(launcher.pid, "sglang::")  # those of lost ranks have no parent here
             still_there.append({process for process in started_engines if process.is_running()})
             forked_rank(launcher, rank).send_signal(signal.SIGKILL)
         processes = descendants(launcher.pid)
-        code, _, err = ended(launcher, 600)
+        code, _, err = ended(launcher)
     assert code == 0 and err.count("was ended by SIGKILL") == 3, err
     assert len(started_engines) >= 2 and still_there == [started_engines] * 3
-    assert not alive([*started_engines, *processes], 30)
+    assert not alive([*started_engines, *processes])
     with started([*torchrun(TRAINERS + 1), *command(folder, tmp_path / "whole")]) as launcher:
-        code, _, err = ended(launcher, 600)
+        code, _, err = ended(launcher)
     assert code == 0, err
     whole = metrics_of(tmp_path / "whole")
     assert metrics_of(tmp_path / "killed") == whole and len(whole) == 12

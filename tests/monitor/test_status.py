@@ -46,7 +46,7 @@ def test_status_file_contains_the_current_phase(tmp_path: Path) -> None:
     with status_file(tmp_path) as status:
         status.running(timer)
         with timer("generate"):
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 600
             while read_status(tmp_path).phase != "generate":
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
@@ -145,7 +145,7 @@ def command(folder: Path) -> subprocess.CompletedProcess[str]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=600,
     )
 
 

@@ -59,7 +59,7 @@ def tracked(folder: Path, service: str, **environment: str) -> str:
         [warm_start.shared().python, "-c", textwrap.dedent(program)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         cwd=ROOT,
         env=os.environ | ALONE | environment,
     )

@@ -24,7 +24,6 @@ def part(lines: Metrics, name: str, first: int = 0, last: int = 60) -> float:
 
 @pytest.mark.nightly
 @needs_sglang
-@pytest.mark.timeout(1200)
 def test_grpo_with_staleness_4_learns_like_synchronous_grpo(ranks, tasks, tmp_path, capsys):
     means, ends, oldest = {}, {}, 0.0
     for name, overrides in {"sync": [], "async": ASYNC}.items():

@@ -105,7 +105,9 @@ def test_function_for_slime_that_does_not_fit_raises(
         load_reward(f"slime:{file}:{function}", options)(SAMPLE)
 
 
-def test_function_for_slime_that_is_installed_gets_samples_of_its_class(file: Path) -> None:
+def test_function_for_slime_that_is_installed_gets_samples_of_its_class(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     @dataclass
     class Theirs:
         class Status(Enum):
@@ -120,6 +122,6 @@ def test_function_for_slime_that_is_installed_gets_samples_of_its_class(file: Pa
         reward: float | None = None
 
     for name in ("slime", "slime.utils", "slime.utils.types"):
-        sys.modules[name] = ModuleType(name)
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
     vars(sys.modules["slime.utils.types"])["Sample"] = Theirs
     assert load_reward(f"slime:{file}:rm", {"rm_url": "http://node7"})(SAMPLE) == Reward(1.0)

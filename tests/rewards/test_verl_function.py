@@ -119,7 +119,7 @@ def test_function_for_verl_that_does_not_fit_raises(
 
 
 @pytest.mark.skipif(not PEERS.exists(), reason="verl is installed by tools/install_peers.sh")
-def test_function_of_verl_itself_scores_gsm8k() -> None:
+def test_function_of_verl_itself_scores_gsm8k(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its file for GSM8K has a function without data_source; the wrapper is what verl's documents show."""
     spec = importlib.util.spec_from_file_location("verl_gsm8k", PEERS / "gsm8k.py")
     assert spec and spec.loader
@@ -129,7 +129,7 @@ def test_function_of_verl_itself_scores_gsm8k() -> None:
     def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
         return float(theirs.compute_score(solution_str, ground_truth))
 
-    sys.modules["verl_gsm8k"] = theirs
+    monkeypatch.setitem(sys.modules, "verl_gsm8k", theirs)
     vars(theirs)["wrapped"] = compute_score
     reward = load_reward("verl:verl_gsm8k:wrapped")
     record = {"data_source": "openai/gsm8k", "reward_model": {"ground_truth": "72"}}

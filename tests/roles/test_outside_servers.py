@@ -29,7 +29,7 @@ from verl_mg.sharding.boxes import numel
 from verl_mg.sharding.weight_table import weight_table
 
 pytestmark = needs_sglang
-WAIT_SECONDS = 120.0
+WAIT_SECONDS = 600.0
 FEW, MANY = 6, 1000
 """Samples of a rank before and after the disturbance of a rollout, which has 36."""
 

@@ -95,7 +95,6 @@ def train(folder: Path, urls: str, prefill: int) -> list[dict[str, object]]:
 
 @needs_mooncake
 @pytest.mark.nightly
-@pytest.mark.timeout(900)
 def test_pair_receives_weights_answers_and_is_lost_as_one(ranks, tmp_path, servers):
     prefill, decode, both = servers
     results = ranks.run(2, train, tmp_path, f"{prefill.url}+{decode.url},{both.url}", prefill.pid)

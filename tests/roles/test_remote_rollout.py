@@ -68,10 +68,14 @@ def server(tmp_path_factory) -> Iterator[Server]:
 
 
 class Door:
-    """Lets bytes through between its port and the server's, until it is shut."""
+    """Lets bytes through between its port and the server's, until it is shut.
+
+    With `holds` nothing passes from the first generated sample on, and `held` is set.
+    """
 
     def __init__(self, port: int, behind: int) -> None:
         self._port, self._behind = port, behind
+        self.holds, self.held = False, threading.Event()
         self.open()
 
     def open(self) -> None:
@@ -91,12 +95,18 @@ class Door:
 
     def _pass_on(self) -> None:
         while not self._shut:
+            if self.held.is_set():
+                time.sleep(0.01)
+                continue
             for key, _ in self._selector.select(0.05):
                 if key.fileobj is self._listener:
                     ours, theirs = self._listener.accept()[0], socket.create_connection(("127.0.0.1", self._behind))
                     self._selector.register(ours, selectors.EVENT_READ, theirs)
                     self._selector.register(theirs, selectors.EVENT_READ, ours)
                 elif data := key.fileobj.recv(2**16):
+                    if self.holds and b"meta_info" in data:
+                        self.held.set()
+                        break
                     key.data.sendall(data)
                 else:
                     for end in (key.fileobj, key.data):
@@ -187,7 +197,7 @@ def test_process_group_sync_in_many_chunks_serves_the_same_weights(server, ranks
 
 
 def lose_the_server(server: Server, port: int) -> dict[str, object]:
-    """The way to the server is shut in the middle of a rollout, and open again a second later."""
+    """The way to the server is shut in the middle of a rollout, and open again after the loss was noticed."""
     leads = dist.get_rank() == 0
     door = Door(port, server.port) if leads else None
     job, _ = engine_job(
@@ -196,17 +206,20 @@ def lose_the_server(server: Server, port: int) -> dict[str, object]:
     in_flight = []
 
     def lose() -> None:
-        client = job.rollout._engines.engine._servers[0].client
-        while len(client.in_flight()) < 8:
-            time.sleep(0.01)
-        time.sleep(0.3)
-        in_flight.append(len(client.in_flight()))
+        pool = job.rollout._engines.engine
+        assert door.held.wait(600)
+        in_flight.append(len(pool._servers[0].client.in_flight()))
         door.shut()
-        time.sleep(1.0)
+        while not pool._num_lost:
+            time.sleep(0.01)
+        time.sleep(1.0)  # it does not come back at the first attempt
+        door.holds = False
+        door.held.clear()
         door.open()
 
     thread = threading.Thread(target=lose)
     if leads:
+        door.holds = True
         thread.start()
     batch = job.rollout.generate(list(job.prompts)[:10], num_samples=4)
     if leads:
@@ -280,8 +293,9 @@ def test_remote_engine_server_that_stays_away_raises(server):
     door = Door(port := free_port(), server.port)
     engine = RemoteEngine(f"http://127.0.0.1:{port}", ServerRequirements(read_config(server.folder / "model"), 64))
     engine.load_folder(server.folder / "model", 7)
+    door.holds = True
     engine.submit(requests(6), LONG)
-    engine.collect(0.05)
+    assert door.held.wait(600)
     door.shut()
     with pytest.raises(EngineDiedError, match=rf"the server http://127\.0\.0\.1:{port} is lost: "):
         all_of(engine, 6)

@@ -160,7 +160,7 @@ def score_while_generating(model: Path) -> tuple[int, int]:
     collect = engine.collect
 
     def watched(seconds: float):
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 300
         while len(STARTED) < len(completed) and time.monotonic() < deadline:
             time.sleep(0.001)  # the engine waits for the threads of the reward, which may be slower
         samples = collect(seconds)

@@ -1,5 +1,6 @@
 """The loop of a call on several ranks, each in a thread: events in one order, and few requests to the store."""
 
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -17,10 +18,10 @@ SECONDS = 2.0
 
 
 class SlowEngine:
-    """Has two slots and completes a sample in SECONDS."""
+    """Has two slots and completes a sample in SECONDS, and not before it may."""
 
-    def __init__(self):
-        self._ends = {}
+    def __init__(self, may_complete):
+        self._ends, self._may_complete = {}, may_complete
 
     def num_free_slots(self):
         return 2 - len(self._ends)
@@ -33,7 +34,8 @@ class SlowEngine:
 
     def collect(self, seconds):
         time.sleep(seconds)
-        complete = [request for request, end in self._ends.items() if end < time.monotonic()]
+        ends = self._ends.items() if self._may_complete.is_set() else ()
+        complete = [request for request, end in ends if end < time.monotonic()]
         for request in complete:
             del self._ends[request]
         return [SimpleNamespace(id=request, finish="stop", generated_versions=[0]) for request in complete]
@@ -62,14 +64,15 @@ class Rank:
 
 def test_loop_of_a_call_needs_few_requests_and_all_ranks_see_restarts_in_order(monkeypatch):
     monkeypatch.setattr(engine_loop, "POLL_FRACTION", 0.5)  # the interval of a long call, in a short one
-    store = HashStore()
-    ranks = [Rank(store, SlowEngine() if i < 2 else None, 2) for i in range(4)]
+    store, announced = HashStore(), threading.Event()
+    ranks = [Rank(store, SlowEngine(announced) if i < 2 else None, 2) for i in range(4)]
     with ThreadPoolExecutor(len(ranks)) as threads:
         started = [threads.submit(rank.run) for rank in ranks]
         time.sleep(SECONDS / 4)
         for engine in (7, 1, 7):
             ranks[3].events.announce_restart(engine)
-        completed = [running.result(timeout=60) for running in started]
+        announced.set()
+        completed = [running.result(timeout=600) for running in started]
     assert sorted(i for samples in completed for i in samples) == [0, 1, 2, 3] and completed[2:] == [[], []]
     assert [rank.recovered for rank in ranks] == [[7, 1, 7]] * 4
     # An idle rank: a `wait` and a `get` for each of four events, and what the announcements here add.

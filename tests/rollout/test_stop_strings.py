@@ -117,10 +117,10 @@ SETTINGS = EngineSettings(
 @pytest.fixture
 def started(request: pytest.FixtureRequest, model: Path, tmp_path: Path) -> Iterator[SGLangEngine | VLLMEngine]:
     if request.param == "sglang":
-        engine: SGLangEngine | VLLMEngine = SGLangEngine(model, SETTINGS, tmp_path / "0.log", request_timeout=100.0)
+        engine: SGLangEngine | VLLMEngine = SGLangEngine(model, SETTINGS, tmp_path / "0.log", request_timeout=1000.0)
     else:
         settings = replace(SETTINGS, python=Path(warm_start.vllm().python))
-        engine = VLLMEngine(model, settings, tmp_path / "0.log", request_timeout=100.0)
+        engine = VLLMEngine(model, settings, tmp_path / "0.log", request_timeout=1000.0)
     bring_weights(engine, model, version=7)
     yield engine
     engine.close()

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import threading
 import time
 
@@ -10,6 +9,7 @@ import torch.distributed as dist
 
 from recipes import grpo
 from recipes.grpo import Config, policy_loss, roles
+from tests.run.kill_ranks import kill_ranks
 from verl_mg.distributed.collectives import all_gather_json
 from verl_mg.job.job import Job
 
@@ -28,5 +28,4 @@ def iteration(job: Job, cfg: Config) -> dict[str, float]:
 
 def _kill(delay: float, pids: list[int]) -> None:
     time.sleep(delay)
-    for pid in sorted(pids, key=lambda pid: pid == os.getpid()):
-        os.kill(pid, signal.SIGKILL)
+    kill_ranks(pids)

@@ -2,18 +2,20 @@
 
 import json
 import os
-import signal
-import sys
 import threading
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from recipes import ppo
 from recipes.ppo import Config, policy_loss, roles
+from tests.run.kill_ranks import kill_ranks
 from verl_mg.distributed.collectives import all_gather_json
 from verl_mg.job.job import Job
+from verl_mg.run.checkpointer import PARTIAL
 
 __all__ = ["Config", "iteration", "policy_loss", "roles"]
 
@@ -25,22 +27,41 @@ def iteration(job: Job, cfg: Config) -> dict[str, float]:
     if plan.exists() and not hasattr(job, "watched"):
         job.watched, pids = True, all_gather_json(os.getpid())
         if dist.get_rank() == 0:
-            arguments = (job, json.loads(plan.read_text()), pids)
-            threading.Thread(target=_watch, args=arguments, daemon=True).start()
+            _kill_in_phase(job, json.loads(plan.read_text()), pids)
     return ppo.iteration(job, cfg)
 
 
-def _watch(job: Job, plan: dict[str, float | str], pids: list[int]) -> None:
-    sys.setswitchinterval(1e-4)
-    checkpoints = job.config.job.output / "checkpoints"
-    while True:
-        now = WRITING if plan["phase"] == WRITING and _partial(checkpoints) else job.timer.phase
-        if job.iteration >= plan["iteration"] and now == plan["phase"]:
-            time.sleep(plan["delay"])
-            for pid in sorted(pids, key=lambda pid: pid == os.getpid()):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(1e-4)
+class _Phases(list[str]):
+    """Phases that are running; calls a function with the name of each that begins."""
+
+    def __init__(self, running: Iterable[str], begins: Callable[[str], None]) -> None:
+        super().__init__(running)
+        self._begins = begins
+
+    def append(self, phase: str) -> None:
+        super().append(phase)
+        self._begins(phase)
 
 
-def _partial(folder: Path) -> bool:
-    return any(folder.glob("*.partial"))
+def _kill_in_phase(job: Job, plan: dict[str, Any], pids: list[int]) -> None:
+    due = threading.Event()
+
+    def begins(phase: str) -> None:
+        if phase == plan["phase"] and job.iteration >= plan["iteration"]:
+            due.set()
+
+    def kill() -> None:
+        due.wait()
+        time.sleep(plan["delay"])
+        kill_ranks(pids)
+
+    job.timer._running = _Phases(job.timer._running, begins)
+    make = Path.mkdir
+
+    def make_noted(path: Path, *arguments: Any, **options: Any) -> None:
+        make(path, *arguments, **options)
+        if path.suffix == PARTIAL:
+            begins(WRITING)
+
+    Path.mkdir = make_noted  # type: ignore[method-assign]  # of a process that is killed
+    threading.Thread(target=kill, daemon=True).start()

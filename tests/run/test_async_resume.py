@@ -49,7 +49,6 @@ def trained(run: Path, iteration: int) -> dict[int, tuple[int, list[int]]]:
     return {row["sample_id"]: (row["prompt_id"], row["tokens"]) for row in rows}
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("delays", [[0.3], pytest.param([0.3, 0.05], marks=pytest.mark.nightly)], ids=["once", "twice"])
 def test_async_run_killed_in_flight_loses_no_sample_and_trains_none_twice(ranks, tmp_path, delays):
     """Each kill comes some seconds after an iteration began, in the fourth iteration after a start."""

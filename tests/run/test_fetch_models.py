@@ -39,7 +39,7 @@ def test_model_whose_download_was_killed_is_completed_by_the_next_start(tmp_path
     names = {"model": "a/model", "critic": "a/critic@v1"}
     with serving({"a/model": MODEL, "a/critic": CRITIC}, {}, held=SECOND) as hub:
         with fetching(hub, tmp_path, names):
-            assert hub.held.acquire(timeout=60)
+            assert hub.held.acquire(timeout=600)
         snapshot = tmp_path / "hub" / "models--a--model" / "snapshots" / COMMIT
         assert not (snapshot / SECOND).exists()
         hub.release.set()

@@ -130,7 +130,7 @@ def test_set_by_its_name_is_downloaded_once_and_then_read_from_the_cache_offline
         for offline in ("0", "1"):
             command = [sys.executable, "-m", "tools.prepare_data", "dapo_math_17k", "--out", str(tmp_path / offline)]
             environment = os.environ | variables | {"HF_HUB_OFFLINE": offline}
-            subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=120)
+            subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=600)
         assert hub.downloads["data/dapo-math-17k.parquet"] == 1
     first, second = ((tmp_path / offline / "dapo_math_17k.jsonl").read_text() for offline in ("0", "1"))
     assert first == second and first.count("\n") == len(SUMS)

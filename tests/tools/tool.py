@@ -16,7 +16,7 @@ def tool(name: str, *options: str) -> str:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1200,
         env=os.environ | warm_start.shared().environment | {"OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr

@@ -9,7 +9,7 @@ import pytest
 from verl_mg.view.run import Run
 from verl_mg.view.server import Viewer
 
-PATIENCE = 20_000
+PATIENCE = 120_000
 """Milliseconds; the machine may be busy."""
 
 

@@ -32,7 +32,7 @@ class serving:  # noqa: N801
 
 
 def fetch(viewer, path, method="GET", **headers):
-    connection = http.client.HTTPConnection(urlsplit(viewer.url).netloc, timeout=30)
+    connection = http.client.HTTPConnection(urlsplit(viewer.url).netloc, timeout=300)
     connection.request(method, path, headers=headers)
     answer = connection.getresponse()
     body = answer.read()

@@ -27,12 +27,12 @@ def test_view_prints_its_address_and_ends_with_ctrl_c(tmp_path):
         try:
             said, url = process.stdout.readline().split()[:2]
             assert said == "view" and url.startswith("http://127.0.0.1:")
-            with urlopen(f"{url}api/runs", timeout=60) as answer:
+            with urlopen(f"{url}api/runs", timeout=600) as answer:
                 assert b'"name": "two"' in answer.read()
         finally:
             process.send_signal(signal.SIGINT)
         try:
-            _, complaints = process.communicate(timeout=60)
+            _, complaints = process.communicate(timeout=600)
         finally:
             process.kill()
     assert process.returncode == 0 and complaints == ""

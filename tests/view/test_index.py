@@ -252,7 +252,7 @@ def test_index_that_cannot_be_written_is_temporary(tmp_path, monkeypatch):
     index.start()
     try:
         (folder,) = tmp_path.glob("verl-mg-view-*")
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 600
         while indexed(index) < TAIL + 2 and time.monotonic() < deadline:
             time.sleep(0.1)
         found = index.segments(None, None)

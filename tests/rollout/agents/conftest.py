@@ -61,7 +61,7 @@ def any_engine(request: pytest.FixtureRequest, chat_model: Path, hf_engine: HFEn
         layout=EngineLayout(), dtype=torch.float32, max_running=16, max_positions=POSITIONS, python=python
     )
     kind: Any = {"sglang": SGLangEngine, "vllm": VLLMEngine}[request.param]
-    engine = kind(chat_model, settings, chat_model.parent / f"{request.param}.log", request_timeout=100.0)
+    engine = kind(chat_model, settings, chat_model.parent / f"{request.param}.log", request_timeout=1000.0)
     bring_weights(engine, chat_model, version=3)
     yield engine
     engine.close()

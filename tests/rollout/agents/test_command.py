@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from tests.loop_clock import pass_time
 from tests.rollout.agents.scripted_session import ScriptedSample, ScriptedSession, policy
 from verl_mg.errors import UserError
 from verl_mg.rollout.agents.agent import AgentError
@@ -26,7 +27,7 @@ from verl_mg.rollout.agents.command import read_reward, run_command
 from verl_mg.sandbox import supervisor
 
 AGENTS = Path(__file__).parents[2] / "recipes" / "agents"
-TIMEOUT = 60  # seconds for commands that are to end by themselves, on a machine that is busy
+TIMEOUT = 600  # seconds for commands that are to end by themselves, on a machine that is busy
 ASK = """
 import json, os, urllib.request
 def ask(text):
@@ -199,12 +200,20 @@ def processes_named(name: str) -> int:
     return sum(name_of(file) == name for file in Path("/proc").glob("[0-9]*/comm"))
 
 
+class Impatient(ScriptedSession):
+    """A session whose time is over as soon as something is written."""
+
+    def log(self, text: str) -> None:
+        super().log(text)
+        pass_time(TIMEOUT)
+
+
 def test_run_command_time_limit_kills_every_process(kind: str) -> None:
     name = uuid.uuid4().hex[:12]
-    program = named(name, "print('before', flush=True)\nif os.fork() == 0: os.setsid()\ntime.sleep(600)")
-    session = ScriptedSession("http://127.0.0.1:9999/v1")
+    program = named(name, "if os.fork() == 0:\n os.setsid()\n print('before', flush=True)\ntime.sleep(6000)")
+    session = Impatient("http://127.0.0.1:9999/v1")
     with pytest.raises(TimeoutError):
-        asyncio.run(run_command(["python3", "-c", program], session, ScriptedSample(), timeout=1.0))
+        asyncio.run(run_command(["python3", "-c", program], session, ScriptedSample(), timeout=TIMEOUT))
     assert (session.written, processes_named(name)) == (["before\n"], 0)
 
 

@@ -144,7 +144,7 @@ def test_conversations_with_images_are_rows_with_the_logprobs_of_transformers(fa
     def sessions(generate: Generate) -> Sessions:
         return Sessions(renderer, ReplyParser(tokenizer, "qwen25", None), generate, 512, ())
 
-    settings = AgentSettings(timeout=60.0, retries=0, failure_reward=-1.0)
+    settings = AgentSettings(timeout=600.0, retries=0, failure_reward=-1.0)
     agents = AgentEngine(
         engine, converse, settings, sessions, concurrency=1, host="127.0.0.1", image_limits=LIMITS
     )  # fmt: skip

@@ -36,7 +36,7 @@ def test_draft_class_is_filled_by_its_loader_and_equally_by_ours(tmp_path, archi
     if architecture in ("deepseek_v3", "glm4_moe"):
         change_config(model, model, **FIELDS)
     command = [warm_start.sglang().python, "-m", "tests.rollout.sglang.draft_probe", str(model), str(tmp_path)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=1200)
     assert run.returncode == 0, run.stderr[-3000:]
     found = json.loads(run.stdout.strip().splitlines()[-1])
     assert found["class"].endswith(("ForCausalLMNextN", "ForCausalLMMTP"))

@@ -77,8 +77,8 @@ def test_engine_left_by_its_rank_answers_the_next_one_and_ends_with_the_launcher
     leave(launcher, second)
 
     third = engine(dataclasses.replace(SETTINGS, max_running=3))
-    assert third.pid != pid and third.version == -1 and not psutil.wait_procs(processes, 30)[1]
+    assert third.pid != pid and third.version == -1 and not psutil.wait_procs(processes, 600)[1]
     processes = [process_of(third), *process_of(third).children(recursive=True)]
     assert len(processes) > 2 and all(process.is_running() for process in processes)
     listener.close()
-    assert not psutil.wait_procs(processes, 60)[1]
+    assert not psutil.wait_procs(processes, 600)[1]

@@ -43,7 +43,6 @@ def comparable(shards):
 
 
 @needs_sglang
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("family", "method", "layout"),
     [

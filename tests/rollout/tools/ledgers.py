@@ -1,7 +1,7 @@
 """A class with tools whose objects write down what happens to them."""
 
 import asyncio
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,9 @@ class Ledger:
 
     events: list[tuple[int, str]]
     """Of all objects: the object's number and what happened; each test has a subclass with its own."""
+
+    may_end: threading.Event
+    """Of all objects: lets `add_slowly` end."""
 
     def __init__(self) -> None:
         self.total, self.sample = 0, SAMPLE
@@ -51,10 +54,10 @@ class Ledger:
         self.total = before + n
         return self.total
 
-    def add_slowly(self, n: int, seconds: float) -> int:
-        """Add in a thread."""
+    def add_slowly(self, n: int) -> int:
+        """Add in a thread, which waits until it may end."""
         self.note("begins")
-        time.sleep(seconds)
+        self.may_end.wait()
         self.note("ends")
         self.total += n
         return self.total
@@ -71,7 +74,7 @@ class Ledger:
 
 def ledger(**members: Any) -> type[Ledger]:
     """A class with events of its own, and members in place of those of `Ledger`."""
-    return type("MyLedger", (Ledger,), {"events": [], **members})
+    return type("MyLedger", (Ledger,), {"events": [], "may_end": threading.Event(), **members})
 
 
 def tools_of(kind: type) -> ClassTools:

@@ -137,8 +137,15 @@ def test_call_timeout_returns_an_error_line(function: Any) -> None:
 def test_call_thread_that_outlives_its_loop_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     raised: list[object] = []
     monkeypatch.setattr(threading, "excepthook", raised.append)
-    before = set(threading.enumerate())
-    assert call(sleepy, '{"seconds": 0.3}', timeout=0.1).startswith("error")
+    before, may_end = set(threading.enumerate()), threading.Event()
+
+    def patient() -> str:
+        """Wait."""
+        may_end.wait()
+        return ""
+
+    assert call(patient, "{}", timeout=0.1).startswith("error")
+    may_end.set()
     for thread in set(threading.enumerate()) - before:
         thread.join()
     assert raised == []

@@ -43,6 +43,12 @@ def one_by_one(runner: ToolRunner, *calls: tuple[str, str], sample: int = 7) -> 
     return [runner.start(sample, [call(*each)]).result(60)[0] for each in calls]
 
 
+def set_timeout(runner: ToolRunner, seconds: float, sample: int = 7) -> None:
+    """Changes the time limit of the states that a sample has."""
+    for state in runner._samples[sample].states.values():
+        state._timeout = seconds
+
+
 def test_class_tools_are_its_public_methods() -> None:
     tools = load_tools([f"{HERE}/ledgers.py:Ledger"])
     assert [tool.name for tool in tools] == ["note", "add", "add_slowly", "wait", "leave"]
@@ -147,6 +153,7 @@ def test_state_that_opens_too_slowly_is_closed(start: Start) -> None:
     runner = start(kind, timeout=0.1)
     results = one_by_one(runner, ("add", '{"n": 1}'))
     assert results == ["error: add: ledgers.py:Ledger cannot be opened (it takes longer than 0.1 s)"]
+    set_timeout(runner, 60)
     runner.end(7)
     runner.close()
     assert counts(kind.events, "closed") == [1]
@@ -154,16 +161,22 @@ def test_state_that_opens_too_slowly_is_closed(start: Start) -> None:
 
 def test_state_with_a_plain_method_that_is_late_waits_for_it(start: Start) -> None:
     kind = ledger()
-    runner = start(kind, timeout=0.3)
-    late = ("add_slowly", '{"n": 1, "seconds": 0.4}')
-    results = one_by_one(runner, late, ("add_slowly", '{"n": 1, "seconds": 0}'), late)
-    assert results == [
-        "error: add_slowly took longer than 0.3 s",
-        "2",
-        "error: add_slowly took longer than 0.3 s",
-    ]
+    runner, adds = start(kind), ("add_slowly", '{"n": 1}')
+    assert one_by_one(runner, ("add", '{"n": 0}')) == ["0"]
+    for expected in ("2", "4"):
+        set_timeout(runner, 0.1)
+        assert one_by_one(runner, adds) == ["error: add_slowly took longer than 0.1 s"]
+        set_timeout(runner, 60)
+        waiting = runner.start(7, [call(*adds)])
+        kind.may_end.set()
+        assert waiting.result(60) == [expected]
+        kind.may_end.clear()
+    set_timeout(runner, 0.1)
+    assert one_by_one(runner, adds) == ["error: add_slowly took longer than 0.1 s"]
+    set_timeout(runner, 60)
+    kind.may_end.set()
     runner.close()
-    assert [event for _, event in kind.events] == ["made", "opened", *["begins", "ends"] * 3, "closed"]
+    assert [event for _, event in kind.events] == ["made", "opened", *["begins", "ends"] * 5, "closed"]
 
 
 def test_state_after_errors_of_a_method_remains(start: Start) -> None:
@@ -183,8 +196,9 @@ def test_state_whose_close_fails_ends(start: Start, closes: str, caplog: pytest.
         raise {"raises": ValueError("no"), "exits": SystemExit(1)}[closes]
 
     kind = ledger(close=close)
-    runner = start(kind, timeout=0.1)
+    runner = start(kind)
     assert one_by_one(runner, ("add", '{"n": 1}')) == ["1"]
+    set_timeout(runner, 0.1 if closes == "never" else 60)
     runner.end(7)
     runner.close()
     assert counts(kind.events, "closing") == [1]

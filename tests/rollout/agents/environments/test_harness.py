@@ -48,10 +48,10 @@ def test_mini_swe_agent_episodes_are_recorded_exactly(python_of: Callable[[str],
     command += [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
     samples, engine = runner_of(model, POSITIONS)(
         HFEngine(model, "cpu", torch.float32),
-        functools.partial(run_command, command, timeout=300.0),
+        functools.partial(run_command, command, timeout=1500.0),
         EPISODES,
         tokens=1000,
-        timeout=300.0,
+        timeout=1500.0,
         concurrency=4,
         paths=[str(Path(python).parents[1]), sys.base_prefix],
         environment={"MSWEA_COST_TRACKING": "ignore_errors", "MSWEA_CONFIGURED": "true",

@@ -1,0 +1,27 @@
+"""SFT that the first rank interrupts in the iteration that the file `NAME.held` beside a job.output NAME says.
+
+It goes on when the file says something else, or is gone, or a stop is requested of it.
+"""
+
+import signal
+import time
+
+import torch.distributed as dist
+
+from recipes import sft
+from recipes.sft import Config, imitation_loss, roles
+from verl_mg.job.job import Job
+
+__all__ = ["Config", "imitation_loss", "iteration", "roles"]
+
+
+def iteration(job: Job, cfg: Config) -> dict[str, float]:
+    held, number = job.config.job.output.with_suffix(".held"), str(job.iteration)
+    while dist.get_rank() == 0 and held.exists() and held.read_text() == number and not _stop_requested():
+        time.sleep(0.02)
+    return dict(sft.iteration(job, cfg))
+
+
+def _stop_requested() -> bool:
+    handler = signal.getsignal(signal.SIGTERM)
+    return handler.__self__.stop_requested  # type: ignore[union-attr, no-any-return]
