@@ -15,5 +15,6 @@ HIDDEN = ("megatron", "transformer_engine", "transformer_engine_torch", "apex")
 def hide_training_packages() -> None:
     """Makes each import of them raise ModuleNotFoundError in this process; to be called before the engine's first."""
     for name in HIDDEN:
-        if sys.modules.setdefault(name) is not None:
+        if sys.modules.get(name) is not None:
             raise RuntimeError(f"{name} is imported already: the engine's packages were imported too early")
+        sys.modules[name] = None  # type: ignore[assignment]
