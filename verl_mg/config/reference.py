@@ -8,6 +8,7 @@ import itertools
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -149,16 +150,19 @@ def _attribute_docstrings(kind: type[BaseModel]) -> dict[str, str]:
 
     pydantic's `use_attribute_docstrings` finds none in a file that is imported under two names, as a recipe can be.
     """
+    bases = (base for base in reversed(kind.__mro__) if issubclass(base, ConfigSection) and base is not ConfigSection)
+    return {name: text for base in bases for name, text in _own_docstrings(base).items()}
+
+
+@cache
+def _own_docstrings(kind: type[BaseModel]) -> dict[str, str]:
     docstrings: dict[str, str] = {}
-    for base in reversed(kind.__mro__):
-        if not issubclass(base, ConfigSection) or base is ConfigSection:
-            continue
-        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
-        assert isinstance(definition, ast.ClassDef)
-        for field, below in itertools.pairwise(definition.body):
-            match field, below:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                    docstrings[name] = text
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    assert isinstance(definition, ast.ClassDef)
+    for field, below in itertools.pairwise(definition.body):
+        match field, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                docstrings[name] = text
     return docstrings
 
 

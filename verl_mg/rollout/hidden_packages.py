@@ -1,4 +1,4 @@
-"""Packages of training that an engine's processes do not find, though they are installed beside the engine.
+"""Packages of training that an engine's processes do not find, though they are installed.
 
 SGLang imports megatron-core wherever it is installed (`srt/debug_utils/dumper.py`), which imports Transformer Engine:
 seconds of each start, and megatron-core then sets `torch_memory_saver.hook_mode = "torch"`, under which an engine that

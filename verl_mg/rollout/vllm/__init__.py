@@ -4,7 +4,7 @@ arguments        a layout and a device as vLLM's engine arguments and environmen
 engine           an engine that this job starts
 host             the main object of such an engine's process
 worker           methods that vLLM adds to its workers: they write shards into the parameters
-model_registry   what vLLM asks its model classes before it builds one
+model_registry   where model classes are inspected
 routing          experts of each token, recorded in a worker on the CPU
 unloaded_model   vLLM's model of a rank, for traces of its weight loader
 """

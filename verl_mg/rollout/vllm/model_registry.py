@@ -1,4 +1,4 @@
-"""What vLLM asks its model classes before it builds one."""
+"""Registry of vLLM's model classes."""
 
 from __future__ import annotations
 
