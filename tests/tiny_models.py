@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from io import BytesIO
@@ -13,6 +13,7 @@ from tempfile import mkdtemp
 from typing import Any
 
 import PIL.Image
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -73,6 +74,11 @@ SPARSE = ("deepseek_v32", "glm_moe_dsa")
 """Those whose tokens attend to 8 selected ones."""
 LINEAR = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Those with linear attention."""
+
+
+def daily_of(names: Iterable[str], *daily: str) -> list[Any]:
+    """Parameters of a test that runs with some daily and with the others nightly."""
+    return [name if name in daily else pytest.param(name, marks=pytest.mark.nightly) for name in names]
 
 
 def tiny_model(folder: Path, architecture: str, layers: int = 4, ffn: int = 56, **fields: Any) -> Path:

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.given_experts import with_experts
 from tests.megatron.training import assert_equal, one_rank, train, train_in_plain_torch
-from tests.tiny_models import LATENT, oracle, random_rows, tiny_model
+from tests.tiny_models import LATENT, daily_of, oracle, random_rows, tiny_model
 from verl_mg.config import MegatronConfig
 from verl_mg.errors import UserError
 from verl_mg.megatron.routing import check_routed_experts
@@ -151,7 +151,7 @@ class ForcedChoices:
     ("layout", "count"),
     [pytest.param("tp1", 1, marks=pytest.mark.nightly), ("tp2-pp2-ep2-etp1", 4), ("cp2-ep2", 2)],
 )
-@pytest.mark.parametrize("family", [*LATENT, pytest.param("gpt_oss", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("family", daily_of([*LATENT, "gpt_oss"], "deepseek_v3"))
 def test_train_family_with_routed_experts_equals_plain_torch(ranks, tmp_path, family, layout, count):
     model = tiny_model(tmp_path / "model", family, layers=2)
     batch, generator, of = rows(model), torch.Generator().manual_seed(1), read_config(model).experts.count

@@ -11,7 +11,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from tests.megatron.training import assert_equal, one_rank, train, train_in_plain_torch
-from tests.tiny_models import LATENT, LINEAR, MIXTURES, SPARSE, oracle, random_rows, tiny_model
+from tests.tiny_models import LATENT, LINEAR, MIXTURES, SPARSE, daily_of, oracle, random_rows, tiny_model
 from verl_mg.config import MegatronConfig
 from verl_mg.models.hf_config import read_config
 
@@ -99,7 +99,7 @@ def test_train_mixture_under_layout_equals_one_rank(ranks, models, single, layou
 
 
 @pytest.mark.parametrize(("layout", "count"), LATENT_LAYOUTS)
-@pytest.mark.parametrize("name", LATENT)
+@pytest.mark.parametrize("name", daily_of(LATENT, "deepseek_v3"))
 def test_train_latent_attention_under_layout_equals_one_rank(ranks, models, single, name, layout, count):
     recompute = "pp2" in layout
     assert_equal(ranks.run(count, train, models[name], layout, rows(models[name]), recompute), single[name], 1e-5)
@@ -115,7 +115,7 @@ def test_train_sparse_attention_under_layout_equals_one_rank(ranks, models, sing
 
 
 @pytest.mark.parametrize(("layout", "count"), LINEAR_LAYOUTS)
-@pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.parametrize("name", daily_of(LINEAR, "qwen3_next"))
 def test_train_linear_attention_under_layout_equals_one_rank(ranks, models, single, name, layout, count):
     """Also where there are more context-parallel ranks than key heads."""
     recompute = "pp2" in layout

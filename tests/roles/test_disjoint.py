@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.engines import SGLANG, VLLM
+from tests.engines import SGLANG, VLLM_NIGHTLY
 from tests.roles.engine_jobs import checked_answers, engine_job, inputs, trained_once
 from tests.roles.updates import COUNT, actor_on, rows, settings, with_entropy
 from tests.tiny_models import tiny_model
@@ -157,7 +157,7 @@ def train_with_engines(folder, engine):
     return reported, received, held
 
 
-@pytest.mark.parametrize("engine", [SGLANG, VLLM])
+@pytest.mark.parametrize("engine", [SGLANG, VLLM_NIGHTLY])
 def test_engines_on_disjoint_ranks_generate_as_the_exported_checkpoint(ranks, tmp_path, engine):
     folder = inputs(tmp_path, "qwen3")
     results = ranks.run(4, train_with_engines, folder, engine)

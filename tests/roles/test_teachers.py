@@ -30,7 +30,7 @@ SMALL_STEPS = OPTIMIZER.model_copy(update={"lr": 0.02})
 LAYOUTS = [
     ("tp1", 1, "megatron"),
     ("tp2", 2, "megatron"),
-    ("cp2", 2, "megatron"),
+    pytest.param("cp2", 2, "megatron", marks=pytest.mark.nightly),
     ("tp2", 2, "fsdp"),
     pytest.param("tp2-pp2", 4, "megatron", marks=pytest.mark.nightly),
     pytest.param("cp2-dp2", 4, "fsdp", marks=pytest.mark.nightly),
