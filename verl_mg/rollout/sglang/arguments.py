@@ -69,7 +69,7 @@ FLOAT32_ATTENTION = "triton"
 WITH_FLOAT32 = (FLOAT32_ATTENTION, "torch_native", "flex_attention")
 """Attention backends that have float32."""
 FLOAT32_HEAD = 128
-"""Largest width of a head in float32: with wider ones a tile of the Triton kernel exceeds the memory of its block."""
+"""Largest width of a head in float32: tiles of wider ones may not fit into the memory of a block of Triton's kernel."""
 IN_FLOAT32 = {"SGLANG_FORCE_FUSED_OP_BACKEND": "torch", "TRITON_F32_DEFAULT": "tf32x3"}
 """Environment of engines in float32 on GPUs. The compiled norms and activations of SGLang have 16 bits only, and Triton
 would round the inputs of products to TF32."""
@@ -191,7 +191,7 @@ def check_on_gpus(config: HFConfig, dtype: str, extra: Mapping[str, Any]) -> Non
         extra: server arguments of the user, `rollout.sglang`.
 
     Raises:
-        UserError: there are none.
+        UserError: there are none, or it is not known that there are.
     """
     if dtype != "float32" or not torch.cuda.is_available():
         return
@@ -212,8 +212,8 @@ def check_on_gpus(config: HFConfig, dtype: str, extra: Mapping[str, Any]) -> Non
     for what, has in others.items():
         if has:
             raise UserError(
-                f"rollout.engine=sglang: on GPUs SGLang has no kernels in float32, the dtype of the actor, for a model "
-                f"with {what}. Set actor.dtype=bfloat16, or rollout.engine=hf."
+                f"rollout.engine=sglang: on GPUs its engines in float32, the dtype of the actor, do not serve a model with "
+                f"{what}. Set actor.dtype=bfloat16, or rollout.engine=hf."
             )
 
 
