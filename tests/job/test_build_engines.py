@@ -87,7 +87,7 @@ def test_check_engines_impossible_transfers_are_refused_with_a_remedy(on_gpus, t
             r"rollout\.sglang\.decode_attention_backend=flashinfer: .* for float32",
         ),
         ({"sizes": EXPERTS}, r"rollout\.engine=sglang: .* float32, .* a model with experts"),
-        ({"sizes": LATENT}, r"rollout\.engine=sglang: .* float32, .* a model with experts"),
+        ({"sizes": LATENT}, r"rollout\.engine=sglang: .* float32, .* a model with latent attention"),
         ({"sizes": {"head_dim": 256}}, r"rollout\.engine=sglang: .* float32, .* a model with heads of 256"),
     ],
 )
