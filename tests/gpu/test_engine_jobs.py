@@ -82,11 +82,11 @@ def test_colocated_engine_serves_the_saved_checkpoint(
 
 @needs_sglang
 @pytest.mark.timeout(JOB_S)
-@pytest.mark.parametrize("attention", ["", "triton", "torch_native"], ids=["default", "triton", "torch_native"])
+@pytest.mark.parametrize("attention", ["", "torch_native"], ids=["default", "torch_native"])
 def test_quickstart_configuration_with_sglang_serves_float32(
     ranks: RankPool, machine: Machine, tmp_path: Path, attention: str
 ) -> None:
-    """The kernels of attention that SGLang prefers on GPUs have no float32."""
+    """The kernels that SGLang prefers on GPUs have no float32."""
     if attention and not machine.gpus:
         pytest.skip("SGLang has one kernel of attention on the CPU")
     chosen = [f"rollout.sglang.attention_backend={attention}"] if attention else []
@@ -94,7 +94,7 @@ def test_quickstart_configuration_with_sglang_serves_float32(
     ((reported),) = ranks.run(1, updates_of_quickstart, tmp_path, [SMALL_CACHE, *chosen, *few])
     found = [errors(tmp_path, seen) for seen in reported]
     shown(f"quickstart, attention {attention or 'by default'}", reported, found)
-    # Attention may multiply float32 as TF32.
+    # On a GPU sums have another order; attention may multiply float32 as three products of TF32.
     limit = 1e-2 if machine.gpus else 1e-4
     assert all(error.max() < limit for error in found)
     assert all(seen["mismatch"] < 5 * limit for seen in reported)

@@ -17,15 +17,23 @@ SIZES = {"model_type": "qwen3", "num_hidden_layers": 1, "num_attention_heads": 4
 SIZES |= {"head_dim": 64, "hidden_size": 256, "vocab_size": 100}
 
 
-def check(folder, ffn=512, lora=None, sizes=(), **rollout):
+def check(folder, ffn=512, lora=None, sizes=(), dtype="bfloat16", **rollout):
     sections = {
-        "model": {"path": folder},
+        "model": {"path": folder, "dtype": dtype},
         "data": {"train": folder},
         "actor": {"lora": lora},
         "rollout": {"engine": "sglang", **rollout},
     }
     table = weight_table(parse_config(SIZES | {"intermediate_size": ffn} | dict(sizes)))
     check_engines(Config.model_validate(sections), table, 2)
+
+
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+MIXED = EXPERTS | {"num_hidden_layers": 2, "mlp_only_layers": [0], "decoder_sparse_step": 1}
+LATENT = {"model_type": "deepseek_v3", "q_lora_rank": None, "kv_lora_rank": 32, "qk_rope_head_dim": 16}
+LATENT |= {"qk_nope_head_dim": 32, "v_head_dim": 32, "first_k_dense_replace": 1, "n_routed_experts": 4}
+LATENT |= {"n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "n_group": 1, "topk_group": 1}
+"""Sizes of models with experts, with experts in one of two layers, and with latent attention."""
 
 
 @pytest.fixture
@@ -69,19 +77,38 @@ def test_check_engines_impossible_transfers_are_refused_with_a_remedy(on_gpus, t
         check(tmp_path, **rollout)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"wire": "fp8_block"}, r"rollout\.wire=fp8_block: .* inputs of 16 bits, and the actor is in float32"),
+        ({"sglang": {"attention_backend": "fa3"}}, r"rollout\.sglang\.attention_backend=fa3: .* for float32"),
+        (
+            {"sglang": {"decode_attention_backend": "flashinfer"}},
+            r"rollout\.sglang\.decode_attention_backend=flashinfer: .* for float32",
+        ),
+        ({"sizes": EXPERTS}, r"rollout\.engine=sglang: .* float32, .* a model with experts"),
+        ({"sizes": LATENT}, r"rollout\.engine=sglang: .* float32, .* a model with latent attention"),
+        ({"sizes": {"head_dim": 256}}, r"rollout\.engine=sglang: .* float32, .* a model with heads of 256"),
+    ],
+)
+def test_check_engines_float32_without_kernels_on_gpus_is_refused(on_gpus, tmp_path, settings, message):
+    with pytest.raises(UserError, match=f"^{message}"):
+        check(tmp_path, dtype="float32", **settings)
+
+
+def test_check_engines_float32_with_kernels_on_gpus_is_accepted(on_gpus, tmp_path):
+    check(tmp_path, dtype="float32")
+    check(tmp_path, dtype="float32", sglang={"attention_backend": "torch_native"})
+    check(tmp_path, sglang={"attention_backend": "fa3"})
+    check(tmp_path, dtype="float32", engine="hf", sizes=EXPERTS)
+    check(tmp_path, dtype="float32", engine="vllm", sizes={"head_dim": 256})
+
+
 def test_check_engines_quantized_engine_without_a_gpu_is_refused(tmp_path):
     with pytest.raises(
         UserError, match="rollout.wire=fp8_channel: SGLang computes with quantized weights on GPUs only"
     ):
         check(tmp_path, wire="fp8_channel")
-
-
-EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-MIXED = EXPERTS | {"num_hidden_layers": 2, "mlp_only_layers": [0], "decoder_sparse_step": 1}
-LATENT = {"model_type": "deepseek_v3", "q_lora_rank": None, "kv_lora_rank": 32, "qk_rope_head_dim": 16}
-LATENT |= {"qk_nope_head_dim": 32, "v_head_dim": 32, "first_k_dense_replace": 1, "n_routed_experts": 4}
-LATENT |= {"n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "n_group": 1, "topk_group": 1}
-"""Sizes of models with experts, with experts in one of two layers, and with latent attention."""
 
 
 @pytest.mark.parametrize(

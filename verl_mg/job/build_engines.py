@@ -37,6 +37,7 @@ from verl_mg.rollout.process_engine import EngineSettings
 from verl_mg.rollout.sglang import SGLangEngine
 from verl_mg.rollout.sglang.arguments import QUANTIZATIONS
 from verl_mg.rollout.sglang.arguments import check_on_cpu as check_sglang_on_cpu
+from verl_mg.rollout.sglang.arguments import check_on_gpus as check_sglang_on_gpus
 from verl_mg.rollout.sglang.engine import sglang_follower
 from verl_mg.rollout.stop_strings import Decode, StopStringEngine
 from verl_mg.rollout.vllm.arguments import check_on_cpu as check_vllm_on_cpu
@@ -153,6 +154,8 @@ def check_engines(config: Config, table: ModelTable, world_size: int) -> None:
         engine_python(rollout.engine, rollout.python)
         placement, experts = _placement(config, world_size), table.config.experts
         placement.check_nodes(device.ranks_of_a_node(world_size))
+        if rollout.engine == "sglang":
+            check_sglang_on_gpus(table.config, config.dtype_of("actor"), rollout.sglang)
         table = with_engine_table(config, table)
 
         def check(layout: EngineLayout) -> None:
@@ -188,7 +191,12 @@ def _check_wire(config: Config, table: ModelTable) -> None:
             "servers outside the job, nor changed in parts. Leave rollout.urls and rollout.delta out."
         )
     if rollout.has_servers:
-        return  # their layouts are checked when they are connected
+        return  # their layouts and dtypes are checked when they are connected
+    if config.dtype_of("actor") == "float32":
+        raise UserError(
+            f"{key}: SGLang multiplies quantized weights with inputs of 16 bits, and the actor is in float32. Set "
+            "actor.dtype=bfloat16, or rollout.wire=cast."
+        )
     encoding, engine = encoding_of(rollout.wire), EnginePlacement(layout, tuple(range(layout.ranks)))
     assert encoding
     whole = with_engine_table(config, table).shard_map_engine(engine)

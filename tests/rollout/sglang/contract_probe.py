@@ -12,9 +12,18 @@ import sys
 from typing import Any
 
 import msgspec
+from sglang.kernels.fused_op import BaseFusedOp, get_fused_op_backend
+from sglang.kernels.spec import KernelBackend
 from sglang.srt import constants, utils
 from sglang.srt.environ import envs
+from sglang.srt.layers.activation import GeluAndMul, SiluAndMul
+from sglang.srt.layers.layernorm import Gemma3RMSNorm, GemmaRMSNorm, RMSNorm
+from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 from sglang.srt.server_args import PortArgs, ServerArgs
+from triton import knobs
+
+FUSED = (GeluAndMul, SiluAndMul, Gemma3RMSNorm, GemmaRMSNorm, RMSNorm, RotaryEmbedding)
+"""Operators of dense models whose compiled kernels have 16 bits only."""
 
 
 def refused(arguments: dict[str, Any]) -> list[str]:
@@ -53,8 +62,15 @@ def resolved(arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: values[name] for name in arguments} | {"graphs": graphs}
 
 
+def in_float32() -> dict[str, Any]:
+    """Precision of products in Triton, and the operators that the environment does not make torch's."""
+    assert get_fused_op_backend() is KernelBackend.TORCH
+    others = [kind.__name__ for kind in FUSED if not issubclass(kind, BaseFusedOp)]
+    return {"triton": knobs.language.fp32_default, "others": others}
+
+
 def main() -> None:
-    """Prints the tags of memory, the parsed SGLANG_ variables, and the results of the functions above by engine."""
+    """Prints tags of memory, parsed SGLANG_ variables, kernels in float32, and the functions above by engine."""
     engines = json.loads(sys.argv[1])
     utils.is_cuda = lambda: True  # which default graphs depend on
     variables = {name: getattr(envs, name).get() for name in os.environ if name in os.environ["CHECKED"].split()}
@@ -63,6 +79,7 @@ def main() -> None:
             {
                 "tags": constants.GPU_MEMORY_ALL_TYPES,
                 "variables": variables,
+                "float32": in_float32(),
                 "refused": [refused(arguments) for arguments in engines],
                 "ports": [ports_of(arguments) for arguments in engines],
                 "resolved": [resolved(arguments) for arguments in engines],

@@ -17,7 +17,7 @@ import torch
 
 from verl_mg.layout import EngineLayout
 from verl_mg.rollout.sglang.unloaded_model import unloaded_model
-from verl_mg.rollout.sglang.weight_loader import as_loaded
+from verl_mg.rollout.sglang.weight_loader import as_loaded, restore_shapes
 from verl_mg.rollout.tracing.position_codes import PositionCodes
 from verl_mg.rollout.tracing.trace_rank import _traced
 from verl_mg.sharding.traced_table import write_rank_shards
@@ -66,18 +66,24 @@ def main(folder: Path, rank: int) -> None:
 
 
 def check_transposed(model: Any) -> None:
-    """Matrices are transposed in place after the first load, and after each update, which processes them twice."""
+    """Matrices are transposed in place after the first load and after each update of an engine or of a server."""
     from sglang.srt.layers.quantization.w8a8_fp8 import W8A8Fp8LinearMethod
 
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if isinstance(method, W8A8Fp8LinearMethod):
             before = module.weight.data
-            for _ in range(3):  # the first load, then SGLangHost.load
+            method.process_weights_after_loading(module)
+            for of_server in (False, False, True, False):
+                if of_server:  # in two sessions, see RemoteEngine.update_shards
+                    method.process_weights_after_loading(module)
+                else:
+                    restore_shapes(model)
+                    assert module.weight.shape == before.shape and module.weight.is_contiguous()
                 method.process_weights_after_loading(module)
-            memory = as_loaded(module.weight)
-            assert module.weight.shape == before.t().shape and not module.weight.is_contiguous()
-            assert memory.data_ptr() == before.data_ptr() and memory.shape == before.shape
+                memory = as_loaded(module.weight)
+                assert module.weight.shape == before.t().shape and not module.weight.is_contiguous()
+                assert memory.data_ptr() == before.data_ptr() and memory.shape == before.shape
 
 
 if __name__ == "__main__":

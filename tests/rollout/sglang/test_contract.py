@@ -43,6 +43,7 @@ ENGINES = {
         layout=EngineLayout(tp=2), sleeps=False, adapters=AdapterSettings(16, ("q_proj", "k_proj", "v_proj")), **LIMITS
     ),
     "awake": EngineSettings(layout=EngineLayout(), sleeps=False, **LIMITS),
+    "float32": EngineSettings(layout=EngineLayout(), **LIMITS | {"dtype": torch.float32}),
 }
 PER_NODE = 8
 
@@ -76,8 +77,8 @@ def sglang_says(arguments) -> dict[str, Any]:
     """See tests/rollout/sglang/contract_probe.py; what is by engine has the engine's name."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
-        variables = environment(ENGINES["tp2"])
-    checked = " ".join(variables.keys() - os.environ.keys())
+        variables = environment(ENGINES["float32"])
+    checked = " ".join(name for name in variables.keys() - os.environ.keys() if name.startswith("SGLANG_"))
     probe = subprocess.run(
         [warm_start.sglang().python, "-m", "tests.rollout.sglang.contract_probe", json.dumps([*arguments.values()])],
         env=variables | {"CHECKED": checked}, capture_output=True, text=True,
@@ -103,15 +104,27 @@ def test_environment_given_users_variable_keeps_it(on_gpus, monkeypatch):
     assert environment(ENGINES["tp2"])["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] == "false"
 
 
+def test_environment_on_gpus_has_exact_kernels_in_float32_only(on_gpus):
+    exact = {"SGLANG_FORCE_FUSED_OP_BACKEND": "torch", "TRITON_F32_DEFAULT": "tf32x3"}
+    assert exact.items() <= environment(ENGINES["float32"]).items()
+    assert not exact.keys() & environment(ENGINES["tp2"]).keys()
+
+
 @needs_sglang
 def test_environment_on_gpus_is_what_sglang_reads(sglang_says):
     assert sglang_says["variables"] == {
         "SGLANG_DISABLE_DSA_INDEXER_FUSION": True,
         "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": False,
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": False,
+        "SGLANG_FORCE_FUSED_OP_BACKEND": "torch",
         "SGLANG_MEMORY_SAVER_CUDA_GRAPH": True,
         "SGLANG_VLM_CACHE_SIZE_MB": 0,
     }
+
+
+@needs_sglang
+def test_environment_in_float32_reaches_all_operators_that_have_16_bits_only(sglang_says):
+    assert sglang_says["float32"] == {"triton": "tf32x3", "others": []}
 
 
 @needs_sglang

@@ -64,6 +64,15 @@ ON_CPU = {
 few small functions that SGLang compiles would delay the first request to each process by seconds."""
 
 
+FLOAT32_ATTENTION = "triton"
+"""Attention backend of engines in float32 on GPUs, as SGLang's default there has 16 bits only."""
+WITH_FLOAT32 = (FLOAT32_ATTENTION, "torch_native", "flex_attention")
+"""Attention backends that have float32."""
+FLOAT32_HEAD = 128
+"""Largest width of a head in float32: tiles of wider ones may not fit into the memory of a block of Triton's kernel."""
+IN_FLOAT32 = {"SGLANG_FORCE_FUSED_OP_BACKEND": "torch", "TRITON_F32_DEFAULT": "tf32x3"}
+"""Environment of engines in float32 on GPUs. The compiled norms and activations of SGLang have 16 bits only, and Triton
+would round the inputs of products to TF32."""
 OF_ALL_ENGINES = {"SGLANG_VLM_CACHE_SIZE_MB": "0", "SGLANG_DISABLE_DSA_INDEXER_FUSION": "1"}
 """Environment of all engines. SGLang would keep the features of images over updates of the vision tower, and on GPUs
 fuse two projections of an indexer that the weight table has apart."""
@@ -173,6 +182,41 @@ def check_on_cpu(config: HFConfig, model: ModelDims, layout: EngineLayout) -> No
         )
 
 
+def check_on_gpus(config: HFConfig, dtype: str, extra: Mapping[str, Any]) -> None:
+    """Checks that SGLang has kernels for the model and the dtype on GPUs.
+
+    Args:
+        config: the model.
+        dtype: of the weights, as in `model.dtype`.
+        extra: server arguments of the user, `rollout.sglang`.
+
+    Raises:
+        UserError: there are none, or it is not known that there are.
+    """
+    if dtype != "float32" or not torch.cuda.is_available():
+        return
+    names = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+    for name in names:
+        if extra.get(name) not in (None, *WITH_FLOAT32):
+            raise UserError(
+                f"rollout.sglang.{name}={extra[name]}: it has no kernels for float32, the dtype of the actor. Leave it "
+                "out, or set actor.dtype=bfloat16."
+            )
+    others = {
+        "experts": config.experts,
+        "latent attention": config.latent,
+        "linear attention": config.linear,
+        "images": config.with_vision,
+        f"heads of {config.head_dim}": config.head_dim > FLOAT32_HEAD,
+    }
+    for what, has in others.items():
+        if has:
+            raise UserError(
+                f"rollout.engine=sglang: on GPUs its engines in float32, the dtype of the actor, do not serve a model with "
+                f"{what}. Set actor.dtype=bfloat16, or rollout.engine=hf."
+            )
+
+
 def port_arguments(ports: Sequence[int], address: str) -> dict[str, Any]:
     """Returns the keyword arguments of `sglang.Engine` from which it derives its fixed ports.
 
@@ -202,7 +246,8 @@ def environment(settings: EngineSettings) -> dict[str, str]:
 
 
 def _variables_on_gpus(settings: EngineSettings) -> dict[str, str]:
-    return {
+    precision = IN_FLOAT32 if settings.dtype is torch.float32 else {}
+    return precision | {
         # GPUs of a job have different amounts of free memory: stages of different size, a rank that is still loading.
         "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false",
         # An idle engine whose cache is released would fail it.
@@ -213,7 +258,8 @@ def _variables_on_gpus(settings: EngineSettings) -> dict[str, str]:
 
 
 def _on_gpus(settings: EngineSettings) -> dict[str, Any]:
-    return {
+    attention = {"attention_backend": FLOAT32_ATTENTION} if settings.dtype is torch.float32 else {}
+    return attention | {
         "device": "cuda",
         "base_gpu_id": settings.first_gpu,
         "gpu_id_step": settings.gpu_step,

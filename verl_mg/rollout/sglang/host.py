@@ -53,7 +53,6 @@ class SGLangHost(EngineHost):
         self._adapters: str | None = None  # SGLang's name of the adapters that requests use
         self._num_loads = 0
         self._loads: Counter[str] = Counter()  # counts of the load that no sample has brought to the rank
-        self._is_quantized = engine.server_args.quantization is not None
         self._in_session = False
 
     async def generate(self, rid: str, request: dict[str, Any]) -> dict[str, Any]:
@@ -97,10 +96,6 @@ class SGLangHost(EngineHost):
             self._in_session = False
         for response in await asyncio.gather(*sent):
             _check(_merged(response))
-        if is_last and self._is_quantized:
-            # SGLang transposes FP8 matrices whenever it processes weights: a second time restores the first one's.
-            await self._begin_update()
-            await self._request("end_weight_update", "EndWeightUpdateReqInput")
 
     async def _begin_update(self) -> None:
         await self._request(

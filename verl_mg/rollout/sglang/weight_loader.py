@@ -81,6 +81,7 @@ def load_chunk(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     else:
         _write_tensors(model, parameters, _tensors_of(message["for_draft"], named_views(places, memory)))
     if message["is_last"]:
+        restore_shapes(model)
         post_load_weights(model)
 
 
@@ -102,6 +103,21 @@ def _write_tensors(model: Any, parameters: Mapping[str, Tensor], tensors: Iterab
             write_marlin(layers[name], name, tensor)
         else:
             default_weight_loader(as_loaded(parameters[name]), tensor)
+
+
+def restore_shapes(model: Any) -> None:
+    """Gives matrices of FP8 with scales of rows the shape in which SGLang creates them.
+
+    SGLang transposes them whenever it processes weights, also at the end of an update, and its kernels need them so.
+
+    Args:
+        model: SGLang's model on this rank.
+    """
+    from sglang.srt.layers.quantization.w8a8_fp8 import W8A8Fp8LinearMethod
+
+    for module in model.modules():
+        if isinstance(getattr(module, "quant_method", None), W8A8Fp8LinearMethod):
+            module.weight.data = as_loaded(module.weight)
 
 
 def as_loaded(parameter: Tensor) -> Tensor:
