@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -218,6 +219,23 @@ def test_run_python_leaves_no_files(
     program = "import os\nos.makedirs('a/b')\nopen('a/b/c', 'w').write('x')\nos.chmod('a', 0)\nprint(os.listdir('.'))"
     assert "'a'" in run_isolated(program, seconds=TIMEOUT).stdout
     assert list(tmp_path.iterdir()) == []
+
+
+def test_run_python_started_under_another_umask_can_use_its_folders(
+    run: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where another thread changes it for a moment, to read it."""
+    start, mask = asyncio.create_subprocess_exec, os.umask(0o022)
+
+    async def start_under_another(*arguments: Any, **options: Any) -> asyncio.subprocess.Process:
+        os.umask(0o666)
+        return await start(*arguments, **options)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start_under_another)
+    try:
+        assert run("import os\nos.makedirs('a/b')\nprint('made')", seconds=TIMEOUT).stdout == "made\n"
+    finally:
+        os.umask(mask)
 
 
 def test_run_python_packages_can_be_imported(run_isolated: Callable[..., Outcome]) -> None:

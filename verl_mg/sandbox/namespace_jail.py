@@ -50,6 +50,7 @@ SIGNALS = {signal.SIGTERM, signal.SIGCHLD}
 def main(request: dict[str, Any]) -> None:
     """Runs the program and writes its wait status, or why it could not start, as a line of JSON into a pipe."""
     os.set_inheritable(request["report"], False)
+    os.umask(0o022)  # libraries set another one for a moment, to read it: any thread that starts a program inherits it
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     _prctl(END_WITH_PARENT, signal.SIGKILL)
     with _failures_to(request["report"]):
