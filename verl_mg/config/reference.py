@@ -151,11 +151,11 @@ def _attribute_docstrings(kind: type[BaseModel]) -> dict[str, str]:
     pydantic's `use_attribute_docstrings` finds none in a file that is imported under two names, as a recipe can be.
     """
     bases = (base for base in reversed(kind.__mro__) if issubclass(base, ConfigSection) and base is not ConfigSection)
-    return {name: text for base in bases for name, text in _own_docstrings(base).items()}
+    return {name: text for base in bases for name, text in _docstrings_of_class(base).items()}
 
 
 @cache
-def _own_docstrings(kind: type[BaseModel]) -> dict[str, str]:
+def _docstrings_of_class(kind: type[BaseModel]) -> dict[str, str]:
     docstrings: dict[str, str] = {}
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(definition, ast.ClassDef)
