@@ -17,13 +17,16 @@ __all__ = ["Config", "iteration", "policy_loss", "roles"]
 
 
 def iteration(job: Job, cfg: Config) -> dict[str, float]:
-    plan = job.config.job.output.parent / "kill.json"
-    if plan.exists() and json.loads(plan.read_text())["iteration"] == job.iteration:
+    file = job.config.job.output.parent / "kill.json"
+    plan = json.loads(file.read_text()) if file.exists() else {"iteration": None}
+    if plan["iteration"] == job.iteration:
         pids = all_gather_json(os.getpid())
         if dist.get_rank() == 0:
-            delay = json.loads(plan.read_text())["delay"]
-            threading.Thread(target=_kill, args=(delay, pids), daemon=True).start()
-    return grpo.iteration(job, cfg)
+            threading.Thread(target=_kill, args=(plan["delay"], pids), daemon=True).start()
+    metrics = grpo.iteration(job, cfg)
+    if plan["iteration"] == job.iteration + 1:
+        time.sleep(plan["pause"])  # in which the engine generates, before the last checkpoint
+    return metrics
 
 
 def _kill(delay: float, pids: list[int]) -> None:

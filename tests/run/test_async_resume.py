@@ -55,10 +55,10 @@ def test_async_run_killed_in_flight_loses_no_sample_and_trains_none_twice(ranks,
     folder = inputs(tmp_path, "qwen3", positions=400, unused=2000)
     run, started = folder / "run", 0
     for delay in delays:
-        in_flight = False
+        in_flight, pause = False, 0.25
         while not in_flight:
-            in_flight = killed_in_flight(folder, started + 4, delay)
-            started = int(last_checkpoint(run).name)
+            in_flight = killed_in_flight(folder, started + 4, delay, pause)
+            started, pause = int(last_checkpoint(run).name), 2 * pause
     iterations = started + 2
     length = f"job.iterations={iterations}"
     (folder / "kill.json").unlink()
@@ -79,9 +79,9 @@ def test_async_run_killed_in_flight_loses_no_sample_and_trains_none_twice(ranks,
     assert len(replayed) == iterations and replayed == [of_training(line) for line in metrics_of(run)]
 
 
-def killed_in_flight(folder: Path, iteration: int, delay: float) -> bool:
-    """Kills the run; whether its last checkpoint has a partial sample, which depends on the speed of the machine."""
-    (folder / "kill.json").write_text(json.dumps({"iteration": iteration, "delay": delay}))
+def killed_in_flight(folder: Path, iteration: int, delay: float, pause: float) -> bool:
+    """Kills the run; whether its last checkpoint has a partial sample, since an engine wrote tokens in the pause."""
+    (folder / "kill.json").write_text(json.dumps({"iteration": iteration, "delay": delay, "pause": pause}))
     pool = RankPool(Machine.this(), 3)
     try:
         with pytest.raises(RankError, match="the process died"):

@@ -212,8 +212,8 @@ def check_on_gpus(config: HFConfig, dtype: str, extra: Mapping[str, Any]) -> Non
     for what, has in others.items():
         if has:
             raise UserError(
-                f"rollout.engine=sglang: on GPUs its engines in float32, the dtype of the actor, do not serve a model with "
-                f"{what}. Set actor.dtype=bfloat16, or rollout.engine=hf."
+                f"rollout.engine=sglang: on GPUs its engines in float32, the dtype of the actor, do not serve a model "
+                f"with {what}. Set actor.dtype=bfloat16, or rollout.engine=hf."
             )
 
 
