@@ -1,20 +1,16 @@
-"""What a process that SGLang spawns has imported: `python -m tests.rollout.sglang.packages_probe`.
+"""What a process that SGLang spawns has imported: `python -m tests.rollout.sglang.packages_probe HOST`.
 
-The process begins as a scheduler does, with the host of the engine as its main module, and imports the scheduler and
-what it imports when it builds its model. Prints one JSON object.
+The process begins as a scheduler does, with the engine's module HOST as its main module, and imports the scheduler and what
+it imports when it builds its model. Prints one JSON object.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import multiprocessing
-import os
 import sys
+from importlib.machinery import ModuleSpec
 from multiprocessing.connection import Connection
-
-from verl_mg.rollout.sglang.arguments import ON_CPU
-from verl_mg.rollout.sglang.engine import HOST
 
 
 def imported(answer: Connection) -> None:
@@ -30,9 +26,8 @@ def imported(answer: Connection) -> None:
 def main() -> None:
     from tests.rollout.sglang.packages_probe import imported  # the child has another main module
 
-    os.environ.update(ON_CPU)
     # By its name a spawned process finds its main module.
-    sys.modules["__main__"].__spec__ = importlib.util.find_spec(HOST)
+    sys.modules["__main__"].__spec__ = ModuleSpec(sys.argv[1], None)
     receiver, sender = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("spawn").Process(target=imported, args=(sender,))
     process.start()

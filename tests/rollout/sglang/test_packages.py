@@ -3,6 +3,7 @@
 import contextlib
 import importlib.metadata
 import json
+import os
 import re
 import subprocess
 import sys
@@ -11,6 +12,8 @@ import pytest
 
 from tests.traces import needs_sglang
 from verl_mg.rollout.hidden_packages import HIDDEN, hide_training_packages
+from verl_mg.rollout.sglang.arguments import ON_CPU
+from verl_mg.rollout.sglang.engine import HOST
 
 pytestmark = needs_sglang
 
@@ -19,8 +22,9 @@ pytestmark = needs_sglang
 def spawned() -> dict[str, list[str]]:
     """See tests/rollout/sglang/packages_probe.py."""
     probe = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.rollout.sglang.packages_probe"], capture_output=True, text=True
-    )
+        [sys.executable, "-W", "ignore", "-m", "tests.rollout.sglang.packages_probe", HOST],
+        env=os.environ | ON_CPU, capture_output=True, text=True,
+    )  # fmt: skip
     assert probe.returncode == 0, probe.stderr[-3000:]
     return json.loads(probe.stdout.splitlines()[-1])
 
