@@ -1,7 +1,7 @@
 """What a process that SGLang spawns has imported: `python -m tests.rollout.sglang.packages_probe HOST`.
 
-The process begins as a scheduler does, with the engine's module HOST as its main module, and imports the scheduler and what
-it imports when it builds its model. Prints one JSON object.
+The process begins as a scheduler does, with the engine's module HOST as its main module, and imports the scheduler and
+what it imports when it builds its model. Prints one JSON object.
 """
 
 from __future__ import annotations
