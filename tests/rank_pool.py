@@ -34,7 +34,7 @@ from verl_mg.distributed.world import init_process_group
 if TYPE_CHECKING:
     from verl_mg.roles.context import JobContext
 
-TIMEOUT_S = 2000
+TIMEOUT_S = 1000
 STACKS_S = 2
 """Seconds in which late ranks write their stacks."""
 
