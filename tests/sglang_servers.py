@@ -24,7 +24,7 @@ from verl_mg.rollout.sglang import engine_arguments
 from verl_mg.rollout.sglang.arguments import environment
 from verl_mg.rollout.sglang.shard_receiver import RECEIVER
 
-START_SECONDS = 1800
+START_SECONDS = 900
 SETTINGS = EngineSettings(
     layout=EngineLayout(tp=2), dtype=torch.float32, max_running=32, max_positions=64,
     extra={"skip_tokenizer_init": False},

@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 
-START_TIMEOUT_S = 1800
+START_TIMEOUT_S = 900
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT)
 
 
