@@ -26,8 +26,9 @@ ITERATIONS = TAIL + 8
 
 @pytest.fixture(autouse=True)
 def settled(monkeypatch):
-    """Files of tests are new, but complete."""
+    """Files of tests are new, but complete, and all of them are read, however slow the machine is."""
     monkeypatch.setattr(index_builder, "SETTLED_SECONDS", -1.0)
+    monkeypatch.setattr("verl_mg.view.index.READ_SECONDS", 600.0)
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +148,6 @@ def test_rows_without_a_reward_are_last(tmp_path):
 def test_long_search_continues_with_each_request(run, rows, monkeypatch):
     monkeypatch.setattr("verl_mg.view.samples.SEARCH_SECONDS", 0.0)
     monkeypatch.setattr("verl_mg.view.segments.BLOCK_BYTES", 100)
-    monkeypatch.setattr("verl_mg.view.index.READ_SECONDS", 60.0)
     samples, backwards = Samples(run / "samples"), Samples(run / "samples")
     for item in (samples, backwards):
         monkeypatch.setattr(item.index, "_folder", run / "none")  # blocks of this size, in memory
