@@ -17,6 +17,8 @@ from verl_mg.data import PromptSet, demonstrations_batch
 from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.errors import UserError
 
+pytest.importorskip("torchvision", reason="transformers prepares images with torchvision, which is not installed")
+
 WIDE, TALL = noise_image(84, 56, 0), noise_image(33, 90, 1)
 QUESTION = "a <image>b<image> c"
 PARTS = [{"type": "text", "text": "a "}, {"type": "image"}, {"type": "text", "text": "b"}, {"type": "image"}]
