@@ -31,8 +31,6 @@ torch.set_num_threads(1)
 settings.register_profile("suite", deadline=None, derandomize=True)
 settings.load_profile("suite")
 
-IMPORTED_BY_RANKS = ("matplotlib.backends.backend_agg", "matplotlib.figure", "pyarrow.parquet")
-"""Modules that the project imports in functions."""
 _POOL = pytest.StashKey[RankPool]()
 
 
@@ -82,7 +80,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if not session.config.option.quick and not machine.gpus:
         _use_warm_starts_for_sglang()
     if any("ranks" in getattr(item, "fixturenames", ()) for item in session.items):
-        for module in ("verl_mg.job.job", "verl_mg.run.loop", *IMPORTED_BY_RANKS):  # once here, not once a rank
+        from tests.warm_start import IMPORTED_IN_FUNCTIONS
+
+        for module in ("verl_mg.job.job", "verl_mg.run.loop", *IMPORTED_IN_FUNCTIONS):  # once here, not once a rank
             importlib.import_module(module)
 
         pool = session.config.stash[_POOL] = RankPool(machine)

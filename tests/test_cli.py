@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests import warm_start
 from tests.launched import PATIENCE_S
 from tests.tiny_jobs import logged
-from tests.tiny_models import tiny_model
+from tests.tiny_models import daily_of, tiny_model
 from verl_mg.models.tiny_model import make_tiny_model
 
 ROOT = Path(__file__).parents[1]
@@ -82,9 +82,11 @@ MISTAKES = {
     "prompt fills the positions": (["rollout.max_new_tokens=64"], ["64"]),
     "unknown reward": (["reward.function=verl_mg.rewards.exact:scoer"], ["scoer", "score"]),
 }
+MET_ELSEWHERE = {"missing model", "missing test file", "long prompt"}
+"""Their messages have tests of their own, and they are found where others are: in the model and in the data."""
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("mistake", daily_of(MISTAKES, *(MISTAKES.keys() - MET_ELSEWHERE)))
 def test_train_with_a_mistake_on_two_ranks_exits_with_one_line(inputs, tmp_path, mistake):
     overrides, words = MISTAKES[mistake]
     result = train(inputs, tmp_path / "run", 2, *(o.format(inputs=inputs) for o in overrides))
@@ -169,8 +171,8 @@ def test_grpo_on_the_real_gsm8k_trains(gsm8k, tmp_path):
     config = "recipes/configs/grpo_gsm8k_tiny.yaml"
     paths = {"data.train": gsm8k / "train.jsonl", "model.path": tmp_path / "model", "job.output": tmp_path / "run"}
     overrides = [f"{key}={path}" for key, path in paths.items()]
-    result = start(["train", GRPO, "--config", config, *overrides], 2)
+    result = start(["train", GRPO, "--config", config, "job.iterations=2", *overrides], 2)
     assert result.returncode == 0, result.stderr
     lines = logged(tmp_path / "run")
-    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert [line["step"] for line in lines] == [1, 2]
     assert all("reward/answered" in line and line["mismatch/mean_abs"] < 1e-4 for line in lines)

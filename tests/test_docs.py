@@ -161,8 +161,8 @@ def test_page_with_commands_is_accepted_by_the_parser():
             assert all("=" in word for word in rest), f"{name}: {line}"
 
 
-def patterns() -> list[re.Pattern[str]]:
-    """Of the texts in the source, with what is filled in left open."""
+def texts_in_source() -> list[list[str | None]]:
+    """The parts of each text; None: what is filled in."""
     found = []
     for file in (ROOT / "verl_mg").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -172,8 +172,16 @@ def patterns() -> list[re.Pattern[str]]:
                 all(text is None or isinstance(text, str) for text in texts)
                 and len("".join(filter(None, texts))) >= ENOUGH
             ):
-                found.append(re.compile("".join(".+" if text is None else re.escape(text) for text in texts)))
+                found.append(texts)
     return found
+
+
+def contains(line: str, texts: list[str | None]) -> bool:
+    """Whether a line has a text, whatever is filled in."""
+    # Hardly any text has all its parts in the line; a search with several open places takes milliseconds.
+    if not all(text in line for text in texts if text is not None):
+        return False
+    return re.search("".join(".+" if text is None else re.escape(text) for text in texts), line) is not None
 
 
 MESSAGES = [text.strip().splitlines() for _, text in blocks("docs/troubleshooting.md", "")]
@@ -181,14 +189,14 @@ MESSAGES = [text.strip().splitlines() for _, text in blocks("docs/troubleshootin
 
 def test_troubleshooting_messages_are_in_the_source(monkeypatch):
     monkeypatch.chdir(ROOT)
-    known = patterns()
+    known = texts_in_source()
     assert len(MESSAGES) > 20
     for *command, line in MESSAGES:
         message = line.removeprefix("error: ")
         if command:
             assert refusal(command[0]) == message
         else:
-            assert any(pattern.search(line) for pattern in known), line
+            assert any(contains(line, texts) for texts in known), line
 
 
 def refusal(command: str) -> str:
@@ -250,7 +258,7 @@ def _first_run(folder: Path, snippet: str) -> list[float]:
             repeat_digit.make(Path("runs/repeat_digit"))
         dist.barrier()
         recipe = load_recipe("mine.py")
-        config = load_config("mine.yaml", ["job.iterations=20", "job.console=false"], recipe.config)
+        config = load_config("mine.yaml", ["job.iterations=14", "job.console=false"], recipe.config)
         run_here(recipe, config)
         dist.barrier()
         if dist.get_rank() == 0:

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests import warm_start
 from tests.hub_server import COMMIT, serving
 from verl_mg.errors import UserError
 from verl_mg.hub import HubName, fetch, files_of, matching
@@ -42,11 +43,8 @@ DATA = {
 WORK = """
 import json, sys
 from pathlib import Path
-from types import ModuleType
-import verl_mg
-# The package's other modules import torch, which takes seconds.
-sys.modules["verl_mg.data"] = package = ModuleType("verl_mg.data")
-package.__path__ = [f"{verl_mg.__path__[0]}/data"]
+from tests.hub_server import forget_client
+forget_client()
 from verl_mg.data.records import located_records
 from verl_mg.errors import UserError
 from verl_mg.models.named_models import local_model
@@ -66,7 +64,7 @@ print(json.dumps([models, data]))
 def started(
     endpoint: str, home: Path, models: list[str], data: list[str], before: str = "", **more: str
 ) -> subprocess.Popen[str]:
-    """A process in which the hub is at `endpoint`; its variables are read when the client is imported."""
+    """A process in which the hub is at `endpoint`."""
     variables = {
         "HF_ENDPOINT": endpoint,
         "HF_HOME": str(home),
@@ -74,7 +72,7 @@ def started(
         "HF_HUB_DISABLE_XET": "1",
         **more,
     }
-    words = [sys.executable, "-c", f"{before}\n{WORK}", json.dumps(models), json.dumps(data)]
+    words = [warm_start.shared().python, "-c", f"{before}\n{WORK}", json.dumps(models), json.dumps(data)]
     return subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=os.environ | variables)
 
 

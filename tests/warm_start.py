@@ -34,6 +34,7 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -43,13 +44,23 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from verl_mg.rollout.sglang.arguments import ON_CPU as SGLANG_ON_CPU
 from verl_mg.rollout.vllm.arguments import ON_CPU as VLLM_ON_CPU
 
+IMPORTED_IN_FUNCTIONS = (
+    "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
+    "pyarrow.parquet",
+    # pyarrow imports it, where it is, to convert the first list: a second or more.
+    *(["pandas"] if find_spec("pandas") else []),
+    "megatron.core.models.mimo",
+    "transformers.models.qwen3.modeling_qwen3",
+    "recipes.common.kl",
+)
+"""Modules that every job imports late: in a function of the project or of a package."""
 IMPORTED_BY_JOBS = (
     "verl_mg.cli",
     "torch.distributed.run",
     "verl_mg.run.main",
     "verl_mg.run.loop",
-    "matplotlib.backends.backend_agg",
-    "pyarrow.parquet",
+    *IMPORTED_IN_FUNCTIONS,
     "torch.utils.tensorboard",
     "transformers.models.qwen2.tokenization_qwen2",
 )

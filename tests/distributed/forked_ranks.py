@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import psutil
 from torch.distributed import TCPStore
 
-from tests.launched import PATIENCE_S, ROOT
+from tests import warm_start
+from tests.launched import PATIENCE_S, ROOT, descendants
 
 
 class ForkedRanks:
@@ -19,10 +19,8 @@ class ForkedRanks:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._count = folder, 0
-        command = [sys.executable, str(Path(__file__).parent / "watched.py"), "--serve"]
-        self._process = subprocess.Popen(
-            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=None
-        )
+        command = [warm_start.shared().python, str(Path(__file__).parent / "watched.py"), "--serve"]
+        self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def start(
         self,
@@ -54,7 +52,7 @@ class ForkedRanks:
         return ForkedJob(self._process, store, [psutil.Process(pid) for pid in pids], out, err)
 
     def stop(self) -> None:
-        for process in psutil.Process(self._process.pid).children():
+        for process in descendants(self._process.pid):
             process.kill()
         self._process.kill()
         self._process.communicate()

@@ -1,5 +1,6 @@
 """Whole jobs of a vision-language model on the task of recipes/tasks/colored_squares.py."""
 
+import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 from recipes.tasks import colored_squares
 from tests.engines import overrides as engine_overrides
+from tests.run.resumed_jobs import copy_interrupted
 from tests.tiny_jobs import RECIPES, logged, metrics_of, run_here
 from tests.traces import needs_sglang, needs_vllm
 from verl_mg.config import load_config
@@ -54,12 +56,14 @@ def test_run_with_images_resumes_and_replays_bitwise(ranks, tmp_path):
     task, recipe = task_of(tmp_path / "task", "qwen3_vl"), tmp_path / "keeping.py"
     whole, parts, again = (tmp_path / name for name in ("whole", "parts", "again"))
     recipe.write_text(KEEPING)
-    ranks.run(2, job, recipe, task, whole, [*SHORT, "job.iterations=3"])
-    for last in (2, 3):
-        ranks.run(2, job, recipe, task, parts, [*SHORT, f"job.iterations={last}", "checkpoint.every=2"])
+    settings = [*SHORT, "job.iterations=3", "checkpoint.every=2"]
+    ranks.run(2, job, recipe, task, whole, settings)
+    copy_interrupted(whole, parts, 2)
+    ranks.run(2, job, recipe, task, parts, settings)
     lines = metrics_of(whole)
     assert metrics_of(parts) == lines
     assert lines[2]["kept"] < 0 < lines[2]["actor/grad_norm"] and lines[2]["mismatch/max_abs"] < 1e-5
+    shutil.rmtree(whole / "checkpoints")  # a replay would begin after the first of them
     ranks.run(2, job, recipe, task, again, [*SHORT, "job.iterations=3"], RunMode(replayed=f"{whole}@3"))
     assert [_of_training(line) for line in metrics_of(again)] == [_of_training(line) for line in lines]
 

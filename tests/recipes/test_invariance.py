@@ -1,5 +1,7 @@
 """Metrics of an iteration of every recipe are independent of ranks, layout and micro-batches."""
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -59,6 +61,17 @@ def first_iteration(
     return {key: value for key, value in line.items() if not key.startswith(OTHER)}
 
 
+@pytest.fixture(scope="module")
+def on_one_rank(ranks, task, tmp_path_factory) -> Callable[..., dict[str, float]]:
+    """First iteration of a recipe on one rank with large micro-batches, run once for all tests that compare with it."""
+
+    @cache
+    def run(name: str, *overrides: str) -> dict[str, float]:
+        return first_iteration(ranks, name, task, tmp_path_factory.mktemp(name) / "alone", 1, [*overrides])
+
+    return run
+
+
 def compare(found: dict[str, float], expected: dict[str, float]) -> None:
     assert found.keys() == expected.keys()
     for key, value in expected.items():
@@ -68,8 +81,8 @@ def compare(found: dict[str, float], expected: dict[str, float]) -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in DAILY else [pytest.mark.nightly]) for name in NAMES]
 )
-def test_iteration_on_two_ranks_in_small_micro_batches_is_unchanged(ranks, task, tmp_path, name):
-    alone = first_iteration(ranks, name, task, tmp_path / "alone", 1, [])
+def test_iteration_on_two_ranks_in_small_micro_batches_is_unchanged(ranks, task, on_one_rank, tmp_path, name):
+    alone = on_one_rank(name)
     norms = [value for key, value in alone.items() if key.endswith("/grad_norm")]
     assert norms and all(norm > 1e-3 for norm in norms)
     compare(first_iteration(ranks, name, task, tmp_path / "two", 2, SMALL), alone)
@@ -90,19 +103,18 @@ def test_iteration_on_two_ranks_in_small_micro_batches_is_unchanged(ranks, task,
         ),
     ],
 )
-def test_iteration_with_roles_on_fsdp_is_unchanged(ranks, task, tmp_path, name, count, overrides):
-    adapters = [text for text in overrides if ".lora=" in text]
-    alone = first_iteration(ranks, name, task, tmp_path / "alone", 1, adapters)
+def test_iteration_with_roles_on_fsdp_is_unchanged(ranks, task, on_one_rank, tmp_path, name, count, overrides):
+    alone = on_one_rank(name, *(text for text in overrides if ".lora=" in text))
     compare(first_iteration(ranks, name, task, tmp_path / "fsdp", count, [*SMALL, *overrides]), alone)
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in SPLIT_DAILY else [pytest.mark.nightly]) for name in SPLIT]
 )
-def test_iteration_with_responses_cut_into_segments_is_unchanged(ranks, task, tmp_path, name):
+def test_iteration_with_responses_cut_into_segments_is_unchanged(ranks, task, on_one_rank, tmp_path, name):
     # Ratios of sequences, and outcomes of the process reward model, are those of segments: with one step the same.
     overrides = ["algorithm.num_minibatches=1"] if name in OF_SEGMENTS else []
-    whole = first_iteration(ranks, name, task, tmp_path / "whole", 1, overrides)
+    whole = on_one_rank(name, *overrides)
     norms = [value for key, value in whole.items() if key.endswith("/grad_norm")]
     assert norms and all(norm > 1e-3 for norm in norms)
     found = first_iteration(ranks, name, task, tmp_path / "cut", 2, [*SMALL, *overrides], split=True)
@@ -113,8 +125,8 @@ def test_iteration_with_responses_cut_into_segments_is_unchanged(ranks, task, tm
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["pp2", "cp2", "tp2-pp2"])
-def test_iteration_with_segments_in_other_layouts_is_unchanged(ranks, task, tmp_path, layout):
-    whole = first_iteration(ranks, "sapo", task, tmp_path / "whole", 1, [])
+def test_iteration_with_segments_in_other_layouts_is_unchanged(ranks, task, on_one_rank, tmp_path, layout):
+    whole = on_one_rank("sapo")
     overrides = [*SMALL, *(f"{role}.layout={layout}" for role in ("actor", "reference"))]
     compare(first_iteration(ranks, "sapo", task, tmp_path / "cut", 4, overrides, split=True), whole)
 
@@ -122,8 +134,8 @@ def test_iteration_with_segments_in_other_layouts_is_unchanged(ranks, task, tmp_
 @pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "cp2", "tp2-pp2"])
 @pytest.mark.parametrize("name", NAMES)
-def test_iteration_in_other_layouts_is_unchanged(ranks, task, tmp_path, name, layout):
-    alone = first_iteration(ranks, name, task, tmp_path / "alone", 1, [])
+def test_iteration_in_other_layouts_is_unchanged(ranks, task, on_one_rank, tmp_path, name, layout):
+    alone = on_one_rank(name)
     # The reference too: a policy is compared with it, and where the two are equal a rounding would decide.
     layouts = [f"{role}.layout={layout}" for role in (*TRAINED, "reference")]
     compare(first_iteration(ranks, name, task, tmp_path / "cut", 4, [*layouts, *SMALL]), alone)

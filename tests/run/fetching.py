@@ -1,18 +1,20 @@
 """Ranks that only fetch the models of a job: python tests/run/fetching.py RANKS '{"SECTION": "OWNER/NAME", ...}'
 
-They are forked, so that torch is imported once. The store is that of the process that forks them, as under torchrun.
+They are forked, so that the client is imported once. The store is that of the process that forks them, as under
+torchrun.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
 from pathlib import Path
 
-import huggingface_hub  # noqa: F401  # not in each rank
 from torch.distributed import TCPStore
 
+from tests.hub_server import forget_client
 from verl_mg.config import Config
 from verl_mg.distributed.world import World
 from verl_mg.errors import UserError
@@ -35,6 +37,8 @@ def fetch(names: dict[str, str]) -> None:
 
 
 def main(count: int, names: dict[str, str]) -> int:
+    forget_client()
+    importlib.import_module("huggingface_hub")  # not in each rank
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     pids = []

@@ -33,6 +33,16 @@ def without_weights(model: Path) -> Path:
     return model.with_name(f"{model.name}-without-weights")
 
 
+def copy_interrupted(run: Path, folder: Path, iterations: int) -> None:
+    """Copies a run, which has a checkpoint of that iteration, as it was after it."""
+    shutil.copytree(run, folder)
+    for checkpoint in (folder / "checkpoints").iterdir():
+        if int(checkpoint.name) > iterations:
+            shutil.rmtree(checkpoint)
+    metrics = folder / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:iterations]))
+
+
 def opened_files(recipe: str, inputs: Path, output: Path, iterations: int, overrides: list[str]) -> list[str]:
     """Runs a job; returns the names of the files that this rank opened, once for each time: checkpoints and weights."""
     names, original = [], Path.open

@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from tests.rank_pool import RankError
-from tests.run.resumed_jobs import job, opened_files, without_weights
+from tests.run.resumed_jobs import copy_interrupted, job, opened_files, without_weights
 from tests.tiny_jobs import metrics_of
 from tests.tiny_models import tiny_model
 from verl_mg.checkpoint.model_directory import SINGLE
@@ -112,9 +112,9 @@ NIGHTLY_CASES = {
 def test_resume_under_the_same_layout_is_bitwise_identical(ranks, inputs, tmp_path, name):
     recipe, count, overrides = (CASES | NIGHTLY_CASES)[name]
     model = inputs / ("mixture" if "MIXTURE" in overrides else "model")
-    overrides = [f"model.path={model}", *(text for text in overrides if text != "MIXTURE")]
+    overrides = [f"model.path={model}", *(text for text in overrides if text != "MIXTURE"), "checkpoint.every=1"]
     ranks.run(count, job, recipe, inputs, tmp_path / "whole", 3, overrides)
-    ranks.run(count, job, recipe, inputs, tmp_path / "parts", 2, overrides)
+    copy_interrupted(tmp_path / "whole", tmp_path / "parts", 2)
     if not name.startswith("lora"):  # what is trained is all in the checkpoint
         overrides += [f"model.path={without_weights(model)}", f"reference.path={model}"]
     ranks.run(count, job, recipe, inputs, tmp_path / "parts", 3, overrides)
@@ -150,8 +150,7 @@ def test_resume_with_a_refreshed_reference_is_bitwise_identical(ranks, inputs, t
 
     def last_line(name: str, overrides: list[str]) -> dict[str, float]:
         """After a resume from the third iteration."""
-        shutil.copytree(tmp_path / "whole", tmp_path / name)
-        shutil.rmtree(tmp_path / name / "checkpoints" / "000004")
+        copy_interrupted(tmp_path / "whole", tmp_path / name, 3)
         ranks.run(count, job, "grpo", inputs, tmp_path / name, 4, overrides)
         return metrics_of(tmp_path / name)[-1]
 
@@ -189,8 +188,7 @@ def before(ranks, inputs, tmp_path_factory):
         overrides = [f"model.path={inputs / model}", f"actor.layout={layout}", f"critic.layout={layout}"]
         overrides += ["checkpoint.every=1", *KINDS[name]]
         ranks.run(4, job, "ppo", inputs, folder / f"{name}-on", 2, overrides)
-        shutil.copytree(folder / f"{name}-on", folder / name)
-        shutil.rmtree(folder / name / "checkpoints" / "000002")
+        copy_interrupted(folder / f"{name}-on", folder / name, 1)
     return folder
 
 
@@ -221,9 +219,8 @@ def test_resume_under_another_layout_is_the_same_to_1e5(ranks, inputs, before, t
 def test_resume_under_another_number_of_layers_of_stages_is_the_same_to_1e6(ranks, inputs, tmp_path, chosen):
     overrides = ["actor.layout=pp2", "critic={layout: pp2, offload: true}", "checkpoint.every=1"]
     written = [*overrides, "actor.pipeline_layers=[1, 3]", "critic.pipeline_layers=[2, 2]"]
-    ranks.run(2, job, "ppo", inputs, tmp_path / "whole", 1, written)
-    shutil.copytree(tmp_path / "whole", tmp_path / "other")
     ranks.run(2, job, "ppo", inputs, tmp_path / "whole", 2, written)
+    copy_interrupted(tmp_path / "whole", tmp_path / "other", 1)
     resumed = [f"model.path={without_weights(inputs / 'model')}", *overrides, *chosen]
     ranks.run(2, job, "ppo", inputs, tmp_path / "other", 2, resumed)
     (expected,), (found,) = (metrics_of(tmp_path / name)[1:] for name in ("whole", "other"))
@@ -245,9 +242,8 @@ def test_resume_on_the_other_backend_is_the_same_to_1e5(ranks, inputs, tmp_path,
     overrides = [f"model.path={path}", *(["actor.lora={rank: 4}"] if lora else [])]
     written = [*overrides, "actor.backend=fsdp", "critic.layout=tp2", "checkpoint.every=1"]
     resumed = [*overrides, "actor.layout=pp2", "critic.backend=fsdp"]
-    ranks.run(2, job, "ppo", inputs, tmp_path / "same", 1, written)
-    shutil.copytree(tmp_path / "same", tmp_path / "other")
     ranks.run(2, job, "ppo", inputs, tmp_path / "same", 2, written)
+    copy_interrupted(tmp_path / "same", tmp_path / "other", 1)
     ranks.run(2, job, "ppo", inputs, tmp_path / "other", 2, resumed)
     (expected,), (found,) = (metrics_of(tmp_path / name)[1:] for name in ("same", "other"))
     for metric in ("actor/loss", "critic/loss", "actor/grad_norm", "critic/grad_norm", "reward/mean"):

@@ -21,10 +21,10 @@ CRITIC = {"config.json": b'{"of": "critic"}'}
 
 @contextmanager
 def fetching(hub: HubServer, home: Path, names: dict[str, str], **more: str) -> Iterator[Popen[str]]:
-    """Two ranks. The client reads its variables when it is imported, so the start is a cold one."""
+    """Two ranks."""
     variables = {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0", **more}
     program = [str(ROOT / "tests" / "run" / "fetching.py"), "2", json.dumps(names)]
-    with started(program, warm=False, **variables) as process:
+    with started(program, **variables) as process:
         yield process
 
 

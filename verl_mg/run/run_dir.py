@@ -44,12 +44,13 @@ def open_run_dir(config: Config) -> Path | None:
 
 def _check(output: Path, config: Config, checkpoint: Path | None) -> None:
     """Checks the folder on rank 0 and logs changed settings of a run that is resumed."""
-    before = _earlier(output / CONFIG)
-    now = yaml.safe_load(dump_config(config))
+    # A start that failed before its first iteration leaves nothing worth keeping.
+    last = _last_step(output / METRICS) if checkpoint is None else 0
+    if last is None:
+        return
+    before, now = _earlier(output / CONFIG), _parsed(dump_config(config))
     if checkpoint is None:
-        # A start that failed before its first iteration leaves nothing worth keeping.
-        last = _last_step(output / METRICS)
-        if last is not None and (before != now or last >= config.job.iterations):
+        if before != now or last >= config.job.iterations:
             raise UserError(f"{output}: holds an earlier run; choose another job.output or move the folder away")
         return
     changes = [text for text in _changes(before, now) if text]
@@ -59,9 +60,14 @@ def _check(output: Path, config: Config, checkpoint: Path | None) -> None:
 
 def _earlier(path: Path) -> Any:
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
+        return _parsed(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return {}
+
+
+def _parsed(text: str) -> Any:
+    """Returns the values of a dumped configuration, by libyaml where it is: ten times as fast for the same values."""
+    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def _last_step(path: Path) -> int | None:
