@@ -174,17 +174,21 @@ VISION_LAYOUTS = {
 
 ONE_STAGE = ("gemma2", "qwen3_next")
 """Families that SGLang does not cut into stages."""
-THOROUGH = ("qwen3", "qwen3_moe", "deepseek_v3", "qwen3_next")
-"""A family of each kind: dense, mixture, with latent and with linear attention."""
+DAILY: dict[str, list[EngineLayout]] = {
+    "qwen3": [EngineLayout(), EngineLayout(tp=4), EngineLayout(tp=2, pp=2), EngineLayout(tp=2, adp=2)],
+    "qwen2_tied": [EngineLayout(tp=2, pp=2)],
+    "qwen3_moe": [EngineLayout(tp=2, pp=2), EngineLayout(tp=2, ep=2), EngineLayout(tp=4, ep=4, adp=2)],
+    "deepseek_v3": [EngineLayout(tp=2, pp=2), EngineLayout(tp=2, ep=2), EngineLayout(tp=4, ep=4, adp=2)],
+    "qwen3_next": [EngineLayout(tp=4), EngineLayout(tp=2, ep=2), EngineLayout(tp=4, ep=4, adp=2)],
+    "uneven": [EngineLayout(tp=3)],
+}
+"""The daily layouts of a family of each kind, which cut in all ways: dense, tied, mixture, with latent and with linear
+attention, and with a vocabulary of which the last rank has none."""
 
 
 def layouts_of(family: str) -> list[EngineLayout]:
-    """The layouts in which SGLang loads a family daily: one that cuts all its layers, and all where it is thorough."""
-    if family in THOROUGH or family == "uneven":
-        return _layouts_of(family)
-    if family in MIXTURES:
-        return [EngineLayout(tp=2, ep=2)]
-    return [EngineLayout(tp=4) if family in ONE_STAGE else EngineLayout(tp=2, pp=2)]
+    """The layouts in which SGLang loads a family daily: one that cuts all its layers, or those of its kind."""
+    return DAILY.get(family, [EngineLayout(tp=2, ep=2) if family in MIXTURES else EngineLayout(tp=2)])
 
 
 def nightly_layouts_of(family: str) -> list[EngineLayout]:

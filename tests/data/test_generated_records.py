@@ -41,32 +41,31 @@ def test_read_records_of_a_task_are_those_of_the_package() -> None:
 def test_score_of_a_response_is_that_of_its_task() -> None:
     record = read_records(PATH)[0]
     right = record["answer"]
-    cases = {
-        "a": {
-            f"<a>1</a> no, <a> {right} </a>": Reward(1.0, PARTS, right),
-            "<a>1</a>": Reward(0.0, PARTS, "1"),
-            f"<answer>{right}</answer>": Reward(0.0, PARTS | {"no_answer": 1.0}),
-        },
-        "": {f" {right}\n": Reward(1.0, PARTS, right)},
+    expected = {
+        f"<a>1</a> no, <a> {right} </a>": Reward(1.0, PARTS, right),
+        "<a>1</a>": Reward(0.0, PARTS, "1"),
+        f"<answer>{right}</answer>": Reward(0.0, PARTS | {"no_answer": 1.0}),
     }
-    for tag, expected in cases.items():
-        samples = [Sample("", response, right, record, "stop") for response in expected]
-        assert asyncio.run(load_reward(REWARD, {"tag": tag}).score(samples)) == list(expected.values())
+    samples = [Sample("", response, right, record, "stop") for response in expected]
+    assert asyncio.run(load_reward(REWARD, {"tag": "a"}).score(samples)) == list(expected.values())
 
 
 @installed
 def test_score_of_answers_that_run_as_python_keeps_the_job_and_the_other_answers(tmp_path: Path) -> None:
-    """The task evaluates the answer: a number without end, a file outside of the sandbox, the end of the harness."""
+    """The task evaluates the answer: a number without end, a file outside of the sandbox, the end of the harness.
+
+    Without a tag the whole response is the answer.
+    """
     record = read_records("reasoning_gym:countdown:size=1,seed=3")[0]
     file = tmp_path / "written"
-    reward = load_reward(REWARD, {"tag": "", "seconds": 2})
+    reward = load_reward(REWARD, {"tag": "", "seconds": 1.5})
 
     def scores(*responses: str) -> list[Reward]:
         return asyncio.run(reward.score([Sample("", text, None, record, "stop") for text in responses]))
 
     harmful = ["9**9**9**9", f'open("{file}", "w").write("1")', "print(1) or 1"]
-    first, endless, *_, last = scores(record["answer"], *harmful, record["answer"])
-    assert first.value == last.value == 1.0 and endless.parts["failed"] == 1.0
+    first, endless, *_, last = scores(f" {record['answer']}\n", *harmful, record["answer"])
+    assert first == last == Reward(1.0, PARTS, record["answer"]) and endless.parts["failed"] == 1.0
     assert not file.exists() or isolation() == "none"
     end = '__import__("os").kill(__import__("os").getppid(), 9)'
     assert scores(record["answer"], end, record["answer"])[0].value == 1.0

@@ -80,13 +80,12 @@ def test_score_worker_that_cannot_start_raises(workers: MathPool, monkeypatch: p
 def test_workers_end_with_their_parent() -> None:
     program = """
 import os, threading
-from verl_mg.rewards import Sample, math
-from tests.rewards.test_math_pool import children
-before = children()
-thread = threading.Thread(target=lambda: math.score(Sample("", "it is 5", "5", {}, "stop")))
+from verl_mg.rewards.math_pool import MathPool
+pool = MathPool(limit=1, seconds=600.0)
+thread = threading.Thread(target=lambda: pool.score("it is 5", "5"))
 thread.start()
 thread.join()
-print(*(children() - before), flush=True)
+print(pool._idle.get()._process.pid, flush=True)
 os._exit(0)  # as if it were killed
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -15,15 +15,16 @@ from tests.engines import SGLANG, VLLM
 from tests.roles.engine_jobs import checked_answers, engine_job, inputs, trained_once
 
 ITEMSIZE = 4
+UPDATES = 2
 ROW_PARALLEL = ("o_proj", "down_proj")
 
 
 def train(folder: Path, overrides: list[str], engine: str, kills: bool = False) -> list[dict[str, object]]:
-    """Three iterations, after each a checkpoint and the engine's greedy answers; `kills` the first engine once."""
+    """Iterations, after each a checkpoint and the engine's greedy answers; `kills` the first engine once."""
     job, recipe = engine_job(folder, "rollout.adapters=true", "actor.optimizer.lr=3e-2", *overrides, engine=engine)
     first = (job.rollout.metrics["weight_sync/bytes_received"], job.rollout.metrics["weight_sync/bytes_lower_bound"])
     reported = [{"first": first}]
-    for update in range(3):
+    for update in range(UPDATES + kills):
         if kills and update == 1 and dist.get_rank() == 0:
             os.killpg(job.rollout._engines.engine.pid, signal.SIGKILL)
         reported.append(trained_once(job, recipe, folder, f"update-{update}"))
@@ -78,8 +79,8 @@ def test_engine_with_adapters_alone_serves_the_merged_checkpoint(
         received, bound = reported[0]["sync"]
         assert received == bound
         bytes_received.append(received)
-    adapters = missing_bytes(folder / "update-2" / "adapter" / "adapter_model.safetensors", layout)
-    assert bytes_received == [adapters] * 3
+    adapters = missing_bytes(folder / f"update-{UPDATES - 1}" / "adapter" / "adapter_model.safetensors", layout)
+    assert bytes_received == [adapters] * UPDATES
     assert first["first"][0] == first["first"][1] > adapters  # the weights too, once
 
 

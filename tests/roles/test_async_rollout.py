@@ -84,7 +84,7 @@ def check_versions(folder: Path, rows, newest: int) -> set[int]:
 @pytest.mark.parametrize("engine", [SGLANG, VLLM_NIGHTLY])
 def test_async_rollout_trains_each_sample_once_with_tokens_of_their_versions(ranks, tmp_path, engine, engine_fault):
     folder = inputs(tmp_path, "qwen3", positions=256, unused=1000)
-    results = ranks.run(3, train, folder, ["rollout.max_new_tokens=200", *SLOW], engine, engine_fault)
+    results = ranks.run(3, train, folder, ["rollout.max_new_tokens=80", *SLOW], engine, engine_fault)
     ids, spans, norms = [], set(), []
     for reported in zip(*results, strict=True):
         ids += [i for rank in reported for i in rank["ids"]]

@@ -16,11 +16,12 @@ from verl_mg.models.hf_config import read_config
 
 LAYOUTS = ("tp2", "pp2", "tp1")
 UPDATES = 2
-UPDATES_WITHOUT_TABLE = 3
+"""Of the first actor; each other one has one, before which its weights were sent once already."""
+UPDATES_WITHOUT_TABLE = 2
 
 
 def train(folder: Path, overrides: list[str], engine: str, layouts: Sequence[str]) -> list[dict[str, object]]:
-    """Under each layout, then of adapters: some iterations, after each a checkpoint and the engine's greedy answers."""
+    """Under each layout, then of adapters: iterations, after each a checkpoint and the engine's greedy answers."""
     reported = []
     job, recipe = engine_job(folder, f"actor.layout={LAYOUTS[0]}", "rollout.layout=tp2", *overrides, engine=engine)
     actor = job.config.actor
@@ -36,7 +37,7 @@ def train(folder: Path, overrides: list[str], engine: str, layouts: Sequence[str
                 str(Layout.parse(section.layout).fit(2)),
                 name == "tp2-lora",
             )
-        for update in range(UPDATES):
+        for update in range(UPDATES if name == LAYOUTS[0] else 1):
             reported.append(trained_once(job, recipe, folder, f"{name}-{update}"))
     return reported
 
@@ -62,7 +63,7 @@ def test_engine_after_update_weights_serves_the_exported_checkpoint(ranks, tmp_p
         before = answers
         received, bound = reported[0]["sync"]
         assert received == bound and (received > 0 or reported[0]["checkpoint"].startswith("tp1"))
-        assert {v for rank in reported for v in rank["versions"]} == {step % UPDATES}
+        assert {v for rank in reported for v in rank["versions"]} == {step if step < UPDATES else 0}
         ids = sorted(i for rank in reported for i in rank["ids"])
         assert ids == list(range(step * 24, (step + 1) * 24))
 

@@ -161,7 +161,7 @@ def come_and_go(folder: Path, urls: list[str], processes: list[int]) -> dict[str
     dist.barrier()
     job, recipe = engine_job(
         folder, f"rollout.urls_file={file}", "actor.layout=tp2", "rollout.max_running_requests=1",
-        "rollout.max_new_tokens=50", "algorithm.group_size=6", *OF_KEYS,
+        "rollout.max_new_tokens=16", "algorithm.group_size=6", *OF_KEYS,
     )  # fmt: skip
     pool = job.rollout._engines.engine
     served: list[set[int]] = [set(), set()]  # numbers of the servers that this rank sent samples to, for each rollout

@@ -201,7 +201,7 @@ def lose_the_server(server: Server, port: int) -> dict[str, object]:
     leads = dist.get_rank() == 0
     door = Door(port, server.port) if leads else None
     job, _ = engine_job(
-        server.folder, "actor.layout=tp2", f"rollout.urls=[http://127.0.0.1:{port}]", "rollout.max_new_tokens=50"
+        server.folder, "actor.layout=tp2", f"rollout.urls=[http://127.0.0.1:{port}]", "rollout.max_new_tokens=30"
     )
     in_flight = []
 

@@ -22,13 +22,13 @@ from verl_mg.roles.weight_sync import engines as engines_sync
 from verl_mg.rollout.engine import Request, Sampling
 from verl_mg.rollout.work_queue import StaticWorkQueue
 
-TOKENS = 180
+TOKENS = 90
 LOGIT = 9.0
 KEPT, ASKED, SAMPLES = 4, 7, 3
 
 
 def talk_long_of_digits(folder: Path) -> None:
-    """A model that goes on with digits after a digit, for about 100 tokens, and with letters after a letter, for 8.
+    """A model that goes on with digits after a digit, for about 50 tokens, and with letters after a letter, for 8.
 
     Digits and letters have an axis of their own, that only the token before moves along; and prompts for it.
     """
@@ -43,7 +43,7 @@ def talk_long_of_digits(folder: Path) -> None:
         elif name == "model.norm.weight":
             weight.fill_(1.0)
     scale = embedding.shape[1] ** 0.5  # of a normalised vector along one axis
-    for axis, (tokens, mean_length) in enumerate(zip(kinds, (100, 8), strict=True)):
+    for axis, (tokens, mean_length) in enumerate(zip(kinds, (50, 8), strict=True)):
         embedding[tokens, axis] = 1.0
         head[tokens, axis] = LOGIT / scale
         head[tokenizer.eos_token_id, axis] = (LOGIT + math.log(len(tokens) / (mean_length - 1))) / scale

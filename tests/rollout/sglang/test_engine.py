@@ -30,7 +30,8 @@ pytestmark = needs_sglang
 SETTINGS = EngineSettings(
     layout=EngineLayout(), dtype=torch.float32, max_running=16, max_positions=256, routed_experts=True
 )
-LONG = Sampling(max_new_tokens=200)
+LENGTH = 100
+LONG = Sampling(max_new_tokens=LENGTH)
 SHORT = Sampling(max_new_tokens=5)
 
 
@@ -86,15 +87,16 @@ def test_engine_given_stop_tokens_stops_there(engine):
 
 
 def test_engine_given_partial_samples_continues_them(engine):
-    whole = engine.generate(requests(), Sampling(max_new_tokens=200, temperature=0.0))
-    cut = cut_short(engine, requests(), Sampling(max_new_tokens=200, temperature=0.0))
-    assert all(len(sample.tokens) < 200 for sample in cut)
+    greedy = Sampling(max_new_tokens=LENGTH, temperature=0.0)
+    whole = engine.generate(requests(), greedy)
+    cut = cut_short(engine, requests(), greedy)
+    assert all(len(sample.tokens) < LENGTH for sample in cut)
     again = [Request(r.id, r.prompt, r.seed, partial=s) for r, s in zip(requests(), cut, strict=True)]
-    joined = engine.generate(again, Sampling(max_new_tokens=200, temperature=0.0))
+    joined = engine.generate(again, greedy)
     assert [sample.tokens for sample in joined] == [sample.tokens for sample in whole]
     for one, other in zip(joined, whole, strict=True):
         torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=1e-4, rtol=0)
-        assert len(one.policy_versions) == 200 and torch.equal(one.routed_experts, other.routed_experts)
+        assert len(one.policy_versions) == LENGTH and torch.equal(one.routed_experts, other.routed_experts)
 
 
 def test_engine_abort_right_after_submit_cuts_requests(engine):
@@ -105,9 +107,9 @@ def test_engine_abort_right_after_submit_cuts_requests(engine):
 
 
 def test_engine_request_over_its_time_is_cut_alone(engine, monkeypatch):
-    late, other = late_and_other(engine, monkeypatch, Sampling(max_new_tokens=250))
-    assert len(late.tokens) < 250
-    assert other.finish == "length" and len(other.tokens) == 250
+    late, other = late_and_other(engine, monkeypatch, LONG)
+    assert len(late.tokens) < LENGTH
+    assert other.finish == "length" and len(other.tokens) == LENGTH
 
 
 def test_engine_request_without_answer_times_out(engine, monkeypatch):
@@ -152,6 +154,7 @@ def test_engine_updated_twice_in_flight_writes_what_each_version_gives(engine, m
         tmp_path, "qwen3_moe", characters="abcdefgh", hidden=32, ffn=64, max_positions=256, init_std=0.2, seed=4
     )
     models = {21: model, 22: other, 23: model}
+    whole = {path: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (model, other)}
     bring_weights(engine, model, version=21)
     engine.submit(requests(), Sampling(max_new_tokens=250, temperature=0.0))
     for version in (22, 23):
@@ -164,15 +167,13 @@ def test_engine_updated_twice_in_flight_writes_what_each_version_gives(engine, m
         versions, tokens = torch.tensor(sample.policy_versions), torch.tensor(sample.tokens)
         row = torch.tensor([[*request.prompt, *sample.tokens]])
         for version, folder in models.items():
-            whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-            scores = whole(row).logits[0].log_softmax(-1)[len(request.prompt) - 1 : -1][versions == version]
+            scores = whole[folder](row).logits[0].log_softmax(-1)[len(request.prompt) - 1 : -1][versions == version]
             assert torch.equal(scores.argmax(-1), tokens[versions == version])
             found = torch.tensor(sample.logprobs)[versions == version]
             torch.testing.assert_close(found, scores.max(-1).values, atol=1e-4, rtol=0)
     bring_weights(engine, model, version=8)
 
 
-@pytest.mark.nightly
 @pytest.mark.nightly
 def test_engine_updated_right_after_its_last_sample_flushes_its_cache(engine, model):
     shards = weight_table(read_config(model)).for_engine("sglang").engine_shards(SETTINGS.layout, 0)

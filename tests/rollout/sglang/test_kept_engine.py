@@ -22,7 +22,7 @@ from verl_mg.rollout.sglang import SGLangEngine
 
 pytestmark = needs_sglang
 SETTINGS = EngineSettings(layout=EngineLayout(), dtype=torch.float32, max_running=2, max_positions=256)
-SAMPLING = Sampling(max_new_tokens=60)
+SAMPLING = Sampling(max_new_tokens=24)
 
 
 @pytest.fixture

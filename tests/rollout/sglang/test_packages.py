@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from tests import warm_start
 from tests.traces import needs_sglang
 from verl_mg.rollout.hidden_packages import HIDDEN, hide_training_packages
 from verl_mg.rollout.sglang.arguments import ON_CPU
@@ -18,15 +19,23 @@ from verl_mg.rollout.sglang.engine import HOST
 pytestmark = needs_sglang
 
 
-@pytest.fixture(scope="module")
-def spawned() -> dict[str, list[str]]:
+def probe(python: str, work: str) -> dict[str, list[str]]:
     """See tests/rollout/sglang/packages_probe.py."""
-    probe = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.rollout.sglang.packages_probe", HOST],
+    done = subprocess.run(
+        [python, "-m", "tests.rollout.sglang.packages_probe", HOST, work],
         env=os.environ | ON_CPU, capture_output=True, text=True,
     )  # fmt: skip
-    assert probe.returncode == 0, probe.stderr[-3000:]
-    return json.loads(probe.stdout.splitlines()[-1])
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module", params=["forked", pytest.param("spawned", marks=pytest.mark.nightly)])
+def scheduler(request: pytest.FixtureRequest) -> dict[str, list[str]]:
+    """What a scheduler has imported: as a fork of the server of the tests' engines, or spawned as SGLang does it.
+
+    The server hides the same packages before it imports the same modules, and more of SGLang's, once for all tests.
+    """
+    return probe(warm_start.sglang().python if request.param == "forked" else sys.executable, "import")
 
 
 def required(distribution: str, extras: bool = False) -> set[str]:
@@ -46,20 +55,25 @@ def with_all_they_require(distributions: set[str]) -> set[str]:
     return found
 
 
-def test_scheduler_imports_no_package_that_only_training_requires(spawned):
+def test_scheduler_imports_no_package_that_only_training_requires(scheduler):
     of_training = required("verl-mg", extras=True) - with_all_they_require({"sglang"})
     packages_of = importlib.metadata.packages_distributions()
     found = {
         package
-        for package in spawned["packages"]
+        for package in scheduler["packages"]
         if of_training & {distribution.lower() for distribution in packages_of.get(package, ())}
     }
     assert {"megatron-core", "transformer-engine", "mpi4py", "wandb"} <= of_training
-    assert "sglang" in spawned["packages"] and not found
+    assert "sglang" in scheduler["packages"] and not found
 
 
-def test_scheduler_keeps_the_hook_that_releases_cuda_graphs(spawned):
-    assert not spawned["memory_saver"] and not set(HIDDEN) & set(spawned["packages"])
+def test_scheduler_keeps_the_hook_that_releases_cuda_graphs(scheduler):
+    assert not scheduler["memory_saver"] and not set(HIDDEN) & set(scheduler["packages"])
+
+
+def test_spawned_process_hides_packages_before_it_imports_sglang():
+    begun = probe(sys.executable, "begin")
+    assert set(HIDDEN) <= set(begun["hidden"]) and not {*HIDDEN, "sglang"} & set(begun["packages"])
 
 
 def test_hide_after_an_import_raises(monkeypatch):

@@ -152,8 +152,9 @@ def test_trace_without_sglang_names_the_remedy(tmp_path, monkeypatch):
 
 
 def test_tracer_module_imports_without_sglang():
+    """In a fork of a process that has imported what jobs and the command line need, and neither SGLang."""
     code = "import sys, verl_mg.rollout.tracing.tracer; sys.exit('sglang' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert subprocess.run([warm_start.shared().python, "-c", code]).returncode == 0
 
 
 @needs_sglang

@@ -35,7 +35,7 @@ SETTINGS = EngineSettings(
     routed_experts=True,
     python=Path(warm_start.vllm().python) if warm_start.VLLM_PYTHON.exists() else None,
 )
-LENGTH = 400
+LENGTH = 160
 LONG, SHORT = Sampling(max_new_tokens=LENGTH), Sampling(max_new_tokens=5)
 GREEDY = Sampling(max_new_tokens=LENGTH, temperature=0.0)
 

@@ -71,10 +71,10 @@ def trace(jobs: Sequence[tuple[str | Path, EngineLayout]], engine: TracedEngine)
             are changed while loading. The first job that fails ends all.
     """
     engine_python(engine.name, engine.python)  # an engine that is missing is the first error
-    described = [
-        _job(Path(model_dir), layout, _shapes(model_dir), stacked_tensors(Path(model_dir)))
-        for model_dir, layout in jobs
-    ]
+    # A directory may have several layouts, and without weights its shapes take `transformers` some time.
+    directories = dict.fromkeys(Path(model_dir) for model_dir, _ in jobs)
+    tensors = {directory: (_shapes(directory), stacked_tensors(directory)) for directory in directories}
+    described = [_job(Path(model_dir), layout, *tensors[Path(model_dir)]) for model_dir, layout in jobs]
     return _trace(described, engine)[1]
 
 
