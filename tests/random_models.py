@@ -194,9 +194,10 @@ def assemble(shard: Shard, tensors: Mapping[str, Tensor]) -> Tensor:
     some = next(iter(tensors.values()))
     values, writes = torch.zeros(shard.shape, dtype=some.dtype), torch.zeros(shard.shape, dtype=torch.int64)
     for piece in shard.pieces:
-        space = values[slices(piece.target)]
+        at = slices(piece.target)
+        space = values[at]
         space.copy_(tensors[piece.tensor][slices(piece.source)].reshape(space.shape))
-        writes[slices(piece.target)] += 1
+        writes[at] += 1
     for box in shard.padding:
         writes[slices(box)] += 1
     assert (writes == 1).all()

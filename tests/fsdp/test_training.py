@@ -36,6 +36,8 @@ NIGHTLY_LAYOUTS = [
     ("latent", "dp4", 1, False),
     ("latent", "cp2-dp2", 1, False),
 ]
+LAYERS = 3
+"""Enough for a layer that is neither the first nor the last one: a mesh has no stages."""
 MESHES = [("dp4", 2), ("tp2-dp2", 1), ("cp2-dp2", 1)]
 
 
@@ -49,7 +51,7 @@ def expected(tmp_path_factory):
     @cache
     def of(name):
         folder = tmp_path_factory.mktemp(name)
-        model = make_model(folder / "model", name)
+        model = make_model(folder / "model", name, layers=LAYERS)
         rows = random_rows(12, read_config(model).vocab)
         return model, rows, train_in_plain_torch(oracle(model), rows, folder)
 

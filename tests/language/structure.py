@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.language.nodes import statements
 from tests.language.words import Violation, banned_name
 
 MIN_SUMMARY = 25
@@ -41,7 +43,7 @@ class ClassInfo:
     bases: tuple[str, ...]
     methods: Mapping[str, tuple[tuple[str, ...], bool]]
 
-    @property
+    @functools.cached_property
     def is_interface(self) -> bool:
         return any(base in ("Protocol", "ABC") for base in self.bases)
 
@@ -50,8 +52,8 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 Documented = ast.Module | ast.ClassDef | Function
 
 
-def check_docstrings(file: Path, tree: ast.Module) -> Iterator[Violation]:
-    for node in ast.walk(tree):
+def check_docstrings(file: Path, nodes: Iterable[ast.AST]) -> Iterator[Violation]:
+    for node in nodes:
         if isinstance(node, Documented):
             docstring = ast.get_docstring(node)
             if docstring:
@@ -216,8 +218,8 @@ def _described_args(docstring: str) -> set[str]:
     return names
 
 
-def check_fields(file: Path, tree: ast.Module, classes: Mapping[str, list[ClassInfo]]) -> Iterator[Violation]:
-    for node in ast.walk(tree):
+def check_fields(file: Path, nodes: Iterable[ast.AST], classes: Mapping[str, list[ClassInfo]]) -> Iterator[Violation]:
+    for node in nodes:
         if not isinstance(node, ast.ClassDef) or not _is_section(node, classes):
             continue
         for part, below in zip(node.body, [*node.body[1:], ast.Pass()], strict=True):
@@ -232,8 +234,8 @@ def _is_section(node: ast.ClassDef, classes: Mapping[str, list[ClassInfo]]) -> b
     return bool(bases & {"ConfigSection", "RecipeConfig"})
 
 
-def check_tests(file: Path, tree: ast.Module) -> Iterator[Violation]:
-    for node in ast.walk(tree):
+def check_tests(file: Path, nodes: Iterable[ast.AST]) -> Iterator[Violation]:
+    for node in nodes:
         if isinstance(node, ast.ImportFrom | ast.Import):
             sources = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             for name in [*sources, *(alias.name for alias in node.names)]:
@@ -255,7 +257,7 @@ def class_index(sources: list[str]) -> dict[str, list[ClassInfo]]:
     """All classes of some modules by name."""
     classes: dict[str, list[ClassInfo]] = {}
     for source in sources:
-        for node in ast.walk(ast.parse(source)):
+        for node in statements(ast.parse(source)):
             if isinstance(node, ast.ClassDef):
                 methods = {
                     part.name: (tuple(_parameters(part, node)), bool(ast.get_docstring(part)))

@@ -6,7 +6,7 @@ import ast
 import io
 import re
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,15 +100,15 @@ def banned_name(name: str, file: Path) -> bool:
     return name.strip("_") in WHOLE_NAMES or not NAME_WORDS.isdisjoint(words)
 
 
-def check_words(file: Path, text: str, tree: ast.Module) -> Iterator[Violation]:
+def check_words(file: Path, text: str, nodes: Sequence[ast.AST]) -> Iterator[Violation]:
     if banned_name(file.stem, file):
         yield Violation(file, 1, "word", f"the module's name {file.stem}")
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
             for word in banned(token.string, file):
                 yield Violation(file, token.start[0], "word", f'"{word}" in: {token.string[:120]}')
-    former = {id(part) for node in ast.walk(tree) if _names_former(node) for part in ast.walk(node)}
-    for node in ast.walk(tree):
+    former = {id(part) for node in nodes if _names_former(node) for part in ast.walk(node)}
+    for node in nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in former:
             yield from _check_string(file, node)
         for name, line in _defined(node):

@@ -11,6 +11,8 @@ HALF_HEAD_DIM = 16
 MODELS: dict[str, dict[str, Any]] = {
     # 6 layers: four chunks are uneven; key-value heads are fewer than heads.
     "dense": {"architecture": "qwen3", "layers": 6, "kv_heads": 4, "head_dim": 12},
+    # Two layers are enough without pipeline stages.
+    "shallow dense": {"architecture": "qwen3", "layers": 2, "kv_heads": 4, "head_dim": 12},
     # 9 layers, so that eight chunks are uneven; the last stage has an embedding of its own.
     "tied": {"architecture": "qwen2", "layers": 9, "kv_heads": 8, "tie_embeddings": True},
     "mixture": {"architecture": "qwen3_moe", "layers": 5, "kv_heads": 4, "experts": 8},
@@ -59,6 +61,7 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"architecture": "qwen3_5_text", "layers": 5, "kv_heads": 4, "init_std": 0.05},
     # Queries and keys are normalized over all heads, which tensor-parallel ranks divide.
     "joint norms": {"architecture": "minimax_m2", "layers": 5, "kv_heads": 4, **VARIANTS["minimax_m2"]},
+    "shallow joint norms": {"architecture": "minimax_m2", "layers": 2, "kv_heads": 4, **VARIANTS["minimax_m2"]},
     "capped": {"architecture": "gemma2", "layers": 5, "kv_heads": 4, **VARIANTS["gemma2"]},
 }
 

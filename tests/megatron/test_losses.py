@@ -107,7 +107,7 @@ SPLITS = [
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("losses") / "model", "qwen3")
+    return tiny_model(tmp_path_factory.mktemp("losses") / "model", "qwen3", layers=2)
 
 
 def rows(model: Path) -> Batch:

@@ -17,11 +17,11 @@ EVERY_PART = ["core_attn", "layernorm", "mla_up_proj", "mlp", "moe"]
 """Parts of a layer that can be recomputed together."""
 # Each dimension of parallelism once, recomputation included, and kinds of layers that `test_training.py` has not.
 LAYOUTS = [
-    ("dense", "cp8", False),
+    ("shallow dense", "cp8", False),
     ("dense", "tp2-cp2-pp2-vpp3", True),
     ("latent", "tp2-cp2-pp2-vpp2-ep2-etp1", EVERY_PART),
     ("sinks", "tp2-cp2-pp2-ep2", False),
-    ("joint norms", "tp4-cp2-ep2-etp1", True),
+    ("shallow joint norms", "tp4-cp2-ep2-etp1", True),
 ]
 NIGHTLY_RECOMPUTED = [
     ("latent", "tp2-cp2-pp2-vpp2-ep2-etp1", True),
@@ -42,6 +42,7 @@ NIGHTLY_LAYOUTS = [
     ("mixture", "tp2-pp2-vpp2-ep2", True),
     ("mixture", "tp2-ep4-etp1", False),
     ("capped", "tp2-cp2-pp2", False),
+    ("dense", "cp8", False),
     ("dense", "tp4", False),
     ("dense", "pp2-vpp3", False),
     ("dense", "tp1", False),
@@ -108,6 +109,7 @@ NIGHTLY_LAYOUTS = [
     ("joint norms", "tp2-cp2-pp2-vpp2-ep2-etp1", False),
     ("joint norms", "tp4-ep2-etp2", False),
     ("joint norms", "pp4-ep2", False),
+    ("joint norms", "tp4-cp2-ep2-etp1", True),
 ]
 # Values of tokens, and of whole rows at their last token.
 HEADS = {"critic": 1, "reward model": 0}

@@ -61,7 +61,7 @@ def updated(
     ],
 )
 def test_updates_with_offload_are_bitwise_identical(ranks, tmp_path, architecture, dtype, kind):
-    model = tiny_model(tmp_path / "model", architecture)
+    model = tiny_model(tmp_path / "model", architecture, layers=2)
     stayed = ranks.run(2, updated, model, "tp2", dtype, kind, False)
     went = ranks.run(2, updated, model, "tp2", dtype, kind, True)
     for (expected, _), (found, sizes) in zip(stayed, went, strict=True):

@@ -5,6 +5,7 @@ under the models that the matrix of layouts leaves out.
 import gc
 import json
 import shutil
+from functools import cache
 
 import pytest
 import torch
@@ -77,8 +78,13 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def single(ranks, models):
-    """{model: what one rank computes}"""
-    return {name: one_rank(ranks.run(1, train, model, "tp1", rows(model))[0]) for name, model in models.items()}
+    """A function: model -> what one rank computes."""
+
+    @cache
+    def results(name):
+        return one_rank(ranks.run(1, train, models[name], "tp1", rows(models[name]))[0])
+
+    return results
 
 
 def rows(model):
@@ -95,14 +101,14 @@ def test_train_on_one_rank_equals_transformers(ranks, models, tmp_path, name):
 @pytest.mark.parametrize(("layout", "count"), EXPERT_LAYOUTS)
 def test_train_mixture_under_layout_equals_one_rank(ranks, models, single, layout, count):
     model = models["mixtral"]
-    assert_equal(ranks.run(count, train, model, layout, rows(model)), single["mixtral"], 1e-5)
+    assert_equal(ranks.run(count, train, model, layout, rows(model)), single("mixtral"), 1e-5)
 
 
 @pytest.mark.parametrize(("layout", "count"), LATENT_LAYOUTS)
 @pytest.mark.parametrize("name", daily_of(LATENT, "deepseek_v3"))
 def test_train_latent_attention_under_layout_equals_one_rank(ranks, models, single, name, layout, count):
     recompute = "pp2" in layout
-    assert_equal(ranks.run(count, train, models[name], layout, rows(models[name]), recompute), single[name], 1e-5)
+    assert_equal(ranks.run(count, train, models[name], layout, rows(models[name]), recompute), single(name), 1e-5)
 
 
 @pytest.mark.parametrize(("name", "layout", "count"), SPARSE_LAYOUTS)
@@ -111,7 +117,7 @@ def test_train_sparse_attention_under_layout_equals_one_rank(ranks, models, sing
     model, recompute = models[name], layout != "cp2"
     top_k = read_config(model).indexer.top_k
     assert rows(model).lengths.min() < top_k and (rows(model).lengths > top_k + 3).sum() > 2
-    assert_equal(ranks.run(count, train, model, layout, rows(model), recompute), single[name], 1e-5)
+    assert_equal(ranks.run(count, train, model, layout, rows(model), recompute), single(name), 1e-5)
 
 
 @pytest.mark.parametrize(("layout", "count"), LINEAR_LAYOUTS)
@@ -119,13 +125,13 @@ def test_train_sparse_attention_under_layout_equals_one_rank(ranks, models, sing
 def test_train_linear_attention_under_layout_equals_one_rank(ranks, models, single, name, layout, count):
     """Also where there are more context-parallel ranks than key heads."""
     recompute = "pp2" in layout
-    assert_equal(ranks.run(count, train, models[name], layout, rows(models[name]), recompute), single[name], 1e-5)
+    assert_equal(ranks.run(count, train, models[name], layout, rows(models[name]), recompute), single(name), 1e-5)
 
 
 @pytest.mark.parametrize(("layout", "count"), GEMMA_LAYOUTS)
 def test_train_gemma_under_layout_equals_one_rank(ranks, models, single, layout, count):
     model, recompute = models["gemma2"], "pp2" in layout
-    assert_equal(ranks.run(count, train, model, layout, rows(model), recompute), single["gemma2"], 1e-5)
+    assert_equal(ranks.run(count, train, model, layout, rows(model), recompute), single("gemma2"), 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +156,7 @@ def test_train_with_gathered_keys_equals_one_rank(ranks, models, single, name, l
     """Also where there are more context-parallel ranks than heads."""
     fields = MegatronConfig(transformer={"cp_comm_type": "all_gather"})
     options = ("pp2" in layout, "language", 1, torch.float32, fields)
-    assert_equal(ranks.run(count, train, models[name], layout, rows(models[name]), *options), single[name], 1e-5)
+    assert_equal(ranks.run(count, train, models[name], layout, rows(models[name]), *options), single(name), 1e-5)
 
 
 @pytest.mark.parametrize("name", ["gemma2", *(pytest.param(name, marks=pytest.mark.nightly) for name in LATENT)])

@@ -40,6 +40,7 @@ from verl_mg.megatron.transformer_config import transformer_config
 from verl_mg.models.hf_config import read_config
 from verl_mg.sharding.boxes import slices
 from verl_mg.training.offload import CpuOffload
+from verl_mg.training.token_order import TokenShard, token_order
 
 ROWS = 9
 LOW_RANK_QUERIES = "deepseek_v2 with low-rank queries"
@@ -373,3 +374,21 @@ def test_train_with_muon_and_transformer_engine_equals_torch(ranks, transformer_
     alone = one_rank(ranks.run(1, train, model, "tp1", rows(model), *torchs)[0])
     results = transformer_engine.run(4, train, model, "tp2-ep2-etp1", rows(model), *options(model), muon)
     assert_equal(results, alone, 2e-5)
+
+
+def cut_by_transformer_engine():
+    """This rank's tokens by Transformer Engine's own function for loaders of data, and by ours."""
+    from transformer_engine.pytorch.attention.dot_product_attention.context_parallel import get_batch_on_this_cp_rank
+
+    lengths = torch.tensor([5, 16, 1, 9])
+    order = token_order(lengths, TokenShard(1, dist.get_world_size(), 0, dist.get_rank()), 1, True)
+    cumulative = torch.cat([torch.zeros(1, dtype=torch.int64), order.lengths.cumsum(0)]).int()
+    places = torch.arange(order.total)[None]
+    (found, *_) = get_batch_on_this_cp_rank(cumulative, places, places, places[0], dist.group.WORLD)
+    return found.flatten().tolist(), order.local.tolist()
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_zigzag_order_is_that_of_transformer_engine(transformer_engine, cp):
+    for theirs, ours in transformer_engine.run(cp, cut_by_transformer_engine):
+        assert theirs == ours

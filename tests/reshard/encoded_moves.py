@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 import torch.distributed as dist
@@ -84,6 +84,7 @@ def compressed_tensors_groups(weight: Tensor) -> tuple[Tensor, Tensor]:
     return pack_to_int32(quantize(weight, scale, zero, args, dtype=torch.int8), 4), scale
 
 
+@lru_cache(maxsize=1)  # the ranks of a case have it in common
 def checkpoint(c: HFConfig, dtype: torch.dtype) -> dict[str, Tensor]:
     """Random values whose magnitudes differ from place to place; one block and one row are 0."""
     generator = torch.Generator().manual_seed(5)
@@ -124,14 +125,13 @@ def move(case: int, encoding: Encoding, dtype: torch.dtype, node: int = 8) -> di
 
 def differing(case: int, encoding: Encoding, dtype: torch.dtype, rank: int, got: dict[str, Tensor]) -> list[str]:
     """Parameters of a rank that are not the parts of whole tensors that the oracle has quantized."""
-    quantizer = sglang_channels if encoding is CHANNELS else compressed_tensors_groups
     c, _, target, _ = CASES[case]
-    tensors, names, wrong = checkpoint(c, dtype), quantized_tensors(weight_table(c)), []
+    quantized, wrong = _quantized(case, encoding, dtype), []
     for name, shard in shard_map_of(c, target).shards(rank).items():
         for piece in shard.pieces:
-            if piece.tensor not in names:
+            if piece.tensor not in quantized:
                 continue
-            values, scales = quantizer(tensors[piece.tensor])
+            values, scales = quantized[piece.tensor]
             for part, whole, suffix in ((values, encoding.packed, encoding.value_suffix),
                                         (scales, encoding.columns, encoding.scale_suffix)):  # fmt: skip
                 *at, (left, right) = piece.target
@@ -142,6 +142,15 @@ def differing(case: int, encoding: Encoding, dtype: torch.dtype, rank: int, got:
                 if not torch.equal(found.view(torch.uint8), expected.contiguous().view(torch.uint8)):
                     wrong.append(name + suffix)
     return wrong
+
+
+@lru_cache(maxsize=1)
+def _quantized(case: int, encoding: Encoding, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
+    """The whole tensors as the oracle quantizes them: values and scales."""
+    quantizer = sglang_channels if encoding is CHANNELS else compressed_tensors_groups
+    c = CASES[case][0]
+    names = quantized_tensors(weight_table(c))
+    return {name: quantizer(tensor) for name, tensor in checkpoint(c, dtype).items() if name in names}
 
 
 def engine_parameters(case: int, rank: int, dtype: torch.dtype) -> dict[str, Tensor]:

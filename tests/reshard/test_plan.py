@@ -84,9 +84,10 @@ def test_plan_bytes_received_and_traffic_equal_the_lower_bound(case, itemsize):
     moved = plan(source, target, node)
     traffic = moved.traffic(itemsize)
     float32 = {n for name, i in source.tensors.items() if i.float32 for n in tensors[name].flatten().tolist()}
+    needed, held = ({rank: elements_of(side, rank, tensors) for rank in traffic} for side in (target, source))
     sent, entered = 0, 0
     for rank in traffic:
-        missing = elements_of(target, rank, tensors) - elements_of(source, rank, tensors)
+        missing = needed[rank] - held[rank]
         expected = sum(4 if element in float32 else itemsize for element in missing)
         assert moved.bytes_received(rank, itemsize) == moved.lower_bound(rank, itemsize) == expected
         assert traffic[rank].received == traffic[rank].lower_bound == expected
@@ -97,8 +98,8 @@ def test_plan_bytes_received_and_traffic_equal_the_lower_bound(case, itemsize):
     lacking_at = 0
     for place in {rank // node for rank in traffic}:
         inside = [rank for rank in traffic if rank // node == place]
-        wanted = set().union(*(elements_of(target, rank, tensors) for rank in inside))
-        there = set().union(*(elements_of(source, rank, tensors) for rank in inside))
+        wanted = set().union(*(needed[rank] for rank in inside))
+        there = set().union(*(held[rank] for rank in inside))
         lacking_at += sum(4 if element in float32 else itemsize for element in wanted - there)
     assert entered == pytest.approx(lacking_at)
 

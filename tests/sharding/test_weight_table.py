@@ -1,6 +1,7 @@
 """The weight table against independent readings of each runtime, by slicing full tensors."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -33,8 +34,12 @@ def test_shard_map_shards_of_all_ranks_cover_the_model(data):
     held = data.draw(shard_map(c))
     tensors = checkpoint(c)
     seen: set[int] = set()
+    distinct: list[object] = []
     for rank in held.ranks:
-        for name, shard in held.shards(rank).items():
+        if (shards := held.shards(rank)) in distinct:
+            continue
+        distinct.append(shards)
+        for name, shard in shards.items():
             values = assemble(shard, tensors)
             assert tuple(values.shape) == shard.shape, name
             seen.update(values.flatten().tolist())
@@ -63,6 +68,13 @@ def test_shard_map_replicas_agree_with_shards(data):
     for tensor in held.tensors:
         for place in held.replicas(tensor):
             assert place.ranks == tuple(sorted({rank for spot in place.locations for rank in spot.ranks}))
+
+
+def test_replicas_of_more_tensors_than_are_kept_are_collected_again(monkeypatch):
+    held, again = (weight_table(config("qwen3")).shard_map_megatron(Placement.on(Layout(tp=2), 2)) for _ in range(2))
+    of_all = [held.replicas(tensor) for tensor in held.tensors]
+    monkeypatch.setattr("verl_mg.sharding.shard_map.KEPT_TENSORS", 2)
+    assert [again.replicas(tensor) for tensor in [*again.tensors] * 2] == of_all * 2 and len(of_all) > 2
 
 
 @given(st.data())
@@ -152,10 +164,14 @@ def expert_reference(c, tensors, layer, expert, etp, rank):
 def test_megatron_table_shards_equal_slices_of_full_tensors(data):
     c = data.draw(configs())
     layout = data.draw(layouts(c))
-    tensors = checkpoint(c)
+    tensors, held = checkpoint(c), weight_table(c).shard_map_megatron(Placement.on(layout, layout.ranks))
+    compared: dict[object, object] = {}
     for rank in range(layout.ranks):
-        at = layout.coordinates(rank)
-        values = {name: assemble(shard, tensors) for name, shard in weight_table(c).megatron(layout, rank).items()}
+        at, shards = layout.coordinates(rank), held.shards(rank)
+        if compared.setdefault((at.tp, at.pp, at.ep, at.etp), shards) is not shards:
+            assert compared[at.tp, at.pp, at.ep, at.etp] == shards
+            continue
+        values = {name: assemble(shard, tensors) for name, shard in shards.items()}
         for chunk in range(layout.vpp):
             prefix = f"chunk{chunk}." if layout.vpp > 1 else ""
             for local, layer in enumerate(layout.layers(c.layers, at.pp, chunk)):
@@ -178,9 +194,14 @@ def test_sglang_table_shards_equal_slices_of_full_tensors(data):
     placement = data.draw(engines(c))
     layout, tensors = placement.layout, checkpoint(c)
     held = weight_table(c).shard_map_engine(placement)
+    compared: dict[object, object] = {}
     for rank in placement.ranks:
-        at = placement.coordinates(rank)
-        values = {name: assemble(shard, tensors) for name, shard in held.shards(rank).items()}
+        at, shards = placement.coordinates(rank), held.shards(rank)
+        of_any_engine = replace(at, engine=0)
+        if compared.setdefault(of_any_engine, shards) is not shards:
+            assert compared[of_any_engine] == shards
+            continue
+        values = {name: assemble(shard, tensors) for name, shard in shards.items()}
         for layer in layout.layers(c.layers, at.pp):
             p = f"model.layers.{layer}."
             if c.has_linear_attention(layer):

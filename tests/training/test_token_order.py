@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from verl_mg.training.token_order import TokenShard, token_order, zigzag_tokens
 
@@ -49,20 +48,3 @@ def test_zigzag_ranks_have_an_early_and_a_late_chunk_and_equal_work():
 def test_token_order_without_rows_has_one_sequence(zigzag):
     for order in orders(2, zigzag, lengths=torch.tensor([], dtype=torch.int64)):
         assert len(order.lengths) == 1 and len(order.places) == 0 and len(order.local) == order.total // 2 > 0
-
-
-def cut_by_transformer_engine():
-    """This rank's tokens by Transformer Engine's own function for loaders of data, and by ours."""
-    from transformer_engine.pytorch.attention.dot_product_attention.context_parallel import get_batch_on_this_cp_rank
-
-    order = token_order(LENGTHS, TokenShard(1, dist.get_world_size(), 0, dist.get_rank()), 1, True)
-    cumulative = torch.cat([torch.zeros(1, dtype=torch.int64), order.lengths.cumsum(0)]).int()
-    places = torch.arange(order.total)[None]
-    (found, *_) = get_batch_on_this_cp_rank(cumulative, places, places, places[0], dist.group.WORLD)
-    return found.flatten().tolist(), order.local.tolist()
-
-
-@pytest.mark.parametrize("cp", [2, 4])
-def test_zigzag_order_is_that_of_transformer_engine(transformer_engine, cp):
-    for theirs, ours in transformer_engine.run(cp, cut_by_transformer_engine):
-        assert theirs == ours

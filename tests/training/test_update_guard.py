@@ -82,7 +82,7 @@ def poisoned(model, layout, poison):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return tiny_model(tmp_path_factory.mktemp("guard") / "model", "qwen3")
+    return tiny_model(tmp_path_factory.mktemp("guard") / "model", "qwen3", layers=2)
 
 
 @pytest.mark.parametrize(

@@ -85,8 +85,13 @@ def intersect(a: Box, b: Box) -> Box | None:
     """
     if a == b:
         return a
-    common = tuple((max(s, t), min(u, v)) for (s, u), (t, v) in zip(a, b, strict=True))
-    return common if all(start < stop for start, stop in common) else None
+    common = []
+    for (s, u), (t, v) in zip(a, b, strict=True):
+        start, stop = s if s > t else t, u if u < v else v
+        if start >= stop:
+            return None
+        common.append((start, stop))
+    return tuple(common)
 
 
 def translate_box(inner: Box, origin: Box, destination: Box) -> Box:

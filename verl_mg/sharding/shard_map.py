@@ -36,6 +36,8 @@ from verl_mg.sharding.boxes import Box, Piece, Shard, check_shard
 from verl_mg.sharding.param_spec import Axis, ParamBlock, ParamSpec
 
 Ranks = tuple[int, ...]
+KEPT_TENSORS = 2**14
+"""Tensors whose replicas a shard map keeps: plans look those of a rank's tensors up several times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +147,7 @@ class DerivedShardMap:
                 members[index.stage, axis, index.axis_index[axis], group].append(rank)
         self._members = {key: tuple(ranks) for key, ranks in members.items()}
         self._interned: dict[Ranks, Ranks] = {}
+        self._replicas: dict[str, tuple[BoxReplicas, ...]] = {}
 
     def shards(self, rank: int) -> dict[str, Shard]:
         """Builds the shards of the parameters on the rank's stage."""
@@ -169,7 +172,20 @@ class DerivedShardMap:
         return result
 
     def replicas(self, tensor: str) -> tuple[BoxReplicas, ...]:
-        """Collects the boxes of the tensor over all parameters that contain it."""
+        """Collects the boxes of the tensor over all parameters that contain it, or returns those of the last time."""
+        if tensor not in self._replicas:
+            if len(self._replicas) == KEPT_TENSORS:
+                self._replicas.clear()
+            self._replicas[tensor] = self._collect_replicas(tensor)
+        return self._replicas[tensor]
+
+    def sharding_key(self, tensor: str) -> Hashable:
+        """Returns the name without layer and expert numbers, the stages, and the group of the expert."""
+        entry = self._tensor_index.entries[tensor]
+        stages = self._stages_of.get((entry.tensor.name, entry.layer))
+        return entry.tensor.name, stages, entry.expert // self._local_experts if entry.expert is not None else 0
+
+    def _collect_replicas(self, tensor: str) -> tuple[BoxReplicas, ...]:
         entry = self._tensor_index.entries.get(tensor)
         if entry is None:
             return ()
@@ -178,12 +194,6 @@ class DerivedShardMap:
             for box, location in self._locations(entry, stage, prefix, param):
                 locations[box].append(location)
         return tuple(self._box_replicas(box, result) for box, result in locations.items())
-
-    def sharding_key(self, tensor: str) -> Hashable:
-        """Returns the name without layer and expert numbers, the stages, and the group of the expert."""
-        entry = self._tensor_index.entries[tensor]
-        stages = self._stages_of.get((entry.tensor.name, entry.layer))
-        return entry.tensor.name, stages, entry.expert // self._local_experts if entry.expert is not None else 0
 
     def _locations(
         self, entry: TensorEntry, stage: int, prefix: str, param: ParamSpec

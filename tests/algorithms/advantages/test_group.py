@@ -64,7 +64,7 @@ def test_input_dtype_and_inputs_are_kept() -> None:
 SEGMENTS = st.lists(st.tuples(st.floats(-10, 10), st.integers(0, 3), st.integers(1, 9), st.integers(1, 4)), max_size=9)
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(SEGMENTS, st.randoms(use_true_random=False))
 def test_group_advantages_of_samples_with_several_rows_equal_those_of_single_rows(
     samples: list[tuple[float, int, int, int]], shuffler: Random

@@ -22,7 +22,7 @@ def test_implicit_rewards_outside_the_mask_are_zero() -> None:
         implicit_rewards(*columns, torch.ones(1, 3).bool(), 0)
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(st.lists(ROW, min_size=1, max_size=6), st.floats(0.5, 1), st.sampled_from([(1.0, 1.0), (5.0, 0.5)]))
 def test_prime_advantages_of_random_groups_equal_loops(
     rows: list[tuple[int, float, list[tuple[float, bool]]]], gamma: float, weights: tuple[float, float]
