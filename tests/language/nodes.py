@@ -10,11 +10,7 @@ BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
 
 
 def nodes_of(tree: ast.AST) -> list[ast.AST]:
-    """A tree's nodes in the order of `ast.walk`, in less time; without `ast.Load` and the like.
-
-    Args:
-        tree: the root, which is the first node.
-    """
+    """A tree's nodes in the order of `ast.walk`, the root first, in less time; without `ast.Load` and the like."""
     nodes = [tree]
     for node in nodes:  # grows
         for name in node._fields:
@@ -27,11 +23,7 @@ def nodes_of(tree: ast.AST) -> list[ast.AST]:
 
 
 def statements(tree: ast.AST) -> Iterator[ast.AST]:
-    """A tree's statements, and the parts that statements consist of, such as handlers; no expressions.
-
-    Args:
-        tree: the root, which is the first node.
-    """
+    """The root, a tree's statements, and the parts that statements consist of, such as handlers; no expressions."""
     pending = [tree]
     for node in pending:  # grows
         yield node

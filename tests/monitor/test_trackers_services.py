@@ -46,7 +46,8 @@ def tracked(folder: Path, service: str, **environment: str) -> str:
             "tracking": {{"services": [{service!r}], "project": "sums", "name": "first try"}},
         }})
         for first in (1, 2):
-            time.sleep(float(first > 1))  # the libraries name a folder after the second of its start
+            if first > 1:
+                time.sleep(1.0)  # the libraries name a folder after the second of its start
             trackers = build_trackers("grpo", config, PhaseTimer(), first if first > 1 else 0)
             for step in range(first, first + 2):
                 for tracker in trackers:

@@ -66,7 +66,7 @@ def _earlier(path: Path) -> Any:
 
 
 def _parsed(text: str) -> Any:
-    """Returns the values of a dumped configuration, by libyaml where it is: ten times as fast for the same values."""
+    # PyYAML is built without libyaml on some machines; the values are the same, the pure parser is slow.
     return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
