@@ -27,11 +27,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs a command. Invalid input ends in one line and exit code 2.
-
-    Args:
-        arguments: words of the command line. None: those of the process.
-    """
+    """Runs a command. Invalid input ends in one line and exit code 2."""
     # On several ranks the libraries' progress bars overwrite each other; ours counts iterations.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:

@@ -18,12 +18,7 @@ def current_device() -> torch.device:
 
 
 def copy_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    """Starts the copy of a tensor in host memory to a device; the host does not wait for the device's earlier work.
-
-    Args:
-        device: the device; the tensor itself is returned on the CPU.
-        tensor: any shape and dtype.
-    """
+    """Starts the copy of a tensor in host memory to a device; the host does not wait for the device's earlier work."""
     # A copy from memory that is not pinned ends after everything that was started on the device before it.
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 

@@ -58,19 +58,6 @@ class JsonService:
         requests_per_second: float = 0.0,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """Checks the arguments; connects with the first request.
-
-        Args:
-            url: http or https URL that accepts POST requests.
-            timeout: seconds for one attempt.
-            retries: number of attempts after the first one.
-            requests_per_second: rate limit of this process; 0 for no limit.
-            headers: additional HTTP headers. A value that begins with "$" names an environment variable, so that
-                secrets are not written to files.
-
-        Raises:
-            UserError: an argument is invalid, or an environment variable is not set.
-        """
         if not url.startswith(("http://", "https://")):
             raise UserError(f"url: {url!r} is not an HTTP address. Write http://HOST:PORT/PATH or https://...")
         if timeout <= 0 or retries < 0 or requests_per_second < 0:
@@ -86,15 +73,7 @@ class JsonService:
         self._tls = ssl.create_default_context()
 
     async def post(self, body: Mapping[str, Any], problem_of: Callable[[Any], str | None] = lambda _: None) -> Any:
-        """Posts a body and returns the parsed JSON response.
-
-        Args:
-            body: JSON object to send.
-            problem_of: returns a description of a response that should be requested again; None for a good one.
-
-        Raises:
-            UserError: the service refuses, the response is not JSON, or all attempts failed.
-        """
+        """Posts a body and returns the parsed JSON response."""
         content = json.dumps(body, allow_nan=False).encode()
         # A client belongs to one event loop, and the next call may come from another.
         async with httpx.AsyncClient(
@@ -196,12 +175,6 @@ class JsonSession:
     """
 
     def __init__(self, url: str, headers_of: Callable[[str], Mapping[str, str]] = lambda path: {}) -> None:
-        """Starts the thread; connects with the first request.
-
-        Args:
-            url: address of the server.
-            headers_of: returns further HTTP headers of the requests to a path, such as its key.
-        """
         self.url, self._headers_of = url.rstrip("/"), headers_of
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name=f"http-{self.url}")
@@ -218,30 +191,11 @@ class JsonSession:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     async def get(self, path: str, timeout: float) -> Any:
-        """Returns the JSON at a path.
-
-        Args:
-            path: path below the server's URL.
-            timeout: seconds for the response.
-
-        Raises:
-            UnreachableError: the server does not respond.
-            RefusedError: it responds with an error.
-        """
+        """Returns the JSON at a path."""
         return await self._request("GET", path, None, timeout)
 
     async def post(self, path: str, body: dict[str, Any], timeout: float | None) -> Any:
-        """Posts a body and returns the JSON of the response.
-
-        Args:
-            path: path below the server's URL.
-            body: JSON object to send.
-            timeout: seconds for the response; None for no limit.
-
-        Raises:
-            UnreachableError: the server does not respond.
-            RefusedError: it responds with an error.
-        """
+        """Posts a body and returns the JSON of the response."""
         return await self._request("POST", path, body, timeout)
 
     def close(self) -> None:

@@ -76,15 +76,6 @@ def fetch(name: HubName, kind: Kind, patterns: Sequence[str], key: str = "") -> 
     """Returns the folder of the local cache that has a repository's files; downloads those that are not there.
 
     The site is asked which files the revision has now. Where it cannot be reached, the files of the cache are used.
-
-    Args:
-        name: the repository.
-        kind: whether it is a model or a data set.
-        patterns: names of the files to download, in which `*` stands for any characters.
-        key: key of the configuration, with which errors begin; "" for none.
-
-    Raises:
-        UserError: neither the site nor the cache has the files.
     """
     with _errors_named(name, kind, key):
         if name.site == "modelscope":
@@ -119,15 +110,7 @@ def _limit_waiting(request: Any) -> None:
 
 
 def files_of(name: HubName, folder: Path) -> list[str]:
-    """Returns the names of all files of a data set, downloaded or not, as the cache lists them.
-
-    Args:
-        name: the repository.
-        folder: its folder in the cache, as returned by `fetch`.
-
-    Raises:
-        UserError: the cache has no list, and the names of its files say that some are missing.
-    """
+    """Returns the names of all files of a data set, downloaded or not, as the cache lists them."""
     if name.site == "hf":
         from huggingface_hub import errors, get_cached_repo_tree
 
@@ -148,12 +131,7 @@ def files_of(name: HubName, folder: Path) -> list[str]:
 
 
 def matching(files: Sequence[str], patterns: Sequence[str]) -> list[str]:
-    """Returns the names that match one of the patterns, in their order.
-
-    Args:
-        files: names relative to the repository.
-        patterns: names in which `*` stands for any characters.
-    """
+    """Returns the names that match one of the patterns, in their order."""
     return [file for file in files if any(fnmatchcase(file, pattern) for pattern in patterns)]
 
 

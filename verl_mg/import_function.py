@@ -13,15 +13,7 @@ from verl_mg.errors import UserError
 
 
 def load_function(name: str, kind: str) -> Callable[..., Any]:
-    """Imports and returns a function.
-
-    Args:
-        name: `package.module:function` or `path/to/file.py:function`.
-        kind: purpose such as "reward", for errors.
-
-    Raises:
-        UserError: no such module, file or function, or importing it fails.
-    """
+    """Imports and returns a function."""
     where, colon, function_name = name.rpartition(":")
     if not (colon and where and function_name):
         raise UserError(

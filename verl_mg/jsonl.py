@@ -23,13 +23,7 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
 
 
 def keep_before(file: Path, key: str, first: int | None) -> None:
-    """Removes lines from `first` on, and an incomplete last line; replaces the file atomically.
-
-    Args:
-        file: the file.
-        key: key of the number by which lines are sorted.
-        first: lines with this number or more are removed; None to remove only an incomplete line.
-    """
+    """Removes lines from `first` on, and an incomplete last line; replaces the file atomically."""
     shorter = file.with_name(file.name + ".new")
     with file.open(encoding="utf-8") as old, shorter.open("w", encoding="utf-8") as new:
         for line in old:
@@ -48,18 +42,7 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def read_new_lines(path: Path, file: str, offset: int) -> dict[str, Any]:
-    """Reads the complete lines of a file from an offset on.
-
-    Args:
-        path: the file.
-        file: id of the file that the last call returned. A resumed run replaces the file, which is then read from its
-            beginning.
-        offset: the `end` of the last call, in bytes.
-
-    Returns:
-        `file`, its id; `begin` and `end`, the bytes that were read; `lines`, their objects; `more`, whether more lines
-        follow.
-    """
+    """Reads the complete lines of a file from an offset on."""
     try:
         with path.open("rb") as stream:
             status = os.fstat(stream.fileno())
@@ -83,16 +66,7 @@ def _whole_lines(stream: BinaryIO, max_bytes: int) -> bytes:
 
 
 def find_line(path: Path, key: str, number: int) -> dict[str, Any] | None:
-    """Finds the line with a number by binary search, in a file whose lines are sorted by it.
-
-    Args:
-        path: the file.
-        key: key of the number.
-        number: the number.
-
-    Returns:
-        The object of the line; None where there is no such line.
-    """
+    """Finds the line with a number by binary search, in a file whose lines are sorted by it."""
     try:
         with path.open("rb") as stream:
             begin, end = 0, stream.seek(0, os.SEEK_END)

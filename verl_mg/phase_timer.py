@@ -61,12 +61,7 @@ class PhaseTimer:
         return "".join(self._running[-1:])
 
     def barrier(self, name: str, group: dist.ProcessGroup | None = None) -> None:
-        """Waits, if the timer is exact, until all ranks have completed a phase; counted as `wait_NAME`.
-
-        Args:
-            name: the phase that must be complete.
-            group: the ranks that wait for each other; all ranks of the job by default.
-        """
+        """Waits, if the timer is exact, until all ranks have completed a phase; counted as `wait_NAME`."""
         if self._exact:
             with self(WAIT + name):
                 dist.barrier(group)

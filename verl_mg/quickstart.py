@@ -33,18 +33,7 @@ FOLDERS = ("model", "data", "sft", "grpo")
 def quickstart(
     output: str, *, sft_overrides: Sequence[str] = (), grpo_overrides: Sequence[str] = (), model_seed: int = 0
 ) -> None:
-    """Make a model and sums, warm the model up with SFT, improve it with GRPO, and print the accuracies.
-
-    Args:
-        output: the folder to work in; what an earlier quickstart left there is replaced.
-        sft_overrides: further `a.b=c` for the SFT job.
-        grpo_overrides: further `a.b=c` for the GRPO job.
-        model_seed: of the model's random weights.
-
-    Raises:
-        UserError: the recipes are not next to the package, or `output` cannot be written.
-        SystemExit: a job failed; the code is the job's.
-    """
+    """Make a model and sums, warm the model up with SFT, improve it with GRPO, and print the accuracies."""
     started = time.monotonic()
     folder = Path(output)
     jobs = [sft_command(folder, sft_overrides), grpo_command(folder, grpo_overrides)]
@@ -61,33 +50,18 @@ def quickstart(
 
 
 def sft_command(folder: Path, overrides: Iterable[str] = ()) -> list[str]:
-    """Returns the command of the SFT job: imitation of right answers, stopped early.
-
-    Args:
-        folder: folder of the quickstart.
-        overrides: further `a.b=c`.
-    """
+    """Returns the command of the SFT job: imitation of right answers, stopped early."""
     return _train_command("sft", folder / "model", folder, overrides)
 
 
 def grpo_command(folder: Path, overrides: Iterable[str] = ()) -> list[str]:
-    """Returns the command of the GRPO job, which starts from the model of SFT. Its reward is 0 or 1.
-
-    Args:
-        folder: folder of the quickstart.
-        overrides: further `a.b=c`.
-    """
+    """Returns the command of the GRPO job, which starts from the model of SFT. Its reward is 0 or 1."""
     test = f"data.test={folder / 'data' / 'test.jsonl'}"
     return _train_command("grpo", folder / "sft" / "model", folder, [test, *overrides])
 
 
 def make_model(folder: Path, seed: int = 0) -> Path:
-    """Writes a Qwen3 of a few hundred thousand random weights with one token per character.
-
-    Args:
-        folder: model directory to write.
-        seed: random seed of the weights.
-    """
+    """Writes a Qwen3 of a few hundred thousand random weights with one token per character."""
     # So small a model starts to learn much sooner from weights larger than the usual 0.02.
     return make_tiny_model(folder, "qwen3", hidden=128, layers=2, ffn=256, max_positions=2048, init_std=0.06, seed=seed)
 

@@ -187,13 +187,7 @@ class RenamedModuleFinder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Returns an empty package for a former one, so that its modules are reported one by one.
-
-        Args:
-            fullname: name of the imported module.
-            path: search path of the package.
-            target: not used.
-        """
+        """Returns an empty package for a former one, so that its modules are reported one by one."""
         if fullname in RENAMED_PACKAGES:
             return ModuleSpec(fullname, _EmptyPackageLoader(), is_package=True)
         message = _renamed(fullname)
@@ -204,12 +198,7 @@ class RenamedModuleFinder(MetaPathFinder):
 
 
 def renamed_attribute(module: str, name: str) -> Exception:
-    """Returns the error of a module's `__getattr__`, which names the new name if there is one.
-
-    Args:
-        module: name of the module.
-        name: attribute that it does not have.
-    """
+    """Returns the error of a module's `__getattr__`, which names the new name if there is one."""
     new = RENAMED_NAMES.get(f"{module}.{name}")
     if new:
         # An AttributeError would be replaced by "cannot import name".

@@ -16,7 +16,7 @@ from tests.language.words import Violation, banned_name
 MIN_SUMMARY = 25
 FRAGMENTS = re.compile(
     r"(?:Of|See|What|Whatever|Who|Whose|Whoever|Which|That|Those|Where|How)\b"
-    r"|(?:To be|The way|Whether this|As|Nor|Or|And|But)\b"
+    r"|(?:To be|The way|Whether this|As|Nor|Or|And|But|Takes|Notes)\b"
 )
 LOWERCASE_NAMES = re.compile(
     r"(?:torch|megatron|numpy|pip|vllm|verl|safetensors|k8s|kubectl|mpirun|torchrun|pydantic)\b"
@@ -26,6 +26,15 @@ EXTERNAL_OVERRIDES = {
     *("forward", "backward", "setup_context", "step", "state_dict", "load_state_dict", "sharded_state_dict"),
     *("emit", "log_message", "do_GET", "do_POST", "model_post_init", "set_input_tensor", "handle_starttag"),
 }
+INTERFACES = (
+    *("recipes", "verl_mg/api.py", "verl_mg/batch.py", "verl_mg/algorithms", "verl_mg/data", "verl_mg/rewards"),
+    *("verl_mg/job/job.py", "verl_mg/roles/models.py", "verl_mg/roles/rollout.py", "verl_mg/rollout/tools/builtin.py"),
+    *("verl_mg/reshard/plan.py", "verl_mg/reshard/schedule.py", "verl_mg/reshard/execute.py"),
+    *("verl_mg/sharding/boxes.py", "verl_mg/sharding/param_spec.py", "verl_mg/sharding/shard_map.py"),
+    "verl_mg/sharding/weight_table.py",
+)
+"""Files and folders that others call or implement: their functions describe arguments, results and errors."""
+SECTION = re.compile(r"(?m)^(Args|Returns|Raises|Yields):\s*$")
 RECIPE_PARAMETERS = {"job", "cfg", "config", "inputs", "tokens", "batch", "metrics"}
 TEST_NAME_STARTS = frozenset(
     """
@@ -113,7 +122,20 @@ def _is_text(node: ast.AST) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
+def is_interface_file(file: Path) -> bool:
+    return any(Path(place) == file or Path(place) in file.parents for place in INTERFACES)
+
+
 def check_args(file: Path, tree: ast.Module, classes: Mapping[str, list[ClassInfo]]) -> Iterator[Violation]:
+    if is_interface_file(file):
+        yield from _check_missing_args(file, tree, classes)
+    else:
+        yield from _check_needless_sections(file, tree)
+
+
+def _check_missing_args(
+    file: Path, tree: ast.Module, classes: Mapping[str, list[ClassInfo]]
+) -> Iterator[Violation]:
     for owner, function in _public_functions(tree):
         names = _parameters(function, owner)
         if len(names) < 2 or _is_exempt(file, owner, function, names, classes):
@@ -122,6 +144,19 @@ def check_args(file: Path, tree: ast.Module, classes: Mapping[str, list[ClassInf
         missing = [name for name in names if name not in described]
         if missing:
             yield Violation(file, function.lineno, "args", f"{function.name} does not describe {', '.join(missing)}")
+
+
+def _check_needless_sections(file: Path, tree: ast.Module) -> Iterator[Violation]:
+    of_interfaces = {
+        part for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and _is_interface(node) for part in node.body
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, Function) and node not in of_interfaces:
+            section = SECTION.search(ast.get_docstring(node) or "")
+            if section:
+                yield Violation(
+                    file, node.lineno, "args", f"{node.name} is not an interface: a sentence instead of {section[1]}"
+                )
 
 
 def _public_functions(tree: ast.Module) -> Iterator[tuple[ast.ClassDef | None, Function]]:

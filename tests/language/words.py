@@ -31,6 +31,8 @@ BANNED_WORDS = (
     "the way back",
     "lie|lies|lain|lying",
     r"what (?:it|they|he|this rank|a rank|each rank|the rank|others?) (?:holds?|has|have|had)",
+    "alone|at once|of its own|of their own|of his own|those of|said of|has not it",
+    "behind",
     r"(?<!its )(?<!their )(?<!your )(?<!our )(?<!his )(?<!my )(?<!'s )(?<!s' )(?<!whose )own",
 )
 WORDS = re.compile(rf"(?<![\w$])(?:{'|'.join(BANNED_WORDS)})(?!\w)", re.IGNORECASE)
@@ -53,6 +55,7 @@ EXCEPTIONS: tuple[tuple[str, str], ...] = (
         r"\$home|(?-i:\bHOME\b)|path\.home|home (?:directory|folder)|/home/|\"home\"|'home'",
         "the user's directory, the key",
     ),
+    (r"behind (?:a|an|the|its|their|your) (?:\w+ )?(?:prox\w+|firewall|gateway|(?:load )?balancer|network|endpoint|port|url|address)", "places"),
     (r"stand-?alone", "an adjective of its own meaning"),
     (r"rounding_mode", "an argument of torch.div"),
 )

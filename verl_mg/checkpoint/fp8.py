@@ -31,21 +31,12 @@ _SUFFIXES = ("_scale_inv", "_scale")
 
 
 def scale_name(tensor: str, names: Container[str]) -> str | None:
-    """Returns the name of the scales of a tensor; None where there are none.
-
-    Args:
-        tensor: Hugging Face name of the FP8 tensor.
-        names: names of all tensors of the directory.
-    """
+    """Returns the name of the scales of a tensor; None where there are none."""
     return next((tensor + suffix for suffix in _SUFFIXES if tensor + suffix in names), None)
 
 
 def declared_block(folder: Path) -> BlockSize | None:
-    """Returns the size of the blocks in the quantization_config of config.json; None where it names none.
-
-    Raises:
-        UserError: the field is damaged.
-    """
+    """Returns the size of the blocks in the quantization_config of config.json; None where it names none."""
     path = folder / "config.json"
     try:
         block = json.loads(path.read_text(encoding="utf-8"))["quantization_config"]["weight_block_size"]
@@ -62,13 +53,7 @@ def declared_block(folder: Path) -> BlockSize | None:
 
 
 def block_of(shape: tuple[int, ...], scales: tuple[int, ...], declared: BlockSize | None) -> BlockSize | None:
-    """Returns the rows and columns that have a common scale; None where the scales do not fit the tensor.
-
-    Args:
-        shape: shape of the tensor.
-        scales: shape of its scales.
-        declared: size of the blocks in config.json; None for scales of tensors or rows.
-    """
+    """Returns the rows and columns that have a common scale; None where the scales do not fit the tensor."""
     if len(shape) != 2:
         return None
     if declared:
@@ -79,32 +64,13 @@ def block_of(shape: tuple[int, ...], scales: tuple[int, ...], declared: BlockSiz
 
 
 def misfit(shape: tuple[int, ...], scales: tuple[int, ...], declared: BlockSize | None) -> str:
-    """Returns why `block_of` finds that scales do not fit their tensor.
-
-    Args:
-        shape: shape of the tensor.
-        scales: shape of its scales.
-        declared: size of the blocks in config.json.
-    """
+    """Returns why `block_of` finds that scales do not fit their tensor."""
     wanted = f"blocks of {declared} in config.json" if declared else "one scale for the tensor or for each row"
     return f"their shape is {scales}, which does not fit the tensor's shape {shape} and {wanted}"
 
 
 def dequantize(values: Tensor, scales: Tensor, box: Box, block: BlockSize) -> Tensor:
-    """Multiplies a box of an FP8 tensor by the scales of its blocks.
-
-    Args:
-        values: the box, (rows, columns) float8_e4m3fn.
-        scales: scales of the whole tensor, of which only those of the box are read; of any float dtype.
-        box: the box in the tensor.
-        block: rows and columns of a block.
-
-    Returns:
-        (rows, columns) float32.
-
-    Raises:
-        ValueError: a scale of the box is negative or not finite.
-    """
+    """Multiplies a box of an FP8 tensor by the scales of its blocks."""
     (top, bottom), (left, right) = box
     height, width = block
     first, last = left // width, -(-right // width)

@@ -33,12 +33,6 @@ class CheckpointReader:
     """Reader of the tensors of a model directory; it opens the files that it reads from. Use it in a `with` block."""
 
     def __init__(self, directory: ModelDirectory, initial_values: Mapping[str, Tensor] | None = None) -> None:
-        """Opens no file.
-
-        Args:
-            directory: the model directory.
-            initial_values: values of tensors that the directory may not contain, such as a new value head.
-        """
         self._directory = directory
         self._initial = {
             name: values for name, values in (initial_values or {}).items() if name not in directory.file_of
@@ -46,15 +40,7 @@ class CheckpointReader:
         self._files: dict[str, SafetensorsFile] = {}
 
     def read(self, tensor: str, box: Box) -> Tensor:
-        """Reads one box of a tensor; an FP8 tensor is dequantized to float32, an MXFP4 tensor to bfloat16.
-
-        Args:
-            tensor: Hugging Face name.
-            box: box in the tensor.
-
-        Raises:
-            UserError: the tensor is missing, or the file is damaged.
-        """
+        """Reads one box of a tensor; an FP8 tensor is dequantized to float32, an MXFP4 tensor to bfloat16."""
         if tensor in self._initial:
             return self._initial[tensor][slices(box)]
         if place := self._directory.stacked.get(tensor):
@@ -109,16 +95,7 @@ class CheckpointReader:
 
 
 def load_shards(reader: CheckpointReader, shards: Mapping[str, Shard], parameters: Mapping[str, Tensor]) -> None:
-    """Fills pieces of the parameters of one rank in place, reading only these boxes; padding becomes 0.
-
-    Args:
-        reader: reader of the model directory.
-        shards: {parameter: shard} of the rank.
-        parameters: {parameter: tensor} of the rank.
-
-    Raises:
-        ValueError: table and model differ, which is a programming error.
-    """
+    """Fills pieces of the parameters of one rank in place, reading only these boxes; padding becomes 0."""
     for name, shard in shards.items():
         parameter = parameters[name].detach()
         if tuple(parameter.shape) != shard.shape:
@@ -144,19 +121,6 @@ class CheckpointWriter:
         float32: Collection[str] = (),
         untrained: UntrainedTensors | None = None,
     ) -> None:
-        """Lays the files out, without writing.
-
-        Args:
-            folder: directory to write.
-            shapes: the tensors of the model, `WeightTable.huggingface()`.
-            dtype: dtype of the tensors in the files.
-            file_bytes: size from which a new file begins.
-            copies: {further tensor: the tensor whose values it has}, which is written with it.
-            stacked: places of the tensors that are in stacked tensors, see `TensorIndex.stacked`; None for no such
-                tensors.
-            float32: tensors that are float32 in the files, whatever the dtype of the others.
-            untrained: tensors that are copied from another directory, into files of their own; None for none.
-        """
         self.folder = Path(folder)
         self._copies, self._stacked = dict(copies or {}), stacked or {}
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -182,9 +146,6 @@ class CheckpointWriter:
 
     def create(self) -> None:
         """Creates the files with their headers, and copies untrained tensors; called by one process, before any writes.
-
-        Raises:
-            UserError: an untrained tensor cannot be read.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         for name, head in self._headers.items():
@@ -203,13 +164,7 @@ class CheckpointWriter:
             self._untrained.copy(tensor, self.folder / name, offset)
 
     def write(self, tensor: str, box: Box, values: Tensor) -> None:
-        """Writes one box of a tensor; the boxes of different processes must not overlap.
-
-        Args:
-            tensor: Hugging Face name.
-            box: box in the tensor.
-            values: values of the box, on any device and of any dtype.
-        """
+        """Writes one box of a tensor; the boxes of different processes must not overlap."""
         for copy, original in self._copies.items():
             if original == tensor:
                 self.write(copy, box, values)
@@ -246,13 +201,7 @@ def _contiguous_runs(shape: tuple[int, ...], box: Box, data: Tensor) -> list[tup
 
 
 def split_by_size(shapes: Mapping[str, tuple[int, ...]], itemsize: int, limit: int) -> list[list[str]]:
-    """Distributes tensors over files, in order.
-
-    Args:
-        shapes: the tensors.
-        itemsize: bytes of an element.
-        limit: size of a file in bytes; a single tensor may be larger.
-    """
+    """Distributes tensors over files, in order."""
     groups: list[list[str]] = [[]]
     size = 0
     for name, shape in shapes.items():

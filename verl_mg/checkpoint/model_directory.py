@@ -43,28 +43,12 @@ class ModelDirectory:
         block: BlockSize | None = None,
         stacked: Mapping[str, StackedTensor] | None = None,
     ) -> None:
-        """Stores the files.
-
-        Args:
-            folder: the directory.
-            file_of: name of the file of each tensor.
-            block: rows and columns of the blocks of FP8 tensors.
-            stacked: places of the tensors that are in stacked tensors; None for no such tensors.
-        """
         self.folder, self.file_of, self.block, self.stacked = folder, file_of, block, stacked or {}
         self._headers: dict[str, Mapping[str, StoredTensor]] = {}
 
     @classmethod
     def find(cls, folder: str | Path, stacked: Mapping[str, StackedTensor] | None = None) -> ModelDirectory:
-        """Reads the index of a directory, or the header of its only file.
-
-        Args:
-            folder: the directory.
-            stacked: places of the tensors that are in stacked tensors; None for no such tensors.
-
-        Raises:
-            UserError: the directory has no safetensors files, or the index cannot be read.
-        """
+        """Reads the index of a directory, or the header of its only file."""
         folder = Path(folder)
         index, block = folder / INDEX, declared_block(folder)
         if index.exists():
@@ -81,15 +65,7 @@ class ModelDirectory:
         return directory
 
     def open(self, name: str, wanted: str = "") -> SafetensorsFile:
-        """Opens a file of the directory.
-
-        Args:
-            name: name of the file.
-            wanted: description of the part that is needed, for the error.
-
-        Raises:
-            UserError: the file is missing or damaged.
-        """
+        """Opens a file of the directory."""
         path, why = self.folder / name, f"; it should contain {wanted}" if wanted else ""
         try:
             return SafetensorsFile(path)
@@ -101,15 +77,7 @@ class ModelDirectory:
             ) from None
 
     def file_with(self, tensor: str, box: Box) -> str:
-        """Returns the name of the file of a tensor.
-
-        Args:
-            tensor: Hugging Face name.
-            box: box in the tensor that is needed, for the error.
-
-        Raises:
-            UserError: the directory does not have the tensor.
-        """
+        """Returns the name of the file of a tensor."""
         if tensor not in self.file_of:
             raise UserError(
                 f"{self.folder}: the checkpoint has no tensor {tensor!r}, of which config.json requires the box {box}. "
@@ -118,11 +86,7 @@ class ModelDirectory:
         return self.file_of[tensor]
 
     def parts(self, tensor: str) -> tuple[str, ...]:
-        """Returns the names of the tensors in files from which a tensor is read: itself or its stack, and scales.
-
-        Args:
-            tensor: Hugging Face name.
-        """
+        """Returns the names of the tensors in files from which a tensor is read: itself or its stack, and scales."""
         place = self.stacked.get(tensor)
         if place is None:
             scales = scale_name(tensor, self.file_of)
@@ -134,14 +98,7 @@ class ModelDirectory:
         return packed_names(place.name)[0] in self.file_of
 
     def check(self, shapes: Mapping[str, Shard]) -> None:
-        """Checks names, shapes and dtypes of tensors; reads only the headers of the files, each once.
-
-        Args:
-            shapes: the tensors of the model, `WeightTable.huggingface()`.
-
-        Raises:
-            UserError: with the first tensor that is missing or different, or for a damaged file.
-        """
+        """Checks names, shapes and dtypes of tensors; reads only the headers of the files, each once."""
         stacks = {place.name: place for name in shapes if (place := self.stacked.get(name))}
         for place in stacks.values():
             if self.is_packed(place):
@@ -196,13 +153,7 @@ class ModelDirectory:
         return name
 
     def unfit_scales(self, scales: str, tensor: str, reason: str) -> UserError:
-        """Returns the error for scales that do not fit their tensor.
-
-        Args:
-            scales: name of the scales.
-            tensor: Hugging Face name of the tensor.
-            reason: what is wrong.
-        """
+        """Returns the error for scales that do not fit their tensor."""
         return UserError(
             f"{self.folder / self.file_of[scales]}: the scales {scales!r} of {tensor!r} cannot be used ({reason}). "
             "Download the model again."
@@ -225,12 +176,7 @@ class ModelDirectory:
             raise self.unfit_scales(scales, tensor, misfit(stored.shape, entry.shape, self.block))
 
     def missing_in_file(self, tensor: str, box: Box) -> UserError:
-        """Returns the error for a tensor that is not in the file which the index names.
-
-        Args:
-            tensor: Hugging Face name.
-            box: box in the tensor that is needed.
-        """
+        """Returns the error for a tensor that is not in the file which the index names."""
         return UserError(
             f"{self.folder / self.file_of[tensor]}: no tensor {tensor!r} with the box {box}, although {INDEX} lists "
             "it. Download the model again."
@@ -247,13 +193,7 @@ class ModelDirectory:
     def unpacked(
         cls, folder: Path, packed: bytes, stacked: Mapping[str, StackedTensor] | None = None
     ) -> ModelDirectory:
-        """Returns the directory that another rank has packed.
-
-        Args:
-            folder: the directory.
-            packed: result of `packed`.
-            stacked: as in `find`.
-        """
+        """Returns the directory that another rank has packed."""
         tensors, block = json.loads(zlib.decompress(packed))
         file_of = {tensor: name for name, names in tensors.items() for tensor in names}
         return cls(folder, file_of, tuple(block) if block else None, stacked)
@@ -272,17 +212,7 @@ class ModelDirectories:
         optional: frozenset[str] = frozenset(),
         stacked: Mapping[str, StackedTensor] | None = None,
     ) -> ModelDirectory:
-        """Returns the files of tensors after rank 0 has checked them; all ranks of the job call it together.
-
-        Args:
-            folder: the directory; not read where there are no tensors.
-            shapes: the tensors that are read, from `WeightTable.huggingface()`.
-            optional: those of them that the directory may not contain.
-            stacked: places of those that are in stacked tensors; None for no such tensors.
-
-        Raises:
-            UserError: on rank 0, see `ModelDirectory.find` and `ModelDirectory.check`.
-        """
+        """Returns the files of tensors after rank 0 has checked them; all ranks of the job call it together."""
         packed = self._checked(folder, shapes, optional, stacked).packed() if dist.get_rank() == 0 else b""
         # The others wait here, so they open no file of a directory that has not been checked.
         return ModelDirectory.unpacked(folder, broadcast_bytes(packed), stacked)

@@ -37,30 +37,13 @@ def packed_shapes(place: StackedTensor) -> tuple[tuple[int, ...], tuple[int, ...
 
 
 def packed_box(place: StackedTensor, box: Box) -> Box:
-    """Returns the box of the blocks, and of the scales, that contains a box of an expert's matrix.
-
-    Args:
-        place: place of the matrix.
-        box: (rows, columns) in the matrix.
-    """
+    """Returns the box of the blocks, and of the scales, that contains a box of an expert's matrix."""
     rows, (left, right) = box
     return (place.index, place.index + 1), rows, (left // BLOCK, -(-right // BLOCK))
 
 
 def dequantize(blocks: Tensor, scales: Tensor, box: Box) -> Tensor:
-    """Dequantizes a box of an expert's matrix.
-
-    Args:
-        blocks: (1, rows, n, 16) uint8, see `packed_box`.
-        scales: (1, rows, n) uint8.
-        box: (rows, columns) in the matrix.
-
-    Returns:
-        (rows, columns) bfloat16.
-
-    Raises:
-        ValueError: a scale is not a number.
-    """
+    """Dequantizes a box of an expert's matrix."""
     if (scales == _NOT_A_NUMBER).any():
         raise ValueError("a scale is not a number")
     values = torch.tensor([*_VALUES, *(-value for value in _VALUES)], dtype=torch.bfloat16)

@@ -74,16 +74,7 @@ def base_tensor(name: str) -> str:
 
 
 def adapted_tensors(table: ModelTable, targets: Sequence[str] | None, experts: bool = False) -> tuple[str, ...]:
-    """Returns the tensors with an adapter, in the order of the checkpoint.
-
-    Args:
-        table: weight table of the model.
-        targets: `lora.targets`, names of linear layers such as q_proj; None: every layer that supports adapters.
-        experts: `lora.experts`, whether routed experts have adapters.
-
-    Raises:
-        UserError: for a name without a layer that supports adapters, or experts of a model that has none.
-    """
+    """Returns the tensors with an adapter, in the order of the checkpoint."""
     shared, routed = table.linear_tensors(), table.linear_tensors(of_experts=True)
     if experts and not routed:
         problem = "has stacked experts, which cannot have adapters" if table.config.experts else "has no experts"
@@ -104,12 +95,7 @@ def adapted_tensors(table: ModelTable, targets: Sequence[str] | None, experts: b
 
 
 def adapter_shards(shard: Shard, shapes: Shapes) -> list[AdapterShard]:
-    """Returns the adapter shards of a parameter, one for each of its adapted tensors.
-
-    Args:
-        shard: shard of the parameter.
-        shapes: result of `adapter_shapes`.
-    """
+    """Returns the adapter shards of a parameter, one for each of its adapted tensors."""
     pieces: dict[str, list[Piece]] = {}
     for piece in shard.pieces:
         if _names(piece.tensor)[0] in shapes:
@@ -140,11 +126,7 @@ def _adapter_shard(tensor: str, pieces: Sequence[Piece], shapes: Shapes) -> Adap
 
 
 def stacked_shards(shards: Sequence[AdapterShard]) -> list[AdapterShard]:
-    """Stacks the shards of experts along a new first dimension, for each kind of tensor.
-
-    Args:
-        shards: of the experts of a layer, expert by expert.
-    """
+    """Stacks the shards of experts along a new first dimension, for each kind of tensor."""
     kinds: dict[str, list[AdapterShard]] = {}
     for shard in shards:
         kinds.setdefault(module_name(shard.tensor), []).append(shard)
@@ -175,13 +157,7 @@ def _names(tensor: str) -> tuple[str, str]:
 
 
 def adapter_shapes(table: ModelTable, adapted: Sequence[str], rank: int) -> dict[str, tuple[int, ...]]:
-    """Returns names and shapes of the tensors in PEFT's file, including a value head.
-
-    Args:
-        table: weight table of the model.
-        adapted: tensors with an adapter.
-        rank: rank r of the adapters.
-    """
+    """Returns names and shapes of the tensors in PEFT's file, including a value head."""
     shapes: dict[str, tuple[int, ...]] = {}
     for tensor in adapted:
         height, width = table.tensor_index.tensors[tensor].shape
@@ -193,12 +169,7 @@ def adapter_shapes(table: ModelTable, adapted: Sequence[str], rank: int) -> dict
 
 
 def initial_adapters(shapes: Shapes, seed: int) -> ReadBox:
-    """Returns a function that gives initial values: A by Kaiming's uniform distribution, as in PEFT, and B 0.
-
-    Args:
-        shapes: result of `adapter_shapes`.
-        seed: values depend on it and on the tensor's name only, so they are the same in every layout.
-    """
+    """Returns a function that gives initial values: A by Kaiming's uniform distribution, as in PEFT, and B 0."""
 
     def read(name: str, box: Box) -> Tensor:
         values = torch.zeros(shapes[name])
@@ -212,16 +183,7 @@ def initial_adapters(shapes: Shapes, seed: int) -> ReadBox:
 
 
 def read_adapters(folder: Path, shapes: Shapes, lora: LoraConfig) -> ReadBox:
-    """Returns a function that reads boxes of the adapters in a folder in PEFT's format.
-
-    Args:
-        folder: `lora.path`.
-        shapes: result of `adapter_shapes`.
-        lora: configuration of the adapters.
-
-    Raises:
-        UserError: the folder cannot be read, or has other adapters than the configuration describes.
-    """
+    """Returns a function that reads boxes of the adapters in a folder in PEFT's format."""
     _check_config(folder / CONFIG, lora)
     path = folder / WEIGHTS
     try:
@@ -261,13 +223,7 @@ def _check_config(path: Path, lora: LoraConfig) -> None:
 
 
 def adapter_fields(lora: LoraConfig, adapted: Sequence[str], has_head: bool = False) -> dict[str, Any]:
-    """Returns the fields of PEFT's configuration, without the directory of the base model.
-
-    Args:
-        lora: configuration of the adapters.
-        adapted: tensors with an adapter.
-        has_head: whether a value head belongs to them.
-    """
+    """Returns the fields of PEFT's configuration, without the directory of the base model."""
     return {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if has_head else "CAUSAL_LM",
@@ -285,38 +241,19 @@ class AdapterWriter:
     """Writer of a folder in PEFT's format by many processes."""
 
     def __init__(self, folder: Path, shapes: Shapes, dtype: torch.dtype) -> None:
-        """Lays the file out, without writing.
-
-        Args:
-            folder: directory to write.
-            shapes: result of `adapter_shapes`.
-            dtype: dtype of all tensors in the file.
-        """
         self._folder = folder
         shards = {name: Shard(tuple(shape), ()) for name, shape in shapes.items()}
         self._writer = CheckpointWriter(folder, shards, dtype, file_bytes=2**62)  # PEFT wants one file
         self._has_head = VALUE_HEAD in shapes
 
     def create(self, lora: LoraConfig, adapted: Sequence[str], model_dir: Path) -> None:
-        """Creates the file and the configuration; called by one process, before any process writes.
-
-        Args:
-            lora: configuration of the adapters.
-            adapted: tensors with an adapter.
-            model_dir: directory of the base model.
-        """
+        """Creates the file and the configuration; called by one process, before any process writes."""
         self._writer.create()
         fields = adapter_fields(lora, adapted, self._has_head) | {"base_model_name_or_path": str(model_dir)}
         (self._folder / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
     def write(self, name: str, box: Box, values: Tensor) -> None:
-        """Writes one box of a tensor.
-
-        Args:
-            name: name in PEFT's file.
-            box: box in the tensor; boxes of different processes must not overlap.
-            values: values of the box.
-        """
+        """Writes one box of a tensor."""
         self._writer.write(name, box, values)
 
     def finish(self) -> None:

@@ -35,12 +35,6 @@ class ReaderShardMap:
     """
 
     def __init__(self, whole: ShardMap, file_of: Mapping[str, str]) -> None:
-        """Assigns the boxes.
-
-        Args:
-            whole: shards of all ranks.
-            file_of: name of the file of each tensor; tensors without a file are not read.
-        """
         self._whole, self._file_of = whole, file_of
         self.ranks = whole.ranks
         self.tensors: Mapping[str, TensorInfo] = whole.tensors

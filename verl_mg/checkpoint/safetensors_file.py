@@ -56,14 +56,7 @@ class StoredTensor:
 
 
 def header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
-    """Lays tensors out in a safetensors file, one after another.
-
-    Args:
-        tensors: {name: (dtype, shape)}.
-
-    Returns:
-        The header of the file, and the offset in bytes at which each tensor begins in the file.
-    """
+    """Lays tensors out in a safetensors file, one after another."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     start = 0
     begins = {}
@@ -87,15 +80,6 @@ class SafetensorsFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """Opens the file, once, and reads its header.
-
-        Args:
-            path: path of the file.
-
-        Raises:
-            OSError: the file cannot be opened.
-            DamagedFileError: the header is damaged, or does not describe the bytes behind it.
-        """
         self.path = path
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -117,15 +101,7 @@ class SafetensorsFile:
             yield self._memory[self._data + start : self._data + min(start + _CHUNK_BYTES, entry.stop)]
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
-        """Returns a box of a tensor as a view of the mapped file.
-
-        Args:
-            name: name of the tensor; KeyError where the file does not contain it.
-            box: box in the tensor; the whole tensor by default.
-
-        Raises:
-            DamagedFileError: the dtype of the tensor is unknown.
-        """
+        """Returns a box of a tensor as a view of the mapped file."""
         entry = self.tensors[name]
         if entry.dtype not in DTYPES:
             raise DamagedFileError(f"the dtype {entry.dtype} of {name!r} cannot be read")

@@ -57,15 +57,7 @@ class StoredBox:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Writes a safetensors file; it is on disk when this returns.
-
-    Args:
-        path: file to write.
-        tensors: contiguous tensors in host memory.
-
-    Returns:
-        The SHA-256 of the file in hexadecimal.
-    """
+    """Writes a safetensors file; it is on disk when this returns."""
     head, _ = header({name: (values.dtype, tuple(values.shape)) for name, values in tensors.items()})
     digest = hashlib.sha256()
     with path.open("wb") as file:
@@ -84,12 +76,7 @@ def _memory(values: Tensor) -> memoryview | bytes:
 
 
 def index_entry(rank: int, keys: Iterable[str]) -> bytes:
-    """Returns the part of the index that lists the boxes of one rank; the index is all parts, one after another.
-
-    Args:
-        rank: rank that writes the boxes.
-        keys: keys of its file; those of boxes are listed.
-    """
+    """Returns the part of the index that lists the boxes of one rank; the index is all parts, one after another."""
     lines = [f"{_RANK}{rank}", *(key for key in keys if key.count("|") == _SEPARATORS)]
     return gzip.compress("\n".join([*lines, ""]).encode(), compresslevel=1, mtime=0)
 
@@ -103,7 +90,6 @@ class RankFile:
     """The file of one rank, opened once."""
 
     def __init__(self, path: Path) -> None:
-        """Opens the file and indexes its boxes; raises UserError for a file that cannot be read."""
         self.path = path
         try:
             self._file = SafetensorsFile(path)
@@ -129,15 +115,7 @@ class RankFile:
         return self._keys.get(name, [])
 
     def read(self, key: str, box: Box) -> Tensor:
-        """Returns a part of a stored box, as a view of the file.
-
-        Args:
-            key: key of the stored box.
-            box: the part, as a box of the same tensor.
-
-        Raises:
-            UserError: the file does not contain the box, or is damaged.
-        """
+        """Returns a part of a stored box, as a view of the file."""
         stored = _parse_box(key, self.path)
         values = self._values(key, stored)
         return values[slices(translate_box(box, stored, full_box(box_shape(stored))))]
@@ -169,12 +147,6 @@ class ShardedReader:
     """
 
     def __init__(self, folder: Path, rank: int | None) -> None:
-        """Opens no file.
-
-        Args:
-            folder: of the checkpoint.
-            rank: rank whose file is searched first; None where the checkpoint has no file of this rank.
-        """
         self._folder, self._rank = folder, rank
         self._files: dict[int, RankFile] = {}
 
@@ -185,11 +157,7 @@ class ShardedReader:
         return self._files[rank]
 
     def fill(self, part: StoredBox) -> None:
-        """Reads a box into its memory, from stored boxes that overlap it.
-
-        Raises:
-            UserError: the files do not contain the whole box, or are damaged.
-        """
+        """Reads a box into its memory, from stored boxes that overlap it."""
         missing = [part.box]
         for rank, key in self._stored(f"{part.namespace}|{part.tensor}"):
             box = _parse_box(key, self._folder)

@@ -24,29 +24,13 @@ class UntrainedTensors:
     """
 
     def __init__(self, directory: ModelDirectory, shapes: dict[str, tuple[int, ...]], dtypes: dict[str, str]) -> None:
-        """Stores what is known about the tensors.
-
-        Args:
-            directory: the directory; only a process that copies needs the names of its files.
-            shapes: {name: shape}.
-            dtypes: {name: name of the dtype in safetensors files}.
-        """
         self._directory, self._names_of_dtypes, self.shapes = directory, dtypes, shapes
         self.dtypes: dict[str, torch.dtype] = {name: DTYPES[dtype] for name, dtype in dtypes.items()}
         self._file: SafetensorsFile | None = None
 
     @classmethod
     def find(cls, folder: Path, prefixes: tuple[str, ...], owned: Collection[str]) -> UntrainedTensors:
-        """Finds the tensors in the headers of a directory's files.
-
-        Args:
-            folder: model directory.
-            prefixes: beginnings of their names.
-            owned: names of tensors that the backend has.
-
-        Raises:
-            UserError: a file is missing or damaged, or has a dtype that is not known.
-        """
+        """Finds the tensors in the headers of a directory's files."""
         directory = ModelDirectory.find(folder)
         names: dict[str, list[str]] = defaultdict(list)
         for name, file in directory.file_of.items():
@@ -69,26 +53,12 @@ class UntrainedTensors:
 
     @classmethod
     def unpacked(cls, folder: Path, packed: bytes) -> UntrainedTensors:
-        """Returns what another process has found, without copying.
-
-        Args:
-            folder: model directory.
-            packed: result of `packed`.
-        """
+        """Returns what another process has found, without copying."""
         shapes, dtypes = json.loads(packed)
         return cls(ModelDirectory(folder, {}), {name: tuple(shape) for name, shape in shapes.items()}, dtypes)
 
     def copy(self, tensor: str, target: Path, offset: int) -> None:
-        """Copies a tensor in pieces; those of one file should follow each other.
-
-        Args:
-            tensor: its name.
-            target: file to write to.
-            offset: offset of its first byte there.
-
-        Raises:
-            UserError: its file is missing or damaged.
-        """
+        """Copies a tensor in pieces; those of one file should follow each other."""
         name = self._directory.file_of[tensor]
         if self._file is None or self._file.path.name != name:
             self._file = self._directory.open(name, repr(tensor))

@@ -65,14 +65,7 @@ RENAMED_VALUES = {
 
 
 def subsection(annotation: Any) -> tuple[str, type[BaseModel]] | None:
-    """Returns the section that a field's type contains, and the part of the key before it.
-
-    Args:
-        annotation: type of a field, such as `GuardConfig`, `LoraConfig | None` or `Path | dict[str, SourceConfig]`.
-
-    Returns:
-        "" and the section, or `NAME.` and the section for a mapping of sections by name. None: no section.
-    """
+    """Returns the section that a field's type contains, and the part of the key before it."""
     for kind in (annotation, *get_args(annotation)):
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             return "", kind
@@ -82,12 +75,7 @@ def subsection(annotation: Any) -> tuple[str, type[BaseModel]] | None:
 
 
 def known_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
-    """Returns all dotted keys of a section, subsections included, with NAME for names that the user chooses.
-
-    Args:
-        section: the section, or the whole configuration.
-        prefix: beginning of the keys, such as `actor.`.
-    """
+    """Returns all dotted keys of a section, subsections included, with NAME for names that the user chooses."""
     keys = []
     for name, field in section.model_fields.items():
         keys.append(prefix + name)
@@ -97,12 +85,7 @@ def known_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
 
 
 def key_problem(tree: Mapping[str, Any], config: type[BaseModel]) -> str:
-    """Returns what is wrong with the first unknown or renamed key, with the remedy; "" if all keys are known.
-
-    Args:
-        tree: nested mapping as read from YAML.
-        config: class of the whole configuration.
-    """
+    """Returns what is wrong with the first unknown or renamed key, with the remedy; "" if all keys are known."""
     for key, value in _unknown(tree, config):
         if renamed := _renamed(key, value, config):
             return renamed

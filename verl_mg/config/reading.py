@@ -16,16 +16,7 @@ from verl_mg.errors import UserError
 
 
 def load_config(path: str | Path | None, overrides: list[str], algorithm: type[RecipeConfig]) -> Config:
-    """Reads a YAML file, applies overrides and validates the result.
-
-    Args:
-        path: the YAML file. None: all values come from `overrides`.
-        overrides: `a.b=c` each; the value is YAML too.
-        algorithm: the recipe's section.
-
-    Raises:
-        UserError: one line that names the file or the override, the key, and the remedy.
-    """
+    """Reads a YAML file, applies overrides and validates the result."""
     tree = read_tree(Path(path)) if path is not None else {}
     for override in overrides:
         apply_override(tree, override)
@@ -33,17 +24,7 @@ def load_config(path: str | Path | None, overrides: list[str], algorithm: type[R
 
 
 def validate_config(tree: dict[str, Any], origin: str | Path, algorithm: type[RecipeConfig]) -> Config:
-    """Returns the configuration of a tree of plain values.
-
-    Args:
-        tree: nested mapping as read from YAML.
-        origin: where the values come from, for errors.
-        algorithm: the recipe's section.
-
-    Raises:
-        UserError: names `origin`, the key, and the remedy. Unknown keys come first, since a missing or invalid value is
-            often a misspelled key.
-    """
+    """Returns the configuration of a tree of plain values."""
     config = tree_for(algorithm)
     if problem := _not_plain(tree) or key_problem(tree, config):
         raise UserError(f"{origin}: {problem}")
@@ -77,12 +58,7 @@ def read_tree(path: Path) -> dict[str, Any]:
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
-    """Sets a value in a tree of plain values.
-
-    Args:
-        tree: nested mapping as read from YAML.
-        override: `a.b=c`; the value is YAML too.
-    """
+    """Sets a value in a tree of plain values."""
     key, separator, text = override.partition("=")
     if not separator or not key:
         raise UserError(f"{override!r}: not an override. Write section.key=value, such as actor.layout=tp2.")

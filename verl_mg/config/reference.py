@@ -53,11 +53,7 @@ class Section:
 
 
 def sections(config: type[BaseModel]) -> list[Section]:
-    """Returns all sections of a configuration, each before its subsections, equal ones joined.
-
-    Args:
-        config: class of the whole configuration, or of a recipe's section.
-    """
+    """Returns all sections of a configuration, each before its subsections, equal ones joined."""
     joined: dict[tuple[str, tuple[Key, ...]], list[str]] = {}
     for name, kind, default in _walk(config):
         keys = tuple(_keys(kind, default))
@@ -67,12 +63,7 @@ def sections(config: type[BaseModel]) -> list[Section]:
 
 
 def help_text(algorithm: type[RecipeConfig], width: int = 100) -> str:
-    """Returns all keys of a recipe's configuration as plain text.
-
-    Args:
-        algorithm: the recipe's section.
-        width: columns of a line.
-    """
+    """Returns all keys of a recipe's configuration as plain text."""
     blocks = []
     for section in sections(tree_for(algorithm)):
         lines = [", ".join(section.names), *textwrap.wrap(section.description, width), ""]
@@ -85,11 +76,7 @@ def help_text(algorithm: type[RecipeConfig], width: int = 100) -> str:
 
 
 def markdown(recipes: Mapping[str, type[RecipeConfig]]) -> str:
-    """Returns docs/configuration.md.
-
-    Args:
-        recipes: sections `algorithm` by the recipe's name.
-    """
+    """Returns docs/configuration.md."""
     common = [section for section in sections(Config) if section.names != ("",)]
     parts = [
         "# Configuration",
@@ -187,12 +174,7 @@ def _type_of(field: FieldInfo) -> str:
 
 
 def in_words(kind: Any, metadata: Sequence[Any] = ()) -> str:
-    """Returns a type in words, with its bounds.
-
-    Args:
-        kind: the type, such as `int | None`.
-        metadata: bounds, as pydantic has them.
-    """
+    """Returns a type in words, with its bounds."""
     if get_origin(kind) is Annotated:
         inner, *more = get_args(kind)
         return in_words(inner, (*more, *metadata))

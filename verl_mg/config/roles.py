@@ -73,11 +73,7 @@ class OptimizerConfig(ConfigSection):
         return ratio
 
     def with_steps(self, total_steps: int) -> OptimizerConfig:
-        """Returns the same with the steps of warm-up and decay in place of `warmup_ratio`, if there is one.
-
-        Args:
-            total_steps: optimizer steps of the whole job.
-        """
+        """Returns the same with the steps of warm-up and decay in place of `warmup_ratio`, if there is one."""
         if self.warmup_ratio is None:
             return self
         steps = self.decay_steps or total_steps

@@ -23,15 +23,7 @@ FIRST_BYTES = 1024 - LENGTH_BYTES
 
 
 def all_gather_bytes(values: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
-    """Gathers tensors whose lengths may differ: lengths and first bytes in one round, what is left in a second one.
-
-    Args:
-        values: this rank's uint8 tensor, (bytes,).
-        group: the ranks that take part; all ranks of the job by default.
-
-    Returns:
-        The tensors of all ranks, in rank order.
-    """
+    """Gathers tensors whose lengths may differ: lengths and first bytes in one round, what is left in a second one."""
     length = torch.tensor([values.numel()]).view(torch.uint8)
     firsts = _all_gather_padded(torch.cat([length, values[:FIRST_BYTES]]), LENGTH_BYTES + FIRST_BYTES, group)
     lengths = [int(first[:LENGTH_BYTES].view(torch.int64)) for first in firsts]
@@ -50,25 +42,13 @@ def _all_gather_padded(values: Tensor, length: int, group: dist.ProcessGroup | N
 
 
 def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Gathers JSON values of all ranks.
-
-    Args:
-        value: this rank's value.
-        group: the ranks that take part; all ranks of the job by default.
-
-    Returns:
-        The values of all ranks, in rank order.
-    """
+    """Gathers JSON values of all ranks."""
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     return [json.loads(part.numpy().tobytes()) for part in all_gather_bytes(text, group)]
 
 
 def broadcast_bytes(values: bytes) -> bytes:
-    """Returns the bytes of rank 0 on every rank of the job.
-
-    Args:
-        values: the bytes, on rank 0; not read on the others.
-    """
+    """Returns the bytes of rank 0 on every rank of the job."""
     length = torch.tensor([len(values)], dtype=torch.int64)
     dist.broadcast(length, src=0)
     buffer = torch.empty(int(length), dtype=torch.uint8)
@@ -80,24 +60,12 @@ def broadcast_bytes(values: bytes) -> bytes:
 
 
 def broadcast_json(value: Any = None) -> Any:
-    """Returns the JSON value of rank 0 on every rank of the job.
-
-    Args:
-        value: the value, on rank 0; not read on the others.
-    """
+    """Returns the JSON value of rank 0 on every rank of the job."""
     return json.loads(broadcast_bytes(json.dumps(value).encode()))
 
 
 def gather_bytes(values: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
-    """Gathers bytes on rank 0 of the job.
-
-    Args:
-        values: this rank's bytes.
-        group: a group of all ranks of the job; the default group by default.
-
-    Returns:
-        The bytes of all ranks, in rank order; [] on the other ranks.
-    """
+    """Gathers bytes on rank 0 of the job."""
     length = torch.tensor([len(values)])
     gathered = [torch.empty_like(length) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, length, group=group)
@@ -109,15 +77,7 @@ def gather_bytes(values: bytes, group: dist.ProcessGroup | None = None) -> list[
 
 
 def all_to_all_bytes(outgoing: Sequence[Tensor], incoming_sizes: Sequence[int]) -> list[Tensor]:
-    """Sends bytes from every rank to every rank of the job.
-
-    Args:
-        outgoing: uint8 tensor for each rank.
-        incoming_sizes: bytes that each rank sends to this one.
-
-    Returns:
-        The received bytes, by rank.
-    """
+    """Sends bytes from every rank to every rank of the job."""
     received = torch.empty(sum(incoming_sizes), dtype=torch.uint8)
     sizes = [part.numel() for part in outgoing]
     dist.all_to_all_single(received, torch.cat(list(outgoing)), list(incoming_sizes), sizes)
@@ -125,16 +85,7 @@ def all_to_all_bytes(outgoing: Sequence[Tensor], incoming_sizes: Sequence[int]) 
 
 
 def request_bytes(num_bytes: int, rank: int, tag: int = 0) -> tuple[Tensor, dist.Work]:
-    """Starts the receipt of bytes from another rank.
-
-    Args:
-        num_bytes: number of bytes.
-        rank: the sender.
-        tag: tag of the sequence of messages, see `ByteSender.send`.
-
-    Returns:
-        The uint8 tensor that will have them, and the work to wait for.
-    """
+    """Starts the receipt of bytes from another rank."""
     values = torch.empty(num_bytes, dtype=torch.uint8)
     work = dist.irecv(values, rank, tag=tag)
     assert work is not None
@@ -148,11 +99,6 @@ class ByteSender:
     """
 
     def __init__(self, limit: int) -> None:
-        """Creates a sender without sends in flight.
-
-        Args:
-            limit: bytes of the tensors in flight, unless a single one is larger.
-        """
         self._limit, self._bytes = limit, 0
         self._in_flight: deque[tuple[Tensor, list[Any]]] = deque()
 
@@ -165,13 +111,7 @@ class ByteSender:
             self._bytes -= values.numel()
 
     def send(self, values: Tensor, ranks: Sequence[int], tag: int = 0) -> None:
-        """Starts the sends of a tensor; it must not be written to afterwards.
-
-        Args:
-            values: uint8 tensor.
-            ranks: receivers.
-            tag: distinguishes sequences of messages between the same ranks.
-        """
+        """Starts the sends of a tensor; it must not be written to afterwards."""
         if not ranks:
             return
         self.make_free(values.numel())
@@ -185,12 +125,7 @@ class ByteSender:
 
 
 def sum_over_ranks(reports: Sequence[Mapping[str, Any]], group: dist.ProcessGroup | None = None) -> dict[str, float]:
-    """Sums scalars by name over the reports of all ranks.
-
-    Args:
-        reports: this rank's reports; a name that is missing from a report counts as 0.
-        group: the ranks that take part; all ranks of the job by default.
-    """
+    """Sums scalars by name over the reports of all ranks."""
     return _sum_by_name(all_gather_json(_sum_by_name(reports), group))
 
 
@@ -206,15 +141,7 @@ def all_reduce_sum(values: Tensor) -> Tensor:
 
 
 def all_gather_column(batch: Batch, name: str) -> Tensor:
-    """Gathers a sequence column.
-
-    Args:
-        batch: this rank's rows.
-        name: a column with one entry for each row.
-
-    Returns:
-        The entries of all rows of all ranks, in the order of their sample ids.
-    """
+    """Gathers a sequence column."""
     # A rank without rows may have the column with another data type, or not at all.
     order = _gather(batch["sample_id"]).argsort()
     values = batch[name]
@@ -222,15 +149,7 @@ def all_gather_column(batch: Batch, name: str) -> Tensor:
 
 
 def global_kth_largest(values: Tensor, k: int) -> float:
-    """Returns the k-th largest of the values of all ranks.
-
-    Args:
-        values: this rank's values, (m,).
-        k: rank of the result among all values, counted from 1.
-
-    Returns:
-        The k-th largest value; the smallest if there are fewer than k, infinity if there are none.
-    """
+    """Returns the k-th largest of the values of all ranks."""
     gathered = _gather(values.detach().double().topk(min(k, len(values))).values)
     if not len(gathered):
         return float("inf")

@@ -35,11 +35,7 @@ def share_event_loop() -> None:
 
 @cache
 def _devices(pid: int) -> tuple[Any, ...]:
-    """Returns gloo's devices: one per interface of GLOO_SOCKET_IFNAME, else one on the default interface.
-
-    Args:
-        pid: pid of this process, because a fork has no event loop.
-    """
+    """Returns gloo's devices: one per interface of GLOO_SOCKET_IFNAME, else one on the default interface."""
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     create = ProcessGroupGloo.create_device
     return tuple(create(interface=name) for name in names) or (ProcessGroupGloo.create_default_device(),)

@@ -13,15 +13,7 @@ GROUP_TIMEOUT = timedelta(days=7)
 
 
 def new_group(ranks: Sequence[int] | None, backend: str) -> dist.ProcessGroup:
-    """Creates a process group that serves one purpose alone; a collective of all ranks of the job.
-
-    Args:
-        ranks: ranks of the job, None for all.
-        backend: "nccl" for tensors on GPUs alone, or "gloo".
-
-    Returns:
-        The group; on a rank outside of it torch's placeholder, which is for no use.
-    """
+    """Creates a process group that serves one purpose alone; a collective of all ranks of the job."""
     group: Any = dist.new_group(ranks, GROUP_TIMEOUT, backend)
     return group
 
@@ -37,15 +29,7 @@ class ProcessGroups:
         self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup | None] = {}
 
     def of(self, ranks: Sequence[int], backend: str) -> dist.ProcessGroup | None:
-        """Returns the group of some ranks, created at the first request; a collective of all ranks of the job.
-
-        Args:
-            ranks: ranks of the job, in any order; torch numbers them in increasing order.
-            backend: "nccl" for tensors on GPUs alone, or "gloo".
-
-        Returns:
-            The group; None on a rank outside of it.
-        """
+        """Returns the group of some ranks, created at the first request; a collective of all ranks of the job."""
         key = (tuple(sorted(ranks)), backend)
         if key not in self._groups:
             self._groups[key] = _create(*key)

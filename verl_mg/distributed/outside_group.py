@@ -24,12 +24,6 @@ class Rendezvous:
     """A store on this rank, at a free port of one network interface, in which the members of a new group meet."""
 
     def __init__(self, address: str, timeout: timedelta) -> None:
-        """Opens the store.
-
-        Args:
-            address: of the interface; the store does not listen on others.
-            timeout: longest wait for a key.
-        """
         self.address, self.name = address, f"verl_mg-{uuid.uuid4().hex}"
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = socket.create_server((address, 0), family=family, backlog=1024)
@@ -41,29 +35,14 @@ class Rendezvous:
 
 
 def connect_store(address: str, port: int, timeout: timedelta) -> TCPStore:
-    """Returns a connection to the store of a `Rendezvous` on another rank.
-
-    Args:
-        address: of the store.
-        port: of the store.
-        timeout: longest wait for the connection, and for a key.
-    """
+    """Returns a connection to the store of a `Rendezvous` on another rank."""
     return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 def join_outside_group(
     store: Store, name: str, rank: int, ranks: Sequence[int], backend: str, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """Joins a process group; returns when all members have joined.
-
-    Args:
-        store: in which the members meet.
-        name: of the group.
-        rank: number of this member, which peers use in `dist.isend` and the like.
-        ranks: numbers of all members, in the order of their ranks in the group.
-        backend: "nccl" or "gloo".
-        timeout: longest wait for the others, and of a single operation.
-    """
+    """Joins a process group; returns when all members have joined."""
     group: Any
     group, _ = distributed_c10d._new_process_group_helper(
         len(ranks),
@@ -83,36 +62,19 @@ def connect_all(group: dist.ProcessGroup, device: torch.device) -> None:
     """Makes the connections of a new group; all members call it together.
 
     NCCL connects at the first operation, and the first one must not be a message between only some of the members.
-
-    Args:
-        group: the group.
-        device: of this member.
-
-    Raises:
-        DistBackendError: NCCL cannot connect the members.
     """
     dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 def all_true(group: dist.ProcessGroup, here: bool, device: torch.device) -> bool:
-    """Returns whether something is true on all members; all of them call it together.
-
-    Args:
-        group: the group.
-        here: whether it is true on this member.
-        device: of this member.
-    """
+    """Returns whether something is true on all members; all of them call it together."""
     flag = torch.tensor([here], dtype=torch.int32, device=device)
     dist.all_reduce(flag, dist.ReduceOp.MIN, group)
     return bool(flag.item())
 
 
 def local_address(urls: Sequence[str]) -> str:
-    """Returns the address under which servers reach this machine: loopback only if all URLs are.
-
-    Raises:
-        UserError: there is no route to a server.
-    """
+    """Returns the address under which servers reach this machine: loopback only if all URLs are."""
     addresses = [_interface_address(url) for url in urls]
     return next((address for address in addresses if not address.startswith("127.")), addresses[0])
 

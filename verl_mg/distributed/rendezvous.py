@@ -31,18 +31,6 @@ def wait_for_fresh_store(store: Store, rank: int, size: int, timeout: timedelta 
     each rank has acknowledged the name: it does not know which tokens are old.
 
     Every rank sends a fixed number of requests, and rank 0 a few for each reading of all tokens at once.
-
-    Args:
-        store: the store that all ranks share.
-        rank: this rank.
-        size: number of ranks of the job.
-        timeout: how long to wait for the other ranks.
-
-    Returns:
-        The same new namespace on all ranks.
-
-    Raises:
-        TimeoutError: a rank did not arrive in time.
     """
     token = uuid.uuid4().hex
     if rank == 0:
@@ -102,12 +90,6 @@ def join_mpi() -> tuple[Store, int, int]:
     """Joins the ranks that mpirun or srun started: MPI is used for ranks and the store's address, and nothing else.
 
     Sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun would.
-
-    Returns:
-        The job's store, this rank and the number of ranks.
-
-    Raises:
-        UserError: mpi4py is missing, finds no MPI library, or uses another one than the launcher.
     """
     mpi = _import_mpi()
     world = mpi.COMM_WORLD

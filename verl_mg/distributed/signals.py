@@ -45,11 +45,7 @@ class Signals:
         return self._code > 0
 
     def request_stop(self, exit_code: int) -> None:
-        """Requests a stop, as a signal does.
-
-        Args:
-            exit_code: that of the job; signals that are received have precedence.
-        """
+        """Requests a stop, as a signal does."""
         self._code = max(self._code, exit_code)
 
     @contextmanager

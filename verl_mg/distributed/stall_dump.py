@@ -24,10 +24,6 @@ def dump_rank(folder: Path, rank: int) -> None:
     """Writes rank-RANK.txt with the stacks of all threads, and rank-RANK.gloo.json with the latest collectives.
 
     On GPUs also rank-RANK.nccl.json. A file that cannot be written is left out.
-
-    Args:
-        folder: of the files; it is created.
-        rank: this rank.
     """
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
@@ -38,14 +34,7 @@ def dump_rank(folder: Path, rank: int) -> None:
 
 
 def dump_lost_rank(folder: Path, rank: int, origin: str, stack: Sequence[str]) -> None:
-    """Writes rank-RANK.txt of a rank that cannot do it itself.
-
-    Args:
-        folder: of the files; it is created.
-        rank: the rank.
-        origin: its host and process id, for the first line.
-        stack: frames of its main thread as it reported them last, innermost first.
-    """
+    """Writes rank-RANK.txt of a rank that cannot do it itself."""
     lines = [f"rank {rank}, {origin}: lost; its main thread as reported last:", *(f"  {frame}" for frame in stack)]
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)

@@ -92,14 +92,6 @@ class RankWatchdog:
     """Watchdog of one rank in a job of several, running from its construction until `stop`."""
 
     def __init__(self, rank: int, size: int, store: Store, stop_requested: Callable[[], bool] = lambda: False) -> None:
-        """Starts the threads.
-
-        Args:
-            rank: this rank.
-            size: number of ranks of the job.
-            store: the store that all ranks share.
-            stop_requested: whether this rank received a stop request, see `Signals`.
-        """
         # The main thread's connection is blocked while that thread waits for a key.
         clone = store.clone()  # type: ignore[attr-defined]
         clone.set_timeout(STORE_TIMEOUT)
@@ -125,12 +117,7 @@ class RankWatchdog:
             thread.start()
 
     def set_timeouts(self, heartbeat_timeout_s: float, stall_timeout_s: float) -> None:
-        """Sets both timeouts and restarts the count of the stall timeout.
-
-        Args:
-            heartbeat_timeout_s: seconds without a heartbeat after which a rank counts as lost.
-            stall_timeout_s: seconds without progress on any rank after which the job is ended; 0: never.
-        """
+        """Sets both timeouts and restarts the count of the stall timeout."""
         self._heartbeat_timeout, self._stall_timeout = heartbeat_timeout_s, stall_timeout_s
         self._last_progress_at = time.monotonic()
 
@@ -173,13 +160,7 @@ class RankWatchdog:
         self.end(1, "".join(traceback.format_exception(error)).rstrip())
 
     def end(self, exit_code: int, message: str, lost: Sequence[int] = ()) -> NoReturn:
-        """Ends all ranks; only the message of the first rank to call it is printed.
-
-        Args:
-            exit_code: exit code of all ranks.
-            message: text for standard error.
-            lost: ranks without a heartbeat.
-        """
+        """Ends all ranks; only the message of the first rank to call it is printed."""
         self._exiting.acquire()
         first = True  # without a store no other rank can print it
         with suppress(RuntimeError):

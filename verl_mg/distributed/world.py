@@ -41,14 +41,7 @@ class World:
 
     @classmethod
     def join(cls) -> World:
-        """Joins the ranks that torchrun or MPI started, and initializes the default process group.
-
-        Returns:
-            The joined world; of size 1 where no launcher started this process.
-
-        Raises:
-            UserError: MPI started the ranks and mpi4py cannot be used, see `rendezvous.join_mpi`.
-        """
+        """Joins the ranks that torchrun or MPI started, and initializes the default process group."""
         device.set_default_variables()
         signals = Signals()
         raise_open_files_limit()
@@ -109,11 +102,6 @@ def init_process_group(store: Store, rank: int, size: int) -> None:
 
     NCCL creates it in the first collective that all ranks enter. The first use would otherwise be the messages of a
     weight sync, in which some ranks have none: the others would wait for them forever.
-
-    Args:
-        store: key-value store that the ranks share.
-        rank: global rank of this process.
-        size: number of ranks.
     """
     on_gpu = torch.cuda.is_available()
     if on_gpu:

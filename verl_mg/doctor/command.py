@@ -17,14 +17,7 @@ EXIT_PROBLEMS = 1
 
 
 def check(folder: Path) -> int:
-    """Checks this rank and, under a launcher, all others; rank 0 prints the report.
-
-    Args:
-        folder: in which a job would write its output.
-
-    Returns:
-        Exit code: 0 if all is well, else 1; the same on all ranks.
-    """
+    """Checks this rank and, under a launcher, all others; rank 0 prints the report."""
     world = World.join()
     machine, versions = describe_machine(), installed_versions()
     problems = [*version_problems(bool(machine["gpus"])), *machine_problems(machine, world.size)]

@@ -34,12 +34,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def machine_problems(machine: dict[str, Any], ranks: int) -> Iterator[str]:
-    """Yields what this machine has too little of.
-
-    Args:
-        machine: result of `describe_machine`.
-        ranks: number of ranks of the job.
-    """
+    """Yields what this machine has too little of."""
     needed = FILES_OF_A_RANK + FILES_PER_RANK * ranks
     if machine["open_files"] != resource.RLIM_INFINITY and machine["open_files"] < needed:
         yield (

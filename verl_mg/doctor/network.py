@@ -21,12 +21,7 @@ SLOW_GPUS_OF_A_NODE, SLOW_NODES = 10e9, 2e9
 
 
 def measure_bandwidth() -> dict[str, float]:
-    """Measures transfers of all ranks at the same time; a collective of all ranks.
-
-    Returns:
-        Bytes per second of the slowest rank: "all_reduce", as nccl-tests defines its bus bandwidth, and "p2p", from
-        each rank to the next; empty for one rank.
-    """
+    """Measures transfers of all ranks at the same time; a collective of all ranks."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     if ranks == 1:
         return {}
@@ -68,12 +63,7 @@ def _finish() -> None:
 
 
 def bandwidth_problems(measured: dict[str, float], nodes: int) -> Iterator[str]:
-    """Yields transfers between GPUs that are so slow that the hardware for them is not used.
-
-    Args:
-        measured: result of `measure_bandwidth`.
-        nodes: number of nodes.
-    """
+    """Yields transfers between GPUs that are so slow that the hardware for them is not used."""
     least = SLOW_GPUS_OF_A_NODE if nodes == 1 else SLOW_NODES
     remedy = "whether peers are allowed: nvidia-smi topo -p2p r" if nodes == 1 else "RDMA: NCCL_IB_HCA, /dev/infiniband"
     for name, speed in measured.items():
@@ -82,11 +72,7 @@ def bandwidth_problems(measured: dict[str, float], nodes: int) -> Iterator[str]:
 
 
 def folder_problems(folder: Path) -> list[str]:
-    """Returns whether this rank does not see the folder of rank 0 under the same path; a collective of all ranks.
-
-    Args:
-        folder: to be shared, such as that of `job.output`; it is created where it is missing.
-    """
+    """Returns whether this rank does not see the folder of rank 0 under the same path; a collective of all ranks."""
     problem = None
     mark = folder / f".doctor-{broadcast_json(uuid.uuid4().hex if dist.get_rank() == 0 else None)}"
     if dist.get_rank() == 0:

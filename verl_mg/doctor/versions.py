@@ -38,11 +38,7 @@ def installed(package: str) -> str | None:
 
 
 def version_problems(on_gpus: bool) -> Iterator[str]:
-    """Yields what does not fit together.
-
-    Args:
-        on_gpus: whether this machine has GPUs, for which more packages are required.
-    """
+    """Yields what does not fit together."""
     extras = ("", "gpu", "sglang") if on_gpus else ("",)
     yield from unmet(_requirements("verl-mg"), extras)
     shared = [each for each in _requirements("sglang") if each.name in PINNED_BY_SGLANG]
@@ -52,12 +48,7 @@ def version_problems(on_gpus: bool) -> Iterator[str]:
 
 
 def unmet(requirements: Iterable[Requirement], extras: Iterable[str]) -> Iterator[str]:
-    """Yields a line for each requirement that the installed packages do not meet.
-
-    Args:
-        requirements: of a package.
-        extras: its extras that are wanted, "" for what is always required.
-    """
+    """Yields a line for each requirement that the installed packages do not meet."""
     for wanted in requirements:
         if wanted.marker and not any(wanted.marker.evaluate({"extra": extra}) for extra in extras):
             continue

@@ -38,16 +38,7 @@ def run_evaluation(
     output: Path | None,
     as_json: bool,
 ) -> None:
-    """Evaluates on all ranks that the launcher has started, prints the table on one of them, and writes the results.
-
-    Args:
-        text: MODEL, RUN or RUN@ITERATION.
-        file: returns the path of a configuration file.
-        sets: NAME=PATH, or NAME of the configuration.
-        overrides: `a.b=c`.
-        output: folder of the results; None: next to the run, or below runs/evaluation.
-        as_json: print the contents of evaluation.json instead of the table.
-    """
+    """Evaluates on all ranks that the launcher has started, prints the table on one of them, and writes the results."""
 
     def work(world: World) -> None:
         target = Target.parse(text)
@@ -64,13 +55,7 @@ def run_evaluation(
 
 
 def evaluate(target: Target, config: Config, world: World) -> Report:
-    """Evaluates a target and writes the results; all ranks call it together.
-
-    Args:
-        target: what is evaluated.
-        config: configuration of the evaluation.
-        world: process group of the job.
-    """
+    """Evaluates a target and writes the results; all ranks call it together."""
     if config.job.deterministic:
         device.compute_deterministically()
     checkpoint, output = target.checkpoint(), config.job.output
@@ -128,12 +113,6 @@ def _open(output: Path, config: Config) -> None:
 
 
 def show_comparison(first: Path, second: Path, as_json: bool) -> None:
-    """Prints the comparison of two evaluations.
-
-    Args:
-        first: folder of an evaluation.
-        second: folder of another evaluation.
-        as_json: print JSON instead of a table.
-    """
+    """Prints the comparison of two evaluations."""
     comparison = compare(first, second)
     print(comparison.model_dump_json(indent=2) if as_json else format_comparison(comparison))

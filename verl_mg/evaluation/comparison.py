@@ -47,15 +47,7 @@ class Comparison(ConfigSection):
 
 
 def compare(first: Path, second: Path) -> Comparison:
-    """Compares two evaluations of the same prompts.
-
-    Args:
-        first: folder of an evaluation.
-        second: folder of another evaluation.
-
-    Raises:
-        UserError: a folder has no evaluation, they share no set, or a set has other prompts.
-    """
+    """Compares two evaluations of the same prompts."""
     a, b = StoredEvaluation(first), StoredEvaluation(second)
     shared = [name for name in a.report.sets if name in b.report.sets]
     if not shared:

@@ -27,19 +27,7 @@ UNNAMED = "test"
 def evaluation_config(
     target: Target, file: Path | None, sets: Sequence[str], overrides: Sequence[str], output: Path
 ) -> Config:
-    """Returns the configuration of the job that evaluates.
-
-    Args:
-        target: what is evaluated; the configuration of a run is the base of its evaluation.
-        file: YAML file of a job; None for none.
-        sets: NAME=PATH for each set, whose other keys are those of the configuration, or NAME for a set that has its
-            path there; none: all of the configuration.
-        overrides: `a.b=c`, values that replace those of the file.
-        output: folder of the evaluation.
-
-    Raises:
-        UserError: names the file, the key or the option, and the remedy.
-    """
+    """Returns the configuration of the job that evaluates."""
     if target.run and file:
         raise UserError(f"--config {file}: a run has its configuration. Leave it out, and write what differs as a.b=c.")
     origin = target.run / CONFIG if target.run else file

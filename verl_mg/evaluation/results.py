@@ -97,14 +97,7 @@ class PromptLine(ConfigSection):
 
 
 def report_of(target: str, iteration: int | None, config: Config, results: Sequence[SetResults]) -> Report:
-    """Returns the report of an evaluation.
-
-    Args:
-        target: what was evaluated, as the user has written it.
-        iteration: iteration of the checkpoint; None for a model.
-        config: configuration of the evaluation.
-        results: results of all sets.
-    """
+    """Returns the report of an evaluation."""
     assert isinstance(config.data.test, dict)
     sets = {}
     for of_set in results:
@@ -129,13 +122,7 @@ def metrics_of(scores: Scores) -> dict[str, Metric]:
 
 
 def write_results(folder: Path, report: Report, results: Sequence[SetResults]) -> None:
-    """Writes evaluation.json and prompts.jsonl; the former last, so that it is never without the latter.
-
-    Args:
-        folder: of the evaluation.
-        report: the report.
-        results: results of all sets.
-    """
+    """Writes evaluation.json and prompts.jsonl; the former last, so that it is never without the latter."""
     lines = [
         PromptLine(
             set=of_set.evaluated.name,
@@ -171,12 +158,7 @@ class StoredEvaluation:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Returns rows as text in columns, the first two of which are names.
-
-    Args:
-        header: names of the columns.
-        rows: texts of each row.
-    """
+    """Returns rows as text in columns, the first two of which are names."""
     lines = [header, *rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
     return "\n".join(
@@ -196,12 +178,7 @@ def format_report(report: Report) -> str:
 
 
 def interval(low: float | None, high: float | None) -> str:
-    """Returns an interval as text; "-" where there is none.
-
-    Args:
-        low: lower end.
-        high: upper end.
-    """
+    """Returns an interval as text; "-" where there is none."""
     return "-" if low is None or high is None else f"{low:.4f} .. {high:.4f}"
 
 

@@ -30,9 +30,6 @@ class Target:
 
         Of a run the exported model is used, or else its checkpoint: `model` or `checkpoints`, and with an iteration
         `export/000012/model` or `checkpoints/000012`.
-
-        Args:
-            text: a model directory, its name on a hub, RUN or RUN@ITERATION.
         """
         folder, _, number = text.rpartition("@")
         run = Path(text)
@@ -52,11 +49,7 @@ class Target:
         return self.run / "evaluation" / ("final" if self.iteration is None else f"{self.iteration:06d}")
 
     def checkpoint(self) -> Path | None:
-        """Returns the checkpoint whose weights are evaluated, or None for a model; all ranks call it together.
-
-        Raises:
-            UserError: the run has no such checkpoint, or it is damaged.
-        """
+        """Returns the checkpoint whose weights are evaluated, or None for a model; all ranks call it together."""
         if self.model is not None or self.run is None:
             return None
         before = None if self.iteration is None else self.iteration + 1

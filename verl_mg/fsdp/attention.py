@@ -32,24 +32,7 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Computes causal attention within each packed sequence.
-
-    Args:
-        module: the attention module; not read.
-        query: (1, heads, T / cp, d).
-        key: (1, kv_heads, T / cp, d).
-        value: (1, kv_heads, T / cp, d_v).
-        attention_mask: None: the sequences say what a token attends to.
-        scaling: factor of the scores; None for 1 / sqrt(d).
-        sliding_window: number of tokens that a token attends to at most, itself included; None for all.
-        softcap: bound c of attention scores z, as c * tanh(z / c); None for none.
-        packed: description of the sequences.
-        s_aux: (heads,) attention sinks; None without.
-        _: not read.
-
-    Returns:
-        (1, T / cp, heads, d_v), and None in place of attention weights.
-    """
+    """Computes causal attention within each packed sequence."""
     assert packed is not None and attention_mask is None and query.shape[0] == 1
     heads, tokens, group = query.shape[1], query.shape[2], packed.cp_group
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))

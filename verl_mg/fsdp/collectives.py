@@ -35,22 +35,12 @@ class _SumBackward(torch.autograd.Function):
 
 
 def sum_values(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Sums values over the ranks of a group; each rank's gradient is that of the sum.
-
-    Args:
-        values: of this rank.
-        group: the ranks; None for this one alone.
-    """
+    """Sums values over the ranks of a group; each rank's gradient is that of the sum."""
     total: Tensor = _SumForward.apply(values, group) if group is not None else values
     return total
 
 
 def sum_gradients(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Returns values as they are; the gradients of all ranks are summed in the backward pass.
-
-    Args:
-        values: the same on every rank.
-        group: the ranks; None for this one alone.
-    """
+    """Returns values as they are; the gradients of all ranks are summed in the backward pass."""
     same: Tensor = _SumBackward.apply(values, group) if group is not None else values
     return same

@@ -37,12 +37,6 @@ class Adapter(nn.Module):
     """A and B of each tensor of a linear layer; the layer's output becomes x W + scale * (x A) B."""
 
     def __init__(self, shapes: list[tuple[tuple[int, ...], tuple[int, ...]]], scale: float) -> None:
-        """Allocates the parameters, whose values are undefined.
-
-        Args:
-            shapes: shapes of A (r, in) and B (rows, r) of each tensor.
-            scale: factor alpha / r.
-        """
         super().__init__()
         place = device.current_device()
         self.a = nn.ParameterList(torch.empty(a, device=place) for a, _ in shapes)
@@ -76,18 +70,6 @@ class ModuleAdapters:
     def __init__(
         self, table: ModelTable, module: Any, whole: Mapping[str, Shard], lora: LoraConfig, trains: bool
     ) -> None:
-        """Installs the adapters.
-
-        Args:
-            table: weight table of the model.
-            module: the module, whose parameters have no memory yet.
-            whole: the whole parameters of the module, as pieces of the checkpoint's tensors.
-            lora: LoRA settings.
-            trains: whether this rank has the model; otherwise nothing is allocated.
-
-        Raises:
-            UserError: a target that has no adapters, or routed experts.
-        """
         self.config = lora
         if lora.experts:
             raise UserError("lora.experts: not with backend: fsdp. Write lora.experts=false, or backend: megatron.")
@@ -126,11 +108,7 @@ class ModuleAdapters:
 
     @torch.no_grad()
     def initialize(self) -> None:
-        """Draws the values of the adapters, or reads them from `lora.path`.
-
-        Raises:
-            UserError: a folder with other adapters.
-        """
+        """Draws the values of the adapters, or reads them from `lora.path`."""
         path = self.config.path
         read = (
             initial_adapters(self.shapes, self.config.seed)
@@ -149,23 +127,13 @@ class ModuleAdapters:
         return frozenset(self._by_weight)
 
     def merged(self, name: str, weight: Tensor, rows: slice) -> Tensor:
-        """Returns a part of a parameter with its adapters merged into it.
-
-        Args:
-            name: name of the parameter.
-            weight: this rank's rows of it.
-            rows: the rows.
-        """
+        """Returns a part of a parameter with its adapters merged into it."""
         if name not in self._by_weight:
             return weight
         return (weight.float() + self._by_weight[name].product(rows)).to(weight.dtype)
 
     def shard_map(self, weights: ShardMap) -> ExplicitShardMap:
-        """Returns the shards of the adapters of every rank, all of them whole.
-
-        Args:
-            weights: shards of the weights of every rank.
-        """
+        """Returns the shards of the adapters of every rank, all of them whole."""
         infos = {name: TensorInfo(number, shape) for number, (name, shape) in enumerate(self.shapes.items())}
         return ExplicitShardMap(dict.fromkeys(weights.ranks, self.shards), infos)
 

@@ -43,17 +43,6 @@ class MeshGroups:
         dynamic_cp: bool = False,
         process_groups: ProcessGroups | None = None,
     ) -> None:
-        """Creates the groups; a collective of all ranks of the job.
-
-        Args:
-            placement: ranks in increasing order, and their layout.
-            replicas: copies of the model; a divisor of dp.
-            dynamic_cp: also create the groups of each number of neighbouring ranks that divides cp.
-            process_groups: those of the job, which other placements share; new ones by default.
-
-        Raises:
-            UserError: see `check_mesh`.
-        """
         check_mesh(placement.layout, replicas)
         self.placement, self.replicas, self.dynamic_cp = placement, replicas, dynamic_cp
         self.coordinates = placement.coordinates(dist.get_rank())
@@ -129,25 +118,12 @@ class MeshGroups:
 
 
 def rank_grid(placement: Placement, replicas: int) -> torch.Tensor:
-    """Returns the ranks of a placement, int64 (replicas, sharding ranks, tp).
-
-    Args:
-        placement: ranks and layout.
-        replicas: copies of the model; a divisor of dp.
-    """
+    """Returns the ranks of a placement, int64 (replicas, sharding ranks, tp)."""
     return torch.tensor(placement.ranks).view(replicas, -1, placement.layout.tp)
 
 
 def check_mesh(layout: Layout, replicas: int) -> None:
-    """Checks that a layout is one of the FSDP backend.
-
-    Args:
-        layout: the parallel sizes.
-        replicas: copies of the model.
-
-    Raises:
-        UserError: it has a dimension that the backend does not have, or as many copies do not fit.
-    """
+    """Checks that a layout is one of the FSDP backend."""
     for key, size in (("pp", layout.pp), ("ep", layout.ep), ("etp", layout.etp if layout.etp != layout.tp else 1)):
         if size > 1:
             raise UserError(f"layout {layout}: {key}{size} is not possible with backend: fsdp. Leave out {key}{size}.")

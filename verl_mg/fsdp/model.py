@@ -43,28 +43,11 @@ class PackedModule(nn.Module):
     """Model that returns log-probabilities or values of packed rows; logits are never materialized whole."""
 
     def __init__(self, module: Any, groups: MeshGroups, logit_scale: LogitScale | None) -> None:
-        """Wraps a module.
-
-        Args:
-            module: causal language model of `transformers`; with a value head, its output layer is `HEAD`.
-            groups: process groups of the placement.
-            logit_scale: what the model does with its logits; None for a value head.
-        """
         super().__init__()
         self.module, self._groups, self._logit_scale = module, groups, logit_scale
 
     def forward(self, micro: MicroBatch[PackedRows], temperature: float, outputs: TokenOutputs = EVERYTHING) -> Tensor:
-        """Runs the model over a micro-batch.
-
-        Args:
-            micro: packed rows.
-            temperature: sampling temperature, above 0.
-            outputs: what is computed for the scored tokens.
-
-        Returns:
-            (lines, n) float32 outputs of the n scored tokens, see `TokenOutputs.compute`, or (1, n) values, the same on
-            every context-parallel and tensor-parallel rank.
-        """
+        """Runs the model over a micro-batch."""
         packed = micro.packed
         body, options = self.module.base_model, {"use_cache": False, "packed": packed}
         if packed.images is not None:
@@ -98,11 +81,7 @@ class PackedModule(nn.Module):
         return outputs.compute(states, micro, layer, temperature)
 
     def vocabulary_shard(self, vocab: int) -> VocabularyShard:
-        """Returns the part of a vocabulary whose logits this tensor-parallel rank computes.
-
-        Args:
-            vocab: number of rows of the output layer.
-        """
+        """Returns the part of a vocabulary whose logits this tensor-parallel rank computes."""
         at, rows = self._groups.coordinates, -(-vocab // self._groups.layout.tp)
         assert at is not None
         first = min(at.tp * rows, vocab)
@@ -110,16 +89,7 @@ class PackedModule(nn.Module):
 
 
 def build_module(model_dir: Path, head: Head, dtype: torch.dtype) -> Any:
-    """Builds the module without memory for its parameters.
-
-    Args:
-        model_dir: Hugging Face directory.
-        head: output of the model; a value head takes the place of the output layer.
-        dtype: dtype of the parameters.
-
-    Raises:
-        UserError: `transformers` cannot build it with attention over packed rows.
-    """
+    """Builds the module without memory for its parameters."""
     config = read_module_config(model_dir)
     config._attn_implementation = {"text_config": ATTENTION} if has_images(config) else ATTENTION
     module: Any = meta_module(config, model_dir, dtype)
@@ -148,23 +118,12 @@ def build_module(model_dir: Path, head: Head, dtype: torch.dtype) -> Any:
 
 
 def logit_scale_of(module: Any, head: Head, model_dir: Path) -> LogitScale | None:
-    """Returns what a module does with its logits; None with a value head.
-
-    Args:
-        module: result of `build_module`.
-        head: output of the model.
-        model_dir: directory of the model, for errors.
-    """
+    """Returns what a module does with its logits; None with a value head."""
     return read_logit_scale(module, str(model_dir / "config.json")) if head == "language" else None
 
 
 def _fill_buffers(part: nn.Module, model: Any) -> None:
-    """Computes the buffers that are not in checkpoints, such as rotary frequencies, on the device.
-
-    Args:
-        part: module whose buffers, and those of its parts, are filled.
-        model: the model of `transformers` that the module belongs to, which knows the values.
-    """
+    """Computes the buffers that are not in checkpoints, such as rotary frequencies, on the device."""
     model, place = part if isinstance(part, PreTrainedModel) else model, device.current_device()
     if part._buffers:
         for name, buffer in part._buffers.items():
@@ -176,15 +135,7 @@ def _fill_buffers(part: nn.Module, model: Any) -> None:
 
 
 def tensor_plan(module: Any, where: str) -> dict[str, str]:
-    """Returns the plan of tensor parallelism that a module has: styles by names of its modules and parameters.
-
-    Args:
-        module: the module.
-        where: file of its configuration, for errors.
-
-    Raises:
-        UserError: it has none, or for the output layer alone.
-    """
+    """Returns the plan of tensor parallelism that a module has: styles by names of its modules and parameters."""
     plan = dict(module.tp_plan or {})
     if not any(name.startswith(f"{module.base_model_prefix}.") for name in plan):
         raise UserError(f"{where}: transformers has no plan of tensor parallelism for this model. Leave out tp.")
@@ -192,19 +143,7 @@ def tensor_plan(module: Any, where: str) -> dict[str, str]:
 
 
 def shard_tensors(module: Any, mesh: DeviceMesh | None, where: str) -> frozenset[str]:
-    """Divides a module among tensor-parallel ranks by its own plan.
-
-    Args:
-        module: the module.
-        mesh: the tensor-parallel ranks; None for this one alone.
-        where: file of the configuration, for errors.
-
-    Returns:
-        Names of the parameters whose gradients are those of this rank's heads, to be summed over the ranks.
-
-    Raises:
-        UserError: the model has no plan.
-    """
+    """Divides a module among tensor-parallel ranks by its own plan."""
     if mesh is None:
         return frozenset()
     plan = tensor_plan(module, where)
@@ -249,15 +188,7 @@ def fit_expert_kernels(module: Any) -> None:
 def shard_over_data(
     packed: PackedModule, groups: MeshGroups, options: FsdpConfig, dtype: torch.dtype, whole: frozenset[str]
 ) -> None:
-    """Shards the parameters of a model over the data-parallel ranks and allocates this rank's part.
-
-    Args:
-        packed: the model, without memory for its parameters.
-        groups: process groups of the placement.
-        options: options of the backend.
-        dtype: dtype in which the model computes; parameters of another are cast when they are gathered.
-        whole: names of parameters of the module that every rank has whole.
-    """
+    """Shards the parameters of a model over the data-parallel ranks and allocates this rank's part."""
     module, place = packed.module, device.current_device()
     # On a CPU device the policy does the same, only the memory is not pinned.
     policy = CPUOffloadPolicy(pin_memory=place.type == "cuda") if options.cpu_offload else OffloadPolicy()
@@ -289,25 +220,14 @@ def shard_over_data(
 
 
 def shard_dim(parameter: Tensor, sharding: int) -> int:
-    """Returns the dimension that the sharding ranks divide: the first, or the second where the first is too short.
-
-    Args:
-        parameter: parameter of the module.
-        sharding: number of sharding ranks.
-    """
+    """Returns the dimension that the sharding ranks divide: the first, or the second where the first is too short."""
     shape = tuple(parameter.shape)
     is_whole = not isinstance(parameter, DTensor)
     return int(is_whole and len(shape) > 2 and shape[0] < sharding and shape[1] % sharding == 0)
 
 
 def parameter_splits(module: Any, sharding: int, whole: frozenset[str] = frozenset()) -> dict[str, ParameterSplit]:
-    """Returns how each parameter and persistent buffer is divided, before `shard_over_data`.
-
-    Args:
-        module: the module, after `shard_tensors`.
-        sharding: number of sharding ranks.
-        whole: names of parameters that every rank has whole.
-    """
+    """Returns how each parameter and persistent buffer is divided, before `shard_over_data`."""
     splits = {name: ParameterSplit() for name, _ in module.named_buffers()}
     for name, parameter in module.named_parameters():
         dim = None if name in whole else shard_dim(parameter, sharding)

@@ -76,26 +76,6 @@ class ModuleRunner(Runner):
         trained: bool = True,
         options: FsdpConfig | None = None,
     ) -> None:
-        """Builds the module and loads its shards; a collective of all ranks of the job.
-
-        Args:
-            model_dir: Hugging Face model directory.
-            groups: process groups of the placement.
-            dtype: dtype in which the model computes.
-            recompute: recompute all activations of a layer in the backward pass.
-            head: output of the model: log-probabilities of a language model, or values. A value head that the
-                directory does not contain is initialized small and random.
-            hidden_offset: offset from a token to the hidden state that scores it, see `pack_rows`.
-            lora: adapters to train; all other weights but a value head are frozen.
-            timer: timer of the phases of this rank; None for a new one.
-            directories: the model directories that the job has read; None for new ones.
-            from_checkpoint: leave what is trained uninitialized, for a checkpoint restores it before the first pass.
-            trained: whether the weights, or adapters to them, are trained.
-            options: options of the backend; None for the defaults.
-
-        Raises:
-            UserError: the model cannot be read, or does not fit the layout.
-        """
         super().__init__(groups.placement, groups.host_group, groups.dynamic_cp, dtype, timer)
         self.groups, self._hidden_offset = groups, hidden_offset
         self.table = module_table(model_dir, head)
@@ -199,15 +179,7 @@ class ModuleRunner(Runner):
         return {name: self.as_described(name, named[name]) for name in known}
 
     def as_described(self, name: str, local: Tensor) -> Tensor:
-        """Returns this rank's part of a parameter, or of what belongs to it, as its shard describes it.
-
-        Args:
-            name: name of the parameter.
-            local: elements as the module has them.
-
-        Returns:
-            A view of them.
-        """
+        """Returns this rank's part of a parameter, or of what belongs to it, as its shard describes it."""
         return local.mT if name in self.table.transposed_parameters else local
 
     def wait_for(self, parameters: Iterable[Tensor] | None = None) -> None:
@@ -285,13 +257,7 @@ class ModuleRunner(Runner):
 
 
 def output_head(module: Any, scale: LogitScale, table: ModuleTable) -> OutputHead:
-    """Returns the output layer of a module as it is in the model directory.
-
-    Args:
-        module: causal language model of `transformers`, not sharded.
-        scale: what the model does with its logits.
-        table: its tensors.
-    """
+    """Returns the output layer of a module as it is in the model directory."""
     weight = module.get_output_embeddings().weight
     shards = table.parameter_shards()
     (name,) = {n for n, p in module.named_parameters(remove_duplicate=False) if p is weight and n in shards}
@@ -300,16 +266,7 @@ def output_head(module: Any, scale: LogitScale, table: ModuleTable) -> OutputHea
 
 
 def check_module_layout(module: Any, layout: Layout, where: str) -> None:
-    """Checks that the parallel sizes divide a module.
-
-    Args:
-        module: module of `transformers`.
-        layout: the parallel sizes.
-        where: file of its configuration, for errors.
-
-    Raises:
-        UserError: a size does not divide what it shards, or the module has layers without context parallelism.
-    """
+    """Checks that the parallel sizes divide a module."""
     config = module.config.get_text_config()
     heads = config.num_attention_heads
     if heads % (layout.tp * layout.cp):

@@ -33,15 +33,7 @@ class LogitScale:
 
 
 def read_logit_scale(model: Any, where: str) -> LogitScale:
-    """Returns the function from products to logits of a causal language model, compared with its own code.
-
-    Args:
-        model: module of `transformers`, on any device.
-        where: file of the configuration, for the error.
-
-    Raises:
-        UserError: the model computes logits in another way.
-    """
+    """Returns the function from products to logits of a causal language model, compared with its own code."""
     config, head = model.config.get_text_config(), model.get_output_embeddings()
     if head is None or getattr(head, "bias", None) is not None:
         raise UserError(f"{where}: its output layer has a bias or none. Use backend: megatron, or another model.")

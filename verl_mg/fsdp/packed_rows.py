@@ -44,15 +44,7 @@ class PackedRows(Sequences):
 def make_micro_batch(
     rows: Batch, shard: TokenShard, hidden_offset: int, device: torch.device, packer: ImagePacker | None = None
 ) -> MicroBatch[PackedRows]:
-    """Packs rows into a micro-batch, for the rank that has a shard of its tokens.
-
-    Args:
-        rows: rows of the micro-batch with `tokens` and `loss_mask`; may be empty.
-        shard: this rank's part of the tokens.
-        hidden_offset: offset from a token to the hidden state that scores it, see `pack_rows`.
-        device: device of the model.
-        packer: packer of images, for a vision-language module.
-    """
+    """Packs rows into a micro-batch, for the rank that has a shard of its tokens."""
     order = token_order(rows.lengths, shard)
     ends = order.lengths.cumsum(0)
     positions = torch.arange(order.total) - torch.repeat_interleave(ends - order.lengths, order.lengths)

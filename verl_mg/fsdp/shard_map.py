@@ -30,12 +30,7 @@ class ParameterSplit:
 
     @classmethod
     def of(cls, parameter: Tensor, dim: int | None) -> ParameterSplit:
-        """Returns the split of a parameter of the module.
-
-        Args:
-            parameter: a DTensor where tensor-parallel ranks divide it.
-            dim: dimension that the sharding ranks divide.
-        """
+        """Returns the split of a parameter of the module."""
         placement = parameter.placements[0] if isinstance(parameter, DTensor) else None
         if not isinstance(placement, SplitDim | _StridedShard):
             return cls(dim=dim)
@@ -48,13 +43,7 @@ class ParameterSplit:
         return ParameterSplit(dims[self.tensor_dim], self.parts, dims[self.dim])
 
     def first_part(self, shape: Sequence[int], sharding: int, tp: int) -> tuple[int, ...]:
-        """Returns the shape of the part on the first rank, to which all other ranks' parts are padded.
-
-        Args:
-            shape: shape of the whole parameter.
-            sharding: number of sharding ranks.
-            tp: number of tensor-parallel ranks.
-        """
+        """Returns the shape of the part on the first rank, to which all other ranks' parts are padded."""
         sizes = list(shape)
         if self.tensor_dim is not None:
             sizes[self.tensor_dim] = self.parts * -(-sizes[self.tensor_dim] // (self.parts * tp))
@@ -69,14 +58,7 @@ def fsdp_shard_map(
     ranks: Tensor,
     tensors: Mapping[str, TensorInfo],
 ) -> ExplicitShardMap:
-    """Returns the shards of all ranks of a placement.
-
-    Args:
-        whole: the whole parameters of the module, as pieces of the checkpoint's tensors.
-        splits: how each parameter is divided.
-        ranks: int64 (replicas, sharding ranks, tp), see `rank_grid`.
-        tensors: the tensors of the model.
-    """
+    """Returns the shards of all ranks of a placement."""
     shards: dict[int, Mapping[str, Shard]] = {}
     _, sharding, tp = ranks.shape
     for index, tp_index in product(range(sharding), range(tp)):

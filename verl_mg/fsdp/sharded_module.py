@@ -43,17 +43,6 @@ class ShardedModule:
     def __init__(
         self, table: ModuleTable, divided: Callable[[ModuleTable, int], Any], layout: Layout, options: FsdpConfig
     ) -> None:
-        """Counts the elements of the first rank.
-
-        Args:
-            table: weight table of the module.
-            divided: `divided_module`, or a function that remembers its results.
-            layout: the parallel sizes.
-            options: options of the backend.
-
-        Raises:
-            UserError: the layout is not one of the backend, or does not divide the module, see `divided_module` too.
-        """
         check_mesh(layout, options.replicas)
         check_module_layout(divided(table, 1), layout, str(table.model_dir / "config.json"))
         module = divided(table, layout.tp)
@@ -102,15 +91,7 @@ class ShardedModule:
 
 
 def divided_module(table: ModuleTable, tp: int) -> Any:
-    """Builds a module with its parameters divided among tensor-parallel ranks, of which this process is the first.
-
-    Args:
-        table: weight table of the module.
-        tp: number of tensor-parallel ranks.
-
-    Raises:
-        UserError: the backend cannot train the module, or it has no plan of tensor parallelism.
-    """
+    """Builds a module with its parameters divided among tensor-parallel ranks, of which this process is the first."""
     module = build_module(table.model_dir, table.head, torch.float32)
     logit_scale_of(module, table.head, table.model_dir)
     mesh = DeviceMesh("cpu", torch.arange(tp), _init_backend=False, _rank=0) if tp > 1 else None

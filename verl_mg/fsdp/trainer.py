@@ -41,17 +41,6 @@ class ModuleTrainer(Trainer):
     def __init__(
         self, runner: ModuleRunner, config: OptimizerConfig, guard: GuardConfig | None = None, name: str = "actor"
     ) -> None:
-        """Builds the optimizer.
-
-        Args:
-            runner: the model.
-            config: optimizer settings.
-            guard: rules for bad updates; None for the defaults.
-            name: name of the role, for messages.
-
-        Raises:
-            UserError: see `check_optimizer`, or the schedule needs `decay_steps`.
-        """
         super().__init__(runner, config, guard, name)
         check_optimizer(config, name)
         self._module = runner
@@ -211,30 +200,14 @@ class ModuleTrainer(Trainer):
 
 
 def check_trainable(role: TrainableConfig, name: str) -> None:
-    """Checks that the backend can train a role as it is configured.
-
-    Args:
-        role: section of the role.
-        name: name of the section.
-
-    Raises:
-        UserError: it has not such an optimizer, or recomputes whole layers alone.
-    """
+    """Checks that the backend can train a role as it is configured."""
     check_optimizer(role.optimizer, name)
     if isinstance(role.recompute, list):
         raise UserError(f"{name}.recompute: no parts of layers with backend: fsdp. Write true or false.")
 
 
 def check_optimizer(config: OptimizerConfig, name: str) -> None:
-    """Checks that the backend has an optimizer.
-
-    Args:
-        config: optimizer settings.
-        name: section of the role in the configuration.
-
-    Raises:
-        UserError: it has not.
-    """
+    """Checks that the backend has an optimizer."""
     for key, given, value in (
         ("kind", config.kind, "adamw"),
         ("moments_dtype", config.moments_dtype, "float32"),

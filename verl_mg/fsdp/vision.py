@@ -52,12 +52,6 @@ class ImagePacker:
     """Packs the images of micro-batches for one module."""
 
     def __init__(self, module: Any, processor: ImageProcessor) -> None:
-        """Stores what decides about the inputs.
-
-        Args:
-            module: the vision-language module.
-            processor: the processor of its directory.
-        """
         self._body, self._processor = module.base_model, processor
 
     @cached_property
@@ -74,14 +68,7 @@ class ImagePacker:
         return Image(file.getvalue())
 
     def pack(self, rows: Batch, order: TokenOrder, shard: TokenShard, device: torch.device) -> PackedImages:
-        """Returns the images of a micro-batch.
-
-        Args:
-            rows: the rows.
-            order: order of their tokens.
-            shard: this rank's part of the tokens.
-            device: device of the module.
-        """
+        """Returns the images of a micro-batch."""
         tokens = torch.zeros(order.total, dtype=torch.int64)
         tokens[order.places] = rows["tokens"]
         images = rows.images or [()] * len(rows)
@@ -105,15 +92,7 @@ class ImagePacker:
     def _positions(
         self, tokens: Tensor, marks: Tensor, order: TokenOrder, grids: Tensor | None, images: Sequence[Sequence[int]]
     ) -> Tensor:
-        """Returns the positions of all tokens, which begin with 0 in each row.
-
-        Args:
-            tokens: (T,) int64, all tokens.
-            marks: (T,) bool, those of images.
-            order: order of the tokens.
-            grids: (distinct images, 3) int64, patches of each along time, height and width.
-            images: images of each row, as numbers of distinct ones.
-        """
+        """Returns the positions of all tokens, which begin with 0 in each row."""
         lengths = order.lengths.tolist()
         if not hasattr(self._body, "get_rope_index"):
             return torch.cat([torch.arange(length) for length in lengths])[None]
@@ -140,16 +119,7 @@ def marks_images(body: nn.Module) -> bool:
 
 
 def embed_and_run(body: Any, images: PackedImages, **options: Any) -> Tensor:
-    """Runs the body of a vision-language module.
-
-    Args:
-        body: the module without its output layer.
-        images: tokens and images.
-        options: further arguments of its `forward`.
-
-    Returns:
-        (1, T / cp, h), the last hidden states of this rank's tokens.
-    """
+    """Runs the body of a vision-language module."""
     features = body.get_image_features(**images.inputs, return_dict=True)
     features.pooler_output = _of_rows(features.pooler_output, images)
     if "deepstack_features" in features:  # added to hidden states of layers (DeepStack, arXiv:2406.04334)
@@ -164,12 +134,7 @@ def embed_and_run(body: Any, images: PackedImages, **options: Any) -> Tensor:
 
 
 def _of_rows(features: Tensor | Sequence[Tensor], images: PackedImages) -> Tensor | tuple[Tensor]:
-    """Returns features of the images of all rows, in the form that the module's `forward` takes.
-
-    Args:
-        features: of the distinct images: a tensor, or one for each image.
-        images: images of the rows.
-    """
+    """Returns features of the images of all rows, in the form that the module's `forward` takes."""
     if isinstance(features, Tensor):
         parts = features.split([entries * len(features) // sum(images.entries) for entries in images.entries])
         return torch.cat([features[:0], *(parts[number] for number in images.numbers)])
@@ -177,11 +142,7 @@ def _of_rows(features: Tensor | Sequence[Tensor], images: PackedImages) -> Tenso
 
 
 def _divider(images: PackedImages) -> Any:
-    """Returns a hook that leaves a language model this rank's part of its inputs.
-
-    Args:
-        images: tokens and images.
-    """
+    """Returns a hook that leaves a language model this rank's part of its inputs."""
     local, total = images.local, images.input_ids.shape[1]
 
     def divide(_: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:

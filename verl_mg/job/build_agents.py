@@ -28,14 +28,7 @@ if TYPE_CHECKING:
 
 
 def check_agents(rollout: RolloutConfig) -> None:
-    """Checks the options of agents before anything is built.
-
-    Args:
-        rollout: section of the configuration.
-
-    Raises:
-        UserError: they do not fit other options.
-    """
+    """Checks the options of agents before anything is built."""
     if rollout.tools:
         raise UserError("rollout.tools: agents call tools themselves. Leave it out, or leave rollout.agent out.")
     if rollout.partial_rollout:
@@ -52,19 +45,7 @@ def agent_wrapper(
     processor: ImageProcessor | None,
     image_limits: ImageLimits,
 ) -> EngineWrapper:
-    """Returns a function that starts agents around an engine.
-
-    Args:
-        rollout: section of the configuration.
-        tokenizer: tokenizer of the policy.
-        stop_token_ids: tokens that end a reply.
-        max_positions: largest number of tokens of a context with its reply.
-        processor: processor of a policy that reads images; None for others.
-        image_limits: limits of an image in a request.
-
-    Raises:
-        UserError: there is no such agent, or the tokenizer has no chat template, or SGLang no such parser.
-    """
+    """Returns a function that starts agents around an engine."""
     agent = _agent(rollout)
     renderer = ConversationRenderer(tokenizer, stop_token_ids, rollout.chat_template_options, processor)
     parser = ReplyParser(tokenizer, rollout.tool_call_parser, rollout.reasoning_parser)

@@ -57,15 +57,7 @@ END_SECONDS = 60.0
 
 
 def num_training_ranks(config: Config, world_size: int) -> int:
-    """Returns how many of the job's ranks, the first ones, hold models: all but the last `rollout.num_ranks`.
-
-    Args:
-        config: of the job.
-        world_size: ranks of the job.
-
-    Raises:
-        UserError: no rank is left, or the engines cannot have ranks of their own.
-    """
+    """Returns how many of the job's ranks, the first ones, hold models: all but the last `rollout.num_ranks`."""
     num_ranks = 0 if config.rollout.has_servers else config.rollout.num_ranks
     if num_ranks >= world_size:
         raise UserError(
@@ -81,16 +73,7 @@ def num_training_ranks(config: Config, world_size: int) -> int:
 
 
 def check_engines(config: Config, table: ModelTable, world_size: int) -> None:
-    """Checks the section `rollout` before anything is built.
-
-    Args:
-        config: of the job.
-        table: weights of the actor.
-        world_size: ranks of the job.
-
-    Raises:
-        UserError: layout, servers or schedule of the rollout do not fit the model, the ranks or the job.
-    """
+    """Checks the section `rollout` before anything is built."""
     rollout = config.rollout
     if config.actor.offload and rollout.engine == "hf":
         raise UserError("actor.offload=true: the engine hf works on the actor's own memory. Leave it out.")
@@ -211,12 +194,7 @@ def ends_at_strings(config: Config) -> bool:
 
 
 def with_stop_strings(decode: Decode, wrap: EngineWrapper) -> EngineWrapper:
-    """Returns a wrapper of engines whose samples end at stop strings.
-
-    Args:
-        decode: returns the text of tokens.
-        wrap: wraps this engine.
-    """
+    """Returns a wrapper of engines whose samples end at stop strings."""
     return lambda engine: wrap(StopStringEngine(engine, decode))
 
 
@@ -228,16 +206,7 @@ def build_engine_group(
     processor: ImageProcessor | None = None,
     decode: Decode | None = None,
 ) -> EngineGroup:
-    """Returns the engines, without weights until the first transfer; they compute in the dtype of the actor.
-
-    Args:
-        config: of the job.
-        actor: the policy that the engines serve.
-        context: the shared services of the job.
-        wrap: wraps each engine.
-        processor: processor of a model that reads images; None for others.
-        decode: returns the text of tokens, for the engine hf.
-    """
+    """Returns the engines, without weights until the first transfer; they compute in the dtype of the actor."""
     rollout, dtype = config.rollout, actor.runner.dtype
     if rollout.engine == "hf":
         slots = rollout.max_running_requests

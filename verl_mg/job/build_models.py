@@ -75,16 +75,7 @@ class ModelRoleBuilder:
         return [*(role for role in MODEL_ROLES if role in roles), *local]
 
     def check(self, roles: set[str], remark: str = "") -> None:
-        """Checks the layouts of roles before any process group or model is built.
-
-        Args:
-            roles: requested roles.
-            remark: text about the number of ranks that is added to the message.
-
-        Raises:
-            UserError: a layout does not fit the ranks or the model, a field of megatron-core cannot be set, or LoRA
-                targets do not fit the model.
-        """
+        """Checks the layouts of roles before any process group or model is built."""
         for role in sorted(self.model_roles(roles)):
             section = self._section(role)
             if section.backend == "fsdp":
@@ -107,15 +98,7 @@ class ModelRoleBuilder:
             self._check_lora(role)
 
     def check_images(self, roles: set[str], prompts: Iterable[Prompt]) -> None:
-        """Checks that the backends of roles take the images of prompts.
-
-        Args:
-            roles: requested roles.
-            prompts: prompts that the roles are trained on, or score.
-
-        Raises:
-            UserError: a backend trains language models only.
-        """
+        """Checks that the backends of roles take the images of prompts."""
         sections = {config_section_of(role): self._section(role) for role in sorted(self.model_roles(roles))}
         refuses = next((name for name, section in sections.items() if section.backend == "megatron"), None)
         if refuses and (shown := next((prompt for prompt in prompts if prompt.images), None)):

@@ -34,19 +34,7 @@ def build_teachers(
     tools: Sequence[dict[str, Any]],
     context: JobContext,
 ) -> Teachers:
-    """Returns the teachers of a job; without any in the configuration, the reference is the teacher of all samples.
-
-    Args:
-        config: configuration of the job.
-        roles: its model roles by name.
-        prompts: its training prompts.
-        tokenizer: tokenizer of the policy.
-        tools: schemas that a chat template describes to the model.
-        context: services that the roles of the job share.
-
-    Raises:
-        UserError: a source has no teacher or several, or a server cannot be used.
-    """
+    """Returns the teachers of a job; without any in the configuration, the reference is the teacher of all samples."""
     actor, number_of = roles["actor"], teacher_numbers(config)
     assert isinstance(actor, Actor)
     loaded = [f"{TEACHERS}.{name}" for name, section in config.teachers.items() if section.has_model]
@@ -89,28 +77,14 @@ def _row_reader(
 
 
 def policy_of(roles: Mapping[str, Role], name: str) -> Policy:
-    """Returns a policy among the model roles.
-
-    Args:
-        roles: model roles by name.
-        name: name of the policy.
-    """
+    """Returns a policy among the model roles."""
     role = roles[name]
     assert isinstance(role, Policy)
     return role
 
 
 def remote_teacher(config: Config, name: str, url: str) -> RemoteTeacher:
-    """Returns the client of a teacher on a server.
-
-    Args:
-        config: configuration of the job.
-        name: name of the teacher.
-        url: address of the server.
-
-    Raises:
-        UserError: the job samples at another temperature than that of the server's log-probs, or the key is not set.
-    """
+    """Returns the client of a teacher on a server."""
     section, key = config.teachers[name], f"{TEACHERS}.{name}"
     if (temperature := config.rollout.temperature) not in (0.0, 1.0):
         raise UserError(
@@ -123,14 +97,7 @@ def remote_teacher(config: Config, name: str, url: str) -> RemoteTeacher:
 
 
 def teacher_numbers(config: Config) -> dict[str, int]:
-    """Returns the number of the teacher of each source of `data.train`; the source of a single file is "".
-
-    Args:
-        config: configuration of the job.
-
-    Raises:
-        UserError: a source has no teacher or several, or a teacher names another one.
-    """
+    """Returns the number of the teacher of each source of `data.train`; the source of a single file is ""."""
     train, teachers = config.data.train, config.teachers
     sources = list(train) if isinstance(train, dict) else [""]
     number_of: dict[str, int] = {}

@@ -14,12 +14,7 @@ from verl_mg.sharding.model_table import ModelTable
 
 
 def adapter_settings(config: Config, table: ModelTable) -> AdapterSettings | None:
-    """Returns the adapters for which engines are started; None where adapters are merged.
-
-    Args:
-        config: of the job.
-        table: weights of the actor.
-    """
+    """Returns the adapters for which engines are started; None where adapters are merged."""
     if not config.rollout.adapters or config.actor.lora is None:
         return None
     lora = config.actor.lora
@@ -27,16 +22,7 @@ def adapter_settings(config: Config, table: ModelTable) -> AdapterSettings | Non
 
 
 def check_adapters(config: Config, table: ModelTable, ranks_per_node: int) -> None:
-    """Checks that the engines can compute with adapters.
-
-    Args:
-        config: of the job, with `rollout.adapters`.
-        table: weights of the actor.
-        ranks_per_node: ranks of a node.
-
-    Raises:
-        UserError: they cannot, with the key that is in the way.
-    """
+    """Checks that the engines can compute with adapters."""
     rollout, lora = config.rollout, config.actor.lora
     if lora is None:
         raise _refused("the actor has none. Set actor.lora, or leave it out")

@@ -19,13 +19,7 @@ class EnginePart:
 
 
 def engine_part(placement: EnginePlacement, rank: int, node: int) -> EnginePart | None:
-    """Returns the part of an engine that a rank starts, if any: the first rank of an engine on each node.
-
-    Args:
-        placement: ranks and layout of the engines.
-        rank: the rank.
-        node: ranks of a node.
-    """
+    """Returns the part of an engine that a rank starts, if any: the first rank of an engine on each node."""
     for number, ranks in placement.members().items():
         firsts = list({member // node: member for member in reversed(ranks)}.values())[::-1]
         if rank in firsts:

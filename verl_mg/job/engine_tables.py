@@ -27,11 +27,7 @@ FOLDER = "sharding_tables"
 
 
 def actor_table(config: Config) -> ModelTable:
-    """Returns the weight table of the actor, by its backend.
-
-    Raises:
-        UserError: the model directory cannot be read, or the backend does not have the architecture.
-    """
+    """Returns the weight table of the actor, by its backend."""
     if config.actor.backend == "fsdp":
         return module_table(config.model.path)
     return weight_table(with_multi_token_layer(read_config(config.model.path), config.model.path))
@@ -41,13 +37,6 @@ def with_engine_table(config: Config, table: ModelTable) -> ModelTable:
     """Returns a table with the shards of the engines of a job; all ranks call it together.
 
     An architecture without a built-in table is traced by rank 0, once for each run, version of the engine and layout.
-
-    Args:
-        config: of the job, with engines in processes of their own and inside the job.
-        table: weights of the actor.
-
-    Raises:
-        UserError: the file of `rollout.sharding_table` does not fit, or the engine cannot load the model.
     """
     rollout = config.rollout
     assert rollout.engine != "hf"

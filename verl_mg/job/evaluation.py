@@ -54,11 +54,7 @@ class SetResults:
 
 
 def evaluation_sets(config: Config) -> list[EvaluationSet]:
-    """Returns the sets of `data.test`, with the values of `evaluation` and `rollout` where a set has none.
-
-    Raises:
-        UserError: a set has greedy samples that are identical, or more tries than samples.
-    """
+    """Returns the sets of `data.test`, with the values of `evaluation` and `rollout` where a set has none."""
     test = config.data.test
     if test is None:
         return []
@@ -91,14 +87,7 @@ def _evaluation_set(name: str, of_set: EvaluationSetConfig, config: Config) -> E
 def evaluate(
     rollout: RolloutSource, reward: RewardRole, prompts: Iterable[Prompt], sets: Sequence[EvaluationSet]
 ) -> list[SetResults]:
-    """Evaluates the policy; all ranks call it together. Sets with equal sampling are generated at the same time.
-
-    Args:
-        rollout: generates the samples.
-        reward: scores them.
-        prompts: prompts of all sets, each with the name of its set as its source.
-        sets: the sets.
-    """
+    """Evaluates the policy; all ranks call it together. Sets with equal sampling are generated at the same time."""
     chosen: dict[str, list[Prompt]] = {of_set.name: [] for of_set in sets}
     limits = {of_set.name: of_set.prompts for of_set in sets}
     for prompt in prompts:
@@ -143,9 +132,6 @@ def metrics_of(results: Sequence[SetResults]) -> dict[str, float]:
 
     Names are those of `prompt_scores` after `eval/`: means over the prompts of all sets, of the metrics that all sets
     have. With several sets, each has its metrics under `eval/SET/`.
-
-    Args:
-        results: of all sets.
     """
     by_set = {of_set.evaluated.name: of_set.scores() for of_set in results}
     first, *others = by_set.values()

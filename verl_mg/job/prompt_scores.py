@@ -39,11 +39,6 @@ def prompt_scores(results: Sequence[PromptResults], ks: Sequence[int], pass_thre
 
     With n samples of each prompt these are `reward`, the mean of its samples, and `reward/PART` for its parts; for each
     k `pass@k` and, if the reward function returns final answers, `maj@k`; and `avg@n` where n is among the k.
-
-    Args:
-        results: samples of each prompt, equally many.
-        ks: numbers of tries, at most n.
-        pass_threshold: minimum reward of a sample that passes.
     """
     rewards = torch.tensor([result.rewards for result in results], dtype=torch.float64)
     threshold = float(torch.tensor(pass_threshold, dtype=torch.float32))  # as rewards are rounded

@@ -34,13 +34,7 @@ class Recipe:
 
 
 def shipped_file(path: str, folder: Path, suffix: str) -> Path:
-    """Returns the file of a path; where there is none, the project's own: `grpo` or `recipes/grpo.py`.
-
-    Args:
-        path: as the user has given it.
-        folder: in which the project has files of this kind.
-        suffix: ending of their names.
-    """
+    """Returns the file of a path; where there is none, the project's own: `grpo` or `recipes/grpo.py`."""
     for file in (Path(path), SHIPPED.parent / path, folder / f"{path}{suffix}"):
         if file.is_file():
             return file
@@ -48,11 +42,7 @@ def shipped_file(path: str, folder: Path, suffix: str) -> Path:
 
 
 def load_recipe(path: str | Path) -> Recipe:
-    """Imports the recipe at `path`, or the project's own of this name.
-
-    Raises:
-        UserError: the file or a required definition is missing.
-    """
+    """Imports the recipe at `path`, or the project's own of this name."""
     file = shipped_file(str(path), SHIPPED, ".py")
     if not file.is_file():
         raise UserError(f"{file}: no such recipe; give the path of a Python file such as recipes/grpo.py")
@@ -73,15 +63,7 @@ def load_recipe(path: str | Path) -> Recipe:
 
 
 def recipe_from_module(module: ModuleType, name: str) -> Recipe:
-    """Returns the recipe of an imported module.
-
-    Args:
-        module: the module.
-        name: name of the recipe in error messages.
-
-    Raises:
-        UserError: a required definition is missing.
-    """
+    """Returns the recipe of an imported module."""
     config = getattr(module, "Config", None)
     if not (isinstance(config, type) and issubclass(config, RecipeConfig)):
         raise UserError(f"{name}: a recipe defines `class Config(RecipeConfig)`, its own section of the configuration")
@@ -95,13 +77,6 @@ def requested_roles(recipe: Recipe, config: Config) -> set[str]:
     """Returns the roles that the recipe requests, and those that they need.
 
     These are the frozen reward model with `reward.from_model`, and the reference where it is a teacher.
-
-    Args:
-        recipe: the recipe.
-        config: of the job.
-
-    Raises:
-        UserError: a role does not exist, or one that another role needs is missing.
     """
     roles = set(recipe.roles(config.algorithm))
     if unknown := roles - set(ROLES):

@@ -49,14 +49,6 @@ class RankAgent(LocalElasticAgent):
     """Agent of a node: starts its ranks, monitors and restarts them."""
 
     def __init__(self, spec: WorkerSpec, config: LaunchConfig, launcher: Launcher, forks: bool) -> None:
-        """Creates the agent.
-
-        Args:
-            spec: ranks of this node, as torchrun describes them.
-            config: of torchrun.
-            launcher: the folder of this launcher.
-            forks: whether ranks are forks of the server of `program`.
-        """
         super().__init__(
             spec,
             config.logs_specs,  # type: ignore[arg-type]  # torchrun sets it
@@ -148,12 +140,7 @@ def _end(exit_code: int) -> str:
 
 
 def create_agent(arguments: argparse.Namespace, launcher: Launcher) -> RankAgent:
-    """Returns the agent of this node for torchrun's arguments.
-
-    Args:
-        arguments: of `torch.distributed.run.parse_args`, with a dynamic rendezvous.
-        launcher: the folder of this launcher.
-    """
+    """Returns the agent of this node for torchrun's arguments."""
     config, python, words = run.config_from_args(arguments)
     forks = start_server()
     parameters = RendezvousParameters(
@@ -185,12 +172,7 @@ def create_agent(arguments: argparse.Namespace, launcher: Launcher) -> RankAgent
 
 
 def run_agent(agent: RankAgent) -> None:
-    """Runs the ranks of this node until the job ends.
-
-    Raises:
-        ChildFailedError: a rank has failed, and there is no further restart.
-        SignalException: a signal that is not forwarded has ended this launcher.
-    """
+    """Runs the ranks of this node until the job ends."""
     handler, closes = agent.get_worker_group().spec.rdzv_handler, True
     try:
         result = agent.run()

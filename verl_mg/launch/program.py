@@ -42,11 +42,7 @@ def _use_device() -> None:
 
 
 def run_program(*arguments: str) -> None:
-    """Runs `python ARGUMENTS` in this process, which ends with its exit code unless that is 0.
-
-    Args:
-        arguments: of the interpreter: `-m MODULE` or a script, with the program's arguments.
-    """
+    """Runs `python ARGUMENTS` in this process, which ends with its exit code unless that is 0."""
     # The title of a fork is that of the server.
     Path("/proc/self/comm").write_text(f"rank {os.environ['RANK']}", encoding="ascii")
     words = list(arguments)

@@ -15,7 +15,6 @@ class RestartPolicy:
     """The losses of a job so far."""
 
     def __init__(self) -> None:
-        """Starts without losses."""
         self._last: tuple[int, int] | None = None
         self._num_same = 0
 
@@ -23,10 +22,6 @@ class RestartPolicy:
         """Returns the seconds to wait before a restart; None where the job ends.
 
         Invalid input stays invalid, and a failure that comes again in the same iteration has a cause in the job.
-
-        Args:
-            exit_code: of the rank that ended first; negative: minus the signal that ended it.
-            iteration: last complete iteration of the job.
         """
         if exit_code == EXIT_CODE:
             return None

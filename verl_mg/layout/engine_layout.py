@@ -64,11 +64,7 @@ class EngineLayout:
 
     @classmethod
     def parse(cls, text: str) -> EngineLayout:
-        """Parses text such as `tp8-ep8`: sizes in any order, each key at most once.
-
-        Raises:
-            UserError: with the part that is not valid.
-        """
+        """Parses text such as `tp8-ep8`: sizes in any order, each key at most once."""
         return cls(**parse_sizes(text, KEYS, EXAMPLE))
 
     def __str__(self) -> str:
@@ -94,9 +90,6 @@ class EngineLayout:
         """Checks that the layout divides a model.
 
         Key-value heads may be fewer than ranks: SGLang then gives neighbouring ranks the same head.
-
-        Raises:
-            UserError: with the first dimension that is not divisible.
         """
         self._divide(model.attention_heads, "attention heads", self.attention_tp, "tp / adp")
         if self.attention_tp % model.kv_heads:
@@ -125,12 +118,7 @@ class EngineLayout:
             )
 
     def layers(self, num_layers: int, pp_rank: int) -> range:
-        """Returns the global indices of the layers of a stage; SGLang gives the remaining layers to the last stages.
-
-        Args:
-            num_layers: layers of the model.
-            pp_rank: pipeline stage.
-        """
+        """Returns the global indices of the layers of a stage; SGLang gives the remaining layers to the last stages."""
         each, left = divmod(num_layers, self.pp)
         start = pp_rank * each + max(0, pp_rank - (self.pp - left))
         return range(start, start + each + (pp_rank >= self.pp - left))
@@ -184,14 +172,7 @@ class EnginePlacement:
         return {number: tuple(engine) for number, engine in ranks.items()}
 
     def check_nodes(self, node: int) -> None:
-        """Checks that an engine over several nodes has as many ranks on each of them.
-
-        Args:
-            node: ranks of a node.
-
-        Raises:
-            UserError: it has not.
-        """
+        """Checks that an engine over several nodes has as many ranks on each of them."""
         for ranks in self.members().values():
             counts = Counter(rank // node for rank in ranks)
             sizes = sorted((len(counts), self.layout.pp))

@@ -20,15 +20,7 @@ EXPERT_GROUPS = ("ep", "etp", "etp ep", "etp ep pp", "edp")
 
 
 def group_ranks(placement: Placement, dynamic_cp: bool = False) -> list[tuple[int, ...]]:
-    """Returns the ranks of each process group of a placement, in the order in which they are made.
-
-    Args:
-        placement: ranks in increasing order, and their layout.
-        dynamic_cp: also the groups of each number of neighbouring ranks that divides cp.
-
-    Returns:
-        Distinct sets of ranks of the job, each in increasing order. A rank is in a few of them.
-    """
+    """Returns the ranks of each process group of a placement, in the order in which they are made."""
     layout = placement.layout
     sets = dict.fromkeys([*_megatron_groups(layout), *(smaller_cp_groups(layout) if dynamic_cp else ())])
     return [tuple(placement.ranks[index] for index in ranks) for ranks in sets]

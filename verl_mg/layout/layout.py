@@ -121,15 +121,7 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str, pipeline_layers: Sequence[int] = ()) -> "Layout":
-        """Parses text such as `tp2-pp2-cp1-ep2`: sizes in any order, each key at most once.
-
-        Args:
-            text: the sizes.
-            pipeline_layers: number of layers of each model chunk; empty: as even as the layers allow.
-
-        Raises:
-            UserError: with the part that is not valid.
-        """
+        """Parses text such as `tp2-pp2-cp1-ep2`: sizes in any order, each key at most once."""
         sizes = parse_sizes(text, KEYS, EXAMPLE)
         return cls(**sizes, pipeline_layers=tuple(pipeline_layers))
 
@@ -156,11 +148,7 @@ class Layout:
         return self.tp * self.cp * self.dp // (self.etp * self.ep)
 
     def fit(self, ranks: int) -> "Layout":
-        """Returns this layout with the dp that makes it use exactly `ranks` ranks.
-
-        Raises:
-            UserError: there is no such dp, or another dp was given.
-        """
+        """Returns this layout with the dp that makes it use exactly `ranks` ranks."""
         unit = self.tp * self.pp * self.cp * self._smallest_dp
         if ranks < 1 or ranks % unit:
             counts = [self.ranks] if self.dp_given else _multiples_around(unit, ranks)
@@ -187,17 +175,7 @@ class Layout:
         return Coordinates(tp, cp, dp, pp, etp, ep, edp=rest % self.edp)
 
     def rank_of(self, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
-        """Returns the rank at a point of the dense grid.
-
-        Args:
-            tp: tensor-parallel index.
-            cp: context-parallel index.
-            dp: data-parallel index.
-            pp: pipeline stage.
-
-        Raises:
-            IndexError: the point is outside the grid.
-        """
+        """Returns the rank at a point of the dense grid."""
         point = {"tp": (tp, self.tp), "cp": (cp, self.cp), "dp": (dp, self.dp), "pp": (pp, self.pp)}
         for key, (index, size) in point.items():
             if not 0 <= index < size:
@@ -210,15 +188,6 @@ class Layout:
         Chunk v of stage p is the (v * pp + p)-th run of layers, Megatron's interleaved order. Without `pipeline_layers`
         and where the chunks do not divide the layers, some have one layer fewer: the last chunk and the first, which
         have the output layer and the embedding, then their neighbours inwards.
-
-        Args:
-            num_layers: layers of the model.
-            pp_rank: pipeline stage.
-            vpp_rank: chunk of the stage.
-
-        Raises:
-            UserError: the model has fewer layers than chunks, or another number than `pipeline_layers`.
-            IndexError: there is no such chunk.
         """
         if not (0 <= pp_rank < self.pp and 0 <= vpp_rank < self.vpp):
             raise IndexError(f"chunk {vpp_rank} of pipeline stage {pp_rank} of layout {self}")
@@ -239,14 +208,7 @@ class Layout:
         return range(start, start + each - short[number])
 
     def check_pipeline_layers(self, num_layers: int) -> None:
-        """Checks that `pipeline_layers`, where given, are all layers of a model.
-
-        Args:
-            num_layers: layers of the model.
-
-        Raises:
-            UserError: names the key `pipeline_layers`, without the role, and both numbers.
-        """
+        """Checks that `pipeline_layers`, where given, are all layers of a model."""
         if self.pipeline_layers and (total := sum(self.pipeline_layers)) != num_layers:
             raise UserError(
                 f"pipeline_layers: {list(self.pipeline_layers)} are {total} layers, and the model has {num_layers}. "
@@ -254,12 +216,7 @@ class Layout:
             )
 
     def stage(self, num_layers: int, pp_rank: int) -> Stage:
-        """Returns the contents of a pipeline stage.
-
-        Args:
-            num_layers: layers of the model.
-            pp_rank: pipeline stage.
-        """
+        """Returns the contents of a pipeline stage."""
         layers = (layer for chunk in range(self.vpp) for layer in self.layers(num_layers, pp_rank, chunk))
         return Stage(tuple(layers), pp_rank == 0, pp_rank == self.pp - 1)
 
@@ -267,9 +224,6 @@ class Layout:
         """Checks that the layout divides a model.
 
         Megatron would replicate KV heads for a tp that is a multiple of them; here no two ranks share a head.
-
-        Raises:
-            UserError: with the first dimension that is not divisible.
         """
         self._divide(model.attention_heads, "attention heads", "tp")
         self._divide(model.kv_heads, "key-value heads", "tp")
@@ -283,15 +237,7 @@ class Layout:
         self._divide(model.shared_ffn, "columns of the shared experts", "tp")
 
     def check_context(self, attention_heads: int, value_heads: int = 0) -> None:
-        """Checks that tp * cp divides the heads that context-parallel ranks distribute.
-
-        Args:
-            attention_heads: query heads of softmax attention.
-            value_heads: value heads of linear attention; 0 without.
-
-        Raises:
-            UserError: it does not.
-        """
+        """Checks that tp * cp divides the heads that context-parallel ranks distribute."""
         self._divide(attention_heads, "attention heads", "tp", "cp")
         self._divide(value_heads, "value heads of linear attention", "tp", "cp")
 
@@ -341,19 +287,7 @@ class Layout:
 
 
 def parse_sizes(text: str, keys: tuple[str, ...], example: str) -> dict[str, int]:
-    """Parses text such as `tp2-pp2`.
-
-    Args:
-        text: sizes joined by dashes.
-        keys: valid keys.
-        example: valid text, for the error.
-
-    Returns:
-        {key: size} of the keys in the text.
-
-    Raises:
-        UserError: with the part that is not valid.
-    """
+    """Parses text such as `tp2-pp2`."""
     sizes: dict[str, int] = {}
     for token in text.split("-"):
         match = re.fullmatch(r"([a-z]+)([0-9]+)", token)

@@ -38,17 +38,7 @@ MOVES = 8
 
 
 def pack(lengths: Sequence[int], costs: Sequence[float], ranks: int, budget: int) -> list[list[list[int]]]:
-    """Packs rows into the micro-batches of each data-parallel rank.
-
-    Args:
-        lengths: (n,) tokens of each row.
-        costs: (n,) predicted work of each row in any unit, such as `models.flops.row_flops`.
-        ranks: number of data-parallel ranks.
-        budget: maximum number of tokens of a micro-batch with several rows.
-
-    Returns:
-        result[rank][micro-batch] = row numbers.
-    """
+    """Packs rows into the micro-batches of each data-parallel rank."""
     shares = _distribute(_fill(lengths, costs, ranks, budget), costs, ranks)
     _even_out(shares, lengths, costs, budget)
     return shares
@@ -66,39 +56,18 @@ class MicroBatchPlan:
     """First tokens of rows that another row of their micro-batch computes."""
 
     def is_output_rank(self, slot: int, step: int) -> bool:
-        """Returns whether a slot is the first of those that share its rows.
-
-        Args:
-            slot: worker slot.
-            step: micro-batch number.
-        """
+        """Returns whether a slot is the first of those that share its rows."""
         return slot % self.cp_sizes[step] == 0
 
 
 def plan_evenly(lengths: Sequence[int], costs: Sequence[float], dp: int, cp: int, budget: int) -> MicroBatchPlan:
-    """Plans micro-batches on which all context-parallel ranks work together.
-
-    Args:
-        lengths: (n,) tokens of each row.
-        costs: (n,) predicted work of each row.
-        dp: data-parallel size.
-        cp: context-parallel size.
-        budget: maximum number of tokens of a micro-batch with several rows.
-    """
+    """Plans micro-batches on which all context-parallel ranks work together."""
     packed = pack(lengths, costs, dp, budget)
     return MicroBatchPlan([packed[slot // cp] for slot in range(dp * cp)], [cp] * len(packed[0]))
 
 
 def plan_by_length(lengths: Sequence[int], costs: Sequence[float], dp: int, cp: int, budget: int) -> MicroBatchPlan:
-    """Plans micro-batches on as few context-parallel ranks as each row needs, longest rows first.
-
-    Args:
-        lengths: (n,) tokens of each row.
-        costs: (n,) predicted work of each row.
-        dp: data-parallel size.
-        cp: context-parallel size.
-        budget: maximum number of tokens of a micro-batch on all cp ranks; `size` ranks have budget * size / cp.
-    """
+    """Plans micro-batches on as few context-parallel ranks as each row needs, longest rows first."""
     needed = [cp_size_for(length, cp, budget) for length in lengths]
     rows: list[list[list[int]]] = [[] for _ in range(dp * cp)]
     cp_sizes: list[int] = []
@@ -113,13 +82,7 @@ def plan_by_length(lengths: Sequence[int], costs: Sequence[float], dp: int, cp: 
 
 
 def cp_size_for(length: int, cp: int, budget: int) -> int:
-    """Returns the smallest divisor of cp whose share of the budget fits a row; cp where none does.
-
-    Args:
-        length: tokens of the row.
-        cp: context-parallel size.
-        budget: maximum number of tokens of a micro-batch on all cp ranks.
-    """
+    """Returns the smallest divisor of cp whose share of the budget fits a row; cp where none does."""
     return next((c for c in range(1, cp) if cp % c == 0 and length <= budget * c // cp), cp)
 
 

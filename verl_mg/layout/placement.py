@@ -32,15 +32,7 @@ class Placement:
 
     @classmethod
     def on(cls, layout: Layout, n: int) -> "Placement":
-        """Places a layout, its dp filled in, on ranks 0 to n - 1.
-
-        Args:
-            layout: the layout.
-            n: number of ranks.
-
-        Raises:
-            UserError: the layout does not fit.
-        """
+        """Places a layout, its dp filled in, on ranks 0 to n - 1."""
         return cls(layout.fit(n), tuple(range(n)))
 
     def coordinates(self, global_rank: int) -> Coordinates | None:
@@ -54,14 +46,7 @@ class Placement:
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:
-    """Reads ranks such as `0-7` or `0-3,8-11`.
-
-    Returns:
-        The ranks in rising order.
-
-    Raises:
-        UserError: with the part that is not valid.
-    """
+    """Reads ranks such as `0-7` or `0-3,8-11`."""
     ranks: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", part.strip())

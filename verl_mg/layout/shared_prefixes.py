@@ -37,14 +37,7 @@ class PrefixLinks:
     def from_columns(
         cls, sample_ids: Sequence[int], lengths: Sequence[int], prefix_of: Sequence[int], prefix_length: Sequence[int]
     ) -> PrefixLinks:
-        """Returns the links that columns of a batch describe; rows whose parent is not in the batch have none.
-
-        Args:
-            sample_ids: (n,) sample id of each row, ascending.
-            lengths: (n,) tokens of each row.
-            prefix_of: (n,) sample id of the row whose first tokens a row repeats; its own where there is none.
-            prefix_length: (n,) how many tokens that are.
-        """
+        """Returns the links that columns of a batch describe; rows whose parent is not in the batch have none."""
         rows = {sample_id: row for row, sample_id in enumerate(sample_ids)}
         parents, shared = list(range(len(lengths))), [0] * len(lengths)
         for row, (sample_id, count) in enumerate(zip(prefix_of, prefix_length, strict=True)):
@@ -78,12 +71,7 @@ class SharingRows:
 
     @classmethod
     def of(cls, links: PrefixLinks, rows: Iterable[int]) -> SharingRows:
-        """Returns a micro-batch of rows.
-
-        Args:
-            links: links of all rows of the batch.
-            rows: the rows.
-        """
+        """Returns a micro-batch of rows."""
         added = cls(links)
         for row in rows:
             added.add(row)
@@ -135,14 +123,6 @@ def join_groups(
 
     A unit ends at the budget. It also ends where it has the work of a rank's share, so that no rank is idle, unless the
     next group saves most of its work by joining.
-
-    Args:
-        groups: rows that must share a micro-batch, by group.
-        links: prefixes that the rows share.
-        tokens: tokens of a row, as the budget counts them.
-        cost: predicted work of a row.
-        ranks: number of data-parallel ranks.
-        budget: maximum number of tokens of a micro-batch with several groups.
     """
 
     def unit(rows: Sequence[int], present: SharingRows | None = None) -> Unit:

@@ -18,17 +18,7 @@ AnyLayout = TypeVar("AnyLayout", Layout, EngineLayout)
 
 
 def resolve_layout(layout: Layout, ranks: int, experts: int, check: Callable[[Layout], object]) -> Layout:
-    """Returns a layout with the dp that makes it use exactly `ranks` ranks.
-
-    Args:
-        layout: the requested layout.
-        ranks: number of ranks.
-        experts: experts of the model; 0 without.
-        check: function that raises UserError for a layout that the model does not support.
-
-    Raises:
-        UserError: with the dimension that is not divisible, and the nearest layouts that are valid.
-    """
+    """Returns a layout with the dp that makes it use exactly `ranks` ranks."""
     try:
         fitted = layout.fit(ranks)
         check(fitted)
@@ -41,17 +31,7 @@ def resolve_layout(layout: Layout, ranks: int, experts: int, check: Callable[[La
 def resolve_engine_layout(
     layout: EngineLayout, ranks: int, experts: int, check: Callable[[EngineLayout], object]
 ) -> EngineLayout:
-    """Returns an engine layout after checking that a whole number of engines uses `ranks` ranks.
-
-    Args:
-        layout: the requested layout.
-        ranks: number of ranks of all engines.
-        experts: experts of the model; 0 without.
-        check: function that raises UserError for a layout that the model does not support.
-
-    Raises:
-        UserError: with the dimension that is not divisible, and the nearest layouts that are valid.
-    """
+    """Returns an engine layout after checking that a whole number of engines uses `ranks` ranks."""
     try:
         check(layout)
         if ranks % layout.ranks:
@@ -63,12 +43,7 @@ def resolve_engine_layout(
 
 
 def format_suggestions(layouts: Collection[Layout | EngineLayout], ranks: int) -> str:
-    """Returns the sentence of an error that names layouts which are valid.
-
-    Args:
-        layouts: the layouts.
-        ranks: number of ranks.
-    """
+    """Returns the sentence of an error that names layouts which are valid."""
     if not layouts:
         return f"No other layout is valid on {ranks} ranks."
     return f"Nearest valid layouts on {ranks} ranks: {', '.join(map(format_layout, layouts))}."
@@ -82,14 +57,7 @@ def format_layout(layout: Layout | EngineLayout) -> str:
 def nearest(
     layout: AnyLayout, candidates: Iterable[AnyLayout], check: Callable[[AnyLayout], object], count: int = NEAREST
 ) -> list[AnyLayout]:
-    """Returns the valid candidates that are nearest to a layout.
-
-    Args:
-        layout: the requested layout.
-        candidates: layouts to choose from.
-        check: function that raises UserError or returns False for an invalid layout.
-        count: maximum number of layouts.
-    """
+    """Returns the valid candidates that are nearest to a layout."""
     result: list[AnyLayout] = []
     for candidate in sorted(candidates, key=lambda other: (round(distance(layout, other), 6), str(other))):
         if len(result) == count:
@@ -100,12 +68,7 @@ def nearest(
 
 
 def is_valid(layout: AnyLayout, check: Callable[[AnyLayout], object]) -> bool:
-    """Returns whether a check accepts a layout.
-
-    Args:
-        layout: the layout.
-        check: function that raises UserError or returns False for an invalid layout.
-    """
+    """Returns whether a check accepts a layout."""
     try:
         return check(layout) is not False
     except UserError:
@@ -116,10 +79,6 @@ def distance(a: AnyLayout, b: AnyLayout) -> float:
     """Returns how often a size must be doubled or halved to get from one layout to the other, over all sizes but dp.
 
     An etp equal to tp does not count in addition to it.
-
-    Args:
-        a: a layout.
-        b: a layout of the same class.
     """
     changes = {key: getattr(a, key) / getattr(b, key) for key in KEYS[type(a)]}
     if "etp" in changes:
@@ -128,13 +87,7 @@ def distance(a: AnyLayout, b: AnyLayout) -> float:
 
 
 def layouts_on(ranks: int, experts: int, up_to: Layout | None = None) -> Iterator[Layout]:
-    """Yields all layouts on exactly `ranks` ranks.
-
-    Args:
-        ranks: number of ranks.
-        experts: experts of the model; without any, ep is 1 and etp is tp, otherwise etp is 1 or tp.
-        up_to: layout whose cp and vpp are the maximum, and whose etp is included; None: cp and vpp are 1.
-    """
+    """Yields all layouts on exactly `ranks` ranks."""
     extra_etp = [up_to.etp] if up_to and up_to.etp != up_to.tp else []
     cp_sizes = [size for size in _divisors(ranks) if size <= (up_to.cp if up_to else 1)]
     for tp, pp, cp in product(_divisors(ranks), _divisors(ranks), cp_sizes):
@@ -152,11 +105,6 @@ def engine_layouts_on(ranks: int, experts: int, like: EngineLayout | None = None
     """Yields all engine layouts of which a whole number of engines uses `ranks` ranks.
 
     Pipeline stages wait for each other in every decoding step, so pp is suggested only where it was requested.
-
-    Args:
-        ranks: number of ranks of all engines.
-        experts: experts of the model; 0 without.
-        like: layout whose pp and adp are included; without it pp is 1 and adp is 1 or tp.
     """
     for tp in _divisors(ranks):
         for pp in sorted({1} | ({like.pp} if like else set())):

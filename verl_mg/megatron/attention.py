@@ -44,14 +44,6 @@ class PackedAttention(MegatronModule):
         sinks: bool = False,
         **__: Any,
     ) -> None:
-        """Creates the module.
-
-        Args:
-            config: megatron-core's configuration.
-            window: number of tokens that a token attends to at most, itself included; None for all.
-            softcap: bound c of attention scores z, as c * tanh(z / c) (Gemma 2, arXiv:2408.00118); None for none.
-            sinks: whether each head has an attention sink (gpt-oss, arXiv:2508.10925), a parameter.
-        """
         super().__init__(config=config)
         self.window, self.softcap = window, softcap
         self.scale = config.softmax_scale
@@ -72,20 +64,7 @@ class PackedAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSequences | None = None,
     ) -> Tensor:
-        """Computes attention over packed sequences.
-
-        Args:
-            query: (T / cp, heads, d).
-            key: (T / cp, kv_heads, d).
-            value: (T / cp, kv_heads, d).
-            attention_mask: not read.
-            attn_mask_type: not read; attention is causal.
-            attention_bias: not read.
-            packed_seq_params: description of the sequences.
-
-        Returns:
-            (T / cp, heads * d).
-        """
+        """Computes attention over packed sequences."""
         packed = packed_seq_params
         assert packed and packed.cp_group
         if packed.zigzag:
@@ -98,17 +77,7 @@ class PackedAttention(MegatronModule):
         return to_tokens(self._attend(query, key, value, packed), packed.cp_group).flatten(1)
 
     def local_context(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
-        """Computes attention of this rank's tokens, which are two chunks of each sequence, to those of all ranks.
-
-        Args:
-            query: (T / cp, heads, d).
-            key: (T / cp, kv_heads, d).
-            value: (T / cp, kv_heads, d_v).
-            packed: description of the sequences.
-
-        Returns:
-            (T / cp, heads, d_v).
-        """
+        """Computes attention of this rank's tokens, which are two chunks of each sequence, to those of all ranks."""
         assert packed.cp_group is not None
         order, group, scores = packed.gathered_order, packed.cp_group, self._scores(None)
         key, value = gather_tokens(key, order, group), gather_tokens(value, order, group)
@@ -120,29 +89,11 @@ class PackedAttention(MegatronModule):
     def with_positions(
         self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Applies rotary embeddings.
-
-        Args:
-            query: (T, heads, d).
-            key: (T, kv_heads, d).
-            value: (T, kv_heads, d), returned as it is.
-            packed: description of the sequences.
-
-        Returns:
-            Query, key and value of the same shapes.
-        """
+        """Applies rotary embeddings."""
         return self.rotated(query, packed), self.rotated(key, packed), value
 
     def rotated(self, x: Tensor, packed: PackedSequences) -> Tensor:
-        """Applies the rotary embedding to queries or keys.
-
-        Args:
-            x: (T, heads, d).
-            packed: description of the sequences.
-
-        Returns:
-            (T, heads, d).
-        """
+        """Applies the rotary embedding to queries or keys."""
         assert packed.cos is not None and packed.sin is not None
         return rotate(x, packed.cos, packed.sin)
 

@@ -60,13 +60,7 @@ class BalanceLosses:
     """(2,) float64, balance and z loss of this rank's tokens in all layers, without factors; None before the first."""
 
     def attach(self, logits: Tensor, packed: Any, experts: ExpertsConfig) -> Tensor:
-        """Returns the logits, with the gradients of the losses added to theirs in the backward pass.
-
-        Args:
-            logits: (t, experts).
-            packed: description of the sequences.
-            experts: the experts of the model.
-        """
+        """Returns the logits, with the gradients of the losses added to theirs in the backward pass."""
         with torch.enable_grad():
             leaf = logits.detach().float().requires_grad_()
             losses = torch.stack([self._balance(leaf, packed, experts), self._z(leaf, packed)])
@@ -78,11 +72,7 @@ class BalanceLosses:
         return attached
 
     def report(self, layers: int) -> dict[str, Tensor]:
-        """Returns the losses of this rank's tokens, to be summed over all ranks: without factors, means over layers.
-
-        Args:
-            layers: layers with experts of the whole model.
-        """
+        """Returns the losses of this rank's tokens, to be summed over all ranks: without factors, means over layers."""
         if self.sums is None:
             return {}
         names = {"moe_aux_loss": self.balance, "moe_z_loss": self.z}
@@ -124,12 +114,7 @@ class _WithGradient(torch.autograd.Function):
 
 
 def factors(megatron: MegatronConfig, c: HFConfig) -> tuple[float, float]:
-    """Returns the factors of balance and z loss; 0 without experts.
-
-    Args:
-        megatron: fields of megatron-core's configurations.
-        c: the model.
-    """
+    """Returns the factors of balance and z loss; 0 without experts."""
     if c.experts is None:
         return 0.0, 0.0
     balance, z = (float(megatron.transformer.get(name) or 0.0) for name in (BALANCE, Z))
@@ -137,15 +122,7 @@ def factors(megatron: MegatronConfig, c: HFConfig) -> tuple[float, float]:
 
 
 def check_balance_losses(c: HFConfig, megatron: MegatronConfig) -> None:
-    """Checks that a trained model has the losses that a configuration gives factors for.
-
-    Args:
-        c: the model.
-        megatron: fields of megatron-core's configurations.
-
-    Raises:
-        UserError: names the field.
-    """
+    """Checks that a trained model has the losses that a configuration gives factors for."""
     given, prefix = megatron.transformer, "megatron.transformer."
     if given.get(KIND, "seq_aux_loss") != "seq_aux_loss":
         raise UserError(

@@ -49,17 +49,7 @@ Fields = dict[str, Any]
 
 
 def given_fields(part: str, kind: type, given: Mapping[str, Any], refused: Refusals) -> Fields:
-    """Returns the values of a part of the section `megatron`, of the types that megatron-core declares.
-
-    Args:
-        part: name of the part, such as `ddp`.
-        kind: the dataclass of megatron-core.
-        given: values by the name of the field, as in a file.
-        refused: fields that cannot be set, and why.
-
-    Raises:
-        UserError: names the field and the remedy.
-    """
+    """Returns the values of a part of the section `megatron`, of the types that megatron-core declares."""
     types = {field.name: hint for field, hint in _declared(kind)}
     values = {}
     for name, value in given.items():
@@ -75,15 +65,7 @@ def given_fields(part: str, kind: type, given: Mapping[str, Any], refused: Refus
 
 
 def check_values(given: Mapping[str, Any], transformer_engine: bool) -> None:
-    """Checks that the given fields of `megatron.transformer` fit packed rows, and that what they need is installed.
-
-    Args:
-        given: values by the name of the field.
-        transformer_engine: whether the model is built from layers of Transformer Engine.
-
-    Raises:
-        UserError: names the field and the remedy.
-    """
+    """Checks that the given fields of `megatron.transformer` fit packed rows, and that what they need is installed."""
     for name, value in given.items():
         key = f"megatron.transformer.{name}"
         if not transformer_engine and any(fnmatchcase(name, pattern) for pattern in NEEDS_TRANSFORMER_ENGINE):
@@ -102,17 +84,7 @@ def check_values(given: Mapping[str, Any], transformer_engine: bool) -> None:
 
 
 def build_config(part: str, kind: Callable[..., Built], fields: Fields, given: Mapping[str, Any]) -> Built:
-    """Creates a configuration of megatron-core.
-
-    Args:
-        part: name of the part of the section `megatron`.
-        kind: the dataclass of megatron-core.
-        fields: values that the job sets.
-        given: values of the section, which replace them.
-
-    Raises:
-        UserError: megatron-core refuses the combination of given fields.
-    """
+    """Creates a configuration of megatron-core."""
     try:
         return kind(**{**fields, **given})
     except (ValueError, AssertionError, RuntimeError, ImportError, NotImplementedError) as error:

@@ -54,12 +54,7 @@ class Chunks:
 
     @classmethod
     def of(cls, lengths: Tensor, device: torch.device) -> Chunks:
-        """Cuts sequences into chunks.
-
-        Args:
-            lengths: (n,) int64 on the CPU, tokens of each sequence, at least 1.
-            device: device of the indices.
-        """
+        """Cuts sequences into chunks."""
         total = int(lengths.sum())
         number = -(-lengths // CHUNK)
         order = number.argsort(descending=True, stable=True)
@@ -88,17 +83,7 @@ class Chunks:
 
 
 def convolve(x: Tensor, filters: Tensor, chunks: Chunks, ends: Tensor) -> Tensor:
-    """Convolves each element over its last tokens, followed by SiLU; tokens before a sequence count as 0.
-
-    Args:
-        x: (tokens, elements).
-        filters: (elements, width), factors of the tokens width - 1 before, ..., 1 before, and of the token itself.
-        chunks: description of the sequences.
-        ends: (n + 1,) int32, cumulative lengths of the sequences.
-
-    Returns:
-        (tokens, elements) in the dtype of `x`.
-    """
+    """Convolves each element over its last tokens, followed by SiLU; tokens before a sequence count as 0."""
     if has_fused_kernels(x):
         from fla.modules.convolution import causal_conv1d
 
@@ -115,20 +100,7 @@ def convolve(x: Tensor, filters: Tensor, chunks: Chunks, ends: Tensor) -> Tensor
 def delta_rule(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, chunks: Chunks, ends: Tensor
 ) -> Tensor:
-    """Computes the gated delta rule over packed sequences, with queries and keys normalized to length 1.
-
-    Args:
-        query: (tokens, heads, d).
-        key: (tokens, heads, d).
-        value: (tokens, heads, d_v).
-        decay: (tokens, heads) float32, g of each token, at most 0.
-        beta: (tokens, heads) float32, from 0 to 1.
-        chunks: description of the sequences.
-        ends: (n + 1,) int32, cumulative lengths of the sequences.
-
-    Returns:
-        (tokens, heads, d_v) in the dtype of `value`.
-    """
+    """Computes the gated delta rule over packed sequences, with queries and keys normalized to length 1."""
     if has_fused_kernels(value):
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 

@@ -18,33 +18,13 @@ from verl_mg.models.hf_config import ClampedSwiGLU
 
 
 def add_bias(product: Tensor, bias: Tensor, ends: Tensor, scale: Tensor | None = None, added: bool = True) -> Tensor:
-    """Adds to each token the bias of its expert.
-
-    Args:
-        product: (n, w), sorted by expert; changed in place.
-        bias: (experts, w).
-        ends: (experts,) int32, ends of the experts' tokens.
-        scale: (n,) float32, factor of each token's bias; None for 1.
-        added: False where another rank adds the bias to its part of the sum; the bias has its whole gradient here too.
-
-    Returns:
-        (n, w).
-    """
+    """Adds to each token the bias of its expert."""
     total: Tensor = _AddBias.apply(product, bias, ends, scale, added)
     return total
 
 
 def clamped_swiglu(x: Tensor, scale: Tensor, activation: ClampedSwiGLU) -> Tensor:
-    """Computes the clamped SwiGLU times a factor, and keeps only its arguments for the backward pass.
-
-    Args:
-        x: (n, 2 f), gate and up alternating.
-        scale: (n,) float32, factor of each row.
-        activation: its constants.
-
-    Returns:
-        (n, f) in the dtype of `x`.
-    """
+    """Computes the clamped SwiGLU times a factor, and keeps only its arguments for the backward pass."""
     product: Tensor = _ClampedSwiGLU.apply(x, scale, activation.alpha, activation.limit)
     return product
 

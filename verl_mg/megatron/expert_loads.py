@@ -31,11 +31,6 @@ class ExpertLoads:
     """
 
     def __init__(self, runner: ModelRunner) -> None:
-        """Makes the routers of this rank's layers count.
-
-        Args:
-            runner: the model.
-        """
         self._routers = [m for chunk in runner.chunks for m in chunk.modules() if isinstance(m, Router)]
         self._rate = runner.bias_update_rate
         self._group = runner.groups.collection.tp_dp_cp
@@ -59,11 +54,7 @@ class ExpertLoads:
             router.losses, router.load = self.losses, load
 
     def sum_over_ranks(self) -> dict[str, Tensor]:
-        """Completes the loads of a mini-batch; all ranks of the placement call it.
-
-        Returns:
-            This rank's part of MAX_LOAD and of the losses, to be summed over all ranks.
-        """
+        """Completes the loads of a mini-batch; all ranks of the placement call it."""
         if not self._routers:
             return {}
         losses = {} if self.losses is None else self.losses.report(self._layers)

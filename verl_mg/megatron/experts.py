@@ -142,14 +142,6 @@ class TokenDispatcher(MoETokenDispatcher):
         ep: dist.ProcessGroup,
         etp: dist.ProcessGroup,
     ) -> None:
-        """Creates the dispatcher.
-
-        Args:
-            config: megatron-core's configuration.
-            tp_ep_group: ranks of `ep` and `etp` together, `etp` fastest.
-            ep: ranks with other experts.
-            etp: ranks with other parts of the same experts.
-        """
         self.config, self.shared_experts, self.use_nccl_stream = config, None, False
         self._sent: list[int] = []
         self._received: list[int] = []
@@ -159,16 +151,7 @@ class TokenDispatcher(MoETokenDispatcher):
         self._local = config.num_moe_experts // ep.size()
 
     def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Sorts copies of tokens by expert.
-
-        Args:
-            tokens: (t, 1, h).
-            routing_map: (t, k) int64, the experts of each token.
-            probs: (t, k) float32, their weights.
-
-        Returns:
-            (t * k, h) copies, and their weights (t * k,).
-        """
+        """Sorts copies of tokens by expert."""
         self._shape = tokens.shape
         self._copies, by_expert = _Copies.sorted_by(routing_map.short())  # short keys are sorted in fewer passes
         self._ends = torch.searchsorted(by_expert, self._experts, right=True, out_int32=True)
@@ -178,15 +161,7 @@ class TokenDispatcher(MoETokenDispatcher):
         return self._copies.take(tokens.flatten(0, -2)), weights
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Sends copies and weights to the ranks of their experts.
-
-        Args:
-            hidden_states: (t * k, h) copies, sorted by expert.
-            probs: (t * k,) float32 weights.
-
-        Returns:
-            Copies and weights that this rank received.
-        """
+        """Sends copies and weights to the ranks of their experts."""
         if self._all.size() > 1:
             self._exchange_sizes()
         if self.shared_experts is not None:
@@ -197,15 +172,7 @@ class TokenDispatcher(MoETokenDispatcher):
         return received, self._over_ep(probs, self._received, self._sent)
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor | Ends, Tensor]:
-        """Gathers the copies of all etp ranks and sorts them by expert.
-
-        Args:
-            hidden_states: (received, h) copies of this rank.
-            probs: (received,) float32 weights.
-
-        Returns:
-            (n, h) copies, number of copies for each local expert (experts,) or their ends, and (n,) weights.
-        """
+        """Gathers the copies of all etp ranks and sorts them by expert."""
         if self._etp.size() > 1:
             hidden_states = gather_from_sequence_parallel_region(
                 hidden_states, group=self._etp, output_split_sizes=self._of_etp
@@ -227,15 +194,7 @@ class TokenDispatcher(MoETokenDispatcher):
         return hidden_states
 
     def token_combine(self, hidden_states: Tensor, *_: Any) -> Tensor:
-        """Sends the results to the ranks of the tokens.
-
-        Args:
-            hidden_states: (received, h) results of this rank's experts.
-            _: biases, which `GroupedExperts` has added.
-
-        Returns:
-            (t * k, h) results, in the order of `token_dispatch`.
-        """
+        """Sends the results to the ranks of the tokens."""
         if self.shared_experts is not None:
             self.shared_experts.wait_current_stream()
         returned = self._over_ep(hidden_states, self._sent, self._received)
@@ -286,14 +245,6 @@ class GroupedExperts(MegatronModule):
         experts: ExpertsConfig,
         **__: Any,
     ) -> None:
-        """Creates uninitialized weights.
-
-        Args:
-            num_local_experts: number of experts on this rank.
-            config: megatron-core's configuration.
-            pg_collection: process groups.
-            experts: the experts of the model.
-        """
         super().__init__(config=config)
         etp: dist.ProcessGroup = pg_collection.expt_tp
         width, biases = config.moe_ffn_hidden_size // etp.size(), experts.biases
@@ -306,16 +257,7 @@ class GroupedExperts(MegatronModule):
         self._recompute_activation = selective and "moe_act" in config.recompute_modules
 
     def forward(self, tokens: Tensor, counts: Tensor | Ends, weights: Tensor) -> tuple[Tensor, None]:
-        """Applies each expert to its tokens.
-
-        Args:
-            tokens: (n, h), sorted by expert.
-            counts: (experts,), number of tokens of each expert, or where they end.
-            weights: (n,) float32, factor of each result.
-
-        Returns:
-            (n, h), and no bias.
-        """
+        """Applies each expert to its tokens."""
         ends = counts.places if isinstance(counts, Ends) else counts.to(tokens.device).cumsum(0, dtype=torch.int32)
         hidden = self.linear_fc1(tokens, ends)
         if self.linear_fc1.bias is not None:
@@ -368,16 +310,7 @@ class _Stack(torch.nn.Module):
 
 
 def grouped_product(tokens: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Multiplies tokens with the matrices of their experts.
-
-    Args:
-        tokens: (n, in), sorted by expert.
-        weights: (experts, out, in).
-        ends: (experts,) int32, ends of the experts' tokens.
-
-    Returns:
-        (n, out).
-    """
+    """Multiplies tokens with the matrices of their experts."""
     product: Tensor = _GroupedProduct.apply(tokens, weights, ends, False)
     return product
 

@@ -21,27 +21,12 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def gather_tokens(part: Tensor, order: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Gathers the tokens of all ranks; the backward pass sums the gradients of all ranks' tokens.
-
-    Args:
-        part: (T / cp, heads, d) of this rank.
-        order: (T,) int64 on the device, see `order_of_gathered`.
-        group: the cp ranks that share the sequences.
-
-    Returns:
-        (T, heads, d), sequence by sequence.
-    """
+    """Gathers the tokens of all ranks; the backward pass sums the gradients of all ranks' tokens."""
     return gather_from_sequence_parallel_region(part.contiguous(), group=group)[order]
 
 
 def order_of_gathered(lengths: Tensor, cp: int, device: torch.device) -> Tensor:
-    """Returns the index of each token among those of all ranks, rank after rank: (T,) int64.
-
-    Args:
-        lengths: (n,) int64 on the CPU, tokens of each sequence, multiples of 2 * cp.
-        cp: number of ranks that share the sequences.
-        device: device of the result.
-    """
+    """Returns the index of each token among those of all ranks, rank after rank: (T,) int64."""
     return copy_to(device, torch.cat([zigzag_tokens(lengths, cp, index) for index in range(cp)]).argsort())
 
 
@@ -55,21 +40,7 @@ def attend_to_gathered(
     cp: int,
     rank: int,
 ) -> Tensor:
-    """Computes causal attention of this rank's tokens; sequences of equal length are computed together.
-
-    Args:
-        attend: attention where a mask is true.
-        query: (T / cp, heads, d), rotary embedding included.
-        key: (T, kv_heads, d) of all ranks, rotary embedding included.
-        value: (T, kv_heads, d_v) of all ranks.
-        lengths: (n,) int64 on the CPU, tokens of each sequence, multiples of 2 * cp.
-        window: number of tokens that a token attends to at most, itself included; None for all.
-        cp: number of ranks that share the sequences.
-        rank: this rank among them.
-
-    Returns:
-        (T / cp, heads, d_v).
-    """
+    """Computes causal attention of this rank's tokens; sequences of equal length are computed together."""
     starts, outputs, computed = lengths.cumsum(0) - lengths, [], []
     for length in lengths.unique().tolist():
         begins = starts[lengths == length][:, None]

@@ -32,14 +32,6 @@ class JointRMSNorm(torch.nn.Module):
     """Root-mean-square layer normalization over all heads, computed in float32 and rounded once."""
 
     def __init__(self, config: TransformerConfig, heads: int, width: int, group: dist.ProcessGroup) -> None:
-        """Creates a norm with unit weights.
-
-        Args:
-            config: megatron-core's configuration.
-            heads: heads of all tensor-parallel ranks; they divide it.
-            width: width of a head.
-            group: the tensor-parallel ranks.
-        """
         super().__init__()
         options = {"device": torch.cuda.current_device(), "dtype": config.params_dtype}
         self.weight = torch.nn.Parameter(torch.ones(heads // group.size() * width, **options))

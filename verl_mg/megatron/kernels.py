@@ -17,14 +17,6 @@ def resolve_kernels(setting: Literal["auto", Kernels], dtype: torch.dtype, model
 
     With `auto` they are Transformer Engine's for bfloat16 on GPUs where it is installed. It multiplies float32 matrices
     in TensorFloat-32, which has 10 bits of precision: models in float32 use torch's kernels unless it is requested.
-
-    Args:
-        setting: value of `model.kernels`.
-        dtype: dtype of the weights.
-        model: the model; None for one that both kinds of kernels have.
-
-    Raises:
-        UserError: Transformer Engine is requested and cannot be used here.
     """
     if setting == "torch":
         return "torch"

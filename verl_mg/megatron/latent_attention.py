@@ -45,17 +45,7 @@ class MultiLatentAttention(MLASelfAttention):
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Projects hidden states to the inputs of `PackedMLA`.
-
-        Args:
-            hidden_states: (T / tp, 1, h).
-            _: not read.
-            __: not read.
-
-        Returns:
-            Query (T, heads, nope + rope); rotary key (T, 1, rope); keys and values (T, heads, nope + v); the latents
-            of queries and of keys.
-        """
+        """Projects hidden states to the inputs of `PackedMLA`."""
         q_latent, kv_latent, rotary_key = self.latents(hidden_states)
         to_query = self.linear_q_proj if self.config.q_lora_rank is None else self.linear_q_up_proj
 
@@ -78,15 +68,7 @@ class MultiLatentAttention(MLASelfAttention):
         )
 
     def latents(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Projects hidden states to latents.
-
-        Args:
-            hidden_states: (T / tp, 1, h).
-
-        Returns:
-            Latents of queries (the hidden states, where the model has none) and of keys, (T / tp, 1, rank), as input of
-            the up projections; rotary keys (T, 1, rope).
-        """
+        """Projects hidden states to latents."""
         c = self.config
         q_latent = hidden_states
         if c.q_lora_rank is not None:
@@ -113,24 +95,13 @@ class PackedMLA(PackedAttention):
     """Packed attention whose queries and keys have a part without positions and a rotary part."""
 
     def __init__(self, *arguments: Any, interleaved: bool, **options: Any) -> None:
-        """Creates the module; `interleaved`: whether rotary pairs are neighbouring elements, see `LatentConfig`."""
         super().__init__(*arguments, **options)
         self.interleaved = interleaved
 
     def with_positions(
         self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Builds queries and keys from the projections of `MultiLatentAttention`.
-
-        Args:
-            query: (T, heads, nope + rope).
-            key: (T, 1, rope).
-            value: (T, heads, nope + v), keys without positions and values.
-            packed: description of the sequences.
-
-        Returns:
-            Query and key (T, heads, nope + rope), value (T, heads, v).
-        """
+        """Builds queries and keys from the projections of `MultiLatentAttention`."""
         assert packed.cos is not None and packed.sin is not None
         key_nope, value = value.split([self.config.qk_head_dim, self.config.v_head_dim], dim=-1)
         query = rotate_end(query, packed.cos, packed.sin, self.interleaved)

@@ -20,13 +20,6 @@ class RMSNorm(torch.nn.Module):
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
-        """Creates a norm with unit weights.
-
-        Args:
-            config: megatron-core's configuration.
-            hidden_size: width of the normalized axis.
-            eps: added to the mean square.
-        """
         super().__init__()
         options = {"device": torch.cuda.current_device(), "dtype": config.params_dtype}
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, **options))
@@ -88,16 +81,7 @@ def _factor(weight: Tensor, zero_centered: bool) -> Tensor:
 
 
 def gated(x: Tensor, scale: Tensor, gelu: bool) -> Tensor:
-    """Computes act(gate) * up * scale, and keeps only its arguments for the backward pass.
-
-    Args:
-        x: (n, 2 f), gate and up side by side.
-        scale: (n,) float32, factor of each row.
-        gelu: act is the tanh approximation of GELU; otherwise SiLU.
-
-    Returns:
-        (n, f) in the dtype of `x`.
-    """
+    """Computes act(gate) * up * scale, and keeps only its arguments for the backward pass."""
     product: Tensor = _Gated.apply(x, scale, gelu)
     return product
 
@@ -144,14 +128,6 @@ class NormedRowParallelLinear(RowParallelLinear):
     """Row-parallel linear layer whose output is normalized, as in Gemma 2; named as Megatron-Bridge names it."""
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **arguments: Any) -> None:
-        """Creates the layer.
-
-        Args:
-            input_size: width of the input over all tensor-parallel ranks.
-            output_size: width of the output.
-            config: megatron-core's configuration.
-            arguments: further arguments of `RowParallelLinear`.
-        """
         super().__init__(input_size, output_size, config=config, **arguments)
         self.post_layernorm = RMSNorm(config, output_size, eps=config.layernorm_epsilon)
         self.register_forward_hook(normalize_output)
@@ -161,23 +137,9 @@ class BiasedRowParallelLinear(RowParallelLinear):
     """Row-parallel linear layer with a bias, for attention: megatron-core's switch for it gives one to every layer."""
 
     def __init__(self, input_size: int, output_size: int, *, bias: bool, **arguments: Any) -> None:
-        """Creates the layer.
-
-        Args:
-            input_size: width of the input over all tensor-parallel ranks.
-            output_size: width of the output.
-            bias: not read; it has one.
-            arguments: further arguments of `RowParallelLinear`.
-        """
         super().__init__(input_size, output_size, bias=True, **arguments)
 
 
 def normalize_output(linear: Any, _: Any, output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
-    """Normalizes the output of a linear layer; a hook, in front of which adapters can add to it.
-
-    Args:
-        linear: layer with the norm `post_layernorm`.
-        _: its input.
-        output: (T or T / tp, 1, output_size) and the bias not yet added.
-    """
+    """Normalizes the output of a linear layer; a hook, in front of which adapters can add to it."""
     return linear.post_layernorm(output[0]), output[1]

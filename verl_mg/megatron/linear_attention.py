@@ -42,12 +42,7 @@ class Projections:
 
 
 def linear_attention_spec(linear: LinearConfig, projections: Projections | None = None) -> ModuleSpec:
-    """Returns the specification of a gated delta net in place of a layer's attention.
-
-    Args:
-        linear: sizes of the layer.
-        projections: classes of its linear layers; None for megatron-core's.
-    """
+    """Returns the specification of a gated delta net in place of a layer's attention."""
     return ModuleSpec(GatedDeltaNet, {"linear": linear, "projections": projections or Projections()})
 
 
@@ -63,15 +58,6 @@ class GatedDeltaNet(MegatronModule):
         pg_collection: Any,
         **_: Any,
     ) -> None:
-        """Creates uninitialized weights.
-
-        Args:
-            config: megatron-core's configuration.
-            layer_number: number of the layer, from 1.
-            linear: sizes of the layer.
-            projections: classes of the linear layers.
-            pg_collection: process groups.
-        """
         super().__init__(config=config)
         self.layer_number, self.linear = layer_number, linear
         tp = pg_collection.tp.size()
@@ -113,16 +99,7 @@ class GatedDeltaNet(MegatronModule):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None, packed_seq_params: PackedSequences, **_: Any
     ) -> tuple[Tensor, None]:
-        """Computes the layer over packed sequences.
-
-        Args:
-            hidden_states: (T / cp / tp, 1, h), normalized, unless the input projection contains the norm.
-            attention_mask: not read.
-            packed_seq_params: description of the sequences.
-
-        Returns:
-            (T / cp / tp, 1, h), and no bias.
-        """
+        """Computes the layer over packed sequences."""
         packed, group, linear = packed_seq_params, packed_seq_params.cp_group, self.linear
         assert group and not packed.zigzag
         keys, values = self.key_heads * linear.key_dim, self.value_heads * linear.value_dim

@@ -67,13 +67,7 @@ class _AdaptedLayer:
 def _adapted_layers(
     shards: Mapping[str, Shard], shapes: Shapes, entries: Mapping[str, TensorEntry]
 ) -> list[_AdaptedLayer]:
-    """Returns the layers of a rank with adapters.
-
-    Args:
-        shards: shards of the rank's parameters by the weight table.
-        shapes: result of `adapter_shapes`.
-        entries: the model's tensors.
-    """
+    """Returns the layers of a rank with adapters."""
     by_layer: dict[str, dict[str, list[AdapterShard]]] = {}
     for name, shard in shards.items():
         if local := adapter_shards(shard, shapes):
@@ -107,19 +101,6 @@ class Adapters:
         expert_group: dist.ProcessGroup | None,
         initialize: bool = True,
     ) -> None:
-        """Installs the adapters.
-
-        Args:
-            table: weight table of the model.
-            chunks: this rank's pipeline chunks by the prefix of their parameters' names.
-            shards: this rank's shards by the weight table.
-            lora: LoRA settings.
-            expert_group: ranks with other parts of the same experts; None on a rank without chunks.
-            initialize: draw the values of the adapters or read them from `lora.path`; otherwise they are undefined.
-
-        Raises:
-            UserError: a target that has no adapters, or a folder with other adapters.
-        """
         self.config = lora
         self.adapted = adapted_tensors(table, lora.targets, lora.experts)
         self.shapes = adapter_shapes(table, self.adapted, lora.rank)
@@ -179,11 +160,7 @@ class Adapters:
                 self.parameters[name].detach()[slices(piece.target)] = read(piece.tensor, piece.source)
 
     def shard_map(self, weights: ShardMap) -> ExplicitShardMap:
-        """Returns the shards of the adapters of every rank, by the names of `parameters` and of PEFT's tensors.
-
-        Args:
-            weights: shards of the weights of every rank.
-        """
+        """Returns the shards of the adapters of every rank, by the names of `parameters` and of PEFT's tensors."""
         shards: dict[int, dict[str, Shard]] = {}
         for rank in weights.ranks:
             layers = _adapted_layers(weights.shards(rank), self.shapes, self._entries)
@@ -212,11 +189,7 @@ class Adapters:
         return frozenset(self._merge)
 
     def local_boxes(self, at: Coordinates) -> Iterator[tuple[str, Box, Tensor]]:
-        """Yields (tensor of PEFT's file, box in it, values) that this rank writes; all ranks write each box once.
-
-        Args:
-            at: this rank's coordinates.
-        """
+        """Yields (tensor of PEFT's file, box in it, values) that this rank writes; all ranks write each box once."""
         for name, shard in self.shards.items():
             values = self.parameters[name].detach()
             for piece in shard.pieces:

@@ -39,13 +39,6 @@ class Adapter(Module):
     """Adapters of the tensors of one linear layer, by the last part of their names: `a` (r, in), `b` (out, r)."""
 
     def __init__(self, linear: Any, shards: Sequence[AdapterShard], scale: float) -> None:
-        """Creates uninitialized adapters.
-
-        Args:
-            linear: the linear layer of megatron-core or Transformer Engine.
-            shards: shards of both factors, one entry for each tensor of the layer.
-            scale: factor of the product B A, alpha / r.
-        """
         super().__init__()
         shares_tokens = linear.config.sequence_parallel
         self._splits_a = any(shard.splits_a for shard in shards)
@@ -69,15 +62,7 @@ class Adapter(Module):
             self.register_buffer(_rows(name), _index(shard, linear.weight), persistent=False)
 
     def forward(self, hidden: Tensor, output: Tensor) -> Tensor:
-        """Adds the adapters to the output of the linear layer.
-
-        Args:
-            hidden: (tokens, 1, in), input of the linear layer, after its norm if it contains one.
-            output: (tokens, 1, out), its output.
-
-        Returns:
-            (tokens, 1, out).
-        """
+        """Adds the adapters to the output of the linear layer."""
         a, b = torch.cat(list(self.a.values())), self._block_b()
         if self._sums_gradients:
             # The factor that every rank has sees only this rank's part of the other one.
@@ -111,14 +96,6 @@ class ExpertAdapter(Module):
     """Adapters of a rank's experts, by the last part of their names: `a` (experts, r, in), `b` (experts, out, r)."""
 
     def __init__(self, weight: Tensor, shards: Sequence[AdapterShard], scale: float, group: dist.ProcessGroup) -> None:
-        """Creates uninitialized adapters.
-
-        Args:
-            weight: weight of one expert or of all, (..., out, in).
-            shards: stacked shards of both factors, one entry for each kind of tensor.
-            scale: factor of the product B A, alpha / r.
-            group: ranks with other parts of the same experts.
-        """
         super().__init__()
         self._scale, self._height, self._group = scale, weight.shape[-2], group
         self._splits_a = any(shard.splits_a for shard in shards)
@@ -139,16 +116,7 @@ class ExpertAdapter(Module):
             self.register_buffer(_rows(name), _index(shard, weight), persistent=False)
 
     def forward(self, tokens: Tensor, ends: Tensor, output: Tensor) -> Tensor:
-        """Adds the adapters to the output of the layer.
-
-        Args:
-            tokens: (n, in), sorted by expert.
-            ends: (experts,) int32, ends of the experts' tokens.
-            output: (n, out).
-
-        Returns:
-            (n, out).
-        """
+        """Adds the adapters to the output of the layer."""
         a, b = torch.cat(list(self.a.values()), dim=1), self._block_b()
         if self._group.size() > 1:
             a = a if self._splits_a else copy_to_tensor_model_parallel_region(a, group=self._group)
@@ -166,12 +134,7 @@ class ExpertAdapter(Module):
 
     @torch.no_grad()
     def merged(self, weight: Tensor, expert: int | None = None) -> Tensor:
-        """Returns a copy of weights plus the adapters, summed in float32 and rounded to their dtype.
-
-        Args:
-            weight: (experts, out, in), or (out, in) of one expert.
-            expert: local index of the expert; None for all.
-        """
+        """Returns a copy of weights plus the adapters, summed in float32 and rounded to their dtype."""
         result = weight.detach().clone()
         matrices = [(expert, result)] if expert is not None else list(enumerate(result))
         for number, matrix in matrices:

@@ -73,13 +73,6 @@ def assign(held: Sequence[Sequence[Named]], shapes: Mapping[str, Shape]) -> dict
     """Chooses an owner for each matrix: the least busy of the ranks that have a part of it.
 
     The largest matrices come first, so that the work of the ranks differs by little more than a small matrix.
-
-    Args:
-        held: matrices and boxes of each rank of the group.
-        shapes: shape of each matrix.
-
-    Returns:
-        {matrix: owner and round}, in the order in which an owner computes its matrices.
     """
     elements: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
     for rank, parts in enumerate(held):
@@ -99,13 +92,6 @@ class MatrixExchange:
     """Plan of the transfers of the matrices in the shards of a group of ranks."""
 
     def __init__(self, parts: Sequence[Part], shapes: Mapping[str, Shape], group: dist.ProcessGroup) -> None:
-        """Plans the transfers; a collective of the group.
-
-        Args:
-            parts: the boxes of matrices on this rank.
-            shapes: shape of each matrix.
-            group: all ranks that have parts of the matrices.
-        """
         self._group = group
         held: list[list[Named]] = [[] for _ in range(group.size())]
         dist.all_gather_object(held, [(part.matrix, part.box) for part in parts], group=group)
@@ -125,13 +111,7 @@ class MatrixExchange:
                     self._rounds[to.round].received[rank].append((name, box))
 
     def apply(self, shards: Sequence[Tensor], function: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
-        """Replaces the matrices in the shards by functions of them; a collective of the group.
-
-        Args:
-            shards: flat shards of weights on this rank, to which `Part.shard` refers.
-            function: maps matrices (k, m, n) of the same shape to others of that shape.
-            dtype: dtype in which matrices are sent and computed.
-        """
+        """Replaces the matrices in the shards by functions of them; a collective of the group."""
         for planned in self._rounds:
             views = [part.view(shards) for parts in planned.sent for part in parts]
             sent_sizes = [sum(numel(part.box) for part in parts) for parts in planned.sent]
@@ -169,14 +149,7 @@ class _Round:
 def _mapped(
     boxes: Sequence[Named], values: Tensor, shapes: Mapping[str, Shape], function: Callable[[Tensor], Tensor]
 ) -> dict[str, Tensor]:
-    """Assembles matrices from their boxes and applies the function to all of one shape at once.
-
-    Args:
-        boxes: boxes that cover the matrices; replicas of a box have equal values.
-        values: flat values of the boxes, one after the other.
-        shapes: shape of each matrix; equal ones follow each other.
-        function: see `MatrixExchange.apply`.
-    """
+    """Assembles matrices from their boxes and applies the function to all of one shape at once."""
     groups = [(shape, list(names)) for shape, names in groupby(shapes, key=lambda name: shapes[name])]
     stacks = [values.new_empty(len(names), *shape) for shape, names in groups]
     matrices: dict[str, Tensor] = {}

@@ -33,22 +33,7 @@ def make_micro_batch(
     multi_token: bool = False,
     balanced: bool = False,
 ) -> MicroBatch[PackedSequences]:
-    """Packs rows into a micro-batch, for the rank that has a shard of its tokens.
-
-    Args:
-        rows: rows of the micro-batch, see `pack_rows`; each stage reads `routed_experts`, `shared_with` and
-            `shared_tokens` if they are there.
-        inverse_frequencies: (rotary width / 2,) float32 on the device, see `describe_sequences`.
-        attention_scaling: factor of cosines and sines of rotary embeddings.
-        shard: this rank's part of the tokens.
-        stage: this rank's pipeline stage.
-        hidden_offset: offset from a token to the hidden state that scores it, see `pack_rows`.
-        replayed: layers of the column `routed_experts`.
-        multiple: number that divides the tokens of each rank outside attention, see `token_multiple`.
-        zigzag: a rank has two chunks of each sequence, see `token_order`.
-        multi_token: multi-token prediction is trained; the last stage has it.
-        balanced: there is a loss for the balance of experts within each row.
-    """
+    """Packs rows into a micro-batch, for the rank that has a shard of its tokens."""
     device = inverse_frequencies.device
     shared = SharedTokens(rows[SHARED_WITH], rows[SHARED_TOKENS]) if SHARED_TOKENS in rows and len(rows) else None
     order = token_order(rows.lengths, shard, multiple, zigzag, shared)

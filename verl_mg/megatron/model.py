@@ -40,13 +40,6 @@ class PackedModel(GPTModel):
     """One pipeline chunk. The last one returns log-probabilities or values; logits are never materialized whole."""
 
     def __init__(self, weights: WeightTable, groups: ParallelGroups, **arguments: Any) -> None:
-        """Creates the chunk.
-
-        Args:
-            weights: weight table of the model.
-            groups: process groups of the placement.
-            arguments: further arguments of `GPTModel`.
-        """
         super().__init__(pg_collection=groups.collection, position_embedding_type="none", **arguments)
         self.has_value_head = weights.head == "value"
         self.logit_softcap = weights.config.logit_softcap
@@ -60,13 +53,7 @@ class PackedModel(GPTModel):
         self.detaches_heads = False
 
     def add_multi_token_layer(self, spec: ModuleSpec, groups: ParallelGroups, megatron: MegatronConfig) -> None:
-        """Adds the layer of multi-token prediction to the last chunk; it is frozen where its loss has no factor.
-
-        Args:
-            spec: specification of its transformer layer.
-            groups: process groups of the placement.
-            megatron: fields of megatron-core's configurations.
-        """
+        """Adds the layer of multi-token prediction to the last chunk; it is frozen where its loss has no factor."""
         is_trained = loss_factor(megatron) > 0
         rows = self.vocab_size // groups.layout.tp if is_trained and not self.pre_process else 0
         self.multi_token = MultiTokenPrediction(self.config, spec, groups, self.vp_stage, rows)
@@ -76,18 +63,7 @@ class PackedModel(GPTModel):
     def forward(  # type: ignore[override]
         self, micro: MicroBatch[PackedSequences], temperature: float, outputs: TokenOutputs = EVERYTHING
     ) -> Tensor:
-        """Runs the chunk over a micro-batch.
-
-        Args:
-            micro: packed rows.
-            temperature: sampling temperature, above 0.
-            outputs: what is computed for the scored tokens.
-
-        Returns:
-            On the last stage (lines, n) float32 outputs of the n scored tokens, see `TokenOutputs.compute`, or (1, n)
-            values, the same on every context-parallel rank; a further line with the log-probabilities of multi-token
-            prediction where it is trained, 0 for tokens that it does not predict. On other stages the hidden states.
-        """
+        """Runs the chunk over a micro-batch."""
         hidden = super().forward(micro.input_ids, None, None, packed_seq_params=micro.packed)
         if not self.post_process:
             return hidden
@@ -131,15 +107,7 @@ class PackedModel(GPTModel):
         return (states.float() @ self.output_layer.weight.float().T).T
 
     def gather_sequence(self, hidden: Tensor, sum_gradients: bool = True) -> Tensor:
-        """Gathers hidden states over the tensor-parallel ranks.
-
-        Args:
-            hidden: (t / tp, 1, h) with sequence parallelism, otherwise (t, 1, h); t tokens of this cp rank.
-            sum_gradients: whether the backward pass sums the ranks' gradients.
-
-        Returns:
-            (t, h).
-        """
+        """Gathers hidden states over the tensor-parallel ranks."""
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=sum_gradients, group=self.pg_collection.tp
@@ -169,16 +137,7 @@ def build_chunks(
     kernels: Kernels = "torch",
     megatron: MegatronConfig | None = None,
 ) -> list[PackedModel]:
-    """Builds this rank's pipeline chunks on its device, with uninitialized weights; `groups` must be active.
-
-    Args:
-        weights: weight table of the model.
-        groups: process groups of the placement.
-        dtype: dtype of the weights.
-        recompute: recompute all activations of a layer in the backward pass, or those of parts of it.
-        kernels: kernels of the layers, see `resolve_kernels`.
-        megatron: fields of megatron-core's configurations; None for no others.
-    """
+    """Builds this rank's pipeline chunks on its device, with uninitialized weights; `groups` must be active."""
     layout = groups.layout
     config = transformer_config(weights.config, layout, dtype, recompute, kernels, megatron)
     chunks = []
@@ -249,18 +208,7 @@ def parameters_by_name(chunks: list[PackedModel]) -> dict[str, Tensor]:
 
 
 def rotary_frequencies(model_dir: Path, rotary_dim: int) -> tuple[Tensor, float]:
-    """Computes rotary frequencies as `transformers` does.
-
-    Args:
-        model_dir: Hugging Face directory of the model.
-        rotary_dim: number of elements of a head with rotary embedding.
-
-    Returns:
-        (rotary_dim / 2,) float32 inverse frequencies, and the factor of cosines and sines.
-
-    Raises:
-        UserError: `transformers` cannot read config.json.
-    """
+    """Computes rotary frequencies as `transformers` does."""
     try:
         config = read_module_config(model_dir).get_text_config()
         kind = config.rope_parameters["rope_type"]

@@ -76,27 +76,6 @@ class ModelRunner(Runner):
         megatron: MegatronConfig | None = None,
         keeps_multi_token: bool = False,
     ) -> None:
-        """Builds the model and loads its shards; a collective of all ranks of the job.
-
-        Args:
-            model_dir: Hugging Face model directory.
-            groups: process groups of the placement.
-            dtype: dtype of the weights.
-            recompute: recompute all activations of a layer in the backward pass, or those of parts of it.
-            head: output of the model: log-probabilities of a language model, or values. A value head that the
-                directory does not contain is initialized small and random.
-            hidden_offset: offset from a token to the hidden state that scores it, see `make_micro_batch`.
-            lora: adapters to train; all other weights but a value head are frozen.
-            timer: timer of the phases of this rank; None for a new one.
-            directories: the model directories that the job has read; None for new ones.
-            from_checkpoint: leave what is trained uninitialized, for a checkpoint restores it before the first pass.
-            kernels: kernels of the layers, see `resolve_kernels`.
-            megatron: fields of megatron-core's configurations; None for no others.
-            keeps_multi_token: load the layer of multi-token prediction too, where the directory has it.
-
-        Raises:
-            UserError: the model cannot be read, or does not fit the layout.
-        """
         config = read_config(model_dir)
         self.table = weight_table(with_multi_token_layer(config, model_dir) if keeps_multi_token else config, head)
         super().__init__(groups.placement, groups.host_group, groups.dynamic_cp, dtype, timer)
@@ -125,9 +104,6 @@ class ModelRunner(Runner):
 
     def _trained_tensors(self, lora: LoraConfig | None) -> frozenset[str]:
         """Returns the tensors of the table that are trained, which checkpoints contain; adapters are not in the table.
-
-        Args:
-            lora: adapters that are trained in place of the weights.
         """
         tensors = self.table.tensor_index.tensors.keys()
         if lora:
@@ -303,17 +279,7 @@ def _without_division(
 def check_layout(
     config: HFConfig, layout: Layout, kernels: Kernels = "torch", megatron: MegatronConfig | None = None
 ) -> None:
-    """Checks that a model can be trained on a layout.
-
-    Args:
-        config: the model.
-        layout: the parallel sizes.
-        kernels: kernels of the layers.
-        megatron: fields of megatron-core's configurations; None for no others.
-
-    Raises:
-        UserError: a parallel size does not divide what it shards.
-    """
+    """Checks that a model can be trained on a layout."""
     weight_table(config).check_layout(layout, kernels)
     if megatron is None or not exchanges_keys(megatron):
         layout.check_context(config.heads, config.linear_value_heads)

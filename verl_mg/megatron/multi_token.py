@@ -49,13 +49,7 @@ class NextTokens:
 
 
 def next_tokens(rows: Batch, order: TokenOrder, device: torch.device) -> NextTokens:
-    """Selects the next tokens and those that are predicted from them.
-
-    Args:
-        rows: rows of the micro-batch, without shared prefixes: a token has one next token.
-        order: order of their tokens.
-        device: device of the model.
-    """
+    """Selects the next tokens and those that are predicted from them."""
     tokens, positions = rows["tokens"], rows.positions
     has_next = (positions + 1 < rows.expand_to_tokens(rows.lengths)).nonzero().flatten()
     following = torch.zeros(order.total, dtype=torch.int64)
@@ -78,25 +72,12 @@ def count_predicted(rows: Batch) -> int:
 
 
 def loss_factor(megatron: MegatronConfig) -> float:
-    """Returns the factor of the layer's loss; 0 where the layer is frozen.
-
-    Args:
-        megatron: fields of megatron-core's configurations, whose default for this one is not 0.
-    """
+    """Returns the factor of the layer's loss; 0 where the layer is frozen."""
     return float(megatron.transformer.get("mtp_loss_scaling_factor", 0.0))
 
 
 def check_multi_token(c: HFConfig, megatron: MegatronConfig, lora: bool) -> None:
-    """Checks that multi-token prediction can be trained, where its loss has a factor.
-
-    Args:
-        c: the model, with the layer where its directory has one.
-        megatron: fields of megatron-core's configurations.
-        lora: whether adapters are trained and not the weights.
-
-    Raises:
-        UserError: names the field.
-    """
+    """Checks that multi-token prediction can be trained, where its loss has a factor."""
     factor, key = loss_factor(megatron), "megatron.transformer.mtp_loss_scaling_factor"
     if factor < 0:
         raise UserError(f"{key}: {factor} is below 0, which would train for wrong predictions. Write 0 or more.")
@@ -120,15 +101,6 @@ class MultiTokenPrediction(torch.nn.Module):
         vp_stage: int | None,
         embedding_rows: int,
     ) -> None:
-        """Creates uninitialized weights.
-
-        Args:
-            config: megatron-core's configuration.
-            spec: specification of the transformer layer.
-            groups: process groups of the placement.
-            vp_stage: number of the chunk where a stage has several.
-            embedding_rows: rows of the embedding that this stage has a copy of; 0 for none.
-        """
         super().__init__()
         options: dict[str, Any] = {"device": torch.cuda.current_device(), "dtype": config.params_dtype}
         self._config, self._groups = config, groups
@@ -145,16 +117,7 @@ class MultiTokenPrediction(torch.nn.Module):
         self.register_buffer("embedding", torch.empty(embedding_rows, config.hidden_size, **options), persistent=False)
 
     def forward(self, hidden: Tensor, embedded: Tensor, packed: Any) -> Tensor:
-        """Computes the states that the output layer reads.
-
-        Args:
-            hidden: (t, 1, h) normalized hidden states of the model; t tokens of this tensor-parallel rank.
-            embedded: (t, 1, h) embeddings of the next tokens.
-            packed: description of the sequences.
-
-        Returns:
-            (t, 1, h).
-        """
+        """Computes the states that the output layer reads."""
 
         def layer(joined: Tensor) -> Tensor:
             output, _ = self.transformer_layer(joined, attention_mask=None, packed_seq_params=packed)
@@ -169,15 +132,7 @@ class MultiTokenPrediction(torch.nn.Module):
 
     @torch.no_grad()
     def embed(self, ids: Tensor, weight: Tensor) -> Tensor:
-        """Embeds tokens by a vocabulary that is sharded over tensor-parallel ranks.
-
-        Args:
-            ids: (T / cp,) int64, the same on every tensor-parallel rank.
-            weight: (rows, h), this rank's shard of the embedding.
-
-        Returns:
-            (T / (cp * tp), 1, h), the embeddings of this rank's tokens.
-        """
+        """Embeds tokens by a vocabulary that is sharded over tensor-parallel ranks."""
         tp = self._groups.collection.tp
         local = ids - tp.rank() * len(weight)
         is_local = (local >= 0) & (local < len(weight))
@@ -188,12 +143,7 @@ class MultiTokenPrediction(torch.nn.Module):
 
 
 def copy_embedding(chunks: list[Any], groups: ParallelGroups) -> None:
-    """Copies the embedding of the first stage to the last one, whose layer reads it; both stages call it.
-
-    Args:
-        chunks: pipeline chunks of this rank.
-        groups: process groups of the placement.
-    """
+    """Copies the embedding of the first stage to the last one, whose layer reads it; both stages call it."""
     stage, last = groups.coordinates.pp, groups.layout.pp - 1
     if last == 0 or stage not in (0, last):
         return

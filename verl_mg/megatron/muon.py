@@ -39,14 +39,7 @@ UPDATE_RMS = 0.2
 
 
 def orthogonalized(matrices: Tensor) -> Tensor:
-    """Approximates U V^T of the singular value decompositions U S V^T by Newton-Schulz iterations of degree 5.
-
-    Args:
-        matrices: (k, m, n), float32 or bfloat16.
-
-    Returns:
-        (k, m, n), with singular values between about 0.7 and 1.2 where those of the argument are not tiny.
-    """
+    """Approximates U V^T of the singular value decompositions U S V^T by Newton-Schulz iterations of degree 5."""
     if matrices.shape[1] > matrices.shape[2]:
         return orthogonalized(matrices.mT).mT
     a, b, c = COEFFICIENTS
@@ -59,11 +52,7 @@ def orthogonalized(matrices: Tensor) -> Tensor:
 
 
 def scaled_update(matrices: Tensor) -> Tensor:
-    """Returns the orthogonalized matrices with the root mean square of AdamW's updates.
-
-    Args:
-        matrices: (k, m, n) averages of gradients.
-    """
+    """Returns the orthogonalized matrices with the root mean square of AdamW's updates."""
     return orthogonalized(matrices) * (UPDATE_RMS * math.sqrt(max(matrices.shape[1:])))
 
 
@@ -79,16 +68,6 @@ class Muon(StreamedAdamW):
         exchange: MatrixExchange,
         matrix_dtype: torch.dtype,
     ) -> None:
-        """Creates the optimizer without moments.
-
-        Args:
-            param_groups: those of a torch optimizer.
-            momentum: weight of the past in the average of gradients.
-            moments_dtype: dtype of momentum and moments.
-            matrices: weights that are trained by Muon, in the order of the exchange.
-            exchange: exchange of the parts of the matrices between ranks.
-            matrix_dtype: dtype in which matrices are exchanged and orthogonalized.
-        """
         super().__init__(param_groups, False, moments_dtype, RandomAccessMemory(on_host=False))
         self._momentum, self._matrices = momentum, tuple(matrices)
         self._exchange, self._matrix_dtype = exchange, matrix_dtype
@@ -123,17 +102,7 @@ class Muon(StreamedAdamW):
 
 
 def use_muon(optimizer: Any, runner: ModelRunner, config: OptimizerConfig, name: str = "actor") -> None:
-    """Replaces the torch optimizers inside a new megatron-core optimizer by `Muon`; all ranks of the model call it.
-
-    Args:
-        optimizer: an optimizer of megatron-core.
-        runner: the trained model.
-        config: optimizer settings.
-        name: section of the role in the configuration.
-
-    Raises:
-        UserError: adapters are trained, not the matrices of the model.
-    """
+    """Replaces the torch optimizers inside a new megatron-core optimizer by `Muon`; all ranks of the model call it."""
     if runner.lora:
         raise UserError(
             f"{name}.optimizer.kind: muon trains matrices of the model, not adapters. Write adamw, or remove "
@@ -161,14 +130,7 @@ def use_muon(optimizer: Any, runner: ModelRunner, config: OptimizerConfig, name:
 
 
 def _parts(shard: Shard, start: int, count: int, number: int) -> Iterator[Part]:
-    """Yields the boxes of matrices in a range of a flattened parameter.
-
-    Args:
-        shard: the parameter on this rank.
-        start: first element of the range.
-        count: number of elements of the range.
-        number: value of `Part.shard`.
-    """
+    """Yields the boxes of matrices in a range of a flattened parameter."""
     offset = 0
     for at in contiguous_boxes(shard.shape, start, start + count):
         for piece in shard.pieces:

@@ -12,14 +12,7 @@ from verl_mg.megatron.refused_fields import DDP, OPTIMIZER
 
 
 def ddp_config(megatron: MegatronConfig) -> DistributedDataParallelConfig:
-    """Creates the configuration of gradient buffers and their reduction.
-
-    Args:
-        megatron: fields of megatron-core's configurations.
-
-    Raises:
-        UserError: a given field cannot be set.
-    """
+    """Creates the configuration of gradient buffers and their reduction."""
     given = given_fields("ddp", DistributedDataParallelConfig, megatron.ddp, DDP)
     # Gradients of bfloat16 weights are summed in float32 too, over micro-batches and over ranks.
     fields = {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True}
@@ -27,16 +20,7 @@ def ddp_config(megatron: MegatronConfig) -> DistributedDataParallelConfig:
 
 
 def optimizer_config(config: OptimizerConfig, megatron: MegatronConfig, dtype: torch.dtype) -> MegatronOptimizerConfig:
-    """Creates the configuration of the optimizer.
-
-    Args:
-        config: optimizer settings.
-        megatron: fields of megatron-core's configurations.
-        dtype: dtype of the weights.
-
-    Raises:
-        UserError: a given field cannot be set.
-    """
+    """Creates the configuration of the optimizer."""
     given = given_fields("optimizer", MegatronOptimizerConfig, megatron.optimizer, OPTIMIZER)
     fields = {
         "optimizer": "adam",

@@ -64,11 +64,7 @@ class PackedSequences(Sequences, PackedSeqParams):
     `selected_bits`; empty where they attend to all. A recomputed layer reads it again."""
 
     def keep(self, local: Tensor) -> None:
-        """Keeps the rotary embeddings of this rank's tokens only, for ranks with two chunks of each sequence.
-
-        Args:
-            local: (T / cp,) int64, places of these tokens on the device.
-        """
+        """Keeps the rotary embeddings of this rank's tokens only, for ranks with two chunks of each sequence."""
         assert self.cos is not None and self.sin is not None
         self.zigzag, self.cos, self.sin = True, self.cos[local], self.sin[local]
 
@@ -125,15 +121,7 @@ def describe_sequences(
     key_lengths: Tensor | None = None,
     keys: Tensor | None = None,
 ) -> PackedSequences:
-    """Describes packed sequences, on the device of `inverse_frequencies`.
-
-    Args:
-        lengths: (n,) int64 on the CPU, tokens of each sequence that are computed for it.
-        inverse_frequencies: (rotary width / 2,) float32, as `transformers` computes them.
-        attention_scaling: factor of cosines and sines, as `transformers` computes it.
-        key_lengths: (n,) int64 on the CPU, tokens of each sequence; None for `lengths`.
-        keys: (K,) int64 on the CPU, index of each key among the T tokens; None where each sequence computes its own.
-    """
+    """Describes packed sequences, on the device of `inverse_frequencies`."""
     device = inverse_frequencies.device
     key_lengths = lengths if key_lengths is None else key_lengths
     ends, key_ends = lengths.cumsum(0), key_lengths.cumsum(0)

@@ -23,12 +23,6 @@ class ParameterGathers:
     """Gathers in flight of a trained model on this rank; none without megatron-core's `overlap_param_gather`."""
 
     def __init__(self, models: Sequence[Any] = ()) -> None:
-        """Makes the modules of the models wait for their weights.
-
-        Args:
-            models: pipeline chunks in megatron-core's DDP, with `overlap_param_gather`; none for a model whose weights
-                are always complete.
-        """
         self._in_flight: dict[Any, None] = {}
         # Buckets are in the order of the backward pass.
         self._groups = [
@@ -49,11 +43,7 @@ class ParameterGathers:
             self._in_flight[group] = None
 
     def wait(self, weights: Iterable[Tensor]) -> None:
-        """Waits until weights are complete.
-
-        Args:
-            weights: any parameters; those that are not trained are always complete.
-        """
+        """Waits until weights are complete."""
         if self._in_flight:
             self._finish(dict.fromkeys(self._group_of.get(weight) for weight in weights))
 

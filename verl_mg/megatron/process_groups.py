@@ -52,14 +52,6 @@ class ParallelGroups:
         dynamic_cp: bool = False,
         process_groups: ProcessGroups | None = None,
     ) -> None:
-        """Creates the groups; a collective of all ranks of the job.
-
-        Args:
-            placement: ranks in increasing order, and their layout.
-            seed: seed of megatron-core's random number generators.
-            dynamic_cp: also create the groups of each number of neighbouring ranks that divides cp.
-            process_groups: those of the job, which other placements share; new ones by default.
-        """
         if list(placement.ranks) != sorted(placement.ranks):
             raise ValueError(f"torch numbers the ranks of a group in increasing order: {placement.ranks} is not")
         self.placement = placement
@@ -102,11 +94,7 @@ class ParallelGroups:
 
     @property
     def coordinates(self) -> Coordinates:
-        """Coordinates of this rank in the layout.
-
-        Raises:
-            LookupError: this rank is outside the placement.
-        """
+        """Coordinates of this rank in the layout."""
         if self._coordinates is None:
             raise LookupError(f"rank {dist.get_rank()} is not among the ranks {self.placement.ranks} of {self.layout}")
         return self._coordinates

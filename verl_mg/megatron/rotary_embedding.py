@@ -15,50 +15,19 @@ from verl_mg.megatron.core_version import fused
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the first elements of each head, whose pairs are one half of them apart, and copies those behind them.
-
-    Args:
-        x: (T, heads, d + n).
-        cos: (T, 1, d) float32.
-        sin: (T, 1, d) float32; both halves are equal.
-
-    Returns:
-        (T, heads, d + n) in the dtype of `x`.
-    """
+    """Rotates the first elements of each head, whose pairs are one half of them apart, and copies those behind them."""
     rotated: Tensor = _Rotation.apply(x, cos, sin)
     return rotated
 
 
 def rotate_end(x: Tensor, cos: Tensor, sin: Tensor, neighbours: bool) -> Tensor:
-    """Rotates the last elements of each head, and copies those before them.
-
-    Args:
-        x: (T, heads, n + d).
-        cos: (T, 1, d) float32.
-        sin: (T, 1, d) float32; both halves are equal.
-        neighbours: pairs are neighbours; the result has the first elements of all pairs before the second ones. Where
-            queries and keys are permuted so, their products are unchanged.
-
-    Returns:
-        (T, heads, n + d) in the dtype of `x`.
-    """
+    """Rotates the last elements of each head, and copies those before them."""
     rotated: Tensor = _RotationOfEnd.apply(x, cos, sin, neighbours)
     return rotated
 
 
 def join_rotated(plain: Tensor, shared: Tensor, cos: Tensor, sin: Tensor, neighbours: bool) -> Tensor:
-    """Appends to each head elements that all heads share, rotated.
-
-    Args:
-        plain: (T, heads, n), copied as it is.
-        shared: (T, 1, d).
-        cos: (T, 1, d) float32.
-        sin: (T, 1, d) float32; both halves are equal.
-        neighbours: as in `rotate_end`.
-
-    Returns:
-        (T, heads, n + d) in the dtype of `plain`.
-    """
+    """Appends to each head elements that all heads share, rotated."""
     joined: Tensor = _Join.apply(plain, shared, cos, sin, neighbours)
     return joined
 

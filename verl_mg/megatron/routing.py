@@ -34,15 +34,7 @@ from verl_mg.training.token_order import TokenOrder, TokenShard
 
 
 def check_routed_experts(rows: Batch, config: HFConfig) -> None:
-    """Checks the column of prescribed experts; a dense model ignores it.
-
-    Args:
-        rows: the batch.
-        config: the model.
-
-    Raises:
-        UserError: the column has another shape than the model needs, or an expert that it does not have.
-    """
+    """Checks the column of prescribed experts; a dense model ignores it."""
     if config.experts is None or ROUTED_EXPERTS not in rows:
         return
     given, expected = rows[ROUTED_EXPERTS], (config.layers, config.experts.top_k)
@@ -60,30 +52,14 @@ def check_routed_experts(rows: Batch, config: HFConfig) -> None:
 
 
 def replayed_layers(config: HFConfig, stage: Stage) -> tuple[int, ...]:
-    """Returns the layers of a pipeline stage that read prescribed experts, ascending: those with experts.
-
-    Args:
-        config: config.json of the model.
-        stage: the pipeline stage.
-    """
+    """Returns the layers of a pipeline stage that read prescribed experts, ascending: those with experts."""
     return tuple(layer for layer in stage.layers if config.experts and layer in config.experts.layers)
 
 
 def routed_experts(
     rows: Batch, order: TokenOrder, shard: TokenShard, layers: Sequence[int], device: torch.device
 ) -> dict[int, Tensor] | None:
-    """Selects the prescribed experts of the tokens that the routers of this rank process.
-
-    Args:
-        rows: rows of a micro-batch.
-        order: order of the tokens on the ranks.
-        shard: this rank's part of the tokens.
-        layers: layers of the column, see `replayed_layers`.
-        device: device of the model.
-
-    Returns:
-        (T / (cp * tp), k) int16 of each layer; None without the column.
-    """
+    """Selects the prescribed experts of the tokens that the routers of this rank process."""
     if ROUTED_EXPERTS not in rows:
         return None
     known = rows[ROUTED_EXPERTS]
@@ -114,12 +90,6 @@ class Router(TopKRouter):
     """(experts,) int64, tokens that chose each expert in the passes with gradients so far; None: not counted."""
 
     def __init__(self, *, experts: ExpertsConfig, **arguments: Any) -> None:
-        """Creates the router.
-
-        Args:
-            experts: the experts of the model.
-            arguments: further arguments of `TopKRouter`.
-        """
         super().__init__(**arguments)
         self._experts = experts
         if experts.router_bias:
@@ -142,28 +112,13 @@ class Router(TopKRouter):
         return logits[:, None]
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Routes tokens to experts.
-
-        Args:
-            logits: (t, 1, experts).
-            padding_mask: not read.
-
-        Returns:
-            (t, experts) float32 weights, 0 for experts that are not chosen, and (t, experts) bool, the chosen ones.
-        """
+        """Routes tokens to experts."""
         weights, chosen = self.choose(logits.flatten(0, 1))
         zeros = weights.new_zeros(len(weights), self._experts.count)
         return zeros.scatter(1, chosen, weights), zeros.bool().scatter(1, chosen, True)
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Chooses k experts for each token.
-
-        Args:
-            logits: (t, experts).
-
-        Returns:
-            (t, k) float32 weights, and (t, k) int64, the experts.
-        """
+        """Chooses k experts for each token."""
         if self.losses is not None and torch.is_grad_enabled():  # once, as the loads below
             logits = self.losses.attach(logits, self.packed, self._experts)
         with torch.no_grad():

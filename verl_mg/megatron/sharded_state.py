@@ -27,10 +27,6 @@ def optimizer_state(runner: ModelRunner, optimizer: Any) -> Iterator[StoredBox]:
 
     Data-parallel ranks have different shares. Tensor-parallel ranks have the same share of tensors that are replicated
     on them, such as norms. Biases of routers, which the optimizer does not have, are whole on every rank.
-
-    Args:
-        runner: the trained model.
-        optimizer: its optimizer of megatron-core.
     """
     shards = runner.trained_shards()
     for name, parameter in runner.trained().items():
@@ -46,10 +42,6 @@ def optimizer_state(runner: ModelRunner, optimizer: Any) -> Iterator[StoredBox]:
 @torch.no_grad()
 def weights_from_optimizer(runner: ModelRunner, optimizer: Any) -> None:
     """Sets the model's weights to those of the optimizer, of all data-parallel ranks; all ranks of the model call it.
-
-    Args:
-        runner: the trained model.
-        optimizer: its optimizer of megatron-core.
     """
     for parameter in runner.trained().values():
         for namespace, values, start in _local_ranges(optimizer, parameter):
@@ -65,12 +57,7 @@ def weights_from_optimizer(runner: ModelRunner, optimizer: Any) -> None:
 
 
 def make_moments(optimizer: Any, steps: float) -> None:
-    """Creates zero moments with the structure that they have after the first step.
-
-    Args:
-        optimizer: an optimizer of megatron-core.
-        steps: number of steps that the moments count as having taken.
-    """
+    """Creates zero moments with the structure that they have after the first step."""
     for inner in inner_optimizers(optimizer):
         counts_by_weight = isinstance(inner, torch.optim.Adam)  # other optimizers count in their parameter groups
         for group in inner.param_groups:
@@ -96,15 +83,7 @@ def steps_taken(optimizer: Any) -> float | None:
 
 
 def main_shard(optimizer: Any, parameter: Tensor) -> tuple[Tensor, int] | None:
-    """Returns this rank's shard of a parameter in the optimizer's precision, flat, and its start in the parameter.
-
-    Args:
-        optimizer: a distributed optimizer of megatron-core.
-        parameter: a parameter of the model.
-
-    Returns:
-        None where the optimizer has no part of the parameter on this rank.
-    """
+    """Returns this rank's shard of a parameter in the optimizer's precision, flat, and its start in the parameter."""
     if parameter not in optimizer.model_param_gbuf_map:
         return None
     group, position = optimizer.model_param_group_index_map[parameter]

@@ -40,13 +40,6 @@ class Indexer(nn.Module):
     """Selects the keys of each query; its weights are frozen and whole on every rank."""
 
     def __init__(self, config: TransformerConfig, indexer: IndexerConfig, q_rank: int) -> None:
-        """Creates the module.
-
-        Args:
-            config: megatron-core's configuration.
-            indexer: sizes of the indexer.
-            q_rank: rank of the compressed queries of latent attention.
-        """
         super().__init__()
         self.sizes = indexer
         options: dict[str, Any] = {"device": torch.cuda.current_device(), "dtype": config.params_dtype}
@@ -58,17 +51,7 @@ class Indexer(nn.Module):
 
     @torch.no_grad()
     def forward(self, hidden: Tensor, q_latent: Tensor, packed: PackedSequences, tp: dist.ProcessGroup) -> Tensor:
-        """Selects the keys of the queries of all sequences; a collective of the ranks that share them.
-
-        Args:
-            hidden: (T / (cp * tp), h), inputs of attention at this rank's tokens.
-            q_latent: (T / (cp * tp), rank), normalized compressed queries.
-            packed: description of the sequences.
-            tp: the tensor-parallel ranks.
-
-        Returns:
-            (T, longest / 8) uint8, see `selected_bits`.
-        """
+        """Selects the keys of the queries of all sequences; a collective of the ranks that share them."""
         cp = packed.cp_group
         assert cp is not None and packed.cos is not None and packed.sin is not None
         first = (cp.rank() * tp.size() + tp.rank()) * len(hidden)
@@ -92,20 +75,7 @@ class Indexer(nn.Module):
 def selected_bits(
     query: Tensor, key: Tensor, weights: Tensor, packed: PackedSequences, top_k: int, first: int
 ) -> Tensor:
-    """Selects the keys with the highest scores, for some neighbouring tokens.
-
-    Args:
-        query: (n, heads, d), of tokens `first` to `first` + n.
-        key: (K, d), of all keys of all sequences.
-        weights: (n, heads) float32, factor of each head's products.
-        packed: description of the sequences.
-        top_k: keys that a query attends to at most.
-        first: index of the first of these tokens among all T.
-
-    Returns:
-        (n, longest / 8) uint8, where `longest` is the number of keys of the longest sequence: bit s % 8 of byte s // 8
-        says whether a token attends to key s of its sequence, among those up to itself.
-    """
+    """Selects the keys with the highest scores, for some neighbouring tokens."""
     bits = torch.full((len(query), -(-packed.max_seqlen_kv // 8)), 255, dtype=torch.uint8, device=query.device)
     ends, key_ends = packed.lengths.cumsum(0).tolist(), packed.key_lengths.cumsum(0).tolist()
     for length, end, keys, key_end in zip(
@@ -166,13 +136,6 @@ class SparseLatentAttention(MultiLatentAttention):
     """Multi-head latent attention with an indexer, which leaves its selection in the description of the sequences."""
 
     def __init__(self, *arguments: Any, indexer: IndexerConfig, **options: Any) -> None:
-        """Creates the module.
-
-        Args:
-            arguments: arguments of `MultiLatentAttention`.
-            indexer: sizes of the indexer.
-            options: further arguments of `MultiLatentAttention`.
-        """
         super().__init__(*arguments, **options)
         self.indexer = Indexer(self.config, indexer, self.config.q_lora_rank)
 
@@ -184,18 +147,7 @@ class SparseLatentAttention(MultiLatentAttention):
         packed_seq_params: PackedSequences | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Projects hidden states to the inputs of `PackedSparseMLA`, and selects keys.
-
-        Args:
-            hidden_states: (T / (cp * tp), 1, h).
-            key_value_states: not read.
-            position_ids: not read.
-            packed_seq_params: description of the sequences.
-            _: not read.
-
-        Returns:
-            As `MultiLatentAttention`.
-        """
+        """Projects hidden states to the inputs of `PackedSparseMLA`, and selects keys."""
         projected = super().get_query_key_value_tensors(hidden_states)
         packed, q_latent = packed_seq_params, projected[3]
         assert packed is not None
@@ -209,13 +161,6 @@ class PackedSparseMLA(PackedMLA):
     """Packed latent attention to the keys that `SparseLatentAttention` has selected."""
 
     def __init__(self, *arguments: Any, layer_number: int, **options: Any) -> None:
-        """Creates the module.
-
-        Args:
-            arguments: arguments of `PackedMLA`.
-            layer_number: number of the layer, from 1.
-            options: further arguments of `PackedMLA`.
-        """
         super().__init__(*arguments, **options)
         self.layer_number = layer_number
 
@@ -228,19 +173,7 @@ class PackedSparseMLA(PackedMLA):
 def attend_to_selected(
     query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, bits: Tensor, scale: float | None
 ) -> Tensor:
-    """Computes causal attention of each token to selected keys of its sequence.
-
-    Args:
-        query: (T, heads, d), all sequences one after the other.
-        key: (K, heads, d).
-        value: (K, heads, d_v).
-        packed: description of the sequences.
-        bits: (T, bytes) uint8, the selected keys, see `selected_bits`.
-        scale: factor of scores.
-
-    Returns:
-        (T, heads, d_v).
-    """
+    """Computes causal attention of each token to selected keys of its sequence."""
     if has_ragged_kernel(query.device, query.dtype):
         mask = block_mask(packed.key_lengths, None, query.device, packed.query_places(), bits)
         return attend_with_block_mask(query, key, value, mask, scale)

@@ -41,12 +41,7 @@ def use_fused_step(optimizer: Any) -> None:
 
 
 def optimizer_storages(runner: ModelRunner, optimizer: Any) -> list[UntypedStorage]:
-    """Returns the storages of the optimizer state on the model's device that are not the weights themselves.
-
-    Args:
-        runner: the trained model.
-        optimizer: its optimizer of megatron-core.
-    """
+    """Returns the storages of the optimizer state on the model's device that are not the weights themselves."""
     weights = {tensor.untyped_storage().data_ptr() for tensor in runner.model_tensors()}
     devices = {tensor.device for tensor in runner.model_tensors()}
     on_device = (tensor for tensor in _optimizer_tensors(optimizer) if tensor.device in devices)
@@ -55,24 +50,14 @@ def optimizer_storages(runner: ModelRunner, optimizer: Any) -> list[UntypedStora
 
 
 def updated_storages(runner: ModelRunner, optimizer: Any) -> list[UntypedStorage]:
-    """Returns the storages that an update writes, except gradients; frozen weights are not among them.
-
-    Args:
-        runner: the trained model.
-        optimizer: its optimizer of megatron-core.
-    """
+    """Returns the storages that an update writes, except gradients; frozen weights are not among them."""
     frozen = {id(weight) for chunk in runner.chunks for weight in chunk.parameters() if not weight.requires_grad}
     updated = (tensor for tensor in runner.model_tensors() if id(tensor) not in frozen)
     return storages(chain(updated, _optimizer_tensors(optimizer)))
 
 
 def snapshot(runner: ModelRunner, optimizer: Any) -> Snapshot:
-    """Returns an empty snapshot of the weights and the optimizer state of a model.
-
-    Args:
-        runner: the trained model.
-        optimizer: its optimizer of megatron-core.
-    """
+    """Returns an empty snapshot of the weights and the optimizer state of a model."""
     return Snapshot(partial(updated_storages, runner, optimizer), partial(inner_optimizers, optimizer))
 
 

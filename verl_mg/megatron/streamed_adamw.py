@@ -66,16 +66,6 @@ class DiskMemory:
     """
 
     def __init__(self, folder: Path, nbytes: int, key: str) -> None:
-        """Reserves the space of the file.
-
-        Args:
-            folder: folder on the disk.
-            nbytes: size of all moments of this rank.
-            key: key of the configuration, for messages.
-
-        Raises:
-            UserError: the folder cannot be written to, or its disk is too small.
-        """
         size = nbytes + mmap.PAGESIZE
         try:
             with tempfile.TemporaryFile(dir=folder) as file:
@@ -108,14 +98,6 @@ class StreamedAdamW(torch.optim.AdamW):
     def __init__(
         self, param_groups: list[dict[str, Any]], on_host: bool, dtype: torch.dtype, memory: MomentMemory
     ) -> None:
-        """Creates the optimizer without moments.
-
-        Args:
-            param_groups: those of a torch optimizer.
-            on_host: compute on the CPU, wherever the weights are.
-            dtype: dtype of the moments; steps are computed in float32.
-            memory: memory of the moments, on the host if steps are computed there.
-        """
         super().__init__([torch.empty(0)])
         self.param_groups = param_groups  # megatron-core's shards are views, which torch's constructor refuses
         self._on_host, self._dtype, self._memory = on_host, dtype, memory
@@ -127,12 +109,7 @@ class StreamedAdamW(torch.optim.AdamW):
         return MOMENTS
 
     def new_state(self, weight: Tensor, steps: float = 0.0) -> dict[str, Tensor]:
-        """Returns moments that are zero; of one weight always in the same memory.
-
-        Args:
-            weight: the weight.
-            steps: number of steps that the moments count as having taken.
-        """
+        """Returns moments that are zero; of one weight always in the same memory."""
         if weight not in self._allocated:
             memory = self._memory
             self._allocated[weight] = {name: memory.allocate(weight, self._dtype) for name in self.moments(weight)}
@@ -237,10 +214,6 @@ def dithered_to_bfloat16(values: Tensor, step: int) -> Tensor:
 
     To the nearest, a moment that decays by less than 2**-8 of itself in a step would never decay. The choice depends on
     the value and the step alone, so it is the same under every layout and in a resumed run.
-
-    Args:
-        values: float32.
-        step: number of the optimizer step.
     """
     bits = values.view(torch.int32)
     noise = (bits ^ step * 40503) * -1640531535  # two rounds of multiplication and shift, as in MurmurHash3
@@ -252,18 +225,7 @@ def dithered_to_bfloat16(values: Tensor, step: int) -> Tensor:
 def stream_weights(
     optimizer: Any, on_host: bool, dtype: torch.dtype, folder: Path | None = None, name: str = "actor"
 ) -> None:
-    """Replaces the torch optimizers inside a new megatron-core optimizer by `StreamedAdamW`.
-
-    Args:
-        optimizer: an optimizer of megatron-core.
-        on_host: keep the moments on the host and compute there.
-        dtype: dtype of the moments.
-        folder: folder on a disk for the moments; None for memory.
-        name: section of the role in the configuration.
-
-    Raises:
-        UserError: the folder cannot hold the moments.
-    """
+    """Replaces the torch optimizers inside a new megatron-core optimizer by `StreamedAdamW`."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         groups = part.optimizer.param_groups
         memory: MomentMemory = RandomAccessMemory(on_host)

@@ -44,17 +44,6 @@ class Trainer(BaseTrainer):
     def __init__(
         self, runner: ModelRunner, config: OptimizerConfig, guard: GuardConfig | None = None, name: str = "actor"
     ) -> None:
-        """Wraps the model's chunks in megatron-core's DDP and builds the optimizer.
-
-        Args:
-            runner: the model.
-            config: optimizer settings.
-            guard: rules for bad updates; None for the defaults.
-            name: name of the role, for messages.
-
-        Raises:
-            UserError: the schedule needs `decay_steps`, or Muon would train adapters.
-        """
         super().__init__(runner, config, guard, name)
         self.runner = runner
         if runner.is_member:
@@ -143,12 +132,7 @@ class Trainer(BaseTrainer):
         return max(sums["rows"], 1.0), max(sums["tokens"], 1.0), max(sums["predicted"], 1.0)
 
     def _with_multi_token_loss(self, loss_closure: LossClosure, num_predicted: float) -> LossClosure:
-        """Adds the loss of multi-token prediction: the mean over the tokens that it predicts in the mini-batch.
-
-        Args:
-            loss_closure: the recipe's loss.
-            num_predicted: number of these tokens over all ranks.
-        """
+        """Adds the loss of multi-token prediction: the mean over the tokens that it predicts in the mini-batch."""
         factor = self.runner.multi_token_factor
 
         def with_loss(micro: MicroBatch[Any], output: Tensor) -> tuple[Tensor, Report]:

@@ -57,19 +57,7 @@ def transformer_config(
     kernels: Kernels = "torch",
     megatron: MegatronConfig | None = None,
 ) -> TransformerConfig:
-    """Creates megatron-core's configuration.
-
-    Args:
-        c: the model.
-        layout: parallel sizes.
-        dtype: dtype of the weights.
-        recompute: recompute all activations of a layer in the backward pass, or those of parts of it.
-        kernels: kernels of the layers.
-        megatron: fields of megatron-core's configurations; None for no others.
-
-    Raises:
-        UserError: a given field cannot be set.
-    """
+    """Creates megatron-core's configuration."""
     kind = MLATransformerConfig if c.latent else TransformerConfig
     given = given_fields("transformer", kind, megatron.transformer if megatron else {}, TRANSFORMER)
     check_values(given, transformer_engine=kernels == "transformer_engine")
@@ -101,15 +89,7 @@ def transformer_config(
 
 
 def check_recompute(c: HFConfig, recompute: Recompute) -> None:
-    """Checks that a model has the parts that are recomputed.
-
-    Args:
-        c: the model.
-        recompute: as in `transformer_config`.
-
-    Raises:
-        UserError: names the key `recompute`, without the role, and the part.
-    """
+    """Checks that a model has the parts that are recomputed."""
     has_dense_layers = not all(c.has_experts(layer) for layer in range(c.layers))
     existing = {
         "mla_up_proj": c.latent is not None,
@@ -124,27 +104,13 @@ def check_recompute(c: HFConfig, recompute: Recompute) -> None:
 
 
 def bias_update_rate(megatron: MegatronConfig, c: HFConfig) -> float:
-    """Returns the change of a router's bias in an update, see `ExpertLoads`; 0 without such biases.
-
-    Args:
-        megatron: fields of megatron-core's configurations.
-        c: the model.
-    """
+    """Returns the change of a router's bias in an update, see `ExpertLoads`; 0 without such biases."""
     has_biases = c.experts is not None and c.experts.router_bias
     return float(megatron.transformer.get(BIAS_UPDATE_RATE, 0.0)) if has_biases else 0.0
 
 
 def check_balancing(c: HFConfig, megatron: MegatronConfig, lora: bool) -> None:
-    """Checks that a trained model has what the fields of `megatron.transformer` for balanced experts change.
-
-    Args:
-        c: the model.
-        megatron: fields of megatron-core's configurations.
-        lora: whether adapters are trained and not the weights.
-
-    Raises:
-        UserError: names the field.
-    """
+    """Checks that a trained model has what the fields of `megatron.transformer` for balanced experts change."""
     rate, key = float(megatron.transformer.get(BIAS_UPDATE_RATE, 0.0)), f"megatron.transformer.{BIAS_UPDATE_RATE}"
     if rate < 0:
         raise UserError(f"{key}: {rate} is below 0, which would raise the loads of busy experts. Write 0 or more.")
@@ -167,11 +133,7 @@ def _recomputation(recompute: Recompute) -> Fields:
 
 
 def exchanges_keys(megatron: MegatronConfig) -> bool:
-    """Returns whether context-parallel ranks exchange keys and values, and not heads as in DeepSpeed Ulysses.
-
-    Args:
-        megatron: fields of megatron-core's configurations.
-    """
+    """Returns whether context-parallel ranks exchange keys and values, and not heads as in DeepSpeed Ulysses."""
     return megatron.transformer.get("cp_comm_type", "a2a") != "a2a"
 
 
@@ -192,24 +154,14 @@ def _check_exchange(c: HFConfig, kernels: Kernels, kind: Any) -> None:
 
 
 def token_multiple(config: TransformerConfig) -> int:
-    """Returns the number by which the tokens of a rank must be divisible: products in FP8 and FP4 need such rows.
-
-    Args:
-        config: megatron-core's configuration.
-    """
+    """Returns the number by which the tokens of a rank must be divisible: products in FP8 and FP4 need such rows."""
     if config.fp8:
         return int(get_fp8_align_size(config.fp8_recipe))
     return int(get_fp4_align_size(config.fp4_recipe)) if config.fp4 else 1
 
 
 def block_spec(c: HFConfig, layers: range, kernels: Kernels = "torch") -> TransformerBlockSubmodules:
-    """Returns the modules of consecutive layers.
-
-    Args:
-        c: the model.
-        layers: global indices of the layers.
-        kernels: kernels of the layers.
-    """
+    """Returns the modules of consecutive layers."""
     use_fastest_kernels()  # with Transformer Engine too: for micro-batches that it cannot compute
     if kernels == "transformer_engine":
         from verl_mg.megatron import transformer_engine_spec

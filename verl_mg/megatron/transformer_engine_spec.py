@@ -46,22 +46,13 @@ from verl_mg.training.packed_attention import has_ragged_kernel
 
 
 def config_fields(c: HFConfig) -> dict[str, Any]:
-    """Returns fields of `TransformerConfig` that belong to these modules.
-
-    Args:
-        c: the model.
-    """
+    """Returns fields of `TransformerConfig` that belong to these modules."""
     fields: dict[str, Any] = {"transformer_impl": "transformer_engine"}
     return fields | ({"moe_grouped_gemm": True, "moe_permute_fusion": True} if c.experts else {})
 
 
 def block_spec(c: HFConfig, layers: range) -> TransformerBlockSubmodules:
-    """Returns the modules of consecutive layers.
-
-    Args:
-        c: the model.
-        layers: global indices of the layers.
-    """
+    """Returns the modules of consecutive layers."""
     specs = [_layer_spec(c, layer) for layer in layers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=TENorm)
 
@@ -226,14 +217,6 @@ class NormedTERowParallelLinear(TERowParallelLinear):  # type: ignore[misc]
     """Row-parallel linear layer whose output is normalized, as in Gemma 2; see `NormedRowParallelLinear`."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **arguments: Any) -> None:
-        """Creates the layer.
-
-        Args:
-            input_size: width of the input over all tensor-parallel ranks.
-            output_size: width of the output.
-            config: megatron-core's configuration.
-            arguments: further arguments of `TERowParallelLinear`.
-        """
         super().__init__(input_size, output_size, config=config, **arguments)
         self.post_layernorm = TENorm(config, output_size, eps=config.layernorm_epsilon)
         self.register_forward_hook(normalize_output)

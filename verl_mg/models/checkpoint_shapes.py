@@ -26,13 +26,6 @@ def checkpoint_shapes(model_dir: str | Path, module: PreTrainedModel | None = No
 
     They are read from the safetensors files; without any, from the module that `transformers` builds for config.json.
     Tensors in MXFP4 have name and shape of those that they become.
-
-    Args:
-        model_dir: Hugging Face directory.
-        module: the module of the directory, where it is already built, on the device "meta".
-
-    Raises:
-        UserError: a file cannot be read, or `transformers` cannot build the module.
     """
     model_dir = Path(model_dir)
     shapes: Shapes = {}

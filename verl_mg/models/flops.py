@@ -26,12 +26,7 @@ class RowFlops:
     """FLOPs in attention, for each squared token."""
 
     def __call__(self, length: int, shared: int = 0) -> float:
-        """Returns the FLOPs of a row.
-
-        Args:
-            length: tokens of the row.
-            shared: how many of its first tokens another row computes.
-        """
+        """Returns the FLOPs of a row."""
         return (length - shared) * (self.per_token + self.per_pair * (length + shared))
 
 
@@ -41,10 +36,6 @@ def row_flops(config: HFConfig, tensor_index: TensorIndex) -> RowFlops:
     A token costs 2 FLOPs for each element of the matrices that it is multiplied with (Narayanan et al.,
     arXiv:2104.04473, appendix); of the experts' elements top_k / count. A head attends to L^2 / 2 pairs of tokens, at
     2 FLOPs for each element of a key and of a value.
-
-    Args:
-        config: configuration of the model.
-        tensor_index: tensors of the model, with its language-model or value head.
     """
     linear = len(config.linear.layers) if config.linear else 0
     per_token = 2 * active_elements(config, tensor_index) + linear * state_flops(config)
@@ -56,10 +47,6 @@ def active_elements(config: HFConfig, tensor_index: TensorIndex) -> float:
 
     The embedding is a lookup and does not count unless it is the output layer too, nor does what only images pass
     through, nor multi-token prediction; of the experts top_k / count do.
-
-    Args:
-        config: configuration of the model.
-        tensor_index: tensors of the model.
     """
     share = config.experts.top_k / config.experts.count if config.experts else 1.0
     entries = [entry for entry in tensor_index.entries.values() if not entry.vision and not entry.multi_token]
@@ -91,13 +78,7 @@ class LayerElements:
 
 
 def layer_elements(config: HFConfig, with_experts: bool, linear: bool = False) -> LayerElements:
-    """Counts the weight elements that one token is multiplied with in one layer.
-
-    Args:
-        config: configuration of the model.
-        with_experts: whether the layer is a mixture of experts.
-        linear: whether it has linear attention.
-    """
+    """Counts the weight elements that one token is multiplied with in one layer."""
     attention, mla_up = (_linear_elements(config), 0) if linear else _attention_elements(config)
     if not with_experts:
         return LayerElements(attention, mla_up, 3 * config.hidden * config.ffn, 0, 0, 0)
@@ -153,9 +134,6 @@ def key_share(config: HFConfig) -> float:
 
     The activations of a token are about 17 elements for each element of its hidden state (Korthikanti et al.,
     arXiv:2205.05198, section 4.1, without attention scores).
-
-    Args:
-        config: configuration of the model.
     """
     value_dim = config.latent.v_dim if config.latent else config.head_dim
     heads = config.heads if config.latent else config.kv_heads
@@ -171,9 +149,6 @@ def orthogonalization_flops(tensor_index: TensorIndex) -> float:
 
     An iteration on an (m, n) matrix X, m <= n, computes X X^T, the square of that, and its product with X:
     4 m^2 n + 2 m^3 FLOPs.
-
-    Args:
-        tensor_index: tensors of the model.
     """
     matrices = [sorted(e.tensor.shape) for e in tensor_index.entries.values() if e.is_layer_matrix]
     return float(sum(NEWTON_SCHULZ_STEPS * (4 * m * m * n + 2 * m**3) for m, n in matrices))

@@ -181,11 +181,7 @@ class HFConfig:
     """Layer of multi-token prediction; None without, and where it is left out, see `multi_token`."""
 
     def has_experts(self, layer: int) -> bool:
-        """Returns whether a layer is a mixture of experts; that of multi-token prediction is one where others are.
-
-        Args:
-            layer: its number from 0.
-        """
+        """Returns whether a layer is a mixture of experts; that of multi-token prediction is one where others are."""
         if layer == self.layers:
             return self.multi_token is not None and self.experts is not None
         return self.experts is not None and layer in self.experts.layers
@@ -210,11 +206,7 @@ class HFConfig:
 
 
 def read_config(model: str | Path) -> HFConfig:
-    """Reads the configuration of a Hugging Face model directory, or a `config.json` by its path.
-
-    Raises:
-        UserError: it is missing or not supported.
-    """
+    """Reads the configuration of a Hugging Face model directory, or a `config.json` by its path."""
     path = Path(model)
     if not path.is_file():
         if not path.is_dir():
@@ -233,15 +225,7 @@ def read_config(model: str | Path) -> HFConfig:
 
 
 def parse_config(raw: Any, where: str = "config.json") -> HFConfig:
-    """Parses the decoded JSON of a config.json.
-
-    Args:
-        raw: the JSON value.
-        where: name of the file, for errors.
-
-    Raises:
-        UserError: a field is missing, or its value is not supported.
-    """
+    """Parses the decoded JSON of a config.json."""
     if not isinstance(raw, dict):
         raise UserError(
             f"{where}: a {type(raw).__name__}, not an object with the fields of a model. Use a config.json."

@@ -176,16 +176,7 @@ SUPPORTED: Mapping[str, Mapping[str, tuple[object, ...]]] = {
 
 
 def check_supported(raw: Fields, family: Family, where: str) -> None:
-    """Checks the switches of an architecture.
-
-    Args:
-        raw: fields of config.json, with the defaults of the family.
-        family: properties of its `model_type`.
-        where: name of the file, for errors.
-
-    Raises:
-        UserError: one is not implemented and would change the numbers.
-    """
+    """Checks the switches of an architecture."""
     supported_values = SUPPORTED.get(raw["model_type"], {})
     for field in ("attention_bias", "mlp_bias", "use_sliding_window"):
         if raw.get(field) and field != family.qkv_bias and field not in supported_values:

@@ -24,16 +24,7 @@ class IndexerConfig:
 
 
 def parse_indexer(raw: dict[str, Any], layers: int, where: str) -> IndexerConfig:
-    """Parses the fields of sparse attention.
-
-    Args:
-        raw: the fields of config.json.
-        layers: number of layers of the model.
-        where: name of the file, for errors.
-
-    Raises:
-        UserError: layers share a selection, queries have no low rank, or a field does not suit the family.
-    """
+    """Parses the fields of sparse attention."""
     interleaved = raw["model_type"] == "glm_moe_dsa"
     if bool(raw.get("indexer_rope_interleave")) != interleaved:
         raise UserError(

@@ -56,16 +56,7 @@ class LinearConfig:
 
 
 def parse_linear(raw: dict[str, Any], layers: int, where: str) -> LinearConfig:
-    """Parses the fields of linear attention.
-
-    Args:
-        raw: the fields of config.json.
-        layers: number of layers of the model.
-        where: name of the file, for errors.
-
-    Raises:
-        UserError: a layer is of an unknown kind, or the heads do not fit together.
-    """
+    """Parses the fields of linear attention."""
     interval = int(raw["full_attention_interval"])
     kinds = raw.get("layer_types") or [LAYER_TYPES[(layer + 1) % interval == 0] for layer in range(layers)]
     if len(kinds) != layers or not set(LAYER_TYPES).issuperset(kinds):

@@ -20,11 +20,7 @@ WIDTH_OF_EXPERT = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermedi
 
 
 def read_any_config(model_dir: str | Path) -> HFConfig:
-    """Reads the sizes of a model directory: of a family with a weight table, or of any model of `transformers`.
-
-    Raises:
-        UserError: config.json is missing, or `transformers` cannot read it.
-    """
+    """Reads the sizes of a model directory: of a family with a weight table, or of any model of `transformers`."""
     try:
         return read_config(model_dir)
     except UserError:  # of another family, or a variant that only `transformers` has
@@ -34,17 +30,7 @@ def read_any_config(model_dir: str | Path) -> HFConfig:
 
 
 def module_config(config: PretrainedConfig, where: str | Path, tied: bool, mixtures: frozenset[int]) -> HFConfig:
-    """Returns the sizes of a language model, of its text part where it has others.
-
-    Args:
-        config: configuration of the module of `transformers`.
-        where: directory of the model, for errors.
-        tied: whether the output layer is the embedding.
-        mixtures: indices of the layers with experts.
-
-    Raises:
-        UserError: a size that every language model has is missing.
-    """
+    """Returns the sizes of a language model, of its text part where it has others."""
     text = config.get_text_config(decoder=True)
 
     def size(name: str) -> int:

@@ -23,10 +23,6 @@ def with_multi_token_layer(config: HFConfig, folder: Path) -> HFConfig:
     """Returns a configuration with the layer of multi-token prediction, where a directory has exactly one.
 
     `transformers` neither loads nor saves it, so config.json alone does not say whether it is there.
-
-    Args:
-        config: configuration of the model.
-        folder: model directory.
     """
     if config.architecture not in ARCHITECTURES:
         return config

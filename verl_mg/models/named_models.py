@@ -18,16 +18,7 @@ SECTIONS = ("model", "critic", "reward_model", "process_reward", "reference")
 
 
 def local_model(path: Path, key: str, files: Sequence[str] = MODEL_FILES) -> Path:
-    """Returns a model's folder on this machine; a name such as `Qwen/Qwen3-0.6B` is downloaded unless it is cached.
-
-    Args:
-        path: path or name.
-        key: key of the configuration, for errors.
-        files: names of the files to download.
-
-    Raises:
-        UserError: the model cannot be fetched.
-    """
+    """Returns a model's folder on this machine; a name such as `Qwen/Qwen3-0.6B` is downloaded unless it is cached."""
     name = _name_of(path, key)
     return fetch(name, "model", files, key) if name else path
 
@@ -42,11 +33,7 @@ def _name_of(path: Path, key: str) -> HubName | None:
 
 
 def hub_models(config: Config) -> dict[str, HubName]:
-    """Returns the models of a configuration that are names on a hub, by section.
-
-    Raises:
-        UserError: a name is that of a part, which only data sets have.
-    """
+    """Returns the models of a configuration that are names on a hub, by section."""
     sections = [*SECTIONS, *(f"teachers.{name}" for name in config.teachers)]
     paths = {section: config.section(section).path for section in sections}
     names = {section: _name_of(path, f"{section}.path") for section, path in paths.items() if path is not None}
@@ -54,12 +41,7 @@ def hub_models(config: Config) -> dict[str, HubName]:
 
 
 def with_folders(config: Config, folders: Mapping[str, Path]) -> Config:
-    """Returns the configuration with these folders as models.
-
-    Args:
-        config: the configuration of a job.
-        folders: folder by section.
-    """
+    """Returns the configuration with these folders as models."""
     sections = {name: config.section(name).model_copy(update={"path": folder}) for name, folder in folders.items()}
     teachers = {name: sections.get(f"teachers.{name}", teacher) for name, teacher in config.teachers.items()}
     others = {name: section for name, section in sections.items() if "." not in name}
@@ -67,14 +49,6 @@ def with_folders(config: Config, folders: Mapping[str, Path]) -> Config:
 
 
 def with_local_models(config: Config, files: Sequence[str] = MODEL_FILES) -> Config:
-    """Returns the configuration with a folder on this machine in place of each model's name.
-
-    Args:
-        config: the configuration of a job.
-        files: names of the files to download.
-
-    Raises:
-        UserError: a model cannot be fetched.
-    """
+    """Returns the configuration with a folder on this machine in place of each model's name."""
     names = hub_models(config)
     return with_folders(config, {key: fetch(name, "model", files, f"{key}.path") for key, name in names.items()})

@@ -35,12 +35,7 @@ class Stack:
     """Rows of an expert in it, of a tensor that is not transposed."""
 
     def shape(self, experts: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape of the tensor.
-
-        Args:
-            experts: number of experts.
-            shape: shape of an expert's tensor.
-        """
+        """Returns the shape of the tensor."""
         return (experts, *reversed(shape)) if self.transposed else (experts, self.rows, *shape[1:])
 
 
@@ -78,12 +73,7 @@ class StackedTensor:
 def expert_shapes(
     shapes: Mapping[str, tuple[int, ...]], stacked: Mapping[str, StackedTensor]
 ) -> dict[str, tuple[int, ...]]:
-    """Replaces the stacked tensors of a checkpoint by those of the experts, in the same place of the order.
-
-    Args:
-        shapes: {name: shape} in the files.
-        stacked: places of the experts' tensors.
-    """
+    """Replaces the stacked tensors of a checkpoint by those of the experts, in the same place of the order."""
     members: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, place in stacked.items():
         members.setdefault(place.name, {})[name] = place.expert_shape

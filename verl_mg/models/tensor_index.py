@@ -26,11 +26,7 @@ class TensorInfo:
     """Dtype in which the tensor travels, where it is not that of the model."""
 
     def wire_dtype(self, default: torch.dtype) -> torch.dtype:
-        """Returns the dtype in which the tensor travels.
-
-        Args:
-            default: dtype of the model.
-        """
+        """Returns the dtype in which the tensor travels."""
         return torch.float32 if self.float32 else self.dtype or default
 
 

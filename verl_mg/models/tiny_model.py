@@ -84,12 +84,6 @@ def character_tokenizer(
     Token ids: `<pad>` 0, `<eos>` 1, `<unk>` 2, the role markers `<system>` `<user>` `<assistant>` 3 to 5,
     then the distinct characters in the given order; a character beyond ASCII adds the bytes that it is merged from.
     Other characters become `<unk>`.
-
-    Args:
-        characters: characters of the vocabulary.
-        words: texts that are one token each, behind the characters.
-        chat_template: Jinja template of conversations.
-        named: words that the tokenizer has as attributes, such as `image_token`, by their names.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -151,41 +145,6 @@ def make_tiny_model(
     The folder then contains config.json, generation_config.json, model.safetensors (float32) and the
     tokenizer's files; the vocabulary is exactly the tokenizer's, unpadded. The same arguments give the
     same bytes.
-
-    Args:
-        folder: folder to write.
-        architecture: a key of `ARCHITECTURES`.
-        characters: characters of the tokenizer.
-        words: texts that are one token each, in addition to the `characters`.
-        chat_template: Jinja template of conversations.
-        hidden: hidden size.
-        layers: transformer layers.
-        heads: query heads.
-        kv_heads: key-value heads.
-        head_dim: width of one head; None: `hidden // heads`. Latent attention (DeepSeek) rotates half as many
-            additional elements, and compresses keys and values to `hidden // 2`; it has no `kv_heads`. Linear
-            attention (Qwen3-Next) has as many value heads as `heads` and half as many key heads, each half as wide.
-        ffn: width of a dense feed-forward layer.
-        experts: experts of a layer, of which 2 process a token, where the architecture has any. They are half as wide
-            as `ffn`, those of Mixtral, gpt-oss and MiniMax as wide.
-        shared_experts: shared experts of a layer (DeepSeek, GLM).
-        dense_layers: number of first layers without experts (DeepSeek, GLM).
-        q_rank: width to which queries are compressed (DeepSeek); 0: they are not, or to half of `hidden` with sparse
-            attention.
-        tie_embeddings: use the embedding as output layer.
-        rope_scaling: `rope_type` and its factors with Hugging Face's names, for example of "llama3".
-        max_positions: maximum length of a row in tokens.
-        fields: further or other fields of config.json, by Hugging Face's names.
-        init_std: standard deviation of the initial matrices.
-        perturb: add small noise to norms and biases, which start at one or zero, and let linear attention remember
-            more tokens, so that a comparison of two implementations covers them.
-        seed: seed of the initial weights.
-
-    Returns:
-        The folder.
-
-    Raises:
-        UserError: unknown architecture, or heads that do not divide.
     """
     from transformers import AutoModelForCausalLM
 
@@ -243,12 +202,7 @@ def _latent_attention(heads: int, width: int, kv_rank: int, q_rank: int) -> dict
 
 
 def linear_attention_fields(heads: int, width: int) -> dict[str, Any]:
-    """Returns the fields of linear attention in a config.json.
-
-    Args:
-        heads: value heads, twice as many as key heads.
-        width: width of a head.
-    """
+    """Returns the fields of linear attention in a config.json."""
     return {
         "linear_num_key_heads": heads // 2,
         "linear_num_value_heads": heads,
@@ -260,16 +214,7 @@ def linear_attention_fields(heads: int, width: int) -> dict[str, Any]:
 def mixture_fields(
     architecture: str, experts: int, width: int, shared: int = 1, dense_layers: int = 0, layers: int = 0
 ) -> dict[str, Any]:
-    """Returns the fields of a mixture of experts in a config.json; {} for an architecture without.
-
-    Args:
-        architecture: a key of `ARCHITECTURES`.
-        experts: experts of a layer.
-        width: width of an expert.
-        shared: shared experts of a layer.
-        dense_layers: number of first layers without experts.
-        layers: number of layers, for architectures that name the kind of each.
-    """
+    """Returns the fields of a mixture of experts in a config.json; {} for an architecture without."""
     if architecture not in COUNT_OF_EXPERTS:
         return {}
     fields: dict[str, Any] = {COUNT_OF_EXPERTS[architecture]: experts, "num_experts_per_tok": 2}
@@ -299,12 +244,7 @@ def _config(architecture: str, tokenizer: "PreTrainedTokenizerFast", **fields: A
 
 @torch.no_grad()
 def perturb_vectors(model: torch.nn.Module, std: float = 0.05) -> None:
-    """Adds noise to norms and biases, which start at one or zero, so that a comparison of two models covers them.
-
-    Args:
-        model: the model to change.
-        std: standard deviation of the noise.
-    """
+    """Adds noise to norms and biases, which start at one or zero, so that a comparison of two models covers them."""
     for name, tensor in model.state_dict().items():  # a router's bias is a buffer
         if tensor.dim() == 1 or name.endswith("_bias"):
             tensor.add_(torch.randn_like(tensor), alpha=std)

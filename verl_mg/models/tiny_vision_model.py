@@ -67,30 +67,6 @@ def make_tiny_vision_model(
     A square of 28 x 28 pixels is one token of the Qwen models; of Gemma 3, which scales images to 16 x 16 pixels, each
     image is 4 tokens. Every other layer of Qwen3.5 has linear attention; its mixture has 4 experts, half as wide as
     `ffn`, of which 2 process a token. The same arguments give the same bytes.
-
-    Args:
-        folder: folder to write.
-        architecture: one of `ARCHITECTURES`.
-        characters: characters of the tokenizer.
-        words: texts that are one token each, in addition to the `characters`.
-        hidden: hidden size of the language model.
-        layers: transformer layers of the language model.
-        heads: query heads.
-        kv_heads: key-value heads.
-        ffn: width of a feed-forward layer.
-        vision_hidden: hidden size of the vision tower.
-        vision_layers: layers of the vision tower.
-        tie_embeddings: use the embedding as output layer; Gemma 3 always does.
-        max_positions: maximum length of a row in tokens.
-        init_std: standard deviation of the initial matrices.
-        perturb: add small noise to norms and biases.
-        seed: seed of the initial weights.
-
-    Returns:
-        The folder.
-
-    Raises:
-        UserError: unknown architecture.
     """
     from transformers import AutoConfig, AutoModelForImageTextToText
 

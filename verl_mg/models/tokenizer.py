@@ -19,9 +19,6 @@ def read_tokenizer(model_dir: Path) -> PreTrainedTokenizerBase:
 
     Warns where `transformers` has only the vocabulary: it splits texts by a general pattern then, and the model's own
     pattern is in code.
-
-    Raises:
-        UserError: there is none, or `transformers` cannot read it.
     """
     if (model_dir / RANKS_FILE).exists() and not (model_dir / WHOLE_FILE).exists():
         warnings.warn(

@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 
 def read_module_config(model: str | Path) -> PretrainedConfig:
-    """Reads the config.json of a Hugging Face directory by `transformers`; code in the directory is not run.
-
-    Raises:
-        UserError: it is missing, or this version of `transformers` cannot read it.
-    """
+    """Reads the config.json of a Hugging Face directory by `transformers`; code in the directory is not run."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
     path = Path(model) / "config.json"
@@ -49,16 +45,7 @@ def module_class(config: PretrainedConfig) -> Any:
 
 
 def meta_module(config: PretrainedConfig, where: str | Path, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
-    """Returns the module on the device "meta", where it has shapes but no memory.
-
-    Args:
-        config: configuration of the model.
-        where: its directory, for errors.
-        dtype: dtype of the parameters; those that stay float32 are so.
-
-    Raises:
-        UserError: `transformers` has no such model, or needs code that is not installed.
-    """
+    """Returns the module on the device "meta", where it has shapes but no memory."""
     with _as_user_error(Path(where) / "config.json"), torch.device("meta"):
         module: PreTrainedModel = module_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
     return module

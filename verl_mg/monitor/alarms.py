@@ -66,14 +66,6 @@ class Alarms:
     """
 
     def __init__(self, alarms: Mapping[str, AlarmConfig], run: str, metrics: Path, first_step: int) -> None:
-        """Counts the iterations of an earlier start.
-
-        Args:
-            alarms: alarms by the name of their metric.
-            run: name of the run, for messages to URLs.
-            metrics: file with the metrics of earlier iterations.
-            first_step: the iteration that is checked next.
-        """
         self._run, self._posts = run, list[threading.Thread]()
         self._watches = {name: _Watch(alarm, Condition.parse(alarm.when)) for name, alarm in alarms.items()}
         for line in read_lines(metrics) if self._watches and metrics.exists() else ():
@@ -81,15 +73,7 @@ class Alarms:
                 self._update({name: math.nan if value is None else value for name, value in line.items()})
 
     def check(self, step: int, metrics: Mapping[str, float]) -> str:
-        """Checks the metrics of an iteration that is done.
-
-        Args:
-            step: its number.
-            metrics: values by name.
-
-        Returns:
-            Why the run must stop; "" where there is no reason.
-        """
+        """Checks the metrics of an iteration that is done."""
         reason = ""
         for name in self._update(metrics):
             alarm = self._watches[name].config

@@ -18,11 +18,6 @@ class ImageFiles:
     """Folder of the images of a run's samples; the ranks write into it independently."""
 
     def __init__(self, samples: Path) -> None:
-        """Notes the folder.
-
-        Args:
-            samples: folder of all samples of the run.
-        """
         self._folder = samples / COLUMN
         # As long as rows have them.
         self._read: WeakValueDictionary[str, Image] = WeakValueDictionary()

@@ -43,14 +43,7 @@ class Profile:
         self._timer.take()
 
     def table(self, exact: bool = True) -> str:
-        """Returns the table of phases over all ranks; collective.
-
-        Args:
-            exact: whether the timer synchronizes phases; otherwise the table explains what it measures.
-
-        Returns:
-            The table; "" where no iteration was done.
-        """
+        """Returns the table of phases over all ranks; collective."""
         counted = self._iterations - WARMUP_ITERATIONS if self._iterations > WARMUP_ITERATIONS else self._iterations
         ranks = all_gather_json({phase: value / counted for phase, value in self._sums.items()})
         if not any(ranks):
@@ -59,11 +52,7 @@ class Profile:
 
 
 def format_table(ranks: list[Mapping[str, float]]) -> str:
-    """Formats a table of phases; their means add up to the iteration, and every wait is a phase.
-
-    Args:
-        ranks: for each rank the mean seconds of each phase per iteration.
-    """
+    """Formats a table of phases; their means add up to the iteration, and every wait is a phase."""
     columns = {phase: [rank.get(phase, 0.0) for rank in ranks] for phase in {phase for rank in ranks for phase in rank}}
     means = {phase: sum(column) / len(ranks) for phase, column in columns.items()}
     total = sum(means.values())
@@ -92,15 +81,6 @@ class Timeline:
     """
 
     def __init__(self, folder: str | Path, rank: int, timer: PhaseTimer, first_step: int | None = None) -> None:
-        """Continues the file `folder/rank-{rank}.jsonl`.
-
-        Args:
-            folder: folder of the timelines.
-            rank: this rank.
-            timer: timer of the phases.
-            first_step: the iteration that is written next; lines from there on, written by a run that was killed
-                after its last checkpoint, are removed.
-        """
         self._path, self._timer, self._failed = Path(folder) / f"rank-{rank}.jsonl", timer, False
         self._begin()
         try:

@@ -21,12 +21,6 @@ class EtaEstimator:
     """Estimates the time until the last iteration is done."""
 
     def __init__(self, total: int, done: int = 0) -> None:
-        """Starts the clock.
-
-        Args:
-            total: number of the last iteration.
-            done: number of iterations done before.
-        """
         self._total, self._done = total, done
         self._since = time.monotonic()
         self._seconds: deque[float] = deque(maxlen=WINDOW)

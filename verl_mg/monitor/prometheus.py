@@ -55,12 +55,7 @@ def metric_name(name: str) -> str:
 
 
 def exposition(gauges: Iterable[Gauge], common: Mapping[str, str]) -> str:
-    """Formats metrics in Prometheus's text format.
-
-    Args:
-        gauges: the metrics; of two with the same name and labels, the last one counts.
-        common: labels of all metrics.
-    """
+    """Formats metrics in Prometheus's text format."""
     families: dict[str, dict[str, Gauge]] = {}
     for gauge in gauges:
         labels = ",".join(f'{name}="{_escaped(value)}"' for name, value in {**common, **gauge.labels}.items())
@@ -80,14 +75,6 @@ class PrometheusEndpoint:
     """
 
     def __init__(self, config: Config, recipe: str, status: StatusFile, world: World) -> None:
-        """Creates the endpoint; it listens from `__enter__` on.
-
-        Args:
-            config: configuration of the job.
-            recipe: name of the recipe.
-            status: status of the run.
-            world: the ranks of the job.
-        """
         self._host, self._port = config.tracking.prometheus_host, config.tracking.prometheus_port
         self._serves = self._port is not None and world.rank == 0
         self._file = config.job.output / TARGETS

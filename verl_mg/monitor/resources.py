@@ -26,11 +26,6 @@ class ResourceSampler:
     """
 
     def __init__(self, interval_s: float = SAMPLE_SECONDS) -> None:
-        """Starts the thread.
-
-        Args:
-            interval_s: seconds between two samples.
-        """
         self._interval, self._device = interval_s, device.current_device()
         self._asks_driver = self._device.type == "cuda"
         self._samples: list[dict[str, float]] = []
@@ -39,12 +34,7 @@ class ResourceSampler:
         self._thread.start()
 
     def take(self) -> dict[str, float]:
-        """Returns the measurements since the last call.
-
-        Returns:
-            Largest memory in use on the host and on the GPU by all processes, in GiB; mean share of the time in which
-            the GPU has computed. Those of the GPU are missing on the CPU, and without the package nvidia-ml-py.
-        """
+        """Returns the measurements since the last call."""
         with self._lock:
             samples, self._samples = self._samples or [self._sample()], []
         values = {name: [sample[name] for sample in samples if name in sample] for name in samples[0]}
@@ -77,9 +67,6 @@ def over_ranks(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Returns the metrics `time/NAME/min`, `mean` and `max` of measurements.
 
     They begin with `time/`, since no two runs have the same.
-
-    Args:
-        reports: measurements of each rank, by name.
     """
     metrics: dict[str, float] = {}
     for name in dict.fromkeys(name for report in reports for name in report):

@@ -16,17 +16,7 @@ def plot_reward_curve(
     series: Sequence[str] = SERIES,
     title: str = "",
 ) -> Path | None:
-    """Plots metrics over the steps, each with its running mean.
-
-    Args:
-        metrics_jsonl_path: file of `JsonlTracker`; an incomplete last line is ignored.
-        png_path: image to write; its folder is created.
-        series: names of metrics; those without values are omitted.
-        title: title of the plot.
-
-    Returns:
-        `png_path`; None, without an image, where all series are missing.
-    """
+    """Plots metrics over the steps, each with its running mean."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator

@@ -14,16 +14,7 @@ from verl_mg.distributed.collectives import all_gather_json, sum_over_ranks
 
 
 def rollout_metrics(batches: Sequence[Batch], version: int) -> dict[str, float]:
-    """Computes means over all samples of all ranks; of agents, a trajectory is one sample.
-
-    Args:
-        batches: this rank's rows of the generated samples.
-        version: policy version that is trained with them; `rollout/staleness` is the mean number of optimizer steps
-            between the version that generated a token and this one.
-
-    Returns:
-        Metrics by name; empty where nothing was generated.
-    """
+    """Computes means over all samples of all ranks; of agents, a trajectory is one sample."""
     sums = sum_over_ranks([_sums(batch, version) for batch in batches])
     if not sums.get("samples"):
         return {}

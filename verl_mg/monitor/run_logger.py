@@ -34,16 +34,7 @@ log = logging.getLogger(__name__)
 
 
 def check_monitoring(config: Config, ranks: int) -> None:
-    """Checks trackers, alarms and profile before anything is built.
-
-    Args:
-        config: configuration of the job.
-        ranks: number of ranks.
-
-    Raises:
-        UserError: a tracker is not installed, an alarm names a variable that is not set, or a profile names a rank or
-            iteration that does not exist.
-    """
+    """Checks trackers, alarms and profile before anything is built."""
     check_services(config.tracking.services)
     check_alarms(config.alarm)
     check_profile(config.profile, ranks, config.job.iterations)
@@ -57,15 +48,6 @@ class RunLogger:
     """
 
     def __init__(self, recipe: str, job: Job, status: StatusFile, first: int, endpoint: Tracker) -> None:
-        """Opens all files.
-
-        Args:
-            recipe: name of the recipe.
-            job: the job.
-            status: status file of the run.
-            first: first iteration; entries of an earlier start from there on are removed.
-            endpoint: serves the metrics.
-        """
         config, rank = job.config, dist.get_rank()
         self._job, self._output, self._status = job, config.job.output, status
         if rank == 0:
@@ -107,12 +89,7 @@ class RunLogger:
         return metrics | {"time/iteration": seconds} | rates | self._profile.iteration()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Logs the metrics of an iteration that is done.
-
-        Args:
-            step: its number; 0 for the evaluation before the first.
-            metrics: values by name.
-        """
+        """Logs the metrics of an iteration that is done."""
         self._profile.discard()  # the evaluation
         with self._job.timer("logging"):
             for tracker in self._trackers if metrics else ():

@@ -40,16 +40,7 @@ class SampleReader:
         self._images = ImageFiles(self._folder)
 
     def check(self, iterations: range, recipe: str, model: str) -> None:
-        """Checks that iterations can be replayed.
-
-        Args:
-            iterations: numbers of the iterations.
-            recipe: name of the recipe that receives the samples.
-            model: `fingerprint` of its model.
-
-        Raises:
-            UserError: an iteration is missing or incomplete, or of another recipe or model.
-        """
+        """Checks that iterations can be replayed."""
         for iteration in iterations:
             files = self._metadata_of_ranks(iteration)
             if files[0].recipe != recipe:

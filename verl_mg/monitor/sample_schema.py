@@ -103,22 +103,12 @@ def _values(call: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, tuple[Any,
 
 
 def iteration_folder(samples: Path, iteration: int) -> Path:
-    """Returns the folder of an iteration's files.
-
-    Args:
-        samples: folder of all samples of a run.
-        iteration: number of the iteration.
-    """
+    """Returns the folder of an iteration's files."""
     return samples / f"{iteration:06d}"
 
 
 def file_of(folder: Path, rank: int) -> Path:
-    """Returns the file of a rank.
-
-    Args:
-        folder: of an iteration.
-        rank: the rank that has written it.
-    """
+    """Returns the file of a rank."""
     return folder / f"rank-{rank}.parquet"
 
 
@@ -133,12 +123,7 @@ def describe(batch: Batch) -> dict[str, ColumnSchema]:
 
 
 def schema(others: Mapping[str, pa.DataType], metadata: FileMetadata) -> pa.Schema:
-    """Returns the schema of a file.
-
-    Args:
-        others: columns in addition to those of every file.
-        metadata: of the file.
-    """
+    """Returns the schema of a file."""
     fields: dict[str, pa.DataType] = {"iteration": pa.int64(), "call": pa.int32(), **NUMBERS}
     fields |= dict.fromkeys((*TEXTS, CONVERSATION), pa.string()) | {"parts": PARTS}
     fields |= {name: pa.list_(kind) for name, kind in TOKENS.items()}
@@ -150,10 +135,6 @@ def arrow_type(kind: ColumnKind, values: Tensor) -> pa.DataType:
     """Returns the type of a column: sequences float32 or int64, tokens lists of float32 or of the integers themselves.
 
     Several numbers per row or token are a flat list.
-
-    Args:
-        kind: what the column has one entry of.
-        values: its values.
     """
     is_float = values.dtype.is_floating_point
     if kind is ColumnKind.SEQUENCE and values.dim() == 1:

@@ -31,18 +31,7 @@ class SampleTable:
 def sample_table(
     batches: Sequence[Batch], limit: int, iteration: int, prompts: PromptFeed, tokenizer: PreTrainedTokenizerBase
 ) -> SampleTable | None:
-    """Makes a table of samples of this rank, equally far apart: those next to each other have the same prompt.
-
-    Args:
-        batches: this rank's rows of the generated samples.
-        limit: largest number of samples.
-        iteration: number of the iteration.
-        prompts: prompts by id.
-        tokenizer: decodes the responses.
-
-    Returns:
-        The table with iteration, prompt, response, answer, reward and the parts of the reward; None without samples.
-    """
+    """Makes a table of samples of this rank, equally far apart: those next to each other have the same prompt."""
     # Of an agent's sample the last row, which contains the whole conversation unless it was rewritten.
     samples = [(batch, int(row)) for batch in batches for row in batch.last_rows]
     shown = [samples[i * len(samples) // limit] for i in range(limit)] if limit < len(samples) else samples

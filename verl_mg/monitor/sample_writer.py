@@ -66,16 +66,6 @@ class SampleWriter:
         tokenizer: PreTrainedTokenizerBase,
         limit: int | None = None,
     ) -> None:
-        """Creates the writer.
-
-        Args:
-            folder: of all samples of the run.
-            rank: this rank.
-            metadata: what files do not show otherwise.
-            prompts: prompts by id.
-            tokenizer: decodes tokens.
-            limit: samples of an iteration at most; None: all.
-        """
         self._folder, self._rank, self._metadata, self._limit = folder, rank, metadata, limit
         self._images = ImageFiles(folder)
         self._prompts, self._tokenizer = prompts, tokenizer
@@ -83,13 +73,7 @@ class SampleWriter:
         self._warned = False
 
     def write(self, iteration: int, records: Sequence[RolloutRecord], trained_batches: Sequence[Batch]) -> None:
-        """Writes the samples of an iteration; they are on disk when it returns.
-
-        Args:
-            iteration: number of the iteration.
-            records: the batches that the recipe received.
-            trained_batches: the batches that roles were trained on.
-        """
+        """Writes the samples of an iteration; they are on disk when it returns."""
         if self._limit == 0:
             return
         file = file_of(iteration_folder(self._folder, iteration), self._rank)
@@ -204,12 +188,7 @@ class _Column:
 
 
 def other_columns(record: RolloutRecord, trained_batches: Sequence[Batch]) -> dict[str, _Column]:
-    """Returns the columns in addition to the standard ones, by the names under which they are written.
-
-    Args:
-        record: a batch that the recipe received.
-        trained_batches: the batches that roles were trained on.
-    """
+    """Returns the columns in addition to the standard ones, by the names under which they are written."""
     batch, received = record.batch, record.received
     others = {
         COLUMN_RENAMES.get(name, name): _Column(batch.kind(name), batch[name])

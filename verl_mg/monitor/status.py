@@ -76,15 +76,6 @@ class StatusFile:
     """
 
     def __init__(self, folder: Path, recipe: str, iterations: int, rank: int, ranks: int) -> None:
-        """Starts in the state "starting".
-
-        Args:
-            folder: output folder of the run.
-            recipe: name of the recipe.
-            iterations: number of iterations.
-            rank: this rank.
-            ranks: number of ranks.
-        """
         self._path, self._recipe, self._iterations, self._ranks = folder / STATUS, recipe, iterations, ranks
         self._writes = rank == 0
         self._iteration = 0
@@ -109,13 +100,7 @@ class StatusFile:
     def running(
         self, timer: PhaseTimer, iteration: int = 0, checkpoint: Callable[[], int | None] = lambda: None
     ) -> None:
-        """Sets the state "running".
-
-        Args:
-            timer: timer of the phases.
-            iteration: the last iteration done.
-            checkpoint: returns the iteration of the last checkpoint.
-        """
+        """Sets the state "running"."""
         self._state, self._phase, self._checkpoint = "running", lambda: timer.phase, checkpoint
         self._progress = lambda: timer.progress
         self._iteration = iteration
@@ -123,12 +108,7 @@ class StatusFile:
         self._write()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Records that an iteration is done.
-
-        Args:
-            step: its number.
-            metrics: its metrics.
-        """
+        """Records that an iteration is done."""
         self._iteration = step
         self._eta.update(step)
         self._tokens_per_second = metrics.get("time/tokens_per_second", self._tokens_per_second)
@@ -210,13 +190,7 @@ def read_status(folder: Path) -> Status:
 
 
 def format_status(status: Status, metrics: dict[str, Any], now: float) -> str:
-    """Formats a status in a few lines.
-
-    Args:
-        status: the status.
-        metrics: latest value of each metric.
-        now: current time in Unix seconds.
-    """
+    """Formats a status in a few lines."""
     silent = now - status.updated
     phase = f", {status.phase}" if status.phase else ""
     state: str = status.state

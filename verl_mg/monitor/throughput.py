@@ -58,15 +58,7 @@ def device_peak() -> float | None:
 def model_flops(
     rows: RowFlops, lengths: Sequence[int], learns: bool, adapters: bool = False, shared: Sequence[int] | None = None
 ) -> float:
-    """Computes the FLOPs of a model on rows, without recomputation.
-
-    Args:
-        rows: FLOPs of a forward pass by length.
-        lengths: lengths of the rows in tokens.
-        learns: whether there is a backward pass, which takes twice the FLOPs of the forward pass.
-        adapters: whether only adapters are trained: weight gradients, half of the backward pass, are not computed.
-        shared: how many of each row's first tokens another row computes; None for none of all.
-    """
+    """Computes the FLOPs of a model on rows, without recomputation."""
     passes = 1.0 if not learns else 2.0 if adapters else 3.0
     return passes * sum(map(rows, lengths, shared or [0] * len(lengths)))
 
@@ -75,12 +67,6 @@ class Throughput:
     """Counts the micro-batches that enter the models of this rank, and computes the rates of each iteration."""
 
     def __init__(self, runners: Iterable[Runner], peak: float | None) -> None:
-        """Registers hooks on the models.
-
-        Args:
-            runners: the models of this rank.
-            peak: peak FLOP/s of a rank's device; None where unknown.
-        """
         self._peak = peak
         self._flops = self._trained_tokens = 0.0
         for runner in runners:
@@ -91,21 +77,7 @@ class Throughput:
     def iteration(
         self, produced: Sequence[Batch], seconds: float, measured: Mapping[str, float] | None = None
     ) -> dict[str, float]:
-        """Computes the rates of the iteration that ends now; collective.
-
-        Args:
-            produced: this rank's rows of the samples. Where all ranks have none, as in SFT, the trained tokens count
-                instead.
-            seconds: duration of the iteration.
-            measured: further measurements of this rank, see `resources.over_ranks`; they are sent with the counts.
-
-        Returns:
-            `time/tokens_per_second`: prompt and response tokens of all ranks per second of the whole iteration, where
-            prefixes that segments of agents repeat count once; `time/tokens_per_second_per_rank`;
-            `time/mfu`: FLOPs of forward and backward passes, see `model_flops`, divided by the peak of all devices. The
-            seconds include generation but the FLOPs do not, so this is less than the MFU of an update alone. Further
-            those of the measurements.
-        """
+        """Computes the rates of the iteration that ends now; collective."""
         tokens = float(sum(map(_distinct_tokens, produced)))
         counts = {"tokens": tokens, "trained": self._trained_tokens, "flops": self._flops}
         reports = all_gather_json({"counts": counts, "measured": dict(measured or {})})
@@ -130,12 +102,7 @@ class Throughput:
 
 
 def weight_sync_rate(metrics: Mapping[str, float], ranks: int) -> dict[str, float]:
-    """Returns the metric `time/weight_sync_gb_per_s`: received GB of a rank per second of the last weight sync.
-
-    Args:
-        metrics: of the iteration; without a weight sync that counts bytes the result is {}.
-        ranks: number of ranks of the job.
-    """
+    """Returns the metric `time/weight_sync_gb_per_s`: received GB of a rank per second of the last weight sync."""
     received, seconds = metrics.get("weight_sync/bytes_received"), metrics.get("time/weight_sync")
     if received is None or not seconds:
         return {}

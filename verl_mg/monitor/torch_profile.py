@@ -23,16 +23,7 @@ MEMORY_EVENTS = 200_000
 
 
 def check_profile(config: ProfileConfig, ranks: int, iterations: int) -> None:
-    """Checks the section `profile` of a configuration.
-
-    Args:
-        config: the section.
-        ranks: number of ranks of the job.
-        iterations: number of iterations of the job.
-
-    Raises:
-        UserError: a rank or iteration does not exist, or there is no GPU whose memory could be recorded.
-    """
+    """Checks the section `profile` of a configuration."""
     try:
         chosen = parse_ranks(config.ranks)
     except UserError as error:
@@ -51,13 +42,6 @@ class TorchProfile:
     """Writes traces of the selected iterations and ranks to RUN/profile."""
 
     def __init__(self, config: ProfileConfig, output: Path, rank: int) -> None:
-        """Selects iterations.
-
-        Args:
-            config: the section `profile`.
-            output: output folder of the run.
-            rank: this rank.
-        """
         self._iterations = set(config.iterations) if rank in parse_ranks(config.ranks) else set()
         self._memory, self._folder, self._rank = config.memory, output / FOLDER, rank
 

@@ -17,12 +17,7 @@ LOGIT_COPIES = 3
 
 
 def micro_batches(inputs: PlanInputs, layout: Layout) -> int:
-    """Returns the number of micro-batches of a rank in an optimizer step.
-
-    Args:
-        inputs: inputs of the plan for the role.
-        layout: layout of the role.
-    """
+    """Returns the number of micro-batches of a rank in an optimizer step."""
     samples = inputs.tokens_per_iteration / inputs.lengths.mean / (inputs.minibatches * layout.dp)
     return max(1, math.ceil(samples * packed(inputs.lengths, inputs.micro_batch).per_sample - 1e-9))
 
@@ -32,11 +27,6 @@ def chunks_in_flight(layout: Layout, stage: int, micros: int) -> int:
 
     One-forward-one-backward: min(pp - stage, micro-batches). Interleaved with vpp chunks, stage 0 has
     pp * vpp + pp - 1, which is Korthikanti's factor 1 + (pp - 1) / (pp * vpp) over pp micro-batches.
-
-    Args:
-        layout: layout of the role.
-        stage: pipeline stage.
-        micros: number of micro-batches.
     """
     if layout.vpp == 1:
         return min(layout.pp - stage, micros)
@@ -44,13 +34,7 @@ def chunks_in_flight(layout: Layout, stage: int, micros: int) -> int:
 
 
 def activation_bytes(inputs: PlanInputs, layout: Layout, stage: int) -> int:
-    """Computes the peak bytes of activations in training: layers in flight, one being recomputed, the output layer.
-
-    Args:
-        inputs: inputs of the plan for the role.
-        layout: layout of the role.
-        stage: pipeline stage.
-    """
+    """Computes the peak bytes of activations in training: layers in flight, one being recomputed, the output layer."""
     every, options = _kept_by_layers(inputs, layout, stage), inputs.options
     kept = sum(layer.on_device(inputs.recompute, options.offload_modules, options.fp8) for layer in every)
     recomputed = max(layer.recomputed(inputs.recompute) for layer in every)
@@ -61,13 +45,7 @@ def activation_bytes(inputs: PlanInputs, layout: Layout, stage: int) -> int:
 
 
 def inference_bytes(inputs: PlanInputs, layout: Layout, stage: int) -> int:
-    """Computes the peak bytes of activations in inference: one layer at a time, and a chunk of logits.
-
-    Args:
-        inputs: inputs of the plan for the role.
-        layout: layout of the role.
-        stage: pipeline stage.
-    """
+    """Computes the peak bytes of activations in inference: one layer at a time, and a chunk of logits."""
     widest = max(layer.all for layer in _kept_by_layers(inputs, layout, stage))
     tokens = inputs.longest_micro_batch / layout.cp
     item, hidden = inputs.options.weight_bytes, inputs.weights.config.hidden
@@ -113,12 +91,6 @@ def _vocabulary_rows(inputs: PlanInputs, layout: Layout) -> float:
 
 
 def kept_on_ranks(inputs: PlanInputs, layout: Layout, kind: LayerKind) -> KeptElements:
-    """Counts the elements that one token keeps in one layer, over all ranks of a tensor-parallel group.
-
-    Args:
-        inputs: inputs of the plan for the role.
-        layout: layout of the role.
-        kind: kind of the layer.
-    """
+    """Counts the elements that one token keeps in one layer, over all ranks of a tensor-parallel group."""
     kept = kept_elements(inputs.weights.config, kind.experts, layout.etp, kind.linear)
     return kept.without_sequence_parallelism(layout.tp) if inputs.options.fsdp else kept

@@ -32,12 +32,7 @@ class LayerKind(NamedTuple):
 
     @classmethod
     def of(cls, c: HFConfig, layer: int) -> LayerKind:
-        """Returns the kind of a layer.
-
-        Args:
-            c: the model.
-            layer: index of the layer.
-        """
+        """Returns the kind of a layer."""
         return cls(c.has_experts(layer), c.has_linear_attention(layer))
 
 
@@ -79,11 +74,7 @@ class KeptElements:
     """Product of both, the input of their down projection."""
 
     def without_sequence_parallelism(self, tp: int) -> KeptElements:
-        """Returns the elements where each tensor-parallel rank has whole tokens outside of heads and experts.
-
-        Args:
-            tp: number of tensor-parallel ranks.
-        """
+        """Returns the elements where each tensor-parallel rank has whole tokens outside of heads and experts."""
         return replace(self, **{part: tp * getattr(self, part) for part in TOKENS})
 
     @property
@@ -92,21 +83,11 @@ class KeptElements:
         return sum(vars(self).values())
 
     def recomputed(self, modules: Recompute) -> int:
-        """Returns the number of elements that are not kept but computed again.
-
-        Args:
-            modules: whole layers, nothing, or modules of the layer.
-        """
+        """Returns the number of elements that are not kept but computed again."""
         return sum(getattr(self, part) for part in self._discarded(modules))
 
     def on_device(self, modules: Recompute, offloaded: tuple[str, ...], fp8: bool) -> float:
-        """Returns the number of elements that wait on the device for the backward pass.
-
-        Args:
-            modules: what is recomputed.
-            offloaded: modules of the layer whose inputs are on the host.
-            fp8: whether linear layers keep their inputs in FP8, in half of the bytes.
-        """
+        """Returns the number of elements that wait on the device for the backward pass."""
         elsewhere = self._discarded(modules) | {INPUTS[module] for module in offloaded}
         halves = LINEAR_INPUTS if fp8 else frozenset()
         return sum(size / (1 + (part in halves)) for part, size in vars(self).items() if part not in elsewhere)
@@ -151,14 +132,7 @@ LINEAR_INPUTS = frozenset(
 
 
 def kept_elements(c: HFConfig, with_experts: bool, etp: int, linear: bool = False) -> KeptElements:
-    """Counts the elements that one token keeps in one layer, over all ranks of a tensor-parallel group.
-
-    Args:
-        c: the model.
-        with_experts: whether the layer has experts.
-        etp: expert-tensor-parallel size: a token is copied whole to each of the ranks that shard an expert.
-        linear: whether the layer has linear attention.
-    """
+    """Counts the elements that one token keeps in one layer, over all ranks of a tensor-parallel group."""
     other_norms = c.hidden * (1 + c.sandwich_norms)
     compressed, heads, output, normalizer = _linear_attention(c.linear) if linear and c.linear else _attention(c)
     e = c.experts if with_experts else None

@@ -10,11 +10,7 @@ from verl_mg.planner.training_options import Recompute, TrainingOptions
 
 
 def assumptions(inputs: PlanInputs) -> list[str]:
-    """Returns the assumptions of a plan, one line each.
-
-    Args:
-        inputs: inputs of the plan.
-    """
+    """Returns the assumptions of a plan, one line each."""
     steps = f"{inputs.epochs} x {inputs.minibatches} optimizer steps"
     mean = f", {inputs.lengths.mean:g} in the mean" if inputs.mean_sequence else ""
     parallelism = "tokens whole on tensor-parallel ranks" if inputs.options.fsdp else "sequence parallelism"

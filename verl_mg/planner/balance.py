@@ -19,10 +19,6 @@ def balanced(inputs: PlanInputs, layout: Layout) -> Layout | None:
 
     Stages are filled from the last one, which has the output layer, so that the first one, with the activations of the
     most micro-batches, has what is left.
-
-    Args:
-        inputs: inputs of the plan for the role.
-        layout: layout of the role, without chosen layers.
     """
     if layout.pp == 1 or layout.vpp > 1 or inputs.options.fsdp:
         return None

@@ -63,15 +63,7 @@ ROLE_OPTIONS = {"reference": False, "critic": True}
 
 
 def run(options: argparse.Namespace, job: PlanRequest | None = None) -> None:
-    """Prints the report of a plan.
-
-    Args:
-        options: parsed options of `verl-mg plan`; those that were given win over the configuration.
-        job: values of a job's configuration; None without one.
-
-    Raises:
-        UserError: the plan cannot be computed, or, after the report, the layouts do not fit into memory.
-    """
+    """Prints the report of a plan."""
     job = job or PlanRequest()
     given = {name: getattr(options, name) for name in OPTIONS if getattr(options, name) is not None}
     if options.recompute:

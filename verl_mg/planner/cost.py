@@ -45,22 +45,13 @@ def bubble_share(inputs: PlanInputs, layout: Layout) -> float:
     """Returns the fraction of a step in which a pipeline stage is idle: (pp - 1) / (vpp m + pp - 1), m micro-batches.
 
     Narayanan et al. (arXiv:2104.04473), section 2.2, as a fraction of the whole step.
-
-    Args:
-        inputs: inputs of the plan for the role.
-        layout: layout of the role.
     """
     idle = layout.pp - 1
     return idle / (layout.vpp * micro_batches(inputs, layout) + idle)
 
 
 def train_seconds(inputs: PlanInputs, layout: Layout) -> float:
-    """Predicts the seconds of all optimizer steps of one iteration.
-
-    Args:
-        inputs: inputs of the plan for the role.
-        layout: layout of the role.
-    """
+    """Predicts the seconds of all optimizer steps of one iteration."""
     count = micro_batches(inputs, layout)
     each = micro_batch_seconds(
         inputs, layout, Work.UPDATE, mean_micro_batch(inputs, layout, count * inputs.minibatches)
@@ -70,25 +61,14 @@ def train_seconds(inputs: PlanInputs, layout: Layout) -> float:
 
 
 def utilization(inputs: PlanInputs, layout: Layout, seconds: float) -> float:
-    """Returns the model FLOP/s of updates relative to the peak of their devices (MFU), without recomputation.
-
-    Args:
-        inputs: inputs of the plan for the role.
-        layout: layout of the role.
-        seconds: seconds of all updates of an iteration.
-    """
+    """Returns the model FLOP/s of updates relative to the peak of their devices (MFU), without recomputation."""
     samples, flops = inputs.tokens_per_iteration / inputs.lengths.mean, inputs.row_flops
     a_sample = flops.per_token * inputs.lengths.mean + flops.per_pair * inputs.lengths.mean_square
     return 3 * inputs.epochs * samples * a_sample / (seconds * layout.ranks * inputs.peak * TERA)
 
 
 def inference_seconds(inputs: PlanInputs, layout: Layout) -> float:
-    """Predicts the seconds of one forward pass over an iteration's tokens: log-probabilities or values.
-
-    Args:
-        inputs: inputs of the plan for the role.
-        layout: layout of the role.
-    """
+    """Predicts the seconds of one forward pass over an iteration's tokens: log-probabilities or values."""
     count = micro_batches(inputs, layout) * inputs.minibatches
     each = micro_batch_seconds(inputs, layout, Work.INFERENCE, mean_micro_batch(inputs, layout, count))
     return _through_stages(layout, each, count)
@@ -103,11 +83,6 @@ def mean_micro_batch(inputs: PlanInputs, layout: Layout, count: int) -> MicroBat
     """Returns the mean micro-batch of an iteration, or the mean of the longest where ranks wait for each other in each.
 
     Ranks that share experts wait in every layer for the one with the most tokens, and so do ranks that share weights.
-
-    Args:
-        inputs: inputs of the plan for the role.
-        layout: layout of the role.
-        count: micro-batches of a data-parallel index in an iteration.
     """
     spread = inputs.lengths
     samples = inputs.tokens_per_iteration / spread.mean / layout.dp / count
@@ -118,25 +93,13 @@ def mean_micro_batch(inputs: PlanInputs, layout: Layout, count: int) -> MicroBat
 
 
 def update_seconds_by_stage(inputs: PlanInputs, layout: Layout) -> list[float]:
-    """Predicts the seconds that each pipeline stage computes for the mean micro-batch of an update.
-
-    Args:
-        inputs: inputs of the plan for the role.
-        layout: layout of the role.
-    """
+    """Predicts the seconds that each pipeline stage computes for the mean micro-batch of an update."""
     count = micro_batches(inputs, layout) * inputs.minibatches
     return _stage_seconds(inputs, layout, Work.UPDATE, mean_micro_batch(inputs, layout, count))
 
 
 def micro_batch_seconds(inputs: PlanInputs, layout: Layout, work: Work, micro: MicroBatch) -> float:
-    """Predicts the seconds of a micro-batch on the slowest pipeline stage.
-
-    Args:
-        inputs: inputs of the plan for the role.
-        layout: layout of the role.
-        work: whether it is inference or an update.
-        micro: tokens of the micro-batch.
-    """
+    """Predicts the seconds of a micro-batch on the slowest pipeline stage."""
     seconds = max(_stage_seconds(inputs, layout, work, micro)) + _between_stages(inputs, layout, work, micro)
     if inputs.options.fsdp:
         seconds += exposed_seconds(inputs, layout, work is Work.UPDATE, seconds)
@@ -144,12 +107,7 @@ def micro_batch_seconds(inputs: PlanInputs, layout: Layout, work: Work, micro: M
 
 
 def update_parts(inputs: PlanInputs, layout: Layout) -> tuple[list[float], float]:
-    """Predicts the seconds of each layer and of the output layer for the mean micro-batch of an update.
-
-    Args:
-        inputs: inputs of the plan for the role.
-        layout: layout of the role.
-    """
+    """Predicts the seconds of each layer and of the output layer for the mean micro-batch of an update."""
     c, count = inputs.weights.config, micro_batches(inputs, layout) * inputs.minibatches
     a_layer, head = _parts(inputs, layout, Work.UPDATE, mean_micro_batch(inputs, layout, count))
     return [a_layer[LayerKind.of(c, layer)] for layer in range(c.layers)], head
@@ -193,10 +151,6 @@ def optimizer_seconds(inputs: PlanInputs, layout: Layout) -> float:
 
     Gradients are reduce-scattered and bf16 weights all-gathered, over dp * cp and, those of experts, over edp; with the
     FSDP backend in each micro-batch instead.
-
-    Args:
-        inputs: inputs of the plan for the role.
-        layout: layout of the role.
     """
     options = inputs.options
     if options.fsdp:

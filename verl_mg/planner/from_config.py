@@ -93,15 +93,7 @@ class PlanRequest:
 
 
 def plan_request(config: Config, roles: set[str]) -> PlanRequest:
-    """Returns the values of a configuration for a plan.
-
-    Args:
-        config: configuration of the job.
-        roles: names of the roles that the recipe requests.
-
-    Raises:
-        UserError: the job cannot be planned; the message names the key.
-    """
+    """Returns the values of a configuration for a plan."""
     _check(config, roles)
     actor, rollout, algorithm = config.actor, config.rollout, config.algorithm
     sequence = config.data.max_prompt_tokens + rollout.max_new_tokens

@@ -20,11 +20,6 @@ def rollout_seconds(inputs: PlanInputs, layout: EngineLayout, memory: RolloutMem
     As many samples run together as the KV cache can contain, and a waiting one takes the place of each that is
     complete. When none waits, the engine continues with fewer and fewer samples until the longest is complete, unless
     it begins those of the next iteration (`batches_in_flight`).
-
-    Args:
-        inputs: inputs of the plan.
-        layout: layout of an engine.
-        memory: memory of an engine.
     """
     spread, flying = inputs.lengths, inputs.batches_in_flight
     samples = inputs.tokens_per_iteration / spread.mean * layout.ranks / len(inputs.engine_ranks)
@@ -56,13 +51,6 @@ def decode_seconds(
     It reads the weights that the samples use and their cache (Pope et al., arXiv:2211.05102, section 2), or computes
     for longer than that, and waits for latencies of every layer and two all-reduces. With pipeline parallelism each
     stage reads its weights pp times per step, each time for 1 / pp of the samples.
-
-    Args:
-        inputs: inputs of the plan.
-        layout: layout of the engine.
-        memory: memory of the engine.
-        running: number of samples that get one token each.
-        cached: tokens of all of them together in the KV cache.
     """
     c, e = inputs.weights.config, inputs.efficiency
     per_token = c.experts.top_k / c.experts.count if c.experts else 1.0
@@ -82,13 +70,7 @@ def decode_seconds(
 
 
 def samples_at_once(inputs: PlanInputs, layout: EngineLayout, memory: RolloutMemory) -> int:
-    """Returns the number of samples of mean length that an engine generates at the same time.
-
-    Args:
-        inputs: inputs of the plan.
-        layout: layout of the engine.
-        memory: memory of the engine.
-    """
+    """Returns the number of samples of mean length that an engine generates at the same time."""
     capacity = int(memory.tokens // inputs.lengths.mean) * layout.adp
     return min(capacity, inputs.max_running_requests) if inputs.max_running_requests else capacity
 

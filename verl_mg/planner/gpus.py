@@ -48,14 +48,7 @@ DEFAULT_GPU = "h100"
 
 
 def gpu(name: str) -> GPU:
-    """Returns the data sheet of a GPU.
-
-    Args:
-        name: name in `GPUS`.
-
-    Raises:
-        UserError: the GPU is unknown.
-    """
+    """Returns the data sheet of a GPU."""
     if name not in GPUS:
         raise UserError(f"--gpu: {name!r} is unknown. Use {', '.join(GPUS)}, or give figures with --measured FILE.")
     return GPUS[name]

@@ -58,11 +58,7 @@ class ModelSize:
 
 @cache  # equal for every batch, every hardware and every role of the same model
 def model_size(weights: ModelTable) -> ModelSize:
-    """Sums the sizes of a model's tensors.
-
-    Args:
-        weights: weight table of the model.
-    """
+    """Sums the sizes of a model's tensors."""
     index = weights.tensor_index
     sizes = [(math.prod(entry.tensor.shape), entry) for entry in index.entries.values()]
     return ModelSize(
@@ -283,9 +279,6 @@ def read_hardware_profile(path: str | Path) -> dict[str, float]:
     `flops` is in TFLOP/s of bf16 matrix products, `memory` in GiB of a device, `memory_bandwidth` in GB/s of its
     memory, `intra_node` and `inter_node` in GB/s of a rank to its node and to other nodes, `host` in GB/s to the
     host.
-
-    Raises:
-        UserError: the file is not such an object.
     """
     try:
         figures = json.loads(Path(path).read_text(encoding="utf-8"))

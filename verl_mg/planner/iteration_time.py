@@ -53,16 +53,7 @@ class Seconds:
 def iteration_seconds(
     inputs: PlanInputs, train: TrainMemory, inference: float, update: float, rollout: float, sync: float
 ) -> Seconds:
-    """Combines the seconds of all roles.
-
-    Args:
-        inputs: inputs of the plan, with the auxiliary roles.
-        train: memory of the actor.
-        inference: the actor's seconds of inference.
-        update: the actor's seconds of updates.
-        rollout: seconds of generation.
-        sync: seconds of the weight sync.
-    """
+    """Combines the seconds of all roles."""
     others = inputs.auxiliary_roles
     return Seconds(
         rollout,
@@ -139,13 +130,7 @@ class Sync:
 
 
 def weight_sync(inputs: PlanInputs, train: Layout, rollout: EngineLayout) -> Sync:
-    """Plans the weight sync from the actor to the engines, with the plan that a job executes.
-
-    Args:
-        inputs: inputs of the plan.
-        train: layout of the actor.
-        rollout: layout of an engine.
-    """
+    """Plans the weight sync from the actor to the engines, with the plan that a job executes."""
     ranks = tuple(range(inputs.ranks))
     source = _source_shards(inputs, train.fit(len(inputs.placement_ranks)))
     placement = best_stride(source, inputs.weights, EnginePlacement(rollout, inputs.engine_ranks), inputs.node)
@@ -175,12 +160,7 @@ def _source_shards(inputs: PlanInputs, layout: Layout) -> ShardMap:
 
 
 def moved_seconds(inputs: PlanInputs, at_full_speed: float) -> float:
-    """Returns the seconds of a weight sync, 0 of one that moves nothing.
-
-    Args:
-        inputs: inputs of the plan.
-        at_full_speed: seconds that it would take at the speed of the links.
-    """
+    """Returns the seconds of a weight sync, 0 of one that moves nothing."""
     e = inputs.efficiency
     return e.sync_start + at_full_speed / e.sync if at_full_speed else 0.0
 
@@ -190,11 +170,6 @@ def sync_seconds(traffic: Mapping[int, RankTraffic], intra_node: float, inter_no
 
     A rank takes entered / inter_node + (received - entered) / intra_node, as if its two links worked in turn, and
     not less than sent / intra_node. Latency, contention and copies in memory are left out.
-
-    Args:
-        traffic: bytes of each rank.
-        intra_node: GB/s of a rank within its node.
-        inter_node: GB/s of a rank to other nodes.
     """
     return max(
         max(t.entered / inter_node + (t.received - t.entered) / intra_node, t.sent / intra_node) / GIGA
@@ -207,9 +182,5 @@ def gathered_bytes(inputs: PlanInputs, memory: TrainMemory) -> tuple[int, ...]:
 
     Every rank materializes every tensor of the model, one after the other, and slices its rollout shard from it: it
     receives (bytes of the whole model) - (bytes of its shards), whatever the rollout layout is.
-
-    Args:
-        inputs: inputs of the plan.
-        memory: memory of the actor.
     """
     return tuple(inputs.weight_bytes - local.bytes(WEIGHT_BYTES) for local in memory.elements)

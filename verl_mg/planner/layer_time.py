@@ -79,14 +79,7 @@ class LayerSeconds:
 
 
 def layer_seconds(inputs: PlanInputs, layout: Layout, micro: MicroBatch, kind: LayerKind) -> LayerSeconds:
-    """Predicts the seconds of the forward pass over one layer.
-
-    Args:
-        inputs: inputs of the plan for the role.
-        layout: layout of the role.
-        micro: tokens of the micro-batch.
-        kind: kind of the layer.
-    """
+    """Predicts the seconds of the forward pass over one layer."""
     c, e, options, with_experts = inputs.weights.config, inputs.efficiency, inputs.options, kind.experts
     parts = layer_elements(c, *kind)
     rows = micro.tokens / layout.cp
@@ -167,46 +160,24 @@ def _dispatch(inputs: PlanInputs, layout: Layout, tokens: float) -> float:
 
 
 def distinct(places: int, choices: int) -> float:
-    """Returns the expected number of different places that independent, even choices name.
-
-    Args:
-        places: number of places.
-        choices: number of choices.
-    """
+    """Returns the expected number of different places that independent, even choices name."""
     return places * (1 - (1 - 1 / places) ** choices)
 
 
 def link_rate(inputs: PlanInputs, reach: int) -> float:
-    """Returns the bytes per second between ranks of a group that spans `reach` consecutive ranks.
-
-    Args:
-        inputs: inputs of the plan.
-        reach: number of ranks.
-    """
+    """Returns the bytes per second between ranks of a group that spans `reach` consecutive ranks."""
     return GIGA * (inputs.intra_node if reach <= inputs.node else inputs.inter_node)
 
 
 def forward_seconds(inputs: PlanInputs, part: LayerSeconds, blocks: int) -> float:
-    """Returns the seconds of a forward pass over a layer.
-
-    Args:
-        inputs: inputs of the plan for the role.
-        part: seconds of its parts.
-        blocks: number of its blocks that are tensor-parallel: attention, and a dense feed-forward layer.
-    """
+    """Returns the seconds of a forward pass over a layer."""
     sends = _exposed_dispatch(inputs, part) + _exposed_gather(inputs, part, 2 * blocks)
     sends += _exposed_exchange(inputs, part, part.core_attention)
     return max(part.compute + part.elementwise + sends, part.launch) + part.wait
 
 
 def backward_seconds(inputs: PlanInputs, part: LayerSeconds, blocks: int) -> float:
-    """Returns the seconds of a backward pass over a layer, without what is computed again.
-
-    Args:
-        inputs: inputs of the plan for the role.
-        part: seconds of its parts.
-        blocks: number of its blocks that are tensor-parallel.
-    """
+    """Returns the seconds of a backward pass over a layer, without what is computed again."""
     linear = part.compute - part.core_attention
     attention = ATTENTION_BACKWARD * part.core_attention
     sends = _exposed_dispatch(inputs, part) + _exposed_gather(inputs, part, 3 * blocks)
@@ -216,13 +187,7 @@ def backward_seconds(inputs: PlanInputs, part: LayerSeconds, blocks: int) -> flo
 
 
 def repeated_seconds(inputs: PlanInputs, part: LayerSeconds, blocks: int) -> float:
-    """Returns the seconds of computing discarded activations again in the backward pass.
-
-    Args:
-        inputs: inputs of the plan for the role, with the modules that are recomputed.
-        part: seconds of the forward pass.
-        blocks: number of its blocks that are tensor-parallel.
-    """
+    """Returns the seconds of computing discarded activations again in the backward pass."""
     if isinstance(inputs.recompute, bool):
         return forward_seconds(inputs, part, blocks) if inputs.recompute else 0.0
     mixture = part.experts + part.shared + _exposed_dispatch(inputs, part)
@@ -256,25 +221,14 @@ def _exposed_gather(inputs: PlanInputs, part: LayerSeconds, rounds: int) -> floa
 
 @cache
 def stage_layers(c: HFConfig, layout: Layout) -> tuple[Mapping[LayerKind, int], ...]:
-    """Counts the layers of each kind of every pipeline stage.
-
-    Args:
-        c: the model.
-        layout: layout of the role.
-    """
+    """Counts the layers of each kind of every pipeline stage."""
     return tuple(
         Counter(LayerKind.of(c, layer) for layer in layout.stage(c.layers, stage).layers) for stage in range(layout.pp)
     )
 
 
 def head_seconds(inputs: PlanInputs, layout: Layout, micro: MicroBatch) -> float:
-    """Predicts the seconds of the output layer in a forward pass: its product, and passes over float32 logits.
-
-    Args:
-        inputs: inputs of the plan for the role.
-        layout: layout of the role.
-        micro: tokens of the micro-batch.
-    """
+    """Predicts the seconds of the output layer in a forward pass: its product, and passes over float32 logits."""
     c = inputs.weights.config
     if inputs.weights.head == "value":
         return 0.0

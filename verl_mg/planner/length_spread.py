@@ -85,12 +85,7 @@ class Packed:
 
 @cache
 def packed(spread: LengthSpread, budget: int) -> Packed:
-    """Packs a spread into micro-batches of at most `budget` tokens, as a job packs its rows.
-
-    Args:
-        spread: lengths of samples.
-        budget: maximum number of tokens of a micro-batch with several rows.
-    """
+    """Packs a spread into micro-batches of at most `budget` tokens, as a job packs its rows."""
     if math.isinf(spread.exponent):
         together = max(1, budget // spread.longest)
         return Packed(1 / together, (together * spread.longest,))

@@ -29,11 +29,7 @@ class Length:
 
 
 def read_lengths(path: str | Path) -> list[Length]:
-    """Reads the samples of a file, in order.
-
-    Raises:
-        UserError: the file cannot be read, or a line is not two positive numbers; the message names it.
-    """
+    """Reads the samples of a file, in order."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
@@ -58,25 +54,14 @@ def _read(line: str, where: str) -> Length:
 
 
 def write_lengths(path: str | Path, lengths: Sequence[Length], provenance: Sequence[str]) -> None:
-    """Writes a file that `read_lengths` reads.
-
-    Args:
-        path: the file.
-        lengths: samples.
-        provenance: lines that describe the origin of the samples.
-    """
+    """Writes a file that `read_lengths` reads."""
     head = "".join(f"# {line}\n" for line in provenance)
     rows = "".join(f"{length.prompt} {length.response}\n" for length in lengths)
     Path(path).write_text(head + rows, encoding="utf-8")
 
 
 def longest_to(lengths: Sequence[Length], longest: int) -> list[Length]:
-    """Scales all lengths by the factor that makes the longest sample `longest` tokens.
-
-    Args:
-        lengths: samples.
-        longest: tokens of the longest sample of the result, prompt and response.
-    """
+    """Scales all lengths by the factor that makes the longest sample `longest` tokens."""
     factor = longest / max(length.total for length in lengths)
     return [
         Length(max(1, round(length.prompt * factor)), max(1, round(length.response * factor))) for length in lengths

@@ -51,13 +51,7 @@ class Elements:
 
 
 def elements(weights: ModelTable, shard_map: ShardMap, rank: int) -> Elements:
-    """Counts the elements of one rank's shards.
-
-    Args:
-        weights: weight table of the model.
-        shard_map: shards of every rank.
-        rank: the rank.
-    """
+    """Counts the elements of one rank's shards."""
     counts = {"dense": 0, "experts": 0, "float32": 0}
     entries = weights.tensor_index.entries
     outside = {name for name, entry in entries.items() if entry.layer is None and len(entry.tensor.shape) == 2}
@@ -93,12 +87,7 @@ class TrainMemory:
 
 
 def train_memory(inputs: PlanInputs, layout: Layout) -> TrainMemory:
-    """Computes the memory of a trained role.
-
-    Args:
-        inputs: inputs of the plan for the role.
-        layout: layout on all ranks of the role.
-    """
+    """Computes the memory of a trained role."""
     layout = layout.fit(len(inputs.placement_ranks))
     if inputs.options.fsdp:
         return _module_memory(inputs, layout, is_trained=True)
@@ -114,12 +103,7 @@ def train_memory(inputs: PlanInputs, layout: Layout) -> TrainMemory:
 
 
 def frozen_memory(inputs: PlanInputs, layout: Layout) -> TrainMemory:
-    """Computes the memory of a role that only runs inference.
-
-    Args:
-        inputs: inputs of the plan for the role.
-        layout: layout on all ranks of the role.
-    """
+    """Computes the memory of a role that only runs inference."""
     layout = layout.fit(len(inputs.placement_ranks))
     if inputs.options.fsdp:
         return _module_memory(inputs, layout, is_trained=False)
@@ -182,15 +166,7 @@ def _quantized_stages(weights: ModelTable, layout: EngineLayout, wire: Wire) -> 
 
 
 def check_engine(inputs: PlanInputs, layout: EngineLayout) -> None:
-    """Checks a layout of engines, which may have quantized weights.
-
-    Args:
-        inputs: inputs of the plan.
-        layout: layout of an engine.
-
-    Raises:
-        UserError: the model does not admit it, or it cuts blocks of quantized weights.
-    """
+    """Checks a layout of engines, which may have quantized weights."""
     inputs.weights.check_engine_layout(layout)
     if inputs.wire != "cast":
         _quantized_stages(inputs.weights, layout, inputs.wire)
@@ -240,13 +216,7 @@ class RolloutMemory:
 
 
 def rollout_memory(inputs: PlanInputs, layout: EngineLayout, limit: float | None = None) -> RolloutMemory:
-    """Computes the memory of an engine.
-
-    Args:
-        inputs: inputs of the plan.
-        layout: layout of the engine.
-        limit: bytes available on a rank; None for all usable bytes of a device.
-    """
+    """Computes the memory of an engine."""
     counted = _on_engine_stages(inputs.weights, layout)
     per_token = tuple(kv_bytes(inputs.weights, layout, stage) for stage in range(layout.pp))
     if inputs.wire == "cast":
@@ -263,11 +233,6 @@ def kv_bytes(weights: ModelTable, layout: EngineLayout, stage: int) -> int:
     Grouped attention: keys and values of the rank's heads, at least one, which neighbouring ranks may share. Latent
     attention: the compressed state and the rotary key (DeepSeek-V2, arXiv:2405.04434, section 2.1), on every rank.
     Linear attention: nothing, its state has the same size for a sample of any length.
-
-    Args:
-        weights: weight table of the model.
-        layout: layout of the engine.
-        stage: pipeline stage of the rank.
     """
     c = weights.config
     width = (

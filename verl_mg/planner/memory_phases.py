@@ -41,34 +41,19 @@ Rank = tuple[_Resident, ...]
 
 
 def training(inputs: PlanInputs, train: TrainMemory | None) -> Parts:
-    """Returns the parts on the fullest rank while one of its roles computes and offloaded ones are on the host.
-
-    Args:
-        inputs: inputs of the plan.
-        train: memory of the actor; None without an actor.
-    """
+    """Returns the parts on the fullest rank while one of its roles computes and offloaded ones are on the host."""
     return _fullest(
         _resident_parts(rank, excluding=role) | role.computing for rank in _ranks(inputs, train) for role in rank
     )
 
 
 def awake(inputs: PlanInputs, train: TrainMemory | None) -> Parts:
-    """Returns the parts of roles on the fullest of the engines' ranks during generation.
-
-    Args:
-        inputs: inputs of the plan.
-        train: memory of the actor; None without an actor.
-    """
+    """Returns the parts of roles on the fullest of the engines' ranks during generation."""
     return {} if inputs.rollout_ranks else _fullest(map(_resident_parts, _ranks(inputs, train)))
 
 
 def syncing(inputs: PlanInputs, train: TrainMemory | None) -> Parts:
-    """Returns the parts of roles on the fullest of the engines' ranks during a weight sync.
-
-    Args:
-        inputs: inputs of the plan.
-        train: memory of the actor; None without an actor.
-    """
+    """Returns the parts of roles on the fullest of the engines' ranks during a weight sync."""
     by_rank = (
         _resident_parts(rank) | _merged(role.sync_source for role in rank if role.name == "actor")
         for rank in _ranks(inputs, train)
@@ -81,10 +66,6 @@ def engine_limit(inputs: PlanInputs, train: TrainMemory | None = None) -> float:
 
     SGLang takes a fraction of the memory that is free when it starts. Then offloaded roles are on the host, and the
     others have everything that they keep, Adam's moments too.
-
-    Args:
-        inputs: inputs of the plan.
-        train: memory of the actor; None without an actor.
     """
     limit = inputs.usable - _total(awake(inputs, train))
     return min(limit, _engine_fraction(inputs, train)) if inputs.memory_fraction else limit
@@ -126,13 +107,7 @@ def _fullest(ranks: Iterable[Parts]) -> Parts:
 
 
 def problem(inputs: PlanInputs, train: TrainMemory | None, rollout: RolloutMemory | None) -> str | None:
-    """Describes the phase that does not fit the device, with its largest part; None where all phases fit.
-
-    Args:
-        inputs: inputs of the plan.
-        train: memory of the actor; None to leave out training.
-        rollout: memory of an engine; None to leave out generation.
-    """
+    """Describes the phase that does not fit the device, with its largest part; None where all phases fit."""
     if train:
         parts = training(inputs, train)
         if rollout and not inputs.sleep and not inputs.rollout_ranks:

@@ -24,15 +24,7 @@ LAYERS_IN_FLIGHT = 2
 
 
 def sharded_module(inputs: PlanInputs, layout: Layout) -> ShardedModule:
-    """Returns the module of a role under a layout.
-
-    Args:
-        inputs: inputs of the plan for the role.
-        layout: layout on all ranks of the role.
-
-    Raises:
-        UserError: the layout is not one of the backend, or does not divide the module.
-    """
+    """Returns the module of a role under a layout."""
     assert isinstance(inputs.weights, ModuleTable) and inputs.options.fsdp
     return _sharded_module(inputs.weights, layout, inputs.options.fsdp)
 
@@ -48,13 +40,7 @@ def _divided_module(table: ModuleTable, tp: int) -> Any:
 
 
 def module_parts(inputs: PlanInputs, layout: Layout, is_trained: bool) -> dict[str, int]:
-    """Computes the bytes of each part of a role's memory on a rank.
-
-    Args:
-        inputs: inputs of the plan for the role.
-        layout: layout on all ranks of the role.
-        is_trained: whether it has gradients and an optimizer.
-    """
+    """Computes the bytes of each part of a role's memory on a rank."""
     module, options = sharded_module(inputs, layout), inputs.options
     assert options.fsdp
     on_device = not options.fsdp.cpu_offload
@@ -94,13 +80,7 @@ class MicroBatchBytes:
 
 
 def micro_batch_bytes(inputs: PlanInputs, layout: Layout, trains: bool = True) -> MicroBatchBytes:
-    """Computes the bytes of the collectives between sharding ranks and between copies, for one micro-batch.
-
-    Args:
-        inputs: inputs of the plan for the role.
-        layout: layout on all ranks of the role.
-        trains: whether there is a backward pass.
-    """
+    """Computes the bytes of the collectives between sharding ranks and between copies, for one micro-batch."""
     module, options = sharded_module(inputs, layout), inputs.options
     assert options.fsdp
     passes = 2 if trains and options.fsdp.reshard_after_forward else 1

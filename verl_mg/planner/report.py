@@ -33,12 +33,7 @@ MOST_STAGES = 8
 
 
 def pair_numbers(inputs: PlanInputs, pair: Pair) -> Numbers:
-    """Returns the numbers of two given layouts; under `gib` GiB of a rank, the worst and the mean of all ranks.
-
-    Args:
-        inputs: inputs of the plan.
-        pair: both layouts.
-    """
+    """Returns the numbers of two given layouts; under `gib` GiB of a rank, the worst and the mean of all ranks."""
     return _frame(inputs, [pair]) | {
         "problem": problem(inputs, pair.train.memory, pair.rollout.memory),
         "train": _train(inputs, pair.train),
@@ -53,12 +48,7 @@ def pair_numbers(inputs: PlanInputs, pair: Pair) -> Numbers:
 
 
 def search_numbers(inputs: PlanInputs, pairs: Sequence[Pair]) -> Numbers:
-    """Returns the numbers of the layouts that a search returned, best first.
-
-    Args:
-        inputs: inputs of the plan.
-        pairs: layouts, best first.
-    """
+    """Returns the numbers of the layouts that a search returned, best first."""
     return _frame(inputs, pairs) | {
         "score": "predicted seconds of an iteration",
         "layouts": [

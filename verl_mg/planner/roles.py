@@ -43,15 +43,7 @@ class PlannedRole:
 
 
 def auxiliary_role(inputs: PlanInputs, role: PlannedRole) -> AuxiliaryRole:
-    """Computes memory and predicted seconds of an auxiliary role.
-
-    Args:
-        inputs: inputs of the plan.
-        role: the role.
-
-    Raises:
-        UserError: its layout does not fit its ranks or its model.
-    """
+    """Computes memory and predicted seconds of an auxiliary role."""
     changes: dict[str, Any] = {"weights": role.weights, "micro_batch": role.micro_batch}
     changes |= {"recompute": role.recompute, "options": role.options}
     try:
@@ -72,30 +64,14 @@ def auxiliary_role(inputs: PlanInputs, role: PlannedRole) -> AuxiliaryRole:
 
 
 def fit_layout(inputs: PlanInputs, layout: Layout) -> Layout:
-    """Completes a layout to all ranks of the role.
-
-    Args:
-        inputs: inputs of the plan for the role.
-        layout: parallel sizes; dp may be left open.
-
-    Raises:
-        UserError: the layout does not fit; the message lists the nearest ones that do.
-    """
+    """Completes a layout to all ranks of the role."""
     layout.check_pipeline_layers(inputs.weights.config.layers)
     ranks, experts = len(inputs.placement_ranks), inputs.weights.model_dims.experts
     return resolve_layout(layout, ranks, experts, partial(check, inputs))
 
 
 def check(inputs: PlanInputs, layout: Layout) -> None:
-    """Checks that a layout fits the role's model.
-
-    Args:
-        inputs: inputs of the plan for the role.
-        layout: parallel sizes.
-
-    Raises:
-        UserError: a parallel size does not divide what it shards.
-    """
+    """Checks that a layout fits the role's model."""
     if inputs.options.fsdp:
         sharded_module(inputs, layout)
         return

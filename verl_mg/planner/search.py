@@ -78,15 +78,7 @@ class Pair:
 
 
 def check_rollout(inputs: PlanInputs, layout: EngineLayout) -> EngineLayout:
-    """Checks a layout of engines and returns it.
-
-    Args:
-        inputs: inputs of the plan.
-        layout: layout of an engine.
-
-    Raises:
-        UserError: the layout does not fit the model, the ranks or SGLang; the message lists the nearest that do.
-    """
+    """Checks a layout of engines and returns it."""
     ranks, experts = len(inputs.engine_ranks), inputs.weights.model_dims.experts
     resolved = resolve_engine_layout(layout, ranks, experts, partial(check_engine, inputs))
     EnginePlacement(resolved, inputs.engine_ranks).check_nodes(inputs.node)
@@ -94,25 +86,14 @@ def check_rollout(inputs: PlanInputs, layout: EngineLayout) -> EngineLayout:
 
 
 def train_side(inputs: PlanInputs, layout: Layout) -> TrainSide:
-    """Computes memory and seconds of a checked training layout.
-
-    Args:
-        inputs: inputs of the plan.
-        layout: layout on all ranks of the actor.
-    """
+    """Computes memory and seconds of a checked training layout."""
     memory = train_memory(inputs, layout)
     inference = inference_seconds(inputs, layout) if inputs.old_logprobs else 0.0
     return TrainSide(layout, memory, train_seconds(inputs, layout), inference, inputs.recompute)
 
 
 def pair_of(inputs: PlanInputs, train: TrainSide, rollout: RolloutSide) -> Pair:
-    """Combines both sides, with the weight sync planned byte by byte.
-
-    Args:
-        inputs: inputs of the plan.
-        train: actor.
-        rollout: engines.
-    """
+    """Combines both sides, with the weight sync planned byte by byte."""
     sync = weight_sync(inputs, train.layout, rollout.layout)
     parts = iteration_seconds(
         inputs, train.memory, train.inference_seconds, train.update_seconds, rollout.seconds, sync.seconds
@@ -121,13 +102,7 @@ def pair_of(inputs: PlanInputs, train: TrainSide, rollout: RolloutSide) -> Pair:
 
 
 def rollout_side(inputs: PlanInputs, layout: EngineLayout, train: TrainMemory | None = None) -> RolloutSide:
-    """Computes memory and seconds of a checked layout of engines.
-
-    Args:
-        inputs: inputs of the plan.
-        layout: layout of an engine.
-        train: memory of the actor; None as if there were no actor.
-    """
+    """Computes memory and seconds of a checked layout of engines."""
     return _with_limit(inputs, rollout_memory(inputs, layout), train)
 
 
@@ -155,12 +130,7 @@ def _layouts(inputs: PlanInputs, up_to: Layout) -> Iterator[Layout]:
 
 
 def rollout_layouts(inputs: PlanInputs, like: EngineLayout | None = None) -> Iterator[EngineLayout]:
-    """Yields all engine layouts that the model admits, with tp within a node or over whole nodes and adp 1 or tp.
-
-    Args:
-        inputs: inputs of the plan.
-        like: layout whose pp is tried too; None for pp 1 only.
-    """
+    """Yields all engine layouts that the model admits, with tp within a node or over whole nodes and adp 1 or tp."""
     for layout in engine_layouts_on(len(inputs.engine_ranks), inputs.weights.model_dims.experts, like):
         sizes = layout.tp, layout.ranks
         aligned = all(inputs.node % size == 0 or size % inputs.node == 0 for size in sizes)
@@ -169,13 +139,7 @@ def rollout_layouts(inputs: PlanInputs, like: EngineLayout | None = None) -> Ite
 
 
 def nearest_train(inputs: PlanInputs, layout: Layout, rollout: RolloutMemory | None = None) -> list[Layout]:
-    """Returns the nearest training layouts that fit into memory, with tp within a node.
-
-    Args:
-        inputs: inputs of the plan.
-        layout: layout that does not fit.
-        rollout: memory of an engine that must fit at the same time; None for none.
-    """
+    """Returns the nearest training layouts that fit into memory, with tp within a node."""
 
     def fits(near: Layout) -> bool:
         check(inputs, near)
@@ -186,12 +150,7 @@ def nearest_train(inputs: PlanInputs, layout: Layout, rollout: RolloutMemory | N
 
 
 def nearest_rollout(inputs: PlanInputs, layout: EngineLayout) -> list[EngineLayout]:
-    """Returns the nearest engine layouts that fit into memory.
-
-    Args:
-        inputs: inputs of the plan.
-        layout: layout that does not fit.
-    """
+    """Returns the nearest engine layouts that fit into memory."""
     return nearest(
         layout,
         rollout_layouts(inputs, layout),
@@ -204,9 +163,6 @@ def recomputations(inputs: PlanInputs) -> list[Recompute]:
 
     Modules that cost little are first: norms, activations of experts, projections of latent attention. Then
     feed-forward layers, which keep the most.
-
-    Args:
-        inputs: inputs of the plan.
     """
     c = inputs.weights.config
     if inputs.options.fsdp:
@@ -231,17 +187,6 @@ def search(
     Where other numbers of layers make the slowest pipeline stage faster (`balanced`), these are tried too.
     The weight sync is planned only for the best training layouts, each with PARTNERS of the best rollout layouts, of
     which the best is returned; all of them are where the training layout is given.
-
-    Args:
-        inputs: inputs of the plan.
-        train: training layout to keep; None to search.
-        rollout: engine layout to keep; None to search.
-        top: number of pairs.
-        tried: what to recompute in the backward pass, of which the fastest that fits is taken for each layout; None
-            for that of the inputs.
-
-    Raises:
-        UserError: no layout fits.
     """
     planned = [replace(inputs, recompute=modules) for modules in tried] if tried else [inputs]
     rollouts = [check_rollout(inputs, rollout)] if rollout else rollout_layouts(inputs)

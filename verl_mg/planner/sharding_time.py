@@ -12,12 +12,6 @@ def exposed_seconds(inputs: PlanInputs, layout: Layout, trains: bool, computed: 
     """Predicts the seconds of a micro-batch in which ranks wait for weights and gradients.
 
     The first weights are needed before anything is computed; of all else what exceeds the computation counts.
-
-    Args:
-        inputs: inputs of the plan for the role.
-        layout: layout of the role.
-        trains: whether there is a backward pass.
-        computed: seconds of everything else.
     """
     module, options = sharded_module(inputs, layout), inputs.options
     sizes = micro_batch_bytes(inputs, layout, trains)

@@ -52,17 +52,7 @@ class Iteration:
 
 
 def simulate(inputs: PlanInputs, lengths: Sequence[Length], train: Layout, rollout: EngineLayout) -> Iteration:
-    """Simulates an iteration over recorded samples.
-
-    Args:
-        inputs: inputs of the plan; its tokens per iteration and sequence are replaced by those of the samples.
-        lengths: samples.
-        train: layout of the actor.
-        rollout: layout of an engine.
-
-    Raises:
-        UserError: the layouts do not fit into memory.
-    """
+    """Simulates an iteration over recorded samples."""
     tokens = sum(length.total for length in lengths)
     inputs = replace(inputs, tokens_per_iteration=tokens, sequence=max(length.total for length in lengths))
     layout = train.fit(len(inputs.placement_ranks))
@@ -108,23 +98,14 @@ class Engine:
     """Tokens in the cache when all running samples are complete."""
 
     def begin(self, length: Length, prefill: float) -> None:
-        """Starts a sample; all running samples wait for its prefill.
-
-        Args:
-            length: the sample.
-            prefill: seconds of its prefill.
-        """
+        """Starts a sample; all running samples wait for its prefill."""
         heapq.heappush(self.running, (self.steps + length.response, length.total))
         self.cached += length.prompt
         self.reserved += length.total
         self.clock += prefill
 
     def advance(self, step: Callable[[float, float], float]) -> None:
-        """Advances to the completion of the next samples.
-
-        Args:
-            step: (running samples, cached tokens) -> seconds of a decoding step, linear in the cached tokens.
-        """
+        """Advances to the completion of the next samples."""
         steps, running = self.running[0][0] - self.steps, len(self.running)
         self.clock += steps * step(running, self.cached + running * (steps - 1) / 2)
         self.cached += steps * running
@@ -140,15 +121,6 @@ def generate(inputs: PlanInputs, lengths: Sequence[Length], engines: int, memory
     """Simulates the generation of all samples.
 
     A sample starts where the cache has capacity for its final length; prefills run one after the other.
-
-    Args:
-        inputs: inputs of the plan.
-        lengths: samples.
-        engines: number of engines.
-        memory: memory of an engine.
-
-    Returns:
-        The engines in their final state; the slowest determines the seconds.
     """
     layout = memory.layout
     capacity = memory.tokens_per_engine
@@ -171,18 +143,7 @@ def continuous_batching(
     prefill: Callable[[Length], float],
     step: Callable[[float, float], float],
 ) -> list[Engine]:
-    """Simulates engines that take the next sample of one queue whenever they have capacity for it.
-
-    Args:
-        lengths: samples in the order of the queue.
-        engines: number of engines.
-        has_capacity: whether an engine can start a sample.
-        prefill: seconds of a sample's prefill.
-        step: (running samples, cached tokens) -> seconds of a decoding step.
-
-    Returns:
-        The engines in their final state.
-    """
+    """Simulates engines that take the next sample of one queue whenever they have capacity for it."""
     waiting, all_engines = deque(lengths), [Engine() for _ in range(engines)]
     # At first all are idle and take turns.
     open_engines = deque(all_engines)
@@ -214,17 +175,7 @@ def continuous_batching(
 
 
 def training_seconds(inputs: PlanInputs, lengths: Sequence[Length], layout: Layout, work: Work) -> float:
-    """Predicts the seconds of one pass over the rows, packed and distributed as in training.
-
-    Args:
-        inputs: inputs of the plan.
-        lengths: samples.
-        layout: layout of the actor.
-        work: whether it is inference or an update.
-
-    Returns:
-        Seconds of the slowest data-parallel index.
-    """
+    """Predicts the seconds of one pass over the rows, packed and distributed as in training."""
     rows = [length.total for length in lengths]
     flops = [inputs.row_flops(row) for row in rows]
     shares = pack(rows, flops, layout.dp, inputs.micro_batch)
@@ -245,11 +196,6 @@ def slowest(seconds: Sequence[Sequence[float]], layout: Layout, lockstep: bool) 
 
     A pipeline adds (pp - 1) / vpp of its longest micro-batch, in which stages wait (Narayanan et al., arXiv:2104.04473,
     section 2.2).
-
-    Args:
-        seconds: seconds[data-parallel index][micro-batch].
-        layout: layout of the actor.
-        lockstep: whether all ranks communicate in every micro-batch, so that the slowest of each determines the time.
     """
     bubble = (layout.pp - 1) / layout.vpp
     if lockstep:
@@ -258,12 +204,7 @@ def slowest(seconds: Sequence[Sequence[float]], layout: Layout, lockstep: bool) 
 
 
 def repeated(lengths: Sequence[Length], count: int) -> list[Length]:
-    """Returns samples of the same distribution: all of them repeatedly, shuffled each time, and a part.
-
-    Args:
-        lengths: samples.
-        count: number of samples to return.
-    """
+    """Returns samples of the same distribution: all of them repeatedly, shuffled each time, and a part."""
     generator, result = random.Random(0), list[Length]()
     while len(result) < count:
         result += generator.sample(lengths, min(len(lengths), count - len(result)))

@@ -86,16 +86,7 @@ def training_options(
     kind: str = "adamw",
     dtype: str = "bfloat16",
 ) -> TrainingOptions:
-    """Reads the options of a role.
-
-    Args:
-        kernels: `model.kernels`: auto, transformer_engine or torch.
-        megatron: section `megatron` with its parts transformer, optimizer and ddp.
-        cpu_offload: whether the moments are on the host (`optimizer.cpu_offload` of the role).
-        moments_dtype: type of the moments (`optimizer.moments_dtype` of the role).
-        kind: adamw or muon (`optimizer.kind` of the role).
-        dtype: type of the weights (`dtype` of the role).
-    """
+    """Reads the options of a role."""
     transformer, optimizer, ddp = (dict(megatron.get(part) or {}) for part in ("transformer", "optimizer", "ddp"))
     weight_bytes = BYTES[dtype]
     gradient_bytes = 4 if ddp.get("grad_reduce_in_fp32", True) else weight_bytes
@@ -131,22 +122,12 @@ def training_options(
 
 
 def frozen_options(kernels: str, dtype: str) -> TrainingOptions:
-    """Returns the options of a role that is not trained.
-
-    Args:
-        kernels: `model.kernels`.
-        dtype: type of the weights (`dtype` of the role).
-    """
+    """Returns the options of a role that is not trained."""
     return TrainingOptions(fused=_is_fused(kernels, dtype), weight_bytes=BYTES[dtype])
 
 
 def fsdp_options(config: FsdpConfig, dtype: str) -> TrainingOptions:
-    """Returns the options of a role with the FSDP backend: float32 weights and moments, kernels of `transformers`.
-
-    Args:
-        config: options of the backend.
-        dtype: type in which the model computes (`dtype` of the role).
-    """
+    """Returns the options of a role with the FSDP backend: float32 weights and moments, kernels of `transformers`."""
     on_host = 1.0 if config.cpu_offload else 0.0
     return TrainingOptions(
         fused=False,
@@ -170,11 +151,7 @@ def _is_layer_wise(optimizer: Mapping[str, Any]) -> bool:
 
 
 def recompute(value: bool | Sequence[str]) -> Recompute:
-    """Returns what a role recomputes, as plans compare it.
-
-    Args:
-        value: `recompute` of the role: whole layers or nothing, or modules of a layer.
-    """
+    """Returns what a role recomputes, as plans compare it."""
     return value if isinstance(value, bool) else tuple(sorted(set(value)))
 
 

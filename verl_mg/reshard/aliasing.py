@@ -23,15 +23,7 @@ class Alias:
 
 
 def aliases(plan: Plan, rank: int) -> dict[str, Alias]:
-    """Finds the target parameters of a rank that are rows of its source parameters.
-
-    Args:
-        plan: the plan.
-        rank: global rank.
-
-    Returns:
-        {target parameter: rows of a source parameter with exactly its elements, in its order}.
-    """
+    """Finds the target parameters of a rank that are rows of its source parameters."""
     moves = plan.rank_plan(rank)
     received = {move.parameter for move in moves.receives}
     copied: dict[str, list[Copy]] = defaultdict(list)
@@ -47,12 +39,7 @@ def aliases(plan: Plan, rank: int) -> dict[str, Alias]:
 
 
 def aliased_parameters(alias_of: Mapping[str, Alias], source: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the target parameters as views of the source's tensors; `execute` leaves such targets unchanged.
-
-    Args:
-        alias_of: result of `aliases`.
-        source: the rank's source parameters.
-    """
+    """Returns the target parameters as views of the source's tensors; `execute` leaves such targets unchanged."""
     return {name: source[alias.source].detach()[slice(*alias.rows)] for name, alias in alias_of.items()}
 
 

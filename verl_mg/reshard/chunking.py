@@ -19,13 +19,6 @@ class TensorChunk:
     """Shard map of some of the tensors of a larger one; each parameter is in it whole or not at all."""
 
     def __init__(self, whole: ShardMap, shards: Shards, tensors: Sequence[str]) -> None:
-        """Selects the tensors.
-
-        Args:
-            whole: shard map of all tensors.
-            shards: function rank -> shards of `whole`, which may cache them.
-            tensors: names of the tensors of the chunk.
-        """
         self._whole, self._shards = whole, shards
         self.ranks = whole.ranks
         self.tensors: Mapping[str, TensorInfo] = {name: whole.tensors[name] for name in tensors}
@@ -50,12 +43,6 @@ def split_into_chunks(
 
     Tensors that a parameter contains together, and parameters of one tensor, stay in one chunk, so the chunks move no
     more bytes than the whole.
-
-    Args:
-        whole: shard map of all tensors.
-        ranks: ranks whose chunks are measured; the ranks of one engine represent all engines.
-        max_elements: maximum number of elements of a chunk on each of these ranks; a single parameter may be larger.
-        keep_together: sets of tensors that stay in one chunk although no parameter of `whole` contains them together.
     """
     shards_of = cache(whole.shards)
     held = [shards_of(rank) for rank in ranks]

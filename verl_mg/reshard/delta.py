@@ -37,15 +37,7 @@ class Kind(IntEnum):
 
 
 def encode_delta(values: Tensor, before: Tensor | None) -> Tensor:
-    """Encodes the elements of a box that differ from earlier ones.
-
-    Args:
-        values: elements of the box, of any shape and strides.
-        before: earlier elements of the same shape and dtype; None: all are encoded.
-
-    Returns:
-        (bytes,) uint8, a multiple of 8.
-    """
+    """Encodes the elements of a box that differ from earlier ones."""
     bits = _bits(values)
     number = checksum(values)
     if before is None:
@@ -67,15 +59,7 @@ def encode_delta(values: Tensor, before: Tensor | None) -> Tensor:
 
 
 def apply_delta(code: Tensor, target: Tensor) -> bool:
-    """Writes the encoded elements into a box.
-
-    Args:
-        code: result of `encode_delta`, on the device of the box.
-        target: elements of the box before the change, of any strides; written in place.
-
-    Returns:
-        Whether the code is intact and the box has the checksum of the encoded one. If not, its elements are undefined.
-    """
+    """Writes the encoded elements into a box."""
     kind, count, place_bytes, expected = code[:HEADER_BYTES].view(torch.int64).tolist()
     bits = _bits(target)
     value_bytes = count * bits.itemsize

@@ -44,22 +44,12 @@ class Place:
 
 
 def member_name(layout: str, rank: int) -> str:
-    """Returns the name of a rank of all servers of a layout.
-
-    Args:
-        layout: parallel sizes of the server, as text.
-        rank: number of the rank in the server.
-    """
+    """Returns the name of a rank of all servers of a layout."""
     return f"{layout}/{rank}"
 
 
 def write_changes(path: Path, changes: Iterable[tuple[Tensor, Sequence[Place]]]) -> int:
-    """Writes the changes of one sender; returns the bytes of the file.
-
-    Args:
-        path: file to write.
-        changes: codes, each with the places of its box.
-    """
+    """Writes the changes of one sender; returns the bytes of the file."""
     codes: list[Tensor] = []
     places: dict[str, list[tuple[str, Box, int, int]]] = defaultdict(list)
     dtypes: dict[str, dict[str, str]] = defaultdict(dict)
@@ -80,15 +70,6 @@ class ChangesFile:
     """The changes of one sender for one member."""
 
     def __init__(self, path: Path, member: str) -> None:
-        """Opens the file.
-
-        Args:
-            path: result of `write_changes`.
-            member: name of the member.
-
-        Raises:
-            ValueError: it has another format.
-        """
         self._file = safe_open(path, "pt")
         metadata = self._file.metadata() or {}
         if metadata.get("format") != FORMAT:
@@ -100,11 +81,7 @@ class ChangesFile:
         """Bytes of the member's codes."""
 
     def patches(self, device: torch.device) -> Iterator[Patch]:
-        """Yields the changes of the member's boxes; only these are read.
-
-        Args:
-            device: device of the codes.
-        """
+        """Yields the changes of the member's boxes; only these are read."""
         codes = self._file.get_slice("codes")
         for parameter, box, start, size in self._places:
             yield Patch(parameter, tuple((begin, end) for begin, end in box), codes[start : start + size].to(device))

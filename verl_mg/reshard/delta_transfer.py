@@ -40,11 +40,6 @@ class SentValues:
     """Copies of the source's parameters as they were sent last."""
 
     def __init__(self, on_host: bool = True) -> None:
-        """Keeps nothing yet.
-
-        Args:
-            on_host: keep the copies in host memory, and not on the device of the parameters.
-        """
         self._on_host = on_host
         self._copies: dict[str, Tensor] = {}
 
@@ -54,23 +49,12 @@ class SentValues:
         return sum(copy.nbytes for copy in self._copies.values())
 
     def encode(self, parameter: str, box: Box, values: Tensor) -> Tensor:
-        """Returns the changes of a box since its parameter was kept; all of it where it was not.
-
-        Args:
-            parameter: source parameter.
-            box: box in the parameter.
-            values: elements of the box.
-        """
+        """Returns the changes of a box since its parameter was kept; all of it where it was not."""
         kept = self._copies.get(parameter)
         return encode_delta(values, None if kept is None else kept[slices(box)].to(values.device))
 
     def keep(self, schedule: Schedule, source: Tensors) -> None:
-        """Copies the parameters of which a schedule has sent boxes.
-
-        Args:
-            schedule: schedule of this rank.
-            source: this rank's source parameters.
-        """
+        """Copies the parameters of which a schedule has sent boxes."""
         for name in schedule.source_parameters:
             values = source[name].detach()
             if name not in self._copies:
@@ -92,19 +76,7 @@ def transfer_changes(
     wait_for: Callable[[str], object] | None = None,
     here: torch.device | None = None,
 ) -> tuple[list[Patch], Traffic]:
-    """Sends what has changed in the source; every rank of the plan must call it.
-
-    Args:
-        schedule: schedule of this rank.
-        source: this rank's source parameters, in the planned shapes and in the dtypes of the wire.
-        sent: copies of the values that were sent before.
-        group: process group of all ranks; None for the default group.
-        wait_for: called with the name of a source parameter before each read of it.
-        here: device of this rank's parameters; None for that of a rank of a job.
-
-    Returns:
-        Patches of this rank's target parameters, which cover all planned boxes, and the bytes and seconds of this rank.
-    """
+    """Sends what has changed in the source; every rank of the plan must call it."""
     begin = time.perf_counter()
     transfer = _Transfer(source, sent, group, wait_for or (lambda _: None), here or device.current_device())
     for bucket in schedule.buckets:
@@ -125,15 +97,7 @@ def transfer_changes(
 
 
 def apply_patches(patches: Iterable[Patch], target: Tensors) -> bool:
-    """Writes patches into parameters.
-
-    Args:
-        patches: result of `transfer_changes`.
-        target: parameters with the values of the transfer before.
-
-    Returns:
-        Whether all boxes have the checksums of their senders. If not, transfer all elements.
-    """
+    """Writes patches into parameters."""
     results = [apply_delta(patch.code, target[patch.parameter].detach()[slices(patch.box)]) for patch in patches]
     return all(results)
 

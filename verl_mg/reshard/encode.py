@@ -44,31 +44,13 @@ class EncodedMaps:
 
 
 def encoded_maps(table: ModelTable, source: ShardMap, target: ShardMap, encoding: Encoding) -> EncodedMaps:
-    """Returns the shard maps of the weights that engines quantize.
-
-    Args:
-        table: weight table of the model.
-        source: shards of the ranks that encode.
-        target: shards of the engines, not quantized.
-        encoding: format of the engines.
-    """
+    """Returns the shard maps of the weights that engines quantize."""
     names = quantized_tensors(table)
     return EncodedMaps(EncodedSource(source, encoding, names), EncodedTarget(target, encoding, names))
 
 
 def check_engine_blocks(table: ModelTable, target: ShardMap, encoding: Encoding, ranks: Iterable[int]) -> None:
-    """Checks that engines can have such weights, and that their shards consist of whole blocks and tiles.
-
-    Args:
-        table: weight table of the model.
-        target: shards of the engines, not quantized.
-        encoding: format of the engines.
-        ranks: ranks of the target that are checked.
-
-    Raises:
-        UserError: the layout of the engines cuts a block; the message names parameter and box. Or a model has weights
-            that no engine has in this format.
-    """
+    """Checks that engines can have such weights, and that their shards consist of whole blocks and tiles."""
     if encoding.tile and (table.config.experts or table.config.latent):
         raise UserError(
             "rollout.wire=int4: the engine stores experts and latent attention in other forms than shards of INT4, and "
@@ -104,13 +86,6 @@ class Encoder:
     """Encoder of one part of a model, used for every weight sync."""
 
     def __init__(self, part: EncodedPart, schedule: Schedule, dtype: torch.dtype) -> None:
-        """Plans the encoding of this rank.
-
-        Args:
-            part: shard map of the part.
-            schedule: schedule of this rank, from the part to its target.
-            dtype: dtype of the model.
-        """
         self._part, self._source, self._dtype, self._schedule = part, part.source, dtype, schedule
         self._encoding = part.source.encoding
         encoded = [name for name in part.tensors if name in part.source.encoded]
@@ -142,13 +117,7 @@ class Encoder:
         wait_for: Callable[[str], object],
         group: dist.ProcessGroup | None = None,
     ) -> Encoded:
-        """Encodes what this rank sends; all ranks of the group call it together.
-
-        Args:
-            parameters: this rank's parameters before they are encoded.
-            wait_for: called with the name of each parameter that is read, before it is.
-            group: process group of all ranks; None for the default group.
-        """
+        """Encodes what this rank sends; all ranks of the group call it together."""
         here = device.current_device()
         sent = self._schedule.source_parameters
         for name in self.source_parameters:

@@ -209,12 +209,6 @@ class EncodedPart:
     """Shard map of some of the tensors of an encoded source."""
 
     def __init__(self, source: EncodedSource, tensors: Collection[str]) -> None:
-        """Selects the tensors.
-
-        Args:
-            source: shard map of all tensors.
-            tensors: names of the tensors of the part, scales among them.
-        """
         self.source, self.ranks = source, source.ranks
         self.tensors: Mapping[str, TensorInfo] = {name: source.tensors[name] for name in tensors}
 

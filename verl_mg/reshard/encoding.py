@@ -127,13 +127,7 @@ class Int4(Encoding):
 
 
 def encoding_of(wire: Wire, by_reciprocal: bool = False) -> Encoding | None:
-    """Returns an encoding by its name; None for `cast`.
-
-    Args:
-        wire: name of the encoding.
-        by_reciprocal: whether the engine's quantizer of blocks multiplies by the rounded reciprocal of a scale: that of
-            vLLM does, that of SGLang divides.
-    """
+    """Returns an encoding by its name; None for `cast`."""
     match wire:
         case "fp8_block":
             return FP8(by_reciprocal=by_reciprocal)
@@ -145,14 +139,7 @@ def encoding_of(wire: Wire, by_reciprocal: bool = False) -> Encoding | None:
 
 
 def add_largest(largest: Tensor, values: Tensor, box: Box, block: BlockSize) -> None:
-    """Raises the largest magnitudes of the blocks of a tensor to those of the elements in a box.
-
-    Args:
-        largest: (block rows, block columns) float32, largest magnitudes of the whole tensor so far.
-        values: (rows, columns) elements of the box.
-        box: the box in the tensor.
-        block: rows and columns of a block.
-    """
+    """Raises the largest magnitudes of the blocks of a tensor to those of the elements in a box."""
     (top, bottom), (left, right) = box
     height, width = block
     columns = slice(left // width, -(-right // width))
@@ -172,15 +159,7 @@ def add_largest(largest: Tensor, values: Tensor, box: Box, block: BlockSize) -> 
 
 
 def encode_box(encoding: Encoding, values: Tensor, scales: Tensor, box: Box, target: Tensor) -> None:
-    """Quantizes the elements of a box.
-
-    Args:
-        encoding: the format.
-        values: (rows, columns) elements of the box, in the dtype of the model.
-        scales: scales of the whole tensor.
-        box: the box in the tensor.
-        target: (rows, columns / packed) memory of the result.
-    """
+    """Quantizes the elements of a box."""
     (top, bottom), (left, right) = box
     columns = torch.arange(left, right, device=values.device) // encoding.columns if encoding.columns else None
     step = max(1, SLAB_ELEMENTS // (right - left))
@@ -192,16 +171,7 @@ def encode_box(encoding: Encoding, values: Tensor, scales: Tensor, box: Box, tar
 
 
 def check_packing(encoding: Encoding, tensor: str, box: Box) -> None:
-    """Checks that a box consists of whole elements of the wire.
-
-    Args:
-        encoding: the format.
-        tensor: name of the tensor, for the error.
-        box: the box in the tensor.
-
-    Raises:
-        UserError: it begins or ends within an element.
-    """
+    """Checks that a box consists of whole elements of the wire."""
     if any(edge % encoding.packed for edge in box[-1]):
         raise UserError(
             f"{tensor}: the box {box} ends within {encoding.packed} columns that one number on the wire contains. "

@@ -48,12 +48,6 @@ class Pattern:
     """Senders and receivers of the boxes of a tensor; many tensors have the same pattern."""
 
     def __init__(self, flows: Sequence[Flow], rotation: int) -> None:
-        """Collects the routes of all boxes.
-
-        Args:
-            flows: the boxes that move.
-            rotation: number of a tensor with this pattern.
-        """
         self._boxes = [flow.box for flow in flows]
         routes = [flow.routing.routes(rotation) for flow in flows]
         # Of each box: sender and receiver (m, 2) of the messages in the tensor's epoch, and of those LAG epochs later.
@@ -67,14 +61,7 @@ class Pattern:
         return max((numel(box) for box in self._boxes), default=0)
 
     def elements(self, parts: int) -> tuple[IntArray, IntArray]:
-        """Returns what each of `ranks` sends and receives of the largest part of a tensor.
-
-        Args:
-            parts: number of parts into which each box is cut.
-
-        Returns:
-            Elements in the tensor's epoch (n,), elements that are forwarded LAG epochs later (n,).
-        """
+        """Returns what each of `ranks` sends and receives of the largest part of a tensor."""
         sizes = [max(numel(part) for _, part in cut(box, parts)) if parts > 1 else numel(box) for box in self._boxes]
         direct, forwarded = (
             sum((count * size for count, size in zip(counts, sizes, strict=True)), np.zeros(len(self.ranks), np.int64))
@@ -101,11 +88,7 @@ class Patterns:
         self._patterns: dict[tuple[int, ...], Pattern] = {}
 
     def at(self, rotation: int) -> Pattern:
-        """Returns the pattern of a tensor.
-
-        Args:
-            rotation: number of the tensor.
-        """
+        """Returns the pattern of a tensor."""
         key = places(rotation, self._turns)
         if key not in self._patterns:
             self._patterns[key] = Pattern(self._flows, rotation)
@@ -147,12 +130,7 @@ class Epochs:
 
 
 def cut_into_epochs(tensors: Iterable[tuple[str, Pattern, int]], limit: int) -> Epochs:
-    """Returns the epochs of tensors.
-
-    Args:
-        tensors: (name, pattern, bytes of an element) in the common order.
-        limit: bytes that a rank may send and receive in an epoch.
-    """
+    """Returns the epochs of tensors."""
     rows = list(tensors)
     patterns = list({id(pattern): pattern for _, pattern, _ in rows}.values())
     size = 1 + max((int(pattern.ranks.max(initial=0)) for pattern in patterns), default=0)

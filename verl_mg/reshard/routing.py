@@ -68,13 +68,6 @@ class BoxRouting:
     """
 
     def __init__(self, holders: Ranks, needers: Ranks, ranks_per_node: int) -> None:
-        """Groups the ranks by node.
-
-        Args:
-            holders: ranks that have the box, in rising order.
-            needers: ranks that need the box, in rising order.
-            ranks_per_node: consecutive ranks on one node.
-        """
         self._receivers: dict[int, list[int]] = defaultdict(list)  # by node, those that do not have the box
         held = set(holders)
         for rank in needers:
@@ -99,11 +92,7 @@ class BoxRouting:
         self._routes: dict[tuple[int, ...], Routes] = {}
 
     def routes(self, rotation: int) -> Routes:
-        """Returns the routes of the box in one tensor.
-
-        Args:
-            rotation: number of the tensor.
-        """
+        """Returns the routes of the box in one tensor."""
         key = places(rotation, self.turns)
         if key not in self._routes:
             self._routes[key] = self._routes_at(dict(zip(self.turns, key, strict=True)))
@@ -142,15 +131,7 @@ class BoxRouting:
 
 
 def places(rotation: int, turns: Sequence[int]) -> tuple[int, ...]:
-    """Returns whose turn it is in a tensor.
-
-    Args:
-        rotation: number of the tensor.
-        turns: numbers of ranks that take turns.
-
-    Returns:
-        For each of these numbers, the index of the rank whose turn it is.
-    """
+    """Returns whose turn it is in a tensor."""
     return tuple(_rotate(rotation, size) for size in turns)
 
 
@@ -185,10 +166,6 @@ def assign_writes(source: ShardMap, rank: int) -> Iterator[WriteAssignment]:
     """Yields the boxes that a rank writes; all ranks together write each box of the model once.
 
     The ranks that have a box take turns from tensor to tensor.
-
-    Args:
-        source: shards of all ranks.
-        rank: global rank.
     """
     for parameter, shard in source.shards(rank).items():
         for piece in shard.pieces:

@@ -28,11 +28,7 @@ def pack_schedules(schedules: Sequence[Schedule]) -> bytes:
 
 
 def unpack_schedules(text: bytes) -> list[Schedule]:
-    """Reads the result of `pack_schedules`.
-
-    Raises:
-        ValueError: it was written by another version of this module.
-    """
+    """Reads the result of `pack_schedules`."""
     document = json.loads(zlib.decompress(text))
     if document["format"] != FORMAT:
         raise ValueError(f"schedules have format {document['format']}, this version of verl_mg reads {FORMAT}")

@@ -62,20 +62,6 @@ class AsyncRollout(RolloutSource):
         stale: Stale,
         routed_shape: tuple[int, int] | None = None,
     ) -> None:
-        """Creates the rollout of a job.
-
-        Args:
-            engines: the engines of all ranks.
-            sampling: how tokens are drawn in training.
-            seed: of the job; with the sample id it is the seed of a sample.
-            context: the shared services of the job.
-            prompts: the prompts of the job, from which those of later calls are drawn.
-            records: receives the batches for the recording of samples.
-            reward: scores samples while others are generated; None: nothing is scored.
-            max_staleness: largest number of weight updates between generation and training of a token.
-            stale: treatment of tokens that are too old.
-            routed_shape: (layers, experts per token) of the experts that engines report; None: they report none.
-        """
         super().__init__(records)
         self._engines, self._seed, self._context, self._feed, self._reward = engines, seed, context, prompts, reward
         self._versions = PolicyVersions(max_staleness)
@@ -116,13 +102,6 @@ class AsyncRollout(RolloutSource):
         """Returns samples of as many prompts as requested, those with the oldest tokens, different rows on each rank.
 
         Columns are those of `Rollout.generate`. Tokens that are too old are not in `loss_mask`.
-
-        Args:
-            prompts: the prompts, the same on every rank.
-            num_samples: samples of each prompt.
-
-        Raises:
-            UserError: `prompts` are not those that were submitted in advance.
         """
         self._context.executor.require_outside_block("rollout.generate")
         self._submit(prompts, num_samples)

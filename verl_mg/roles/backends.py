@@ -31,21 +31,7 @@ def build_runner(
     keeps_multi_token: bool = False,
     **options: Any,
 ) -> Runner:
-    """Builds the model of a role and loads its weights; a collective of all ranks of the job.
-
-    Args:
-        model_dir: Hugging Face directory of the model.
-        groups: process groups of the placement.
-        trained: whether the weights, or adapters to them, are trained.
-        kernels: kernels of the layers of the Megatron backend.
-        megatron: fields of megatron-core's configurations; None for no others.
-        fsdp: options of the FSDP backend; None for the defaults.
-        keeps_multi_token: load the layer of multi-token prediction too, which modules of `transformers` do not have.
-        options: further arguments of both backends.
-
-    Raises:
-        UserError: the model cannot be read, or does not fit the layout.
-    """
+    """Builds the model of a role and loads its weights; a collective of all ranks of the job."""
     if isinstance(groups, MeshGroups):
         return ModuleRunner(model_dir, groups, trained=trained, options=fsdp, **options)
     return ModelRunner(
@@ -54,17 +40,7 @@ def build_runner(
 
 
 def build_trainer(runner: Runner, optimizer: OptimizerConfig, guard: GuardConfig | None, name: str) -> Trainer:
-    """Builds the trainer of a model.
-
-    Args:
-        runner: the model.
-        optimizer: optimizer settings.
-        guard: rules for bad updates; None for the defaults.
-        name: name of the role, for messages.
-
-    Raises:
-        UserError: the backend does not have such an optimizer.
-    """
+    """Builds the trainer of a model."""
     if isinstance(runner, ModuleRunner):
         return ModuleTrainer(runner, optimizer, guard, name)
     assert isinstance(runner, ModelRunner)

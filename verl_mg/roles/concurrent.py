@@ -100,11 +100,7 @@ class RoleExecutor:
 
     @contextmanager
     def concurrent(self) -> Iterator[None]:
-        """Queues the calls made inside and runs them at the end; drops them if the body raises.
-
-        Raises:
-            RuntimeError: blocks are nested.
-        """
+        """Queues the calls made inside and runs them at the end; drops them if the body raises."""
         if self._queue is not None:
             raise RuntimeError("`with job.concurrent_roles()` blocks cannot be nested: use one block for all calls")
         queue = self._queue = []
@@ -115,12 +111,7 @@ class RoleExecutor:
         self._run(queue)
 
     def once(self, key: object, compute: Callable[[], Result]) -> Result:
-        """Returns `compute()`; inside a `concurrent_roles` block the result of the first call with an equal key.
-
-        Args:
-            key: whatever the result depends on; equal on one rank where it is equal on all.
-            compute: computes the result, which is not changed later.
-        """
+        """Returns `compute()`; inside a `concurrent_roles` block the result of the first call with an equal key."""
         results: list[Result] = [result for known, result in self._shared if known == key]
         if results:
             return results[0]
@@ -130,11 +121,7 @@ class RoleExecutor:
         return result
 
     def require_outside_block(self, name: str) -> None:
-        """Raises RuntimeError inside a `concurrent_roles` block, where queued calls have not run yet.
-
-        Args:
-            name: the call that cannot be queued, for the message.
-        """
+        """Raises RuntimeError inside a `concurrent_roles` block, where queued calls have not run yet."""
         if self._queue is not None:
             raise RuntimeError(
                 f"{name} is called in a `with job.concurrent_roles()` block, before the calls of the block have run; "
@@ -150,16 +137,7 @@ class RoleExecutor:
         shape: tuple[int, ...] = (),
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """Returns the column `deliver(work())`; inside a `concurrent_roles` block a `PendingColumn` of it.
-
-        Args:
-            name: the call as written in a recipe, such as "actor.compute_logprobs".
-            entries: number of entries of the column.
-            work: computes on this rank, with the ranks of the role only.
-            deliver: makes the column of the result of `work`, with all ranks.
-            shape: dimensions of an entry.
-            dtype: data type of the column.
-        """
+        """Returns the column `deliver(work())`; inside a `concurrent_roles` block a `PendingColumn` of it."""
         if self._queue is not None:
             pending = PendingColumn.create(name, (entries, *shape), dtype)
             self._enqueue(name, work, lambda result: pending.fill(deliver(result)))
@@ -171,13 +149,7 @@ class RoleExecutor:
     def metrics(
         self, name: str, work: Callable[[], Result], deliver: Callable[[Result], Mapping[str, float]]
     ) -> Mapping[str, float]:
-        """Returns the metrics `deliver(work())`; inside a `concurrent_roles` block `PendingMetrics` of them.
-
-        Args:
-            name: the call as written in a recipe, such as "actor.update".
-            work: computes on this rank, with the ranks of the role only.
-            deliver: makes the metrics, the same on every rank, of the result of `work`, with all ranks.
-        """
+        """Returns the metrics `deliver(work())`; inside a `concurrent_roles` block `PendingMetrics` of them."""
         pending = PendingMetrics(name)
         if self._queue is not None:
             self._enqueue(name, work, lambda result: pending.fill(deliver(result)))

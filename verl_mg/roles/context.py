@@ -35,12 +35,7 @@ class JobContext:
 
     @classmethod
     def create(cls, store: Store, timer: PhaseTimer | None = None) -> JobContext:
-        """Returns the context of one job on this rank.
-
-        Args:
-            store: key-value store that all ranks of the job share.
-            timer: phase timer of the job; a new one by default.
-        """
+        """Returns the context of one job on this rank."""
         timer = timer or PhaseTimer()
         directories, groups = ModelDirectories(), ProcessGroups()
         return cls(timer, store, OffloadManager(), RoleExecutor(timer), RowIndexer(), directories, groups)

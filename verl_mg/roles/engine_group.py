@@ -92,14 +92,7 @@ class InFlightEngineGroup(EngineGroup):
     """Engines that are separate from training: their weights can be updated with requests in flight."""
 
     def update_weights_in_flight(self, actor: Actor) -> dict[str, float]:
-        """Transfers the weights between two tokens of the requests in flight, which continue under them.
-
-        Args:
-            actor: has the weights.
-
-        Returns:
-            Bytes and seconds as metrics.
-        """
+        """Transfers the weights between two tokens of the requests in flight, which continue under them."""
         started = time.perf_counter()
         self.pause_generation()
         report = self.update_weights(actor)
@@ -129,13 +122,6 @@ class HFEngineGroup(EngineGroup):
     rows_are_local, disjoint = True, False
 
     def __init__(self, engine: HFEngine, context: JobContext, wrap: EngineWrapper = lambda engine: engine) -> None:
-        """Creates the group.
-
-        Args:
-            engine: this rank's engine.
-            context: the shared services of the job.
-            wrap: wraps the engine.
-        """
         super().__init__([True] * dist.get_world_size(), static=True, context=context)
         self.engine = wrap(engine)
         self._sync = HFEngineSync(engine)
@@ -172,21 +158,6 @@ class ProcessEngineGroup(InFlightEngineGroup):
         version: int = -1,
         wrap: EngineWrapper = lambda engine: engine,
     ) -> None:
-        """Creates the group.
-
-        Args:
-            sync: transfers weights.
-            inner: the engine that this rank leads, if any.
-            is_leader: for each rank, whether it leads an engine.
-            context: the shared services of the job.
-            follower: this rank's part of an engine that a rank on another node leads, if any.
-            sleep: whether engines release weights and key-value cache while roles compute.
-            disjoint: whether engines have ranks of their own.
-            static: whether each engine has a fixed share of the work.
-            keep_cache: whether requests in flight keep keys and values of the old weights in an update.
-            version: version of the weights that all engines have already, from ranks that were lost; -1: none.
-            wrap: wraps the engine.
-        """
         super().__init__(is_leader, static, context)
         self.engine = wrap(inner) if inner else None
         self._inner, self._sync, self._keep_cache, self._follower = inner, sync, keep_cache, follower

@@ -29,15 +29,7 @@ def group_rows(
     policy_version: int,
     routed_shape: tuple[int, int] | None = None,
 ) -> GeneratedRows:
-    """Returns the rows of the samples that this rank's engine has generated.
-
-    Args:
-        groups: the groups, in the order of their ids.
-        completed: samples of this rank's engine by id.
-        score_ids: number of each sample's score on this rank; None where nothing is scored.
-        policy_version: `policy_version` of a row without generated tokens.
-        routed_shape: (layers, experts per token) of the experts that engines report; None: they report none.
-    """
+    """Returns the rows of the samples that this rank's engine has generated."""
     pairs = [(group, completed[i]) for group in groups for i in group.ids if i in completed]
     samples = [sample for _, sample in pairs]
     batch = samples_to_batch([group.prompt for group, _ in pairs], samples, policy_version, routed_shape)
@@ -50,13 +42,7 @@ def group_rows(
 
 
 def distribute_rows(generated: GeneratedRows, groups: Sequence[PendingGroup], rows: RowIndexer) -> GeneratedRows:
-    """Returns this rank's share of the rows of all ranks: whole groups, with about equally many rows on each rank.
-
-    Args:
-        generated: the rows that are on this rank.
-        groups: the groups of all rows, in the order of their ids.
-        rows: index of the rows of all ranks.
-    """
+    """Returns this rank's share of the rows of all ranks: whole groups, with about equally many rows on each rank."""
     index = rows.index(generated.batch)
     shares = _shares(index.trajectories, [group.ids.start for group in groups], dist.get_world_size())
     mine = gather_rows(generated.batch, index, shares)
@@ -70,11 +56,6 @@ def distribute_rows(generated: GeneratedRows, groups: Sequence[PendingGroup], ro
 
 def _shares(trajectories: Sequence[int], groups: Sequence[int], count: int) -> list[range]:
     """Returns ranges of rows, each of whole groups, that end where a group ends nearest to an equal share of the rows.
-
-    Args:
-        trajectories: trajectory of each row, ascending.
-        groups: id of the first trajectory of each group, ascending.
-        count: number of ranks.
     """
     sizes = Counter(bisect_right(groups, trajectory) - 1 for trajectory in trajectories)
     ends = [0, *accumulate(sizes[group] for group in range(len(groups)))]
@@ -84,23 +65,13 @@ def _shares(trajectories: Sequence[int], groups: Sequence[int], count: int) -> l
 
 
 def put_origin(batch: Batch, score_ids: Sequence[int] | None) -> None:
-    """Sets the columns by which `RewardRole.wait` identifies the score of a row of this rank's engine.
-
-    Args:
-        batch: rows of this rank's engine.
-        score_ids: number of each row's score on this rank; None where nothing is scored.
-    """
+    """Sets the columns by which `RewardRole.wait` identifies the score of a row of this rank's engine."""
     batch.put("generated_by", torch.full((len(batch),), dist.get_rank(), dtype=torch.int64), ColumnKind.SEQUENCE)
     if score_ids is not None:
         batch.put("score_id", torch.tensor(score_ids, dtype=torch.int64), ColumnKind.SEQUENCE)
 
 
 def sample_seed(seed: int, sample_id: int) -> int:
-    """Returns the seed of a sample, by which it does not depend on the ranks.
-
-    Args:
-        seed: of the job.
-        sample_id: id of the sample.
-    """
+    """Returns the seed of a sample, by which it does not depend on the ranks."""
     digest = hashlib.blake2b(f"{seed}:{sample_id}".encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 1

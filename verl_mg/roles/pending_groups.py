@@ -98,14 +98,7 @@ class PendingGroup:
         done: Container[int],
         partial: Container[int],
     ) -> PendingGroup:
-        """Returns the group of a checkpoint.
-
-        Args:
-            state: as written.
-            prompt_of: returns the prompt of an id.
-            done: ids of the complete samples that a rank has loaded; others are generated again.
-            partial: ids of the aborted samples that a rank has loaded; others are generated again.
-        """
+        """Returns the group of a checkpoint."""
         ids = range(state.first, state.first + state.samples)
         still_done = {i for i in state.done if i in done and i in ids}
         still_partial = {i for i in state.partial if i in partial and i in ids} - still_done
@@ -146,11 +139,7 @@ class GenerationCall:
         return {i: group.prompt for group in self.groups for i in group.ids}
 
     def select(self, completion_orders: Iterable[dict[int, int]]) -> list[int]:
-        """Returns the sorted indices of the groups that the call returns.
-
-        Args:
-            completion_orders: of every rank, for the work queue over the incomplete groups.
-        """
+        """Returns the sorted indices of the groups that the call returns."""
         incomplete, missing = self.incomplete, self.num_groups_needed - len(self.complete)
         completed = [incomplete[g] for g in first_complete_groups(completion_orders, missing)]
         return sorted([*self.complete, *completed][: self.num_groups_needed])
@@ -177,26 +166,14 @@ class PendingGroups:
     def new_call(
         self, prompts: Sequence[Prompt], num_samples: int, num_groups_needed: int, *, is_filtered: bool = False
     ) -> GenerationCall:
-        """Returns a call of all pending groups and of new ones with new sample ids.
-
-        Args:
-            prompts: one new group each.
-            num_samples: samples of each new group.
-            num_groups_needed: how many groups the call returns.
-            is_filtered: whether these are groups that pass a filter.
-        """
+        """Returns a call of all pending groups and of new ones with new sample ids."""
         new, self.next_id = self._new_groups(prompts, num_samples)
         pending, self.groups = self.groups, []
         groups = pending + new
         return GenerationCall(groups, min(num_groups_needed, len(groups)), len(pending), is_filtered)
 
     def admitted(self, call: GenerationCall, num_admitted: int) -> GenerationCall:
-        """Returns the groups of a call that could be started; the sample ids of the others are free again.
-
-        Args:
-            call: the newest call.
-            num_admitted: number of its groups, from the first one on.
-        """
+        """Returns the groups of a call that could be started; the sample ids of the others are free again."""
         if num_admitted < len(call.groups):
             self.next_id = call.groups[num_admitted].ids.start
         return replace(call, groups=call.groups[:num_admitted])
@@ -204,20 +181,11 @@ class PendingGroups:
     def new_evaluation_call(self, prompts: Sequence[Prompt], num_samples: int) -> GenerationCall:
         """Returns a call of new groups whose sample ids are used again by the next call, so that evaluations do not
         change the samples of training.
-
-        Args:
-            prompts: one group each.
-            num_samples: samples of each group.
         """
         return GenerationCall(self._new_groups(prompts, num_samples)[0], len(prompts))
 
     def add_results(self, completed: Mapping[int, Sample], aborted: Mapping[int, Sample]) -> None:
-        """Stores what this rank's engine generated in a call.
-
-        Args:
-            completed: complete samples by id.
-            aborted: partial samples by id.
-        """
+        """Stores what this rank's engine generated in a call."""
         self.completed |= completed
         self.partial |= {i: sample for i, sample in aborted.items() if sample.tokens}
 
@@ -231,19 +199,7 @@ class PendingGroups:
         keep_rest: bool,
         rejected: Collection[int] = (),
     ) -> set[int]:
-        """Ends a call: groups that were not selected wait for the next one or are dropped, with their samples.
-
-        Args:
-            call: the call.
-            selected: indices of the groups that it returns.
-            completed: ids of the samples that all ranks completed in it.
-            partial: ids of the partial samples that all ranks have.
-            keep_rest: whether groups that were not selected are resumed in the next call.
-            rejected: indices of groups that are dropped in any case.
-
-        Returns:
-            ids of the samples that were returned or dropped.
-        """
+        """Ends a call: groups that were not selected wait for the next one or are dropped, with their samples."""
         kept = {*selected, *rejected}
         rest = [
             replace(
@@ -268,14 +224,7 @@ class PendingGroups:
         completed: Mapping[int, Sample],
         partial: Mapping[int, Sample],
     ) -> None:
-        """Replaces the contents by those of a checkpoint.
-
-        Args:
-            next_id: first free sample id.
-            groups: the pending groups.
-            completed: complete samples that this rank loads; those of no pending group are dropped.
-            partial: aborted samples that this rank loads; those of no pending group are dropped.
-        """
+        """Replaces the contents by those of a checkpoint."""
         self.next_id, self.groups = next_id, list(groups)
         known = {i for group in self.groups for i in group.done | group.partial}
         self.completed = {i: sample for i, sample in completed.items() if i in known}

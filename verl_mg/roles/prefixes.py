@@ -23,10 +23,6 @@ def can_share_prefixes(runner: Runner, columns: Container[str]) -> bool:
     Not with prescribed experts, which may differ between rows for the same token. Not where context-parallel ranks
     exchange keys and values, as each of them has two chunks of a sequence; nor where the number of these ranks depends
     on the length of a row.
-
-    Args:
-        runner: the model.
-        columns: names of the columns of the batch.
     """
     if not all(name in columns for name in PREFIX_COLUMNS):
         return False
@@ -35,12 +31,7 @@ def can_share_prefixes(runner: Runner, columns: Container[str]) -> bool:
 
 
 def gather_links(batch: Batch, index: RowIndex) -> PrefixLinks:
-    """Returns the prefixes that the rows of a batch share; all ranks call it together.
-
-    Args:
-        batch: this rank's rows.
-        index: the index of the batch.
-    """
+    """Returns the prefixes that the rows of a batch share; all ranks call it together."""
     names = ("sample_id", *PREFIX_COLUMNS)
     rows = torch.empty(0, len(names), dtype=torch.int64)
     if len(batch):  # a rank without rows may have columns of other types
@@ -53,16 +44,7 @@ def gather_links(batch: Batch, index: RowIndex) -> PrefixLinks:
 
 
 def mark_shared(rows: Batch, numbers: Sequence[int], shared: Shared) -> Batch:
-    """Adds the columns of rows that share their first tokens, see `microbatch`, where there are such rows.
-
-    Args:
-        rows: rows of a micro-batch.
-        numbers: numbers of these rows in the index.
-        shared: first tokens of rows that another row of their micro-batch computes.
-
-    Returns:
-        `rows`.
-    """
+    """Adds the columns of rows that share their first tokens, see `microbatch`, where there are such rows."""
     if any(number in shared for number in numbers):
         place = {number: row for row, number in enumerate(numbers)}
         sources = [shared.get(number, (number, 0)) for number in numbers]

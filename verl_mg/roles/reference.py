@@ -29,26 +29,13 @@ class Reference(Policy):
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        """Loads the model on the ranks of the placement.
-
-        Args:
-            arguments: positional arguments of `Role`.
-            options: keyword arguments of `Role`.
-        """
         super().__init__(*arguments, **options)
         self.is_refreshed = False
         self._actor: Actor | None = None
         self._schedules: list[Schedule] = []
 
     def follow(self, actor: Actor) -> None:
-        """Plans the transfer of an actor's weights; all ranks call it together.
-
-        Args:
-            actor: the policy in training.
-
-        Raises:
-            UserError: the two models have other tensors.
-        """
+        """Plans the transfer of an actor's weights; all ranks call it together."""
         source, target = actor.runner.shard_map(), self.runner.shard_map()
         dtype = min((actor.runner.dtype, self.runner.dtype), key=lambda dtype: dtype.itemsize)
         node = device.ranks_of_a_node(dist.get_world_size())
@@ -81,11 +68,7 @@ class Reference(Policy):
             yield StoredBox(f"{self.name}/{WEIGHTS}", write.tensor, write.box, values)
 
     def load(self, fill: Callable[[StoredBox], None]) -> None:
-        """Restores the weights from a checkpoint that was written under any layout; all ranks call it together.
-
-        Args:
-            fill: copies the stored values into a box of a tensor.
-        """
+        """Restores the weights from a checkpoint that was written under any layout; all ranks call it together."""
         self._context.offload.release_engines()
         self._context.offload.load_exclusively(self.cpu_offload, training=False)
         shards, parameters = self.runner.shard_map().shards(dist.get_rank()), self.runner.parameters()

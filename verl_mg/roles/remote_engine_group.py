@@ -59,17 +59,6 @@ class RemoteEngineGroup(InFlightEngineGroup):
         keep_cache: bool = False,
         wrap: EngineWrapper = lambda engine: engine,
     ) -> None:
-        """Creates the group.
-
-        Args:
-            sync: transfers weights.
-            pool: the servers that this rank leads, if any.
-            is_leader: for each rank, whether it leads servers.
-            context: the shared services of the job.
-            static: whether each leader has a fixed share of the work.
-            keep_cache: whether requests in flight keep keys and values of the old weights in an update.
-            wrap: wraps the engine.
-        """
         super().__init__(is_leader, static, context)
         self.engine = wrap(pool) if pool else None
         self._pool, self._sync, self._keep_cache = pool, sync, keep_cache
@@ -82,11 +71,7 @@ class RemoteEngineGroup(InFlightEngineGroup):
         monitor.start()
 
     def update_weights(self, actor: Actor) -> dict[str, float]:
-        """Transfers the weights to all servers; those that are lost meanwhile are left out.
-
-        Raises:
-            UserError: no server responds for LOST_SECONDS.
-        """
+        """Transfers the weights to all servers; those that are lost meanwhile are left out."""
         self._actor, self.version = actor, actor.num_updates
         self._offload.load_exclusively(actor.cpu_offload, training=False)
         started = time.monotonic()
@@ -158,15 +143,7 @@ class RemoteEngineGroup(InFlightEngineGroup):
 
 
 def check_servers(config: Config, table: ModelTable) -> None:
-    """Checks the section `rollout` and this rank's servers before anything is built.
-
-    Args:
-        config: of the job.
-        table: weights of the actor.
-
-    Raises:
-        UserError: the section is not sound, or a server of `rollout.urls` does not fit the job.
-    """
+    """Checks the section `rollout` and this rank's servers before anything is built."""
     rollout = config.rollout
     if rollout.engine != "sglang":
         raise UserError(
@@ -205,15 +182,7 @@ def _check_folder(folder: Path | None) -> None:
 def build_remote_engines(
     config: Config, table: ModelTable, context: JobContext, wrap: EngineWrapper, processor: ImageProcessor | None = None
 ) -> RemoteEngineGroup:
-    """Returns the servers of the configuration, without weights of this job until the first transfer.
-
-    Args:
-        config: of the job.
-        table: weights of the actor.
-        context: the shared services of the job.
-        wrap: wraps each engine.
-        processor: processor of a model that reads images; None for others.
-    """
+    """Returns the servers of the configuration, without weights of this job until the first transfer."""
     rollout, rank, leaders = config.rollout, dist.get_rank(), _leaders(config)
     requirements, keys = _requirements(config, table), _keys(config)
 

@@ -26,13 +26,7 @@ class RemoteTeacher:
         self._server, self._parallel = server, parallel
 
     def prepare(self, batch: Batch, call: str, outputs: TokenOutputs = LOGPROBS) -> ForwardPass:
-        """Returns the requests for a batch, which are sent where a model would compute.
-
-        Args:
-            batch: this rank's rows.
-            call: method name for error messages.
-            outputs: log-probs, or the likeliest tokens.
-        """
+        """Returns the requests for a batch, which are sent where a model would compute."""
         assert not outputs.hidden
 
         def work() -> Tensor:

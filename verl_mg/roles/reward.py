@@ -53,18 +53,6 @@ class RewardRole:
         has_agents: bool = False,
         source_scorers: Mapping[str, AsyncScorer] | None = None,
     ) -> None:
-        """Creates the role.
-
-        Args:
-            scorer: the reward functions; None where the model scores.
-            prompts: prompts by id.
-            tokenizer: decodes responses.
-            context: the shared services of the job.
-            records: receives the scores for the recording of samples.
-            model: frozen reward model that scores whole batches in `wait`, instead of reward functions.
-            has_agents: whether samples are of agents, which may return rewards.
-            source_scorers: the reward functions of sources that have their own, by `Prompt.reward`.
-        """
         self._scorer, self._prompts, self._tokenizer, self._model = scorer, prompts, tokenizer, model
         self._has_agents = has_agents
         self._source_scorers = dict(source_scorers or {})
@@ -91,13 +79,6 @@ class RewardRole:
 
         An agent's own reward is the reward of its sample, and no reward function is called. Where it has none, reward
         functions score its final reply, see `final_reply`.
-
-        Args:
-            prompt: the prompt of the sample.
-            sample: the complete sample.
-
-        Returns:
-            the number of the score on this rank, for the column `score_id`.
         """
         truncated = sample.finish != "stop"
         if sample.trajectory is not None:
@@ -108,11 +89,7 @@ class RewardRole:
         return self._submit(prompt, _to_sample(prompt, sample.tokens, truncated, self._tokenizer))
 
     def submit_rows(self, rows: GeneratedRows) -> list[int]:
-        """Starts to score rows that come from a checkpoint; returns the number of each row's score.
-
-        Args:
-            rows: the rows, with the conversations of agents.
-        """
+        """Starts to score rows that come from a checkpoint; returns the number of each row's score."""
         batch = rows.batch
         truncated = segment_totals(batch["truncated"], batch["trajectory"]) > 0
         score_ids = []
@@ -158,14 +135,7 @@ class RewardRole:
         return self._model is None
 
     def poll(self, score_id: int) -> float | None:
-        """Returns a score of this rank, or None while it is computed; from any thread.
-
-        Args:
-            score_id: number of the score, of `submit`.
-
-        Raises:
-            UserError: a reward function failed; the message says which and how.
-        """
+        """Returns a score of this rank, or None while it is computed; from any thread."""
         is_agents = score_id in self._agent_rewards
         if not is_agents and self._scorer is not None and not self._scorer.is_scored(score_id):
             return None
@@ -181,12 +151,6 @@ class RewardRole:
         Adds the sequence columns `reward.PART` (float32, NaN where a reward has no such part) and `answer` (int64,
         equal for equal final answers, NO_ANSWER where there is none) to the batch. Rows that already have a reward,
         those of a replay, keep it.
-
-        Returns:
-            (n,) float32, the reward of each row: that of its trajectory.
-
-        Raises:
-            UserError: a reward function failed; the message says which and how.
         """
         if "reward" in batch:
             return batch["reward"]
@@ -202,12 +166,7 @@ class RewardRole:
         return columns["reward"]
 
     def sample(self, batch: Batch, row: int) -> Sample:
-        """Returns a row as a reward function sees it; see `row_to_sample`.
-
-        Args:
-            batch: the batch.
-            row: index of the row.
-        """
+        """Returns a row as a reward function sees it; see `row_to_sample`."""
         return row_to_sample(batch, row, self._prompts, self._tokenizer)
 
     def close(self) -> None:
@@ -258,14 +217,7 @@ class RewardRole:
 
 
 def scoring_reward(reward: RewardRole | None) -> RewardRole:
-    """Returns the reward by which groups are filtered while others are generated.
-
-    Args:
-        reward: the reward of the job, if it has one.
-
-    Raises:
-        UserError: there is none, or it scores whole batches.
-    """
+    """Returns the reward by which groups are filtered while others are generated."""
     if reward is None or not reward.scores_single_samples:
         raise UserError(
             "reward.function: groups are filtered as their samples are scored one by one, and this job has no reward "
@@ -275,14 +227,7 @@ def scoring_reward(reward: RewardRole | None) -> RewardRole:
 
 
 def row_to_sample(batch: Batch, row: int, prompts: PromptFeed, tokenizer: PreTrainedTokenizerBase) -> Sample:
-    """Returns a row as text, as a reward function and a reader of recorded samples see it.
-
-    Args:
-        batch: a batch with the columns `prompt_id`, `prompt_length` and `truncated`.
-        row: index of the row.
-        prompts: prompts by id.
-        tokenizer: decodes the response.
-    """
+    """Returns a row as text, as a reward function and a reader of recorded samples see it."""
     prompt = prompts.by_id(int(batch["prompt_id"][row]))
     response = batch.row("tokens", row)[int(batch["prompt_length"][row]) :]
     return _to_sample(prompt, response.tolist(), bool(batch["truncated"][row]), tokenizer)

@@ -80,24 +80,6 @@ class Role:
         trained: bool = False,
         name: str = "actor",
     ) -> None:
-        """Loads the model on the ranks of the placement.
-
-        Args:
-            model_dir: Hugging Face directory of the model.
-            groups: placement and process groups of the role, which decide its backend.
-            context: services that the roles of the job share.
-            dtype: data type of the weights.
-            temperature: sampling temperature; logits are divided by it.
-            tokens_per_micro_batch: tokens of a micro-batch on each rank of its context-parallel group together.
-            recompute: recompute all activations of a layer in the backward pass, or those of parts of it.
-            lora: adapters to train in place of the weights.
-            from_checkpoint: leave what is trained uninitialized until a checkpoint restores it.
-            kernels: kernels of the layers.
-            megatron: fields of megatron-core's configurations; None for no others.
-            fsdp: options of the FSDP backend; None for the defaults.
-            trained: whether the weights, or adapters to them, are trained.
-            name: the role's name in metrics and messages.
-        """
         self.model_dir, self.name = model_dir, name
         self.runner = build_runner(
             model_dir,
@@ -130,17 +112,7 @@ class Role:
         self._flops, self._key_share = other._flops, other._key_share
 
     def forward(self, batch: Batch, call: str = "forward", mask: Tensor | None = None) -> Tensor:
-        """Computes the output of the model for tokens, without gradients.
-
-        Args:
-            batch: this rank's rows.
-            call: method name for error messages.
-            mask: (sum(lengths),) bool, the tokens to score, `loss_mask` by default. If given, only the entries under it
-                are returned.
-
-        Returns:
-            Float32 log-probs or values: a token column with 0 outside the loss mask, or (mask.sum(),).
-        """
+        """Computes the output of the model for tokens, without gradients."""
         entries = batch.total_tokens if mask is None else int(mask.sum())
         forward = self.prepare(batch, call, mask=mask)
 
@@ -153,14 +125,7 @@ class Role:
     def prepare(
         self, batch: Batch, call: str, outputs: TokenOutputs = LOGPROBS, mask: Tensor | None = None
     ) -> ForwardPass:
-        """Transfers rows to the ranks of the model and returns the two parts of a forward pass over them.
-
-        Args:
-            batch: this rank's rows.
-            call: method name for error messages.
-            outputs: what the model computes for a token.
-            mask: (sum(lengths),) bool, the tokens to score, `loss_mask` by default.
-        """
+        """Transfers rows to the ranks of the model and returns the two parts of a forward pass over them."""
         self._context.offload.release_engines()
         with self._context.timer("row_dispatch"):
             rows = batch.select_columns((*FORWARD_COLUMNS, *PREFIX_COLUMNS))
@@ -207,16 +172,7 @@ class Role:
     def plan_micro_batches(
         self, index: RowIndex, row_groups: Sequence[Sequence[int]], links: PrefixLinks | None = None
     ) -> MicroBatchPlan:
-        """Packs rows into micro-batches and assigns these to data-parallel and context-parallel ranks.
-
-        Args:
-            index: the index of the batch.
-            row_groups: rows of the index that must share a micro-batch.
-            links: prefixes that rows share, which are computed once for a micro-batch; None to compute rows whole.
-
-        Returns:
-            The plan, the same on every rank.
-        """
+        """Packs rows into micro-batches and assigns these to data-parallel and context-parallel ranks."""
         layout, budget = self.runner.layout, self._tokens_per_micro_batch
         if links:
             units = join_groups(row_groups, links, self._budgeted_tokens, self._flops, layout.dp, budget)
@@ -259,17 +215,6 @@ class Role:
         """Transfers the rows of plans to the ranks that compute them, in one exchange; all ranks call it together.
 
         Roles of a concurrent block that have the same layout, such as actor and reference, share what is received.
-
-        Args:
-            batch: this rank's rows, with the columns of `index.schema`.
-            index: the index of the batch.
-            plans: rows of the micro-batches, each row in one plan.
-
-        Returns:
-            The micro-batches of this rank, by plan, with the columns of its pipeline stage.
-
-        Raises:
-            UserError: the column of prescribed experts does not fit the model.
         """
         check_routed_experts(batch, self.runner.table.config)
         key = (Fingerprint(batch, batch.names()), self.runner.placement, self.runner.table.config, plans)
@@ -303,11 +248,6 @@ def columns_needed(schema: Mapping[str, ColumnSchema], stage: Stage, model: HFCo
 
     The first stage embeds the tokens. The last one scores them and computes the loss, from any column. Each stage
     replays the routing of its layers. The lengths of the rows are known to every rank.
-
-    Args:
-        schema: the columns.
-        stage: contents of the pipeline stage.
-        model: config.json of the model.
     """
     whole = schema.keys() - {ROUTED_EXPERTS} if stage.is_last else {"tokens"} if stage.is_first else set()
     parts = [ColumnPart(name) for name in sorted(whole)]

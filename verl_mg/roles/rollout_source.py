@@ -53,13 +53,7 @@ class RolloutRecord:
         return record
 
     def add(self, name: str, values: Tensor, kind: ColumnKind) -> None:
-        """Adds a column that the recipe receives.
-
-        Args:
-            name: name of the column.
-            values: its values, copied where the recipe may change them in place.
-            kind: what the column has one entry of.
-        """
+        """Adds a column that the recipe receives."""
         # Columns with several numbers per token are large, and no recipe changes them.
         self.received.put(name, values.clone() if values.dim() == 1 else values, kind)
 
@@ -79,12 +73,7 @@ class RolloutRecords:
         self.records.append(RolloutRecord.of(rows))
 
     def add_columns(self, batch: Batch, columns: Mapping[str, Tensor]) -> None:
-        """Adds sequence columns to the record of a batch; nothing where the batch is not one of the rollout's.
-
-        Args:
-            batch: a batch that the recipe received.
-            columns: values (n,) by name.
-        """
+        """Adds sequence columns to the record of a batch; nothing where the batch is not one of the rollout's."""
         for record in self.records:
             if record.batch is batch:
                 for name, values in columns.items():
@@ -104,12 +93,7 @@ class LocalRolloutState:
 
 
 def filter_metrics(num_rejected: int, scores: Sequence[float]) -> dict[str, float]:
-    """Returns the metrics of a call that filters groups.
-
-    Args:
-        num_rejected: number of rejected groups.
-        scores: scores of all groups that were kept or rejected.
-    """
+    """Returns the metrics of a call that filters groups."""
     mean = sum(scores) / len(scores) if scores else float("nan")
     return {"rollout/rejected_groups": float(num_rejected), "rollout/reward_before_filter": mean}
 

@@ -33,11 +33,7 @@ log = logging.getLogger(__name__)
 
 
 def read_urls(path: Path) -> list[str]:
-    """Reads a file of servers: one address a line; empty lines and what follows "#" are ignored.
-
-    Raises:
-        UserError: it cannot be read, or a line is not an address.
-    """
+    """Reads a file of servers: one address a line; empty lines and what follows "#" are ignored."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -56,14 +52,6 @@ class ServerList:
     """Numbers and leaders of the servers; used on the first rank."""
 
     def __init__(self, store: Store, leaders: Sequence[int], urls: Sequence[str], path: Path | None) -> None:
-        """Publishes the first servers.
-
-        Args:
-            store: shared by all ranks.
-            leaders: ranks that lead servers.
-            urls: addresses that stay for the whole job.
-            path: file with further addresses, which is read again and again.
-        """
         self._store, self._leaders, self._urls, self._path = store, leaders, urls, path
         self._entries: dict[str, tuple[int, int]] = {}  # by address: number and leader
         self._next_number = 0
@@ -99,15 +87,6 @@ class ServerMonitor:
     def __init__(
         self, pool: ServerPool, store: Store, rank: int, version: Callable[[], int], servers: ServerList | None = None
     ) -> None:
-        """Reads the list and reaches the servers of this rank once.
-
-        Args:
-            pool: the servers of this rank.
-            store: shared by all ranks; used by this thread alone.
-            rank: this rank.
-            version: returns the policy version of the servers that are ready.
-            servers: the list, on the first rank.
-        """
         self._pool, self._rank, self._version, self._list = pool, rank, version, servers
         self._store = PrefixStore("servers", store)
         self._events = EngineEvents(store)

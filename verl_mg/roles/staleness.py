@@ -69,24 +69,13 @@ class OutstandingGroups:
     """Groups that were submitted and not yet returned, by the id of their first sample."""
 
     def __init__(self, versions: PolicyVersions, stale: Stale) -> None:
-        """Starts without groups.
-
-        Args:
-            versions: versions of the engines' weights.
-            stale: treatment of tokens that are too old.
-        """
         self.versions, self.stale = versions, stale
         self.next_id = 0
         self.groups: dict[int, PendingGroup] = {}
         self._num_wanted = 0
 
     def admit(self, prompts: Sequence[Prompt], num_samples: int) -> list[PendingGroup]:
-        """Returns new groups with new sample ids.
-
-        Args:
-            prompts: one group each.
-            num_samples: samples of each group.
-        """
+        """Returns new groups with new sample ids."""
         new = []
         for prompt in prompts:
             new.append(PendingGroup(prompt, range(self.next_id, self.next_id + num_samples)))
@@ -99,23 +88,13 @@ class OutstandingGroups:
         return min(max(self._num_wanted, num_groups), self.versions.max_staleness * num_groups)
 
     def adapt(self, done: Container[int], num_groups: int) -> None:
-        """Adapts how many groups are outstanding, when a `generate` is called.
-
-        Args:
-            done: ids of the complete samples on all ranks.
-            num_groups: groups that it returns.
-        """
+        """Adapts how many groups are outstanding, when a `generate` is called."""
         num_complete = sum(all(i in done for i in group.ids) for group in self.groups.values())
         wanted = max(self._num_wanted, num_groups) + num_groups - num_complete
         self._num_wanted = max(num_groups, min(wanted, self.versions.max_staleness * num_groups))
 
     def select(self, oldest: Mapping[int, int], count: int) -> Selection:
-        """Removes and returns the groups that are returned now, those with the oldest tokens first.
-
-        Args:
-            oldest: version of the oldest token of each complete sample, on whatever rank it is.
-            count: how many groups are returned at most.
-        """
+        """Removes and returns the groups that are returned now, those with the oldest tokens first."""
         age = {
             first: min(oldest[i] for i in group.ids)
             for first, group in self.groups.items()
@@ -128,23 +107,14 @@ class OutstandingGroups:
         return Selection(self._remove(returned), self._remove(dropped))
 
     def drop_unfinished(self, oldest: Iterable[tuple[int, int]]) -> list[PendingGroup]:
-        """Removes and returns the groups with unfinished samples that can no longer be trained, with `stale="drop"`.
-
-        Args:
-            oldest: (sample id, version of its oldest token) of the samples in flight on all ranks.
-        """
+        """Removes and returns the groups with unfinished samples that can no longer be trained, with `stale="drop"`."""
         if self.stale != "drop":
             return []
         too_old = {i for i, version in oldest if version < self.versions.oldest_allowed}
         return self._remove([first for first, group in self.groups.items() if too_old.intersection(group.ids)])
 
     def progress(self, done: Iterable[int], partial: Iterable[int]) -> list[PendingGroup]:
-        """Returns all groups with their complete and aborted samples, for a checkpoint.
-
-        Args:
-            done: ids of the complete samples on all ranks.
-            partial: ids of the aborted samples on all ranks.
-        """
+        """Returns all groups with their complete and aborted samples, for a checkpoint."""
         all_done, all_partial = frozenset(done), frozenset(partial)
         return [
             replace(group, done=all_done.intersection(group.ids), partial=all_partial.intersection(group.ids))

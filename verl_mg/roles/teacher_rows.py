@@ -67,13 +67,7 @@ class ReadingTeacher:
         """Spans of the tokens of the batch that was read last, see `TeacherRows`."""
 
     def prepare(self, batch: Batch, call: str, outputs: TokenOutputs = LOGPROBS) -> ForwardPass:
-        """Returns the two parts of scoring the teacher's rows of a batch.
-
-        Args:
-            batch: rows of the student.
-            call: method name for error messages.
-            outputs: what the model computes for each token under the loss mask.
-        """
+        """Returns the two parts of scoring the teacher's rows of a batch."""
         rows = self._reader.read(batch)
         self.spans = rows.spans
         forward = self._teacher.prepare(rows.batch, call, outputs)
@@ -93,14 +87,7 @@ class OtherPrompts:
         self._tokens_of, self._longest, self._key = tokens_of, longest, key
 
     def read(self, batch: Batch) -> TeacherRows:
-        """Returns the rows with their prompts replaced.
-
-        Args:
-            batch: rows of the student.
-
-        Raises:
-            UserError: rows are of agents, whose contexts are no prompts, or a row is too long.
-        """
+        """Returns the rows with their prompts replaced."""
         if "prefix_of" in batch:
             raise UserError(f"{self._key}: the samples are of agents, which have several contexts. Leave it out.")
         ids = batch["prompt_id"].tolist()
@@ -153,14 +140,7 @@ class OtherTokens:
         self._stop_ids, self._key = stop_ids, key
 
     def read(self, batch: Batch) -> TeacherRows:
-        """Returns rows of the teacher's tokens; log-probs of theirs become those of spans of the student's.
-
-        Args:
-            batch: rows of the student.
-
-        Raises:
-            UserError: rows are of agents, whose contexts are no prompts, or a tokenizer is not a fast one.
-        """
+        """Returns rows of the teacher's tokens; log-probs of theirs become those of spans of the student's."""
         if "prefix_of" in batch:
             raise UserError(f"{self._key}: the samples are of agents, which have several contexts. Leave it out.")
         rows: list[list[int]] = []

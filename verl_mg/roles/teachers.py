@@ -37,16 +37,6 @@ class Teachers:
         teacher_of: Callable[[int], int],
         context: JobContext,
     ) -> None:
-        """Takes the teachers' models.
-
-        Args:
-            teachers: teachers by configuration key, such as `teachers.math`.
-            policies: those with fixed weights on ranks of the job, whose output layers can be read from their
-                directories.
-            actor: the student.
-            teacher_of: returns the number of the teacher of a prompt, given its id.
-            context: services that the roles of the job share.
-        """
         self._teachers, self._policies, self._actor = teachers, policies, actor
         self._teacher_of, self._context = teacher_of, context
         self._layers: list[OutputLayer] | None = None
@@ -62,14 +52,6 @@ class Teachers:
         """Sets the columns that the actor needs to compute a divergence from each row's teacher.
 
         These are `teacher_top` with `top_k`, otherwise `teacher` and `teacher_hidden`.
-
-        Args:
-            batch: this rank's rows.
-            divergence: the divergence.
-
-        Raises:
-            UserError: a teacher has another vocabulary, or the divergence is over the whole one and a teacher does not
-                know it.
         """
         if self._by_text:
             raise UserError(
@@ -94,12 +76,6 @@ class Teachers:
 
         Over the whole vocabulary each rank that computes the actor's logits has its part of the teachers' output
         layers, which it reads the first time.
-
-        Args:
-            divergence: the divergence.
-
-        Raises:
-            UserError: the vocabulary of a teacher is smaller than that of the actor.
         """
         if divergence.top_k:
             return TeacherDivergence(divergence)
@@ -124,14 +100,7 @@ class Teachers:
         return [key for key, reader in readers if reader.by_text]
 
     def spans(self, batch: Batch) -> Tensor | None:
-        """Returns the span of text of each token, of which the last token has the teacher's log-prob of all of it.
-
-        Args:
-            batch: the rows of the last `compute_logprobs`.
-
-        Returns:
-            (tokens,) int64, -1 for tokens without a span; None where all teachers read the student's tokens.
-        """
+        """Returns the span of text of each token, of which the last token has the teacher's log-prob of all of it."""
         if not self._by_text:
             return None
         spans, total, numbers = torch.arange(batch.total_tokens), batch.total_tokens, self._numbers(batch)
@@ -155,13 +124,7 @@ class Teachers:
         return torch.tensor([self._teacher_of(prompt) for prompt in batch["prompt_id"].tolist()], dtype=torch.int64)
 
     def _column(self, batch: Batch, call: str, outputs: TokenOutputs) -> Tensor:
-        """Returns a token column of which each teacher computes its rows; 0 outside the loss mask.
-
-        Args:
-            batch: this rank's rows.
-            call: method name for error messages.
-            outputs: what is computed for a token; hidden states as large as those of the largest teacher.
-        """
+        """Returns a token column of which each teacher computes its rows; 0 outside the loss mask."""
         scored, numbers = batch.select_columns(SCORED_COLUMNS), self._numbers(batch)
         rows = [(numbers == number).nonzero().flatten() for number in range(len(self._teachers))]
         parts = [scored] if len(rows) == 1 else [scored.select(of_teacher) for of_teacher in rows]
@@ -186,11 +149,6 @@ class Teachers:
 
 
 def _without_padding(top: Tensor, vocab: int) -> Tensor:
-    """Marks likeliest tokens of a teacher that the student does not have as absent.
-
-    Args:
-        top: (tokens, 2, k) log-probs and ids.
-        vocab: number of tokens of the student.
-    """
+    """Marks likeliest tokens of a teacher that the student does not have as absent."""
     known = top[:, 1] < vocab
     return torch.stack([torch.where(known, top[:, 0], -torch.inf), torch.where(known, top[:, 1], 0)], 1)

@@ -80,15 +80,6 @@ class TrainableRole(Role):
         learns: bool = True,
         **options: Any,
     ) -> None:
-        """Loads the model and builds its optimizer on the ranks of the placement.
-
-        Args:
-            arguments: positional arguments of `Role`.
-            optimizer: settings of the optimizer and its schedule.
-            guard: limits beyond which a step is skipped or rolled back.
-            learns: build an optimizer; without it `update` raises NoOptimizerError.
-            options: keyword arguments of `Role`.
-        """
         super().__init__(*arguments, trained=learns, **options)
         self._learns = learns
         if learns:
@@ -119,22 +110,6 @@ class TrainableRole(Role):
 
         Mini-batches are cut in the order of the sample ids and therefore do not depend on the layout. The rows of a
         trajectory share a mini-batch, and rows with equal `pair` also a micro-batch.
-
-        Args:
-            batch: this rank's rows.
-            loss: computes the loss of each token and metrics from `LossInputs`.
-            loss_aggregation: how token losses become the loss of a mini-batch, see `algorithms.aggregation`.
-            num_minibatches: optimizer steps of an epoch, each with about equally many trajectories or pairs; fewer if
-                the batch has fewer of them.
-            num_epochs: passes over the batch.
-            max_length: tokens of the longest possible response, for "seq-mean-token-sum-norm".
-            teacher: comparison with teachers, of which the batch has the columns, as `inputs.divergence` of the loss.
-
-        Returns:
-            Metrics averaged over the optimizer steps, the same on every rank; names begin with the role's name.
-
-        Raises:
-            NoOptimizerError: the run is rollout-only.
         """
         if not self._learns:
             raise NoOptimizerError
@@ -223,12 +198,7 @@ class TrainableRole(Role):
             self._context.offload.load_exclusively(self.cpu_offload)
 
     def load(self, fill: Callable[[StoredBox], None], counts: RoleCounters) -> None:
-        """Restores the role from a checkpoint that was written under any layout; all ranks call it together.
-
-        Args:
-            fill: copies the stored values into a shard.
-            counts: counters of the checkpoint.
-        """
+        """Restores the role from a checkpoint that was written under any layout; all ranks call it together."""
         self.num_updates = counts.updates
         self._context.offload.release_engines()
         if self.runner.is_member:
@@ -248,10 +218,6 @@ class TrainableRole(Role):
 
         Adapters are merged into the weights and also saved in ADAPTER_FOLDER. The directory is written under a
         temporary name and renamed when it is complete.
-
-        Args:
-            folder: directory to write; an existing one is replaced.
-            model_dir: directory from which configuration and tokenizer are copied.
         """
         self._context.executor.require_outside_block(f"{self.name}.save")
         self._context.offload.release_engines()

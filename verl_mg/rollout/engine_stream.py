@@ -45,19 +45,6 @@ class EngineStream:
         on_sample: Callable[[Sample], None],
         sampling: Sampling,
     ) -> None:
-        """Creates the stream; `start` starts its thread.
-
-        Args:
-            engine: this rank's engine; None on a rank without one.
-            queue: this rank's view of the work, used by the stream alone.
-            store: shared by all ranks.
-            events: restarts of engines and announcements.
-            restart: restarts the engine's process, without weights.
-            resume: submits the requests again that were in flight when the engine died.
-            request_of: returns the request of a sample id.
-            on_sample: called with each complete sample, in the thread.
-            sampling: how tokens are drawn.
-        """
         self._engine, self._queue, self._store, self._events = engine, queue, store, events
         self._restart, self._resume, self._request_of, self._on_sample = restart, resume, request_of, on_sample
         self._sampling = sampling
@@ -115,12 +102,7 @@ class EngineStream:
         self._version = version
 
     def announce(self, key: str, count: int) -> None:
-        """Announces an event as soon as `count` groups were completed on all engines together; all ranks call it.
-
-        Args:
-            key: name of the event, unique.
-            count: number of groups, from the first one on.
-        """
+        """Announces an event as soon as `count` groups were completed on all engines together; all ranks call it."""
         if self._engine is not None:
             with self.stopped():
                 self.num_deaths = 0
@@ -138,11 +120,7 @@ class EngineStream:
         return dict(self._in_flight)
 
     def take(self, samples: Collection[int]) -> dict[int, Sample]:
-        """Removes and returns the samples among `samples` that this rank's engine has completed; forgets the others.
-
-        Args:
-            samples: all samples of the groups that leave the buffer.
-        """
+        """Removes and returns the samples among `samples` that this rank's engine has completed; forgets the others."""
         with self.stopped():
             self._queue.forget(samples)
             return {i: self._completed.pop(i) for i in samples if i in self._completed}
@@ -167,11 +145,7 @@ class EngineStream:
         return dict(self._completed), partial
 
     def drain(self) -> dict[int, Sample]:
-        """Aborts all samples in flight; called while stopped, and followed by `resubmit`.
-
-        Returns:
-            The partial samples with at least one token, by id.
-        """
+        """Aborts all samples in flight; called while stopped, and followed by `resubmit`."""
         partial: dict[int, Sample] = {}
         if self._engine is not None and not self._needs_weights:
             self._engine.abort()
@@ -278,10 +252,5 @@ class EngineStream:
 
 
 def oldest_version(sample: Sample, default: int) -> int:
-    """Returns the version of the oldest token of a sample.
-
-    Args:
-        sample: the sample.
-        default: version of a sample without generated tokens.
-    """
+    """Returns the version of the oldest token of a sample."""
     return min(sample.generated_versions, default=default)

@@ -35,18 +35,6 @@ class FilteredWorkQueue(StreamingWorkQueue):
         score_of: Callable[[int], float | None],
         keep: GroupFilter,
     ) -> None:
-        """Creates this rank's view of the queue, with the same candidates on every rank.
-
-        Args:
-            store: shared by all ranks; holds counters and scores.
-            key: prefix of its keys, unique for each call.
-            candidates: what is missing of each group, in the order in which they are started.
-            samples: ids of all samples of each group.
-            num_groups_needed: the call is done when this many groups were kept, or all candidates were filtered.
-            num_extra: number of groups that are started beyond those needed.
-            score_of: returns the score of a complete sample of this rank, None while it is not scored.
-            keep: decides upon a group.
-        """
         super().__init__(store, key, num_groups_needed)
         self._candidates, self._num_extra, self._score_of, self._keep = candidates, num_extra, score_of, keep
         self._samples = samples

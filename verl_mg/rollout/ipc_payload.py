@@ -41,14 +41,6 @@ class Staging:
         device: torch.device,
         min_bytes: int = 0,
     ) -> None:
-        """Allocates the memory: on the CPU in shared memory; padding is zero, other values are undefined.
-
-        Args:
-            shards: shards by name of the parameter.
-            dtypes: dtype of each.
-            device: device of the memory.
-            min_bytes: smallest size; memory of one size is reused by the allocator.
-        """
         self._places, size = _places(shards, dtypes)
         self._memory = shared_memory(max(size, min_bytes), device)
         self.tensors = dict(named_views(self._places, self._memory))
@@ -66,15 +58,7 @@ class Staging:
 
 
 def shared_memory(size: int, device: torch.device) -> Tensor:
-    """Allocates memory that another process can open.
-
-    Args:
-        size: bytes.
-        device: device of the memory.
-
-    Returns:
-        (size,) uint8; its values are undefined.
-    """
+    """Allocates memory that another process can open."""
     with without_expandable_segments() if device.type == "cuda" else nullcontext():
         memory = torch.empty(size, dtype=torch.uint8, device=device)
     if device.type == "cpu":
@@ -84,12 +68,7 @@ def shared_memory(size: int, device: torch.device) -> Tensor:
 
 
 def payload_of(places: str, memory: Tensor) -> str:
-    """Returns the handle of memory in base64, for `open_payload`; it can be opened once.
-
-    Args:
-        places: JSON text that says what the memory contains.
-        memory: result of `shared_memory`, which must exist until it is opened.
-    """
+    """Returns the handle of memory in base64, for `open_payload`; it can be opened once."""
     buffer = io.BytesIO()
     with _by_name():
         ForkingPickler(buffer).dump((places, memory))
@@ -97,15 +76,7 @@ def payload_of(places: str, memory: Tensor) -> str:
 
 
 def open_payload(payload: str, device: torch.device) -> tuple[str, Tensor]:
-    """Opens the memory of a payload in another process; called there.
-
-    Args:
-        payload: result of `Staging.payload`.
-        device: the memory's device under its index in this process, which may differ from that in the other one.
-
-    Returns:
-        Arguments of `named_views`.
-    """
+    """Opens the memory of a payload in another process; called there."""
     places, memory = _HandleUnpickler(io.BytesIO(base64.b64decode(payload)), device).load()
     return places, memory
 
@@ -150,24 +121,14 @@ class _HandleUnpickler(pickle.Unpickler):
 
 
 def named_views(places: str, memory: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, view of the memory) of each tensor.
-
-    Args:
-        places: JSON list of (name, dtype, shape, offset in bytes).
-        memory: (bytes,) uint8.
-    """
+    """Yields (name, view of the memory) of each tensor."""
     for name, dtype_name, shape, start in json.loads(places):
         dtype = getattr(torch, dtype_name)
         yield name, memory[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
 def staging_bytes(shards: Mapping[str, Shard], dtypes: Mapping[str, torch.dtype]) -> int:
-    """Returns the size of the memory for shards.
-
-    Args:
-        shards: shards by name of the parameter.
-        dtypes: dtype of each.
-    """
+    """Returns the size of the memory for shards."""
     return _places(shards, dtypes)[1]
 
 

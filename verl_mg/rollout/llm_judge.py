@@ -65,28 +65,6 @@ class LLMJudge:
         headers: Mapping[str, str] | None = None,
         parallel: int = 32,
     ) -> None:
-        """Checks the options and builds the engine, unless there is a server.
-
-        Args:
-            template: the question, with {response}, and optionally {prompt} and {answer}.
-            pattern: regular expression whose first group is the verdict, a number.
-            scale: divisor of the verdict.
-            url: address of an SGLang server.
-            model: Hugging Face directory.
-            max_new_tokens: largest length of the model's text.
-            temperature: 0 for greedy decoding.
-            batch_size: questions that the engine answers at the same time. The other questions of a batch can decide a
-                near tie between two tokens; batch_size=1 excludes that.
-            device: device of the engine; None for that of the rank.
-            dtype: "float32" or "bfloat16", of the engine.
-            timeout: see `JsonService`.
-            retries: see `JsonService`.
-            headers: see `JsonService`.
-            parallel: requests to the server at the same time.
-
-        Raises:
-            UserError: an option is invalid, or `model` cannot be read.
-        """
         if "{response}" not in template:
             raise UserError("template: {response} is missing. Write it where the response is to be inserted.")
         if scale <= 0 or batch_size < 1 or parallel < 1:

@@ -27,12 +27,6 @@ class PatchStaging:
     """Memory with the changes of an engine's rank."""
 
     def __init__(self, patches: Sequence[Patch], device: torch.device) -> None:
-        """Copies the codes into memory that the other process can open.
-
-        Args:
-            patches: changes of the parameters.
-            device: device of the memory.
-        """
         places, end = [], _NUMBER_BYTES * len(patches)
         for patch in patches:
             places.append((patch.parameter, patch.box, end, len(patch.code)))
@@ -65,13 +59,7 @@ def has_patches(places: str) -> bool:
 
 
 def apply_payload(places: str, memory: Tensor, memory_of: Callable[[str], Tensor]) -> None:
-    """Applies the patches of a payload to parameters and reports on each; called in the other process.
-
-    Args:
-        places: JSON text of the payload.
-        memory: memory of the payload.
-        memory_of: function from a parameter's name to its values, which are written in place.
-    """
+    """Applies the patches of a payload to parameters and reports on each; called in the other process."""
     patches = json.loads(places)["patches"]
     reports = memory[: _NUMBER_BYTES * len(patches)].view(torch.int64)
     for number, (name, box, start, size) in enumerate(patches):

@@ -22,11 +22,6 @@ class PortBlock:
     """
 
     def __init__(self) -> None:
-        """Takes the first block that is free.
-
-        Raises:
-            UserError: none is free.
-        """
         for first in PORTS[::BLOCK_SIZE]:
             self.ports = range(first + 1, first + BLOCK_SIZE)
             with suppress(OSError):

@@ -92,19 +92,6 @@ class ProcessEngine(RequestTracker):
         nodes: LeadingNode | None = None,
         launcher: Launcher | None = None,
     ) -> None:
-        """Starts the process, unless an earlier rank has left one with the same program.
-
-        Args:
-            settings: settings of the engine.
-            limits: limits of the engine.
-            log: file to which the engine's output is appended.
-            request_timeout: seconds after which a request is aborted.
-            nodes: starts the engine's parts on other nodes, if it has any.
-            launcher: keeps the process where this rank is lost; None: it ends with this rank.
-
-        Raises:
-            UserError: the engine cannot start; the message contains the end of its log.
-        """
         super().__init__(limits, request_timeout)
         self.settings, self._log, self._nodes = settings, log, nodes
         self._results: dict[int, tuple[bool, str]] = {}
@@ -119,12 +106,7 @@ class ProcessEngine(RequestTracker):
 
     @abstractmethod
     def _program(self, ports: Sequence[int], address: str) -> EngineProgram:
-        """Returns what the process runs.
-
-        Args:
-            ports: consecutive free ports, of this engine alone.
-            address: HOST:PORT at which the processes of the engine meet.
-        """
+        """Returns what the process runs."""
 
     @property
     def version(self) -> int:
@@ -210,11 +192,7 @@ class ProcessEngine(RequestTracker):
             self._complete(message["sample"], message)
 
     def pause(self, *, keep_cache: bool) -> None:
-        """Stops generation between two tokens, for an update of the weights with requests in flight.
-
-        Args:
-            keep_cache: whether requests continue on keys and values of the old weights; else these are recomputed.
-        """
+        """Stops generation between two tokens, for an update of the weights with requests in flight."""
         self._keeps_cache = keep_cache
         self._wait(self._call("pause", keep_cache=keep_cache))
 
@@ -227,14 +205,6 @@ class ProcessEngine(RequestTracker):
         """Starts copying the tensors of the payloads into the parameters.
 
         No requests may be in flight, unless the engine is paused.
-
-        Args:
-            payloads: one payload per rank of the engine.
-            version: policy version of the new weights, with the last payloads of an update: they flush the cache of
-                the old weights, unless the engine is paused and keeps it.
-
-        Returns:
-            A number for `loaded`.
         """
         flush = version is not None and not self._keeps_cache
         number = self._call("load", payloads=list(payloads), version=version, flush=flush)
@@ -249,26 +219,12 @@ class ProcessEngine(RequestTracker):
             self._version = version
 
     def load_adapters(self, payloads: Sequence[str], version: int, config: Mapping[str, Any]) -> None:
-        """Replaces the adapters with which all further requests are computed; none may be in flight.
-
-        Args:
-            payloads: one payload of all whole tensors for each process that opens one.
-            version: policy version.
-            config: fields of PEFT's configuration.
-        """
+        """Replaces the adapters with which all further requests are computed; none may be in flight."""
         self._wait(self._call("load_adapters", payloads=list(payloads), version=version, config=dict(config)))
         self._version = version
 
     def sleep(self, *, weights: bool = True, kv: bool = True) -> None:
-        """Releases memory of the engine; requests in flight are aborted.
-
-        Args:
-            weights: whether to release the weights, whose values are lost.
-            kv: whether to release the key-value cache.
-
-        Raises:
-            EngineDiedError: the engine does not end its requests; its process is killed, which releases the memory.
-        """
+        """Releases memory of the engine; requests in flight are aborted."""
         parts = _parts(weights, kv) - self._asleep
         if parts:
             try:
@@ -282,12 +238,7 @@ class ProcessEngine(RequestTracker):
             self._version = -1
 
     def wake(self, *, weights: bool = True, kv: bool = True) -> None:
-        """Allocates released memory again.
-
-        Args:
-            weights: whether to allocate the weights, which remain undefined until an update.
-            kv: whether to allocate the key-value cache.
-        """
+        """Allocates released memory again."""
         if parts := _parts(weights, kv) & self._asleep:
             self._wait(self._call("wake", **_selection(parts)))
             self._asleep -= parts

@@ -43,7 +43,6 @@ class RequestLedger:
     """The requests since the engine started, as far as their results fit."""
 
     def __init__(self) -> None:
-        """Starts empty."""
         self._generations: dict[int, Generation] = {}  # by identity, the last used last
         self._repeatable: dict[str, deque[Generation]] = {}
         self._num_bytes = 0
@@ -54,11 +53,7 @@ class RequestLedger:
         generation.task.add_done_callback(lambda task: self._count(generation))
 
     def take(self, key: str) -> Generation | None:
-        """Returns the earliest request of former ranks with this key, which no other request gets; None without one.
-
-        Args:
-            key: of `request_key`.
-        """
+        """Returns the earliest request of former ranks with this key, which no other request gets; None without one."""
         waiting = self._repeatable.get(key, ())
         while waiting:
             generation = waiting.popleft()
@@ -105,13 +100,7 @@ class RequestLedger:
 
 
 def request_key(rid: str, request: dict[str, Any], version: int) -> str:
-    """Returns what a repeated request has in common with the first one.
-
-    Args:
-        rid: id of the request, which begins with that of the sample, up to a dot.
-        request: fields of `request_tracker.EngineRequest`.
-        version: policy version of the engine's weights.
-    """
+    """Returns what a repeated request has in common with the first one."""
     text = json.dumps([rid.partition(".")[0], version, request], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -92,12 +92,6 @@ class RequestTracker(RolloutEngine):
     """
 
     def __init__(self, limits: EngineLimits, request_timeout: float) -> None:
-        """Starts without requests.
-
-        Args:
-            limits: limits of the engine.
-            request_timeout: seconds after which a request is aborted.
-        """
         self._limits, self._request_timeout = limits, request_timeout
         self._running: dict[str, _Running] = {}
         self._done: deque[Sample] = deque()

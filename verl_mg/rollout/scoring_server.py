@@ -39,37 +39,14 @@ class ScoringServer:
 
     @classmethod
     def at(cls, key: str, url: str, protocol: Protocol, model: str = "", api_key: str = "") -> ScoringServer:
-        """Returns the client of a server; it connects with the first request.
-
-        Args:
-            key: configuration key of the address, for errors.
-            url: address of the server, without a path.
-            protocol: protocol of the requests.
-            model: name of the model in requests of the protocol openai.
-            api_key: key that is sent with each request; "" for none.
-
-        Raises:
-            UserError: the address is none.
-        """
+        """Returns the client of a server; it connects with the first request."""
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         address = url.rstrip("/").removesuffix("/v1") + PATHS[protocol]
         service = JsonService(address, timeout=TIMEOUT_SECONDS, retries=RETRIES, headers=headers)
         return cls(key, protocol, model, service)
 
     async def score(self, tokens: Sequence[int], first: int, k: int) -> list[TokenScore]:
-        """Scores the last tokens of a sequence.
-
-        Args:
-            tokens: the sequence.
-            first: index of the first token that is scored, at least 1.
-            k: number of likeliest tokens; may be 0.
-
-        Returns:
-            The scores of tokens[first:].
-
-        Raises:
-            UserError: the server refuses, or its response has other tokens or too few.
-        """
+        """Scores the last tokens of a sequence."""
         if self.protocol == "sglang":
             response = await self.service.post(_sglang_request(tokens, first, k))
             read = _read_sglang

@@ -35,13 +35,7 @@ def decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
 
 
 def num_tokens_to_stop(tokens: Sequence[int], stop: Sequence[str], decode: Decode) -> int | None:
-    """Returns how many tokens there are up to the one that completes a stop string; None where none occurs.
-
-    Args:
-        tokens: token ids of a response.
-        stop: the stop strings.
-        decode: returns the text of tokens.
-    """
+    """Returns how many tokens there are up to the one that completes a stop string; None where none occurs."""
 
     def contains(count: int) -> bool:
         text = decode(tokens[:count])
@@ -68,11 +62,6 @@ def cut_at_stop(sample: Sample, sampling: Sampling, decode: Decode) -> Sample | 
     """Returns the sample up to the token that completes a stop string in its last turn; None where none occurs.
 
     The stop token that ended the sample is not part of the text: "<|im_end|>" contains "|", which a response does not.
-
-    Args:
-        sample: the sample.
-        sampling: its stop strings and stop tokens.
-        decode: returns the text of tokens.
     """
     start = last_turn_start(sample)
     ended = sample.finish == "stop" and sample.tokens[-1:] and sample.tokens[-1] in sampling.stop_token_ids
@@ -99,12 +88,6 @@ class StopStringEngine(EngineWrapper):
     """
 
     def __init__(self, engine: RolloutEngine, decode: Decode) -> None:
-        """Wraps an engine.
-
-        Args:
-            engine: the engine that generates.
-            decode: returns the text of tokens.
-        """
         super().__init__(engine)
         self._decode = decode
         self._requests: dict[int, tuple[Request, Sampling]] = {}

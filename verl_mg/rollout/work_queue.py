@@ -113,7 +113,6 @@ class DynamicWorkQueue(WorkQueue):
     """Queue that gives samples to whichever engine has free slots."""
 
     def __init__(self, store: Store, key: str, groups: Sequence[Group], num_groups_needed: int) -> None:
-        """Creates this rank's view of the queue; see `WorkQueue` for the arguments."""
         super().__init__(store, key, groups, num_groups_needed)
         self._claimed: int | None = None
         self._has_unclaimed = True
@@ -178,13 +177,6 @@ class StreamingWorkQueue(DynamicWorkQueue):
     """
 
     def __init__(self, store: Store, key: str, num_groups_needed: int = 0) -> None:
-        """Creates this rank's view of an empty queue.
-
-        Args:
-            store: shared by all ranks; holds the counters.
-            key: prefix of the counters, unique for each queue.
-            num_groups_needed: number of complete groups with which `is_done` returns true.
-        """
         super().__init__(store, key, [], num_groups_needed)
         self._appended: list[Group] = []
         self._groups = self._appended
@@ -242,16 +234,6 @@ class StaticWorkQueue(WorkQueue):
     def __init__(
         self, store: Store, key: str, groups: Sequence[Group], num_groups_needed: int, engine: int, num_engines: int
     ) -> None:
-        """Creates this rank's view of the queue; see `WorkQueue` for the other arguments.
-
-        Args:
-            store: shared by all ranks.
-            key: prefix of the counters.
-            groups: all samples of the call.
-            num_groups_needed: the call is done when this many groups are complete.
-            engine: number of this rank's engine.
-            num_engines: number of engines on all ranks.
-        """
         super().__init__(store, key, groups, num_groups_needed)
         share = groups[engine * len(groups) // num_engines : (engine + 1) * len(groups) // num_engines]
         self._remaining = [sample for group in share for sample in group.fresh]
@@ -264,11 +246,6 @@ class StaticWorkQueue(WorkQueue):
 
 
 def first_complete_groups(completion_orders: Iterable[dict[int, int]], count: int) -> list[int]:
-    """Returns the first `count` groups to be complete, sorted by number.
-
-    Args:
-        completion_orders: the `WorkQueue.completion_order` of every rank.
-        count: how many groups to return at most.
-    """
+    """Returns the first `count` groups to be complete, sorted by number."""
     order = {group: place for completion in completion_orders for group, place in completion.items()}
     return sorted(sorted(order, key=lambda group: order[group])[:count])

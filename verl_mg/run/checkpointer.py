@@ -40,14 +40,6 @@ class AsyncCheckpointer:
     """Writes checkpoints into a folder. Every rank has one, and all call its methods together."""
 
     def __init__(self, folder: Path, config: CheckpointConfig, recipe: str, latest: int | None = None) -> None:
-        """Creates the checkpointer and removes what an interrupted one has left.
-
-        Args:
-            folder: of all checkpoints of the run.
-            config: when to write, and what to keep.
-            recipe: name of the recipe.
-            latest: iteration of the newest checkpoint.
-        """
         self._folder, self._config, self._recipe, self.latest = folder, config, recipe, latest
         # A separate group, in which the threads of the ranks meet no other collectives.
         self._group = new_group(None, "gloo")
@@ -60,22 +52,12 @@ class AsyncCheckpointer:
                 shutil.rmtree(unfinished, ignore_errors=True)
 
     def due(self, iteration: int, last: int) -> bool:
-        """Returns whether a checkpoint is to be written.
-
-        Args:
-            iteration: number of the iteration that is complete.
-            last: number of the last iteration.
-        """
+        """Returns whether a checkpoint is to be written."""
         every = self._config.every
         return bool(every) and (iteration % every == 0 or iteration == last)
 
     def begin(self, job: Job, metrics: dict[str, float]) -> None:
-        """Copies the state of the job and writes it in a thread.
-
-        Args:
-            job: the job after an iteration.
-            metrics: of the iteration, among which is the score for `checkpoint.best`.
-        """
+        """Copies the state of the job and writes it in a thread."""
         self._join()
         best = self._config.best
         if best and best not in metrics and dist.get_rank() == 0:
@@ -148,13 +130,6 @@ def newest_intact(folder: Path, before: int | None = None) -> Path | None:
     """Returns the newest checkpoint whose files match their sums, or None where there is none.
 
     All ranks call it together and share the reading. Damaged checkpoints are logged and skipped.
-
-    Args:
-        folder: of the checkpoints.
-        before: only checkpoints of earlier iterations are looked at.
-
-    Raises:
-        UserError: all checkpoints are damaged.
     """
     names = broadcast_json([path.name for path in checkpoints_in(folder)] if dist.get_rank() == 0 else None)
     names = [name for name in names if before is None or int(name) < before]

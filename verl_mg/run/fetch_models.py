@@ -22,13 +22,6 @@ def with_fetched_models(config: Config, world: World) -> Config:
     Rank 0 asks the hub which commit a name means now, so that all nodes have the same one. Then the first rank of each
     node downloads the files that its cache does not have. The others wait, and find all of them in the cache; where
     ranks of a node have caches of their own, each downloads.
-
-    Args:
-        config: the configuration of the job.
-        world: the ranks of the job.
-
-    Raises:
-        UserError: a model cannot be fetched.
     """
     names = hub_models(config)
     if not names:

@@ -126,13 +126,7 @@ class StateCollector:
     _buffers: dict[str, Tensor] = field(default_factory=dict)
 
     def collect(self, job: Job, recipe: str, score: float | None) -> CheckpointState:
-        """Returns the state of a job after an iteration; all ranks call it together.
-
-        Args:
-            job: the job.
-            recipe: name of its recipe.
-            score: metric that decides which checkpoint is the best.
-        """
+        """Returns the state of a job after an iteration; all ranks call it together."""
         rollout = job.rollout if "rollout" in job.requested else None
         local = rollout.local_state() if rollout else LocalRolloutState()
         batches = {STATE + name: value for name, value in job.state.items() if isinstance(value, Batch)}
@@ -171,19 +165,7 @@ class StateCollector:
 
 
 def restore(job: Job, folder: Path, recipe: str) -> int:
-    """Restores a checkpoint, written under any layout and on any number of ranks; all ranks call it together.
-
-    Args:
-        job: a job that was just built.
-        folder: of the checkpoint.
-        recipe: name of the job's recipe.
-
-    Returns:
-        number of the iteration after which the checkpoint was written.
-
-    Raises:
-        UserError: the checkpoint is of another recipe, or its files do not fit each other or the job.
-    """
+    """Restores a checkpoint, written under any layout and on any number of ranks; all ranks call it together."""
     text = _read(folder / JOB) if dist.get_rank() == 0 else b""
     state = _parse(folder / JOB, broadcast_bytes(text), JobState)
     if state.recipe != recipe:
@@ -211,18 +193,7 @@ def restore(job: Job, folder: Path, recipe: str) -> int:
 
 
 def restore_actor(job: Job, folder: Path) -> int:
-    """Restores the weights of the actor alone, written under any layout; all ranks call it together.
-
-    Args:
-        job: a job that was just built and does not learn.
-        folder: of the checkpoint.
-
-    Returns:
-        number of the iteration after which the checkpoint was written.
-
-    Raises:
-        UserError: the checkpoint has no actor, or its files do not fit the model.
-    """
+    """Restores the weights of the actor alone, written under any layout; all ranks call it together."""
     text = _read(folder / JOB) if dist.get_rank() == 0 else b""
     state = _parse(folder / JOB, broadcast_bytes(text), JobState)
     if "actor" not in state.trained:

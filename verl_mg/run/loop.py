@@ -32,14 +32,7 @@ MODEL, EXPORTS = "model", "export"
 
 
 def train(recipe: Recipe, config: Config, world: World, mode: RunMode = FULL_RUN) -> None:
-    """Runs all iterations of a job; all ranks call it together. `JobConfig` describes the outputs.
-
-    Args:
-        recipe: recipe to run.
-        config: configuration of the job.
-        world: process group of the job.
-        mode: full run, or a part of one such as a replay.
-    """
+    """Runs all iterations of a job; all ranks call it together. `JobConfig` describes the outputs."""
     roles = requested_roles(recipe, config)
     mode.check(recipe.name, roles)
     config = mode.apply_to(config)
@@ -89,16 +82,7 @@ def train(recipe: Recipe, config: Config, world: World, mode: RunMode = FULL_RUN
 
 
 def one_iteration(recipe: Recipe, job: Job, iteration: int) -> dict[str, float]:
-    """Runs one iteration of the recipe; all ranks call it together.
-
-    Args:
-        recipe: recipe to run.
-        job: roles and data of the recipe.
-        iteration: number of the iteration, from 1.
-
-    Returns:
-        Metrics by name, equal on every rank.
-    """
+    """Runs one iteration of the recipe; all ranks call it together."""
     metrics = dict(job.begin(iteration))
     with suppress(NoOptimizerError):
         metrics |= recipe.iteration(job, job.config.algorithm)

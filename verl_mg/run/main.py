@@ -16,13 +16,7 @@ if TYPE_CHECKING:
 
 
 def run_recipe(load: Callable[[], tuple[Recipe, Config]], learns: bool = True, replayed: str | None = None) -> None:
-    """Joins the other ranks, runs the recipe and exits with them. Invalid input: one line on one rank, exit code 2.
-
-    Args:
-        load: returns recipe and configuration. It is called after the rendezvous, so that one rank reports its errors.
-        learns: whether models are trained; see `RunMode`.
-        replayed: RUN@ITERATION to train on; see `RunMode`.
-    """
+    """Joins the other ranks, runs the recipe and exits with them. Invalid input: one line on one rank, exit code 2."""
     from verl_mg.run.fetch_models import with_fetched_models
 
     def work(world: World) -> None:
@@ -39,11 +33,6 @@ def run_recipe(load: Callable[[], tuple[Recipe, Config]], learns: bool = True, r
 
 def on_all_ranks(work: Callable[[World], None], resumable: bool = True) -> None:
     """Joins the other ranks, does the work of a job and exits with them. Invalid input: one line on one rank, code 2.
-
-    Args:
-        work: the work of this rank.
-        resumable: whether the work ends at a point from which it can be resumed when a signal requests a stop;
-            otherwise a signal ends the process at once.
     """
     from verl_mg.distributed.world import World
 

@@ -23,15 +23,7 @@ class RunMode:
         return self.learns and self.replayed is None
 
     def check(self, recipe: str, roles: set[str]) -> None:
-        """Checks that the recipe has this part.
-
-        Args:
-            recipe: name of the recipe.
-            roles: roles that it requests.
-
-        Raises:
-            UserError: the recipe generates no samples.
-        """
+        """Checks that the recipe has this part."""
         if not self.is_full and "rollout" not in roles:
             raise UserError(f"recipe {recipe}: it generates no samples. Leave --rollout-only and --replay out.")
 

@@ -43,16 +43,7 @@ class Replay:
 
     @classmethod
     def open(cls, text: str, config: Config, recipe: str) -> Replay:
-        """Returns the replay that the command line describes; all ranks call it together.
-
-        Args:
-            text: RUN@ITERATION.
-            config: of the job.
-            recipe: name of the recipe.
-
-        Raises:
-            UserError: the text has another form, samples are missing, or job.output contains a run.
-        """
+        """Returns the replay that the command line describes; all ranks call it together."""
         folder, _, number = text.rpartition("@")
         if not folder or not number.isdecimal() or not int(number):
             raise UserError(f"--replay {text}: it has no iteration. Write RUN@ITERATION, such as runs/first@12.")

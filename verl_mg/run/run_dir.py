@@ -25,9 +25,6 @@ def open_run_dir(config: Config) -> Path | None:
     """Returns the checkpoint in job.output to resume from, or None for a new run; all ranks call it together.
 
     A run of the same configuration that ended before its first checkpoint starts again from the beginning.
-
-    Raises:
-        UserError: the folder contains an earlier run without a checkpoint that cannot be restarted, or is not writable.
     """
     output = config.job.output
     checkpoint = newest_intact(output / CHECKPOINTS)

@@ -95,12 +95,7 @@ class SampleState(_Tokens):
         )
 
     def to_sample(self, experts: Mapping[str, Tensor], images: Mapping[str, Image]) -> Sample:
-        """Returns the sample with its experts and images.
-
-        Args:
-            experts: tensors of `experts_of` by name.
-            images: images of `images_of` by key.
-        """
+        """Returns the sample with its experts and images."""
         return Sample(
             id=self.id,
             tokens=self.tokens,

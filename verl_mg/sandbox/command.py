@@ -50,24 +50,6 @@ async def run_command(
     `readable` and `visible`, a /tmp in memory, its processes, and of the network only `endpoint`, at the same port of
     127.0.0.1. Elsewhere it has the rights of its user, which is an unused one if root runs it, and the whole network.
     Files in folders that it may change are limited in size each (4 GiB), not in total.
-
-    Args:
-        command: program and arguments; the program is looked up on the PATH of `environment`.
-        folder: temporary folder of the command; without isolation it becomes the command's.
-        directory: working directory as the command sees it.
-        environment: environment variables; nothing is inherited.
-        limits: what it may use.
-        visible: further files and folders.
-        readable: absolute paths of further files and folders that it can read.
-        endpoint: host and port that it can reach.
-        output: called with each piece of its standard output and standard error.
-
-    Returns:
-        The exit code; as in a shell, 128 + the number of a signal that ended it, and 127 if there is no such program.
-
-    Raises:
-        TimeoutError: the time is up; everything has been killed.
-        OSError: nothing can be started on this machine.
     """
     kind = supervisor.isolation()
     async with contextlib.AsyncExitStack() as opened:

@@ -53,17 +53,6 @@ def run_python(
 
     Elsewhere the program has the rights of its user: an unused user id if root runs it; otherwise your rights, so it
     could change your files and kill your processes.
-
-    Args:
-        code: source of the program.
-        stdin: its standard input.
-        seconds: time limit from start to end, the start of the interpreter included.
-        memory_mb: memory limit in MiB.
-        output_bytes: limit of each of the two output streams; a program that exceeds it is killed.
-
-    Raises:
-        UserError: a limit is not positive.
-        OSError: the program cannot be started on this machine.
     """
     return asyncio.run(
         run_python_async(code, stdin=stdin, seconds=seconds, memory_mb=memory_mb, output_bytes=output_bytes)
@@ -73,15 +62,7 @@ def run_python(
 async def run_python_async(
     code: str, *, stdin: str = "", seconds: float = 10, memory_mb: int = 512, output_bytes: int = 1 << 16
 ) -> Outcome:
-    """Runs a program like `run_python`, on an event loop; cancelling the task kills the program.
-
-    Args:
-        code: see `run_python`.
-        stdin: see `run_python`.
-        seconds: see `run_python`.
-        memory_mb: see `run_python`.
-        output_bytes: see `run_python`.
-    """
+    """Runs a program like `run_python`, on an event loop; cancelling the task kills the program."""
     for name, limit in (("seconds", seconds), ("memory_mb", memory_mb), ("output_bytes", output_bytes)):
         if limit <= 0:
             raise UserError(f"{name}={limit}: out of range. Give the sandbox a positive limit.")

@@ -24,10 +24,6 @@ async def relay_to(host: str, port: int) -> AsyncIterator[int]:
     """Yields the descriptor of a channel; connections to the socket that is sent through it reach an address.
 
     At the end all connections are closed.
-
-    Args:
-        host: host of the address.
-        port: port of the address.
     """
     ours, theirs = socket.socketpair()
     with ours, theirs:

@@ -77,11 +77,7 @@ def isolation() -> Isolation:
 
 @functools.cache
 def proc_works(kind: Isolation) -> bool:
-    """Returns whether programs with this isolation can have a /proc, which some containers forbid.
-
-    Args:
-        kind: an isolation that works on this machine.
-    """
+    """Returns whether programs with this isolation can have a /proc, which some containers forbid."""
     return kind != "none" and _in_thread(kind, proc=True)
 
 
@@ -89,10 +85,6 @@ def works(kind: Isolation, proc: bool = False) -> bool:
     """Returns whether a program can be run with an isolation.
 
     Not to be called in the thread of an event loop.
-
-    Args:
-        kind: the isolation.
-        proc: whether the program has a /proc.
     """
     if kind == "bubblewrap" and not all(map(shutil.which, ("bwrap", "prlimit", "setpriv"))):
         return False
@@ -125,24 +117,7 @@ async def run(
     on_stdout: Callable[[bytes], None],
     on_stderr: Callable[[bytes], None],
 ) -> int:
-    """Runs a program on an event loop until all of its processes have ended; cancelling the task kills them.
-
-    Args:
-        program: the program.
-        kind: its isolation.
-        folder: temporary folder, empty but for what `program.visible` names; without isolation the program owns it.
-        stdin: descriptor of its standard input; None for none.
-        seconds: time limit from start to end.
-        on_stdout: called with each piece of the standard output; if it raises, the program is killed.
-        on_stderr: the same for the standard error.
-
-    Returns:
-        The wait status, as of `os.waitpid`.
-
-    Raises:
-        TimeoutError: the time is up; everything has been killed.
-        OSError: the program cannot be started on this machine.
-    """
+    """Runs a program on an event loop until all of its processes have ended; cancelling the task kills them."""
     report, report_end = os.pipe()
     with tempfile.TemporaryFile("w+") as request_file, os.fdopen(report, "rb") as reports:
         request = {
@@ -186,11 +161,7 @@ async def run(
 
 
 def interpreter_paths(more: Iterable[str] = ()) -> list[Visible]:
-    """Returns the paths that this interpreter needs, and others; none is inside of another.
-
-    Args:
-        more: further absolute paths, with those that their links refer to.
-    """
+    """Returns the paths that this interpreter needs, and others; none is inside of another."""
     prefixes = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix, *more}
     chosen: list[str] = []
     for path in sorted({*SYSTEM, *prefixes, *map(os.path.realpath, prefixes)}):

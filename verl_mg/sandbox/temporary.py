@@ -13,11 +13,7 @@ from pathlib import Path
 
 @asynccontextmanager
 async def temporary_folder(prefix: str) -> AsyncIterator[Path]:
-    """Yields a new folder, and removes it with whatever programs have left there.
-
-    Args:
-        prefix: beginning of its name.
-    """
+    """Yields a new folder, and removes it with whatever programs have left there."""
     folder = tempfile.mkdtemp(prefix=prefix)
     try:
         yield Path(folder)

@@ -94,14 +94,7 @@ class EngineRules:
 
 
 def embedding_param(model: ModelSpec, config: HFConfig, rules: EngineRules, layout: EngineLayout) -> ParamSpec:
-    """Returns the input embedding.
-
-    Args:
-        model: the Hugging Face tensors of the model.
-        config: configuration of the model.
-        rules: of the engine.
-        layout: layout of the engine.
-    """
+    """Returns the input embedding."""
     name = rules.embedding.get(config.architecture, "embed_tokens")
     whole = layout.adp > 1 and config.architecture in WHOLE_EMBEDDING
     return ParamSpec(f"model.{name}.weight", (model.embedding,), VOCABULARY, "replicated" if whole else "vocabulary")
@@ -116,12 +109,7 @@ def output_params(model: ModelSpec) -> tuple[ParamSpec, ParamSpec]:
 
 
 def draft_params(m: MultiTokenSpec, config: HFConfig) -> tuple[ParamSpec, ...]:
-    """Returns what a draft model has besides its transformer layer, without what it shares with the policy.
-
-    Args:
-        m: the Hugging Face tensors of the layer.
-        config: configuration of the model.
-    """
+    """Returns what a draft model has besides its transformer layer, without what it shares with the policy."""
     names = ("model.enorm", "model.hnorm", "model.eh_proj", "model.shared_head.norm")
     if config.linear:
         names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "model.norm")
@@ -135,13 +123,7 @@ def draft_layer(config: HFConfig) -> str:
 
 
 def layer_params(layer: LayerSpec, config: HFConfig, rules: EngineRules) -> tuple[ParamSpec, ...]:
-    """Returns the parameters of one transformer layer.
-
-    Args:
-        layer: the Hugging Face tensors of the layer.
-        config: configuration of the model.
-        rules: of the engine.
-    """
+    """Returns the parameters of one transformer layer."""
     axis: Axis = "attention" if config.architecture in DATA_PARALLEL_ATTENTION else "tensor"
     mlp_norm = "pre_feedforward_layernorm" if config.sandwich_norms else "post_attention_layernorm"
     return (

@@ -7,13 +7,7 @@ from verl_mg.sharding.param_spec import ParamSpec
 
 
 def indexer_params(prefix: str, indexer: Indexer, fused: bool = False) -> tuple[ParamSpec, ...]:
-    """Returns the parameters of an indexer.
-
-    Args:
-        prefix: prefix of their names in a layer.
-        indexer: its tensors.
-        fused: whether keys and weights of heads are one projection.
-    """
+    """Returns the parameters of an indexer."""
     weight, bias = indexer.k_norm
     projections = (
         (ParamSpec(prefix + "wk_weights_proj.weight", (indexer.k, indexer.head_weights)),)

@@ -14,11 +14,6 @@ class JoinedShardMap:
     """The shards of all ranks of several shard maps of one model."""
 
     def __init__(self, parts: Sequence[ShardMap]) -> None:
-        """Joins the maps.
-
-        Args:
-            parts: shard maps of disjoint ranks.
-        """
         self._parts = {rank: part for part in parts for rank in part.ranks}
         if len(self._parts) < sum(len(part.ranks) for part in parts):
             raise ValueError("a rank is in two of the shard maps")

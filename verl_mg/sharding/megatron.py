@@ -75,13 +75,7 @@ def multi_token_params(m: MultiTokenSpec) -> tuple[ParamSpec, ...]:
 
 
 def layer_params(layer: LayerSpec, config: HFConfig, kernels: Kernels) -> tuple[ParamSpec, ...]:
-    """Returns the parameters of one transformer layer.
-
-    Args:
-        layer: the Hugging Face tensors of the layer.
-        config: configuration of the model.
-        kernels: kernels of the layers, whose parameter names are used.
-    """
+    """Returns the parameters of one transformer layer."""
     fused = kernels == "transformer_engine"
     if isinstance(layer.attention, GroupedAttention):
         attention = _grouped_attention(layer.attention, config)

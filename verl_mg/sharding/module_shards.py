@@ -53,16 +53,7 @@ class ModuleShards:
 
 
 def module_shards(model_dir: str | Path, headless: bool = False) -> ModuleShards:
-    """Derives the shards of a model directory's module.
-
-    Args:
-        model_dir: Hugging Face directory; without weights the names are those that `transformers` would save.
-        headless: leave the output layer out, which the directory then need not have.
-
-    Raises:
-        UserError: `transformers` cannot build the module, the directory does not have the tensors that fill it, or
-            they are not moved box by box.
-    """
+    """Derives the shards of a model directory's module."""
     model_dir = Path(model_dir)
     config = read_module_config(model_dir)
     module = meta_module(config, model_dir)

@@ -73,11 +73,7 @@ class ModuleTable(ModelTable):
         return frozenset(name for name, e in entries if e.is_layer_matrix and e.tensor.shape[0] == count)
 
     def linear_tensors(self, of_experts: bool = False) -> tuple[str, ...]:
-        """Returns the names of the weights of linear layers that text passes through; routers are not among them.
-
-        Args:
-            of_experts: return those of routed experts instead of the others: none where a module stacks them.
-        """
+        """Returns the names of the weights of linear layers that text passes through; routers are not among them."""
         if self.builtin:
             return self.builtin.linear_tensors(of_experts)
         linear, excluded = self._tensors_of(self.module.linear & self.module.text), self.routers
@@ -140,16 +136,7 @@ class ModuleTable(ModelTable):
 
 
 def module_table(model_dir: str | Path, head: Head = "language") -> ModuleTable:
-    """Returns the weight table of a model directory for `transformers`; reads no weights.
-
-    Args:
-        model_dir: Hugging Face directory; with config.json alone, the tensors are those that `transformers` would save.
-        head: output layer of the model.
-
-    Raises:
-        UserError: `transformers` cannot build the model, the directory does not have its tensors, or a parameter does
-            not consist of boxes of them.
-    """
+    """Returns the weight table of a model directory for `transformers`; reads no weights."""
     module = module_shards(model_dir, headless=head == "value")
     builtin = _builtin(Path(model_dir), head, module)
     config = builtin.config if builtin else _config(Path(model_dir), module)

@@ -45,12 +45,7 @@ class Part:
     """View of a meta tensor of shape `whole`, with the shape of the box."""
 
     def moved(self, dim: int, distance: int) -> Part:
-        """Returns the part further along a dimension.
-
-        Args:
-            dim: the dimension, not negative.
-            distance: number of elements.
-        """
+        """Returns the part further along a dimension."""
         start = (*self.start[:dim], self.start[dim] + distance, *self.start[dim + 1 :])
         return Part(start, self.tensor, self.whole, self.elements)
 
@@ -62,12 +57,7 @@ class SymbolicTensor(Tensor):
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], parts: Sequence[Part]) -> SymbolicTensor:
-        """Returns a float32 tensor on the CPU, as far as its properties show.
-
-        Args:
-            shape: shape of the tensor.
-            parts: its parts.
-        """
+        """Returns a float32 tensor on the CPU, as far as its properties show."""
         made: SymbolicTensor = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=torch.float32)
         made.parts = tuple(parts)
         return made
@@ -80,12 +70,7 @@ class SymbolicTensor(Tensor):
 
     @classmethod
     def of(cls, name: str, shape: Sequence[int]) -> SymbolicTensor:
-        """Returns a whole tensor of the checkpoint.
-
-        Args:
-            name: name of the tensor.
-            shape: its shape.
-        """
+        """Returns a whole tensor of the checkpoint."""
         return cls(shape, (Part((0,) * len(shape), name, tuple(shape), torch.empty(tuple(shape), device="meta")),))
 
     @classmethod
@@ -161,15 +146,7 @@ def _reshaped(elements: Tensor, shape: tuple[int, ...]) -> Iterator[tuple[Index,
 
 
 def shard_of(parameter: str, tensor: SymbolicTensor) -> Shard:
-    """Returns which boxes of which tensors a parameter consists of.
-
-    Args:
-        parameter: name of the parameter, for errors.
-        tensor: the parameter, as the weight loader made it.
-
-    Raises:
-        UserError: it does not consist of boxes, or an element has no source.
-    """
+    """Returns which boxes of which tensors a parameter consists of."""
     pieces: list[Piece] = []
     for part in tensor.parts:
         pieces += _pieces(parameter, part)

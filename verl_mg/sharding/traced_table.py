@@ -47,15 +47,7 @@ class TracedTable:
     """{parameter: shard} of each rank of the engine, in the order `pp_rank * tp + tp_rank`."""
 
     def shard_map(self, placement: EnginePlacement, tensors: Mapping[str, TensorInfo]) -> ExplicitShardMap:
-        """Returns the shards of engines on the ranks of a job.
-
-        Args:
-            placement: engines of the traced layout.
-            tensors: the tensors of the model.
-
-        Raises:
-            UserError: the placement has another layout.
-        """
+        """Returns the shards of engines on the ranks of a job."""
         self.check_layout(placement.layout)
         members = {rank: placement.coordinates(rank) for rank in placement.ranks}
         shards = {rank: self.ranks[at.pp * self.layout.tp + at.tp] for rank, at in members.items()}
@@ -82,15 +74,7 @@ class TracedTable:
             )
 
     def check_engine(self, path: Path, engine: EngineName) -> None:
-        """Checks that the table was traced from an engine.
-
-        Args:
-            path: file of the table, for the error.
-            engine: the engine of the job.
-
-        Raises:
-            UserError: it was traced from another one.
-        """
+        """Checks that the table was traced from an engine."""
         if engine != self.engine:
             raise UserError(
                 f"{path}: it was traced from {self.engine}, but rollout.engine={engine}. Run verl-mg trace with "
@@ -98,15 +82,7 @@ class TracedTable:
             )
 
     def check_model(self, path: Path, tensors: Mapping[str, TensorInfo]) -> None:
-        """Checks that the table covers exactly the tensors of a model.
-
-        Args:
-            path: file of the table, for the error.
-            tensors: the tensors of the model.
-
-        Raises:
-            UserError: with the first tensor that is missing, unknown, or has another shape.
-        """
+        """Checks that the table covers exactly the tensors of a model."""
         shapes = self._shapes()
         hint = "Run verl-mg trace for this model."
         for name, info in tensors.items():
@@ -173,15 +149,7 @@ class _File(_Strict):
 
 
 def write_traced_table(path: str | Path, table: TracedTable) -> None:
-    """Writes a table atomically.
-
-    Args:
-        path: file to write; missing folders are created.
-        table: the table.
-
-    Raises:
-        UserError: the file cannot be written; an earlier file is unchanged.
-    """
+    """Writes a table atomically."""
     layout = table.layout
     file = _File(
         format=2,
@@ -195,24 +163,12 @@ def write_traced_table(path: str | Path, table: TracedTable) -> None:
 
 
 def read_traced_table(path: str | Path) -> TracedTable:
-    """Reads a file of `write_traced_table`.
-
-    Raises:
-        UserError: with the file and the key that is wrong.
-    """
+    """Reads a file of `write_traced_table`."""
     return parse_traced_table(_content(Path(path)), path)
 
 
 def parse_traced_table(content: bytes, path: str | Path) -> TracedTable:
-    """Returns the table in a file of `write_traced_table`.
-
-    Args:
-        content: content of the file.
-        path: its path, for errors.
-
-    Raises:
-        UserError: with the file and the key that is wrong.
-    """
+    """Returns the table in a file of `write_traced_table`."""
     path = Path(path)
     file = _parse(path, content, _File)
     try:
@@ -226,12 +182,7 @@ def parse_traced_table(content: bytes, path: str | Path) -> TracedTable:
 
 
 def write_rank_shards(path: str | Path, shards: Mapping[str, Shard]) -> None:
-    """Writes the shards of one rank atomically.
-
-    Args:
-        path: file to write.
-        shards: {parameter: shard}.
-    """
+    """Writes the shards of one rank atomically."""
     _write(Path(path), _Rank(parameters=_parameters(shards)))
 
 

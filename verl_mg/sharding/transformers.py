@@ -24,12 +24,7 @@ def output_params(model: ModelSpec) -> tuple[ParamSpec, ...]:
 
 
 def layer_params(layer: LayerSpec, config: HFConfig) -> tuple[ParamSpec, ...]:
-    """Returns the parameters of one transformer layer.
-
-    Args:
-        layer: the Hugging Face tensors of the layer.
-        config: configuration of the model.
-    """
+    """Returns the parameters of one transformer layer."""
     checkpoint_prefix, *_ = EXPERT_NAMES.get(config.architecture, (LAYER + "mlp.",))
     layer_prefix = config.prefix + "layers.{layer}."
 

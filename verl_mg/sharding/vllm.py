@@ -20,15 +20,7 @@ EMBEDDING_ON_EVERY_STAGE = frozenset({"qwen3_5_text", "qwen3_5_moe_text"})
 
 
 def check_supported(config: HFConfig, layout: EngineLayout) -> None:
-    """Checks that vLLM's model class supports a layout.
-
-    Args:
-        config: configuration of the model.
-        layout: layout of an engine.
-
-    Raises:
-        UserError: for a feature that vLLM does not have.
-    """
+    """Checks that vLLM's model class supports a layout."""
     if layout.adp > 1:
         raise UserError(
             f"rollout.layout={layout}: vLLM has no data-parallel attention inside an engine. Leave out adp."
@@ -86,14 +78,7 @@ def _check_gpt_oss(config: HFConfig, layout: EngineLayout) -> None:
 
 
 def pipeline_ends(config: HFConfig, tied: bool, first: bool, last: bool) -> PipelineEnds:
-    """Returns what a pipeline stage has besides its layers.
-
-    Args:
-        config: configuration of the model.
-        tied: whether the output layer is the embedding, which the last stage then has too.
-        first: whether it is the first stage.
-        last: whether it is the last stage.
-    """
+    """Returns what a pipeline stage has besides its layers."""
     kind = config.architecture
     output_everywhere = kind in ENDS_ON_EVERY_STAGE | ALL_BUT_NORM_ON_EVERY_STAGE
     return PipelineEnds(

@@ -38,26 +38,13 @@ def attempt(work: Callable[[], T]) -> tuple[T | None, str]:
 
 
 def ask(topic: str, check: Callable[[], object], text: str = "") -> Answer:
-    """Returns the answer of a check.
-
-    Args:
-        topic: the question.
-        check: raises a UserError for no.
-        text: text of the answer yes.
-    """
+    """Returns the answer of a check."""
     _, reason = attempt(check)
     return Answer(topic, not reason, reason or text)
 
 
 def ask_sizes(topic: str, layout: str, largest: int, check: Callable[[str], object]) -> Answer:
-    """Returns which sizes of a parallel dimension are possible.
-
-    Args:
-        topic: the question.
-        layout: text of a layout with {} for the size.
-        largest: size up to which sizes are tried; 2 is in any case, whose refusal is the reason where none is possible.
-        check: raises a UserError for the text of a layout that is not possible.
-    """
+    """Returns which sizes of a parallel dimension are possible."""
     sizes = range(2, max(2, largest) + 1)
     reasons = {size: attempt(partial(check, layout.format(size)))[1] for size in sizes}
     possible = [size for size, reason in reasons.items() if not reason]

@@ -23,17 +23,7 @@ def show_families() -> int:
 
 
 def show_model(name: Path) -> int:
-    """Prints what works with a model.
-
-    Args:
-        name: Hugging Face directory, or the name of a model on a hub, whose weights are not downloaded.
-
-    Returns:
-        Exit code: 0 if a job can train the model, else 1.
-
-    Raises:
-        UserError: there is no such directory, or the model cannot be fetched.
-    """
+    """Prints what works with a model."""
     folder = local_model(name, "model", SMALL_FILES)
     if not folder.is_dir():
         raise UserError(f"{name}: no such model directory. Write a directory, or the name of a model as OWNER/NAME.")

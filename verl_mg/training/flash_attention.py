@@ -29,10 +29,6 @@ def takes_value_width(width: int, value_width: int) -> bool:
     """Returns whether the kernel takes values of another width than queries and keys.
 
     FlashAttention-2 requires one width; FlashAttention-3 has kernels for the widths of DeepSeek's latent attention.
-
-    Args:
-        width: elements of a head of queries and keys.
-        value_width: elements of a head of values.
     """
     if width == value_width:
         return True

@@ -31,16 +31,7 @@ def block_mask(
     queries: Tensor | None = None,
     selected: Tensor | None = None,
 ) -> BlockMask:
-    """Returns the causal block mask of packed sequences: a token sees earlier ones of its sequence, and itself.
-
-    Args:
-        lengths: (n,) int64 on the CPU, tokens of each sequence.
-        window: number of tokens that a token attends to at most, itself included; None for all.
-        device: device of queries and keys.
-        queries: (T of the queries,) int64 on the CPU, their indices among all tokens, ascending; None for all tokens.
-        selected: (T of the queries, bytes) uint8 on the device, one bit for each token of the query's sequence that it
-            may see, the lowest one first; None for all of them. Not with a window.
-    """
+    """Returns the causal block mask of packed sequences: a token sees earlier ones of its sequence, and itself."""
     total = int(lengths.sum())
     tokens = torch.arange(total)
     first_seen = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
@@ -101,18 +92,6 @@ def attend_with_block_mask(
 
     A sink is a further term of the softmax's denominator: with the log-sum-exp z of a token's scores and the sink s the
     result without it is multiplied by exp(z) / (exp(z) + exp(s)) = sigmoid(z - s).
-
-    Args:
-        query: (T of the queries, heads, d).
-        key: (T, kv_heads, d).
-        value: (T, kv_heads, d_v).
-        mask: which tokens see each other.
-        scale: factor of scores; None for 1 / sqrt(d).
-        softcap: bound c of scores z, as c * tanh(z / c) (Gemma 2, arXiv:2408.00118); None for none.
-        sinks: (heads,) scores that have no key (gpt-oss, arXiv:2508.10925); None for none.
-
-    Returns:
-        (T of the queries, heads, d_v).
     """
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
     score_mod = None if softcap is None else _tanh_softcap(softcap)

@@ -33,16 +33,6 @@ def to_heads(
 
     Key-value heads that cp does not divide are repeated until it does. The three tensors may differ in width d, keys
     and values in their number of heads.
-
-    Args:
-        query: (T / cp, heads, d); cp divides the heads.
-        key: (T / cp, kv_heads, d).
-        value: (T / cp, kv_heads, d).
-        group: the cp ranks that share the sequences; None for this one alone.
-
-    Returns:
-        Query (T, heads / cp, d), and key and value (T, n, d), where n is lcm(kv_heads, cp) / cp and divides
-        heads / cp.
     """
     if group is None or group.size() == 1:
         return query, key, value
@@ -55,15 +45,7 @@ def to_heads(
 
 
 def to_tokens(context: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Exchanges heads for tokens, the inverse of `to_heads`.
-
-    Args:
-        context: (T, heads / cp, d), output of attention.
-        group: the cp ranks that share the sequences; None for this one alone.
-
-    Returns:
-        (T / cp, heads, d), all heads of this rank's tokens.
-    """
+    """Exchanges heads for tokens, the inverse of `to_heads`."""
     if group is None or group.size() == 1:
         return context
     exchanged: Tensor = _AllToAll.apply(context.unflatten(0, (group.size(), -1)), group)
@@ -71,12 +53,7 @@ def to_tokens(context: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def heads_of_rank(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Returns the heads of this context-parallel rank, as `to_heads` distributes them.
-
-    Args:
-        x: (heads, ...), one part of a parameter for each head.
-        group: the cp ranks that share the sequences; None for this one alone.
-    """
+    """Returns the heads of this context-parallel rank, as `to_heads` distributes them."""
     if group is None or group.size() == 1:
         return x
     return _repeated(x, 0, group.size()).chunk(group.size())[group.rank()]

@@ -19,12 +19,6 @@ class LearningRateSchedule:
     """
 
     def __init__(self, optimizer: Any, config: OptimizerConfig) -> None:
-        """Sets the learning rate of no step.
-
-        Args:
-            optimizer: optimizer with `param_groups`, in which `wd_mult` multiplies the weight decay.
-            config: optimizer settings.
-        """
         self._optimizer, self._config, self.num_steps = optimizer, config, 0
         self.step(0)
 
@@ -48,15 +42,7 @@ class LearningRateSchedule:
 
 
 def check_schedule(config: OptimizerConfig, name: str = "actor") -> None:
-    """Checks that a decaying schedule has a number of steps.
-
-    Args:
-        config: optimizer settings.
-        name: section of the role in the configuration.
-
-    Raises:
-        UserError: `decay_steps` is missing.
-    """
+    """Checks that a decaying schedule has a number of steps."""
     if config.schedule != "constant" and config.decay_steps is None:
         raise UserError(
             f"{name}.optimizer.schedule: {config.schedule!r} needs a number of steps. Set "

@@ -26,17 +26,6 @@ def vocab_parallel_logprobs(
     """Computes log p(target) and the entropy of softmax(logits / temperature).
 
     The gradient of `hidden` is this rank's part only: the caller sums it over the group.
-
-    Args:
-        hidden: (n, h), the same on every rank of the group.
-        targets: (n,) or (n, c) int64 token ids, the latter of several candidates for each token.
-        layer: the output layer.
-        temperature: sampling temperature, above 0.
-        with_entropy: compute entropies, which takes two more passes over the logits.
-
-    Returns:
-        Log-probabilities like the targets and entropies (n,), in nats and float32; None in place of entropies that are
-        not computed.
     """
     candidates = targets if targets.dim() == 2 else targets[:, None]
     logprobs, entropy, _ = _LogProbs.apply(hidden, layer.weight, candidates, layer, temperature, with_entropy, None)
@@ -49,16 +38,6 @@ def vocab_parallel_divergence(
     """Computes log p(target), the entropy, and the divergence from a teacher over the whole vocabulary.
 
     The logits of the student are those of one product. All three have gradients, the teacher has none.
-
-    Args:
-        hidden: (n, h), the same on every rank of the group; its gradient is this rank's part only.
-        targets: (n,) int64 token ids.
-        layer: the output layer.
-        temperature: sampling temperature, above 0, of student and teacher.
-        teacher: the teacher's distributions.
-
-    Returns:
-        Log-probabilities, entropies and divergences in nats, each (n,) float32.
     """
     outputs = _LogProbs.apply(hidden, layer.weight, targets[:, None], layer, temperature, True, teacher)
     logprobs, entropy, divergence = outputs

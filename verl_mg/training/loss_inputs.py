@@ -88,14 +88,7 @@ class LossInputs:
 
 
 def loss_tokens(micro: MicroBatch[Any], output: Tensor, teacher: TeacherDivergence | None = None) -> LossInputs:
-    """Returns the input of a loss function.
-
-    Args:
-        micro: the micro-batch.
-        output: output of the model for its scored tokens, (2, n) or more lines with a teacher, or (1, n) with a value
-            head.
-        teacher: comparison with teachers, whose lines the output has.
-    """
+    """Returns the input of a loss function."""
     columns = {}
     for name in micro.rows.names():
         if name in (ROUTED_EXPERTS, SHARED_WITH, SHARED_TOKENS, TEACHER_HIDDEN):  # not of a loss

@@ -80,18 +80,7 @@ class MicroBatch(Generic[Packed]):
 def pack_rows(
     rows: Batch, order: TokenOrder, packed: Packed, stage: Stage, hidden_offset: int, device: torch.device
 ) -> MicroBatch[Packed]:
-    """Packs rows into a micro-batch, for the rank that has a shard of its tokens.
-
-    Args:
-        rows: rows of the micro-batch; may be empty. The first stage reads `tokens`, the last one `tokens` and
-            `loss_mask`.
-        order: order of their tokens.
-        packed: description of the sequences.
-        stage: this rank's pipeline stage.
-        hidden_offset: offset from a token to the hidden state that scores it: 1 for language-model heads, whose hidden
-            state predicts the next token; 0 for reward heads.
-        device: device of the model.
-    """
+    """Packs rows into a micro-batch, for the rank that has a shard of its tokens."""
     tokens = torch.zeros(order.total, dtype=torch.int64)
     if stage.is_first or stage.is_last:
         tokens[order.places] = rows["tokens"]

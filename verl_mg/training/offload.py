@@ -120,12 +120,7 @@ class OffloadManager:
             self._release_engines()
 
     def load_exclusively(self, role: CpuOffload, training: bool = True) -> None:
-        """Moves a role to the device and all other registered roles to the host.
-
-        Args:
-            role: the role that computes next; it need not be registered.
-            training: also load optimizer state and gradient buffers, not the weights alone.
-        """
+        """Moves a role to the device and all other registered roles to the host."""
         for other in self._registered:
             if other is not role:
                 other.to_host()

@@ -54,35 +54,18 @@ class OutputLayer:
         """Divides tokens into chunks whose logits have at most CHUNK_BYTES.
 
         All ranks have the same number of rows, padding included, and therefore the same number of collectives.
-
-        Args:
-            tokens: number of tokens.
-            copies: number of tensors as large as the logits that share these bytes.
         """
         size = max(1, CHUNK_BYTES[self.weight.device.type] // (4 * len(self.weight) * copies))
         return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
 
 def scaled(logits: Tensor, temperature: float) -> Tensor:
-    """Divides logits by the temperature, in place.
-
-    Args:
-        logits: (...).
-        temperature: sampling temperature, above 0.
-    """
+    """Divides logits by the temperature, in place."""
     return logits if temperature == 1 else logits.div_(temperature)
 
 
 def row_max(logits: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Returns the largest logit of each token over all shards.
-
-    Args:
-        logits: (n, real_rows) of this rank.
-        group: ranks with the other shards; None for none.
-
-    Returns:
-        (n,).
-    """
+    """Returns the largest logit of each token over all shards."""
     # A shard that is all padding has no maximum.
     highest = logits.amax(-1) if logits.shape[1] else logits.new_full((len(logits),), -torch.inf)
     if group is not None and group.size() > 1:
@@ -91,26 +74,13 @@ def row_max(logits: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def sum_over(sums: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Adds the sums of all shards, in place.
-
-    Args:
-        sums: sums over this rank's shard.
-        group: ranks with the other shards; None for none.
-    """
+    """Adds the sums of all shards, in place."""
     if group is not None and group.size() > 1:
         dist.all_reduce(sums, group=group)
     return sums
 
 
 def log_normalizer(logits: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Returns the logarithm of the sum of exponentials over all shards.
-
-    Args:
-        logits: (n, real_rows) of this rank.
-        group: ranks with the other shards; None for none.
-
-    Returns:
-        (n,).
-    """
+    """Returns the logarithm of the sum of exponentials over all shards."""
     highest = row_max(logits, group)
     return highest + sum_over((logits - highest[:, None]).exp_().sum(-1), group).log()

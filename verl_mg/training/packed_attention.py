@@ -49,11 +49,7 @@ class Sequences:
         return list(zip(counts.tolist(), *sizes.tolist(), strict=True))
 
     def block_mask(self, window: int | None) -> BlockMask:
-        """Returns the block mask of the queries, see `flex_attention`; layers with the same window share it.
-
-        Args:
-            window: number of tokens that a token attends to at most, itself included; None for all.
-        """
+        """Returns the block mask of the queries, see `flex_attention`; layers with the same window share it."""
         if window not in self._block_masks:
             self._block_masks[window] = block_mask(
                 self.key_lengths, window, self.cu_seqlens_q.device, self.query_places()
@@ -89,28 +85,12 @@ class Scores:
 
 
 def has_ragged_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    """Returns whether torch has a kernel for packed sequences of different lengths.
-
-    Args:
-        device: device of the model.
-        dtype: dtype of queries, keys and values.
-    """
+    """Returns whether torch has a kernel for packed sequences of different lengths."""
     return device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scores: Scores) -> Tensor:
-    """Computes causal attention within each packed sequence by the fastest kernel that can.
-
-    Args:
-        query: (T, heads, d), all sequences one after the other.
-        key: (K, kv_heads, d); kv_heads divides the heads.
-        value: (K, kv_heads, d_v).
-        sequences: description of the sequences.
-        scores: treatment of the scores.
-
-    Returns:
-        (T, heads, d_v).
-    """
+    """Computes causal attention within each packed sequence by the fastest kernel that can."""
     if not has_ragged_kernel(query.device, query.dtype):
         return _run_by_run(query, key, value, sequences, scores)
     if scores.are_plain:
@@ -119,35 +99,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scor
 
 
 def attend_by_blocks(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scores: Scores) -> Tensor:
-    """Computes attention by FlexAttention, also for queries that are any tokens of their sequences.
-
-    Args:
-        query: (T, heads, d).
-        key: (K, kv_heads, d).
-        value: (K, kv_heads, d_v).
-        sequences: description of the sequences.
-        scores: treatment of the scores.
-
-    Returns:
-        (T, heads, d_v).
-    """
+    """Computes attention by FlexAttention, also for queries that are any tokens of their sequences."""
     mask = sequences.block_mask(scores.window)
     return attend_with_block_mask(query, key, value, mask, scores.scale, scores.softcap, scores.sinks)
 
 
 def attend_where(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scores: Scores) -> Tensor:
-    """Attends from the queries of sequences to their visible keys; `scores.window` is not read.
-
-    Args:
-        query: (n, heads, L, d).
-        key: (n, kv_heads, K, d).
-        value: (n, kv_heads, K, d_v).
-        visible: (L, K) bool, the same for every sequence.
-        scores: treatment of the scores.
-
-    Returns:
-        (n, heads, L, d_v).
-    """
+    """Attends from the queries of sequences to their visible keys; `scores.window` is not read."""
     if scores.are_plain:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scores.scale, enable_gqa=True)
     repeat = query.shape[1] // key.shape[1]

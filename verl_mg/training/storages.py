@@ -25,16 +25,7 @@ def as_bytes(storage: UntypedStorage) -> Tensor:
 
 
 def to_host(storage: UntypedStorage, buffer: Tensor | None = None) -> Tensor:
-    """Copies a storage to the host without waiting for the device; synchronize before reading the copy.
-
-    Args:
-        storage: the memory to copy.
-        buffer: (bytes,) uint8 host memory to write to where its size fits; otherwise new memory is allocated, pinned
-            where the storage is on a GPU.
-
-    Returns:
-        (bytes,) uint8, the copy.
-    """
+    """Copies a storage to the host without waiting for the device; synchronize before reading the copy."""
     source = as_bytes(storage)
     if buffer is None or buffer.numel() != source.numel():
         buffer = torch.empty_like(source, device="cpu", pin_memory=storage.is_cuda)
@@ -47,12 +38,6 @@ class Snapshot:
     def __init__(
         self, updated: Callable[[], list[UntypedStorage]], optimizers: Callable[[], list[torch.optim.Optimizer]]
     ) -> None:
-        """Creates an empty snapshot.
-
-        Args:
-            updated: returns the storages that an update writes, except gradients.
-            optimizers: returns the optimizers.
-        """
         self._updated, self._optimizers = updated, optimizers
         self._copies: dict[int, tuple[UntypedStorage, Tensor]] = {}
         self._numbers: list[Numbers] = []

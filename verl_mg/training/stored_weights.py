@@ -22,26 +22,14 @@ def weights(runner: Runner) -> Iterator[StoredBox]:
 
 
 def restore_weights(runner: Runner, fill: Callable[[StoredBox], None]) -> None:
-    """Restores all trained weights of this rank, for a model without an optimizer.
-
-    Args:
-        runner: the model.
-        fill: copies the stored values into a box of the memory that the model computes with.
-    """
+    """Restores all trained weights of this rank, for a model without an optimizer."""
     for part in weights(runner):
         fill(part)
     runner.unrestored -= runner.trained().keys()
 
 
 def stored_boxes(namespace: str, shard: Shard, values: Tensor, at: Box) -> Iterator[StoredBox]:
-    """Yields the parts of a shard's pieces that some of its elements contain.
-
-    Args:
-        namespace: kind of the values, such as WEIGHTS.
-        shard: the shard.
-        values: elements of a box of the shard.
-        at: the box.
-    """
+    """Yields the parts of a shard's pieces that some of its elements contain."""
     origin = full_box(box_shape(at))
     for piece in shard.pieces:
         common = intersect(at, piece.target)

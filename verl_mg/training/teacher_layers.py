@@ -48,18 +48,7 @@ class VocabularyShard:
 def load_teacher_layer(
     directory: ModelDirectory, head: OutputHead, dtype: torch.dtype, shard: VocabularyShard
 ) -> OutputLayer:
-    """Reads a rank's part of a teacher's output layer.
-
-    Args:
-        directory: the teacher's model directory.
-        head: its output layer.
-        dtype: data type of the teacher.
-        shard: the student's part of the vocabulary on this rank.
-
-    Returns:
-        The layer on the device. Rows of the teacher behind the student's vocabulary are left out, which pad tensors of
-        models of one family differently: the teacher's distribution is that over the student's tokens.
-    """
+    """Reads a rank's part of a teacher's output layer."""
     place = device.current_device()
     weight = torch.empty(shard.rows, head.hidden, dtype=dtype, device=place)
     if shard.rows:
@@ -70,16 +59,7 @@ def load_teacher_layer(
 
 
 def check_vocabularies(teacher: OutputHead, student: OutputHead, key: str) -> None:
-    """Checks that a teacher has all tokens of the student.
-
-    Args:
-        teacher: the teacher's output layer.
-        student: that of the student.
-        key: configuration key of the teacher, for the error.
-
-    Raises:
-        UserError: it has fewer rows.
-    """
+    """Checks that a teacher has all tokens of the student."""
     if teacher.vocab < student.vocab:
         raise UserError(
             f"{key}: the teacher has {teacher.vocab} tokens and the student {student.vocab}, to some of which it gives "

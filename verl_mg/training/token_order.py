@@ -86,15 +86,7 @@ class SharedTokens:
 def token_order(
     lengths: Tensor, shard: TokenShard, multiple: int = 1, zigzag: bool = False, shared: SharedTokens | None = None
 ) -> TokenOrder:
-    """Returns the order of the tokens of a micro-batch.
-
-    Args:
-        lengths: (rows,) int64, tokens of each row.
-        shard: this rank's part of the tokens.
-        multiple: number that divides the tokens of each tensor-parallel rank.
-        zigzag: a rank has two chunks of every sequence, and not neighbouring tokens.
-        shared: tokens that are packed once for several rows; None where there are none. Not with `zigzag`.
-    """
+    """Returns the order of the tokens of a micro-batch."""
     zigzag = zigzag and shard.cp > 1
     assert not (zigzag and shared)
     chunks = 2 * shard.cp if zigzag else 1
@@ -127,13 +119,7 @@ def token_order(
 
 
 def zigzag_tokens(lengths: Tensor, cp: int, cp_index: int) -> Tensor:
-    """Returns the places of a rank's two chunks of each sequence: (T / cp,) int64.
-
-    Args:
-        lengths: (n,) int64, tokens of each sequence, multiples of 2 * cp.
-        cp: number of ranks that share the sequences.
-        cp_index: the rank's index among them.
-    """
+    """Returns the places of a rank's two chunks of each sequence: (T / cp,) int64."""
     chunk = lengths // (2 * cp)
     numbers = torch.tensor([cp_index, 2 * cp - 1 - cp_index])
     starts = (lengths.cumsum(0) - lengths)[:, None] + chunk[:, None] * numbers

@@ -27,12 +27,7 @@ class TeacherDivergence:
     tokens. None: only the tokens of the column TEACHER_TOP count."""
 
     def of_tokens(self, output: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
-        """Returns the divergence of each token, (n,) nats with gradients.
-
-        Args:
-            output: (lines, n) outputs of the student for the request with this comparison.
-            columns: columns of the batch at the n tokens, (n, ...) by name.
-        """
+        """Returns the divergence of each token, (n,) nats with gradients."""
         if self.layers is not None:
             return output[2]
         return top_divergence(self.divergence, columns[TEACHER_TOP][:, 0], output[2:].T)
@@ -61,19 +56,7 @@ class TokenOutputs:
         return (2, self.top) if self.top else ()
 
     def compute(self, states: Tensor, micro: MicroBatch[Any], layer: OutputLayer, temperature: float) -> Tensor:
-        """Computes the outputs of a rank's tokens.
-
-        Args:
-            states: (m, h) last hidden states of the tokens that the rank scores.
-            micro: their micro-batch.
-            layer: the output layer.
-            temperature: sampling temperature, above 0.
-
-        Returns:
-            (lines, m) float32: log-probs; entropies if requested; then the divergences from teachers in a line, or log-
-            probs of the k tokens of TEACHER_TOP in k lines. Or 2 k lines, log-probs and ids of the likeliest tokens.
-            Or the h numbers of hidden states.
-        """
+        """Computes the outputs of a rank's tokens."""
         if self.hidden:
             return states.T.float()
         if self.top:

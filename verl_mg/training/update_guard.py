@@ -23,14 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def count_non_finite(buffers: Iterable[Tensor]) -> Tensor:
-    """Counts the buffers that have an element that is not finite, in one pass and without temporary copies.
-
-    Args:
-        buffers: gradients of any sizes.
-
-    Returns:
-        () float64 on the buffers' device; the host does not wait for it.
-    """
+    """Counts the buffers that have an element that is not finite, in one pass and without temporary copies."""
     # Extremes of no elements are undefined; those with NaN are NaN.
     extremes = [torch.stack(buffer.aminmax()) for buffer in buffers if buffer.numel()]
     if not extremes:
@@ -42,13 +35,6 @@ class UpdateGuard:
     """Rules of `GuardConfig`. Metrics: `skipped` and, where it can happen, `rolled_back`, 1 where it did."""
 
     def __init__(self, config: GuardConfig, name: str, logs: bool = True) -> None:
-        """Creates a guard without a history.
-
-        Args:
-            config: the limits.
-            name: name of the role, for messages.
-            logs: whether this rank logs what the guard does.
-        """
         self._config, self._name, self._logs = config, name, logs
         self.bad_in_a_row = 0
 
@@ -58,17 +44,7 @@ class UpdateGuard:
         return self._config.max_kl is not None and self._config.action == "rollback"
 
     def check(self, sums: Mapping[str, float]) -> tuple[Verdict, dict[str, float]]:
-        """Decides whether an update is applied.
-
-        Args:
-            sums: sums over all ranks of `loss`, NON_FINITE_BUFFERS and, where the loss reports it, `approx_kl`.
-
-        Returns:
-            The verdict and the metrics.
-
-        Raises:
-            UserError: too many non-finite steps in a row, or a limit on a metric that the loss does not report.
-        """
+        """Decides whether an update is applied."""
         verdict: Verdict = "step"
         if sums[NON_FINITE_BUFFERS] or not math.isfinite(sums["loss"]):
             verdict = "skip"

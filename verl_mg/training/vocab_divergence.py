@@ -32,15 +32,7 @@ class TeacherTokens:
     """(m,) int64 number of each token's teacher."""
 
     def logits(self, chunk: slice, temperature: float) -> Tensor:
-        """Computes the teachers' float32 logits of a chunk of tokens.
-
-        Args:
-            chunk: the tokens.
-            temperature: sampling temperature, above 0.
-
-        Returns:
-            (tokens, real_rows), divided by the temperature.
-        """
+        """Computes the teachers' float32 logits of a chunk of tokens."""
         if len(self.layers) == 1:
             return scaled(_logits(self.layers[0], self.hidden[chunk]), temperature)
         logits = self.hidden.new_empty(chunk.stop - chunk.start, self.layers[0].real_rows, dtype=torch.float32)
@@ -56,18 +48,7 @@ def _logits(layer: OutputLayer, hidden: Tensor) -> Tensor:
 
 
 def vocab_parallel_top(hidden: Tensor, layer: OutputLayer, temperature: float, k: int) -> tuple[Tensor, Tensor]:
-    """Computes the k likeliest tokens of softmax(logits / temperature): those of each shard, then of all of them.
-
-    Args:
-        hidden: (n, h), the same on every rank of the group.
-        layer: the output layer.
-        temperature: sampling temperature, above 0.
-        k: number of tokens, at most the vocabulary.
-
-    Returns:
-        logprobs: (n, k) float32 nats, falling.
-        tokens: (n, k) int64 ids.
-    """
+    """Computes the k likeliest tokens of softmax(logits / temperature): those of each shard, then of all of them."""
     logprobs = hidden.new_empty(len(hidden), k, dtype=torch.float32)
     tokens = torch.empty_like(logprobs, dtype=torch.int64)
     for chunk in layer.chunks(len(hidden)):

@@ -26,12 +26,7 @@ CHUNK_BYTES = 2**28
 
 
 def write_weights(runner: Runner, writer: CheckpointWriter) -> None:
-    """Writes all weights, adapters merged into them; all ranks of the job call it together.
-
-    Args:
-        runner: the model.
-        writer: writer of the directory, whose files exist.
-    """
+    """Writes all weights, adapters merged into them; all ranks of the job call it together."""
     rank, whole, served = dist.get_rank(), runner.shard_map(), runner.served_parameters()
     rows = whole_rows(whole, runner.table.tensor_index.transposed)
     current, values = "", torch.empty(0)
@@ -54,12 +49,7 @@ def write_weights(runner: Runner, writer: CheckpointWriter) -> None:
 
 
 def whole_rows(whole: ShardMap, transposed: Collection[str] = ()) -> ExplicitShardMap:
-    """Returns the whole rows that ranks write of the tensors whose columns are distributed over ranks.
-
-    Args:
-        whole: shards of all ranks.
-        transposed: tensors that the files have so, where whole columns are contiguous; they are not among the rows.
-    """
+    """Returns the whole rows that ranks write of the tensors whose columns are distributed over ranks."""
     shards: dict[int, dict[str, Shard]] = defaultdict(dict)
     split = {}
     for name, info in whole.tensors.items():

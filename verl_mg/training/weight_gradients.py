@@ -14,13 +14,7 @@ from torch import Tensor
 
 
 def wgrad_gemm_accum_fp32(inputs: Tensor, grad: Tensor, buffer: Tensor) -> None:
-    """Adds grad.T @ inputs to a float32 buffer.
-
-    Args:
-        inputs: (n, in), inputs of the linear layer.
-        grad: (n, out), gradient of its outputs.
-        buffer: (out, in) float32.
-    """
+    """Adds grad.T @ inputs to a float32 buffer."""
     if inputs.dtype is buffer.dtype:
         buffer.addmm_(grad.T, inputs)
     elif inputs.device.type == "cuda":
@@ -30,35 +24,16 @@ def wgrad_gemm_accum_fp32(inputs: Tensor, grad: Tensor, buffer: Tensor) -> None:
 
 
 def wgrad_gemm_accum_fp16(inputs: Tensor, grad: Tensor, buffer: Tensor) -> None:
-    """Adds grad.T @ inputs to a buffer of the same half-precision type.
-
-    Args:
-        inputs: (n, in), inputs of the linear layer.
-        grad: (n, out), gradient of its outputs.
-        buffer: (out, in), float16 or bfloat16 as the others.
-    """
+    """Adds grad.T @ inputs to a buffer of the same half-precision type."""
     buffer.addmm_(grad.T, inputs)
 
 
 def gradient_buffer(weight: Tensor, fused: bool) -> Tensor | None:
-    """Returns the buffer to which gradients of a weight are added; None if autograd must return them.
-
-    Args:
-        weight: the weight.
-        fused: value of `gradient_accumulation_fusion` in megatron-core's configuration.
-    """
+    """Returns the buffer to which gradients of a weight are added; None if autograd must return them."""
     return getattr(weight, "main_grad", None) if fused else None
 
 
 def added_to_buffer(weight: Any) -> Tensor:
-    """Marks that the gradient of a weight has been added to its buffer, for megatron-core's hooks.
-
-    Args:
-        weight: the weight.
-
-    Returns:
-        What the backward pass returns, so that the hooks run: a tensor whose values are not read; zeros for a weight
-        that gets a second gradient by autograd, such as a tied embedding.
-    """
+    """Marks that the gradient of a weight has been added to its buffer, for megatron-core's hooks."""
     weight.grad_added_to_main_grad = True
     return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)

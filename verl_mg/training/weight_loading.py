@@ -33,22 +33,7 @@ def load_directory(
     dtype: torch.dtype,
     left_out: frozenset[str] = frozenset(),
 ) -> set[str]:
-    """Fills the weights of a model from its directory; all ranks of the job call it together.
-
-    Args:
-        runner: the model, with memory for its weights.
-        model_dir: Hugging Face directory; it need not have a value head, which is drawn instead.
-        directories: the model directories that the job has read; None for new ones.
-        dtype: dtype of the weights, except those that are float32 in every runtime.
-        left_out: tensors that keep the values of the parameters' memory, and whose files are not read.
-
-    Returns:
-        Names of this rank's parameters that have parts of tensors which are left out.
-
-    Raises:
-        UserError: the directory does not have the tensors, or a file is damaged.
-        ValueError: table and model differ, which is a programming error.
-    """
+    """Fills the weights of a model from its directory; all ranks of the job call it together."""
     rank, table, whole, parameters = dist.get_rank(), runner.table, runner.shard_map(), runner.parameters()
     shards = whole.shards(rank)
     if shards.keys() != parameters.keys():

@@ -34,12 +34,7 @@ ADDED = ("segment", "agent_turns", "agent_segments", "agent_error")
 
 
 def join_counts(rows: pa.Table, files: Iterable[Path]) -> pa.Table:
-    """Returns rows of an iteration with the columns `ADDED`, in any order.
-
-    Args:
-        rows: rows with `sample_id` and the columns `TRAJECTORY`.
-        files: the files that contain them.
-    """
+    """Returns rows of an iteration with the columns `ADDED`, in any order."""
     counts = pa.Table.from_pylist([row for file in files for row in _count(file)], COUNTS)
     # The rows of a trajectory may be on several ranks, each of which then has the conversation.
     merged = counts.group_by(list(TRAJECTORY)).aggregate([(name, "min") for name in COUNTS.names[3:]])

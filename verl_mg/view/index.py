@@ -40,11 +40,6 @@ class IterationFolders:
     """Folders of a run's iterations, and when a file of each was added, renamed or removed."""
 
     def __init__(self, samples: Path) -> None:
-        """Notes the folder.
-
-        Args:
-            samples: folder of all samples, which may not exist yet.
-        """
         self._samples = samples
         self._versions: dict[int, int] = {}
         self._looked = -PERIOD
@@ -79,11 +74,6 @@ class SampleIndex:
     """Segments of a run's samples; a process builds those on disk once `start` was called."""
 
     def __init__(self, samples: Path) -> None:
-        """Notes the folder.
-
-        Args:
-            samples: folder of all samples of the run, which may not exist yet.
-        """
         self._samples, self._folders = samples, IterationFolders(samples)
         self._folder = samples.parent / FOLDER
         self._lock = threading.Lock()
@@ -119,13 +109,7 @@ class SampleIndex:
         return self._folders.iterations()
 
     def progress(self, segments: Iterable[Segment], first: int | None, last: int | None) -> dict[str, int]:
-        """Returns of a range of iterations `iterations`, their number, and `indexed`, how many are in segments.
-
-        Args:
-            segments: the segments.
-            first: first iteration; None for the first of all.
-            last: last iteration; None for the last of all.
-        """
+        """Returns of a range of iterations `iterations`, their number, and `indexed`, how many are in segments."""
         known = set().union(*(segment.versions for segment in segments))
         wanted = [iteration for iteration in self.iterations() if _inside(iteration, first, last)]
         return {"iterations": len(wanted), "indexed": len(known.intersection(wanted))}
@@ -134,10 +118,6 @@ class SampleIndex:
         """Returns the segments that overlap a range of iterations, in order.
 
         Iterations that are in none are read now, the newest first, as long as that is quick.
-
-        Args:
-            first: first iteration; None for the first of all.
-            last: last iteration; None for the last of all.
         """
         with self._lock:
             self._reload()
@@ -169,12 +149,7 @@ class SampleIndex:
 
 
 def stored_segments(folder: Path, known: dict[str, Segment]) -> dict[str, Segment]:
-    """Returns the segments of an index by name.
-
-    Args:
-        folder: of the index.
-        known: segments that are open already.
-    """
+    """Returns the segments of an index by name."""
     try:
         names = sorted(entry.name for entry in folder.iterdir() if entry.name[0].isdecimal())
     except OSError:
@@ -187,12 +162,7 @@ def stored_segments(folder: Path, known: dict[str, Segment]) -> dict[str, Segmen
 
 
 def current_segments(segments: Iterable[Segment], versions: Versions) -> list[Segment]:
-    """Returns the segments of which nothing has changed since; of segments with the same iterations the largest.
-
-    Args:
-        segments: the segments.
-        versions: version of each iteration's folder as it is now.
-    """
+    """Returns the segments of which nothing has changed since; of segments with the same iterations the largest."""
     current: list[Segment] = []
     known: set[int] = set()
     for segment in sorted(segments, key=lambda item: len(item.versions), reverse=True):

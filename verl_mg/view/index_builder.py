@@ -33,12 +33,6 @@ class IndexBuilder:
     """Writes the segments of an index; one builder at a time."""
 
     def __init__(self, samples: Path, folder: Path) -> None:
-        """Notes the folders.
-
-        Args:
-            samples: folder of all samples of the run.
-            folder: folder of the index, which exists.
-        """
         self._samples, self._folder, self._folders = samples, folder, IterationFolders(samples)
         self._stored: dict[str, Segment] = {}
 
@@ -106,12 +100,7 @@ class IndexBuilder:
 
 
 def follow(samples: Path, folder: Path) -> None:
-    """Builds an index and follows the run, until the parent process ends.
-
-    Args:
-        samples: folder of all samples of the run.
-        folder: folder of the index, which exists.
-    """
+    """Builds an index and follows the run, until the parent process ends."""
     parent = os.getppid()
     pa.set_cpu_count(1)
     with (folder / "lock").open("w") as lock:

@@ -95,12 +95,7 @@ class Metrics:
 
 
 def smoothed(curve: Curve, weight: float) -> Curve:
-    """Returns the running mean in which a step counts `weight` times the next one; missing values remain missing.
-
-    Args:
-        curve: the curve.
-        weight: from 0, no smoothing, to less than 1.
-    """
+    """Returns the running mean in which a step counts `weight` times the next one; missing values remain missing."""
     if not weight:
         return curve
     total = count = 0.0
@@ -113,12 +108,7 @@ def smoothed(curve: Curve, weight: float) -> Curve:
 
 
 def points(curve: Curve, view: View) -> dict[str, list[Any]]:
-    """Returns the `steps`, `values` and `smooth` values of a curve that the page shows.
-
-    Args:
-        curve: the curve.
-        view: what it shows.
-    """
+    """Returns the `steps`, `values` and `smooth` values of a curve that the page shows."""
     smooth = smoothed(curve, view.smoothing)
     shown = _shown(curve.steps, [curve.values, smooth.values], view)
     return {
@@ -132,11 +122,6 @@ def band(curves: Sequence[Curve], view: View, kind: str) -> dict[str, list[Any]]
     """Returns the `steps`, the mean `values` of runs, and the `low` and `high` end of their band.
 
     Each curve is smoothed first; at each step the runs that have a value count.
-
-    Args:
-        curves: of a metric in each run.
-        view: what the page shows.
-        kind: one of BANDS.
     """
     steps = np.unique(np.concatenate([curve.steps for curve in curves]))
     table = np.full((len(curves), len(steps)), np.nan)
@@ -185,13 +170,7 @@ def _shown(steps: np.ndarray, columns: Sequence[np.ndarray], view: View) -> np.n
 
 
 def every(curve: Curve, first: int, stride: int) -> dict[str, list[Any]]:
-    """Returns the `steps` and `values` of a curve at each `stride`-th step.
-
-    Args:
-        curve: the curve.
-        first: the first of these steps.
-        stride: their distance.
-    """
+    """Returns the `steps` and `values` of a curve at each `stride`-th step."""
     shown = (curve.steps >= first) & ((curve.steps - first) % stride == 0)
     return {"steps": curve.steps[shown].tolist(), "values": _rounded(curve.values[shown])}
 

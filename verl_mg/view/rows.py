@@ -103,13 +103,7 @@ def _indexed(table: pa.Table) -> pa.Table:
 
 
 def read_excerpts(samples: Path, rows: Sequence[Mapping[str, Any]], terms: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yields excerpts of the prompt and the response of rows; nothing for a row whose file has been replaced.
-
-    Args:
-        samples: folder of all samples.
-        rows: rows with IDENTITY, `rank` and `row`.
-        terms: texts in lower case; an excerpt begins shortly before the first of them.
-    """
+    """Yields excerpts of the prompt and the response of rows; nothing for a row whose file has been replaced."""
     places: dict[tuple[int, int], list[Mapping[str, Any]]] = {}
     for row in rows:
         places.setdefault((row["iteration"], row["rank"]), []).append(row)
@@ -139,12 +133,7 @@ def _excerpts(
 
 
 def excerpt(text: str, terms: Sequence[str]) -> str:
-    """Returns the part of a text that a list shows.
-
-    Args:
-        text: the whole text.
-        terms: texts in lower case; the part begins shortly before the first of them.
-    """
+    """Returns the part of a text that a list shows."""
     lower = text.lower()
     first = min((place for term in terms if (place := lower.find(term)) >= 0), default=0)
     begin = first - BEFORE if first > 2 * BEFORE else 0

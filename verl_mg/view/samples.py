@@ -75,12 +75,7 @@ class Samples:
         self._searches: OrderedDict[tuple[Any, ...], Search] = OrderedDict()
 
     def facets(self, first: int | None, last: int | None) -> dict[str, Any]:
-        """Returns the sources and finish reasons of a range of iterations, and whether the last has conversations.
-
-        Args:
-            first: first iteration; None for the first of all.
-            last: last iteration; None for the last of all.
-        """
+        """Returns the sources and finish reasons of a range of iterations, and whether the last has conversations."""
         texts: dict[str, set[str]] = {"source": set(), "finish": set()}
         segments = self.index.segments(first, last)
         within = Query(first=first, last=last)
@@ -141,26 +136,11 @@ class Samples:
         return [_finite(row) for row in renamed.sort_by("prompt_id").to_pylist()]
 
     def get(self, iteration: int, call: int, sample_id: int) -> dict[str, Any] | None:
-        """Returns a sample with all columns but its conversation; None where there is no such sample.
-
-        Args:
-            iteration: its iteration.
-            call: its call of the rollout in the iteration.
-            sample_id: its id.
-        """
+        """Returns a sample with all columns but its conversation; None where there is no such sample."""
         return self._row(iteration, call, sample_id, lambda field: field.name != COLUMN)
 
     def conversation(self, iteration: int, call: int, sample_id: int) -> dict[str, Any] | None:
-        """Returns a sample without its token columns, and the conversation of its trajectory; None without one.
-
-        Args:
-            iteration: its iteration.
-            call: its call of the rollout in the iteration.
-            sample_id: its id.
-
-        Returns:
-            `sample`; `conversation`: `turns`, `segments`, `log`, `error`; `rows`: the recorded rows of the trajectory.
-        """
+        """Returns a sample without its token columns, and the conversation of its trajectory; None without one."""
         # A row has hundreds of thousands of tokens, which the conversation does not need.
         sample = self._row(iteration, call, sample_id, lambda f: f.name != COLUMN and not pa.types.is_list(f.type))
         if sample is None:

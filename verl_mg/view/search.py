@@ -79,11 +79,7 @@ class Query:
         return tuple(getattr(self, field.name) for field in fields(self) if field.name not in _PAGING)
 
     def rows(self, segment: Segment) -> np.ndarray | None:
-        """Returns the rows of a segment that match, in order, texts aside; None for all.
-
-        Args:
-            segment: the segment.
-        """
+        """Returns the rows of a segment that match, in order, texts aside; None for all."""
         conditions: list[np.ndarray] = []
         for bound, name in (("", "iteration"), ("reward", "reward"), ("length", "length"), ("turns", "agent_turns")):
             low, high = (
@@ -118,12 +114,6 @@ class Search:
     """The rows of some segments that match a query; those with a text are found step by step."""
 
     def __init__(self, segments: Sequence[Segment], query: Query) -> None:
-        """Selects rows by everything but their texts.
-
-        Args:
-            segments: the segments, in order.
-            query: the query.
-        """
         self.segments, self._query = segments, query
         self.terms = query.terms()
         self._matches = [np.zeros(0, np.int32) if self.terms else query.rows(item) for item in segments]
@@ -133,11 +123,7 @@ class Search:
         """Share of the segments whose texts have been read."""
 
     def advance(self, seconds: float) -> None:
-        """Reads texts for about so long, or until all have been read.
-
-        Args:
-            seconds: time in seconds.
-        """
+        """Reads texts for about so long, or until all have been read."""
         deadline = time.monotonic() + seconds
         for _ in self._steps:
             if time.monotonic() > deadline:
@@ -166,11 +152,7 @@ class Search:
             self._matches[place] = np.sort(np.asarray(self._reading[1], np.int32))
 
     def page(self, query: Query) -> tuple[int, list[dict[str, Any]]]:
-        """Returns the number of matching rows so far, and a page of them with the columns of the index.
-
-        Args:
-            query: gives order and page.
-        """
+        """Returns the number of matching rows so far, and a page of them with the columns of the index."""
         matches = [self._of(place) for place in range(len(self.segments))]
         counts = [len(item) if rows is None else len(rows) for item, rows in zip(self.segments, matches, strict=True)]
         bounds = np.cumsum([0, *counts])
@@ -218,12 +200,6 @@ def _page(key: np.ndarray, descending: bool, offset: int, limit: int) -> np.ndar
     """Returns the positions of a page of a sorted list; equal ones keep their order, missing ones (NaN) are last.
 
     Without sorting the list: 10 million values take about a tenth of the time.
-
-    Args:
-        key: (n,) values to sort by.
-        descending: whether the largest ones come first; equal ones then are in reverse order.
-        offset: number of positions to skip.
-        limit: largest number of positions.
     """
     end = min(offset + limit, len(key))
     if offset >= end:

@@ -49,27 +49,13 @@ class Segment:
         block_ends: Sequence[int],
         signatures: np.ndarray | None = None,
     ) -> None:
-        """Notes the columns.
-
-        Args:
-            versions: of its iterations.
-            rows: columns of `rows.INDEXED` without the texts, one chunk each.
-            texts: texts of each block.
-            block_ends: end of each block, in rows.
-            signatures: of the blocks; None: each of them is read.
-        """
         self.versions, self.rows = dict(versions), rows
         self.first, self.last = min(versions), max(versions)
         self._texts, self._block_ends, self._signatures = texts, block_ends, signatures
 
     @classmethod
     def of(cls, versions: Versions, table: pa.Table) -> Segment:
-        """Returns a segment in memory.
-
-        Args:
-            versions: of its iterations.
-            table: its rows with the columns `rows.INDEXED`.
-        """
+        """Returns a segment in memory."""
         table = table.unify_dictionaries().combine_chunks()
         texts = table[TEXT].combine_chunks()
         ends = _block_ends(texts)
@@ -89,11 +75,7 @@ class Segment:
         return cls(versions, rows, texts, about["block_ends"], signatures)
 
     def write(self, folder: Path) -> Path:
-        """Writes a segment that is in memory; returns its folder.
-
-        Args:
-            folder: folder of the index.
-        """
+        """Writes a segment that is in memory; returns its folder."""
         versions = {str(iteration): version for iteration, version in self.versions.items()}
         about = {"format": FORMAT, "versions": versions, "block_ends": list(self._block_ends)}
         target = folder / f"{self.first:06d}-{self.last:06d}-{max(self.versions.values()):x}"
@@ -143,12 +125,7 @@ class Segment:
         return self.rows.append_column(TEXT, texts)
 
     def blocks_with(self, terms: Sequence[bytes], rows: np.ndarray | None) -> np.ndarray:
-        """Returns the blocks that may contain all terms, in order.
-
-        Args:
-            terms: texts in lower case.
-            rows: rows of which one must be in the block, in order; None: all.
-        """
+        """Returns the blocks that may contain all terms, in order."""
         ends = np.asarray(self._block_ends)
         possible = np.ones(len(ends), bool)
         if self._signatures is not None:
@@ -160,12 +137,7 @@ class Segment:
         return np.flatnonzero(possible)
 
     def rows_with(self, block: int, terms: Sequence[bytes]) -> list[int]:
-        """Returns the rows of a block whose text contains all terms.
-
-        Args:
-            block: number of the block.
-            terms: texts in lower case.
-        """
+        """Returns the rows of a block whose text contains all terms."""
         content, ends = _content(self._block(block))
         first = self._block_ends[block - 1] if block else 0
         hits: set[int] | None = None

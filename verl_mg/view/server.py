@@ -58,16 +58,7 @@ class _RequestError(Exception):
 
 
 def view(folders: list[Path], host: str, port: int) -> None:
-    """Serves the page until Ctrl-C or SIGTERM.
-
-    Args:
-        folders: output folders of runs.
-        host: address to listen on.
-        port: port; 0 for a free one.
-
-    Raises:
-        UserError: a folder is not a run, or the port is not available.
-    """
+    """Serves the page until Ctrl-C or SIGTERM."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with Viewer([Run(folder) for folder in folders], host, port) as viewer:
         for run in viewer.runs:
@@ -88,13 +79,6 @@ class Viewer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, runs: list[Run], host: str = "127.0.0.1", port: int = 0) -> None:
-        """Opens the port.
-
-        Args:
-            runs: the runs.
-            host: address to listen on.
-            port: port; 0 for a free one.
-        """
         self.runs = runs
         if len({run.name for run in runs}) < len(runs):
             for run in runs:
@@ -125,12 +109,7 @@ class Viewer(ThreadingHTTPServer):
             run.samples.index.close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignores a browser that disconnects during a response.
-
-        Args:
-            request: the connection.
-            client_address: address of the browser.
-        """
+        """Ignores a browser that disconnects during a response."""
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
 

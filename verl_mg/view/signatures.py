@@ -21,14 +21,7 @@ _FACTORS = tuple(np.uint32(factor) for factor in (0x9E3779B1, 0x85EBCA77, 0xC2B2
 
 
 def sign(blocks: Iterable[bytes]) -> np.ndarray:
-    """Returns the signatures of blocks.
-
-    Args:
-        blocks: the bytes of each block.
-
-    Returns:
-        (2 ** HASH_BITS, ceil(blocks / 8)) uint8, of each hash a bit per block, as `numpy.packbits` orders them.
-    """
+    """Returns the signatures of blocks."""
     rows: list[np.ndarray] = []
     for number, block in enumerate(blocks):
         if number % 8 == 0:
@@ -40,15 +33,7 @@ def sign(blocks: Iterable[bytes]) -> np.ndarray:
 
 
 def candidates(signatures: np.ndarray, text: bytes) -> np.ndarray:
-    """Returns which blocks may contain a text.
-
-    Args:
-        signatures: as `sign` returns them.
-        text: the text.
-
-    Returns:
-        (blocks, rounded up to a multiple of 8) bool.
-    """
+    """Returns which blocks may contain a text."""
     data = np.frombuffer(text, np.uint8)
     hashes = np.unique(np.concatenate([_hashes(data, size) for size in SIZES]))
     every = np.full(signatures.shape[1], 255, np.uint8)

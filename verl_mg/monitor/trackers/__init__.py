@@ -24,14 +24,7 @@ def run_name(config: Config) -> str:
 
 
 def build_trackers(title: str, config: Config, timer: PhaseTimer, first_step: int = 0) -> list[RetryingTracker]:
-    """Opens the trackers of a job; called on one rank.
-
-    Args:
-        title: title of the progress bar.
-        config: configuration of the job.
-        timer: timer of the phases, which the console shows.
-        first_step: see `Tracker`; 0 in a new run, for the evaluation before training.
-    """
+    """Opens the trackers of a job; called on one rank."""
     output = config.job.output
     run = RunInfo(
         folder=output,

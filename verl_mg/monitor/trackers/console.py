@@ -37,16 +37,6 @@ class ConsoleTracker:
         console: Console | None = None,
         timer: PhaseTimer | None = None,
     ) -> None:
-        """Starts the progress bar.
-
-        Args:
-            total_steps: the last step of the run.
-            title: text before the bar.
-            headlines: label -> names of metrics; the first one present is shown.
-            first_step: the step that is logged next; more than 1 in a resumed run.
-            console: console to write to; None for stdout.
-            timer: timer whose current phase is shown.
-        """
         self._console = console or Console()
         self._headlines = headlines
         self._latest: dict[str, float] = {}

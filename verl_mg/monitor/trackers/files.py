@@ -18,12 +18,6 @@ class JsonlTracker:
     """
 
     def __init__(self, path: str | Path, first_step: int | None = None) -> None:
-        """Opens a file to append, without an incomplete last line of a killed run.
-
-        Args:
-            path: the file; its folder is created.
-            first_step: see `Tracker`.
-        """
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
@@ -47,12 +41,6 @@ class TensorBoardTracker:
     """Writes event files for `tensorboard --logdir FOLDER`."""
 
     def __init__(self, folder: str | Path, first_step: int | None = None) -> None:
-        """Opens a folder.
-
-        Args:
-            folder: folder of the event files.
-            first_step: existing later steps are hidden.
-        """
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(folder), purge_step=first_step)
@@ -73,12 +61,6 @@ class EvaluationTable:
     """Writes a Markdown table with a row per evaluation, and the columns of the first one."""
 
     def __init__(self, path: str | Path, first_step: int | None = None) -> None:
-        """Opens a file.
-
-        Args:
-            path: the file.
-            first_step: see `Tracker`; None to replace an existing file.
-        """
         self._path = Path(path)
         self._columns: list[str] = []
         if first_step is not None and self._path.exists():

@@ -46,12 +46,7 @@ class RunInfo:
         return json.loads(file.read_text(encoding="utf-8")).get(service) if file.exists() else None
 
     def keep_id(self, service: str, identity: str) -> str:
-        """Saves the id of this run in a service, and returns it.
-
-        Args:
-            service: name of the service.
-            identity: id of the run.
-        """
+        """Saves the id of this run in a service, and returns it."""
         file = self.folder / IDS
         ids = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         partial = file.with_name(file.name + ".new")

@@ -57,13 +57,6 @@ class RetryingTracker:
     """
 
     def __init__(self, name: str, opener: Callable[[], Tracker], retry_after: float = RETRY_SECONDS) -> None:
-        """Opens the tracker.
-
-        Args:
-            name: name for warnings.
-            opener: opens the tracker, and may raise.
-            retry_after: seconds until the next attempt after a failure.
-        """
         self._name, self._opener, self._retry_after = name, opener, retry_after
         self._tracker: Tracker | None = None
         self._missed: deque[tuple[int, dict[str, float], SampleTable | None]] = deque()
@@ -72,13 +65,7 @@ class RetryingTracker:
         self._flush()
 
     def log(self, step: int, metrics: dict[str, float], samples: SampleTable | None = None) -> None:
-        """Logs the step, and missed ones, unless a failure was recent.
-
-        Args:
-            step: number of iterations done.
-            metrics: values by name.
-            samples: samples of the iteration, for trackers that receive them.
-        """
+        """Logs the step, and missed ones, unless a failure was recent."""
         self._missed.append((step, dict(metrics), samples))
         if time.monotonic() >= self._not_before:
             self._flush()

@@ -29,12 +29,7 @@ def conversation_of(trajectory: Trajectory) -> Conversation:
 
 
 def trajectory_of(segments: Sequence[Segment], conversation: Conversation) -> Trajectory:
-    """Returns the trajectory that `conversation_of` was given.
-
-    Args:
-        segments: its segments.
-        conversation: everything else.
-    """
+    """Returns the trajectory that `conversation_of` was given."""
     turns = [ConversationTurn(**turn | {"messages": tuple(turn["messages"])}) for turn in conversation["turns"]]
     log, error = conversation["log"], conversation["error"]
     return Trajectory(tuple(segments), tuple(turns), agent_reward(conversation), log, error)
@@ -67,15 +62,7 @@ def final_reply(conversation: Conversation) -> str:
 
 
 def exchange_conversations(texts: Mapping[int, str], by_rank: Sequence[Sequence[int]]) -> dict[int, str]:
-    """Sends conversations to the ranks that have got the rows; all ranks call it together.
-
-    Args:
-        texts: conversations of this rank, by trajectory.
-        by_rank: trajectories whose rows each rank has, by rank.
-
-    Returns:
-        The conversations of this rank's rows.
-    """
+    """Sends conversations to the ranks that have got the rows; all ranks call it together."""
     outgoing = [
         torch.frombuffer(bytearray(json.dumps({i: texts[i] for i in wanted if i in texts}).encode()), dtype=torch.uint8)
         for wanted in by_rank

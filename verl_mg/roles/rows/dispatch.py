@@ -45,18 +45,7 @@ def gather_rows(
     needed: Sequence[Sequence[ColumnPart]] | None = None,
     needs_images: Sequence[bool] | None = None,
 ) -> Batch:
-    """Transfers rows to the ranks that want them; all ranks call it together.
-
-    Args:
-        batch: this rank's rows, with the columns of `index.schema`.
-        index: the index of the batch.
-        wanted: row numbers of the index that each rank receives, without repetition, by rank; the same on every rank.
-        needed: parts of the columns that each rank receives, by rank; all columns by default.
-        needs_images: whether each rank receives the images of its rows, by rank; all ranks by default.
-
-    Returns:
-        The rows `wanted[this rank]`, in that order, with the columns `needed[this rank]` and their images.
-    """
+    """Transfers rows to the ranks that want them; all ranks call it together."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     needed = needed or [whole_columns(index.schema)] * ranks
     deliveries = plan_deliveries(index, wanted, needed, device.ranks_of_a_node(ranks))
@@ -175,22 +164,7 @@ def scatter_column(
     shape: tuple[int, ...] = (),
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Sends a computed token column to the owners of the rows; all ranks call it together.
-
-    Args:
-        name: the column's name, for messages.
-        index: the index of the batch.
-        computed_by: (rank, rows whose values it sends), the same list on every rank, each row once.
-        values: values of the rows that this rank sends, {row: (length, ...)}.
-        shape: dimensions of the values of a token.
-        dtype: data type of the column.
-
-    Returns:
-        The token column of this rank's rows.
-
-    Raises:
-        ValueError: no rank has sent the values of some row.
-    """
+    """Sends a computed token column to the owners of the rows; all ranks call it together."""
     rank = dist.get_rank()
     local = index.rows_of(rank)
     returns = plan_returns(index, computed_by, math.prod(shape) * dtype.itemsize)

@@ -21,16 +21,6 @@ def gather_images(
     """Transfers the images of rows to the ranks that want the rows; all ranks call it together.
 
     A rank gets the encoded bytes of an image once from each owner of rows that have it.
-
-    Args:
-        batch: this rank's rows.
-        index: the index of the batch.
-        wanted: row numbers of the index that each rank receives, by rank; the same on every rank.
-        takes: whether each rank takes images, by rank; all ranks by default.
-
-    Returns:
-        The images of the rows `wanted[this rank]`, in that order; None where no rank has images, or this one takes
-        none.
     """
     if not index.has_images:
         return None

@@ -86,12 +86,6 @@ class Fingerprint:
     """Columns and images of a batch as they are now; another one is equal as long as none is set or edited in place."""
 
     def __init__(self, batch: Batch, names: Iterable[str]) -> None:
-        """Notes the columns.
-
-        Args:
-            batch: the batch.
-            names: names of the columns; those that are not there count too.
-        """
         # The tensors themselves: another one could get the address of one that is gone.
         columns = {"": batch.lengths} | {name: batch[name] for name in names if name in batch}
         self._columns = {name: (tensor, tensor._version) for name, tensor in columns.items()}
@@ -153,16 +147,6 @@ class RowIndexer:
 
         The index is computed again after one of INDEXED_COLUMNS has been set or edited in place on any rank.
         Otherwise the ranks exchange only the columns' types.
-
-        Args:
-            batch: this rank's rows, with unique sample ids over all ranks.
-            transferred: the same rows with the columns that will be transferred; `batch` by default.
-
-        Returns:
-            The index, with the schema of `transferred`.
-
-        Raises:
-            ValueError: two rows have the same sample id, or ranks have different columns.
         """
         cached = self._cached(batch)
         schema, has_images = _describe(batch if transferred is None else transferred), bool(batch.images)
@@ -180,13 +164,7 @@ class RowIndexer:
         return replace(cached, schema=_parse(json.loads(schemas[0])), has_images=has_images)
 
     def put(self, batch: Batch, index: RowIndex, rows_of: Sequence[Sequence[int]]) -> None:
-        """Sets the index of a batch whose rows were moved; all ranks call it together.
-
-        Args:
-            batch: this rank's rows.
-            index: the index of the rows before.
-            rows_of: numbers of the rows that each rank has now, in the order of its batch, by rank; each row once.
-        """
+        """Sets the index of a batch whose rows were moved; all ranks call it together."""
         places = {row: (rank, local) for rank, rows in enumerate(rows_of) for local, row in enumerate(rows)}
         owners, local_rows = zip(*(places[row] for row in range(len(index))), strict=True) if places else ((), ())
         moved = replace(index, owner_rank=owners, local_row=local_rows)

@@ -65,12 +65,7 @@ class Delivery:
         return first + [(self.entry, receiver) for receiver in self.receivers]
 
     def pieces(self, index: RowIndex, limit: int) -> Iterator[Delivery]:
-        """Divides the rows into deliveries of at most `limit` bytes, or of a single longer row.
-
-        Args:
-            index: the index of the batch.
-            limit: bytes of a piece.
-        """
+        """Divides the rows into deliveries of at most `limit` bytes, or of a single longer row."""
         rows: list[int] = []
         filled = 0
         for row, size in zip(self.rows, row_bytes(index, self.rows, self.parts), strict=True):
@@ -88,13 +83,7 @@ def whole_columns(schema: Mapping[str, ColumnSchema]) -> tuple[ColumnPart, ...]:
 
 
 def row_bytes(index: RowIndex, rows: Sequence[int], parts: Sequence[ColumnPart]) -> list[int]:
-    """Returns the bytes of parts of each row.
-
-    Args:
-        index: the index of the batch.
-        rows: row numbers of the index.
-        parts: parts of the columns of `index.schema`.
-    """
+    """Returns the bytes of parts of each row."""
     sizes = {ColumnKind.TOKEN: 0, ColumnKind.SEQUENCE: 0, ColumnKind.UNKNOWN: 0}
     for part in parts:
         sizes[index.schema[part.name].kind] += part.entry_bytes(index.schema)
@@ -108,17 +97,7 @@ def plan_deliveries(
     needed: Sequence[Sequence[ColumnPart]],
     ranks_per_node: int,
 ) -> list[Delivery]:
-    """Plans the messages of a transfer, the same on every rank.
-
-    Args:
-        index: the index of the batch.
-        wanted: row numbers that each rank receives, by rank.
-        needed: parts of the columns that each rank receives, by rank; parts of one column are equal or disjoint.
-        ranks_per_node: consecutive ranks on one node.
-
-    Returns:
-        The deliveries, without those of rows that only their owner wants.
-    """
+    """Plans the messages of a transfer, the same on every rank."""
     deliveries: list[Delivery] = []
     # Most ranks want the same rows as others: these are put in order once.
     distinct = {rows: _by_owner(index, rows) for rows in set(map(tuple, wanted))}
@@ -220,16 +199,7 @@ class Return:
 def plan_returns(
     index: RowIndex, computed_by: Sequence[tuple[int, Sequence[int]]], entry_bytes: int = 4
 ) -> list[Return]:
-    """Plans the messages that bring a computed token column to the owners of the rows.
-
-    Args:
-        index: the index of the batch.
-        computed_by: (rank, rows whose values it sends).
-        entry_bytes: bytes of the values of a token.
-
-    Returns:
-        The returns, those of a sender to itself included.
-    """
+    """Plans the messages that bring a computed token column to the owners of the rows."""
     rows_by_pair: dict[tuple[int, int], list[int]] = defaultdict(list)
     for sender, rows in computed_by:
         for row in rows:

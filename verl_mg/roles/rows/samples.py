@@ -53,13 +53,6 @@ def samples_to_batch(
 
     The columns `prefix_of` and `prefix_length` are there if the samples are of agents: then all of them have a
     trajectory.
-
-    Args:
-        prompts: the prompt of each sample.
-        samples: the samples; the rows are in their order.
-        policy_version: `policy_version` of a row without generated tokens.
-        routed_shape: (layers, experts per token) of `routed_experts`, which is there on all ranks, also on those
-            whose samples have none; None: it is not there.
     """
     pairs = enumerate(zip(prompts, samples, strict=True))
     rows = [row for i, (prompt, sample) in pairs for row in _rows_of(i, prompt, sample)]
@@ -92,12 +85,7 @@ def samples_to_batch(
 
 
 def row_id(trajectory: int, segment: int) -> int:
-    """Returns the sample id of an agent's row, which is unique over all segments of all trajectories.
-
-    Args:
-        trajectory: id of the sample.
-        segment: number of the segment.
-    """
+    """Returns the sample id of an agent's row, which is unique over all segments of all trajectories."""
     assert segment < MAX_SEGMENTS, f"sample {trajectory}: engines must not begin segment {segment}"
     return trajectory * MAX_SEGMENTS + segment
 

@@ -46,12 +46,6 @@ class AdapterSync:
     """
 
     def __init__(self, weights: ProcessEngineSync, adapters: AdapterSettings) -> None:
-        """Creates the sync.
-
-        Args:
-            weights: sync of the weights under the adapters.
-            adapters: adapters that the engines were started for.
-        """
         self._weights, self._adapters = weights, adapters
         self._have_weights: Actor | None = None  # whose weights all engines have
         self._planned = cache(self._plan)
@@ -77,12 +71,7 @@ class AdapterSync:
         return {name: value + sent.get(name, 0.0) for name, value in adapters.items()}
 
     def transfer_to_engine(self, actor: Actor, engine: int) -> None:
-        """Transfers weights and adapters to an engine that was restarted; the others continue to generate.
-
-        Args:
-            actor: has them.
-            engine: number of the engine.
-        """
+        """Transfers weights and adapters to an engine that was restarted; the others continue to generate."""
         self._weights.transfer_to_engine(actor, engine)
         self._transfer_adapters(actor, (engine,))
 

@@ -224,11 +224,7 @@ class _RemoteProcessGroup:
         self._store, self._group = store, group
 
     def send(self, flat: Tensor) -> dist.Work:
-        """Starts a broadcast to all others, which receive a tensor of the same size.
-
-        Raises:
-            UserError: NCCL cannot connect the job and the servers, which the first broadcast shows.
-        """
+        """Starts a broadcast to all others, which receive a tensor of the same size."""
         try:
             return self._group.broadcast(flat, 0)
         except dist.DistBackendError as error:

@@ -23,12 +23,6 @@ class EngineUpdate:
     """
 
     def __init__(self, engine: ProcessEngine | None, version: int) -> None:
-        """Creates the update.
-
-        Args:
-            engine: engine of this rank; None where another rank leads it.
-            version: policy version of the new weights.
-        """
         self._engine, self._version = engine, version
         self._loading: int | None = None
         self._staging: Staging | PatchStaging | None = None
@@ -36,13 +30,7 @@ class EngineUpdate:
         """Whether the engine of this rank is dead."""
 
     def load(self, staging: Staging | PatchStaging, payloads: Sequence[str], is_last: bool) -> None:
-        """Starts copying a chunk into the parameters.
-
-        Args:
-            staging: memory of this rank's payload. It replaces that of the previous chunk, which the engine has copied.
-            payloads: of all ranks of the engine.
-            is_last: whether this is the last chunk of the update.
-        """
+        """Starts copying a chunk into the parameters."""
         self._staging = staging
         self._loading = self._call(lambda engine: engine.load(payloads, self._version if is_last else None))
 

@@ -140,17 +140,6 @@ class ProcessEngineSync:
         delta: bool = False,
         merges: bool = True,
     ) -> None:
-        """Creates the sync.
-
-        Args:
-            placement: ranks and layout of the engines.
-            groups: of `engine_groups`.
-            engine: on the first rank of each engine, else None.
-            table: weight table of the actor, with the engine's traced table where the configuration names one.
-            wire: form in which the engines have their weights.
-            delta: send only elements that have changed since the last transfer.
-            merges: merge adapters into the weights; otherwise the weights are those under the adapters.
-        """
         self._delta, self._merges = delta, merges
         self._sent: dict[int, SentValues] = {}  # by number of the chunk
         self._all_have: tuple[Actor, int] | None = None  # whose weights of which version all engines have
@@ -183,12 +172,7 @@ class ProcessEngineSync:
         return self._transfer(actor, self._placement)
 
     def transfer_to_engine(self, actor: Actor, engine: int) -> None:
-        """Transfers the weights to an engine that was restarted; the others continue to generate.
-
-        Args:
-            actor: has the weights.
-            engine: number of the engine.
-        """
+        """Transfers the weights to an engine that was restarted; the others continue to generate."""
         self._transfer(actor, EnginePlacement(self._placement.layout, self._ranks_of[engine]))
 
     def barrier(self) -> None:
@@ -294,13 +278,7 @@ class ProcessEngineSync:
 def chunk_sources(
     actor: Actor, chunks: Iterable[Part], merges: bool = True
 ) -> Iterator[tuple[Part, Mapping[str, Tensor], Callable[[str], None] | None]]:
-    """Yields each chunk with the tensors that its messages are taken from, and a function that waits for them.
-
-    Args:
-        actor: has the weights.
-        chunks: parts of the weights, as many on every rank: all encode them together.
-        merges: merge adapters into the weights.
-    """
+    """Yields each chunk with the tensors that its messages are taken from, and a function that waits for them."""
     parameters, wait_for = sources_of(actor.runner)
     for chunk in chunks:
         messages = chunk.encoder or chunk.schedule
@@ -312,11 +290,7 @@ def chunk_sources(
 
 
 def fitting_chunk_bytes(free: Sequence[int | None]) -> int:
-    """Returns the size of chunks of which two fit each device: CHUNK_BYTES, or half of it as often as needed.
-
-    Args:
-        free: free bytes of each rank's device before the transfer; None on the CPU.
-    """
+    """Returns the size of chunks of which two fit each device: CHUNK_BYTES, or half of it as often as needed."""
     usable = [size - KEPT_FREE_BYTES for size in free if size is not None]
     chunk = CHUNK_BYTES
     while usable and 2 * chunk > min(usable) and chunk > MIN_CHUNK_BYTES:
@@ -328,22 +302,13 @@ def sources_of(runner: Runner) -> tuple[dict[str, Tensor], Callable[[str], None]
     """Returns the parameters that are transferred, and a function that waits for the values of one of them.
 
     Later parameters can still be gathered while earlier ones are sent. Merged adapters are read as a whole.
-
-    Args:
-        runner: of the actor.
     """
     parameters = runner.parameters(complete=runner.lora is not None)
     return parameters, lambda name: runner.wait_for([parameters[name]])
 
 
 def source_tensors(chunk: Schedule | Encoder, runner: Runner, parameters: dict[str, Tensor]) -> Mapping[str, Tensor]:
-    """Returns the tensors that this rank's messages of a chunk are taken from, computed ones as copies.
-
-    Args:
-        chunk: the messages, or the encoder of what they contain.
-        runner: of the actor.
-        parameters: the runner's parameters.
-    """
+    """Returns the tensors that this rank's messages of a chunk are taken from, computed ones as copies."""
     if not runner.computed_parameters:
         return parameters
     served = runner.served_parameters()
@@ -357,13 +322,7 @@ def engine_groups(placement: EnginePlacement) -> dict[int, dist.ProcessGroup]:
 
 
 def transfer_metrics(traffic: Sequence[Traffic], lower_bound: int, started: float) -> dict[str, float]:
-    """Returns the metrics of a transfer: bytes of all ranks, and this rank's seconds.
-
-    Args:
-        traffic: of each chunk.
-        lower_bound: the fewest bytes that this rank can receive.
-        started: `time.perf_counter()` at the begin.
-    """
+    """Returns the metrics of a transfer: bytes of all ranks, and this rank's seconds."""
     moved = {
         "weight_sync/bytes_received": sum(part.bytes_received for part in traffic),
         "weight_sync/bytes_lower_bound": lower_bound,

@@ -86,13 +86,6 @@ class FolderChangesSync:
     """Transfer in which each rank writes what the last update has changed in its boxes."""
 
     def __init__(self, folder: Path, model_dir: Path, table: ModelTable) -> None:
-        """Creates the sync.
-
-        Args:
-            folder: of this job alone; directories of older versions in it are removed.
-            model_dir: directory of the initial model, for config and tokenizer.
-            table: weights of the actor.
-        """
         self._folder, self._table = folder.resolve(), table
         self._whole = SharedFolderSync(folder, model_dir)
         self._written: _Written | None = None
@@ -100,11 +93,7 @@ class FolderChangesSync:
         """Policy version of each server, by its number and start."""
 
     def transfer(self, actor: Actor, engines: Mapping[int, RemoteEngine], servers: Sequence[ServerView]) -> SyncResult:
-        """Has servers apply the changes, and those that do not have the last version load all weights.
-
-        Raises:
-            UserError: a server cannot apply changes.
-        """
+        """Has servers apply the changes, and those that do not have the last version load all weights."""
         started, version = time.perf_counter(), actor.num_updates
         current = self._prepare(actor, servers)
         counted, lost = {"weight_sync/bytes_written": 0, "weight_sync/bytes_received": 0}, list[int]()
@@ -218,11 +207,7 @@ class FolderChangesSync:
     # -- the plan
 
     def _plan(self, actor: Actor, layouts: tuple[str, ...]) -> tuple[list[_Chunk], dict[str, int]]:
-        """Plans one server of each layout, behind the ranks of the job; each on a node of its own: none forwards.
-
-        Returns:
-            What this rank writes, and the bytes of all weights by layout.
-        """
+        """Plans one server of each layout, behind the ranks of the job; each on a node of its own: none forwards."""
         rank, first, dtype = dist.get_rank(), dist.get_world_size(), actor.runner.dtype
         placements: list[EnginePlacement] = []
         members: dict[int, str] = {}

@@ -30,25 +30,13 @@ class ProcessGroupSync:
     def __init__(
         self, table: ModelTable, broadcast_to_all: bool = False, wire: Wire = "cast", delta: bool = False
     ) -> None:
-        """Creates the sync.
-
-        Args:
-            table: weights of the actor.
-            broadcast_to_all: whether servers that could receive shards receive the whole model too.
-            wire: form in which the servers have their weights.
-            delta: send only elements that have changed; like quantized weights, to shards alone.
-        """
         self._table, self._broadcast_to_all, self._wire = table, broadcast_to_all, wire
         self._shards_only = delta or wire != "cast"
         self._shards, self._broadcast = ShardSync(table, wire, delta), BroadcastSync()
         self._warned: set[str] = set()
 
     def transfer(self, actor: Actor, engines: Mapping[int, RemoteEngine], servers: Sequence[ServerView]) -> SyncResult:
-        """Transfers the actor's weights to some servers.
-
-        Raises:
-            UserError: a server cannot receive shards, and nothing else is possible.
-        """
+        """Transfers the actor's weights to some servers."""
         obstacles = {view.number: self._obstacle(view) for view in servers}
         receiving = [view for view in servers if not obstacles[view.number]]
         others = [view for view in servers if obstacles[view.number]]
@@ -89,13 +77,7 @@ class ProcessGroupSync:
 
 
 def table_obstacle(table: ModelTable, layout: EngineLayout, wire: Wire = "cast") -> str:
-    """Returns why the shards of a server are not known; empty where they are.
-
-    Args:
-        table: weights of the actor.
-        layout: layout of the server.
-        wire: form in which the server has its weights.
-    """
+    """Returns why the shards of a server are not known; empty where they are."""
     try:
         table.check_engine_layout(layout)
         if encoding := encoding_of(wire):

@@ -51,14 +51,7 @@ class ServerView:
 def wait_for_servers(
     updates: Mapping[ServerView, Future[None]],
 ) -> tuple[list[ServerView], list[str], list[int]]:
-    """Waits for the responses of servers to requests for an update.
-
-    Args:
-        updates: the pending responses of this rank's servers.
-
-    Returns:
-        The servers that have done it, what the others have refused, and the numbers of those that were lost.
-    """
+    """Waits for the responses of servers to requests for an update."""
     done: list[ServerView] = []
     problems: list[str] = []
     lost: list[int] = []
@@ -75,11 +68,7 @@ def wait_for_servers(
 
 
 def gather_views(engines: Mapping[int, RemoteEngine]) -> list[ServerView]:
-    """Returns the servers of all ranks, sorted by number; all ranks call it together.
-
-    Args:
-        engines: running servers that this rank leads, by number.
-    """
+    """Returns the servers of all ranks, sorted by number; all ranks call it together."""
     rank = dist.get_rank()
     mine = [
         asdict(ServerView(number, rank, engine.url, info.start, info.layout, info.nodes, info.shard_obstacle))
@@ -118,12 +107,6 @@ class SharedFolderSync:
     """Transfer through a Hugging Face directory that all ranks write their parts of, and that the servers then load."""
 
     def __init__(self, folder: Path, model_dir: Path) -> None:
-        """Creates the sync.
-
-        Args:
-            folder: of this job alone; directories of older versions in it are removed.
-            model_dir: directory of the initial model, for config and tokenizer.
-        """
         self._folder, self._model_dir = folder.resolve(), model_dir
         self._written = -1
 

@@ -130,23 +130,12 @@ class ShardSync:
     """Transfer in which each rank of a server receives its own shards, each box from a rank of the job that has it."""
 
     def __init__(self, table: ModelTable, wire: Wire = "cast", delta: bool = False) -> None:
-        """Creates the sync; groups are created with the first transfer.
-
-        Args:
-            table: weights of the actor.
-            wire: form in which the servers have their weights.
-            delta: send only elements that have changed since the last transfer to the same servers.
-        """
         self._table, self._encoding, self._delta = table, encoding_of(wire), delta
         self._session: _Session | None = None
         self._planned = lru_cache(NUM_PLANS)(self._plan)
 
     def transfer(self, actor: Actor, engines: Mapping[int, RemoteEngine], servers: Sequence[ServerView]) -> SyncResult:
-        """Transfers the actor's weights to some servers.
-
-        Raises:
-            UserError: a server that runs has not received its shards.
-        """
+        """Transfers the actor's weights to some servers."""
         started = time.perf_counter()
         session = self._open(actor, servers)
         session.num_transfers += 1
@@ -327,13 +316,7 @@ class ShardSync:
 
 
 def _place(servers: Sequence[ServerView], world_size: int, node: int) -> dict[int, range]:
-    """Returns the ranks of each server in the plan, behind those of the job; those of one host begin a new node.
-
-    Args:
-        servers: the servers.
-        world_size: ranks of the job.
-        node: ranks of the job on a node.
-    """
+    """Returns the ranks of each server in the plan, behind those of the job; those of one host begin a new node."""
     by_host: dict[str, list[ServerView]] = defaultdict(list)
     for view in servers:
         by_host[urlsplit(view.url).hostname or view.url].append(view)

@@ -66,15 +66,7 @@ Agent = Callable[[Session, Sample], Awaitable[Any]]
 
 
 def read_options(kind: type[Options], options: Mapping[str, Any]) -> Options:
-    """Makes a dataclass from `rollout.agent_options`.
-
-    Args:
-        kind: the dataclass; its fields are the options.
-        options: values by name.
-
-    Raises:
-        UserError: an option is unknown, missing, or of another type than its field.
-    """
+    """Makes a dataclass from `rollout.agent_options`."""
     known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
     if unknown := [name for name in options if name not in known]:
         raise UserError(f"rollout.agent_options.{unknown[0]}: unknown. Use {', '.join(known)}.")

@@ -116,13 +116,5 @@ class RequestError(Exception):
     """A request that cannot be answered, for a reason that its sender can change."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
-        """Creates the error.
-
-        Args:
-            status: HTTP status, 400 to 499, or 503 while nothing can be generated.
-            message: one line that says what is wrong and how to correct it.
-            param: field of the request that is wrong.
-            code: name of the error in OpenAI's API, such as "context_length_exceeded".
-        """
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code

@@ -77,22 +77,7 @@ async def run_command(
     *,
     timeout: float,
 ) -> Result:
-    """Runs a command line as the agent of a sample, with `session.options` as `CommandOptions`.
-
-    Args:
-        command: program and arguments, or a text for the shell.
-        session: the policy as the command reaches it.
-        sample: the sample; the record may name a `folder`.
-        timeout: seconds until it and everything that it has started is killed.
-
-    Returns:
-        The reward that it wrote; None where it wrote none.
-
-    Raises:
-        AgentError: it failed, or its reward cannot be read.
-        TimeoutError: its time is up.
-        UserError: an option is unknown or names a path that does not exist.
-    """
+    """Runs a command line as the agent of a sample, with `session.options` as `CommandOptions`."""
     options = read_options(CommandOptions, session.options)
     async with temporary_folder("agent-") as temporary:
         folder = temporary / "agent"
@@ -128,24 +113,7 @@ async def run_logged(
     options: CommandOptions,
     timeout: float,
 ) -> tuple[int, str]:
-    """Runs a command that can reach the policy, with its output in the sample's log.
-
-    Args:
-        command: program and arguments.
-        session: the policy.
-        folder: temporary folder of the command.
-        directory: working directory as the command sees it.
-        environment: environment variables besides those of the endpoint and the options.
-        visible: what it can reach besides the system and the options' paths.
-        options: its options.
-        timeout: seconds until everything is killed.
-
-    Returns:
-        The exit code and the last line of the output.
-
-    Raises:
-        TimeoutError: its time is up.
-    """
+    """Runs a command that can reach the policy, with its output in the sample's log."""
     url = urlsplit(session.base_url)
     endpoint = (url.hostname or "127.0.0.1", url.port or HTTP_PORT)
     with OutputLog(session.log) as log:
@@ -168,11 +136,7 @@ async def run_logged(
 
 
 def read_reward(file: Path) -> float | dict[str, Any] | None:
-    """Reads a reward that a program wrote: a number, or an object with "reward"; None where there is no file.
-
-    Raises:
-        AgentError: it is something else.
-    """
+    """Reads a reward that a program wrote: a number, or an object with "reward"; None where there is no file."""
     content = read_untrusted_file(file)
     if content is None:
         return None
@@ -188,11 +152,7 @@ def read_reward(file: Path) -> float | dict[str, Any] | None:
 
 
 def read_untrusted_file(file: Path) -> bytes | None:
-    """Reads a file that a program wrote, up to 1 MiB of it; None where there is none.
-
-    Raises:
-        AgentError: it is not a regular file.
-    """
+    """Reads a file that a program wrote, up to 1 MiB of it; None where there is none."""
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -208,14 +168,7 @@ def read_untrusted_file(file: Path) -> bytes | None:
 
 
 def write_sample(file: Path, session: Session, sample: Sample, show_answer: bool) -> None:
-    """Writes the sample as JSON for a command: prompt, messages, record.
-
-    Args:
-        file: the file.
-        session: the session, with the messages.
-        sample: the sample.
-        show_answer: whether the answer is added; otherwise the fields of the record that contain it are left out.
-    """
+    """Writes the sample as JSON for a command: prompt, messages, record."""
     content: dict[str, Any] = {"prompt": sample.prompt, "messages": session.messages}
     if show_answer:
         content |= {"answer": sample.answer, "record": sample.record}
@@ -241,12 +194,7 @@ def _shows(value: Any, answer: str | None) -> bool:
 
 
 def endpoint_variables(session: Session, address: str | None = None) -> dict[str, str]:
-    """Returns the variables by which clients of both APIs find the policy.
-
-    Args:
-        session: the policy.
-        address: host and port under which the endpoint is reached, if not those of its URL.
-    """
+    """Returns the variables by which clients of both APIs find the policy."""
     urls = (urlsplit(url) for url in (session.base_url, session.anthropic_base_url))
     openai, anthropic = ((url._replace(netloc=address) if address else url).geturl() for url in urls)
     return {
@@ -267,11 +215,6 @@ class OutputLog:
     """The last line that is not empty, at the end of the block."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
-        """Begins without output.
-
-        Args:
-            write: adds text to the log.
-        """
         self._write = write
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._line, self._end = "", ""

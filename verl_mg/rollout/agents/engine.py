@@ -74,17 +74,6 @@ class AgentEngine(EngineWrapper):
         host: str,
         image_limits: ImageLimits | None = None,
     ) -> None:
-        """Starts the server and the threads.
-
-        Args:
-            engine: the engine that generates replies.
-            agent: the function that is called for each sample.
-            settings: time limit, retries and reward of a failure.
-            sessions: makes the sessions, which obtain tokens by the function that it is given.
-            concurrency: largest number of agents at the same time; None: as many as the engine has free slots.
-            host: address that the server listens on.
-            image_limits: limits of an image in a request; None for a policy that reads text alone.
-        """
         super().__init__(engine)
         self._concurrency = concurrency
         self._events: queue.SimpleQueue[_Turn | Sample] = queue.SimpleQueue()
@@ -244,10 +233,5 @@ class AgentEngine(EngineWrapper):
 
 
 def _turn_seed(seed: int, number: int) -> int:
-    """Returns the seed of a reply.
-
-    Args:
-        seed: of the sample.
-        number: number of the reply in the sample.
-    """
+    """Returns the seed of a reply."""
     return int.from_bytes(hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=8).digest()) >> 1

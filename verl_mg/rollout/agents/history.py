@@ -110,11 +110,6 @@ class ConversationHistory:
     """Segments of a session; used in one thread. Replies may be added in another order than they were requested in."""
 
     def __init__(self, renderer: ConversationRenderer) -> None:
-        """Starts without segments.
-
-        Args:
-            renderer: renders messages as text and text as tokens.
-        """
         self._renderer = renderer
         self._segments: list[_GrowingSegment] = []
         self._replies: dict[bytes, list[_KnownReply]] = defaultdict(list)
@@ -123,11 +118,7 @@ class ConversationHistory:
         """Known replies by the messages in front of them."""
 
     def context(self, call: Call) -> Context:
-        """Returns the tokens in front of the reply to a call.
-
-        Raises:
-            RequestError: the chat template rejects the messages.
-        """
+        """Returns the tokens in front of the reply to a call."""
         keys = _prefix_keys(call)
         messages = self._with_reasoning(call.messages, keys)
         rendered = self._renderer.render(messages, call.tools, for_reply=True)
@@ -143,14 +134,7 @@ class ConversationHistory:
     def _known_part(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], keys: Sequence[bytes], rendered: str
     ) -> tuple[_KnownReply | None, int, str]:
-        """Returns a reply, how many tokens of its segment the conversation begins with, and the text behind them.
-
-        Args:
-            messages: all messages, with the reasoning of known replies.
-            tools: tools that the template describes.
-            keys: their keys.
-            rendered: the whole conversation.
-        """
+        """Returns a reply, how many tokens of its segment the conversation begins with, and the text behind them."""
         for i in range(len(messages), 0, -1):
             for known in reversed(self._replies.get(keys[i], ())):
                 if (end := self._end_of(known, rendered, messages[:i], tools)) is not None:
@@ -170,19 +154,7 @@ class ConversationHistory:
         trained: bool,
         truncated: bool,
     ) -> int:
-        """Adds a reply; returns the number of the segment that it is in.
-
-        Args:
-            call: the request.
-            context: its `context`.
-            sample: tokens of the reply, with their log-probabilities and policy versions.
-            message: the reply as a message.
-            trained: whether its tokens are trained.
-            truncated: whether a limit of the job has ended it.
-
-        Raises:
-            RequestError: the session has as many segments as it may have.
-        """
+        """Adds a reply; returns the number of the segment that it is in."""
         segment = self._segment_for(context)
         observation = context.tokens[len(segment.tokens) :]
         segment.extend(observation, [0.0] * len(observation), [NOT_GENERATED] * len(observation))
@@ -228,14 +200,7 @@ class ConversationHistory:
     def _end_of(
         self, known: _KnownReply, rendered: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]
     ) -> str | None:
-        """Returns the text behind a known reply; None where the template has rewritten the reply.
-
-        Args:
-            known: the reply.
-            rendered: the whole conversation.
-            messages: the messages up to the reply, with it.
-            tools: tools that the template describes.
-        """
+        """Returns the text behind a known reply; None where the template has rewritten the reply."""
         if known.whole.begins(rendered):
             return rendered[known.whole.length :]
         if messages[-1].get("reasoning_content", "").strip() != known.reasoning or not known.prompt.begins(rendered):
@@ -304,12 +269,7 @@ def _prefix_keys(call: Call) -> tuple[bytes, ...]:
 
 
 def _next_key(key: bytes, message: Mapping[str, Any]) -> bytes:
-    """Returns the key of messages and one more. Reasoning and spaces around a reply do not change it.
-
-    Args:
-        key: of the messages before.
-        message: the next one.
-    """
+    """Returns the key of messages and one more. Reasoning and spaces around a reply do not change it."""
     content = message.get("content") or ""
     calls = [(call["function"]["name"], _canonical(call["function"]["arguments"])) for call in _calls(message)]
     of_reply = message["role"] == "assistant"

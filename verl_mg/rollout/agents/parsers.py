@@ -34,16 +34,6 @@ class ReplyParser:
     """Divides replies into reasoning, text and calls of tools."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tool_call_parser: str, reasoning_parser: str | None) -> None:
-        """Loads SGLang's parsers, where SGLang is installed.
-
-        Args:
-            tokenizer: tokenizer of the policy.
-            tool_call_parser: a value of SGLang's `--tool-call-parser`.
-            reasoning_parser: a value of SGLang's `--reasoning-parser`; None: replies have no reasoning.
-
-        Raises:
-            UserError: SGLang has no such parser, or a parser of reasoning is given and SGLang is not installed.
-        """
         self._tokenizer, self._tool_format, self._reasoning = tokenizer, tool_call_parser, reasoning_parser
         self._numbers = itertools.count()
         self._sglang = _sglang()
@@ -59,12 +49,7 @@ class ReplyParser:
             _check("rollout.reasoning_parser", reasoning_parser, self._sglang.reasoning.DetectorMap)
 
     def check_tools(self, tools: Sequence[Mapping[str, Any]]) -> None:
-        """Checks the tools of a request.
-
-        Raises:
-            ValueError: they cannot be parsed.
-            UserError: no calls can be read, since SGLang is not installed.
-        """
+        """Checks the tools of a request."""
         if tools and self._sglang is None:
             raise UserError(
                 f"rollout.tool_call_parser={self._tool_format}: an agent has sent tools, but SGLang, whose parsers "
@@ -76,13 +61,7 @@ class ReplyParser:
                 self._sglang.tool.model_validate(tool)
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]], prompt: str = "") -> ParsedReply:
-        """Returns the parts of a reply; what cannot be parsed stays text.
-
-        Args:
-            text: the reply without its end token.
-            tools: the tools that were described to the policy.
-            prompt: the text in front of the reply, at whose end a template may open or close the reasoning.
-        """
+        """Returns the parts of a reply; what cannot be parsed stays text."""
         text, reasoning = self._parse_reasoning(text, prompt)
         calls: tuple[ToolCall, ...] = ()
         if tools and self._sglang is not None:

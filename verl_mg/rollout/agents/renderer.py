@@ -27,17 +27,6 @@ class ConversationRenderer:
         options: Mapping[str, Any],
         processor: ImageProcessor | None = None,
     ) -> None:
-        """Copies the tokenizer, which is not safe to use in two threads.
-
-        Args:
-            tokenizer: tokenizer of the policy.
-            stop_token_ids: tokens that end a reply.
-            options: variables of the chat template, such as {"enable_thinking": False}.
-            processor: processor of a policy that reads images; None for others.
-
-        Raises:
-            UserError: the tokenizer has no chat template.
-        """
         if tokenizer.chat_template is None:
             raise UserError(
                 "rollout.agent: the tokenizer of model.path has no chat template, by which the messages of agents are "
@@ -49,16 +38,7 @@ class ConversationRenderer:
         self._stops = {token: self.decode([token]) for token in stop_token_ids}
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], for_reply: bool) -> str:
-        """Returns a conversation as text.
-
-        Args:
-            messages: messages as in `Call`.
-            tools: tools that the template describes.
-            for_reply: whether the text ends where the reply of the assistant begins.
-
-        Raises:
-            RequestError: the template rejects the conversation.
-        """
+        """Returns a conversation as text."""
         errors: list[Exception] = []
         for form in _forms(messages):
             try:
@@ -85,15 +65,7 @@ class ConversationRenderer:
         )
 
     def tokens(self, text: str, images: RowImages = ()) -> tuple[int, ...]:
-        """Returns the token ids of a part of a rendered conversation; the template has written special tokens.
-
-        Args:
-            text: the part, with one placeholder for each image.
-            images: its images.
-
-        Raises:
-            RequestError: it has another number of placeholders.
-        """
+        """Returns the token ids of a part of a rendered conversation; the template has written special tokens."""
         if self._processor is not None:
             count = self._processor.num_placeholders(text)
             if count != len(images):
@@ -123,12 +95,7 @@ class ConversationRenderer:
         return token in self._stops
 
     def after_reply(self, rendered: str, last: int) -> str:
-        """Returns what a template puts behind the last generated token of a reply: the end of the turn.
-
-        Args:
-            rendered: the reply as the template renders it, without the conversation in front.
-            last: last token that was generated.
-        """
+        """Returns what a template puts behind the last generated token of a reply: the end of the turn."""
         ended = self._stops.get(last)
         if ended is not None and ended in rendered:
             return rendered[rendered.rindex(ended) + len(ended) :]

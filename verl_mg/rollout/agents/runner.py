@@ -42,29 +42,10 @@ class AgentRunner:
     """Runs one agent for each sample."""
 
     def __init__(self, agent: Agent, settings: AgentSettings, sessions: Sessions, server: AgentServer) -> None:
-        """Creates the runner.
-
-        Args:
-            agent: the function of the user.
-            settings: time limit, retries and reward of a failure.
-            sessions: the sessions that the server answers for.
-            server: answers the agents' requests.
-        """
         self._agent, self._settings, self._sessions, self._server = agent, settings, sessions, server
 
     async def run(self, request: Request, sampling: Sampling) -> Sample:
-        """Runs the agent until an attempt succeeds, reaches the time limit, or none is left.
-
-        Args:
-            request: the sample.
-            sampling: how tokens are drawn.
-
-        Returns:
-            The sample with its trajectory, that of the last attempt.
-
-        Raises:
-            UserError: the agent finds its options wrong.
-        """
+        """Runs the agent until an attempt succeeds, reaches the time limit, or none is left."""
         for attempt in range(self._settings.retries + 1):
             session = self._sessions.open(request, sampling)
             reward: Reward | None = Reward(self._settings.failure_reward)
@@ -105,12 +86,7 @@ class AgentRunner:
 
 
 def _with_images(messages: Sequence[Mapping[str, Any]], images: RowImages) -> list[dict[str, Any]]:
-    """Returns messages as OpenAI's chat completions write them, with their images in base64.
-
-    Args:
-        messages: messages with a part of type image in place of each image.
-        images: the images, in the order of these parts.
-    """
+    """Returns messages as OpenAI's chat completions write them, with their images in base64."""
     left = iter(images)
 
     def part(given: dict[str, Any]) -> dict[str, Any]:

@@ -42,36 +42,13 @@ class Backend(Interface):
     """Source of the replies. Its coroutines run in the server's event loop."""
 
     def authorize(self, session: str, key: str) -> None:
-        """Raises `RequestError` with status 404 for an unknown session, 401 for a wrong key.
-
-        Args:
-            session: id of the session in the URL.
-            key: key in the headers; "" where there is none.
-        """
+        """Raises `RequestError` with status 404 for an unknown session, 401 for a wrong key."""
 
     async def complete(self, session: str, key: str, call: Call) -> Reply:
-        """Returns the policy's reply. It is called to the end also when the client disconnects.
-
-        Args:
-            session: id of the session.
-            key: its key.
-            call: the request.
-
-        Raises:
-            RequestError: the request cannot be answered.
-        """
+        """Returns the policy's reply. It is called to the end also when the client disconnects."""
 
     async def count_tokens(self, session: str, key: str, call: Call) -> int:
-        """Returns the number of tokens that would be in front of the reply.
-
-        Args:
-            session: id of the session.
-            key: its key.
-            call: the request.
-
-        Raises:
-            RequestError: the request cannot be answered.
-        """
+        """Returns the number of tokens that would be in front of the reply."""
 
 
 class AgentServer:
@@ -90,16 +67,6 @@ class AgentServer:
         models: tuple[str, ...] = ("policy",),
         image_limits: ImageLimits | None = None,
     ) -> None:
-        """Creates the server without starting it.
-
-        Args:
-            backend: answers the requests.
-            host: address to listen on.
-            on_error: called in the server's thread with an unexpected exception, whose request gets status 500; None
-                writes one line to stderr.
-            models: names that `/v1/models` lists; requests may name others.
-            image_limits: limits of an image in a request; None for a policy that reads text alone.
-        """
         self._backend, self._host, self._models = backend, host, models
         self._image_limits = image_limits
         self._on_error = on_error or _print

@@ -59,12 +59,7 @@ class OpenSession:
         self.log = (self.log + text + ("" if text.endswith("\n") else "\n"))[-LOG_CHARACTERS:]
 
     def trajectory(self, reward: Reward | None, error: str) -> Trajectory:
-        """Returns everything that was recorded.
-
-        Args:
-            reward: reward of the agent.
-            error: reason why the agent failed.
-        """
+        """Returns everything that was recorded."""
         return Trajectory(self.history.segments(), tuple(self.turns), reward, self.log, error)
 
 
@@ -82,15 +77,6 @@ class Sessions:
         max_positions: int,
         trained: Collection[str],
     ) -> None:
-        """Starts without sessions.
-
-        Args:
-            renderer: renders conversations.
-            parser: divides replies into their parts.
-            generate: obtains the tokens of a reply from the engine.
-            max_positions: largest number of tokens of a context with its reply.
-            trained: names of the models whose replies are trained; all with none.
-        """
         self._renderer, self._parser, self._generate = renderer, parser, generate
         self._max_positions, self._trained = max_positions, frozenset(trained)
         self._open: dict[str, OpenSession] = {}
@@ -99,12 +85,7 @@ class Sessions:
         self._numbers = itertools.count()
 
     def open(self, request: Request, sampling: Sampling) -> OpenSession:
-        """Opens a session for a sample; from any thread.
-
-        Args:
-            request: the sample.
-            sampling: how its tokens are drawn.
-        """
+        """Opens a session for a sample; from any thread."""
         name = f"{request.id}-{next(self._numbers)}"
         history = ConversationHistory(self._renderer)
         session = OpenSession(name, secrets.token_urlsafe(24), request, sampling, history)
@@ -117,12 +98,7 @@ class Sessions:
             self._open.pop(session.id, None)
 
     def authorize(self, session: str, key: str) -> None:
-        """Raises RequestError where there is no such session or the key is not its own.
-
-        Args:
-            session: id of the session.
-            key: key that the request has.
-        """
+        """Raises RequestError where there is no such session or the key is not its own."""
         if not hmac.compare_digest(self._session(session).key.encode(), key.encode("utf-8", "surrogatepass")):
             raise RequestError(
                 401, "api_key: it is not the key of this session. Use the key that the agent was given.",
@@ -130,16 +106,7 @@ class Sessions:
             )  # fmt: skip
 
     async def complete(self, session: str, key: str, call: Call) -> Reply:
-        """Returns the reply to a call that was authorized, and records its tokens.
-
-        Args:
-            session: id of the session.
-            key: its key.
-            call: the request.
-
-        Raises:
-            RequestError: the request cannot be answered.
-        """
+        """Returns the reply to a call that was authorized, and records its tokens."""
         state, started = self._session(session), time.monotonic()
         context = self._context(state, call)
         left = self._tokens_left(state, context)
@@ -159,13 +126,7 @@ class Sessions:
             return self._record(state, call, context, sample, stopped, truncated, started)
 
     async def count_tokens(self, session: str, key: str, call: Call) -> int:
-        """Returns the number of tokens in front of the reply to a call that was authorized.
-
-        Args:
-            session: id of the session.
-            key: its key.
-            call: the request.
-        """
+        """Returns the number of tokens in front of the reply to a call that was authorized."""
         return len(self._context(self._session(session), call).tokens)
 
     def _session(self, name: str) -> OpenSession:

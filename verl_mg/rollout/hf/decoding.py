@@ -36,13 +36,6 @@ class TextEnd:
     """Watches the text of rows for stop strings, in the last tokens of each."""
 
     def __init__(self, stop: Sequence[str], decode: Decode, turns: Sequence[tuple[int, ...]]) -> None:
-        """Begins with what the rows have before their first new token.
-
-        Args:
-            stop: the stop strings.
-            decode: returns the text of tokens.
-            turns: of each row, the tokens of a partial sample that a string may begin in.
-        """
         self._stop, self._decode, self._tokens = stop, decode, [list(turn) for turn in turns]
         self.ended: set[int] = set()
         """Numbers of the rows that have ended with a stop string."""
@@ -50,13 +43,7 @@ class TextEnd:
         self._window = max(len(string.encode()) for string in stop) + 4
 
     def reached(self, index: torch.Tensor, tokens: torch.Tensor, running: torch.Tensor) -> torch.Tensor:
-        """Adds a token to each row, and returns which rows have a stop string now, (r,) bool.
-
-        Args:
-            index: (r,) numbers of the rows.
-            tokens: (r,) token ids.
-            running: (r,) bool, the rows that have not ended.
-        """
+        """Adds a token to each row, and returns which rows have a stop string now, (r,) bool."""
         drawn = zip(index.tolist(), tokens.tolist(), running.tolist(), strict=True)
         self.ended |= {row for row, token, active in drawn if active and self._ends(row, token)}
         return torch.tensor([row in self.ended for row in index.tolist()], device=tokens.device)
@@ -101,19 +88,7 @@ def decode(
     vision: VisionPrefill | None = None,
     text_end: TextEnd | None = None,
 ) -> Completions:
-    """Continues n prompts, each by up to its own limit of tokens, of which T is the largest.
-
-    Args:
-        module: a causal language model, or a vision-language model.
-        prompts: n sequences of token ids.
-        uniforms: (n, T) numbers in [0, 1); entry t of a row draws its t-th token.
-        limits: largest number of tokens of each row, at least 1.
-        sampling: how tokens are drawn; its own limit is not used.
-        aborted: called after every token; returns whether to end.
-        images: images of each prompt; none by default.
-        vision: makes the inputs of prompts with images.
-        text_end: says which rows end with a stop string; None where there is none.
-    """
+    """Continues n prompts, each by up to its own limit of tokens, of which T is the largest."""
     device = module.device
     steps = max(limits)
     stops = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=device)
@@ -160,9 +135,6 @@ def _prefill(
     vision: VisionPrefill | None,
 ) -> tuple[torch.Tensor, _Rows]:
     """Runs every distinct prompt once, left-padded, and copies its cache row to all rows with this prompt and images.
-
-    Returns:
-        The logits of the next token, (n, V), and the n rows.
     """
     steps = max(limits)
     keys = list(zip(prompts, images, strict=True))
@@ -215,30 +187,12 @@ def _forward(
 
 
 def uniforms(seed: int, n: int) -> torch.Tensor:
-    """Returns n random numbers that depend only on `seed`; entry t draws the t-th token.
-
-    Args:
-        seed: seed of the generator.
-        n: how many numbers.
-
-    Returns:
-        (n,) float32 in [0, 1), on the CPU.
-    """
+    """Returns n random numbers that depend only on `seed`; entry t draws the t-th token."""
     return torch.rand(n, generator=torch.Generator().manual_seed(seed))
 
 
 def draw_tokens(logits: torch.Tensor, uniforms: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws one token per row by inverting its cumulative distribution at the row's uniform number.
-
-    Args:
-        logits: (n, V), any float dtype.
-        uniforms: (n,) in [0, 1), unused by greedy decoding.
-        sampling: temperature, top-k, top-p, min-p, and excluded tokens.
-
-    Returns:
-        Tokens (n,) int64, and their log-probs (n,) float32 in nats under the full temperature-scaled distribution:
-        top-k, top-p, min-p and exclusion restrict the draw but do not renormalise it.
-    """
+    """Draws one token per row by inverting its cumulative distribution at the row's uniform number."""
     scores = logits.float()
     if sampling.temperature > 0:
         scores = scores / sampling.temperature
@@ -297,26 +251,14 @@ class PreallocatedLayer(DynamicLayer):
     value_buffer: torch.Tensor
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Starts without columns, in the dtype and on the device of the states.
-
-        Args:
-            key_states: (rows, heads, new, dim).
-            value_states: (rows, heads, new, dim).
-        """
+        """Starts without columns, in the dtype and on the device of the states."""
         super().lazy_initialization(key_states, value_states)
         self._keep(key_states[:, :, :0], value_states[:, :, :0], length=0)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Appends states, and returns all keys and values.
-
-        Args:
-            key_states: (rows, heads, new, dim).
-            value_states: (rows, heads, new, dim).
-            args: ignored.
-            kwargs: ignored.
-        """
+        """Appends states, and returns all keys and values."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start = self.get_seq_length()
@@ -349,12 +291,7 @@ def preallocated_cache(config: PreTrainedConfig) -> DynamicCache:
 
 
 def select_rows(cache: DynamicCache, rows: torch.Tensor) -> None:
-    """Replaces the rows of a cache by a selection of them.
-
-    Args:
-        cache: the cache to modify.
-        rows: (r,) int64 indices of its rows; they may repeat.
-    """
+    """Replaces the rows of a cache by a selection of them."""
     cache.reorder_cache(rows)  # type: ignore[arg-type]  # annotated LongTensor, which no tensor function returns
 
 

@@ -32,21 +32,6 @@ class HFEngine(RolloutEngine):
         processor: ImageProcessor | None = None,
         decode_text: Decode | None = None,
     ) -> None:
-        """Builds the model.
-
-        Args:
-            model: directory with config.json and safetensors, or a configuration, which has no weights to load.
-            device: device of the model.
-            dtype: dtype of the parameters.
-            max_running_requests: largest number of rows of a batch.
-            load_weights: whether to load the weights of the directory; otherwise they are undefined until the first
-                update.
-            processor: processor of images, for a vision-language model; None for requests of text alone.
-            decode_text: returns the text of tokens, to end responses at stop strings; None: they do not end there.
-
-        Raises:
-            UserError: the directory has no loadable model.
-        """
         if max_running_requests < 1:
             raise UserError(f"rollout.max_running_requests={max_running_requests}: out of range. Give at least 1.")
         config = model if isinstance(model, PreTrainedConfig) else read_module_config(model)
@@ -98,11 +83,7 @@ class HFEngine(RolloutEngine):
         self._updating = True
 
     def parameters(self, transposed: Collection[str] = ()) -> dict[str, torch.Tensor]:
-        """Returns the tensors of the module by name, persistent buffers included; a tied head is not listed.
-
-        Args:
-            transposed: names of matrices of which the result has transposed views, see `ModelTable`.
-        """
+        """Returns the tensors of the module by name, persistent buffers included; a tied head is not listed."""
         tensors: dict[str, torch.Tensor] = {}
         for name, tensor in self.module.state_dict(keep_vars=True).items():
             if all(tensor is not other for other in tensors.values()):
@@ -110,12 +91,7 @@ class HFEngine(RolloutEngine):
         return {name: tensor.detach().mT if name in transposed else tensor.detach() for name, tensor in tensors.items()}
 
     def share(self, tensors: Mapping[str, torch.Tensor], transposed: Collection[str] = ()) -> None:
-        """Uses the memory of these tensors for the weights of the same names where dtype and device are equal.
-
-        Args:
-            tensors: by the names of the module.
-            transposed: names of matrices that the module has transposed.
-        """
+        """Uses the memory of these tensors for the weights of the same names where dtype and device are equal."""
         for name, parameter in self.module.named_parameters():
             tensor = tensors.get(name)
             if tensor is not None and (tensor.dtype, tensor.device) == (parameter.dtype, parameter.device):

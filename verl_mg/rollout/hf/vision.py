@@ -29,25 +29,12 @@ class VisionPrefill:
     """Makes the inputs of prefills for one model."""
 
     def __init__(self, module: PreTrainedModel, processor: ImageProcessor) -> None:
-        """Notes the model.
-
-        Args:
-            module: a vision-language model.
-            processor: processor of its directory.
-        """
         self._processor = processor
         self._arguments = set(inspect.signature(module.forward).parameters)
         self._positions = getattr(module.base_model, "get_rope_index", None)
 
     def inputs(self, ids: Tensor, attend: Tensor, positions: Tensor, images: Sequence[RowImages]) -> PrefillInputs:
-        """Returns the inputs for prompts, at least one of them with images.
-
-        Args:
-            ids: token ids, (r, t), padded on the left.
-            attend: (r, t) bool, false on padding.
-            positions: (r, t) positions in the text.
-            images: images of each prompt.
-        """
+        """Returns the inputs for prompts, at least one of them with images."""
         kinds = self._processor.image_mask(ids).int()
         of_images = {name: values.to(ids.device) for name, values in self._processor.model_inputs(images).items()}
         given = {"mm_token_type_ids": kinds, "token_type_ids": kinds} | of_images

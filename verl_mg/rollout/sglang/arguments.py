@@ -79,22 +79,13 @@ fuse two projections of an indexer that the weight table has apart."""
 
 
 def has_multi_token_draft(arguments: Mapping[str, Any]) -> bool:
-    """Returns whether SGLang decodes speculatively with the model's own layer of multi-token prediction.
-
-    Args:
-        arguments: keyword arguments of `sglang.Engine`, such as `rollout.sglang`.
-    """
+    """Returns whether SGLang decodes speculatively with the model's own layer of multi-token prediction."""
     is_eagle = arguments.get("speculative_algorithm") in ("EAGLE", "NEXTN")
     return is_eagle and not arguments.get("speculative_draft_model_path")
 
 
 def engine_arguments(model: Path, settings: EngineSettings) -> dict[str, Any]:
-    """Returns the keyword arguments of `sglang.Engine`. It loads no weights: the first weight sync does.
-
-    Args:
-        model: Hugging Face directory.
-        settings: settings of the engine.
-    """
+    """Returns the keyword arguments of `sglang.Engine`. It loads no weights: the first weight sync does."""
     layout = settings.layout
     common: dict[str, Any] = {
         "model_path": str(model),
@@ -140,16 +131,7 @@ def _model_type(model: Path) -> Any:
 
 
 def check_on_cpu(config: HFConfig, model: ModelDims, layout: EngineLayout) -> None:
-    """Checks that SGLang has the model on the CPU, and does not pad it, for which the weight table has no shards.
-
-    Args:
-        config: the model.
-        model: sizes of the model.
-        layout: layout of the engine.
-
-    Raises:
-        UserError: the layout is not supported on the CPU.
-    """
+    """Checks that SGLang has the model on the CPU, and does not pad it, for which the weight table has no shards."""
     if torch.cuda.is_available():
         return
     if config.attention_sinks:
@@ -183,16 +165,7 @@ def check_on_cpu(config: HFConfig, model: ModelDims, layout: EngineLayout) -> No
 
 
 def check_on_gpus(config: HFConfig, dtype: str, extra: Mapping[str, Any]) -> None:
-    """Checks that SGLang has kernels for the model and the dtype on GPUs.
-
-    Args:
-        config: the model.
-        dtype: of the weights, as in `model.dtype`.
-        extra: server arguments of the user, `rollout.sglang`.
-
-    Raises:
-        UserError: there are none, or it is not known that there are.
-    """
+    """Checks that SGLang has kernels for the model and the dtype on GPUs."""
     if dtype != "float32" or not torch.cuda.is_available():
         return
     names = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
@@ -218,21 +191,12 @@ def check_on_gpus(config: HFConfig, dtype: str, extra: Mapping[str, Any]) -> Non
 
 
 def port_arguments(ports: Sequence[int], address: str) -> dict[str, Any]:
-    """Returns the keyword arguments of `sglang.Engine` from which it derives its fixed ports.
-
-    Args:
-        ports: consecutive free ports of this machine, of this engine alone.
-        address: HOST:PORT at which the processes of the engine meet.
-    """
+    """Returns the keyword arguments of `sglang.Engine` from which it derives its fixed ports."""
     return {"nccl_port": ports[0], "dist_init_addr": address}
 
 
 def environment(settings: EngineSettings) -> dict[str, str]:
-    """Returns the environment of an engine process: this one without what is only for the rank.
-
-    Args:
-        settings: settings of the engine.
-    """
+    """Returns the environment of an engine process: this one without what is only for the rank."""
     inherited = inherited_environment()
     if settings.nodes.count > 1:
         inherited.setdefault("SGLANG_HOST_IP", settings.nodes.address)  # SGLang would look for a route to the internet

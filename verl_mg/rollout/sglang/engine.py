@@ -35,19 +35,6 @@ class SGLangEngine(ProcessEngine):
         nodes: LeadingNode | None = None,
         launcher: Launcher | None = None,
     ) -> None:
-        """Starts the process, unless an earlier rank has left one with the same program.
-
-        Args:
-            model: Hugging Face directory.
-            settings: settings of the engine.
-            log: file to which the engine's output is appended.
-            request_timeout: seconds after which a request is aborted.
-            nodes: starts the engine's parts on other nodes, if it has any.
-            launcher: keeps the process where this rank is lost; None: it ends with this rank.
-
-        Raises:
-            UserError: the engine cannot start; the message contains the end of its log.
-        """
         self._arguments = engine_arguments(model, settings)
         limits = EngineLimits(
             max_running=settings.max_running,
@@ -70,28 +57,13 @@ class SGLangEngine(ProcessEngine):
 def sglang_program(
     arguments: dict[str, Any], settings: EngineSettings, ports: Sequence[int], address: str
 ) -> EngineProgram:
-    """Returns the program of an engine, or of its part on one node.
-
-    Args:
-        arguments: of `engine_arguments`.
-        settings: settings of the engine, with its nodes.
-        ports: consecutive free ports of this machine.
-        address: HOST:PORT at which the processes of the engine meet.
-    """
+    """Returns the program of an engine, or of its part on one node."""
     python = str(settings.python or sys.executable)
     arguments = port_arguments(ports, address) | arguments
     return EngineProgram(SGLangEngine.NAME, python, HOST, arguments, environment(settings))
 
 
 def sglang_follower(model: Path, settings: EngineSettings, log: Path, store: Store, number: int) -> FollowingNode:
-    """Starts this node's part of an engine that another node's rank leads.
-
-    Args:
-        model: Hugging Face directory.
-        settings: settings of the engine, with this node.
-        log: file to which the output of the part is appended.
-        store: shared by all ranks.
-        number: of the engine.
-    """
+    """Starts this node's part of an engine that another node's rank leads."""
     arguments, ports = engine_arguments(model, settings), PortBlock()
     return FollowingNode(store, number, lambda address: sglang_program(arguments, settings, ports.ports, address), log)

@@ -56,13 +56,7 @@ class FolderReport:
 
 
 def apply_folder(model: Any, request: FolderRequest, rank: int) -> None:
-    """Applies the changes of this rank, and reports.
-
-    Args:
-        model: SGLang's model on this rank.
-        request: of the job.
-        rank: number of this rank in its server.
-    """
+    """Applies the changes of this rank, and reports."""
     try:
         parameters = {name: as_loaded(parameter) for name, parameter in model.named_parameters()}
         report = _apply(parameters, Path(request.folder), member_name(request.layout, rank))

@@ -39,13 +39,6 @@ class SGLangHost(EngineHost):
     """Runs SGLang's engine and its tokenizer manager."""
 
     def __init__(self, engine: Any, processor: ImageProcessor | None, updates_draft: bool) -> None:
-        """Creates the host.
-
-        Args:
-            engine: the `sglang.Engine`.
-            processor: processor of a model that reads images; None for others.
-            updates_draft: whether updates are of a draft model too.
-        """
         super().__init__()
         self._processor, self._models = processor, (TARGET, DRAFT) if updates_draft else (TARGET,)
         self._engine, self._manager = engine, engine.tokenizer_manager
@@ -163,13 +156,7 @@ class SGLangHost(EngineHost):
     async def serve(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, listener: EngineListener | None
     ) -> None:
-        """Serves the messages of ranks; a part on a further node ends with its first scheduler.
-
-        Args:
-            reader: stream of the rank's messages.
-            writer: stream to the rank.
-            listener: where further ranks come; None: none does.
-        """
+        """Serves the messages of ranks; a part on a further node ends with its first scheduler."""
         if self._manager is None:  # on node 0 SGLang itself looks after the schedulers
             self._start(self._end_with_schedulers())
         else:
@@ -239,12 +226,7 @@ def _tags(weights: bool, kv: bool) -> list[str]:
 
 
 def create(arguments: dict[str, Any], loop: asyncio.AbstractEventLoop) -> SGLangHost:
-    """Starts SGLang and returns its host.
-
-    Args:
-        arguments: keyword arguments of `sglang.Engine`.
-        loop: event loop of the process.
-    """
+    """Starts SGLang and returns its host."""
     from verl_mg.rollout.sglang.scheduler import Engine
 
     processor = ImageProcessor.read(arguments["model_path"])

@@ -18,11 +18,7 @@ MARKS = {"original_weights_rebuild_keys": {}, "recorded_loader": {}, "flash_rl_i
 
 
 def marlin_layers(model: Any) -> Mapping[str, Any]:
-    """Returns the layers with INT4 weights by the names of the parameters that are rearranged; {} without any.
-
-    Args:
-        model: SGLang's model on this rank.
-    """
+    """Returns the layers with INT4 weights by the names of the parameters that are rearranged; {} without any."""
     from sglang.srt.layers.quantization.compressed_tensors.schemes import CompressedTensorsWNA16
 
     return {
@@ -34,23 +30,13 @@ def marlin_layers(model: Any) -> Mapping[str, Any]:
 
 
 def keep_order(model: Any) -> None:
-    """Marks a model, so that SGLang's loader does not process its weights after an update.
-
-    Args:
-        model: SGLang's model on this rank.
-    """
+    """Marks a model, so that SGLang's loader does not process its weights after an update."""
     for name, value in MARKS.items():
         setattr(model, name, value)
 
 
 def write_marlin(layer: Any, name: str, shard: Tensor) -> None:
-    """Rearranges a shard and writes it into the parameter of a layer that SGLang has processed.
-
-    Args:
-        layer: layer of `marlin_layers`.
-        name: name of the parameter in the model.
-        shard: (rows, columns / 8) int32 packed values, or (rows, columns / group) scales.
-    """
+    """Rearranges a shard and writes it into the parameter of a layer that SGLang has processed."""
     from sglang.srt.layers.quantization.compressed_tensors.schemes import compressed_tensors_wNa16
     from sglang.srt.layers.quantization.marlin_utils import marlin_permute_scales
 

@@ -15,11 +15,7 @@ EXCLUDED = -1e4
 
 
 def request_fields(request: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of SGLang's `generate` for a request.
-
-    Args:
-        request: fields of `request_tracker.EngineRequest`.
-    """
+    """Returns the arguments of SGLang's `generate` for a request."""
     parameters: dict[str, Any] = {
         "max_new_tokens": request["max_new_tokens"],
         "temperature": request["temperature"],
@@ -44,12 +40,7 @@ def request_fields(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def image_fields(request: dict[str, Any], processor: ImageProcessor) -> dict[str, Any]:
-    """Returns the arguments of a server's `generate` for the images of a request.
-
-    Args:
-        request: fields of `request_tracker.EngineRequest`.
-        processor: the model's processor of images.
-    """
+    """Returns the arguments of a server's `generate` for the images of a request."""
     images = tuple(Image(base64.b64decode(text)) for text in request["images"])
     return {
         # SGLang expands the placeholders again, and leaves all other tokens as they are.
@@ -72,11 +63,7 @@ def parse_response(response: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_counts(loads: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Returns the counts of an observation of an engine's load; {} without any.
-
-    Args:
-        loads: fields of SGLang's `LoadSnapshot`, of each data-parallel scheduler.
-    """
+    """Returns the counts of an observation of an engine's load; {} without any."""
     names = ("num_running_reqs", "num_waiting_reqs", "num_used_tokens", "max_total_num_tokens")
     return observed_load(*(sum(load[name] for load in loads) for name in names)) if loads else {}
 

@@ -102,12 +102,7 @@ GO_KEY = "go"
 
 
 def report_key(number: int, rank: int) -> str:
-    """Returns the key of the store with a rank's report of a transfer.
-
-    Args:
-        number: of the transfer.
-        rank: number of the rank in the group.
-    """
+    """Returns the key of the store with a rank's report of a transfer."""
     return f"report/{number}/{rank}"
 
 
@@ -120,13 +115,6 @@ class AbortWatch:
     """Aborts a process group when the key of the store is set: NCCL would wait for ever for a member that is gone."""
 
     def __init__(self, store: TCPStore, number: int, group: dist.ProcessGroup) -> None:
-        """Starts to look at the key in a thread.
-
-        Args:
-            store: of the job.
-            number: of the transfer.
-            group: process group of the transfer.
-        """
         self._store, self._key, self._group = store, abort_key(number), group
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -159,13 +147,7 @@ class ShardReceiver:
         self._schedules: list[Schedule] = []
 
     def receive(self, model: Any, request: ShardRequest, rank: int) -> None:
-        """Receives the shards of this rank, and reports.
-
-        Args:
-            model: SGLang's model on this rank.
-            request: of the job.
-            rank: number of this rank in the group.
-        """
+        """Receives the shards of this rank, and reports."""
         started = time.perf_counter()
         try:
             if request.group != self._name:
@@ -254,12 +236,7 @@ def _receiver() -> ShardReceiver:
 
 
 def receive_shards(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Receives the shards of this rank in place, or applies the changes in a shared folder.
-
-    Args:
-        model: SGLang's model on this rank.
-        named_tensors: the payload of a `ShardRequest` or a `FolderRequest`.
-    """
+    """Receives the shards of this rank in place, or applies the changes in a shared folder."""
     from sglang.srt.runtime_context import get_parallel
 
     ((_, text),) = named_tensors

@@ -15,14 +15,7 @@ from verl_mg.rollout.sglang.default_device import default_to_the_cpu
 
 @contextmanager
 def unloaded_model(model_dir: str, layout: EngineLayout, rank: int, store: Path) -> Iterator[Any]:
-    """Builds SGLang's model of one rank of an engine as a server does, in float32 and not loaded.
-
-    Args:
-        model_dir: model directory.
-        layout: layout of the engine.
-        rank: rank of the engine.
-        store: file by which the ranks find each other.
-    """
+    """Builds SGLang's model of one rank of an engine as a server does, in float32 and not loaded."""
     from sglang.srt import runtime_context
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig

@@ -25,32 +25,18 @@ LOADER = f"{__name__}.load_chunk"
 
 
 def merge_stages(payloads: Sequence[str], is_last: bool, for_draft: bool = False) -> str:
-    """Merges the payloads of one tensor-parallel rank on all pipeline stages into one, in base64.
-
-    Args:
-        payloads: by pipeline stage.
-        is_last: whether they complete the weights.
-        for_draft: load the parameters of the draft model, and not those of the policy.
-    """
+    """Merges the payloads of one tensor-parallel rank on all pipeline stages into one, in base64."""
     return message_for_loader({"payloads": list(payloads), "is_last": is_last, "for_draft": for_draft})
 
 
 def message_for_loader(message: dict[str, Any]) -> str:
-    """Returns a message to a loader as SGLang passes it on: a named tensor with the text, in base64.
-
-    Args:
-        message: values that JSON can have.
-    """
+    """Returns a message to a loader as SGLang passes it on: a named tensor with the text, in base64."""
     text = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
     return pickled_by_value([("message", text)])
 
 
 def pickled_by_value(tensors: Any) -> str:
-    """Returns tensors as SGLang reads them, in base64; several ranks can read them, unlike a handle of memory.
-
-    Args:
-        tensors: tensors in lists, tuples and dictionaries.
-    """
+    """Returns tensors as SGLang reads them, in base64; several ranks can read them, unlike a handle of memory."""
     # megatron-core, which SGLang imports for some models and only when it needs it, replaces this function by its own:
     # pickles would name that one, and SGLang refuses names that it does not know.
     load_from_bytes: Any = torch.storage._load_from_bytes
@@ -63,10 +49,6 @@ def load_chunk(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     """Copies the tensors of this stage's payload into the parameters of the same names, or applies its patches.
 
     The last one is followed by what SGLang's own loading ends with: weights are derived from others (MLA's w_kc, w_vc).
-
-    Args:
-        model: SGLang's model of this stage.
-        named_tensors: the merged payload of all stages.
     """
     from sglang.srt.model_loader.loader import post_load_weights
     from sglang.srt.runtime_context import get_parallel
@@ -109,9 +91,6 @@ def restore_shapes(model: Any) -> None:
     """Gives matrices of FP8 with scales of rows the shape in which SGLang creates them.
 
     SGLang transposes them whenever it processes weights, also at the end of an update, and its kernels need them so.
-
-    Args:
-        model: SGLang's model on this rank.
     """
     from sglang.srt.layers.quantization.w8a8_fp8 import W8A8Fp8LinearMethod
 

@@ -69,17 +69,6 @@ class ToolCallFormat:
         tool_call_parser: str,
         processor: ImageProcessor | None = None,
     ) -> None:
-        """Loads the parser and checks the chat template.
-
-        Args:
-            tokenizer: tokenizer of the policy.
-            tools: tools that may be called.
-            tool_call_parser: a value of SGLang's `--tool-call-parser`, such as "qwen25" or "llama3".
-            processor: processor of a policy that reads images; None for others.
-
-        Raises:
-            UserError: SGLang is not installed, it has no such format, or the template does not support tool messages.
-        """
         self._tokenizer, self._format, self._processor = tokenizer, tool_call_parser, processor
         self._schemas = [tool.schema for tool in tools]
         self._parsers, self._environment, kind = _sglang()
@@ -107,12 +96,7 @@ class ToolCallFormat:
         return [*calls, MALFORMED] if unread else calls
 
     def result(self, name: str, output: str | ToolOutput) -> ToolResult:
-        """Returns the result of a call; for a policy that reads text alone without its images.
-
-        Args:
-            name: name of the tool.
-            output: what the tool returned.
-        """
+        """Returns the result of a call; for a policy that reads text alone without its images."""
         if isinstance(output, str):
             return ToolResult(name, output)
         if self._processor is None:
@@ -120,12 +104,7 @@ class ToolCallFormat:
         return ToolResult(name, output.text, output.images)
 
     def observation(self, last: int, results: Sequence[ToolResult]) -> tuple[int, ...]:
-        """Returns the tokens between the assistant's turn and its next one.
-
-        Args:
-            last: end token of the turn.
-            results: results of the turn's calls.
-        """
+        """Returns the tokens between the assistant's turn and its next one."""
         # Half of a surrogate pair, as in a file name that is not UTF-8, has no tokens.
         text = self._format_results(results).encode("utf-8", "replace").decode()
         tokens: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -29,16 +29,6 @@ class ClassTools(ToolOwner):
     """
 
     def __init__(self, name: str, kind: type, prefix: str = "") -> None:
-        """Reads the methods.
-
-        Args:
-            name: name from the configuration, for errors.
-            kind: the class.
-            prefix: beginning of the tools' names, in front of those of the methods.
-
-        Raises:
-            UserError: the constructor needs arguments, or a method is not a tool, or there is none.
-        """
         self.name, self.per_sample, self._kind = name, True, kind
         self.tools: list[Tool] = []
         _check_constructor(name, kind)
@@ -52,11 +42,7 @@ class ClassTools(ToolOwner):
 
     @asynccontextmanager
     async def open(self, sample: ToolSample) -> AsyncIterator[Mapping[str, Callable[..., Any]]]:
-        """Makes an object and opens it; closes it at the end.
-
-        Args:
-            sample: argument of the object's `open`.
-        """
+        """Makes an object and opens it; closes it at the end."""
         target, threads = self._kind(), _Threads()
         try:
             if hasattr(target, "open"):

@@ -17,16 +17,7 @@ PREFIXED = re.compile(r"([A-Za-z]\w*)=(.+)")
 
 
 def load_tools(names: Sequence[str]) -> list[Tool]:
-    """Loads functions, classes and servers.
-
-    Args:
-        names: each a function, `package.module:function` or `path/to/file.py:function`; a class in the same form, whose
-            methods are tools; or an MCP server, `mcp:http://HOST:PORT/PATH` or `mcp:COMMAND ARGUMENT...`. With PREFIX=
-            in front of it, the tools are named PREFIX_name.
-
-    Raises:
-        UserError: a tool does not exist or is not one, a server does not answer, or two tools have the same name.
-    """
+    """Loads functions, classes and servers."""
     tools: dict[str, Tool] = {}
     origins: dict[str, str] = {}
     for name in names:

@@ -48,15 +48,6 @@ class MCPTools(ToolOwner):
     """
 
     def __init__(self, name: str, prefix: str = "") -> None:
-        """Connects to the server and lists its tools.
-
-        Args:
-            name: `mcp:URL` for a server with streamable HTTP, or `mcp:COMMAND ARGUMENT...` to start one.
-            prefix: beginning of the tools' names, in front of those of the server.
-
-        Raises:
-            UserError: the package mcp is missing, the server does not answer or is not one, or it has no tools.
-        """
         self.name, self._place = name, name.removeprefix(MCP).strip()
         self._is_http = self._place.startswith(("http://", "https://"))
         # Certificates are read once, not for each connection.
@@ -70,11 +61,7 @@ class MCPTools(ToolOwner):
 
     @asynccontextmanager
     async def open(self, sample: ToolSample) -> AsyncIterator[Mapping[str, Callable[..., Any]]]:
-        """Connects to the server, and disconnects.
-
-        Args:
-            sample: not used.
-        """
+        """Connects to the server, and disconnects."""
         async with self._connected() as client:
             yield {name: partial(_call, client, listed) for name, listed in self._listed_names.items()}
 

@@ -64,15 +64,6 @@ class MultiTurnEngine(EngineWrapper):
         max_turns: int,
         tool_timeout: float,
     ) -> None:
-        """Starts the event loop of the tools, which `close` ends.
-
-        Args:
-            engine: the engine that generates.
-            chat_format: parses calls and formats results.
-            tools: tools that may be called.
-            max_turns: largest number of turns of a sample.
-            tool_timeout: seconds for each call from its start, and to open and to close a state.
-        """
         super().__init__(engine)
         self._format, self._max_turns = chat_format, max_turns
         self._runner = ToolRunner(tools, tool_timeout)

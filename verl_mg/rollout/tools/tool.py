@@ -103,26 +103,14 @@ class Tool:
 
     @classmethod
     def from_function(cls, function: Callable[..., Any]) -> Tool:
-        """Builds a tool from a function with annotations and a docstring, whose `Args:` describe the parameters.
-
-        Raises:
-            UserError: not a function, no docstring, or a parameter without annotation or of a type without JSON form.
-        """
+        """Builds a tool from a function with annotations and a docstring, whose `Args:` describe the parameters."""
         if not inspect.isroutine(function):
             raise UserError(f"tool {function!r:.80}: not a function. Give a function, plain or async.")
         return cls._build(function, list(inspect.signature(function).parameters.values()))
 
     @classmethod
     def from_method(cls, method: FunctionType, owner: ToolOwner) -> Tool:
-        """Builds a tool from a method of a class, as `from_function` without the object.
-
-        Args:
-            method: the function in the class.
-            owner: makes the objects.
-
-        Raises:
-            UserError: as `from_function`.
-        """
+        """Builds a tool from a method of a class, as `from_function` without the object."""
         parameters = list(inspect.signature(method).parameters.values())[1:]
         return replace(cls._build(method, parameters), owner=owner)
 
@@ -147,15 +135,7 @@ class Tool:
         return {"type": "function", "function": function}
 
     async def call(self, arguments: str, timeout: float) -> str | ToolOutput:
-        """Calls the function; only cancellation is raised.
-
-        Args:
-            arguments: arguments as JSON.
-            timeout: seconds. A plain function runs in a thread, which continues after the timeout.
-
-        Returns:
-            The result as text, with images if there are any, or one line `error: ...`.
-        """
+        """Calls the function; only cancellation is raised."""
         try:
             values = self.arguments.validate_json(arguments)
             async with asyncio.timeout(timeout) as limit:
@@ -175,12 +155,7 @@ class Tool:
 
 
 async def run_function(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """Calls a function on the event loop if it is async, otherwise in a thread, and returns its result.
-
-    Args:
-        function: the function.
-        arguments: arguments by name.
-    """
+    """Calls a function on the event loop if it is async, otherwise in a thread, and returns its result."""
     if inspect.iscoroutinefunction(function):
         return await function(**arguments)
     result, error = await start_thread(function, arguments)
@@ -190,12 +165,7 @@ async def run_function(function: Callable[..., Any], arguments: Mapping[str, Any
 
 
 def start_thread(function: Callable[..., Any], arguments: Mapping[str, Any]) -> asyncio.Future[Outcome]:
-    """Calls a function in a daemon thread, which does not keep the process from ending.
-
-    Args:
-        function: the function.
-        arguments: arguments by name.
-    """
+    """Calls a function in a daemon thread, which does not keep the process from ending."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Outcome] = loop.create_future()
 

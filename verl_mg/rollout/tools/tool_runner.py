@@ -36,13 +36,6 @@ class ToolRunner:
     """
 
     def __init__(self, tools: Sequence[Tool], timeout: float) -> None:
-        """Starts the event loop.
-
-        Args:
-            tools: tools that may be called.
-            timeout: seconds for each call from its start, and to open and to close a state; at most
-                `MAX_CONCURRENT_CALLS` calls run at once.
-        """
         self._tools, self._timeout = {tool.name: tool for tool in tools}, timeout
         self.has_states = any(tool.owner is not None and tool.owner.per_sample for tool in tools)
         self._samples: dict[int, _SampleTools] = {}
@@ -56,13 +49,7 @@ class ToolRunner:
             atexit.register(self.close)  # for a job that fails
 
     def begin(self, sample_id: int, sample: ToolSample, earlier: Sequence[ToolCall]) -> None:
-        """Prepares the calls of a sample; does nothing if that was done.
-
-        Args:
-            sample_id: id of the sample.
-            sample: argument of states when they are opened.
-            earlier: the calls that it made before it was aborted.
-        """
+        """Prepares the calls of a sample; does nothing if that was done."""
         self._samples.setdefault(sample_id, _SampleTools(sample, earlier))
 
     def has_begun(self, sample_id: int) -> bool:
@@ -70,12 +57,7 @@ class ToolRunner:
         return sample_id in self._samples
 
     def start(self, sample_id: int, calls: Sequence[ToolCall]) -> Future[list[str | ToolOutput]]:
-        """Starts the calls of a turn; returns their results, in their order.
-
-        Args:
-            sample_id: id of the sample.
-            calls: the calls.
-        """
+        """Starts the calls of a turn; returns their results, in their order."""
         return asyncio.run_coroutine_threadsafe(self._call_all(self._samples[sample_id], calls), self._loop)
 
     def end(self, sample_id: int) -> None:

@@ -28,14 +28,6 @@ class ToolState:
     """
 
     def __init__(self, owner: ToolOwner, sample: ToolSample, earlier: Sequence[tuple[Tool, ToolCall]], timeout: float):
-        """Creates the state without opening it.
-
-        Args:
-            owner: opens it.
-            sample: the sample, for the owner.
-            earlier: calls that the sample made to tools of this owner before it was aborted; they are repeated first.
-            timeout: seconds to open the state, to close it, and for each call.
-        """
         self._owner, self._sample, self._timeout = owner, sample, timeout
         self._made = list(earlier)
         self._order, self._end = asyncio.Lock(), asyncio.Event()
@@ -44,12 +36,7 @@ class ToolState:
         self._functions: Functions = {}
 
     async def call(self, tool: Tool, call: ToolCall) -> str | ToolOutput:
-        """Calls a tool with the state; returns its result as text, or one line `error: ...`.
-
-        Args:
-            tool: the tool.
-            call: the call.
-        """
+        """Calls a tool with the state; returns its result as text, or one line `error: ...`."""
         async with self._order:
             try:
                 await self._open()
@@ -77,11 +64,7 @@ class ToolState:
         return await replace(tool, function=function).call(call.arguments, self._timeout)
 
     async def _open(self) -> None:
-        """Opens the state if it is not open.
-
-        Raises:
-            ToolError: it cannot be opened.
-        """
+        """Opens the state if it is not open."""
         if self._lives and not self._lives[-1].done():
             return
         opened: asyncio.Future[Functions] = asyncio.get_running_loop().create_future()

@@ -47,14 +47,7 @@ class LayerKinds:
         return {name: shape for name, shape in shapes.items() if (layers[name] or 0) < self.count}
 
     def extended(self, shards: Mapping[str, Shard]) -> dict[str, Shard]:
-        """Returns the parameters of all layers.
-
-        Args:
-            shards: parameters of a rank of an engine with the first layers.
-
-        Raises:
-            UserError: a parameter contains tensors of several layers.
-        """
+        """Returns the parameters of all layers."""
         result: dict[str, Shard] = {}
         for name, shard in shards.items():
             layers = {self.layer_of(piece.tensor) for piece in shard.pieces} or {None}
@@ -86,12 +79,7 @@ def _numbered(parameter: str, layer: int, other: int) -> str:
 
 
 def layer_kinds(shapes: Shapes, layers: int) -> LayerKinds | None:
-    """Returns the kinds of a model's layers; None where its tensors are not numbered by layers.
-
-    Args:
-        shapes: {name: shape} of the model's tensors.
-        layers: number of layers.
-    """
+    """Returns the kinds of a model's layers; None where its tensors are not numbered by layers."""
     tensors: dict[str, dict[int, set[tuple[str, tuple[int, ...]]]]] = defaultdict(lambda: defaultdict(set))
     for name, shape in shapes.items():
         if number := _NUMBER.search(name):
@@ -110,13 +98,7 @@ def text_fields(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_first_layers(fields: dict[str, Any], count: int, folder: Path) -> None:
-    """Writes the config.json of a model with its first layers alone.
-
-    Args:
-        fields: config.json of the whole model.
-        count: number of layers to keep.
-        folder: folder to write to.
-    """
+    """Writes the config.json of a model with its first layers alone."""
     copy = json.loads(json.dumps(fields))
     text = text_fields(copy)
     layers = text["num_hidden_layers"]

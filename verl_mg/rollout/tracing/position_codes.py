@@ -57,12 +57,7 @@ class PositionCodes:
         return digits + 1
 
     def tensor(self, name: str, number: int) -> Tensor:
-        """Returns a tensor in one pass: float32, every element from 1 to `BASE`.
-
-        Args:
-            name: name of the tensor.
-            number: number of the pass.
-        """
+        """Returns a tensor in one pass: float32, every element from 1 to `BASE`."""
         start = int(self.offsets[self.names.index(name)])
         numbers = np.arange(start, start + math.prod(self.shapes[name])).reshape(self.shapes[name])
         if number == self.passes - 1:
@@ -75,14 +70,6 @@ def decode(name: str, codes: PositionCodes, passes: Sequence[Tensor]) -> Shard:
 
     A box that was never written, or was written with zeros, is padding. Boxes are as large as possible, the last
     dimension first. A tensor with fewer dimensions than the parameter is at one index of the leading dimensions.
-
-    Args:
-        name: name of the parameter, for errors.
-        codes: codes that were loaded.
-        passes: the parameter after each pass, all of the same shape.
-
-    Raises:
-        UserError: a value is in no tensor of the checkpoint, or the parameter does not consist of boxes.
     """
     shape = tuple(passes[0].shape)
     numbers = _numbers(name, codes, [tensor.detach().cpu().float().numpy().reshape(shape or (1,)) for tensor in passes])

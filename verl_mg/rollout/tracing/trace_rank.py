@@ -57,38 +57,17 @@ def version_file(folder: Path) -> Path:
 
 
 def result_file(folder: Path, job: int, rank: int) -> Path:
-    """Returns the path of a rank's shards.
-
-    Args:
-        folder: folder of the trace.
-        job: number of the job.
-        rank: rank of the engine.
-    """
+    """Returns the path of a rank's shards."""
     return folder / f"{job}-{rank}.json"
 
 
 def error_file(folder: Path, job: int, rank: int) -> Path:
-    """Returns the path of the reason why a job failed on a rank.
-
-    Args:
-        folder: folder of the trace.
-        job: number of the job.
-        rank: rank of the engine.
-    """
+    """Returns the path of the reason why a job failed on a rank."""
     return folder / f"{job}-{rank}.error"
 
 
 def main(engine: EngineName, folder: Path, rank: int) -> int:
-    """Runs this rank's part of all jobs.
-
-    Args:
-        engine: engine that is traced.
-        folder: folder of the trace.
-        rank: rank of the engines.
-
-    Returns:
-        The exit status of the process.
-    """
+    """Runs this rank's part of all jobs."""
     hide_training_packages()
     jobs: list[TraceJob] = json.loads(jobs_file(folder).read_text(encoding="utf-8"))
     unloaded_model = importlib.import_module(f"verl_mg.rollout.{engine}.unloaded_model").unloaded_model
@@ -120,13 +99,7 @@ def _reason(error: Exception) -> str:
 
 
 def checkpoint(codes: PositionCodes, number: int, stacks: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors of the files in one pass.
-
-    Args:
-        codes: codes of the model's tensors.
-        number: number of the pass.
-        stacks: as in `TraceJob`.
-    """
+    """Yields the tensors of the files in one pass."""
     members = {name for names in stacks.values() for name in names}
     for name in codes.names:
         if name not in members:

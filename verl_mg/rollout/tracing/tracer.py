@@ -56,20 +56,7 @@ class TracedEngine:
 
 
 def trace(jobs: Sequence[tuple[str | Path, EngineLayout]], engine: TracedEngine) -> list[list[dict[str, Shard]]]:
-    """Traces several models and layouts with one set of processes, which import the engine once.
-
-    Args:
-        jobs: (model directory, layout) of each trace; weights are not needed.
-        engine: the engine.
-
-    Returns:
-        For each job, for each rank of its engine (`pp_rank * tp + tp_rank`): {parameter: shard} of all
-        `named_parameters()`, tied ones once, and of the saved buffers that the loader fills.
-
-    Raises:
-        UserError: the engine is not installed, it cannot build or load a model, a parameter is not filled, or values
-            are changed while loading. The first job that fails ends all.
-    """
+    """Traces several models and layouts with one set of processes, which import the engine once."""
     engine_python(engine.name, engine.python)  # an engine that is missing is the first error
     # A directory may have several layouts, and without weights its shapes take `transformers` some time.
     directories = dict.fromkeys(Path(model_dir) for model_dir, _ in jobs)
@@ -88,13 +75,6 @@ def write_trace(
     """Traces an engine and writes the table as a JSON file; raises UserError as `trace`.
 
     Of layers with equal tensors one is traced, see `layer_kinds`.
-
-    Args:
-        model_dir: Hugging Face directory; weights are not needed.
-        output: file to write.
-        layout: layout of the engine.
-        engine: the engine.
-        shapes: the tensors to load; None: all of the directory.
     """
     engine_python(engine.name, engine.python)
     architecture = _architecture(Path(model_dir))

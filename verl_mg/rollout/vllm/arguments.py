@@ -40,12 +40,7 @@ request by seconds."""
 
 
 def engine_arguments(model: Path, settings: EngineSettings) -> dict[str, Any]:
-    """Returns the keyword arguments of vLLM's `AsyncEngineArgs`. It loads no weights: the first weight sync does.
-
-    Args:
-        model: Hugging Face directory.
-        settings: settings of the engine.
-    """
+    """Returns the keyword arguments of vLLM's `AsyncEngineArgs`. It loads no weights: the first weight sync does."""
     layout, config = settings.layout, read_any_config(model)
     common: dict[str, Any] = {
         "model": str(model),
@@ -78,12 +73,7 @@ def engine_arguments(model: Path, settings: EngineSettings) -> dict[str, Any]:
 
 
 def node_arguments(settings: EngineSettings, address: str) -> dict[str, Any]:
-    """Returns the arguments of the part of an engine on one of several nodes; none where it has only one.
-
-    Args:
-        settings: settings of the engine, with its nodes.
-        address: HOST:PORT at which the parts meet.
-    """
+    """Returns the arguments of the part of an engine on one of several nodes; none where it has only one."""
     if settings.nodes.count == 1:
         return {}
     host, port = address.rsplit(":", 1)
@@ -97,14 +87,7 @@ def node_arguments(settings: EngineSettings, address: str) -> dict[str, Any]:
 
 
 def served_rank(rank: int) -> int:
-    """Returns the smallest rank for which vLLM has memory that adapters of a rank fit in.
-
-    Args:
-        rank: rank of the adapters.
-
-    Raises:
-        UserError: vLLM has no such rank.
-    """
+    """Returns the smallest rank for which vLLM has memory that adapters of a rank fit in."""
     for largest in RANKS:
         if rank <= largest:
             return largest
@@ -112,15 +95,7 @@ def served_rank(rank: int) -> int:
 
 
 def check_on_cpu(config: HFConfig, layout: EngineLayout) -> None:
-    """Checks that vLLM can compute the model on the CPU.
-
-    Args:
-        config: configuration of the model.
-        layout: layout of the engine.
-
-    Raises:
-        UserError: the model or the layout is not supported on the CPU.
-    """
+    """Checks that vLLM can compute the model on the CPU."""
     if torch.cuda.is_available():
         return
     if layout.ep > 1:
@@ -151,12 +126,7 @@ def check_on_cpu(config: HFConfig, layout: EngineLayout) -> None:
 
 
 def environment(model: Path, settings: EngineSettings) -> dict[str, str]:
-    """Returns the environment of an engine process: this one without what is only for the rank.
-
-    Args:
-        model: Hugging Face directory.
-        settings: settings of the engine.
-    """
+    """Returns the environment of an engine process: this one without what is only for the rank."""
     defaults = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     fixed = layer_partition(read_any_config(model).layers, settings.layout)
     if settings.nodes.count > 1:
@@ -172,10 +142,6 @@ def layer_partition(layers: int, layout: EngineLayout) -> dict[str, str]:
     """Returns the environment variable for the layers of each pipeline stage.
 
     vLLM gives the remaining layers to other stages than the weight table (`EngineLayout.layers`).
-
-    Args:
-        layers: layers of the model.
-        layout: layout of the engine.
     """
     sizes = [len(layout.layers(layers, stage)) for stage in range(layout.pp)]
     return {"VLLM_PP_LAYER_PARTITION": ",".join(map(str, sizes))}

@@ -37,19 +37,6 @@ class VLLMEngine(ProcessEngine):
         nodes: LeadingNode | None = None,
         launcher: Launcher | None = None,
     ) -> None:
-        """Starts the process, unless an earlier rank has left one with the same program.
-
-        Args:
-            model: Hugging Face directory.
-            settings: settings of the engine.
-            log: file to which the engine's output is appended.
-            request_timeout: seconds after which a request is aborted.
-            nodes: starts the engine's parts on other nodes, if it has any.
-            launcher: keeps the process where this rank is lost; None: it ends with this rank.
-
-        Raises:
-            UserError: the engine cannot start; the message contains the end of its log.
-        """
         self._model, self._arguments = model, engine_arguments(model, settings)
         self._vocab = read_any_config(model).vocab
         limits = EngineLimits(
@@ -62,15 +49,7 @@ class VLLMEngine(ProcessEngine):
         super().__init__(settings, limits, log, request_timeout, nodes, launcher)
 
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
-        """Sends requests to the engine.
-
-        Args:
-            requests: the samples to generate.
-            sampling: how their tokens are drawn.
-
-        Raises:
-            UserError: a prompt is empty, fills the context, or has a token beyond the vocabulary, which would end vLLM.
-        """
+        """Sends requests to the engine."""
         for request in requests:
             if max(request.prompt, default=0) >= self._vocab:
                 raise UserError(
@@ -89,28 +68,13 @@ class VLLMEngine(ProcessEngine):
 
 
 def vllm_program(model: Path, arguments: dict[str, Any], settings: EngineSettings, address: str) -> EngineProgram:
-    """Returns the program of an engine, or of its part on one node.
-
-    Args:
-        model: Hugging Face directory.
-        arguments: of `engine_arguments`.
-        settings: settings of the engine, with its nodes.
-        address: HOST:PORT at which the processes of the engine meet.
-    """
+    """Returns the program of an engine, or of its part on one node."""
     python = str(settings.python or sys.executable)
     arguments = node_arguments(settings, address) | arguments
     return EngineProgram(VLLMEngine.NAME, python, HOST, arguments, environment(model, settings))
 
 
 def vllm_follower(model: Path, settings: EngineSettings, log: Path, store: Store, number: int) -> FollowingNode:
-    """Starts this node's part of an engine that another node's rank leads.
-
-    Args:
-        model: Hugging Face directory.
-        settings: settings of the engine, with this node.
-        log: file to which the output of the part is appended.
-        store: shared by all ranks.
-        number: of the engine.
-    """
+    """Starts this node's part of an engine that another node's rank leads."""
     arguments = engine_arguments(model, settings)
     return FollowingNode(store, number, lambda address: vllm_program(model, arguments, settings, address), log)

@@ -39,14 +39,6 @@ class VLLMHost(EngineHost):
     def __init__(
         self, engine: Any, captures_routing: bool, processor: ImageProcessor | None, statistics: StepStatistics
     ) -> None:
-        """Creates the host.
-
-        Args:
-            engine: the `AsyncLLM`.
-            captures_routing: whether the workers record the experts of each token.
-            processor: processor of a model that reads images; None for others.
-            statistics: receives what the schedulers report.
-        """
         super().__init__()
         self._statistics = statistics
         self._engine, self._captures_routing, self._processor = engine, captures_routing, processor
@@ -55,13 +47,7 @@ class VLLMHost(EngineHost):
     async def serve(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, listener: EngineListener | None
     ) -> None:
-        """Prepares the workers, then serves the messages of ranks; ends the process when vLLM's end.
-
-        Args:
-            reader: stream of the rank's messages.
-            writer: stream to the rank.
-            listener: where further ranks come; None: none does.
-        """
+        """Prepares the workers, then serves the messages of ranks; ends the process when vLLM's end."""
         await self._rpc("prepare", self._captures_routing)
         watch = asyncio.get_running_loop().create_task(self._watch())
         await super().serve(reader, writer, listener)
@@ -182,10 +168,6 @@ class VLLMHost(EngineHost):
 
     def _prompt(self, tokens: list[int], encoded: list[str]) -> dict[str, Any]:
         """Returns the prompt of a request; of images, vLLM's processor expands the placeholders and makes the pixels.
-
-        Args:
-            tokens: token ids with one placeholder for each feature.
-            encoded: images in base64.
         """
         if not encoded or self._processor is None:
             return {"prompt_token_ids": tokens}
@@ -225,11 +207,6 @@ class VLLMPart:
     """Runs the workers of a further node; the engine on the first node sends them their work."""
 
     def __init__(self, executor: Any) -> None:
-        """Watches the workers.
-
-        Args:
-            executor: the `MultiprocExecutor` of this node.
-        """
         self._executor = executor
         executor.start_worker_monitor()
         executor.register_failure_callback(_end)
@@ -237,13 +214,7 @@ class VLLMPart:
     async def serve(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, listener: EngineListener | None
     ) -> None:
-        """Waits for the end of the stream of the rank.
-
-        Args:
-            reader: stream of the rank's messages.
-            writer: stream to the rank.
-            listener: None: a part of an engine ends with its rank.
-        """
+        """Waits for the end of the stream of the rank."""
         await reader.read()
 
     def shutdown(self) -> None:
@@ -266,23 +237,13 @@ def _seed(seed: int | None, position: int) -> int | None:
 
 
 def _begin_child(stream: int, nothing: int) -> None:
-    """Begins a forked process of vLLM, which else would stay, with the stream to the rank open, when this one ends.
-
-    Args:
-        stream: file descriptor of the stream to the rank.
-        nothing: file descriptor of /dev/null.
-    """
+    """Begins a forked process of vLLM, which else would stay, with the stream to the rank open, when this one ends."""
     os.dup2(nothing, stream)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def create(arguments: dict[str, Any], loop: asyncio.AbstractEventLoop) -> VLLMHost | VLLMPart:
-    """Starts vLLM, or its part on a further node, and returns its host.
-
-    Args:
-        arguments: keyword arguments of `AsyncEngineArgs`.
-        loop: event loop of the process.
-    """
+    """Starts vLLM, or its part on a further node, and returns its host."""
     from vllm.config import ModelConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform

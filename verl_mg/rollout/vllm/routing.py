@@ -12,11 +12,6 @@ class RoutingRecorder:
     """Records the experts that the routers of all layers choose, for each request."""
 
     def __init__(self, runner: Any) -> None:
-        """Observes the routers and the steps of a model runner.
-
-        Args:
-            runner: vLLM's `CPUModelRunner`.
-        """
         from vllm.model_executor.layers.fused_moe.layer import MoERunner
 
         self._runner, self._execute = runner, runner.execute_model
@@ -31,13 +26,6 @@ class RoutingRecorder:
         """Returns the experts of a request's tokens, and forgets the request.
 
         A token that is computed again, because its request was put back, keeps the experts of the first time.
-
-        Args:
-            rid: id of the request.
-            fed: number of tokens that were fed to the model.
-
-        Returns:
-            (fed, layers, experts per token) int32.
         """
         recorded = self._recorded.pop(rid, [])
         top_k = recorded[0][1].shape[-1] if recorded else 1

@@ -29,12 +29,7 @@ class StepStatistics:
         self._counts: Counter[str] = Counter()
 
     def __call__(self, vllm_config: Any, engine_index: int = 0) -> StepStatistics:
-        """Returns the logger of a scheduler, this one.
-
-        Args:
-            vllm_config: configuration of vLLM.
-            engine_index: number of the scheduler.
-        """
+        """Returns the logger of a scheduler, this one."""
         return self
 
     def take(self) -> dict[str, int]:
@@ -45,14 +40,7 @@ class StepStatistics:
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
     ) -> None:
-        """Adds the statistics of a step.
-
-        Args:
-            scheduler_stats: vLLM's `SchedulerStats`; None in a step without.
-            iteration_stats: not used.
-            mm_cache_stats: not used.
-            engine_idx: number of the scheduler.
-        """
+        """Adds the statistics of a step."""
         if scheduler_stats is None:
             return
         used = round(scheduler_stats.kv_cache_usage * CACHE_UNITS)
@@ -73,9 +61,4 @@ class StepStatistics:
         """Does nothing: there is nothing to announce."""
 
     def record_sleep_state(self, is_awake: int, level: int) -> None:
-        """Does nothing: sleep is not counted.
-
-        Args:
-            is_awake: whether the engine is awake.
-            level: level of its sleep.
-        """
+        """Does nothing: sleep is not counted."""

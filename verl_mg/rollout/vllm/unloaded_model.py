@@ -21,14 +21,7 @@ SPARSE_BACKEND = "vllm.v1.attention.backends.mla.flashmla_sparse.FlashMLASparseB
 
 @contextmanager
 def unloaded_model(model_dir: str, layout: EngineLayout, rank: int, store: Path) -> Iterator[Any]:
-    """Builds vLLM's model of one rank of an engine as a worker does, in float32 and not loaded.
-
-    Args:
-        model_dir: model directory.
-        layout: layout of the engine.
-        rank: rank of the engine.
-        store: file by which the ranks find each other.
-    """
+    """Builds vLLM's model of one rank of an engine as a worker does, in float32 and not loaded."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
     from vllm.engine.arg_utils import EngineArgs

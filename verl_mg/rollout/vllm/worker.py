@@ -53,11 +53,7 @@ class WorkerExtension:
     """Object of vLLM that has the model and its sampler."""
 
     def prepare(self, captures_routing: bool) -> None:
-        """Adapts the worker, once after the start.
-
-        Args:
-            captures_routing: whether experts of each token are recorded.
-        """
+        """Adapts the worker, once after the start."""
         runner = self.model_runner
         if runner.sampler is not None:  # the last pipeline stage's
             _return_full_logprobs(runner.sampler)
@@ -74,15 +70,7 @@ class WorkerExtension:
 
     @torch.no_grad()
     def write_shards(self, payloads: Sequence[str], is_last: bool) -> None:
-        """Copies the tensors of this worker's payload into the parameters of the same names.
-
-        Args:
-            payloads: one payload of `ipc_payload` per worker.
-            is_last: whether all parameters are written then: what is derived from them is computed.
-
-        Raises:
-            RuntimeError: parameters were not written.
-        """
+        """Copies the tensors of this worker's payload into the parameters of the same names."""
         parameters = _parameters(self.model_runner.model)
         places, memory = open_payload(payloads[self.rank], self.device)
         for name, tensor in named_views(places, memory):
@@ -109,14 +97,7 @@ class WorkerExtension:
     def replace_adapters(
         self, payloads: Sequence[str], number: int, previous: int | None, config: dict[str, Any]
     ) -> None:
-        """Registers adapters, of which vLLM would otherwise read a file, and removes the previous ones.
-
-        Args:
-            payloads: one payload of `ipc_payload` per worker, each with all whole tensors.
-            number: id of the adapters.
-            previous: id of those that are replaced.
-            config: fields of PEFT's configuration.
-        """
+        """Registers adapters, of which vLLM would otherwise read a file, and removes the previous ones."""
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.peft_helper import PEFTHelper
 
@@ -132,24 +113,12 @@ class WorkerExtension:
         manager._adapter_manager.activate_adapter(number)
 
     def take_routing(self, rid: str, fed: int) -> str:
-        """Returns the recorded experts of a request and forgets them.
-
-        Args:
-            rid: id of the request.
-            fed: number of tokens that were fed to the model.
-
-        Returns:
-            (fed, layers, experts per token) int32 in base64.
-        """
+        """Returns the recorded experts of a request and forgets them."""
         return base64.b64encode(self._routing.take(rid, fed).numpy().tobytes()).decode()
 
 
 def _unlink_shared_memory(ident: str | None) -> None:
-    """Removes the names of the shared memory of this node's workers, which have opened it: killed processes do not.
-
-    Args:
-        ident: name of their process group, if they have one.
-    """
+    """Removes the names of the shared memory of this node's workers, which have opened it: killed processes do not."""
     if ident:
         for path in glob.glob(f"/dev/shm/*{ident}*") + glob.glob(f"{tempfile.gettempdir()}/{ident}"):
             Path(path).unlink(missing_ok=True)
@@ -220,12 +189,7 @@ class _FullDistribution:
         self._values: Tensor | None = None
 
     def kept_after(self, scale: Callable[..., Any], copy: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
-        """Returns a function that divides logits by temperatures, and whose result is kept.
-
-        Args:
-            scale: scales its first argument, in place where it returns nothing.
-            copy: makes what is kept of scaled logits.
-        """
+        """Returns a function that divides logits by temperatures, and whose result is kept."""
 
         def scale_and_keep(logits: Tensor, *rest: Any) -> Any:
             result = scale(logits, *rest)

@@ -15,16 +15,7 @@ EXCERPT = 500
 
 
 async def post_run(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Posts a request to /run and waits for the object that it returns; there is no time limit but the agent's.
-
-    Args:
-        url: address of the server.
-        body: the request.
-
-    Raises:
-        AgentError: the server does not respond, or with an error.
-        UserError: the address is invalid.
-    """
+    """Posts a request to /run and waits for the object that it returns; there is no time limit but the agent's."""
     if not url.startswith(("http://", "https://")):
         raise UserError(f"rollout.agent_options.url: {url!r} is no HTTP address. Write http://HOST:PORT.")
     limits = httpx.Timeout(None, connect=CONNECT_SECONDS)

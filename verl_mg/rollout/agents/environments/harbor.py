@@ -70,19 +70,7 @@ class HarborOptions:
 
 
 async def run(session: Session, sample: Sample) -> Result:
-    """Lets the agent work and runs the tests; see `HarborOptions`.
-
-    Args:
-        session: the policy.
-        sample: the sample; `task` of its record is the task folder.
-
-    Returns:
-        The reward of the tests.
-
-    Raises:
-        AgentError: the tests have given no reward, or the machine or the policy's endpoint fails.
-        UserError: an option or the task folder is wrong.
-    """
+    """Lets the agent work and runs the tests; see `HarborOptions`."""
     options = read_options(HarborOptions, session.options)
     if "task" not in sample.record:
         raise UserError(f"record of {sample.prompt[:60]!r}: it has no `task`. Add the path of its task folder.")
@@ -115,18 +103,7 @@ async def _reward(machine: HarborMachine, session: Session, options: HarborOptio
 
 
 def read_rewards(folder: Path, name: str) -> float | dict[str, Any]:
-    """Reads the reward that tests have written.
-
-    Args:
-        folder: folder with reward.json or reward.txt, which the task's programs could write.
-        name: entry of reward.json that is the reward.
-
-    Returns:
-        The reward; where reward.json has several entries, all of them, and `name` as "reward".
-
-    Raises:
-        AgentError: there is none, or it is no finite number.
-    """
+    """Reads the reward that tests have written."""
     content = read_untrusted_file(folder / "reward.json")
     file = "reward.json"
     if content is None:

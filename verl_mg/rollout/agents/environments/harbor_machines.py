@@ -91,13 +91,6 @@ class SandboxMachine(HarborMachine):
     """The sandbox: programs and libraries of this machine, no network, the task's files in its working directory."""
 
     def __init__(self, task: HarborTask, folder: Path, options: CommandOptions) -> None:
-        """Takes the task.
-
-        Args:
-            task: the task.
-            folder: see `HarborMachine`.
-            options: limits, paths and environment of the commands.
-        """
         super().__init__(task, folder)
         self._options, self._directory = options, task.directory or DEFAULT_FOLDER
         self._environment = {"HOME": f"{AGENT}/user", **task.environment, **options.variables()}
@@ -178,14 +171,6 @@ class DockerMachine(HarborMachine):
     """
 
     def __init__(self, task: HarborTask, folder: Path, environment: Mapping[str, str], host_network: bool) -> None:
-        """Takes the task.
-
-        Args:
-            task: the task.
-            folder: see `HarborMachine`.
-            environment: further environment variables of the agent's commands.
-            host_network: whether programs use the network of the host.
-        """
         super().__init__(task, folder)
         self._environment = {**task.environment, **environment}
         self._network = "host" if host_network else "bridge" if task.network else "none"

@@ -31,19 +31,7 @@ class NemoGymOptions:
 
 
 async def run(session: Session, sample: Sample) -> Result:
-    """Plays an episode; see `NemoGymOptions`.
-
-    Args:
-        session: the policy.
-        sample: the sample, whose record is a line of Gym's data.
-
-    Returns:
-        The reward, with the other numbers of the response as its parts.
-
-    Raises:
-        AgentError: the episode has failed.
-        UserError: an option is wrong.
-    """
+    """Plays an episode; see `NemoGymOptions`."""
     options = read_options(NemoGymOptions, session.options)
     parameters: dict[str, Any] = {"input": session.messages, **sample.record.get(PARAMETERS, {})}
     if options.max_tokens is not None:

@@ -61,19 +61,7 @@ class OpenEnvOptions:
 
 
 async def run(session: Session, sample: Sample) -> Result:
-    """Plays an episode; see `OpenEnvOptions`.
-
-    Args:
-        session: the policy.
-        sample: the prompt; its record may have fields for `reset`.
-
-    Returns:
-        The reward, with the parts "turns" and "done".
-
-    Raises:
-        AgentError: the environment or the policy's endpoint fails.
-        UserError: an option is wrong.
-    """
+    """Plays an episode; see `OpenEnvOptions`."""
     options = read_options(OpenEnvOptions, session.options)
     if missing := [name for name in options.reset_fields if name not in sample.record]:
         raise UserError(

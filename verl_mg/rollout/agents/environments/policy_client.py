@@ -18,13 +18,6 @@ class PolicyClient:
     """A conversation with the policy of one sample; it begins with the prompt."""
 
     def __init__(self, client: httpx.AsyncClient, session: Session, max_tokens: int | None) -> None:
-        """Begins the conversation.
-
-        Args:
-            client: client of the endpoint.
-            session: the policy.
-            max_tokens: largest number of tokens of a reply; None for no limit but that of the sample.
-        """
         self._client, self._model, self._max_tokens = client, session.model, max_tokens
         self.messages: list[Message] = [dict(message) for message in session.messages]
 
@@ -39,23 +32,11 @@ class PolicyClient:
             self.messages.append({"role": "user", "content": text})
 
     def add_result(self, call: Message, text: str) -> None:
-        """Adds the result of a tool call.
-
-        Args:
-            call: the call, as in the reply.
-            text: the result.
-        """
+        """Adds the result of a tool call."""
         self.messages.append({"role": "tool", "tool_call_id": call["id"], "content": text})
 
     async def reply(self, tools: Sequence[Message] = ()) -> Message | None:
-        """Returns the policy's next message and adds it; None where the sample has no tokens left.
-
-        Args:
-            tools: tools that it may call.
-
-        Raises:
-            AgentError: the endpoint refuses the request.
-        """
+        """Returns the policy's next message and adds it; None where the sample has no tokens left."""
         body: dict[str, Any] = {"model": self._model, "messages": self.messages}
         if tools:
             body["tools"] = list(tools)
@@ -77,12 +58,7 @@ class PolicyClient:
 
 @asynccontextmanager
 async def policy_of(session: Session, max_tokens: int | None = None) -> AsyncIterator[PolicyClient]:
-    """Opens a client of the policy.
-
-    Args:
-        session: the policy.
-        max_tokens: see `PolicyClient`.
-    """
+    """Opens a client of the policy."""
     headers = {"Authorization": f"Bearer {session.api_key}"}
     url = session.base_url.rstrip("/") + "/"
     # A client for https reads the certificates of the system, which takes longer than many a reply.

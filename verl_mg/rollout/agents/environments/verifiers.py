@@ -28,19 +28,7 @@ class VerifiersOptions:
 
 
 async def run(session: Session, sample: Sample) -> Result:
-    """Plays an episode; see `VerifiersOptions`.
-
-    Args:
-        session: the policy.
-        sample: the sample; `task` of its record is the task.
-
-    Returns:
-        The reward, with the metrics of the task as its parts.
-
-    Raises:
-        AgentError: the episode has failed.
-        UserError: an option is wrong, or the record has no task.
-    """
+    """Plays an episode; see `VerifiersOptions`."""
     options = read_options(VerifiersOptions, session.options)
     if not isinstance(sample.record.get("task"), dict):
         raise UserError(

@@ -75,12 +75,7 @@ class Protocol(ABC):
 
 
 def sse(data: JsonObject | str, event: str = "") -> bytes:
-    """Writes a server-sent event.
-
-    Args:
-        data: JSON object, or text of one line.
-        event: name of the event; "" for none.
-    """
+    """Writes a server-sent event."""
     text = data if isinstance(data, str) else json.dumps(data)
     return (f"event: {event}\n" if event else "").encode() + f"data: {text}\n\n".encode()
 

@@ -55,23 +55,12 @@ class Function(Fields):
 
 
 def refusal(field: str, wrong: str, fix: str, code: str | None = None) -> RequestError:
-    """Returns the error of a request with an invalid field.
-
-    Args:
-        field: path of the field, as "messages[0].content".
-        wrong: what is wrong.
-        fix: how to correct it.
-        code: name of the error in OpenAI's API.
-    """
+    """Returns the error of a request with an invalid field."""
     return RequestError(400, f"{field}: {wrong}. {fix}.", field, code)
 
 
 def parse(data: bytes) -> Any:
-    """Parses the body of a request.
-
-    Raises:
-        RequestError: the body is not JSON in UTF-8, is nested too deep, or has a number that is too large.
-    """
+    """Parses the body of a request."""
     try:
         value = from_json(data, allow_inf_nan=False)
     except ValueError as error:
@@ -99,16 +88,7 @@ def json_object(text: str) -> dict[str, Any] | None:
 
 
 def read(model: type[Model], value: Any, field: str = "") -> Model:
-    """Reads the fields of an object.
-
-    Args:
-        model: the fields and their types.
-        value: parsed JSON.
-        field: path of the object in the request; "" for the whole body.
-
-    Raises:
-        RequestError: a field is missing or has a wrong type.
-    """
+    """Reads the fields of an object."""
     try:
         return model.model_validate(value)
     except ValidationError as error:
@@ -132,16 +112,7 @@ def quoted(value: Any) -> str:
 
 
 def text_of(content: Any, field: str, separator: str) -> str:
-    """Returns the text of a content: text itself, or parts of text that are joined.
-
-    Args:
-        content: text, a list of parts, or None for no text.
-        field: path of the content in the request.
-        separator: text between the parts.
-
-    Raises:
-        RequestError: the content has a part that is not text.
-    """
+    """Returns the text of a content: text itself, or parts of text that are joined."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -152,15 +123,7 @@ def text_of(content: Any, field: str, separator: str) -> str:
 
 
 def part_text(part: Any, field: str) -> str:
-    """Returns the text of a part of a content.
-
-    Args:
-        part: the part.
-        field: path of the part in the request.
-
-    Raises:
-        RequestError: the part is not text.
-    """
+    """Returns the text of a part of a content."""
     if not isinstance(part, dict):
         raise refusal(field, "not an object", 'Send parts as {"type": "text", "text": ...}')
     kind = part.get("type")
@@ -187,16 +150,6 @@ def with_one_system(messages: Iterable[dict[str, Any]]) -> tuple[dict[str, Any],
 
 
 def refuse_unless(supported: bool, field: str, value: Any, fix: str) -> None:
-    """Refuses a field that the policy cannot honour.
-
-    Args:
-        supported: whether the value can be honoured.
-        field: path of the field.
-        value: its value.
-        fix: what to send instead.
-
-    Raises:
-        RequestError: the value cannot be honoured.
-    """
+    """Refuses a field that the policy cannot honour."""
     if not supported:
         raise refusal(field, f"{quoted(value)} is not supported", fix)

@@ -40,17 +40,7 @@ class _Image(Fields):
 
 
 def content_of(content: Any, field: str, separator: str, memory: SessionMemory) -> Content:
-    """Returns a content that may have images: text where it has none, otherwise parts of text and images.
-
-    Args:
-        content: text, a list of parts, or None for no text.
-        field: path of the content in the request.
-        separator: text between parts of text where there are no images.
-        memory: gets the images, if the policy reads any.
-
-    Raises:
-        RequestError: a part is neither text nor an image, or the image cannot be read.
-    """
+    """Returns a content that may have images: text where it has none, otherwise parts of text and images."""
     if memory.image_limits is None or not isinstance(content, list) or not any(map(is_image, content)):
         return text_of(content, field, separator)
     parts = []
@@ -71,16 +61,7 @@ def text_part(text: str) -> dict[str, Any]:
 
 
 def image_part(part: dict[str, Any], field: str, memory: SessionMemory) -> dict[str, Any]:
-    """Returns an image as a part of a content, which has its key.
-
-    Args:
-        part: the part of the request.
-        field: path of the part in the request.
-        memory: gets the image.
-
-    Raises:
-        RequestError: the image is not in the request, is too large or corrupt.
-    """
+    """Returns an image as a part of a content, which has its key."""
     assert memory.image_limits is not None
     try:
         data = _encoded(part, field)

@@ -31,11 +31,6 @@ class SessionMemory:
     """State of one session, bounded: the oldest entries are dropped, except for images, which its tokens need."""
 
     def __init__(self, image_limits: ImageLimits | None = None) -> None:
-        """Creates an empty memory.
-
-        Args:
-            image_limits: limits of an image; None for a policy that reads text alone.
-        """
         self.image_limits = image_limits
         self.images: dict[str, Image] = {}
         """Images of all requests by their keys."""
@@ -43,12 +38,7 @@ class SessionMemory:
         self._arguments: OrderedDict[str, str] = OrderedDict()
 
     def store(self, name: str, response: StoredResponse) -> None:
-        """Stores a response for later requests.
-
-        Args:
-            name: id of the response.
-            response: the response.
-        """
+        """Stores a response for later requests."""
         self._responses[name] = response
         while len(self._responses) > MAX_RESPONSES or self._size() > MAX_CHARACTERS:
             self._responses.popitem(last=False)
@@ -66,12 +56,7 @@ class SessionMemory:
         return next((item for item in items if item is not None), None)
 
     def remember_arguments(self, call: str, arguments: str) -> None:
-        """Remembers the text of a tool call's arguments, which clients may read and write again.
-
-        Args:
-            call: id of the tool call.
-            arguments: text as the policy has written it.
-        """
+        """Remembers the text of a tool call's arguments, which clients may read and write again."""
         self._arguments[call] = arguments
         self._arguments.move_to_end(call)
         if len(self._arguments) > MAX_CALLS:
@@ -82,12 +67,7 @@ class SessionMemory:
         return self._arguments.get(call)
 
     def written_arguments(self, call: str, arguments: str) -> str:
-        """Returns a tool call's arguments as the policy has written them, where a client has sent an equal object.
-
-        Args:
-            call: id of the tool call.
-            arguments: text that the client has sent: clients in JavaScript write 1 for 1.0.
-        """
+        """Returns a tool call's arguments as the policy has written them, where a client has sent an equal object."""
         written = self._arguments.get(call)
         if written is None or (value := json_object(written)) is None or value != json_object(arguments):
             return arguments

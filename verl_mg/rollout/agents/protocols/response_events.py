@@ -12,12 +12,7 @@ Event = tuple[str, dict[str, Any]]
 
 
 def numbered(events: Iterator[Event], first: int) -> Iterator[bytes]:
-    """Writes events with their sequence numbers.
-
-    Args:
-        events: the events.
-        first: number of the first one.
-    """
+    """Writes events with their sequence numbers."""
     for number, (kind, fields) in enumerate(events, first):
         yield sse({"type": f"response.{kind}", "sequence_number": number} | fields, f"response.{kind}")
 
@@ -29,12 +24,7 @@ def begin(response: JsonObject) -> Iterator[Event]:
 
 
 def of_item(item: JsonObject, index: int) -> Iterator[Event]:
-    """Returns the events of an item.
-
-    Args:
-        item: complete item.
-        index: its position in the output.
-    """
+    """Returns the events of an item."""
     place = {"output_index": index}
     yield "output_item.added", place | {"item": _empty(item)}
     inside = place | {"item_id": item["id"]}

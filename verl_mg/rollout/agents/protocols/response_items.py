@@ -46,15 +46,7 @@ class _Reference(Fields):
 
 
 def messages_of(items: str | list[Any], memory: SessionMemory) -> tuple[JsonObject, ...]:
-    """Reads the input of a request.
-
-    Args:
-        items: text of a user, or items.
-        memory: has the items that the input refers to.
-
-    Raises:
-        RequestError: an item is invalid, or is neither text nor an image.
-    """
+    """Reads the input of a request."""
     if isinstance(items, str):
         return ({"role": "user", "content": items},)
     messages: list[JsonObject] = []
@@ -134,14 +126,7 @@ def _reasoning(item: _Reasoning, field: str) -> str:
 def items_of(
     reply: Reply, tools: Mapping[str, OfferedTool], logprobs: list[JsonObject], memory: SessionMemory
 ) -> Iterator[JsonObject]:
-    """Returns the items of a reply.
-
-    Args:
-        reply: the policy's reply.
-        tools: tools of the request by the name that the policy knows.
-        logprobs: log-probabilities of the reply's tokens, as its text has them.
-        memory: keeps what the items do not have.
-    """
+    """Returns the items of a reply."""
     if reply.reasoning:
         yield {
             "type": "reasoning",

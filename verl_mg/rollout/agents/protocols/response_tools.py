@@ -72,28 +72,14 @@ class OfferedTool:
 
 
 def full_name(namespace: str | None, name: str) -> str:
-    """Returns the name by which the policy knows a tool.
-
-    Args:
-        namespace: its namespace, or None.
-        name: its name in the namespace.
-    """
+    """Returns the name by which the policy knows a tool."""
     if not namespace:
         return name
     return namespace + ("" if namespace.endswith("__") else "__") + name
 
 
 def offered_tools(tools: list[Any], field: str = "tools", namespace: str | None = None) -> Iterator[OfferedTool]:
-    """Reads the tools of a request.
-
-    Args:
-        tools: tools as the client has written them.
-        field: path of the list in the request.
-        namespace: namespace that they are in.
-
-    Raises:
-        RequestError: a tool is invalid or runs at a provider.
-    """
+    """Reads the tools of a request."""
     for number, tool in enumerate(tools):
         place = f"{field}[{number}]"
         kind = tool.get("type") if isinstance(tool, dict) else None
@@ -125,13 +111,7 @@ def _description(tool: _Custom) -> str | None:
 
 
 def written_call(call: ToolCall, tool: OfferedTool | None, memory: SessionMemory) -> JsonObject:
-    """Returns a tool call as an item of a response, without its id.
-
-    Args:
-        call: the policy's call.
-        tool: the tool, or None for one that the request does not have.
-        memory: keeps the arguments.
-    """
+    """Returns a tool call as an item of a response, without its id."""
     memory.remember_arguments(call.id, call.arguments)
     name: JsonObject = {"name": tool.name if tool else call.name}
     if tool and tool.namespace:
@@ -143,16 +123,7 @@ def written_call(call: ToolCall, tool: OfferedTool | None, memory: SessionMemory
 
 
 def read_call(item: JsonObject, field: str, memory: SessionMemory) -> JsonObject:
-    """Reads an item that is a tool call, as one of a message's `tool_calls`.
-
-    Args:
-        item: item of type function_call or custom_tool_call.
-        field: path of the item in the request.
-        memory: has the arguments as the policy has written them.
-
-    Raises:
-        RequestError: a field is missing or has a wrong type.
-    """
+    """Reads an item that is a tool call, as one of a message's `tool_calls`."""
     if item["type"] == "function_call":
         called = read(FunctionCall, item, field)
         arguments = memory.written_arguments(called.call_id, called.arguments)

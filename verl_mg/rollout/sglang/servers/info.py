@@ -94,16 +94,7 @@ class ServerRequirements:
 
 
 def probe_server(url: str, requirements: ServerRequirements, keys: ServerKeys) -> ServerInfo:
-    """Queries a server and checks it.
-
-    Args:
-        url: address of the server.
-        requirements: properties that the job needs.
-        keys: keys of the servers.
-
-    Raises:
-        UserError: no server responds, or it does not meet the requirements.
-    """
+    """Queries a server and checks it."""
     client = JsonSession(url, keys.headers)
     try:
         info = client.start(describe(client, wire=requirements.wire)).result()
@@ -116,17 +107,7 @@ def probe_server(url: str, requirements: ServerRequirements, keys: ServerKeys) -
 
 
 async def describe(client: JsonSession, known: ServerInfo | None = None, wire: Wire = "cast") -> ServerInfo:
-    """Queries the properties of a server.
-
-    Args:
-        client: client of the server.
-        known: properties at an earlier time. Unless it was restarted, no generation is involved: it may be paused.
-        wire: form in which the job sends weights.
-
-    Raises:
-        UserError: it is not an SGLang server.
-        UnreachableError: it does not respond, or is still starting.
-    """
+    """Queries the properties of a server."""
     try:
         server = await client.get("/server_info", QUERY_SECONDS)
         model = await client.get("/model_info", QUERY_SECONDS)
@@ -169,16 +150,7 @@ async def describe(client: JsonSession, known: ServerInfo | None = None, wire: W
 
 
 def check(url: str, info: ServerInfo, requirements: ServerRequirements) -> None:
-    """Checks that a server meets the requirements.
-
-    Args:
-        url: address of the server, for errors.
-        info: properties of the server.
-        requirements: properties that the job needs.
-
-    Raises:
-        UserError: a property differs.
-    """
+    """Checks that a server meets the requirements."""
     model, same = requirements.model, "Start the server with --model-path of the same model."
     if info.architecture != model.architecture:
         raise UserError(f"{url}: serves {info.model}, a {info.architecture} instead of a {model.architecture}. {same}")

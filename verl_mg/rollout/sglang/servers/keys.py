@@ -22,15 +22,7 @@ class ServerKeys:
 
     @classmethod
     def from_environment(cls, api_variable: str | None, admin_variable: str | None) -> ServerKeys:
-        """Reads the keys of a job from its environment.
-
-        Args:
-            api_variable: name of the environment variable with the key; None: servers without.
-            admin_variable: name of the one with the administrator's key.
-
-        Raises:
-            UserError: a variable is not set.
-        """
+        """Reads the keys of a job from its environment."""
         return cls(read_key("rollout.api_key_env", api_variable), read_key("rollout.admin_key_env", admin_variable))
 
     def headers(self, path: str) -> dict[str, str]:
@@ -40,15 +32,7 @@ class ServerKeys:
 
 
 def read_key(key: str, variable: str | None) -> str:
-    """Returns the value of an environment variable with a key; "" without one.
-
-    Args:
-        key: configuration key that names the variable, for errors.
-        variable: name of the variable.
-
-    Raises:
-        UserError: it is not set, or no key can be sent in a header.
-    """
+    """Returns the value of an environment variable with a key; "" without one."""
     if variable is None:
         return ""
     value = os.environ.get(variable, "").strip()

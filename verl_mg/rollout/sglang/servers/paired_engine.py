@@ -30,14 +30,7 @@ def parts_of(url: str) -> list[str]:
 
 
 def check_addresses(urls: Iterable[str]) -> None:
-    """Checks that entries name each server once, and one server or a pair.
-
-    Args:
-        urls: entries of `rollout.urls`.
-
-    Raises:
-        UserError: an entry is not sound.
-    """
+    """Checks that entries name each server once, and one server or a pair."""
     parts = []
     for url in urls:
         parts += parts_of(url)
@@ -48,16 +41,7 @@ def check_addresses(urls: Iterable[str]) -> None:
 
 
 def probe_entry(url: str, requirements: ServerRequirements, keys: ServerKeys) -> list[str]:
-    """Queries and checks the servers of an entry of `rollout.urls`.
-
-    Args:
-        url: the entry.
-        requirements: properties that the job needs.
-        keys: keys of the servers.
-
-    Returns:
-        Parallel sizes of each server.
-    """
+    """Queries and checks the servers of an entry of `rollout.urls`."""
     parts = parts_of(url)
     roles: tuple[Role, ...] = ROLES if len(parts) > 1 else ("null",)
     return [
@@ -67,14 +51,7 @@ def probe_entry(url: str, requirements: ServerRequirements, keys: ServerKeys) ->
 
 
 def connect_engine(url: str, requirements: ServerRequirements, keys: ServerKeys, **options: Any) -> RemoteEngine:
-    """Returns the client of an entry of `rollout.urls`.
-
-    Args:
-        url: the entry.
-        requirements: properties that the job needs.
-        keys: keys of the servers.
-        options: further arguments of `RemoteEngine`.
-    """
+    """Returns the client of an entry of `rollout.urls`."""
     kind = PairedEngine if len(parts_of(url)) > 1 else RemoteEngine
     return kind(url, requirements, keys, **options)
 
@@ -85,17 +62,6 @@ class PairedEngine(RemoteEngine):
     def __init__(
         self, url: str, requirements: ServerRequirements, keys: ServerKeys | None = None, **options: Any
     ) -> None:
-        """Connects to both servers and checks them.
-
-        Args:
-            url: PREFILL+DECODE.
-            requirements: properties that the job needs.
-            keys: keys of the servers.
-            options: further arguments of `RemoteEngine`.
-
-        Raises:
-            UserError: a server does not respond, or does not meet the requirements.
-        """
         prefill, decode = parts_of(url)
         self._prefill = RemoteEngine(prefill, replace(requirements, role="prefill"), keys, **options)
         try:

@@ -36,11 +36,6 @@ class ServerPool(RolloutEngine):
     """The servers of a rank; its methods can be called from any thread."""
 
     def __init__(self, connect: Connect) -> None:
-        """Starts without servers.
-
-        Args:
-            connect: creates the client of a server; EngineDiedError or UserError where it is not possible now.
-        """
         self._connect = connect
         self._servers: dict[int, Server] = {}
         self._lock = threading.RLock()
@@ -112,9 +107,6 @@ class ServerPool(RolloutEngine):
         """Stops generation between two tokens, for an update of the weights with requests in flight.
 
         Servers of other ranks are paused there, and those that drain keep the old weights.
-
-        Args:
-            keep_cache: whether requests continue on keys and values of the old weights; else these are recomputed.
         """
         with self._lock:
             self._updating = True
@@ -152,11 +144,7 @@ class ServerPool(RolloutEngine):
     # -- weights
 
     def receivers(self, numbers: Iterable[int] | None = None) -> dict[int, RemoteEngine]:
-        """Returns the servers of this rank that are to receive weights, and leaves them alone until `confirm`.
-
-        Args:
-            numbers: servers to choose from; None: all that respond. Of given ones, those that are READY need nothing.
-        """
+        """Returns the servers of this rank that are to receive weights, and leaves them alone until `confirm`."""
         with self._lock:
             wanted = (State.BARE, State.READY) if numbers is None else (State.BARE,)
             chosen = [
@@ -188,11 +176,7 @@ class ServerPool(RolloutEngine):
     # -- servers that come and go
 
     def assign(self, servers: Mapping[int, str]) -> None:
-        """Sets the servers that this rank leads.
-
-        Args:
-            servers: addresses by number. New ones are reached by the monitor; others are drained.
-        """
+        """Sets the servers that this rank leads."""
         now = time.monotonic()
         with self._lock:
             for number in servers.keys() - self._servers.keys():
@@ -206,12 +190,7 @@ class ServerPool(RolloutEngine):
         self._remove_drained()
 
     def lose(self, number: int, reason: str) -> None:
-        """Takes note that a server does not respond, and gives its requests to others.
-
-        Args:
-            number: of the server.
-            reason: description for the log.
-        """
+        """Takes note that a server does not respond, and gives its requests to others."""
         with self._lock:
             for server in [server for server in self._servers.values() if server.has(number)]:
                 self._lose(server, reason)
@@ -256,12 +235,7 @@ class ServerPool(RolloutEngine):
                         self._lose(server, str(error))
 
     def borrow(self, servers: Mapping[int, str], version: int) -> None:
-        """Adds servers of other ranks, while none of this rank's is ready.
-
-        Args:
-            servers: addresses of servers that have the weights, by number.
-            version: policy version of the weights.
-        """
+        """Adds servers of other ranks, while none of this rank's is ready."""
         for number, url in servers.items():
             if number in self._servers:
                 continue

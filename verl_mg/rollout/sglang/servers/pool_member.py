@@ -76,14 +76,7 @@ class Patience:
         self._since: float | None = None
 
     def check(self, num_waiting: int) -> None:
-        """Checks how long samples have been waiting.
-
-        Args:
-            num_waiting: samples that wait now; with none, the time starts again.
-
-        Raises:
-            UserError: some have been waiting for LOST_SECONDS.
-        """
+        """Checks how long samples have been waiting."""
         now = time.monotonic()
         if not num_waiting:
             self._since = None

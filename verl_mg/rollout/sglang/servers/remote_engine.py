@@ -56,21 +56,6 @@ class RemoteEngine(RequestTracker):
         on_arrival: Callable[[], None] = lambda: None,
         processor: ImageProcessor | None = None,
     ) -> None:
-        """Connects to the server and checks it.
-
-        Args:
-            url: address of the server.
-            requirements: properties that the job needs.
-            keys: keys of the servers.
-            max_running: largest number of requests at the same time; the server may allow fewer.
-            request_timeout: seconds after which a request is aborted.
-            borrowed: whether another rank leads the server, so that its requests are left alone.
-            on_arrival: called in a thread of the client when a result has arrived.
-            processor: processor of a model that reads images; None for others.
-
-        Raises:
-            UserError: no server responds, or it does not meet the requirements.
-        """
         keys = keys or ServerKeys()
         self.info = probe_server(url, requirements, keys)
         self._client, self._requirements = JsonSession(url, keys.headers), requirements
@@ -96,23 +81,13 @@ class RemoteEngine(RequestTracker):
         return (self,)
 
     def reconnect(self) -> None:
-        """Connects to a server that was lost, and ends what it may still be doing.
-
-        Raises:
-            EngineDiedError: it does not respond.
-            UserError: it does not meet the requirements.
-        """
+        """Connects to a server that was lost, and ends what it may still be doing."""
         self._version = -1
         self.refresh()
         self._reset()
 
     def refresh(self) -> None:
-        """Queries the server's properties again.
-
-        Raises:
-            EngineDiedError: it does not respond.
-            UserError: it does not meet the requirements.
-        """
+        """Queries the server's properties again."""
         try:
             self.info = self._run(describe(self._client, self.info, self._requirements.wire))
         except UnreachableError as error:
@@ -239,27 +214,13 @@ class RemoteEngine(RequestTracker):
         self._complete(rid, result)
 
     def load_folder(self, folder: Path, version: int) -> None:
-        """Makes the server load a Hugging Face directory.
-
-        Args:
-            folder: path that both sides see.
-            version: policy version of the weights.
-        """
+        """Makes the server load a Hugging Face directory."""
         body = {"model_path": str(folder), "load_format": "auto", "weight_version": str(version), "flush_cache": True}
         self.wait(self._post_change("/update_weights_from_disk", body))
         self._version = version
 
     def join_group(self, name: str, address: str, port: int, first: int, ranks: int, backend: str) -> Future[None]:
-        """Starts to add the server's ranks to a process group; pass the result to `wait`.
-
-        Args:
-            name: name of the group.
-            address: host of its store.
-            port: port of its store.
-            first: rank of the server's first rank in the group.
-            ranks: size of the group.
-            backend: backend of torch.distributed.
-        """
+        """Starts to add the server's ranks to a process group; pass the result to `wait`."""
         body = {
             "group_name": name,
             "master_address": address,
@@ -275,14 +236,7 @@ class RemoteEngine(RequestTracker):
         return self._post_change("/destroy_weights_update_group", {"group_name": name})
 
     def pause(self, *, keep_cache: bool) -> None:
-        """Stops generation between two tokens, for an update of the weights with requests in flight.
-
-        Args:
-            keep_cache: whether requests continue on keys and values of the old weights; else these are recomputed.
-
-        Raises:
-            EngineDiedError: the server is lost.
-        """
+        """Stops generation between two tokens, for an update of the weights with requests in flight."""
         self._keeps_cache = keep_cache
         self._change_generation("/pause_generation", {"mode": "in_place" if keep_cache else "retract"})
 
@@ -309,16 +263,7 @@ class RemoteEngine(RequestTracker):
         shapes: Iterable[Sequence[int]],
         version: int | None,
     ) -> Future[None]:
-        """Starts to receive tensors that are concatenated in one broadcast of bytes; pass the result to `wait`.
-
-        Args:
-            group: name of the process group.
-            names: names of the tensors.
-            dtypes: their dtypes, as text.
-            shapes: their shapes.
-            version: policy version, with the last tensors of an update: they flush the cache of the old weights,
-                unless the server was paused to keep it.
-        """
+        """Starts to receive tensors that are concatenated in one broadcast of bytes; pass the result to `wait`."""
         body: dict[str, Any] = {
             "group_name": group,
             "names": list(names),
@@ -336,10 +281,6 @@ class RemoteEngine(RequestTracker):
         """Starts a whole update in which all ranks receive their shards in place, or read what has changed in them.
 
         When it is complete the ranks have reported to the job; `confirm` makes the weights those of the job.
-
-        Args:
-            request: where the ranks find their schedules, or the changes.
-            version: policy version of the weights.
         """
         return self._client.start(self._update_shards(request, version))
 
@@ -369,12 +310,7 @@ class RemoteEngine(RequestTracker):
         self._version = version
 
     def wait(self, change: Future[None]) -> None:
-        """Waits for a change of the weights.
-
-        Raises:
-            EngineDiedError: the server is lost.
-            UserError: the server cannot make the change.
-        """
+        """Waits for a change of the weights."""
         try:
             change.result()
         except RefusedError as error:
