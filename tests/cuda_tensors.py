@@ -9,7 +9,7 @@ rank sends.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from itertools import pairwise
@@ -326,11 +326,15 @@ def _flex_attention(
     scale: float | None,
     enable_gqa: bool,
     return_lse: bool = False,
+    kernel_options: Mapping[str, Any] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Computes torch's FlexAttention by matrices, with what its kernel requires of a mask and of shapes."""
     assert all(x.dim() == 4 and x.stride(-1) == 1 for x in (query, key, value)), "the kernel reads rows of heads"
     repeat = query.shape[1] // key.shape[1]
     assert repeat == 1 or enable_gqa, "fewer heads of keys need enable_gqa"
+    # On an H200 "No valid choices" under torch 2.11 and 2.14: the kernel for decoding has no size that fits our blocks.
+    forced = (kernel_options or {}).get("FORCE_USE_FLEX_ATTENTION")
+    assert forced or query.shape[2] >= 128, "the kernel for decoding does not compile"
     assert block_mask.seq_lengths == (query.shape[2], key.shape[2]), "the mask is one of other lengths"
     queries, keys = (torch.arange(length, device="cuda") for length in block_mask.seq_lengths)
     first = torch.zeros((), dtype=torch.int32, device="cuda")

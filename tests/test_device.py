@@ -1,9 +1,18 @@
-"""torch's allocator: its settings while memory is shared with other processes."""
+"""Settings of torch: its allocator's while memory is shared with other processes, and the precision of float32."""
+
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests.rank_pool import RankPool
 from verl_mg.device import without_expandable_segments
+from verl_mg.fsdp.mesh import MeshGroups
+from verl_mg.fsdp.model_runner import ModuleRunner
+from verl_mg.layout import Layout, Placement
+from verl_mg.megatron.model_runner import ModelRunner
+from verl_mg.megatron.process_groups import ParallelGroups
+from verl_mg.models.tiny_model import make_tiny_model
 
 
 @pytest.fixture
@@ -29,3 +38,21 @@ def test_without_expandable_segments_keeps_other_settings_and_restores_all(alloc
         assert allocator._accelerator_getAllocatorSettings() == inside
         raise ZeroDivisionError
     assert allocator._accelerator_getAllocatorSettings() == given
+
+
+def tf32_allowed(model: Path, backend: str, dtype: torch.dtype) -> bool:
+    """Whether a rank's convolutions or products of float32 are TF32 after a model has been built."""
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
+    placement = Placement.on(Layout(), 1)
+    if backend == "megatron":
+        ModelRunner(model, ParallelGroups(placement), dtype)
+    else:
+        ModuleRunner(model, MeshGroups(placement), dtype)
+    return torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32
+
+
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_model_in_float32_leaves_no_tf32(ranks: RankPool, tmp_path: Path, backend: str, dtype: torch.dtype) -> None:
+    model = make_tiny_model(tmp_path / "model", "qwen3", characters="abcd")
+    assert ranks.run(1, tf32_allowed, model, backend, dtype) == [dtype != torch.float32]

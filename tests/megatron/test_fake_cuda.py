@@ -38,6 +38,7 @@ KERNELS = {
 """Kernels of the forward pass of a layer, two of a mixture to count the loads of experts; docs/benchmarks.md has the
 same numbers."""
 COPIES_OF_HEADS = {"repeat_interleave", "repeat", "expand_copy", "constant_pad_nd"}
+NORM = ("_local_scalar_dense", "megatron/core/optimizer/clip_grads.py:get_grad_norm_fp32")
 EVERY_UPDATE = ("_to_copy", "verl_mg/training/trainer.py:to_host")
 EXCHANGED_SIZES = ("_to_copy", "verl_mg/megatron/experts.py:_exchange_sizes")
 """A wait of each pass over a layer whose experts are on several ranks."""
@@ -86,6 +87,7 @@ def test_train_dense_on_cuda_needs_no_wait_for_a_micro_batch(
 ) -> None:
     trained = fake_cuda.run(cases.train, models["qwen2"], "tp1", 1, 0, False)
     assert_trains(trained)
+    assert cases.in_package(trained.waits["update 2"], "megatron") == {NORM: 1}
     assert not trained.for_a_micro_batch("verl_mg") and not trained.for_a_micro_batch("megatron")
     assert_like_transformers(trained, models["qwen2"])
 

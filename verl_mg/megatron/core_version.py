@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from megatron.core import __version__ as VERSION
 from megatron.core.jit import jit_fuser
+from megatron.core.optimizer import clip_grads
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -53,6 +54,18 @@ if not megatron_random.HAVE_TE:
 if not linear_layers._grad_accum_fusion_available:
     linear_layers.fused_weight_gradient_mlp_cuda = weight_gradients
     linear_layers._grad_accum_fusion_available = True
+
+
+def _norm_on_device(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: list[list[Tensor]], per_tensor: bool
+) -> tuple[Tensor, None]:
+    """Returns the norm of all tensors together (1,) and no norm of each, as Apex's `multi_tensor_l2norm`."""
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensor_lists[0]))).view(1), None
+
+
+# Without Transformer Engine and Apex megatron-core reads the norm of each gradient on the host.
+if clip_grads.l2_norm_impl is getattr(clip_grads, "local_multi_tensor_l2_norm", None):
+    clip_grads.l2_norm_impl = _norm_on_device
 
 
 def fused(function: Function) -> Function:

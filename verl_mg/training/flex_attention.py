@@ -21,6 +21,10 @@ from verl_mg.device import copy_to
 BLOCK = 128
 """Queries and keys of a block, torch's default."""
 
+# With fewer than 128 queries torch would choose its kernel for decoding, which does not compile with our blocks. torch
+# 2.11 has no option that names the other kernel, and later versions have this one too.
+KERNEL_OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True}
+
 _flex_attention: Any = torch.compile(flex_attention) if torch.cuda.is_available() else flex_attention
 
 
@@ -96,6 +100,7 @@ def attend_with_block_mask(
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
     score_mod = None if softcap is None else _tanh_softcap(softcap)
     options = {"score_mod": score_mod, "block_mask": mask, "scale": scale, "enable_gqa": True}
+    options["kernel_options"] = KERNEL_OPTIONS
     if sinks is None:
         context: Tensor = _flex_attention(q, k, v, **options)
         return context[0].transpose(0, 1)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, UntypedStorage
 
+from verl_mg import device
 from verl_mg.batch import Batch
 from verl_mg.layout import Coordinates, Layout, Placement, Stage
 from verl_mg.phase_timer import PhaseTimer
@@ -65,6 +66,8 @@ class Runner(ABC):
             timer: timer of the phases of this rank; None for a new one.
         """
         self.placement, self.host_group, self.dynamic_cp, self.dtype = placement, host_group, dynamic_cp, dtype
+        if dtype == torch.float32:
+            device.compute_in_float32()
         self.timer = timer or PhaseTimer()
         self.coordinates: Coordinates | None = placement.coordinates(dist.get_rank())
 
