@@ -25,7 +25,10 @@ def as_bytes(storage: UntypedStorage) -> Tensor:
 
 
 def to_host(storage: UntypedStorage, buffer: Tensor | None = None) -> Tensor:
-    """Copies a storage to the host without waiting for the device; synchronize before reading the copy."""
+    """Copies a storage to the host without waiting for the device; synchronize before reading the copy.
+
+    It reuses a (bytes,) uint8 buffer of the same size; new memory is pinned where the storage is on a GPU.
+    """
     source = as_bytes(storage)
     if buffer is None or buffer.numel() != source.numel():
         buffer = torch.empty_like(source, device="cpu", pin_memory=storage.is_cuda)
@@ -33,11 +36,16 @@ def to_host(storage: UntypedStorage, buffer: Tensor | None = None) -> Tensor:
 
 
 class Snapshot:
-    """Host copy of weights and optimizer state, for a later `restore`; its memory is reused by each `take`."""
+    """Host copy of weights and optimizer state, for a later `restore`; its memory is reused by each `take`.
+
+    empty --take--> taken --take--> taken (newer)
+                    taken --restore--> taken, the values are in the model again
+    """
 
     def __init__(
         self, updated: Callable[[], list[UntypedStorage]], optimizers: Callable[[], list[torch.optim.Optimizer]]
     ) -> None:
+        # Functions and not lists: moments appear with the first step, so later calls return more storages.
         self._updated, self._optimizers = updated, optimizers
         self._copies: dict[int, tuple[UntypedStorage, Tensor]] = {}
         self._numbers: list[Numbers] = []

@@ -33,7 +33,11 @@ def load_directory(
     dtype: torch.dtype,
     left_out: frozenset[str] = frozenset(),
 ) -> set[str]:
-    """Fills the weights of a model from its directory; all ranks of the job call it together."""
+    """Fills the weights of a model from its directory; all ranks of the job call it together.
+
+    Tensors that are `left_out` keep the values in the parameters' memory. Returns the names of this rank's parameters
+    that have parts of them. A value head that the directory does not have is drawn.
+    """
     rank, table, whole, parameters = dist.get_rank(), runner.table, runner.shard_map(), runner.parameters()
     shards = whole.shards(rank)
     if shards.keys() != parameters.keys():
@@ -64,7 +68,7 @@ def _fresh_head(hidden: int) -> dict[str, Tensor]:
 def _in_one_memory(parameters: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
     """Context manager: the parameters, or copies in host memory where only some are there, which are written back.
 
-    A message has values of several parameters, and is received in memory of the kind from which it is sent.
+    A message has values of several parameters, and is received in the kind of memory that it was sent from.
     """
     if len({tensor.device.type for tensor in parameters.values()}) < 2:
         yield parameters
