@@ -59,7 +59,7 @@ def to_tokens(context: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def heads_of_rank(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Returns the part (heads, ...) of a parameter that belongs to this rank's heads, as `to_heads` distributes them."""
+    """Returns this rank's part of a parameter (heads, ...), by the distribution of heads in `to_heads`."""
     if group is None or group.size() == 1:
         return x
     return _repeated(x, 0, group.size()).chunk(group.size())[group.rank()]

@@ -31,7 +31,7 @@ def vocab_parallel_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """Computes log p(target) and the entropy of softmax(logits / temperature).
 
-    `hidden` (n, h) is the same on every rank of the group; its gradient is only this rank's part, which the caller sums.
+    `hidden` (n, h) is the same on every rank of the group; its gradient is this rank's part, which the caller sums.
     `targets` are (n,), or (n, c) candidates for each token, and the log-probs like them. All in nats and float32.
     """
     candidates = targets if targets.dim() == 2 else targets[:, None]

@@ -111,8 +111,8 @@ def attend_by_blocks(query: Tensor, key: Tensor, value: Tensor, sequences: Seque
 def attend_where(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scores: Scores) -> Tensor:
     """Attends from the queries of sequences to their visible keys; `scores.window` is not read.
 
-    Query (n, heads, L, d), key (n, kv_heads, K, d), value (n, kv_heads, K, d_v), visible (L, K) bool, the same for every
-    sequence -> (n, heads, L, d_v).
+    Query (n, heads, L, d), key (n, kv_heads, K, d), value (n, kv_heads, K, d_v) and visible (L, K) bool, the same for
+    all n sequences -> (n, heads, L, d_v).
     """
     if scores.are_plain:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scores.scale, enable_gqa=True)

@@ -29,7 +29,7 @@ def restore_weights(runner: Runner, fill: Callable[[StoredBox], None]) -> None:
 
 
 def stored_boxes(namespace: str, shard: Shard, values: Tensor, at: Box) -> Iterator[StoredBox]:
-    """Yields the parts of a shard's pieces in a box `at` of it, whose elements are `values`, as boxes of the checkpoint."""
+    """Yields the values in a box `at` of a shard as boxes of the checkpoint's tensors."""
     origin = full_box(box_shape(at))
     for piece in shard.pieces:
         common = intersect(at, piece.target)

@@ -23,9 +23,9 @@ log = logging.getLogger(__name__)
 
 
 def count_non_finite(buffers: Iterable[Tensor]) -> Tensor:
-    """Counts the buffers with an element that is not finite: () float64 on their device, for which the host does not wait."""
-    # One pass without a temporary of the buffer's size: extremes of a buffer with NaN are NaN, and an infinity is an extreme.
-    # Extremes of no elements are undefined.
+    """Counts the buffers with an element that is not finite: () float64 on their device, the host does not wait."""
+    # One pass without a temporary of the buffer's size: extremes of a buffer with NaN are NaN, and an infinity is an
+    # extreme. Extremes of no elements are undefined.
     extremes = [torch.stack(buffer.aminmax()) for buffer in buffers if buffer.numel()]
     if not extremes:
         return torch.zeros(())

@@ -50,8 +50,8 @@ def _logits(layer: OutputLayer, hidden: Tensor) -> Tensor:
 def vocab_parallel_top(hidden: Tensor, layer: OutputLayer, temperature: float, k: int) -> tuple[Tensor, Tensor]:
     """Computes the k likeliest tokens of softmax(logits / temperature), first of each shard, then of all.
 
-    Returns their log-probs (n, k), float32 and falling, and their ids (n, k), from `hidden` (n, h), which is the same on
-    every rank of the group.
+    Returns their log-probs, (n, k) float32 and falling, and their ids, (n, k). `hidden` (n, h) is the same on every
+    rank of the group.
     """
     logprobs = hidden.new_empty(len(hidden), k, dtype=torch.float32)
     tokens = torch.empty_like(logprobs, dtype=torch.int64)
