@@ -2,9 +2,9 @@
 
 Outside attention a rank has neighbouring tokens and all heads, inside it has all tokens and a part of the heads:
 
-    cp2, T = 8, heads a b c d      to_heads                to_tokens
-    rank 0   0 1 2 3  x  a b c d     ->   0 .. 7  x  a b     ->   0 1 2 3  x  a b c d
-    rank 1   4 5 6 7  x  a b c d     ->   0 .. 7  x  c d     ->   4 5 6 7  x  a b c d
+    cp2, T = 8, heads a b c d        to_heads            to_tokens
+    rank 0   tokens 0..3 of a b c d     ->  0..7 of a b     ->  0..3 of a b c d
+    rank 1   tokens 4..7 of a b c d     ->  0..7 of c d     ->  4..7 of a b c d
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ a chunk of the (tokens, vocabulary) matrix is ever materialized, and the vocabul
 fit in one chunk, its log-probabilities are kept for the backward pass instead.
 
 One autograd function computes log-probs, entropy and divergence, because they share the student's product and the
-gradient's. With q = softmax(z) of the student's logits z, y the target and d, s the divergence's terms and their
-derivatives by log q:
+gradient's. With q = softmax(z) of the student's logits z, the target y, the entropy H, the divergence D and its
+derivatives s by log q:
 
     d log q(y) / dz = [y] - q        d H / dz = -q (log q + H)        d D / dz = s - q sum(s)
 """
@@ -165,7 +165,7 @@ class _LogProbs(torch.autograd.Function):
 
 
 def _weight_gradient(weight: Tensor, sums: Tensor | None, buffer: Tensor | None) -> Tensor | None:
-    """Returns the gradient for autograd, from float32 sums of all chunks; a mark where they are the buffer."""
+    """Returns the gradient for autograd from float32 sums of all chunks, unless these are in the gradient buffer."""
     if sums is None:
         return None
     return added_to_buffer(weight) if sums is buffer else sums.to(weight.dtype)

@@ -27,7 +27,7 @@ class TeacherDivergence:
     tokens. None: only the tokens of the column TEACHER_TOP count."""
 
     def of_tokens(self, output: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
-        """Returns the divergence of each token, (n,) nats with gradients; `output`: result of `TokenOutputs.compute`."""
+        """Returns the divergence of each token, (n,) nats with gradients; `output` as of `TokenOutputs.compute`."""
         if self.layers is not None:
             return output[2]
         return top_divergence(self.divergence, columns[TEACHER_TOP][:, 0], output[2:].T)
