@@ -110,7 +110,6 @@ class MeshGroups:
         return [dim for dim, size in enumerate(self.ranks.shape) if size > 1 or dim == 1]
 
     def _cp_ranks(self, layout: Layout) -> Iterator[tuple[int, ...]]:
-        """Yields the ranks of the groups of context-parallel ranks."""
         if layout.cp == 1:
             return
         for ranks in self.ranks.view(-1, layout.cp, layout.tp).movedim(1, -1).flatten(0, -2).tolist():

@@ -71,10 +71,9 @@ class PackedModule(nn.Module):
         scale: LogitScale,
         outputs: TokenOutputs,
     ) -> Tensor:
-        """Computes log-probs and more; each tensor-parallel rank has the logits of a part of the vocabulary."""
         group = self._groups.tensor_group
         weight = sum_gradients(self.module.get_output_embeddings().weight, group)
-        # FSDP gathers the layer whole; each tensor-parallel rank multiplies, and gives gradients of, a part of its rows.
+        # FSDP gathers the layer whole; a tensor-parallel rank multiplies a part of its rows, and gives their gradients.
         shard = self.vocabulary_shard(len(weight))
         part = weight[shard.first : shard.first + shard.rows]
         layer = OutputLayer(part, shard.first, shard.rows, group, scale.softcap, scale=scale.scale)

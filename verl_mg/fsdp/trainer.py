@@ -85,7 +85,6 @@ class ModuleTrainer(Trainer):
                 self.optimizer.state[weight] = {"step": torch.tensor(steps, device=weight.device), **moments}
 
     def _steps_taken(self) -> float | None:
-        """Returns the number of steps in the moments; None before the first."""
         for state in self.optimizer.state.values():
             return float(state["step"])
         return None

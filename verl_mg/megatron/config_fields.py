@@ -148,7 +148,6 @@ def _named(values: Mapping[str, Any], name: Any) -> Any:
 
 
 def _values_of(kind: Any) -> str:
-    """Returns the values of a type in words."""
     parts = [kind] if get_origin(kind) not in (Union, UnionType) else get_args(kind)
     words = []
     for part in parts:

@@ -54,7 +54,7 @@ class ExpertLoads:
             router.losses, router.load = self.losses, load
 
     def sum_over_ranks(self) -> dict[str, Tensor]:
-        """Completes the loads and returns this rank's part of the metrics, to be summed; a collective of all ranks."""
+        """Completes the loads and returns this rank's part of the metrics, to be summed; a collective."""
         if not self._routers:
             return {}
         losses = {} if self.losses is None else self.losses.report(self._layers)

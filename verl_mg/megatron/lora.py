@@ -67,7 +67,6 @@ class _AdaptedLayer:
 def _adapted_layers(
     shards: Mapping[str, Shard], shapes: Shapes, entries: Mapping[str, TensorEntry]
 ) -> list[_AdaptedLayer]:
-    """Returns the layers of a rank with adapters."""
     by_layer: dict[str, dict[str, list[AdapterShard]]] = {}
     for name, shard in shards.items():
         if local := adapter_shards(shard, shapes):

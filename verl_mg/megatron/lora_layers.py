@@ -63,7 +63,7 @@ class Adapter(Module):
             self.register_buffer(_rows(name), _index(shard, linear.weight), persistent=False)
 
     def forward(self, hidden: Tensor, output: Tensor) -> Tensor:
-        """Adds the adapters of (tokens, 1, in), after a norm in the layer, to its output (tokens, 1, out)."""
+        """Adds the adapters' product with the layer's input (tokens, 1, in), after a norm in it, to its output."""
         a, b = torch.cat(list(self.a.values())), self._block_b()
         if self._sums_gradients:
             # The factor that every rank has sees only this rank's part of the other one.
@@ -118,7 +118,7 @@ class ExpertAdapter(Module):
             self.register_buffer(_rows(name), _index(shard, weight), persistent=False)
 
     def forward(self, tokens: Tensor, ends: Tensor, output: Tensor) -> Tensor:
-        """Adds the adapters of (n, in), sorted by expert, to the output (n, out) of the layer."""
+        """Adds the adapters' products with tokens (n, in), sorted by expert, to the output (n, out) of the layer."""
         a, b = torch.cat(list(self.a.values()), dim=1), self._block_b()
         if self._group.size() > 1:
             a = a if self._splits_a else copy_to_tensor_model_parallel_region(a, group=self._group)

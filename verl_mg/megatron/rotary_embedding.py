@@ -25,7 +25,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def rotate_end(x: Tensor, cos: Tensor, sin: Tensor, neighbours: bool) -> Tensor:
     """Rotates the last d elements of each head, and copies the others.
 
-    Of `neighbours` the result has the first elements of all pairs before the second ones. Where queries and keys are
+    With `neighbours` the result has the first elements of all pairs before the second ones. Where queries and keys are
     permuted so, their products are unchanged.
     """
     rotated: Tensor = _RotationOfEnd.apply(x, cos, sin, neighbours)

@@ -1,8 +1,10 @@
 """Optimizer steps on a model: megatron-core's gradient buffers and distributed optimizer, and our losses.
 
-micro-batches    gradients are added to DDP's float32 buffers, flat memory of many weights
-end of the pass  buffers are summed over data-parallel ranks, each of which has a range of the sum
-step             each rank updates its range, in float32; ranges are gathered into the weights of the model
+An update on this backend, see `training.trainer` for what surrounds it:
+
+    micro-batches     gradients are added to DDP's float32 buffers, flat memory of many weights
+    end of the pass   buffers are summed over data-parallel ranks, each of which has a range of the sum
+    step              each rank updates its range, in float32; ranges are gathered into the weights of the model
 """
 
 from __future__ import annotations
@@ -105,7 +107,6 @@ class Trainer(BaseTrainer):
         cp_sizes: Sequence[int] | None,
         outputs: TokenOutputs,
     ) -> list[dict[str, float]]:
-        """Runs forward and backward passes and returns this rank's reports, to be summed over all ranks."""
         with self.runner.timer("optimizer"):
             for chunk in self.runner.model_chunks:
                 chunk.zero_grad_buffer()  # type: ignore[operator]

@@ -90,7 +90,7 @@ def transformer_config(
 
 
 def check_recompute(c: HFConfig, recompute: Recompute) -> None:
-    """Checks that a model has the parts that are recomputed."""
+    """Checks that a model has the parts that are recomputed; the error names the key `recompute` without its role."""
     has_dense_layers = not all(c.has_experts(layer) for layer in range(c.layers))
     existing = {
         "mla_up_proj": c.latent is not None,

@@ -139,8 +139,7 @@ def _with_ragged_kernel(query: Tensor, key: Tensor, value: Tensor, sequences: Se
     repeat, width = query.shape[1] // key.shape[1], value.shape[2]
     if repeat > 1 and "enable_gqa" in signature(varlen_attn).parameters:
         options["enable_gqa"] = True
-    # An older kernel has no grouped queries.
-    elif repeat > 1:  # torch 2.11
+    elif repeat > 1:  # torch 2.11, whose kernel has no grouped queries
         key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
     # Zeros beyond the width add nothing to the other elements of the result, and are cut off.
     if not takes_value_width(query.shape[2], width):

@@ -38,8 +38,10 @@ def to_host(storage: UntypedStorage, buffer: Tensor | None = None) -> Tensor:
 class Snapshot:
     """Host copy of weights and optimizer state, for a later `restore`; its memory is reused by each `take`.
 
-    empty --take--> taken --take--> taken (newer)
-                    taken --restore--> taken, the values are in the model again
+    It has two states, of which only the second has a state to restore:
+
+        empty --take--> taken --take--> taken, newer values
+                        taken --restore--> taken, and its values are in the model again
     """
 
     def __init__(

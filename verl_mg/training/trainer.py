@@ -135,6 +135,7 @@ class Trainer(ABC):
         with self._runner.timer("update"):
             reports = self._compute_gradients(micro_batches, temperature, loss_closure, cp_sizes, outputs)
             self._runner.timer.barrier("update", host_group)
+            # In host memory, where every rank adds the same numbers in the same order: the verdict must be one for all.
             sums = sum_over_ranks(reports, host_group)
             verdict, guard_metrics = self._guard.check(sums)
             loss_metrics = {name: value for name, value in sums.items() if name != NON_FINITE_BUFFERS}
@@ -152,6 +153,7 @@ class Trainer(ABC):
         """
         yield from self._state()
         if self._last_good is not None and self._last_good.taken:
+            # A snapshot is bytes of storages: its values have tensors and boxes only in the place of the current state.
             with self._last_good.in_place():
                 for box in self._state():
                     yield replace(box, namespace=LAST_GOOD + box.namespace)
