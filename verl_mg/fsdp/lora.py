@@ -46,6 +46,7 @@ class Adapter(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Returns what is added to the layer's output: (..., in) -> (..., out)."""
+        # Adapters are float32, and compute in the dtype of the layer.
         pairs = zip(self.a, self.b, strict=True)
         parts = [F.linear(F.linear(inputs, a.to(inputs.dtype)), b.to(inputs.dtype)) for a, b in pairs]
         return self.scale * torch.cat(parts, dim=-1)
@@ -80,6 +81,7 @@ class ModuleAdapters:
         self.shards: dict[str, Shard] = {}
         self._by_weight: dict[str, Adapter] = {}
         modules = dict(module.named_modules())
+        # Everything but the adapters and a head, which are created below.
         module.requires_grad_(False)
         module.enable_input_require_grads()  # a layer is recomputed only where its input requires a gradient
         for name, shard in whole.items():

@@ -58,6 +58,7 @@ def _module_logits(model: Any, products: Tensor) -> Tensor:
     body, head = model.base_model_prefix, _name_of(model, model.get_output_embeddings())
     kept = {name: model._modules[name] for name in (body, head)}
     try:
+        # The body returns the products as hidden states, and the head passes them on: the model's scaling is left.
         model._modules |= {body: _Returns(products[None, :, None]), head: nn.Identity()}
         logits: Tensor = model(input_ids=torch.zeros(1, len(products), dtype=torch.int64)).logits
     finally:

@@ -166,6 +166,7 @@ class ModuleTrainer(Trainer):
 
     def _clip_and_step(self) -> float:
         for name, weight in self._weights.items():
+            # The gradients are the module's, in its memory.
             weight.grad = local_part(self._with_gradient(self._parameters[name]))
         norm = self._gradient_norm()
         limit = self._config.clip_grad

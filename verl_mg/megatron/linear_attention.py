@@ -104,6 +104,7 @@ class GatedDeltaNet(MegatronModule):
     ) -> tuple[Tensor, None]:
         """Computes the layer: (T / cp / tp, 1, h) -> (T / cp / tp, 1, h), and no bias."""
         packed, group, linear = packed_seq_params, packed_seq_params.cp_group, self.linear
+        # A state passes through all tokens of a sequence: ranks cannot have chunks of it, and divide the heads.
         assert group and not packed.zigzag
         keys, values = self.key_heads * linear.key_dim, self.value_heads * linear.value_dim
         projected = self.in_proj(hidden_states)[0].squeeze(1)
@@ -139,7 +140,9 @@ class GatedDeltaNet(MegatronModule):
         flat = [x.flatten(1) for x in (q, k, v)]
         convolved = convolve(torch.cat(flat, dim=1), filters, *description).split([x.shape[1] for x in flat], dim=1)
         q, k, v = (x.unflatten(1, like.shape[1:]) for x, like in zip(convolved, (q, k, v), strict=True))
+        # A key head serves several neighbouring value heads.
         q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], dim=1) for x in (q, k))
+        # In float32: the decays of a chunk are summed up before their exponential is taken.
         decay = -a_log.float().exp() * F.softplus(a.float() + dt_bias.float())
         context = delta_rule(q, k, v, decay, b.float().sigmoid(), *description)
         return context if packed.keys is None else context[packed.places_among_keys]

@@ -29,8 +29,8 @@ from verl_mg import device
 from verl_mg.sharding.boxes import Box, numel, slices
 
 ROUND_ELEMENTS = 2**25
-"""Elements of the matrices of an owner in a round, unless a single one is larger: 64 MiB in bfloat16. So the memory of an
-exchange does not grow with the model."""
+"""Elements of the matrices of an owner in a round, unless a single one is larger: 64 MiB in bfloat16. So the memory of
+an exchange does not grow with the model."""
 
 Shape = tuple[int, ...]
 Named = tuple[str, Box]

@@ -88,6 +88,7 @@ class ModelRunner(Runner):
         check_layout(self.table.config, groups.layout, kernels, self.megatron)
         frequencies, self._attention_scaling = rotary_frequencies(model_dir, self.table.config.rotary_dim)
         self._frequencies = frequencies.to(device.current_device())
+        # megatron-core's modules read their groups from module globals when they are built.
         with groups.active():
             options = (groups, dtype, recompute, kernels, self.megatron)
             self.chunks = build_chunks(self.table, *options) if self.is_member else []
@@ -97,6 +98,7 @@ class ModelRunner(Runner):
         self.balance_factors = factors(self.megatron, self.table.config)
         self.multi_token_factor = loss_factor(self.megatron) if self.table.model.multi_token else 0.0
         stored = self._trained_tensors(lora) if from_checkpoint else frozenset()
+        # What a checkpoint restores is not read from the model directory.
         self.unrestored = load_directory(self, model_dir, directories, dtype, stored)
         self.lora: Adapters | None = None
         if lora:
@@ -263,7 +265,7 @@ class ModelRunner(Runner):
                 micro_batch_size=1,
                 forward_only=forward_only,
             )
-        return list(reports)[: len(micro_batches)]
+        return list(reports)[: len(micro_batches)]  # without the fillers'
 
 
 def _fillers(micro_batches: Sequence[Batch], layout: Layout) -> list[Batch]:

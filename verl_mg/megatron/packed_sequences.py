@@ -48,6 +48,7 @@ class PackedSequences(Sequences, PackedSeqParams):
     """(rotary width / 2,) float32, frequencies of the rotary embedding."""
     attention_scaling: float = 1.0
     """Factor of cosines and sines of the rotary embedding, which `cos` and `sin` contain."""
+    # Required, but the fields of `PackedSeqParams` before it have defaults.
     lengths: Tensor = field(kw_only=True)
     """(n,) int64 on the CPU, tokens of each sequence that are computed for it."""
     key_lengths: Tensor = field(kw_only=True)

@@ -41,6 +41,7 @@ def join_rotated(plain: Tensor, shared: Tensor, cos: Tensor, sin: Tensor, neighb
 class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        # Nothing of the size of an activation: all layers share these two.
         ctx.save_for_backward(cos, sin)
         return _rotated(x, cos, sin, 1.0)
 

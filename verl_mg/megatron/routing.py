@@ -128,6 +128,7 @@ class Router(TopKRouter):
             chosen = self._choose(ratings)
         if self.load is not None and torch.is_grad_enabled():  # a pass that is recomputed counts once, the second time
             assert self.packed is not None and self.packed.occurrences is not None
+            # A token that rows share counts once for each of them, as if every row were computed whole.
             counts = self.packed.occurrences[:, None].expand(chosen.shape)
             self.load.scatter_add_(0, chosen.flatten(), counts.flatten())
         # The choice has no gradient; the weights of the chosen experts have one, prescribed ones too.
@@ -242,6 +243,7 @@ class RoutedLayer(TransformerLayer):
 
     def forward(self, *arguments: Any, packed_seq_params: PackedSequences, **options: Any) -> tuple[Tensor, Any]:
         """Runs the layer: (t, 1, h) -> ((t, 1, h), None), where t is T / (cp * tp)."""
+        # megatron-core's layer passes none of this to its router.
         given = packed_seq_params.experts
         self.mlp.router.given = None if given is None else given.get(self.layer_number - 1)
         self.mlp.router.packed = packed_seq_params

@@ -48,6 +48,7 @@ class Indexer(nn.Module):
         options: dict[str, Any] = {"device": torch.cuda.current_device(), "dtype": config.params_dtype}
         self.wq_b = nn.Linear(q_rank, indexer.heads * indexer.head_dim, bias=False, **options)
         self.wk = nn.Linear(config.hidden_size, indexer.head_dim, bias=False, **options)
+        # float32 in the checkpoint too, whatever the dtype of the model.
         self.k_norm = nn.LayerNorm(indexer.head_dim, NORM_EPS, **options | {"dtype": torch.float32})
         self.weights_proj = nn.Linear(config.hidden_size, indexer.heads, bias=False, **options)
         self.requires_grad_(False)
@@ -65,7 +66,10 @@ class Indexer(nn.Module):
         query = self._rotated(self.wq_b(q_latent).unflatten(-1, (self.sizes.heads, -1)), cos, sin)
         key = self._rotated(self.k_norm(self.wk(hidden).float()).to(query.dtype)[:, None], cos, sin)[:, 0]
         scale = (self.sizes.heads * self.sizes.head_dim) ** -0.5
+        # Scores are float32, as in `transformers`; engines on GPUs compute them in FP8, and may choose another of two
+        # keys with nearly equal scores.
         weights = F.linear(hidden.float(), self.weights_proj.weight.float()) * scale
+        # The one narrow key of a token travels, then the bits of its selection, and no hidden state.
         keys = _gathered(_gathered(key, tp), cp)
         if packed.keys is not None:
             keys = keys[packed.keys]

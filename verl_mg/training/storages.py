@@ -15,6 +15,7 @@ Numbers = list[dict[str, int | float]]
 
 def storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
     """Returns the distinct storages of the tensors, without empty ones."""
+    # Weights are views of few storages, each of which is moved once.
     by_address = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
     return [storage for storage in by_address.values() if storage.nbytes()]
 

@@ -102,6 +102,7 @@ def token_order(
     # A micro-batch without rows has tokens too: its rank takes part in every collective of the layers.
     filler = -total % parts if total else parts
     last = torch.tensor([filler] if filler else [], dtype=torch.int64)
+    # Padding is a sequence by itself, to which no token of a row attends.
     sequences = torch.cat([padded, last])
     starts = padded.cumsum(0) - padded
     places = torch.repeat_interleave(starts, computed) + _positions(computed)
