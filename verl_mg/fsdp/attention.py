@@ -32,7 +32,10 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Computes causal attention within each packed sequence."""
+    """Computes causal attention within each packed sequence: (1, heads, T / cp, d) -> (1, T / cp, heads, d_v).
+
+    The names of arguments are `transformers`': `s_aux` are attention sinks (heads,). There are no attention weights.
+    """
     assert packed is not None and attention_mask is None and query.shape[0] == 1
     heads, tokens, group = query.shape[1], query.shape[2], packed.cp_group
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -42,4 +45,5 @@ def packed_attention(
     return context.view(1, tokens, heads, -1), None
 
 
+# By name for the whole process; the sequences are an argument of `forward`, so that no model is patched.
 AttentionInterface.register(NAME, packed_attention)

@@ -1,4 +1,11 @@
-"""Collectives with gradients, as models use them between ranks that share tokens or tensors."""
+"""Collectives with gradients, as models use them between ranks that share tokens or tensors.
+
+                     forward      backward
+    sum_values       all-reduce   identity      outputs of ranks with different tokens, the same loss on all
+    sum_gradients    identity     all-reduce    inputs that all ranks have, of which each uses a part
+
+Without a group each is the identity.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +19,7 @@ from torch import Tensor
 class _SumForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        # A copy, for autograd may still need the values.
         total = values.clone()
         dist.all_reduce(total, group=group)
         return total

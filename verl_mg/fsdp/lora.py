@@ -1,6 +1,7 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685) of a module of `transformers`, which every rank has whole.
 
-Adapters are small: they are not sharded, and their gradients are summed over the ranks once for each step.
+Adapters are small, 0.1 to 0.5 % of a model: they are not sharded, and their gradients are summed over the ranks once
+for each step.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class Adapter(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Returns what is added to the layer's output: (..., in) -> (..., out)."""
+        # Adapters are float32, and compute in the dtype of the layer.
         pairs = zip(self.a, self.b, strict=True)
         parts = [F.linear(F.linear(inputs, a.to(inputs.dtype)), b.to(inputs.dtype)) for a, b in pairs]
         return self.scale * torch.cat(parts, dim=-1)
@@ -79,6 +81,7 @@ class ModuleAdapters:
         self.shards: dict[str, Shard] = {}
         self._by_weight: dict[str, Adapter] = {}
         modules = dict(module.named_modules())
+        # Everything but the adapters and a head, which are created below.
         module.requires_grad_(False)
         module.enable_input_require_grads()  # a layer is recomputed only where its input requires a gradient
         for name, shard in whole.items():
@@ -98,6 +101,7 @@ class ModuleAdapters:
         self.module_parameters = frozenset(self.shards)
 
     def _install(self, layer: Any, name: str, local: list[Any]) -> None:
+        # The parts of an adapter are concatenated, in the order of the rows of the layer.
         if sorted(row for shard in local for row in shard.rows) != [row for shard in local for row in shard.rows]:
             raise UserError(f"lora.targets: {name} has the rows of its tensors interleaved. Use backend: megatron.")
         shapes = [(shard.a.shape, shard.b.shape) for shard in local]
@@ -127,7 +131,7 @@ class ModuleAdapters:
         return frozenset(self._by_weight)
 
     def merged(self, name: str, weight: Tensor, rows: slice) -> Tensor:
-        """Returns a part of a parameter with its adapters merged into it."""
+        """Returns this rank's rows of a parameter with its adapters merged into them, in float32 and rounded once."""
         if name not in self._by_weight:
             return weight
         return (weight.float() + self._by_weight[name].product(rows)).to(weight.dtype)

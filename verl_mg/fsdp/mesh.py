@@ -4,6 +4,8 @@ rank = tp + TP * (cp + CP * dp)        as in Megatron's dense grid, without pipe
 mesh    replicate   copies of the model, each on its part of the data-parallel ranks (HSDP)
         shard       ranks that divide a copy's parameters: the data-parallel ranks of a copy, and their cp ranks
         tp          tensor-parallel ranks
+
+dp4 with 2 replicas: copies on the ranks 0 1 and 2 3; groups shard 0 1, 2 3; groups replicate 0 2, 1 3
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ class MeshGroups:
         layout, rank = placement.layout, dist.get_rank()
         self.ranks = rank_grid(placement, replicas)
         groups: list[dist.ProcessGroup] = []
+        # A collective of all ranks of the job: every rank requests every group, in the same order.
         for dim in self._dims():
             for ranks in self.ranks.movedim(dim, -1).flatten(0, -2).tolist():
                 group = process_groups.of(ranks, backend)
@@ -100,17 +103,18 @@ class MeshGroups:
     def token_shard(self, cp_size: int) -> TokenShard:
         """Returns this rank's part of a micro-batch that `cp_size` neighbouring ranks share; it divides cp."""
         assert self.coordinates is not None
+        # Tensor-parallel ranks have the same tokens: there is no sequence parallelism.
         return TokenShard(1, cp_size, 0, self.coordinates.cp % cp_size, self._cp_groups.get(cp_size))
 
     def _dims(self) -> list[int]:
         return [dim for dim, size in enumerate(self.ranks.shape) if size > 1 or dim == 1]
 
     def _cp_ranks(self, layout: Layout) -> Iterator[tuple[int, ...]]:
-        """Yields the ranks of the groups of context-parallel ranks."""
         if layout.cp == 1:
             return
         for ranks in self.ranks.view(-1, layout.cp, layout.tp).movedim(1, -1).flatten(0, -2).tolist():
             yield tuple(ranks)
+        # With dynamic context fewer neighbouring ranks may share a micro-batch.
         if self.dynamic_cp and proper_divisors(layout.cp) != [1]:
             for ranks in smaller_cp_groups(layout):
                 if len(ranks) > 1:
@@ -118,12 +122,12 @@ class MeshGroups:
 
 
 def rank_grid(placement: Placement, replicas: int) -> torch.Tensor:
-    """Returns the ranks of a placement, int64 (replicas, sharding ranks, tp)."""
+    """Returns the ranks of a placement, int64 (replicas, sharding ranks, tp); replicas divide dp."""
     return torch.tensor(placement.ranks).view(replicas, -1, placement.layout.tp)
 
 
 def check_mesh(layout: Layout, replicas: int) -> None:
-    """Checks that a layout is one of the FSDP backend."""
+    """Checks that the FSDP backend has the dimensions of a layout, and that as many copies fit."""
     for key, size in (("pp", layout.pp), ("ep", layout.ep), ("etp", layout.etp if layout.etp != layout.tp else 1)):
         if size > 1:
             raise UserError(f"layout {layout}: {key}{size} is not possible with backend: fsdp. Leave out {key}{size}.")

@@ -36,7 +36,7 @@ HEAD = "score"
 GROUPED_BYTES = 16
 """Divisor of the rows of matrices in torch's grouped product."""
 PARTIAL = "replicated_with_grad_allreduce"
-"""Style of `transformers`' plans for parameters whose gradient on a rank is that of its heads alone."""
+"""Style of `transformers`' plans for parameters whose gradient on a rank is only from its heads."""
 
 
 class PackedModule(nn.Module):
@@ -47,7 +47,7 @@ class PackedModule(nn.Module):
         self.module, self._groups, self._logit_scale = module, groups, logit_scale
 
     def forward(self, micro: MicroBatch[PackedRows], temperature: float, outputs: TokenOutputs = EVERYTHING) -> Tensor:
-        """Runs the model over a micro-batch."""
+        """Runs the model: (lines, n) float32 outputs or (1, n) values, the same on all cp and tp ranks."""
         packed = micro.packed
         body, options = self.module.base_model, {"use_cache": False, "packed": packed}
         if packed.images is not None:
@@ -60,7 +60,7 @@ class PackedModule(nn.Module):
         else:
             local = self._logprobs(states, micro, temperature, self._logit_scale, outputs)
         whole = local.new_zeros(len(local), len(micro.token_index)).index_copy(1, micro.local_index, local)
-        # Each rank has the gradients of all n tokens and uses those of its own, so that each is counted once.
+        # Each rank has the gradients of all n tokens and uses only the gradients of its tokens: each is counted once.
         return sum_values(whole, packed.cp_group)
 
     def _logprobs(
@@ -71,9 +71,9 @@ class PackedModule(nn.Module):
         scale: LogitScale,
         outputs: TokenOutputs,
     ) -> Tensor:
-        """Computes log-probs and more; each tensor-parallel rank has the logits of a part of the vocabulary."""
         group = self._groups.tensor_group
         weight = sum_gradients(self.module.get_output_embeddings().weight, group)
+        # FSDP gathers the layer whole; a tensor-parallel rank multiplies a part of its rows, and gives their gradients.
         shard = self.vocabulary_shard(len(weight))
         part = weight[shard.first : shard.first + shard.rows]
         layer = OutputLayer(part, shard.first, shard.rows, group, scale.softcap, scale=scale.scale)
@@ -104,7 +104,8 @@ def build_module(model_dir: Path, head: Head, dtype: torch.dtype) -> Any:
             "next. Use backend: megatron, or another model."
         )
     if has_images(config) and marks_images(module.base_model):
-        module.set_attn_implementation("sdpa")  # with masks of all pairs of tokens
+        # Tokens of an image attend to each other: by transformers' masks of all pairs of tokens.
+        module.set_attn_implementation("sdpa")
     module.get_input_embeddings().padding_idx = None  # nothing is padded: every token's embedding has a gradient
     if head == "value":
         output = module.get_output_embeddings()
@@ -124,6 +125,7 @@ def logit_scale_of(module: Any, head: Head, model_dir: Path) -> LogitScale | Non
 
 def _fill_buffers(part: nn.Module, model: Any) -> None:
     """Computes the buffers that are not in checkpoints, such as rotary frequencies, on the device."""
+    # The innermost model of `transformers` around a part knows the values of its buffers.
     model, place = part if isinstance(part, PreTrainedModel) else model, device.current_device()
     if part._buffers:
         for name, buffer in part._buffers.items():
@@ -136,6 +138,7 @@ def _fill_buffers(part: nn.Module, model: Any) -> None:
 
 def tensor_plan(module: Any, where: str) -> dict[str, str]:
     """Returns the plan of tensor parallelism that a module has: styles by names of its modules and parameters."""
+    # Some architectures have a plan of the output layer only, which is ours.
     plan = dict(module.tp_plan or {})
     if not any(name.startswith(f"{module.base_model_prefix}.") for name in plan):
         raise UserError(f"{where}: transformers has no plan of tensor parallelism for this model. Leave out tp.")
@@ -143,7 +146,10 @@ def tensor_plan(module: Any, where: str) -> dict[str, str]:
 
 
 def shard_tensors(module: Any, mesh: DeviceMesh | None, where: str) -> frozenset[str]:
-    """Divides a module among tensor-parallel ranks by its own plan."""
+    """Divides a module among tensor-parallel ranks by its own plan.
+
+    Returns the names of parameters whose gradients are only from this rank's heads, to be summed over the ranks.
+    """
     if mesh is None:
         return frozenset()
     plan = tensor_plan(module, where)
@@ -164,11 +170,9 @@ def shard_tensors(module: Any, mesh: DeviceMesh | None, where: str) -> frozenset
 
 
 def _head_norms(plan: Mapping[str, str]) -> set[str]:
-    """Returns the norms of queries and keys where a rank has some of the heads.
-
-    The plans of several architectures, GLM-4.5 and mixtures of Qwen3-VL among them, do not mention that their gradients
-    are partial.
-    """
+    """Returns the norms of queries and keys where a rank has some of the heads."""
+    # Plans of several architectures, GLM-4.5 and mixtures of Qwen3-VL among them, do not mention that the gradients of
+    # these norms are partial.
     attention = [
         name.rpartition(".")[0] for name, style in plan.items() if name.endswith(".q_proj") and style == "colwise"
     ]
@@ -176,10 +180,8 @@ def _head_norms(plan: Mapping[str, str]) -> set[str]:
 
 
 def fit_expert_kernels(module: Any) -> None:
-    """Makes experts use separate products where their parts do not fit torch's grouped product.
-
-    It reads rows of 16 bytes each, which every real size fits, and very small tests do not.
-    """
+    """Makes experts use separate products where their parts do not fit torch's grouped product."""
+    # It reads rows of multiples of 16 bytes, which every real size fits, and very small tests do not.
     stacked = [local_part(parameter) for parameter in module.parameters() if parameter.dim() == 3]
     if any(size * part.element_size() % GROUPED_BYTES for part in stacked for size in part.shape[1:]):
         module.set_experts_implementation("eager")
@@ -188,11 +190,12 @@ def fit_expert_kernels(module: Any) -> None:
 def shard_over_data(
     packed: PackedModule, groups: MeshGroups, options: FsdpConfig, dtype: torch.dtype, whole: frozenset[str]
 ) -> None:
-    """Shards the parameters of a model over the data-parallel ranks and allocates this rank's part."""
+    """Shards all parameters but `whole` over the data-parallel ranks, and allocates this rank's part."""
     module, place = packed.module, device.current_device()
     # On a CPU device the policy does the same, only the memory is not pinned.
     policy = CPUOffloadPolicy(pin_memory=place.type == "cuda") if options.cpu_offload else OffloadPolicy()
     stored = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
+    # Trained weights are float32, and their gathered copies have `dtype`. Gradients are summed in float32.
     mixed = stored != {dtype}
     precision = MixedPrecisionPolicy(
         param_dtype=dtype if mixed else None,
@@ -210,12 +213,14 @@ def shard_over_data(
     }
     for block in sharded_blocks(module):
         fully_shard(block, reshard_after_forward=options.reshard_after_forward, **shared)
+    # What is outside of layers stays gathered: the backward pass begins with the output layer.
     fully_shard(packed, reshard_after_forward=False, **shared)
     for child in packed.modules():
         if isinstance(child, FSDPModule):  # losses are divided by their global normalizers already
             child.set_gradient_divide_factor(1.0)
             child.set_force_sum_reduction_for_comms(True)
     where = torch.device("cpu") if options.cpu_offload else place
+    # Only now, when this rank's part is known; buffers have their memory and values already.
     packed._apply(lambda tensor: torch.empty_like(tensor, device=where) if tensor.is_meta else tensor)
 
 
@@ -223,11 +228,12 @@ def shard_dim(parameter: Tensor, sharding: int) -> int:
     """Returns the dimension that the sharding ranks divide: the first, or the second where the first is too short."""
     shape = tuple(parameter.shape)
     is_whole = not isinstance(parameter, DTensor)
+    # A stack of few experts on many ranks: most ranks would have nothing of it.
     return int(is_whole and len(shape) > 2 and shape[0] < sharding and shape[1] % sharding == 0)
 
 
 def parameter_splits(module: Any, sharding: int, whole: frozenset[str] = frozenset()) -> dict[str, ParameterSplit]:
-    """Returns how each parameter and persistent buffer is divided, before `shard_over_data`."""
+    """Returns how each parameter and buffer is divided: after `shard_tensors`, before `shard_over_data`."""
     splits = {name: ParameterSplit() for name, _ in module.named_buffers()}
     for name, parameter in module.named_parameters():
         dim = None if name in whole else shard_dim(parameter, sharding)
@@ -260,7 +266,7 @@ def _split(dim: int) -> Any:
 
 
 def sharded_blocks(module: Any) -> Iterator[nn.Module]:
-    """Yields the layers, of each of which the parameters are gathered together; all others are gathered at once."""
+    """Yields the layers, each of which is gathered by itself; all other parameters are gathered together."""
     names = set(module._no_split_modules or ())
     for child in module.modules():
         if type(child).__name__ in names and any(True for _ in child.parameters()):

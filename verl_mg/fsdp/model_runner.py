@@ -51,7 +51,10 @@ from verl_mg.training.weight_loading import load_directory
 class ModuleRunner(Runner):
     """Model of the FSDP backend, see `Runner`.
 
-    Trained weights are float32, of which gathered copies in `dtype` compute; those that are frozen are in `dtype`.
+    Trained weights are float32, of which gathered copies in `dtype` compute; frozen weights are in `dtype`. With
+    `from_checkpoint` what is trained is left uninitialized, for a checkpoint that is restored before the first pass.
+
+        built on all ranks (no memory) -> tensor-parallel chunks -> shard map -> sharded, allocated -> loaded by the map
 
     Attributes:
         groups: process groups of the placement.
@@ -144,12 +147,14 @@ class ModuleRunner(Runner):
             for rows, cp_size in zip(micro_batches, cp_sizes, strict=True)
         ]
         for number, micro in enumerate(prepared):
+            # FSDP waits for the reductions of gradients only in the last backward pass.
             packed.set_is_last_backward(number == len(prepared) - 1)
             output = packed(micro, temperature, outputs)
             loss, report = loss_closure(micro, output)
             if not forward_only:
                 loss.backward()
             reports.append(report)
+        # Without a backward pass, which does it, the parameters outside of layers would stay gathered.
         if forward_only:
             packed.reshard()
         return reports
@@ -179,11 +184,11 @@ class ModuleRunner(Runner):
         return {name: self.as_described(name, named[name]) for name in known}
 
     def as_described(self, name: str, local: Tensor) -> Tensor:
-        """Returns this rank's part of a parameter, or of what belongs to it, as its shard describes it."""
+        """Returns this rank's part of a parameter, or of its moments, as its shard describes it: a view."""
         return local.mT if name in self.table.transposed_parameters else local
 
     def wait_for(self, parameters: Iterable[Tensor] | None = None) -> None:
-        """Returns at once: parameters are complete."""
+        """Does not wait: parameters are always complete."""
 
     @property
     def computed_parameters(self) -> frozenset[str]:
@@ -197,6 +202,7 @@ class ModuleRunner(Runner):
         return _ServedParameters(self.parameters(), self._served)
 
     def _served(self, name: str, weight: Tensor) -> Tensor:
+        # On the device also with `fsdp.cpu_offload`: a message never has values from two kinds of memory.
         weight = weight.to(device.current_device())
         merged = self.lora.merged(name, weight, self._rows(name)) if self.lora else weight
         return merged.to(self.dtype) if self._is_cast(name, merged) else merged
@@ -257,7 +263,7 @@ class ModuleRunner(Runner):
 
 
 def output_head(module: Any, scale: LogitScale, table: ModuleTable) -> OutputHead:
-    """Returns the output layer of a module as it is in the model directory."""
+    """Returns the output layer of a module, not yet sharded, as it is in the model directory."""
     weight = module.get_output_embeddings().weight
     shards = table.parameter_shards()
     (name,) = {n for n, p in module.named_parameters(remove_duplicate=False) if p is weight and n in shards}
@@ -266,7 +272,7 @@ def output_head(module: Any, scale: LogitScale, table: ModuleTable) -> OutputHea
 
 
 def check_module_layout(module: Any, layout: Layout, where: str) -> None:
-    """Checks that the parallel sizes divide a module."""
+    """Checks that the parallel sizes divide a module, and that all its layers have context parallelism with cp."""
     config = module.config.get_text_config()
     heads = config.num_attention_heads
     if heads % (layout.tp * layout.cp):
@@ -288,7 +294,7 @@ def check_module_layout(module: Any, layout: Layout, where: str) -> None:
 
 
 def storages_here(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
-    """Returns the distinct storages of those tensors that are on this rank's device."""
+    """Returns the distinct storages of the tensors that are on this rank's device."""
     place = device.current_device().type
     return storages(tensor for tensor in tensors if tensor.device.type == place)
 

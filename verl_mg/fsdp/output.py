@@ -14,7 +14,7 @@ from verl_mg.errors import UserError
 SCALES = (("logit_scale", 1), ("logits_scaling", -1))
 """Fields of configurations that multiply logits, with the sign of their exponent (Cohere, Granite)."""
 PROBES = (-60.0, -7.0, -0.5, 0.0, 0.25, 3.0, 40.0)
-"""Products for which the module's own logits are compared with `LogitScale`."""
+"""Products for which the module's own logits are compared with `LogitScale`: near 0, and where a softcap bends them."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class LogitScale:
 
 def read_logit_scale(model: Any, where: str) -> LogitScale:
     """Returns the function from products to logits of a causal language model, compared with its own code."""
+    # A model that scales its logits in a way that no field names would get wrong log-probs without any other sign.
     config, head = model.config.get_text_config(), model.get_output_embeddings()
     if head is None or getattr(head, "bias", None) is not None:
         raise UserError(f"{where}: its output layer has a bias or none. Use backend: megatron, or another model.")
@@ -57,6 +58,7 @@ def _module_logits(model: Any, products: Tensor) -> Tensor:
     body, head = model.base_model_prefix, _name_of(model, model.get_output_embeddings())
     kept = {name: model._modules[name] for name in (body, head)}
     try:
+        # The body returns the products as hidden states, and the head passes them on: the model's scaling is left.
         model._modules |= {body: _Returns(products[None, :, None]), head: nn.Identity()}
         logits: Tensor = model(input_ids=torch.zeros(1, len(products), dtype=torch.int64)).logits
     finally:

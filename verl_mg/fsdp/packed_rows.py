@@ -32,7 +32,7 @@ class PackedRows(Sequences):
     cu_seqlens_q: Tensor
     """(n + 1,) int32, where each sequence begins, and the end."""
     cp_group: dist.ProcessGroup | None
-    """Ranks that share the micro-batch; None for this rank alone."""
+    """Ranks that share the micro-batch; None: only this one."""
     images: PackedImages | None = None
     """Images of the rows, for a vision-language module."""
 
@@ -44,7 +44,7 @@ class PackedRows(Sequences):
 def make_micro_batch(
     rows: Batch, shard: TokenShard, hidden_offset: int, device: torch.device, packer: ImagePacker | None = None
 ) -> MicroBatch[PackedRows]:
-    """Packs rows into a micro-batch, for the rank that has a shard of its tokens."""
+    """Packs rows, of which there may be none, into a micro-batch, for the rank that has a shard of its tokens."""
     order = token_order(rows.lengths, shard)
     ends = order.lengths.cumsum(0)
     positions = torch.arange(order.total) - torch.repeat_interleave(ends - order.lengths, order.lengths)

@@ -1,4 +1,10 @@
-"""Shard map of the FSDP backend: the boxes of each parameter of the module on every rank, from DTensor placements."""
+"""Shard map of the FSDP backend: the boxes of each parameter of the module on every rank, from DTensor placements.
+
+A parameter of 8 rows, gate and up of 4 each (`parts` 2), on tp2 with 2 sharding ranks:
+
+    tp 0: rows 0 1 4 5    shard 0: rows 0 1    shard 1: rows 4 5
+    tp 1: rows 2 3 6 7    shard 0: rows 2 3    shard 1: rows 6 7
+"""
 
 from __future__ import annotations
 
@@ -30,7 +36,7 @@ class ParameterSplit:
 
     @classmethod
     def of(cls, parameter: Tensor, dim: int | None) -> ParameterSplit:
-        """Returns the split of a parameter of the module."""
+        """Returns the split of a parameter, a DTensor where tp ranks divide it; the sharding ranks divide `dim`."""
         placement = parameter.placements[0] if isinstance(parameter, DTensor) else None
         if not isinstance(placement, SplitDim | _StridedShard):
             return cls(dim=dim)
@@ -43,7 +49,7 @@ class ParameterSplit:
         return ParameterSplit(dims[self.tensor_dim], self.parts, dims[self.dim])
 
     def first_part(self, shape: Sequence[int], sharding: int, tp: int) -> tuple[int, ...]:
-        """Returns the shape of the part on the first rank, to which all other ranks' parts are padded."""
+        """Returns the shape of the part on the first rank, to which FSDP pads all other ranks' parts."""
         sizes = list(shape)
         if self.tensor_dim is not None:
             sizes[self.tensor_dim] = self.parts * -(-sizes[self.tensor_dim] // (self.parts * tp))
@@ -58,7 +64,7 @@ def fsdp_shard_map(
     ranks: Tensor,
     tensors: Mapping[str, TensorInfo],
 ) -> ExplicitShardMap:
-    """Returns the shards of all ranks of a placement."""
+    """Returns the shards of all ranks of a placement, from its (replicas, sharding ranks, tp) ranks."""
     shards: dict[int, Mapping[str, Shard]] = {}
     _, sharding, tp = ranks.shape
     for index, tp_index in product(range(sharding), range(tp)):
@@ -111,6 +117,7 @@ def _moved(piece: Piece, source: Box, target: Box) -> Piece:
     """Returns the part of a piece of the whole parameter in a box, which is at `target` in the local one."""
     common = intersect(piece.target, source)
     assert common is not None
+    # A stack of experts has a dimension more than the matrices of the checkpoint that it is made of.
     stacked = len(piece.target) - len(piece.source)
     in_tensor = translate_box(common[stacked:], piece.target[stacked:], piece.source)
     return Piece(piece.tensor, in_tensor, translate_box(common, source, target))

@@ -22,7 +22,7 @@ from verl_mg.sharding.shard_map import ShardMap
 
 @dataclass(frozen=True)
 class GatheredGroup:
-    """Parameters that are gathered together: those of a layer, or all outside of layers."""
+    """Parameters that are gathered together: of a layer, or all outside of layers."""
 
     sharded: int
     """Elements of a rank's parts, padding included: as many on every rank."""
@@ -52,6 +52,7 @@ class ShardedModule:
         frozen = table.vision_parameters if options.freeze_vision_tower else frozenset()
         self._splits = splits | {name: splits[name].transposed() for name in table.transposed_parameters}
         named = dict(module.named_parameters())
+        # By identity: a tied parameter has one name in `named`, in a layer or outside.
         layers = [{id(parameter) for parameter in block.parameters()} for block in sharded_blocks(module)]
         parts = {
             name: math.prod(splits[name].first_part(tuple(parameter.shape), self.sharding, layout.tp))
@@ -92,7 +93,9 @@ class ShardedModule:
 
 def divided_module(table: ModuleTable, tp: int) -> Any:
     """Builds a module with its parameters divided among tensor-parallel ranks, of which this process is the first."""
+    # The real module on a mesh without process groups: a plan has no rules of division that could differ from a job's.
     module = build_module(table.model_dir, table.head, torch.float32)
+    # For its error: the result is not needed here.
     logit_scale_of(module, table.head, table.model_dir)
     mesh = DeviceMesh("cpu", torch.arange(tp), _init_backend=False, _rank=0) if tp > 1 else None
     shard_tensors(module, mesh, str(table.model_dir / "config.json"))

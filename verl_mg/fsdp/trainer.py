@@ -33,7 +33,13 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class ModuleTrainer(Trainer):
     """Trainer of the FSDP backend.
 
-    Adam computes each element by itself, so every rank steps on plain tensors that share the memory of its parts.
+    Adam computes each element by itself, so every rank steps on plain tensors that share the memory of its parts, and
+    parameters of different meshes are in one optimizer.
+
+        zero     gradients are freed
+        run      FSDP sums gradients over the data mesh in float32, without dividing
+        sum      `_sum_gradients` adds what FSDP does not: norms of heads over tp, adapters over all ranks
+        step     one norm of all parts, each element counted once; clip; AdamW on this rank's parts
     """
 
     optimizer: torch.optim.AdamW
@@ -61,6 +67,7 @@ class ModuleTrainer(Trainer):
             kinds[0.0 if self._parameters[name].dim() == 1 or name.endswith("bias") else 1.0].append(weight)
         groups = [{"params": weights, "wd_mult": factor} for factor, weights in kinds.items() if weights]
         c = self._config
+        # An optimizer needs a parameter, also on a rank that has no part of any.
         self.optimizer = torch.optim.AdamW(
             groups or [{"params": [nn.Parameter(torch.zeros(0))]}], lr=c.lr, betas=c.betas, eps=c.eps, fused=True
         )
@@ -78,7 +85,6 @@ class ModuleTrainer(Trainer):
                 self.optimizer.state[weight] = {"step": torch.tensor(steps, device=weight.device), **moments}
 
     def _steps_taken(self) -> float | None:
-        """Returns the number of steps in the moments; None before the first."""
         for state in self.optimizer.state.values():
             return float(state["step"])
         return None
@@ -140,6 +146,7 @@ class ModuleTrainer(Trainer):
         ):
             grads = [local_part(self._with_gradient(self._parameters[n])) for n in sorted(names & self._weights.keys())]
             if grads and group is not None and group.size() > 1:
+                # One collective for all, on the device: with `fsdp.cpu_offload` the gradients are in host memory.
                 flat = torch.cat([grad.flatten() for grad in grads]).to(device.current_device())
                 dist.all_reduce(flat, group=group)
                 parts = flat.split([grad.numel() for grad in grads])
@@ -159,6 +166,7 @@ class ModuleTrainer(Trainer):
 
     def _clip_and_step(self) -> float:
         for name, weight in self._weights.items():
+            # The gradients are the module's, in its memory.
             weight.grad = local_part(self._with_gradient(self._parameters[name]))
         norm = self._gradient_norm()
         limit = self._config.clip_grad
@@ -207,7 +215,7 @@ def check_trainable(role: TrainableConfig, name: str) -> None:
 
 
 def check_optimizer(config: OptimizerConfig, name: str) -> None:
-    """Checks that the backend has an optimizer."""
+    """Checks that the backend has the optimizer of a configuration."""
     for key, given, value in (
         ("kind", config.kind, "adamw"),
         ("moments_dtype", config.moments_dtype, "float32"),

@@ -4,6 +4,8 @@ The vision tower sees each image of a micro-batch once, however many of its rows
 its features. These are merged into the embeddings of all tokens before the tokens are divided among context-parallel
 ranks. Ranks of a step may have rows with and without images; each of them runs the vision tower, as its parameters are
 gathered by all: a rank without images runs it on a small one, whose features no row takes.
+
+    rows with images  (A) (A B) ()     distinct  A B     tower: A B  ->  numbers 0 0 1: features A A B of all rows
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ class PackedImages:
     input_ids: Tensor
     """(1, T) int64, all packed tokens."""
     position_ids: Tensor
-    """(1, T) int64, or (3, 1, T) where time, height and width have positions of their own (mRoPE)."""
+    """(1, T) int64, or (3, 1, T) where time, height and width have separate positions (mRoPE)."""
     options: Mapping[str, Tensor]
     """Further arguments of the module's `forward`."""
     inputs: Mapping[str, Tensor]
@@ -68,7 +70,7 @@ class ImagePacker:
         return Image(file.getvalue())
 
     def pack(self, rows: Batch, order: TokenOrder, shard: TokenShard, device: torch.device) -> PackedImages:
-        """Returns the images of a micro-batch."""
+        """Returns the images of a micro-batch with all its tokens, which are divided among ranks after the merge."""
         tokens = torch.zeros(order.total, dtype=torch.int64)
         tokens[order.places] = rows["tokens"]
         images = rows.images or [()] * len(rows)
@@ -92,7 +94,7 @@ class ImagePacker:
     def _positions(
         self, tokens: Tensor, marks: Tensor, order: TokenOrder, grids: Tensor | None, images: Sequence[Sequence[int]]
     ) -> Tensor:
-        """Returns the positions of all tokens, which begin with 0 in each row."""
+        """Returns the positions of all tokens, from 0 in each row; `images` are numbers of distinct images."""
         lengths = order.lengths.tolist()
         if not hasattr(self._body, "get_rope_index"):
             return torch.cat([torch.arange(length) for length in lengths])[None]
@@ -119,7 +121,7 @@ def marks_images(body: nn.Module) -> bool:
 
 
 def embed_and_run(body: Any, images: PackedImages, **options: Any) -> Tensor:
-    """Runs the body of a vision-language module."""
+    """Runs the body of a vision-language module: (1, T / cp, h), the last hidden states of this rank's tokens."""
     features = body.get_image_features(**images.inputs, return_dict=True)
     features.pooler_output = _of_rows(features.pooler_output, images)
     if "deepstack_features" in features:  # added to hidden states of layers (DeepStack, arXiv:2406.04334)
@@ -137,12 +139,14 @@ def _of_rows(features: Tensor | Sequence[Tensor], images: PackedImages) -> Tenso
     """Returns features of the images of all rows, in the form that the module's `forward` takes."""
     if isinstance(features, Tensor):
         parts = features.split([entries * len(features) // sum(images.entries) for entries in images.entries])
+        # The empty part makes a rank without images keep the tower in the graph: its gradients are zeros.
         return torch.cat([features[:0], *(parts[number] for number in images.numbers)])
     return (torch.cat([features[0][:0], *(features[number] for number in images.numbers)]),)
 
 
 def _divider(images: PackedImages) -> Any:
     """Returns a hook that leaves a language model this rank's part of its inputs."""
+    # Here, and not before the body runs: it merges features into the embeddings of all tokens.
     local, total = images.local, images.input_ids.shape[1]
 
     def divide(_: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
@@ -153,6 +157,7 @@ def _divider(images: PackedImages) -> Any:
         divided["position_ids"] = named["position_ids"][..., local]
         of_images = named.get("visual_pos_masks")
         if of_images is not None:
+            # Features of the images' tokens on earlier ranks are in front of this rank's.
             before = int(of_images[0, : local.start].sum())
             features = slice(before, before + int(of_images[0, local].sum()))
             divided["visual_pos_masks"] = of_images[:, local]

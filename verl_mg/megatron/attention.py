@@ -2,6 +2,12 @@
 
 Shapes: T tokens of a micro-batch, all sequences one after the other on one axis without padding; a context-parallel
 rank has T / cp of them outside attention, and a tensor-parallel rank T / (cp * tp) outside the projections.
+
+    cp2, one sequence of T = 8 tokens, heads a b    rank 0                        rank 1
+    a2a (Ulysses, the default)    outside           tokens 0 1 2 3                tokens 4 5 6 7
+                                  in attention      head a of tokens 0 to 7       head b of tokens 0 to 7
+    p2p, all_gather (`zigzag`)    outside           tokens 0 1 6 7                tokens 2 3 4 5
+                                  in attention      queries 0 1 6 7, all keys     queries 2 3 4 5, all keys
 """
 
 from __future__ import annotations
@@ -27,12 +33,12 @@ from verl_mg.training.packed_attention import Scores, attend, attend_by_blocks, 
 class PackedAttention(MegatronModule):
     """Causal attention within each packed sequence, rotary embedding included.
 
-    The heads are those of this tensor-parallel rank; context-parallel ranks divide them among themselves, see
-    `head_exchange`, or exchange keys and values, see `local_context`. The kernels are those of `packed_attention`.
+    It has this tensor-parallel rank's heads; context-parallel ranks divide them among themselves, see `head_exchange`,
+    or exchange keys and values, see `local_context`. `packed_attention` has the kernels.
 
     Attributes:
-        softmax_offset: (heads / tp,) parameter of the attention sinks; None without. A head's softmax has this score
-            in addition to those of the keys, and no value for it.
+        softmax_offset: (heads / tp,) parameter of the attention sinks; None without. It is a further score of each
+            head's softmax, without a value.
     """
 
     def __init__(
@@ -49,6 +55,7 @@ class PackedAttention(MegatronModule):
         self.scale = config.softmax_scale
         self.softmax_offset: torch.nn.Parameter | None = None
         if sinks:
+            # The parameter has megatron-core's name, and is cut with the heads.
             heads = config.num_attention_heads // config.tensor_model_parallel_size
             options: dict[str, Any] = {"device": torch.cuda.current_device(), "dtype": config.params_dtype}
             self.softmax_offset = torch.nn.Parameter(torch.empty(heads, **options))
@@ -64,10 +71,11 @@ class PackedAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSequences | None = None,
     ) -> Tensor:
-        """Computes attention over packed sequences."""
+        """Computes attention of (T / cp, heads, d) queries to (T / cp, heads * d); masks are not read."""
         packed = packed_seq_params
         assert packed and packed.cp_group
         if packed.zigzag:
+            # The rotary embeddings are of this rank's tokens here, and of all tokens after an exchange of heads.
             return self.local_context(*self.with_positions(query, key, value, packed), packed).flatten(1)
         heads = to_heads(query, key, value, packed.cp_group)
         query, key, value = self.with_positions(*heads, packed)
@@ -77,11 +85,12 @@ class PackedAttention(MegatronModule):
         return to_tokens(self._attend(query, key, value, packed), packed.cp_group).flatten(1)
 
     def local_context(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
-        """Computes attention of this rank's tokens, which are two chunks of each sequence, to those of all ranks."""
+        """Computes attention of this rank's tokens, two chunks of each sequence, to the tokens of all ranks."""
         assert packed.cp_group is not None
         order, group, scores = packed.gathered_order, packed.cp_group, self._scores(None)
         key, value = gather_tokens(key, order, group), gather_tokens(value, order, group)
         if has_ragged_kernel(query.device, query.dtype):
+            # By a block mask; the path below has a mask of all pairs of tokens, memory of the square of the length.
             return attend_by_blocks(query, key, value, packed, scores)
         with_mask = partial(attend_where, scores=scores)
         return attend_to_gathered(with_mask, query, key, value, packed.lengths, self.window, group.size(), group.rank())
@@ -89,7 +98,7 @@ class PackedAttention(MegatronModule):
     def with_positions(
         self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Applies rotary embeddings."""
+        """Applies rotary embeddings to queries and keys; values are unchanged."""
         return self.rotated(query, packed), self.rotated(key, packed), value
 
     def rotated(self, x: Tensor, packed: PackedSequences) -> Tensor:

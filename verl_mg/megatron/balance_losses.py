@@ -37,7 +37,7 @@ class RowsOfTokens:
     """Rows that the tokens of a rank belong to, on its device; t tokens of a tensor- and context-parallel rank."""
 
     rows: Tensor
-    """(t,) int64, number of the row in the micro-batch; that behind the last one for padding."""
+    """(t,) int64, number of the row in the micro-batch; the number of rows for padding."""
     lengths: Tensor
     """(rows + 1,) float32, tokens of each row; infinity for padding, whose share in every mean is 0."""
 
@@ -60,7 +60,8 @@ class BalanceLosses:
     """(2,) float64, balance and z loss of this rank's tokens in all layers, without factors; None before the first."""
 
     def attach(self, logits: Tensor, packed: Any, experts: ExpertsConfig) -> Tensor:
-        """Returns the logits, with the gradients of the losses added to theirs in the backward pass."""
+        """Returns the logits (t, experts), with the gradients of the losses added to theirs in the backward pass."""
+        # The gradients are computed here, since no later stage of a pipeline sees the routers of this one.
         with torch.enable_grad():
             leaf = logits.detach().float().requires_grad_()
             losses = torch.stack([self._balance(leaf, packed, experts), self._z(leaf, packed)])
@@ -80,16 +81,18 @@ class BalanceLosses:
 
     def _balance(self, logits: Tensor, packed: Any, experts: ExpertsConfig) -> Tensor:
         if not self.balance:
-            return logits.sum() * 0
+            return logits.sum() * 0  # `autograd.grad` needs a path to the logits
         of = packed.rows_of_tokens
         scores = logits.sigmoid() if experts.sigmoid else logits.softmax(-1)
         highest = scores.detach().topk(experts.top_k, dim=-1).indices
         chosen = torch.zeros_like(scores, dtype=torch.int32).scatter(1, highest, 1)
         counts = torch.zeros(len(of.lengths), experts.count, dtype=torch.int32, device=logits.device)
         counts.index_add_(0, of.rows, chosen)
+        # Other ranks have tokens of the same rows. Counts are integers, so their sum does not depend on an order.
         for group in (self.tp, packed.cp_group):
             if group.size() > 1:
                 dist.all_reduce(counts, group=group)
+        # One 1 / T is of f, the other of P, whose sum over the row's tokens is below.
         shares = counts * experts.count / (experts.top_k * of.lengths[:, None] ** 2)
         if experts.sigmoid:
             scores = scores / scores.sum(-1, keepdim=True)

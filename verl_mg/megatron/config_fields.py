@@ -77,6 +77,7 @@ def check_values(given: Mapping[str, Any], transformer_engine: bool) -> None:
         if choice in REFUSED_VALUES:
             raise UserError(f"{key}={value}: {REFUSED_VALUES[choice]}.")
         package = PACKAGES.get(choice)
+        # Transformer Engine's layers have such a kernel themselves.
         if transformer_engine and package == APEX:
             continue
         if package and importlib.util.find_spec(package) is None:
@@ -89,7 +90,7 @@ def build_config(part: str, kind: Callable[..., Built], fields: Fields, given: M
         return kind(**{**fields, **given})
     except (ValueError, AssertionError, RuntimeError, ImportError, NotImplementedError) as error:
         if not given:
-            raise
+            raise  # a mistake of this project, not of the configuration
         # Some of its assertions have no message, but all have a condition.
         reason = " ".join(str(error).split()).rstrip(".") or extract_tb(error.__traceback__)[-1].line
         raise UserError(
@@ -121,6 +122,7 @@ def _converted(key: str, kind: Any, value: Any) -> Any:
         result = TypeAdapter(_readable(kind)).validate_python(value)
     except ValidationError:
         result = ...
+    # pydantic reads true as the number 1. None is a valid result, so `...` marks a failure.
     if result is ... or (isinstance(value, bool) and not isinstance(result, bool)):
         raise UserError(f"{key}: {value!r} is invalid. Write {_values_of(kind)}.")
     return result
@@ -134,6 +136,7 @@ def _readable(kind: Any) -> Any:
         return Annotated[Any, PlainValidator(partial(_named, dict(kind.__members__)))]
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
+        # A union may contain classes that no file has values of: only the plain parts are read.
         return Union[tuple(_readable(part) for part in arguments if part is type(None) or _is_plain(part))]  # noqa: UP007
     return GenericAlias(list, (_readable(arguments[0]),)) if origin is list else kind
 
@@ -145,7 +148,6 @@ def _named(values: Mapping[str, Any], name: Any) -> Any:
 
 
 def _values_of(kind: Any) -> str:
-    """Returns the values of a type in words."""
     parts = [kind] if get_origin(kind) not in (Union, UnionType) else get_args(kind)
     words = []
     for part in parts:

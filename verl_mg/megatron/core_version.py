@@ -46,6 +46,7 @@ moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
 
 # Checkpoints that discard their output ask Transformer Engine about FP8 also where it is not installed.
 if not megatron_random.HAVE_TE:
+    # No forward pass is in FP8 without Transformer Engine, so the answers are constants.
     names: Any = megatron_random
     names.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
     names.activation_recompute_forward = names.fp8_autocast = lambda **_: nullcontext()

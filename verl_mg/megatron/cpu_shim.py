@@ -54,6 +54,7 @@ class _Stream:
 
 def install() -> None:
     """Patches torch and megatron-core, once per process."""
+    # None makes an import raise ImportError: the package counts as not installed.
     for name in FOR_GPUS:
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]
     # It would report on every rank that there is no GPU.
@@ -137,7 +138,7 @@ def _patch_megatron() -> None:
 
 
 def _unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """Leaves out collectives of one rank whose result is in its place already: gloo copies it there and back."""
+    """Leaves out collectives of one rank whose result is in its place already: gloo would copy it there and back."""
 
     @functools.wraps(collective)
     def called(output: torch.Tensor, values: torch.Tensor, *, group: Any, async_op: bool, **options: Any) -> Any:

@@ -39,14 +39,16 @@ def has_fused_kernels(x: Tensor) -> bool:
 class Chunks:
     """Chunks of packed sequences: first the first chunk of each sequence, then the second ones, and so on.
 
-    Sequences are in the order of their number of chunks, the longest first: those that have a further chunk are the
-    first of those before.
+    Sequences are in the order of their number of chunks, the longest first: the sequences with a further chunk are the
+    first ones of the step before, and their states a slice of its states. Lengths 100, 30 and 130 have counts 3 2 1:
+
+        130: 0..63   100: 0..63   30: 0..29   |   130: 64..127   100: 64..99   |   130: 128..129
     """
 
     tokens: Tensor
     """(chunks, CHUNK) int64, index of each token; the number of tokens for padding."""
     places: Tensor
-    """(tokens,) int64, place of each token among those of all chunks."""
+    """(tokens,) int64, place of each token in `tokens`."""
     counts: tuple[int, ...]
     """Number of sequences that have an n-th chunk, descending."""
     positions: Tensor
@@ -54,7 +56,7 @@ class Chunks:
 
     @classmethod
     def of(cls, lengths: Tensor, device: torch.device) -> Chunks:
-        """Cuts sequences into chunks."""
+        """Cuts sequences of (n,) lengths on the CPU, at least 1 each, into chunks."""
         total = int(lengths.sum())
         number = -(-lengths // CHUNK)
         order = number.argsort(descending=True, stable=True)
@@ -67,6 +69,7 @@ class Chunks:
             index = starts[:count, None] + within
             chunks.append(index.masked_fill(within >= lengths[order[:count], None], total))
         tokens = torch.cat(chunks)
+        # All padding writes to one entry, which is cut off below.
         places = torch.empty(total + 1, dtype=torch.int64).scatter_(0, tokens.flatten(), torch.arange(tokens.numel()))
         positions = torch.arange(total) - torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
         tokens, places, positions = (copy_to(device, each) for each in (tokens, places[:total], positions[:, None]))
@@ -89,6 +92,7 @@ def convolve(x: Tensor, filters: Tensor, chunks: Chunks, ends: Tensor) -> Tensor
 
         convolved: Tensor = causal_conv1d(x=x[None], weight=filters, activation="silu", cu_seqlens=ends)[0]
         return convolved.squeeze(0)
+    # `filters` (elements, width) end with the factor of the token itself.
     wide, factors = x.float(), filters.float()
     total = wide * factors[:, -1]
     for before in range(1, filters.shape[1]):
@@ -100,7 +104,11 @@ def convolve(x: Tensor, filters: Tensor, chunks: Chunks, ends: Tensor) -> Tensor
 def delta_rule(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, chunks: Chunks, ends: Tensor
 ) -> Tensor:
-    """Computes the gated delta rule over packed sequences, with queries and keys normalized to length 1."""
+    """Computes the gated delta rule over packed sequences, with queries and keys normalized to length 1.
+
+    Query and key (tokens, heads, d), value (tokens, heads, d_v) -> (tokens, heads, d_v) in the dtype of `value`; decay
+    g, at most 0, and beta, from 0 to 1, are (tokens, heads) float32. `ends` are the (n + 1,) cumulative lengths.
+    """
     if has_fused_kernels(value):
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
@@ -115,7 +123,7 @@ def delta_rule(
 
 
 def _by_chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, counts: tuple[int, ...]) -> Tensor:
-    """Computes the rule chunk by chunk (arXiv:2412.06464, section 3.3): all parts without the state at once.
+    """Computes the rule chunk by chunk (arXiv:2412.06464, section 3.3): all parts without the state together.
 
     With the decays G from the start of a chunk, the corrections u of its tokens solve a triangular system of equations,
 
@@ -125,6 +133,7 @@ def _by_chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, counts: 
     """
     total = g.cumsum(2)
     later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=g.device).triu(1)
+    # Masked before the exponential: from a later to an earlier token the difference is positive and could overflow.
     between = (total - total.mT).masked_fill(later, -torch.inf).exp()
     weighted = beta * k
     solved = torch.linalg.solve_triangular(
@@ -140,6 +149,7 @@ def _by_chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, counts: 
 
     state, outputs, start = k.new_zeros(counts[0], k.shape[1], k.shape[-1], v.shape[-1]), [], 0
     for count in counts:
+        # Only the states of sequences with a further chunk are kept.
         here, state = slice(start, start + count), state[:count]
         correction = of_values[here] - of_state[here] @ state
         outputs.append(from_state[here] @ state + scores[here] @ correction)

@@ -18,13 +18,16 @@ from verl_mg.models.hf_config import ClampedSwiGLU
 
 
 def add_bias(product: Tensor, bias: Tensor, ends: Tensor, scale: Tensor | None = None, added: bool = True) -> Tensor:
-    """Adds to each token the bias of its expert."""
+    """Adds to each token (n, w), sorted by expert and changed in place, the bias of its expert times `scale` (n,).
+
+    `added=False`: another rank adds the bias to its part of the sum; it has its whole gradient here too.
+    """
     total: Tensor = _AddBias.apply(product, bias, ends, scale, added)
     return total
 
 
 def clamped_swiglu(x: Tensor, scale: Tensor, activation: ClampedSwiGLU) -> Tensor:
-    """Computes the clamped SwiGLU times a factor, and keeps only its arguments for the backward pass."""
+    """Computes the clamped SwiGLU of (n, 2 f) times a factor (n,); the backward pass needs only the arguments."""
     product: Tensor = _ClampedSwiGLU.apply(x, scale, activation.alpha, activation.limit)
     return product
 
@@ -32,6 +35,7 @@ def clamped_swiglu(x: Tensor, scale: Tensor, activation: ClampedSwiGLU) -> Tenso
 class _AddBias(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, product: Tensor, bias: Tensor, ends: Tensor, scale: Tensor | None, added: bool) -> Tensor:
+        # Not the product, which the gradients do not depend on: it may be overwritten.
         ctx.save_for_backward(bias, ends, scale)
         ctx.added = added
         ctx.mark_dirty(product)
@@ -47,7 +51,8 @@ class _AddBias(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             weighted = wide if scale is None else wide * scale[:, None]
             sizes = torch.diff(ends, prepend=ends.new_zeros(1)).long()
-            # A sum in the order of the tokens, which an addition at indices does not have on GPUs.
+            # A sum in the order of the tokens, which an addition at indices does not have on GPUs. Unsafe, for checks
+            # of the lengths would make the host wait for the device.
             bias_grad = torch.segment_reduce(weighted, "sum", lengths=sizes, axis=0, unsafe=True).to(bias.dtype)
         if ctx.needs_input_grad[3] and ctx.added:
             scale_grad = (wide * bias.index_select(0, _experts(ends, len(grad)))).sum(-1)

@@ -54,11 +54,12 @@ class ExpertLoads:
             router.losses, router.load = self.losses, load
 
     def sum_over_ranks(self) -> dict[str, Tensor]:
-        """Completes the loads of a mini-batch; all ranks of the placement call it."""
+        """Completes the loads and returns this rank's part of the metrics, to be summed; a collective."""
         if not self._routers:
             return {}
         losses = {} if self.losses is None else self.losses.report(self._layers)
         dist.all_reduce(self._loads, group=self._group)
+        # All ranks of a pipeline stage have the same sums now: one of them reports.
         if not self._reports:
             return losses
         loads = self._loads.double()
@@ -66,8 +67,9 @@ class ExpertLoads:
         return losses | {MAX_LOAD: (loads.amax(1) / mean).sum() / self._layers}
 
     def update_biases(self) -> None:
-        """Raises the biases of experts below the mean load and lowers those of experts above it."""
+        """Raises the biases of experts below the mean load, and lowers them above it."""
         if not self._rate:
             return
         for router, load in zip(self._routers, self._loads, strict=True):
+            # The sign of mean - load, in integers: a rounded mean could differ from a load that equals it.
             router.expert_bias += self._rate * (load.sum() - load * len(load)).sign()

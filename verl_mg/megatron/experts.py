@@ -41,6 +41,7 @@ class ExpertsLayer(MoELayer):
 
     def __init__(self, config: TransformerConfig, *arguments: Any, **options: Any) -> None:
         super().__init__(config, *arguments, **options)
+        # megatron-core builds one with its process groups, which ours uses.
         replaced = self.token_dispatcher
         if config.moe_token_dispatcher_type == "alltoall":
             self.token_dispatcher = TokenDispatcher(
@@ -60,14 +61,19 @@ class Ends:
 
 @dataclass(frozen=True)
 class _Copies:
-    """Copies of tokens, sorted by a key: copy i is of token source[i]."""
+    """Copies of tokens, sorted by a key: copy i is of token source[i].
+
+    Two tokens with the experts (1, 0) and (0, 2) have the copies 1 0 0 2, before they are sorted by expert:
+
+        order   1 2 0 3        source   0 1 0 1        places   2 0 1 3        each   2
+    """
 
     source: Tensor
     """(copies,) int64."""
     places: Tensor
     """(copies,) int64, inverse of `order`."""
     order: Tensor
-    """(copies,) int64, the place of each copy where those of token t are at t * each and behind."""
+    """(copies,) int64, the place of each copy before it was sorted: token t had the places from t * each on."""
     each: int
     """Copies of a token."""
 
@@ -91,7 +97,8 @@ class _Copies:
         """Sums without autograd, see `total`."""
         if self.each == 1:
             return copies.index_select(0, self.places)
-        return F.embedding_bag(self.places.view(-1, self.each), copies, mode="sum")  # gathers and adds in one kernel
+        # Gathers and adds in one kernel, in a fixed order, which an addition at indices does not have on GPUs.
+        return F.embedding_bag(self.places.view(-1, self.each), copies, mode="sum")
 
 
 @fused
@@ -151,7 +158,7 @@ class TokenDispatcher(MoETokenDispatcher):
         self._local = config.num_moe_experts // ep.size()
 
     def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Sorts copies of tokens by expert."""
+        """Sorts copies of tokens (t, 1, h) by their experts (t, k) to (t * k, h), and their weights to (t * k,)."""
         self._shape = tokens.shape
         self._copies, by_expert = _Copies.sorted_by(routing_map.short())  # short keys are sorted in fewer passes
         self._ends = torch.searchsorted(by_expert, self._experts, right=True, out_int32=True)
@@ -169,10 +176,11 @@ class TokenDispatcher(MoETokenDispatcher):
         received = self._over_ep(hidden_states, self._received, self._sent)
         if self.shared_experts is not None:
             self.shared_experts.linear_fc1_forward_and_act(received)
+        # Weights travel separately: they are float32, and states have the dtype of the model.
         return received, self._over_ep(probs, self._received, self._sent)
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor | Ends, Tensor]:
-        """Gathers the copies of all etp ranks and sorts them by expert."""
+        """Gathers the copies of all etp ranks, sorted by expert: (n, h), their counts or ends, and weights (n,)."""
         if self._etp.size() > 1:
             hidden_states = gather_from_sequence_parallel_region(
                 hidden_states, group=self._etp, output_split_sizes=self._of_etp
@@ -221,6 +229,7 @@ class TokenDispatcher(MoETokenDispatcher):
         dist.all_gather(parts, sent, group=self._all)
         ep, etp = self._ep.size(), self._etp.size()
         counts = torch.stack(parts).view(ep, etp, ep, self._local)  # [from ep rank, etp rank, to ep rank, expert]
+        # The one wait of a pass: sizes of an all-to-all must be known on the host.
         on_host = counts.cpu()
         local, rank = self._ep.rank(), self._etp.rank()
         self._sent = on_host[local, rank].sum(-1).tolist()
@@ -257,7 +266,7 @@ class GroupedExperts(MegatronModule):
         self._recompute_activation = selective and "moe_act" in config.recompute_modules
 
     def forward(self, tokens: Tensor, counts: Tensor | Ends, weights: Tensor) -> tuple[Tensor, None]:
-        """Applies each expert to its tokens."""
+        """Applies each expert to its tokens (n, h), sorted by expert, times the float32 weights (n,)."""
         ends = counts.places if isinstance(counts, Ends) else counts.to(tokens.device).cumsum(0, dtype=torch.int32)
         hidden = self.linear_fc1(tokens, ends)
         if self.linear_fc1.bias is not None:
@@ -295,6 +304,7 @@ class _Stack(torch.nn.Module):
         options: Any = {"device": torch.cuda.current_device(), "dtype": config.params_dtype}
         self.weight = torch.nn.Parameter(torch.empty(shape, **options))
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=sharded_dim, stride=parts)
+        # megatron-core's mark of gradients that are summed over the expert-data-parallel ranks only.
         self.weight.allreduce = False  # type: ignore[attr-defined]
         # Its user adds it: with the factor of each token, or on one rank only.
         self.bias = torch.nn.Parameter(torch.empty(shape[:2], **options)) if sharded_bias or whole_bias else None
@@ -310,7 +320,7 @@ class _Stack(torch.nn.Module):
 
 
 def grouped_product(tokens: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Multiplies tokens with the matrices of their experts."""
+    """Multiplies tokens (n, in), sorted by expert, with the matrices (experts, out, in) of their experts."""
     product: Tensor = _GroupedProduct.apply(tokens, weights, ends, False)
     return product
 
@@ -341,6 +351,7 @@ def _grouped_product(tokens: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     if _aligned(tokens, weights):
         return F.grouped_mm(tokens, weights, offs=ends)
     product = tokens.new_empty(len(tokens), weights.shape[2])
+    # Rows that are not aligned occur in very small models, as in tests.
     for part, of_expert, weight in zip(*_by_expert(ends, product, tokens), weights, strict=True):
         torch.mm(of_expert, weight, out=part)
     return product
@@ -362,6 +373,6 @@ def _aligned(*matrices: Tensor) -> bool:
 
 
 def _by_expert(ends: Tensor, *tokens: Tensor) -> list[tuple[Tensor, ...]]:
-    """Divides tokens, sorted by expert, into those of each expert; the host reads their numbers."""
+    """Divides tokens, sorted by expert, into the tokens of each expert; the host waits for their numbers."""
     sizes = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
     return [part.split(sizes) for part in tokens]

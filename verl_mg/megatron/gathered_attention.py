@@ -1,6 +1,7 @@
 """Context parallelism by gathered keys and values, for ranks that have two chunks of each sequence.
 
-A rank attends from its tokens to the keys and values of all ranks; see `token_order` for the chunks.
+A rank attends from its tokens to the keys and values of all ranks; see `token_order` for the chunks. With cp2 and 8
+tokens the gathered ones are 0 1 6 7 2 3 4 5, and `order_of_gathered` is 0 1 4 5 6 7 2 3.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def gather_tokens(part: Tensor, order: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Gathers the tokens of all ranks; the backward pass sums the gradients of all ranks' tokens."""
+    """Gathers (T / cp, heads, d) to (T, heads, d), sequence by sequence; the backward pass sums gradients."""
     return gather_from_sequence_parallel_region(part.contiguous(), group=group)[order]
 
 
 def order_of_gathered(lengths: Tensor, cp: int, device: torch.device) -> Tensor:
-    """Returns the index of each token among those of all ranks, rank after rank: (T,) int64."""
+    """Returns the index of each token in the tokens of all ranks, rank after rank: (T,) int64."""
     return copy_to(device, torch.cat([zigzag_tokens(lengths, cp, index) for index in range(cp)]).argsort())
 
 
@@ -40,7 +41,8 @@ def attend_to_gathered(
     cp: int,
     rank: int,
 ) -> Tensor:
-    """Computes causal attention of this rank's tokens; sequences of equal length are computed together."""
+    """Computes causal attention of this rank's tokens (T / cp, heads, d) to all keys (T, kv_heads, d)."""
+    # Sequences of equal length share a mask, and are one call.
     starts, outputs, computed = lengths.cumsum(0) - lengths, [], []
     for length in lengths.unique().tolist():
         begins = starts[lengths == length][:, None]

@@ -24,6 +24,8 @@ class JointlyNormedAttention(SelfAttention):
         super().__init__(*arguments, **options)
         config, group = self.config, self.pg_collection.tp
         assert config.num_query_groups
+        # Not by megatron-core's `qk_layernorm`, with which it sums the gradients of these norms over tensor-parallel
+        # ranks: the weights of a joint norm are shards.
         self.q_layernorm = JointRMSNorm(config, config.num_attention_heads, self.hidden_size_per_attention_head, group)
         self.k_layernorm = JointRMSNorm(config, config.num_query_groups, self.hidden_size_per_attention_head, group)
 

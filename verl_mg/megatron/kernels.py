@@ -1,4 +1,4 @@
-"""Choice between the kernels of Transformer Engine and those of torch."""
+"""Choice between the kernels of Transformer Engine and of torch."""
 
 from __future__ import annotations
 

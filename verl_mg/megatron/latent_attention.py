@@ -45,7 +45,10 @@ class MultiLatentAttention(MLASelfAttention):
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Projects hidden states to the inputs of `PackedMLA`."""
+        """Projects hidden states (T / tp, 1, h) to the inputs of `PackedMLA`.
+
+        Query (T, heads, nope + rope), rotary key (T, 1, rope), keys and values (T, heads, nope + v); then both latents.
+        """
         q_latent, kv_latent, rotary_key = self.latents(hidden_states)
         to_query = self.linear_q_proj if self.config.q_lora_rank is None else self.linear_q_up_proj
 
@@ -68,7 +71,10 @@ class MultiLatentAttention(MLASelfAttention):
         )
 
     def latents(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Projects hidden states to latents."""
+        """Projects hidden states to latents of queries and keys (T / tp, 1, rank), and rotary keys (T, 1, rope).
+
+        Without `q_lora_rank` the hidden states themselves are the input of the projection to queries.
+        """
         c = self.config
         q_latent = hidden_states
         if c.q_lora_rank is not None:
@@ -92,7 +98,10 @@ class MultiLatentAttention(MLASelfAttention):
 
 
 class PackedMLA(PackedAttention):
-    """Packed attention whose queries and keys have a part without positions and a rotary part."""
+    """Packed attention whose queries and keys have a part without positions and a rotary part.
+
+    `interleaved`: rotary pairs are neighbouring elements, see `LatentConfig`.
+    """
 
     def __init__(self, *arguments: Any, interleaved: bool, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -101,8 +110,9 @@ class PackedMLA(PackedAttention):
     def with_positions(
         self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Builds queries and keys from the projections of `MultiLatentAttention`."""
+        """Builds queries, keys (T, heads, nope + rope) and values from the projections of `MultiLatentAttention`."""
         assert packed.cos is not None and packed.sin is not None
         key_nope, value = value.split([self.config.qk_head_dim, self.config.v_head_dim], dim=-1)
+        # Queries and keys are permuted alike, which leaves their products as they are.
         query = rotate_end(query, packed.cos, packed.sin, self.interleaved)
         return query, join_rotated(key_nope, key, packed.cos, packed.sin, self.interleaved), value

@@ -81,7 +81,7 @@ def _factor(weight: Tensor, zero_centered: bool) -> Tensor:
 
 
 def gated(x: Tensor, scale: Tensor, gelu: bool) -> Tensor:
-    """Computes act(gate) * up * scale, and keeps only its arguments for the backward pass."""
+    """Computes act(gate) * up * scale of (n, 2 f) and (n,) float32; the backward pass needs only the arguments."""
     product: Tensor = _Gated.apply(x, scale, gelu)
     return product
 
@@ -130,6 +130,7 @@ class NormedRowParallelLinear(RowParallelLinear):
     def __init__(self, input_size: int, output_size: int, *, config: Any, **arguments: Any) -> None:
         super().__init__(input_size, output_size, config=config, **arguments)
         self.post_layernorm = RMSNorm(config, output_size, eps=config.layernorm_epsilon)
+        # After the adapters, whose hook is in front of it: what is merged is the weight, so the norm sees the sum.
         self.register_forward_hook(normalize_output)
 
 

@@ -47,7 +47,10 @@ def linear_attention_spec(linear: LinearConfig, projections: Projections | None 
 
 
 class GatedDeltaNet(MegatronModule):
-    """Gated delta net on the key heads of this tensor-parallel rank, and the value heads that belong to them."""
+    """Gated delta net on the key heads of this tensor-parallel rank, and the value heads that belong to them.
+
+    `A_log` has the dtype of the model, as in megatron-core and `transformers`, although engines may have it in float32.
+    """
 
     def __init__(
         self,
@@ -99,13 +102,15 @@ class GatedDeltaNet(MegatronModule):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None, packed_seq_params: PackedSequences, **_: Any
     ) -> tuple[Tensor, None]:
-        """Computes the layer over packed sequences."""
+        """Computes the layer: (T / cp / tp, 1, h) -> (T / cp / tp, 1, h), and no bias."""
         packed, group, linear = packed_seq_params, packed_seq_params.cp_group, self.linear
+        # A state passes through all tokens of a sequence: ranks cannot have chunks of it, and divide the heads.
         assert group and not packed.zigzag
         keys, values = self.key_heads * linear.key_dim, self.value_heads * linear.value_dim
         projected = self.in_proj(hidden_states)[0].squeeze(1)
         q, k, v, z, b, a = projected.split([keys, keys, values, values, self.value_heads, self.value_heads], dim=-1)
         q, k = (x.unflatten(-1, (self.key_heads, -1)) for x in (q, k))
+        # What belongs to value heads is exchanged as one tensor; a head's gate and decay go where its values go.
         of_values = torch.cat([x.unflatten(-1, (self.value_heads, -1)) for x in (v, z, b, a)], dim=-1)
         of_values, q, k = to_heads(of_values, q, k, group)
         v, z, b, a = of_values.split([linear.value_dim, linear.value_dim, 1, 1], dim=-1)
@@ -135,7 +140,9 @@ class GatedDeltaNet(MegatronModule):
         flat = [x.flatten(1) for x in (q, k, v)]
         convolved = convolve(torch.cat(flat, dim=1), filters, *description).split([x.shape[1] for x in flat], dim=1)
         q, k, v = (x.unflatten(1, like.shape[1:]) for x, like in zip(convolved, (q, k, v), strict=True))
+        # A key head serves several neighbouring value heads.
         q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], dim=1) for x in (q, k))
+        # In float32: the decays of a chunk are summed up before their exponential is taken.
         decay = -a_log.float().exp() * F.softplus(a.float() + dt_bias.float())
         context = delta_rule(q, k, v, decay, b.float().sigmoid(), *description)
         return context if packed.keys is None else context[packed.places_among_keys]

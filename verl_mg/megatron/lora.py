@@ -50,7 +50,7 @@ class _AdaptedLayer:
     parameters: tuple[str, ...]
     """Parameters of the module by the weight table that have adapters."""
     shards: tuple[AdapterShard, ...]
-    """Shards of the adapters, stacked where the layer is one of experts."""
+    """Shards of the adapters, stacked in a layer of experts."""
     of_experts: bool
     """Whether it contains the linear layers of experts."""
 
@@ -67,7 +67,6 @@ class _AdaptedLayer:
 def _adapted_layers(
     shards: Mapping[str, Shard], shapes: Shapes, entries: Mapping[str, TensorEntry]
 ) -> list[_AdaptedLayer]:
-    """Returns the layers of a rank with adapters."""
     by_layer: dict[str, dict[str, list[AdapterShard]]] = {}
     for name, shard in shards.items():
         if local := adapter_shards(shard, shapes):
@@ -110,6 +109,7 @@ class Adapters:
         self._merge: dict[str, Callable[[Tensor], Tensor]] = {}
         self._entries = table.tensor_index.entries
         modules = {prefix + name: module for prefix, chunk in chunks.items() for name, module in chunk.named_modules()}
+        # Frozen before the adapters are installed, which stay trainable.
         for chunk in chunks.values():
             _freeze(chunk)
         for name, shard in shards.items():
@@ -135,6 +135,7 @@ class Adapters:
             adapter = Adapter(module, layer.shards, scale)
             # In front of the norm of Gemma 2, which is a hook too.
             module.register_forward_hook(_add_adapter, prepend=True)
+            # Transformer Engine's layer contains the norm: its adapters need the normalized input.
             if hasattr(module, "layer_norm_weight"):
                 module.return_layernorm_output = True
             self._merge[f"{layer.name}.weight"] = adapter.merged
@@ -195,6 +196,8 @@ class Adapters:
             for piece in shard.pieces:
                 entry = self._entries.get(base_tensor(piece.tensor))
                 of_expert = entry is not None and entry.expert is not None
+                # Of the ranks with the same box one writes: the first replica, and of tensor-parallel ranks that have
+                # the whole factor the first.
                 replica, part = (at.edp, at.etp) if of_expert else (at.dp or at.cp, at.tp)
                 if not replica and (part == 0 or piece.source != full_box(self.shapes[piece.tensor])):
                     yield piece.tensor, piece.source, values[slices(piece.target)].view(box_shape(piece.source))

@@ -58,17 +58,19 @@ class Adapter(Module):
             ):
                 factors[name] = _parameter(linear.weight, of_factor, dim if splits else None)
                 if not splits and not self._sums_gradients:
+                    # megatron-core sums such gradients over the tensor-parallel ranks, as of norms.
                     factors[name].sequence_parallel = shares_tokens
             self.register_buffer(_rows(name), _index(shard, linear.weight), persistent=False)
 
     def forward(self, hidden: Tensor, output: Tensor) -> Tensor:
-        """Adds the adapters to the output of the linear layer."""
+        """Adds the adapters' product with the layer's input (tokens, 1, in), after a norm in it, to its output."""
         a, b = torch.cat(list(self.a.values())), self._block_b()
         if self._sums_gradients:
             # The factor that every rank has sees only this rank's part of the other one.
             a = a if self._splits_a else copy_to_tensor_model_parallel_region(a, group=self._group)
             b = b if self._splits_b else copy_to_tensor_model_parallel_region(b, group=self._group)
         low_rank = hidden @ a.T * self._scale
+        # The narrow product travels, r numbers a token, and not the input or the output of the layer.
         if self._exchanges:
             exchange = (
                 reduce_scatter_to_sequence_parallel_region if self._splits_a else gather_from_sequence_parallel_region
@@ -116,7 +118,7 @@ class ExpertAdapter(Module):
             self.register_buffer(_rows(name), _index(shard, weight), persistent=False)
 
     def forward(self, tokens: Tensor, ends: Tensor, output: Tensor) -> Tensor:
-        """Adds the adapters to the output of the layer."""
+        """Adds the adapters' products with tokens (n, in), sorted by expert, to the output (n, out) of the layer."""
         a, b = torch.cat(list(self.a.values()), dim=1), self._block_b()
         if self._group.size() > 1:
             a = a if self._splits_a else copy_to_tensor_model_parallel_region(a, group=self._group)

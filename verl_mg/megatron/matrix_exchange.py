@@ -29,7 +29,8 @@ from verl_mg import device
 from verl_mg.sharding.boxes import Box, numel, slices
 
 ROUND_ELEMENTS = 2**25
-"""Elements of the matrices of an owner in a round, unless a single one is larger: 64 MiB in bfloat16."""
+"""Elements of the matrices of an owner in a round, unless a single one is larger: 64 MiB in bfloat16. So the memory of
+an exchange does not grow with the model."""
 
 Shape = tuple[int, ...]
 Named = tuple[str, Box]
@@ -51,7 +52,7 @@ class Part:
     around: Shape
     """Shape of the range."""
     inside: Box
-    """Box of the same elements in the range; dimensions in front of those of the matrix have length 1."""
+    """Box of the same elements in the range; dimensions before the matrix's have length 1."""
 
     def view(self, shards: Sequence[Tensor]) -> Tensor:
         """Returns the elements, in the order of the box, as a view of the shard."""
@@ -80,6 +81,7 @@ def assign(held: Sequence[Sequence[Named]], shapes: Mapping[str, Shape]) -> dict
             elements[name][rank] += numel(box)
     work, filled = [0.0] * len(held), [0] * len(held)
     assigned = {}
+    # Every rank computes the assignment itself: the order must be the same on all.
     for name in sorted(elements, key=lambda name: (-math.prod(shapes[name]), shapes[name], name)):
         owner = min(elements[name], key=lambda rank: (work[rank], -elements[name][rank], rank))
         work[owner] += math.prod(shapes[name]) * min(shapes[name])  # proportional to FLOPs of products of the matrix
@@ -93,6 +95,7 @@ class MatrixExchange:
 
     def __init__(self, parts: Sequence[Part], shapes: Mapping[str, Shape], group: dist.ProcessGroup) -> None:
         self._group = group
+        # Once in a run: the boxes of shards do not change.
         held: list[list[Named]] = [[] for _ in range(group.size())]
         dist.all_gather_object(held, [(part.matrix, part.box) for part in parts], group=group)
         assigned = assign(held, shapes)
@@ -111,7 +114,10 @@ class MatrixExchange:
                     self._rounds[to.round].received[rank].append((name, box))
 
     def apply(self, shards: Sequence[Tensor], function: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
-        """Replaces the matrices in the shards by functions of them; a collective of the group."""
+        """Replaces the matrices in the flat shards by functions of them, sent in `dtype`; a collective of the group.
+
+        `function` maps matrices (k, m, n) of one shape to others of that shape.
+        """
         for planned in self._rounds:
             views = [part.view(shards) for parts in planned.sent for part in parts]
             sent_sizes = [sum(numel(part.box) for part in parts) for parts in planned.sent]
@@ -149,7 +155,7 @@ class _Round:
 def _mapped(
     boxes: Sequence[Named], values: Tensor, shapes: Mapping[str, Shape], function: Callable[[Tensor], Tensor]
 ) -> dict[str, Tensor]:
-    """Assembles matrices from their boxes and applies the function to all of one shape at once."""
+    """Assembles matrices from their boxes and applies the function to all of one shape together."""
     groups = [(shape, list(names)) for shape, names in groupby(shapes, key=lambda name: shapes[name])]
     stacks = [values.new_empty(len(names), *shape) for shape, names in groups]
     matrices: dict[str, Tensor] = {}
@@ -157,6 +163,7 @@ def _mapped(
         matrices.update(zip(names, stack, strict=True))
     for (name, box), part in zip(boxes, values.split([numel(box) for _, box in boxes]), strict=True):
         target = matrices[name][slices(box)]
+        # Replicas of a box have equal values, so the last one may win.
         target.copy_(part.view(target.shape))
     for (_, names), stack in zip(groups, stacks, strict=True):
         matrices.update(zip(names, function(stack), strict=True))

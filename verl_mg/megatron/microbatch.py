@@ -33,7 +33,11 @@ def make_micro_batch(
     multi_token: bool = False,
     balanced: bool = False,
 ) -> MicroBatch[PackedSequences]:
-    """Packs rows into a micro-batch, for the rank that has a shard of its tokens."""
+    """Packs rows into a micro-batch, for the rank that has a shard of its tokens.
+
+    Each stage reads the columns `routed_experts`, `shared_with` and `shared_tokens` if they are there, for others see
+    `pack_rows`. `inverse_frequencies` are on the device of the result.
+    """
     device = inverse_frequencies.device
     shared = SharedTokens(rows[SHARED_WITH], rows[SHARED_TOKENS]) if SHARED_TOKENS in rows and len(rows) else None
     order = token_order(rows.lengths, shard, multiple, zigzag, shared)
@@ -41,12 +45,14 @@ def make_micro_batch(
     if order.zigzag:
         packed.keep(copy_to(device, order.local))
     packed.experts = routed_experts(rows, order, shard, replayed, device)
+    # Routers see the tokens of one tensor-parallel rank.
     occurrences = order.occurrences[order.local].chunk(shard.tp)[shard.tp_index]
     packed.occurrences = copy_to(device, occurrences)
     packed.cp_group = shard.group
     if balanced:
         row_of = torch.full((order.total,), len(rows))
         row_of[order.places] = rows.sequence_ids
+        # Padding counts as a row of infinite length, so its share in every mean is 0.
         lengths = torch.cat([rows.lengths.float(), torch.tensor([torch.inf])])
         of_rank = row_of[order.local].chunk(shard.tp)[shard.tp_index]
         packed.rows_of_tokens = RowsOfTokens(copy_to(device, of_rank), copy_to(device, lengths))

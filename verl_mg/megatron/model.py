@@ -40,12 +40,14 @@ class PackedModel(GPTModel):
     """One pipeline chunk. The last one returns log-probabilities or values; logits are never materialized whole."""
 
     def __init__(self, weights: WeightTable, groups: ParallelGroups, **arguments: Any) -> None:
+        # Rotary embeddings are in the description of the packed sequences, computed once for all layers.
         super().__init__(pg_collection=groups.collection, position_embedding_type="none", **arguments)
         self.has_value_head = weights.head == "value"
         self.logit_softcap = weights.config.logit_softcap
         if weights.config.scaled_embedding and self.pre_process:
             self.embedding.register_forward_hook(_scaled)
         if self.has_value_head and self.post_process:
+            # One row cannot be sharded: every tensor-parallel rank has it.
             self.output_layer = torch.nn.Linear(weights.config.hidden, 1, bias=False, dtype=self.config.params_dtype)
         self.first_token = groups.coordinates.tp * self.vocab_size // groups.layout.tp
         rows = self.vocab_size // groups.layout.tp
@@ -63,7 +65,11 @@ class PackedModel(GPTModel):
     def forward(  # type: ignore[override]
         self, micro: MicroBatch[PackedSequences], temperature: float, outputs: TokenOutputs = EVERYTHING
     ) -> Tensor:
-        """Runs the chunk over a micro-batch."""
+        """Runs the chunk over a micro-batch; returns hidden states, or on the last stage float32 outputs (lines, n).
+
+        Lines are as of `TokenOutputs.compute`, or values, the same on every context-parallel rank. Where multi-token
+        prediction is trained, the last one has its log-probs, 0 for tokens that it does not predict.
+        """
         hidden = super().forward(micro.input_ids, None, None, packed_seq_params=micro.packed)
         if not self.post_process:
             return hidden
@@ -74,8 +80,8 @@ class PackedModel(GPTModel):
         whole = local.new_zeros(len(local), len(micro.token_index)).index_copy(1, micro.local_index, local)
         if micro.packed.next_tokens is not None:
             whole = torch.cat([whole, self._predictions(hidden, micro, micro.packed.next_tokens)])
-        # The backward pass of the sum gives each rank the gradients of all n tokens; it uses those of its m tokens, so
-        # that each is counted once.
+        # The backward pass of the sum gives each rank the gradients of all n tokens. It uses only the gradients of its
+        # m tokens, so that each is counted once.
         return reduce_from_tensor_model_parallel_region(whole, group=micro.packed.cp_group)
 
     def _logprobs(
@@ -93,6 +99,7 @@ class PackedModel(GPTModel):
         return outputs.compute(states, micro, layer, temperature)
 
     def _predictions(self, hidden: Tensor, micro: MicroBatch[PackedSequences], following: NextTokens) -> Tensor:
+        # Embedding and output layer are constants: only the layer and the hidden states get gradients.
         layer = OutputLayer(self.output_weight().detach(), self.first_token, self.real_rows, self.pg_collection.tp)
         weight = self.embedding.word_embeddings.weight if self.pre_process else self.multi_token.embedding
         embedded = self.multi_token.embed(following.ids, weight)
@@ -107,7 +114,7 @@ class PackedModel(GPTModel):
         return (states.float() @ self.output_layer.weight.float().T).T
 
     def gather_sequence(self, hidden: Tensor, sum_gradients: bool = True) -> Tensor:
-        """Gathers hidden states over the tensor-parallel ranks."""
+        """Gathers hidden states over the tensor-parallel ranks: (t / tp, 1, h) -> (t, h), t tokens of this cp rank."""
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=sum_gradients, group=self.pg_collection.tp
@@ -120,6 +127,7 @@ class PackedModel(GPTModel):
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
 
+    # megatron-core would compute logits or its loss here.
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         return hidden_states
 
@@ -208,7 +216,7 @@ def parameters_by_name(chunks: list[PackedModel]) -> dict[str, Tensor]:
 
 
 def rotary_frequencies(model_dir: Path, rotary_dim: int) -> tuple[Tensor, float]:
-    """Computes rotary frequencies as `transformers` does."""
+    """Computes (rotary_dim / 2,) inverse frequencies and the factor of cosines and sines, as `transformers` does."""
     try:
         config = read_module_config(model_dir).get_text_config()
         kind = config.rope_parameters["rope_type"]

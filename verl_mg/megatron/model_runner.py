@@ -49,6 +49,9 @@ from verl_mg.training.weight_loading import load_directory
 class ModelRunner(Runner):
     """Model of the Megatron backend, see `Runner`.
 
+    Its constructor is a collective of all ranks of the job. With `from_checkpoint` what is trained is left
+    uninitialized, for a checkpoint that is restored before the first pass.
+
     Attributes:
         groups: process groups of the placement.
         megatron: fields of megatron-core's configurations.
@@ -85,6 +88,7 @@ class ModelRunner(Runner):
         check_layout(self.table.config, groups.layout, kernels, self.megatron)
         frequencies, self._attention_scaling = rotary_frequencies(model_dir, self.table.config.rotary_dim)
         self._frequencies = frequencies.to(device.current_device())
+        # megatron-core's modules read their groups from module globals when they are built.
         with groups.active():
             options = (groups, dtype, recompute, kernels, self.megatron)
             self.chunks = build_chunks(self.table, *options) if self.is_member else []
@@ -94,6 +98,7 @@ class ModelRunner(Runner):
         self.balance_factors = factors(self.megatron, self.table.config)
         self.multi_token_factor = loss_factor(self.megatron) if self.table.model.multi_token else 0.0
         stored = self._trained_tensors(lora) if from_checkpoint else frozenset()
+        # What a checkpoint restores is not read from the model directory.
         self.unrestored = load_directory(self, model_dir, directories, dtype, stored)
         self.lora: Adapters | None = None
         if lora:
@@ -103,8 +108,7 @@ class ModelRunner(Runner):
         self.unrestored.update(self.adapters() if from_checkpoint else ())
 
     def _trained_tensors(self, lora: LoraConfig | None) -> frozenset[str]:
-        """Returns the tensors of the table that are trained, which checkpoints contain; adapters are not in the table.
-        """
+        """Returns the tensors of the table that are trained, which checkpoints contain; it has no adapters."""
         tensors = self.table.tensor_index.tensors.keys()
         if lora:
             return frozenset(tensors & {SCORE})
@@ -169,7 +173,7 @@ class ModelRunner(Runner):
         """Whether shared prefixes can be computed once.
 
         Not where a rank has two chunks of each sequence, nor where a token's next one is embedded with it: rows that
-        share a prefix differ in the token behind it. A balance loss needs the row of each token.
+        share a prefix differ in the token after it. A balance loss needs the row of each token.
         """
         exchanged = self.layout.cp > 1 and exchanges_keys(self.megatron)
         return not (self.multi_token_factor or self.balance_factors[0] or self.dynamic_cp or exchanged)
@@ -249,6 +253,7 @@ class ModelRunner(Runner):
             micro = next(iterator)
             return model(micro, temperature, outputs), partial(_without_division, loss_closure, micro)
 
+        # The interleaved schedule reads every micro-batch once for each chunk of a stage.
         iterators = [iter(prepared) for _ in self.model_chunks]
         with self.groups.active():
             reports = get_forward_backward_func()(
@@ -260,7 +265,7 @@ class ModelRunner(Runner):
                 micro_batch_size=1,
                 forward_only=forward_only,
             )
-        return list(reports)[: len(micro_batches)]
+        return list(reports)[: len(micro_batches)]  # without the fillers'
 
 
 def _fillers(micro_batches: Sequence[Batch], layout: Layout) -> list[Batch]:

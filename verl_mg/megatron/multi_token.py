@@ -36,10 +36,15 @@ from verl_mg.training.token_order import TokenOrder
 
 @dataclass(frozen=True)
 class NextTokens:
-    """Inputs of the layer and tokens that it predicts in a micro-batch, on the device of a rank of the last stage."""
+    """Inputs of the layer and tokens that it predicts in a micro-batch, on the device of a rank of the last stage.
+
+    Rows a b c d and e f g, of which c d f g are scored: f is the second token of its row, and not predicted.
+
+        ids   b c d 0   f g 0        hidden_index   a b e        targets   c d g        scored_index   0 1 3
+    """
 
     ids: Tensor
-    """(T / cp,) int64, the token behind each of this rank's tokens in its row; 0 behind the last one."""
+    """(T / cp,) int64, the token after each of this rank's tokens in its row; 0 after the last one."""
     hidden_index: Tensor
     """(p,) indices in this rank's tokens of those that predict a scored token: two in front of it."""
     targets: Tensor
@@ -49,7 +54,8 @@ class NextTokens:
 
 
 def next_tokens(rows: Batch, order: TokenOrder, device: torch.device) -> NextTokens:
-    """Selects the next tokens and those that are predicted from them."""
+    """Selects the next tokens and the tokens that are predicted from them, of rows without shared prefixes."""
+    # On the host and from whole rows: a rank's chunks of a sequence are not neighbours.
     tokens, positions = rows["tokens"], rows.positions
     has_next = (positions + 1 < rows.expand_to_tokens(rows.lengths)).nonzero().flatten()
     following = torch.zeros(order.total, dtype=torch.int64)
@@ -117,7 +123,7 @@ class MultiTokenPrediction(torch.nn.Module):
         self.register_buffer("embedding", torch.empty(embedding_rows, config.hidden_size, **options), persistent=False)
 
     def forward(self, hidden: Tensor, embedded: Tensor, packed: Any) -> Tensor:
-        """Computes the states that the output layer reads."""
+        """Computes the states (t, 1, h) that the output layer reads, from hidden states and next embeddings."""
 
         def layer(joined: Tensor) -> Tensor:
             output, _ = self.transformer_layer(joined, attention_mask=None, packed_seq_params=packed)
@@ -132,7 +138,7 @@ class MultiTokenPrediction(torch.nn.Module):
 
     @torch.no_grad()
     def embed(self, ids: Tensor, weight: Tensor) -> Tensor:
-        """Embeds tokens by a vocabulary that is sharded over tensor-parallel ranks."""
+        """Embeds (T / cp,) tokens by a vocabulary that tensor-parallel ranks divide; returns this rank's (t, 1, h)."""
         tp = self._groups.collection.tp
         local = ids - tp.rank() * len(weight)
         is_local = (local >= 0) & (local < len(weight))
@@ -148,4 +154,5 @@ def copy_embedding(chunks: list[Any], groups: ParallelGroups) -> None:
     if last == 0 or stage not in (0, last):
         return
     source = chunks[0].embedding.word_embeddings.weight.detach() if stage == 0 else chunks[-1].multi_token.embedding
+    # megatron-core's group of the stages with an embedding: the first and the last one.
     dist.broadcast(source, group=groups.collection.embd, group_src=0)

@@ -6,6 +6,9 @@ every expert have their own, under every layout and whichever parameter they are
 
 megatron-core's distributed optimizer cuts the flat weights among data-parallel ranks. Momentum and main weights stay
 there; only the updates of a step are exchanged, and return orthogonalized (arXiv:2502.16982, section 2).
+megatron-core's Muon needs the package emerging-optimizers, which is not on PyPI, and has its states whole on every
+data-parallel rank, or whole matrices on some of them; in flat shards, checkpoints, snapshots and offload are as with
+AdamW.
 
 All other weights are trained by AdamW: embedding, output layer, norms, biases and value heads. Routers are matrices of
 layers and trained by Muon, as in megatron-core 0.19.
@@ -31,7 +34,7 @@ from verl_mg.models.flops import NEWTON_SCHULZ_STEPS
 from verl_mg.sharding.boxes import Shard, box_shape, contiguous_boxes, full_box, intersect, numel, translate_box
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Coefficients of X, (X X^T) X and (X X^T)^2 X in an iteration, those of K. Jordan and of torch.optim.Muon."""
+"""Coefficients of X, (X X^T) X and (X X^T)^2 X in an iteration, as in K. Jordan's and in torch.optim.Muon."""
 SMALLEST_NORM = 1e-7
 """Norm of a matrix below which it is not scaled up to 1, as in torch.optim.Muon."""
 UPDATE_RMS = 0.2
@@ -39,10 +42,15 @@ UPDATE_RMS = 0.2
 
 
 def orthogonalized(matrices: Tensor) -> Tensor:
-    """Approximates U V^T of the singular value decompositions U S V^T by Newton-Schulz iterations of degree 5."""
+    """Approximates U V^T of the singular value decompositions U S V^T by Newton-Schulz iterations of degree 5.
+
+    Singular values of the result (k, m, n) are between about 0.7 and 1.2, where they were not tiny.
+    """
+    # X X^T has the smaller side of the matrix.
     if matrices.shape[1] > matrices.shape[2]:
         return orthogonalized(matrices.mT).mT
     a, b, c = COEFFICIENTS
+    # The iterations converge from singular values up to about 1, and the Frobenius norm bounds the largest.
     norms = torch.linalg.vector_norm(matrices, dim=(1, 2), keepdim=True, dtype=torch.float32)
     x = (matrices / norms.clamp(min=SMALLEST_NORM)).to(matrices.dtype)
     for _ in range(NEWTON_SCHULZ_STEPS):
@@ -74,13 +82,14 @@ class Muon(StreamedAdamW):
         self._of_muon = frozenset(self._matrices)
 
     def moments(self, weight: Tensor) -> tuple[str, ...]:
-        """Returns Adam's moments, or the first one alone, which Muon's momentum is."""
+        """Returns Adam's moments, or of a matrix only the first: Muon's momentum is the same average of gradients."""
         return MOMENTS[:1] if weight in self._of_muon else MOMENTS
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Updates all weights; a collective of the ranks of the exchange. Gradients of matrices are overwritten."""
         super().step()
+        # Gradients of matrices are now the averages to orthogonalize, which needs no further memory for updates.
         updates = [weight.grad for weight in self._matrices]
         self._exchange.apply(updates, scaled_update, self._matrix_dtype)  # type: ignore[arg-type]
         for group in self.param_groups:
@@ -89,7 +98,7 @@ class Muon(StreamedAdamW):
                     weight.mul_(1 - group["lr"] * group["weight_decay"]).add_(weight.grad, alpha=-group["lr"])
 
     def _update(self, weight: Tensor, gradient: Tensor | None, state: dict[str, Tensor], group: dict[str, Any]) -> None:
-        """Takes AdamW's step, or replaces a gradient by Nesterov's average of it."""
+        """Makes AdamW's step, or replaces a gradient by Nesterov's average of it."""
         if weight not in self._of_muon:
             return super()._update(weight, gradient, state, group)
         assert gradient is not None

@@ -1,10 +1,14 @@
 """Description of the packed sequences of a micro-batch, which the attention of every layer reads.
 
 Shapes as in `attention`; K is the number of keys of all sequences. A sequence whose first tokens another one computes
-has queries for the tokens behind them only, and keys for all, which are gathered from where they are computed:
+has queries only for the tokens after them, and keys for all, which are gathered from where they are computed:
 
-    row 0: a b c d    row 1: a b x y        T = 6: a b c d x y
-    queries of row 1: x y                   K = 8: a b c d a b x y
+    row 0: a b c d    row 1: a b x y        T = 6: a b c d x y          positions  0 1 2 3 2 3
+    queries of row 1: x y                   K = 8: a b c d a b x y      `keys`     0 1 2 3 0 1 4 5
+    lengths 4 2, key_lengths 4 4            cu_seqlens_q 0 4 6, cu_seqlens_kv 0 4 8
+
+Keys are copied, and not read in place by a block mask of the tree of rows, which FlashAttention-3 does not have. The
+copies cost in attention what whole rows cost; all other layers see a shared token once.
 """
 
 from __future__ import annotations
@@ -30,7 +34,10 @@ from verl_mg.training.token_order import zigzag_tokens
 
 @dataclass
 class PackedSequences(Sequences, PackedSeqParams):
-    """Description of packed sequences, computed once for a micro-batch and read by the attention of every layer."""
+    """Description of packed sequences, computed once for a micro-batch and read by the attention of every layer.
+
+    megatron-core passes its `PackedSeqParams` through all modules, and with it what ours need.
+    """
 
     cos: Tensor | None = None
     """(T, 1, rotary width) float32, cosines of the rotary embedding at each token's position in its sequence; with
@@ -41,6 +48,7 @@ class PackedSequences(Sequences, PackedSeqParams):
     """(rotary width / 2,) float32, frequencies of the rotary embedding."""
     attention_scaling: float = 1.0
     """Factor of cosines and sines of the rotary embedding, which `cos` and `sin` contain."""
+    # Required, but the fields of `PackedSeqParams` before it have defaults.
     lengths: Tensor = field(kw_only=True)
     """(n,) int64 on the CPU, tokens of each sequence that are computed for it."""
     key_lengths: Tensor = field(kw_only=True)
@@ -64,7 +72,7 @@ class PackedSequences(Sequences, PackedSeqParams):
     `selected_bits`; empty where they attend to all. A recomputed layer reads it again."""
 
     def keep(self, local: Tensor) -> None:
-        """Keeps the rotary embeddings of this rank's tokens only, for ranks with two chunks of each sequence."""
+        """Keeps only the rotary embeddings of this rank's tokens (T / cp,), two chunks of each sequence."""
         assert self.cos is not None and self.sin is not None
         self.zigzag, self.cos, self.sin = True, self.cos[local], self.sin[local]
 
@@ -92,7 +100,7 @@ class PackedSequences(Sequences, PackedSeqParams):
 
     @cached_property
     def gathered_order(self) -> Tensor:
-        """Index of each token among those of all context-parallel ranks, with `zigzag`: (T,) int64."""
+        """Index of each token in the tokens of all context-parallel ranks, with `zigzag`: (T,) int64."""
         assert self.cos is not None and self.cp_group is not None
         return order_of_gathered(self.lengths, self.cp_group.size(), self.cos.device)
 
@@ -121,12 +129,13 @@ def describe_sequences(
     key_lengths: Tensor | None = None,
     keys: Tensor | None = None,
 ) -> PackedSequences:
-    """Describes packed sequences, on the device of `inverse_frequencies`."""
+    """Describes packed sequences, on the device of `inverse_frequencies`; all other arguments are on the CPU."""
     device = inverse_frequencies.device
     key_lengths = lengths if key_lengths is None else key_lengths
     ends, key_ends = lengths.cumsum(0), key_lengths.cumsum(0)
     behind = key_lengths - lengths  # tokens in front of those that are computed
     positions = torch.arange(int(ends[-1])) - torch.repeat_interleave(ends - lengths - behind, lengths)
+    # In float32: bfloat16 could not represent the positions.
     angles = copy_to(device, positions.float())[:, None] * inverse_frequencies
     angles = torch.cat((angles, angles), dim=-1)[:, None, :]
     cumulative = copy_to(device, F.pad(ends, (1, 0)).int())

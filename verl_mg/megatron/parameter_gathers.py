@@ -7,7 +7,8 @@ order of the layers; whoever reads a weight waits for its bucket only:
                      forward pass of layer 0 waits for the first bucket, that of layer 4 for the second
                      weight sync                      waits for the bucket of the weight that it sends next
 
-On GPUs the stream that calls `wait` waits, not the host.
+On GPUs the stream that calls `wait` waits, not the host. megatron-core would start each gather in the forward pass of
+the layer before; weight sync, offload and checkpoints read weights too.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class ParameterGathers:
         ]
         self._group_of = {weight: group for group in self._groups for weight in group.params}
         for model in models:
-            # Its own hooks miss weights that are read outside of their modules: those of adapters and of the head.
+            # Its hooks miss weights that are read outside of their modules: of adapters and of the output layer.
             model.disable_forward_pre_hook(param_sync=False)
             self._watch(model.module)
 
@@ -43,7 +44,7 @@ class ParameterGathers:
             self._in_flight[group] = None
 
     def wait(self, weights: Iterable[Tensor]) -> None:
-        """Waits until weights are complete."""
+        """Waits until weights are complete; weights that are not trained always are."""
         if self._in_flight:
             self._finish(dict.fromkeys(self._group_of.get(weight) for weight in weights))
 
@@ -54,6 +55,7 @@ class ParameterGathers:
     def _finish(self, groups: Iterable[Any]) -> None:
         for group in groups:
             if group in self._in_flight:
+                # All buckets are dispatched already; megatron-core would start the next one here.
                 group.finish_param_sync(skip_next_bucket_dispatch=True)
                 del self._in_flight[group]
 
@@ -62,7 +64,7 @@ class ParameterGathers:
             self.wait(module.parameters())
 
         def after(decoder: Module, *_: Any) -> None:
-            self.wait(chunk.parameters())  # the head's, which no module of its own reads
+            self.wait(chunk.parameters())  # the output layer's, which is read as a tensor, not by its module
 
         ends = (getattr(chunk, "embedding", None), chunk.decoder.final_layernorm, getattr(chunk, "multi_token", None))
         for module in (*ends, *chunk.decoder.layers):

@@ -9,13 +9,15 @@ each role may have another layout on other ranks, so these are replaced for a li
   restored, also after an exception.
 - `torch.distributed.get_world_size`, `new_group` and `parallel_state.RankGenerator`, only during
   `initialize_model_parallel`: megatron-core divides the whole job among the groups, and a placement may cover only some
-  of its ranks, in an order of its own. Its groups are those of `ProcessGroups`, each made once in a job: many kinds of
-  group have the same ranks.
+  of its ranks, in another order. The groups come from `ProcessGroups`, each made once in a job: many kinds of group
+  have the same ranks.
 - `torch.distributed.get_world_size` and `all_gather_object` without a group, only inside `placement_as_world()`, which
   the trainer enters to build the distributed optimizer: it exchanges metadata among all ranks of the job, and the ranks
   outside the placement do not take part.
 
-Only the calling thread may use megatron-core meanwhile; no other thread of this package does.
+Only the calling thread may use megatron-core meanwhile; no other thread of this package does. A role's set over time:
+
+    stored --active()--> in `parallel_state` --exit--> stored again, with what megatron-core changed inside
 """
 
 from __future__ import annotations
@@ -58,9 +60,11 @@ class ParallelGroups:
         self._coordinates = placement.coordinates(dist.get_rank())
         self.collection = ProcessGroupCollection()
         process_groups = process_groups or ProcessGroups()
+        # All ranks request all groups in one order, because torch names a group by the number of calls.
         backend = device.group_backend()
         made = {ranks: process_groups.of(ranks, backend) for ranks in group_ranks(placement, dynamic_cp)}
         is_whole_job = len(placement.ranks) == dist.get_world_size()
+        # The other groups have only NCCL on GPUs: a gloo half would connect each pair of their ranks.
         self.host_group = None if is_whole_job else process_groups.of(placement.ranks, "gloo")
         previous = _globals()
         _set_globals(dict.fromkeys(previous, None) | {"_HYBRID_DP_CP_GROUPS": {}})
@@ -94,7 +98,7 @@ class ParallelGroups:
 
     @property
     def coordinates(self) -> Coordinates:
-        """Coordinates of this rank in the layout."""
+        """Coordinates of this rank in the layout; LookupError outside the placement."""
         if self._coordinates is None:
             raise LookupError(f"rank {dist.get_rank()} is not among the ranks {self.placement.ranks} of {self.layout}")
         return self._coordinates
@@ -132,6 +136,7 @@ def _initialize_model_parallel(placement: Placement, made: Mapping[tuple[int, ..
     layout = placement.layout
 
     def group_of(ranks: Sequence[int], **_: Any) -> Any:
+        # torch numbers the ranks of a group in increasing order, whatever the order of the request.
         group = made[tuple(sorted(ranks))]
         return dist.GroupMember.NON_GROUP_MEMBER if group is None else group
 

@@ -1,7 +1,9 @@
 """Rotary position embeddings (arXiv:2104.09864) in float32, each one kernel on a GPU.
 
 A rotary pair is two elements of a head that are rotated together: one half of the head apart as in Llama, or neighbours
-as in some models of DeepSeek. The inverse rotation is the derivative.
+as in some models of DeepSeek. The inverse rotation is the derivative, so that the backward pass needs no input.
+
+Shapes: x (T, heads, d + n), of which d elements are rotated; cos and sin (T, 1, d) float32, with two equal halves.
 """
 
 from __future__ import annotations
@@ -15,19 +17,23 @@ from verl_mg.megatron.core_version import fused
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the first elements of each head, whose pairs are one half of them apart, and copies those behind them."""
+    """Rotates the first d elements of each head, whose pairs are d / 2 apart, and copies the others."""
     rotated: Tensor = _Rotation.apply(x, cos, sin)
     return rotated
 
 
 def rotate_end(x: Tensor, cos: Tensor, sin: Tensor, neighbours: bool) -> Tensor:
-    """Rotates the last elements of each head, and copies those before them."""
+    """Rotates the last d elements of each head, and copies the others.
+
+    With `neighbours` the result has the first elements of all pairs before the second ones. Where queries and keys are
+    permuted so, their products are unchanged.
+    """
     rotated: Tensor = _RotationOfEnd.apply(x, cos, sin, neighbours)
     return rotated
 
 
 def join_rotated(plain: Tensor, shared: Tensor, cos: Tensor, sin: Tensor, neighbours: bool) -> Tensor:
-    """Appends to each head elements that all heads share, rotated."""
+    """Appends to each head (T, heads, n) the rotated elements (T, 1, d) that all heads share."""
     joined: Tensor = _Join.apply(plain, shared, cos, sin, neighbours)
     return joined
 
@@ -35,6 +41,7 @@ def join_rotated(plain: Tensor, shared: Tensor, cos: Tensor, sin: Tensor, neighb
 class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        # Nothing of the size of an activation: all layers share these two.
         ctx.save_for_backward(cos, sin)
         return _rotated(x, cos, sin, 1.0)
 
@@ -75,6 +82,7 @@ class _Join(torch.autograd.Function):
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
     width = cos.shape[-1]
     half = width // 2
+    # Angles and products are float32, and the result is rounded once.
     wide = x[..., :width].float()
     rotated = wide * cos
     rotated[..., :half].addcmul_(wide[..., half:], sin[..., :half], value=-direction)
@@ -103,6 +111,7 @@ def _joined(plain: Tensor, shared: Tensor, cos: Tensor, sin: Tensor, neighbours:
 
 @fused
 def _summed_back(grad: Tensor, cos: Tensor, sin: Tensor, neighbours: bool) -> Tensor:
+    # The heads share the elements: their gradients are summed in float32, before the one rotation back.
     summed = grad.sum(1, keepdim=True, dtype=torch.float32)
     return _turned_back(summed, cos, sin, neighbours).to(grad.dtype)
 

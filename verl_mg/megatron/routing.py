@@ -34,7 +34,7 @@ from verl_mg.training.token_order import TokenOrder, TokenShard
 
 
 def check_routed_experts(rows: Batch, config: HFConfig) -> None:
-    """Checks the column of prescribed experts; a dense model ignores it."""
+    """Checks shape and values of the column of prescribed experts; a dense model ignores it."""
     if config.experts is None or ROUTED_EXPERTS not in rows:
         return
     given, expected = rows[ROUTED_EXPERTS], (config.layers, config.experts.top_k)
@@ -59,10 +59,11 @@ def replayed_layers(config: HFConfig, stage: Stage) -> tuple[int, ...]:
 def routed_experts(
     rows: Batch, order: TokenOrder, shard: TokenShard, layers: Sequence[int], device: torch.device
 ) -> dict[int, Tensor] | None:
-    """Selects the prescribed experts of the tokens that the routers of this rank process."""
+    """Selects the prescribed experts of this rank's tokens by layer, (T / (cp * tp), k); None without the column."""
     if ROUTED_EXPERTS not in rows:
         return None
     known = rows[ROUTED_EXPERTS]
+    # Padding is left to the router.
     given = known.new_full((order.total, *known.shape[1:]), -1)
     given[order.places] = known
     local = copy_to(device, given[order.local].chunk(shard.tp)[shard.tp_index])
@@ -93,11 +94,11 @@ class Router(TopKRouter):
         super().__init__(**arguments)
         self._experts = experts
         if experts.router_bias:
-            del self.expert_bias  # None
+            del self.expert_bias  # megatron-core's attribute None, whose name a buffer cannot take
             bias = torch.zeros(experts.count, dtype=torch.float32, device=torch.cuda.current_device())
             self.register_buffer("expert_bias", bias)
         if experts.biases:
-            del self.bias  # None
+            del self.bias  # as `expert_bias`
             logit_bias = torch.empty(experts.count, dtype=self.weight.dtype, device=self.weight.device)
             self.bias = torch.nn.Parameter(logit_bias)
             # A tensor-parallel rank sees only its tokens: megatron-core sums such gradients over the group.
@@ -112,13 +113,13 @@ class Router(TopKRouter):
         return logits[:, None]
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Routes tokens to experts."""
+        """Routes tokens to experts, for megatron-core's dispatchers: (t, experts) float32 weights and bool map."""
         weights, chosen = self.choose(logits.flatten(0, 1))
         zeros = weights.new_zeros(len(weights), self._experts.count)
         return zeros.scatter(1, chosen, weights), zeros.bool().scatter(1, chosen, True)
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Chooses k experts for each token."""
+        """Chooses k experts for each token: (t, experts) logits -> (t, k) float32 weights, (t, k) int64 experts."""
         if self.losses is not None and torch.is_grad_enabled():  # once, as the loads below
             logits = self.losses.attach(logits, self.packed, self._experts)
         with torch.no_grad():
@@ -127,8 +128,10 @@ class Router(TopKRouter):
             chosen = self._choose(ratings)
         if self.load is not None and torch.is_grad_enabled():  # a pass that is recomputed counts once, the second time
             assert self.packed is not None and self.packed.occurrences is not None
+            # A token that rows share counts once for each of them, as if every row were computed whole.
             counts = self.packed.occurrences[:, None].expand(chosen.shape)
             self.load.scatter_add_(0, chosen.flatten(), counts.flatten())
+        # The choice has no gradient; the weights of the chosen experts have one, prescribed ones too.
         weights: Tensor = _Weights.apply(logits, scores, chosen, self._experts)
         return weights, chosen
 
@@ -240,6 +243,7 @@ class RoutedLayer(TransformerLayer):
 
     def forward(self, *arguments: Any, packed_seq_params: PackedSequences, **options: Any) -> tuple[Tensor, Any]:
         """Runs the layer: (t, 1, h) -> ((t, 1, h), None), where t is T / (cp * tp)."""
+        # megatron-core's layer passes none of this to its router.
         given = packed_seq_params.experts
         self.mlp.router.given = None if given is None else given.get(self.layer_number - 1)
         self.mlp.router.packed = packed_seq_params

@@ -41,14 +41,14 @@ def optimizer_state(runner: ModelRunner, optimizer: Any) -> Iterator[StoredBox]:
 
 @torch.no_grad()
 def weights_from_optimizer(runner: ModelRunner, optimizer: Any) -> None:
-    """Sets the model's weights to those of the optimizer, of all data-parallel ranks; all ranks of the model call it.
-    """
+    """Sets the model's weights from the optimizers of all data-parallel ranks; all ranks of the model call it."""
     for parameter in runner.trained().values():
         for namespace, values, start in _local_ranges(optimizer, parameter):
             if namespace == WEIGHTS:
                 parameter.detach().view(-1)[start : start + len(values)] = values
     with runner.groups.active():
         for chunk in runner.model_chunks:
+            # With `overlap_param_gather` it would only start the gathers.
             chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
     gathered = {id(parameter) for buffer in parameter_buffers(runner) for parameter in buffer.params}
     runner.unrestored -= {
@@ -57,7 +57,7 @@ def weights_from_optimizer(runner: ModelRunner, optimizer: Any) -> None:
 
 
 def make_moments(optimizer: Any, steps: float) -> None:
-    """Creates zero moments with the structure that they have after the first step."""
+    """Creates zero moments with the structure that they have after `steps` steps."""
     for inner in inner_optimizers(optimizer):
         counts_by_weight = isinstance(inner, torch.optim.Adam)  # other optimizers count in their parameter groups
         for group in inner.param_groups:
@@ -68,6 +68,7 @@ def make_moments(optimizer: Any, steps: float) -> None:
                     inner.state[weight] = inner.new_state(weight, steps)
                     continue
                 zeros = {name: torch.zeros_like(weight) for name in MOMENTS}
+                # Where torch's own first step would put it: fused kernels read the count on the device.
                 count = torch.tensor(steps, device=weight.device if group.get("fused") else None)
                 inner.state[weight] = zeros | ({"step": count} if counts_by_weight else {})
 
@@ -83,7 +84,8 @@ def steps_taken(optimizer: Any) -> float | None:
 
 
 def main_shard(optimizer: Any, parameter: Tensor) -> tuple[Tensor, int] | None:
-    """Returns this rank's shard of a parameter in the optimizer's precision, flat, and its start in the parameter."""
+    """Returns this rank's flat shard of a parameter in the optimizer's precision, and its start in the parameter."""
+    # megatron-core has no public way from a parameter of the model to the range of it that a rank optimizes.
     if parameter not in optimizer.model_param_gbuf_map:
         return None
     group, position = optimizer.model_param_group_index_map[parameter]

@@ -8,9 +8,12 @@ A query attends to the `top_k` keys of its sequence with the highest scores, and
 `top_k` keys it attends to all of them: micro-batches of such rows compute no scores. The choice has no gradient, and
 the indexer's weights are frozen.
 
-Each tensor-parallel and context-parallel rank selects for its own T / (cp * tp) tokens; keys are gathered before that
-and selections behind it, as one bit for each key of the longest sequence. Scores exist for a few queries at a time.
-Attention itself is computed with a mask, and takes as long as that to all keys.
+Each tensor-parallel and context-parallel rank selects for its own T / (cp * tp) tokens; keys are gathered before and
+selections after, as one bit for each key of the longest sequence. Scores exist for a few queries at a time. Attention
+itself is computed with a mask, and takes as long as attention to all keys.
+
+Not megatron-core's module (new in 0.19), which needs a kernel for the rotation of queries and keys, and cuts each
+sequence among context-parallel ranks. The rotation is orthogonal, so scores are the same without it.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from verl_mg.training.packed_attention import Scores, attend_where, has_ragged_k
 NORM_EPS = 1e-6
 """Epsilon of the norm of keys: the checkpoints' modules use it whatever rms_norm_eps is."""
 SCORES = 2**27
-"""Products of queries and keys that exist at a time, in float32."""
+"""Products of queries and keys that exist at a time, in float32: 512 MiB."""
 
 
 class Indexer(nn.Module):
@@ -45,13 +48,17 @@ class Indexer(nn.Module):
         options: dict[str, Any] = {"device": torch.cuda.current_device(), "dtype": config.params_dtype}
         self.wq_b = nn.Linear(q_rank, indexer.heads * indexer.head_dim, bias=False, **options)
         self.wk = nn.Linear(config.hidden_size, indexer.head_dim, bias=False, **options)
+        # float32 in the checkpoint too, whatever the dtype of the model.
         self.k_norm = nn.LayerNorm(indexer.head_dim, NORM_EPS, **options | {"dtype": torch.float32})
         self.weights_proj = nn.Linear(config.hidden_size, indexer.heads, bias=False, **options)
         self.requires_grad_(False)
 
     @torch.no_grad()
     def forward(self, hidden: Tensor, q_latent: Tensor, packed: PackedSequences, tp: dist.ProcessGroup) -> Tensor:
-        """Selects the keys of the queries of all sequences; a collective of the ranks that share them."""
+        """Selects the keys of the queries of all sequences: (T, longest / 8) uint8, see `selected_bits`.
+
+        A collective of the ranks that share them; `hidden` and the normalized `q_latent` are of this rank's tokens.
+        """
         cp = packed.cp_group
         assert cp is not None and packed.cos is not None and packed.sin is not None
         first = (cp.rank() * tp.size() + tp.rank()) * len(hidden)
@@ -59,7 +66,10 @@ class Indexer(nn.Module):
         query = self._rotated(self.wq_b(q_latent).unflatten(-1, (self.sizes.heads, -1)), cos, sin)
         key = self._rotated(self.k_norm(self.wk(hidden).float()).to(query.dtype)[:, None], cos, sin)[:, 0]
         scale = (self.sizes.heads * self.sizes.head_dim) ** -0.5
+        # Scores are float32, as in `transformers`; engines on GPUs compute them in FP8, and may choose another of two
+        # keys with nearly equal scores.
         weights = F.linear(hidden.float(), self.weights_proj.weight.float()) * scale
+        # The one narrow key of a token travels, then the bits of its selection, and no hidden state.
         keys = _gathered(_gathered(key, tp), cp)
         if packed.keys is not None:
             keys = keys[packed.keys]
@@ -68,14 +78,18 @@ class Indexer(nn.Module):
         return whole
 
     def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotates the first elements of each head, and moves them behind the others; products are unchanged."""
+        """Rotates the first elements of each head, and moves them to its end, which leaves products unchanged."""
         return rotate_end(x.roll(-cos.shape[-1], dims=-1), cos, sin, self.sizes.interleaved)
 
 
 def selected_bits(
     query: Tensor, key: Tensor, weights: Tensor, packed: PackedSequences, top_k: int, first: int
 ) -> Tensor:
-    """Selects the keys with the highest scores, for some neighbouring tokens."""
+    """Selects the keys with the highest scores, for the n neighbouring tokens from the index `first` on.
+
+    In the result, (n, longest / 8) uint8, bit s % 8 of byte s // 8 is set where a token may attend to key s of its
+    sequence; bits after the token itself are not read. Query (n, heads, d), keys (K, d) of all sequences.
+    """
     bits = torch.full((len(query), -(-packed.max_seqlen_kv // 8)), 255, dtype=torch.uint8, device=query.device)
     ends, key_ends = packed.lengths.cumsum(0).tolist(), packed.key_lengths.cumsum(0).tolist()
     for length, end, keys, key_end in zip(
@@ -106,6 +120,7 @@ def _index_scores(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
 
 def _largest(scores: Tensor, count: int) -> Tensor:
     """Returns which `count` scores of each row are the largest, of equal ones the first: (n, K) -> (n, K) bool."""
+    # Which of equal scores `topk` returns is not defined; the first ones are the same on any device and layout.
     least = scores.topk(count, dim=1, sorted=False).values.amin(1, keepdim=True)
     above, equal = scores > least, scores == least
     return above | (equal & (equal.cumsum(1) <= count - above.sum(1, keepdim=True)))
@@ -147,11 +162,12 @@ class SparseLatentAttention(MultiLatentAttention):
         packed_seq_params: PackedSequences | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Projects hidden states to the inputs of `PackedSparseMLA`, and selects keys."""
+        """Projects hidden states to the inputs of `PackedSparseMLA`, see `MultiLatentAttention`, and selects keys."""
         projected = super().get_query_key_value_tensors(hidden_states)
         packed, q_latent = packed_seq_params, projected[3]
         assert packed is not None
         if packed.max_seqlen_kv > self.indexer.sizes.top_k and self.layer_number not in packed.selected:
+            # Once for a micro-batch: a recomputed layer attends to the same keys again.
             selected = self.indexer(hidden_states.squeeze(1), q_latent.squeeze(1), packed, self.pg_collection.tp)
             packed.selected[self.layer_number] = selected
         return projected
@@ -173,7 +189,7 @@ class PackedSparseMLA(PackedMLA):
 def attend_to_selected(
     query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, bits: Tensor, scale: float | None
 ) -> Tensor:
-    """Computes causal attention of each token to selected keys of its sequence."""
+    """Computes causal attention of tokens (T, heads, d) to selected keys of their sequences, see `selected_bits`."""
     if has_ragged_kernel(query.device, query.dtype):
         mask = block_mask(packed.key_lengths, None, query.device, packed.query_places(), bits)
         return attend_with_block_mask(query, key, value, mask, scale)

@@ -35,7 +35,8 @@ def inner_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
 def use_fused_step(optimizer: Any) -> None:
     """Makes the torch optimizers inside a new optimizer of megatron-core update all weights in one pass over memory."""
     for inner in inner_optimizers(optimizer):
-        if type(inner) in (torch.optim.Adam, torch.optim.AdamW):  # not Transformer Engine's or Apex's, which do so
+        # Optimizers of Transformer Engine and Apex are fused themselves.
+        if type(inner) in (torch.optim.Adam, torch.optim.AdamW):
             for group in inner.param_groups:
                 group.update(fused=True, foreach=False)
 
@@ -45,7 +46,8 @@ def optimizer_storages(runner: ModelRunner, optimizer: Any) -> list[UntypedStora
     weights = {tensor.untyped_storage().data_ptr() for tensor in runner.model_tensors()}
     devices = {tensor.device for tensor in runner.model_tensors()}
     on_device = (tensor for tensor in _optimizer_tensors(optimizer) if tensor.device in devices)
-    on_device = (tensor for tensor in on_device if tensor.untyped_storage().resizable())  # not those of a file
+    # On a CPU rank moments in a mapped file have the model's device too, and memory that cannot be freed.
+    on_device = (tensor for tensor in on_device if tensor.untyped_storage().resizable())
     return storages(tensor for tensor in on_device if tensor.untyped_storage().data_ptr() not in weights)
 
 

@@ -6,6 +6,10 @@ and the previous one returns:
     device -> host    weight and gradient i + 1      in turns with pinned buffers of two weights
     on the host       step of weight i
     host -> device    weight i - 1
+
+megatron-core's `HybridDeviceOptimizer` overlaps the same copies, but keeps pinned copies of all weights and gradients,
+16 bytes a weight on the host where this one keeps 8, has its state under other keys, with weights in it, creates an
+optimizer for each weight, and looks for CUDA tensors, so that it cannot be tested on a CPU.
 """
 
 from __future__ import annotations
@@ -69,7 +73,9 @@ class DiskMemory:
         size = nbytes + mmap.PAGESIZE
         try:
             with tempfile.TemporaryFile(dir=folder) as file:
+                # Reserved now: a disk that is full later would end the process by a signal, in the middle of a step.
                 os.posix_fallocate(file.fileno(), 0, size)
+                # The mapping keeps the file, which has no name and needs no removal.
                 self._map = mmap.mmap(file.fileno(), size)
         except OSError as error:
             raise UserError(
@@ -109,7 +115,8 @@ class StreamedAdamW(torch.optim.AdamW):
         return MOMENTS
 
     def new_state(self, weight: Tensor, steps: float = 0.0) -> dict[str, Tensor]:
-        """Returns moments that are zero; of one weight always in the same memory."""
+        """Returns zero moments that count as having taken `steps` steps; of one weight always in the same memory."""
+        # `state` is cleared when a checkpoint is restored, and a file has space for each moment once.
         if weight not in self._allocated:
             memory = self._memory
             self._allocated[weight] = {name: memory.allocate(weight, self._dtype) for name in self.moments(weight)}
@@ -137,6 +144,7 @@ class StreamedAdamW(torch.optim.AdamW):
         if not self._buffers:
             self._buffers = [_Buffer(max((weight for weight, _ in work), key=Tensor.numel)) for _ in range(2)]
         arriving, returning, current = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.current_stream()
+        # Gradients are complete on the current stream before the first copy.
         arriving.wait_stream(current)
         self._buffers[0].load(work[0][0], arriving)
         for number, (weight, group) in enumerate(work):
@@ -149,10 +157,12 @@ class StreamedAdamW(torch.optim.AdamW):
             host_weight, host_gradient = buffer.values(weight)
             self._update(host_weight, host_gradient, self.state[weight], group)
             buffer.store(weight, returning)
+        # The next forward pass reads weights on the current stream.
         current.wait_stream(returning)
 
     def _update(self, weight: Tensor, gradient: Tensor | None, state: dict[str, Tensor], group: dict[str, Any]) -> None:
         assert gradient is not None
+        # Steps are float32 whatever the dtype of the moments.
         first, second = (state[name].float() for name in MOMENTS)  # themselves where they are float32
         adamw(
             [weight],
@@ -184,7 +194,7 @@ class _Buffer:
         self._loaded, self._stored = torch.cuda.Event(), torch.cuda.Event()
 
     def load(self, weight: Tensor, stream: torch.cuda.Stream) -> None:
-        """Starts the copies of a weight and its gradient, behind the last `store`."""
+        """Starts the copies of a weight and its gradient, after the last `store` from this memory."""
         stream.wait_event(self._stored)
         with torch.cuda.stream(stream):
             host_weight, host_gradient = self._parts(weight)
@@ -212,13 +222,14 @@ class _Buffer:
 def dithered_to_bfloat16(values: Tensor, step: int) -> Tensor:
     """Rounds to one of the two neighbours in bfloat16, to the nearer one more often: right on average over steps.
 
-    To the nearest, a moment that decays by less than 2**-8 of itself in a step would never decay. The choice depends on
-    the value and the step alone, so it is the same under every layout and in a resumed run.
+    To the nearest, a moment that decays by less than 2**-8 of itself in a step would never decay. The choice depends
+    only on the value and the step, so it is the same under every layout and in a resumed run.
     """
     bits = values.view(torch.int32)
     noise = (bits ^ step * 40503) * -1640531535  # two rounds of multiplication and shift, as in MurmurHash3
     noise = (noise ^ (noise >> 15 & 0x1FFFF)) * -2048144789
     noise = noise >> 16 & 0xFFFF
+    # bfloat16 has the upper 16 bits of a float32; noise in the lower ones carries over in proportion to their value.
     return ((bits + noise) & -0x10000).view(torch.float32).bfloat16()
 
 

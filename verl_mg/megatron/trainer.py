@@ -1,4 +1,11 @@
-"""Optimizer steps on a model: megatron-core's gradient buffers, distributed optimizer and schedule, and our losses."""
+"""Optimizer steps on a model: megatron-core's gradient buffers and distributed optimizer, and our losses.
+
+An update on this backend, see `training.trainer` for what surrounds it:
+
+    micro-batches     gradients are added to DDP's float32 buffers, flat memory of many weights
+    end of the pass   buffers are summed over data-parallel ranks, each of which has a range of the sum
+    step              each rank updates its range, in float32; ranges are gathered into the weights of the model
+"""
 
 from __future__ import annotations
 
@@ -54,6 +61,7 @@ class Trainer(BaseTrainer):
         ddp = ddp_config(runner.megatron)
         with runner.groups.active(), runner.groups.placement_as_world(), optimizer_calls():
             runner.model_chunks = [
+                # As in Megatron-LM's training loop: reductions of later chunks overlap with passes of others anyway.
                 DistributedDataParallel(chunk.config, ddp, chunk, disable_bucketing=number > 0)
                 for number, chunk in enumerate(runner.chunks)
             ]
@@ -72,6 +80,7 @@ class Trainer(BaseTrainer):
         self.scheduler = LearningRateSchedule(self.optimizer, config)
         self._expert_loads = ExpertLoads(runner)
         for chunk in runner.chunks:
+            # The schedule calls it after the last micro-batch.
             chunk.config.finalize_model_grads_func = _finalize_without_dividing
             chunk.config.grad_scale_func = self.optimizer.scale_loss
         if ddp.overlap_grad_reduce:
@@ -98,7 +107,6 @@ class Trainer(BaseTrainer):
         cp_sizes: Sequence[int] | None,
         outputs: TokenOutputs,
     ) -> list[dict[str, float]]:
-        """Runs forward and backward passes and returns this rank's reports, to be summed over all ranks."""
         with self.runner.timer("optimizer"):
             for chunk in self.runner.model_chunks:
                 chunk.zero_grad_buffer()  # type: ignore[operator]
@@ -107,6 +115,7 @@ class Trainer(BaseTrainer):
             counts = self._count(micro_batches, cp_sizes)
             if self._expert_loads.losses:
                 self._expert_loads.losses.num_rows, self._expert_loads.losses.num_tokens = counts[:2]
+            # With pipeline stages the last one has a copy of the embedding, which the last step has changed.
             if self.runner.multi_token_factor:
                 copy_embedding(self.runner.chunks, self.runner.groups)
                 loss_closure = self._with_multi_token_loss(loss_closure, counts[2])
@@ -132,10 +141,11 @@ class Trainer(BaseTrainer):
         return max(sums["rows"], 1.0), max(sums["tokens"], 1.0), max(sums["predicted"], 1.0)
 
     def _with_multi_token_loss(self, loss_closure: LossClosure, num_predicted: float) -> LossClosure:
-        """Adds the loss of multi-token prediction: the mean over the tokens that it predicts in the mini-batch."""
+        """Adds the loss of multi-token prediction: the mean over the `num_predicted` tokens of all ranks."""
         factor = self.runner.multi_token_factor
 
         def with_loss(micro: MicroBatch[Any], output: Tensor) -> tuple[Tensor, Report]:
+            # The last line of the output is the log-probs of this layer, which the recipe's loss does not see.
             loss, report = loss_closure(micro, output[:-1])
             predicted = -output[-1].sum() / num_predicted
             report[MULTI_TOKEN_LOSS] = predicted.detach().double()
@@ -144,10 +154,12 @@ class Trainer(BaseTrainer):
         return with_loss
 
     def _step(self) -> float:
+        # The step writes into the memory that gathers of the last one read.
         self.runner.gathers.wait_for_all()
         with self.runner.groups.active(), optimizer_calls(), self.runner.timer("optimizer"):
             _, grad_norm, _ = self.optimizer.step()
             self.runner.gathers.start()
+            # Only with a step: an update that the guard skips leaves the biases as they are.
             self._expert_loads.update_biases()
         return float(grad_norm)
 

@@ -57,7 +57,7 @@ def transformer_config(
     kernels: Kernels = "torch",
     megatron: MegatronConfig | None = None,
 ) -> TransformerConfig:
-    """Creates megatron-core's configuration."""
+    """Creates megatron-core's configuration; the fields of `megatron.transformer` replace the job's."""
     kind = MLATransformerConfig if c.latent else TransformerConfig
     given = given_fields("transformer", kind, megatron.transformer if megatron else {}, TRANSFORMER)
     check_values(given, transformer_engine=kernels == "transformer_engine")
@@ -74,6 +74,7 @@ def transformer_config(
         "bf16": dtype is torch.bfloat16,
         # Losses are normalized over the whole mini-batch: gradients are summed, never divided again.
         "calculate_per_token_loss": True,
+        # Every weight is loaded.
         "perform_initialization": False,
         "deterministic_mode": torch.are_deterministic_algorithms_enabled(),
         "use_cpu_initialization": not on_gpu,
@@ -89,7 +90,7 @@ def transformer_config(
 
 
 def check_recompute(c: HFConfig, recompute: Recompute) -> None:
-    """Checks that a model has the parts that are recomputed."""
+    """Checks that a model has the parts that are recomputed; the error names the key `recompute` without its role."""
     has_dense_layers = not all(c.has_experts(layer) for layer in range(c.layers))
     existing = {
         "mla_up_proj": c.latent is not None,
@@ -154,7 +155,7 @@ def _check_exchange(c: HFConfig, kernels: Kernels, kind: Any) -> None:
 
 
 def token_multiple(config: TransformerConfig) -> int:
-    """Returns the number by which the tokens of a rank must be divisible: products in FP8 and FP4 need such rows."""
+    """Returns the number that divides the tokens of a rank: products in FP8 and FP4 need such rows."""
     if config.fp8:
         return int(get_fp8_align_size(config.fp8_recipe))
     return int(get_fp4_align_size(config.fp4_recipe)) if config.fp4 else 1
@@ -176,6 +177,7 @@ def _kernels(c: HFConfig, kernels: Kernels) -> Fields:
         from verl_mg.megatron import transformer_engine_spec
 
         return transformer_engine_spec.config_fields(c)
+    # The kernel for it is torch's product, see `core_version`, not Apex's.
     return {"transformer_impl": "local", "gradient_accumulation_fusion": True}
 
 
@@ -192,6 +194,7 @@ def _model_fields(c: HFConfig) -> Fields:
         "layernorm_zero_centered_gamma": c.zero_centered_norms,
         "softmax_scale": c.attention_scale,
         "qk_layernorm": _norms_inside_attention(c),
+        # With it megatron-core refuses tensor parallelism of experts; a model with biases has modules of ours.
         "add_bias_linear": False,
         "add_qkv_bias": c.qkv_bias,
         "attention_output_gate": c.output_gate,
@@ -220,6 +223,7 @@ def _experts(c: HFConfig, layout: Layout) -> Fields:
     dispatcher: Fields = {"moe_token_dispatcher_type": "alltoall"}
     if c.experts is None:
         return dispatcher
+    # A field of 0.19.
     if "moe_hybridep_pad_uneven_dispatch_inputs" in TransformerConfig.__dataclass_fields__:
         dispatcher["moe_hybridep_pad_uneven_dispatch_inputs"] = True  # ranks have different numbers of tokens
     return dispatcher | {
@@ -314,6 +318,6 @@ def _layer_spec(c: HFConfig, number: int) -> ModuleSpec:
 def _norms_inside_attention(c: HFConfig) -> bool:
     """Returns whether megatron-core builds norms in attention: of heads, or of the latents of latent attention.
 
-    It sums the gradients of such norms over the tensor-parallel ranks, which those of `joint_norms` must not be.
+    It sums the gradients of such norms over the tensor-parallel ranks; the weights in `joint_norms` are shards.
     """
     return (c.qk_norm and not c.joint_qk_norm) or c.latent is not None

@@ -7,8 +7,8 @@ products, and add weight gradients to the float32 buffers themselves. Routing an
 - Transformer Engine's attention gets all tokens and a part of the heads, see `to_heads`. With
   `megatron.transformer.cp_comm_type` it exchanges keys and values itself.
 
-Where its kernels are missing a feature, attention is that of torch: float32, a softcap, micro-batches whose rows share
-prefixes, and GPUs before Hopper without FlashAttention.
+Where its kernels are missing a feature, attention is torch's: float32, a softcap, micro-batches whose rows share
+prefixes, and GPUs before Hopper without FlashAttention. There it would pad rows and multiply whole matrices.
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ def _layer_spec(c: HFConfig, number: int) -> ModuleSpec:
             parts.self_attention.module = JointlyNormedAttention
     if experts:
         layer.module = RoutedLayer
+        # megatron-core's fused router has neither scores in float32 nor experts of the rollout.
         submodules(parts.mlp).router = partial(Router, experts=experts)
     if c.sandwich_norms:
         attention.linear_proj = submodules(parts.mlp).linear_fc2 = NormedTERowParallelLinear
@@ -110,7 +111,7 @@ class FusedAttention(PackedAttention):
         """Applies the rotary embedding to queries or keys in one kernel, in float32: (T, heads, d) -> (T, heads, d)."""
         assert packed.cos is not None
         scaled_in_part = packed.attention_scaling != 1 and packed.cos.shape[-1] < x.shape[-1]
-        # Its kernel begins each sequence at position 0, and has no factor for the rotated elements of a head alone.
+        # Its kernel begins each sequence at position 0, and has no factor for only the rotated elements of a head.
         if packed.keys is not None or scaled_in_part:
             return super().rotated(x, packed)
         cp, rank = (packed.cp_group.size(), packed.cp_group.rank()) if packed.zigzag else (1, 0)  # type: ignore[union-attr]
@@ -132,7 +133,8 @@ class FusedAttention(PackedAttention):
         return super().local_context(query, key, value, packed)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
-        # Of fewer queries than keys its causal mask would be that of the first tokens.
+        # With fewer queries than keys its causal mask would take the queries for the first tokens; in other versions of
+        # cuDNN there is no kernel, and it multiplies whole matrices without saying so.
         if packed.keys is None and has_ragged_kernel(query.device, query.dtype):
             return self._with_fused_kernel(query, key, value, packed)
         return super()._attend(query, key, value, packed)

@@ -1,7 +1,7 @@
 """FlashAttention-3 in place of torch's FlashAttention-2, where it can run.
 
-FlashAttention-3 (arXiv:2407.08608) is for Hopper GPUs, and a package of its own, `flash_attn_interface`. torch
-registers its kernels for the whole process. Neither version has a softcap in torch, see `flex_attention`.
+FlashAttention-3 (arXiv:2407.08608) is for Hopper GPUs, in a separate package, `flash_attn_interface`. torch registers
+its kernels for the whole process. Neither version has a softcap in torch, see `flex_attention`.
 """
 
 from __future__ import annotations
@@ -38,5 +38,4 @@ def takes_value_width(width: int, value_width: int) -> bool:
 
 
 def _active() -> str | None:
-    """Returns the name of the implementation that is activated in place of torch's own."""
     return attention.current_flash_attention_impl()

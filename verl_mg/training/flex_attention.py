@@ -1,8 +1,8 @@
 """Attention over packed sequences by torch's FlexAttention: one kernel that skips blocks which the mask excludes.
 
 For what its variable-length kernel does not have: a softcap, attention sinks, and queries that are only some of a
-sequence's tokens. FlexAttention (arXiv:2412.05496) generates its kernel when it is compiled, which happens on GPUs
-alone; not compiled, as in tests, it computes the same with matrices. Its block mask divides scores into blocks of 128
+sequence's tokens. FlexAttention (arXiv:2412.05496) generates its kernel when it is compiled, which happens only on
+GPUs; not compiled, as in tests, it computes the same with matrices. Its block mask divides scores into blocks of 128
 queries and 128 keys. It is computed in host memory from the lengths of the sequences, so that nothing of the size of
 the scores exists.
 """
@@ -35,7 +35,12 @@ def block_mask(
     queries: Tensor | None = None,
     selected: Tensor | None = None,
 ) -> BlockMask:
-    """Returns the causal block mask of packed sequences: a token sees earlier ones of its sequence, and itself."""
+    """Returns the causal block mask of packed sequences: a token sees earlier ones of its sequence, and itself.
+
+    `lengths` (n,) and `queries`, the ascending indices of the queries among all tokens (None: all), are on the CPU.
+    `selected` (queries, bytes) uint8 is on the device: bit i is the i-th token of the query's sequence, see
+    `sparse_attention`.
+    """
     total = int(lengths.sum())
     tokens = torch.arange(total)
     first_seen = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
@@ -50,6 +55,7 @@ def block_mask(
     seen = (first_key <= positions[last][:, None]) & (last_key >= first_seen[first][:, None])
     whole = (last_key <= positions[first][:, None]) & (first_key >= first_seen[last][:, None])
     whole &= (last - first == BLOCK - 1)[:, None]  # torch reads these without a mask
+    # A block in which every pair is causal may still have keys that are not selected.
     if selected is not None:
         assert window is None
         whole = torch.zeros_like(whole)
@@ -65,6 +71,7 @@ def block_mask(
 
     def visible_and_selected(_: Tensor, __: Tensor, query: Tensor, key: Tensor) -> Tensor:
         assert selected is not None
+        # The kernel evaluates the mask for all keys of a block, also of other sequences: the index must stay valid.
         place = (key - bounds[0, query]).clamp(0, 8 * selected.shape[1] - 1)
         return visible(_, __, query, key) & ((selected[query, place // 8] >> (place % 8)) & 1 > 0)
 
@@ -96,11 +103,13 @@ def attend_with_block_mask(
 
     A sink is a further term of the softmax's denominator: with the log-sum-exp z of a token's scores and the sink s the
     result without it is multiplied by exp(z) / (exp(z) + exp(s)) = sigmoid(z - s).
+    Shapes: query (queries, heads, d), key (T, kv_heads, d), value (T, kv_heads, d_v), result (queries, heads, d_v).
     """
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
     score_mod = None if softcap is None else _tanh_softcap(softcap)
     options = {"score_mod": score_mod, "block_mask": mask, "scale": scale, "enable_gqa": True}
     options["kernel_options"] = KERNEL_OPTIONS
+    # The log-sum-exp has gradients here; that of torch's variable-length kernel has none.
     if sinks is None:
         context: Tensor = _flex_attention(q, k, v, **options)
         return context[0].transpose(0, 1)

@@ -1,6 +1,10 @@
 """Exchange of tokens for heads between context-parallel ranks (DeepSpeed Ulysses, arXiv:2309.14509).
 
-Outside attention a rank has neighbouring tokens and all heads, inside it has all tokens and a part of the heads.
+Outside attention a rank has neighbouring tokens and all heads, inside it has all tokens and a part of the heads:
+
+    cp2, T = 8, heads a b c d        to_heads            to_tokens
+    rank 0   tokens 0..3 of a b c d     ->  0..7 of a b     ->  0..3 of a b c d
+    rank 1   tokens 4..7 of a b c d     ->  0..7 of c d     ->  4..7 of a b c d
 """
 
 from __future__ import annotations
@@ -31,12 +35,14 @@ def to_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Exchanges tokens for heads: from all heads of a token shard to a head shard of all tokens.
 
-    Key-value heads that cp does not divide are repeated until it does. The three tensors may differ in width d, keys
-    and values in their number of heads.
+    From query (T / cp, heads, d), key and value (T / cp, kv_heads, d) to query (T, heads / cp, d), key and value
+    (T, lcm(kv_heads, cp) / cp, d): key-value heads that cp does not divide are repeated until it does. Widths d may
+    differ, and so may the heads of keys and values.
     """
     if group is None or group.size() == 1:
         return query, key, value
     size = group.size()
+    # One message carries all three tensors, concatenated along their elements.
     by_rank = [_repeated(part, 1, size).unflatten(1, (size, -1)) for part in (query, key, value)]  # (T / cp, cp, n, d)
     exchanged: Tensor = _AllToAll.apply(torch.cat([part.flatten(2) for part in by_rank], dim=2).transpose(0, 1), group)
     local = exchanged.flatten(0, 1).split([part.shape[2] * part.shape[3] for part in by_rank], dim=1)
@@ -45,7 +51,7 @@ def to_heads(
 
 
 def to_tokens(context: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Exchanges heads for tokens, the inverse of `to_heads`."""
+    """Exchanges heads for tokens, the inverse of `to_heads`: (T, heads / cp, d) -> (T / cp, heads, d)."""
     if group is None or group.size() == 1:
         return context
     exchanged: Tensor = _AllToAll.apply(context.unflatten(0, (group.size(), -1)), group)
@@ -53,7 +59,7 @@ def to_tokens(context: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def heads_of_rank(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Returns the heads of this context-parallel rank, as `to_heads` distributes them."""
+    """Returns this rank's part of a parameter (heads, ...), by the distribution of heads in `to_heads`."""
     if group is None or group.size() == 1:
         return x
     return _repeated(x, 0, group.size()).chunk(group.size())[group.rank()]

@@ -28,6 +28,7 @@ class LearningRateSchedule:
         rate = self._rate()
         for group in self._optimizer.param_groups:
             group["lr"] = rate
+            # megatron-core's factor: 0 for biases and norms.
             group["weight_decay"] = self._config.weight_decay * group.get("wd_mult", 1.0)
 
     def _rate(self) -> float:

@@ -3,6 +3,12 @@
 Logits are computed for one chunk of tokens at a time, in the forward pass and again in the backward pass: no more than
 a chunk of the (tokens, vocabulary) matrix is ever materialized, and the vocabulary is never gathered. Where all tokens
 fit in one chunk, its log-probabilities are kept for the backward pass instead.
+
+One autograd function computes log-probs, entropy and divergence, because they share the student's product and the
+gradient's. With q = softmax(z) of the student's logits z, the target y, the entropy H, the divergence D and its
+derivatives s by log q:
+
+    d log q(y) / dz = [y] - q        d H / dz = -q (log q + H)        d D / dz = s - q sum(s)
 """
 
 from __future__ import annotations
@@ -25,7 +31,8 @@ def vocab_parallel_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """Computes log p(target) and the entropy of softmax(logits / temperature).
 
-    The gradient of `hidden` is this rank's part only: the caller sums it over the group.
+    `hidden` (n, h) is the same on every rank of the group; its gradient is this rank's part, which the caller sums.
+    `targets` are (n,), or (n, c) candidates for each token, and the log-probs like them. All in nats and float32.
     """
     candidates = targets if targets.dim() == 2 else targets[:, None]
     logprobs, entropy, _ = _LogProbs.apply(hidden, layer.weight, candidates, layer, temperature, with_entropy, None)
@@ -37,7 +44,8 @@ def vocab_parallel_divergence(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes log p(target), the entropy, and the divergence from a teacher over the whole vocabulary.
 
-    The logits of the student are those of one product. All three have gradients, the teacher has none.
+    Each result is (n,), in nats and float32, and has gradients; the teacher has none. `hidden` is as in
+    `vocab_parallel_logprobs`.
     """
     outputs = _LogProbs.apply(hidden, layer.weight, targets[:, None], layer, temperature, True, teacher)
     logprobs, entropy, divergence = outputs
@@ -62,12 +70,14 @@ class _LogProbs(torch.autograd.Function):
         of_teacher = torch.empty(2, len(hidden) if teacher else 0, device=hidden.device)  # normalizer, sum of slopes
         ctx.kept = None
         chunks = layer.chunks(len(hidden), DIVERGENCE_COPIES if teacher else 1)
+        # With a softcap the backward pass needs the capped logits for the derivative of tanh.
         keeps = len(chunks) == 1 and layer.softcap is None and ctx.needs_input_grad[0]
         for chunk in chunks:
             logits = scaled(layer.logits(hidden[chunk]), temperature)
             local, is_local = layer.local_targets(targets[chunk])
             highest = row_max(logits, layer.group)
             logits -= highest[:, None]
+            # All sums over the vocabulary travel in one all-reduce; they are relative to the maxima of the other.
             sums = [_pick(logits, local, is_local).T]
             exponentials = logits.exp() if with_entropy or keeps or teacher else logits.exp_()
             sums += [exponentials.sum(-1)[None]]
@@ -97,6 +107,7 @@ class _LogProbs(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, targets, normalizer, entropy, of_teacher)
         ctx.layer, ctx.temperature, ctx.teacher, ctx.chunks = layer, temperature, teacher, chunks
         ctx.buffer = gradient_buffer(weight, layer.fused_gradient)
+        # Outputs without a gradient arrive as None, and their terms are left out of the backward pass.
         ctx.set_materialize_grads(False)
         return logprobs, entropy, divergence
 
@@ -129,7 +140,8 @@ class _LogProbs(torch.autograd.Function):
                 del theirs
                 of_divergence -= grad_logits.exp().mul_(of_teacher[1, chunk, None])
                 of_divergence *= grad_divergence[chunk, None]
-            # d logp(y) / dz = [y] - p;  d H / dz = -p (log p + H)
+            # In place: `grad_logits` begins as log-probs, from which the slopes above were computed.
+            # d log q(y) / dz = [y] - q;  d H / dz = -q (log q + H)
             if grad_entropy is None:
                 grad_logits.exp_().mul_(-grad_total[chunk, None])
             else:
@@ -153,7 +165,7 @@ class _LogProbs(torch.autograd.Function):
 
 
 def _weight_gradient(weight: Tensor, sums: Tensor | None, buffer: Tensor | None) -> Tensor | None:
-    """Returns what the backward pass returns for the weight, whose gradient has been added to `sums`."""
+    """Returns the gradient for autograd from float32 sums of all chunks, unless these are in the gradient buffer."""
     if sums is None:
         return None
     return added_to_buffer(weight) if sums is buffer else sums.to(weight.dtype)

@@ -23,7 +23,16 @@ LossOutput = tuple[Tensor, Metrics]
 class LossInputs:
     """Scored tokens of a micro-batch as the input of a loss function; all tensors are flat, (n,).
 
-    `inputs["name"]` is a column of the batch; a sequence column is expanded to its tokens.
+    `inputs["name"]` is a column of the batch; a sequence column is expanded to its tokens. Two rows, n = 4:
+
+        tokens      a b c d   e f g
+        loss_mask   0 0 1 1   0 1 1
+        scored          c d     f g
+        output[0]       log p(c | a b), log p(d | a b c), log p(f | e), log p(g | e f)
+        output[1]       entropies of these four distributions
+        sequence_ids    0 0 1 1
+        inputs["advantages"]   a token column:      0 0 .5 .5 0 -1 -1  ->  .5 .5 -1 -1
+        inputs["reward"]       a sequence column:   1 0                ->   1  1  0  0
     """
 
     output: Tensor
@@ -88,7 +97,7 @@ class LossInputs:
 
 
 def loss_tokens(micro: MicroBatch[Any], output: Tensor, teacher: TeacherDivergence | None = None) -> LossInputs:
-    """Returns the input of a loss function."""
+    """Returns the input of a loss function, from the output (lines, n) of the model for the scored tokens."""
     columns = {}
     for name in micro.rows.names():
         if name in (ROUTED_EXPERTS, SHARED_WITH, SHARED_TOKENS, TEACHER_HIDDEN):  # not of a loss

@@ -50,6 +50,16 @@ class MicroBatch(Generic[Packed]):
     this rank has T / cp, see `token_order`.
     Of the n scored tokens (those under the loss mask, except a row's first) it scores the m whose hidden states it has.
     n is 0 except on the last pipeline stage: the others do not have the loss mask.
+
+    Rows a b c d and e f g, of which c d f g are scored, on cp2 (T = 8, one token of padding):
+
+                     rank 0    rank 1
+        input_ids    a b c d   e f g 0
+        hidden_index 1 2       0 1        the hidden state of b scores c
+        targets      c d       f g
+        local_index  0 1       2 3        of the scored tokens c d f g
+        token_index  2 3 5 6   2 3 5 6    in a b c d e f g
+        sequence_ids 0 0 1 1   0 0 1 1
     """
 
     rows: Batch
@@ -80,13 +90,18 @@ class MicroBatch(Generic[Packed]):
 def pack_rows(
     rows: Batch, order: TokenOrder, packed: Packed, stage: Stage, hidden_offset: int, device: torch.device
 ) -> MicroBatch[Packed]:
-    """Packs rows into a micro-batch, for the rank that has a shard of its tokens."""
+    """Packs rows into a micro-batch, for the rank that has a shard of its tokens.
+
+    The first stage reads `tokens`, the last one `tokens` and `loss_mask`. `hidden_offset`: 1 where a hidden state
+    predicts the next token, 0 for reward heads, which score the token itself.
+    """
     tokens = torch.zeros(order.total, dtype=torch.int64)
     if stage.is_first or stage.is_last:
         tokens[order.places] = rows["tokens"]
         assert tokens[order.places].equal(rows["tokens"]), "rows share tokens that differ"
     token_index = torch.empty(0, dtype=torch.int64)
     if stage.is_last:
+        # A row's first token has no hidden state before it, so nothing scores it.
         token_index = (rows["loss_mask"] & (rows.positions > 0)).nonzero().flatten()
     hidden_index = order.local_index(order.places[token_index - hidden_offset])
     local_index = (hidden_index >= 0).nonzero().flatten()

@@ -1,4 +1,12 @@
-"""CPU offload: moves weights, optimizer state and gradients of a role between device and host."""
+"""CPU offload: moves weights, optimizer state and gradients of a role between device and host.
+
+A registered role is in one of three states; `OffloadManager.load_exclusively` moves between them:
+
+    state       weights   optimizer state   gradients
+    trains      device    device            device, cleared by each update
+    computes    device    host              freed
+    idle        host      host              freed          another role, or an engine, has the device
+"""
 
 from __future__ import annotations
 
@@ -17,10 +25,7 @@ class CpuOffload:
 
     Weights are moved separately from optimizer state and gradient buffers, which only training needs. Gradients are
     not preserved, since an update begins by clearing them. Frozen weights are copied to the host only once.
-
-    Args:
-        runner: the model.
-        trainer: trainer of the model; None if the model is frozen.
+    A model without a trainer is frozen.
     """
 
     def __init__(self, runner: Runner, trainer: Trainer | None = None) -> None:
@@ -40,6 +45,7 @@ class CpuOffload:
         if self._trainer is not None:
             self._state.copy(self._trainer.state_storages())
             self._gradients.discard(self._trainer.gradient_storages())
+        # All copies run together; memory is freed only when the last one is complete.
         torch.cuda.synchronize()
         for part in (self._weights, self._state, self._gradients):
             part.free()
@@ -67,7 +73,7 @@ class _Part:
         if not device_storages:
             return
         if not (once and self._host_buffers):
-            # An optimizer allocates its moments in its first step.
+            # An optimizer allocates its moments in its first step: then there are more storages than buffers.
             count, buffers = len(device_storages), self._host_buffers
             buffers = buffers if len(buffers) == count else [None] * count
             self._host_buffers = list(map(to_host, device_storages, buffers))
@@ -86,6 +92,7 @@ class _Part:
     def free(self) -> None:
         """Frees the device memory; called when the copies are complete."""
         for storage, _ in self._leaving:
+            # Resizing keeps the tensors and views of the storage, which optimizers and DDP's buffers refer to.
             storage.resize_(0)
 
     def to_device(self) -> None:
@@ -120,7 +127,8 @@ class OffloadManager:
             self._release_engines()
 
     def load_exclusively(self, role: CpuOffload, training: bool = True) -> None:
-        """Moves a role to the device and all other registered roles to the host."""
+        """Moves a role to the device and all other registered roles to the host; without `training` only weights."""
+        # Others leave first: the device need not hold two roles.
         for other in self._registered:
             if other is not role:
                 other.to_host()

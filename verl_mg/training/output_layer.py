@@ -23,7 +23,7 @@ class OutputLayer:
     real_rows: int
     """Number of rows of the shard that are tokens; the others are padding."""
     group: dist.ProcessGroup | None
-    """Tensor-parallel ranks; None for this rank alone."""
+    """Tensor-parallel ranks; None: the rank has the whole vocabulary."""
     softcap: float | None = None
     """Bound c of logits z, as c * tanh(z / c) (Gemma 2, arXiv:2408.00118); None for none."""
     fused_gradient: bool = False
@@ -51,10 +51,8 @@ class OutputLayer:
         return torch.where(is_local, local, 0), is_local
 
     def chunks(self, tokens: int, copies: int = 1) -> list[slice]:
-        """Divides tokens into chunks whose logits have at most CHUNK_BYTES.
-
-        All ranks have the same number of rows, padding included, and therefore the same number of collectives.
-        """
+        """Divides tokens into chunks whose logits have at most CHUNK_BYTES, in `copies` tensors of their size."""
+        # By the rows with padding, of which all ranks have equally many: so they take part in equally many collectives.
         size = max(1, CHUNK_BYTES[self.weight.device.type] // (4 * len(self.weight) * copies))
         return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
@@ -65,7 +63,7 @@ def scaled(logits: Tensor, temperature: float) -> Tensor:
 
 
 def row_max(logits: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Returns the largest logit of each token over all shards."""
+    """Returns the largest logit of each token over all shards: (n, real_rows) -> (n,)."""
     # A shard that is all padding has no maximum.
     highest = logits.amax(-1) if logits.shape[1] else logits.new_full((len(logits),), -torch.inf)
     if group is not None and group.size() > 1:
@@ -81,6 +79,6 @@ def sum_over(sums: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def log_normalizer(logits: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Returns the logarithm of the sum of exponentials over all shards."""
+    """Returns the logarithm of the sum of exponentials over all shards: (n, real_rows) -> (n,)."""
     highest = row_max(logits, group)
     return highest + sum_over((logits - highest[:, None]).exp_().sum(-1), group).log()

@@ -2,6 +2,9 @@
 
 On GPUs in half precision torch's variable-length kernel, with a softcap or sinks a kernel of FlexAttention. Elsewhere
 scaled-dot-product attention once for each run of sequences of one length, with a softcap or sinks matrix products.
+
+Shapes: query (T, heads, d), key (K, kv_heads, d), value (K, kv_heads, d_v) -> (T, heads, d_v), with all sequences one
+after another and kv_heads a divisor of the heads.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from verl_mg.training.flex_attention import attend_with_block_mask, block_mask
 class Sequences:
     """Queries and keys of packed sequences, as attention reads them; descriptions of packed sequences inherit it.
 
-    A sequence may have more keys than queries: its queries are then those of its last tokens.
+    A sequence may have more keys than queries: its queries are then its last tokens.
     """
 
     lengths: Tensor
@@ -43,7 +46,8 @@ class Sequences:
     def runs(self) -> list[tuple[int, int, int]]:
         """(number of sequences, queries, keys) of neighbouring sequences with equally many queries and keys.
 
-        Without a kernel for ragged sequences these are computed together, so that nothing is padded or copied.
+        Without a kernel for ragged sequences these are computed together, so that nothing is padded or copied. Queries
+        4 4 2 with keys 4 4 4 are the runs (2, 4, 4), (1, 2, 4).
         """
         sizes, counts = torch.stack([self.lengths, self.key_lengths]).unique_consecutive(return_counts=True, dim=1)
         return list(zip(counts.tolist(), *sizes.tolist(), strict=True))
@@ -105,7 +109,11 @@ def attend_by_blocks(query: Tensor, key: Tensor, value: Tensor, sequences: Seque
 
 
 def attend_where(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scores: Scores) -> Tensor:
-    """Attends from the queries of sequences to their visible keys; `scores.window` is not read."""
+    """Attends from the queries of sequences to their visible keys; `scores.window` is not read.
+
+    Query (n, heads, L, d), key (n, kv_heads, K, d), value (n, kv_heads, K, d_v) and visible (L, K) bool, the same for
+    all n sequences -> (n, heads, L, d_v).
+    """
     if scores.are_plain:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scores.scale, enable_gqa=True)
     repeat = query.shape[1] // key.shape[1]
@@ -114,6 +122,7 @@ def attend_where(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, sco
     if scores.softcap is not None:
         products = scores.softcap * torch.tanh(products / scores.softcap)
     products = products.masked_fill(~visible, -torch.inf)
+    # A sink is a further column of the softmax, which has no value and is cut off again.
     if scores.sinks is not None:
         additional = scores.sinks.to(products.dtype)[:, None, None].expand(*products.shape[:-1], 1)
         products = torch.cat([products, additional], dim=-1)
@@ -130,8 +139,9 @@ def _with_ragged_kernel(query: Tensor, key: Tensor, value: Tensor, sequences: Se
     repeat, width = query.shape[1] // key.shape[1], value.shape[2]
     if repeat > 1 and "enable_gqa" in signature(varlen_attn).parameters:
         options["enable_gqa"] = True
-    elif repeat > 1:  # torch 2.11
+    elif repeat > 1:  # torch 2.11, whose kernel has no grouped queries
         key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
+    # Zeros beyond the width add nothing to the other elements of the result, and are cut off.
     if not takes_value_width(query.shape[2], width):
         value = F.pad(value, (0, query.shape[2] - width))
     ends, longest = (sequences.cu_seqlens_q, sequences.cu_seqlens_kv), (sequences.max_seqlen_q, sequences.max_seqlen_kv)
@@ -142,7 +152,7 @@ def _with_ragged_kernel(query: Tensor, key: Tensor, value: Tensor, sequences: Se
 
 
 def _run_by_run(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scores: Scores) -> Tensor:
-    """Computes `attend` by matrices, over neighbouring sequences of one length at once."""
+    """Computes `attend` by matrices, over neighbouring sequences of one length together."""
     sizes, key_sizes = ([run[0] * run[kind] for run in sequences.runs] for kind in (1, 2))
     outputs = []
     parts = query.split(sizes), key.split(key_sizes), value.split(key_sizes)

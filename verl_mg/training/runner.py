@@ -28,7 +28,7 @@ LossClosure = Callable[[MicroBatch[Any], Tensor], tuple[Tensor, Report]]
 
 
 class Runner(ABC):
-    """Model on the ranks of a placement. Methods that compute are called by all ranks of the placement at once.
+    """Model on the ranks of a placement. Methods that compute are called by all ranks of the placement together.
 
     Ranks of the job outside the placement have the weight table, but no parameter.
 
@@ -56,15 +56,6 @@ class Runner(ABC):
         dtype: torch.dtype,
         timer: PhaseTimer | None,
     ) -> None:
-        """Stores the place of the model.
-
-        Args:
-            placement: ranks and layout.
-            host_group: all ranks of the placement; None where these are all ranks of the job.
-            dynamic_cp: whether fewer than all context-parallel ranks may share a micro-batch.
-            dtype: dtype in which the model computes.
-            timer: timer of the phases of this rank; None for a new one.
-        """
         self.placement, self.host_group, self.dynamic_cp, self.dtype = placement, host_group, dynamic_cp, dtype
         if dtype == torch.float32:
             device.compute_in_float32()
@@ -113,6 +104,7 @@ class Runner(ABC):
         cp_sizes = cp_sizes or [self.layout.cp] * len(reports)
         return [
             report if self.is_output_rank_for(cp_size) else None
+            # Earlier pipeline stages have sizes, and no reports.
             for report, cp_size in zip(reports, cp_sizes, strict=bool(reports))
         ]
 
@@ -138,6 +130,7 @@ class Runner(ABC):
         """
 
         def report(micro: MicroBatch[Any], output: Tensor) -> tuple[Tensor, Report]:
+            # The sum is not read: pipeline schedules expect a scalar to differentiate.
             return output.sum(), {"token_index": micro.token_index, "output": output.T}
 
         with torch.no_grad():
@@ -173,7 +166,7 @@ class Runner(ABC):
         """
         if not self.is_member:
             return []
-        # Temperature 0 is greedy sampling, whose log-probs are those of the unscaled distribution.
+        # Temperature 0 is greedy sampling: its log-probs are of the unscaled distribution.
         scale = temperature if temperature > 0 else 1.0
         with self.timer("forward" if forward_only else "update"):
             return self._run(micro_batches, scale, loss_closure, forward_only, cp_sizes, outputs)
@@ -226,7 +219,7 @@ class Runner(ABC):
 
     @abstractmethod
     def served_parameters(self) -> Mapping[str, Tensor]:
-        """Returns the parameters as engines receive them, in `dtype`, those of `computed_parameters` on access."""
+        """Returns the parameters as engines receive them, in `dtype`; `computed_parameters` are computed on access."""
 
     @abstractmethod
     def adapters(self) -> Mapping[str, Tensor]:

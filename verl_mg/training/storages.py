@@ -15,6 +15,7 @@ Numbers = list[dict[str, int | float]]
 
 def storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
     """Returns the distinct storages of the tensors, without empty ones."""
+    # Weights are views of few storages, each of which is moved once.
     by_address = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
     return [storage for storage in by_address.values() if storage.nbytes()]
 
@@ -25,7 +26,10 @@ def as_bytes(storage: UntypedStorage) -> Tensor:
 
 
 def to_host(storage: UntypedStorage, buffer: Tensor | None = None) -> Tensor:
-    """Copies a storage to the host without waiting for the device; synchronize before reading the copy."""
+    """Copies a storage to the host without waiting for the device; synchronize before reading the copy.
+
+    It reuses a (bytes,) uint8 buffer of the same size; new memory is pinned where the storage is on a GPU.
+    """
     source = as_bytes(storage)
     if buffer is None or buffer.numel() != source.numel():
         buffer = torch.empty_like(source, device="cpu", pin_memory=storage.is_cuda)
@@ -33,11 +37,18 @@ def to_host(storage: UntypedStorage, buffer: Tensor | None = None) -> Tensor:
 
 
 class Snapshot:
-    """Host copy of weights and optimizer state, for a later `restore`; its memory is reused by each `take`."""
+    """Host copy of weights and optimizer state, for a later `restore`; its memory is reused by each `take`.
+
+    It has two states, of which only the second has a state to restore:
+
+        empty --take--> taken --take--> taken, newer values
+                        taken --restore--> taken, and its values are in the model again
+    """
 
     def __init__(
         self, updated: Callable[[], list[UntypedStorage]], optimizers: Callable[[], list[torch.optim.Optimizer]]
     ) -> None:
+        # Functions and not lists: moments appear with the first step, so later calls return more storages.
         self._updated, self._optimizers = updated, optimizers
         self._copies: dict[int, tuple[UntypedStorage, Tensor]] = {}
         self._numbers: list[Numbers] = []

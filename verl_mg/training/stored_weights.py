@@ -22,18 +22,19 @@ def weights(runner: Runner) -> Iterator[StoredBox]:
 
 
 def restore_weights(runner: Runner, fill: Callable[[StoredBox], None]) -> None:
-    """Restores all trained weights of this rank, for a model without an optimizer."""
+    """Restores all trained weights of this rank by `fill`, for a model without an optimizer."""
     for part in weights(runner):
         fill(part)
     runner.unrestored -= runner.trained().keys()
 
 
 def stored_boxes(namespace: str, shard: Shard, values: Tensor, at: Box) -> Iterator[StoredBox]:
-    """Yields the parts of a shard's pieces that some of its elements contain."""
+    """Yields the values in a box `at` of a shard as boxes of the checkpoint's tensors."""
     origin = full_box(box_shape(at))
     for piece in shard.pieces:
         common = intersect(at, piece.target)
         if common is not None:
+            # A stack of experts has a dimension more than the matrices of the checkpoint that it is made of.
             stacked = len(piece.target) - len(piece.source)
             box = translate_box(common[stacked:], piece.target[stacked:], piece.source)
             yield StoredBox(

@@ -1,6 +1,6 @@
 """Output layers of teachers on the ranks that train the student, with the vocabulary sharded as the student's.
 
-A rank reads the rows of its own part of the vocabulary from the teacher's directory, and nothing else of the teacher.
+A rank reads the rows of its part of the vocabulary from the teacher's directory, and nothing else of the teacher.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class VocabularyShard:
     rows: int
     """Number of its tokens."""
     group: dist.ProcessGroup | None
-    """Ranks with the other parts; None for this rank alone."""
+    """Ranks with the other parts; None: the rank has the whole vocabulary."""
 
 
 def load_teacher_layer(
@@ -50,6 +50,8 @@ def load_teacher_layer(
 ) -> OutputLayer:
     """Reads a rank's part of a teacher's output layer."""
     place = device.current_device()
+    # Models of one family pad their vocabularies differently: rows after the student's are left out, and the teacher's
+    # distribution is over the student's tokens.
     weight = torch.empty(shard.rows, head.hidden, dtype=dtype, device=place)
     if shard.rows:
         with CheckpointReader(directory) as reader:

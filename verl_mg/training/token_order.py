@@ -6,7 +6,9 @@ early tokens attend to few others and late ones to many, so that the ranks have 
 
     cp2, a sequence of 8 tokens    rank 0: 0 1 . . . . 6 7    rank 1: . . 2 3 4 5 . .
 
-A row whose first tokens are those of another row has only the others packed, see `packed_sequences`.
+A row whose first tokens another row has too has only the others packed, see `packed_sequences`:
+
+    rows a b c d and a b x y    packed a b c d x y    places 0 1 2 3, 0 1 4 5    lengths 4 2    key_lengths 4 4
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ class TokenOrder:
         return torch.bincount(self.places, minlength=self.total)
 
     def local_index(self, places: Tensor) -> Tensor:
-        """Returns the indices of places among this rank's tokens, -1 for those of other ranks: (m,) -> (m,)."""
+        """Returns the indices of places among this rank's tokens, -1 where another rank has them: (m,) -> (m,)."""
         index = torch.full((self.total,), -1)
         index[self.local] = torch.arange(len(self.local))
         return index[places]
@@ -86,7 +88,10 @@ class SharedTokens:
 def token_order(
     lengths: Tensor, shard: TokenShard, multiple: int = 1, zigzag: bool = False, shared: SharedTokens | None = None
 ) -> TokenOrder:
-    """Returns the order of the tokens of a micro-batch."""
+    """Returns the order of the tokens of a micro-batch, from the (rows,) lengths of its rows.
+
+    `multiple` divides the tokens of each tensor-parallel rank, as products in FP8 need it. `shared` excludes `zigzag`.
+    """
     zigzag = zigzag and shard.cp > 1
     assert not (zigzag and shared)
     chunks = 2 * shard.cp if zigzag else 1
@@ -94,8 +99,10 @@ def token_order(
     padded = -(-computed // chunks) * chunks
     parts = lcm(shard.tp * shard.cp * multiple, chunks)
     total = int(padded.sum())
+    # A micro-batch without rows has tokens too: its rank takes part in every collective of the layers.
     filler = -total % parts if total else parts
     last = torch.tensor([filler] if filler else [], dtype=torch.int64)
+    # Padding is a sequence by itself, to which no token of a row attends.
     sequences = torch.cat([padded, last])
     starts = padded.cumsum(0) - padded
     places = torch.repeat_interleave(starts, computed) + _positions(computed)
@@ -128,10 +135,11 @@ def zigzag_tokens(lengths: Tensor, cp: int, cp_index: int) -> Tensor:
 
 
 def _with_shared(places: Sequence[Tensor], shared: SharedTokens) -> list[Tensor]:
-    """Returns the places of all tokens of each row from those of the tokens behind its shared ones."""
+    """Returns the places of all tokens of each row, from the places of the tokens after its shared ones."""
     rows = list(places)
     sources, counts = shared.rows.tolist(), shared.counts.tolist()
-    for row in sorted(range(len(rows)), key=counts.__getitem__):  # a row comes behind that with which it shares
+    # A source shares fewer tokens than the rows that share with it: in this order each source is complete.
+    for row in sorted(range(len(rows)), key=counts.__getitem__):
         if counts[row]:
             rows[row] = torch.cat([rows[sources[row]][: counts[row]], rows[row]])
     return rows

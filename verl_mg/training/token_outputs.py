@@ -27,7 +27,7 @@ class TeacherDivergence:
     tokens. None: only the tokens of the column TEACHER_TOP count."""
 
     def of_tokens(self, output: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
-        """Returns the divergence of each token, (n,) nats with gradients."""
+        """Returns the divergence of each token, (n,) nats with gradients; `output` as of `TokenOutputs.compute`."""
         if self.layers is not None:
             return output[2]
         return top_divergence(self.divergence, columns[TEACHER_TOP][:, 0], output[2:].T)
@@ -56,7 +56,11 @@ class TokenOutputs:
         return (2, self.top) if self.top else ()
 
     def compute(self, states: Tensor, micro: MicroBatch[Any], layer: OutputLayer, temperature: float) -> Tensor:
-        """Computes the outputs of a rank's tokens."""
+        """Computes the outputs (lines, m) in float32 from the last hidden states (m, h) of a rank's tokens.
+
+        Lines are log-probs; entropies if requested; then divergences in one line, or log-probs of the k tokens of
+        TEACHER_TOP in k lines. With `top` 2 k lines, log-probs and ids; with `hidden` h lines.
+        """
         if self.hidden:
             return states.T.float()
         if self.top:
@@ -66,6 +70,7 @@ class TokenOutputs:
             return logprobs[None] if entropy is None else torch.stack([logprobs, entropy])
         if self.teacher.layers is None:
             likeliest = micro.local_column(TEACHER_TOP)[:, 1].long()
+            # The candidates are further targets of the same product: one pass over the logits scores all of them.
             targets = torch.cat([micro.targets[:, None], likeliest], 1)
             logprobs, entropy = vocab_parallel_logprobs(states, targets, layer, temperature)
             assert entropy is not None
@@ -76,6 +81,6 @@ class TokenOutputs:
 
 
 LOGPROBS = TokenOutputs(entropy=False)
-"""Log-probs alone."""
+"""Only log-probs."""
 EVERYTHING = TokenOutputs()
 """Log-probs and entropies, which every update reports."""

@@ -1,4 +1,15 @@
-"""`Trainer`: optimizer steps on a model with global normalizers, whatever the backend."""
+"""`Trainer`: optimizer steps on a model with global normalizers, whatever the backend.
+
+An update, with the state that each verdict of `UpdateGuard` leaves:
+
+    forward, backward of all micro-batches     gradients, summed over micro-batches
+    reports, summed over ranks in host memory  the same numbers, and so the same verdict, on every rank
+      step       snapshot (where a rollback is possible), schedule + 1, clip, optimizer step
+      skip       nothing changes; the next update clears the gradients
+      rollback   weights and moments of the snapshot, schedule from its beginning
+
+Moments: None -> created by the first step, by `allocate_moments`, or by `load` from a checkpoint that has some.
+"""
 
 from __future__ import annotations
 
@@ -63,17 +74,6 @@ class Trainer(ABC):
     _last_good: Snapshot | None = None
 
     def __init__(self, runner: Runner, config: OptimizerConfig, guard: GuardConfig | None, name: str) -> None:
-        """Stores the settings.
-
-        Args:
-            runner: the model.
-            config: optimizer settings.
-            guard: rules for bad updates; None for the defaults.
-            name: name of the role, for messages.
-
-        Raises:
-            UserError: the schedule needs `decay_steps`.
-        """
         check_schedule(config, name)
         self._runner, self._config, self._name = runner, config, name
         is_first = torch.distributed.get_rank() == runner.placement.ranks[0]
@@ -90,10 +90,10 @@ class Trainer(ABC):
         cp_sizes: Sequence[int] | None = None,
         outputs: TokenOutputs = EVERYTHING,
     ) -> dict[str, float]:
-        """Takes one optimizer step on one mini-batch; all ranks of the placement call it.
+        """Updates the model on one mini-batch; all ranks of the placement call it.
 
-        The normalizer and the number of tokens are those of the whole mini-batch, so loss and gradient do not depend on
-        its division into micro-batches and ranks.
+        The normalizer and the number of tokens count the whole mini-batch, so loss and gradient do not depend on its
+        division into micro-batches and ranks.
 
         Args:
             micro_batches: this rank's micro-batches; with TRAJECTORY_TOKENS where a trajectory has several rows.
@@ -107,8 +107,8 @@ class Trainer(ABC):
 
         Returns:
             The same metrics on every rank: `loss`; the loss's metrics and `entropy` as means over all scored tokens,
-            or over sequences where pairs are compared; `grad_norm`, `lr`, those of
-            `UpdateGuard` and of the backend.
+            or over sequences where pairs are compared; `grad_norm`, `lr`, and the metrics of `UpdateGuard` and of the
+            backend.
 
         Raises:
             UserError: see `UpdateGuard.check`.
@@ -119,6 +119,7 @@ class Trainer(ABC):
             of_trajectory = tokens.columns.get(TRAJECTORY_TOKENS)
 
             def mean(values: Tensor) -> Tensor:
+                # In float64: parts of a mean from many micro-batches and ranks are added up.
                 if "pair" in tokens and mode == "seq-mean-token-mean":
                     return aggregate(values.double(), tokens.mask, tokens.sequence_ids, mode, normalizer)
                 return values.double().sum() / max(total_tokens, 1)
@@ -134,6 +135,7 @@ class Trainer(ABC):
         with self._runner.timer("update"):
             reports = self._compute_gradients(micro_batches, temperature, loss_closure, cp_sizes, outputs)
             self._runner.timer.barrier("update", host_group)
+            # In host memory, where every rank adds the same numbers in the same order: the verdict must be one for all.
             sums = sum_over_ranks(reports, host_group)
             verdict, guard_metrics = self._guard.check(sums)
             loss_metrics = {name: value for name, value in sums.items() if name != NON_FINITE_BUFFERS}
@@ -151,6 +153,7 @@ class Trainer(ABC):
         """
         yield from self._state()
         if self._last_good is not None and self._last_good.taken:
+            # A snapshot is bytes of storages: its values have tensors and boxes only in the place of the current state.
             with self._last_good.in_place():
                 for box in self._state():
                     yield replace(box, namespace=LAST_GOOD + box.namespace)
@@ -173,6 +176,7 @@ class Trainer(ABC):
             fill: writes the stored values of a box into its tensor.
             counters: counters of the stored state.
         """
+        # First the older state, which the snapshot copies from the model; the current one then replaces it there.
         if self._last_good is not None and counters.last_good is not None:
             self._fill(fill, LAST_GOOD, *counters.last_good)
             self._last_good.take()
@@ -226,7 +230,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def _step(self) -> float:
-        """Takes an optimizer step with clipped gradients, and returns their norm before."""
+        """Steps with clipped gradients, and returns their norm before clipping."""
 
     @abstractmethod
     def _state(self) -> Iterator[StoredBox]:
@@ -250,7 +254,7 @@ class Trainer(ABC):
 
 
 def to_host(reports: Sequence[Report]) -> list[dict[str, float]]:
-    """Copies all scalars of the reports to the host at once, so that it waits for the device once."""
+    """Copies all scalars of the reports to the host together, so that it waits for the device once."""
     scalars = [torch.as_tensor(value).detach().double() for report in reports for value in report.values()]
     values = iter(torch.stack([scalar.to(scalars[0].device) for scalar in scalars]).tolist())
     return [{name: next(values) for name in report} for report in reports]

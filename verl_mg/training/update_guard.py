@@ -23,8 +23,9 @@ log = logging.getLogger(__name__)
 
 
 def count_non_finite(buffers: Iterable[Tensor]) -> Tensor:
-    """Counts the buffers that have an element that is not finite, in one pass and without temporary copies."""
-    # Extremes of no elements are undefined; those with NaN are NaN.
+    """Counts the buffers with an element that is not finite: () float64 on their device, the host does not wait."""
+    # One pass without a temporary of the buffer's size: extremes of a buffer with NaN are NaN, and an infinity is an
+    # extreme. Extremes of no elements are undefined.
     extremes = [torch.stack(buffer.aminmax()) for buffer in buffers if buffer.numel()]
     if not extremes:
         return torch.zeros(())
@@ -44,7 +45,11 @@ class UpdateGuard:
         return self._config.max_kl is not None and self._config.action == "rollback"
 
     def check(self, sums: Mapping[str, float]) -> tuple[Verdict, dict[str, float]]:
-        """Decides whether an update is applied."""
+        """Decides whether an update is applied, and returns the metrics.
+
+        `sums` over all ranks are `loss`, NON_FINITE_BUFFERS and, where the loss reports it, `approx_kl`. Too many
+        non-finite steps in a row raise a UserError, and so does a limit on a metric that is not reported.
+        """
         verdict: Verdict = "step"
         if sums[NON_FINITE_BUFFERS] or not math.isfinite(sums["loss"]):
             verdict = "skip"

@@ -32,7 +32,7 @@ class TeacherTokens:
     """(m,) int64 number of each token's teacher."""
 
     def logits(self, chunk: slice, temperature: float) -> Tensor:
-        """Computes the teachers' float32 logits of a chunk of tokens."""
+        """Computes the teachers' float32 logits (tokens, real_rows) of a chunk, divided by the temperature."""
         if len(self.layers) == 1:
             return scaled(_logits(self.layers[0], self.hidden[chunk]), temperature)
         logits = self.hidden.new_empty(chunk.stop - chunk.start, self.layers[0].real_rows, dtype=torch.float32)
@@ -48,13 +48,18 @@ def _logits(layer: OutputLayer, hidden: Tensor) -> Tensor:
 
 
 def vocab_parallel_top(hidden: Tensor, layer: OutputLayer, temperature: float, k: int) -> tuple[Tensor, Tensor]:
-    """Computes the k likeliest tokens of softmax(logits / temperature): those of each shard, then of all of them."""
+    """Computes the k likeliest tokens of softmax(logits / temperature), first of each shard, then of all.
+
+    Returns their log-probs, (n, k) float32 and falling, and their ids, (n, k). `hidden` (n, h) is the same on every
+    rank of the group.
+    """
     logprobs = hidden.new_empty(len(hidden), k, dtype=torch.float32)
     tokens = torch.empty_like(logprobs, dtype=torch.int64)
     for chunk in layer.chunks(len(hidden)):
         logits = scaled(layer.logits(hidden[chunk]), temperature)
         normalizer = log_normalizer(logits, layer.group)
         values, rows = logits.topk(min(k, layer.real_rows))
+        # A shard may have fewer than k real rows: padding of -inf is never among the best.
         missing = (0, k - values.shape[1])
         values = torch.nn.functional.pad(values, missing, value=-torch.inf)
         ids = torch.nn.functional.pad(rows + layer.first_token, missing)

@@ -36,6 +36,7 @@ def write_weights(runner: Runner, writer: CheckpointWriter) -> None:
                 current, values = write.parameter, served[write.parameter].detach()
             writer.write(write.tensor, write.box, values[slices(write.parameter_box)])
     node = device.ranks_of_a_node(dist.get_world_size())
+    # Columns of a row from many ranks would be short runs in the file: they are moved into whole rows, chunk by chunk.
     for chunk in split_into_chunks(rows, rows.ranks, CHUNK_BYTES // runner.dtype.itemsize):
         moves = schedule(plan(whole, chunk, node), rank, runner.dtype)
         held: Mapping[str, Tensor] = {name: served[name] for name in moves.source_shapes}
@@ -49,7 +50,10 @@ def write_weights(runner: Runner, writer: CheckpointWriter) -> None:
 
 
 def whole_rows(whole: ShardMap, transposed: Collection[str] = ()) -> ExplicitShardMap:
-    """Returns the whole rows that ranks write of the tensors whose columns are distributed over ranks."""
+    """Returns the whole rows that ranks write of the tensors whose columns are distributed over ranks.
+
+    Files have `transposed` tensors with their columns as contiguous rows; these are not among the result.
+    """
     shards: dict[int, dict[str, Shard]] = defaultdict(dict)
     split = {}
     for name, info in whole.tensors.items():
@@ -58,7 +62,7 @@ def whole_rows(whole: ShardMap, transposed: Collection[str] = ()) -> ExplicitSha
             continue
         split[name] = info
         height, columns = info.shape[0], full_box(info.shape[1:])
-        # The ranks of one box have turns from tensor to tensor.
+        # The replicas of a box take turns from tensor to tensor, so that all of them write.
         writers = [item.ranks[info.position % len(item.ranks)] for item in replicas]
         for number, rank in enumerate(writers):
             start, stop = (height * n // len(writers) for n in (number, number + 1))

@@ -14,17 +14,18 @@ from torch import Tensor
 
 
 def wgrad_gemm_accum_fp32(inputs: Tensor, grad: Tensor, buffer: Tensor) -> None:
-    """Adds grad.T @ inputs to a float32 buffer."""
+    """Adds grad.T @ inputs to a float32 buffer: (n, out), (n, in) -> (out, in)."""
     if inputs.dtype is buffer.dtype:
         buffer.addmm_(grad.T, inputs)
     elif inputs.device.type == "cuda":
         torch.addmm(buffer, grad.T, inputs, out_dtype=buffer.dtype, out=buffer)
     else:
+        # The CPU has no product of half-precision matrices with a float32 result.
         buffer += grad.T @ inputs
 
 
 def wgrad_gemm_accum_fp16(inputs: Tensor, grad: Tensor, buffer: Tensor) -> None:
-    """Adds grad.T @ inputs to a buffer of the same half-precision type."""
+    """Adds grad.T @ inputs to a buffer (out, in) of the same half-precision type."""
     buffer.addmm_(grad.T, inputs)
 
 
@@ -34,6 +35,8 @@ def gradient_buffer(weight: Tensor, fused: bool) -> Tensor | None:
 
 
 def added_to_buffer(weight: Any) -> Tensor:
-    """Marks that the gradient of a weight has been added to its buffer, for megatron-core's hooks."""
+    """Marks that the gradient of a weight has been added to its buffer, and returns a gradient for autograd."""
+    # megatron-core's hooks run only where autograd has a gradient, and do not read its values; except of a weight that
+    # gets a second gradient by autograd, such as a tied embedding, to which zeros are added.
     weight.grad_added_to_main_grad = True
     return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)

@@ -33,7 +33,11 @@ def load_directory(
     dtype: torch.dtype,
     left_out: frozenset[str] = frozenset(),
 ) -> set[str]:
-    """Fills the weights of a model from its directory; all ranks of the job call it together."""
+    """Fills the weights of a model from its directory; all ranks of the job call it together.
+
+    Tensors that are `left_out` keep the values in the parameters' memory. Returns the names of this rank's parameters
+    that have parts of them. A value head that the directory does not have is drawn.
+    """
     rank, table, whole, parameters = dist.get_rank(), runner.table, runner.shard_map(), runner.parameters()
     shards = whole.shards(rank)
     if shards.keys() != parameters.keys():
@@ -46,6 +50,7 @@ def load_directory(
     readers = ReaderShardMap(whole, directory.file_of)
     with CheckpointReader(directory, head) as reader:
         load_shards(reader, readers.shards(rank), parameters)
+        # Every rank draws the same head by its seed, and fills its padding: neither is moved.
         load_shards(reader, {name: _not_in_files(shard, drawn) for name, shard in shards.items()}, parameters)
     moves = plan(readers, whole, device.ranks_of_a_node(dist.get_world_size()), keep=drawn | left_out)
     # The parameters are source and target: a box that a rank has read itself stays where it is.
@@ -64,7 +69,7 @@ def _fresh_head(hidden: int) -> dict[str, Tensor]:
 def _in_one_memory(parameters: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
     """Context manager: the parameters, or copies in host memory where only some are there, which are written back.
 
-    A message has values of several parameters, and is received in memory of the kind from which it is sent.
+    A message has values of several parameters, and is received in the kind of memory that it was sent from.
     """
     if len({tensor.device.type for tensor in parameters.values()}) < 2:
         yield parameters
