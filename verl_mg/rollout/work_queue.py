@@ -170,6 +170,7 @@ class DynamicWorkQueue(WorkQueue):
     def _drop_exhausted(self) -> None:
         """Forgets the groups without a sample left: one request instead of one for each of them from each engine."""
         self._remaining = [group for group in self._remaining if not self._only_claimer_starts(group)]
+        # The store answers when all counters exist: an engine adds to one right after its claim.
         popped = self._read(f"popped/{group}" for group in self._remaining) if self._remaining else []
         pairs = zip(self._remaining, popped, strict=True)
         self._remaining = [group for group, count in pairs if count < len(self._groups[group].fresh)]
