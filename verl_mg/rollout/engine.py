@@ -123,6 +123,7 @@ class Sample:
     """Version of the weights that generated each token; NOT_GENERATED for observations of tools."""
     finish: Finish
     """Reason why the response ended."""
+    # Not compared: tensors compare by element.
     routed_experts: Tensor | None = field(default=None, compare=False)
     """Experts of every token from the first prompt token on, except the last token: int16, (tokens fed to the model,
     layers, top_k). None if the engine does not report them."""
@@ -162,7 +163,7 @@ class Sample:
 
 
 class EngineDiedError(Exception):
-    """The process of an engine ended unexpectedly; the message contains its exit status."""
+    """The process of an engine ended unexpectedly, or a server is lost; the message contains the reason or a log."""
 
 
 class RolloutEngine(ABC):
@@ -184,7 +185,7 @@ class RolloutEngine(ABC):
         """Accepts requests for generation.
 
         Args:
-            requests: the samples to generate; ids in flight are distinct.
+            requests: one request for each sample; ids in flight are distinct.
             sampling: how their tokens are drawn.
 
         Raises:
@@ -218,7 +219,7 @@ class RolloutEngine(ABC):
         """Returns one sample per request, in their order; blocks until all are done or `abort` is called.
 
         Args:
-            requests: the samples to generate.
+            requests: one request for each sample.
             sampling: how their tokens are drawn.
         """
         self.submit(requests, sampling)

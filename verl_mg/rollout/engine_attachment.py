@@ -108,6 +108,7 @@ class EngineListener:
 
     async def ranks(self) -> AsyncIterator[Streams]:
         """Yields the streams of each rank that comes in time, until one needs another engine."""
+        # Consumes connections; waits WAIT_SECONDS for each; ends by time-out, or with a rank that needs another engine.
         while True:
             try:
                 streams, greeting = await asyncio.wait_for(self._next(), WAIT_SECONDS)

@@ -19,7 +19,7 @@ RESTART, END = "restart", "end"
 
 
 class EngineEvents:
-    """The events of a job as one rank sees them; used by one thread."""
+    """The events of a job as one rank sees them. Any thread can announce them; one thread waits for them."""
 
     def __init__(self, store: Store) -> None:
         self._store = PrefixStore("engine_events", store)

@@ -148,7 +148,7 @@ class EngineProcess:
     def wait_until_ready(self, timeout: float) -> None:
         """Waits until the engine is ready; UserError with the end of the log where it cannot start."""
         try:
-            message = self.inbox.get(timeout=timeout)
+            message = self.inbox.get(timeout=timeout)  # the first message of a host says that it is ready
         except queue.Empty:
             self.kill()
             raise UserError(
@@ -204,6 +204,7 @@ class EngineProcess:
     def kill(self, reason: str = "") -> None:
         """Kills the process and all of the engine's processes; the first reason is part of later errors."""
         self._reason = self._reason or reason
+        # The engine's child processes are in the group of this one, and end with it.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self.wait_until_ended(None)

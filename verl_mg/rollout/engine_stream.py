@@ -144,6 +144,7 @@ class EngineStream:
         self._queue.forget(samples)
         for i in samples:
             self._completed.pop(i, None)
+        # Still in flight until the engine returns them; `_store_result` drops them then.
         self._discarded |= self._in_flight.keys() & set(samples)
         if self._engine is not None and self._discarded:
             self._engine.abort_samples(self._discarded)
@@ -164,6 +165,7 @@ class EngineStream:
         if self._engine is not None and not self._needs_weights:
             self._engine.abort()
             try:
+                # Consumes samples, complete or aborted; ends when nothing is in flight, or the engine dies.
                 while self._in_flight:
                     for sample in self._engine.collect(COLLECT_SECONDS):
                         if self._in_flight.get(sample.id) is not None and sample.finish == "abort":
@@ -209,7 +211,7 @@ class EngineStream:
         started = time.perf_counter()
         try:
             if self._needs_weights:
-                if not engine.health():
+                if not engine.health():  # the main thread transfers them, between two steps
                     return False
                 self._needs_weights = False
                 self._resume()
@@ -231,6 +233,7 @@ class EngineStream:
     def _submit(self, requests: list[Request]) -> None:
         if requests and self._engine is not None:
             for request in requests:
+                # The staleness of a sample counts from its oldest token, which a continuation keeps.
                 oldest = oldest_version(request.partial, self._version) if request.partial else self._version
                 self._in_flight[request.id] = oldest
             self._engine.submit(requests, self._sampling)

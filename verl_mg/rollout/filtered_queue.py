@@ -91,5 +91,6 @@ class FilteredWorkQueue(StreamingWorkQueue):
             self.rejected.add(group)
 
     def _append_admitted(self) -> None:
+        # The order of the candidates is fixed, so all ranks append the same groups, though not at the same time.
         admitted = self._num_groups_needed + self._num_extra + self._num_rejected
         self.append(self._candidates[self.num_admitted : admitted])

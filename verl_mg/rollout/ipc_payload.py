@@ -1,6 +1,6 @@
 """Passes tensors to another process of the machine as one memory handle; messages contain no values.
 
-    rank: Staging(shards) --> tensors are filled --> payload() ══ base64 text ══▶ engine: open_payload --> named_views
+    rank: Staging(shards) --> tensors are filled --> payload() ==base64 text==> engine: open_payload --> named_views
 
 The handle is what `torch.multiprocessing` pickles: a name in shared memory on the CPU, a CUDA IPC handle on a GPU. It
 is sent to the engine that this job has started, over a private socket; this side unpickles nothing, and the other side

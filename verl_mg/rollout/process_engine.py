@@ -1,21 +1,22 @@
 """Engine in a separate process, which this rank starts or finds: requests, weights, memory and restart.
 
-rank's process                                            engine's process: its own session and process group
-+-------------------------------------------+             +---------------------------------------------------+
-| the thread that calls `ProcessEngine`:    |   socket    | main thread, event loop of `EngineHost`:          |
-|   EngineProcess.send ------------------------- pair ------> _serve_rank --> one task for each message       |
-|   inbox <-- thread "engine-messages" <------- (JSON) <----- samples, answers to calls                       |
-| pidfd of the process                      |             | SGLang's tokenizer manager or vLLM's AsyncLLM     |
-| `PortBlock`: a bound port -------------- inherited ------> keeps the block reserved                         |
-| memory of `ipc_payload` ------------- opened by name -----> schedulers, workers: child processes            |
-+-------------------------------------------+             | with a launcher: `EngineListener`, a socket for   |
-                                                          | the next rank, and a connection to the launcher   |
-                                                          +---------------------------------------------------+
+    rank's process                                      engine's process, which leads a session and a process group
+    +--------------------------------------+            +----------------------------------------------------+
+    | calling thread: ProcessEngine        |   socket   | main thread: event loop of EngineHost              |
+    |   EngineProcess.send --------------- | -- pair -> |   _serve_rank --> a task for each message          |
+    |   inbox <-- thread "engine-messages" | <- lines - |   samples, answers to calls                        |
+    | pidfd: end of the engine's process   |   of JSON  |   SGLang's tokenizer manager, or vLLM's AsyncLLM   |
+    | PortBlock: a bound port ------------ | inherited> |   keeps the block of ports reserved                |
+    | Staging: shared memory ------------- | by name -> | child processes of the engine: schedulers, workers |
+    +--------------------------------------+            | with a launcher: EngineListener, for the next rank,|
+                                                        |   and a connection that ends with the launcher     |
+                                                        +----------------------------------------------------+
 
-bare (version -1) --load, loaded with a version--> ready --pause--> paused --load, unpause--> ready
-  ^  ^                                               |
-  |  +--------- sleep of the weights; wake ----------+       the process ended: `EngineDiedError` until `restart`,
-  +------------ restart, after the process ended ----+       then weights, then `resume` of the requests
+    bare (version -1) --loads of all weights--> ready --pause--> paused --loads, unpause--> ready
+    ready --sleep of the weights--> asleep --wake--> bare
+    ready --the process ends--> dead: methods raise `EngineDiedError` --restart--> bare --weights, resume--> ready
+
+A rank that finds the engine of an earlier one gets its version and what is asleep with the first message.
 """
 
 from __future__ import annotations
@@ -72,7 +73,6 @@ class EngineSettings:
     sleeps: bool = True
     """Whether the engine can release its memory, which costs some speed; on GPUs."""
     seed: int = 0
-    """Seed of the engine."""
     routed_experts: bool = False
     """Whether samples contain the experts of each token."""
     deterministic: bool = False
@@ -256,7 +256,10 @@ class ProcessEngine(RequestTracker):
         self._version = version
 
     def sleep(self, *, weights: bool = True, kv: bool = True) -> None:
-        """Releases memory of the engine; requests in flight are aborted, and the values of weights are lost."""
+        """Releases memory of the engine; requests in flight are aborted, and the values of released weights are lost.
+
+        EngineDiedError where the engine does not end its requests: it is killed, which releases the memory.
+        """
         parts = _parts(weights, kv) - self._asleep
         if parts:
             try:

@@ -12,7 +12,7 @@ dropped.
                 +--------> dropped <----------+
 
 A rank sends a request twice, with the results r1 and r2, and is lost. The next rank gets r1 for the first repetition,
-r2 for the second, and a new result for the third; so does the rank after it.
+r2 for the second, and a new result r3 for the third; the rank after it gets r1, r2 and r3.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """Requests in flight in an engine, whether it is a process of this job or a server.
 
-submit --> running --result--> done --collect--> caller
-             |  deadline: aborted; its partial sample has the finish "timeout"
-             |  ABORT_SECONDS later without a result: done, with the tokens that it was submitted with
-             +--engine lost--> `resume` sends it again under a new id; results of the old id are ignored
+    submit --> running --result--> done --collect--> caller
+                 |  deadline: aborted; its partial sample has the finish "timeout"
+                 |  ABORT_SECONDS later without a result: done, with the tokens that it was submitted with
+                 +--engine lost--> `resume` sends it again under a new id
+
+Results of ids that are no longer in flight are ignored.
 """
 
 from __future__ import annotations
@@ -82,9 +84,7 @@ class _Running:
     """A request in the engine."""
 
     request: Request
-    """The request itself."""
     sampling: Sampling
-    """Sampling parameters of the request."""
     deadline: float
     """Time of `time.monotonic` at which it is aborted."""
     timed_out: bool = False
@@ -221,6 +221,7 @@ class RequestTracker(RolloutEngine):
         finish: Finish = result["finish"]
         if finish == "abort" and running.timed_out:
             finish = "timeout"
+        # Tokens outside of all spans have the version of the last update.
         versions = _versions(result["spans"], len(tokens), self._version)
         routed = self._routed(result["routed_experts"])
         return Sample(request.id, tokens, tuple(result["logprobs"]), versions, finish, routed)

@@ -84,7 +84,6 @@ class Trajectory:
     segments: tuple[Segment, ...]
     """The sequences, in the order in which they began."""
     turns: tuple[ConversationTurn, ...]
-    """The conversation."""
     reward: Reward | None
     """Reward that the agent returned; None: the reward function of the job scores the sample."""
     log: str = ""

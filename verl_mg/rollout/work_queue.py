@@ -12,8 +12,8 @@ share a prefix cache; when every group is claimed, it pops what is left of the g
 `StaticWorkQueue`: an engine has its share from the start, which makes a run bitwise repeatable where its engine is.
 
 Counters, each with the key of the call: `claimed` (attempts to claim a group), `popped/G` (samples that engines
-requested of group G, maybe more than it has), `done/G` (its complete samples), `complete` (groups). The addition that
-returns a number decides who gets what:
+requested of group G, maybe more than it has), `done/G` (its complete samples), `complete` (groups). The number that an
+addition returns is what the engine gets:
 
     groups (0, 1, 2, 3) and (4, 5, 6, 7), engines A and B
     A: pop(3) -> [0, 1, 2]       claimed 1: group 0 is A's; popped/0 is 3

@@ -126,6 +126,7 @@ def decode(
         running = int(rows.running.sum())  # waits for the device, once for each token
         if running == 0 or step + 1 == steps or aborted():
             break
+        # Rows that have ended stay in the batch until then; what they draw is after their length.
         if running <= (1 - SHARE_DONE_BEFORE_COMPACTION) * len(tokens):
             keep = rows.running.nonzero().squeeze(1)
             rows.select(keep)
@@ -152,6 +153,7 @@ def _prefill(
     """
     steps = max(limits)
     keys = list(zip(prompts, images, strict=True))
+    # The samples of a group have the same prompt.
     row_of = {key: row for row, key in enumerate(dict.fromkeys(keys))}
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt, _ in row_of])

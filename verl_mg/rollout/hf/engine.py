@@ -245,7 +245,6 @@ def _allocate(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _auto_class(config: PreTrainedConfig) -> Any:
-    """Returns the class of `transformers` that makes the model."""
     return AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
 
 

@@ -30,7 +30,7 @@ class LayerKinds:
     """The layers of a model and the first one of the kind of each."""
 
     prefix: str
-    """Names of the layers' tensors up to the number of the layer, such as model.layers."""
+    """Names of the layers' tensors up to the number of the layer, such as `model.layers`."""
     model_of: tuple[int, ...]
     """For each layer, the first layer with tensors of the same names and shapes."""
 

@@ -75,7 +75,7 @@ def main(engine: EngineName, folder: Path, rank: int) -> int:
         version_file(folder).write_text(importlib.import_module(engine).__version__, encoding="utf-8")
     for number, job in enumerate(jobs):
         layout = EngineLayout(job["tp"], job["pp"], job["ep"], job["adp"])
-        if rank >= layout.ranks:
+        if rank >= layout.ranks:  # there are as many processes as the largest job needs
             continue
         codes = PositionCodes({name: tuple(shape) for name, shape in job["shapes"].items()})
         try:

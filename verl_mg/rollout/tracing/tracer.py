@@ -56,7 +56,6 @@ class TracedEngine:
     """An engine and the Python in which it runs."""
 
     name: EngineName
-    """The engine."""
     python: Path | None = None
     """Path of a Python that can import it; None is the Python of this process."""
 

@@ -170,7 +170,7 @@ class VLLMHost(EngineHost):
         return result.outputs[0]
 
     def _prompt(self, tokens: list[int], encoded: list[str]) -> dict[str, Any]:
-        """Returns the prompt of a request; of images, vLLM's processor expands the placeholders and makes the pixels."""
+        """Returns the prompt of a request; vLLM's processor expands the placeholders of images and makes the pixels."""
         if not encoded or self._processor is None:
             return {"prompt_token_ids": tokens}
         images = tuple(Image(base64.b64decode(text)) for text in encoded)

@@ -154,7 +154,6 @@ class _StagedExperts:
         self.raw, self._packed, self._isa = torch.zeros_like(packed), packed, isa
 
     def pack(self) -> None:
-        """Packs the written values into the parameter."""
         self._packed.copy_(custom_ops.cpu_prepack_moe_weight(self.raw, self._isa))
 
 

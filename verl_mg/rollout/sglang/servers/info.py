@@ -32,7 +32,7 @@ class ServerInfo:
     start: str
     """Id of its start; it differs after a restart."""
     version: str
-    """Version of SGLang."""
+    """SGLang's version."""
     device: str
     """Type of its devices."""
     model: str
@@ -74,7 +74,6 @@ class ServerRequirements:
     """Properties of a server that a job needs."""
 
     model: HFConfig
-    """The model."""
     max_tokens: int
     """Number of tokens of the longest prompt with its response."""
     routed: tuple[int, int] | None = None

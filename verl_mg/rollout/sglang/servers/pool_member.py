@@ -47,9 +47,7 @@ class Server:
     number: int
     """Number of the server in the job."""
     url: str
-    """Its address."""
     state: State = State.DOWN
-    """State of the server, see the module."""
     client: RemoteEngine | None = None
     """Its client, once it has responded."""
     borrowed: bool = False
