@@ -1,15 +1,18 @@
 """Rollout: the engine interface and its implementations.
 
 engine                   interface: accepts requests, returns samples
-hf/  sglang/             engines on transformers and on SGLang
-tools/                   multi-turn generation with tools, around any engine
-process_engine           an engine in a process of its own: requests, weights, memory, restart
+hf/  sglang/  vllm/      engines on transformers, on SGLang and on vLLM
+tools/  agents/          multi-turn generation with tools and with agents, around any engine
+process_engine           an engine in a separate process: requests, weights, memory, restart
 engine_process           the handle of this process; engine_host: the main object in it; ports: its ports
 hidden_packages          packages of training that this process does not find
-engine_attachment              where the next rank finds the process of a lost one; request_ledger: what it answers
+engine_attachment        where the next rank finds the process of a lost one; request_ledger: how it answers
+engine_nodes             an engine over several nodes
 request_tracker          requests in flight of such engines and of servers
-ipc_payload              shards passed to an engine as one memory handle
+ipc_payload              shards passed to an engine as one memory handle; patch_payload: changes of them
 work_queue  engine_loop  distribution of requests over engines, and the loop of one engine
+engine_stream            the loop of one engine in asynchronous rollouts
+tracing/                 sharding tables read from the loaders of engines
 llm_judge                reward by a language model
 """
 

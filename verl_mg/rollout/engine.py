@@ -2,9 +2,16 @@
 
 Requests stream in and samples stream out:
 
-    engine.submit(requests, sampling)      engine.num_free_slots() of them run at once, the rest wait inside
+    engine.submit(requests, sampling)      engine.num_free_slots() of them run immediately, the rest wait inside
     engine.collect(timeout)                samples completed since the last call, in any order
     engine.abort()                         stops running requests; collect returns them as partial samples
+
+A sample that was aborted under version 4 of the weights and continued under version 5:
+
+    Request(id=7, prompt=(11, 12), seed=3)
+    Sample(id=7, tokens=(21, 22), logprobs=(-0.5, -1.0), policy_versions=(4, 4), finish="abort")
+    Request(id=7, prompt=(11, 12), seed=3, partial=<that sample>)       its context: (11, 12, 21, 22)
+    Sample(id=7, tokens=(21, 22, 23), logprobs=(-0.5, -1.0, -0.2), policy_versions=(4, 4, 5), finish="stop")
 """
 
 from __future__ import annotations
@@ -28,11 +35,7 @@ Finish = Literal["stop", "length", "abort", "timeout"]
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Sampling parameters, the same for all requests of a call.
-
-    Raises:
-        UserError: a value is outside its range.
-    """
+    """Sampling parameters, the same for all requests of a call; UserError for a value outside its range."""
 
     max_new_tokens: int
     """Largest number of tokens in a response; at least 1."""
@@ -51,8 +54,8 @@ class Sampling:
     """Strings that end a response: its last token is the one that completes one of them. An engine that reads text ends
     there early; `StopStringEngine` makes the end exact."""
     excluded_token_ids: tuple[int, ...] = ()
-    """Tokens that are never drawn, such as placeholders of images; log-probs are those of the full distribution where
-    the engine can: `hf`. SGLang and vLLM exclude them from it."""
+    """Tokens that are never drawn, such as placeholders of images, which make a context without the image invalid.
+    Log-probs of `hf` are under the distribution with these tokens, of SGLang and vLLM without them."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -120,11 +123,12 @@ class Sample:
     """Version of the weights that generated each token; NOT_GENERATED for observations of tools."""
     finish: Finish
     """Reason why the response ended."""
+    # Not compared: tensors compare by element.
     routed_experts: Tensor | None = field(default=None, compare=False)
     """Experts of every token from the first prompt token on, except the last token: int16, (tokens fed to the model,
     layers, top_k). None if the engine does not report them."""
     trajectory: Trajectory | None = None
-    """The work of an agent on the prompt; the sample has no tokens of its own then. None without an agent."""
+    """The work of an agent on the prompt; the sample itself has no tokens then. None without an agent."""
     images: RowImages = ()
     """Images of observations, whose placeholders are among the tokens, in their order."""
 
@@ -134,7 +138,8 @@ class Sample:
         if routed is None:  # nothing more was fed
             routed = routed_before
         elif routed_before is not None:
-            # The earlier tokens were generated with the experts reported then.
+            # A continuation reports experts of its whole context, maybe of newer weights: the earlier tokens were
+            # generated with the experts reported then.
             routed = torch.cat([routed_before, routed[len(routed_before) :]])
         return replace(
             continuation,
@@ -158,18 +163,18 @@ class Sample:
 
 
 class EngineDiedError(Exception):
-    """The process of an engine ended unexpectedly; the message contains its exit status."""
+    """The process of an engine ended unexpectedly, or a server is lost; the message contains the reason or a log."""
 
 
 class RolloutEngine(ABC):
     """Generator of samples: one replica of the policy, or a wrapper around one."""
 
     continues_aborted = True
-    """Whether a sample that was aborted continues behind its tokens; otherwise it begins again."""
+    """Whether a sample that was aborted continues after its tokens; otherwise it begins again."""
 
     @abstractmethod
     def num_free_slots(self) -> int:
-        """Returns how many more requests would run at once; with 0 or less further requests wait."""
+        """Returns how many more requests would run immediately; with 0 or less further requests wait."""
 
     def num_queue_slots(self) -> int:
         """Returns how many requests may wait inside the engine, so that a slot is filled as soon as it is free."""
@@ -180,7 +185,7 @@ class RolloutEngine(ABC):
         """Accepts requests for generation.
 
         Args:
-            requests: the samples to generate; ids in flight are distinct.
+            requests: one request for each sample; ids in flight are distinct.
             sampling: how their tokens are drawn.
 
         Raises:
@@ -214,7 +219,7 @@ class RolloutEngine(ABC):
         """Returns one sample per request, in their order; blocks until all are done or `abort` is called.
 
         Args:
-            requests: the samples to generate.
+            requests: one request for each sample.
             sampling: how their tokens are drawn.
         """
         self.submit(requests, sampling)
@@ -231,11 +236,11 @@ class EngineWrapper(RolloutEngine):
         self._engine = engine
 
     def num_free_slots(self) -> int:
-        """Returns those of the engine."""
+        """Returns the free slots of the engine."""
         return self._engine.num_free_slots()
 
     def num_queue_slots(self) -> int:
-        """Returns those of the engine."""
+        """Returns the queue slots of the engine."""
         return self._engine.num_queue_slots()
 
     def abort(self) -> None:

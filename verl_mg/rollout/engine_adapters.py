@@ -20,6 +20,9 @@ class AdapterSettings:
 
 
 def fused_targets(targets: Sequence[str]) -> tuple[str, ...]:
-    """Returns the targets, and behind them all layers that engines fuse with one of them."""
+    """Returns the targets, followed by all layers that engines fuse with one of them.
+
+    ("o_proj", "q_proj") gives ("o_proj", "q_proj", "k_proj", "v_proj").
+    """
     added = [name for group in FUSED if set(group) & set(targets) for name in group]
     return tuple(dict.fromkeys([*targets, *added]))

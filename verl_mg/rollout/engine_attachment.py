@@ -6,7 +6,7 @@
                                                                            ──▶  another one: the process ends
     launcher    ends, or no rank comes within WAIT_SECONDS                 ──▶  the process ends
 
-The folder is readable for one user alone; the key is in a file there, and in no environment.
+Only one user can read the folder; the key is in a file there, and in no environment.
 """
 
 from __future__ import annotations
@@ -63,13 +63,15 @@ class EngineAttachment:
             launcher=str(launcher.socket),
             key=launcher.key.read_text(encoding="ascii"),
             digest=digest,
-            pid=0,
+            pid=0,  # known once the process runs, see `EngineProcess.start`
             deterministic=deterministic,
             sleeps=sleeps,
         )
 
     def find(self, timeout: float) -> tuple[socket.socket, dict[str, Any]] | None:
         """Returns a connection to the engine and its state; None where there is none, or another one, which then ends.
+
+        `timeout` limits each step in seconds; an engine that is still starting answers when it is ready.
         """
         connection = socket.socket(socket.AF_UNIX)
         connection.settimeout(timeout)
@@ -86,25 +88,27 @@ class EngineAttachment:
 
 
 class EngineListener:
-    """The side of the engine's process: waits for ranks at the socket."""
+    """The side of the engine's process: waits for ranks at the socket, which it opens before the engine is ready."""
 
     def __init__(self, attachment: EngineAttachment, limit: int) -> None:
         self.attachment, self._limit = attachment, limit
         self._listener = socket.socket(socket.AF_UNIX)
         with suppress(FileNotFoundError):
-            os.unlink(attachment.path)
+            os.unlink(attachment.path)  # left by an engine that has ended: its path would be refused
         self._listener.bind(attachment.path)
         self._listener.listen()
         self._listener.setblocking(False)
 
     async def until_launcher_ends(self) -> None:
         """Returns when the launcher has ended."""
+        # The launcher never answers; the stream ends with it, however it ends.
         with suppress(OSError):
             reader, _ = await asyncio.open_unix_connection(self.attachment.launcher)
             await reader.read()
 
     async def ranks(self) -> AsyncIterator[Streams]:
         """Yields the streams of each rank that comes in time, until one needs another engine."""
+        # Consumes connections; waits WAIT_SECONDS for each; ends by time-out, or with a rank that needs another engine.
         while True:
             try:
                 streams, greeting = await asyncio.wait_for(self._next(), WAIT_SECONDS)
@@ -119,6 +123,7 @@ class EngineListener:
         """Returns the next connection that has shown the key."""
         loop = asyncio.get_running_loop()
         while True:
+            # Any process of this user can connect: whatever does not show the key is closed, and the loop continues.
             connection, _ = await loop.sock_accept(self._listener)
             reader, writer = await asyncio.open_connection(sock=connection, limit=self._limit)
             with suppress(OSError, TimeoutError, ValueError, KeyError, AttributeError):

@@ -5,30 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 PROMPT, CACHED = "prompt tokens", "cached tokens"
-"""Tokens in front of the first new one, and those of them whose keys and values were in the cache."""
+"""Tokens in front of the first new one, and how many of them had keys and values in the cache."""
 DRAFTED, ACCEPTED = "drafted tokens", "accepted tokens"
 """Tokens that speculative decoding proposed, and those that the policy accepted."""
 VERIFIED, GENERATED = "verifications", "generated tokens"
 """Steps of the policy with drafted tokens, and the tokens that requests with such steps generated."""
 
 RUNNING, WAITING, OBSERVED = "running requests", "waiting requests", "observations"
-"""Sums over observations of the load: requests that an engine computes, those that wait for it; the observations."""
+"""Sums over observations of the load: requests that an engine computes, requests that wait; number of observations."""
 USED, CAPACITY = "used cache tokens", "cache capacity tokens"
-"""Sums over observations: tokens in the key-value cache, and those that fit into it."""
+"""Sums over observations: tokens in the key-value cache, and its capacity in tokens."""
 
 Counts = Mapping[str, int]
 """Sums over requests and observations, by the names above."""
 
 
 def observed_load(running: int, waiting: int, used: int, capacity: int) -> dict[str, int]:
-    """Returns the counts of an observation of the load."""
+    """Returns the counts of an observation of the load: numbers of requests, and of tokens in the cache."""
     return {RUNNING: running, WAITING: waiting, USED: used, CAPACITY: capacity, OBSERVED: 1}
 
 
 def count_metrics(counts: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Returns the metrics of a call; {} for engines that count nothing.
 
-    They begin with `time/`, since load and cache depend on the moments at which requests arrive.
+    They begin with `time/`, since load and cache depend on the moments at which requests arrive. 30 running requests in
+    10 observations of one engine and 10 in 10 of another give `time/engine_running` = 2.0.
     """
     total: dict[str, float] = {}
     for part in counts:

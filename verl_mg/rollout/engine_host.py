@@ -1,6 +1,6 @@
 """Host of an engine, the main object of the engine's process: handles the rank's messages and sends results.
 
-Messages are lines of JSON:
+Messages are lines of JSON (`process_engine` draws the two processes):
 
     {"arguments": {...}, "attachment": {...}}                 first; the response is {"ready": true, ...}
     {"generate": ID, "request": {...}}                  -> {"sample": ID, ...}, when it is complete
@@ -8,8 +8,15 @@ Messages are lines of JSON:
     {"call": NUMBER, "method": NAME, "fields": {...}}   -> {"call": NUMBER, "ok": ..., "message": ...}
     {"end": null}                                       the process ends
 
-At the end of the stream the process ends too, unless the engine has an attachment (see `engine_attachment`): then it
-continues its requests, waits for the next rank, and answers requests that are repeated by `RequestLedger`.
+All of it runs in one event loop, a task for each message. States of the process:
+
+    main: starts the engine --> serves a rank --{"end"}, or end of the stream without an attachment--> shutdown, exit
+                                 |         ^
+              end of the stream, |         | a rank shows the key and needs the same engine
+                 with attachment v         |
+                            waits for a rank; requests continue --launcher ends, or WAIT_SECONDS--> shutdown, exit
+
+The next rank repeats its requests, which `RequestLedger` answers (see `engine_attachment`).
 
 This module is imported by the engine's interpreter, which may have few packages: it needs no more than the standard
 library.
@@ -32,8 +39,9 @@ from verl_mg.rollout.hidden_packages import hide_training_packages
 from verl_mg.rollout.request_ledger import Generation, RequestLedger, request_key
 
 LINE_LIMIT = 2**31
-"""Largest length of a line, in bytes."""
+"""Largest length of a line, in bytes; asyncio's default of 64 KiB is less than a long prompt."""
 ABORT_RETRY_SECONDS = 0.1
+"""Pause between two attempts to abort."""
 METHODS = frozenset({"load", "load_adapters", "sleep", "wake", "pause", "unpause"})
 """Methods of a host that the rank can call."""
 PART_SECONDS = 60.0
@@ -156,31 +164,29 @@ class EngineHost(ABC):
     async def serve(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, listener: EngineListener | None
     ) -> None:
-        """Serves the messages of the rank, and of those that come after it was lost.
-
-        Args:
-            reader: stream of the rank's messages.
-            writer: stream to the rank.
-            listener: where further ranks come; None: none does.
-        """
+        """Serves the messages of the rank, and of further ranks that come after it was lost."""
         if listener is None:
             await self._serve_rank(reader, writer, 0)
             return
         self._ledger = RequestLedger()
         work = asyncio.ensure_future(self._serve_ranks(reader, writer, listener))
+        # Without its launcher no further rank can come, and the engine would keep the devices.
         await asyncio.wait(
             {work, asyncio.ensure_future(listener.until_launcher_ends())}, return_when=asyncio.FIRST_COMPLETED
         )
         if work.done():
-            work.result()
+            work.result()  # raises what has ended it
 
     async def _serve_ranks(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, listener: EngineListener
     ) -> None:
         ranks = listener.ranks()
         attachment = listener.attachment
+        # Consumes ranks: serves one to the end of its stream, then waits for the next. Ends by {"end"}, or when no
+        # further rank comes.
         while await self._serve_rank(reader, writer, attachment.pid):
             await self._part_from_rank(attachment.sleeps)
+            # The rank that resumes from a checkpoint computes other weights under the same version numbers.
             self._drops_newer = not attachment.deterministic
             try:
                 reader, writer = await anext(ranks)
@@ -193,6 +199,7 @@ class EngineHost(ABC):
         self._num_ranks += 1
         self._send(ready=True, pid=pid, version=self._version, asleep=sorted(self._asleep))
         with contextlib.suppress(ConnectionError):
+            # Consumes messages, and does not wait for their work: each starts a task. Ends by {"end"} or the stream.
             while line := await reader.readline():
                 message = json.loads(line)
                 if "end" in message:
@@ -206,7 +213,7 @@ class EngineHost(ABC):
         self._writer.close()
         self._writer = None
         self._rids.clear()
-        if self._is_paused:
+        if self._is_paused:  # the rank was lost during an update
             await self.unpause()
             self._is_paused = False
         if sleeps and self._asleep != {"weights", "kv"}:
@@ -268,7 +275,7 @@ class EngineHost(ABC):
 
     async def _send_sample(self, rid: str, generation: Generation) -> None:
         rank, result = self._num_ranks, await generation.task
-        if rank == self._num_ranks:
+        if rank == self._num_ranks:  # else the rank that has requested it was lost meanwhile
             self._rids.pop(rid, None)
             self._send(sample=rid, **result)
 
@@ -284,12 +291,12 @@ class EngineHost(ABC):
             self._send(call=number, ok=ok, message=text)
 
     async def _apply(self, method: str, fields: dict[str, Any]) -> None:
-        """Calls a method, and takes note of the state that the next rank needs."""
+        """Calls a method, and keeps the state that the next rank needs."""
         if self._ledger and method != "wake" and method != "unpause":
             for orphan in self._ledger.orphans():  # no rank waits for them
                 await self.abort_until_sent(orphan.rid)
         if method in ("load", "load_adapters"):
-            self._version = -1
+            self._version = -1  # until the last payloads the weights are a mixture, which no rank may take over
             if self._ledger:
                 self._ledger.drop_unfinished()
         await getattr(self, method)(**fields)
@@ -305,13 +312,17 @@ class EngineHost(ABC):
 
 
 def main(create: Callable[[dict[str, Any], asyncio.AbstractEventLoop], Host]) -> None:
-    """Main function of an engine process: serves messages until the stream ends."""
+    """Main function of an engine process: serves messages until the stream ends.
+
+    `create` starts the engine from its arguments; the event loop does not run yet.
+    """
     hide_training_packages()
     connection = socket.socket(fileno=int(sys.argv[1]))
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)  # SGLang's tokenizer manager uses the current event loop
     reader, writer = loop.run_until_complete(asyncio.open_connection(sock=connection, limit=LINE_LIMIT))
     first = json.loads(loop.run_until_complete(reader.readline()))
+    # Before the engine starts: a rank that resumes meanwhile waits at the socket instead of starting another engine.
     listener = EngineListener(EngineAttachment(**first["attachment"]), LINE_LIMIT) if first["attachment"] else None
     host = create(first["arguments"], loop)
     try:

@@ -1,4 +1,16 @@
-"""The generation loop of one rank in one call: pops requests, collects samples, restarts engines that died."""
+"""The generation loop of one rank in one call: pops requests, collects samples, restarts engines that died.
+
+States of the loop; a rank without an engine is finished from the start:
+
+    generating --enough groups are complete--> draining --nothing in flight--> finished --end of the call--> returns
+      pops, submits,                             has aborted everything,         waits for events: restarts of
+      collects                                   collects partial samples        engines, and the end of the call
+           |                                        |
+           +------ the engine died: restart, weights from all ranks, its requests again; then as before
+
+The last engine that finishes announces the end. Between `start_background` and `run` a thread makes the steps, and only
+it uses the engine and the queue; it ends when `run` stops it, or with an error, which `run` handles.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +32,13 @@ COLLECT_SECONDS = 0.05
 IDLE_SECONDS = 0.02
 """Pause of a loop that has nothing to do."""
 POLL_SECONDS = 0.25
-"""Interval at which an engine reads the counters of all engines; shorter in a call of less than 5 seconds."""
+"""Interval at which an engine reads the counters of all engines; shorter in the first 5 seconds of a call."""
 POLL_FRACTION = 0.05
 """Interval as a fraction of the call's time so far, up to POLL_SECONDS."""
 REQUESTS_PER_POLL = 2
 """Requests to the store of one reading: counters of the queue, and events."""
 MAX_REQUESTS_PER_SECOND = 1000
-"""Limit of these requests of all engines together; many engines have a longer interval."""
+"""Limit of these requests of all engines together, for one store: above 125 engines the interval is longer."""
 MAX_DEATHS = 3
 """An engine that dies this often in one call ends the job."""
 
@@ -42,7 +54,7 @@ class EngineRecovery(Protocol):
         ...
 
     def recover(self, engine: int) -> None:
-        """Takes part in the recovery of an engine that was restarted; all ranks call it together."""
+        """Transfers weights to an engine that was restarted; all ranks call it together."""
         ...
 
 
@@ -70,7 +82,8 @@ class EngineLoopResult:
 class EngineLoop:
     """Runs on every rank in each call; ranks without an engine wait, and help to recover engines of others.
 
-    `start`, then `run`. In between, `start_background` continues in a thread while the rank does something else.
+    `start`, then `run`. In between, `start_background` continues in a thread while the rank does something else; so
+    `on_sample`, called with each complete sample, may run there.
     """
 
     def __init__(
@@ -113,6 +126,8 @@ class EngineLoop:
         """Returns when enough groups are complete and all engines have stopped."""
         self._join_background_thread()
         events = self._recovery.events
+        # Consumes samples of the engine and events. Waits for samples (`_step`), when finished for the next event; ends
+        # by the event of the call's end.
         while not events.has_ended(self._key):
             if self._engine is None or self._finished:
                 self._recover_engines(events.wait())
@@ -131,6 +146,7 @@ class EngineLoop:
 
     def _run_background(self, engine: RolloutEngine) -> None:
         try:
+            # Consumes samples; polls between steps; ends when the engine is finished or `run` takes over.
             while not (self._finished or self._stop.is_set()):
                 self._step(engine)
         except Exception as error:
@@ -165,6 +181,7 @@ class EngineLoop:
                 engine.abort()
         if self._draining and not self._in_flight:
             self._finished = True
+            # Exactly one engine sees the last count, so the end is announced once.
             if self._store.add(self._num_finished_key, 1) == self._num_engines:
                 self._recovery.events.announce_end(self._key)
 
@@ -191,7 +208,7 @@ class EngineLoop:
         self._on_sample(sample)
 
     def _recover(self, error: EngineDiedError) -> None:
-        self._result.num_deaths += 1
+        self._result.num_deaths += 1  # a restart that fails counts too
         if self._result.num_deaths == MAX_DEATHS:
             raise UserError(f"rollout: the engine died {MAX_DEATHS} times in one call: {error}.") from error
         try:
@@ -199,5 +216,6 @@ class EngineLoop:
         except EngineDiedError as again:
             self._recover(again)
             return
+        # The restart has submitted what was in flight again, of which a draining loop wants no more tokens.
         if self._draining and self._engine is not None:
             self._engine.abort()

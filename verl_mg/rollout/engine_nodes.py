@@ -1,8 +1,12 @@
 """Engines over several nodes: the parts of an engine on the nodes of the other ranks, and how they find each other.
 
-The rank that leads an engine publishes an address in the job's store at every start; on each other node a thread of the
-engine's first rank there starts that node's part with it. A part that ends unexpectedly is reported through the store,
-and the leader then ends its own part, so that the engine is restarted as a whole.
+    leading rank                          job's store, "engine N/"     thread "engine-node" of a rank on each other node
+    publish: start number k      ---->    start/k = HOST:PORT   ---->  kills its part of k - 1, starts its part of k
+    thread "engine-nodes": kills <----    lost/k = reason       <----  its part has ended
+      its own part; the engine is
+      restarted as a whole: k + 1
+
+Everything goes through the store, so that a restart needs no rank to leave its computation.
 """
 
 from __future__ import annotations
@@ -51,9 +55,9 @@ class LeadingNode:
         self._attempt = -1
 
     def publish(self, ports: Sequence[int]) -> str:
-        """Publishes a new start; the other nodes start their parts."""
+        """Publishes a new start, and returns HOST:PORT at which the parts meet; the other nodes start theirs."""
         self._attempt += 1
-        address = f"{self._address}:{ports[1]}"
+        address = f"{self._address}:{ports[1]}"  # the first port is SGLang's for NCCL
         self._store.set(f"start/{self._attempt}", address)
         return address
 
@@ -62,6 +66,7 @@ class LeadingNode:
         attempt = self._attempt
 
         def wait() -> None:
+            # Waits for the end of the process or for a report of this start; polls both.
             while not process.wait_until_ended(POLL_SECONDS):
                 if self._store.check([f"lost/{attempt}"]):
                     process.kill(self._store.get(f"lost/{attempt}").decode())
@@ -82,12 +87,13 @@ class FollowingNode:
         self._thread.start()
 
     def close(self) -> None:
-        """Waits for the end of this node's part, and ends it after a while."""
+        """Waits for the end of this node's part, and ends it after CLOSE_SECONDS."""
         self._stop.set()
         self._thread.join()
 
     def _run(self) -> None:
         attempt = 0
+        # Consumes starts of the leader; polls the store and its part of the engine; ends by `close`.
         while not self._stop.is_set():
             if self._store.check([f"start/{attempt}"]):
                 if self._process:

@@ -1,8 +1,9 @@
 """Handle of an engine's process, in the rank that starts it or attaches to it after another rank was lost.
 
-The process runs `PYTHON -m MODULE SOCKET`, where MODULE is the host of the engine (see `engine_host`). Both ends of the
-socket exchange lines of JSON. The end of the stream ends the process together with the engine's processes, unless the
-engine has an attachment (see `engine_attachment`).
+The process runs `PYTHON -m MODULE SOCKET`, where MODULE is the host of the engine (see `engine_host`), and leads a
+session and a process group. Both ends of the socket exchange lines of JSON. The end of the stream ends the process
+together with the engine's processes, unless the engine has an attachment (see `engine_attachment`). `process_engine`
+draws all of it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ OF_THE_LAUNCHER = {
 }
 """Environment variables of a rank that would mislead an engine."""
 OF_TRAINING = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"}
-"""Environment variables of a rank that are for training alone. SGLang's release of memory refuses `expandable_segments`
+"""Environment variables of a rank that are only for training. SGLang's release of memory refuses `expandable_segments`
 of the allocator, and engines compute on more hardware queues than Megatron."""
 PACKAGE_ROOT = str(Path(verl_mg.__file__).parents[1])
 """Folder from which the host's module is imported, also by an interpreter in which this package is not installed."""
@@ -61,7 +62,7 @@ class EngineProgram:
 
     @property
     def digest(self) -> str:
-        """Returns the same text for the same program; variables of the environment do not count."""
+        """SHA-256 of the program, the same for two starts of it; variables of the environment do not count."""
         text = json.dumps([self.engine, self.python, self.module, dict(self.arguments)], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -77,7 +78,10 @@ class EngineState:
 
 
 class EngineProcess:
-    """Handle of an engine process. A thread puts its messages into `inbox`, and None at the end of the stream."""
+    """Handle of an engine process. A thread puts its messages into `inbox`, and None at the end of the stream.
+
+    `start` and `find` create it. `child` is None for a process that an earlier rank has started.
+    """
 
     def __init__(
         self,
@@ -89,7 +93,7 @@ class EngineProcess:
     ) -> None:
         self._engine, self._log, self._reason = engine, log, ""
         self._socket, self._child, self.pid = connection, child, pid
-        self._end = os.pidfd_open(pid)
+        self._end = os.pidfd_open(pid)  # readable at the end of any process, also of one that is not a child
         self.inbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         threading.Thread(target=self._read_messages, daemon=True, name="engine-messages").start()
 
@@ -101,11 +105,14 @@ class EngineProcess:
         attachment: EngineAttachment | None = None,
         inherited: Collection[int] = (),
     ) -> EngineProcess:
-        """Starts the process of an engine."""
+        """Starts the process of an engine; without an attachment it ends with this rank.
+
+        `inherited` are file descriptors that it keeps open.
+        """
         ours, theirs = socket.socketpair()
         log.parent.mkdir(parents=True, exist_ok=True)
         path = os.pathsep.join(filter(None, [PACKAGE_ROOT, program.environment.get("PYTHONPATH")]))
-        with log.open("ab") as output, theirs:
+        with log.open("ab") as output, theirs:  # a copy of `theirs` here would keep the stream open after the process
             child = subprocess.Popen(
                 [program.python, "-m", program.module, str(theirs.fileno())],
                 pass_fds=[theirs.fileno(), *inherited],
@@ -124,7 +131,10 @@ class EngineProcess:
     def find(
         cls, engine: str, log: Path, attachment: EngineAttachment, timeout: float
     ) -> tuple[EngineProcess, EngineState] | None:
-        """Returns the process that an earlier rank has started, and its state; None without one."""
+        """Returns the process that an earlier rank has started, and its state; None without one.
+
+        One that is being started has `timeout` seconds to be ready.
+        """
         result = attachment.find(timeout)
         if result is None:
             return None
@@ -138,7 +148,7 @@ class EngineProcess:
     def wait_until_ready(self, timeout: float) -> None:
         """Waits until the engine is ready; UserError with the end of the log where it cannot start."""
         try:
-            message = self.inbox.get(timeout=timeout)
+            message = self.inbox.get(timeout=timeout)  # the first message of a host says that it is ready
         except queue.Empty:
             self.kill()
             raise UserError(
@@ -180,7 +190,7 @@ class EngineProcess:
     def leave(self) -> None:
         """Ends this side of the stream; an engine with an attachment waits for the next rank."""
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_WR)
+            self._socket.shutdown(socket.SHUT_WR)  # the thread still reads what the engine sends
 
     def wait_until_ended(self, timeout: float | None) -> bool:
         """Waits up to `timeout` seconds for the end of the process, and returns whether it has ended."""
@@ -188,17 +198,19 @@ class EngineProcess:
         end.register(self._end, select.POLLIN)
         ended = bool(end.poll(None if timeout is None else 1000 * timeout))
         if ended and self._child:
-            self._child.wait()
+            self._child.wait()  # a child that is not waited for stays in the table of processes
         return ended
 
     def kill(self, reason: str = "") -> None:
-        """Kills the process and all of the engine's processes."""
+        """Kills the process and all of the engine's processes; the first reason is part of later errors."""
         self._reason = self._reason or reason
+        # The engine's child processes are in the group of this one, and end with it.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self.wait_until_ended(None)
 
     def _read_messages(self) -> None:
+        # Consumes the engine's messages; waits for the next line; ends with the stream, whichever side ends it.
         with contextlib.suppress(OSError), self._socket.makefile("rb") as lines:
             for line in lines:
                 self.inbox.put(json.loads(line))

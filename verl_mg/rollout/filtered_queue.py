@@ -1,4 +1,4 @@
-"""Work queue of a call that returns groups whose scores a filter keeps; a rejected group is replaced at once.
+"""Work queue of a call that returns groups whose scores a filter keeps; a rejected group is replaced immediately.
 
     sample complete                 waits for its score on the rank that generated it
     score there, at a `refresh`     score and number of scores of the group ──▶ store
@@ -7,6 +7,11 @@
 
 Candidates are started in order, and a group is replaced only when it is rejected: without extra groups the call returns
 the first groups in the order of the candidates that the filter keeps, whatever the speed of engines and of rewards.
+
+Two groups are needed of the candidates 0, 1 and 2, whose samples are (0, 1), (2, 3), (4, 5); different scores are kept:
+
+    started 0, 1    scores (1, 1): group 0 is rejected, 2 is started;  (0, 1): group 1 is kept
+    started 2       scores (1, 0): group 2 is kept;  done: completion_order {1: 0, 2: 1}, rejected {0}
 """
 
 from __future__ import annotations
@@ -22,7 +27,11 @@ GroupFilter = Callable[[Sequence[float]], bool]
 
 
 class FilteredWorkQueue(StreamingWorkQueue):
-    """Queue of candidates, of which as many are started as are needed after those that were rejected."""
+    """Queue of candidates: one more is started for each that was rejected.
+
+    `candidates` are the missing samples of each group, `samples` the ids of all of its samples. `score_of` returns None
+    while a sample is not scored. `num_extra` groups are started beyond the needed ones.
+    """
 
     def __init__(
         self,
@@ -44,7 +53,7 @@ class FilteredWorkQueue(StreamingWorkQueue):
         self._append_admitted()
 
     def mark_done(self, sample: int) -> None:
-        """Takes a complete sample of this rank, which counts as soon as it is scored."""
+        """Keeps a complete sample of this rank until it is scored; only then it counts."""
         self._unscored.append(sample)
 
     def refresh(self) -> None:
@@ -68,6 +77,7 @@ class FilteredWorkQueue(StreamingWorkQueue):
     def _add_score(self, group: int, sample: int, score: float) -> None:
         key = f"{self._key}/score/{sample}"
         self._used_keys.add(key)
+        # Written before it is counted: the rank that counts the last score reads all of them.
         self._store.set(key, repr(score))
         if self._add(f"scored/{group}", 1) < len(self._samples[group]):
             return
@@ -81,5 +91,6 @@ class FilteredWorkQueue(StreamingWorkQueue):
             self.rejected.add(group)
 
     def _append_admitted(self) -> None:
+        # The order of the candidates is fixed, so all ranks append the same groups, though not at the same time.
         admitted = self._num_groups_needed + self._num_extra + self._num_rejected
         self.append(self._candidates[self.num_admitted : admitted])

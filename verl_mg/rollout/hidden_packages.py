@@ -17,4 +17,4 @@ def hide_training_packages() -> None:
     for name in HIDDEN:
         if sys.modules.get(name) is not None:
             raise RuntimeError(f"{name} is imported already: the engine's packages were imported too early")
-        sys.modules[name] = None  # type: ignore[assignment]
+        sys.modules[name] = None  # type: ignore[assignment]  # Python's import raises for such an entry

@@ -1,5 +1,7 @@
 """Passes tensors to another process of the machine as one memory handle; messages contain no values.
 
+    rank: Staging(shards) --> tensors are filled --> payload() ==base64 text==> engine: open_payload --> named_views
+
 The handle is what `torch.multiprocessing` pickles: a name in shared memory on the CPU, a CUDA IPC handle on a GPU. It
 is sent to the engine that this job has started, over a private socket; this side unpickles nothing, and the other side
 (`open_payload`) nothing else.
@@ -32,7 +34,10 @@ ALIGNMENT = 256
 
 
 class Staging:
-    """Memory in which a rank assembles the shards of an engine's rank."""
+    """Memory in which a rank assembles the shards of an engine's rank; padding is zero, other values are undefined.
+
+    Chunks of an update pass the same `min_bytes`, since torch's allocator gives memory of the same size again.
+    """
 
     def __init__(
         self,
@@ -58,7 +63,8 @@ class Staging:
 
 
 def shared_memory(size: int, device: torch.device) -> Tensor:
-    """Allocates memory that another process can open."""
+    """Allocates memory that another process can open, (size,) uint8 with undefined values."""
+    # A process that opens expandable segments needs a system call that containers refuse.
     with without_expandable_segments() if device.type == "cuda" else nullcontext():
         memory = torch.empty(size, dtype=torch.uint8, device=device)
     if device.type == "cpu":
@@ -76,13 +82,16 @@ def payload_of(places: str, memory: Tensor) -> str:
 
 
 def open_payload(payload: str, device: torch.device) -> tuple[str, Tensor]:
-    """Opens the memory of a payload in another process; called there."""
+    """Opens the memory of a payload in another process, and returns the arguments of `named_views`; called there.
+
+    `device` is the memory's device under its index in that process.
+    """
     places, memory = _HandleUnpickler(io.BytesIO(base64.b64decode(payload)), device).load()
     return places, memory
 
 
 class _HandleUnpickler(pickle.Unpickler):
-    """Unpickles a handle and nothing else."""
+    """Unpickles a handle and nothing else: pickles name the functions that they call."""
 
     GLOBALS: Mapping[tuple[str, str], Any] = {
         (kind.__module__, kind.__name__): kind
@@ -115,13 +124,18 @@ class _HandleUnpickler(pickle.Unpickler):
             raise pickle.UnpicklingError(f"{module}.{name} is no part of a handle") from None
 
     def _rebuild_on_device(self, *arguments: Any) -> Tensor:
+        # The handle has the device's index in the process that made it, which may see other devices.
         at = self.DEVICE_ARGUMENT
         rebuild: Callable[..., Tensor] = reductions.rebuild_cuda_tensor
         return rebuild(*arguments[:at], self._device.index, *arguments[at + 1 :])
 
 
 def named_views(places: str, memory: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, view of the memory) of each tensor."""
+    """Yields (name, view of the memory) of each tensor.
+
+    `places` is a JSON list of (name, dtype, shape, offset in bytes). Tensors a (2, 3) in float32 and b (4,) in bfloat16
+    need 264 bytes: [["a", "float32", [2, 3], 0], ["b", "bfloat16", [4], 256]].
+    """
     for name, dtype_name, shape, start in json.loads(places):
         dtype = getattr(torch, dtype_name)
         yield name, memory[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
@@ -133,7 +147,7 @@ def staging_bytes(shards: Mapping[str, Shard], dtypes: Mapping[str, torch.dtype]
 
 
 def _places(shards: Mapping[str, Shard], dtypes: Mapping[str, torch.dtype]) -> tuple[str, int]:
-    """Returns the argument `places` of `named_views` for tensors one behind the other, and the bytes of all."""
+    """Returns the argument `places` of `named_views` for tensors one after the other, and the bytes of all."""
     places, end = [], 0
     for name, shard in shards.items():
         start = -(-end // ALIGNMENT) * ALIGNMENT

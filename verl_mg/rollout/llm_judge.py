@@ -44,8 +44,12 @@ class LLMJudge:
     Its parts are "judged" (whether the text has a verdict, 0.0 or 1.0; without one the reward is 0) and "verdict".
 
     The model is that of an SGLang server at `url`, or the Hugging Face directory `model`, for which this rank builds
-    an engine. With both, the server generates, and the tokenizer of `model` applies the chat template; a server alone
-    receives plain text. A question that does not fit into the model's context with `max_new_tokens` gets no verdict.
+    an engine. With both, the server generates, and the tokenizer of `model` applies the chat template; with only `url`
+    it receives plain text. A question that does not fit into the model's context with `max_new_tokens` gets no verdict.
+
+    `template` contains {response}, and optionally {prompt} and {answer}; the first group of `pattern` is the verdict, a
+    number. The engine answers `batch_size` questions together; the others of a batch can decide a near tie between two
+    tokens, which batch_size=1 excludes. `timeout`, `retries` and `headers` are as in `JsonService`.
     """
 
     def __init__(
@@ -84,7 +88,7 @@ class LLMJudge:
         elif model is not None:
             target = torch.device(device) if device else current_device()
             self._engine = HFEngine(model, target, getattr(torch, dtype), max_running_requests=batch_size)
-            self._engine_lock = threading.Lock()
+            self._engine_lock = threading.Lock()  # `score_many` generates in a thread for each call
             self.batch_size, self.parallel = batch_size, 1
         else:
             raise UserError(

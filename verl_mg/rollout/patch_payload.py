@@ -1,6 +1,8 @@
 """Passes changes of parameters to another process of the machine, which applies them and reports in the same memory.
 
-memory    one int64 for each patch: 0, then APPLIED or REFUSED; behind them the codes of the patches
+    memory    one int64 for each patch: 0, then APPLIED or REFUSED; then the codes of the patches
+
+Two patches with codes of 40 and 24 bytes: reports in bytes 0 to 15, codes in 16 to 55 and in 56 to 79.
 """
 
 from __future__ import annotations
@@ -45,11 +47,12 @@ class PatchStaging:
     def intact(self) -> bool:
         """Returns whether all patches gave the values of their senders; waits for the other process."""
         deadline = time.monotonic() + REPORT_SECONDS
+        # The answer of the engine is not enough: its other pipeline stages may still be applying patches.
         while time.monotonic() < deadline:
             reports = self._reports.cpu()
             if bool((reports != 0).all()):
                 return bool((reports == APPLIED).all())
-            time.sleep(0.001)  # SGLang answers when its first pipeline stage has applied its patches
+            time.sleep(0.001)
         return False
 
 

@@ -1,4 +1,4 @@
-"""Ports of the engines on a machine: a block of its own for each engine of each job."""
+"""Ports of the engines on a machine: a separate block for each engine of each job."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ BLOCK_SIZE = 32
 class PortBlock:
     """Consecutive free ports that are in no other block on this machine, whichever job it belongs to.
 
-    Blocks have fixed positions. The first port of a block is bound as long as the block is in use, and only one process
-    can bind it. To look for free ports alone would not do: SGLang's processes bind theirs only seconds later, when
-    another engine may have found the same ones.
+    Blocks have fixed positions. The first port of a block, such as 12000, is bound as long as the block is in use; the
+    others, 12001 to 12031, are for the engine. UserError where no block is free.
     """
 
     def __init__(self) -> None:
+        # Only one process can bind the first port. A search for free ports would not be enough: SGLang's processes bind
+        # theirs seconds later, when another engine may have found the same ones.
         for first in PORTS[::BLOCK_SIZE]:
             self.ports = range(first + 1, first + BLOCK_SIZE)
             with suppress(OSError):

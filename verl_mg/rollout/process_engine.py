@@ -1,4 +1,23 @@
-"""Engine in a process of its own, which this rank starts or finds: requests, weights, memory and restart."""
+"""Engine in a separate process, which this rank starts or finds: requests, weights, memory and restart.
+
+    rank's process                                      engine's process, which leads a session and a process group
+    +--------------------------------------+            +----------------------------------------------------+
+    | calling thread: ProcessEngine        |   socket   | main thread: event loop of EngineHost              |
+    |   EngineProcess.send --------------- | -- pair -> |   _serve_rank --> a task for each message          |
+    |   inbox <-- thread "engine-messages" | <- lines - |   samples, answers to calls                        |
+    | pidfd: end of the engine's process   |   of JSON  |   SGLang's tokenizer manager, or vLLM's AsyncLLM   |
+    | PortBlock: a bound port ------------ | inherited> |   keeps the block of ports reserved                |
+    | Staging: shared memory ------------- | by name -> | child processes of the engine: schedulers, workers |
+    +--------------------------------------+            | with a launcher: EngineListener, for the next rank,|
+                                                        |   and a connection that ends with the launcher     |
+                                                        +----------------------------------------------------+
+
+    bare (version -1) --loads of all weights--> ready --pause--> paused --loads, unpause--> ready
+    ready --sleep of the weights--> asleep --wake--> bare
+    ready --the process ends--> dead: methods raise `EngineDiedError` --restart--> bare --weights, resume--> ready
+
+A rank that finds the engine of an earlier one gets its version and what is asleep with the first message.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +43,7 @@ from verl_mg.rollout.request_tracker import EngineLimits, RequestTracker
 
 START_SECONDS = 1800.0
 CALL_SECONDS = 600.0
+"""Time limits of the start of an engine, and of a call."""
 IDLE_SECONDS = 60.0
 """Time limit of an engine for ending its requests when they are aborted."""
 
@@ -53,7 +73,6 @@ class EngineSettings:
     sleeps: bool = True
     """Whether the engine can release its memory, which costs some speed; on GPUs."""
     seed: int = 0
-    """Seed of the engine."""
     routed_experts: bool = False
     """Whether samples contain the experts of each token."""
     deterministic: bool = False
@@ -61,7 +80,7 @@ class EngineSettings:
     reads_text: bool = False
     """Whether the engine has the tokenizer, to end responses at stop strings."""
     adapters: AdapterSettings | None = None
-    """Adapters that the engine receives; None: it has weights alone."""
+    """Adapters that the engine receives; None: it has only weights."""
     python: Path | None = None
     """Interpreter of the engine's process; None: this process's."""
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -69,10 +88,11 @@ class EngineSettings:
 
 
 class ProcessEngine(RequestTracker):
-    """An engine in a separate process, started by this rank; subclasses say what the process runs.
+    """An engine in a separate process, started by this rank or by an earlier one; subclasses define what it runs.
 
-    When the process ends unexpectedly, methods raise `EngineDiedError`; then call `restart`, send the weights, and
-    call `resume`.
+    It starts with the object, UserError where it cannot. With a launcher it outlives this rank, otherwise it ends with
+    the rank. When the process ends unexpectedly, methods raise `EngineDiedError`; then call `restart`, send the
+    weights, and call `resume`.
     """
 
     NAME: ClassVar[str]
@@ -106,7 +126,7 @@ class ProcessEngine(RequestTracker):
 
     @abstractmethod
     def _program(self, ports: Sequence[int], address: str) -> EngineProgram:
-        """Returns what the process runs."""
+        """Returns what the process runs, with the engine's free ports and HOST:PORT at which its processes meet."""
 
     @property
     def version(self) -> int:
@@ -114,6 +134,7 @@ class ProcessEngine(RequestTracker):
         return self._version
 
     def _new_attachment(self, launcher: Launcher) -> EngineAttachment:
+        # The digest must be the same for every start of the program: ports and address differ, so it has fixed ones.
         digest = self._program(range(1, BLOCK_SIZE), "").digest
         return EngineAttachment.of_rank(
             launcher,
@@ -123,7 +144,7 @@ class ProcessEngine(RequestTracker):
         )
 
     def _find(self) -> bool:
-        """Takes over the process that an earlier rank has left; returns whether there is one."""
+        """Adopts the process that an earlier rank has left; returns whether there is one."""
         if self._attachment is None:
             return False
         existing = EngineProcess.find(self.NAME, self._log, self._attachment, START_SECONDS)
@@ -140,7 +161,10 @@ class ProcessEngine(RequestTracker):
         ports = self._ports.ports
         address = self._nodes.publish(ports) if self._nodes else f"127.0.0.1:{ports[1]}"
         self._process = EngineProcess.start(
-            self._program(ports, address), self._log, self._attachment, [self._ports.descriptor]
+            self._program(ports, address),
+            self._log,
+            self._attachment,
+            [self._ports.descriptor],  # a process that outlives this rank keeps its ports reserved
         )
         if self._nodes:
             self._nodes.watch(self._process)
@@ -192,7 +216,10 @@ class ProcessEngine(RequestTracker):
             self._complete(message["sample"], message)
 
     def pause(self, *, keep_cache: bool) -> None:
-        """Stops generation between two tokens, for an update of the weights with requests in flight."""
+        """Stops generation between two tokens, for an update of the weights with requests in flight.
+
+        With `keep_cache` requests continue on keys and values of the old weights; else these are computed again.
+        """
         self._keeps_cache = keep_cache
         self._wait(self._call("pause", keep_cache=keep_cache))
 
@@ -202,10 +229,12 @@ class ProcessEngine(RequestTracker):
         self._keeps_cache = False
 
     def load(self, payloads: Sequence[str], version: int | None) -> int:
-        """Starts copying the tensors of the payloads into the parameters.
+        """Starts copying the tensors of the payloads into the parameters; returns a number for `loaded`.
 
-        No requests may be in flight, unless the engine is paused.
+        There is one payload per rank of the engine, and a version with the last ones of an update. No requests may be
+        in flight, unless the engine is paused.
         """
+        # Keys and values of the old weights must serve no further request, unless the engine is paused to keep them.
         flush = version is not None and not self._keeps_cache
         number = self._call("load", payloads=list(payloads), version=version, flush=flush)
         self._loads[number] = version
@@ -219,17 +248,23 @@ class ProcessEngine(RequestTracker):
             self._version = version
 
     def load_adapters(self, payloads: Sequence[str], version: int, config: Mapping[str, Any]) -> None:
-        """Replaces the adapters with which all further requests are computed; none may be in flight."""
+        """Replaces the adapters with which all further requests are computed; none may be in flight.
+
+        There is one payload, of all whole tensors, for each of `num_adapter_readers`. `config` has PEFT's fields.
+        """
         self._wait(self._call("load_adapters", payloads=list(payloads), version=version, config=dict(config)))
         self._version = version
 
     def sleep(self, *, weights: bool = True, kv: bool = True) -> None:
-        """Releases memory of the engine; requests in flight are aborted."""
+        """Releases memory of the engine; requests in flight are aborted, and the values of released weights are lost.
+
+        EngineDiedError where the engine does not end its requests: it is killed, which releases the memory.
+        """
         parts = _parts(weights, kv) - self._asleep
         if parts:
             try:
                 self._wait(self._call("sleep", **_selection(parts), timeout_s=IDLE_SECONDS))
-            except RuntimeError as error:
+            except RuntimeError as error:  # training needs the memory now, and the end of the process releases it
                 self._version = -1
                 self._running_process.kill()
                 raise EngineDiedError(f"the engine does not end its requests and was killed ({error})") from None
@@ -238,7 +273,7 @@ class ProcessEngine(RequestTracker):
             self._version = -1
 
     def wake(self, *, weights: bool = True, kv: bool = True) -> None:
-        """Allocates released memory again."""
+        """Allocates released memory again; weights are undefined until an update."""
         if parts := _parts(weights, kv) & self._asleep:
             self._wait(self._call("wake", **_selection(parts)))
             self._asleep -= parts
@@ -251,7 +286,7 @@ class ProcessEngine(RequestTracker):
     def _wait(self, number: int) -> None:
         deadline = time.monotonic() + CALL_SECONDS
         process = self._running_process
-        while number not in self._results:
+        while number not in self._results:  # samples, and answers to other calls, arrive before
             try:
                 self._handle(process.inbox.get(timeout=max(0.0, deadline - time.monotonic())))
             except queue.Empty:

@@ -2,8 +2,17 @@
 
 A rank that resumes from a checkpoint sends the requests of the repeated iterations again. One with the same sample, the
 same content and the same version of the weights is the earlier one, whether its result exists or is being generated.
-Each result answers as many requests as it did before, in their order. Weights of versions after the checkpoint are the
-same ones only in a deterministic job; in others their results are dropped.
+Weights of versions after the checkpoint are the same ones only in a deterministic job; in others their results are
+dropped.
+
+    add --> in flight --"stop", "length"--> kept --hand_over--> can be taken once by each further rank --+
+                |                             |                        ^                                 | hand_over
+                | aborted, failed,            | MAX_BYTES of newer     +---------------------------------+
+                | other weights               | results
+                +--------> dropped <----------+
+
+A rank sends a request twice, with the results r1 and r2, and is lost. The next rank gets r1 for the first repetition,
+r2 for the second, and a new result r3 for the third; the rank after it gets r1, r2 and r3.
 """
 
 from __future__ import annotations
@@ -58,12 +67,13 @@ class RequestLedger:
         while waiting:
             generation = waiting.popleft()
             if generation.can_answer:
+                # Last in the order of use: the oldest are dropped first, and the next rank repeats in this order.
                 self._generations[id(generation)] = self._generations.pop(id(generation))
                 return generation
         return None
 
     def hand_over(self) -> None:
-        """Makes the requests so far those of a former rank."""
+        """Makes the results so far available to the next rank, in the order in which they were used."""
         self._generations = {number: kept for number, kept in self._generations.items() if kept.can_answer}
         self._num_bytes = sum(generation.num_bytes for generation in self._generations.values())
         self._repeatable = {}
@@ -80,7 +90,7 @@ class RequestLedger:
         return [g for waiting in self._repeatable.values() for g in waiting if not g.task.done()]
 
     def drop_unfinished(self) -> None:
-        """Drops requests in flight: their further tokens are of other weights."""
+        """Drops requests in flight: their further tokens are from other weights."""
         for generation in self._generations.values():
             generation.can_answer = generation.can_answer and generation.task.done()
 
@@ -88,6 +98,7 @@ class RequestLedger:
         task = generation.task
         if not generation.can_answer:
             return
+        # An aborted result would be repeated as one that was complete.
         if task.cancelled() or task.exception() or task.result().get("finish") not in ("stop", "length"):
             generation.can_answer = False
             return
@@ -101,6 +112,7 @@ class RequestLedger:
 
 def request_key(rid: str, request: dict[str, Any], version: int) -> str:
     """Returns what a repeated request has in common with the first one."""
+    # rid is SAMPLE.NUMBER, and numbers differ between ranks.
     text = json.dumps([rid.partition(".")[0], version, request], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 

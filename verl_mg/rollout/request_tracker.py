@@ -1,4 +1,12 @@
-"""Requests in flight in an engine, whether it is a process of this job or a server."""
+"""Requests in flight in an engine, whether it is a process of this job or a server.
+
+    submit --> running --result--> done --collect--> caller
+                 |  deadline: aborted; its partial sample has the finish "timeout"
+                 |  ABORT_SECONDS later without a result: done, with the tokens that it was submitted with
+                 +--engine lost--> `resume` sends it again under a new id
+
+Results of ids that are no longer in flight are ignored.
+"""
 
 from __future__ import annotations
 
@@ -76,9 +84,7 @@ class _Running:
     """A request in the engine."""
 
     request: Request
-    """The request itself."""
     sampling: Sampling
-    """Sampling parameters of the request."""
     deadline: float
     """Time of `time.monotonic` at which it is aborted."""
     timed_out: bool = False
@@ -88,7 +94,7 @@ class _Running:
 class RequestTracker(RolloutEngine):
     """Keeps the requests in flight; subclasses implement the transport to the engine.
 
-    A request that exceeds its time limit is aborted alone, and its sample has the finish "timeout".
+    `request_timeout` is in seconds. A request that exceeds it is aborted without the others.
     """
 
     def __init__(self, limits: EngineLimits, request_timeout: float) -> None:
@@ -143,7 +149,7 @@ class RequestTracker(RolloutEngine):
 
     @abstractmethod
     def _generate(self, rid: str, request: dict[str, Any]) -> None:
-        """Sends the fields of an `EngineRequest` with the id `rid`; no id is the beginning of another."""
+        """Sends the fields of an `EngineRequest` with the id `rid`."""
 
     @abstractmethod
     def _abort_request(self, rid: str) -> None:
@@ -186,12 +192,15 @@ class RequestTracker(RolloutEngine):
             excluded_token_ids=list(sampling.excluded_token_ids),
             images=[base64.b64encode(image.data).decode() for image in request.context_images],
         )
+        # SGLang aborts every request whose id begins with the given one: the dot keeps sample 1 apart from sample 12.
+        # The number keeps the results of a request apart from its repetitions.
         rid = f"{request.id}.{next(self._numbers)}"
         self._running[rid] = running
         self._generate(rid, asdict(fields))
 
     def _drain(self, deadline: float) -> None:
         """Handles messages until there is a sample, then those that have already arrived."""
+        # Consumes messages; waits until the deadline for the first sample; ends when no message is left.
         while True:
             try:
                 self._receive(0.0 if self._done else max(0.0, deadline - time.monotonic()))
@@ -201,6 +210,7 @@ class RequestTracker(RolloutEngine):
     def _sample(self, running: _Running, result: dict[str, Any]) -> Sample:
         request = running.request
         if "error" in result:
+            # An engine may report an abort of a request that it has not started as an error.
             if "abort" not in result["error"].lower():
                 raise UserError(
                     f"request {request.id}: the engine rejects it ({result['error']}). Shorten it, or see the "
@@ -211,6 +221,7 @@ class RequestTracker(RolloutEngine):
         finish: Finish = result["finish"]
         if finish == "abort" and running.timed_out:
             finish = "timeout"
+        # Tokens outside of all spans have the version of the last update.
         versions = _versions(result["spans"], len(tokens), self._version)
         routed = self._routed(result["routed_experts"])
         return Sample(request.id, tokens, tuple(result["logprobs"]), versions, finish, routed)
@@ -244,7 +255,10 @@ def routed_shape(model: Path) -> tuple[int, int]:
 
 
 def _versions(spans: Sequence[dict[str, Any]], count: int, version: int) -> tuple[int, ...]:
-    """Returns the policy version of each token from an engine's spans."""
+    """Returns the policy version of each token: `version`, except in an engine's spans.
+
+    Four tokens, version 6, and a span {"start": 1, "end": 3, "version": "5"} give (6, 5, 5, 6).
+    """
     versions = [version] * count
     for span in spans:
         versions[span["start"] : span["end"]] = [int(span["version"])] * (span["end"] - span["start"])

@@ -46,7 +46,10 @@ class ScoringServer:
         return cls(key, protocol, model, service)
 
     async def score(self, tokens: Sequence[int], first: int, k: int) -> list[TokenScore]:
-        """Scores the last tokens of a sequence."""
+        """Returns the scores of tokens[first:], where `first` is at least 1, each with the `k` likeliest tokens.
+
+        UserError where the server refuses, or its response has other tokens or too few.
+        """
         if self.protocol == "sglang":
             response = await self.service.post(_sglang_request(tokens, first, k))
             read = _read_sglang
@@ -100,7 +103,7 @@ def _read_openai(response: Any, tokens: Sequence[int], first: int, k: int) -> li
     of_tokens = response["choices"][0]["prompt_logprobs"]
     scores = []
     for token, entries in zip(tokens[first:], of_tokens[first:], strict=True):
-        # Each entry has the k likeliest tokens, and the given one behind them where it is another one.
+        # Each entry has the k likeliest tokens, and the given one in addition where it is not among them.
         pairs = sorted(((float(entry["logprob"]), int(other)) for other, entry in entries.items()), reverse=True)
         scores.append(TokenScore(float(entries[str(token)]["logprob"]), _first(pairs, k)))
     return scores

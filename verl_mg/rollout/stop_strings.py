@@ -1,7 +1,8 @@
 """Stop strings: a response ends with the token that completes one of them, the same on every engine.
 
-An engine that reads text ends generation early by its own rules, of which each engine has others: how many of the last
-tokens it decodes, and how. Where a response ends is decided here alone, by the text of all tokens of a turn.
+An engine that reads text ends generation early by its own rules; engines differ in how many of the last tokens they
+decode, and how. Where a response ends is decided only here, by the text of all tokens of a turn. The tokens
+"a", "b\\n", "\\nc", "d" with the stop string "\\n\\n" end with the third one, which stays whole.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ def num_tokens_to_stop(tokens: Sequence[int], stop: Sequence[str], decode: Decod
 
     if not stop or not contains(len(tokens)):
         return None
+    # Bisection, since a text that contains a string contains it with further tokens too.
     low, high = 1, len(tokens)  # the text of the first `high` tokens contains one
     while low < high:
         middle = (low + high) // 2
@@ -69,6 +71,7 @@ def cut_at_stop(sample: Sample, sampling: Sampling, decode: Decode) -> Sample | 
     count = num_tokens_to_stop(written, sampling.stop, decode)
     if count is None:
         return None
+    # Experts have one entry for each token that was fed, so as many are removed as tokens.
     length, routed = start + count, sample.routed_experts
     return replace(
         sample,
@@ -83,8 +86,8 @@ def cut_at_stop(sample: Sample, sampling: Sampling, decode: Decode) -> Sample | 
 class StopStringEngine(EngineWrapper):
     """Wrapper around an engine whose samples end at stop strings.
 
-    A string may begin before an interruption of its sample. A sample is continued that an engine has ended at a string
-    which is not in the text of all its tokens.
+    A string may begin before an interruption of its sample. A sample that the engine has ended at a string which is not
+    in the text of all its tokens is continued.
     """
 
     def __init__(self, engine: RolloutEngine, decode: Decode) -> None:
@@ -111,7 +114,7 @@ class StopStringEngine(EngineWrapper):
 
     def collect(self, timeout: float) -> list[Sample]:
         """Returns the samples of the engine, each up to its stop string."""
-        samples = self._engine.collect(0.0 if self._done else timeout)
+        samples = self._engine.collect(0.0 if self._done else timeout)  # without the lock: `abort` must not wait for it
         with self._lock:
             for sample in samples:
                 self._process(sample)
@@ -139,6 +142,7 @@ class StopStringEngine(EngineWrapper):
         elif sample.id in self._aborted:
             self._done.append(replace(sample, finish="abort"))
         else:
+            # The engine saw a string that is not in the whole text: continue, and let only the text decide from now on.
             self._requests[sample.id] = (replace(request, partial=sample), sampling)
             self._engine.submit([self._requests[sample.id][0]], replace(sampling, stop=()))
             return

@@ -20,7 +20,16 @@ MAX_SEGMENTS = 1024
 
 @dataclass(frozen=True)
 class Segment:
-    """A context, with replies and observations that continue it without rewriting anything."""
+    """A context, with replies and observations that continue it without rewriting anything.
+
+    Context (1, 2), reply (3, 4), observation (5,) and reply (6,), under version 7 of the weights:
+
+        Segment(tokens=(1, 2, 3, 4, 5, 6), logprobs=(0, 0, -0.1, -0.2, 0, -0.3),
+                policy_versions=(-1, -1, 7, 7, -1, 7), truncated=False)
+
+    An agent that then leaves (3, 4, 5) out of its messages begins another segment, (1, 2, 8, ...), with prefix_of=0 and
+    prefix_length=2.
+    """
 
     tokens: tuple[int, ...]
     """All token ids, from the first one of the context on."""
@@ -75,7 +84,6 @@ class Trajectory:
     segments: tuple[Segment, ...]
     """The sequences, in the order in which they began."""
     turns: tuple[ConversationTurn, ...]
-    """The conversation."""
     reward: Reward | None
     """Reward that the agent returned; None: the reward function of the job scores the sample."""
     log: str = ""

@@ -10,6 +10,16 @@ share a prefix cache; when every group is claimed, it pops what is left of the g
 `StreamingWorkQueue`: a `DynamicWorkQueue` to which groups are appended while engines work.
 `FilteredWorkQueue` (`filtered_queue.py`): a `StreamingWorkQueue` in which rejected groups are replaced by others.
 `StaticWorkQueue`: an engine has its share from the start, which makes a run bitwise repeatable where its engine is.
+
+Counters, each with the key of the call: `claimed` (attempts to claim a group), `popped/G` (samples that engines
+requested of group G, maybe more than it has), `done/G` (its complete samples), `complete` (groups). The number that an
+addition returns is what the engine gets:
+
+    groups (0, 1, 2, 3) and (4, 5, 6, 7), engines A and B
+    A: pop(3) -> [0, 1, 2]       claimed 1: group 0 is A's; popped/0 is 3
+    B: pop(3) -> [4, 5, 6]       claimed 2: group 1 is B's; popped/1 is 3
+    A: pop(3) -> [3, 7]          the rest of its group, then, as no group is left to claim, of B's
+    B: pop(3) -> []
 """
 
 from __future__ import annotations
@@ -43,10 +53,10 @@ class WorkQueue(ABC):
         """Creates this rank's view of the queue.
 
         Args:
-            store: shared by all ranks; holds the counters.
+            store: shared by all ranks; has the counters.
             key: prefix of the counters, unique for each call.
             groups: all samples of the call.
-            num_groups_needed: the call is done when this many groups are complete.
+            num_groups_needed: number of complete groups with which the call is done.
         """
         self._store, self._key, self._groups, self._num_groups_needed = store, key, groups, num_groups_needed
         self._group_of = {i: g for g, group in enumerate(groups) for i in (*group.fresh, *group.partial)}
@@ -76,6 +86,7 @@ class WorkQueue(ABC):
         """Counts a completed sample; KeyError for an id that is not in the queue."""
         group = self._group_of[sample]
         size = self._groups[group].size
+        # The addition that returns the size belongs to the last sample, so a group is counted once.
         if size == 1 or self._add(f"done/{group}", 1) == size:
             self._num_complete = self._add("complete", 1)
             self.completion_order[group] = self._num_complete - 1
@@ -149,16 +160,17 @@ class DynamicWorkQueue(WorkQueue):
         fresh = self._groups[group].fresh
         if self._only_claimer_starts(group):
             return list(fresh), True
-        end = self._add(f"popped/{group}", count)
+        end = self._add(f"popped/{group}", count)  # the samples in front of `end` are this engine's, if they exist
         return list(fresh[end - count : end]), end >= len(fresh)
 
     def _only_claimer_starts(self, group: int) -> bool:
-        """Returns whether the group is its claimer's alone: others help only when all groups are claimed."""
-        return len(self._groups[group].fresh) == 1
+        """Returns whether the engine that claims a group starts all of it: a single sample, which needs no counter."""
+        return len(self._groups[group].fresh) == 1  # others help only when all groups are claimed
 
     def _drop_exhausted(self) -> None:
         """Forgets the groups without a sample left: one request instead of one for each of them from each engine."""
         self._remaining = [group for group in self._remaining if not self._only_claimer_starts(group)]
+        # The store answers when all counters exist: an engine adds to one right after its claim.
         popped = self._read(f"popped/{group}" for group in self._remaining) if self._remaining else []
         pairs = zip(self._remaining, popped, strict=True)
         self._remaining = [group for group, count in pairs if count < len(self._groups[group].fresh)]
@@ -173,7 +185,7 @@ class StreamingWorkQueue(DynamicWorkQueue):
     """Queue to which groups are appended on every rank, in the same order but not at the same time.
 
     An engine that has claimed a group before it is appended waits for it; meanwhile it helps with groups of others.
-    Callers serialize the methods.
+    `is_done` returns true with `num_groups_needed` complete groups. Callers serialize the methods.
     """
 
     def __init__(self, store: Store, key: str, num_groups_needed: int = 0) -> None:
@@ -229,7 +241,10 @@ class StreamingWorkQueue(DynamicWorkQueue):
 
 
 class StaticWorkQueue(WorkQueue):
-    """Queue in which each engine has a fixed, contiguous share of the groups."""
+    """Queue in which each engine has a fixed, contiguous share of the groups.
+
+    Of three groups (0, 1), (2, 3), (4, 5) engine 0 of two has [0, 1], engine 1 has [2, 3, 4, 5].
+    """
 
     def __init__(
         self, store: Store, key: str, groups: Sequence[Group], num_groups_needed: int, engine: int, num_engines: int
@@ -246,6 +261,6 @@ class StaticWorkQueue(WorkQueue):
 
 
 def first_complete_groups(completion_orders: Iterable[dict[int, int]], count: int) -> list[int]:
-    """Returns the first `count` groups to be complete, sorted by number."""
+    """Returns the first `count` groups to be complete, sorted by number, from the `completion_order` of every rank."""
     order = {group: place for completion in completion_orders for group, place in completion.items()}
     return sorted(sorted(order, key=lambda group: order[group])[:count])

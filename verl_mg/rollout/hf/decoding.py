@@ -1,6 +1,10 @@
 """The decoding loop over a `transformers` module: one batch of prompts, from prefill to the last token.
 
-Three parts: the loop (`decode`), drawing the next token (`draw_tokens`), and a key-value cache that grows in place.
+    _prefill (each distinct prompt once) --> logits --> draw_tokens --> rows end: stop token, limit, stop string
+                                               ^                          |  a quarter of the batch has ended: these
+                                               +------- _forward <--------+  rows leave the batch and the cache
+
+The key-value cache grows in place (`PreallocatedLayer`). The loop ends with the last row, or by an abort after a token.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +37,10 @@ class Completions:
 
 
 class TextEnd:
-    """Watches the text of rows for stop strings, in the last tokens of each."""
+    """Watches the text of rows for stop strings, in the last tokens of each.
+
+    `turns` has the tokens of each row's partial sample in which a string may begin.
+    """
 
     def __init__(self, stop: Sequence[str], decode: Decode, turns: Sequence[tuple[int, ...]]) -> None:
         self._stop, self._decode, self._tokens = stop, decode, [list(turn) for turn in turns]
@@ -43,7 +50,7 @@ class TextEnd:
         self._window = max(len(string.encode()) for string in stop) + 4
 
     def reached(self, index: torch.Tensor, tokens: torch.Tensor, running: torch.Tensor) -> torch.Tensor:
-        """Adds a token to each row, and returns which rows have a stop string now, (r,) bool."""
+        """Adds a token to each of the r rows `index`, and returns which have a stop string now, (r,) bool."""
         drawn = zip(index.tolist(), tokens.tolist(), running.tolist(), strict=True)
         self.ended |= {row for row, token, active in drawn if active and self._ends(row, token)}
         return torch.tensor([row in self.ended for row in index.tolist()], device=tokens.device)
@@ -51,6 +58,7 @@ class TextEnd:
     def _ends(self, row: int, token: int) -> bool:
         written = self._tokens[row]
         written.append(token)
+        # The window is a cheap test for each token; the whole text decides, as everywhere.
         text = self._decode(written[-self._window :])
         return any(string in text for string in self._stop) and bool(
             num_tokens_to_stop(written, self._stop, self._decode)
@@ -88,7 +96,11 @@ def decode(
     vision: VisionPrefill | None = None,
     text_end: TextEnd | None = None,
 ) -> Completions:
-    """Continues n prompts, each by up to its own limit of tokens, of which T is the largest."""
+    """Continues n prompts, each by up to its limit of tokens, of which T is the largest.
+
+    `uniforms` (n, T) are in [0, 1): entry t of a row draws its t-th token. `aborted` is called after every token. The
+    limit in `sampling` is not used. Without `images` no prompt has any; they need `vision`.
+    """
     device = module.device
     steps = max(limits)
     stops = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=device)
@@ -111,9 +123,10 @@ def decode(
         if text_end:
             rows.running &= ~text_end.reached(rows.index, tokens, rows.running)
 
-        running = int(rows.running.sum())
+        running = int(rows.running.sum())  # waits for the device, once for each token
         if running == 0 or step + 1 == steps or aborted():
             break
+        # Rows that have ended stay in the batch until then; what they draw is after their length.
         if running <= (1 - SHARE_DONE_BEFORE_COMPACTION) * len(tokens):
             keep = rows.running.nonzero().squeeze(1)
             rows.select(keep)
@@ -135,9 +148,12 @@ def _prefill(
     vision: VisionPrefill | None,
 ) -> tuple[torch.Tensor, _Rows]:
     """Runs every distinct prompt once, left-padded, and copies its cache row to all rows with this prompt and images.
+
+    Returns the logits of the next token, (n, V), and the n rows.
     """
     steps = max(limits)
     keys = list(zip(prompts, images, strict=True))
+    # The samples of a group have the same prompt.
     row_of = {key: row for row, key in enumerate(dict.fromkeys(keys))}
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt, _ in row_of])
@@ -187,12 +203,17 @@ def _forward(
 
 
 def uniforms(seed: int, n: int) -> torch.Tensor:
-    """Returns n random numbers that depend only on `seed`; entry t draws the t-th token."""
+    """Returns n random numbers in [0, 1) that depend only on `seed`, on the CPU; entry t draws the t-th token."""
     return torch.rand(n, generator=torch.Generator().manual_seed(seed))
 
 
 def draw_tokens(logits: torch.Tensor, uniforms: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws one token per row by inverting its cumulative distribution at the row's uniform number."""
+    """Draws one token per row by inverting its cumulative distribution at the row's uniform number.
+
+    From logits (n, V) and uniforms (n,), returns tokens (n,) int64 and their log-probs (n,) float32 in nats under the
+    full temperature-scaled distribution: top-k, top-p, min-p and exclusion restrict the draw and do not renormalise it.
+    """
+    # With given uniforms a sample depends only on its seed, and not on the other rows or on the device's generator.
     scores = logits.float()
     if sampling.temperature > 0:
         scores = scores / sampling.temperature
@@ -201,6 +222,7 @@ def draw_tokens(logits: torch.Tensor, uniforms: torch.Tensor, sampling: Sampling
     total = weights.sum(dim=-1, keepdim=True)
     if sampling.excluded_token_ids:
         excluded = torch.tensor(sampling.excluded_token_ids, device=scores.device)
+        # After `total`: training computes log-probs under the full distribution, and so they are here.
         weights = weights.index_fill(-1, excluded, 0.0)
         best = scores.index_fill(-1, excluded, -torch.inf).argmax(dim=-1, keepdim=True)
     tokens = best if sampling.temperature == 0 else _draw(weights, total, best, uniforms[:, None], sampling)
@@ -251,7 +273,7 @@ class PreallocatedLayer(DynamicLayer):
     value_buffer: torch.Tensor
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Starts without columns, in the dtype and on the device of the states."""
+        """Starts without columns, in the dtype and on the device of the states (rows, heads, new, dim)."""
         super().lazy_initialization(key_states, value_states)
         self._keep(key_states[:, :, :0], value_states[:, :, :0], length=0)
 
@@ -263,7 +285,7 @@ class PreallocatedLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         start = self.get_seq_length()
         end = start + key_states.shape[-2]
-        if end > self.key_buffer.shape[-2]:
+        if end > self.key_buffer.shape[-2]:  # by half of what is needed, so few tokens copy the cache
             self.key_buffer = _grown(self.key_buffer[:, :, :start], end)
             self.value_buffer = _grown(self.value_buffer[:, :, :start], end)
         self.key_buffer[:, :, start:end] = key_states
@@ -291,7 +313,7 @@ def preallocated_cache(config: PreTrainedConfig) -> DynamicCache:
 
 
 def select_rows(cache: DynamicCache, rows: torch.Tensor) -> None:
-    """Replaces the rows of a cache by a selection of them."""
+    """Replaces the rows of a cache by a selection of them, (r,) int64 indices that may repeat."""
     cache.reorder_cache(rows)  # type: ignore[arg-type]  # annotated LongTensor, which no tensor function returns
 
 

@@ -20,7 +20,12 @@ from verl_mg.rollout.stop_strings import Decode, last_turn_start
 
 
 class HFEngine(RolloutEngine):
-    """Rollout engine that decodes batches with a `transformers` model."""
+    """Rollout engine that decodes batches with a `transformers` model.
+
+    `model` is a directory with config.json and safetensors, or a configuration, which has no weights. Without
+    `load_weights` weights are undefined until the first update. `processor` is needed for requests with images,
+    `decode_text` (tokens to text) for responses that end at stop strings.
+    """
 
     def __init__(
         self,
@@ -49,7 +54,7 @@ class HFEngine(RolloutEngine):
         self._max_batch = max_running_requests
         self._defined = load_weights
         self._updating = False
-        self._abort = threading.Event()
+        self._abort = threading.Event()  # set in any thread, read after each token
         self._waiting: list[tuple[Request, Sampling]] = []
 
     def num_free_slots(self) -> int:
@@ -62,12 +67,15 @@ class HFEngine(RolloutEngine):
             raise RuntimeError("the engine has no weights: finish an update first")
         for request in requests:
             self._check(request, sampling)
-        if not self._waiting:
+        if not self._waiting:  # else the abort is meant for requests that still wait
             self._abort.clear()
         self._waiting += [(request, sampling) for request in requests]
 
     def collect(self, timeout: float) -> list[Sample]:
-        """Decodes one batch to its end, and returns its samples; `timeout` is ignored."""
+        """Decodes one batch to its end, and returns its samples; `timeout` is ignored.
+
+        A batch has only requests whose tokens are drawn in the same way; the others wait for the next call.
+        """
         if not self._waiting:
             return []
         # Neighbours in this order have equal prompts, which share a prefill, or little padding between them.
@@ -83,7 +91,11 @@ class HFEngine(RolloutEngine):
         self._updating = True
 
     def parameters(self, transposed: Collection[str] = ()) -> dict[str, torch.Tensor]:
-        """Returns the tensors of the module by name, persistent buffers included; a tied head is not listed."""
+        """Returns the tensors of the module by name, persistent buffers included; a tied head is not listed.
+
+        Matrices in `transposed` are returned as transposed views: the module has them in another orientation than the
+        weight table, see `ModelTable`.
+        """
         tensors: dict[str, torch.Tensor] = {}
         for name, tensor in self.module.state_dict(keep_vars=True).items():
             if all(tensor is not other for other in tensors.values()):
@@ -141,7 +153,8 @@ class HFEngine(RolloutEngine):
         draws = torch.zeros(len(running), max(limits[i] for i in running))
         for row, i in enumerate(running):
             request, sampling = batch[i]
-            # A resumed sample draws the tokens that it would have drawn without the interruption.
+            # A resumed sample draws the tokens that it would have drawn without the interruption: its numbers are the
+            # last ones of the whole sample.
             draws[row, : limits[i]] = uniforms(request.seed, sampling.max_new_tokens)[-limits[i] :]
         text_end = self._text_end([batch[i] for i in running])
         completions = decode(
@@ -222,7 +235,7 @@ def _load(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _allocate(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Builds the module with undefined weights, and ties weights, which normally the initialisation does."""
+    """Builds the module with undefined weights, and ties weights, which otherwise the initialisation does."""
     with no_init_weights():
         module: PreTrainedModel = _auto_class(config).from_config(
             config, dtype=dtype, attn_implementation=_attention(config)
@@ -232,7 +245,6 @@ def _allocate(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _auto_class(config: PreTrainedConfig) -> Any:
-    """Returns the class of `transformers` that makes the model."""
     return AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
 
 

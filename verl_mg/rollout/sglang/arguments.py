@@ -89,7 +89,7 @@ def engine_arguments(model: Path, settings: EngineSettings) -> dict[str, Any]:
     layout = settings.layout
     common: dict[str, Any] = {
         "model_path": str(model),
-        "load_format": "dummy",
+        "load_format": "dummy",  # random weights, without a read of the directory
         "custom_weight_loader": [LOADER],
         "dtype": str(settings.dtype).removeprefix("torch."),
         "tp_size": layout.tp,
@@ -117,7 +117,7 @@ def engine_arguments(model: Path, settings: EngineSettings) -> dict[str, Any]:
             "enable_lora": True,
             "max_lora_rank": settings.adapters.rank,
             "lora_target_modules": list(settings.adapters.targets),
-            "max_loras_per_batch": 2,  # none, and the policy's
+            "max_loras_per_batch": 2,  # no adapter counts as one of them, the policy's is the other
         }
     if _model_type(model) == "gpt_oss":
         common["moe_runner_backend"] = "triton"  # others have its experts transposed, or in another order
@@ -165,7 +165,10 @@ def check_on_cpu(config: HFConfig, model: ModelDims, layout: EngineLayout) -> No
 
 
 def check_on_gpus(config: HFConfig, dtype: str, extra: Mapping[str, Any]) -> None:
-    """Checks that SGLang has kernels for the model and the dtype on GPUs."""
+    """Checks that SGLang has kernels for the model and the dtype on GPUs; `extra` is `rollout.sglang`.
+
+    Refused is also what is not known to work.
+    """
     if dtype != "float32" or not torch.cuda.is_available():
         return
     names = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
@@ -191,7 +194,10 @@ def check_on_gpus(config: HFConfig, dtype: str, extra: Mapping[str, Any]) -> Non
 
 
 def port_arguments(ports: Sequence[int], address: str) -> dict[str, Any]:
-    """Returns the keyword arguments of `sglang.Engine` from which it derives its fixed ports."""
+    """Returns the keyword arguments of `sglang.Engine` from which it derives its fixed ports.
+
+    `address` is HOST:PORT at which the processes of the engine meet.
+    """
     return {"nccl_port": ports[0], "dist_init_addr": address}
 
 
@@ -204,6 +210,7 @@ def environment(settings: EngineSettings) -> dict[str, str]:
         inherited["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"  # else `sglang.Engine` would not return on this node
     if torch.cuda.is_available():
         return _variables_on_gpus(settings) | inherited | OF_ALL_ENGINES
+    # A core for each rank of the engine: SGLang's own binding needs a NUMA node for each.
     cores = sorted(os.sched_getaffinity(0))
     binding = "|".join(str(cores[rank % len(cores)]) for rank in range(settings.layout.ranks))
     return inherited | ON_CPU | OF_ALL_ENGINES | {"SGLANG_CPU_OMP_THREADS_BIND": binding}

@@ -57,9 +57,9 @@ class SGLangEngine(ProcessEngine):
 def sglang_program(
     arguments: dict[str, Any], settings: EngineSettings, ports: Sequence[int], address: str
 ) -> EngineProgram:
-    """Returns the program of an engine, or of its part on one node."""
+    """Returns the program of an engine, or of its part on one node, whose parts meet at `address`, HOST:PORT."""
     python = str(settings.python or sys.executable)
-    arguments = port_arguments(ports, address) | arguments
+    arguments = port_arguments(ports, address) | arguments  # the user's take precedence
     return EngineProgram(SGLangEngine.NAME, python, HOST, arguments, environment(settings))
 
 

@@ -67,13 +67,14 @@ def apply_folder(model: Any, request: FolderRequest, rank: int) -> None:
         path = request.report_path(rank)
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(asdict(report)))
-        os.replace(partial, path)
+        os.replace(partial, path)  # the job, which polls for the report, never sees a part of it
     except OSError:
         log.exception("verl_mg: no report can be written")  # the job waits for it, and then sends all values
 
 
 def _apply(parameters: dict[str, Tensor], folder: Path, member: str) -> FolderReport:
     here, intact, bytes_read = next(iter(parameters.values())).device, True, 0
+    # All dtypes are checked before the first change: a refused update leaves the weights as they were.
     files = [ChangesFile(path, member) for path in sorted(folder.glob("*.safetensors"))]
     for file in files:
         for name, dtype in file.dtypes.items():

@@ -24,7 +24,7 @@ from verl_mg.rollout.sglang.requests import load_counts, parse_response, request
 from verl_mg.rollout.sglang.weight_loader import LOADER, merge_stages, pickled_by_value
 
 TARGET, DRAFT = "target", "draft"
-"""Models of SGLang that updates are of: the policy, and a draft model where it is a layer of the same checkpoint."""
+"""Models of SGLang that an update fills: the policy, and a draft model where it is a layer of the same checkpoint."""
 ALL = "all"
 """Both of them."""
 CHECK_SECONDS = 1.0
@@ -68,13 +68,14 @@ class SGLangHost(EngineHost):
         from sglang.srt.managers.io_struct import EndWeightUpdateReqInput, UpdateWeightsFromTensorReqInput
 
         if not self._in_session:
-            # Alone: schedulers drop complete requests in the step after, and refuse to flush a cache that has any.
+            # Awaited: schedulers drop complete requests in the step after, and refuse to flush a cache that has any.
             await self._begin_update()
             self._in_session = True
         is_last = version is not None
         # Not by the manager's methods, which wait for a response before they send the next request.
         sent = []
         for model in self._models:
+            # Payloads are in the order of pp_rank * tp + tp_rank: every tp-th one is of the same tensor-parallel rank.
             by_rank = [payloads[rank :: self._tp] for rank in range(self._tp)]
             load = UpdateWeightsFromTensorReqInput(
                 serialized_named_tensors=[merge_stages(stages, is_last, model == DRAFT) for stages in by_rank],
@@ -110,6 +111,7 @@ class SGLangHost(EngineHost):
             serialized_named_tensors=[serialized] * self._tp,
         )
         previous, self._adapters = self._adapters, name
+        # Only now: until the new name was set, requests used the previous one.
         if previous:
             await self._change_adapters("unload_lora_adapter", "UnloadLoRAAdapterReqInput", lora_name=previous)
         # What is cached for the old name is never read again.
@@ -143,6 +145,7 @@ class SGLangHost(EngineHost):
         """Pauses the schedulers, and puts running requests back into their queue unless the cache is kept."""
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
+        # After "retract" keys and values are computed again: log-probs of later tokens are exactly of the new weights.
         mode = "in_place" if keep_cache else "retract"
         await self._manager.pause_generation(PauseGenerationReqInput(mode=mode))
 
@@ -166,6 +169,7 @@ class SGLangHost(EngineHost):
     async def _observe_load(self) -> None:
         """Reads the load while requests run, from memory that the schedulers share anyway: they are not asked."""
         reader = self._manager.load_snapshot_reader
+        # Wakes every LOAD_SECONDS and ends with the event loop.
         while True:
             await asyncio.sleep(LOAD_SECONDS)
             if self.open_requests:
@@ -174,6 +178,7 @@ class SGLangHost(EngineHost):
     async def _end_with_schedulers(self) -> None:
         import psutil
 
+        # Polls the schedulers; ends this process with the first one, by which the leading rank restarts the engine.
         schedulers = [psutil.Process(pid) for pid in self._engine.get_all_child_pids()]
         while all(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in schedulers):
             await asyncio.sleep(CHECK_SECONDS)
@@ -188,7 +193,8 @@ class SGLangHost(EngineHost):
     async def _become_idle(self) -> None:
         """Aborts all requests and waits until the schedulers have nothing left to do."""
         await self.abort_until_sent(None)
-        # Each message wakes a scheduler that sleeps while it is idle: a flush that waits inside would take its second.
+        # Polls by messages: each wakes a scheduler that sleeps while it is idle; a flush that waits inside SGLang would
+        # take as long as its sleep.
         while not (await self._manager.flush_cache()).success:
             await asyncio.sleep(IDLE_RETRY_SECONDS)
 
@@ -217,11 +223,12 @@ def _check(result: tuple[bool, str]) -> None:
 def _by_value(payload: str) -> str:
     """Returns the tensors of a payload as SGLang reads them."""
     tensors = dict(named_views(*open_payload(payload, torch.device("cpu"))))
+    # A handle can be opened once, and all tensor-parallel ranks read these tensors; adapters are small.
     return pickled_by_value({name: view.clone() for name, view in tensors.items()})
 
 
 def _tags(weights: bool, kv: bool) -> list[str]:
-    """Returns SGLang's names of what is selected; its graphs are only needed together with the cache."""
+    """Returns SGLang's names of the selected parts; its graphs are only needed together with the cache."""
     return [tag for tag, selected in (("cuda_graph", kv), ("kv_cache", kv), ("weights", weights)) if selected]
 
 

@@ -36,13 +36,16 @@ def keep_order(model: Any) -> None:
 
 
 def write_marlin(layer: Any, name: str, shard: Tensor) -> None:
-    """Rearranges a shard and writes it into the parameter of a layer that SGLang has processed."""
+    """Rearranges a shard and writes it into the parameter of a layer that SGLang has processed.
+
+    Shards are (rows, columns / 8) int32 of packed values, or (rows, columns / group) scales.
+    """
     from sglang.srt.layers.quantization.compressed_tensors.schemes import compressed_tensors_wNa16
     from sglang.srt.layers.quantization.marlin_utils import marlin_permute_scales
 
     form, attribute = layer.scheme.kernel_config, name.rpartition(".")[2]
     columns, rows = form.partition_weight_shape
-    turned = shard.t().contiguous()
+    turned = shard.t().contiguous()  # in GPTQ's orientation, which both functions take
     if attribute == layer.scheme.w_q_name:
         bits = form.weight_type.size_bits
         arranged = compressed_tensors_wNa16.gptq_marlin_repack(
@@ -50,4 +53,4 @@ def write_marlin(layer: Any, name: str, shard: Tensor) -> None:
         )
     else:
         arranged = marlin_permute_scales(turned, size_k=columns, size_n=rows, group_size=form.group_size)
-    getattr(layer, attribute).data.copy_(arranged)
+    getattr(layer, attribute).data.copy_(arranged)  # the same memory, of which graphs have the address

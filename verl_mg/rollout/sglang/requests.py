@@ -20,7 +20,7 @@ def request_fields(request: dict[str, Any]) -> dict[str, Any]:
         "max_new_tokens": request["max_new_tokens"],
         "temperature": request["temperature"],
         "top_p": request["top_p"],
-        "top_k": request["top_k"] or -1,
+        "top_k": request["top_k"] or -1,  # SGLang's number for no limit
         "min_p": request["min_p"],
         "stop_token_ids": request["stop_token_ids"],
         # SGLang also stops at the model's end of sequence, unless it is to ignore all stop tokens.
@@ -28,6 +28,7 @@ def request_fields(request: dict[str, Any]) -> dict[str, Any]:
         "skip_special_tokens": False,
     }
     if request["stop"]:
+        # The tokens of the string are part of the response, which is trained.
         parameters |= {"stop": request["stop"], "no_stop_trim": True}
     if request["excluded_token_ids"]:
         parameters["logit_bias"] = {str(token): EXCLUDED for token in request["excluded_token_ids"]}
@@ -43,7 +44,8 @@ def image_fields(request: dict[str, Any], processor: ImageProcessor) -> dict[str
     """Returns the arguments of a server's `generate` for the images of a request."""
     images = tuple(Image(base64.b64decode(text)) for text in request["images"])
     return {
-        # SGLang expands the placeholders again, and leaves all other tokens as they are.
+        # SGLang expands the placeholders again, and leaves all other tokens as they are. JSON has no tensors: a server
+        # gets files, an engine pixels.
         "input_ids": processor.unexpanded(request["tokens"], images),
         "image_data": [image.data_url for image in images],
     }
@@ -63,7 +65,7 @@ def parse_response(response: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_counts(loads: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Returns the counts of an observation of an engine's load; {} without any."""
+    """Returns the counts of an observation, from the load of each data-parallel scheduler; {} without any."""
     names = ("num_running_reqs", "num_waiting_reqs", "num_used_tokens", "max_total_num_tokens")
     return observed_load(*(sum(load[name] for load in loads) for name in names)) if loads else {}
 

@@ -4,6 +4,16 @@ A server is started with `--custom-weight-loader verl_mg.rollout.sglang.shard_re
 can be imported. A request of SGLang's own `/update_weights_from_tensor` then contains a `ShardRequest` instead of
 weights: where the job's store is. Each rank reads its schedule there, joins a process group with the ranks of the job,
 and receives its boxes in place. It reports in the store, since an exception here would end SGLang's schedulers.
+
+    job: schedules, address of the store --> POST /update_weights_from_tensor --> receive_shards in each scheduler
+    schedules/RANK   written by the job       read in `_join`, with the members of the group
+    arrived/RANK     written by the rank      the job sets `go` when all have arrived
+    report/N/RANK    written by the rank      read by the job after transfer N
+    abort/N          written by the job       read by the thread of `AbortWatch`, and in `_join`
+
+SGLang's own interfaces do not serve: `init_weights_update_group` gives all pipeline stages the same rank and has only
+broadcasts, and its remote instances send between servers. Nor can this one serve pipeline stages: SGLang calls the
+second stage when the first is done.
 """
 
 from __future__ import annotations
@@ -102,7 +112,7 @@ GO_KEY = "go"
 
 
 def report_key(number: int, rank: int) -> str:
-    """Returns the key of the store with a rank's report of a transfer."""
+    """Returns the key of the store with the report of a rank of the group about transfer `number`."""
     return f"report/{number}/{rank}"
 
 
@@ -127,6 +137,7 @@ class AbortWatch:
         self._thread.join()
 
     def _watch(self) -> None:
+        # Polls the store; ends with the transfer, or after it has aborted the group, by which the transfer raises.
         while not self._done.wait(ABORT_POLL_SECONDS):
             try:
                 aborted = self._store.check([self._key])
@@ -195,9 +206,12 @@ class ShardReceiver:
         self._schedules = unpack_schedules(packed)
         _check(parameters, described["dtypes"], described["exact"])
         with torch.no_grad():
+            # No transfer writes padding, which may have any values so far.
             for name, boxes in described["padding"].items():
                 for box in boxes:
                     parameters[name][slices(box)] = 0
+        # A member that is gone would block the others in the creation of the group: it begins when all have arrived.
+        # Polls for `go`, or for the abort of the transfer.
         self._store.set(arrival_key(rank), "")
         while not self._store.check([GO_KEY]):
             if self._store.check([abort_key(request.number)]):
@@ -208,6 +222,7 @@ class ShardReceiver:
             self._store, request.group, rank, described["ranks"], described["backend"], timeout
         )
         self._name = request.group
+        # In some transfers a rank has no message, and NCCL would wait for it while it connects.
         connect_all(self._group, next(iter(parameters.values())).device)
 
     def _leave(self) -> None:
@@ -219,13 +234,13 @@ class ShardReceiver:
 
 
 def _check(parameters: Mapping[str, Tensor], dtypes: Mapping[str, str], exact: bool) -> None:
-    """Checks that the parameters are in the form that the job sends: of its dtypes, or if not `exact` castable."""
+    """Checks that parameters have the dtypes that the job sends, or dtypes that can be cast to them if not `exact`."""
     for name, dtype in dtypes.items():
         actual = str(parameters[name].dtype).removeprefix("torch.") if name in parameters else "missing"
         if actual != dtype and (exact or not {actual, dtype} <= CASTABLE):
             raise TypeError(
                 f"{name} is {actual}, and the job sends {dtype}: the server's --dtype and quantization_config have to "
-                "be those of actor.dtype and rollout.wire"
+                "follow actor.dtype and rollout.wire"
             )
 
 

@@ -15,7 +15,10 @@ from verl_mg.rollout.sglang.default_device import default_to_the_cpu
 
 @contextmanager
 def unloaded_model(model_dir: str, layout: EngineLayout, rank: int, store: Path) -> Iterator[Any]:
-    """Builds SGLang's model of one rank of an engine as a server does, in float32 and not loaded."""
+    """Builds SGLang's model of one rank of an engine as a server does, in float32 and not loaded.
+
+    The ranks find each other by the file `store`.
+    """
     from sglang.srt import runtime_context
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
@@ -37,7 +40,7 @@ def unloaded_model(model_dir: str, layout: EngineLayout, rank: int, store: Path)
         pp_size=layout.pp,
         ep_size=layout.ep,
         attn_dp_size=layout.adp,
-        disable_shared_experts_fusion=True,
+        disable_shared_experts_fusion=True,  # as in engines: a separate layer, as in the weight table
         attention_backend="triton",  # a model with attention sinks refuses others; its kernels are not used
         moe_runner_backend="triton",  # with others SGLang may transpose the weights of experts
         sampling_backend="pytorch",
@@ -62,7 +65,7 @@ def unloaded_model(model_dir: str, layout: EngineLayout, rank: int, store: Path)
     with set_default_torch_dtype(torch.float32):
         built = _initialize_model(model, LoadConfig())
     for parameter in built.parameters():
-        if parameter.dtype is torch.bfloat16:  # as those of an indexer whatever the dtype of the model
+        if parameter.dtype is torch.bfloat16:  # such as parameters of an indexer, whatever the dtype of the model
             parameter.data = parameter.data.float()
     yield built
     torch.distributed.barrier()  # a rank that leaves its groups early breaks those that still connect to it

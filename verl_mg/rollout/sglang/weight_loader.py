@@ -1,7 +1,8 @@
 """Weight loader of an engine, called inside SGLang's schedulers.
 
-SGLang has one payload for each tensor-parallel rank, which all pipeline stages receive, and its own formats need one
-memory handle for each parameter.
+SGLang passes one payload to each tensor-parallel rank, and the same to all pipeline stages, so it contains the handles
+of all stages. SGLang's own formats need one memory handle for each parameter, or call the model's `load_weights`, which
+takes tensors of the checkpoint and not shards.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ LOADER = f"{__name__}.load_chunk"
 
 
 def merge_stages(payloads: Sequence[str], is_last: bool, for_draft: bool = False) -> str:
-    """Merges the payloads of one tensor-parallel rank on all pipeline stages into one, in base64."""
+    """Merges the payloads of one tensor-parallel rank, by pipeline stage, into one in base64.
+
+    `is_last`: all weights are complete after them. `for_draft`: they fill the draft model, not the policy.
+    """
     return message_for_loader({"payloads": list(payloads), "is_last": is_last, "for_draft": for_draft})
 
 
@@ -61,14 +65,16 @@ def load_chunk(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     if has_patches(places):
         apply_payload(places, memory, lambda name: as_loaded(parameters[name]))
     else:
+        # In place: SGLang's graphs and kernels keep the addresses of parameters.
         _write_tensors(model, parameters, _tensors_of(message["for_draft"], named_views(places, memory)))
     if message["is_last"]:
+        # SGLang processes weights at the end of the update, and expects the shapes with which it has created them.
         restore_shapes(model)
         post_load_weights(model)
 
 
 def _tensors_of(for_draft: bool, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors of the draft model, by their names in it, or those of the policy."""
+    """Yields the tensors of the draft model, by their names in it, or the tensors of the policy."""
     for name, tensor in tensors:
         if name.startswith(DRAFT) == for_draft:
             yield name.removeprefix(DRAFT), tensor

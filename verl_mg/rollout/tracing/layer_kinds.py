@@ -1,8 +1,11 @@
 """Traces of a few layers for models with many: layers of the same tensors are loaded in the same way.
 
 A loader that runs on codes takes several times the memory of the weights. A model of 60 equal layers is thus traced
-with one of them, a model with two kinds of layers with its first ones up to the second kind, and what the trace says
-about a layer is repeated for those of its kind.
+with one of them, a model with two kinds of layers with its first ones up to the second kind, and what the trace shows
+of a layer is repeated for all layers of its kind.
+
+Four layers, the first one dense, the others with a gate of experts: model_of (0, 1, 1, 1), so the first 2 are traced,
+and layers 2 and 3 repeat the shards of layer 1.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ class LayerKinds:
 
     @property
     def count(self) -> int:
-        """Number of first layers among which all kinds are."""
+        """Number of first layers that contain all kinds."""
         return max(self.model_of) + 1
 
     def layer_of(self, tensor: str) -> int | None:
@@ -47,9 +50,13 @@ class LayerKinds:
         return {name: shape for name, shape in shapes.items() if (layers[name] or 0) < self.count}
 
     def extended(self, shards: Mapping[str, Shard]) -> dict[str, Shard]:
-        """Returns the parameters of all layers."""
+        """Returns the parameters of all layers from a trace of the first ones.
+
+        UserError where a parameter has tensors of several layers.
+        """
         result: dict[str, Shard] = {}
         for name, shard in shards.items():
+            # A parameter without pieces is only padding, and has no layer.
             layers = {self.layer_of(piece.tensor) for piece in shard.pieces} or {None}
             if len(layers) > 1:
                 raise UserError(f"parameter {name} has tensors of several layers. Trace all layers.")
@@ -98,7 +105,7 @@ def text_fields(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_first_layers(fields: dict[str, Any], count: int, folder: Path) -> None:
-    """Writes the config.json of a model with its first layers alone."""
+    """Writes the config.json of a model with only its first `count` layers."""
     copy = json.loads(json.dumps(fields))
     text = text_fields(copy)
     layers = text["num_hidden_layers"]

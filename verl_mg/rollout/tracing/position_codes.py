@@ -7,6 +7,12 @@ exact in every floating-point type. The loader runs once for each pass, over par
 
 A last pass contains a hash of the number. A loader that changes values (adds to them, scales or mixes them) cannot keep
 digits and hash consistent, and is detected.
+
+A checkpoint with a (2, 3) and b (2,) has the numbers 0 to 5 and 6 to 7, and two passes:
+
+    a, pass 0   [[1, 2, 3], [4, 5, 6]]         pass 1, the hash   [[1, 111, 94], [77, 60, 43]]
+    parameter   [[4, 5, 6], [0, 0, 0]]         after pass 1       [[77, 60, 43], [0, 0, 0]]
+    decoded     row 1 of a in row 0: Piece("a", ((1, 2), (0, 3)), ((0, 1), (0, 3))); padding: ((1, 2), (0, 3))
 """
 
 from __future__ import annotations
@@ -57,7 +63,7 @@ class PositionCodes:
         return digits + 1
 
     def tensor(self, name: str, number: int) -> Tensor:
-        """Returns a tensor in one pass: float32, every element from 1 to `BASE`."""
+        """Returns a tensor in pass `number`: float32, every element from 1 to `BASE`."""
         start = int(self.offsets[self.names.index(name)])
         numbers = np.arange(start, start + math.prod(self.shapes[name])).reshape(self.shapes[name])
         if number == self.passes - 1:
@@ -70,6 +76,7 @@ def decode(name: str, codes: PositionCodes, passes: Sequence[Tensor]) -> Shard:
 
     A box that was never written, or was written with zeros, is padding. Boxes are as large as possible, the last
     dimension first. A tensor with fewer dimensions than the parameter is at one index of the leading dimensions.
+    UserError where a value is in no tensor, or the parameter does not consist of boxes.
     """
     shape = tuple(passes[0].shape)
     numbers = _numbers(name, codes, [tensor.detach().cpu().float().numpy().reshape(shape or (1,)) for tensor in passes])
@@ -91,6 +98,7 @@ def is_written(passes: Sequence[Tensor]) -> bool:
 
 def _hash(numbers: Integers) -> Integers:
     """Returns values from 1 to `BASE` that no linear change of a number predicts."""
+    # Multiplicative hashing (Knuth), by a prime near 2^32 over the golden ratio: a bit depends on all lower ones.
     return (numbers * 0x9E3779B1 >> 15) % BASE + 1
 
 
@@ -136,6 +144,7 @@ class _Runs:
         others = [d for d in range(self.start.shape[1]) if d != dimension]
         alike = [self.tensor, moved[:, dimension]]
         alike += [column[:, d] for column in (self.start, self.size, moved) for d in others]
+        # Sorted by all that has to be equal, then by place: boxes that can be joined are next to each other.
         order = np.lexsort([self.start[:, dimension], *reversed(alike)])
         tensor, start, origin, size = (c[order] for c in (self.tensor, self.start, self.origin, self.size))
         joined = np.logical_and.reduce([c[order][1:] == c[order][:-1] for c in alike])
@@ -156,7 +165,7 @@ def _runs(name: str, codes: PositionCodes, numbers: Integers) -> _Runs:
     tensor = np.where(written, np.searchsorted(codes.offsets, flat, side="right") - 1, -1)
     column = np.where(written, (flat - codes.offsets[tensor]) % lasts[tensor], -1)
     continues = np.where(written[1:], (flat[1:] == flat[:-1] + 1) & (column[1:] > 0), ~written[:-1])
-    continues &= np.arange(1, flat.size) % row != 0
+    continues &= np.arange(1, flat.size) % row != 0  # a run ends with its row of the parameter
     first = np.flatnonzero(np.append(True, ~continues))
     start = np.stack(np.unravel_index(first, numbers.shape), axis=1)
     size = np.ones_like(start)

@@ -41,7 +41,7 @@ class TraceJob(TypedDict):
     adp: int
     """Data-parallel size of attention."""
     shapes: dict[str, list[int]]
-    """Shapes of the checkpoint's tensors, those of experts that its files stack one by one."""
+    """Shapes of the checkpoint's tensors; experts that its files stack are separate tensors here."""
     stacks: dict[str, list[str]]
     """Tensors of the experts in order that the files stack, transposed, by the name of the stack."""
 
@@ -67,7 +67,7 @@ def error_file(folder: Path, job: int, rank: int) -> Path:
 
 
 def main(engine: EngineName, folder: Path, rank: int) -> int:
-    """Runs this rank's part of all jobs."""
+    """Runs this rank's part of all jobs, and returns the exit status."""
     hide_training_packages()
     jobs: list[TraceJob] = json.loads(jobs_file(folder).read_text(encoding="utf-8"))
     unloaded_model = importlib.import_module(f"verl_mg.rollout.{engine}.unloaded_model").unloaded_model
@@ -75,7 +75,7 @@ def main(engine: EngineName, folder: Path, rank: int) -> int:
         version_file(folder).write_text(importlib.import_module(engine).__version__, encoding="utf-8")
     for number, job in enumerate(jobs):
         layout = EngineLayout(job["tp"], job["pp"], job["ep"], job["adp"])
-        if rank >= layout.ranks:
+        if rank >= layout.ranks:  # there are as many processes as the largest job needs
             continue
         codes = PositionCodes({name: tuple(shape) for name, shape in job["shapes"].items()})
         try:
@@ -83,6 +83,7 @@ def main(engine: EngineName, folder: Path, rank: int) -> int:
                 write_rank_shards(result_file(folder, number, rank), _traced(model, codes, job["stacks"]))
         except Exception as error:
             traceback.print_exc()
+            # Renamed when it is complete: the tracer polls for it.
             unfinished = error_file(folder, number, rank).with_suffix(".unfinished")
             unfinished.write_text(_reason(error), encoding="utf-8")
             unfinished.rename(error_file(folder, number, rank))
@@ -99,7 +100,7 @@ def _reason(error: Exception) -> str:
 
 
 def checkpoint(codes: PositionCodes, number: int, stacks: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors of the files in one pass."""
+    """Yields the tensors of the files in pass `number`."""
     members = {name for names in stacks.values() for name in names}
     for name in codes.names:
         if name not in members:
@@ -119,7 +120,7 @@ def _traced(model: Any, codes: PositionCodes, stacks: Mapping[str, Sequence[str]
     passes: dict[str, list[Tensor]] = {name: [] for name in tensors}
     for number in range(codes.passes):
         for tensor in tensors.values():
-            tensor.fill_(UNWRITTEN)
+            tensor.fill_(UNWRITTEN)  # also what the last pass has written
         model.load_weights(checkpoint(codes, number, stacks))
         for name, tensor in tensors.items():
             passes[name].append(tensor.clone())

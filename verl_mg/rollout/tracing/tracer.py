@@ -4,6 +4,12 @@ The engine's model classes load codes of positions instead of weights (see `posi
 config.json can be traced. The engine runs on the CPU in real processes that communicate over gloo. The trace shows the
 result of `load_weights`, before any processing of loaded weights, and without the padding and packing that engines add
 on the CPU only: the shards of an engine on GPUs, of SGLang with `--disable-shared-experts-fusion`.
+
+    this process                                        trace_rank: one process for each rank, with the engine's Python
+    writes FOLDER/jobs.json, starts the ranks  ------>  for each job: joins the engine's groups over gloo, builds the
+    polls the processes; the first failure     <------    model class, runs load_weights for each pass of the codes,
+      ends all of them, with its reason                   writes FOLDER/JOB-RANK.json or, and ends, JOB-RANK.error
+    reads the shards of all ranks and jobs
 """
 
 from __future__ import annotations
@@ -50,13 +56,18 @@ class TracedEngine:
     """An engine and the Python in which it runs."""
 
     name: EngineName
-    """The engine."""
     python: Path | None = None
     """Path of a Python that can import it; None is the Python of this process."""
 
 
 def trace(jobs: Sequence[tuple[str | Path, EngineLayout]], engine: TracedEngine) -> list[list[dict[str, Shard]]]:
-    """Traces several models and layouts with one set of processes, which import the engine once."""
+    """Traces several models and layouts with one set of processes, which import the engine once.
+
+    Returns for each job, for each rank of its engine (`pp_rank * tp + tp_rank`), {parameter: shard} of all
+    `named_parameters()`, tied ones once, and of the saved buffers that the loader fills. The directories need no
+    weights. UserError where an engine is missing, cannot build or load a model, or changes values; the first job that
+    fails ends all.
+    """
     engine_python(engine.name, engine.python)  # an engine that is missing is the first error
     # A directory may have several layouts, and without weights its shapes take `transformers` some time.
     directories = dict.fromkeys(Path(model_dir) for model_dir, _ in jobs)
@@ -74,7 +85,7 @@ def write_trace(
 ) -> None:
     """Traces an engine and writes the table as a JSON file; raises UserError as `trace`.
 
-    Of layers with equal tensors one is traced, see `layer_kinds`.
+    Of layers with equal tensors one is traced, see `layer_kinds`. Without `shapes` all tensors of the directory are.
     """
     engine_python(engine.name, engine.python)
     architecture = _architecture(Path(model_dir))
@@ -101,6 +112,7 @@ def _traced_by_kinds(
     """
     fields = _config(model_dir)
     layers = text_fields(fields).get("num_hidden_layers")
+    # Pipeline stages of a model with fewer layers would have other layers than in the whole one.
     kinds = layer_kinds(shapes, layers) if isinstance(layers, int) and layout.pp == 1 else None
     if kinds is None or kinds.count == layers:
         return None
@@ -189,7 +201,7 @@ def _run_ranks(folder: Path, jobs: Sequence[TraceJob], count: int, engine: Engin
     root = Path(verl_mg.__file__).parents[1]
     variables = os.environ | ON_CPU[engine]
     variables |= {
-        "CUDA_VISIBLE_DEVICES": "",
+        "CUDA_VISIBLE_DEVICES": "",  # engines trace on the CPU also where there are GPUs
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
@@ -199,12 +211,13 @@ def _run_ranks(folder: Path, jobs: Sequence[TraceJob], count: int, engine: Engin
             with open(_log(folder, rank), "wb") as log:
                 command = [python, "-m", "verl_mg.rollout.tracing.trace_rank", engine, str(folder), str(rank)]
                 ranks.append(subprocess.Popen(command, env=variables, stdout=log, stderr=subprocess.STDOUT))
+        # Waits for the end of all ranks, polling them; ends early by the first failure.
         while any(process.poll() is None for process in ranks):
             _raise_failure(folder, jobs, ranks, engine)
             time.sleep(0.05)
         _raise_failure(folder, jobs, ranks, engine)
     finally:
-        for process in ranks:
+        for process in ranks:  # the others may wait for a rank that has failed
             process.kill()
             process.wait()
 

@@ -1,4 +1,7 @@
-"""Rollout engine vLLM: `AsyncLLM` in a separate process, which may have a Python environment of its own.
+"""Rollout engine vLLM: `AsyncLLM` in a separate process, which may have a separate Python environment.
+
+vLLM pins another torch than SGLang, which training follows. What its process imports of verl_mg needs torch, NumPy and
+pydantic; the two processes exchange JSON and names of memory.
 
 arguments        a layout and a device as vLLM's engine arguments and environment
 engine           an engine that this job starts
@@ -6,5 +9,6 @@ host             the main object of such an engine's process
 worker           methods that vLLM adds to its workers: they write shards into the parameters
 model_registry   where model classes are inspected
 routing          experts of each token, recorded in a worker on the CPU
+statistics       load and caches, from what vLLM's schedulers report
 unloaded_model   vLLM's model of a rank, for traces of its weight loader
 """

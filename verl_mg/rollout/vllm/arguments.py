@@ -44,7 +44,7 @@ def engine_arguments(model: Path, settings: EngineSettings) -> dict[str, Any]:
     layout, config = settings.layout, read_any_config(model)
     common: dict[str, Any] = {
         "model": str(model),
-        "load_format": "dummy",
+        "load_format": "dummy",  # random weights, without a read of the directory
         "worker_extension_cls": WORKER_EXTENSION,
         "dtype": str(settings.dtype).removeprefix("torch."),
         "hf_overrides": {"quantization_config": settings.quantization},
@@ -56,10 +56,10 @@ def engine_arguments(model: Path, settings: EngineSettings) -> dict[str, Any]:
         "seed": settings.seed,
         # Requests and samples are token ids; text is involved only in stop strings.
         "skip_tokenizer_init": not settings.reads_text,
-        "generation_config": "vllm",
+        "generation_config": "vllm",  # nothing from the model's generation_config.json
         # After temperature; the worker extension returns them before top-k and top-p.
         "logprobs_mode": "processed_logprobs",
-        "disable_log_stats": True,
+        "disable_log_stats": True,  # of vLLM's own loggers; `StepStatistics` is another one
     }
     if has_images(read_module_config(model)):
         # Its processor of images needs the tokenizer. It normalizes pixels as training does; in the model, mean and
@@ -87,7 +87,7 @@ def node_arguments(settings: EngineSettings, address: str) -> dict[str, Any]:
 
 
 def served_rank(rank: int) -> int:
-    """Returns the smallest rank for which vLLM has memory that adapters of a rank fit in."""
+    """Returns the smallest rank for which vLLM has memory that adapters of a rank fit in; UserError if none is."""
     for largest in RANKS:
         if rank <= largest:
             return largest
@@ -95,7 +95,7 @@ def served_rank(rank: int) -> int:
 
 
 def check_on_cpu(config: HFConfig, layout: EngineLayout) -> None:
-    """Checks that vLLM can compute the model on the CPU."""
+    """Checks that vLLM can compute the model in the layout on the CPU; UserError where it cannot."""
     if torch.cuda.is_available():
         return
     if layout.ep > 1:
@@ -148,7 +148,7 @@ def layer_partition(layers: int, layout: EngineLayout) -> dict[str, str]:
 
 
 def _on_gpus(config: HFConfig, settings: EngineSettings) -> dict[str, Any]:
-    on_node = settings.layout.ranks // settings.nodes.count
+    on_node = settings.layout.ranks // settings.nodes.count  # a part names only the GPUs of its node
     arguments: dict[str, Any] = {
         "device_ids": [settings.first_gpu + settings.gpu_step * rank for rank in range(on_node)],
         "enable_sleep_mode": settings.sleeps,
@@ -166,7 +166,7 @@ def _on_cpu(config: HFConfig, settings: EngineSettings) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "enforce_eager": True,
         "kv_cache_memory_bytes": _key_value_bytes(config, settings),
-        # The worker extension records the experts of each token that is computed; those of a cached one are not.
+        # The worker extension records the experts of each token that is computed, and a cached one is not.
         "enable_prefix_caching": not settings.routed_experts,
     }
     if config.latent:

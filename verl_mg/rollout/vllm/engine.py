@@ -42,14 +42,14 @@ class VLLMEngine(ProcessEngine):
         limits = EngineLimits(
             max_running=settings.max_running,
             max_positions=settings.max_positions,
-            seeded=True,
+            seeded=True,  # every request has a generator
             reads_text=settings.reads_text,
             routed=routed_shape(model) if settings.routed_experts else None,
         )
         super().__init__(settings, limits, log, request_timeout, nodes, launcher)
 
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
-        """Sends requests to the engine."""
+        """Sends requests to the engine; UserError also for a token beyond the vocabulary, which would end vLLM."""
         for request in requests:
             if max(request.prompt, default=0) >= self._vocab:
                 raise UserError(
@@ -68,7 +68,7 @@ class VLLMEngine(ProcessEngine):
 
 
 def vllm_program(model: Path, arguments: dict[str, Any], settings: EngineSettings, address: str) -> EngineProgram:
-    """Returns the program of an engine, or of its part on one node."""
+    """Returns the program of an engine, or of its part on one node, whose parts meet at `address`, HOST:PORT."""
     python = str(settings.python or sys.executable)
     arguments = node_arguments(settings, address) | arguments
     return EngineProgram(VLLMEngine.NAME, python, HOST, arguments, environment(model, settings))

@@ -66,7 +66,7 @@ class VLLMHost(EngineHost):
             min_p=request["min_p"],
             stop_token_ids=request["stop_token_ids"],
             seed=_seed(request["seed"], len(request["tokens"])),
-            logprobs=0,
+            logprobs=0,  # of the drawn token only
             logit_bias=dict.fromkeys(request["excluded_token_ids"], EXCLUDED) or None,
             # vLLM also stops at the model's end of sequence, unless it is to ignore that.
             ignore_eos=True,
@@ -98,11 +98,13 @@ class VLLMHost(EngineHost):
 
     def abort(self, rid: str | None) -> None:
         """Implements `EngineHost.abort`."""
+        # vLLM has no abort of all requests.
         self._start(self._engine.abort(list(self.open_requests) if rid is None else [rid]))
 
     async def load(self, payloads: Sequence[str], version: int | None, flush: bool) -> None:
         """Has each worker write its payload into its parameters, and in the end compute what is derived from them."""
         await self._rpc("write_shards", list(payloads), version is not None)
+        # Running requests are put back, and compute their keys and values again with the new weights.
         if flush and not await self._call_engine(self._engine.reset_prefix_cache(reset_running_requests=True)):
             raise RuntimeError("the prefix cache cannot be reset while requests run")
         if version is not None:
@@ -114,6 +116,7 @@ class VLLMHost(EngineHost):
         """Has each worker register the adapters under a new id and name, of which nothing is cached yet."""
         from vllm.lora.request import LoRARequest
 
+        # vLLM's caches are keyed by the name: an old one would serve keys and values of old adapters.
         previous = self._adapters.lora_int_id if self._adapters else None
         number = (previous or 0) + 1
         await self._rpc("replace_adapters", list(payloads), number, previous, config)
@@ -123,7 +126,7 @@ class VLLMHost(EngineHost):
         await self._call_engine(self._engine.update_weight_version(str(version)))
 
     async def sleep(self, weights: bool, kv: bool, timeout_s: float) -> None:
-        """Implements `EngineHost.sleep`; vLLM cannot release the weights alone."""
+        """Implements `EngineHost.sleep`; vLLM cannot release the weights and keep the cache."""
         try:
             await asyncio.wait_for(self.abort_until_sent(None), timeout_s)
         except TimeoutError:
@@ -131,7 +134,7 @@ class VLLMHost(EngineHost):
                 f"{len(self.open_requests)} requests are not complete {timeout_s:.0f} s after they were aborted"
             ) from None
         if weights:
-            await self._call_engine(self._engine.sleep(level=2))
+            await self._call_engine(self._engine.sleep(level=2))  # level 1 would copy the weights to the host
         elif kv:
             await self._call_engine(self._engine.pause_generation(mode="abort"))
             await self._call_engine(self._engine.release_kv_cache_memory())
@@ -167,15 +170,14 @@ class VLLMHost(EngineHost):
         return result.outputs[0]
 
     def _prompt(self, tokens: list[int], encoded: list[str]) -> dict[str, Any]:
-        """Returns the prompt of a request; of images, vLLM's processor expands the placeholders and makes the pixels.
-        """
+        """Returns the prompt of a request; vLLM's processor expands the placeholders of images and makes the pixels."""
         if not encoded or self._processor is None:
             return {"prompt_token_ids": tokens}
         images = tuple(Image(base64.b64decode(text)) for text in encoded)
         return {
             "prompt_token_ids": self._processor.unexpanded(tokens, images),
             "multi_modal_data": {"image": [image.pixels() for image in images]},
-            # Keys of the images in its caches, that of keys and values too.
+            # Keys of the images in its caches, also in the key-value cache.
             "multi_modal_uuids": {"image": [image.key for image in images]},
         }
 
@@ -198,6 +200,7 @@ class VLLMHost(EngineHost):
 
     async def _watch(self) -> None:
         """Ends this process when vLLM's processes have ended, as the rank notices that."""
+        # Polls vLLM; ends with the process, or cancelled by `serve`.
         while not self._engine.errored:
             await asyncio.sleep(WATCH_SECONDS)
         _end()
@@ -214,7 +217,7 @@ class VLLMPart:
     async def serve(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, listener: EngineListener | None
     ) -> None:
-        """Waits for the end of the stream of the rank."""
+        """Waits for the end of the stream of the rank, which sends nothing: a part ends with its rank."""
         await reader.read()
 
     def shutdown(self) -> None:
@@ -238,6 +241,7 @@ def _seed(seed: int | None, position: int) -> int | None:
 
 def _begin_child(stream: int, nothing: int) -> None:
     """Begins a forked process of vLLM, which else would stay, with the stream to the rank open, when this one ends."""
+    # The rank learns of the end of this process by the end of the stream, which an open copy would prevent.
     os.dup2(nothing, stream)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -254,6 +258,7 @@ def create(arguments: dict[str, Any], loop: asyncio.AbstractEventLoop) -> VLLMHo
     os.register_at_fork(after_in_child=partial(_begin_child, int(sys.argv[1]), os.open(os.devnull, os.O_RDWR)))
     # Training ties the output layer as config.json says, whatever else the checkpoint contains.
     ModelConfig.maybe_untie_word_embeddings = lambda self: None
+    # On GPUs vLLM returns the experts; on the CPU engines that need them run without prefix caching, see `arguments`.
     captures_routing = current_platform.is_cpu() and not arguments["enable_prefix_caching"]
     engine_arguments, statistics = AsyncEngineArgs(**arguments), StepStatistics()
     if arguments.get("node_rank"):

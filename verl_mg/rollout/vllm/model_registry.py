@@ -13,4 +13,4 @@ def inspect_models_here() -> None:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        registry._run_in_subprocess = lambda inspect: inspect()
+        registry._run_in_subprocess = lambda inspect: inspect()  # there is no CUDA that could start

@@ -9,7 +9,10 @@ from torch import Tensor
 
 
 class RoutingRecorder:
-    """Records the experts that the routers of all layers choose, for each request."""
+    """Records the experts that the routers of all layers choose, for each request.
+
+    layers: _record(layer, experts)  -->  one step of all layers  --_execute_step-->  rows of each request  --> take
+    """
 
     def __init__(self, runner: Any) -> None:
         from vllm.model_executor.layers.fused_moe.layer import MoERunner
@@ -23,14 +26,14 @@ class RoutingRecorder:
         runner.execute_model = self._execute_step
 
     def take(self, rid: str, fed: int) -> Tensor:
-        """Returns the experts of a request's tokens, and forgets the request.
+        """Returns the experts of a request's tokens, (fed, layers, experts per token) int32, and forgets the request.
 
         A token that is computed again, because its request was put back, keeps the experts of the first time.
         """
         recorded = self._recorded.pop(rid, [])
         top_k = recorded[0][1].shape[-1] if recorded else 1
         experts = torch.zeros(fed, len(self._step), top_k, dtype=torch.int32)
-        for start, rows in reversed(recorded):
+        for start, rows in reversed(recorded):  # the first record of a token is written last
             rows = rows[: max(0, fed - start)]
             experts[start : start + len(rows)] = rows
         return experts
@@ -43,7 +46,7 @@ class RoutingRecorder:
         output = self._execute(scheduled, *arguments, **keywords)
         if scheduled.total_num_scheduled_tokens:
             rows = torch.stack([layer for layer in self._step if layer is not None], dim=1)
-            batch, start = self._runner.input_batch, 0
+            batch, start = self._runner.input_batch, 0  # after the step: before, it has the requests of the last one
             for index, name in enumerate(batch.req_ids):
                 count = scheduled.num_scheduled_tokens[name]
                 first = int(batch.num_computed_tokens_cpu[index])

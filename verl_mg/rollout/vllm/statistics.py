@@ -20,7 +20,7 @@ CACHE_UNITS = 1000
 
 
 class StepStatistics:
-    """Sums what vLLM reports; its methods are those of vLLM's `StatLoggerBase`.
+    """Sums what vLLM reports, by the methods of vLLM's `StatLoggerBase`.
 
     The instance itself is the factory of the loggers, of which vLLM makes one for each scheduler.
     """

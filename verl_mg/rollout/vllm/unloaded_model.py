@@ -21,7 +21,10 @@ SPARSE_BACKEND = "vllm.v1.attention.backends.mla.flashmla_sparse.FlashMLASparseB
 
 @contextmanager
 def unloaded_model(model_dir: str, layout: EngineLayout, rank: int, store: Path) -> Iterator[Any]:
-    """Builds vLLM's model of one rank of an engine as a worker does, in float32 and not loaded."""
+    """Builds vLLM's model of one rank of an engine as a worker does, in float32 and not loaded.
+
+    The ranks find each other by the file `store`.
+    """
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
     from vllm.engine.arg_utils import EngineArgs

@@ -34,7 +34,8 @@ if current_platform.is_cpu():
         shm_broadcast.SpinCondition.__init__, busy_loop_s=CPU_POLL_SECONDS
     )
     shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = CPU_SLEEP_MS
-    # Else linear layers have no weight after loading, only a packed copy inside of oneDNN or of AMX kernels.
+    # Else linear layers have no weight after loading, only a packed copy inside of oneDNN or of AMX kernels, into which
+    # no update can be written.
     custom_ops._supports_onednn = False
     layer_utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
 
@@ -43,7 +44,10 @@ DERIVED = (".W_UK_T", ".W_UV")
 
 
 class WorkerExtension:
-    """Writes shards into the parameters of a worker, and records what samples are to contain."""
+    """Writes shards into the parameters of a worker, and records what samples are to contain.
+
+    vLLM's own transfers of weights send whole tensors to every rank, or need Ray.
+    """
 
     rank: int
     """Rank of the worker in the engine: `pp_rank * tp + tp_rank`."""
@@ -70,7 +74,10 @@ class WorkerExtension:
 
     @torch.no_grad()
     def write_shards(self, payloads: Sequence[str], is_last: bool) -> None:
-        """Copies the tensors of this worker's payload into the parameters of the same names."""
+        """Copies the tensors of this worker's payload into the parameters of the same names.
+
+        There is one payload per worker. With the last ones RuntimeError where a parameter was not written.
+        """
         parameters = _parameters(self.model_runner.model)
         places, memory = open_payload(payloads[self.rank], self.device)
         for name, tensor in named_views(places, memory):
@@ -84,11 +91,13 @@ class WorkerExtension:
 
     def _finish(self) -> None:
         model = self.model_runner.model
+        # vLLM processes no weights here, so a parameter that an update leaves out would keep random values unnoticed.
         names = {name for name in _parameters(model) if not name.endswith(DERIVED)}
         if missing := sorted(names - self._written - _padding_alone(model)):
             raise RuntimeError(f"{len(missing)} parameters were not written: {', '.join(missing[:4])}")
         self._written.clear()
         for module in model.modules():
+            # Computes W_UK_T and W_UV from the new weights.
             if type(module).__name__ == "MLAAttention":
                 module.process_weights_after_loading(self.model_runner.model_config.dtype)
         for staged in self._staged_experts.values():
@@ -97,7 +106,7 @@ class WorkerExtension:
     def replace_adapters(
         self, payloads: Sequence[str], number: int, previous: int | None, config: dict[str, Any]
     ) -> None:
-        """Registers adapters, of which vLLM would otherwise read a file, and removes the previous ones."""
+        """Registers adapters with the id `number`, as vLLM does after reading a file, and removes the previous ones."""
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.peft_helper import PEFTHelper
 
@@ -105,7 +114,7 @@ class WorkerExtension:
         if previous is not None:
             manager.remove_adapter(previous)
         tensors = dict(named_views(*open_payload(payloads[self.rank], torch.device("cpu"))))
-        copied = {name: view.clone() for name, view in tensors.items()}
+        copied = {name: view.clone() for name, view in tensors.items()}  # the rank reuses the memory
         adapters = LoRAModel.from_lora_tensors(
             number, copied, PEFTHelper.from_dict(config), device="cpu", dtype=manager.lora_config.lora_dtype
         )
@@ -113,7 +122,7 @@ class WorkerExtension:
         manager._adapter_manager.activate_adapter(number)
 
     def take_routing(self, rid: str, fed: int) -> str:
-        """Returns the recorded experts of a request and forgets them."""
+        """Returns the recorded experts of a request, see `RoutingRecorder.take`, in base64."""
         return base64.b64encode(self._routing.take(rid, fed).numpy().tobytes()).decode()
 
 
@@ -130,7 +139,7 @@ def _parameters(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def _padding_alone(model: torch.nn.Module) -> set[str]:
-    """Returns the names of parameters for tokens beyond the vocabulary alone, which are not sent."""
+    """Returns the names of parameters that are only for tokens beyond the vocabulary, which are not sent."""
     return {
         f"{name}.weight"
         for name, module in model.named_modules()
@@ -145,7 +154,6 @@ class _StagedExperts:
         self.raw, self._packed, self._isa = torch.zeros_like(packed), packed, isa
 
     def pack(self) -> None:
-        """Packs the written values into the parameter."""
         self._packed.copy_(custom_ops.cpu_prepack_moe_weight(self.raw, self._isa))
 
 
@@ -164,8 +172,8 @@ def _staged_experts(model: torch.nn.Module) -> dict[str, _StagedExperts]:
 def _return_full_logprobs(sampler: Any) -> None:
     """Has a sampler return log-probabilities after temperature but before min-p, top-k and top-p.
 
-    vLLM's processed ones are renormalized over the candidates. Its two model runners have different samplers: one
-    returns log-probabilities, the other logits.
+    vLLM's processed ones are renormalized over the candidates, its raw ones ignore the temperature. Its two model
+    runners have different samplers: one returns log-probabilities, the other logits.
     """
     full = _FullDistribution()
     if hasattr(sampler, "topk_topp_sampler"):
@@ -189,7 +197,10 @@ class _FullDistribution:
         self._values: Tensor | None = None
 
     def kept_after(self, scale: Callable[..., Any], copy: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
-        """Returns a function that divides logits by temperatures, and whose result is kept."""
+        """Returns a function that divides logits by temperatures, and whose result is kept.
+
+        `scale` works in place where it returns nothing; `copy` makes what is kept.
+        """
 
         def scale_and_keep(logits: Tensor, *rest: Any) -> Any:
             result = scale(logits, *rest)

@@ -32,7 +32,7 @@ class ServerInfo:
     start: str
     """Id of its start; it differs after a restart."""
     version: str
-    """Version of SGLang."""
+    """SGLang's version."""
     device: str
     """Type of its devices."""
     model: str
@@ -74,7 +74,6 @@ class ServerRequirements:
     """Properties of a server that a job needs."""
 
     model: HFConfig
-    """The model."""
     max_tokens: int
     """Number of tokens of the longest prompt with its response."""
     routed: tuple[int, int] | None = None
@@ -94,7 +93,7 @@ class ServerRequirements:
 
 
 def probe_server(url: str, requirements: ServerRequirements, keys: ServerKeys) -> ServerInfo:
-    """Queries a server and checks it."""
+    """Queries a server and checks it; UserError where it does not respond or does not meet the requirements."""
     client = JsonSession(url, keys.headers)
     try:
         info = client.start(describe(client, wire=requirements.wire)).result()
@@ -107,11 +106,15 @@ def probe_server(url: str, requirements: ServerRequirements, keys: ServerKeys) -
 
 
 async def describe(client: JsonSession, known: ServerInfo | None = None, wire: Wire = "cast") -> ServerInfo:
-    """Queries the properties of a server."""
+    """Queries the properties of a server; UserError for another kind of server, UnreachableError while it starts.
+
+    With its earlier properties (`known`) no generation is involved unless it was restarted: it may be paused.
+    """
     try:
         server = await client.get("/server_info", QUERY_SECONDS)
         model = await client.get("/model_info", QUERY_SECONDS)
         models = await client.get("/v1/models", QUERY_SECONDS)
+        # SGLang has no id of a start: these are the seconds that its parts took, and a seed that it draws by default.
         start = json.dumps([server["startup_time"], server["random_seed"]])
         return ServerInfo(
             start=start,
@@ -135,7 +138,7 @@ async def describe(client: JsonSession, known: ServerInfo | None = None, wire: W
             bootstrap_port=server["disaggregation_bootstrap_port"],
         )
     except RefusedError as error:
-        if error.status >= 500:
+        if error.status >= 500:  # it is starting
             raise UnreachableError(str(error)) from None
         if error.status in (UNAUTHORIZED, FORBIDDEN):
             raise UserError(
@@ -150,7 +153,7 @@ async def describe(client: JsonSession, known: ServerInfo | None = None, wire: W
 
 
 def check(url: str, info: ServerInfo, requirements: ServerRequirements) -> None:
-    """Checks that a server meets the requirements."""
+    """Checks that a server meets the requirements; UserError for the first one that it does not meet."""
     model, same = requirements.model, "Start the server with --model-path of the same model."
     if info.architecture != model.architecture:
         raise UserError(f"{url}: serves {info.model}, a {info.architecture} instead of a {model.architecture}. {same}")
@@ -161,7 +164,7 @@ def check(url: str, info: ServerInfo, requirements: ServerRequirements) -> None:
     if info.disaggregation != requirements.role:
         raise UserError(
             f"{url}: --disaggregation-mode is {info.disaggregation} instead of {requirements.role}. Name a pair as "
-            "PREFILL_URL+DECODE_URL in rollout.urls, and others alone."
+            "PREFILL_URL+DECODE_URL in rollout.urls, and any other by its URL."
         )
     if requirements.role != "null" and (requirements.routed or requirements.in_flight):
         key = "rollout.replay_routing=true" if requirements.routed else "rollout.mode=async"
@@ -197,7 +200,7 @@ def check(url: str, info: ServerInfo, requirements: ServerRequirements) -> None:
         # SGLang gives the ranks of all replicas and stages the same rank in the group.
         raise UserError(
             f"{url}: has dp_size {info.dp} and pp_size {info.pp}, rollout.weight_transfer=process_group "
-            "supports only tp. Start it with --tp-size alone, or set rollout.weight_transfer=disk."
+            "supports only tp. Start it with only --tp-size, or set rollout.weight_transfer=disk."
         )
 
 

@@ -22,7 +22,7 @@ class ServerKeys:
 
     @classmethod
     def from_environment(cls, api_variable: str | None, admin_variable: str | None) -> ServerKeys:
-        """Reads the keys of a job from its environment."""
+        """Reads the keys of a job from variables of its environment; None: servers without such a key."""
         return cls(read_key("rollout.api_key_env", api_variable), read_key("rollout.admin_key_env", admin_variable))
 
     def headers(self, path: str) -> dict[str, str]:
@@ -32,7 +32,7 @@ class ServerKeys:
 
 
 def read_key(key: str, variable: str | None) -> str:
-    """Returns the value of an environment variable with a key; "" without one."""
+    """Returns the key in an environment variable, "" for None; UserError where it is not set or not printable."""
     if variable is None:
         return ""
     value = os.environ.get(variable, "").strip()

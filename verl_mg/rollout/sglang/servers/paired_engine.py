@@ -1,8 +1,9 @@
 """Pair of SGLang servers, one for prefill and one for decoding, as one rollout engine.
 
 A pair is named PREFILL+DECODE, such as http://node7:30000+http://node8:30000. Both get each request, with the place at
-which the decode server fetches keys and values of the prompt; the response is that of the decode server. SGLang's own
-router for such servers (`mini_lb` of sglang-router) sends the same.
+which the decode server fetches keys and values of the prompt; the decode server's response is returned. SGLang's own
+router for such servers (`mini_lb` of sglang-router) sends the same, but passes no updates of weights on, which have to
+reach both.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ ROLES: tuple[Role, ...] = ("prefill", "decode")
 
 
 def parts_of(url: str) -> list[str]:
-    """Returns the addresses of an entry of `rollout.urls`: one, or those of prefill and decoding."""
+    """Returns the addresses of an entry of `rollout.urls`: one, or a pair for prefill and decoding."""
     return [part.rstrip("/") for part in re.split(r"\+(?=https?://)", url)]
 
 
 def check_addresses(urls: Iterable[str]) -> None:
-    """Checks that entries name each server once, and one server or a pair."""
+    """Checks that entries name each server once, and one server or a pair; UserError where they do not."""
     parts = []
     for url in urls:
         parts += parts_of(url)
@@ -41,7 +42,7 @@ def check_addresses(urls: Iterable[str]) -> None:
 
 
 def probe_entry(url: str, requirements: ServerRequirements, keys: ServerKeys) -> list[str]:
-    """Queries and checks the servers of an entry of `rollout.urls`."""
+    """Queries and checks the servers of an entry of `rollout.urls`, and returns the parallel sizes of each."""
     parts = parts_of(url)
     roles: tuple[Role, ...] = ROLES if len(parts) > 1 else ("null",)
     return [
@@ -64,6 +65,7 @@ class PairedEngine(RemoteEngine):
     ) -> None:
         prefill, decode = parts_of(url)
         self._prefill = RemoteEngine(prefill, replace(requirements, role="prefill"), keys, **options)
+        # The client of the decode server tracks the requests; the other one only sends.
         try:
             super().__init__(decode, replace(requirements, role="decode"), keys, **options)
         except UserError:
@@ -105,7 +107,7 @@ class PairedEngine(RemoteEngine):
         return {
             "bootstrap_host": f"[{host}]" if ":" in host else host,
             "bootstrap_port": self._prefill.info.bootstrap_port,
-            "bootstrap_room": random.getrandbits(63),
+            "bootstrap_room": random.getrandbits(63),  # a number that no other request has
         }
 
     async def _exchange(self, body: dict[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,15 @@
 """Several SGLang servers as one rollout engine: servers come and go, and no sample is lost.
 
-Requests of a lost server go to the others at once. A pool without a server that is ready borrows one of another rank.
-A server is chosen by the prompt (rendezvous hashing), as long as it has free slots: the samples of a group, all turns
-of a conversation and the continuation of a partial sample find the keys and values of their tokens in its cache.
+Requests of a lost server go to the others immediately. A pool without a server that is ready borrows one of another
+rank. A server is chosen by the prompt (rendezvous hashing), as long as it has free slots: the samples of a group, all
+turns of a conversation and the continuation of a partial sample find the keys and values of their tokens in its cache.
+
+    generation loop           submit, collect, abort; each `collect` gathers results and moves requests of lost servers
+    main thread               receivers, weights, confirm: the updates
+    monitor (`ServerMonitor`) assign, due, reach, check_ready, borrow; woken by `attention`, else once a second
+    thread of each client     sends its server's requests; wakes `collect` by `_arrival`
+
+All share `_lock`, which is not held while a server is asked: that may take its whole time limit.
 """
 
 from __future__ import annotations
@@ -33,7 +40,10 @@ Connect = Callable[[str, bool, Callable[[], None]], RemoteEngine]
 
 
 class ServerPool(RolloutEngine):
-    """The servers of a rank; its methods can be called from any thread."""
+    """The servers of a rank; its methods can be called from any thread.
+
+    `connect` raises EngineDiedError or UserError where a server cannot be reached now.
+    """
 
     def __init__(self, connect: Connect) -> None:
         self._connect = connect
@@ -49,7 +59,7 @@ class ServerPool(RolloutEngine):
         self._num_lost = 0
         self._counts: Counter[str] = Counter()
         self.attention = threading.Event()
-        """Set when the monitor should look at the pool at once."""
+        """Set when the monitor should look at the pool immediately."""
 
     # -- as an engine
 
@@ -73,8 +83,9 @@ class ServerPool(RolloutEngine):
     def collect(self, timeout: float) -> list[Sample]:
         """Returns completed samples; UserError where no server has been ready for LOST_SECONDS."""
         deadline = time.monotonic() + timeout
+        # Consumes results of all servers; waits for `_arrival`, WAIT_SECONDS at most; ends by a sample or the deadline.
         while True:
-            self._arrival.clear()
+            self._arrival.clear()  # before the look, so that a result that arrives after it wakes the wait
             with self._lock:
                 samples = self._gather()
             left = deadline - time.monotonic()
@@ -144,7 +155,10 @@ class ServerPool(RolloutEngine):
     # -- weights
 
     def receivers(self, numbers: Iterable[int] | None = None) -> dict[int, RemoteEngine]:
-        """Returns the servers of this rank that are to receive weights, and leaves them alone until `confirm`."""
+        """Returns the servers of this rank that are to receive weights, and suspends checks of weights until `confirm`.
+
+        None: all that respond. Of servers with given numbers only those in the state BARE.
+        """
         with self._lock:
             wanted = (State.BARE, State.READY) if numbers is None else (State.BARE,)
             chosen = [
@@ -164,7 +178,7 @@ class ServerPool(RolloutEngine):
         return receivers
 
     def confirm(self, numbers: Iterable[int]) -> None:
-        """Takes note that servers have the current weights, and that the transfer is over."""
+        """Makes servers READY that have the current weights now, and ends the transfer."""
         with self._lock:
             for number in numbers:
                 if (server := self._servers.get(number)) and server.state is State.BARE:
@@ -176,7 +190,7 @@ class ServerPool(RolloutEngine):
     # -- servers that come and go
 
     def assign(self, servers: Mapping[int, str]) -> None:
-        """Sets the servers that this rank leads."""
+        """Sets the servers that this rank leads: the monitor reaches new ones, others are drained."""
         now = time.monotonic()
         with self._lock:
             for number in servers.keys() - self._servers.keys():
@@ -190,7 +204,7 @@ class ServerPool(RolloutEngine):
         self._remove_drained()
 
     def lose(self, number: int, reason: str) -> None:
-        """Takes note that a server does not respond, and gives its requests to others."""
+        """Makes a server DOWN that does not respond, and gives its requests to others."""
         with self._lock:
             for server in [server for server in self._servers.values() if server.has(number)]:
                 self._lose(server, reason)
@@ -211,7 +225,7 @@ class ServerPool(RolloutEngine):
             else:
                 server.client.reconnect()
         except (EngineDiedError, UserError) as error:
-            if server.pause <= 4 * FIRST_PAUSE:
+            if server.pause <= 4 * FIRST_PAUSE:  # the first attempts; later ones would fill the log
                 log.warning("rollout: %s", error)
             return False
         with self._lock:
@@ -235,7 +249,7 @@ class ServerPool(RolloutEngine):
                         self._lose(server, str(error))
 
     def borrow(self, servers: Mapping[int, str], version: int) -> None:
-        """Adds servers of other ranks, while none of this rank's is ready."""
+        """Adds servers of other ranks, which have the weights of `version`, while none of this rank's is ready."""
         for number, url in servers.items():
             if number in self._servers:
                 continue
@@ -245,7 +259,7 @@ class ServerPool(RolloutEngine):
                 log.warning("rollout: %s", error)
                 continue
             for part in client.parts:
-                part.confirm(version)
+                part.confirm(version)  # their leader has sent the weights
             with self._lock:
                 self._servers[number] = Server(number, url, State.READY, client, borrowed=True)
 
@@ -285,7 +299,7 @@ class ServerPool(RolloutEngine):
 
     def _place(self, request: Request, sampling: Sampling) -> None:
         """Sends a request to a server; without any it waits."""
-        candidates = self._local_ready() or self._ready()
+        candidates = self._local_ready() or self._ready()  # borrowed servers only without another one
         if not candidates:
             self._backlog.append((request, sampling))
             self.attention.set()
@@ -293,12 +307,13 @@ class ServerPool(RolloutEngine):
         if len(candidates) == 1:
             candidates[0][1].submit([request], sampling)
             return
+        # Only the prompt counts: all turns of a conversation have the prompt of the first, so nothing is remembered.
         ranked = sorted(candidates, key=lambda item: item[0].weight(request.prompt), reverse=True)
         free = (client for _, client in ranked if client.num_free_slots() > 0)
         next(free, ranked[0][1]).submit([request], sampling)
 
     def _gather(self) -> list[Sample]:
-        for server in list(self._servers.values()):
+        for server in list(self._servers.values()):  # a copy: servers that are lost may be forgotten
             if server.client is None:
                 continue
             try:
@@ -330,6 +345,7 @@ class ServerPool(RolloutEngine):
             return
         log.warning("rollout: %s; its samples go to other servers", reason)
         was_draining = server.state is State.DRAINING
+        # DOWN before its requests are placed again, which else would go to this server.
         server.state, server.attempt_at, server.pause = State.DOWN, 0.0, FIRST_PAUSE
         self._num_lost += not server.borrowed
         if client := server.client:

@@ -2,10 +2,16 @@
 
 States of a server:
 
+    assign --> DOWN --reach--> BARE --confirm--> READY --lost--> DOWN
+                 |               |                 |
+                 +---------------+-----------------+--removed from the list--> DRAINING --no sample left--> forgotten
+
     DOWN      does not respond; `ServerMonitor` tries again, after longer and longer pauses
     BARE      responds, and does not have the weights of this job
     READY     has the weights, and generates
     DRAINING  was removed from the list: finishes its samples; after DRAIN_SECONDS others continue them
+
+A borrowed server is READY from the start, and is forgotten when it is lost or this rank has a server again.
 """
 
 from __future__ import annotations
@@ -41,9 +47,7 @@ class Server:
     number: int
     """Number of the server in the job."""
     url: str
-    """Its address."""
     state: State = State.DOWN
-    """State of the server, see the module."""
     client: RemoteEngine | None = None
     """Its client, once it has responded."""
     borrowed: bool = False
@@ -61,7 +65,7 @@ class Server:
 
     def weight(self, prompt: tuple[int, ...]) -> int:
         """Returns the server's weight for a prompt, a hash of both: only a lost server's prompts go to others."""
-        key = self.url.encode()[-hashlib.blake2b.MAX_KEY_SIZE :]
+        key = self.url.encode()[-hashlib.blake2b.MAX_KEY_SIZE :]  # the end of a long address, with its port
         return int.from_bytes(hashlib.blake2b(array("q", prompt).tobytes(), digest_size=8, key=key).digest())
 
     def postpone(self, now: float) -> None:
@@ -76,7 +80,7 @@ class Patience:
         self._since: float | None = None
 
     def check(self, num_waiting: int) -> None:
-        """Checks how long samples have been waiting."""
+        """Checks how long samples have been waiting; UserError after LOST_SECONDS, which begin again without any."""
         now = time.monotonic()
         if not num_waiting:
             self._since = None

@@ -1,4 +1,12 @@
-"""SGLang server that the user has started with `python -m sglang.launch_server`, as a rollout engine over HTTP."""
+"""SGLang server that the user has started with `python -m sglang.launch_server`, as a rollout engine over HTTP.
+
+    rank's threads                                          thread of `JsonSession`, an event loop for the client
+    submit, abort_samples: client.start(coroutine)  ---->   _post_request: POST /generate, until the response
+    collect: _receive <---- inbox <----------------------   puts (rid, result), then calls `on_arrival`
+    weights, pauses: client.start(...).result()     ---->   POST; the calling thread waits
+
+A server that does not answer, or has other weights than this job has sent, is lost: `EngineDiedError`.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +40,16 @@ UPDATE_SECONDS = 1800.0
 CONTINUE = {"torch_empty_cache": False}
 """Request to continue generation. SGLang's way to free memory asks CUDA for figures, also on a machine without."""
 TARGET = {"selector": "target"}
-"""Field of updates of the weights: not those of a draft model, which are others."""
+"""Field of updates: they fill the policy, and not a draft model, which has other weights."""
 RETRY_SECONDS = 0.5
 """Pause between two attempts."""
 
 
 class RemoteEngine(RequestTracker):
-    """Client of a server whose weights this job sends.
+    """Client of a server whose weights this job sends; UserError where it does not respond or fit the job.
+
+    `max_running` is lowered to the server's limit. With `borrowed` another rank leads the server, and its requests are
+    left as they are. `on_arrival` is called in the client's thread when a result has arrived.
 
     When the server is lost, methods raise `EngineDiedError`; then `take_unfinished` returns what another server is to
     generate, and `reconnect` tries to reach it again.
@@ -81,13 +92,13 @@ class RemoteEngine(RequestTracker):
         return (self,)
 
     def reconnect(self) -> None:
-        """Connects to a server that was lost, and ends what it may still be doing."""
+        """Connects to a server that was lost, and ends what it may still be doing; raises as `refresh`."""
         self._version = -1
         self.refresh()
         self._reset()
 
     def refresh(self) -> None:
-        """Queries the server's properties again."""
+        """Queries the server's properties again; EngineDiedError where it is lost, UserError where it does not fit."""
         try:
             self.info = self._run(describe(self._client, self.info, self._requirements.wire))
         except UnreachableError as error:
@@ -101,6 +112,7 @@ class RemoteEngine(RequestTracker):
             model = self._run(self._client.get("/model_info", HEALTH_SECONDS))
         except (UnreachableError, RefusedError) as error:
             raise self._lost(error) from None
+        # A restarted server responds too, with the weights of its directory.
         if self._version >= 0 and model.get("weight_version") != expected:
             raise self._lost("it was restarted, and does not have the weights of this job")
         if self._running:
@@ -174,6 +186,7 @@ class RemoteEngine(RequestTracker):
         except UnreachableError as error:
             result = {"lost": str(error)}
         except RefusedError as error:
+            # Below 500 the request is at fault, and would be on every server.
             result = {"lost" if error.status >= 500 else "error": str(error)}
         self._open.discard(rid)
         self._inbox.put((rid, result))
@@ -184,6 +197,7 @@ class RemoteEngine(RequestTracker):
 
     async def _repeat_abort(self, rid: str) -> None:
         """Repeats the abort: one that overtakes its request has no effect."""
+        # Repeats until the response to the request has arrived; `_post_request` ends it.
         while rid in self._open:
             with contextlib.suppress(UnreachableError, RefusedError):
                 await self._send_abort(rid)
@@ -191,6 +205,7 @@ class RemoteEngine(RequestTracker):
 
     async def _exchange(self, body: dict[str, Any]) -> dict[str, Any]:
         """Sends a request and returns the response."""
+        # No time limit here: requests that take too long are aborted by `RequestTracker`.
         response: dict[str, Any] = await self._client.post("/generate", body, timeout=None)
         return response
 
@@ -214,13 +229,13 @@ class RemoteEngine(RequestTracker):
         self._complete(rid, result)
 
     def load_folder(self, folder: Path, version: int) -> None:
-        """Makes the server load a Hugging Face directory."""
+        """Makes the server load a Hugging Face directory, by a path that it sees too."""
         body = {"model_path": str(folder), "load_format": "auto", "weight_version": str(version), "flush_cache": True}
         self.wait(self._post_change("/update_weights_from_disk", body))
         self._version = version
 
     def join_group(self, name: str, address: str, port: int, first: int, ranks: int, backend: str) -> Future[None]:
-        """Starts to add the server's ranks to a process group; pass the result to `wait`."""
+        """Starts to add the server's ranks, from rank `first` on, to a process group; pass the result to `wait`."""
         body = {
             "group_name": name,
             "master_address": address,
@@ -236,7 +251,7 @@ class RemoteEngine(RequestTracker):
         return self._post_change("/destroy_weights_update_group", {"group_name": name})
 
     def pause(self, *, keep_cache: bool) -> None:
-        """Stops generation between two tokens, for an update of the weights with requests in flight."""
+        """Stops generation between two tokens; see `ProcessEngine.pause`. EngineDiedError where the server is lost."""
         self._keeps_cache = keep_cache
         self._change_generation("/pause_generation", {"mode": "in_place" if keep_cache else "retract"})
 
@@ -263,7 +278,10 @@ class RemoteEngine(RequestTracker):
         shapes: Iterable[Sequence[int]],
         version: int | None,
     ) -> Future[None]:
-        """Starts to receive tensors that are concatenated in one broadcast of bytes; pass the result to `wait`."""
+        """Starts to receive tensors that are concatenated in one broadcast of bytes; pass the result to `wait`.
+
+        `version` comes with the last tensors of an update, which flush the cache unless a pause has to keep it.
+        """
         body: dict[str, Any] = {
             "group_name": group,
             "names": list(names),
@@ -280,7 +298,7 @@ class RemoteEngine(RequestTracker):
     def update_shards(self, request: ShardRequest | FolderRequest, version: int) -> Future[None]:
         """Starts a whole update in which all ranks receive their shards in place, or read what has changed in them.
 
-        When it is complete the ranks have reported to the job; `confirm` makes the weights those of the job.
+        When it is complete the ranks have reported to the job, which then calls `confirm`.
         """
         return self._client.start(self._update_shards(request, version))
 
@@ -301,7 +319,7 @@ class RemoteEngine(RequestTracker):
         await self._checked_post("/end_weight_update", {})
 
     def confirm(self, version: int) -> None:
-        """Takes note that all ranks have the weights of a policy version."""
+        """Sets the version of the weights, which all ranks have received."""
         self._version = version
 
     def end_update(self, version: int) -> None:
@@ -310,7 +328,7 @@ class RemoteEngine(RequestTracker):
         self._version = version
 
     def wait(self, change: Future[None]) -> None:
-        """Waits for a change of the weights."""
+        """Waits for a change of the weights; EngineDiedError where the server is lost, UserError where it refuses."""
         try:
             change.result()
         except RefusedError as error:
