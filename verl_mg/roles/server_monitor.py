@@ -1,6 +1,14 @@
-"""List of a job's servers, which may change while it runs, and the thread of each rank that looks after its own ones.
+"""List of a job's servers, which may change while it runs, and the thread of each leading rank that looks after them.
 
-The first rank reads the list and decides which rank leads each server; the others find the decision in the job's store.
+    rank 0           reads `rollout.urls_file`, decides which rank leads each server ──▶ store, key "list"
+    each leader      thread "servers", one cycle a second:
+                     list ──▶ reaches new or lost servers, in a short thread each
+                     servers without weights ──▶ announced as restarted engines: all ranks transfer weights to them
+                     servers with weights    ──▶ store, keys "ready/NUMBER"
+                     requests wait, none ready  ──▶ borrows ready servers of other leaders
+                     every 5th cycle             checks ready servers, in a short thread
+
+The work queue and the loop over samples are the main thread's; both threads meet in the `ServerPool`.
 """
 
 from __future__ import annotations
@@ -33,7 +41,10 @@ log = logging.getLogger(__name__)
 
 
 def read_urls(path: Path) -> list[str]:
-    """Reads a file of servers: one address a line; empty lines and what follows "#" are ignored."""
+    """Reads a file of servers: one address a line; empty lines and what follows "#" are ignored.
+
+    UserError if it cannot be read, or a line is not an address.
+    """
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -82,7 +93,10 @@ class ServerList:
 
 
 class ServerMonitor:
-    """Thread of a rank that reaches its servers, checks them, and shares those of others when it has none."""
+    """Thread of a rank that reaches and checks its servers, and borrows servers of other ranks when it has none.
+
+    `version` returns the policy version of servers that are ready; `servers` is the list, on the first rank.
+    """
 
     def __init__(
         self, pool: ServerPool, store: Store, rank: int, version: Callable[[], int], servers: ServerList | None = None
@@ -97,6 +111,7 @@ class ServerMonitor:
         self._stop = threading.Event()
         self._num_cycles = 0
         self._thread = threading.Thread(target=self._run, daemon=True, name="servers")
+        # Reached here once, so that the first weight sync finds the servers that are up.
         self._read_list()
         for server in pool.due(time.monotonic()):
             pool.reach(server)
@@ -108,18 +123,19 @@ class ServerMonitor:
     def close(self) -> None:
         """Ends the thread of the monitor."""
         self._stop.set()
-        self._pool.attention.set()
+        self._pool.attention.set()  # wakes the thread
         if self._thread.is_alive():
             self._thread.join()
 
     def _run(self) -> None:
+        # Waits for CYCLE_SECONDS; woken earlier when the pool loses or reaches a server; ends with `close`.
         while not self._stop.is_set():
             self._pool.attention.wait(CYCLE_SECONDS)
             self._pool.attention.clear()
             if not self._stop.is_set():
                 try:
                     self._cycle()
-                except Exception:
+                except Exception:  # the job needs this thread as long as it runs: the next cycle tries again
                     if self._stop.is_set():
                         return
                     log.exception("rollout: the servers could not be looked after")
