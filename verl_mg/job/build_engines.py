@@ -199,6 +199,8 @@ def ends_at_strings(config: Config) -> bool:
 
 def with_stop_strings(decode: Decode, wrap: EngineWrapper) -> EngineWrapper:
     """Returns a wrapper of engines whose samples end at stop strings."""
+    # Outside of the engines, by the text of all tokens of a turn: engines miss a string that the policy writes with
+    # more tokens than the tokenizer, or that began before an interruption.
     return lambda engine: wrap(StopStringEngine(engine, decode))
 
 
@@ -252,6 +254,7 @@ def build_engine_group(
                 LeadingNode(context.store, part.number, part.nodes.address) if several else None,
                 None if several else _keeper(),
             )
+    # The job that was lost may have had another placement: its engine on this rank would keep the device's memory.
     if inner is None and (launcher := _keeper()):
         EngineAttachment.of_rank(launcher, NO_ENGINE).find(END_SECONDS)
     # Engines of a restarted job may have weights already. They are used only if all have the same version.

@@ -135,6 +135,7 @@ class ModelRoleBuilder:
             transformer_config(model, layout, dtype, section.recompute, kernels, megatron)
             check_balancing(model, megatron, section.lora is not None)
             check_balance_losses(model, megatron)
+            # Only the actor has the layer, see `Role.keeps_multi_token`.
             if kind_of(role).keeps_multi_token:
                 check_multi_token(with_multi_token_layer(model, self._path(role)), megatron, section.lora is not None)
             optimizer_config(section.optimizer, megatron, dtype)

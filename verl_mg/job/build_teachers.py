@@ -68,7 +68,7 @@ def _row_reader(
 ) -> RowReader:
     tokenizer = read_tokenizer(section.tokenizer) if section.tokenizer else student
 
-    @cache
+    @cache  # all samples of a prompt, in every iteration, have the same tokens
     def tokens_of(prompt_id: int) -> list[int]:
         return teacher_prompt(prompts.by_id(prompt_id), section.prompt, tokenizer, f"{key}.prompt", tools)
 

@@ -63,6 +63,7 @@ def check_adapters(config: Config, table: ModelTable, ranks_per_node: int) -> No
 
 
 def _check_targets(table: ModelTable, lora: LoraConfig) -> None:
+    # Engines know targets by the last part of the name, which layers of experts and dense layers have in common.
     feed_forward = {*FUSED[1], "down_proj"} & set(_targets(table, lora))
     if table.config.experts and feed_forward:
         names = ", ".join(sorted(feed_forward))

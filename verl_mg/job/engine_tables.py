@@ -49,6 +49,7 @@ def with_engine_table(config: Config, table: ModelTable) -> ModelTable:
         return table
     content, folder = b"", config.job.output / FOLDER
     if dist.get_rank() == 0:
+        # In the run's folder, so that a resumed run does not trace again.
         path = folder / _file_name(config, rollout.engine)
         if not path.exists():
             _trace(config, table, path)

@@ -98,6 +98,7 @@ def evaluate(
         if limit is None or len(chosen[prompt.source]) < limit:
             chosen[prompt.source].append(prompt)
     results: dict[int, PromptResults] = {}
+    # One call for sets that are sampled alike: at the end of each call engines wait for the longest samples.
     for samples, sampling in {(s.samples, tuple(s.sampling.items())): None for s in sets}:
         together = [s for s in sets if (s.samples, tuple(s.sampling.items())) == (samples, sampling)]
         of_call = [prompt for of_set in together for prompt in chosen[of_set.name]]

@@ -377,6 +377,7 @@ class Job:
         config, model = self.config.rollout, read_any_config(self.config.model.path)
         self._check_lengths(() if self._evaluates_only else self.prompts, model.max_positions)
         self._check_lengths(self.test_prompts or (), model.max_positions)
+        # config.json and tokenizer may name different end tokens; a response ends at any of them.
         stops = {*model.eos_token_ids, self.tokenizer.eos_token_id} - {None}
         sampling = Sampling(
             max_new_tokens=config.max_new_tokens,
@@ -386,6 +387,7 @@ class Job:
             min_p=config.min_p,
             stop_token_ids=tuple(sorted(stops)),
             stop=tuple(config.stop),
+            # A context with a placeholder that has no image is invalid, so the policy must not draw one.
             excluded_token_ids=self.processor.placeholder_ids if self.processor else (),
         )
         if config.has_agents:

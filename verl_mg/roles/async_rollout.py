@@ -89,7 +89,7 @@ class AsyncRollout(RolloutSource):
         """Prompts that were submitted for later calls, in order."""
         self._num_samples = 0
         self._num_calls = self._num_consumed = self._num_dropped = 0
-        self._progress: list[PendingGroup] = []
+        self._progress: list[PendingGroup] = []  # `local_state` sets it for `state`: both describe one moment
         self._idle_since = time.perf_counter()
         queue = StreamingWorkQueue(self._store, "queue")
         self._stream = EngineStream(
@@ -115,6 +115,7 @@ class AsyncRollout(RolloutSource):
         `prompts` are not the ones that were submitted in advance.
         """
         self._context.executor.require_outside_block("rollout.generate")
+        # Prompts of later calls too, before this call waits: engines must not run out of work at its end.
         self._submit(prompts, num_samples)
         with self._context.timer("generate"):
             selection = self._wait_for_groups(len(prompts))
@@ -331,7 +332,7 @@ class AsyncRollout(RolloutSource):
         ids = [i for group in groups for i in group.ids]
         with self._stream.stopped():
             self._stream.discard(ids)
-        self._remove(ids)
+        self._remove(ids)  # after `discard`, since the thread reads `_prompt_of`
         self._admit(self._feed.draw_extra(len(groups)))
 
     def _assemble(self, groups: Sequence[PendingGroup]) -> GeneratedRows:
@@ -341,7 +342,7 @@ class AsyncRollout(RolloutSource):
         completed |= {i: sample for i, sample in self._loaded.items() if i in set(ids)}
         score_ids = self._score_ids if self._reward else None
         rows = group_rows(groups, completed, score_ids, self._engines.version, self._routed_shape)
-        self._remove(ids, discard_scores=False)
+        self._remove(ids, discard_scores=False)  # `RewardRole.wait` collects them
         rows = distribute_rows(rows, groups, self._context.rows)
         batch = rows.batch
         # Counting groups does not bound samples that take longer than `max_staleness` updates; this does, per token.
@@ -363,7 +364,7 @@ class AsyncRollout(RolloutSource):
         """Aborts the samples in flight for the time of the block, which uses the engines; they continue after it."""
         with self._stream.stopped():
             self._stream.drain()
-            for engine in self._restarted_engines():
+            for engine in self._restarted_engines():  # the block uses all engines, and these have no weights
                 self._engines.recover(engine)
             yield
             self._stream.resubmit()

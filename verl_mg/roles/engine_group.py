@@ -185,7 +185,7 @@ class ProcessEngineGroup(InFlightEngineGroup):
         if is_first and self.version == actor.num_updates:
             return {}  # engines outlive ranks that the launcher restarts
         self.version = actor.num_updates
-        self.release_memory()
+        self.release_memory()  # the actor's weights take the memory of the cache
         self._offload.load_exclusively(actor.cpu_offload, training=False)
         self._wake(weights=True, kv=False)
         report = self._sync.transfer(actor)
@@ -272,7 +272,7 @@ class ProcessEngineGroup(InFlightEngineGroup):
     def recover(self, engine: int) -> None:
         """Transfers weights to an engine that was restarted."""
         assert self._actor is not None
-        self._sync.barrier()  # the engine on this rank's devices may be starting
+        self._sync.barrier()  # the engine on this rank's devices may be starting, and sizes its cache by free memory
         self._offload.load_exclusively(self._actor.cpu_offload, training=False)
         self._sync.transfer_to_engine(self._actor, engine)
         self._offload.offload_all()

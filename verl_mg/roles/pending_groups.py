@@ -183,6 +183,7 @@ class PendingGroups:
 
     def admitted(self, call: GenerationCall, num_admitted: int) -> GenerationCall:
         """Returns the groups of a call that could be started; the sample ids of the others are free again."""
+        # Ids are seeds of samples, and must not depend on how many candidates a call had.
         if num_admitted < len(call.groups):
             self.next_id = call.groups[num_admitted].ids.start
         return replace(call, groups=call.groups[:num_admitted])
@@ -196,6 +197,7 @@ class PendingGroups:
     def add_results(self, completed: Mapping[int, Sample], aborted: Mapping[int, Sample]) -> None:
         """Stores what this rank's engine generated in a call."""
         self.completed |= completed
+        # A sample without tokens has nothing to continue, so any engine may start it.
         self.partial |= {i: sample for i, sample in aborted.items() if sample.tokens}
 
     def finish(

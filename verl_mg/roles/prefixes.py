@@ -40,6 +40,7 @@ def gather_links(batch: Batch, index: RowIndex) -> PrefixLinks:
     # A clone is aligned for the view as int64, which a slice of the received bytes need not be.
     everything = torch.cat([part.clone().view(torch.int64) for part in gathered]).view(-1, len(names))
     sample_ids, prefix_of, prefix_length = everything[everything[:, 0].argsort()].unbind(1)
+    # The index numbers rows in the order of their sample ids.
     assert tuple(sample_ids.tolist()) == index.sample_ids
     return PrefixLinks.from_columns(index.sample_ids, index.lengths, prefix_of.tolist(), prefix_length.tolist())
 

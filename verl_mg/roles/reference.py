@@ -40,6 +40,7 @@ class Reference(Policy):
         # The shorter of both types travels: rounding to it before or after the transfer gives the same values.
         dtype = min((actor.runner.dtype, self.runner.dtype), key=lambda dtype: dtype.itemsize)
         node = device.ranks_of_a_node(dist.get_world_size())
+        # In chunks, because merged adapters are copies, which exist for one chunk at a time.
         for chunk in split_into_chunks(target, target.ranks, CHUNK_BYTES // dtype.itemsize):
             self._schedules.append(schedule(plan(source, chunk, node), dist.get_rank(), dtype))
         self._actor, self.is_refreshed = actor, True

@@ -136,7 +136,7 @@ class RemoteEngineGroup(InFlightEngineGroup):
                 metrics = result.metrics | {"rollout/servers": float(len(views))}
                 break
             views = [view for view in views if view.number not in result.lost]
-        if self._pool:
+        if self._pool:  # also where no server has the weights: it ends the update of the pool
             self._pool.confirm([view.number for view in views if view.number in engines])
         return metrics
 
@@ -169,6 +169,7 @@ def check_servers(config: Config, table: ModelTable) -> None:
     keys = _keys(config)
     leaders = _leaders(config)
     for number, url in enumerate(rollout.urls):
+        # One rank probes each server. Which rank leads it later is decided by the `ServerList`.
         if leaders[number % len(leaders)] == dist.get_rank():
             layouts = probe_entry(url, _requirements(config, table), keys)
             obstacle = "".join(table_obstacle(table, EngineLayout.parse(layout), rollout.wire) for layout in layouts)
@@ -193,6 +194,7 @@ def build_remote_engines(
     rollout, rank, leaders = config.rollout, dist.get_rank(), _leaders(config)
     requirements, keys = _requirements(config, table), _keys(config)
 
+    # Called by the monitor's threads, for servers that the job may not know yet.
     def connect(url: str, borrowed: bool, on_arrival: Callable[[], None]) -> RemoteEngine:
         return connect_engine(
             url, requirements, keys, max_running=rollout.max_running_requests,

@@ -32,6 +32,7 @@ class RemoteTeacher:
         def work() -> Tensor:
             return asyncio.run(self._score(batch, outputs.top)).to(outputs.dtype)
 
+        # Each rank scores its own rows, so nothing is delivered.
         return ForwardPass(f"{self._server.key}.{call}", work, lambda column: column)
 
     async def _score(self, batch: Batch, k: int) -> Tensor:

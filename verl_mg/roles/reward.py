@@ -80,6 +80,7 @@ class RewardRole:
         mixture = self._scorer.mixture if self._scorer else None
         if mixture is None:
             return {}
+        # The file may change while a job runs: one rank reads it, so that all have the same weights.
         mixture.use(all_gather_json(mixture.refresh() if dist.get_rank() == 0 else {})[0])
         return {f"reward/weight/{name}": weight for name, weight in mixture.weights.items()}
 
@@ -194,6 +195,7 @@ class RewardRole:
         answers = torch.full((len(batch),), NO_ANSWER, dtype=torch.int64)
         if not (self._has_agents or self._source_scorers):
             return {"reward": scores, "answer": answers}
+        # Rewards of agents, and of sources with their own reward function, come before the model's.
         columns = self._collect(batch)
         return columns | {"reward": torch.where(batch["score_id"] == NOT_SCORED, scores, columns["reward"])}
 
@@ -260,6 +262,7 @@ def _sample_of(prompt: Prompt, response: str, truncated: bool, num_tokens: int |
 
 def _exchange(outgoing: Sequence[Tensor]) -> list[Tensor]:
     """Sends int64 tensors of any lengths to all ranks; returns those received, in rank order."""
+    # Two exchanges: a rank does not know how many of its scores others need.
     counts = [torch.tensor([len(part)], dtype=torch.int64).view(torch.uint8) for part in outgoing]
     sizes = [8 * int(count.view(torch.int64)) for count in all_to_all_bytes(counts, [8] * len(outgoing))]
     received = all_to_all_bytes([part.contiguous().view(torch.uint8) for part in outgoing], sizes)

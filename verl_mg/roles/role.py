@@ -128,7 +128,7 @@ class Role:
 
         def deliver(outputs: dict[int, Tensor]) -> Tensor:
             column = forward.deliver(outputs)
-            return column if mask is None else column[mask]
+            return column if mask is None else column[mask]  # the mask is of this rank's rows, which are here only now
 
         return self._context.executor.column(forward.name, entries, forward.work, deliver)
 
@@ -141,6 +141,7 @@ class Role:
         """
         self._context.offload.release_engines()  # on all ranks: engines of several ranks have a barrier there
         with self._context.timer("row_dispatch"):
+            # Other columns need not travel; and calls that depend on the same columns share the transfer.
             rows = batch.select_columns((*FORWARD_COLUMNS, *PREFIX_COLUMNS))
             if mask is not None:
                 rows["loss_mask"] = mask
@@ -204,7 +205,10 @@ class Role:
         plan, shared = plan_units(tokens, costs, layout.dp, layout.cp, budget), Shared()
 
         def in_order(micro: Sequence[int]) -> list[int]:
-            """Returns the rows of a micro-batch so that equally computed ones are neighbours, see `PackedSequences`."""
+            """Returns the rows of a micro-batch, rows with equally many computed and shared tokens as neighbours.
+
+            Attention by matrices computes such neighbours together, see `training.packed_attention`.
+            """
             rows = [row for unit in micro for row in units[unit].rows]
             if links:
                 shared.update(SharingRows.of(links, sorted(rows)).shared)

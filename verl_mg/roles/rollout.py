@@ -312,6 +312,7 @@ class Rollout(RolloutSource):
     # -- one call
 
     def _new_call(self, prompts: Sequence[Prompt], num_samples: int) -> GenerationCall:
+        # Groups that wait from earlier calls count as extra ones, so that they do not become more with each call.
         num_extra = max(0, self._extra_prompts - len(self._pending)) if prompts else 0
         extra = self._feed.draw_extra(num_extra)
         num_groups_needed = len(prompts) or len(self._pending)
@@ -327,6 +328,7 @@ class Rollout(RolloutSource):
 
         def request_of(sample: int) -> Request:
             prompt, seed = prompt_of[sample], sample_seed(self._seed, sample)
+            # Popped: what becomes of the sample, complete or aborted again, replaces it.
             return Request(sample, prompt.tokens, seed, partial.pop(sample, None), prompt, prompt.load_images())
 
         def on_sample(sample: Sample) -> None:
@@ -390,7 +392,7 @@ class Rollout(RolloutSource):
     def _forget_scores(self, gone: set[int], returned: set[int]) -> None:
         """Drops the scores of samples that are neither returned nor pending."""
         score_ids = {i: self._score_ids.pop(i) for i in gone if i in self._score_ids}
-        if self._reward:
+        if self._reward:  # scores of returned samples stay until `RewardRole.wait`
             self._reward.discard(score_id for i, score_id in score_ids.items() if i not in returned)
 
     def _measure(self, reports: Sequence[Mapping[str, Any]]) -> None:

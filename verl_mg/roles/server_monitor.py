@@ -65,7 +65,7 @@ class ServerList:
     def __init__(self, store: Store, leaders: Sequence[int], urls: Sequence[str], path: Path | None) -> None:
         self._store, self._leaders, self._urls, self._path = store, leaders, urls, path
         self._entries: dict[str, tuple[int, int]] = {}  # by address: number and leader
-        self._next_number = 0
+        self._next_number = 0  # numbers are not used again: a server that returns is a new one, without weights
         self._problem = ""
         self.update()
 
@@ -76,7 +76,7 @@ class ServerList:
             check_addresses(urls)
             self._problem = ""
         except UserError as error:
-            if str(error) != self._problem:
+            if str(error) != self._problem:  # reported once, not in each cycle
                 log.warning("%s The servers stay as they are.", error)
                 self._problem = str(error)
             return
@@ -85,6 +85,8 @@ class ServerList:
         self._entries = {url: entry for url, entry in self._entries.items() if url in urls}
         for url in dict.fromkeys(urls):
             if url not in self._entries:
+                # Servers that stay keep their leaders, which have their requests; a new one goes to the rank with the
+                # fewest servers.
                 load = Counter(leader for _, leader in self._entries.values())
                 leader = min(self._leaders, key=lambda rank: load[rank])
                 self._entries[url] = self._next_number, leader
@@ -180,6 +182,7 @@ class ServerMonitor:
     def _borrow(self) -> None:
         """Finds servers of other ranks that are ready."""
         others = {number: url for number, (leader, url) in self._all.items() if leader != self._rank}
+        # Checked first, because `get` waits for a key that was never set.
         known = {number: url for number, url in others.items() if self._store.check([f"ready/{number}"])}
         ready = {number: url for number, url in known.items() if self._store.get(f"ready/{number}")}
         self._pool.borrow(ready, self._version())

@@ -99,6 +99,7 @@ class OutstandingGroups:
 
     def num_ahead(self, num_groups: int) -> int:
         """Returns how many groups may be outstanding when a `generate` of `num_groups` returns."""
+        # At first the groups of one call; `adapt` learns from then on.
         return min(max(self._num_wanted, num_groups), self.versions.max_staleness * num_groups)
 
     def adapt(self, done: Container[int], num_groups: int) -> None:
@@ -131,6 +132,7 @@ class OutstandingGroups:
         if self.stale != "drop":
             return []
         too_old = {i for i, version in oldest if version < self.versions.oldest_allowed}
+        # Whole groups: advantages need all samples of a prompt.
         return self._remove([first for first, group in self.groups.items() if too_old.intersection(group.ids)])
 
     def progress(self, done: Iterable[int], partial: Iterable[int]) -> list[PendingGroup]:

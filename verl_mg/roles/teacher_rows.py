@@ -111,6 +111,7 @@ class OtherPrompts:
                 f"{self._key}: a response with the teacher's prompt has {length} tokens, more than the {self._longest} "
                 "positions of the model. Shorten the template, or lower rollout.max_new_tokens."
             )
+        # Responses are the same tokens in both batches, in the same order: masks over them map one column to the other.
         responses = batch.positions >= batch.expand_to_tokens(batch["prompt_length"])
         answered = rows.positions >= rows.expand_to_tokens(lengths)
         tokens = torch.empty(rows.total_tokens, dtype=torch.int64)

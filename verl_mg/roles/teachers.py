@@ -126,7 +126,7 @@ class Teachers:
 
     @property
     def _hidden_dtype(self) -> torch.dtype:
-        """Type that holds the hidden states of all teachers."""
+        """Type that holds the hidden states of all teachers; float32 contains the values of both half precisions."""
         dtypes = {policy.runner.dtype for policy in self._policies.values()}
         return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
@@ -140,6 +140,7 @@ class Teachers:
         """Returns a token column of which each teacher computes its rows; 0 outside the loss mask."""
         scored, numbers = batch.select_columns(SCORED_COLUMNS), self._numbers(batch)
         rows = [(numbers == number).nonzero().flatten() for number in range(len(self._teachers))]
+        # A single teacher scores the batch itself: a selection would be a copy, and no other call could share the rows.
         parts = [scored] if len(rows) == 1 else [scored.select(of_teacher) for of_teacher in rows]
         passes: list[ForwardPass] = []
         for (key, teacher), part in zip(self._teachers.items(), parts, strict=True):

@@ -152,6 +152,7 @@ class TrainableRole(Role):
             return dict(totals)
 
         def deliver(metrics: dict[str, float]) -> dict[str, float]:
+            # Ranks outside of the placement have computed nothing, and a recipe needs the same numbers on all.
             from_first: dict[str, float] = all_gather_json(metrics)[self.runner.placement.ranks[0]]
             return from_first
 
@@ -245,6 +246,7 @@ class TrainableRole(Role):
         )
         adapter_writer = AdapterWriter(partial / ADAPTER_FOLDER, lora.shapes, dtype) if lora else None
         if dist.get_rank() == 0:
+            # A job that was killed in a save may have left one.
             shutil.rmtree(partial, ignore_errors=True)
             writer.create()
             _copy_small_files(model_dir, partial)
@@ -284,7 +286,7 @@ def _untrained_tensors(model_dir: Path, table: ModelTable) -> UntrainedTensors |
     if prefixes is None:
         return None
     untrained = None
-    if dist.get_rank() == 0:
+    if dist.get_rank() == 0:  # one rank reads the headers of the directory
         index = table.tensor_index
         owned = index.tensors.keys() | {place.name for place in index.stacked.values()}
         untrained = UntrainedTensors.find(model_dir, prefixes, owned)
@@ -304,5 +306,6 @@ def _patch_config(config: Path, runner: Runner) -> None:
     if runner.table.head == "value":
         kinds = tree.get("architectures") or []
         tree["architectures"] = [kind.replace("ForCausalLM", "ForSequenceClassification") for kind in kinds]
+        # `transformers` takes the number of outputs from `id2label`.
         tree |= {"id2label": {"0": "score"}, "label2id": {"score": 0}}
     config.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")

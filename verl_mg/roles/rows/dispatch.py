@@ -31,7 +31,7 @@ from verl_mg.roles.rows.plan import ColumnPart, Delivery, plan_deliveries, plan_
 PIECE_BYTES = 32 << 20
 """Bytes of a message, unless a single row is larger."""
 PIECES_IN_FLIGHT = 4
-"""Messages of PIECE_BYTES that a rank holds in addition to its rows and those that it has requested."""
+"""Messages of PIECE_BYTES that a rank holds in addition to its own and the requested rows: 128 MiB."""
 ROWS_AT_ONCE = 256
 """Rows that a rank copies from its own batch at a time, which bounds the memory of the copy."""
 FROM_OWNER, PASSED_ON = 0, 1
@@ -146,6 +146,7 @@ class _Places:
     """Positions of the entries of rows in the columns of a batch."""
 
     def __init__(self, batch: Batch, rows: Tensor) -> None:
+        # Cached and only on demand: most rows have several token columns, and some transfers have none.
         self._rows, self._tokens = rows, cache(partial(batch.entries, rows))
 
     def of(self, kind: ColumnKind) -> Tensor:

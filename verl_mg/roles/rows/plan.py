@@ -168,6 +168,7 @@ def _wanted_together(
 
 
 def _aligned(parts: Sequence[ColumnPart], schema: Mapping[str, ColumnSchema]) -> tuple[ColumnPart, ...]:
+    # Wide types first: then each part begins at a multiple of its item size, and can be viewed without a copy.
     return tuple(sorted(parts, key=lambda part: (-schema[part.name].dtype.itemsize, part.name, part.layers or ())))
 
 

@@ -75,6 +75,7 @@ def samples_to_batch(
     oldest = [min((v for v in row.policy_versions if v != NOT_GENERATED), default=policy_version) for row in rows]
     batch["policy_version"] = torch.tensor(oldest, dtype=torch.int64)
     batch["truncated"] = torch.tensor([row.truncated for row in rows], dtype=torch.bool)
+    # Engines report the last tokens of a row: the prompt of a plain sample has no versions and log-probs.
     reported = batch.lengths - torch.tensor([len(row.policy_versions) for row in rows], dtype=torch.int64)
     known = batch.positions >= batch.expand_to_tokens(reported)
     versions = torch.full((batch.total_tokens,), NOT_GENERATED, dtype=torch.int64)

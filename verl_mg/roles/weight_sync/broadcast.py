@@ -166,6 +166,7 @@ class BroadcastSync:
         where = [rendezvous.name, rendezvous.address, rendezvous.port] if rendezvous else []
         name, address, port = all_gather_json(where)[SENDER]
         backend = "nccl" if device.current_device().type == "cuda" else "gloo"
+        # Requested before the sender joins, since joining waits for all members.
         joining, first = {}, 1
         for view in servers:
             if view.number in engines:

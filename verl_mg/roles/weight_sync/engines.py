@@ -214,7 +214,7 @@ class ProcessEngineSync:
         if keeps:
             self._all_have = actor, actor.num_updates
         elif self._all_have != (actor, actor.num_updates):
-            self._all_have = None
+            self._all_have = None  # one engine is newer than the others
         # All ranks report here, so that none releases memory that an engine still reads.
         return transfer_metrics(traffic, planned.lower_bound, started)
 
@@ -277,6 +277,7 @@ class ProcessEngineSync:
         """Returns the transfer, once: layouts do not change between iterations. All ranks call it together."""
         rank, dtype = dist.get_rank(), actor.runner.dtype
         whole = self._table.shard_map_engine(placement)
+        # Engines are alike, so the ranks of the first one decide how large chunks are.
         first = placement.ranks[: placement.layout.ranks * placement.stride : placement.stride]
         node = device.ranks_of_a_node(dist.get_world_size())
         # Memory is measured as it is during transfers: with the actor's weights on the device, and torch's cache empty.

@@ -108,6 +108,7 @@ class FolderChangesSync:
             lost, received = self._apply(engines, waiting, version)
             counted["weight_sync/bytes_received"] = received
         lost = [number for rank in all_gather_json(lost) for number in rank]
+        # New servers, servers that have missed a version, and servers whose checksums differ.
         rest = [
             view for view in servers
             if view.number not in lost and self._held.get((view.number, view.start)) != version
@@ -146,7 +147,7 @@ class FolderChangesSync:
             for old in (folder, unfinished):
                 shutil.rmtree(old, ignore_errors=True)
             unfinished.mkdir(parents=True)
-        dist.barrier()
+        dist.barrier()  # the folder exists
         changes = []
         for number, (chunk, tensors, wait_for) in enumerate(chunk_sources(actor, self._written.chunks)):
             sent = self._written.sent[number]
@@ -155,13 +156,13 @@ class FolderChangesSync:
                     wait_for(name)
             for (parameter, box), places in chunk.places.items() if write else ():
                 changes.append((sent.encode(parameter, box, tensors[parameter].detach()[slices(box)]).cpu(), places))
-            sent.keep(chunk.schedule, tensors)
+            sent.keep(chunk.schedule, tensors)  # also without a reader: the next changes are relative to this version
         if changes:
             size = write_changes(unfinished / f"{dist.get_rank()}.safetensors", changes)
-        dist.barrier()
+        dist.barrier()  # all files are written
         if write and dist.get_rank() == SENDER:
             unfinished.rename(folder)
-        dist.barrier()
+        dist.barrier()  # a leader may now name the folder to its servers
         self._written.version = version
         return size
 

@@ -58,6 +58,7 @@ class ProcessGroupSync:
         if others:
             result = self._broadcast.transfer(actor, engines, others)
             metrics.update(result.metrics)
+            # Shards were configured, and a broadcast costs many times the bytes.
             if not self._broadcast_to_all and dist.get_rank() == SENDER:
                 self._warn(others, obstacles, result.metrics)
         return SyncResult(dict(metrics))

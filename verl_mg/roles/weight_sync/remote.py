@@ -133,6 +133,7 @@ class SharedFolderSync:
                 except EngineDiedError:
                     lost.append(view.number)
         all_lost = frozenset(number for rank in all_gather_json(lost) for number in rank)
+        # Only after the exchange: then no server still loads an older directory.
         if dist.get_rank() == SENDER:
             for old in set(self._folder.glob("weights-*")) - {weights}:
                 shutil.rmtree(old)

@@ -176,7 +176,7 @@ class ShardSync:
         refused = [text for rank in outcome for text in rank["problems"]]
         broken = [rank["error"] for rank in outcome if rank["error"]]
         if all_lost or refused or broken:
-            self._close()
+            self._close()  # a group with a missing member cannot be used again
         if not all_lost and (refused or broken):
             raise UserError(
                 "rollout.weight_transfer=shards: the servers have not received the weights "
@@ -290,6 +290,7 @@ class ShardSync:
         maps = encoded_maps(self._table, source, target, self._encoding) if self._encoding else None
         target, together = (maps.target, maps.keep_together) if maps else (target, ())
         node = device.ranks_of_a_node(world_size)
+        # Schedules are computed in the job, so that servers need no tables; its ranks share the work.
         receivers = target.ranks[rank::world_size]
         mine: list[SourceChunk] = []
         theirs: dict[int, list[Schedule]] = defaultdict(list)
