@@ -113,7 +113,7 @@ def check_engines(config: Config, table: ModelTable, world_size: int) -> None:
     if rollout.wire != "cast":
         _check_wire(config, table)
     if rollout.delta and rollout.engine != "sglang":
-        raise UserError("rollout.delta=true: only SGLang can apply changes to its weights. Leave it out.")
+        raise UserError("rollout.delta=true: only SGLang can receive changes instead of all weights. Leave it out.")
     if rollout.delta and rollout.has_servers and rollout.weight_transfer not in ("shards", "disk"):
         raise UserError(
             f"rollout.delta=true: servers receive only shards or files so, and rollout.weight_transfer is "
@@ -227,6 +227,7 @@ def build_engine_group(
     table = with_engine_table(config, actor.runner.table)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     node = device.ranks_of_a_node(world_size)
+    # An engine's ranks are chosen so that they hold most of its shards already (HybridFlow, arXiv:2409.19256, 5.3).
     placement = best_stride(actor.runner.shard_map(), table, _placement(config, world_size), node)
     leaders = {ranks[0] for ranks in placement.members().values()}
     # An engine sizes its cache by the memory that is free when it starts.

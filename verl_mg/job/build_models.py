@@ -82,6 +82,7 @@ class ModelRoleBuilder:
         for role in sorted(self.model_roles(roles)):
             section = self._section(role)
             if section.backend == "fsdp":
+                # Before config.json is read as Megatron's: it may be of an architecture without a table.
                 self._check_fsdp(role, remark)
                 continue
             model = read_config(self._path(role))

@@ -25,6 +25,7 @@ def engine_part(placement: EnginePlacement, rank: int, node: int) -> EnginePart 
     the parts of engine 1.
     """
     for number, ranks in placement.members().items():
+        # Reversed, so that of the ranks of a node the first one remains in the dict.
         firsts = list({member // node: member for member in reversed(ranks)}.values())[::-1]
         if rank in firsts:
             return EnginePart(number, EngineNodes(len(firsts), firsts.index(rank)))

@@ -275,7 +275,7 @@ class Job:
         every, reference = self.config.reference.refresh_every, self.roles.get("reference")
         if every is None or not isinstance(reference, Reference):
             return {}
-        # Before an iteration, where no role call is pending; before the first one the actor is the reference.
+        # Before an iteration, where no role call is pending. Before the first one there was no update.
         is_due = self.iteration > 1 and (self.iteration - 1) % every == 0
         if is_due:
             reference.refresh()

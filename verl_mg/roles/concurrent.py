@@ -197,7 +197,8 @@ def _at_request_line(call: _Call, function: Callable[..., Result], *arguments: A
         if call.requested_at is None:
             raise
         at, inner = call.requested_at, error.__traceback__
-        # The frame of the recipe left the stack when the call was queued: it is put on top of the error's own frames.
+        # When a call runs, the recipe is at the end of the block: the line of the request is put on top of the frames
+        # of the error.
         error.add_note(f"{call.name} was requested at {at.frame.f_code.co_filename}:{at.line}")
         raise error.with_traceback(
             TracebackType(inner.tb_next if inner else None, at.frame, at.instruction, at.line)

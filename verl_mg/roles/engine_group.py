@@ -153,7 +153,12 @@ class HFEngineGroup(EngineGroup):
 
 
 class ProcessEngineGroup(InFlightEngineGroup):
-    """Engines in processes that this job has started, each on a group of ranks."""
+    """Engines in processes that this job has started, each on a group of ranks.
+
+    `inner` is the engine that this rank leads, `follower` this rank's part of an engine that a rank on another node
+    leads. `version` is the version of the weights that all engines have already, from ranks that were lost; -1: none.
+    With `keep_cache` requests in flight keep keys and values of the old weights in an update.
+    """
 
     rows_are_local = False
 

@@ -66,6 +66,7 @@ class Reference(Policy):
         self._context.offload.release_engines()
         self._context.offload.load_exclusively(self.cpu_offload, training=False)
         parameters = self.runner.parameters()
+        # Replicas have equal boxes: one rank is chosen for each.
         for write in assign_writes(self.runner.shard_map(), dist.get_rank()):
             values = parameters[write.parameter].detach()[slices(write.parameter_box)]
             yield StoredBox(f"{self.name}/{WEIGHTS}", write.tensor, write.box, values)

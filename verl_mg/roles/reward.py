@@ -49,6 +49,8 @@ class RewardRole:
 
     The engine loop submits each sample on the rank whose engine generated it; results stay there until `wait` sends
     them to the ranks of the rows, which the columns `generated_by` (rank) and `score_id` (number there) identify.
+    `scorer` is None where the model scores; `source_scorers` are of sources that have their own reward functions, by
+    `Prompt.reward`.
     """
 
     def __init__(

@@ -128,7 +128,7 @@ class Role:
 
         def deliver(outputs: dict[int, Tensor]) -> Tensor:
             column = forward.deliver(outputs)
-            return column if mask is None else column[mask]  # the mask is of this rank's rows, which are here only now
+            return column if mask is None else column[mask]  # a mask of this rank's rows, whose values are here now
 
         return self._context.executor.column(forward.name, entries, forward.work, deliver)
 

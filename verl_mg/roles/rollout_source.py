@@ -46,6 +46,7 @@ class RolloutRecord:
     def of(cls, rows: GeneratedRows) -> RolloutRecord:
         """Returns the record of rows that are about to be given to the recipe."""
         batch = rows.batch
+        # A second batch: the recipe adds columns to the first one, and replays need only the received ones.
         record = cls(batch, Batch(batch.lengths), rows.conversations)
         for name in batch.names():
             if name not in NOT_RECORDED:

@@ -60,12 +60,15 @@ def read_urls(path: Path) -> list[str]:
 
 
 class ServerList:
-    """Numbers and leaders of the servers; used on the first rank."""
+    """Numbers and leaders of the servers; used on the first rank.
+
+    `urls` stay for the whole job; the file at `path` has further addresses, and is read again and again.
+    """
 
     def __init__(self, store: Store, leaders: Sequence[int], urls: Sequence[str], path: Path | None) -> None:
         self._store, self._leaders, self._urls, self._path = store, leaders, urls, path
         self._entries: dict[str, tuple[int, int]] = {}  # by address: number and leader
-        self._next_number = 0  # numbers are not used again: a server that returns is a new one, without weights
+        self._next_number = 0  # numbers are not used again: a server that returns to the list is a new one
         self._problem = ""
         self.update()
 

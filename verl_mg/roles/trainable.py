@@ -68,7 +68,7 @@ class NoOptimizerError(Exception):
 
 
 class TrainableRole(Role):
-    """Role with an optimizer: updates, checkpoints and exports."""
+    """Role with an optimizer: updates, checkpoints and exports; without one in a rollout-only run, `learns=False`."""
 
     trainer: Trainer
 

@@ -70,6 +70,7 @@ def exchange_conversations(texts: Mapping[int, str], by_rank: Sequence[Sequence[
 
     `texts` are of this rank, by trajectory; `by_rank` has the trajectories whose rows each rank has got.
     """
+    # JSON, since conversations have any shape; only text travels, next to the tensors of the rows.
     outgoing = [
         torch.frombuffer(bytearray(json.dumps({i: texts[i] for i in wanted if i in texts}).encode()), dtype=torch.uint8)
         for wanted in by_rank

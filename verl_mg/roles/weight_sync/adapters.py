@@ -92,6 +92,7 @@ class AdapterSync:
             for name, tensor in staging.tensors.items():
                 tensor.copy_(received[name]) if name in received else tensor.zero_()
             fields = adapter_fields(lora.config, lora.adapted) | {"target_modules": list(self._adapters.targets)}
+            # One for each process of the engine that reads them.
             payloads = [staging.payload() for _ in range(engine.num_adapter_readers)]
             try:
                 engine.load_adapters(payloads, actor.num_updates, fields)

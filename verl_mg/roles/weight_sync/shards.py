@@ -138,7 +138,10 @@ class _Session:
 
 
 class ShardSync:
-    """Transfer in which each rank of a server receives its own shards, each box from a rank of the job that has it."""
+    """Transfer in which each rank of a server receives its own shards, each box from a rank of the job that has it.
+
+    With `delta` only elements are sent that have changed since the last transfer to the same servers.
+    """
 
     def __init__(self, table: ModelTable, wire: Wire = "cast", delta: bool = False) -> None:
         self._table, self._encoding, self._delta = table, encoding_of(wire), delta
