@@ -53,7 +53,7 @@ def test_check_engines_whole_blocks_and_engines_that_keep_weights_are_accepted(o
     [
         ({"layout": "tp2", "wire": "fp8_block", "ffn": 320}, r"gate_up_proj.weight: the box .* whole blocks of \(128"),
         ({"engine": "hf", "wire": "fp8_block"}, "rollout.wire=fp8_block: only SGLang has such weights"),
-        ({"engine": "hf", "delta": True}, "rollout.delta=true: only SGLang receives changes alone"),
+        ({"engine": "hf", "delta": True}, "rollout.delta=true: only SGLang can receive changes instead of all weights"),
         ({"urls": ["http://a:1"], "wire": "fp8_block"}, "only as shards, and rollout.weight_transfer is process_group"),
         (
             {"urls": ["http://a:1"], "delta": True},

@@ -101,7 +101,7 @@ def refused(folder, overrides):
 @pytest.mark.parametrize("overrides", [["rollout.engine=hf"]])
 def test_prefetch_on_the_ranks_of_training_raises(ranks, tmp_path, overrides):
     (error,) = ranks.run(1, refused, inputs(tmp_path, "qwen3"), overrides)
-    assert re.match("rollout.mode=one_step_off: only engines on ranks of their own generate while training", error)
+    assert re.match("rollout.mode=one_step_off: only engines on separate ranks generate while training", error)
 
 
 def run_whole(folder):

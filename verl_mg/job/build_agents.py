@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 
 
 def check_agents(rollout: RolloutConfig) -> None:
-    """Checks the options of agents before anything is built."""
+    """Checks the options of agents before anything is built; UserError if they do not fit other options."""
     if rollout.tools:
         raise UserError("rollout.tools: agents call tools themselves. Leave it out, or leave rollout.agent out.")
+    # An agent has effects outside the job, which cannot be continued: an aborted one begins again.
     if rollout.partial_rollout:
         raise UserError(
             "rollout.partial_rollout=true: an agent that was stopped cannot continue. Leave it out."
@@ -45,7 +46,10 @@ def agent_wrapper(
     processor: ImageProcessor | None,
     image_limits: ImageLimits,
 ) -> EngineWrapper:
-    """Returns a function that starts agents around an engine."""
+    """Returns a function that starts agents around an engine, whose contexts have at most `max_positions` tokens.
+
+    UserError if there is no such agent, the tokenizer has no chat template, or SGLang no such parser.
+    """
     agent = _agent(rollout)
     renderer = ConversationRenderer(tokenizer, stop_token_ids, rollout.chat_template_options, processor)
     parser = ReplyParser(tokenizer, rollout.tool_call_parser, rollout.reasoning_parser)

@@ -45,7 +45,7 @@ from verl_mg.rollout.vllm.engine import VLLMEngine, vllm_follower
 from verl_mg.sharding.model_table import ModelTable
 
 ENGINES: Mapping[str, type[SGLangEngine | VLLMEngine]] = {"sglang": SGLangEngine, "vllm": VLLMEngine}
-"""Engines in processes of their own, by their names in `rollout.engine`."""
+"""Engines that are separate processes, by their names in `rollout.engine`."""
 FOLLOWERS = {"sglang": sglang_follower, "vllm": vllm_follower}
 """Functions that start the part of such an engine on a further node."""
 
@@ -57,7 +57,10 @@ END_SECONDS = 60.0
 
 
 def num_training_ranks(config: Config, world_size: int) -> int:
-    """Returns how many of the job's ranks, the first ones, hold models: all but the last `rollout.num_ranks`."""
+    """Returns how many of the job's ranks, the first ones, hold models: all but the last `rollout.num_ranks`.
+
+    Example: 8 ranks with `rollout.num_ranks` 2: models on ranks 0 to 5, engines on 6 and 7. UserError if none is left.
+    """
     num_ranks = 0 if config.rollout.has_servers else config.rollout.num_ranks
     if num_ranks >= world_size:
         raise UserError(
@@ -73,13 +76,13 @@ def num_training_ranks(config: Config, world_size: int) -> int:
 
 
 def check_engines(config: Config, table: ModelTable, world_size: int) -> None:
-    """Checks the section `rollout` before anything is built."""
+    """Checks the section `rollout` before anything is built; UserError if it does not fit the model or the ranks."""
     rollout = config.rollout
     if config.actor.offload and rollout.engine == "hf":
         raise UserError("actor.offload=true: the engine hf works on the actor's own memory. Leave it out.")
     if rollout.mode != "sync" and not (rollout.has_servers or rollout.num_ranks):
         raise UserError(
-            f"rollout.mode={rollout.mode}: only engines on ranks of their own generate while training computes. "
+            f"rollout.mode={rollout.mode}: only engines on separate ranks generate while training computes. "
             "Write rollout.engine=sglang and rollout.num_ranks, or rollout.urls, or rollout.mode=sync."
         )
     if rollout.mode == "async" and rollout.has_servers and rollout.weight_transfer == "disk":
@@ -104,18 +107,19 @@ def check_engines(config: Config, table: ModelTable, world_size: int) -> None:
         )
     if rollout.sharding_table and (rollout.has_servers or rollout.engine == "hf"):
         raise UserError(
-            "rollout.sharding_table: only engines inside the job, in processes of their own, use a table. Leave it "
+            "rollout.sharding_table: only engines inside the job that are separate processes use a table. Leave it "
             "out, or write rollout.engine=sglang or vllm without rollout.urls."
         )
     if rollout.wire != "cast":
         _check_wire(config, table)
     if rollout.delta and rollout.engine != "sglang":
-        raise UserError("rollout.delta=true: only SGLang receives changes alone. Leave it out.")
+        raise UserError("rollout.delta=true: only SGLang can receive changes instead of all weights. Leave it out.")
     if rollout.delta and rollout.has_servers and rollout.weight_transfer not in ("shards", "disk"):
         raise UserError(
             f"rollout.delta=true: servers receive only shards or files so, and rollout.weight_transfer is "
             f"{rollout.weight_transfer}. Write rollout.weight_transfer=shards or disk, or leave rollout.delta out."
         )
+    # SGLang releases its weights when it sleeps. On the CPU nothing is released, see `build_engine_group`.
     loses_weights = rollout.sleep and not rollout.num_ranks and not rollout.has_servers
     if rollout.delta and loses_weights and torch.cuda.is_available():
         raise UserError(
@@ -134,7 +138,7 @@ def check_engines(config: Config, table: ModelTable, world_size: int) -> None:
     if rollout.has_servers:
         check_servers(config, table)
     elif rollout.engine != "hf":
-        engine_python(rollout.engine, rollout.python)
+        engine_python(rollout.engine, rollout.python)  # raises if the engine is not installed there
         placement, experts = _placement(config, world_size), table.config.experts
         placement.check_nodes(device.ranks_of_a_node(world_size))
         if rollout.engine == "sglang":
@@ -187,7 +191,7 @@ def _check_wire(config: Config, table: ModelTable) -> None:
 
 
 def ends_at_strings(config: Config) -> bool:
-    """Returns whether samples can end at stop strings, those of agents' requests included."""
+    """Returns whether samples can end at stop strings; requests of agents may contain some."""
     test = config.data.test
     of_sets = [of_set.stop for of_set in test.values()] if isinstance(test, dict) else []
     return config.rollout.has_agents or any((config.rollout.stop, config.evaluation.stop, *of_sets))
@@ -195,6 +199,8 @@ def ends_at_strings(config: Config) -> bool:
 
 def with_stop_strings(decode: Decode, wrap: EngineWrapper) -> EngineWrapper:
     """Returns a wrapper of engines whose samples end at stop strings."""
+    # Outside of the engines, by the text of all tokens of a turn: engines miss a string that the policy writes with
+    # more tokens than the tokenizer, or that began before an interruption.
     return lambda engine: wrap(StopStringEngine(engine, decode))
 
 
@@ -206,7 +212,10 @@ def build_engine_group(
     processor: ImageProcessor | None = None,
     decode: Decode | None = None,
 ) -> EngineGroup:
-    """Returns the engines, without weights until the first transfer; they compute in the dtype of the actor."""
+    """Returns the engines, without weights until the first transfer; they compute in the dtype of the actor.
+
+    `processor` is given for a model that reads images, and `decode` is only for the engine hf.
+    """
     rollout, dtype = config.rollout, actor.runner.dtype
     if rollout.engine == "hf":
         slots = rollout.max_running_requests
@@ -218,6 +227,7 @@ def build_engine_group(
     table = with_engine_table(config, actor.runner.table)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     node = device.ranks_of_a_node(world_size)
+    # An engine's ranks are chosen so that they hold most of its shards already (HybridFlow, arXiv:2409.19256, 5.3).
     placement = best_stride(actor.runner.shard_map(), table, _placement(config, world_size), node)
     leaders = {ranks[0] for ranks in placement.members().values()}
     # An engine sizes its cache by the memory that is free when it starts.
@@ -245,10 +255,12 @@ def build_engine_group(
                 LeadingNode(context.store, part.number, part.nodes.address) if several else None,
                 None if several else _keeper(),
             )
+    # The job that was lost may have had another placement: its engine on this rank would keep the device's memory.
     if inner is None and (launcher := _keeper()):
         EngineAttachment.of_rank(launcher, NO_ENGINE).find(END_SECONDS)
+    # Engines of a restarted job may have weights already. They are used only if all have the same version.
     versions = {version for version in all_gather_json(inner.version if inner else None) if version is not None}
-    # Engines on ranks of their own need not share their devices.
+    # Engines on separate ranks share their devices with no role, so they need not sleep.
     disjoint = rollout.num_ranks > 0
     weights = ProcessEngineSync(placement, groups, inner, table, rollout.wire, rollout.delta, not rollout.adapters)
     adapters = adapter_settings(config, table)
@@ -310,7 +322,7 @@ def _settings(
 
 
 def _memory_fraction(config: Config, device_bytes: int | None) -> float:
-    """Returns the fraction of the device for an engine, of which an engine on ranks of its own leaves RANK_BYTES."""
+    """Returns the fraction of the device for an engine; on a separate rank it leaves RANK_BYTES of the device."""
     fraction = config.rollout.memory_fraction
     if device_bytes is None or not config.rollout.num_ranks:
         return fraction

@@ -75,10 +75,14 @@ class ModelRoleBuilder:
         return [*(role for role in MODEL_ROLES if role in roles), *local]
 
     def check(self, roles: set[str], remark: str = "") -> None:
-        """Checks the layouts of roles before any process group or model is built."""
+        """Checks the layouts of roles before any process group or model is built; UserError if one does not fit.
+
+        `remark` about the number of ranks is added to the message.
+        """
         for role in sorted(self.model_roles(roles)):
             section = self._section(role)
             if section.backend == "fsdp":
+                # Before config.json is read as Megatron's: it may be of an architecture without a table.
                 self._check_fsdp(role, remark)
                 continue
             model = read_config(self._path(role))
@@ -98,7 +102,7 @@ class ModelRoleBuilder:
             self._check_lora(role)
 
     def check_images(self, roles: set[str], prompts: Iterable[Prompt]) -> None:
-        """Checks that the backends of roles take the images of prompts."""
+        """Checks that the backends of roles take the images of prompts; Megatron trains only language models."""
         sections = {config_section_of(role): self._section(role) for role in sorted(self.model_roles(roles))}
         refuses = next((name for name, section in sections.items() if section.backend == "megatron"), None)
         if refuses and (shown := next((prompt for prompt in prompts if prompt.images), None)):
@@ -132,6 +136,7 @@ class ModelRoleBuilder:
             transformer_config(model, layout, dtype, section.recompute, kernels, megatron)
             check_balancing(model, megatron, section.lora is not None)
             check_balance_losses(model, megatron)
+            # Only the actor has the layer, see `Role.keeps_multi_token`.
             if kind_of(role).keeps_multi_token:
                 check_multi_token(with_multi_token_layer(model, self._path(role)), megatron, section.lora is not None)
             optimizer_config(section.optimizer, megatron, dtype)
@@ -149,7 +154,7 @@ class ModelRoleBuilder:
     def build(self, role: str) -> Any:
         """Returns the role, with the weights of its model directory except those that a checkpoint restores.
 
-        A role with offload leaves the device at once, so that the next one has the whole of it. One that stays
+        A role with offload leaves the device immediately, so that the next one has the whole of it. One that stays
         allocates everything that it keeps, so that engines size their cache by the memory that is left.
         """
         self._built[role] = built = self._build(role)
@@ -157,6 +162,7 @@ class ModelRoleBuilder:
 
     def _build(self, role: str) -> Role:
         section, kind = self._section(role), kind_of(role)
+        # With LoRA the weights under the adapters are the reference: a second copy of the model is not needed.
         if role == "reference" and "actor" in self._built and self._config.reference_is_unadapted_actor:
             return UnadaptedPolicy(self._built["actor"], section.tokens_per_micro_batch, role)
         options: dict[str, Any] = {}
@@ -221,6 +227,7 @@ class ModelRoleBuilder:
         return ranks
 
     def _groups_of(self, placement: Placement, dynamic: bool, backend: str) -> Groups:
+        # Roles with one placement share its groups: each rank takes part in the creation of every group.
         key = (placement, dynamic, backend)
         if key not in self._groups:
             shared = self._context.process_groups

@@ -34,9 +34,14 @@ def build_teachers(
     tools: Sequence[dict[str, Any]],
     context: JobContext,
 ) -> Teachers:
-    """Returns the teachers of a job; without any in the configuration, the reference is the teacher of all samples."""
+    """Returns the teachers of a job; without any in the configuration, the reference is the teacher of all samples.
+
+    `roles` are the model roles by name, and `tools` the schemas that a chat template describes to the model. UserError
+    if a source has no teacher or several, or a server cannot be used.
+    """
     actor, number_of = roles["actor"], teacher_numbers(config)
     assert isinstance(actor, Actor)
+    # Only these have the weights of their directories, from which the actor's ranks read the output layers.
     loaded = [f"{TEACHERS}.{name}" for name, section in config.teachers.items() if section.has_model]
     if not config.teachers and not config.reference.refresh_every:
         loaded = ["reference"]
@@ -63,7 +68,7 @@ def _row_reader(
 ) -> RowReader:
     tokenizer = read_tokenizer(section.tokenizer) if section.tokenizer else student
 
-    @cache
+    @cache  # all samples of a prompt, in every iteration, have the same tokens
     def tokens_of(prompt_id: int) -> list[int]:
         return teacher_prompt(prompts.by_id(prompt_id), section.prompt, tokenizer, f"{key}.prompt", tools)
 
@@ -88,7 +93,7 @@ def remote_teacher(config: Config, name: str, url: str) -> RemoteTeacher:
     section, key = config.teachers[name], f"{TEACHERS}.{name}"
     if (temperature := config.rollout.temperature) not in (0.0, 1.0):
         raise UserError(
-            f"{key}.url: servers return log-probs at temperature 1, those of the policy are at rollout.temperature="
+            f"{key}.url: servers return log-probs at temperature 1, and the policy's are at rollout.temperature="
             f"{temperature}. Write rollout.temperature=1."
         )
     api_key = read_key(f"{key}.api_key_env", section.api_key_env)
@@ -97,7 +102,10 @@ def remote_teacher(config: Config, name: str, url: str) -> RemoteTeacher:
 
 
 def teacher_numbers(config: Config) -> dict[str, int]:
-    """Returns the number of the teacher of each source of `data.train`; the source of a single file is ""."""
+    """Returns the number of the teacher of each source of `data.train`; the source of a single file is "".
+
+    Example: sources math, code and chat, teachers a of math and b without sources: {math: 0, code: 1, chat: 1}.
+    """
     train, teachers = config.data.train, config.teachers
     sources = list(train) if isinstance(train, dict) else [""]
     number_of: dict[str, int] = {}

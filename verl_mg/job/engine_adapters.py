@@ -1,4 +1,4 @@
-"""Adapters that engines of a job receive alone: which, and the configurations under which they can."""
+"""Adapters that engines of a job receive without the weights: which, and under which configurations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def adapter_settings(config: Config, table: ModelTable) -> AdapterSettings | Non
 
 
 def check_adapters(config: Config, table: ModelTable, ranks_per_node: int) -> None:
-    """Checks that the engines can compute with adapters."""
+    """Checks that the engines can compute with adapters; UserError with the key that is in the way."""
     rollout, lora = config.rollout, config.actor.lora
     if lora is None:
         raise _refused("the actor has none. Set actor.lora, or leave it out")
@@ -34,6 +34,7 @@ def check_adapters(config: Config, table: ModelTable, ranks_per_node: int) -> No
         other = "delta" if rollout.delta else f"wire={rollout.wire}"
         raise _refused(f"rollout.{other} is for weights that are sent again and again. Leave one of them out")
     if rollout.mode == "async":
+        # SGLang unloads an adapter only when no request uses it, so `max_staleness` could not hold.
         raise _refused(
             "requests in flight keep the adapters with which they began. Write rollout.mode=one_step_off or sync"
         )
@@ -42,9 +43,9 @@ def check_adapters(config: Config, table: ModelTable, ranks_per_node: int) -> No
             "engines that sleep lose the weights under the adapters. Write rollout.sleep=false or rollout.num_ranks"
         )
     if lora.experts:
-        raise _refused("engines receive no adapters of experts. Leave out one of it and actor.lora.experts")
+        raise _refused("engines receive no adapters of experts. Leave it out, or leave out actor.lora.experts")
     if table.config.latent:
-        raise _refused("engines compute latent attention with weights alone. Leave it out")
+        raise _refused("engines compute latent attention with weights only. Leave it out")
     _check_targets(table, lora)
     layout = EngineLayout.parse(rollout.layout)
     if layout.adp > 1:
@@ -57,17 +58,18 @@ def check_adapters(config: Config, table: ModelTable, ranks_per_node: int) -> No
         served_rank(lora.rank)
         if table.config.experts and not torch.cuda.is_available():
             raise _refused(
-                "vLLM then computes experts with kernels for GPUs alone. Leave it out, or write rollout.engine=sglang"
+                "vLLM then computes experts with kernels for GPUs only. Leave it out, or write rollout.engine=sglang"
             )
 
 
 def _check_targets(table: ModelTable, lora: LoraConfig) -> None:
+    # Engines know targets by the last part of the name, which layers of experts and dense layers have in common.
     feed_forward = {*FUSED[1], "down_proj"} & set(_targets(table, lora))
     if table.config.experts and feed_forward:
         names = ", ".join(sorted(feed_forward))
         raise _refused(
-            f"in a model with experts engines take adapters of {names} for those of experts. Name layers of attention "
-            "in actor.lora.targets, or leave it out"
+            f"in a model with experts engines take adapters of {names} for adapters of experts. Name layers of "
+            "attention in actor.lora.targets, or leave it out"
         )
 
 

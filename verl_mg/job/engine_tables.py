@@ -27,7 +27,7 @@ FOLDER = "sharding_tables"
 
 
 def actor_table(config: Config) -> ModelTable:
-    """Returns the weight table of the actor, by its backend."""
+    """Returns the weight table of the actor, by its backend; UserError if that does not have the architecture."""
     if config.actor.backend == "fsdp":
         return module_table(config.model.path)
     return weight_table(with_multi_token_layer(read_config(config.model.path), config.model.path))
@@ -37,6 +37,7 @@ def with_engine_table(config: Config, table: ModelTable) -> ModelTable:
     """Returns a table with the shards of the engines of a job; all ranks call it together.
 
     An architecture without a built-in table is traced by rank 0, once for each run, version of the engine and layout.
+    UserError if the file of `rollout.sharding_table` does not fit, or the engine cannot load the model.
     """
     rollout = config.rollout
     assert rollout.engine != "hf"
@@ -48,6 +49,7 @@ def with_engine_table(config: Config, table: ModelTable) -> ModelTable:
         return table
     content, folder = b"", config.job.output / FOLDER
     if dist.get_rank() == 0:
+        # In the run's folder, so that a resumed run does not trace again.
         path = folder / _file_name(config, rollout.engine)
         if not path.exists():
             _trace(config, table, path)
@@ -61,7 +63,7 @@ def _check_draft(config: Config) -> None:
     if rollout.sharding_table:
         raise UserError(f"{key}: a file with a table has no draft model. Leave rollout.sharding_table out.")
     if rollout.delta:
-        raise UserError(f"{key}: a draft model does not receive changes alone. Leave rollout.delta out.")
+        raise UserError(f"{key}: a draft model does not receive changes, only all weights. Leave rollout.delta out.")
     if rollout.wire != "cast":
         raise UserError(f"{key}: SGLang has no quantized projection of a draft model. Write rollout.wire=cast.")
 

@@ -30,7 +30,7 @@ class EvaluationSet:
     samples: int
     """Samples of each prompt."""
     sampling: Mapping[str, Any]
-    """Fields of `Sampling` that replace those of training."""
+    """Fields of `Sampling` that replace the values of training."""
     ks: tuple[int, ...]
     """Numbers of tries of pass@k and maj@k."""
     pass_threshold: float
@@ -87,7 +87,10 @@ def _evaluation_set(name: str, of_set: EvaluationSetConfig, config: Config) -> E
 def evaluate(
     rollout: RolloutSource, reward: RewardRole, prompts: Iterable[Prompt], sets: Sequence[EvaluationSet]
 ) -> list[SetResults]:
-    """Evaluates the policy; all ranks call it together. Sets with equal sampling are generated at the same time."""
+    """Evaluates the policy; all ranks call it together. Sets with equal sampling are generated at the same time.
+
+    `prompts` are of all sets, each with the name of its set as its source.
+    """
     chosen: dict[str, list[Prompt]] = {of_set.name: [] for of_set in sets}
     limits = {of_set.name: of_set.prompts for of_set in sets}
     for prompt in prompts:
@@ -95,6 +98,7 @@ def evaluate(
         if limit is None or len(chosen[prompt.source]) < limit:
             chosen[prompt.source].append(prompt)
     results: dict[int, PromptResults] = {}
+    # One call for sets that are sampled alike: at the end of each call engines wait for the longest samples.
     for samples, sampling in {(s.samples, tuple(s.sampling.items())): None for s in sets}:
         together = [s for s in sets if (s.samples, tuple(s.sampling.items())) == (samples, sampling)]
         of_call = [prompt for of_set in together for prompt in chosen[of_set.name]]
@@ -130,7 +134,7 @@ def _gather_results(batch: Batch) -> dict[int, PromptResults]:
 def metrics_of(results: Sequence[SetResults]) -> dict[str, float]:
     """Returns the metrics of an evaluation in training.
 
-    Names are those of `prompt_scores` after `eval/`: means over the prompts of all sets, of the metrics that all sets
+    `eval/NAME`, with a name of `prompt_scores`, is the mean over the prompts of all sets, for metrics that all sets
     have. With several sets, each has its metrics under `eval/SET/`.
     """
     by_set = {of_set.evaluated.name: of_set.scores() for of_set in results}

@@ -1,4 +1,15 @@
-"""Job that a recipe works on: its roles, data and state."""
+"""Job that a recipe works on: its roles, data and state.
+
+    Job(...)         checks the configuration, reads the data, then builds models, teachers, rewards and engines
+      |  a checkpoint is restored, if there is one
+    start()          the engines get their first weights; samples in flight at the checkpoint are submitted again
+      |
+    begin(i)         refreshes the reference if due; then `iteration(job, cfg)` of the recipe, checkpoint, evaluation
+      |  next iteration: begin(i + 1)
+    close()          ends engines, tools and reward functions
+
+All ranks take each step together.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +107,7 @@ class Job:
             learns: whether roles have optimizers.
             recipe: name of the recipe, for messages.
             from_checkpoint: read no weights that a checkpoint restores before `start`.
-            evaluates_only: `prompts` are those of `data.test`, and `data.train` is not read.
+            evaluates_only: `prompts` are the prompts of `data.test`, and `data.train` is not read.
         """
         self.config, self.requested, self._recipe = config, frozenset(roles), recipe
         self.context = JobContext.create(store, PhaseTimer(config.profile.synchronize))
@@ -108,6 +119,7 @@ class Job:
         engines = "rollout" in roles and rollout is None
         training = num_training_ranks(config, ranks) if engines else ranks
         builder = ModelRoleBuilder(config, training, self.context, learns, from_checkpoint)
+        # Checks come first, because a wrong key should cost seconds, not the time of loading models.
         builder.check(roles, f" with rollout.num_ranks={ranks - training}" if training < ranks else "")
         if engines:
             check_engines(config, actor_table(config), ranks)
@@ -129,6 +141,7 @@ class Job:
             assert self.test_prompts is not None
             self.prompts = PromptFeed(self.test_prompts)
         builder.check_images(roles, self.prompts)
+        # Models before engines: an engine sizes its cache by the memory that is free when it starts.
         self.roles: Mapping[str, Role] = {name: builder.build(name) for name in builder.model_roles(roles)}
         if config.reference.refresh_every and "reference" in roles:
             self._follow_actor()
@@ -235,7 +248,7 @@ class Job:
     def start(self) -> None:
         """Sends the initial or restored weights to the engines and submits the samples that were in flight again."""
         for name, role in self.roles.items():
-            if role.runner.unrestored:
+            if role.runner.unrestored:  # with `from_checkpoint`, these weights were not read from the model directory
                 raise RuntimeError(f"{name}: no checkpoint has restored {', '.join(sorted(role.runner.unrestored))}")
         if self._rollout is not None:
             self._rollout.update_weights(self.actor)
@@ -262,6 +275,7 @@ class Job:
         every, reference = self.config.reference.refresh_every, self.roles.get("reference")
         if every is None or not isinstance(reference, Reference):
             return {}
+        # Before an iteration, where no role call is pending. Before the first one there was no update.
         is_due = self.iteration > 1 and (self.iteration - 1) % every == 0
         if is_due:
             reference.refresh()
@@ -271,7 +285,7 @@ class Job:
         """Passes the rewards of a batch to the curriculum and returns its metrics."""
         if not self.prompts.has_curriculum:
             return {}
-        samples = batch.one_per_trajectory()
+        samples = batch.one_per_trajectory()  # all rows of a trajectory have its reward
         columns = (collectives.all_gather_column(samples, name).tolist() for name in ("prompt_id", "reward"))
         return self.prompts.observe(*columns)
 
@@ -363,6 +377,7 @@ class Job:
         config, model = self.config.rollout, read_any_config(self.config.model.path)
         self._check_lengths(() if self._evaluates_only else self.prompts, model.max_positions)
         self._check_lengths(self.test_prompts or (), model.max_positions)
+        # config.json and tokenizer may name different end tokens; a response ends at any of them.
         stops = {*model.eos_token_ids, self.tokenizer.eos_token_id} - {None}
         sampling = Sampling(
             max_new_tokens=config.max_new_tokens,
@@ -372,6 +387,7 @@ class Job:
             min_p=config.min_p,
             stop_token_ids=tuple(sorted(stops)),
             stop=tuple(config.stop),
+            # A context with a placeholder that has no image is invalid, so the policy must not draw one.
             excluded_token_ids=self.processor.placeholder_ids if self.processor else (),
         )
         if config.has_agents:

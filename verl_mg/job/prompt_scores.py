@@ -29,7 +29,7 @@ class PromptResults:
 
 
 def default_ks(samples: int) -> tuple[int, ...]:
-    """Returns 1, 2, 4, ... and `samples`; nothing for a single sample."""
+    """Returns 1, 2, 4, ... and `samples`: for 6 samples (1, 2, 4, 6), for a single one nothing."""
     powers = [2**i for i in range(samples.bit_length()) if 2**i < samples]
     return (*powers, samples) if samples > 1 else ()
 
@@ -38,7 +38,8 @@ def prompt_scores(results: Sequence[PromptResults], ks: Sequence[int], pass_thre
     """Returns the metrics of each prompt, whose means are the metrics of the set.
 
     With n samples of each prompt these are `reward`, the mean of its samples, and `reward/PART` for its parts; for each
-    k `pass@k` and, if the reward function returns final answers, `maj@k`; and `avg@n` where n is among the k.
+    k `pass@k` and, if the reward function returns final answers, `maj@k`; and `avg@n` where n is among the k. Example:
+    one prompt with the rewards 1, 0, 1, 0, and a threshold of 0.5: reward and avg@4 0.5, pass@1 0.5, pass@2 0.83.
     """
     rewards = torch.tensor([result.rewards for result in results], dtype=torch.float64)
     threshold = float(torch.tensor(pass_threshold, dtype=torch.float32))  # as rewards are rounded

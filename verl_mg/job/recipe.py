@@ -34,7 +34,10 @@ class Recipe:
 
 
 def shipped_file(path: str, folder: Path, suffix: str) -> Path:
-    """Returns the file of a path; where there is none, the project's own: `grpo` or `recipes/grpo.py`."""
+    """Returns the file of a path; where there is none, the project's file: for `grpo` or `recipes/grpo.py`.
+
+    The project's files are in `folder` and end with `suffix`. A path that is neither is returned as it is.
+    """
     for file in (Path(path), SHIPPED.parent / path, folder / f"{path}{suffix}"):
         if file.is_file():
             return file
@@ -42,7 +45,7 @@ def shipped_file(path: str, folder: Path, suffix: str) -> Path:
 
 
 def load_recipe(path: str | Path) -> Recipe:
-    """Imports the recipe at `path`, or the project's own of this name."""
+    """Imports the recipe at `path`, or the project's recipe of this name; UserError if a definition is missing."""
     file = shipped_file(str(path), SHIPPED, ".py")
     if not file.is_file():
         raise UserError(f"{file}: no such recipe; give the path of a Python file such as recipes/grpo.py")
@@ -50,7 +53,7 @@ def load_recipe(path: str | Path) -> Recipe:
     if spec is None or spec.loader is None:
         raise UserError(f"{file}: a recipe is a Python file, with the ending .py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
+    sys.modules[spec.name] = module  # pydantic looks up annotations of `Config` there
     # A recipe imports modules of its folder as if the folder above were the working directory.
     above = str(file.resolve().parents[1])
     if above not in sys.path:
@@ -63,7 +66,7 @@ def load_recipe(path: str | Path) -> Recipe:
 
 
 def recipe_from_module(module: ModuleType, name: str) -> Recipe:
-    """Returns the recipe of an imported module."""
+    """Returns the recipe of an imported module; `name` is for error messages."""
     config = getattr(module, "Config", None)
     if not (isinstance(config, type) and issubclass(config, RecipeConfig)):
         raise UserError(f"{name}: a recipe defines `class Config(RecipeConfig)`, its own section of the configuration")

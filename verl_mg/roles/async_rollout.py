@@ -1,11 +1,20 @@
-"""Asynchronous rollout: engines on ranks of their own generate without pause while the recipe trains.
+"""Asynchronous rollout: engines on separate ranks generate without pause while the recipe trains.
 
-A recipe calls the same methods as of `Rollout`. `generate` submits its prompts, and prompts of later calls as far as
-the bound of staleness permits (see `staleness`); it returns as many groups as it was given prompts, the oldest complete
-ones. `update_weights` reaches the engines with their requests in flight: these continue under the new weights, and each
-token keeps the version that generated it.
+    main thread of every rank                           thread of each rank that leads an engine (`EngineStream`)
+    generate        submits groups, also of later calls ──▶ starts samples while its engine has free slots
+                    waits for an event in the store     ◀── stores, scores and counts complete samples
+                    returns the oldest complete groups  ◀── buffer of complete samples
+    training                                                continues
+    update_weights  stops the thread between two steps, pauses the engines between two tokens, transfers, continues
+    evaluation      stops the thread, aborts the samples in flight, and submits them again afterwards; a checkpoint too
 
-Each rank that leads an engine has a thread for it (`EngineStream`); bookkeeping is the same on every rank.
+    group:  SUBMITTED ──▶ COMPLETE ──▶ RETURNED
+                └─────────────┴──────▶ DROPPED    too old with rollout.stale=drop, or rejected by a filter (complete
+                                                  groups only); a newly drawn prompt is submitted in its place
+
+`generate` submits as many groups of later calls as the bound of staleness permits, see `staleness`. Requests in flight
+continue under new weights, and each token keeps the version that generated it. The bookkeeping of groups is the same on
+every rank; a checkpoint does not interrupt agents, which cannot continue.
 """
 
 from __future__ import annotations
@@ -80,7 +89,7 @@ class AsyncRollout(RolloutSource):
         """Prompts that were submitted for later calls, in order."""
         self._num_samples = 0
         self._num_calls = self._num_consumed = self._num_dropped = 0
-        self._progress: list[PendingGroup] = []
+        self._progress: list[PendingGroup] = []  # `local_state` sets it for `state`: both describe one moment
         self._idle_since = time.perf_counter()
         queue = StreamingWorkQueue(self._store, "queue")
         self._stream = EngineStream(
@@ -94,16 +103,19 @@ class AsyncRollout(RolloutSource):
             self._on_sample,
             sampling,
         )
+        # Evaluations are calls that end, on the same engines while the stream is stopped.
         self._evaluation = Rollout(
             engines, sampling, seed, context, prompts, records, reward, routed_shape=routed_shape
         )
 
     def generate(self, prompts: Sequence[Prompt], num_samples: int = 1) -> Batch:
-        """Returns samples of as many prompts as requested, those with the oldest tokens, different rows on each rank.
+        """Returns as many groups as prompts, the complete ones with the oldest tokens; different rows on each rank.
 
-        Columns are those of `Rollout.generate`. Tokens that are too old are not in `loss_mask`.
+        They have the columns of `Rollout.generate`; tokens that are too old are not in `loss_mask`. UserError if
+        `prompts` are not the ones that were submitted in advance.
         """
         self._context.executor.require_outside_block("rollout.generate")
+        # Prompts of later calls too, before this call waits: engines must not run out of work at its end.
         self._submit(prompts, num_samples)
         with self._context.timer("generate"):
             selection = self._wait_for_groups(len(prompts))
@@ -123,6 +135,8 @@ class AsyncRollout(RolloutSource):
         all_scores: list[float] = []
         num_rejected, idle = 0, 0.0
         with self._context.timer("generate"):
+            # Consumes complete groups; waits for engines and for scores; ends with `num_groups` kept or `max_groups`
+            # filtered groups. Engines have groups of later calls meanwhile, so they do not wait for a score.
             while missing := min(num_groups - len(kept), max_groups - len(kept) - num_rejected):
                 returned = self._wait_for_groups(missing).returned
                 idle += self.metrics["time/trainer_idle"]
@@ -133,6 +147,7 @@ class AsyncRollout(RolloutSource):
                 num_rejected += len(rejected)
                 self._drop(rejected)
         with self._context.timer("row_dispatch"):
+            # They were kept in several rounds, and `distribute_rows` needs the order of their ids.
             rows = self._assemble(sorted(kept, key=lambda group: group.ids.start))
         self._measure(rows.batch)
         self.metrics |= {**filter_metrics(num_rejected, all_scores), "time/trainer_idle": idle}
@@ -145,7 +160,7 @@ class AsyncRollout(RolloutSource):
         return self.generate_for_eval(prompts, 1, temperature=0.0)
 
     def generate_for_eval(self, prompts: Sequence[Prompt], num_samples: int, **sampling: Any) -> Batch:
-        """Returns samples with the columns of `generate`; those of training wait meanwhile."""
+        """Returns samples with the columns of `generate`; training samples wait meanwhile."""
         with self._drained():
             return self._evaluation.generate_for_eval(prompts, num_samples, **sampling)
 
@@ -159,7 +174,7 @@ class AsyncRollout(RolloutSource):
             self._stream.set_version(actor.num_updates)
             if self._groups.stale == "drop":
                 self._drop_stale(self._groups.drop_unfinished(self._all_in_flight()))
-        self._stream.start()
+        self._stream.start()  # only the first time: before, the engines had no weights
 
     def close(self) -> None:
         """Ends the thread and the engines that this job has started."""
@@ -192,6 +207,7 @@ class AsyncRollout(RolloutSource):
 
     def load(self, state: RolloutState, local: LocalRolloutState, prompt_of: Callable[[int], Prompt]) -> None:
         """Resumes from a checkpoint; unfinished samples continue, complete ones are scored again."""
+        # Only a rank with an engine can continue samples; a resumed job may have engines on other ranks.
         partial = local.partial if self._engines.engine is not None else {}
         reports = all_gather_json([list(local.completed), list(partial)])
         done, aborted = ({i for report in reports for i in report[which]} for which in (0, 1))
@@ -233,18 +249,21 @@ class AsyncRollout(RolloutSource):
     # -- one call
 
     def _submit(self, prompts: Sequence[Prompt], num_samples: int) -> None:
-        """Submits the prompts of this call that were not submitted in advance, and those of later calls."""
+        """Submits the prompts of this call that were not submitted in advance, and prompts of later calls."""
         requested = [prompt.id for prompt in prompts]
         known = self._ahead[: len(requested)]
         if known != requested[: len(known)] or (known and num_samples != self._num_samples):
             raise UserError(
                 f"rollout.mode=async: {self._num_samples} samples of each of {len(self._ahead)} prompts are generated "
-                f"in advance, but the recipe requests {num_samples} of {len(prompts)} other prompts. Request those "
-                "of job.prompts.next_batch(n) with the same number of samples each time, or write rollout.mode=sync."
+                f"in advance, but the recipe requests {num_samples} of {len(prompts)} other prompts. Request the "
+                "prompts of job.prompts.next_batch(n) with the same number of samples each time, or write "
+                "rollout.mode=sync."
             )
         new, self._ahead, self._num_samples = list(prompts[len(known) :]), self._ahead[len(known) :], num_samples
         if prompts and not self._is_last:
             self._groups.adapt(self._all_complete(), len(prompts))
+            # Peeked, not drawn: the recipe draws these prompts with its later calls of `next_batch`. Prompts that were
+            # submitted stay submitted, also where fewer would be now.
             later = self._feed.peek(max(len(self._ahead), self._groups.num_ahead(len(prompts))))
             new += later[len(self._ahead) :]
             self._ahead = [prompt.id for prompt in later]
@@ -260,9 +279,12 @@ class AsyncRollout(RolloutSource):
         count = min(count, len(self._groups.groups))
         returned: list[PendingGroup] = []
         started = time.perf_counter()
+        # Consumes complete groups of all ranks, waits in `_wait_for_completions`, and ends with `count` groups.
+        # All ranks make the same passes, since `_all_complete` is a collective with one result.
         while len(returned) < count:
             selection = self._groups.select(self._all_complete(), count - len(returned))
             for group in (*selection.dropped, *selection.returned):
+                # Groups that were complete in the checkpoint are missing in the queue's count of complete groups.
                 self._num_consumed += group.ids.start not in self._loaded_groups
             self._drop_stale(selection.dropped)
             returned += selection.returned
@@ -276,6 +298,8 @@ class AsyncRollout(RolloutSource):
         self._num_calls += 1
         key, events = f"call {self._num_calls}", self._engines.events
         self._stream.announce(key, self._num_consumed + count)
+        # Consumes the events of the job's store. Woken by the engine whose sample completes the count, by a restarted
+        # engine that needs weights, and by the error of a stream, which `check` raises on its rank.
         while not events.has_ended(key):
             for engine in events.wait():
                 self._engines.recover(engine)
@@ -292,7 +316,7 @@ class AsyncRollout(RolloutSource):
         return [(i, version) for report in all_gather_json(local) for i, version in report]
 
     def _scores_of(self, groups: Sequence[PendingGroup], reward: RewardRole) -> dict[int, float]:
-        """Waits for the scores of complete groups, and returns those of all ranks by sample."""
+        """Waits for the scores of complete groups on this rank, and returns the scores of all ranks by sample."""
         complete = [i for group in groups for i in group.ids if i in self._score_ids]
         local = [(i, reward.score(self._score_ids[i])) for i in complete]
         return {i: score for report in all_gather_json(local) for i, score in report}
@@ -308,7 +332,7 @@ class AsyncRollout(RolloutSource):
         ids = [i for group in groups for i in group.ids]
         with self._stream.stopped():
             self._stream.discard(ids)
-        self._remove(ids)
+        self._remove(ids)  # after `discard`, since the thread reads `_prompt_of`
         self._admit(self._feed.draw_extra(len(groups)))
 
     def _assemble(self, groups: Sequence[PendingGroup]) -> GeneratedRows:
@@ -318,9 +342,10 @@ class AsyncRollout(RolloutSource):
         completed |= {i: sample for i, sample in self._loaded.items() if i in set(ids)}
         score_ids = self._score_ids if self._reward else None
         rows = group_rows(groups, completed, score_ids, self._engines.version, self._routed_shape)
-        self._remove(ids, discard_scores=False)
+        self._remove(ids, discard_scores=False)  # `RewardRole.wait` collects them
         rows = distribute_rows(rows, groups, self._context.rows)
         batch = rows.batch
+        # Counting groups does not bound samples that take longer than `max_staleness` updates; this does, per token.
         too_old = batch["loss_mask"] & (batch["policy_versions"] < self._versions.oldest_allowed)
         batch["loss_mask"] = batch["loss_mask"] & ~too_old
         return rows
@@ -339,7 +364,7 @@ class AsyncRollout(RolloutSource):
         """Aborts the samples in flight for the time of the block, which uses the engines; they continue after it."""
         with self._stream.stopped():
             self._stream.drain()
-            for engine in self._restarted_engines():
+            for engine in self._restarted_engines():  # the block uses all engines, and these have no weights
                 self._engines.recover(engine)
             yield
             self._stream.resubmit()

@@ -31,7 +31,12 @@ def build_runner(
     keeps_multi_token: bool = False,
     **options: Any,
 ) -> Runner:
-    """Builds the model of a role and loads its weights; a collective of all ranks of the job."""
+    """Builds the model of a role and loads its weights; a collective of all ranks of the job.
+
+    `trained`: the weights, or adapters to them, are trained. `keeps_multi_token`: the layer of multi-token prediction
+    is loaded too, which modules of `transformers` do not have. `options` go to both backends. UserError if the model
+    cannot be read, or does not fit the layout.
+    """
     if isinstance(groups, MeshGroups):
         return ModuleRunner(model_dir, groups, trained=trained, options=fsdp, **options)
     return ModelRunner(
@@ -40,7 +45,7 @@ def build_runner(
 
 
 def build_trainer(runner: Runner, optimizer: OptimizerConfig, guard: GuardConfig | None, name: str) -> Trainer:
-    """Builds the trainer of a model."""
+    """Builds the trainer of a model; UserError if its backend does not have the optimizer."""
     if isinstance(runner, ModuleRunner):
         return ModuleTrainer(runner, optimizer, guard, name)
     assert isinstance(runner, ModelRunner)

@@ -1,4 +1,4 @@
-"""Execution of role calls: at once, or together at the end of a `with job.concurrent_roles()` block.
+"""Execution of role calls: immediately, or together at the end of a `with job.concurrent_roles()` block.
 
     with job.concurrent_roles():
         batch["old_logprobs"] = job.actor.compute_logprobs(batch)        requested: rows travel to the actor's ranks
@@ -6,9 +6,20 @@
     batch["old_logprobs"] - batch["ref_logprobs"]                        both are computed here
 
 A call has two parts. `work` computes and involves only the ranks of the role. `deliver` sends the results to the owners
-of the rows and involves all ranks. At the end of the block each rank first runs the `work` of all calls in the order of
-the requests, then all `deliver`: roles on disjoint ranks therefore compute at the same time. Outside the block both
-parts run before the call returns.
+of the rows and involves all ranks.
+
+    IMMEDIATE   outside of a block: a call runs `work` and `deliver`, and returns the result
+      |  with job.concurrent_roles():
+      v
+    QUEUED      a call returns a PendingColumn or PendingMetrics, whose use raises
+      |  end of the block: runs all calls                     -> IMMEDIATE
+      |  the body raises: drops all calls                     -> IMMEDIATE
+
+At the end each rank runs the `work` of all calls in the order of the requests, then all `deliver`, so that roles on
+disjoint ranks compute at the same time. A `deliver` before another `work` would make its ranks wait for the first role:
+
+    rank 0, of the actor        work of actor        | deliver both
+    rank 1, of the reference    work of reference    | deliver both
 """
 
 from __future__ import annotations
@@ -96,11 +107,12 @@ class RoleExecutor:
     def __init__(self, timer: PhaseTimer) -> None:
         self._timer = timer
         self._queue: list[_Call] | None = None
+        # Not a dict: keys contain a `Fingerprint`, which cannot be hashed because tensors are edited in place.
         self._shared: list[tuple[object, Any]] = []
 
     @contextmanager
     def concurrent(self) -> Iterator[None]:
-        """Queues the calls made inside and runs them at the end; drops them if the body raises."""
+        """Queues the calls made inside and runs them at the end; drops them if the body raises, refuses nesting."""
         if self._queue is not None:
             raise RuntimeError("`with job.concurrent_roles()` blocks cannot be nested: use one block for all calls")
         queue = self._queue = []
@@ -108,10 +120,14 @@ class RoleExecutor:
             yield
         finally:
             self._queue, self._shared = None, []
+        # After `finally`, so not where the body has raised: then not all calls of the block were requested.
         self._run(queue)
 
     def once(self, key: object, compute: Callable[[], Result]) -> Result:
-        """Returns `compute()`; inside a `concurrent_roles` block the result of the first call with an equal key."""
+        """Returns `compute()`; inside a `concurrent_roles` block the result of the first call with an equal key.
+
+        `compute` may be a collective, so keys that are equal on one rank must be equal on all.
+        """
         results: list[Result] = [result for known, result in self._shared if known == key]
         if results:
             return results[0]
@@ -137,7 +153,10 @@ class RoleExecutor:
         shape: tuple[int, ...] = (),
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """Returns the column `deliver(work())`; inside a `concurrent_roles` block a `PendingColumn` of it."""
+        """Returns the column `deliver(work())`; inside a `concurrent_roles` block a `PendingColumn` of it.
+
+        The column is (entries, *shape); `name` is the call as written in a recipe, such as "actor.compute_logprobs".
+        """
         if self._queue is not None:
             pending = PendingColumn.create(name, (entries, *shape), dtype)
             self._enqueue(name, work, lambda result: pending.fill(deliver(result)))
@@ -149,7 +168,7 @@ class RoleExecutor:
     def metrics(
         self, name: str, work: Callable[[], Result], deliver: Callable[[Result], Mapping[str, float]]
     ) -> Mapping[str, float]:
-        """Returns the metrics `deliver(work())`; inside a `concurrent_roles` block `PendingMetrics` of them."""
+        """Returns the metrics `deliver(work())`, the same on all ranks; inside a block `PendingMetrics` of them."""
         pending = PendingMetrics(name)
         if self._queue is not None:
             self._enqueue(name, work, lambda result: pending.fill(deliver(result)))
@@ -164,7 +183,7 @@ class RoleExecutor:
     def _run(self, calls: list[_Call]) -> None:
         with self._timer("role_compute"):
             results = [_at_request_line(call, call.work) for call in calls]
-        self._timer.barrier("role_compute")
+        self._timer.barrier("role_compute")  # an exact timer counts the wait for slower roles apart from the dispatch
         with self._timer("row_dispatch"):
             for call, result in zip(calls, results, strict=True):
                 _at_request_line(call, call.deliver, result)
@@ -178,6 +197,8 @@ def _at_request_line(call: _Call, function: Callable[..., Result], *arguments: A
         if call.requested_at is None:
             raise
         at, inner = call.requested_at, error.__traceback__
+        # When a call runs, the recipe is at the end of the block: the line of the request is put on top of the frames
+        # of the error.
         error.add_note(f"{call.name} was requested at {at.frame.f_code.co_filename}:{at.line}")
         raise error.with_traceback(
             TracebackType(inner.tb_next if inner else None, at.frame, at.instruction, at.line)

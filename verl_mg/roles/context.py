@@ -25,7 +25,7 @@ class JobContext:
     offload: OffloadManager
     """Decides which role or engine occupies the memory of this rank's device."""
     executor: RoleExecutor
-    """Runs the role calls of a recipe, at once or at the end of a `concurrent_roles` block."""
+    """Runs the role calls of a recipe, immediately or at the end of a `concurrent_roles` block."""
     rows: RowIndexer
     """Indexes the rows of each batch once, whatever the number of role calls."""
     directories: ModelDirectories

@@ -1,4 +1,15 @@
-"""The rollout engines of all ranks as one group: weights, memory, distribution of work, restart of dead engines."""
+"""The rollout engines of all ranks as one group: weights, memory, distribution of work, restart of dead engines.
+
+What occupies a device that a role and an engine share (`ProcessEngineGroup`), on a GPU with `rollout.sleep`:
+
+    TRAINING      weights and state of roles; the engine is asleep, without weights and cache
+      |  update_weights: offloads all roles but the actor's weights, then wakes the engine's weights
+    TRANSFER      weights of the actor, weights of the engine, chunks on their way
+      |  offloads the actor, then wakes the key-value cache
+    GENERATING    weights and cache of the engine
+      |  release_memory, before a role computes: sleep                                                 -> TRAINING
+    an engine dies: its leader restarts it, with the cache asleep, and announces it; all ranks `recover` it: TRANSFER
+"""
 
 from __future__ import annotations
 
@@ -34,7 +45,7 @@ class EngineGroup(ABC):
     rows_are_local: bool
     """Whether each rank has the rows that a recipe wants there as soon as they are generated."""
     disjoint: bool
-    """Whether engines have ranks of their own, so that they can generate while training computes."""
+    """Whether engines are on ranks without roles, so that they can generate while training computes."""
 
     def __init__(self, is_leader: Sequence[bool], static: bool, context: JobContext) -> None:
         """Creates the group and registers its release of memory.
@@ -81,7 +92,7 @@ class EngineGroup(ABC):
 
     @abstractmethod
     def restart_engine(self) -> None:
-        """Implements `EngineRecovery.restart_engine`; called by one rank alone."""
+        """Implements `EngineRecovery.restart_engine`; called only by the rank whose engine died."""
 
     @abstractmethod
     def recover(self, engine: int) -> None:
@@ -92,7 +103,10 @@ class InFlightEngineGroup(EngineGroup):
     """Engines that are separate from training: their weights can be updated with requests in flight."""
 
     def update_weights_in_flight(self, actor: Actor) -> dict[str, float]:
-        """Transfers the weights between two tokens of the requests in flight, which continue under them."""
+        """Transfers the weights between two tokens of the requests in flight, which continue under them.
+
+        Returns bytes and seconds as metrics.
+        """
         started = time.perf_counter()
         self.pause_generation()
         report = self.update_weights(actor)
@@ -109,7 +123,7 @@ class InFlightEngineGroup(EngineGroup):
 
     @abstractmethod
     def restart_process(self) -> None:
-        """Restarts the engine of this rank alone, without weights, and announces it; from any thread."""
+        """Restarts only this rank's engine, without weights, and announces it; from any thread."""
 
     @abstractmethod
     def resume_requests(self) -> None:
@@ -127,7 +141,7 @@ class HFEngineGroup(EngineGroup):
         self._sync = HFEngineSync(engine)
 
     def update_weights(self, actor: Actor) -> dict[str, float]:
-        """Transfers the weights into the modules; parameters that a rank has already are shared."""
+        """Transfers the weights into the modules, which share the parameters that their rank has already."""
         self.version = actor.num_updates
         return self._sync.transfer(actor)
 
@@ -139,7 +153,12 @@ class HFEngineGroup(EngineGroup):
 
 
 class ProcessEngineGroup(InFlightEngineGroup):
-    """Engines in processes that this job has started, each on a group of ranks."""
+    """Engines in processes that this job has started, each on a group of ranks.
+
+    `inner` is the engine that this rank leads, `follower` this rank's part of an engine that a rank on another node
+    leads. `version` is the version of the weights that all engines have already, from ranks that were lost; -1: none.
+    With `keep_cache` requests in flight keep keys and values of the old weights in an update.
+    """
 
     rows_are_local = False
 
@@ -166,21 +185,17 @@ class ProcessEngineGroup(InFlightEngineGroup):
         self._actor: Actor | None = None
 
     def update_weights(self, actor: Actor) -> dict[str, float]:
-        """Transfers the actor's weights to the engines, unless they have them from ranks that were lost.
-
-        A device has in turn: the actor's weights; these, the engine's weights and chunks in transfer; the
-        engine's weights and key-value cache.
-        """
+        """Transfers the actor's weights to the engines, unless they have them from ranks that were lost."""
         is_first, self._actor = self._actor is None, actor
         if is_first and self.version == actor.num_updates:
-            return {}
+            return {}  # engines outlive ranks that the launcher restarts
         self.version = actor.num_updates
-        self.release_memory()
+        self.release_memory()  # the actor's weights take the memory of the cache
         self._offload.load_exclusively(actor.cpu_offload, training=False)
         self._wake(weights=True, kv=False)
         report = self._sync.transfer(actor)
         self._offload.offload_all()
-        self._wake(weights=False, kv=True)
+        self._wake(weights=False, kv=True)  # last: the cache takes the memory of the actor's weights
         self._is_asleep = False
         return report
 
@@ -188,6 +203,7 @@ class ProcessEngineGroup(InFlightEngineGroup):
         """Wakes this rank's engine, after all ranks on its devices have returned the memory that they do not use."""
         if not self._sleep:
             return
+        # The leader wakes the devices of all ranks of its engine, so they must have emptied torch's cache first.
         device.release_unused_memory()
         self._sync.barrier()
         if self._inner:
@@ -211,7 +227,7 @@ class ProcessEngineGroup(InFlightEngineGroup):
             if self._inner:
                 with suppress(EngineDiedError):  # then it has no memory to release
                     self._inner.sleep()
-            self._sync.barrier()
+            self._sync.barrier()  # no rank may use the memory before its engine has left it
             self._is_asleep = True
 
     def close(self) -> None:
@@ -225,6 +241,8 @@ class ProcessEngineGroup(InFlightEngineGroup):
         """Restarts this rank's engine and waits until all ranks have transferred its weights."""
         assert self._inner is not None
         self.restart_process()
+        # This rank handles the events in the order in which all others do, its own restart among them: recoveries of
+        # two engines are collectives, and would deadlock in different orders.
         for engine in self.events.unseen_restarts():
             self.recover(engine)
         if not self._inner.health():
@@ -259,7 +277,7 @@ class ProcessEngineGroup(InFlightEngineGroup):
     def recover(self, engine: int) -> None:
         """Transfers weights to an engine that was restarted."""
         assert self._actor is not None
-        self._sync.barrier()  # the engine on this rank's devices may be starting
+        self._sync.barrier()  # the engine on this rank's devices may be starting, and sizes its cache by free memory
         self._offload.load_exclusively(self._actor.cpu_offload, training=False)
         self._sync.transfer_to_engine(self._actor, engine)
         self._offload.offload_all()

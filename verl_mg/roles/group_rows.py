@@ -29,7 +29,11 @@ def group_rows(
     policy_version: int,
     routed_shape: tuple[int, int] | None = None,
 ) -> GeneratedRows:
-    """Returns the rows of the samples that this rank's engine has generated."""
+    """Returns the rows of the samples that this rank's engine has generated; groups are in the order of their ids.
+
+    `score_ids` has the number of each sample's score on this rank, None where nothing is scored. See `samples_to_batch`
+    for the rest.
+    """
     pairs = [(group, completed[i]) for group in groups for i in group.ids if i in completed]
     samples = [sample for _, sample in pairs]
     batch = samples_to_batch([group.prompt for group, _ in pairs], samples, policy_version, routed_shape)
@@ -42,11 +46,14 @@ def group_rows(
 
 
 def distribute_rows(generated: GeneratedRows, groups: Sequence[PendingGroup], rows: RowIndexer) -> GeneratedRows:
-    """Returns this rank's share of the rows of all ranks: whole groups, with about equally many rows on each rank."""
+    """Returns this rank's share of the rows of all ranks: whole groups, with about equally many rows on each rank.
+
+    Group statistics and sums over trajectories then need no communication. Groups are in the order of their ids.
+    """
     index = rows.index(generated.batch)
     shares = _shares(index.trajectories, [group.ids.start for group in groups], dist.get_world_size())
     mine = gather_rows(generated.batch, index, shares)
-    rows.put(mine, index, shares)
+    rows.put(mine, index, shares)  # the rows are known, so the first role call need not index them again
     conversations: Mapping[int, str] = {}
     if "prefix_of" in index.schema:  # the rows are of agents, on all ranks
         trajectories = [sorted({index.trajectories[row] for row in share}) for share in shares]
@@ -56,10 +63,13 @@ def distribute_rows(generated: GeneratedRows, groups: Sequence[PendingGroup], ro
 
 def _shares(trajectories: Sequence[int], groups: Sequence[int], count: int) -> list[range]:
     """Returns ranges of rows, each of whole groups, that end where a group ends nearest to an equal share of the rows.
+
+    Example: groups 0, 2 and 4 with 2, 3 and 2 rows on 2 ranks: rows 0 to 1, and 2 to 6. A rank may get none.
     """
     sizes = Counter(bisect_right(groups, trajectory) - 1 for trajectory in trajectories)
     ends = [0, *accumulate(sizes[group] for group in range(len(groups)))]
-    middles = [count * (before + after) for before, after in pairwise(ends)]  # twice `count` times as large
+    # A group belongs to the share in which its middle is; integers, scaled by 2 * count, are exact on every rank.
+    middles = [count * (before + after) for before, after in pairwise(ends)]
     edges = [ends[bisect_left(middles, 2 * rank * ends[-1])] for rank in range(count)]
     return [range(*edge) for edge in pairwise([*edges, ends[-1]])]
 
@@ -72,6 +82,6 @@ def put_origin(batch: Batch, score_ids: Sequence[int] | None) -> None:
 
 
 def sample_seed(seed: int, sample_id: int) -> int:
-    """Returns the seed of a sample, by which it does not depend on the ranks."""
+    """Returns the seed of a sample, a hash of the job's seed and the sample id: it does not depend on the ranks."""
     digest = hashlib.blake2b(f"{seed}:{sample_id}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest) >> 1
+    return int.from_bytes(digest) >> 1  # 63 bits, which fit a signed integer

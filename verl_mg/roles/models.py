@@ -25,11 +25,11 @@ class Policy(Role):
 class Actor(TrainableRole, Policy):
     """Policy with an optimizer."""
 
-    keeps_multi_token = True
+    keeps_multi_token = True  # engines use it for speculative decoding, and exports keep it
 
 
 class UnadaptedPolicy(Policy):
-    """Actor without its adapters (LoRA): the policy that training began with, in no memory of its own."""
+    """Actor without its adapters (LoRA): the policy that training began with, without further memory."""
 
     def __init__(self, actor: Actor, tokens_per_micro_batch: int, name: str) -> None:
         """Shares the model of an actor.

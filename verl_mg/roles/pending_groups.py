@@ -1,7 +1,13 @@
 """Bookkeeping of generation calls: sample ids, groups that wait for a later call, partial samples, save and load.
 
-Nothing here communicates or generates: ids and groups are the same on every rank, samples are those of this rank's
-engine.
+Nothing here communicates or generates. Ids and groups are the same on every rank, samples are of this rank's engine.
+
+    call 1   prompts A, B, C with 2 samples each, of which 2 groups are needed    A: 0 1    B: 2 3    C: 4 5
+             A and C are complete first, B has 2 complete and 3 aborted           select -> [0, 2], which are A and C
+             finish with keep_rest                                                B waits: done {2}, partial {3}
+             finish without                                                       B is dropped with its samples
+    call 2   prompt D, 1 group needed: groups [B, D], next_id 8                   B: 2 3    D: 6 7
+             B is missing only 3, which continues on the rank with its tokens     first complete group -> returned
 """
 
 from __future__ import annotations
@@ -39,7 +45,7 @@ class RolloutState(ConfigSection):
     next_id: Count
     """First sample id that is free."""
     groups: list[PendingGroupState]
-    """Groups that wait for a later call, or those of the prefetched call that is in flight."""
+    """Groups that wait for a later call, or the groups of the prefetched call that is in flight."""
     in_flight: Count | None
     """Groups that the call in flight returns; None where no call is in flight."""
     prefetched: list[Count]
@@ -98,7 +104,7 @@ class PendingGroup:
         done: Container[int],
         partial: Container[int],
     ) -> PendingGroup:
-        """Returns the group of a checkpoint."""
+        """Returns the group of a checkpoint; samples that no rank has loaded, in `done` or `partial`, are missing."""
         ids = range(state.first, state.first + state.samples)
         still_done = {i for i in state.done if i in done and i in ids}
         still_partial = {i for i in state.partial if i in partial and i in ids} - still_done
@@ -139,7 +145,10 @@ class GenerationCall:
         return {i: group.prompt for group in self.groups for i in group.ids}
 
     def select(self, completion_orders: Iterable[dict[int, int]]) -> list[int]:
-        """Returns the sorted indices of the groups that the call returns."""
+        """Returns the sorted indices of the groups that the call returns, from the completion orders of all ranks.
+
+        The orders number the groups of the work queue, which are the incomplete ones.
+        """
         incomplete, missing = self.incomplete, self.num_groups_needed - len(self.complete)
         completed = [incomplete[g] for g in first_complete_groups(completion_orders, missing)]
         return sorted([*self.complete, *completed][: self.num_groups_needed])
@@ -158,7 +167,7 @@ class PendingGroups:
         self.completed: dict[int, Sample] = {}
         """Complete samples of this rank's engine whose group has not been returned."""
         self.partial: dict[int, Sample] = {}
-        """Aborted samples of this rank's engine, without those of which no token was generated."""
+        """Aborted samples of this rank's engine of which at least one token was generated."""
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -166,7 +175,7 @@ class PendingGroups:
     def new_call(
         self, prompts: Sequence[Prompt], num_samples: int, num_groups_needed: int, *, is_filtered: bool = False
     ) -> GenerationCall:
-        """Returns a call of all pending groups and of new ones with new sample ids."""
+        """Returns a call of all pending groups, which come first, and of new ones with new sample ids."""
         new, self.next_id = self._new_groups(prompts, num_samples)
         pending, self.groups = self.groups, []
         groups = pending + new
@@ -174,6 +183,7 @@ class PendingGroups:
 
     def admitted(self, call: GenerationCall, num_admitted: int) -> GenerationCall:
         """Returns the groups of a call that could be started; the sample ids of the others are free again."""
+        # Ids are seeds of samples, and must not depend on how many candidates a call had.
         if num_admitted < len(call.groups):
             self.next_id = call.groups[num_admitted].ids.start
         return replace(call, groups=call.groups[:num_admitted])
@@ -187,6 +197,7 @@ class PendingGroups:
     def add_results(self, completed: Mapping[int, Sample], aborted: Mapping[int, Sample]) -> None:
         """Stores what this rank's engine generated in a call."""
         self.completed |= completed
+        # A sample without tokens has nothing to continue, so any engine may start it.
         self.partial |= {i: sample for i, sample in aborted.items() if sample.tokens}
 
     def finish(
@@ -199,7 +210,11 @@ class PendingGroups:
         keep_rest: bool,
         rejected: Collection[int] = (),
     ) -> set[int]:
-        """Ends a call: groups that were not selected wait for the next one or are dropped, with their samples."""
+        """Ends a call: groups that were not selected wait for the next one or are dropped, with their samples.
+
+        Returns the ids of the samples that were returned or dropped. `selected` and `rejected` are indices of groups,
+        `completed` and `partial` sample ids of all ranks.
+        """
         kept = {*selected, *rejected}
         rest = [
             replace(
@@ -224,7 +239,7 @@ class PendingGroups:
         completed: Mapping[int, Sample],
         partial: Mapping[int, Sample],
     ) -> None:
-        """Replaces the contents by those of a checkpoint."""
+        """Replaces the contents by a checkpoint, without samples that belong to no pending group."""
         self.next_id, self.groups = next_id, list(groups)
         known = {i for group in self.groups for i in group.done | group.partial}
         self.completed = {i: sample for i, sample in completed.items() if i in known}

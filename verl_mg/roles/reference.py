@@ -25,7 +25,7 @@ class Reference(Policy):
     2.3). The weights are moved as in a weight sync, from the layout of the actor into that of the reference.
 
     Attributes:
-        is_refreshed: whether the weights may be others than those of the model directory; checkpoints then have them.
+        is_refreshed: whether the weights may differ from the model directory; checkpoints then contain them.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -35,20 +35,23 @@ class Reference(Policy):
         self._schedules: list[Schedule] = []
 
     def follow(self, actor: Actor) -> None:
-        """Plans the transfer of an actor's weights; all ranks call it together."""
+        """Plans the transfer of an actor's weights; all ranks call it together. UserError if it has other tensors."""
         source, target = actor.runner.shard_map(), self.runner.shard_map()
+        # The shorter of both types travels: rounding to it before or after the transfer gives the same values.
         dtype = min((actor.runner.dtype, self.runner.dtype), key=lambda dtype: dtype.itemsize)
         node = device.ranks_of_a_node(dist.get_world_size())
+        # In chunks, because merged adapters are copies, which exist for one chunk at a time.
         for chunk in split_into_chunks(target, target.ranks, CHUNK_BYTES // dtype.itemsize):
             self._schedules.append(schedule(plan(source, chunk, node), dist.get_rank(), dtype))
         self._actor, self.is_refreshed = actor, True
 
     def refresh(self) -> None:
-        """Takes the present weights of the actor, adapters merged into them; all ranks call it together."""
+        """Copies the present weights of the actor, adapters merged into them; all ranks call it together."""
         assert self._actor is not None
         self._context.executor.require_outside_block("a refresh of the reference")
         offload, runner = self._context.offload, self._actor.runner
         offload.release_engines()
+        # Both are on the device together: the transfer reads the actor and writes the reference.
         offload.load_exclusively(self._actor.cpu_offload, training=False)
         self.cpu_offload.to_device(training=False)
         with self._context.timer("weight_sync"):
@@ -63,6 +66,7 @@ class Reference(Policy):
         self._context.offload.release_engines()
         self._context.offload.load_exclusively(self.cpu_offload, training=False)
         parameters = self.runner.parameters()
+        # Replicas have equal boxes: one rank is chosen for each.
         for write in assign_writes(self.runner.shard_map(), dist.get_rank()):
             values = parameters[write.parameter].detach()[slices(write.parameter_box)]
             yield StoredBox(f"{self.name}/{WEIGHTS}", write.tensor, write.box, values)
@@ -79,6 +83,6 @@ class Reference(Policy):
         self.is_refreshed = True
 
     def _forget_former_weights(self) -> None:
-        """Discards what was made of the weights before."""
+        """Discards what was derived from the former weights: caches, and the host copy, which is made only once."""
         self.runner.drop_caches()
         self.cpu_offload.forget_weights()

@@ -33,7 +33,7 @@ from verl_mg.rollout.sglang.servers.remote_engine import RemoteEngine
 from verl_mg.sharding.model_table import ModelTable
 
 MAX_LEADERS = 64
-"""Ranks that lead servers of `rollout.urls_file`: all leaders read the counters of the work queue again and again."""
+"""Most ranks that lead servers of `rollout.urls_file`: each leader reads the counters of the work queue repeatedly."""
 RETRY_SECONDS = 0.5
 """Pause between two attempts to find a server for the weights."""
 
@@ -71,10 +71,14 @@ class RemoteEngineGroup(InFlightEngineGroup):
         monitor.start()
 
     def update_weights(self, actor: Actor) -> dict[str, float]:
-        """Transfers the weights to all servers; those that are lost meanwhile are left out."""
+        """Transfers the weights to all servers, except servers that are lost meanwhile.
+
+        UserError if no server responds for LOST_SECONDS.
+        """
         self._actor, self.version = actor, actor.num_updates
         self._offload.load_exclusively(actor.cpu_offload, training=False)
         started = time.monotonic()
+        # Ends with the first transfer that reaches a server; a monitor that finds one again unblocks it.
         while True:
             metrics = self._transfer(actor, None)
             if metrics is not None:
@@ -121,6 +125,8 @@ class RemoteEngineGroup(InFlightEngineGroup):
         engines = self._pool.receivers(None if only is None else [only]) if self._pool else {}
         views = gather_views(engines)
         metrics = None
+        # Repeats without the servers that were lost: after a loss no server has the weights for certain. All ranks make
+        # the same passes, because they have the same views and losses.
         while views:
             result = self._sync.transfer(actor, engines, views)
             for number in result.lost & engines.keys():
@@ -130,12 +136,13 @@ class RemoteEngineGroup(InFlightEngineGroup):
                 metrics = result.metrics | {"rollout/servers": float(len(views))}
                 break
             views = [view for view in views if view.number not in result.lost]
-        if self._pool:
+        if self._pool:  # also where no server has the weights: it ends the update of the pool
             self._pool.confirm([view.number for view in views if view.number in engines])
         return metrics
 
     def _check_patience(self, started: float) -> None:
         waited = time.monotonic() - started
+        # The clock of one rank decides, so that all ranks raise in the same pass.
         if all_gather_json(waited > LOST_SECONDS)[SENDER]:
             raise UserError(
                 f"rollout.urls: no server responds for {LOST_SECONDS:.0f} s. Start servers, then the job again."
@@ -143,7 +150,7 @@ class RemoteEngineGroup(InFlightEngineGroup):
 
 
 def check_servers(config: Config, table: ModelTable) -> None:
-    """Checks the section `rollout` and this rank's servers before anything is built."""
+    """Checks the section `rollout` and this rank's servers before anything is built; UserError if one does not fit."""
     rollout = config.rollout
     if rollout.engine != "sglang":
         raise UserError(
@@ -162,6 +169,7 @@ def check_servers(config: Config, table: ModelTable) -> None:
     keys = _keys(config)
     leaders = _leaders(config)
     for number, url in enumerate(rollout.urls):
+        # One rank probes each server. Which rank leads it later is decided by the `ServerList`.
         if leaders[number % len(leaders)] == dist.get_rank():
             layouts = probe_entry(url, _requirements(config, table), keys)
             obstacle = "".join(table_obstacle(table, EngineLayout.parse(layout), rollout.wire) for layout in layouts)
@@ -186,6 +194,7 @@ def build_remote_engines(
     rollout, rank, leaders = config.rollout, dist.get_rank(), _leaders(config)
     requirements, keys = _requirements(config, table), _keys(config)
 
+    # Called by the monitor's threads, for servers that the job may not know yet.
     def connect(url: str, borrowed: bool, on_arrival: Callable[[], None]) -> RemoteEngine:
         return connect_engine(
             url, requirements, keys, max_running=rollout.max_running_requests,
@@ -204,7 +213,7 @@ def build_remote_engines(
         static=config.job.deterministic, keep_cache=rollout.keep_kv_cache, wrap=wrap,
     )  # fmt: skip
     if pool:
-        # A connection of its own: while a thread waits for a key its connection is blocked.
+        # The monitor's thread has its own connection: while a thread waits for a key, its connection is blocked.
         store = context.store.clone()  # type: ignore[attr-defined]
         group.watch(ServerMonitor(pool, store, rank, lambda: group.version, servers))
     return group

@@ -26,12 +26,13 @@ class RemoteTeacher:
         self._server, self._parallel = server, parallel
 
     def prepare(self, batch: Batch, call: str, outputs: TokenOutputs = LOGPROBS) -> ForwardPass:
-        """Returns the requests for a batch, which are sent where a model would compute."""
-        assert not outputs.hidden
+        """Returns the requests for log-probs or likeliest tokens, which are sent where a model would compute."""
+        assert not outputs.hidden  # servers return no hidden states
 
         def work() -> Tensor:
             return asyncio.run(self._score(batch, outputs.top)).to(outputs.dtype)
 
+        # Each rank scores its own rows, so nothing is delivered.
         return ForwardPass(f"{self._server.key}.{call}", work, lambda column: column)
 
     async def _score(self, batch: Batch, k: int) -> Tensor:
@@ -40,6 +41,7 @@ class RemoteTeacher:
         rows = batch["loss_mask"].split(batch.lengths.tolist())
 
         async def of_row(row: int, scored: Tensor) -> Tensor:
+            # Nothing predicts the first token of a row.
             places = [place for place in scored.nonzero().flatten().tolist() if place > 0]
             column = torch.zeros(len(scored), 2, k) if k else torch.zeros(len(scored))
             if places:

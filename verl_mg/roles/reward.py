@@ -1,4 +1,13 @@
-"""The reward role: samples are scored while others are generated, and `wait` collects the scores."""
+"""The reward role: samples are scored while others are generated, and `wait` collects the scores.
+
+    rank 1, whose engine has generated a sample             rank 0, which has got its row
+    submit: the engine's loop starts to score it, number 7
+    threads of the reward functions compute                 columns generated_by = 1, score_id = 7
+    wait: receives the numbers of requested scores      ◀── wait: requests score 7 of rank 1
+          waits for their results, and sends them       ──▶       column `reward`
+
+Both messages are exchanges of all ranks, so `wait` is a collective and ends with the slowest score.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +49,8 @@ class RewardRole:
 
     The engine loop submits each sample on the rank whose engine generated it; results stay there until `wait` sends
     them to the ranks of the rows, which the columns `generated_by` (rank) and `score_id` (number there) identify.
+    `scorer` is None where the model scores; `source_scorers` are of sources that have their own reward functions, by
+    `Prompt.reward`.
     """
 
     def __init__(
@@ -71,11 +82,12 @@ class RewardRole:
         mixture = self._scorer.mixture if self._scorer else None
         if mixture is None:
             return {}
+        # The file may change while a job runs: one rank reads it, so that all have the same weights.
         mixture.use(all_gather_json(mixture.refresh() if dist.get_rank() == 0 else {})[0])
         return {f"reward/weight/{name}": weight for name, weight in mixture.weights.items()}
 
     def submit(self, prompt: Prompt, sample: GeneratedSample) -> int:
-        """Starts to score a sample of this rank's engine and returns at once, from any thread.
+        """Starts to score a complete sample of this rank's engine, from any thread; returns the number of the score.
 
         An agent's own reward is the reward of its sample, and no reward function is called. Where it has none, reward
         functions score its final reply, see `final_reply`.
@@ -93,7 +105,7 @@ class RewardRole:
         batch = rows.batch
         truncated = segment_totals(batch["truncated"], batch["trajectory"]) > 0
         score_ids = []
-        for row in batch.first_rows.tolist():
+        for row in batch.first_rows.tolist():  # one score for a trajectory, whatever its rows
             prompt = self._prompts.by_id(int(batch["prompt_id"][row]))
             text = rows.conversations.get(int(batch["trajectory"][row]))
             if text is not None:
@@ -135,22 +147,26 @@ class RewardRole:
         return self._model is None
 
     def poll(self, score_id: int) -> float | None:
-        """Returns a score of this rank, or None while it is computed; from any thread."""
+        """Returns a score of this rank, or None while it is computed; from any thread.
+
+        UserError if a reward function failed.
+        """
         is_agents = score_id in self._agent_rewards
         if not is_agents and self._scorer is not None and not self._scorer.is_scored(score_id):
             return None
         return self.score(score_id)
 
     def score(self, score_id: int) -> float:
-        """Waits for a score of this rank and returns it; arguments and errors are those of `poll`."""
+        """Waits for a score of this rank and returns it; UserError if a reward function failed."""
         return self._result(score_id).value
 
     def wait(self, batch: Batch) -> Tensor:
         """Waits until the rows of a batch are scored; all ranks call it together.
 
-        Adds the sequence columns `reward.PART` (float32, NaN where a reward has no such part) and `answer` (int64,
-        equal for equal final answers, NO_ANSWER where there is none) to the batch. Rows that already have a reward,
-        those of a replay, keep it.
+        Returns (n,) float32, for each row the reward of its trajectory. Adds the sequence columns `reward.PART`
+        (float32, NaN where a reward has no such part) and `answer` (int64, equal for equal final answers, NO_ANSWER
+        where there is none) to the batch. Rows of a replay keep the reward that they have. UserError if a reward
+        function failed.
         """
         if "reward" in batch:
             return batch["reward"]
@@ -181,6 +197,7 @@ class RewardRole:
         answers = torch.full((len(batch),), NO_ANSWER, dtype=torch.int64)
         if not (self._has_agents or self._source_scorers):
             return {"reward": scores, "answer": answers}
+        # Rewards of agents, and of sources with their own reward function, come before the model's.
         columns = self._collect(batch)
         return columns | {"reward": torch.where(batch["score_id"] == NOT_SCORED, scores, columns["reward"])}
 
@@ -204,7 +221,7 @@ class RewardRole:
         received = all_to_all_bytes(
             [_to_bytes(replies, parts) for replies in rewards], [_num_bytes(len(index), parts) for index in rows]
         )
-        # One contiguous row per column.
+        # A rank's values arrive row by row; here each column is contiguous.
         scores = torch.full((1 + len(parts), len(batch)), float("nan"))
         answers = torch.full((len(batch),), NO_ANSWER, dtype=torch.int64)
         for index, data in zip(rows, received, strict=True):
@@ -217,7 +234,7 @@ class RewardRole:
 
 
 def scoring_reward(reward: RewardRole | None) -> RewardRole:
-    """Returns the reward by which groups are filtered while others are generated."""
+    """Returns the reward by which groups are filtered while others are generated; UserError without such a reward."""
     if reward is None or not reward.scores_single_samples:
         raise UserError(
             "reward.function: groups are filtered as their samples are scored one by one, and this job has no reward "
@@ -227,7 +244,10 @@ def scoring_reward(reward: RewardRole | None) -> RewardRole:
 
 
 def row_to_sample(batch: Batch, row: int, prompts: PromptFeed, tokenizer: PreTrainedTokenizerBase) -> Sample:
-    """Returns a row as text, as a reward function and a reader of recorded samples see it."""
+    """Returns a row as text, as a reward function and a reader of recorded samples see it.
+
+    The batch needs the columns tokens, prompt_id, prompt_length and truncated.
+    """
     prompt = prompts.by_id(int(batch["prompt_id"][row]))
     response = batch.row("tokens", row)[int(batch["prompt_length"][row]) :]
     return _to_sample(prompt, response.tolist(), bool(batch["truncated"][row]), tokenizer)
@@ -244,6 +264,7 @@ def _sample_of(prompt: Prompt, response: str, truncated: bool, num_tokens: int |
 
 def _exchange(outgoing: Sequence[Tensor]) -> list[Tensor]:
     """Sends int64 tensors of any lengths to all ranks; returns those received, in rank order."""
+    # Two exchanges: a rank does not know how many of its scores others need.
     counts = [torch.tensor([len(part)], dtype=torch.int64).view(torch.uint8) for part in outgoing]
     sizes = [8 * int(count.view(torch.int64)) for count in all_to_all_bytes(counts, [8] * len(outgoing))]
     received = all_to_all_bytes([part.contiguous().view(torch.uint8) for part in outgoing], sizes)
@@ -268,6 +289,9 @@ def _to_bytes(rewards: Sequence[Reward], parts: Sequence[str]) -> Tensor:
 
 def _answer_number(reward: Reward) -> int:
     """Returns a number of the final answer that is the same on every rank."""
+    # Not `hash`, which Python salts in each process.
     if reward.answer is None:
         return NO_ANSWER
-    return int.from_bytes(hashlib.blake2b(reward.answer.encode(), digest_size=8).digest()) >> 1 or 1
+    return (
+        int.from_bytes(hashlib.blake2b(reward.answer.encode(), digest_size=8).digest()) >> 1 or 1
+    )  # fits int64, and is not NO_ANSWER

@@ -52,7 +52,13 @@ class Role:
     """Model with its own layout and process groups.
 
     All ranks of the job call its methods together; ranks outside the placement keep rows but compute nothing. In a
-    `concurrent_roles` block a call returns a `PendingColumn` or `PendingMetrics`.
+    `concurrent_roles` block a call returns a `PendingColumn` or `PendingMetrics`. A forward pass:
+
+        all ranks              index the rows, plan micro-batches, send the rows to the ranks that compute them
+        ranks of the role      load the weights if they were offloaded, compute the micro-batches      `work`
+        all ranks              send the values to the owners of the rows                               `deliver`
+
+    `tokens_per_micro_batch` counts the tokens on all ranks of a context-parallel group together.
     """
 
     head: ClassVar[Head] = "language"
@@ -105,29 +111,37 @@ class Role:
         self.cpu_offload = CpuOffload(self.runner)
 
     def _share_model(self, other: Role, tokens_per_micro_batch: int, name: str) -> None:
-        """Takes the place of the constructor in a role that has the model of another one."""
+        """Initializes a role that has the model of another one, in place of the constructor."""
         self.model_dir, self.name = other.model_dir, name
         self.runner, self.cpu_offload, self._context = other.runner, other.cpu_offload, other._context
         self._temperature, self._tokens_per_micro_batch = other._temperature, tokens_per_micro_batch
         self._flops, self._key_share = other._flops, other._key_share
 
     def forward(self, batch: Batch, call: str = "forward", mask: Tensor | None = None) -> Tensor:
-        """Computes the output of the model for tokens, without gradients."""
+        """Computes the output of the model for tokens, without gradients: float32 log-probs or values.
+
+        `mask`, (tokens,) bool, selects the tokens that are scored, `loss_mask` by default. Without it the result is a
+        token column with 0 outside the loss mask, with it only the entries under it, (mask.sum(),).
+        """
         entries = batch.total_tokens if mask is None else int(mask.sum())
         forward = self.prepare(batch, call, mask=mask)
 
         def deliver(outputs: dict[int, Tensor]) -> Tensor:
             column = forward.deliver(outputs)
-            return column if mask is None else column[mask]
+            return column if mask is None else column[mask]  # a mask of this rank's rows, whose values are here now
 
         return self._context.executor.column(forward.name, entries, forward.work, deliver)
 
     def prepare(
         self, batch: Batch, call: str, outputs: TokenOutputs = LOGPROBS, mask: Tensor | None = None
     ) -> ForwardPass:
-        """Transfers rows to the ranks of the model and returns the two parts of a forward pass over them."""
-        self._context.offload.release_engines()
+        """Transfers rows to the ranks of the model and returns the two parts of a forward pass over them.
+
+        The rows are sent here, not in `work`, in which the ranks of other roles take no part.
+        """
+        self._context.offload.release_engines()  # on all ranks: engines of several ranks have a barrier there
         with self._context.timer("row_dispatch"):
+            # Other columns need not travel; and calls that depend on the same columns share the transfer.
             rows = batch.select_columns((*FORWARD_COLUMNS, *PREFIX_COLUMNS))
             if mask is not None:
                 rows["loss_mask"] = mask
@@ -160,7 +174,7 @@ class Role:
         return columns
 
     def _output_ranks(self, plan: MicroBatchPlan) -> list[tuple[int, list[int]]]:
-        """Returns (rank, rows whose outputs it sends)."""
+        """Returns (rank, rows whose outputs it sends), the same on every rank."""
         return [
             (
                 self.runner.output_rank(seat),
@@ -172,7 +186,11 @@ class Role:
     def plan_micro_batches(
         self, index: RowIndex, row_groups: Sequence[Sequence[int]], links: PrefixLinks | None = None
     ) -> MicroBatchPlan:
-        """Packs rows into micro-batches and assigns these to data-parallel and context-parallel ranks."""
+        """Packs rows into micro-batches and assigns these to data-parallel and context-parallel ranks.
+
+        `row_groups` are rows of the index that must share a micro-batch. With `links` prefixes that rows share are
+        computed once in a micro-batch. The plan is the same on every rank.
+        """
         layout, budget = self.runner.layout, self._tokens_per_micro_batch
         if links:
             units = join_groups(row_groups, links, self._budgeted_tokens, self._flops, layout.dp, budget)
@@ -187,7 +205,10 @@ class Role:
         plan, shared = plan_units(tokens, costs, layout.dp, layout.cp, budget), Shared()
 
         def in_order(micro: Sequence[int]) -> list[int]:
-            """Returns the rows of a micro-batch so that equally computed ones are neighbours, see `PackedSequences`."""
+            """Returns the rows of a micro-batch, rows with equally many computed and shared tokens as neighbours.
+
+            Attention by matrices computes such neighbours together, see `training.packed_attention`.
+            """
             rows = [row for unit in micro for row in units[unit].rows]
             if links:
                 shared.update(SharingRows.of(links, sorted(rows)).shared)
@@ -196,7 +217,7 @@ class Role:
         return MicroBatchPlan([[in_order(micro) for micro in steps] for steps in plan.rows], plan.cp_sizes, shared)
 
     def _budgeted_tokens(self, length: int, shared: int) -> float:
-        """Returns the tokens of a row in a micro-batch: those it computes, and a share for the keys that it copies."""
+        """Returns the tokens of a row in a micro-batch: computed ones, and a share for the keys that it copies."""
         return length - shared + self._key_share * shared
 
     def _prefix_links(self, batch: Batch, index: RowIndex) -> PrefixLinks | None:
@@ -215,6 +236,8 @@ class Role:
         """Transfers the rows of plans to the ranks that compute them, in one exchange; all ranks call it together.
 
         Roles of a concurrent block that have the same layout, such as actor and reference, share what is received.
+        Each row is in one plan. The result has this rank's micro-batches of each plan, with the columns that its
+        pipeline stage reads.
         """
         check_routed_experts(batch, self.runner.table.config)
         key = (Fingerprint(batch, batch.names()), self.runner.placement, self.runner.table.config, plans)
@@ -228,7 +251,9 @@ class Role:
         places = [self.runner.placement.coordinates(rank) for rank in range(dist.get_world_size())]
         wanted = [by_slot[at.dp * self.runner.layout.cp + at.cp] if at else [] for at in places]
         needed = [by_stage[at.pp] if at else [] for at in places]
-        embeds = [at is not None and at.pp == 0 for at in places]  # the first stage alone embeds images
+        embeds = [at is not None and at.pp == 0 for at in places]  # only the first stage embeds images
+        # A context-parallel rank receives whole rows: the loss needs all scored tokens, and with dynamic context the
+        # slices change from step to step.
         rows = gather_rows(batch, index, wanted, needed, embeds)
         numbers = [self._rows_of_rank(dist.get_rank(), plan) for plan in plans]
         micro_batches = iter(rows.split([len(micro) for steps in numbers for micro in steps]))

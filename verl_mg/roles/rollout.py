@@ -5,13 +5,13 @@ States between calls, and what leads from one to the other:
     IDLE       no samples in flight; `generate` generates its samples and waits for them
       |  generate, with rollout.mode=one_step_off and not in the last iteration: submits the prompts of the next call
       v
-    IN_FLIGHT  engines generate for the next call in a thread of each rank, while the recipe trains;
-      |        `update_weights` only takes note of the actor
+    IN_FLIGHT  engines generate for the next call, served by a thread of each rank that leads one (`EngineLoop`), while
+      |        the main thread trains; `update_weights` only keeps the actor for later
       |  generate, of exactly the prefetched prompts:   waits for the samples, unblocked by the engines;
-      |                                                 transfers the noted weights                        -> IDLE
+      |                                                 transfers the kept actor's weights                 -> IDLE
       |  generate_greedy, generate_for_eval:            wait for the samples, unblocked by the engines;
-      v                                                 transfer the noted weights; keep the batch
-    READY      the batch of the next call is in memory; `update_weights` transfers at once
+      v                                                 transfer the kept actor's weights; keep the batch
+    READY      the batch of the next call is in memory; `update_weights` transfers immediately
          generate, of exactly the prefetched prompts:   returns the batch                                  -> IDLE
 
 `generate` waits for samples, never for their scores (`RewardRole.wait`) nor for computation of other roles. A
@@ -51,7 +51,7 @@ from verl_mg.rollout.filtered_queue import FilteredWorkQueue, GroupFilter
 from verl_mg.rollout.work_queue import Group, WorkQueue
 
 MakeQueue = Callable[[Store, str, Sequence[Group], int], WorkQueue]
-"""Makes the work queue of a call; arguments are those of `EngineGroup.make_queue`."""
+"""Makes the work queue of a call, from the arguments of `EngineGroup.make_queue`."""
 
 
 @dataclass(frozen=True)
@@ -131,8 +131,8 @@ class Rollout(RolloutSource):
         With extra prompts or pending ones the groups that are complete first are returned, which may be others than
         those requested. Columns: tokens, loss_mask, rollout_logprobs, policy_versions, prompt_id, prompt_length, group,
         trajectory, sample_id, policy_version, truncated, generated_by; prefix_of and prefix_length of agents;
-        routed_experts where the engines report them; score_id with a reward. Where the engine can, a sample depends on
-        the job's seed and its id alone, not on the ranks.
+        routed_experts where the engines report them; score_id with a reward. Where the engine can, a sample depends
+        only on the job's seed and its id, not on the ranks.
 
         Args:
             prompts: the prompts, the same on every rank; with none all pending groups are completed.
@@ -174,8 +174,10 @@ class Rollout(RolloutSource):
                 "engines and rewards. Write job.deterministic=false, or let the recipe sample in rounds."
             )
         num_pending = len(self._pending)
+        # Peeked, not drawn: `_admitted` draws the prompts that were started, so none is skipped in vain.
         candidates = self._feed.peek(max(0, max_groups - num_pending))
         call = self._pending.new_call(candidates, num_samples, num_groups, is_filtered=True)
+        # Pending groups have been started already, so all of them are admitted, also beyond the extra prompts.
         num_extra = max(self._extra_prompts, num_pending - num_groups)
 
         def make_queue(store: Store, key: str, groups: Sequence[Group], num_groups_needed: int) -> WorkQueue:
@@ -184,6 +186,7 @@ class Rollout(RolloutSource):
                 store, key, groups, samples, num_groups_needed, num_extra,
                 lambda sample: reward.poll(self._score_ids[sample]), keep,
             )  # fmt: skip
+            # A group of an earlier call is filtered by all its scores, also of samples that were completed then.
             for sample in sorted(self._pending.completed.keys() & call.prompt_of.keys()):
                 queue.mark_done(sample)
             return queue
@@ -198,11 +201,14 @@ class Rollout(RolloutSource):
         return self.generate_for_eval(prompts, 1, temperature=0.0)
 
     def generate_for_eval(self, prompts: Sequence[Prompt], num_samples: int, **sampling: Any) -> Batch:
-        """Returns samples with the columns of `generate`, after those in flight; those of training stay the same."""
+        """Waits for the samples in flight, then returns other ones with the columns of `generate`.
+
+        An evaluation changes neither the ids nor the seeds of training samples.
+        """
         self._context.executor.require_outside_block("rollout.generate_for_eval")
         if self._in_flight:
             self._ready = self._wait_in_flight()
-        metrics = dict(self.metrics)
+        metrics = dict(self.metrics)  # the evaluation must not replace the metrics of the last training call
         call = self._pending.new_evaluation_call(prompts, num_samples)
         rows = self._finish(self._start(call, replace(self._sampling, **sampling)))
         self.metrics = metrics
@@ -212,6 +218,7 @@ class Rollout(RolloutSource):
     def update_weights(self, actor: Actor) -> None:
         """Transfers the actor's weights to the engines; where samples are in flight, as soon as these are complete."""
         self._context.executor.require_outside_block("rollout.update_weights")
+        # Weights do not change under the requests of a call: the transfer waits until its samples are complete.
         if self._in_flight:
             self._deferred_actor = actor
             return
@@ -226,6 +233,7 @@ class Rollout(RolloutSource):
 
     def state(self) -> RolloutState:
         """Returns the sample ids, the pending groups and the prefetched prompts."""
+        # The groups in flight have left `_pending`; a resumed job generates their missing samples again.
         call = self._in_flight.call if self._in_flight else None
         groups = call.groups if call else self._pending.groups
         return RolloutState(
@@ -242,6 +250,7 @@ class Rollout(RolloutSource):
 
     def load(self, state: RolloutState, local: LocalRolloutState, prompt_of: Callable[[int], Prompt]) -> None:
         """Resumes from a checkpoint; samples that were in flight are generated again, complete ones scored again."""
+        # A checkpoint may be resumed by fewer ranks: what no rank has loaded is missing, and generated again.
         reports = all_gather_json([list(local.completed), list(local.partial)])
         completed, partial = ({i for report in reports for i in report[which]} for which in (0, 1))
         groups = [PendingGroup.from_state(group, prompt_of, completed, partial) for group in state.groups]
@@ -274,7 +283,7 @@ class Rollout(RolloutSource):
 
     def _start_prefetch(self, num_prompts: int, num_samples: int) -> None:
         """Submits the prompts that the next `job.prompts.next_batch(num_prompts)` returns."""
-        prompts = self._feed.peek(num_prompts)
+        prompts = self._feed.peek(num_prompts)  # the recipe still draws them, with its next `next_batch`
         self._prefetched = _Prefetched([prompt.id for prompt in prompts], num_samples)
         self._in_flight = self._start(self._new_call(prompts, num_samples), self._sampling)
         self._in_flight.loop.start_background()
@@ -303,6 +312,7 @@ class Rollout(RolloutSource):
     # -- one call
 
     def _new_call(self, prompts: Sequence[Prompt], num_samples: int) -> GenerationCall:
+        # Groups that wait from earlier calls count as extra ones, so that they do not become more with each call.
         num_extra = max(0, self._extra_prompts - len(self._pending)) if prompts else 0
         extra = self._feed.draw_extra(num_extra)
         num_groups_needed = len(prompts) or len(self._pending)
@@ -318,6 +328,7 @@ class Rollout(RolloutSource):
 
         def request_of(sample: int) -> Request:
             prompt, seed = prompt_of[sample], sample_seed(self._seed, sample)
+            # Popped: what becomes of the sample, complete or aborted again, replaces it.
             return Request(sample, prompt.tokens, seed, partial.pop(sample, None), prompt, prompt.load_images())
 
         def on_sample(sample: Sample) -> None:
@@ -325,6 +336,7 @@ class Rollout(RolloutSource):
             if reward:
                 self._score_ids[sample.id] = reward.submit(prompt_of[sample.id], sample)
 
+        # Only this rank has the tokens of its partial samples; the queue gives fresh ones to any engine.
         partial_requests = [request_of(i) for i in sorted(partial.keys() & prompt_of.keys())]
         self._engines.acquire_memory()
         loop = EngineLoop(
@@ -341,6 +353,7 @@ class Rollout(RolloutSource):
         timer.barrier("generate")
         self._pending.add_results(result.completed, result.aborted)
         with timer("row_dispatch"):
+            # One exchange of everything that all ranks must agree on: the selection below is the same on each.
             reports = all_gather_json(
                 {
                     "completed": list(result.completed),
@@ -355,7 +368,7 @@ class Rollout(RolloutSource):
                     "counts": dict(self._engines.engine.take_counts()) if self._engines.engine else {},
                 }
             )
-            in_flight.queue.delete_keys()
+            in_flight.queue.delete_keys()  # after the exchange no rank reads the counters of the call
             self._measure(reports)
             rejected = {group for report in reports for group in report["rejected"]}
             if call.is_filtered:
@@ -379,7 +392,7 @@ class Rollout(RolloutSource):
     def _forget_scores(self, gone: set[int], returned: set[int]) -> None:
         """Drops the scores of samples that are neither returned nor pending."""
         score_ids = {i: self._score_ids.pop(i) for i in gone if i in self._score_ids}
-        if self._reward:
+        if self._reward:  # scores of returned samples stay until `RewardRole.wait`
             self._reward.discard(score_id for i, score_id in score_ids.items() if i not in returned)
 
     def _measure(self, reports: Sequence[Mapping[str, Any]]) -> None:
@@ -395,12 +408,11 @@ class Rollout(RolloutSource):
     def _assemble(self, groups: Sequence[PendingGroup], fresh_only: bool) -> GeneratedRows:
         """Returns this rank's rows of groups, each sent by the rank that generated it.
 
-        Args:
-            groups: the groups that are returned.
-            fresh_only: all groups of the call are returned, and none was started in an earlier call.
+        `fresh_only`: all groups of the call are returned, and none was started in an earlier call.
         """
         score_ids = self._score_ids if self._reward else None
         rows = group_rows(groups, self._pending.completed, score_ids, self._engines.version, self._routed_shape)
+        # Fixed shares give each rank whole groups. Pending or unselected groups would leave them uneven.
         if fresh_only and self._engines.rows_are_local:
             return rows
         return distribute_rows(rows, groups, self._context.rows)

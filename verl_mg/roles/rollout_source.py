@@ -18,7 +18,7 @@ from verl_mg.rollout.filtered_queue import GroupFilter
 from verl_mg.training.microbatch import TEACHER_HIDDEN, TEACHER_TOP
 
 NOT_RECORDED = frozenset({"generated_by", "score_id", TEACHER_HIDDEN, TEACHER_TOP})
-"""Columns that have a meaning only within the processes that generated the row, or hundreds of numbers for a token."""
+"""Columns without meaning outside the processes that generated the row, or with hundreds of numbers for a token."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class RolloutRecord:
     def of(cls, rows: GeneratedRows) -> RolloutRecord:
         """Returns the record of rows that are about to be given to the recipe."""
         batch = rows.batch
+        # A second batch: the recipe adds columns to the first one, and replays need only the received ones.
         record = cls(batch, Batch(batch.lengths), rows.conversations)
         for name in batch.names():
             if name not in NOT_RECORDED:
@@ -54,7 +55,8 @@ class RolloutRecord:
 
     def add(self, name: str, values: Tensor, kind: ColumnKind) -> None:
         """Adds a column that the recipe receives."""
-        # Columns with several numbers per token are large, and no recipe changes them.
+        # Copied, since the recipe may edit it in place. Columns with several numbers per token are large, and no recipe
+        # changes them.
         self.received.put(name, values.clone() if values.dim() == 1 else values, kind)
 
 
@@ -73,7 +75,7 @@ class RolloutRecords:
         self.records.append(RolloutRecord.of(rows))
 
     def add_columns(self, batch: Batch, columns: Mapping[str, Tensor]) -> None:
-        """Adds sequence columns to the record of a batch; nothing where the batch is not one of the rollout's."""
+        """Adds sequence columns (n,) to the record of a batch; nothing where the rollout has not returned the batch."""
         for record in self.records:
             if record.batch is batch:
                 for name, values in columns.items():
@@ -93,7 +95,7 @@ class LocalRolloutState:
 
 
 def filter_metrics(num_rejected: int, scores: Sequence[float]) -> dict[str, float]:
-    """Returns the metrics of a call that filters groups."""
+    """Returns the metrics of a call that filters groups, from the scores of all kept or rejected samples."""
     mean = sum(scores) / len(scores) if scores else float("nan")
     return {"rollout/rejected_groups": float(num_rejected), "rollout/reward_before_filter": mean}
 
@@ -101,7 +103,7 @@ def filter_metrics(num_rejected: int, scores: Sequence[float]) -> dict[str, floa
 class RolloutSource(ABC):
     """Source of samples, as a recipe and the training loop use it; all ranks call every method together.
 
-    `Rollout` generates the samples, `ReplayRollout` reads those of an earlier run.
+    `Rollout` and `AsyncRollout` generate samples, `ReplayRollout` reads the samples of an earlier run.
     """
 
     is_replay = False
@@ -150,7 +152,7 @@ class RolloutSource(ABC):
 
     @abstractmethod
     def generate_filtered(self, num_groups: int, num_samples: int, keep: GroupFilter, max_groups: int) -> Batch:
-        """Draws prompts until enough groups pass a filter, each rejected group being replaced at once.
+        """Draws prompts until enough groups pass a filter; each rejected group is replaced by a further prompt.
 
         Args:
             num_groups: number of groups that are returned; fewer if `max_groups` are not enough.
@@ -168,12 +170,12 @@ class RolloutSource(ABC):
 
     @abstractmethod
     def generate_for_eval(self, prompts: Sequence[Prompt], num_samples: int, **sampling: Any) -> Batch:
-        """Returns samples that are not trained on and do not change those of training.
+        """Returns samples that are not trained on; they change no training sample.
 
         Args:
             prompts: the prompts, the same on every rank.
             num_samples: samples of each prompt.
-            sampling: fields of `Sampling` that replace those of training, such as temperature=0.0.
+            sampling: fields of `Sampling` that replace the values of training, such as temperature=0.0.
         """
 
     @abstractmethod
@@ -186,7 +188,7 @@ class RolloutSource(ABC):
 
     @abstractmethod
     def local_state(self) -> LocalRolloutState:
-        """Returns what this rank alone has of unfinished samples, for a checkpoint."""
+        """Returns what only this rank has of unfinished samples, for a checkpoint."""
 
     @abstractmethod
     def load(self, state: RolloutState, local: LocalRolloutState, prompt_of: Callable[[int], Prompt]) -> None:

@@ -1,6 +1,14 @@
-"""List of a job's servers, which may change while it runs, and the thread of each rank that looks after its own ones.
+"""List of a job's servers, which may change while it runs, and the thread of each leading rank that looks after them.
 
-The first rank reads the list and decides which rank leads each server; the others find the decision in the job's store.
+    rank 0           reads `rollout.urls_file`, decides which rank leads each server ──▶ store, key "list"
+    each leader      thread "servers", one cycle a second:
+                     list ──▶ reaches new or lost servers, in a short thread each
+                     servers without weights ──▶ announced as restarted engines: all ranks transfer weights to them
+                     servers with weights    ──▶ store, keys "ready/NUMBER"
+                     requests wait, none ready  ──▶ borrows ready servers of other leaders
+                     every 5th cycle             checks ready servers, in a short thread
+
+The work queue and the loop over samples are the main thread's; both threads meet in the `ServerPool`.
 """
 
 from __future__ import annotations
@@ -33,7 +41,10 @@ log = logging.getLogger(__name__)
 
 
 def read_urls(path: Path) -> list[str]:
-    """Reads a file of servers: one address a line; empty lines and what follows "#" are ignored."""
+    """Reads a file of servers: one address a line; empty lines and what follows "#" are ignored.
+
+    UserError if it cannot be read, or a line is not an address.
+    """
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -49,12 +60,15 @@ def read_urls(path: Path) -> list[str]:
 
 
 class ServerList:
-    """Numbers and leaders of the servers; used on the first rank."""
+    """Numbers and leaders of the servers; used on the first rank.
+
+    `urls` stay for the whole job; the file at `path` has further addresses, and is read again and again.
+    """
 
     def __init__(self, store: Store, leaders: Sequence[int], urls: Sequence[str], path: Path | None) -> None:
         self._store, self._leaders, self._urls, self._path = store, leaders, urls, path
         self._entries: dict[str, tuple[int, int]] = {}  # by address: number and leader
-        self._next_number = 0
+        self._next_number = 0  # numbers are not used again: a server that returns to the list is a new one
         self._problem = ""
         self.update()
 
@@ -65,7 +79,7 @@ class ServerList:
             check_addresses(urls)
             self._problem = ""
         except UserError as error:
-            if str(error) != self._problem:
+            if str(error) != self._problem:  # reported once, not in each cycle
                 log.warning("%s The servers stay as they are.", error)
                 self._problem = str(error)
             return
@@ -74,6 +88,8 @@ class ServerList:
         self._entries = {url: entry for url, entry in self._entries.items() if url in urls}
         for url in dict.fromkeys(urls):
             if url not in self._entries:
+                # Servers that stay keep their leaders, which have their requests; a new one goes to the rank with the
+                # fewest servers.
                 load = Counter(leader for _, leader in self._entries.values())
                 leader = min(self._leaders, key=lambda rank: load[rank])
                 self._entries[url] = self._next_number, leader
@@ -82,7 +98,10 @@ class ServerList:
 
 
 class ServerMonitor:
-    """Thread of a rank that reaches its servers, checks them, and shares those of others when it has none."""
+    """Thread of a rank that reaches and checks its servers, and borrows servers of other ranks when it has none.
+
+    `version` returns the policy version of servers that are ready; `servers` is the list, on the first rank.
+    """
 
     def __init__(
         self, pool: ServerPool, store: Store, rank: int, version: Callable[[], int], servers: ServerList | None = None
@@ -97,6 +116,7 @@ class ServerMonitor:
         self._stop = threading.Event()
         self._num_cycles = 0
         self._thread = threading.Thread(target=self._run, daemon=True, name="servers")
+        # Reached here once, so that the first weight sync finds the servers that are up.
         self._read_list()
         for server in pool.due(time.monotonic()):
             pool.reach(server)
@@ -108,18 +128,19 @@ class ServerMonitor:
     def close(self) -> None:
         """Ends the thread of the monitor."""
         self._stop.set()
-        self._pool.attention.set()
+        self._pool.attention.set()  # wakes the thread
         if self._thread.is_alive():
             self._thread.join()
 
     def _run(self) -> None:
+        # Waits for CYCLE_SECONDS; woken earlier when the pool loses or reaches a server; ends with `close`.
         while not self._stop.is_set():
             self._pool.attention.wait(CYCLE_SECONDS)
             self._pool.attention.clear()
             if not self._stop.is_set():
                 try:
                     self._cycle()
-                except Exception:
+                except Exception:  # the job needs this thread as long as it runs: the next cycle tries again
                     if self._stop.is_set():
                         return
                     log.exception("rollout: the servers could not be looked after")
@@ -164,6 +185,7 @@ class ServerMonitor:
     def _borrow(self) -> None:
         """Finds servers of other ranks that are ready."""
         others = {number: url for number, (leader, url) in self._all.items() if leader != self._rank}
+        # Checked first, because `get` waits for a key that was never set.
         known = {number: url for number, url in others.items() if self._store.check([f"ready/{number}"])}
         ready = {number: url for number, url in known.items() if self._store.get(f"ready/{number}")}
         self._pool.borrow(ready, self._version())

@@ -8,8 +8,11 @@ returned after at most k further updates if the oldest complete groups are retur
 outstanding groups beyond those that `generate` waits for (AReaL, arXiv:2505.24298, equation 3). Only samples that take
 longer than m updates to generate become too old all the same; `stale` decides about them.
 
-Engines do not run further ahead than training needs: where complete groups are left over, samples would only become
-older, so fewer groups are outstanding, down to those of one call; where training waits for samples, more are.
+Engines do not run further ahead than training needs, because samples that wait only become older. Each call of
+`generate` with n groups adapts how many are outstanding when it returns (`num_ahead`), here for n = 4 and m = 3:
+
+    outstanding 8, 6 complete       2 more than needed: engines are faster         ->  6, at least n = 4
+    outstanding 8, 1 complete       3 too few: training waits for samples          -> 11, at most m n = 12
 """
 
 from __future__ import annotations
@@ -28,7 +31,11 @@ is dropped, and another prompt takes its place."""
 
 @dataclass
 class PolicyVersions:
-    """Versions of the weights that the engines have had, as far as they matter."""
+    """Newest versions of the weights that the engines have had.
+
+    Example: with max_staleness = 2, after the updates 0 to 4, `recent` is [2, 3, 4]. A token of version 4 has age 0, of
+    version 2 age 2, and of versions 0 and 1 age 3: these are too old.
+    """
 
     max_staleness: int
     """Largest number of updates between generation and training of a token."""
@@ -36,7 +43,7 @@ class PolicyVersions:
     """The newest versions in order, at most `max_staleness + 1` of them."""
 
     def push(self, version: int) -> None:
-        """Notes that the engines have a newer version."""
+        """Adds a version that the engines now have; nothing where it is the newest one already."""
         if self.recent[-1:] != [version]:
             self.recent = [*self.recent, version][-self.max_staleness - 1 :]
 
@@ -66,7 +73,14 @@ class Selection:
 
 
 class OutstandingGroups:
-    """Groups that were submitted and not yet returned, by the id of their first sample."""
+    """Groups that were submitted and not yet returned, by the id of their first sample.
+
+    Example: groups 0, 2 and 4 of two samples each, engines with the versions 3 and 4, `max_staleness` 1:
+
+        oldest version of complete samples    0: 4   1: 4   2: 3   3: 4   4: 4         5 is in flight
+        select(..., count=1)                  returns group 2, whose oldest token is the oldest; 4 is not complete
+        with 2: 2 and stale="drop"            drops group 2, and returns group 0
+    """
 
     def __init__(self, versions: PolicyVersions, stale: Stale) -> None:
         self.versions, self.stale = versions, stale
@@ -75,7 +89,7 @@ class OutstandingGroups:
         self._num_wanted = 0
 
     def admit(self, prompts: Sequence[Prompt], num_samples: int) -> list[PendingGroup]:
-        """Returns new groups with new sample ids."""
+        """Returns one new group for each prompt, with new sample ids."""
         new = []
         for prompt in prompts:
             new.append(PendingGroup(prompt, range(self.next_id, self.next_id + num_samples)))
@@ -85,6 +99,7 @@ class OutstandingGroups:
 
     def num_ahead(self, num_groups: int) -> int:
         """Returns how many groups may be outstanding when a `generate` of `num_groups` returns."""
+        # At first the groups of one call; `adapt` learns from then on.
         return min(max(self._num_wanted, num_groups), self.versions.max_staleness * num_groups)
 
     def adapt(self, done: Container[int], num_groups: int) -> None:
@@ -94,7 +109,10 @@ class OutstandingGroups:
         self._num_wanted = max(num_groups, min(wanted, self.versions.max_staleness * num_groups))
 
     def select(self, oldest: Mapping[int, int], count: int) -> Selection:
-        """Removes and returns the groups that are returned now, those with the oldest tokens first."""
+        """Removes and returns at most `count` complete groups, chosen by their oldest tokens.
+
+        `oldest` has the version of the oldest token of each complete sample, on whatever rank the sample is.
+        """
         age = {
             first: min(oldest[i] for i in group.ids)
             for first, group in self.groups.items()
@@ -107,10 +125,14 @@ class OutstandingGroups:
         return Selection(self._remove(returned), self._remove(dropped))
 
     def drop_unfinished(self, oldest: Iterable[tuple[int, int]]) -> list[PendingGroup]:
-        """Removes and returns the groups with unfinished samples that can no longer be trained, with `stale="drop"`."""
+        """Removes and returns the groups with unfinished samples that can no longer be trained, with `stale="drop"`.
+
+        `oldest` has (sample id, version of its oldest token) of the samples in flight on all ranks.
+        """
         if self.stale != "drop":
             return []
         too_old = {i for i, version in oldest if version < self.versions.oldest_allowed}
+        # Whole groups: advantages need all samples of a prompt.
         return self._remove([first for first, group in self.groups.items() if too_old.intersection(group.ids)])
 
     def progress(self, done: Iterable[int], partial: Iterable[int]) -> list[PendingGroup]:

@@ -1,4 +1,13 @@
-"""Rows as a teacher reads them where it does not read those of the student, and columns of one from the other."""
+"""Rows that a teacher reads in place of the student's rows, and the way of its columns back to these.
+
+    student      [prompt a b] [c d e]                       another prompt: the same response after other tokens
+    teacher      [other prompt x y z] [c d e]               column of c d e ──▶ the same tokens of the student
+
+    student      [prompt] [be low] text "below"             another tokenizer: spans of text that begin and end
+    teacher      [prompt] [b el ow]                         together; log-probs of b, el, ow add up at the token "low"
+
+`TeacherRows.restore` moves a column of the teacher's rows back.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +35,7 @@ class Teacher(Protocol):
         """Returns the two parts of scoring a batch.
 
         Args:
-            batch: rows of the student.
+            batch: this rank's rows of the student.
             call: method name for error messages.
             outputs: what is computed for each token under the loss mask.
         """
@@ -58,7 +67,7 @@ class ReadingTeacher:
     Args:
         teacher: the model.
         reader: makes its rows.
-        by_text: whether their tokens are those of another tokenizer.
+        by_text: whether their tokens are of another tokenizer.
     """
 
     def __init__(self, teacher: Teacher, reader: RowReader, by_text: bool = False) -> None:
@@ -87,7 +96,10 @@ class OtherPrompts:
         self._tokens_of, self._longest, self._key = tokens_of, longest, key
 
     def read(self, batch: Batch) -> TeacherRows:
-        """Returns the rows with their prompts replaced."""
+        """Returns the rows with their prompts replaced; UserError if one becomes too long, or is of an agent.
+
+        Contexts of agents are no prompts that a template could replace.
+        """
         if "prefix_of" in batch:
             raise UserError(f"{self._key}: the samples are of agents, which have several contexts. Leave it out.")
         ids = batch["prompt_id"].tolist()
@@ -99,6 +111,7 @@ class OtherPrompts:
                 f"{self._key}: a response with the teacher's prompt has {length} tokens, more than the {self._longest} "
                 "positions of the model. Shorten the template, or lower rollout.max_new_tokens."
             )
+        # Responses are the same tokens in both batches, in the same order: masks over them map one column to the other.
         responses = batch.positions >= batch.expand_to_tokens(batch["prompt_length"])
         answered = rows.positions >= rows.expand_to_tokens(lengths)
         tokens = torch.empty(rows.total_tokens, dtype=torch.int64)
@@ -140,7 +153,10 @@ class OtherTokens:
         self._stop_ids, self._key = stop_ids, key
 
     def read(self, batch: Batch) -> TeacherRows:
-        """Returns rows of the teacher's tokens; log-probs of theirs become those of spans of the student's."""
+        """Returns rows of the teacher's tokens, whose log-probs are summed over spans of the student's tokens.
+
+        UserError if rows are of agents, or a tokenizer is not a fast one, which reports the places of its tokens.
+        """
         if "prefix_of" in batch:
             raise UserError(f"{self._key}: the samples are of agents, which have several contexts. Leave it out.")
         rows: list[list[int]] = []
@@ -154,6 +170,7 @@ class OtherTokens:
             prompt = self._prompt_of(prompt_id)
             theirs, of_student, of_teacher = self._aligned(tokens.tolist())
             count = int(of_student.max()) + 1 if len(of_student) else 0
+            # A span is scored only if the policy has generated all of its tokens: the teacher has one number for them.
             written = torch.ones(count).scatter_reduce_(0, of_student, mask.float(), "amin") > 0
             last = torch.zeros(count, dtype=torch.int64)
             last.scatter_reduce_(0, of_student, torch.arange(len(of_student)), "amax")
@@ -180,6 +197,7 @@ class OtherTokens:
         text, ends = token_ends(tokens[:-1] if stops else tokens, self._student)
         theirs, places = retokenized(text, self._teacher, self._key)
         of_student, of_teacher = aligned_spans(ends, places, len(text))
+        # Stop tokens have no text to align: the student's and the teacher's are a span together.
         if stops:
             behind = max(of_student, default=-1) + 1
             theirs, of_student, of_teacher = (

@@ -23,11 +23,16 @@ from verl_mg.training.teacher_layers import check_vocabularies, load_teacher_lay
 from verl_mg.training.token_outputs import LOGPROBS, TeacherDivergence, TokenOutputs
 
 SCORED_COLUMNS = ("tokens", "loss_mask", "sample_id", "trajectory", "prompt_id", "prompt_length", *PREFIX_COLUMNS)
-"""Columns of a batch that teachers are given: not the experts of the student."""
+"""Columns of a batch that teachers are given, without `routed_experts`: these are experts of the student."""
 
 
 class Teachers:
-    """Teachers of a job. All ranks call its methods together, as those of a role."""
+    """Teachers of a job; all ranks call its methods together.
+
+    `teachers` are by configuration key, such as `teachers.math`. `policies` are the teachers with fixed weights on
+    ranks of the job, whose output layers can be read from their directories. `teacher_of` returns the number of the
+    teacher, in the order of `teachers`, of a prompt's id.
+    """
 
     def __init__(
         self,
@@ -51,7 +56,8 @@ class Teachers:
     def score(self, batch: Batch, divergence: Divergence) -> None:
         """Sets the columns that the actor needs to compute a divergence from each row's teacher.
 
-        These are `teacher_top` with `top_k`, otherwise `teacher` and `teacher_hidden`.
+        These are `teacher_top` with `top_k`, otherwise `teacher` and `teacher_hidden`. UserError if a teacher has
+        another vocabulary, or the divergence is over the whole one and a teacher does not know it.
         """
         if self._by_text:
             raise UserError(
@@ -66,6 +72,8 @@ class Teachers:
                 f"{others[0]}: only of a model with fixed weights on ranks of the job is the whole distribution known. "
                 "Write algorithm.divergence.top_k."
             )
+        # Hidden states travel, not logits: a token costs h numbers instead of V. The ranks that compute the student's
+        # logits multiply them with the teacher's output layer. Narrower teachers are filled up with zeros.
         width = max(policy.runner.output_head.hidden for policy in self._policies.values())
         column = self._column(batch, "score", TokenOutputs(hidden=width, dtype=self._hidden_dtype))
         batch.put(TEACHER_HIDDEN, column, ColumnKind.TOKEN)
@@ -100,9 +108,14 @@ class Teachers:
         return [key for key, reader in readers if reader.by_text]
 
     def spans(self, batch: Batch) -> Tensor | None:
-        """Returns the span of text of each token, of which the last token has the teacher's log-prob of all of it."""
+        """Returns the span of text of each token, of which the last token has the teacher's log-prob of all of it.
+
+        (tokens,) int64 for the batch of the last `compute_logprobs`, -1 for tokens without a span; None where all
+        teachers read the student's tokens.
+        """
         if not self._by_text:
             return None
+        # Tokens of teachers with the student's tokenizer are spans by themselves; each reader's spans follow after all.
         spans, total, numbers = torch.arange(batch.total_tokens), batch.total_tokens, self._numbers(batch)
         for number, teacher in enumerate(self._teachers.values()):
             if isinstance(teacher, ReadingTeacher) and teacher.spans is not None:
@@ -113,7 +126,7 @@ class Teachers:
 
     @property
     def _hidden_dtype(self) -> torch.dtype:
-        """Type that holds the hidden states of all teachers."""
+        """Type that holds the hidden states of all teachers; float32 contains the values of both half precisions."""
         dtypes = {policy.runner.dtype for policy in self._policies.values()}
         return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
@@ -127,9 +140,11 @@ class Teachers:
         """Returns a token column of which each teacher computes its rows; 0 outside the loss mask."""
         scored, numbers = batch.select_columns(SCORED_COLUMNS), self._numbers(batch)
         rows = [(numbers == number).nonzero().flatten() for number in range(len(self._teachers))]
+        # A single teacher scores the batch itself: a selection would be a copy, and no other call could share the rows.
         parts = [scored] if len(rows) == 1 else [scored.select(of_teacher) for of_teacher in rows]
         passes: list[ForwardPass] = []
         for (key, teacher), part in zip(self._teachers.items(), parts, strict=True):
+            # The width of this teacher's states, which `deliver` puts into the first columns.
             size = self._policies[key].runner.output_head.hidden if outputs.hidden else 0
             passes.append(teacher.prepare(part, call, replace(outputs, hidden=size)))
         shape, dtype = outputs.shape, outputs.dtype
@@ -149,6 +164,9 @@ class Teachers:
 
 
 def _without_padding(top: Tensor, vocab: int) -> Tensor:
-    """Marks likeliest tokens of a teacher that the student does not have as absent."""
+    """Marks likeliest tokens of a teacher that the student does not have as absent; (tokens, 2, k) log-probs and ids.
+
+    Models pad their output layers differently: such tokens are rows without a token of the tokenizer.
+    """
     known = top[:, 1] < vocab
     return torch.stack([torch.where(known, top[:, 0], -torch.inf), torch.where(known, top[:, 1], 0)], 1)

@@ -68,7 +68,7 @@ class NoOptimizerError(Exception):
 
 
 class TrainableRole(Role):
-    """Role with an optimizer: updates, checkpoints and exports."""
+    """Role with an optimizer: updates, checkpoints and exports; without one in a rollout-only run, `learns=False`."""
 
     trainer: Trainer
 
@@ -91,7 +91,10 @@ class TrainableRole(Role):
         """Batches of this iteration's updates."""
 
     def allocate_moments(self) -> None:
-        """Allocates the optimizer's moments, which the first update would do otherwise."""
+        """Allocates the optimizer's moments, which the first update would do otherwise.
+
+        Engines size their cache by the memory that is left when they start, so moments must be there before.
+        """
         if self._learns and self.runner.is_member:
             self.trainer.allocate_moments()
 
@@ -109,7 +112,11 @@ class TrainableRole(Role):
         """Trains on a batch: `num_minibatches` optimizer steps in each of `num_epochs` epochs.
 
         Mini-batches are cut in the order of the sample ids and therefore do not depend on the layout. The rows of a
-        trajectory share a mini-batch, and rows with equal `pair` also a micro-batch.
+        trajectory share a mini-batch, and rows with equal `pair` also a micro-batch. Example: 5 trajectories and
+        `num_minibatches` 2 are steps of 3 and 2 trajectories; with fewer trajectories than mini-batches there are fewer
+        steps. `max_length` is the tokens of the longest possible response, for "seq-mean-token-sum-norm".
+
+        The metrics are means over the steps, the same on every rank. NoOptimizerError in a rollout-only run.
         """
         if not self._learns:
             raise NoOptimizerError
@@ -121,8 +128,8 @@ class TrainableRole(Role):
             cuts = torch.arange(len(whole)).tensor_split(min(num_minibatches, max(len(whole), 1)))
             cut_groups = [[group for i in cut.tolist() for group in whole[i]] for cut in cuts]
             epoch = self._mini_batches(batch, index, cut_groups)
-        steps = epoch * num_epochs
-        self.num_updates += len(steps)
+        steps = epoch * num_epochs  # every epoch has the same mini-batches, so rows are transferred once
+        self.num_updates += len(steps)  # on all ranks, here: it is the version of the weights in the next sync
 
         def work() -> dict[str, float]:
             totals: dict[str, float] = defaultdict(float)
@@ -145,6 +152,7 @@ class TrainableRole(Role):
             return dict(totals)
 
         def deliver(metrics: dict[str, float]) -> dict[str, float]:
+            # Ranks outside of the placement have computed nothing, and a recipe needs the same numbers on all.
             from_first: dict[str, float] = all_gather_json(metrics)[self.runner.placement.ranks[0]]
             return from_first
 
@@ -157,6 +165,7 @@ class TrainableRole(Role):
         links = self._prefix_links(batch, index)
         plans = [self.plan_micro_batches(index, groups, links) for groups in row_groups]
         every = self.gather_micro_batches(batch, index, plans)
+        # With one row per trajectory, a row's own tokens are its trajectory's.
         if len(set(index.trajectories)) < len(index):
             self._put_trajectory_tokens(index, plans, every)
         return [
@@ -217,7 +226,8 @@ class TrainableRole(Role):
         """Writes a Hugging Face directory; all ranks call it together and each writes its boxes of the tensors.
 
         Adapters are merged into the weights and also saved in ADAPTER_FOLDER. The directory is written under a
-        temporary name and renamed when it is complete.
+        temporary name and renamed when it is complete, over an existing one. Configuration and tokenizer are copied
+        from `model_dir`.
         """
         self._context.executor.require_outside_block(f"{self.name}.save")
         self._context.offload.release_engines()
@@ -236,28 +246,29 @@ class TrainableRole(Role):
         )
         adapter_writer = AdapterWriter(partial / ADAPTER_FOLDER, lora.shapes, dtype) if lora else None
         if dist.get_rank() == 0:
+            # A job that was killed in a save may have left one.
             shutil.rmtree(partial, ignore_errors=True)
             writer.create()
             _copy_small_files(model_dir, partial)
             _patch_config(partial / "config.json", self.runner)
             if lora and adapter_writer:
                 adapter_writer.create(lora.config, lora.adapted, self.model_dir)
-        dist.barrier()
+        dist.barrier()  # the files exist, into which each rank writes its boxes
         write_weights(self.runner, writer)
         if adapter_writer:
             for tensor, box, values in self.runner.written_adapters():
                 adapter_writer.write(tensor, box, values)
-        dist.barrier()
+        dist.barrier()  # all boxes are written
         if dist.get_rank() == 0:
             if adapter_writer:
                 adapter_writer.finish()
             shutil.rmtree(folder, ignore_errors=True)
             os.replace(partial, folder)
-        dist.barrier()
+        dist.barrier()  # no rank returns before the directory has its name
 
 
 def _count_scored(index: RowIndex, rows: Sequence[int]) -> tuple[int, int]:
-    """Returns the number of scored tokens of some rows, and that of the trajectories with such tokens."""
+    """Returns the numbers of scored tokens of some rows, and of trajectories with such tokens."""
     scored = {row: count for row in rows if (count := index.num_scored_tokens[row])}
     return sum(scored.values()), len({index.trajectories[row] for row in scored})
 
@@ -275,7 +286,7 @@ def _untrained_tensors(model_dir: Path, table: ModelTable) -> UntrainedTensors |
     if prefixes is None:
         return None
     untrained = None
-    if dist.get_rank() == 0:
+    if dist.get_rank() == 0:  # one rank reads the headers of the directory
         index = table.tensor_index
         owned = index.tensors.keys() | {place.name for place in index.stacked.values()}
         untrained = UntrainedTensors.find(model_dir, prefixes, owned)
@@ -295,5 +306,6 @@ def _patch_config(config: Path, runner: Runner) -> None:
     if runner.table.head == "value":
         kinds = tree.get("architectures") or []
         tree["architectures"] = [kind.replace("ForCausalLM", "ForSequenceClassification") for kind in kinds]
+        # `transformers` takes the number of outputs from `id2label`.
         tree |= {"id2label": {"0": "score"}, "label2id": {"score": 0}}
     config.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")

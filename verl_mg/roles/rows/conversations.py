@@ -18,7 +18,11 @@ Conversation = Mapping[str, Any]
 
 
 def conversation_of(trajectory: Trajectory) -> Conversation:
-    """Returns the conversation of a trajectory, whose parts it shares."""
+    """Returns the conversation of a trajectory, whose parts it shares.
+
+    It has everything that the columns of rows do not have, so a checkpoint of rows needs nothing else. The sizes of a
+    segment of 4 tokens with 2 generated ones: {"tokens": 4, "trained": 2, "prefix_of": None, "prefix_length": 0}.
+    """
     return {
         "turns": [vars(turn) for turn in trajectory.turns],
         "segments": [_size(segment) for segment in trajectory.segments],
@@ -29,7 +33,7 @@ def conversation_of(trajectory: Trajectory) -> Conversation:
 
 
 def trajectory_of(segments: Sequence[Segment], conversation: Conversation) -> Trajectory:
-    """Returns the trajectory that `conversation_of` was given."""
+    """Returns the trajectory that `conversation_of` was given; its segments are not part of a conversation."""
     turns = [ConversationTurn(**turn | {"messages": tuple(turn["messages"])}) for turn in conversation["turns"]]
     log, error = conversation["log"], conversation["error"]
     return Trajectory(tuple(segments), tuple(turns), agent_reward(conversation), log, error)
@@ -37,7 +41,7 @@ def trajectory_of(segments: Sequence[Segment], conversation: Conversation) -> Tr
 
 def to_text(conversation: Conversation) -> str:
     """Returns a conversation as JSON in ASCII, whatever its texts contain."""
-    return json.dumps(conversation)
+    return json.dumps(conversation)  # escapes lone surrogates, which UTF-8 cannot encode
 
 
 def from_text(text: str) -> Conversation:
@@ -54,7 +58,7 @@ def agent_reward(conversation: Conversation) -> Reward | None:
 def final_reply(conversation: Conversation) -> str:
     """Returns the text of the policy's last reply, which reward functions score; "" where there is none.
 
-    Of turns of other models alone, such as a user that is simulated, it is the last of these.
+    Where all turns are of other models, such as a simulated user, it is the last of these.
     """
     turns = conversation["turns"]
     chosen = [turn for turn in turns if turn["trained"]] or turns
@@ -62,7 +66,11 @@ def final_reply(conversation: Conversation) -> str:
 
 
 def exchange_conversations(texts: Mapping[int, str], by_rank: Sequence[Sequence[int]]) -> dict[int, str]:
-    """Sends conversations to the ranks that have got the rows; all ranks call it together."""
+    """Sends conversations to the ranks that have got the rows; all ranks call it together.
+
+    `texts` are of this rank, by trajectory; `by_rank` has the trajectories whose rows each rank has got.
+    """
+    # JSON, since conversations have any shape; only text travels, next to the tensors of the rows.
     outgoing = [
         torch.frombuffer(bytearray(json.dumps({i: texts[i] for i in wanted if i in texts}).encode()), dtype=torch.uint8)
         for wanted in by_rank

@@ -2,8 +2,8 @@
 
 Each row of a recipe's batch is owned by exactly one rank. A role computes a row on all ranks of one data-parallel
 index. `plan` decides which rank sends what to whom; here the messages are sent as raw bytes between the ranks that
-have something to exchange, over gloo: rows are in host memory until their micro-batch is computed, and inside a node
-gloo's loopback moves the few bytes of a stage.
+have something to exchange, over gloo. Rows are in host memory until their micro-batch is computed: NCCL would need
+device memory for them while engines or other roles occupy it.
 
 Nothing waits in a circle: every rank first requests all that it receives, then sends the rows that it owns, then
 passes on what it receives as an entry. A message has one of two tags, because rows of the sender may overtake those
@@ -31,11 +31,11 @@ from verl_mg.roles.rows.plan import ColumnPart, Delivery, plan_deliveries, plan_
 PIECE_BYTES = 32 << 20
 """Bytes of a message, unless a single row is larger."""
 PIECES_IN_FLIGHT = 4
-"""Messages of PIECE_BYTES that a rank holds in addition to its rows and those that it has requested."""
+"""Messages of PIECE_BYTES that a rank holds in addition to its own and the requested rows: 128 MiB."""
 ROWS_AT_ONCE = 256
 """Rows that a rank copies from its own batch at a time, which bounds the memory of the copy."""
 FROM_OWNER, PASSED_ON = 0, 1
-"""Tags of messages from the owner and from the entry of the node."""
+"""Tags of messages from the owner and from the entry of the node: one rank may send another one both kinds."""
 
 
 def gather_rows(
@@ -45,21 +45,29 @@ def gather_rows(
     needed: Sequence[Sequence[ColumnPart]] | None = None,
     needs_images: Sequence[bool] | None = None,
 ) -> Batch:
-    """Transfers rows to the ranks that want them; all ranks call it together."""
+    """Transfers rows to the ranks that want them; all ranks call it together.
+
+    `wanted` has the row numbers that each rank receives, each once, `needed` the parts of columns and `needs_images`
+    whether it receives images; all are the same on every rank. The result has the rows `wanted[this rank]`, in that
+    order.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     needed = needed or [whole_columns(index.schema)] * ranks
     deliveries = plan_deliveries(index, wanted, needed, device.ranks_of_a_node(ranks))
     involved = [delivery for delivery in deliveries if rank in (delivery.owner, delivery.entry, *delivery.receivers)]
     pieces = [piece for delivery in involved for piece in delivery.pieces(index, PIECE_BYTES)]
+    # All receipts are requested before anything is sent, so that no two ranks wait for each other's request.
     requested = deque(_request(piece) for piece in pieces if piece.owner != rank)
     source, result = _LocalRows(batch, index), _Rows(index, wanted[rank], needed[rank])
     sender = ByteSender(PIECES_IN_FLIGHT * PIECE_BYTES)
     for piece in pieces:
         if piece.owner == rank:
-            sender.make_free(piece.num_bytes)
+            sender.make_free(piece.num_bytes)  # before `pack` allocates the message, which bounds the memory
             sender.send(source.pack(piece), piece.receivers if piece.entry == rank else [piece.entry], FROM_OWNER)
     result.copy_local(source, rank)
-    while requested:  # each buffer is released as soon as its rows are copied and passed on
+    # Consumes the requested pieces in the order of the plan, waits for the bytes of each, and ends with the last one.
+    # Each buffer is released as soon as its rows are copied and passed on.
+    while requested:
         piece, data, work = requested.popleft()
         work.wait()
         if piece.entry == rank:
@@ -138,6 +146,7 @@ class _Places:
     """Positions of the entries of rows in the columns of a batch."""
 
     def __init__(self, batch: Batch, rows: Tensor) -> None:
+        # Cached and only on demand: most rows have several token columns, and some transfers have none.
         self._rows, self._tokens = rows, cache(partial(batch.entries, rows))
 
     def of(self, kind: ColumnKind) -> Tensor:
@@ -164,7 +173,11 @@ def scatter_column(
     shape: tuple[int, ...] = (),
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Sends a computed token column to the owners of the rows; all ranks call it together."""
+    """Sends a computed token column to the owners of the rows; all ranks call it together.
+
+    `computed_by` has (rank, rows whose values it sends), the same on every rank and each row once; `values` are of the
+    rows that this rank sends, (length, *shape) each. ValueError if no rank sends the values of a row.
+    """
     rank = dist.get_rank()
     local = index.rows_of(rank)
     returns = plan_returns(index, computed_by, math.prod(shape) * dtype.itemsize)

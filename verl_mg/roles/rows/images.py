@@ -20,14 +20,17 @@ def gather_images(
 ) -> list[RowImages] | None:
     """Transfers the images of rows to the ranks that want the rows; all ranks call it together.
 
-    A rank gets the encoded bytes of an image once from each owner of rows that have it.
+    A rank gets the encoded bytes of an image once from each owner of rows that have it. `wanted` has the row numbers
+    of each rank, `takes` whether it takes images. The result has the images of `wanted[this rank]`, in that order; None
+    where no rank has images, or this one takes none.
     """
-    if not index.has_images:
+    if not index.has_images:  # known on all ranks, so that batches without images need no exchange
         return None
     rank, ranks = dist.get_rank(), dist.get_world_size()
     takes = takes or [True] * ranks
     local = _Local(batch, index)
     outgoing = [local.pack(wanted[other] if takes[other] and other != rank else ()) for other in range(ranks)]
+    # Two exchanges, since a receiver cannot know the sizes of encoded images.
     counts = [torch.tensor([part.numel()]).view(torch.uint8) for part in outgoing]
     sizes = [int(count.clone().view(torch.int64)) for count in all_to_all_bytes(counts, [8] * ranks)]
     received = all_to_all_bytes(outgoing, sizes)
@@ -47,7 +50,7 @@ class _Local:
         self._images = dict(zip(rows, batch.images or [()] * len(rows), strict=True))
 
     def of(self, rows: Iterable[int]) -> dict[int, RowImages]:
-        """Returns the images of those of the rows that this rank owns."""
+        """Returns the images of the rows that this rank owns, among `rows`."""
         return {row: self._images[row] for row in rows if row in self._images}
 
     def pack(self, rows: Iterable[int]) -> Tensor:

@@ -36,7 +36,16 @@ class ColumnSchema:
 
 @dataclass(frozen=True)
 class RowIndex:
-    """All rows of a batch over all ranks, numbered in the order of their sample ids; the same on every rank."""
+    """All rows of a batch over all ranks, numbered in the order of their sample ids; the same on every rank.
+
+    Example: rank 0 has samples 7 and 4, of 5 and 3 tokens, rank 1 has sample 9 of 4 tokens.
+
+        row           0   1   2
+        sample_ids    4   7   9
+        owner_rank    0   0   1
+        local_row     1   0   0
+        lengths       3   5   4
+    """
 
     sample_ids: tuple[int, ...]
     """Sample id of each row, ascending."""
@@ -47,9 +56,9 @@ class RowIndex:
     lengths: tuple[int, ...]
     """Tokens of each row."""
     num_scored_tokens: tuple[int, ...]
-    """Tokens of each row under the loss mask, without the row's first token."""
+    """Tokens of each row under the loss mask, without the row's first token, which nothing predicts."""
     row_groups: tuple[tuple[int, ...], ...]
-    """Rows that stay in one mini-batch and micro-batch: those with equal `pair`, otherwise one row each."""
+    """Rows that stay in one mini-batch and micro-batch: rows with equal `pair`, otherwise one row each."""
     schema: Mapping[str, ColumnSchema] = field(default_factory=dict)
     """Columns that are transferred, by name."""
     trajectories: tuple[int, ...] = ()
@@ -86,7 +95,8 @@ class Fingerprint:
     """Columns and images of a batch as they are now; another one is equal as long as none is set or edited in place."""
 
     def __init__(self, batch: Batch, names: Iterable[str]) -> None:
-        # The tensors themselves: another one could get the address of one that is gone.
+        # The tensors themselves, not their addresses: a new tensor could get the address of one that is gone.
+        # torch counts edits in place in `_version`.
         columns = {"": batch.lengths} | {name: batch[name] for name in names if name in batch}
         self._columns = {name: (tensor, tensor._version) for name, tensor in columns.items()}
         self._images = batch.images
@@ -146,7 +156,8 @@ class RowIndexer:
         """Returns the index of a batch; all ranks call it together.
 
         The index is computed again after one of INDEXED_COLUMNS has been set or edited in place on any rank.
-        Otherwise the ranks exchange only the columns' types.
+        Otherwise the ranks exchange only the columns' types. The schema is of `transferred`, the same rows with the
+        columns that will be transferred. ValueError if two rows have the same sample id, or ranks other columns.
         """
         cached = self._cached(batch)
         schema, has_images = _describe(batch if transferred is None else transferred), bool(batch.images)
@@ -157,6 +168,7 @@ class RowIndexer:
             cached = _merge([report.rows for report in reports if report.rows is not None])
             self._indices[batch] = (cached, Fingerprint(batch, INDEXED_COLUMNS))
         has_images = any(report.has_images for report in reports)
+        # A rank without rows may have fewer columns, or columns of other types; it sends nothing.
         nonempty = sorted(set(cached.owner_rank))
         schemas = sorted({reports[rank].schema for rank in nonempty}) or [schema]
         if len(schemas) > 1:
@@ -164,7 +176,10 @@ class RowIndexer:
         return replace(cached, schema=_parse(json.loads(schemas[0])), has_images=has_images)
 
     def put(self, batch: Batch, index: RowIndex, rows_of: Sequence[Sequence[int]]) -> None:
-        """Sets the index of a batch whose rows were moved; all ranks call it together."""
+        """Sets the index of a batch whose rows were moved, on all ranks and without communication.
+
+        `rows_of` has the row numbers of each rank, in the order of its new batch, each row once.
+        """
         places = {row: (rank, local) for rank, rows in enumerate(rows_of) for local, row in enumerate(rows)}
         owners, local_rows = zip(*(places[row] for row in range(len(index))), strict=True) if places else ((), ())
         moved = replace(index, owner_rank=owners, local_row=local_rows)
@@ -208,7 +223,7 @@ def _merge(by_rank: Sequence[Tensor]) -> RowIndex:
 
 
 def _describe(batch: Batch) -> bytes:
-    """Returns the types of the columns as JSON, the same text for the same types."""
+    """Returns the types of the columns as JSON, the same text for the same types, so that texts can be compared."""
     schema = {
         name: [int(batch.kind(name)), str(batch[name].dtype).removeprefix("torch."), list(batch[name].shape[1:])]
         for name in batch.names()

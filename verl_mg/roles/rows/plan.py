@@ -6,8 +6,14 @@
       | one message each over loopback
     receivers            the others of them on the node
 
-The rows that the ranks of a node want are divided among them by bytes, so that each is the entry for about the same
-share. A rank receives only the columns that it needs, and of a column that is divided by layers only its layers.
+A byte enters a node once. The rows that the ranks of a node want are divided among them by bytes, so that each is the
+entry for about the same share. A rank receives only the columns that it needs, and of a column that is divided by
+layers only its layers. Example: rank 0 owns rows 0 and 1 of 3 and 5 tokens, rank 1 owns row 2 of 4 tokens; the only
+column has 8 bytes a token. Ranks 0 and 1 are one node, ranks 2 and 3 another.
+
+    ranks 0 and 1 want all rows    0 -> 1          rows 0, 1   64 bytes      1 -> 0          row 2   32 bytes
+    ranks 2 and 3 want all rows    0 -> 2 -> 3     rows 0, 1   64 bytes      1 -> 3 -> 2     row 2   32 bytes
+    computed values come back      rank 0 has computed row 0, rank 1 rows 1 and 2: only row 1 travels, 1 -> 0
 """
 
 from __future__ import annotations
@@ -28,7 +34,7 @@ class ColumnPart:
     name: str
     """Name of the column."""
     layers: tuple[int, ...] | None = None
-    """Indices in the first dimension of an entry; None for whole entries."""
+    """Indices in the first dimension of an entry, such as (2, 3) of `routed_experts`; None for whole entries."""
 
     def shape(self, schema: Mapping[str, ColumnSchema]) -> tuple[int, ...]:
         """Returns the dimensions of one entry of the part."""
@@ -83,7 +89,7 @@ def whole_columns(schema: Mapping[str, ColumnSchema]) -> tuple[ColumnPart, ...]:
 
 
 def row_bytes(index: RowIndex, rows: Sequence[int], parts: Sequence[ColumnPart]) -> list[int]:
-    """Returns the bytes of parts of each row."""
+    """Returns the bytes of parts of each of `rows`, which are row numbers of the index."""
     sizes = {ColumnKind.TOKEN: 0, ColumnKind.SEQUENCE: 0, ColumnKind.UNKNOWN: 0}
     for part in parts:
         sizes[index.schema[part.name].kind] += part.entry_bytes(index.schema)
@@ -97,7 +103,11 @@ def plan_deliveries(
     needed: Sequence[Sequence[ColumnPart]],
     ranks_per_node: int,
 ) -> list[Delivery]:
-    """Plans the messages of a transfer, the same on every rank."""
+    """Plans the messages of a transfer, the same on every rank, without rows that only their owner wants.
+
+    `wanted` has the row numbers and `needed` the parts of columns of each rank. Parts of one column are equal or
+    disjoint. `ranks_per_node` consecutive ranks are on one node.
+    """
     deliveries: list[Delivery] = []
     # Most ranks want the same rows as others: these are put in order once.
     distinct = {rows: _by_owner(index, rows) for rows in set(map(tuple, wanted))}
@@ -144,6 +154,7 @@ def _wanted_together(
     index: RowIndex, ranks_by_rows: Mapping[tuple[int, ...], list[int]]
 ) -> list[tuple[list[int], tuple[int, ...]]]:
     """Returns (ranks, rows that exactly these ranks want), from the ranks that want each list of rows."""
+    # The usual case, of ranks that differ only in their pipeline stage: nothing is looked up row by row.
     if len(ranks_by_rows) == 1:
         return [(ranks, rows) for rows, ranks in ranks_by_rows.items()]
     takers: dict[int, list[int]] = defaultdict(list)
@@ -157,6 +168,7 @@ def _wanted_together(
 
 
 def _aligned(parts: Sequence[ColumnPart], schema: Mapping[str, ColumnSchema]) -> tuple[ColumnPart, ...]:
+    # Wide types first: then each part begins at a multiple of its item size, and can be viewed without a copy.
     return tuple(sorted(parts, key=lambda part: (-schema[part.name].dtype.itemsize, part.name, part.layers or ())))
 
 
@@ -171,7 +183,8 @@ def _divide(
     total, before = max(sum(sizes), 1), 0
     routes: list[tuple[int, int]] = []
     for row, size in zip(rows, sizes, strict=True):
-        run = (2 * before + size) * len(ranks) // (2 * total)  # of the middle of the row
+        # The run in which the middle of the row is. In integers: every rank must compute the same plan.
+        run = (2 * before + size) * len(ranks) // (2 * total)
         routes.append((index.owner_rank[row], ranks[min(run, len(ranks) - 1)]))
         before += size
     for (owner, entry), same in groupby(range(len(rows)), key=routes.__getitem__):
@@ -199,7 +212,10 @@ class Return:
 def plan_returns(
     index: RowIndex, computed_by: Sequence[tuple[int, Sequence[int]]], entry_bytes: int = 4
 ) -> list[Return]:
-    """Plans the messages that bring a computed token column to the owners of the rows."""
+    """Plans the messages that bring a computed token column to the owners of the rows, also from a rank to itself.
+
+    `computed_by` has (rank, rows whose values it sends), `entry_bytes` are the bytes of the values of a token.
+    """
     rows_by_pair: dict[tuple[int, int], list[int]] = defaultdict(list)
     for sender, rows in computed_by:
         for row in rows:

@@ -51,8 +51,18 @@ def samples_to_batch(
 ) -> Batch:
     """Returns rows of context and response, without the columns `group` and `generated_by`.
 
-    The columns `prefix_of` and `prefix_length` are there if the samples are of agents: then all of them have a
-    trajectory.
+    Example: prompt [1 2] and sample 5 with response [7 8 9], whose last token is of a newer version, are one row.
+
+        tokens             1   2   7   8   9      sample_id = trajectory = 5
+        policy_versions   -1  -1   4   4   5      policy_version = 4, the oldest of the row
+        loss_mask          0   0   1   1   1      prompt_length = 2
+
+    An agent's sample 5 with two segments, of which the second repeats 3 tokens of the first, is two rows with the
+    sample ids 5120 and 5121, trajectory 5, prefix_of 5120 and prefix_length 0 and 3. These two columns exist only where
+    samples have trajectories: then all of them have one.
+
+    `policy_version` is for rows without generated tokens. `routed_shape` is (layers, experts per token); with it all
+    ranks have the column `routed_experts`, also where their samples report none.
     """
     pairs = enumerate(zip(prompts, samples, strict=True))
     rows = [row for i, (prompt, sample) in pairs for row in _rows_of(i, prompt, sample)]
@@ -65,6 +75,7 @@ def samples_to_batch(
     oldest = [min((v for v in row.policy_versions if v != NOT_GENERATED), default=policy_version) for row in rows]
     batch["policy_version"] = torch.tensor(oldest, dtype=torch.int64)
     batch["truncated"] = torch.tensor([row.truncated for row in rows], dtype=torch.bool)
+    # Engines report the last tokens of a row: the prompt of a plain sample has no versions and log-probs.
     reported = batch.lengths - torch.tensor([len(row.policy_versions) for row in rows], dtype=torch.int64)
     known = batch.positions >= batch.expand_to_tokens(reported)
     versions = torch.full((batch.total_tokens,), NOT_GENERATED, dtype=torch.int64)
@@ -91,7 +102,7 @@ def row_id(trajectory: int, segment: int) -> int:
 
 
 def _rows_of(i: int, prompt: Prompt, sample: Sample) -> list[_Row]:
-    """Returns the rows of sample number `i`; an agent that has requested nothing has a row of its prompt alone."""
+    """Returns the rows of sample number `i`; an agent that has requested nothing has one row, with only its prompt."""
     truncated = sample.finish != "stop"
     trajectory = sample.trajectory
     if trajectory is not None and trajectory.segments:

@@ -1,4 +1,7 @@
-"""Weight sync that sends adapters alone: engines have the weights under them, and receive these once."""
+"""Weight sync that sends only adapters: engines have the weights under them, which they receive once.
+
+Adapters are small, and both engines cut them when they load them: they go whole to the rank that leads an engine.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ class _Transfer:
 class AdapterSync:
     """Transfer of the weights to each engine once, and of whole A and B to its leader after each update.
 
-    Engines shard adapters by themselves. An engine that was restarted receives both.
+    An engine that was restarted receives both.
     """
 
     def __init__(self, weights: ProcessEngineSync, adapters: AdapterSettings) -> None:
@@ -85,9 +88,11 @@ class AdapterSync:
         if planned.shards and (engine := self._weights.engine):
             # In host memory, from which engines take adapters.
             staging = Staging(planned.shards, dict.fromkeys(planned.shards, dtype), torch.device("cpu"))
+            # Engines fuse projections and read adapters of all of a fused one; untrained ones are 0.
             for name, tensor in staging.tensors.items():
                 tensor.copy_(received[name]) if name in received else tensor.zero_()
             fields = adapter_fields(lora.config, lora.adapted) | {"target_modules": list(self._adapters.targets)}
+            # One for each process of the engine that reads them.
             payloads = [staging.payload() for _ in range(engine.num_adapter_readers)]
             try:
                 engine.load_adapters(payloads, actor.num_updates, fields)

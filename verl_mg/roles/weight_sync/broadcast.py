@@ -1,4 +1,12 @@
-"""Weight sync by broadcast to SGLang servers outside the job that were started without a loader of ours."""
+"""Weight sync by broadcast to SGLang servers outside the job that were started without a loader of ours.
+
+    ranks of the job    send boxes of a chunk to rank 0, which then has whole tensors
+    leaders             request each server to receive the chunk, and wait for a refusal or the end
+    rank 0              broadcasts the chunk over a process group of itself and all ranks of all servers
+    ranks of servers    receive whole tensors, and load them as from a checkpoint
+
+The price of needing no loader: every rank of a server receives the whole model, in the format of a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +119,10 @@ class BroadcastSync:
     def _broadcast(
         self, engines: Mapping[int, RemoteEngine], chunk: _Chunk, flat: Tensor | None, version: int | None
     ) -> None:
-        """Broadcasts a chunk, unless a server was lost: all ranks see that together, and no server hangs."""
+        """Broadcasts a chunk, unless a server was lost: all ranks see that together, and no server hangs.
+
+        `version` is given with the last chunk.
+        """
         if any(all_gather_json(bool(self._lost))):
             return
         dtypes = [str(dtype).removeprefix("torch.") for dtype in chunk.dtypes.values()]
@@ -127,7 +138,7 @@ class BroadcastSync:
             sending.wait()
 
     def _wait(self, number: int, work: Callable[[], None]) -> None:
-        """Does what a server takes part in, and takes note if it is lost."""
+        """Does what a server takes part in, and remembers if it is lost."""
         try:
             work()
         except EngineDiedError as error:
@@ -155,6 +166,7 @@ class BroadcastSync:
         where = [rendezvous.name, rendezvous.address, rendezvous.port] if rendezvous else []
         name, address, port = all_gather_json(where)[SENDER]
         backend = "nccl" if device.current_device().type == "cuda" else "gloo"
+        # Requested before the sender joins, since joining waits for all members.
         joining, first = {}, 1
         for view in servers:
             if view.number in engines:
@@ -168,7 +180,8 @@ class BroadcastSync:
         self._group_name, self._members = name, members
 
     def _leave(self, engines: Mapping[int, RemoteEngine]) -> None:
-        """Leaves the group on both sides at once, as a collective; errors of a server that is gone do not matter."""
+        """Leaves the group on both sides, as a collective; errors of a server that is gone do not matter."""
+        # Requested before this side leaves and waited for afterwards: each side waits for the other one.
         members = {number for number, _ in self._members}
         leaving = [engine.leave_group(self._group_name) for number, engine in engines.items() if number in members]
         if self._group:
@@ -224,7 +237,10 @@ class _RemoteProcessGroup:
         self._store, self._group = store, group
 
     def send(self, flat: Tensor) -> dist.Work:
-        """Starts a broadcast to all others, which receive a tensor of the same size."""
+        """Starts a broadcast to all others, which receive a tensor of the same size.
+
+        The first one connects the members: UserError if NCCL cannot.
+        """
         try:
             return self._group.broadcast(flat, 0)
         except dist.DistBackendError as error:

@@ -30,7 +30,10 @@ class EngineUpdate:
         """Whether the engine of this rank is dead."""
 
     def load(self, staging: Staging | PatchStaging, payloads: Sequence[str], is_last: bool) -> None:
-        """Starts copying a chunk into the parameters."""
+        """Starts copying a chunk into the parameters, from the payloads of all ranks of the engine.
+
+        `staging` is the memory of this rank's payload. It replaces the previous chunk's memory, which must be copied.
+        """
         self._staging = staging
         self._loading = self._call(lambda engine: engine.load(payloads, self._version if is_last else None))
 

@@ -1,4 +1,14 @@
-"""Weight sync from the actor into the engines of this job: planned once, transferred after each update."""
+"""Weight sync from the actor into the engines of this job: planned once, transferred after each update.
+
+Two chunks are on their way at a time (`ProcessEngineSync`), one between ranks and one into the engine:
+
+    ranks of the job                                      processes of the engine
+    receive chunk 0 in memory A
+    names of the memory ──▶ leader ──▶ load(chunk 0)  ──▶ copy A into the parameters
+    receive chunk 1 in memory B                             meanwhile
+    finish_load waits                                 ◀── chunk 0 is copied; A is released, and allocated for chunk 2
+    ...                                                   the last chunk carries the new version
+"""
 
 from __future__ import annotations
 
@@ -36,7 +46,7 @@ CHUNK_BYTES = 2**30
 MIN_CHUNK_BYTES = 2**26
 """Chunks become as small as this on devices with little free memory."""
 KEPT_FREE_BYTES = 2**30
-"""Free memory that chunks leave for the buffers of NCCL and of the transfer."""
+"""Free memory of a device that chunks leave for the buffers of NCCL and of the transfer."""
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +89,7 @@ class HFEngineSync:
         for chunk in split_into_chunks(whole, ranks[:1], CHUNK_BYTES // itemsize):
             moves = plan(runner.shard_map(), chunk, device.ranks_of_a_node(len(ranks)))
             self._lower_bound += moves.lower_bound(rank, itemsize)
+            # A parameter that this rank has whole and unchanged is shared. Computed ones are new tensors in each sync.
             unchanged = {
                 name: alias
                 for name, alias in aliases(moves, rank).items()
@@ -128,7 +139,11 @@ class _Transfer:
 
 
 class ProcessEngineSync:
-    """Transfer into engines: each rank assembles the shard of the engine's rank on its device and shares its memory."""
+    """Transfer into engines: each rank assembles the shard of the engine's rank on its device and shares its memory.
+
+    `engine` is on the first rank of each engine. `delta` sends only elements that have changed since the last transfer,
+    and `merges=False` the weights under adapters.
+    """
 
     def __init__(
         self,
@@ -141,7 +156,7 @@ class ProcessEngineSync:
         merges: bool = True,
     ) -> None:
         self._delta, self._merges = delta, merges
-        self._sent: dict[int, SentValues] = {}  # by number of the chunk
+        self._sent: dict[int, SentValues] = {}  # by number of the chunk; copies in host memory, to find changes
         self._all_have: tuple[Actor, int] | None = None  # whose weights of which version all engines have
         self._placement, self._engine, self._table, self._encoding = placement, engine, table, encoding_of(wire)
         self._ranks_of = placement.members()
@@ -187,6 +202,7 @@ class ProcessEngineSync:
         update = EngineUpdate(self._engine if is_target else None, actor.num_updates)
         receives = is_target
         traffic: list[Traffic] = []
+        # Copies are of what all engines have: a transfer to one engine cannot use or replace them.
         keeps = self._delta and target == self._placement
         intact = False
         if keeps and self._all_have and self._all_have[0] is actor:
@@ -198,7 +214,7 @@ class ProcessEngineSync:
         if keeps:
             self._all_have = actor, actor.num_updates
         elif self._all_have != (actor, actor.num_updates):
-            self._all_have = None
+            self._all_have = None  # one engine is newer than the others
         # All ranks report here, so that none releases memory that an engine still reads.
         return transfer_metrics(traffic, planned.lower_bound, started)
 
@@ -215,6 +231,8 @@ class ProcessEngineSync:
         if keeps:
             self._sent = {number: SentValues() for number in range(len(planned.chunks))}
         for number, (chunk, tensors, wait_for) in enumerate(chunk_sources(actor, planned.chunks, self._merges)):
+            # One buffer for a chunk, so that an engine opens one handle; of one size for all chunks, so that torch's
+            # allocator gives back the memory that the engine has closed.
             filled = Staging(chunk.shards, chunk.dtypes, device.current_device(), planned.staging_bytes)
             traffic.append(execute(chunk.schedule, tensors, filled.tensors, wait_for=wait_for))
             if keeps:
@@ -225,7 +243,10 @@ class ProcessEngineSync:
     def _load_changes(
         self, actor: Actor, planned: _Transfer, update: EngineUpdate, receives: bool, traffic: list[Traffic]
     ) -> bool:
-        """Sends what has changed; returns whether all engines have the values of the senders then."""
+        """Sends what has changed; returns whether all engines have the values of the senders then.
+
+        Checksums of the boxes decide: an engine may have missed a transfer, or its memory was overwritten.
+        """
         patched = []
         for number, (chunk, tensors, wait_for) in enumerate(chunk_sources(actor, planned.chunks, self._merges)):
             patches, counted = transfer_changes(chunk.schedule, tensors, self._sent[number], wait_for=wait_for)
@@ -239,11 +260,11 @@ class ProcessEngineSync:
 
     def _load(self, update: EngineUpdate, filled: Staging | PatchStaging, receives: bool, is_last: bool) -> bool:
         """Loads the memory of all ranks of this rank's engine; returns whether the engine is alive."""
-        update.finish_load()
+        update.finish_load()  # of the chunk before: its memory is released when this one replaces it
         if not receives:
             return False
         payloads = self._gather_payloads(None if update.died else filled.payload())
-        if None in payloads:
+        if None in payloads:  # the leader's engine has died; its ranks still send and receive what others wait for
             return False
         update.load(filled, payloads, is_last=is_last)
         return True
@@ -256,8 +277,10 @@ class ProcessEngineSync:
         """Returns the transfer, once: layouts do not change between iterations. All ranks call it together."""
         rank, dtype = dist.get_rank(), actor.runner.dtype
         whole = self._table.shard_map_engine(placement)
+        # Engines are alike, so the ranks of the first one decide how large chunks are.
         first = placement.ranks[: placement.layout.ranks * placement.stride : placement.stride]
         node = device.ranks_of_a_node(dist.get_world_size())
+        # Memory is measured as it is during transfers: with the actor's weights on the device, and torch's cache empty.
         device.release_unused_memory()
         max_bytes = fitting_chunk_bytes(all_gather_json(device.free_memory()))
         chunks, lower_bound, source = [], 0, actor.runner.shard_map()
@@ -278,7 +301,11 @@ class ProcessEngineSync:
 def chunk_sources(
     actor: Actor, chunks: Iterable[Part], merges: bool = True
 ) -> Iterator[tuple[Part, Mapping[str, Tensor], Callable[[str], None] | None]]:
-    """Yields each chunk with the tensors that its messages are taken from, and a function that waits for them."""
+    """Yields each chunk with the tensors that its messages are taken from, and a function that waits for them.
+
+    All ranks have the same number of chunks, because encoding one is a collective: ranks agree on the scales of blocks
+    that they share.
+    """
     parameters, wait_for = sources_of(actor.runner)
     for chunk in chunks:
         messages = chunk.encoder or chunk.schedule
@@ -290,7 +317,11 @@ def chunk_sources(
 
 
 def fitting_chunk_bytes(free: Sequence[int | None]) -> int:
-    """Returns the size of chunks of which two fit each device: CHUNK_BYTES, or half of it as often as needed."""
+    """Returns the size of chunks of which two fit each device: CHUNK_BYTES, or half of it as often as needed.
+
+    `free` has the free bytes of each rank's device, None on the CPU. Example: 4 GiB free leave 3 for chunks of 1 GiB; 2
+    GiB leave 1 for chunks of 512 MiB.
+    """
     usable = [size - KEPT_FREE_BYTES for size in free if size is not None]
     chunk = CHUNK_BYTES
     while usable and 2 * chunk > min(usable) and chunk > MIN_CHUNK_BYTES:
@@ -317,12 +348,15 @@ def source_tensors(chunk: Schedule | Encoder, runner: Runner, parameters: dict[s
 
 def engine_groups(placement: EnginePlacement) -> dict[int, dist.ProcessGroup]:
     """Creates a group of the ranks of each engine, by its number; all ranks call it together."""
-    # Every rank takes part in the creation of every group.
+    # torch requires every rank to take part in the creation of every group. gloo, for JSON and barriers of the host.
     return {number: new_group(ranks, "gloo") for number, ranks in placement.members().items()}
 
 
 def transfer_metrics(traffic: Sequence[Traffic], lower_bound: int, started: float) -> dict[str, float]:
-    """Returns the metrics of a transfer: bytes of all ranks, and this rank's seconds."""
+    """Returns the metrics of a transfer: bytes of all ranks, and this rank's seconds.
+
+    `lower_bound`: the fewest bytes that this rank can receive. `started`: `time.perf_counter()` at the begin.
+    """
     moved = {
         "weight_sync/bytes_received": sum(part.bytes_received for part in traffic),
         "weight_sync/bytes_lower_bound": lower_bound,

@@ -47,7 +47,7 @@ from verl_mg.sharding.joined_map import JoinedShardMap
 from verl_mg.sharding.model_table import ModelTable
 
 CHUNK_BYTES = 2**30
-"""Bytes of a member's weights of which the adapters are merged at a time."""
+"""Bytes of a server rank's weights of which the adapters are merged at a time."""
 BOX_BYTES = 2**26
 """Bytes of a box that are compared at a time."""
 REPORT_SECONDS = 60.0
@@ -83,7 +83,11 @@ class _Written:
 
 
 class FolderChangesSync:
-    """Transfer in which each rank writes what the last update has changed in its boxes."""
+    """Transfer in which each rank writes what the last update has changed in its boxes.
+
+    A file has what each rank of a server needs, so servers need no tables. `folder` is only of this job: directories of
+    older versions in it are removed.
+    """
 
     def __init__(self, folder: Path, model_dir: Path, table: ModelTable) -> None:
         self._folder, self._table = folder.resolve(), table
@@ -93,7 +97,7 @@ class FolderChangesSync:
         """Policy version of each server, by its number and start."""
 
     def transfer(self, actor: Actor, engines: Mapping[int, RemoteEngine], servers: Sequence[ServerView]) -> SyncResult:
-        """Has servers apply the changes, and those that do not have the last version load all weights."""
+        """Has servers apply the changes; a server without the last version loads all weights instead."""
         started, version = time.perf_counter(), actor.num_updates
         current = self._prepare(actor, servers)
         counted, lost = {"weight_sync/bytes_written": 0, "weight_sync/bytes_received": 0}, list[int]()
@@ -104,6 +108,7 @@ class FolderChangesSync:
             lost, received = self._apply(engines, waiting, version)
             counted["weight_sync/bytes_received"] = received
         lost = [number for rank in all_gather_json(lost) for number in rank]
+        # New servers, servers that have missed a version, and servers whose checksums differ.
         rest = [
             view for view in servers
             if view.number not in lost and self._held.get((view.number, view.start)) != version
@@ -142,7 +147,7 @@ class FolderChangesSync:
             for old in (folder, unfinished):
                 shutil.rmtree(old, ignore_errors=True)
             unfinished.mkdir(parents=True)
-        dist.barrier()
+        dist.barrier()  # the folder exists
         changes = []
         for number, (chunk, tensors, wait_for) in enumerate(chunk_sources(actor, self._written.chunks)):
             sent = self._written.sent[number]
@@ -151,20 +156,20 @@ class FolderChangesSync:
                     wait_for(name)
             for (parameter, box), places in chunk.places.items() if write else ():
                 changes.append((sent.encode(parameter, box, tensors[parameter].detach()[slices(box)]).cpu(), places))
-            sent.keep(chunk.schedule, tensors)
+            sent.keep(chunk.schedule, tensors)  # also without a reader: the next changes are relative to this version
         if changes:
             size = write_changes(unfinished / f"{dist.get_rank()}.safetensors", changes)
-        dist.barrier()
+        dist.barrier()  # all files are written
         if write and dist.get_rank() == SENDER:
             unfinished.rename(folder)
-        dist.barrier()
+        dist.barrier()  # a leader may now name the folder to its servers
         self._written.version = version
         return size
 
     def _apply(
         self, engines: Mapping[int, RemoteEngine], servers: Sequence[ServerView], version: int
     ) -> tuple[list[int], int]:
-        """Has servers apply the changes; returns those of this rank that were lost, and the bytes that they read."""
+        """Has servers apply the changes; returns the lost servers of this rank, and the bytes that others have read."""
         folder = self._folder / f"changes-{version}"
         mine = [view for view in servers if view.number in engines]
         updates: dict[ServerView, tuple[FolderRequest, Future[None]]] = {}
@@ -207,7 +212,10 @@ class FolderChangesSync:
     # -- the plan
 
     def _plan(self, actor: Actor, layouts: tuple[str, ...]) -> tuple[list[_Chunk], dict[str, int]]:
-        """Plans one server of each layout, behind the ranks of the job; each on a node of its own: none forwards."""
+        """Plans one server of each layout, after the ranks of the job; a node has one rank, so none forwards.
+
+        Returns what this rank writes, and the bytes of all weights by layout. It covers servers that join later.
+        """
         rank, first, dtype = dist.get_rank(), dist.get_world_size(), actor.runner.dtype
         placements: list[EnginePlacement] = []
         members: dict[int, str] = {}
@@ -220,7 +228,7 @@ class FolderChangesSync:
         target = maps[0] if len(maps) == 1 else JoinedShardMap(maps)
         chunks, sizes = [], dict.fromkeys(layouts, 0)
         for part in split_into_chunks(target, list(members), CHUNK_BYTES // dtype.itemsize):
-            moves = plan(actor.runner.shard_map(), part, 1)
+            moves = plan(actor.runner.shard_map(), part, 1)  # 1 rank on a node: every box is written by its source
             places = _places(moves, rank, members, dtype)
             for layout, placement in zip(layouts, placements, strict=True):
                 sizes[layout] += sum(moves.lower_bound(member, dtype.itemsize) for member in placement.ranks)
@@ -231,7 +239,7 @@ class FolderChangesSync:
 def _places(
     moves: Plan, rank: int, members: Mapping[int, str], dtype: torch.dtype
 ) -> Mapping[tuple[str, Box], Sequence[Place]]:
-    """Returns where the boxes that a rank sends are in the members."""
+    """Returns where the boxes that a rank sends are in the members, which are ranks of servers by layout."""
     result: dict[tuple[str, Box], list[Place]] = defaultdict(list)
     received = {
         (member, move.tensor, move.box): move

@@ -25,7 +25,11 @@ log = logging.getLogger(__name__)
 
 
 class ProcessGroupSync:
-    """Transfer over process groups, by the way that each server supports."""
+    """Transfer over process groups, by the way that each server supports.
+
+    `broadcast_to_all` broadcasts also to servers that could receive shards. Quantized weights (`wire`) and changes
+    (`delta`) are sent only as shards.
+    """
 
     def __init__(
         self, table: ModelTable, broadcast_to_all: bool = False, wire: Wire = "cast", delta: bool = False
@@ -36,7 +40,7 @@ class ProcessGroupSync:
         self._warned: set[str] = set()
 
     def transfer(self, actor: Actor, engines: Mapping[int, RemoteEngine], servers: Sequence[ServerView]) -> SyncResult:
-        """Transfers the actor's weights to some servers."""
+        """Transfers the actor's weights to some servers; UserError if one needs shards and cannot receive them."""
         obstacles = {view.number: self._obstacle(view) for view in servers}
         receiving = [view for view in servers if not obstacles[view.number]]
         others = [view for view in servers if obstacles[view.number]]
@@ -48,12 +52,13 @@ class ProcessGroupSync:
         metrics: Counter[str] = Counter()
         if receiving:
             result = self._shards.transfer(actor, engines, receiving)
-            if result.lost:
+            if result.lost:  # the caller repeats the transfer without them
                 return result
             metrics.update(result.metrics)
         if others:
             result = self._broadcast.transfer(actor, engines, others)
             metrics.update(result.metrics)
+            # Shards were configured, and a broadcast costs many times the bytes.
             if not self._broadcast_to_all and dist.get_rank() == SENDER:
                 self._warn(others, obstacles, result.metrics)
         return SyncResult(dict(metrics))
@@ -77,7 +82,7 @@ class ProcessGroupSync:
 
 
 def table_obstacle(table: ModelTable, layout: EngineLayout, wire: Wire = "cast") -> str:
-    """Returns why the shards of a server are not known; empty where they are."""
+    """Returns why the shards of a server of some layout are not known; empty where they are."""
     try:
         table.check_engine_layout(layout)
         if encoding := encoding_of(wire):

@@ -20,7 +20,7 @@ from verl_mg.rollout.engine import EngineDiedError
 from verl_mg.rollout.sglang.servers.remote_engine import RemoteEngine
 
 SENDER = 0
-"""Rank of the job that does what only one rank does."""
+"""Rank of the job that does what only one rank does: stores, folders, broadcasts, messages."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class ServerView:
     url: str
     """Its address."""
     start: str
-    """Id of its start."""
+    """Id of its start: a restarted server has another one, and no weights."""
     layout: str
     """Its parallel sizes."""
     nodes: int
@@ -51,7 +51,10 @@ class ServerView:
 def wait_for_servers(
     updates: Mapping[ServerView, Future[None]],
 ) -> tuple[list[ServerView], list[str], list[int]]:
-    """Waits for the responses of servers to requests for an update."""
+    """Waits for the responses of this rank's servers to requests for an update.
+
+    Returns the servers that have done it, the refusals of others, and the numbers of lost servers.
+    """
     done: list[ServerView] = []
     problems: list[str] = []
     lost: list[int] = []
@@ -68,7 +71,7 @@ def wait_for_servers(
 
 
 def gather_views(engines: Mapping[int, RemoteEngine]) -> list[ServerView]:
-    """Returns the servers of all ranks, sorted by number; all ranks call it together."""
+    """Returns the servers of all ranks, sorted by number, from each rank's own; all ranks call it together."""
     rank = dist.get_rank()
     mine = [
         asdict(ServerView(number, rank, engine.url, info.start, info.layout, info.nodes, info.shard_obstacle))
@@ -104,7 +107,11 @@ class RemoteWeightSync(Protocol):
 
 
 class SharedFolderSync:
-    """Transfer through a Hugging Face directory that all ranks write their parts of, and that the servers then load."""
+    """Transfer through a Hugging Face directory that all ranks write their parts of, and that the servers then load.
+
+    `folder` is only of this job: directories of older versions in it are removed. Configuration and tokenizer are
+    copied from `model_dir`.
+    """
 
     def __init__(self, folder: Path, model_dir: Path) -> None:
         self._folder, self._model_dir = folder.resolve(), model_dir
@@ -114,7 +121,7 @@ class SharedFolderSync:
         """Writes the actor's weights, unless they are in the folder, and has the servers load them."""
         started = time.perf_counter()
         weights = self._folder / f"weights-{actor.num_updates}"
-        if actor.num_updates != self._written:
+        if actor.num_updates != self._written:  # a server that joins later loads the directory that is there
             actor.save(weights, self._model_dir)
             self._written = actor.num_updates
         saved = time.perf_counter()
@@ -126,6 +133,7 @@ class SharedFolderSync:
                 except EngineDiedError:
                     lost.append(view.number)
         all_lost = frozenset(number for rank in all_gather_json(lost) for number in rank)
+        # Only after the exchange: then no server still loads an older directory.
         if dist.get_rank() == SENDER:
             for old in set(self._folder.glob("weights-*")) - {weights}:
                 shutil.rmtree(old)

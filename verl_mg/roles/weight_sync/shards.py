@@ -1,8 +1,19 @@
 """Weight sync from every rank of the job straight into the ranks of SGLang servers outside the job.
 
-The ranks of the servers are further ranks of one plan, behind those of the job. Each rank of the job computes its own
-schedule and those of some ranks of servers, which it puts into a store; `rollout.sglang.shard_receiver` executes them
-at the other end. Servers on one host count as a node, into which a byte is sent once.
+The ranks of the servers are further ranks of one plan, after the ranks of the job. Each rank of the job computes its
+own schedule and the schedules of some ranks of servers, which it puts into a store; `rollout.sglang.shard_receiver`
+executes them at the other end. Servers on one host count as a node, into which a byte is sent once.
+
+    ranks of the job                              store of rank 0              ranks of servers
+    schedules of servers' ranks               ──▶ schedules/RANK
+    leaders: request to each server           ─────────────────────────────▶   read their schedule
+    wait until all ranks have arrived         ◀── arrived/RANK             ◀── arrive, wait for "go"
+    agree that all have, join the group       ──▶ go                       ──▶ join the group
+    execute chunk by chunk                    ═══ process group ═══════════    execute, in place
+    collect reports                           ◀── report/NUMBER/RANK       ◀── bytes or an error
+    a failure anywhere                        ──▶ abort/NUMBER             ──▶ members abort the group
+
+The group stays until servers come, go or restart.
 """
 
 from __future__ import annotations
@@ -64,7 +75,7 @@ CHUNK_BYTES = 2**30
 """Bytes that a rank of a server receives in one schedule: adapters are merged for one schedule at a time."""
 TIMEOUT = timedelta(seconds=GROUP_SECONDS)
 NUM_PLANS = 4
-"""Plans that are kept: servers that come and go often leave the same ones behind."""
+"""Plans that are kept: when servers come and go, the remaining ones are often the same as before."""
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +90,7 @@ class _Planned:
     chunks: Sequence[SourceChunk]
     """Messages of this rank, in parts of the model."""
     packed: Mapping[int, bytes]
-    """Schedules of some ranks of servers; all ranks together have those of all."""
+    """Schedules of some ranks of servers; all ranks of the job together have all of them."""
     padding: Mapping[int, Mapping[str, Sequence[Box]]]
     """Boxes of their parameters that are padding, which no rank sends."""
     dtypes: Mapping[int, Mapping[str, str]]
@@ -113,7 +124,7 @@ class _Session:
     num_transfers: int = 0
     """Transfers so far."""
     sent: list[SentValues] = field(default_factory=list)
-    """Copies of the values that this rank has sent, for each chunk; empty where changes alone are not wanted."""
+    """Copies of the values that this rank has sent, for each chunk; empty without `rollout.delta`."""
     holds: Actor | None = None
     """The actor whose copied weights all servers have."""
 
@@ -127,7 +138,10 @@ class _Session:
 
 
 class ShardSync:
-    """Transfer in which each rank of a server receives its own shards, each box from a rank of the job that has it."""
+    """Transfer in which each rank of a server receives its own shards, each box from a rank of the job that has it.
+
+    With `delta` only elements are sent that have changed since the last transfer to the same servers.
+    """
 
     def __init__(self, table: ModelTable, wire: Wire = "cast", delta: bool = False) -> None:
         self._table, self._encoding, self._delta = table, encoding_of(wire), delta
@@ -135,17 +149,18 @@ class ShardSync:
         self._planned = lru_cache(NUM_PLANS)(self._plan)
 
     def transfer(self, actor: Actor, engines: Mapping[int, RemoteEngine], servers: Sequence[ServerView]) -> SyncResult:
-        """Transfers the actor's weights to some servers."""
+        """Transfers the actor's weights to some servers; UserError if a running server has not received its shards."""
         started = time.perf_counter()
         session = self._open(actor, servers)
         session.num_transfers += 1
         session.request = replace(session.request, changes=self._delta and session.holds is actor)
-        session.holds = None
+        session.holds = None  # until the transfer has succeeded
         updates = {
             view: engines[view.number].update_shards(session.request_to(view.number), actor.num_updates)
             for view in servers
             if view.number in engines
         }
+        # A server that refuses or dies sends nothing more, and others would wait for it in the group.
         for update in updates.values():
             update.add_done_callback(lambda done: _abort_after_failure(session, done))
         error, moved = "", {"weight_sync/bytes_sent": 0}
@@ -164,7 +179,7 @@ class ShardSync:
         refused = [text for rank in outcome for text in rank["problems"]]
         broken = [rank["error"] for rank in outcome if rank["error"]]
         if all_lost or refused or broken:
-            self._close()
+            self._close()  # a group with a missing member cannot be used again
         if not all_lost and (refused or broken):
             raise UserError(
                 "rollout.weight_transfer=shards: the servers have not received the weights "
@@ -183,6 +198,7 @@ class ShardSync:
         """Creates the group, unless it exists; False if a server did not get as far as joining it."""
         if session.group is not None:
             return True
+        # Joining waits for all members, so every rank of every server must have arrived first.
         arrived = all([_has_arrived(session, view.number, update) for view, update in updates.items()])
         if not all(all_gather_json(arrived)):
             _abort(session)
@@ -277,6 +293,7 @@ class ShardSync:
         maps = encoded_maps(self._table, source, target, self._encoding) if self._encoding else None
         target, together = (maps.target, maps.keep_together) if maps else (target, ())
         node = device.ranks_of_a_node(world_size)
+        # Schedules are computed in the job, so that servers need no tables; its ranks share the work.
         receivers = target.ranks[rank::world_size]
         mine: list[SourceChunk] = []
         theirs: dict[int, list[Schedule]] = defaultdict(list)
@@ -316,7 +333,11 @@ class ShardSync:
 
 
 def _place(servers: Sequence[ServerView], world_size: int, node: int) -> dict[int, range]:
-    """Returns the ranks of each server in the plan, behind those of the job; those of one host begin a new node."""
+    """Returns the ranks of each server in the plan, after the ranks of the job; servers of one host begin a new node.
+
+    Example: a job of 4 ranks, 8 ranks a node; servers 0 and 1 on host a and 2 on host b, of 2 ranks each, get the ranks
+    8-9, 10-11 and 16-17. The numbers in between are unused.
+    """
     by_host: dict[str, list[ServerView]] = defaultdict(list)
     for view in servers:
         by_host[urlsplit(view.url).hostname or view.url].append(view)
@@ -331,6 +352,7 @@ def _place(servers: Sequence[ServerView], world_size: int, node: int) -> dict[in
 
 def _has_arrived(session: _Session, server: int, update: Future[None]) -> bool:
     """Waits until all ranks of a server are about to join the group; False if its update ends before."""
+    # Polls both: a server that fails before it arrives sets no key.
     keys = [arrival_key(rank) for rank in session.ranks[server]]
     while not session.store.check(keys):
         if update.done():
