@@ -191,7 +191,7 @@ class ChatExchange(Exchange):
         for call in reply.tool_calls:
             self.memory.remember_arguments(call.id, call.arguments)
         message = reply.message | {"refusal": None}
-        if reply.tool_calls and not reply.text:
+        if reply.tool_calls and not reply.text:  # OpenAI writes null here, not ""
             message["content"] = None
         tokens = {"content": exchange.logprobs(reply.tokens), "refusal": None} if self.logprobs else None
         return {

@@ -1,8 +1,10 @@
-"""Items of OpenAI's responses: those of a request as messages, and those of a reply.
+"""Items of OpenAI's responses: items of a request become messages, and a reply becomes items.
 
-A reply is up to three kinds of items: reasoning, a message, calls of tools, in this order. When they come back they are
-one message again. The text of the reasoning is also in `encrypted_content`, in Base64, because clients without stored
-responses send only this back.
+    {"role": "assistant", "reasoning_content": R, "content": T, "tool_calls": [C, D]}
+        <--> items  reasoning R, message T, function_call C, function_call D
+
+In this order; when they come back they are one message again. The text of the reasoning is also in `encrypted_content`,
+in Base64, because clients without stored responses send only this back.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ class _Reference(Fields):
 
 
 def messages_of(items: str | list[Any], memory: SessionMemory) -> tuple[JsonObject, ...]:
-    """Reads the input of a request."""
+    """Reads the input of a request, text of a user or items; `memory` has the items that it refers to."""
     if isinstance(items, str):
         return ({"role": "user", "content": items},)
     messages: list[JsonObject] = []
@@ -63,7 +65,7 @@ def messages_of(items: str | list[Any], memory: SessionMemory) -> tuple[JsonObje
 
 
 def _continues(message: JsonObject, part: JsonObject) -> bool:
-    """Whether a part belongs to the same message of the assistant: nothing that it has comes after the part."""
+    """Returns whether a part belongs to the same message of the assistant: nothing that it has comes after the part."""
     names = [PARTS.index(name) for name in PARTS if name in message]
     (new,) = [PARTS.index(name) for name in PARTS if name in part] or [-1]
     return (
@@ -74,7 +76,7 @@ def _continues(message: JsonObject, part: JsonObject) -> bool:
 
 
 def _read(item: Any, field: str, memory: SessionMemory) -> JsonObject:
-    """An item as a message; an assistant's message has one part."""
+    """Returns an item as a message; an assistant's message has one part."""
     if not isinstance(item, dict):
         raise refusal(field, "not an object", "Send items of a response")
     match item.get("type") or ("message" if "role" in item else "item_reference"):
@@ -126,7 +128,7 @@ def _reasoning(item: _Reasoning, field: str) -> str:
 def items_of(
     reply: Reply, tools: Mapping[str, OfferedTool], logprobs: list[JsonObject], memory: SessionMemory
 ) -> Iterator[JsonObject]:
-    """Returns the items of a reply."""
+    """Yields the items of a reply; `tools` by the name that the policy knows, `logprobs` of the reply's tokens."""
     if reply.reasoning:
         yield {
             "type": "reasoning",

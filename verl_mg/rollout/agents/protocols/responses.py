@@ -127,7 +127,7 @@ class ResponseExchange(Exchange):
     request: _Request
     """Fields of the request, which the response repeats."""
     earlier: tuple[JsonObject, ...]
-    """Messages of the response that this one continues."""
+    """Messages of the stored response that this one continues."""
     new: tuple[JsonObject, ...]
     """Messages of the input."""
     tools: dict[str, OfferedTool]
@@ -159,7 +159,7 @@ class ResponseExchange(Exchange):
         }
 
     def _response(self) -> JsonObject:
-        """The response before its reply."""
+        """Returns the response before its reply."""
         request = self.request
         return {
             "id": self.id,
@@ -197,7 +197,8 @@ class ResponseExchange(Exchange):
         yield body["status"], {"response": body}
 
     def keep_alive(self, earlier: int) -> bytes:
-        """Returns the first two events, then the second one: clients count events. See `Exchange.keep_alive`."""
+        """Returns the first two events, then the second one again. See `Exchange.keep_alive`."""
+        # Clients count events, so each one gets the next sequence number.
         events = list(response_events.begin(self._response()))
         if earlier == 0:
             return b"".join(response_events.numbered(iter(events), 0))
