@@ -1,4 +1,14 @@
-"""RUN/status.json: progress of a run, for other programs, while it is running and afterwards."""
+"""RUN/status.json: progress of a run, for other programs, while it is running and afterwards.
+
+    starting -- running() --> running -- __exit__ ----------------> finished
+                                 +------ left(why), __exit__ -----> left        can be resumed
+                                 +------ exception ---------------> failed
+
+    rank's thread    running, log, left, __exit__: change the state, and write
+    thread "status"  _poll: writes a change of the phase or checkpoint, and every HEARTBEAT_SECONDS
+
+A run that was killed stays "running" in the file; readers see by the time of the last write that it is dead.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +28,7 @@ from verl_mg.errors import UserError
 from verl_mg.jsonl import read_lines
 from verl_mg.monitor.progress import METRICS, EtaEstimator, format_seconds
 
-if TYPE_CHECKING:  # it imports torch, and the command must respond at once
+if TYPE_CHECKING:  # it imports torch, and `verl-mg status` must respond immediately
     from verl_mg.phase_timer import PhaseTimer
 
 STATUS = "status.json"
@@ -100,7 +110,7 @@ class StatusFile:
     def running(
         self, timer: PhaseTimer, iteration: int = 0, checkpoint: Callable[[], int | None] = lambda: None
     ) -> None:
-        """Sets the state "running"."""
+        """Sets the state "running" after `iteration` iterations; `checkpoint` returns that of the last checkpoint."""
         self._state, self._phase, self._checkpoint = "running", lambda: timer.phase, checkpoint
         self._progress = lambda: timer.progress
         self._iteration = iteration
@@ -136,6 +146,7 @@ class StatusFile:
         return time.monotonic() - self._progress_at
 
     def _poll(self) -> None:
+        """Polls phase, checkpoint and progress every POLL_SECONDS, and writes the file; ended by `__exit__`."""
         progress = -1
         seen: tuple[str, int | None] = ("", None)
         written = time.monotonic()
@@ -169,6 +180,7 @@ class StatusFile:
     def _write(self) -> None:
         if not self._writes:
             return
+        # Both threads write; a reader sees the old file or the new one, never a part.
         partial = self._path.with_name(STATUS + ".new")
         with self._lock, suppress(OSError):
             partial.write_text(json.dumps(asdict(self.current()), indent=2) + "\n", encoding="utf-8")
@@ -190,7 +202,7 @@ def read_status(folder: Path) -> Status:
 
 
 def format_status(status: Status, metrics: dict[str, Any], now: float) -> str:
-    """Formats a status in a few lines."""
+    """Formats a status in a few lines; `now` is in Unix seconds, as the times of the status."""
     silent = now - status.updated
     phase = f", {status.phase}" if status.phase else ""
     state: str = status.state

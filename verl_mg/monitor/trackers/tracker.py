@@ -1,4 +1,12 @@
-"""The interface of trackers, and the wrapper that keeps a failing tracker from stopping the training."""
+"""The interface of trackers, and the wrapper that keeps a failing tracker from stopping the training.
+
+    opening --- works ---> open: each step is logged when it arrives
+       ^                     |
+       |                     | an exception
+       +---- or open <---- pause: steps wait in `_missed`; after the pause the next `log` tries again, oldest step first
+
+There is no thread: a call of a tracker may block the training as long as its own time limit, hence the growing pause.
+"""
 
 from __future__ import annotations
 
@@ -66,6 +74,7 @@ class RetryingTracker:
 
     def log(self, step: int, metrics: dict[str, float], samples: SampleTable | None = None) -> None:
         """Logs the step, and missed ones, unless a failure was recent."""
+        # A copy, since the step may be logged much later.
         self._missed.append((step, dict(metrics), samples))
         if time.monotonic() >= self._not_before:
             self._flush()
@@ -93,7 +102,7 @@ class RetryingTracker:
                 if samples is not None and isinstance(self._tracker, SampleTracker):
                     self._tracker.log_samples(step, samples)
                 self._missed.popleft()
-        except Exception as error:
+        except Exception as error:  # a service may raise anything, and training continues
             self._warn(error)
             now = time.monotonic()
             self._not_before = now + max(self._retry_after, PAUSE_FACTOR * (now - started))

@@ -4,7 +4,7 @@ engine's thread                         thread "tools"
 begin        entry in _samples
 start -----> run_coroutine_threadsafe   _call_all: up to MAX_CONCURRENT_CALLS at a time, each with its time limit
 Future <------------------------------- results
-end -------> call_soon_threadsafe       _close_states: a task per state; nobody waits for it but `close`
+end -------> call_soon_threadsafe       _close_states: a task per state; only `close` waits for it
 close -----> _close_all, then the loop stops and the thread ends
 """
 
@@ -58,7 +58,7 @@ class ToolRunner:
             atexit.register(self.close)
 
     def begin(self, sample_id: int, sample: ToolSample, earlier: Sequence[ToolCall]) -> None:
-        """Prepares the calls of a sample, which made `earlier` ones before it was aborted; a second time does nothing."""
+        """Prepares the calls of a sample, which made `earlier` ones before it was aborted; does nothing if prepared."""
         self._samples.setdefault(sample_id, _SampleTools(sample, earlier))
 
     def has_begun(self, sample_id: int) -> bool:
