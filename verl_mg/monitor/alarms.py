@@ -48,8 +48,6 @@ def check_alarms(alarms: Mapping[str, AlarmConfig]) -> None:
 
 @dataclass
 class _Watch:
-    """State of one alarm."""
-
     config: AlarmConfig
     condition: Condition
     count: int = 0

@@ -31,7 +31,7 @@ class Profile:
     def iteration(self) -> dict[str, float]:
         """Returns the metrics `time/phase/NAME` of the iteration that ends now, on this rank."""
         seconds = self._timer.take()
-        if self._iterations == WARMUP_ITERATIONS:
+        if self._iterations == WARMUP_ITERATIONS:  # there are more iterations, so the first ones do not count
             self._sums = {}
         for phase, value in seconds.items():
             self._sums[phase] = self._sums.get(phase, 0.0) + value

@@ -107,7 +107,7 @@ class RunLogger:
         """Logs the metrics of an iteration that is done, or of the evaluation before the first as step 0."""
         self._profile.discard()  # the evaluation
         with self._job.timer("logging"):
-            for tracker in self._trackers if metrics else ():
+            for tracker in self._trackers if metrics else ():  # step 0 without an evaluation has no metrics
                 tracker.log(step, metrics, self._table)
             self._table = None
             self._endpoint.log(step, metrics)
@@ -139,6 +139,7 @@ class RunLogger:
 
 def _sample_writer(job: Job, recipe: str) -> SampleWriter:
     config = job.config
+    # One rank reads the files, which may be on a file system that all ranks share.
     model = broadcast_json(fingerprint(config.model.path) if dist.get_rank() == 0 else None)
     about = FileMetadata(recipe, model, dist.get_world_size())
     folder, limit = config.job.output / SAMPLES, config.record.samples_per_rank

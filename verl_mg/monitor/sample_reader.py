@@ -162,12 +162,13 @@ def _of_call(table: pa.Table, call: int) -> pa.Table:
 
 def _to_batch(table: pa.Table, columns: Columns) -> Batch:
     lengths = compute.list_value_length(table["tokens"]).to_numpy()
-    batch = Batch(torch.from_numpy(lengths.copy()))
+    batch = Batch(torch.from_numpy(lengths.copy()))  # Arrow's memory is read-only
     for name, column in columns.items():
         if not len(table):  # the file of a rank without rows may be without columns
             values = torch.empty(0)
         else:
             values = _part(table, name) if name.startswith(PART) else _values(table, name)
+        # Several numbers per row or token are a flat list in the file.
         rows = values.shape[0] // prod(column.rest)
         batch.put(name, values.to(getattr(torch, column.dtype)).reshape(rows, *column.rest), ColumnKind(column.kind))
     return batch

@@ -95,6 +95,7 @@ class FileMetadata:
         if not metadata or _METADATA not in metadata:
             return None
         tree: dict[str, Any] = json.loads(metadata[_METADATA])
+        # JSON has lists for the tuples of the classes.
         tree["calls"] = tuple(
             {name: ColumnSchema(kind, dtype, tuple(rest)) for name, (kind, dtype, rest) in _values(call)}
             for call in tree["calls"]

@@ -176,7 +176,7 @@ class SampleWriter:
         }
 
     def _piece(self, token: int) -> str:
-        """Returns the text of a token."""
+        # Decoding one token of SentencePiece drops its space, so that words would run together.
         if token not in self._pieces:
             word = self._tokenizer.convert_ids_to_tokens(token)
             spaced = isinstance(word, str) and SENTENCEPIECE_SPACE in word
@@ -190,12 +190,8 @@ class SampleWriter:
 
 @dataclass(frozen=True)
 class _Column:
-    """A column of a batch."""
-
     kind: ColumnKind
-    """Unit of an entry (token, sequence, ...)."""
     values: Tensor
-    """Its values."""
     present: Tensor | None = None
     """(n,) bool, the rows that have it; None: all."""
 
@@ -313,7 +309,7 @@ def _turns(response: tuple[int, np.ndarray]) -> list[dict[str, Any]]:
 
 
 def _delete_files_of_further_ranks(folder: Path, ranks: int) -> None:
-    """Deletes files of an earlier start of the run that had more ranks."""
+    # Files of an earlier start of the run that had more ranks: a reader of the folder would take them for samples.
     for file in folder.glob("rank-*.parquet"):
         if int(file.stem.removeprefix("rank-")) >= ranks:
             file.unlink()

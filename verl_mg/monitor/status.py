@@ -129,6 +129,7 @@ class StatusFile:
         self._state, self._message = "left", why
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        # Before the last write, or the thread could write an older state after it.
         self._ended.set()
         if self._writes:
             self._thread.join()
@@ -137,7 +138,7 @@ class StatusFile:
             self._message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         elif self._state != "left":
             self._state = "finished"
-        self._phase = lambda: ""
+        self._phase = lambda: ""  # the timer stays in its last phase
         self._write()
 
     @property
@@ -205,6 +206,7 @@ def format_status(status: Status, metrics: dict[str, Any], now: float) -> str:
     """Formats a status in a few lines; `now` is in Unix seconds, as the times of the status."""
     silent = now - status.updated
     phase = f", {status.phase}" if status.phase else ""
+    # A process that was killed cannot write its state; the last one says "running".
     state: str = status.state
     if status.state in ("starting", "running") and silent > SILENCE_SECONDS:
         state, phase = f"no update for {format_seconds(silent)}", ""
@@ -232,7 +234,7 @@ def show_status(folder: Path) -> int:
 
 
 def _last_metrics(file: Path) -> dict[str, Any]:
-    """Returns the latest value of each metric."""
+    # Not only of the last line: some metrics, such as an evaluation's, are not in every one.
     return {name: value for line in read_lines(file) for name, value in line.items()}
 
 

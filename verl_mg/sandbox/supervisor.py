@@ -176,6 +176,7 @@ async def run(
 
 def interpreter_paths(more: Iterable[str] = ()) -> list[Visible]:
     """Returns the paths that this interpreter needs, and `more` absolute paths; none is inside of another."""
+    # A virtual environment has links to another installation, so each path is needed with its target.
     prefixes = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix, *more}
     chosen: list[str] = []
     for path in sorted({*SYSTEM, *prefixes, *map(os.path.realpath, prefixes)}):

@@ -8,8 +8,8 @@
     RUN/.view/FIRST-LAST-VERSION  ------>   _stored, and _recent: up to MEMORY_BYTES of text
 
 A thread that builds would delay the answers of the server. Segments appear complete, by a rename, so readers need no
-lock. Of several viewers of a run one builds, by a lock on a file. The index is in a temporary folder where `.view`
-cannot be written; nothing else of the run is changed.
+lock against the builder. Of several viewers of a run one builds, by a lock on a file. The index is in a temporary
+folder where `.view` cannot be written; nothing else of the run is changed.
 """
 
 from __future__ import annotations
@@ -99,6 +99,7 @@ class SampleIndex:
         with self._lock:
             self._reload()
             versions = self._folders.versions()
+            # A run of few iterations never gets an index on disk.
             if (
                 self._builder is None
                 and len(_missing(versions, current_segments(self._stored.values(), versions))) > TAIL

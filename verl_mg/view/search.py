@@ -124,6 +124,7 @@ class Search:
     def __init__(self, segments: Sequence[Segment], query: Query) -> None:
         self.segments, self._query = segments, query
         self.terms = query.terms()
+        # With a text nothing matches until its blocks have been read.
         self._matches = [np.zeros(0, np.int32) if self.terms else query.rows(item) for item in segments]
         self._reading: tuple[int, list[int]] = -1, []
         self._steps = self._read_texts() if self.terms else iter(())

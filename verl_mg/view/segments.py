@@ -83,6 +83,7 @@ class Segment:
         """Writes a segment that is in memory into the folder of an index; returns its own folder."""
         versions = {str(iteration): version for iteration, version in self.versions.items()}
         about = {"format": FORMAT, "versions": versions, "block_ends": list(self._block_ends)}
+        # With a version in its name: a segment of a replaced iteration is another folder, not a changed one.
         target = folder / f"{self.first:06d}-{self.last:06d}-{max(self.versions.values()):x}"
         partial = folder / f".{target.name}.partial"
         for leftover in (partial, target):  # of a builder that was killed

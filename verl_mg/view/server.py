@@ -81,7 +81,7 @@ def view(folders: list[Path], host: str, port: int) -> None:
 class Viewer(ThreadingHTTPServer):
     """The HTTP server; it listens when it is constructed, and `serve_forever` handles requests."""
 
-    daemon_threads = True
+    daemon_threads = True  # a browser keeps connections open, which must not delay the end
 
     def __init__(self, runs: list[Run], host: str = "127.0.0.1", port: int = 0) -> None:
         self.runs = runs
@@ -129,6 +129,7 @@ def _is_loopback(host: str) -> bool:
 
 class _Handler(BaseHTTPRequestHandler):
     server: Viewer
+    # A connection serves several requests, and an idle one gives its thread back after the time limit in seconds.
     protocol_version = "HTTP/1.1"
     timeout = 60
 
@@ -153,7 +154,7 @@ class _Handler(BaseHTTPRequestHandler):
         url = _split(self.path)
         if url.path.startswith("/api/"):
             content = _api(self.server.runs, url.path.removeprefix("/api/"), dict(parse_qsl(url.query)))
-            return JSON, json.dumps(content, allow_nan=False).encode()
+            return JSON, json.dumps(content, allow_nan=False).encode()  # a browser cannot parse NaN
         name = url.path.removeprefix("/") or "index.html"
         if name not in self.server.page:
             raise _RequestError(404, f"no {name}")

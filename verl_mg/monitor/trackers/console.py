@@ -68,7 +68,7 @@ class ConsoleTracker:
             self._latest |= metrics
             headline = self._headline(self._latest)
             self._progress.update(self._task, completed=step, headline=headline, refresh=True)
-        else:
+        else:  # a line is about its step only
             headline = self._headline(metrics)
             count = f"step {step:>{len(str(self._total))}}/{self._total}"
             self._print("  ".join(filter(None, [count, headline, self._times()])))
@@ -88,6 +88,7 @@ class ConsoleTracker:
         return text if left is None else f"{text}  eta {format_seconds(left)}"
 
     def _print(self, line: str) -> None:
+        # In a log file a line must not be wrapped, and names in brackets are not markup.
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 

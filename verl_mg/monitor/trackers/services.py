@@ -166,7 +166,7 @@ def check_services(names: Sequence[str]) -> None:
 
 
 def _flat(tree: dict[str, Any], before: str = "") -> list[tuple[str, str]]:
-    """Returns (key, value) of all leaves, with keys a.b.c, cut to MLflow's limits."""
+    """Returns (key, value) of all leaves, with keys a.b.c; values have at most the length that MLflow permits."""
     pairs = []
     for key, value in tree.items():
         below = isinstance(value, dict) and value

@@ -1,11 +1,11 @@
 """The interface of trackers, and the wrapper that keeps a failing tracker from stopping the training.
 
-    opening --- works ---> open: each step is logged when it arrives
-       ^                     |
-       |                     | an exception
-       +---- or open <---- pause: steps wait in `_missed`; after the pause the next `log` tries again, oldest step first
+    not open --- opened ---> open: each step is logged when it arrives
+       |                        |
+       +------ exception -------+---> pause: steps wait in `_missed`; the next `log` after it tries again,
+                                      with the oldest step first
 
-There is no thread: a call of a tracker may block the training as long as its own time limit, hence the growing pause.
+There is no thread: a call of a tracker blocks the training as long as the tracker waits, hence the growing pause.
 """
 
 from __future__ import annotations

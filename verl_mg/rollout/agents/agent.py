@@ -20,7 +20,7 @@ Options = TypeVar("Options")
 
 
 class AgentError(Exception):
-    """An agent, or its environment, that failed; the message is one line."""
+    """Failure of an agent or its environment; the message is one line."""
 
     def __str__(self) -> str:
         return " ".join(super().__str__().split())

@@ -18,7 +18,7 @@ class ToolCall:
     name: str
     """Name of the tool."""
     arguments: str
-    """Arguments as JSON text."""
+    """Arguments as the policy has written them, which may be malformed JSON."""
 
 
 @dataclass(frozen=True)

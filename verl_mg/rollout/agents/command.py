@@ -246,7 +246,6 @@ class OutputLog:
             self._line = ""
 
     def __enter__(self) -> OutputLog:
-        """Returns itself."""
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -174,6 +174,7 @@ class Sessions:
             cached_tokens=context.kept,
             stopped=stopped,
         )
+        # Replies to other models, such as an opponent in a game, are context without log-probabilities.
         trained = not self._trained or call.model in self._trained
         number = state.history.add(call, context, sample, reply.message, trained=trained, truncated=truncated)
         state.num_generated += len(sample.tokens)

@@ -177,7 +177,7 @@ def start_thread(function: Callable[..., Any], arguments: Mapping[str, Any]) -> 
     done: asyncio.Future[Outcome] = loop.create_future()
 
     def set_result(outcome: Outcome) -> None:
-        if not done.done():
+        if not done.done():  # the caller may have been cancelled
             done.set_result(outcome)
 
     def work() -> None:
@@ -264,6 +264,7 @@ def _as_output(result: Any) -> str | ToolOutput:
     if not any(images):
         return _as_text(result)
     shown = tuple(image for image in images if image)
+    # Decoded here, so that a corrupt image is an error of the tool, which the policy reads.
     for image in shown:
         image.pixels()
     rest = [_as_text(value) for value, image in zip(values, images, strict=True) if not image]

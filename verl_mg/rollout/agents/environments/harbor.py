@@ -98,7 +98,7 @@ async def _reward(machine: HarborMachine, session: Session, options: HarborOptio
     try:
         with OutputLog(session.log) as log:
             written = await machine.verify(log.add)
-    except TimeoutError:
+    except TimeoutError:  # nothing is known about the work, so the attempt has failed
         raise AgentError(f"the tests of {task.folder} took longer than {task.verifier_seconds:g} s") from None
     return read_rewards(written, options.reward_name)
 
@@ -176,7 +176,7 @@ async def _called(machine: HarborMachine, call: Message, options: HarborOptions)
 
 
 class _Middle:
-    """Keeps the beginning and the end of an output, which may be larger than the memory."""
+    """The beginning and the end of an output, which may be larger than the memory."""
 
     def __init__(self, characters: int) -> None:
         self._half = math.ceil(characters / 2)

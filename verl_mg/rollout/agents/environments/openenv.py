@@ -73,6 +73,7 @@ async def run(session: Session, sample: Sample) -> Result:
     async with _environment(options.url) as environment, policy_of(session, options.max_tokens) as policy:
         actions = await _actions(options, environment)
         step = await environment.exchange("reset", arguments)
+        # The observation continues the prompt, which explains the task.
         policy.add_observation(_text(step["observation"], options))
         rewards, turns = [step.get("reward")], 0
         while not step["done"] and turns < options.max_turns and (reply := await policy.reply(actions.tools)):
@@ -189,7 +190,7 @@ class _ToolActions:
             else:
                 called = {"type": "call_tool", "tool_name": name, "arguments": action}
                 step = await self._environment.exchange("step", called if self._options.actions == "mcp" else action)
-            if "error" in step:
+            if "error" in step:  # the policy may correct it in the next turn
                 policy.add_result(call, f"error: {step['error']}")
                 yield {"done": False}
             else:

@@ -202,6 +202,7 @@ def _others(role: str, blocks: list[tuple[Any, str]], memory: SessionMemory) -> 
             case "image" if role == "user" and memory.image_limits:
                 parts.append(image_part(block, field, memory))
             case "tool_result" if role == "user":
+                # Here results are blocks of a user's message; in `Call.messages` each is a message of the role tool.
                 if parts:
                     yield {"role": role, "content": _joined(parts)}
                     parts = []
@@ -222,6 +223,7 @@ def _joined(parts: list[JsonObject]) -> Content:
 
 def _arguments(use: _ToolUse, memory: SessionMemory) -> str:
     """Returns the text that the policy has written, where the object is equal to it."""
+    # The text decides whether the policy's tokens stay, and an object does not have its spaces and order of keys.
     written = memory.arguments(use.id)
     if written is not None and _input(written) == use.input:
         return written
@@ -258,6 +260,7 @@ class MessagesExchange(Exchange):
             "content": _blocks(reply),
             "stop_reason": _stop_reason(reply),
             "stop_sequence": reply.stopped if reply.finish == "stop" else None,
+            # Cached tokens are counted separately here; in OpenAI's protocols they are part of the prompt.
             "usage": {
                 "input_tokens": reply.prompt_tokens - reply.cached_tokens,
                 "cache_creation_input_tokens": 0,
@@ -316,6 +319,7 @@ def _parts(block: JsonObject) -> tuple[JsonObject, list[JsonObject]]:
             signature = {"type": "signature_delta", "signature": block["signature"]}
             return block | {"thinking": "", "signature": ""}, [thinking, signature]
         case "tool_use":
+            # Clients join the deltas of the arguments as text, and parse them at the end of the block.
             arguments = json.dumps(block["input"])
             return block | {"input": {}}, [{"type": "input_json_delta", "partial_json": arguments}]
         case _:

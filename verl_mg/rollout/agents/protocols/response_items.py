@@ -57,7 +57,7 @@ def messages_of(items: str | list[Any], memory: SessionMemory) -> tuple[JsonObje
         if messages and _continues(messages[-1], message):
             part = next(part for part in PARTS if part in message)
             messages[-1][part] = messages[-1].get(part, []) + message[part] if part == "tool_calls" else message[part]
-        elif len(message) > 1:
+        elif len(message) > 1:  # not only a role, as reasoning without a text
             messages.append(message)
     for message in messages:
         message.setdefault("content", "")
@@ -79,6 +79,7 @@ def _read(item: Any, field: str, memory: SessionMemory) -> JsonObject:
     """Returns an item as a message; an assistant's message has one part."""
     if not isinstance(item, dict):
         raise refusal(field, "not an object", "Send items of a response")
+    # The type of a message and of a reference may be left out in OpenAI's API.
     match item.get("type") or ("message" if "role" in item else "item_reference"):
         case "message":
             return _read_message(read(_Message, item, field), field, memory)
@@ -137,6 +138,7 @@ def items_of(
             "content": [{"type": "reasoning_text", "text": reply.reasoning}],
             "encrypted_content": base64.b64encode(reply.reasoning.encode()).decode(),
         }
+    # A response without calls has a message, also an empty one: clients read its text.
     if reply.text or not reply.tool_calls:
         text = {"type": "output_text", "text": reply.text, "annotations": [], "logprobs": logprobs}
         status = "incomplete" if reply.finish == "length" else "completed"

@@ -104,6 +104,7 @@ def _offered(function: Function, namespace: str | None, takes_text: bool) -> Off
 
 
 def _description(tool: _Custom) -> str | None:
+    # A grammar does not constrain sampling, so the policy has to read it.
     if tool.format is None or tool.format.definition is None:
         return tool.description
     grammar = f"The input follows this {tool.format.syntax or ''} grammar:\n{tool.format.definition}"
@@ -128,6 +129,7 @@ def read_call(item: JsonObject, field: str, memory: SessionMemory) -> JsonObject
         called = read(FunctionCall, item, field)
         arguments = memory.written_arguments(called.call_id, called.arguments)
         return _called(called.call_id, full_name(called.namespace, called.name), arguments)
+    # The policy has written free text as the argument of a function, and its tokens stay only for the same text.
     custom = read(CustomCall, item, field)
     written = memory.arguments(custom.call_id)
     if written is None or _text(written) != custom.input:

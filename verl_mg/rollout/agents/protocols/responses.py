@@ -65,6 +65,7 @@ class Responses(Protocol):
         new = messages_of(request.input, memory)
         if not earlier + new:
             raise refusal("input", "empty", "Send text or items")
+        # Instructions hold for one response: `earlier` has none, so that a continued one may replace them.
         instructions = () if request.instructions is None else ({"role": "system", "content": request.instructions},)
         tools = tuple(offered_tools(request.tools or []))
         return ResponseExchange(
@@ -140,6 +141,7 @@ class ResponseExchange(Exchange):
         logprobs = exchange.logprobs(reply.tokens) if LOGPROBS in (self.request.include or ()) else []
         items = list(items_of(reply, self.tools, logprobs, self.memory))
         if self.request.store is not False:
+            # The size is of the added messages only, since `earlier` is shared with the response before.
             added = (*self.new, reply.message)
             by_id = {item["id"]: item for item in items}
             stored = StoredResponse((*self.earlier, *added), by_id, sum(len(str(message)) for message in added))
@@ -181,7 +183,7 @@ class ResponseExchange(Exchange):
             "text": request.text or {"format": {"type": "text"}},
             "tool_choice": request.tool_choice or "auto",
             "tools": request.tools or [],
-            "truncation": "disabled",
+            "truncation": "disabled",  # a conversation that is too long is refused, never shortened
             "usage": None,
         }
 
