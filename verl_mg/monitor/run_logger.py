@@ -4,7 +4,7 @@
     traced(3)           clock, torch's profiler
       (the recipe's iteration)
     iteration(3)        samples/000003/rank-R.parquet; metrics (collective)  samples for services
-      (evaluation, checkpoint)
+      (evaluation)
     log(3, metrics)     timeline/rank-R.jsonl                                trackers, alarms, status, Prometheus
     close()             table of phases (collective)                         summary, reward_curve.png
 

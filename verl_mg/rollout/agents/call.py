@@ -18,7 +18,7 @@ class ToolCall:
     name: str
     """Name of the tool."""
     arguments: str
-    """Arguments as the policy has written them, which may be malformed JSON."""
+    """Arguments as JSON text, which may be malformed."""
 
 
 @dataclass(frozen=True)
