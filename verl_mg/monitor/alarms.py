@@ -1,4 +1,11 @@
-"""Alarms on metrics: the conditions of the configuration, checked after each iteration on rank 0."""
+"""Alarms on metrics: the conditions of the configuration, checked after each iteration on rank 0.
+
+    when: "> 5 for 3"    values  6  7  8  9  4  6
+                         count   1  2  3  4  0  1      fires once, at 3
+
+Only rank 0 decides, since metrics of time differ between ranks; the ranks agree on a stop in the reduction that follows
+each iteration anyway. Checkpoints have no state of alarms: a resumed run counts again from its own metrics.jsonl.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +48,6 @@ def check_alarms(alarms: Mapping[str, AlarmConfig]) -> None:
 
 @dataclass
 class _Watch:
-    """State of one alarm."""
-
     config: AlarmConfig
     condition: Condition
     count: int = 0
@@ -62,7 +67,7 @@ class _Watch:
 class Alarms:
     """Checks the metrics of each iteration, logs alarms and sends them to their URLs.
 
-    The state follows from the metrics of earlier iterations, which a resumed run reads from its own file.
+    `metrics` is the file with earlier iterations, which are counted up to `first_step`; `run` is the name in messages.
     """
 
     def __init__(self, alarms: Mapping[str, AlarmConfig], run: str, metrics: Path, first_step: int) -> None:
@@ -70,10 +75,11 @@ class Alarms:
         self._watches = {name: _Watch(alarm, Condition.parse(alarm.when)) for name, alarm in alarms.items()}
         for line in read_lines(metrics) if self._watches and metrics.exists() else ():
             if line["step"] < first_step:
+                # The file has null for values that are not finite, which fulfil every condition.
                 self._update({name: math.nan if value is None else value for name, value in line.items()})
 
     def check(self, step: int, metrics: Mapping[str, float]) -> str:
-        """Checks the metrics of an iteration that is done."""
+        """Checks the metrics of an iteration that is done; returns why the run must stop, "" without a reason."""
         reason = ""
         for name in self._update(metrics):
             alarm = self._watches[name].config
@@ -100,6 +106,7 @@ class Alarms:
 
     def _report_unknown(self, step: int, metrics: Mapping[str, float]) -> None:
         """Warns once of each metric that does not exist, as far as this iteration shows."""
+        # Step 0 is the evaluation before training, and only some iterations are evaluated.
         evaluated = any(name.startswith(EVALUATION) for name in metrics)
         for name, watch in self._watches.items():
             expected = evaluated if name.startswith(EVALUATION) else step > 0
@@ -110,7 +117,7 @@ class Alarms:
                 log.warning("alarm.%s: iteration %d has no metric of this name%s", name, step, remedy)
 
     def _post(self, name: str, alarm: AlarmConfig, step: int, value: float, message: str) -> None:
-        """Sends an alarm to its URL from a thread of its own: a slow server does not delay training."""
+        """Sends an alarm to its URL from a separate thread: a slow server does not delay training."""
         assert alarm.url is not None
         body = {
             "text": f"{self._run}: {message}",

@@ -1,4 +1,4 @@
-"""Images of recorded samples: `samples/images/KEY`, each written once for a run, whatever the rows that have it."""
+"""Images of recorded samples: `samples/images/KEY`, each written once for a run, although many rows may have it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ImageFiles:
 
     def __init__(self, samples: Path) -> None:
         self._folder = samples / COLUMN
-        # As long as rows have them.
+        # Weak, so that an image is in memory only as long as rows have it.
         self._read: WeakValueDictionary[str, Image] = WeakValueDictionary()
 
     def write(self, rows: Iterable[RowImages]) -> None:
@@ -28,6 +28,7 @@ class ImageFiles:
             file = self._folder / key
             if not file.exists():
                 self._folder.mkdir(parents=True, exist_ok=True)
+                # Several ranks may write the same image at the same time, each into its own file.
                 partial = file.with_name(f".{key}.{os.getpid()}.partial")
                 partial.write_bytes(image.data)
                 os.replace(partial, file)
@@ -44,7 +45,7 @@ class ImageFiles:
                 image = Image(file.read_bytes())
             except OSError as error:
                 raise UserError(f"{file}: cannot be read ({error.strerror}). Copy the whole folder again.") from None
-            if image.key != key:
+            if image.key != key:  # the key is a digest of the bytes
                 raise UserError(f"{file}: not the image that was recorded. Copy the whole folder again.")
             self._read[key] = image
         return image

@@ -31,7 +31,7 @@ class Profile:
     def iteration(self) -> dict[str, float]:
         """Returns the metrics `time/phase/NAME` of the iteration that ends now, on this rank."""
         seconds = self._timer.take()
-        if self._iterations == WARMUP_ITERATIONS:
+        if self._iterations == WARMUP_ITERATIONS:  # there are more iterations, so the first ones do not count
             self._sums = {}
         for phase, value in seconds.items():
             self._sums[phase] = self._sums.get(phase, 0.0) + value
@@ -43,7 +43,10 @@ class Profile:
         self._timer.take()
 
     def table(self, exact: bool = True) -> str:
-        """Returns the table of phases over all ranks; collective."""
+        """Returns the table of phases over all ranks, "" where no iteration was done; collective.
+
+        Without `exact`, where the timer does not synchronize phases, the table says so.
+        """
         counted = self._iterations - WARMUP_ITERATIONS if self._iterations > WARMUP_ITERATIONS else self._iterations
         ranks = all_gather_json({phase: value / counted for phase, value in self._sums.items()})
         if not any(ranks):
@@ -52,7 +55,10 @@ class Profile:
 
 
 def format_table(ranks: list[Mapping[str, float]]) -> str:
-    """Formats a table of phases; their means add up to the iteration, and every wait is a phase."""
+    """Formats a table of phases, by the mean seconds per iteration of each rank.
+
+    The means add up to the iteration, since every wait is a phase too.
+    """
     columns = {phase: [rank.get(phase, 0.0) for rank in ranks] for phase in {phase for rank in ranks for phase in rank}}
     means = {phase: sum(column) / len(ranks) for phase, column in columns.items()}
     total = sum(means.values())
@@ -60,6 +66,7 @@ def format_table(ranks: list[Mapping[str, float]]) -> str:
     lines = [f"{'phase':<{width}}{'mean s':>10}{'max s':>10}{'share':>9}"]
     for phase in sorted(means, key=lambda phase: (-means[phase], phase)):
         lines.append(f"{phase:<{width}}{means[phase]:>10.3f}{max(columns[phase]):>10.3f}{means[phase] / total:>9.1%}")
+    # Not the sum of the column: another rank may be the slowest one in each phase.
     slowest = max(sum(rank.values()) for rank in ranks)
     lines.append(f"{'total':<{width}}{total:>10.3f}{slowest:>10.3f}{1:>9.1%}")
     compute = sum(mean for phase, mean in means.items() if phase in COMPUTE_PHASES)
@@ -77,7 +84,8 @@ class Timeline:
 
     A line is `{"iteration": 3, "start": 1763772193.4, "spans": [["generate", 0.0, 1.25], ...]}`. `start` is in Unix
     seconds; begin and end of a span are in seconds after it. An iteration starts where the line of the previous one
-    was written, so evaluation and logging belong to it. A disk error ends the timeline but not the run.
+    was written, so evaluation and logging belong to it. A disk error ends the timeline but not the run. Lines from
+    `first_step` on, of a run that was killed after its last checkpoint, are removed.
     """
 
     def __init__(self, folder: str | Path, rank: int, timer: PhaseTimer, first_step: int | None = None) -> None:
@@ -107,6 +115,7 @@ class Timeline:
             self._disable(error)
 
     def _begin(self) -> None:
+        # Two clocks: ranks are compared by the time of day, and durations must not change when that is corrected.
         self._start, self._zero = time.time(), time.perf_counter()
         self._timer.take_spans()
 

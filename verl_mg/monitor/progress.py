@@ -18,7 +18,7 @@ WINDOW = 10
 
 
 class EtaEstimator:
-    """Estimates the time until the last iteration is done."""
+    """Estimates the time until iteration `total` is done, of which `done` ones were done before."""
 
     def __init__(self, total: int, done: int = 0) -> None:
         self._total, self._done = total, done
@@ -48,7 +48,7 @@ def format_seconds(seconds: float) -> str:
 
 def summary(lines: Sequence[Line]) -> str:
     """Summarizes the metrics of a run in a few lines; metrics that the run does not have are omitted."""
-    iterations = [line for line in lines if line["step"]]
+    iterations = [line for line in lines if line["step"]]  # step 0 is the evaluation before training
     seconds = sum(value for _, value in _points(iterations, "time/iteration"))
     text = [f"{len(iterations)} {'iteration' if len(iterations) == 1 else 'iterations'} in {format_seconds(seconds)}"]
     if rates := [value for _, value in _points(iterations, "time/tokens_per_second")]:

@@ -1,6 +1,13 @@
 """Endpoint for Prometheus on rank 0: the latest metrics and the live state of a run.
 
+    rank's thread        log: replaces `_latest`
+    thread "prometheus"  accepts connections, until `__exit__` shuts the server down
+    thread per request   text: reads `_latest`, the status and the heartbeats as they are now
+
 RUN/prometheus.json names the address for Prometheus: `file_sd_configs: [{files: [runs/mine/prometheus.json]}]`.
+
+The text format is written here: the package prometheus_client would add a registry of the whole process, which does not
+know metrics whose names come with the run.
 """
 
 from __future__ import annotations
@@ -46,7 +53,7 @@ class Gauge:
     value: float
     """The value."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Labels besides those of all metrics."""
+    """Labels in addition to the labels that all metrics have."""
 
 
 def metric_name(name: str) -> str:
@@ -55,7 +62,14 @@ def metric_name(name: str) -> str:
 
 
 def exposition(gauges: Iterable[Gauge], common: Mapping[str, str]) -> str:
-    """Formats metrics in Prometheus's text format."""
+    """Formats metrics in Prometheus's text format, with the labels `common` for all.
+
+    exposition([Gauge("verl_mg_ranks", "number of ranks", 8)], {"run": "a"})
+    # HELP verl_mg_ranks number of ranks
+    # TYPE verl_mg_ranks gauge
+    verl_mg_ranks{run="a"} 8.0
+    """
+    # Two metrics may get the same name; a family may have each label set only once, so the last value counts.
     families: dict[str, dict[str, Gauge]] = {}
     for gauge in gauges:
         labels = ",".join(f'{name}="{_escaped(value)}"' for name, value in {**common, **gauge.labels}.items())
@@ -99,6 +113,7 @@ class PrometheusEndpoint:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Implements `Tracker.log`."""
+        # A new mapping: a request may be reading the old one.
         self._latest, self._logged_at = {**self._latest, **metrics}, time.time()
 
     def close(self) -> None:
@@ -136,6 +151,7 @@ class PrometheusEndpoint:
     def _write_target(self, port: int) -> None:
         host = socket.gethostname() if self._host in ANY_ADDRESS else self._host
         target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        # Renamed, since Prometheus may read the file at any time; without it, the run is only not found.
         partial = self._file.with_name(TARGETS + ".new")
         with suppress(OSError):
             partial.write_text(json.dumps([{"targets": [target]}]) + "\n", encoding="utf-8")

@@ -20,9 +20,10 @@ log = logging.getLogger(__name__)
 
 
 class ResourceSampler:
-    """Samples from its construction until `close`.
+    """Samples from its construction until `close`, in the thread "resources".
 
-    A sample asks the driver (NVML, by torch) and the kernel; it starts and awaits nothing on the device.
+    A sample asks the driver (NVML, by torch) and the kernel; it starts and awaits nothing on the device. Memory is in
+    GiB, of all processes of the host and the GPU; the use of the GPU is the share of the time in which it computed.
     """
 
     def __init__(self, interval_s: float = SAMPLE_SECONDS) -> None:
@@ -34,7 +35,11 @@ class ResourceSampler:
         self._thread.start()
 
     def take(self) -> dict[str, float]:
-        """Returns the measurements since the last call."""
+        """Returns the largest memory and the mean use of the GPU since the last call.
+
+        Values of the GPU are missing on the CPU, and without the package nvidia-ml-py.
+        """
+        # An iteration that is shorter than the interval has no sample yet.
         with self._lock:
             samples, self._samples = self._samples or [self._sample()], []
         values = {name: [sample[name] for sample in samples if name in sample] for name in samples[0]}
@@ -46,6 +51,7 @@ class ResourceSampler:
         self._thread.join()
 
     def _run(self) -> None:
+        # Takes a sample every interval; woken early only by `close`, which ends it.
         while not self._ended.wait(self._interval):
             with self._lock:
                 self._samples.append(self._sample())
@@ -57,7 +63,7 @@ class ResourceSampler:
             try:
                 sample[GPU_MEMORY] = torch.cuda.device_memory_used(self._device) / GIB
                 sample[GPU_UTILIZATION] = torch.cuda.utilization(self._device) / 100
-            except Exception as error:  # each driver library has errors of its own
+            except Exception as error:  # each driver library has its own errors
                 self._asks_driver = False
                 log.warning("GPU memory and use are not measured: %s: %s", type(error).__name__, error)
         return sample
@@ -66,7 +72,7 @@ class ResourceSampler:
 def over_ranks(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Returns the metrics `time/NAME/min`, `mean` and `max` of measurements.
 
-    They begin with `time/`, since no two runs have the same.
+    They begin with `time/`, as all metrics that differ between equal runs.
     """
     metrics: dict[str, float] = {}
     for name in dict.fromkeys(name for report in reports for name in report):

@@ -16,7 +16,8 @@ def plot_reward_curve(
     series: Sequence[str] = SERIES,
     title: str = "",
 ) -> Path | None:
-    """Plots metrics over the steps, each with its running mean."""
+    """Plots metrics over the steps, each with its running mean; None, without an image, where all are missing."""
+    # Without pyplot, which has a global state and may look for a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator

@@ -14,7 +14,11 @@ from verl_mg.distributed.collectives import all_gather_json, sum_over_ranks
 
 
 def rollout_metrics(batches: Sequence[Batch], version: int) -> dict[str, float]:
-    """Computes means over all samples of all ranks; of agents, a trajectory is one sample."""
+    """Computes means over all samples of all ranks; of agents, a trajectory is one sample.
+
+    `rollout/staleness` is the mean number of optimizer steps between the version that generated a token and `version`,
+    the one that is trained with it. Empty where nothing was generated.
+    """
     sums = sum_over_ranks([_sums(batch, version) for batch in batches])
     if not sums.get("samples"):
         return {}
@@ -39,6 +43,7 @@ def rollout_metrics(batches: Sequence[Batch], version: int) -> dict[str, float]:
 def _sums(batch: Batch, version: int) -> dict[str, Tensor]:
     mask, samples = batch["loss_mask"], batch.one_per_trajectory()
     truncated = segment_totals(batch["truncated"], batch.trajectory_index)[batch.first_rows] > 0
+    # In double precision, since the variance is a difference of two sums.
     sums = {
         "samples": torch.tensor(float(len(samples))),
         "tokens": mask.double().sum(),
@@ -56,7 +61,7 @@ def _sums(batch: Batch, version: int) -> dict[str, Tensor]:
 def mismatch_metrics(batches: Sequence[Batch]) -> dict[str, float]:
     """Computes the difference of `old_logprobs` and `rollout_logprobs` over all ranks, see `mismatch.summarize`.
 
-    All ranks call it, also those without batches. Batches without `old_logprobs`, or with those of the rollout in their
+    All ranks call it, also ranks without batches. Batches without `old_logprobs`, or with `rollout_logprobs` in their
     place, are skipped.
     """
     parts = [

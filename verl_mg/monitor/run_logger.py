@@ -1,4 +1,16 @@
-"""Logging around the iterations of a job: metrics, samples, timelines, profiles."""
+"""Logging around the iterations of a job: metrics, samples, timelines, profiles.
+
+    call of the loop    every rank                                           only rank 0
+    traced(3)           clock, torch's profiler
+      (the recipe's iteration)
+    iteration(3)        samples/000003/rank-R.parquet; metrics (collective)  samples for services
+      (evaluation)
+    log(3, metrics)     timeline/rank-R.jsonl                                trackers, alarms, status, Prometheus
+    close()             table of phases (collective)                         summary, reward_curve.png
+
+Threads: "resources" on each rank; "status", "prometheus" and one per alarm that is being sent on rank 0. Trackers and
+samples have none: the caller writes them.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 def check_monitoring(config: Config, ranks: int) -> None:
-    """Checks trackers, alarms and profile before anything is built."""
+    """Checks trackers, alarms and profile; raises UserError before anything is built."""
     check_services(config.tracking.services)
     check_alarms(config.alarm)
     check_profile(config.profile, ranks, config.job.iterations)
@@ -42,6 +54,8 @@ def check_monitoring(config: Config, ranks: int) -> None:
 
 class RunLogger:
     """Writes the metrics, samples, timelines and profiles of a job. Every rank has one; rank 0 writes shared files.
+
+    Entries of an earlier start from iteration `first` on are removed.
 
     Attributes:
         stop_reason: on rank 0, the alarm for which the run must stop; "" where there is none.
@@ -52,7 +66,7 @@ class RunLogger:
         self._job, self._output, self._status = job, config.job.output, status
         if rank == 0:
             _warn_dropped_prompts(job)
-        first_step = first if first > 1 else 0
+        first_step = first if first > 1 else 0  # a new run also logs step 0, the evaluation before training
         self._trackers = build_trackers(recipe, config, job.timer, first_step) if rank == 0 else []
         self._endpoint = endpoint
         self._alarms = Alarms(config.alarm, run_name(config), self._output / METRICS, first_step) if rank == 0 else None
@@ -68,11 +82,12 @@ class RunLogger:
     def traced(self, iteration: int) -> AbstractContextManager[None]:
         """Context of an iteration, which starts now."""
         self._started = time.perf_counter()
+        # Of the policy that this iteration trains, for the staleness: afterwards it is a later one.
         self._version = self._job.actor.num_updates if self._samples else 0
         return self._traced(iteration)
 
     def iteration(self, iteration: int) -> dict[str, float]:
-        """Writes the samples of an iteration, and returns its metrics; only those of time differ between ranks."""
+        """Writes the samples of an iteration, and returns its metrics; only metrics of time differ between ranks."""
         metrics: dict[str, float] = {}
         produced = self._job.rollout.train_batches if self._samples else []
         if self._samples:
@@ -89,10 +104,10 @@ class RunLogger:
         return metrics | {"time/iteration": seconds} | rates | self._profile.iteration()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Logs the metrics of an iteration that is done."""
+        """Logs the metrics of an iteration that is done, or of the evaluation before the first as step 0."""
         self._profile.discard()  # the evaluation
         with self._job.timer("logging"):
-            for tracker in self._trackers if metrics else ():
+            for tracker in self._trackers if metrics else ():  # step 0 without an evaluation has no metrics
                 tracker.log(step, metrics, self._table)
             self._table = None
             self._endpoint.log(step, metrics)
@@ -103,7 +118,7 @@ class RunLogger:
             self._timeline.write(step)
 
     def _shown_samples(self, iteration: int, produced: Sequence[Batch]) -> SampleTable | None:
-        """Returns the samples for services, on rank 0 alone: those of other ranks are not sent for it."""
+        """Returns the samples for services, only on rank 0 and from its own rows, so no collective is needed."""
         limit = self._job.config.tracking.samples if dist.get_rank() == 0 else 0
         return sample_table(produced, limit, iteration, self._job.prompts, self._job.tokenizer) if limit else None
 
@@ -124,6 +139,7 @@ class RunLogger:
 
 def _sample_writer(job: Job, recipe: str) -> SampleWriter:
     config = job.config
+    # One rank reads the files, which may be on a file system that all ranks share.
     model = broadcast_json(fingerprint(config.model.path) if dist.get_rank() == 0 else None)
     about = FileMetadata(recipe, model, dist.get_world_size())
     folder, limit = config.job.output / SAMPLES, config.record.samples_per_rank

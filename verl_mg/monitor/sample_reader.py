@@ -40,7 +40,7 @@ class SampleReader:
         self._images = ImageFiles(self._folder)
 
     def check(self, iterations: range, recipe: str, model: str) -> None:
-        """Checks that iterations can be replayed."""
+        """Raises UserError where an iteration is missing or incomplete, or of another recipe or model."""
         for iteration in iterations:
             files = self._metadata_of_ranks(iteration)
             if files[0].recipe != recipe:
@@ -63,6 +63,7 @@ class SampleReader:
         if len(files) == dist.get_world_size():
             table = self._table(iteration, dist.get_rank())
             return [self._to_rows(_of_call(table, call), columns[call]) for call in calls]
+        # Every rank reads all files, without a collective, and keeps its share.
         groups = [self._local_groups(iteration, len(files), call) for call in calls]
         tables = [self._table(iteration, rank, groups) for rank in range(len(files))]
         return [self._concat([_of_call(table, call) for table in tables], columns[call]) for call in calls]
@@ -75,7 +76,7 @@ class SampleReader:
         return GeneratedRows(batch.select(batch["sample_id"].argsort()), conversations)
 
     def _to_rows(self, table: pa.Table, columns: Columns) -> GeneratedRows:
-        """Returns rows as they were received."""
+        """Returns rows as the recipe received them."""
         batch, conversations = _to_batch(table, columns), {}
         if IMAGES in table.column_names:
             batch.images = self._images.read(keys or () for keys in table[IMAGES].to_pylist())
@@ -133,7 +134,10 @@ class SampleReader:
             raise _unreadable(path, error) from None
 
     def _local_groups(self, iteration: int, num_files: int, call: int) -> list[int]:
-        """Returns this rank's share of a call's groups, whose numbers are the ids of their first samples."""
+        """Returns this rank's share of a call's groups, whose numbers are the ids of their first samples.
+
+        Groups 0 4 8 12 16 on two ranks: 0 4, and 8 12 16.
+        """
         folder = iteration_folder(self._folder, iteration)
         numbers: set[int] = set()
         for rank in range(num_files):
@@ -158,19 +162,21 @@ def _of_call(table: pa.Table, call: int) -> pa.Table:
 
 def _to_batch(table: pa.Table, columns: Columns) -> Batch:
     lengths = compute.list_value_length(table["tokens"]).to_numpy()
-    batch = Batch(torch.from_numpy(lengths.copy()))
+    batch = Batch(torch.from_numpy(lengths.copy()))  # Arrow's memory is read-only
     for name, column in columns.items():
         if not len(table):  # the file of a rank without rows may be without columns
             values = torch.empty(0)
         else:
             values = _part(table, name) if name.startswith(PART) else _values(table, name)
+        # Several numbers per row or token are a flat list in the file.
         rows = values.shape[0] // prod(column.rest)
         batch.put(name, values.to(getattr(torch, column.dtype)).reshape(rows, *column.rest), ColumnKind(column.kind))
     return batch
 
 
 def _values(table: pa.Table, name: str) -> Tensor:
-    """Returns the entries of a column, those of token columns one row after another."""
+    """Returns the entries of a column as it was received; entries of token columns one row after another."""
+    # The column `received.NAME` is null in a call whose recipe has not changed the column.
     received = RECEIVED + name
     changed = received in table.column_names and table[received].null_count == 0
     column = table[received if changed else COLUMN_RENAMES.get(name, name)].combine_chunks()

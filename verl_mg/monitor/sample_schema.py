@@ -7,7 +7,10 @@ A row has `iteration`, `call` (number of the batch among those that the recipe r
 all other columns of the batch under their own names: the recipe has added some of them, to this batch or to a batch of
 selected rows that a role was trained on (null where a row is not among those). A column that the recipe has changed is
 there as it was left, and under `received.NAME` as it was received. The metadata of a file is a `FileMetadata`, which a
-replay needs.
+replay needs. Example of a row, a prompt of two tokens, a turn of the policy, the result of a tool, and a last token:
+
+    tokens 5 6 7 8 9 4   prompt_length 2   loss_mask F F T T F T   policy_versions -1 -1 3 3 -1 3
+    turns [{by: policy, start: 2, end: 4}, {by: tool, start: 4, end: 5}, {by: policy, start: 5, end: 6}]
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ TEXTS = ("prompt", "response", "answer", "source", "finish")
 """Text columns of every file."""
 CONVERSATION = "conversation"
 """Text column with the conversation of an agent as JSON, in the first row of each trajectory; null in others and
-without agents. Its fields are those of `roles.rows.conversations.conversation_of`."""
+without agents. `roles.rows.conversations.conversation_of` makes it."""
 PARTS = pa.map_(pa.string(), pa.float32())
 """Type of the column `parts`: the parts of the reward by name."""
 TURNS = pa.list_(pa.struct([("by", pa.string()), ("start", pa.int32()), ("end", pa.int32())]))
@@ -52,6 +55,7 @@ COLUMN_RENAMES = {"answer": "answer_key"}
 
 _METADATA = b"verl_mg"
 _EDGE_BYTES = 2**16
+"""Bytes at the end of a weight file that a fingerprint reads, instead of all of them."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,7 @@ class FileMetadata:
         if not metadata or _METADATA not in metadata:
             return None
         tree: dict[str, Any] = json.loads(metadata[_METADATA])
+        # JSON has lists for the tuples of the classes.
         tree["calls"] = tuple(
             {name: ColumnSchema(kind, dtype, tuple(rest)) for name, (kind, dtype, rest) in _values(call)}
             for call in tree["calls"]
@@ -103,12 +108,12 @@ def _values(call: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, tuple[Any,
 
 
 def iteration_folder(samples: Path, iteration: int) -> Path:
-    """Returns the folder of an iteration's files."""
+    """Returns the folder of an iteration's files; `samples` is the folder of all samples of the run."""
     return samples / f"{iteration:06d}"
 
 
 def file_of(folder: Path, rank: int) -> Path:
-    """Returns the file of a rank."""
+    """Returns the file of a rank in the folder of an iteration."""
     return folder / f"rank-{rank}.parquet"
 
 
@@ -123,7 +128,7 @@ def describe(batch: Batch) -> dict[str, ColumnSchema]:
 
 
 def schema(others: Mapping[str, pa.DataType], metadata: FileMetadata) -> pa.Schema:
-    """Returns the schema of a file."""
+    """Returns the schema of a file, with `others` after the columns of every file."""
     fields: dict[str, pa.DataType] = {"iteration": pa.int64(), "call": pa.int32(), **NUMBERS}
     fields |= dict.fromkeys((*TEXTS, CONVERSATION), pa.string()) | {"parts": PARTS}
     fields |= {name: pa.list_(kind) for name, kind in TOKENS.items()}

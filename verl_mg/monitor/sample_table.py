@@ -31,7 +31,8 @@ class SampleTable:
 def sample_table(
     batches: Sequence[Batch], limit: int, iteration: int, prompts: PromptFeed, tokenizer: PreTrainedTokenizerBase
 ) -> SampleTable | None:
-    """Makes a table of samples of this rank, equally far apart: those next to each other have the same prompt."""
+    """Makes a table of at most `limit` samples of this rank; None without samples."""
+    # Equally far apart, since neighbours have the same prompt.
     # Of an agent's sample the last row, which contains the whole conversation unless it was rewritten.
     samples = [(batch, int(row)) for batch in batches for row in batch.last_rows]
     shown = [samples[i * len(samples) // limit] for i in range(limit)] if limit < len(samples) else samples

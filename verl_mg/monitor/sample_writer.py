@@ -1,4 +1,12 @@
-"""Recording of samples; see `sample_schema` for the files and their columns."""
+"""Recording of samples; see `sample_schema` for the files and their columns.
+
+    RolloutRecord (received, batch, conversations), trained batches
+        --> other_columns: columns that the recipe has added or changed
+        --> _table: up to ROWS_PER_TABLE rows with the columns of the file --> .rank-R.parquet.partial
+        --> renamed to rank-R.parquet
+
+Each rank writes its own file, in the caller's thread.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +81,10 @@ class SampleWriter:
         self._warned = False
 
     def write(self, iteration: int, records: Sequence[RolloutRecord], trained_batches: Sequence[Batch]) -> None:
-        """Writes the samples of an iteration; they are on disk when it returns."""
+        """Writes the samples of an iteration; the file is complete when it returns.
+
+        `records` are the batches that the recipe received, `trained_batches` the batches that roles were trained on.
+        """
         if self._limit == 0:
             return
         file = file_of(iteration_folder(self._folder, iteration), self._rank)
@@ -111,6 +122,7 @@ class SampleWriter:
         remaining = num_rows if self._limit is None else self._limit
         with parquet.ParquetWriter(file, file_schema, compression="zstd") as writer:
             for call, (record, others) in enumerate(zip(records, columns, strict=True)):
+                # The limit counts trajectories, so that no sample of an agent is recorded in part.
                 written = (record.batch.trajectory_index < remaining).nonzero().flatten()
                 remaining -= len(record.batch.first_rows)
                 for index in written.split(ROWS_PER_TABLE) if len(written) else ():
@@ -154,6 +166,7 @@ class SampleWriter:
             [(name, values[row]) for name, values in scores.items() if values[row] == values[row]]  # not NaN
             for row in range(len(rows))
         ]
+        # Each distinct token becomes text once, not once for each of its places.
         distinct, which = rows["tokens"].unique(return_inverse=True)
         vocabulary = pa.array([self._piece(token) for token in distinct.tolist()], pa.string())
         pieces = vocabulary.take(pa.array(which.numpy()))
@@ -163,7 +176,7 @@ class SampleWriter:
         }
 
     def _piece(self, token: int) -> str:
-        """Returns the text of a token."""
+        # Decoding one token of SentencePiece drops its space, so that words would run together.
         if token not in self._pieces:
             word = self._tokenizer.convert_ids_to_tokens(token)
             spaced = isinstance(word, str) and SENTENCEPIECE_SPACE in word
@@ -177,18 +190,15 @@ class SampleWriter:
 
 @dataclass(frozen=True)
 class _Column:
-    """A column of a batch."""
-
     kind: ColumnKind
-    """Unit of an entry (token, sequence, ...)."""
     values: Tensor
-    """Its values."""
     present: Tensor | None = None
     """(n,) bool, the rows that have it; None: all."""
 
 
 def other_columns(record: RolloutRecord, trained_batches: Sequence[Batch]) -> dict[str, _Column]:
     """Returns the columns in addition to the standard ones, by the names under which they are written."""
+    # The identity is compared first: most columns are the same tensor, and comparing values reads all of them.
     batch, received = record.batch, record.received
     others = {
         COLUMN_RENAMES.get(name, name): _Column(batch.kind(name), batch[name])
@@ -204,7 +214,7 @@ def other_columns(record: RolloutRecord, trained_batches: Sequence[Batch]) -> di
 
 
 def _columns_of_selections(batch: Batch, trained_batches: Sequence[Batch]) -> dict[str, _Column]:
-    """Returns columns that a recipe has put into batches of selected rows."""
+    """Returns columns that a recipe has put into batches of selected rows, at the places of these rows in `batch`."""
     columns: dict[str, _Column] = {}
     for other in trained_batches:
         if other is batch or not {"sample_id", "prompt_id", "tokens"} <= set(other.names()):
@@ -221,7 +231,7 @@ def _columns_of_selections(batch: Batch, trained_batches: Sequence[Batch]) -> di
 
 
 def _fill(column: _Column | None, batch: Batch, rows: Tensor, kind: ColumnKind, values: Tensor) -> _Column:
-    """Returns a column, new or with earlier values, with the values of some rows, whose indices rise."""
+    """Returns a column, new or with earlier values, with the values of some rows, whose indices are ascending."""
     if column is None:
         entries = batch.total_tokens if kind is ColumnKind.TOKEN else len(batch)
         nothing = torch.zeros(len(batch), dtype=torch.bool)
@@ -234,13 +244,14 @@ def _fill(column: _Column | None, batch: Batch, rows: Tensor, kind: ColumnKind, 
 
 
 def _row_keys(batch: Batch) -> Iterator[tuple[int, int, bytes]]:
-    """Yields what identifies each sample; its id is not enough, for a recipe may have assigned new ones."""
+    """Yields id, prompt and tokens of each sample: its id is not enough, since a recipe may have assigned new ones."""
     tokens = batch["tokens"].split(batch.lengths.tolist())
     for sample, prompt, row in zip(batch["sample_id"].tolist(), batch["prompt_id"].tolist(), tokens, strict=True):
         yield sample, prompt, row.numpy().tobytes()
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
+    # NaN is equal to NaN here: a missing value has not been changed.
     if a.dtype.is_floating_point and b.dtype.is_floating_point:
         return a.shape == b.shape and bool(torch.isclose(a, b, 0, 0, equal_nan=True).all())
     return torch.equal(a, b)
@@ -262,8 +273,9 @@ def _parts_of(batch: Batch) -> list[str]:
 
 
 def _array(rows: Batch, name: str, kind: pa.DataType, absent: np.ndarray | None = None) -> pa.Array:
-    """Returns a column as it is in the file."""
+    """Returns a column as it is in the file, null in the rows `absent`."""
     values = rows[name].detach().cpu()
+    # NumPy has no bfloat16.
     numbers = (values.float() if values.dtype.is_floating_point else values).numpy().reshape(-1)
     if not pa.types.is_list(kind):
         return pa.array(numbers, mask=absent).cast(kind)
@@ -278,14 +290,14 @@ def _offsets(lengths: Tensor) -> pa.Array:
 
 
 def _response_masks(rows: Batch) -> list[tuple[int, np.ndarray]]:
-    """Returns the begin of each row's response, and the loss mask of its tokens."""
+    """Returns the first position of each row's response, and the loss mask of its tokens."""
     masks = rows["loss_mask"].split(rows.lengths.tolist())
     starts = rows["prompt_length"].tolist()
     return [(start, mask[start:].numpy()) for start, mask in zip(starts, masks, strict=True)]
 
 
 def _turns(response: tuple[int, np.ndarray]) -> list[dict[str, Any]]:
-    """Returns the ranges of a response that the policy generated, and those of tools."""
+    """Returns the ranges of a response by the policy or by tools: of (2, T T F) 2 to 4 and 4 to 5."""
     start, generated = response
     if not len(generated):
         return []
@@ -297,7 +309,7 @@ def _turns(response: tuple[int, np.ndarray]) -> list[dict[str, Any]]:
 
 
 def _delete_files_of_further_ranks(folder: Path, ranks: int) -> None:
-    """Deletes files of an earlier start of the run that had more ranks."""
+    # Files of an earlier start of the run that had more ranks: a reader of the folder would take them for samples.
     for file in folder.glob("rank-*.parquet"):
         if int(file.stem.removeprefix("rank-")) >= ranks:
             file.unlink()

@@ -1,4 +1,14 @@
-"""RUN/status.json: progress of a run, for other programs, while it is running and afterwards."""
+"""RUN/status.json: progress of a run, for other programs, while it is running and afterwards.
+
+    starting -- running() --> running -- __exit__ ----------------> finished
+                                 +------ left(why), __exit__ -----> left        can be resumed
+                                 +------ exception ---------------> failed
+
+    rank's thread    running, log, left, __exit__: change the state, and write
+    thread "status"  _poll: writes a change of the phase or checkpoint, and every HEARTBEAT_SECONDS
+
+A run that was killed stays "running" in the file; readers see by the time of the last write that it is dead.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +28,7 @@ from verl_mg.errors import UserError
 from verl_mg.jsonl import read_lines
 from verl_mg.monitor.progress import METRICS, EtaEstimator, format_seconds
 
-if TYPE_CHECKING:  # it imports torch, and the command must respond at once
+if TYPE_CHECKING:  # it imports torch, and `verl-mg status` must respond immediately
     from verl_mg.phase_timer import PhaseTimer
 
 STATUS = "status.json"
@@ -100,7 +110,7 @@ class StatusFile:
     def running(
         self, timer: PhaseTimer, iteration: int = 0, checkpoint: Callable[[], int | None] = lambda: None
     ) -> None:
-        """Sets the state "running"."""
+        """Sets the state "running" after `iteration` iterations; `checkpoint` returns that of the last checkpoint."""
         self._state, self._phase, self._checkpoint = "running", lambda: timer.phase, checkpoint
         self._progress = lambda: timer.progress
         self._iteration = iteration
@@ -119,6 +129,7 @@ class StatusFile:
         self._state, self._message = "left", why
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        # Before the last write, or the thread could write an older state after it.
         self._ended.set()
         if self._writes:
             self._thread.join()
@@ -127,7 +138,7 @@ class StatusFile:
             self._message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         elif self._state != "left":
             self._state = "finished"
-        self._phase = lambda: ""
+        self._phase = lambda: ""  # the timer stays in its last phase
         self._write()
 
     @property
@@ -136,6 +147,7 @@ class StatusFile:
         return time.monotonic() - self._progress_at
 
     def _poll(self) -> None:
+        """Polls phase, checkpoint and progress every POLL_SECONDS, and writes the file; ended by `__exit__`."""
         progress = -1
         seen: tuple[str, int | None] = ("", None)
         written = time.monotonic()
@@ -169,6 +181,7 @@ class StatusFile:
     def _write(self) -> None:
         if not self._writes:
             return
+        # Both threads write; a reader sees the old file or the new one, never a part.
         partial = self._path.with_name(STATUS + ".new")
         with self._lock, suppress(OSError):
             partial.write_text(json.dumps(asdict(self.current()), indent=2) + "\n", encoding="utf-8")
@@ -190,9 +203,10 @@ def read_status(folder: Path) -> Status:
 
 
 def format_status(status: Status, metrics: dict[str, Any], now: float) -> str:
-    """Formats a status in a few lines."""
+    """Formats a status in a few lines; `now` is in Unix seconds, as the times of the status."""
     silent = now - status.updated
     phase = f", {status.phase}" if status.phase else ""
+    # A process that was killed cannot write its state; the last one says "running".
     state: str = status.state
     if status.state in ("starting", "running") and silent > SILENCE_SECONDS:
         state, phase = f"no update for {format_seconds(silent)}", ""
@@ -220,7 +234,7 @@ def show_status(folder: Path) -> int:
 
 
 def _last_metrics(file: Path) -> dict[str, Any]:
-    """Returns the latest value of each metric."""
+    # Not only of the last line: some metrics, such as an evaluation's, are not in every one.
     return {name: value for line in read_lines(file) for name, value in line.items()}
 
 

@@ -58,7 +58,12 @@ def device_peak() -> float | None:
 def model_flops(
     rows: RowFlops, lengths: Sequence[int], learns: bool, adapters: bool = False, shared: Sequence[int] | None = None
 ) -> float:
-    """Computes the FLOPs of a model on rows, without recomputation."""
+    """Computes the FLOPs of a model on rows, without recomputation.
+
+    `rows` has the FLOPs of a forward pass by length; `shared` is how many of each row's first tokens another row
+    computes.
+    """
+    # A backward pass has twice the FLOPs of the forward pass, half of them for weight gradients, which adapters skip.
     passes = 1.0 if not learns else 2.0 if adapters else 3.0
     return passes * sum(map(rows, lengths, shared or [0] * len(lengths)))
 
@@ -77,7 +82,12 @@ class Throughput:
     def iteration(
         self, produced: Sequence[Batch], seconds: float, measured: Mapping[str, float] | None = None
     ) -> dict[str, float]:
-        """Computes the rates of the iteration that ends now; collective."""
+        """Computes the rates of the iteration that ends now; collective.
+
+        Tokens are prompt and response tokens of `produced`, this rank's rows; without any, as in SFT, the trained
+        tokens. `time/mfu` is less than the MFU of an update: the seconds include generation, the FLOPs do not.
+        """
+        # `measured` is sent with the counts, so that it costs no further collective.
         tokens = float(sum(map(_distinct_tokens, produced)))
         counts = {"tokens": tokens, "trained": self._trained_tokens, "flops": self._flops}
         reports = all_gather_json({"counts": counts, "measured": dict(measured or {})})
@@ -92,6 +102,7 @@ class Throughput:
 
     def _enter(self, chunk: torch.nn.Module, arguments: tuple[Any, ...], runner: Runner, rows: RowFlops) -> None:
         micro: MicroBatch[Any] = arguments[0]
+        # A pass that computes log-probabilities has no backward pass, and counts only its forward FLOPs.
         learns, group = torch.is_grad_enabled(), micro.packed.cp_group
         # All ranks that share a micro-batch see all of it: each counts its share.
         sharing = runner.layout.tp * runner.layout.pp * (dist.get_world_size(group) if group else 1)

@@ -23,7 +23,7 @@ MEMORY_EVENTS = 200_000
 
 
 def check_profile(config: ProfileConfig, ranks: int, iterations: int) -> None:
-    """Checks the section `profile` of a configuration."""
+    """Raises UserError where a rank or iteration does not exist, or there is no GPU whose memory could be recorded."""
     try:
         chosen = parse_ranks(config.ranks)
     except UserError as error:

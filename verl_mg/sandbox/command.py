@@ -17,6 +17,7 @@ OPEN_LISTENER = Path(__file__).with_name("open_listener.py")
 SETTINGS = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime", "/etc/nsswitch.conf", "/etc/ssl/certs")
 """Files of the system that programs expect and that contain no secrets."""
 OVERFLOW_USER, USER_INSIDE = 65534, 1000
+"""User ids that a program sees: the kernel's for a user without a mapping, and bubblewrap's."""
 TMP_MB, FILE_MB, OPEN_FILES = 1024, 4096, 4096
 
 
@@ -50,6 +51,10 @@ async def run_command(
     `readable` and `visible`, a /tmp in memory, its processes, and of the network only `endpoint`, at the same port of
     127.0.0.1. Elsewhere it has the rights of its user, which is an unused one if root runs it, and the whole network.
     Files in folders that it may change are limited in size each (4 GiB), not in total.
+
+    `directory` is the working directory as the command sees it, `readable` has absolute paths; no environment variable
+    is inherited. Returns the exit code, as in a shell 128 + the number of a signal, and 127 without such a program.
+    TimeoutError after the time limit, OSError where nothing can be started on this machine.
     """
     kind = supervisor.isolation()
     async with contextlib.AsyncExitStack() as opened:
@@ -57,6 +62,7 @@ async def run_command(
         if endpoint is not None and kind != "none":
             channel = await opened.enter_async_context(relay_to(*endpoint))
         connect = ("-", "-") if channel is None or endpoint is None else (str(channel), str(endpoint[1]))
+        # DATA rather than AS: many programs reserve much more address space than they use.
         memory = limits.memory_mb << 20
         program = Program(
             command=[sys.executable, "-I", "-S", "-c", OPEN_LISTENER.read_text(encoding="utf-8"), *connect, *command],

@@ -1,11 +1,14 @@
 """Supervisor process of an untrusted program; started as a script and never imported.
 
     framework --starts--> supervisor (this file) --forks--> program, or bubblewrap and the program in it
+        |                     |  _wait: SIGCHLD, or SIGTERM from the framework, which kills the program
+        +<-- pipe `report` ---+  {"status": wait status}, or {"failed": reason} also from the forked process
+
+    forked process: enter (root, user) -> end with the parent -> no new privileges -> session -> limits -> execve
 
 Isolation "bubblewrap": bwrap builds the namespaces. "namespaces": this file builds the same ones by system calls, for
 machines without bwrap; the program is process 1 of its namespace. In both, the kernel ends all processes of the
 namespace when its process 1 ends. "none": the supervisor adopts the processes that the program leaves, and kills them.
-SIGTERM makes the supervisor end everything at once.
 
 Its argument is the descriptor of a file with the request, since every user of the machine can read arguments.
 """
@@ -49,9 +52,9 @@ SIGNALS = {signal.SIGTERM, signal.SIGCHLD}
 
 def main(request: dict[str, Any]) -> None:
     """Runs the program and writes its wait status, or why it could not start, as a line of JSON into a pipe."""
-    os.set_inheritable(request["report"], False)
+    os.set_inheritable(request["report"], False)  # the program could report a status itself
     os.umask(0o022)  # libraries set another one for a moment, to read it: any thread that starts a program inherits it
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until `_wait` takes them: none is lost before
     _prctl(END_WITH_PARENT, signal.SIGKILL)
     with _failures_to(request["report"]):
         run = {"bubblewrap": _run_in_bubblewrap, "namespaces": _run_in_namespaces, "none": _run_without_namespaces}
@@ -68,7 +71,7 @@ def _run_in_bubblewrap(request: dict[str, Any]) -> int:
     bwrap: str = request["bubblewrap"]
     targets = [target for _, target, _ in request["visible"]]
     parents = {str(parent) for path in (*targets, *DEVICES) for parent in Path(path).parents} - {"/", "/tmp"}
-    # Otherwise with the mode outside, which may be root's alone.
+    # Otherwise they would have the mode outside, with which only root may enter some of them.
     folders = [text for parent in sorted(parents) for text in ("--perms", "0755", "--dir", parent)]
     devices = [text for device in DEVICES for text in ("--dev-bind", device, device)]
     jail = [bwrap, "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--cap-drop", "ALL"]
@@ -171,7 +174,7 @@ def _start(request: dict[str, Any], folder: str, processes: int | None, enter: C
 
 
 def _wait(program: int) -> int:
-    """Waits for the program, and kills it on SIGTERM; returns its wait status.
+    """Waits for SIGCHLD or SIGTERM until the program has ended, and kills it on SIGTERM; returns its wait status.
 
     All processes of a namespace have ended when its process 1 has been waited for.
     """
@@ -218,7 +221,8 @@ def _build_root(request: dict[str, Any]) -> None:
     """Builds a root in memory: the visible paths of the machine, and an empty /tmp; nothing else is reachable."""
     root = request["folder"] + "/root"
     os.makedirs(root, exist_ok=True)
-    _mount(None, "/", None, RECURSIVE | PRIVATE)
+    _mount(None, "/", None, RECURSIVE | PRIVATE)  # no mount below may appear on the machine
+    # The size counts only the contents of files, so their number is limited as well.
     _mount("tmpfs", root, "tmpfs", NO_SETUID | NO_DEVICES, f"size={request['memory_mb']}m,nr_inodes=20000,mode=755")
     os.makedirs(root + "/tmp", 0o700)
     for source, target, writable in request["visible"]:
@@ -243,6 +247,7 @@ def _build_root(request: dict[str, Any]) -> None:
         _mount("proc", root + "/proc", "proc", NO_SETUID | NO_DEVICES)
         for path, at in LINKS.items():
             os.symlink(at, root + path)
+    # With both arguments "." no folder for the old root is needed, see pivot_root(2).
     os.chdir(root)
     _call(LIBC.pivot_root, b".", b".")
     _call(LIBC.umount2, b".", UNMOUNT_LATER)  # the old root, which covers the new one now
@@ -280,7 +285,10 @@ def _count_threads() -> int:
 
 
 def _end_descendants(user_id: int) -> None:
-    """Kills until there is none left: the children of a killed process become children of this one."""
+    """Kills until there is none left: the children of a killed process become children of this one.
+
+    Ends when `waitpid` finds no child.
+    """
     while True:
         if user_id:
             _kill_user(user_id)
@@ -294,7 +302,8 @@ def _end_descendants(user_id: int) -> None:
 
 
 def _kill_user(user: int) -> None:
-    """Kills all processes of a user at once, so that none escapes by a fork."""
+    """Kills all processes of a user with one system call, so that none escapes by a fork."""
+    # `kill(-1)` reaches all processes that the caller may signal, so a process of this user has to call it.
     if os.fork() == 0:
         _become(user)
         os.kill(-1, signal.SIGKILL)

@@ -8,6 +8,7 @@ import socket
 import sys
 
 channel, port, *command = sys.argv[1:]
+# The relay keeps the socket open; the program inherits neither the socket nor the channel.
 if port != "-":
     listener = socket.create_server(("127.0.0.1", int(port)), backlog=128)
     with listener, socket.socket(fileno=int(channel)) as connection:

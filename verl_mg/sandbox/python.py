@@ -20,6 +20,7 @@ from verl_mg.sandbox.temporary import temporary_folder
 Ended = Literal["ok", "error", "timeout", "memory", "output"]
 
 PROCESSES, OPEN_FILES, FILE_MB = 16, 64, 64
+"""Limits that are described at `run_python`."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,9 @@ def run_python(
 
     Elsewhere the program has the rights of its user: an unused user id if root runs it; otherwise your rights, so it
     could change your files and kill your processes.
+
+    `seconds` is the time from start to end, the start of the interpreter included. `output_bytes` limits stdout and
+    stderr each; a program that exceeds it is killed. OSError where no program can be started on this machine.
     """
     return asyncio.run(
         run_python_async(code, stdin=stdin, seconds=seconds, memory_mb=memory_mb, output_bytes=output_bytes)
@@ -83,9 +87,11 @@ async def _run_in(
     folder: str, stdin: int, seconds: float, memory_mb: int, output_bytes: int, kind: Isolation
 ) -> Outcome:
     """Runs the program.py of a folder, with a descriptor as its standard input."""
+    # SIGXCPU at the soft limit of CPU time, SIGKILL a second later for a program that ignores it.
     memory, cpu = memory_mb << 20, math.ceil(seconds)
     limits = {"FSIZE": (FILE_MB << 20,) * 2, "CPU": (cpu, cpu + 1), "NOFILE": (OPEN_FILES,) * 2, "CORE": (0, 0)}
     program = Program(
+        # Unbuffered, so that the output of a program that is killed is not lost.
         command=[sys.executable, "-I", "-u", "-X", "utf8", "program.py"],
         binary=os.path.realpath(sys.executable),
         directory=folder if kind == "none" else "/tmp",

@@ -1,10 +1,12 @@
 """Passes connections out of a sandbox without a network on to one address.
 
-    program --TCP--> listening socket of the sandbox's loopback interface --this process--> address
+    sandbox, with a loopback interface only             this process, in the network of the machine
+    open_listener.py: listens at 127.0.0.1:PORT
+        the socket, through the channel --------------> _received --> _serve: accepts, up to CONNECTIONS
+    program: connects to PORT ------------------------> _connect: near <-- _pass_on, _pass_on --> far, the address
 
-A process inside of the sandbox opens the socket and sends it through a channel (`open_listener.py`). A socket stays in
-the network in which it was opened, so this process accepts connections there without being in it. Nothing else of the
-network outside is reachable.
+A socket stays in the network in which it was opened, so this process accepts connections there without being in it.
+Nothing else of the network outside is reachable.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ async def relay_to(host: str, port: int) -> AsyncIterator[int]:
 
 
 async def _serve(channel: socket.socket, host: str, port: int) -> None:
+    """Accepts connections of the program, waits for a free place for each, and ends when it is cancelled."""
     loop = asyncio.get_running_loop()
     with socket.socket(fileno=await _received(channel)) as listener:
         listener.setblocking(False)
@@ -49,7 +52,8 @@ async def _serve(channel: socket.socket, host: str, port: int) -> None:
 
 
 async def _received(channel: socket.socket) -> int:
-    """Waits for a descriptor."""
+    """Waits for the listening socket, and returns its descriptor."""
+    # asyncio has no method that receives descriptors.
     loop = asyncio.get_running_loop()
     readable = asyncio.Event()
     loop.add_reader(channel, readable.set)
@@ -79,4 +83,4 @@ async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
     while piece := await reader.read(PIECE):
         writer.write(piece)
         await writer.drain()
-    writer.write_eof()
+    writer.write_eof()  # the other direction may still have bytes

@@ -1,4 +1,12 @@
-"""Runs a program under a supervisor process (`namespace_jail.py`) with the best isolation of this machine."""
+"""Runs a program under a supervisor process (`namespace_jail.py`) with the best isolation of this machine.
+
+event loop                        supervisor process                  program
+run: request file, pipes -------> starts it ------------------------> stdin, stdout, stderr
+_follow: _pass_on, _pass_on <---------------------------------------- output
+         ends with the supervisor, a time limit, an error of a consumer, or cancellation
+         SIGTERM ---------------> kills all of its processes -------> ended
+line of JSON <------------------- status, or why it did not start
+"""
 
 from __future__ import annotations
 
@@ -23,6 +31,7 @@ SUPERVISOR = Path(__file__).with_name("namespace_jail.py")
 SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin")
 """Folders with the libraries of an interpreter, in addition to its installation."""
 PROBE_SECONDS = 60.0
+"""Time limit of the empty program that shows whether an isolation works."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +126,12 @@ async def run(
     on_stdout: Callable[[bytes], None],
     on_stderr: Callable[[bytes], None],
 ) -> int:
-    """Runs a program on an event loop until all of its processes have ended; cancelling the task kills them."""
+    """Runs a program on an event loop until all of its processes have ended; cancelling the task kills them.
+
+    `folder` is a temporary folder, which the program owns without isolation; `stdin` a descriptor, or None for none.
+    Returns the wait status, as `os.waitpid`. TimeoutError after `seconds`, an error of `on_stdout` or `on_stderr`, or
+    OSError where nothing can be started; everything has been killed then.
+    """
     report, report_end = os.pipe()
     with tempfile.TemporaryFile("w+") as request_file, os.fdopen(report, "rb") as reports:
         request = {
@@ -152,7 +166,7 @@ async def run(
                 env={},
             )
         finally:
-            os.close(report_end)
+            os.close(report_end)  # the supervisor has it: otherwise the end of `reports` would never come
         await _follow(supervisor, seconds, on_stdout, on_stderr)
         result = json.loads(reports.readline() or "{}")
     if "failed" in result:
@@ -161,7 +175,8 @@ async def run(
 
 
 def interpreter_paths(more: Iterable[str] = ()) -> list[Visible]:
-    """Returns the paths that this interpreter needs, and others; none is inside of another."""
+    """Returns the paths that this interpreter needs, and `more` absolute paths; none is inside of another."""
+    # A virtual environment has links to another installation, so each path is needed with its target.
     prefixes = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix, *more}
     chosen: list[str] = []
     for path in sorted({*SYSTEM, *prefixes, *map(os.path.realpath, prefixes)}):
@@ -171,7 +186,7 @@ def interpreter_paths(more: Iterable[str] = ()) -> list[Visible]:
 
 
 def _in_thread(kind: Isolation, proc: bool) -> bool:
-    """In another thread, since the caller's may be running an event loop."""
+    """Returns the result of `works`, from another thread, since the caller's may be running an event loop."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(works, kind, proc).result()
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 @asynccontextmanager
 async def temporary_folder(prefix: str) -> AsyncIterator[Path]:
-    """Yields a new folder, and removes it with whatever programs have left there."""
+    """Yields a new folder, and removes it with all that programs have left there."""
     folder = tempfile.mkdtemp(prefix=prefix)
     try:
         yield Path(folder)

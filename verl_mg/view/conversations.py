@@ -34,7 +34,7 @@ ADDED = ("segment", "agent_turns", "agent_segments", "agent_error")
 
 
 def join_counts(rows: pa.Table, files: Iterable[Path]) -> pa.Table:
-    """Returns rows of an iteration with the columns `ADDED`, in any order."""
+    """Returns rows of an iteration, whose `files` have the conversations, with the columns `ADDED`, in any order."""
     counts = pa.Table.from_pylist([row for file in files for row in _count(file)], COUNTS)
     # The rows of a trajectory may be on several ranks, each of which then has the conversation.
     merged = counts.group_by(list(TRAJECTORY)).aggregate([(name, "min") for name in COUNTS.names[3:]])
@@ -46,7 +46,7 @@ def join_counts(rows: pa.Table, files: Iterable[Path]) -> pa.Table:
 
 
 def holds_conversation(metadata: pq.FileMetaData) -> bool:
-    """Returns whether a file has a conversation, from its metadata alone."""
+    """Returns whether a file has a conversation; reads only its metadata."""
     if COLUMN not in metadata.schema.to_arrow_schema().names:
         return False
     # A row group lists primitive columns, of which nested ones have several.
@@ -79,6 +79,7 @@ def _count(file: Path) -> Iterator[dict[str, Any]]:
     with pq.ParquetFile(file) as opened:
         if not holds_conversation(opened.metadata):
             return
+        # In small batches: each conversation is a text that may be as long as a trajectory.
         for batch in opened.iter_batches(64, columns=[*TRAJECTORY, "sample_id", COLUMN]):
             for row in batch.filter(batch[COLUMN].is_valid()).to_pylist():
                 conversation = parse_conversation(row[COLUMN])

@@ -1,7 +1,15 @@
-"""Index of the samples of a run: segments on disk, built by a process of its own, and new iterations in memory.
+"""Index of the samples of a run: segments on disk, built by another process, and new iterations in memory.
 
-The index is the folder `.view` of the run, or a temporary one where that cannot be written. Nothing of the run is
-changed. Of several viewers of a run one builds (a lock on a file of the index), all read what is complete.
+    RUN/samples/ITERATION/rank-*.parquet
+        |                                       |
+    process index_builder, every PERIOD     threads of the server, in `segments` (one lock)
+        |  writes, merges, removes              |  reads iterations that are in no segment, for READ_SECONDS
+        v                                       v
+    RUN/.view/FIRST-LAST-VERSION  ------>   _stored, and _recent: up to MEMORY_BYTES of text
+
+A thread that builds would delay the answers of the server. Segments appear complete, by a rename, so readers need no
+lock against the builder. Of several viewers of a run one builds, by a lock on a file. The index is in a temporary
+folder where `.view` cannot be written; nothing else of the run is changed.
 """
 
 from __future__ import annotations
@@ -37,7 +45,10 @@ MEMORY_BYTES = 2**27
 
 
 class IterationFolders:
-    """Folders of a run's iterations, and when a file of each was added, renamed or removed."""
+    """Folders of a run's iterations, and their versions: the time at which a file was added, renamed or removed.
+
+    A run that replaces an iteration renames a new file of each rank, so the version changes.
+    """
 
     def __init__(self, samples: Path) -> None:
         self._samples = samples
@@ -57,6 +68,7 @@ class IterationFolders:
         now = time.monotonic()
         if now - self._looked >= PERIOD:
             self._versions, self._looked = {}, now
+        # Ranks may still be writing the newest ones; of thousands of others the times are not read for each request.
         for iteration in iterations[-TAIL:]:
             self._versions.pop(iteration, None)
         versions: dict[int, int] = {}
@@ -71,7 +83,7 @@ class IterationFolders:
 
 
 class SampleIndex:
-    """Segments of a run's samples; a process builds those on disk once `start` was called."""
+    """Segments of a run's samples; after `start` a process builds the segments on disk."""
 
     def __init__(self, samples: Path) -> None:
         self._samples, self._folders = samples, IterationFolders(samples)
@@ -87,6 +99,7 @@ class SampleIndex:
         with self._lock:
             self._reload()
             versions = self._folders.versions()
+            # A run of few iterations never gets an index on disk.
             if (
                 self._builder is None
                 and len(_missing(versions, current_segments(self._stored.values(), versions))) > TAIL
@@ -109,7 +122,7 @@ class SampleIndex:
         return self._folders.iterations()
 
     def progress(self, segments: Iterable[Segment], first: int | None, last: int | None) -> dict[str, int]:
-        """Returns of a range of iterations `iterations`, their number, and `indexed`, how many are in segments."""
+        """Returns for a range `iterations`, their number, and `indexed`, how many are in segments; None: no bound."""
         known = set().union(*(segment.versions for segment in segments))
         wanted = [iteration for iteration in self.iterations() if _inside(iteration, first, last)]
         return {"iterations": len(wanted), "indexed": len(known.intersection(wanted))}
@@ -131,7 +144,7 @@ class SampleIndex:
                     table = read_iteration(self._samples / f"{iteration:06d}")
                     self._recent[key] = Segment.of({iteration: versions[iteration]}, table)
                 self._recent.move_to_end(key)
-                if time.monotonic() > deadline:
+                if time.monotonic() > deadline:  # after at least one, so that repeated requests come to an end
                     break
             recent = [self._recent[item] for item in missing.items() if item in self._recent]
             self._forget()
@@ -149,7 +162,7 @@ class SampleIndex:
 
 
 def stored_segments(folder: Path, known: dict[str, Segment]) -> dict[str, Segment]:
-    """Returns the segments of an index by name."""
+    """Returns the segments of an index by name; `known` ones are not opened again, damaged ones are left out."""
     try:
         names = sorted(entry.name for entry in folder.iterdir() if entry.name[0].isdecimal())
     except OSError:
@@ -163,6 +176,7 @@ def stored_segments(folder: Path, known: dict[str, Segment]) -> dict[str, Segmen
 
 def current_segments(segments: Iterable[Segment], versions: Versions) -> list[Segment]:
     """Returns the segments of which nothing has changed since; of segments with the same iterations the largest."""
+    # A merged segment and its parts are both there until the parts are deleted.
     current: list[Segment] = []
     known: set[int] = set()
     for segment in sorted(segments, key=lambda item: len(item.versions), reverse=True):
@@ -188,7 +202,7 @@ def _overlaps(segment: Segment, first: int | None, last: int | None) -> bool:
 
 
 def _writable(folder: Path) -> bool:
-    """Returns whether an index can be in a folder, which is created."""
+    """Returns whether an index can be written to a folder, which is created."""
     try:
         folder.mkdir(exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:

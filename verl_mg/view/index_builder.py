@@ -22,7 +22,7 @@ from verl_mg.view.rows import read_iteration
 from verl_mg.view.segments import Segment, Versions
 
 SEGMENT_BYTES = 2**26
-"""Text of a segment. More are fewer files; a resumed run builds the segments of what it replaces again."""
+"""Text of a segment. Larger ones are fewer files, but an iteration that is replaced builds its whole segment again."""
 SMALL_SEGMENTS = 8
 """Consecutive segments of less text that are merged into one."""
 SETTLED_SECONDS = 2.0
@@ -46,18 +46,20 @@ class IndexBuilder:
             if entry.is_dir() and entry.name not in self._stored:
                 shutil.rmtree(entry)
         known = set().union(*(item.versions for item in self._stored.values()))
+        # An iteration that some ranks are still writing would be built again for each of their files.
         settled = time.time_ns() - SETTLED_SECONDS * 1e9
         missing = [item for item, version in versions.items() if item not in known and version < settled]
         places = {iteration: place for place, iteration in enumerate(versions)}
         # Consecutive iterations only, so that segments do not overlap.
         for _, run in groupby(enumerate(missing), lambda pair: places[pair[1]] - pair[0]):
             iterations = [iteration for _, iteration in run]
+            # The newest iterations wait until there are more; a gap between segments is filled.
             if len(iterations) > TAIL or iterations[-1] < max(known, default=0):
                 self._add(iterations, versions)
         self._merge()
 
     def _add(self, iterations: Iterable[int], versions: Versions) -> None:
-        """Writes iterations into segments."""
+        """Writes iterations into segments of about SEGMENT_BYTES."""
         tables: dict[int, pa.Table] = {}
         size = 0
         for iteration in iterations:
@@ -92,6 +94,7 @@ class IndexBuilder:
         versions = {iteration: version for _, segment in merged for iteration, version in segment.versions.items()}
         table = pa.concat_tables([segment.table() for _, segment in merged])
         target = Segment.of(versions, table).write(self._folder)
+        # After the merged one is complete: readers find each iteration in at least one segment.
         for name, _ in merged:
             if name != target.name:
                 shutil.rmtree(self._folder / name)
@@ -100,7 +103,11 @@ class IndexBuilder:
 
 
 def follow(samples: Path, folder: Path) -> None:
-    """Builds an index and follows the run, until the parent process ends."""
+    """Builds an index and follows the run.
+
+    The loop waits for the lock, which another viewer may have, then looks for new iterations every PERIOD; it ends
+    when the parent process has ended, also by a kill: the process then has another parent.
+    """
     parent = os.getppid()
     pa.set_cpu_count(1)
     with (folder / "lock").open("w") as lock:

@@ -18,7 +18,7 @@ BANDS = ("range", "error")
 DIGITS = 8
 """Significant digits of values in an answer."""
 TINY = 1e-290
-"""Smaller numbers are not rounded."""
+"""Smaller numbers are not rounded: the power of ten that scales them would exceed the range of float64."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Metrics:
             more = True
             while more:
                 part = read_new_lines(self._file, self._place["file"], self._place["end"])
-                if part["begin"] == 0:
+                if part["begin"] == 0:  # another file, or the first part of this one
                     self._steps, self._values = {}, {}
                 for line in part["lines"]:
                     self._add(line)
@@ -82,6 +82,7 @@ class Metrics:
             )
 
     def _add(self, line: dict[str, Any]) -> None:
+        # `_shown` multiplies differences of steps by pixels, up to 8000: with these bounds the product fits into int64.
         step = line.get("step")
         if type(step) is not int or abs(step) >= 2**48:
             return
@@ -109,6 +110,7 @@ def smoothed(curve: Curve, weight: float) -> Curve:
 
 def points(curve: Curve, view: View) -> dict[str, list[Any]]:
     """Returns the `steps`, `values` and `smooth` values of a curve that the page shows."""
+    # Smoothed before points are chosen, so that the mean does not depend on the width of the page.
     smooth = smoothed(curve, view.smoothing)
     shown = _shown(curve.steps, [curve.values, smooth.values], view)
     return {
@@ -144,7 +146,11 @@ def band(curves: Sequence[Curve], view: View, kind: str) -> dict[str, list[Any]]
 
 
 def _shown(steps: np.ndarray, columns: Sequence[np.ndarray], view: View) -> np.ndarray:
-    """Returns which points are shown: of each pixel the first and last one, and the extremes of each column."""
+    """Returns the indices of the points that are shown: both ends, and of each pixel the extremes of each column.
+
+    Steps 0 to 9 with values 0 1 2 3 4 5 4 3 2 1 in two pixels: pixel 0 (0 to 4) has the extremes 0 and 4, pixel 1
+    (5 to 9) the extremes 5 and 1, so the points 0, 4, 5 and 9 remain.
+    """
     inside = np.ones(len(steps), bool)
     if view.first is not None:
         inside &= steps >= view.first
@@ -159,6 +165,7 @@ def _shown(steps: np.ndarray, columns: Sequence[np.ndarray], view: View) -> np.n
     for column in columns:
         known = np.isfinite(column[places])
         values, pixels, sources = column[places][known], pixel[known], places[known]
+        # Sorted by pixel, then value: the extremes of a pixel are next to the changes of the pixel.
         order = np.lexsort((values, pixels))
         change = np.flatnonzero(np.diff(pixels[order])) + 1
         if len(order):
@@ -170,13 +177,13 @@ def _shown(steps: np.ndarray, columns: Sequence[np.ndarray], view: View) -> np.n
 
 
 def every(curve: Curve, first: int, stride: int) -> dict[str, list[Any]]:
-    """Returns the `steps` and `values` of a curve at each `stride`-th step."""
+    """Returns the `steps` and `values` of a curve at each `stride`-th step from `first` on."""
     shown = (curve.steps >= first) & ((curve.steps - first) % stride == 0)
     return {"steps": curve.steps[shown].tolist(), "values": _rounded(curve.values[shown])}
 
 
 def _rounded(values: np.ndarray) -> list[float | None]:
-    """Returns numbers with DIGITS digits, None for those that are not finite."""
+    """Returns numbers with DIGITS digits, None for numbers that are not finite, which JSON does not have."""
     known = np.isfinite(values) & (np.abs(values) > TINY)
     exponent = np.zeros(len(values))
     exponent[known] = DIGITS - 1 - np.floor(np.log10(np.abs(values[known])))

@@ -62,7 +62,7 @@ def read_iteration(folder: Path) -> pa.Table:
                 agents = agents or holds_conversation(opened.metadata)
                 files.append(file)
         except (OSError, pa.ArrowException):
-            continue  # A resumed run replaces its files, and other files are still complete.
+            continue  # a resumed run replaces its files, and other files are still complete
     if not tables:
         return INDEXED.empty_table()
     table = pa.concat_tables(tables)
@@ -85,6 +85,7 @@ def _read(opened: pq.ParquetFile, rank: int) -> pa.Table:
     # The mask is the smallest column with one entry per token.
     columns["length"] = pc.subtract(pc.list_value_length(table["loss_mask"]), table["prompt_length"])
     columns |= {"rank": pa.array([rank] * len(table), pa.int32()), "row": pa.array(range(len(table)), pa.int32())}
+    # The separator keeps a search from finding a text that begins in the prompt and ends in the response.
     texts = [pc.utf8_lower(pc.fill_null(table[name].cast(pa.string()), "")) for name in _TEXTS]
     columns[TEXT] = pc.binary_join_element_wise(*texts, SEPARATOR)
     return pa.table(columns)
@@ -103,7 +104,11 @@ def _indexed(table: pa.Table) -> pa.Table:
 
 
 def read_excerpts(samples: Path, rows: Sequence[Mapping[str, Any]], terms: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yields excerpts of the prompt and the response of rows; nothing for a row whose file has been replaced."""
+    """Yields excerpts of the prompt and the response of rows; nothing for a row whose file has been replaced.
+
+    `rows` have IDENTITY, `rank` and `row`. An excerpt begins shortly before the first of the `terms` in lower case.
+    """
+    # By file, so that each is opened once.
     places: dict[tuple[int, int], list[Mapping[str, Any]]] = {}
     for row in rows:
         places.setdefault((row["iteration"], row["rank"]), []).append(row)
@@ -126,14 +131,14 @@ def _excerpts(
         if inside:
             table = opened.read_row_group(group, [*IDENTITY, *_TEXTS], use_threads=False)
             for row, stored in zip(inside, table.take([row["row"] - begin for row in inside]).to_pylist(), strict=True):
-                if all(row[name] == stored[name] for name in IDENTITY):
+                if all(row[name] == stored[name] for name in IDENTITY):  # the file may be newer than the index
                     texts = {name: excerpt(stored[name] or "", terms) for name in _TEXTS}
                     yield {name: row[name] for name in IDENTITY} | texts
         begin = end
 
 
 def excerpt(text: str, terms: Sequence[str]) -> str:
-    """Returns the part of a text that a list shows."""
+    """Returns the part of a text that a list shows, which begins shortly before the first of the terms."""
     lower = text.lower()
     first = min((place for term in terms if (place := lower.find(term)) >= 0), default=0)
     begin = first - BEFORE if first > 2 * BEFORE else 0

@@ -59,6 +59,7 @@ class Run:
 
     def _timeline_ends(self) -> list[int]:
         """Returns the first and the last iteration; [] without timelines."""
+        # Of the lowest rank only: the others have the same iterations.
         timelines = self._timelines()
         ends = first_and_last(timelines[min(timelines)]) if timelines else None
         return [line.get("iteration", 0) for line in ends] if ends else []
@@ -69,7 +70,7 @@ class Run:
 
 
 def _ranges(numbers: list[int]) -> list[list[int]]:
-    """Returns the first and the last of each range of consecutive numbers."""
+    """Returns the first and the last of each range of consecutive numbers: [[1, 3], [7, 7]] for 1, 2, 3, 7."""
     ranges: list[list[int]] = []
     for number in numbers:
         if ranges and number == ranges[-1][1] + 1:

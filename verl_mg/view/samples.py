@@ -66,7 +66,7 @@ def _excerpt(name: str) -> pc.Expression:
 
 
 class Samples:
-    """Samples in a folder `samples/`, which may not exist yet."""
+    """Samples in a folder `samples/`, which may not exist yet; used by all threads of the server."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -75,7 +75,7 @@ class Samples:
         self._searches: OrderedDict[tuple[Any, ...], Search] = OrderedDict()
 
     def facets(self, first: int | None, last: int | None) -> dict[str, Any]:
-        """Returns the sources and finish reasons of a range of iterations, and whether the last has conversations."""
+        """Returns `source` and `finish`, the texts in a range of iterations, and whether the last has conversations."""
         texts: dict[str, set[str]] = {"source": set(), "finish": set()}
         segments = self.index.segments(first, last)
         within = Query(first=first, last=last)
@@ -114,6 +114,7 @@ class Samples:
     def _search(self, query: Query) -> Search:
         """Returns the search of a query; as long as its segments are the same, the one of an earlier call."""
         segments = self.index.segments(query.first, query.last)
+        # A kept search refers to its segments, so no other segment can have one of these ids.
         key = (query.selection(), query.descending, *map(id, segments))
         search = self._searches.pop(key, None) or Search(segments, query)
         self._searches[key] = search
@@ -140,7 +141,10 @@ class Samples:
         return self._row(iteration, call, sample_id, lambda field: field.name != COLUMN)
 
     def conversation(self, iteration: int, call: int, sample_id: int) -> dict[str, Any] | None:
-        """Returns a sample without its token columns, and the conversation of its trajectory; None without one."""
+        """Returns a sample without its token columns, and the conversation of its trajectory; None without one.
+
+        `conversation` has `turns`, `segments`, `log` and `error`; `rows` are the recorded rows of the trajectory.
+        """
         # A row has hundreds of thousands of tokens, which the conversation does not need.
         sample = self._row(iteration, call, sample_id, lambda f: f.name != COLUMN and not pa.types.is_list(f.type))
         if sample is None:
@@ -165,7 +169,7 @@ class Samples:
         return None
 
     def _listed(self, iteration: int, condition: pc.Expression) -> pa.Table:
-        """Returns rows of an iteration with what a list shows of them, in any order."""
+        """Returns rows of an iteration with the columns of a list, in any order."""
         columns = _columns(BRIEF) | {name: _excerpt(name) for name in ("prompt", "response")}
         table = self._scan(iteration, iteration, columns, condition)
         return join_counts(table, self._files(iteration, iteration))

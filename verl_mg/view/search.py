@@ -1,4 +1,10 @@
-"""Searches of samples: the rows that match a query, found bit by bit where texts have to be read, and pages of them."""
+"""Searches of samples: the rows that match a query, and pages of them.
+
+    Query --> rows by numbers and names: one pass over the mapped columns of each segment
+          --> texts: signatures (which blocks may match) --> rows of these blocks --> blocks are read, step by step
+
+A request reads blocks for a limited time and shows the matches so far; the next one continues with the same `Search`.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +85,7 @@ class Query:
         return tuple(getattr(self, field.name) for field in fields(self) if field.name not in _PAGING)
 
     def rows(self, segment: Segment) -> np.ndarray | None:
-        """Returns the rows of a segment that match, in order, texts aside; None for all."""
+        """Returns the rows of a segment that match everything but the text, in order; None for all."""
         conditions: list[np.ndarray] = []
         for bound, name in (("", "iteration"), ("reward", "reward"), ("length", "length"), ("turns", "agent_turns")):
             low, high = (
@@ -91,6 +97,7 @@ class Query:
                 conditions.append(segment.column(name) >= low)
             if high is not None:
                 conditions.append(segment.column(name) <= high)
+            # NOTHING is -1: without a lower bound, samples without an agent would match.
             if name == "agent_turns" and not low and high is not None:
                 conditions.append(segment.column(name) != NOTHING)
         for name in ("call", "group", "prompt_id"):
@@ -99,6 +106,7 @@ class Query:
         for name in ("finish", "source"):
             if (value := getattr(self, name)) is not None:
                 names = segment.names(name)
+                # The number of names is the place of none: no row matches a name that the segment does not have.
                 conditions.append(segment.column(name) == (names.index(value) if value in names else len(names)))
         if self.agent is not None:
             failed = segment.column("agent_error") >= 0
@@ -116,6 +124,7 @@ class Search:
     def __init__(self, segments: Sequence[Segment], query: Query) -> None:
         self.segments, self._query = segments, query
         self.terms = query.terms()
+        # With a text nothing matches until its blocks have been read.
         self._matches = [np.zeros(0, np.int32) if self.terms else query.rows(item) for item in segments]
         self._reading: tuple[int, list[int]] = -1, []
         self._steps = self._read_texts() if self.terms else iter(())
@@ -123,7 +132,7 @@ class Search:
         """Share of the segments whose texts have been read."""
 
     def advance(self, seconds: float) -> None:
-        """Reads texts for about so long, or until all have been read."""
+        """Reads texts for about `seconds`, or until all have been read."""
         deadline = time.monotonic() + seconds
         for _ in self._steps:
             if time.monotonic() > deadline:
@@ -138,6 +147,7 @@ class Search:
             place = len(self.segments) - 1 - number if self._query.descending else number
             segment = self.segments[place]
             self._reading = place, []
+            # The signatures first: most segments have no block with a rare text, and their columns are not read.
             blocks = segment.blocks_with(terms, None)
             rows = self._query.rows(segment) if len(blocks) else None
             selected = np.ones(len(segment), bool)
@@ -152,7 +162,7 @@ class Search:
             self._matches[place] = np.sort(np.asarray(self._reading[1], np.int32))
 
     def page(self, query: Query) -> tuple[int, list[dict[str, Any]]]:
-        """Returns the number of matching rows so far, and a page of them with the columns of the index."""
+        """Returns the number of matching rows so far, and the page of them that `query` selects, with all columns."""
         matches = [self._of(place) for place in range(len(self.segments))]
         counts = [len(item) if rows is None else len(rows) for item, rows in zip(self.segments, matches, strict=True)]
         bounds = np.cumsum([0, *counts])
@@ -199,12 +209,14 @@ class Search:
 def _page(key: np.ndarray, descending: bool, offset: int, limit: int) -> np.ndarray:
     """Returns the positions of a page of a sorted list; equal ones keep their order, missing ones (NaN) are last.
 
-    Without sorting the list: 10 million values take about a tenth of the time.
+    Without sorting the list: 10 million values take about a tenth of the time. Only the values between the first and
+    the last one of the page, which a partition finds, are sorted. Example: 5 3 9 1 7, offset 1, limit 2, ascending:
+    the sorted list is 1 3 5 7 9, the page has the values 3 5, at the positions 1 0.
     """
     end = min(offset + limit, len(key))
     if offset >= end:
         return np.zeros(0, np.int64)
-    if descending:
+    if descending:  # equal ones are in reverse order then
         positions = len(key) - 1 - _page(-key[::-1], False, offset, limit)
         return positions
     if (key[1:] >= key[:-1]).all():

@@ -31,6 +31,8 @@ def _flatten(prefix: str, tree: dict[str, Any]) -> list[tuple[str, Any]]:
 
 def groups_of(configurations: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns groups of runs with the same configuration: `runs`, their numbers; `differs`, their values of other keys.
+
+    A run without a readable configuration is a separate group.
     """
     groups: list[tuple[dict[str, Any], list[int]]] = []
     for number, configuration in enumerate(configurations):

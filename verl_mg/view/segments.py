@@ -39,7 +39,11 @@ Versions = Mapping[int, int]
 
 
 class Segment:
-    """Rows of some iterations in the order of iteration, call and sample id."""
+    """Rows of some iterations in the order of iteration, call and sample id.
+
+    `versions` are of its iterations; `block_ends` the end of each block of texts, in rows. A segment in memory has no
+    `signatures`, so a search reads each of its blocks.
+    """
 
     def __init__(
         self,
@@ -55,7 +59,8 @@ class Segment:
 
     @classmethod
     def of(cls, versions: Versions, table: pa.Table) -> Segment:
-        """Returns a segment in memory."""
+        """Returns a segment in memory; `table` has the columns `rows.INDEXED`."""
+        # One chunk each, so that a column is a NumPy array without a copy.
         table = table.unify_dictionaries().combine_chunks()
         texts = table[TEXT].combine_chunks()
         ends = _block_ends(texts)
@@ -75,12 +80,13 @@ class Segment:
         return cls(versions, rows, texts, about["block_ends"], signatures)
 
     def write(self, folder: Path) -> Path:
-        """Writes a segment that is in memory; returns its folder."""
+        """Writes a segment that is in memory into the folder of an index; returns its own folder."""
         versions = {str(iteration): version for iteration, version in self.versions.items()}
         about = {"format": FORMAT, "versions": versions, "block_ends": list(self._block_ends)}
+        # With a version in its name: a segment of a replaced iteration is another folder, not a changed one.
         target = folder / f"{self.first:06d}-{self.last:06d}-{max(self.versions.values()):x}"
         partial = folder / f".{target.name}.partial"
-        for leftover in (partial, target):
+        for leftover in (partial, target):  # of a builder that was killed
             shutil.rmtree(leftover, ignore_errors=True)
         partial.mkdir()
         rows = self.rows.replace_schema_metadata({_METADATA: json.dumps(about).encode()})
@@ -102,7 +108,7 @@ class Segment:
         return self.rows.num_rows
 
     def column(self, name: str) -> np.ndarray:
-        """Returns the numbers of a column, without a copy; of names their places in `names`."""
+        """Returns the numbers of a column, without a copy; for names their places in `names`, -1 for none."""
         column = self.rows[name]
         chunk = column.chunk(0) if column.num_chunks else pa.array([], column.type)
         if pa.types.is_dictionary(chunk.type):
@@ -116,7 +122,7 @@ class Segment:
         return list(column.chunk(0).dictionary.to_pylist()) if column.num_chunks else []
 
     def text_bytes(self) -> int:
-        """Returns the size of its texts, rounded up to blocks."""
+        """Returns the size of its texts, by the number of blocks."""
         return len(self._block_ends) * BLOCK_BYTES
 
     def table(self) -> pa.Table:
@@ -125,7 +131,7 @@ class Segment:
         return self.rows.append_column(TEXT, texts)
 
     def blocks_with(self, terms: Sequence[bytes], rows: np.ndarray | None) -> np.ndarray:
-        """Returns the blocks that may contain all terms, in order."""
+        """Returns the blocks that may contain all terms, in lower case, and at least one of `rows` (in order)."""
         ends = np.asarray(self._block_ends)
         possible = np.ones(len(ends), bool)
         if self._signatures is not None:
@@ -154,6 +160,7 @@ class Segment:
 
 def _rows_with(content: bytes, ends: Sequence[int], term: bytes) -> Iterator[int]:
     """Yields the texts with a term, of texts that follow each other and have these ends."""
+    # A hit that crosses the end of a text is in neither of the two.
     place = content.find(term)
     while place >= 0:
         row = bisect_right(ends, place)

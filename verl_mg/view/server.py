@@ -1,5 +1,10 @@
 """HTTP server of the page: files of the package, and JSON read from the folders of runs.
 
+    main thread             view --> serve_forever: accepts connections, until Ctrl-C or SIGTERM
+    thread per connection   do_GET --> _check_host --> file of the page, or
+                            /api/NAME --> Run --> Metrics (lock), Samples (lock), SampleIndex (lock)
+    process per run         index_builder, started by `view` where the run has many iterations, ended by `server_close`
+
 A request names a run by its position on the command line and an iteration by its number, never by a path.
 """
 
@@ -58,8 +63,8 @@ class _RequestError(Exception):
 
 
 def view(folders: list[Path], host: str, port: int) -> None:
-    """Serves the page until Ctrl-C or SIGTERM."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    """Serves the page of some runs until Ctrl-C or SIGTERM; port 0 is a free one."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # by an exception, so that the index builders are ended
     with Viewer([Run(folder) for folder in folders], host, port) as viewer:
         for run in viewer.runs:
             run.metrics.update()
@@ -76,13 +81,14 @@ def view(folders: list[Path], host: str, port: int) -> None:
 class Viewer(ThreadingHTTPServer):
     """The HTTP server; it listens when it is constructed, and `serve_forever` handles requests."""
 
-    daemon_threads = True
+    daemon_threads = True  # a browser keeps connections open, which must not delay the end
 
     def __init__(self, runs: list[Run], host: str = "127.0.0.1", port: int = 0) -> None:
         self.runs = runs
-        if len({run.name for run in runs}) < len(runs):
+        if len({run.name for run in runs}) < len(runs):  # such as a/output and b/output
             for run in runs:
                 run.name = f"{run.folder.resolve().parent.name}/{run.name}"
+        # Read once: a path in a request can name nothing but one of these files.
         self.page = {
             file.name: file.read_bytes()
             for file in resources.files("verl_mg.view").joinpath("page").iterdir()
@@ -103,7 +109,7 @@ class Viewer(ThreadingHTTPServer):
         return f"http://[{host!s}]:{port}/" if ":" in str(host) else f"http://{host!s}:{port}/"
 
     def server_close(self) -> None:
-        """Closes the port, and ends what builds the indexes of samples."""
+        """Closes the port, and ends the processes that build the indexes of samples."""
         super().server_close()
         for run in self.runs:
             run.samples.index.close()
@@ -123,6 +129,7 @@ def _is_loopback(host: str) -> bool:
 
 class _Handler(BaseHTTPRequestHandler):
     server: Viewer
+    # A connection serves several requests, and an idle one gives its thread back after the time limit in seconds.
     protocol_version = "HTTP/1.1"
     timeout = 60
 
@@ -147,7 +154,7 @@ class _Handler(BaseHTTPRequestHandler):
         url = _split(self.path)
         if url.path.startswith("/api/"):
             content = _api(self.server.runs, url.path.removeprefix("/api/"), dict(parse_qsl(url.query)))
-            return JSON, json.dumps(content, allow_nan=False).encode()
+            return JSON, json.dumps(content, allow_nan=False).encode()  # a browser cannot parse NaN
         name = url.path.removeprefix("/") or "index.html"
         if name not in self.server.page:
             raise _RequestError(404, f"no {name}")
@@ -190,7 +197,7 @@ def _number(parameters: Parameters, name: str, kind: type, default: Any = None) 
         value = kind(parameters[name]) if name in parameters else default
     except ValueError:
         raise _RequestError(400, f"{name}={parameters[name]}: not a number") from None
-    if isinstance(value, int) and abs(value) >= 2**63:
+    if isinstance(value, int) and abs(value) >= 2**63:  # columns are int64
         raise _RequestError(400, f"{name}={value}: too large")
     return value
 
@@ -251,6 +258,7 @@ def _facets(run: Run, parameters: Parameters) -> Any:
 
 
 def _samples(run: Run, parameters: Parameters) -> Any:
+    # The fields of `Query` are the parameters; their annotations are texts, such as "int | None".
     kinds = {"int": int, "float": float, "str": str}
     arguments: dict[str, Any] = {}
     for field in fields(Query):

@@ -24,7 +24,7 @@ def run_name(config: Config) -> str:
 
 
 def build_trackers(title: str, config: Config, timer: PhaseTimer, first_step: int = 0) -> list[RetryingTracker]:
-    """Opens the trackers of a job; called on one rank."""
+    """Opens the trackers of a job; called on one rank. `first_step` is 0 in a new run, for the evaluation before it."""
     output = config.job.output
     run = RunInfo(
         folder=output,

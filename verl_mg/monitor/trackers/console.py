@@ -25,7 +25,10 @@ PHASE_WIDTH = 17
 
 
 class ConsoleTracker:
-    """Shows a progress bar with the phase and headline metrics, or one plain line per step without a terminal."""
+    """Shows a progress bar with the phase and headline metrics, or one plain line per step without a terminal.
+
+    A thread of rich draws the bar four times a second, from the timer's phase and the values of the last `log`.
+    """
 
     def __init__(
         self,
@@ -65,7 +68,7 @@ class ConsoleTracker:
             self._latest |= metrics
             headline = self._headline(self._latest)
             self._progress.update(self._task, completed=step, headline=headline, refresh=True)
-        else:
+        else:  # a line is about its step only
             headline = self._headline(metrics)
             count = f"step {step:>{len(str(self._total))}}/{self._total}"
             self._print("  ".join(filter(None, [count, headline, self._times()])))
@@ -85,6 +88,7 @@ class ConsoleTracker:
         return text if left is None else f"{text}  eta {format_seconds(left)}"
 
     def _print(self, line: str) -> None:
+        # In a log file a line must not be wrapped, and names in brackets are not markup.
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -29,7 +29,7 @@ class JsonlTracker:
         line = {"step": step} | {name: _finite_or_none(value) for name, value in metrics.items()}
         data = (json.dumps(line, allow_nan=False) + "\n").encode()
         written = self._file.write(data)
-        if written < len(data):
+        if written < len(data):  # a part of a line would make the next one unreadable
             self._file.truncate(self._file.tell() - written)
             raise OSError("no space left for a line")
 
@@ -43,6 +43,7 @@ class TensorBoardTracker:
     def __init__(self, folder: str | Path, first_step: int | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        # TensorBoard then hides the steps from there on in existing files.
         self._writer = SummaryWriter(str(folder), purge_step=first_step)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -64,6 +65,7 @@ class EvaluationTable:
         self._path = Path(path)
         self._columns: list[str] = []
         if first_step is not None and self._path.exists():
+            # A killed run may leave a row without its end, and rows of iterations that are repeated.
             head, rule, *rows = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
             self._columns = _cells(head)[1:]
             kept = [row for row in rows if row.endswith("\n") and int(_cells(row)[0]) < first_step]

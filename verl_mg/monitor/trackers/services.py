@@ -46,7 +46,7 @@ class RunInfo:
         return json.loads(file.read_text(encoding="utf-8")).get(service) if file.exists() else None
 
     def keep_id(self, service: str, identity: str) -> str:
-        """Saves the id of this run in a service, and returns it."""
+        """Saves the id of this run in a service for a resumed run, and returns it."""
         file = self.folder / IDS
         ids = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         partial = file.with_name(file.name + ".new")
@@ -95,7 +95,7 @@ class MlflowTracker:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         if "MLFLOW_TRACKING_URI" not in os.environ:
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # newer versions refuse a folder without it
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
 
@@ -166,7 +166,7 @@ def check_services(names: Sequence[str]) -> None:
 
 
 def _flat(tree: dict[str, Any], before: str = "") -> list[tuple[str, str]]:
-    """Returns (key, value) of all leaves, with keys a.b.c, cut to MLflow's limits."""
+    """Returns (key, value) of all leaves, with keys a.b.c; values have at most the length that MLflow permits."""
     pairs = []
     for key, value in tree.items():
         below = isinstance(value, dict) and value

@@ -1,4 +1,12 @@
-"""The interface of trackers, and the wrapper that keeps a failing tracker from stopping the training."""
+"""The interface of trackers, and the wrapper that keeps a failing tracker from stopping the training.
+
+    not open --- opened ---> open: each step is logged when it arrives
+       |                        |
+       +------ exception -------+---> pause: steps wait in `_missed`; the next `log` after it tries again,
+                                      with the oldest step first
+
+There is no thread: a call of a tracker blocks the training as long as the tracker waits, hence the growing pause.
+"""
 
 from __future__ import annotations
 
@@ -66,6 +74,7 @@ class RetryingTracker:
 
     def log(self, step: int, metrics: dict[str, float], samples: SampleTable | None = None) -> None:
         """Logs the step, and missed ones, unless a failure was recent."""
+        # A copy, since the step may be logged much later.
         self._missed.append((step, dict(metrics), samples))
         if time.monotonic() >= self._not_before:
             self._flush()
@@ -93,7 +102,7 @@ class RetryingTracker:
                 if samples is not None and isinstance(self._tracker, SampleTracker):
                     self._tracker.log_samples(step, samples)
                 self._missed.popleft()
-        except Exception as error:
+        except Exception as error:  # a service may raise anything, and training continues
             self._warn(error)
             now = time.monotonic()
             self._not_before = now + max(self._retry_after, PAUSE_FACTOR * (now - started))

@@ -20,7 +20,7 @@ Options = TypeVar("Options")
 
 
 class AgentError(Exception):
-    """An agent, or its environment, that failed; the message is one line."""
+    """Failure of an agent or its environment; the message is one line."""
 
     def __str__(self) -> str:
         return " ".join(super().__str__().split())
@@ -41,7 +41,7 @@ class Session:
     base_url: str
     """URL for clients of OpenAI, with `/v1`."""
     api_key: str
-    """Key for this session alone."""
+    """Key of this session; no other session accepts it."""
     messages: list[dict[str, Any]]
     """Messages of the prompt."""
     options: dict[str, Any]
@@ -66,7 +66,7 @@ Agent = Callable[[Session, Sample], Awaitable[Any]]
 
 
 def read_options(kind: type[Options], options: Mapping[str, Any]) -> Options:
-    """Makes a dataclass from `rollout.agent_options`."""
+    """Makes a dataclass from `rollout.agent_options`; UserError for an unknown, missing or wrongly typed option."""
     known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
     if unknown := [name for name in options if name not in known]:
         raise UserError(f"rollout.agent_options.{unknown[0]}: unknown. Use {', '.join(known)}.")

@@ -18,12 +18,15 @@ class ToolCall:
     name: str
     """Name of the tool."""
     arguments: str
-    """Arguments as JSON text."""
+    """Arguments as JSON text, which may be malformed."""
 
 
 @dataclass(frozen=True)
 class Call:
     """A request of an agent for one reply.
+
+        Call(messages=({"role": "user", "content": "2+3?"},), model="policy", max_tokens=64)
+        Reply.message: {"role": "assistant", "content": "5", "reasoning_content": "2 and 3 are 5"}
 
     Sampling parameters of the agent are not part of it: the policy samples as the job's configuration says, or training
     would compute other log-probabilities.
@@ -42,7 +45,7 @@ class Call:
     stop: tuple[str, ...] = ()
     """Texts at which the reply ends."""
     images: Mapping[str, Image] = field(default_factory=dict)
-    """Images of the session by their keys, those of the messages among them."""
+    """All images of the session by their keys, also those in `messages`."""
 
     @property
     def shown_images(self) -> RowImages:
@@ -72,7 +75,7 @@ class ReplyToken:
     id: int
     """Token id."""
     text: str
-    """Text of the token alone."""
+    """Text of the token, decoded without its neighbours."""
     logprob: float
     """Log-probability in nats, after temperature scaling."""
 
@@ -94,7 +97,7 @@ class Reply:
     prompt_tokens: int
     """Number of tokens in front of the reply."""
     cached_tokens: int
-    """Number of these that were kept from earlier turns of the session."""
+    """Number of these tokens that were kept from earlier turns of the session."""
     stopped: str | None = None
     """Text of `Call.stop` or `rollout.stop` that ended the reply."""
 
@@ -113,7 +116,11 @@ class Reply:
 
 
 class RequestError(Exception):
-    """A request that cannot be answered, for a reason that its sender can change."""
+    """A request that cannot be answered.
+
+    `status` is 400 to 499, 500 for an error of our own, or 503 while nothing can be generated. `message` is one line
+    with the remedy, `param` the wrong field, `code` the name of the error in OpenAI's API.
+    """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)

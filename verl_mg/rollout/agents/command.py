@@ -36,7 +36,9 @@ from verl_mg.sandbox.supervisor import Visible
 from verl_mg.sandbox.temporary import temporary_folder
 
 INSIDE = "/agent"
+"""Path of the command's folder in the sandbox."""
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+# A program of the policy may have written these: each bounds the memory that its output takes.
 REWARD_BYTES, ERROR_CHARACTERS, LINE_CHARACTERS = 1 << 20, 300, 1 << 16
 HTTP_PORT = 80
 
@@ -77,7 +79,11 @@ async def run_command(
     *,
     timeout: float,
 ) -> Result:
-    """Runs a command line as the agent of a sample, with `session.options` as `CommandOptions`."""
+    """Runs a command line as the agent of a sample, with `session.options` as `CommandOptions`.
+
+    After `timeout` seconds everything that it has started is killed and TimeoutError raised; AgentError where it fails
+    or its reward cannot be read.
+    """
     options = read_options(CommandOptions, session.options)
     async with temporary_folder("agent-") as temporary:
         folder = temporary / "agent"
@@ -113,7 +119,10 @@ async def run_logged(
     options: CommandOptions,
     timeout: float,
 ) -> tuple[int, str]:
-    """Runs a command that can reach the policy, with its output in the sample's log."""
+    """Runs a command that can reach the policy, with its output in the sample's log.
+
+    `directory` is its working directory as the command sees it. Returns the exit code and the last line of the output.
+    """
     url = urlsplit(session.base_url)
     endpoint = (url.hostname or "127.0.0.1", url.port or HTTP_PORT)
     with OutputLog(session.log) as log:
@@ -122,6 +131,7 @@ async def run_logged(
             folder=folder,
             directory=directory,
             environment={
+                # In the sandbox the relay listens at the same port of the loopback interface.
                 **endpoint_variables(session, f"127.0.0.1:{endpoint[1]}" if isolated() else None),
                 **environment,
                 **options.variables(),
@@ -136,7 +146,10 @@ async def run_logged(
 
 
 def read_reward(file: Path) -> float | dict[str, Any] | None:
-    """Reads a reward that a program wrote: a number, or an object with "reward"; None where there is no file."""
+    """Reads a reward that a program wrote: a number, or an object with "reward"; None where there is no file.
+
+    AgentError where the file has something else.
+    """
     content = read_untrusted_file(file)
     if content is None:
         return None
@@ -152,7 +165,8 @@ def read_reward(file: Path) -> float | dict[str, Any] | None:
 
 
 def read_untrusted_file(file: Path) -> bytes | None:
-    """Reads a file that a program wrote, up to 1 MiB of it; None where there is none."""
+    """Reads a file that a program wrote, up to REWARD_BYTES of it; None where there is none."""
+    # In place of the file a program may have left a link to any file of this machine, or a pipe, which blocks `open`.
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -168,7 +182,7 @@ def read_untrusted_file(file: Path) -> bytes | None:
 
 
 def write_sample(file: Path, session: Session, sample: Sample, show_answer: bool) -> None:
-    """Writes the sample as JSON for a command: prompt, messages, record."""
+    """Writes the sample as JSON for a command: prompt, messages, record, and the answer only if it may show it."""
     content: dict[str, Any] = {"prompt": sample.prompt, "messages": session.messages}
     if show_answer:
         content |= {"answer": sample.answer, "record": sample.record}
@@ -194,7 +208,7 @@ def _shows(value: Any, answer: str | None) -> bool:
 
 
 def endpoint_variables(session: Session, address: str | None = None) -> dict[str, str]:
-    """Returns the variables by which clients of both APIs find the policy."""
+    """Returns the variables by which clients of both APIs find the policy; `address` replaces host and port."""
     urls = (urlsplit(url) for url in (session.base_url, session.anthropic_base_url))
     openai, anthropic = ((url._replace(netloc=address) if address else url).geturl() for url in urls)
     return {
@@ -221,17 +235,17 @@ class OutputLog:
 
     def add(self, piece: bytes) -> None:
         """Adds a piece of the output, which may end within a line or a character."""
+        # Whole lines, since the log ends each text that it is given with a line break.
         text = self._decoder.decode(piece)
         self._end = (self._end + text)[-4 * ERROR_CHARACTERS :]
         lines, newline, self._line = (self._line + text).rpartition("\n")
         if newline:
             self._write(lines + newline)
-        if len(self._line) > LINE_CHARACTERS:
+        if len(self._line) > LINE_CHARACTERS:  # a program may write without line breaks
             self._write(self._line)
             self._line = ""
 
     def __enter__(self) -> OutputLog:
-        """Returns itself."""
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,10 +1,14 @@
 """Engine whose samples are made by agents.
 
-    rank's thread     submit, collect, abort                requests of agents to the inner engine, and their replies
-    server's thread   HTTP, messages to tokens and back
-    agents' thread    the functions of the user
+    thread "agents"                    thread "agent-server"               rank's thread, in `collect`
+    (functions of the user)            (messages to tokens and back)       (submits to the inner engine)
 
-A sample is complete when its agent has returned and none of its requests is in the inner engine.
+    _start: agent -------- HTTP -----> _generate: _Turn ---- _events ----> _handle: engine.submit
+                                       await turn.reply <--- its loop ---- _resolve: engine.collect
+    _return: Sample ---------------------------------------- _events ----> _handle: _returned --> _finish: _done
+
+A sample is complete when its agent has returned and none of its requests is in the inner engine. `abort` may come from
+any thread; it cancels the agents' tasks, whose samples then come back as aborted.
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ LONGEST_GATHER_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class _Turn:
-    """A request of an agent, for the inner engine."""
+    """A request of an agent for the inner engine, and the future for its reply, which belongs to the server's loop."""
 
     sample_id: int
     request: Request
@@ -51,14 +55,15 @@ class _Turn:
             self.loop.call_soon_threadsafe(self._set, sample)
 
     def _set(self, sample: Sample) -> None:
-        if not self.reply.done():
+        if not self.reply.done():  # the request's task may have been cancelled
             self.reply.set_result(sample)
 
 
 class AgentEngine(EngineWrapper):
     """Wrapper around an engine: each request starts an agent, whose conversation is the sample.
 
-    An aborted sample begins again: what an agent has done outside cannot be continued.
+    An aborted sample begins again: the effects of an agent outside the job cannot be continued. `concurrency` limits
+    the agents that run at the same time; with None they are as many as the engine has free slots.
     """
 
     continues_aborted = False
@@ -84,9 +89,9 @@ class AgentEngine(EngineWrapper):
         self._cancelled: set[int] = set()
         """Samples whose agents are to be aborted."""
         self._tasks: dict[int, asyncio.Task[Sample]] = {}
-        """Used in the agents' thread alone."""
+        """Used only in the agents' thread."""
         self._returned: dict[int, Sample] = {}
-        """Samples whose agents have returned, with requests still in the inner engine."""
+        """Samples whose agents have returned; some have requests still in the inner engine."""
         self._done: list[Sample] = []
         # `abort` may come from another thread, between any two steps of `collect`.
         self._lock = threading.RLock()
@@ -101,6 +106,7 @@ class AgentEngine(EngineWrapper):
     def num_free_slots(self) -> int:
         """Returns how many more agents may run."""
         if self._concurrency is None:
+            # Each agent counts as one slot, also while it has no request in the engine.
             return self._engine.num_free_slots() + len(self._turns) - len(self._agents)
         return self._concurrency - len(self._agents)
 
@@ -116,11 +122,16 @@ class AgentEngine(EngineWrapper):
             self._loop.call_soon_threadsafe(self._start, request, sampling)
 
     def collect(self, timeout: float) -> list[Sample]:
-        """Returns samples whose agents have returned; moves requests to the engine and replies to the agents."""
+        """Returns samples whose agents have returned; moves requests to the engine and replies to the agents.
+
+        The loop consumes `_events` and the engine's replies, waits in the engine while it generates and in `_events`
+        otherwise, and ends with a complete sample, without agents, or at the time limit.
+        """
         deadline = time.monotonic() + timeout
         while True:
             self._check()
             left = max(deadline - time.monotonic(), 0.0)
+            # While the engine generates it is polled, so that new requests join its batch within POLL_SECONDS.
             self._receive(0.0 if self._turns else left)
             if self._turns:
                 for sample in self._engine.collect(min(left, POLL_SECONDS)):
@@ -144,6 +155,7 @@ class AgentEngine(EngineWrapper):
         self._loop.call_soon_threadsafe(self._cancel, running)
 
     def _run_agents(self) -> None:
+        # Runs the tasks of `_start` until the process ends; a daemon thread, since the code of a user may not return.
         try:
             self._loop.run_forever()
         except BaseException as error:  # such as SystemExit in a task that an agent has started
@@ -162,7 +174,7 @@ class AgentEngine(EngineWrapper):
         del self._tasks[sample_id]
         if task.cancelled():
             self._events.put(Sample(sample_id, (), (), (), "abort"))
-        elif (error := task.exception()) is not None:  # our own: those of agents are in the sample
+        elif (error := task.exception()) is not None:  # our own: an agent's error is part of its sample
             self._fail(error)
         else:
             self._events.put(task.result())
@@ -196,11 +208,12 @@ class AgentEngine(EngineWrapper):
             elif event.sample_id in self._agents - self._cancelled:
                 self._turns[event.request.id] = event
                 submitted.setdefault(event.sampling, []).append(event.request)
-            else:
+            else:  # it was on its way when its sample was aborted
                 event.resolve(Sample(event.request.id, (), (), (), "abort"))
         for sampling, requests in submitted.items():
             self._engine.submit(requests, sampling)
         if self._returned:
+            # An agent may return without waiting for all of its requests; their replies are no part of the sample.
             left = [number for number, turn in self._turns.items() if turn.sample_id in self._returned]
             if left:
                 self._engine.abort_samples(left)
@@ -223,6 +236,7 @@ class AgentEngine(EngineWrapper):
             self._done.append(self._returned.pop(i))
 
     def _fail(self, error: BaseException) -> None:
+        # In the server's or the agents' thread; the next `collect` raises it in the rank's.
         self._error = error
 
     def _check(self) -> None:
@@ -233,5 +247,5 @@ class AgentEngine(EngineWrapper):
 
 
 def _turn_seed(seed: int, number: int) -> int:
-    """Returns the seed of a reply."""
+    """Returns the seed of the `number`-th reply of a sample, 63 bits."""
     return int.from_bytes(hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=8).digest()) >> 1

@@ -8,6 +8,16 @@ and renders what is new:
               its tokens stay, whether or not the template would write them in the same way
     rewritten a reply that the template now renders differently than before, such as one whose reasoning it drops:
               a new segment begins, which repeats the tokens in front of that reply
+
+Example with one token per word. The policy (version 7) answers `<u> 2+3? <end> <a>`, tokens 1 2 3 4, with
+`[think] 5 <end>`, tokens 5 6 3. The agent then asks `sure?` (7), and version 8 answers `yes <end>` (8 3):
+
+    template keeps the reasoning: one segment                   kept = 7
+        tokens    1  2  3  4  5  6  3  1  7  3  4  8  3
+        versions -1 -1 -1 -1  7  7  7 -1 -1 -1 -1  8  8         -1 is NOT_GENERATED, with log-probability 0
+    template drops it: the first segment ends after 5 6 3, the second has prefix_of 0, prefix_length 4, kept = 4
+        tokens    1  2  3  4  6  3  1  7  3  4  8  3
+        versions -1 -1 -1 -1 -1 -1 -1 -1 -1 -1  8  8            the context trains in the first segment only
 """
 
 from __future__ import annotations
@@ -32,8 +42,6 @@ from verl_mg.rollout.trajectory import MAX_SEGMENTS, NOT_GENERATED, Segment
 
 @dataclass
 class _GrowingSegment:
-    """A segment to which replies are added."""
-
     number: int
     tokens: list[int]
     logprobs: list[float]
@@ -52,7 +60,7 @@ class _GrowingSegment:
 
 @dataclass(frozen=True)
 class _Rendered:
-    """Beginning of a rendered conversation, by its length and a digest instead of its text."""
+    """Beginning of a rendered conversation, without its text: every known reply has two of them."""
 
     length: int
     digest: bytes
@@ -67,13 +75,13 @@ class _Rendered:
 
 @dataclass(frozen=True)
 class _KnownReply:
-    """A reply, with the tokens in front of it and its own."""
+    """A reply, and where it is in its segment."""
 
     segment: _GrowingSegment
     prompt: _Rendered
     """Conversation in front of the reply."""
     whole: _Rendered
-    """The same, and the reply as it was generated."""
+    """Conversation with the reply as it was generated."""
     prompt_length: int
     """Tokens of the segment in front of the reply."""
     length: int
@@ -95,7 +103,7 @@ class Context:
     kept: int
     """Number of these that are known from earlier requests."""
     new_messages: tuple[dict[str, Any], ...]
-    """Messages behind those of earlier requests and their replies."""
+    """Messages that no earlier request or reply has."""
     segment: _GrowingSegment | None
     """Segment whose first tokens are kept."""
     rendered: str
@@ -107,22 +115,26 @@ class Context:
 
 
 class ConversationHistory:
-    """Segments of a session; used in one thread. Replies may be added in another order than they were requested in."""
+    """Segments of a session; used in one thread. Replies may be added in another order than that of their requests.
+
+    Agents may continue any earlier request, so the segments are branches of a tree: `Segment.prefix_of` is the parent.
+    """
 
     def __init__(self, renderer: ConversationRenderer) -> None:
         self._renderer = renderer
         self._segments: list[_GrowingSegment] = []
         self._replies: dict[bytes, list[_KnownReply]] = defaultdict(list)
-        """Known replies by the messages up to them, theirs included."""
+        """Known replies by the messages up to and with the reply."""
         self._prompts: dict[bytes, list[_KnownReply]] = defaultdict(list)
         """Known replies by the messages in front of them."""
 
     def context(self, call: Call) -> Context:
-        """Returns the tokens in front of the reply to a call."""
+        """Returns the tokens in front of the reply to a call; RequestError where the template rejects the messages."""
         keys = _prefix_keys(call)
         messages = self._with_reasoning(call.messages, keys)
         rendered = self._renderer.render(messages, call.tools, for_reply=True)
         known, length, tail = self._known_part(messages, call.tools, keys, rendered)
+        # Only the text after the known part becomes tokens, with the images that this text shows.
         segment, images = known.segment if known else None, call.shown_images
         new = self._renderer.tokens(tail, images[known.num_images if known else 0 :])
         tokens = (*(segment.tokens[:length] if segment else ()), *new)
@@ -134,11 +146,13 @@ class ConversationHistory:
     def _known_part(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], keys: Sequence[bytes], rendered: str
     ) -> tuple[_KnownReply | None, int, str]:
-        """Returns a reply, how many tokens of its segment the conversation begins with, and the text behind them."""
+        """Returns a reply, how many tokens of its segment the conversation begins with, and the text after them."""
+        # The longest part first; of several replies to the same messages, the latest.
         for i in range(len(messages), 0, -1):
             for known in reversed(self._replies.get(keys[i], ())):
                 if (end := self._end_of(known, rendered, messages[:i], tools)) is not None:
                     return known, known.length, end
+            # The reply was rewritten or is another one, but the conversation in front of it is the same.
             for known in reversed(self._prompts.get(keys[i], ())):
                 if known.prompt.begins(rendered):
                     return known, known.prompt_length, rendered[known.prompt.length :]
@@ -154,7 +168,10 @@ class ConversationHistory:
         trained: bool,
         truncated: bool,
     ) -> int:
-        """Adds a reply; returns the number of the segment that it is in."""
+        """Adds a reply to the `context` of its call; returns the number of the segment that it is in.
+
+        `truncated`: a limit of the job has ended it. RequestError where the session has MAX_SEGMENTS segments.
+        """
         segment = self._segment_for(context)
         observation = context.tokens[len(segment.tokens) :]
         segment.extend(observation, [0.0] * len(observation), [NOT_GENERATED] * len(observation))
@@ -200,11 +217,13 @@ class ConversationHistory:
     def _end_of(
         self, known: _KnownReply, rendered: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]
     ) -> str | None:
-        """Returns the text behind a known reply; None where the template has rewritten the reply."""
+        """Returns the text after a known reply, the last of `messages`; None where the template has rewritten it."""
         if known.whole.begins(rendered):
             return rendered[known.whole.length :]
         if messages[-1].get("reasoning_content", "").strip() != known.reasoning or not known.prompt.begins(rendered):
             return None
+        # Other spaces or another order of keys in a parsed call are the same history: a new segment here would train
+        # each turn in a context that the policy never had. So the reply is the same if the request begins with it.
         until = ""
         with contextlib.suppress(RequestError):  # a template may reject a conversation that ends with a reply
             until = self._renderer.render(messages, tools, for_reply=False)
@@ -237,10 +256,11 @@ class ConversationHistory:
         return segment
 
     def _sharing(self, context: Context) -> tuple[_GrowingSegment | None, int]:
-        """Returns a segment whose first tokens a context repeats though none were known, and how many.
+        """Returns a segment whose first tokens a context repeats although none were known, and how many.
 
         The template has rewritten the end of the prompt itself, or another request for the same reply was first.
         """
+        # Tokens that two segments share are computed once in training, so the common prefix is worth finding.
         for key in reversed(context.keys):
             if known := self._prompts.get(key):
                 source = known[-1].segment
@@ -250,7 +270,7 @@ class ConversationHistory:
         return None, 0
 
     def _with_reasoning(self, messages: Sequence[dict[str, Any]], keys: Sequence[bytes]) -> list[dict[str, Any]]:
-        """Returns the messages with the reasoning of known replies."""
+        """Returns the messages with the reasoning of known replies, which most clients of OpenAI do not send back."""
         restored: list[dict[str, Any]] = []
         for message, key in zip(messages, keys[1:], strict=True):
             known = self._replies.get(key)
@@ -261,7 +281,6 @@ class ConversationHistory:
 
 
 def _prefix_keys(call: Call) -> tuple[bytes, ...]:
-    """Returns a key of the tools, and of each beginning of the messages with them."""
     keys = [_digest(json.dumps(call.tools, sort_keys=True))]
     for message in call.messages:
         keys.append(_next_key(keys[-1], message))
@@ -283,7 +302,7 @@ def _calls(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 
 def _canonical(arguments: str) -> str:
-    """Returns arguments as JSON in one form: agents read and write them again."""
+    """Returns arguments as JSON in one form: agents parse them and write them again."""
     try:
         return json.dumps(json.loads(arguments), sort_keys=True)
     except (ValueError, RecursionError):

@@ -31,7 +31,11 @@ class ParsedReply(NamedTuple):
 
 
 class ReplyParser:
-    """Divides replies into reasoning, text and calls of tools."""
+    """Divides replies into reasoning, text and calls of tools, by parsers of SGLang.
+
+    `tool_call_parser` and `reasoning_parser` are values of SGLang's options of these names; without the second one
+    replies have no reasoning. Where SGLang is not installed, agents cannot send tools.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tool_call_parser: str, reasoning_parser: str | None) -> None:
         self._tokenizer, self._tool_format, self._reasoning = tokenizer, tool_call_parser, reasoning_parser
@@ -49,7 +53,7 @@ class ReplyParser:
             _check("rollout.reasoning_parser", reasoning_parser, self._sglang.reasoning.DetectorMap)
 
     def check_tools(self, tools: Sequence[Mapping[str, Any]]) -> None:
-        """Checks the tools of a request."""
+        """Raises ValueError where tools cannot be read, UserError where no parser is installed for their calls."""
         if tools and self._sglang is None:
             raise UserError(
                 f"rollout.tool_call_parser={self._tool_format}: an agent has sent tools, but SGLang, whose parsers "
@@ -61,7 +65,7 @@ class ReplyParser:
                 self._sglang.tool.model_validate(tool)
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]], prompt: str = "") -> ParsedReply:
-        """Returns the parts of a reply; what cannot be parsed stays text."""
+        """Returns the parts of a reply, given without its end token; text that cannot be parsed stays text."""
         text, reasoning = self._parse_reasoning(text, prompt)
         calls: tuple[ToolCall, ...] = ()
         if tools and self._sglang is not None:
@@ -73,6 +77,7 @@ class ReplyParser:
             return text, ""
         parser = self._sglang.reasoning(self._reasoning, stream_reasoning=False)  # parsers have state
         start, end = (getattr(parser.detector, f"think_{mark}_token", None) for mark in ("start", "end"))
+        # A template may open the reasoning at the end of the prompt, or close it there, as with thinking switched off.
         whole, prompt = text, prompt[-PROMPT_END:].rstrip()
         if start and prompt.endswith(start):
             whole = start + text
@@ -101,16 +106,11 @@ class ReplyParser:
 
 
 class _SGLangParsers(NamedTuple):
-    """Classes of SGLang."""
-
     tool_calls: Any
-    """Parser of tool calls."""
     reasoning: Any
-    """Parser of reasoning."""
     tool: Any
-    """Description of a tool."""
     environment: Any
-    """Its settings by environment variables."""
+    """SGLang's settings by environment variables."""
 
 
 def _sglang() -> _SGLangParsers | None:

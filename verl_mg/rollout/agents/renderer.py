@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 class ConversationRenderer:
-    """Renders messages, tokenizes new text and decodes replies; used in one thread."""
+    """Renders messages, tokenizes new text and decodes replies; used in one thread.
+
+    `stop_token_ids` end a reply. `options` are variables of the chat template, such as {"enable_thinking": False}.
+    """
 
     def __init__(
         self,
@@ -32,13 +35,14 @@ class ConversationRenderer:
                 "rollout.agent: the tokenizer of model.path has no chat template, by which the messages of agents are "
                 "written. Use an instruction-tuned model, or add chat_template.jinja to its folder."
             )
+        # A copy: a tokenizer is not safe to use in two threads, and the rank has one.
         self._tokenizer, self._processor = copy.deepcopy(tokenizer), processor
         self._options = dict(options)
         self._pieces: dict[int, str] = {}
         self._stops = {token: self.decode([token]) for token in stop_token_ids}
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], for_reply: bool) -> str:
-        """Returns a conversation as text."""
+        """Returns a conversation as text; `for_reply`: up to the beginning of the assistant's next message."""
         errors: list[Exception] = []
         for form in _forms(messages):
             try:
@@ -65,7 +69,7 @@ class ConversationRenderer:
         )
 
     def tokens(self, text: str, images: RowImages = ()) -> tuple[int, ...]:
-        """Returns the token ids of a part of a rendered conversation; the template has written special tokens."""
+        """Returns the token ids of a part of a rendered conversation, which has one placeholder for each image."""
         if self._processor is not None:
             count = self._processor.num_placeholders(text)
             if count != len(images):
@@ -76,6 +80,7 @@ class ConversationRenderer:
                     "messages",
                 )
             text = self._processor.expand(text, [image.size for image in images]) if images else text
+        # The template has written the special tokens; a tokenizer would add another one to each part.
         return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"]) if text else ()
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -95,19 +100,23 @@ class ConversationRenderer:
         return token in self._stops
 
     def after_reply(self, rendered: str, last: int) -> str:
-        """Returns what a template puts behind the last generated token of a reply: the end of the turn."""
+        """Returns the text after the last generated token `last` of a reply: the end of the turn.
+
+        `rendered` is the reply as the template renders it, without the conversation in front of it.
+        """
         ended = self._stops.get(last)
         if ended is not None and ended in rendered:
             return rendered[rendered.rindex(ended) + len(ended) :]
+        # A reply that was cut has no end token, so the template's is part of the text that follows.
         ends = [rendered.rindex(text) for text in self._stops.values() if text in rendered]
         return rendered[max(ends) :] if ends else ""
 
 
 def _forms(messages: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
-    """Yields the forms of a conversation that templates may take, in order of preference.
+    """Yields the forms of a conversation that templates may accept, in order of preference.
 
-    Most take the arguments of tool calls as mappings, some (DeepSeek's) as text. Some (Qwen3.5's) take a system message
-    at the beginning alone; harnesses such as Claude Code send others, which are a user's messages then.
+    Most accept the arguments of tool calls as mappings, some (DeepSeek's) as text. Some (Qwen3.5's) accept a system
+    message only at the beginning; harnesses such as Claude Code send later ones, which become a user's messages then.
     """
     with_values: list[Mapping[str, Any]] = [with_argument_values(message) for message in messages]
     forms = [with_values, list(messages), _with_late_system_as_user(with_values), _with_late_system_as_user(messages)]

@@ -45,7 +45,11 @@ class AgentRunner:
         self._agent, self._settings, self._sessions, self._server = agent, settings, sessions, server
 
     async def run(self, request: Request, sampling: Sampling) -> Sample:
-        """Runs the agent until an attempt succeeds, reaches the time limit, or none is left."""
+        """Runs the agent until an attempt succeeds, reaches the time limit, or none is left.
+
+        The sample has the trajectory of the last attempt; its own tokens are empty. Only `UserError`, an option that is
+        wrong for all samples, and cancellation are raised.
+        """
         for attempt in range(self._settings.retries + 1):
             session = self._sessions.open(request, sampling)
             reward: Reward | None = Reward(self._settings.failure_reward)
@@ -55,7 +59,7 @@ class AgentRunner:
                 async with asyncio.timeout(self._settings.timeout) as limit:
                     reward = _as_reward(await self._call(session))
             except UserError:
-                raise  # the options of the job are wrong, and those of all agents
+                raise  # an option of the job is wrong, so every agent would fail
             except (Exception, SystemExit, asyncio.CancelledError) as failure:  # user code may raise anything
                 if _is_cancelled():  # the sample is aborted, whatever the agent makes of it
                     raise asyncio.CancelledError from failure
@@ -65,6 +69,7 @@ class AgentRunner:
                     error = " ".join(f"{type(failure).__name__}: {failure}".split())[:1000]
                 session.write_log(f"attempt {attempt + 1} failed: {error}")
             finally:
+                # Before the trajectory is read: requests that are still running can add nothing any more.
                 self._sessions.close(session)
                 self._server.loop.call_soon_threadsafe(self._server.forget, session.id)
             if not error or finish == "timeout" or attempt == self._settings.retries:
@@ -86,7 +91,7 @@ class AgentRunner:
 
 
 def _with_images(messages: Sequence[Mapping[str, Any]], images: RowImages) -> list[dict[str, Any]]:
-    """Returns messages as OpenAI's chat completions write them, with their images in base64."""
+    """Returns messages as OpenAI's chat completions write them, each part of type image as the next image in base64."""
     left = iter(images)
 
     def part(given: dict[str, Any]) -> dict[str, Any]:
@@ -116,6 +121,7 @@ def _as_reward(result: Any) -> Reward | None:
         numbers = {name: value for name, value in result.items() if isinstance(value, Real) and name != REWARD}
         result = Reward(result[REWARD], {str(name): float(value) for name, value in numbers.items()})
     reward = result if isinstance(result, Reward) else Reward(result)
+    # Each part becomes a metric, whose name is printed and written to files.
     if len(reward.parts) > MAX_PARTS or not all(map(str.isprintable, reward.parts)):
         raise ValueError(f"the reward has more than {MAX_PARTS} parts, or one whose name cannot be printed")
     for value in (reward.value, *reward.parts.values()):

@@ -1,4 +1,14 @@
-"""HTTP server of the agents' endpoint: one URL per session, keys, limits and errors."""
+"""HTTP server of the agents' endpoint: one URL per session, keys, limits and errors.
+
+    client of the agent            thread "agent-server", one event loop
+    POST /sessions/ID/v1/... ----> _endpoint   key of the session; then the body is read, and the key checked again
+                                   Protocol.read --> Exchange, with the Call
+                                   task _reply --> Backend.complete(Call)        waits for the engine
+    JSON, or events <------------- Exchange.body, Exchange.events <-- Reply
+
+Agents are code of users and may block, so they run in another thread with its own loop. The task of a reply continues
+where the client disconnects, since its tokens are part of the sample; `close` cancels it.
+"""
 
 from __future__ import annotations
 
@@ -39,20 +49,27 @@ CHAT, RESPONSES, MESSAGES = ChatCompletions(), Responses(), Messages()
 
 
 class Backend(Interface):
-    """Source of the replies. Its coroutines run in the server's event loop."""
+    """Source of the replies. Its coroutines run in the server's event loop, and raise `RequestError` for the client.
+
+    `session` is the id in the URL, `key` the one in the headers, "" where there is none.
+    """
 
     def authorize(self, session: str, key: str) -> None:
         """Raises `RequestError` with status 404 for an unknown session, 401 for a wrong key."""
 
     async def complete(self, session: str, key: str, call: Call) -> Reply:
-        """Returns the policy's reply. It is called to the end also when the client disconnects."""
+        """Returns the policy's reply. It runs to its end also when the client disconnects."""
 
     async def count_tokens(self, session: str, key: str, call: Call) -> int:
         """Returns the number of tokens that would be in front of the reply."""
 
 
 class AgentServer:
-    """An HTTP server in a thread with its event loop."""
+    """An HTTP server in a thread with its event loop.
+
+    `on_error` gets unexpected exceptions, in the server's thread, and their requests status 500. `models` are listed by
+    `/v1/models`; requests may name others. Without `image_limits` the policy reads text only.
+    """
 
     url: str
     """Address without a path, from `start` on."""
@@ -71,12 +88,14 @@ class AgentServer:
         self._image_limits = image_limits
         self._on_error = on_error or _print
         self._memories: dict[str, SessionMemory] = {}
+        # asyncio refers to tasks only weakly, and `close` has to cancel them.
         self._tasks: set[asyncio.Task[JsonObject]] = set()
 
     def start(self) -> None:
         """Listens on a free port and serves in a thread."""
         family = AF_INET6 if ":" in self._host else AF_INET
         socket = create_server((self._host, 0), family=family, backlog=1024)
+        # Clients cannot connect to an address that stands for all interfaces.
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._host, self._host)
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{socket.getsockname()[1]}"
         config = uvicorn.Config(
@@ -115,7 +134,7 @@ class AgentServer:
             task.cancel()
 
     def forget(self, session: str) -> None:
-        """Drops what the requests of a session have left, once the session has ended."""
+        """Drops the memory of a session that has ended; called in the server's loop."""
         self._memories.pop(session, None)
 
     def _application(self) -> Starlette:
@@ -139,6 +158,7 @@ class AgentServer:
     ) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
             try:
+                # Before the body is read, which may have MAX_BODY bytes.
                 self._backend.authorize(request.path_params["session"], _key(request))
                 return await work(request, protocol)
             except RequestError as error:
@@ -161,7 +181,9 @@ class AgentServer:
         task = self.loop.create_task(self._reply(session, _key(request), exchange))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        # asyncio would log the exception of a task whose result is not read, as after a disconnect of the client.
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        # An error before the stream begins is an HTTP status; afterwards it can only be an event.
         done, _ = await asyncio.wait([task], timeout=KEEP_ALIVE_S if exchange.stream else None)
         if not done:
             return StreamingResponse(_late_events(exchange, task), headers=STREAM_HEADERS, media_type=EVENTS)
@@ -185,6 +207,7 @@ class AgentServer:
         return parse(data)
 
     def _memory(self, session: str) -> SessionMemory:
+        # Only after `authorize`: `forget` has dropped the memory of a session that has ended.
         return self._memories.setdefault(session, SessionMemory(self._image_limits))
 
     async def _count(self, request: Request, protocol: Protocol) -> Response:
@@ -217,7 +240,7 @@ def _print(error: BaseException) -> None:
 
 
 def _encodable(reply: Reply) -> Reply:
-    """The reply without halves of surrogate pairs, which a policy may write as an escape in JSON."""
+    """Returns the reply without halves of surrogate pairs, which a policy may write as an escape in JSON."""
 
     def encodable(text: str) -> str:
         return text.encode("utf-8", "replace").decode()
@@ -227,6 +250,7 @@ def _encodable(reply: Reply) -> Reply:
 
 
 def _key(request: Request) -> str:
+    # Clients of OpenAI send a bearer token, Anthropic's the header x-api-key.
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
 
@@ -236,6 +260,7 @@ async def _body(request: Request) -> bytes:
     too_large = RequestError(413, f"body: larger than {MAX_BODY >> 20} MiB. Send a shorter conversation.")
     if announced.isdecimal() and int(announced) > MAX_BODY:
         raise too_large
+    # A body that is sent in chunks announces no length.
     data = bytearray()
     async for chunk in request.stream():
         data += chunk
@@ -251,7 +276,10 @@ def _result(task: asyncio.Task[JsonObject]) -> JsonObject:
 
 
 async def _late_events(exchange: Exchange, task: asyncio.Task[JsonObject]) -> AsyncIterator[bytes]:
-    """Events of a reply that is not complete when the stream begins, so that an error is an event too."""
+    """Yields the events of a reply that is not complete when the stream begins, so that an error is an event too.
+
+    Waits for the task of the reply and writes a sign of life every KEEP_ALIVE_S; ends with the reply or its error.
+    """
     earlier = 0
     while not task.done():
         yield exchange.keep_alive(earlier)

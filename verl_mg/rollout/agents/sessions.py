@@ -1,6 +1,11 @@
 """The open sessions of one engine: they authorize requests, obtain replies, and record every token.
 
-Everything runs in the server's thread, except `open` and `close`.
+    open --------> requests: authorize, complete, count_tokens --------> close --> trajectory
+    agents' thread                 server's thread                       agents' thread
+
+    complete:  ConversationHistory.context --> generate (waits for the engine) --> lock: still open? record --> Reply
+
+Several requests of a session may wait for the engine at the same time. A reply that arrives after `close` is dropped.
 """
 
 from __future__ import annotations
@@ -59,14 +64,15 @@ class OpenSession:
         self.log = (self.log + text + ("" if text.endswith("\n") else "\n"))[-LOG_CHARACTERS:]
 
     def trajectory(self, reward: Reward | None, error: str) -> Trajectory:
-        """Returns everything that was recorded."""
+        """Returns everything that was recorded; `error` says why the agent failed."""
         return Trajectory(self.history.segments(), tuple(self.turns), reward, self.log, error)
 
 
 class Sessions:
     """Open sessions by their ids; answers the requests that the server has read.
 
-    Nothing is recorded in a session once `close` has returned.
+    Nothing is recorded in a session once `close` has returned. A context with its reply has at most `max_positions`
+    tokens. Replies to the models `trained` are trained; all if it is empty.
     """
 
     def __init__(
@@ -86,6 +92,7 @@ class Sessions:
 
     def open(self, request: Request, sampling: Sampling) -> OpenSession:
         """Opens a session for a sample; from any thread."""
+        # Another id for each attempt: requests of programs that an earlier attempt has started are refused.
         name = f"{request.id}-{next(self._numbers)}"
         history = ConversationHistory(self._renderer)
         session = OpenSession(name, secrets.token_urlsafe(24), request, sampling, history)
@@ -117,11 +124,12 @@ class Sessions:
             raise _aborted()
         if not sample.tokens:  # its time in the engine is up
             raise RequestError(503, "engine: it has generated no token within its time limit. Try again.")
+        # Samples that a limit of the job has cut may be left out of training; a limit of the agent is its own choice.
         cut_by_agent = sample.finish == "length" and limit < left
         sample, stopped = self._cut(sample, sampling)
         truncated = sample.finish != "stop" and not cut_by_agent
         with self._lock:
-            if session not in self._open:
+            if session not in self._open:  # its agent has returned in the meantime
                 raise _aborted()
             return self._record(state, call, context, sample, stopped, truncated, started)
 
@@ -166,6 +174,7 @@ class Sessions:
             cached_tokens=context.kept,
             stopped=stopped,
         )
+        # Replies to other models, such as an opponent in a game, are context without log-probabilities.
         trained = not self._trained or call.model in self._trained
         number = state.history.add(call, context, sample, reply.message, trained=trained, truncated=truncated)
         state.num_generated += len(sample.tokens)
@@ -196,12 +205,13 @@ class Sessions:
                 f"{state.num_generated} of rollout.max_new_tokens={allowed} are used. Shorten the conversation, or "
                 "end it.",
                 "messages",
-                "context_length_exceeded",
+                "context_length_exceeded",  # OpenAI's name of this error, which clients know
             )
         return left
 
     def _cut(self, sample: Sample, sampling: Sampling) -> tuple[Sample, str | None]:
         """Returns the sample up to the token that completes a stop string, and that string; None where none occurs."""
+        # These are the tokens that an engine generates which knows the text, so no engine needs to.
         cut = cut_at_stop(sample, sampling, self._renderer.decode)
         if cut is None:
             return sample, None
@@ -216,7 +226,6 @@ class Sessions:
         return text[: text.index(stopped)]
 
     def _without_stop(self, sample: Sample) -> tuple[int, ...]:
-        """Returns the tokens of a sample without the stop token that ended it."""
         ended = sample.finish == "stop" and self._renderer.is_stop(sample.tokens[-1])
         return sample.tokens[:-1] if ended else sample.tokens
 

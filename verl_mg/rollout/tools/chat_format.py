@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from verl_mg.data.image_processor import ImageProcessor
 
 ANSWER, RESULT = "THE-ANSWER-OF-THE-ASSISTANT", "THE-RESULT-OF-THE-TOOL"
+"""Contents of messages that are found again in the text that a chat template makes."""
 CALL_ID = "call00000"
 """Some templates require nine letters and digits."""
 
@@ -37,7 +38,7 @@ MALFORMED = ToolCall("", "")
 
 @dataclass(frozen=True)
 class ToolResult:
-    """The result of a call as the policy gets it."""
+    """The result of a call as the policy receives it."""
 
     name: str
     """Name of the tool."""
@@ -60,6 +61,7 @@ class ToolCallFormat:
 
     Only the text that a template puts between an assistant's turn and the next one is tokenized, so the earlier tokens
     remain as they were generated. For a tokenizer without a template, results are separated by line breaks.
+    `tool_call_parser` is a value of SGLang's option `--tool-call-parser`, such as "qwen25" or "llama3".
     """
 
     def __init__(
@@ -91,12 +93,13 @@ class ToolCallFormat:
         # Unknown names are returned too, and get an error message. The parser drops what it cannot parse, or raises.
         with self._environment.SGLANG_FORWARD_UNKNOWN_TOOLS.override(True):
             calls = _parsed(parser, text)
+        # A call that was dropped leaves its mark in the text; the policy gets an error for it, not silence.
         begin: str = getattr(parser.detector, "bot_token", "")
         unread = not calls or (begin and text.count(begin) > len(calls))
         return [*calls, MALFORMED] if unread else calls
 
     def result(self, name: str, output: str | ToolOutput) -> ToolResult:
-        """Returns the result of a call; for a policy that reads text alone without its images."""
+        """Returns the result of a call; a policy that reads only text gets "(an image)" for each image."""
         if isinstance(output, str):
             return ToolResult(name, output)
         if self._processor is None:
@@ -104,7 +107,7 @@ class ToolCallFormat:
         return ToolResult(name, output.text, output.images)
 
     def observation(self, last: int, results: Sequence[ToolResult]) -> tuple[int, ...]:
-        """Returns the tokens between the assistant's turn and its next one."""
+        """Returns the tokens between the assistant's turn, which ended with the token `last`, and its next one."""
         # Half of a surrogate pair, as in a file name that is not UTF-8, has no tokens.
         text = self._format_results(results).encode("utf-8", "replace").decode()
         tokens: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -114,6 +117,7 @@ class ToolCallFormat:
     def _format_results(self, results: Sequence[ToolResult]) -> str:
         if self._tokenizer.chat_template is None:
             return "".join(f"\n{result.text}" for result in results) + "\n"
+        # Only the text after ANSWER is used, so a short conversation stands for the whole one.
         messages: list[dict[str, Any]] = [
             {"role": "user", "content": "?"},
             {"role": "assistant", "content": ANSWER},

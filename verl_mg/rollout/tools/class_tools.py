@@ -32,6 +32,7 @@ class ClassTools(ToolOwner):
         self.name, self.per_sample, self._kind = name, True, kind
         self.tools: list[Tool] = []
         _check_constructor(name, kind)
+        # Base classes first: their methods come first, and a subclass replaces some of them.
         members = {key: value for base in reversed(kind.__mro__) for key, value in vars(base).items()}
         for key, member in members.items():
             if isinstance(member, FunctionType) and not key.startswith("_") and key not in NOT_TOOLS:
@@ -42,7 +43,7 @@ class ClassTools(ToolOwner):
 
     @asynccontextmanager
     async def open(self, sample: ToolSample) -> AsyncIterator[Mapping[str, Callable[..., Any]]]:
-        """Makes an object and opens it; closes it at the end."""
+        """Makes an object and opens it with `sample`; closes it at the end."""
         target, threads = self._kind(), _Threads()
         try:
             if hasattr(target, "open"):
@@ -57,7 +58,12 @@ class ClassTools(ToolOwner):
 
 
 class _Threads:
-    """Methods of one object that run in threads: none begins before the last one has ended."""
+    """Methods of one object that run in threads: none begins before the last one has ended.
+
+    call 1: |--- time-out, error to the policy
+    thread: |-----------------------|
+    call 2:          waits ---------|--- thread of call 2
+    """
 
     def __init__(self) -> None:
         self._last: asyncio.Future[Outcome] | None = None
@@ -67,6 +73,7 @@ class _Threads:
         if inspect.iscoroutinefunction(method):
             return await method(**arguments)
         self._last = start_thread(method, arguments)
+        # A time-out cancels this coroutine, but not the thread, whose end the next call has to see.
         result, error = await asyncio.shield(self._last)
         if error is not None:
             raise error

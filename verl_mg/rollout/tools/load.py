@@ -17,7 +17,11 @@ PREFIXED = re.compile(r"([A-Za-z]\w*)=(.+)")
 
 
 def load_tools(names: Sequence[str]) -> list[Tool]:
-    """Loads functions, classes and servers."""
+    """Loads functions, classes and servers, named as in `rollout.tools`; UserError for an unusable or repeated one.
+
+    `package.module:function`, `path/to/file.py:function`, a class in the same forms, `mcp:URL` or `mcp:COMMAND ARGUMENT
+    ...`; with PREFIX= in front of it, the tools are named PREFIX_name.
+    """
     tools: dict[str, Tool] = {}
     origins: dict[str, str] = {}
     for name in names:

@@ -1,8 +1,11 @@
 """Tools of servers of the Model Context Protocol, through its official package.
 
-Up to version 2025-11-25 of the protocol a server may give each connection a session, which has a state; then each
-sample gets one. Servers without sessions, and all since 2026-07-28, answer each request alone: the samples of an engine
-share a connection. A server that is started as a command is a process for each sample.
+    server                              connection of
+    started as a command (stdio)        each sample, to its own process
+    HTTP, with a session                each sample: the session has a state
+    HTTP, without sessions              all samples of an engine: each request is answered independently
+
+Up to version 2025-11-25 of the protocol a server may give each connection a session; since 2026-07-28 there are none.
 
 Specification: https://modelcontextprotocol.io/specification
 """
@@ -41,7 +44,7 @@ LAST_WITH_SESSIONS = "2025-11-25"
 
 
 class MCPTools(ToolOwner):
-    """Tools of one MCP server, with its address.
+    """Tools of one MCP server; UserError where it does not answer or has no tools.
 
     Attributes:
         tools: the tools, in the server's order.
@@ -61,7 +64,7 @@ class MCPTools(ToolOwner):
 
     @asynccontextmanager
     async def open(self, sample: ToolSample) -> AsyncIterator[Mapping[str, Callable[..., Any]]]:
-        """Connects to the server, and disconnects."""
+        """Connects to the server, and disconnects at the end of the block; `sample` is not used."""
         async with self._connected() as client:
             yield {name: partial(_call, client, listed) for name, listed in self._listed_names.items()}
 
@@ -71,6 +74,7 @@ class MCPTools(ToolOwner):
 
         if not self._is_http:
             command, *arguments = shlex.split(self._place)
+            # The package would pass on only a few of the environment variables.
             started = StdioServerParameters(command=command, args=arguments, env=dict(os.environ))
             async with Client(started, mode=self._mode) as client:
                 yield client
@@ -109,6 +113,7 @@ class MCPTools(ToolOwner):
     async def _list_in_some_version(self) -> list[ListedTool]:
         from mcp import MCPError
 
+        # First a version with sessions, which a newer server may refuse.
         async with asyncio.timeout(CONNECT_SECONDS):
             try:
                 return await self._list()
@@ -126,6 +131,7 @@ class MCPTools(ToolOwner):
                 cursor = page.next_cursor
                 if not cursor:
                     break
+            # Later connections use the version that was found, without another attempt.
             self._mode = client.protocol_version if client.protocol_version > LAST_WITH_SESSIONS else "legacy"
             self.per_sample = self._has_sessions
         return tools

@@ -3,8 +3,14 @@
     engine:  turn 1 of A | turn 1 of B | turn 2 of A  ...          `collect` moves samples from one to the other
     tools:                 calls of A    calls of B                an event loop in a separate thread
 
-A sample that ends with tool calls leaves the engine, its calls run concurrently, and it returns with their results
-appended; meanwhile the engine generates others.
+    submit --> in the engine --- turn ends with calls ---> pending: its calls run --- results ---> in the engine
+                  |                                           |           |
+                  | no calls, max_turns, length               | abort     | no space for the results
+                  v                                           v           v
+               complete                                    "abort"     "length"
+
+Calls of a turn run concurrently, and meanwhile the engine generates other samples. Example of a sample: tokens
+`7 8 9 | 4 5 | 6 9`, policy versions `3 3 3 | -1 -1 | 3 3`: a turn, its results (NOT_GENERATED), the last turn.
 """
 
 from __future__ import annotations
@@ -76,13 +82,13 @@ class MultiTurnEngine(EngineWrapper):
         self._with_results: queue.SimpleQueue[tuple[int, Future[list[str | ToolOutput]]]] = queue.SimpleQueue()
 
     def num_free_slots(self) -> int:
-        """Returns those of the engine minus the samples that will return to it."""
+        """Returns the free slots of the engine minus the samples that will return to it."""
         return self._engine.num_free_slots() - len(self._pending)
 
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
         """Submits requests to the engine; samples that were aborted during their calls repeat these first."""
         with self._lock:
-            # These were aborted while their calls ran: the turn itself is complete.
+            # Samples that were aborted while their calls ran: their turn itself is complete.
             ended = [request for request in requests if request.partial and _stopped(request.partial, sampling)]
             ids = {request.id for request in ended}
             self._engine.submit([request for request in requests if request.id not in ids], sampling)
@@ -92,13 +98,18 @@ class MultiTurnEngine(EngineWrapper):
                 self._process(replace(request.partial, id=request.id, finish="stop"))
 
     def collect(self, timeout: float) -> list[Sample]:
-        """Returns completed samples; returns at once where nothing is in flight."""
+        """Returns completed samples; returns immediately where nothing is in flight.
+
+        The loop consumes results of tools and samples of the engine, waits in the engine while it generates and for
+        results otherwise, and ends with a complete sample or at the time limit.
+        """
         deadline = time.monotonic() + timeout
         while True:
             left = max(deadline - time.monotonic(), 0.0)
             generating = len(self._requests) > len(self._pending)
             self._resume(0.0 if generating else left)
             if generating:
+                # Results that arrive in the meantime wait for the end of this call.
                 samples = self._engine.collect(min(left, POLL_SECONDS) if self._pending else left)
                 with self._lock:
                     for sample in samples:
@@ -111,7 +122,7 @@ class MultiTurnEngine(EngineWrapper):
     def abort(self) -> None:
         """Aborts running calls and the engine's requests."""
         with self._lock:
-            for pending in list(self._pending.values()):
+            for pending in list(self._pending.values()):  # a copy: `_complete` removes its entry
                 pending.results.cancel()
                 self._complete(replace(pending.sample, finish="abort"))
             self._aborted |= self._requests.keys()
@@ -141,7 +152,7 @@ class MultiTurnEngine(EngineWrapper):
             calls = self._format.calls(_last_turn(sample, sampling))
         if not calls:
             self._complete(sample)
-        elif sample.id in self._aborted:
+        elif sample.id in self._aborted:  # the engine has completed the turn before the abort reached it
             self._complete(replace(sample, finish="abort"))
         else:
             if not self._runner.has_begun(sample.id):
@@ -227,7 +238,7 @@ def _turns_with_results(sample: Sample, sampling: Sampling) -> list[tuple[int, .
 
 
 def _with_observation(sample: Sample, tokens: tuple[int, ...], images: RowImages) -> Sample:
-    """Appends tool results to a sample; its experts remain those of the tokens fed so far."""
+    """Appends tool results to a sample; its experts still end with the last token that was fed to the model."""
     unscored = (0.0,) * len(tokens), (NOT_GENERATED,) * len(tokens)
     observation = Sample(sample.id, tokens, *unscored, "abort", images=images)
     return replace(sample.extended_by(observation), routed_experts=sample.routed_experts)

@@ -66,7 +66,7 @@ class ToolOwner(ABC):
 
     Attributes:
         name: name from the configuration, for messages.
-        per_sample: whether each sample has a state of its own; otherwise all samples of an engine share one.
+        per_sample: whether each sample has a separate state; otherwise all samples of an engine share one.
     """
 
     name: str
@@ -103,14 +103,17 @@ class Tool:
 
     @classmethod
     def from_function(cls, function: Callable[..., Any]) -> Tool:
-        """Builds a tool from a function with annotations and a docstring, whose `Args:` describe the parameters."""
+        """Builds a tool from a function with annotations and a docstring, whose `Args:` describe the parameters.
+
+        UserError where one of them is missing, or a type has no JSON form.
+        """
         if not inspect.isroutine(function):
             raise UserError(f"tool {function!r:.80}: not a function. Give a function, plain or async.")
         return cls._build(function, list(inspect.signature(function).parameters.values()))
 
     @classmethod
     def from_method(cls, method: FunctionType, owner: ToolOwner) -> Tool:
-        """Builds a tool from a method of a class, as `from_function` without the object."""
+        """Builds a tool from a method, as `from_function`, without the parameter `self`; `owner` makes the objects."""
         parameters = list(inspect.signature(method).parameters.values())[1:]
         return replace(cls._build(method, parameters), owner=owner)
 
@@ -135,7 +138,10 @@ class Tool:
         return {"type": "function", "function": function}
 
     async def call(self, arguments: str, timeout: float) -> str | ToolOutput:
-        """Calls the function; only cancellation is raised."""
+        """Calls the function with arguments as JSON; returns its result, or one line `error: ...`.
+
+        Only cancellation is raised. A plain function runs in a thread, which continues after `timeout` seconds.
+        """
         try:
             values = self.arguments.validate_json(arguments)
             async with asyncio.timeout(timeout) as limit:
@@ -146,6 +152,7 @@ class Tool:
         except ToolError as error:
             return one_line(f"error: {self.name}: {error}")
         except BaseException as error:  # a tool is user code, which may raise anything, SystemExit too
+            # A tool may also raise CancelledError itself, or await something that was cancelled: that is its failure.
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise
@@ -170,7 +177,7 @@ def start_thread(function: Callable[..., Any], arguments: Mapping[str, Any]) -> 
     done: asyncio.Future[Outcome] = loop.create_future()
 
     def set_result(outcome: Outcome) -> None:
-        if not done.done():
+        if not done.done():  # the caller may have been cancelled
             done.set_result(outcome)
 
     def work() -> None:
@@ -257,6 +264,7 @@ def _as_output(result: Any) -> str | ToolOutput:
     if not any(images):
         return _as_text(result)
     shown = tuple(image for image in images if image)
+    # Decoded here, so that a corrupt image is an error of the tool, which the policy reads.
     for image in shown:
         image.pixels()
     rest = [_as_text(value) for value, image in zip(values, images, strict=True) if not image]

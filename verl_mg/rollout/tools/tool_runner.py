@@ -1,4 +1,12 @@
-"""Tool calls of the samples of one engine, on an event loop in a thread of its own."""
+"""Tool calls of the samples of one engine, on an event loop in a separate thread.
+
+engine's thread                         thread "tools"
+begin        entry in _samples
+start -----> run_coroutine_threadsafe   _call_all: up to MAX_CONCURRENT_CALLS at a time, each with its time limit
+Future <------------------------------- results
+end -------> call_soon_threadsafe       _close_states: a task per state; only `close` waits for it
+close -----> _close_all, then the loop stops and the thread ends
+"""
 
 from __future__ import annotations
 
@@ -14,7 +22,7 @@ from verl_mg.rollout.tools.tool import Tool, ToolOutput, ToolOwner, ToolSample, 
 from verl_mg.rollout.tools.tool_state import ToolState
 
 MAX_CONCURRENT_CALLS = 32
-"""Each call may start a process."""
+"""Calls of all samples that run at the same time; each may start a process."""
 
 UNREADABLE = "error: the tool call cannot be read; write it in the format that was described"
 
@@ -29,10 +37,10 @@ class _SampleTools:
 
 
 class ToolRunner:
-    """Runs calls, and keeps the states of tools between those of a sample. Samples are named by their ids.
+    """Runs calls, and keeps the states of tools between the calls of a sample. Samples are named by their ids.
 
     `begin` before the first calls of a sample, `start` for the calls of a turn, `end` after the last one, also where
-    calls were cancelled.
+    calls were cancelled. `timeout` is in seconds, for each call from its start, and to open and to close a state.
     """
 
     def __init__(self, tools: Sequence[Tool], timeout: float) -> None:
@@ -45,11 +53,12 @@ class ToolRunner:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="tools", daemon=True)
         self._thread.start()
+        # A job that fails does not close its engines, but states may be processes and connections.
         if any(tool.owner is not None for tool in tools):
-            atexit.register(self.close)  # for a job that fails
+            atexit.register(self.close)
 
     def begin(self, sample_id: int, sample: ToolSample, earlier: Sequence[ToolCall]) -> None:
-        """Prepares the calls of a sample; does nothing if that was done."""
+        """Prepares the calls of a sample, which made `earlier` ones before it was aborted; does nothing if prepared."""
         self._samples.setdefault(sample_id, _SampleTools(sample, earlier))
 
     def has_begun(self, sample_id: int) -> bool:
@@ -111,6 +120,7 @@ class ToolRunner:
         self._close_states(self._shared)
         if self._closing:
             await asyncio.wait(self._closing)
+        # Calls that were not cancelled by their samples, and states that could not be closed in time.
         rest = asyncio.all_tasks() - {asyncio.current_task()}
         for task in rest:
             task.cancel()

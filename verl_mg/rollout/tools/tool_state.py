@@ -1,4 +1,10 @@
-"""State of tools: opened before the first call of a sample, closed when the sample ends."""
+"""State of tools: opened before the first call of a sample, closed when the sample ends.
+
+not opened --- first call ---> open --- close ---> closed          task `_live` holds the state while it is open:
+    ^                           |                                  owner.open --> _end.wait() --> end of the block
+    |     failed to open,       |
+    +---- or connection lost ---+     the next call opens it again, and repeats the calls that were made in it
+"""
 
 from __future__ import annotations
 
@@ -20,9 +26,9 @@ Functions = Mapping[str, Callable[..., Any]]
 class ToolState:
     """The state that the tools of one owner have for a sample, or for all samples of an engine; for one event loop.
 
-    It is opened before the first call. With a state for each sample, calls run one after another, in the order in which
-    the policy wrote them. A state that could not be opened, or was lost with its connection, is opened again before the
-    next call, and the calls that were made in it are repeated.
+    With a state for each sample, calls run one after another, in the order in which the policy wrote them. `earlier`
+    are calls that the sample made before it was aborted; they are repeated first. `timeout` is in seconds, for each
+    call, and to open and to close the state.
 
     A task lives as long as the state: connections have to be opened and closed in the same task.
     """
@@ -36,7 +42,8 @@ class ToolState:
         self._functions: Functions = {}
 
     async def call(self, tool: Tool, call: ToolCall) -> str | ToolOutput:
-        """Calls a tool with the state; returns its result as text, or one line `error: ...`."""
+        """Calls a tool with the state; returns its result, or one line `error: ...`."""
+        # A shared state is only opened under the lock: its calls are independent and may overlap.
         async with self._order:
             try:
                 await self._open()
@@ -49,6 +56,7 @@ class ToolState:
 
     async def close(self) -> None:
         """Closes the state, after the call that is ending."""
+        # Never released, so that no call begins afterwards.
         with suppress(TimeoutError):
             async with asyncio.timeout(self._timeout):
                 await self._order.acquire()
@@ -64,7 +72,7 @@ class ToolState:
         return await replace(tool, function=function).call(call.arguments, self._timeout)
 
     async def _open(self) -> None:
-        """Opens the state if it is not open."""
+        """Opens the state if it is not open; ToolError where that fails or takes too long."""
         if self._lives and not self._lives[-1].done():
             return
         opened: asyncio.Future[Functions] = asyncio.get_running_loop().create_future()

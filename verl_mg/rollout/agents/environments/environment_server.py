@@ -12,10 +12,11 @@ from verl_mg.rollout.agents.agent import AgentError
 
 CONNECT_SECONDS = 30.0
 EXCERPT = 500
+"""Characters of a server's error that are shown."""
 
 
 async def post_run(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Posts a request to /run and waits for the object that it returns; there is no time limit but the agent's."""
+    """Posts a request to /run and waits for the object that it returns; the agent's time limit is the only one."""
     if not url.startswith(("http://", "https://")):
         raise UserError(f"rollout.agent_options.url: {url!r} is no HTTP address. Write http://HOST:PORT.")
     limits = httpx.Timeout(None, connect=CONNECT_SECONDS)

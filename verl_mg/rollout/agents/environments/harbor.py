@@ -6,7 +6,7 @@
 A task that consists of files runs in the sandbox: the files of environment/ in its working directory (/app, or
 `environment.workdir`), this machine's programs, no network. A task with an image or a Dockerfile runs in Docker. Tests
 and what they write are not there while the agent works. They also run where the agent's command has failed or its time
-is up. Each call of `bash` is a process of its own: files remain, variables do not, in the sandbox background processes
+is up. Each call of `bash` is a separate process: files remain, variables do not, in the sandbox background processes
 neither.
 """
 
@@ -70,7 +70,7 @@ class HarborOptions:
 
 
 async def run(session: Session, sample: Sample) -> Result:
-    """Lets the agent work and runs the tests; see `HarborOptions`."""
+    """Lets the agent work on the task folder `task` of the record, and runs the tests; see `HarborOptions`."""
     options = read_options(HarborOptions, session.options)
     if "task" not in sample.record:
         raise UserError(f"record of {sample.prompt[:60]!r}: it has no `task`. Add the path of its task folder.")
@@ -88,6 +88,7 @@ async def run(session: Session, sample: Sample) -> Result:
 
 async def _reward(machine: HarborMachine, session: Session, options: HarborOptions) -> Result:
     task = machine.task
+    # The task's own limit, not the job's: the tests run after it.
     try:
         async with asyncio.timeout(task.agent_seconds):
             await _work(machine, session, options)
@@ -97,13 +98,18 @@ async def _reward(machine: HarborMachine, session: Session, options: HarborOptio
     try:
         with OutputLog(session.log) as log:
             written = await machine.verify(log.add)
-    except TimeoutError:
+    except TimeoutError:  # nothing is known about the work, so the attempt has failed
         raise AgentError(f"the tests of {task.folder} took longer than {task.verifier_seconds:g} s") from None
     return read_rewards(written, options.reward_name)
 
 
 def read_rewards(folder: Path, name: str) -> float | dict[str, Any]:
-    """Reads the reward that tests have written."""
+    """Reads the reward that tests have written.
+
+    Of several entries of reward.json, `name` is the reward and the others are its parts. AgentError where there is no
+    reward, or it is no finite number.
+    """
+    # Untrusted, since the task's programs can write there as well.
     content = read_untrusted_file(folder / "reward.json")
     file = "reward.json"
     if content is None:
@@ -149,7 +155,7 @@ async def _work(machine: HarborMachine, session: Session, options: HarborOptions
 
 
 async def _called(machine: HarborMachine, call: Message, options: HarborOptions) -> str:
-    """Performs a call of `bash` and returns its output as the policy reads it."""
+    """Performs a call of `bash` and returns its output, or an error, as the policy reads it."""
     try:
         arguments: Any = json.loads(call["function"]["arguments"])
         command = arguments["command"]
@@ -157,6 +163,7 @@ async def _called(machine: HarborMachine, call: Message, options: HarborOptions)
         command = None
     if not isinstance(command, str) or call["function"]["name"] != "bash":
         return 'error: the only tool is bash, with the argument "command"'
+    # An argument of a program has neither zero bytes nor halves of surrogate pairs, which JSON can have.
     command = command.encode(errors="replace").decode().replace("\0", "")
     if len(command.encode()) > COMMAND_BYTES:
         return f"error: a command has at most {COMMAND_BYTES} bytes"
@@ -169,7 +176,7 @@ async def _called(machine: HarborMachine, call: Message, options: HarborOptions)
 
 
 class _Middle:
-    """Keeps the beginning and the end of an output."""
+    """The beginning and the end of an output, which may be larger than the memory."""
 
     def __init__(self, characters: int) -> None:
         self._half = math.ceil(characters / 2)

@@ -1,4 +1,13 @@
-"""Machines of Harbor's tasks: a sandbox for tasks that consist of files, a Docker container for tasks with an image."""
+"""Machines of Harbor's tasks: a sandbox for tasks that consist of files, a Docker container for tasks with an image.
+
+start --> run, run, ... or run_agent --> verify --> close        `close` also after a failure of any of them
+
+path       files                                      the agent sees it   the tests see it
+directory  the task's files, where both work          yes                 yes
+/agent     sample.json, HOME of the sandbox           yes                 yes
+/tests     copy of the task's tests                   no                  yes
+/logs      agent, artifacts; verifier for the reward  without verifier    yes
+"""
 
 from __future__ import annotations
 
@@ -27,19 +36,17 @@ AGENT, TESTS, LOGS = "/agent", "/tests", "/logs"
 SHORT_SECONDS = 120.0
 """Time limit of commands of docker that do little."""
 KILL_SECONDS, TIMED_OUT = 5, 124
+"""Seconds between SIGTERM and SIGKILL of the program `timeout`, and its exit code after the time limit."""
 Output = Callable[[bytes], None]
 
 
 class HarborMachine(ABC):
-    """A machine with the task's files, in which the agent's commands and then the tests run."""
+    """A machine with the task's files, in which the agent's commands and then the tests run.
+
+    `folder` is the temporary folder of the sample; its `agent/` is /agent in the machine.
+    """
 
     def __init__(self, task: HarborTask, folder: Path) -> None:
-        """Takes the task.
-
-        Args:
-            task: the task.
-            folder: temporary folder of the sample, with `agent/`, which is /agent in the machine.
-        """
         self.task, self.folder = task, folder
 
     @abstractmethod
@@ -51,9 +58,9 @@ class HarborMachine(ABC):
         """Runs a command of bash without the endpoint, and returns its exit code.
 
         Args:
-            command: the command.
-            seconds: its time limit.
-            output: called with each piece of its output.
+            command: text for bash.
+            seconds: time limit.
+            output: called with each piece of stdout and stderr.
 
         Raises:
             TimeoutError: its time is up.
@@ -64,8 +71,8 @@ class HarborMachine(ABC):
         """Runs a command that can reach the policy.
 
         Args:
-            command: the command, for bash.
-            session: the policy.
+            command: text for bash.
+            session: access to the policy; its log gets the output.
 
         Returns:
             The exit code and the last line of the output.
@@ -96,7 +103,7 @@ class SandboxMachine(HarborMachine):
         self._environment = {"HOME": f"{AGENT}/user", **task.environment, **options.variables()}
 
     async def start(self) -> None:
-        """Copies the files of the task."""
+        """Copies the files of the task; UserError where the kernel permits no namespaces."""
         if not isolated():
             raise UserError(
                 f"{self.task.folder}: the task needs namespaces, which the kernel does not permit. Permit them, or "
@@ -109,6 +116,7 @@ class SandboxMachine(HarborMachine):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
         files = self.task.folder / "environment"
         if files.is_dir():
+            # Definitions of containers are not files of the task.
             hidden = shutil.ignore_patterns(*DEFINITIONS)
             shutil.copytree(files, self.folder / "work", symlinks=True, dirs_exist_ok=True, ignore=hidden)
 
@@ -126,13 +134,13 @@ class SandboxMachine(HarborMachine):
             environment={**self._environment, "VERL_MG_SAMPLE": f"{AGENT}/sample.json"},
             visible=self._visible("agent", "artifacts"),
             options=self._options,
-            timeout=math.inf,
+            timeout=math.inf,  # the caller has the task's limit
         )
 
     async def verify(self, output: Output) -> Path:
         """Runs the tests, whose folder is added for them."""
         environment = {**self._environment, **self.task.verifier_environment}
-        # A copy, which they may change, and whose files the sandbox's user can read.
+        # A copy, which the tests may change, and whose files the sandbox's user can read.
         tests = self.folder / "tests"
         await asyncio.to_thread(shutil.copytree, self.task.folder / "tests", tests, symlinks=True)
         visible = [*self._visible("agent", "artifacts", "verifier"), Visible(str(tests), TESTS, writable=True)]
@@ -167,7 +175,8 @@ class SandboxMachine(HarborMachine):
 class DockerMachine(HarborMachine):
     """A Docker container, by the docker command.
 
-    A command that is the agent reaches the endpoint through the network of the host, so such a container has that.
+    A command that is the agent reaches the endpoint through the network of the host, so its container has that network.
+    `environment` has further variables of the agent's commands.
     """
 
     def __init__(self, task: HarborTask, folder: Path, environment: Mapping[str, str], host_network: bool) -> None:
@@ -191,6 +200,7 @@ class DockerMachine(HarborMachine):
         self._has_begun = True
         await self._docker(*start, seconds=task.build_seconds)
         await self._docker("cp", f"{self.folder}/agent/.", f"{self._container}:{AGENT}")
+        # root makes them, and the task's user of the agent writes there.
         await self._inside(f"mkdir -p {LOGS}/agent {LOGS}/artifacts && chmod 777 {LOGS}/* && chmod -R a+rwX {AGENT}")
         if task.image is not None and files.is_dir():
             directory = task.directory or (await self._inside("pwd")).strip()
@@ -209,6 +219,7 @@ class DockerMachine(HarborMachine):
 
     async def verify(self, output: Output) -> Path:
         """Runs the tests, whose folder is added for them."""
+        # The agent may have made both folders, with a reward in one and other tests in the other.
         await self._inside(f"rm -rf {TESTS} {LOGS}/verifier && mkdir -p {LOGS}/verifier && chmod 777 {LOGS}/verifier")
         await self._docker("cp", str(self.task.folder / "tests"), f"{self._container}:{TESTS}")
         await self._inside(f"chmod -R a+rX {TESTS}")
@@ -240,7 +251,8 @@ class DockerMachine(HarborMachine):
         place += [f"--user={user}"] if user is not None else []
         # Without their values, which every user of the machine could read in the arguments.
         names = [text for name in environment for text in ("--env", name)]
-        # The end of `docker exec` does not end the command.
+        # The end of `docker exec` does not end the command, so `timeout` does it in the container; the limit of the
+        # call below is later, for a docker that does not respond.
         limit = [] if math.isinf(seconds) else ["timeout", "-k", str(KILL_SECONDS), str(math.ceil(seconds))]
         arguments = ["exec", *place, *names, self._container, *limit, "bash", "-c", command]
         code = await _communicate(arguments, environment, output, output, seconds + 2 * KILL_SECONDS)

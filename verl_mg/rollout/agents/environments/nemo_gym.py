@@ -31,7 +31,7 @@ class NemoGymOptions:
 
 
 async def run(session: Session, sample: Sample) -> Result:
-    """Plays an episode; see `NemoGymOptions`."""
+    """Plays an episode with a record that is a line of Gym's data; the response's other numbers are reward parts."""
     options = read_options(NemoGymOptions, session.options)
     parameters: dict[str, Any] = {"input": session.messages, **sample.record.get(PARAMETERS, {})}
     if options.max_tokens is not None:

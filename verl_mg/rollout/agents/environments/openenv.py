@@ -2,9 +2,9 @@
 
     environment --observation--> policy --reply--> action --> environment ... until it is done
 
-Each sample has a WebSocket session and so an environment of its own: by the server's HTTP routes every request would
-meet a new one. Samples wait where the server has reached its `max_concurrent_envs`. The data are prompts that explain
-the task, with what `reset` takes in further fields.
+Each sample has a WebSocket session and so a separate environment: by the server's HTTP routes every request would meet
+a new one. Samples wait where the server has reached its `max_concurrent_envs`. The data are prompts that explain the
+task, with arguments of `reset` in further fields.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 WAIT_SECONDS = 0.5
 """Pause before a server that has no free session is tried again."""
 FULL, INVALID, FAILED = "CAPACITY_REACHED", "VALIDATION_ERROR", "EXECUTION_ERROR"
+"""Codes of OpenEnv's errors."""
 SCHEMA_SECONDS = 30.0
 ACT = "act"
 
@@ -61,7 +62,7 @@ class OpenEnvOptions:
 
 
 async def run(session: Session, sample: Sample) -> Result:
-    """Plays an episode; see `OpenEnvOptions`."""
+    """Plays an episode; see `OpenEnvOptions`. The reward has the parts "turns" and "done"."""
     options = read_options(OpenEnvOptions, session.options)
     if missing := [name for name in options.reset_fields if name not in sample.record]:
         raise UserError(
@@ -72,6 +73,7 @@ async def run(session: Session, sample: Sample) -> Result:
     async with _environment(options.url) as environment, policy_of(session, options.max_tokens) as policy:
         actions = await _actions(options, environment)
         step = await environment.exchange("reset", arguments)
+        # The observation continues the prompt, which explains the task.
         policy.add_observation(_text(step["observation"], options))
         rewards, turns = [step.get("reward")], 0
         while not step["done"] and turns < options.max_turns and (reply := await policy.reply(actions.tools)):
@@ -87,13 +89,13 @@ async def run(session: Session, sample: Sample) -> Result:
 
 
 class _Environment:
-    """An environment, as a session of a server."""
+    """An environment, which is one session of the server."""
 
     def __init__(self, url: str, connection: ClientConnection) -> None:
         self.url, self._connection = url, connection
 
     async def exchange(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Sends a message and returns the data of the reply; of an invalid action only its `error`."""
+        """Sends a message and returns the data of the reply; for an invalid action only its `error`, for the policy."""
         from websockets.exceptions import ConnectionClosed
 
         try:
@@ -120,7 +122,7 @@ class _FullError(Exception):
 
 @asynccontextmanager
 async def _environment(url: str) -> AsyncIterator[_Environment]:
-    """Opens a session; waits while the server has none."""
+    """Opens a session; tries again every WAIT_SECONDS while the server has no free one."""
     try:
         from websockets.asyncio.client import connect
         from websockets.exceptions import WebSocketException
@@ -133,10 +135,12 @@ async def _environment(url: str) -> AsyncIterator[_Environment]:
     address = url.rstrip("/").replace("http", "ws", 1) + "/ws"
     while True:
         try:
+            # websockets would refuse observations of more than 1 MiB.
             connection = await connect(address, max_size=None, proxy=None)
         except (WebSocketException, OSError) as error:
             raise AgentError(f"{url}: {type(error).__name__}: {error}") from error
         async with connection:
+            # A server without a free session accepts the connection, and refuses its first message.
             environment = _Environment(url, connection)
             if await _is_open(environment):
                 yield environment
@@ -153,7 +157,7 @@ async def _is_open(environment: _Environment) -> bool:
 
 
 class _TextActions:
-    """Takes the text of a reply as one field of the action."""
+    """Actions whose field `name` is the text of a reply."""
 
     def __init__(self, name: str, environment: _Environment, options: OpenEnvOptions) -> None:
         self.tools: tuple[Message, ...] = ()
@@ -186,7 +190,7 @@ class _ToolActions:
             else:
                 called = {"type": "call_tool", "tool_name": name, "arguments": action}
                 step = await self._environment.exchange("step", called if self._options.actions == "mcp" else action)
-            if "error" in step:
+            if "error" in step:  # the policy may correct it in the next turn
                 policy.add_result(call, f"error: {step['error']}")
                 yield {"done": False}
             else:
@@ -224,7 +228,7 @@ def _tool(name: str, description: str, parameters: Mapping[str, Any]) -> Message
 
 
 def _text(observation: Mapping[str, Any], options: OpenEnvOptions) -> str:
-    """Returns an observation as text for the policy."""
+    """Returns an observation as text for the policy: one field, the only text among its fields, or all as JSON."""
     content = {name: value for name, value in observation.items() if name != "metadata"}
     if options.observation_field:
         if options.observation_field not in content:

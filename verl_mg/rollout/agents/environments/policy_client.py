@@ -1,4 +1,4 @@
-"""Asks the policy for replies, for agents that are loops of this package."""
+"""Client of the policy's endpoint, for agents that are loops of this package."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ TOO_LONG = "context_length_exceeded"
 
 
 class PolicyClient:
-    """A conversation with the policy of one sample; it begins with the prompt."""
+    """A conversation with the policy of one sample, which begins with the prompt; `max_tokens` limits each reply."""
 
     def __init__(self, client: httpx.AsyncClient, session: Session, max_tokens: int | None) -> None:
         self._client, self._model, self._max_tokens = client, session.model, max_tokens
         self.messages: list[Message] = [dict(message) for message in session.messages]
 
     def add_observation(self, text: str) -> None:
-        """Adds text of the environment: to the last message if that is the user's, since templates want turns."""
+        """Adds text of the environment: to the last message if that is the user's, since templates require turns."""
         last = self.messages[-1] if self.messages else {}
         if last.get("role") == "user" and isinstance(last["content"], list):  # with images
             last["content"] = [*last["content"], {"type": "text", "text": text}]
@@ -32,7 +32,7 @@ class PolicyClient:
             self.messages.append({"role": "user", "content": text})
 
     def add_result(self, call: Message, text: str) -> None:
-        """Adds the result of a tool call."""
+        """Adds the result of a call, which is an entry of the reply's `tool_calls`."""
         self.messages.append({"role": "tool", "tool_call_id": call["id"], "content": text})
 
     async def reply(self, tools: Sequence[Message] = ()) -> Message | None:

@@ -2,8 +2,8 @@
 
     here --POST /run {base_url, api_key, model, task}--> server of the environment --chat completions--> policy
 
-verifiers cannot be installed with SGLang, so the server runs in a Python environment of its own. It also writes the
-data: `python tools/serve_verifiers.py --env ENV --write-tasks train.jsonl`. The harness of the environment makes the
+verifiers cannot be installed with SGLang, so the server runs in a separate Python environment. It also writes the data:
+`python tools/serve_verifiers.py --env ENV --write-tasks train.jsonl`. The harness of the environment makes the
 requests, and its task gives the reward.
 """
 
@@ -28,7 +28,7 @@ class VerifiersOptions:
 
 
 async def run(session: Session, sample: Sample) -> Result:
-    """Plays an episode; see `VerifiersOptions`."""
+    """Plays an episode with the `task` of the record; the metrics of the task are parts of the reward."""
     options = read_options(VerifiersOptions, session.options)
     if not isinstance(sample.record.get("task"), dict):
         raise UserError(

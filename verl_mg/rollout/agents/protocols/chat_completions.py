@@ -79,6 +79,7 @@ class _Request(Fields):
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     logprobs: bool | None = None
+    # From here on fields that are read only to be refused: an ignored one would silently change the reply.
     top_logprobs: int | None = None
     n: int | None = None
     functions: Any = None
@@ -102,6 +103,7 @@ class ChatCompletions(Protocol):
                 ),
                 tools=tuple(tool.function.tool() for tool in request.tools or () if request.tool_choice != "none"),
                 model=request.model,
+                # `max_tokens` is the older name, which many clients still send.
                 max_tokens=request.max_completion_tokens or request.max_tokens,
                 stop=tuple(request.stop or ()),
                 images=memory.images,
@@ -145,7 +147,7 @@ def _message(message: _Message, field: str, memory: SessionMemory) -> JsonObject
         return _assistant(message, text_of(message.content, place, PIECES), memory)
     if message.content is None:
         raise refusal(place, "missing", "Add the field to the request")
-    if message.role in ("system", "developer"):
+    if message.role in ("system", "developer"):  # OpenAI's newer name, which chat templates do not have
         return {"role": "system", "content": text_of(message.content, place, LINES)}
     content = content_of(message.content, place, LINES, memory)
     if message.role == "tool":
@@ -188,10 +190,11 @@ class ChatExchange(Exchange):
 
     def body(self, reply: Reply) -> JsonObject:
         """Returns the reply as a chat completion."""
+        # The next request of the agent has these calls, perhaps with their arguments written in another way.
         for call in reply.tool_calls:
             self.memory.remember_arguments(call.id, call.arguments)
         message = reply.message | {"refusal": None}
-        if reply.tool_calls and not reply.text:
+        if reply.tool_calls and not reply.text:  # OpenAI writes null here, not ""
             message["content"] = None
         tokens = {"content": exchange.logprobs(reply.tokens), "refusal": None} if self.logprobs else None
         return {
@@ -231,6 +234,7 @@ def _choice(delta: JsonObject, finish: str | None, logprobs: JsonObject | None) 
 
 
 def _deltas(message: JsonObject) -> Iterator[JsonObject]:
+    # As OpenAI's streams begin: clients take the role from the first delta, and join the others.
     yield {"role": "assistant", "content": ""}
     if "reasoning_content" in message:
         yield {"reasoning_content": message["reasoning_content"]}

@@ -16,7 +16,11 @@ JsonObject = dict[str, Any]
 
 @dataclass(frozen=True)
 class Exchange(ABC):
-    """A request in the form that the backend reads, and the form of its reply."""
+    """A request in the form that the backend reads, and the form of its reply.
+
+    call --> backend --> Reply --> body --> JSON, or events for a stream
+    after a stream has begun:  keep_alive, keep_alive, ...  then events or error_event
+    """
 
     call: Call
     """The request as the backend gets it."""
@@ -32,16 +36,16 @@ class Exchange(ABC):
         """Returns the server-sent events of a reply.
 
         Args:
-            body: what `body` has returned.
-            earlier: number of times that `keep_alive` has written to the stream.
+            body: result of the method `body`.
+            earlier: number of calls of `keep_alive` so far; their events have numbers in some protocols.
         """
 
     @abstractmethod
     def keep_alive(self, earlier: int) -> bytes:
-        """Returns what a stream writes while the policy generates, so that the client does not give up.
+        """Returns an event without effect, so that the client does not give up while the policy generates.
 
         Args:
-            earlier: number of times that it has written to the stream.
+            earlier: number of calls so far.
         """
 
     @abstractmethod
@@ -49,13 +53,13 @@ class Exchange(ABC):
         """Returns the event of an error that occurs after the stream has begun.
 
         Args:
-            error: the error.
-            earlier: number of times that `keep_alive` has written to the stream.
+            error: as `Backend.complete` has raised it.
+            earlier: number of calls of `keep_alive` so far.
         """
 
 
 class Protocol(ABC):
-    """A protocol: how its requests are read, and its errors written."""
+    """A protocol: it reads requests, and writes errors."""
 
     @abstractmethod
     def read(self, body: Any, memory: SessionMemory) -> Exchange:
@@ -75,13 +79,14 @@ class Protocol(ABC):
 
 
 def sse(data: JsonObject | str, event: str = "") -> bytes:
-    """Writes a server-sent event."""
+    """Returns a server-sent event with a JSON object or one line of text; `event` is its name, "" for none."""
     text = data if isinstance(data, str) else json.dumps(data)
     return (f"event: {event}\n" if event else "").encode() + f"data: {text}\n\n".encode()
 
 
 def reasoning_tokens(reply: Reply) -> int:
     """Returns the number of tokens up to the end of the reasoning, with its first and without its last delimiter."""
+    # The parser returns text, so the tokens are found again by the positions of their texts.
     end = _end_of(reply.reasoning, reply.tokens)
     return sum(1 for start in _starts(reply.tokens) if start < end)
 
@@ -101,7 +106,7 @@ def _starts(tokens: Iterable[ReplyToken]) -> Iterator[int]:
 def openai_error(error: RequestError) -> JsonObject:
     """Returns the body of an error in OpenAI's protocols."""
     kind = "server_error" if error.status >= 500 else "invalid_request_error"
-    # litellm, and the agents that use it, know this error by these words alone: others they repeat for minutes.
+    # litellm, and the agents that use it, know this error only by these words: other errors they repeat for minutes.
     end = " This model's maximum context length is exceeded." if error.code == "context_length_exceeded" else ""
     return {"error": {"message": error.message + end, "type": kind, "param": error.param, "code": error.code}}
 

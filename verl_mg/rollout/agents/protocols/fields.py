@@ -55,12 +55,13 @@ class Function(Fields):
 
 
 def refusal(field: str, wrong: str, fix: str, code: str | None = None) -> RequestError:
-    """Returns the error of a request with an invalid field."""
+    """Returns the error of a request: the field's path such as messages[0].content, and what to send instead."""
     return RequestError(400, f"{field}: {wrong}. {fix}.", field, code)
 
 
 def parse(data: bytes) -> Any:
-    """Parses the body of a request."""
+    """Parses the body of a request; RequestError where it is not JSON in UTF-8, too deep, or has too large a number."""
+    # Python's json has no limit of depth but the recursion limit, and reads NaN.
     try:
         value = from_json(data, allow_inf_nan=False)
     except ValueError as error:
@@ -71,6 +72,7 @@ def parse(data: bytes) -> Any:
 
 
 def _is_finite(value: Any) -> bool:
+    # A number such as 1e999 is valid JSON, and is read as infinity.
     if isinstance(value, float):
         return math.isfinite(value)
     if isinstance(value, list):
@@ -79,7 +81,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def json_object(text: str) -> dict[str, Any] | None:
-    """Returns the JSON object that a text is, or None."""
+    """Parses a text that is a JSON object; None for any other text."""
     try:
         value = parse(text.encode())
     except (RequestError, UnicodeEncodeError):
@@ -88,7 +90,7 @@ def json_object(text: str) -> dict[str, Any] | None:
 
 
 def read(model: type[Model], value: Any, field: str = "") -> Model:
-    """Reads the fields of an object."""
+    """Reads the fields of an object at the path `field` of the request, "" for the whole body."""
     try:
         return model.model_validate(value)
     except ValidationError as error:
@@ -112,7 +114,7 @@ def quoted(value: Any) -> str:
 
 
 def text_of(content: Any, field: str, separator: str) -> str:
-    """Returns the text of a content: text itself, or parts of text that are joined."""
+    """Returns the text of a content: text itself, or parts of text joined by `separator`; "" for None."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -123,7 +125,7 @@ def text_of(content: Any, field: str, separator: str) -> str:
 
 
 def part_text(part: Any, field: str) -> str:
-    """Returns the text of a part of a content."""
+    """Returns the text of a part of a content; RequestError for a part that is not text."""
     if not isinstance(part, dict):
         raise refusal(field, "not an object", 'Send parts as {"type": "text", "text": ...}')
     kind = part.get("type")
@@ -136,7 +138,9 @@ def part_text(part: Any, field: str) -> str:
 
 
 def is_tool_choice(choice: Any) -> bool:
-    """Returns whether a value is a `tool_choice` of OpenAI; a call that it forces is a wish, as formats are."""
+    """Returns whether a value is a `tool_choice` of OpenAI."""
+    # A choice that forces a call is accepted and does not constrain sampling: harnesses send it by default, and a
+    # constrained sample has other log-probabilities than the policy.
     return choice in (None, "auto", "none", "required") or (isinstance(choice, dict) and "type" in choice)
 
 
@@ -150,6 +154,6 @@ def with_one_system(messages: Iterable[dict[str, Any]]) -> tuple[dict[str, Any],
 
 
 def refuse_unless(supported: bool, field: str, value: Any, fix: str) -> None:
-    """Refuses a field that the policy cannot honour."""
+    """Raises RequestError for a field whose value the policy cannot honour."""
     if not supported:
         raise refusal(field, f"{quoted(value)} is not supported", fix)

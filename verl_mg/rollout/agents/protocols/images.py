@@ -40,7 +40,10 @@ class _Image(Fields):
 
 
 def content_of(content: Any, field: str, separator: str, memory: SessionMemory) -> Content:
-    """Returns a content that may have images: text where it has none, otherwise parts of text and images."""
+    """Returns a content that may have images: text where it has none, otherwise parts of text and images.
+
+    `separator` joins parts of text where there are no images. The images are added to `memory`.
+    """
     if memory.image_limits is None or not isinstance(content, list) or not any(map(is_image, content)):
         return text_of(content, field, separator)
     parts = []
@@ -61,8 +64,9 @@ def text_part(text: str) -> dict[str, Any]:
 
 
 def image_part(part: dict[str, Any], field: str, memory: SessionMemory) -> dict[str, Any]:
-    """Returns an image as a part of a content, which has its key."""
+    """Returns an image as a part of `Call.messages` with its key; RequestError where it is too large or corrupt."""
     assert memory.image_limits is not None
+    # A conversation repeats its images in each request: each is checked and decoded once.
     try:
         data = _encoded(part, field)
         image = Image(data)

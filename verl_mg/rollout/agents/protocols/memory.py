@@ -10,6 +10,7 @@ from verl_mg.data.images import ImageLimits
 from verl_mg.images import Image
 from verl_mg.rollout.agents.protocols.fields import json_object
 
+# Bounds of a session's memory: its agent may send any number of requests.
 MAX_RESPONSES = 256
 MAX_CHARACTERS = 64 << 20
 MAX_CALLS = 4096
@@ -38,7 +39,7 @@ class SessionMemory:
         self._arguments: OrderedDict[str, str] = OrderedDict()
 
     def store(self, name: str, response: StoredResponse) -> None:
-        """Stores a response for later requests."""
+        """Stores a response under its id, for later requests."""
         self._responses[name] = response
         while len(self._responses) > MAX_RESPONSES or self._size() > MAX_CHARACTERS:
             self._responses.popitem(last=False)
@@ -56,7 +57,7 @@ class SessionMemory:
         return next((item for item in items if item is not None), None)
 
     def remember_arguments(self, call: str, arguments: str) -> None:
-        """Remembers the text of a tool call's arguments, which clients may read and write again."""
+        """Stores the text of a tool call's arguments as the policy has written it: clients may write it differently."""
         self._arguments[call] = arguments
         self._arguments.move_to_end(call)
         if len(self._arguments) > MAX_CALLS:
@@ -68,6 +69,7 @@ class SessionMemory:
 
     def written_arguments(self, call: str, arguments: str) -> str:
         """Returns a tool call's arguments as the policy has written them, where a client has sent an equal object."""
+        # Clients parse them and write them again; in JavaScript 1.0 becomes 1.
         written = self._arguments.get(call)
         if written is None or (value := json_object(written)) is None or value != json_object(arguments):
             return arguments

@@ -79,6 +79,7 @@ class _Context(Fields):
 
 
 class _Request(_Context):
+    # Required by this protocol, in which a request to count tokens does not have it.
     max_tokens: Count
     stop_sequences: list[Name] | None = None
     stream: bool | None = None
@@ -113,15 +114,7 @@ class Messages(Protocol):
         return MessagesExchange(call=call, stream=bool(request.stream), memory=memory)
 
     def read_context(self, body: Any, memory: SessionMemory) -> Call:
-        """Reads the body of a request to count tokens.
-
-        Args:
-            body: parsed JSON.
-            memory: what earlier requests of the session have left.
-
-        Raises:
-            RequestError: the request is invalid.
-        """
+        """Reads the body of a request to count tokens; see `Protocol.read`."""
         return _call(read(_Context, body), memory, None, ())
 
     def error(self, error: RequestError) -> JsonObject:
@@ -200,7 +193,7 @@ def _assistant(blocks: list[tuple[Any, str]], memory: SessionMemory) -> JsonObje
 
 
 def _others(role: str, blocks: list[tuple[Any, str]], memory: SessionMemory) -> Iterator[JsonObject]:
-    """Messages of a user's or the system's blocks: each result of a tool is one, and the blocks between them."""
+    """Yields the messages of a user's or the system's blocks: one for each result of a tool, and for blocks between."""
     parts: list[JsonObject] = []
     for block, field in blocks:
         match _kind(block, field):
@@ -209,6 +202,7 @@ def _others(role: str, blocks: list[tuple[Any, str]], memory: SessionMemory) -> 
             case "image" if role == "user" and memory.image_limits:
                 parts.append(image_part(block, field, memory))
             case "tool_result" if role == "user":
+                # Here results are blocks of a user's message; in `Call.messages` each is a message of the role tool.
                 if parts:
                     yield {"role": role, "content": _joined(parts)}
                     parts = []
@@ -222,13 +216,14 @@ def _others(role: str, blocks: list[tuple[Any, str]], memory: SessionMemory) -> 
 
 
 def _joined(parts: list[JsonObject]) -> Content:
-    """The parts as they are where some are images, else their text."""
+    """Returns the parts where some are images, else their text."""
     has_images = any(part["type"] == "image" for part in parts)
     return parts if has_images else LINES.join(part["text"] for part in parts)
 
 
 def _arguments(use: _ToolUse, memory: SessionMemory) -> str:
-    """The text that the policy has written, where the object is equal to it."""
+    """Returns the text that the policy has written, where the object is equal to it."""
+    # The text decides whether the policy's tokens stay, and an object does not have its spaces and order of keys.
     written = memory.arguments(use.id)
     if written is not None and _input(written) == use.input:
         return written
@@ -265,6 +260,7 @@ class MessagesExchange(Exchange):
             "content": _blocks(reply),
             "stop_reason": _stop_reason(reply),
             "stop_sequence": reply.stopped if reply.finish == "stop" else None,
+            # Cached tokens are counted separately here; in OpenAI's protocols they are part of the prompt.
             "usage": {
                 "input_tokens": reply.prompt_tokens - reply.cached_tokens,
                 "cache_creation_input_tokens": 0,
@@ -298,6 +294,7 @@ class MessagesExchange(Exchange):
 
 
 def _blocks(reply: Reply) -> list[JsonObject]:
+    # A message has at least one block, also where the policy has written no text.
     blocks: list[JsonObject] = []
     if reply.reasoning:
         blocks.append({"type": "thinking", "thinking": reply.reasoning, "signature": SIGNATURE})
@@ -315,13 +312,14 @@ def _stop_reason(reply: Reply) -> str:
 
 
 def _parts(block: JsonObject) -> tuple[JsonObject, list[JsonObject]]:
-    """A block's beginning in a stream, and its deltas."""
+    """Returns the beginning of a block in a stream, and its deltas."""
     match block["type"]:
         case "thinking":
             thinking = {"type": "thinking_delta", "thinking": block["thinking"]}
             signature = {"type": "signature_delta", "signature": block["signature"]}
             return block | {"thinking": "", "signature": ""}, [thinking, signature]
         case "tool_use":
+            # Clients join the deltas of the arguments as text, and parse them at the end of the block.
             arguments = json.dumps(block["input"])
             return block | {"input": {}}, [{"type": "input_json_delta", "partial_json": arguments}]
         case _:

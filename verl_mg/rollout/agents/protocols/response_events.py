@@ -12,19 +12,19 @@ Event = tuple[str, dict[str, Any]]
 
 
 def numbered(events: Iterator[Event], first: int) -> Iterator[bytes]:
-    """Writes events with their sequence numbers."""
+    """Yields server-sent events with their sequence numbers, from `first` on."""
     for number, (kind, fields) in enumerate(events, first):
         yield sse({"type": f"response.{kind}", "sequence_number": number} | fields, f"response.{kind}")
 
 
 def begin(response: JsonObject) -> Iterator[Event]:
-    """Returns the events in front of the items; the response has no output yet."""
+    """Yields the events in front of the items; the response has no output yet."""
     yield "created", {"response": response}
     yield "in_progress", {"response": response}
 
 
 def of_item(item: JsonObject, index: int) -> Iterator[Event]:
-    """Returns the events of an item."""
+    """Yields the events of the complete item at position `index` of the output."""
     place = {"output_index": index}
     yield "output_item.added", place | {"item": _empty(item)}
     inside = place | {"item_id": item["id"]}

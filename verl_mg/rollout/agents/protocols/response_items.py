@@ -1,8 +1,10 @@
-"""Items of OpenAI's responses: those of a request as messages, and those of a reply.
+"""Items of OpenAI's responses: items of a request become messages, and a reply becomes items.
 
-A reply is up to three kinds of items: reasoning, a message, calls of tools, in this order. When they come back they are
-one message again. The text of the reasoning is also in `encrypted_content`, in Base64, because clients without stored
-responses send only this back.
+    {"role": "assistant", "reasoning_content": R, "content": T, "tool_calls": [C, D]}
+        <--> items  reasoning R, message T, function_call C, function_call D
+
+In this order; when they come back they are one message again. The text of the reasoning is also in `encrypted_content`,
+in Base64, because clients without stored responses send only this back.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ class _Reference(Fields):
 
 
 def messages_of(items: str | list[Any], memory: SessionMemory) -> tuple[JsonObject, ...]:
-    """Reads the input of a request."""
+    """Reads the input of a request, text of a user or items; `memory` has the items that it refers to."""
     if isinstance(items, str):
         return ({"role": "user", "content": items},)
     messages: list[JsonObject] = []
@@ -55,7 +57,7 @@ def messages_of(items: str | list[Any], memory: SessionMemory) -> tuple[JsonObje
         if messages and _continues(messages[-1], message):
             part = next(part for part in PARTS if part in message)
             messages[-1][part] = messages[-1].get(part, []) + message[part] if part == "tool_calls" else message[part]
-        elif len(message) > 1:
+        elif len(message) > 1:  # not only a role, as reasoning without a text
             messages.append(message)
     for message in messages:
         message.setdefault("content", "")
@@ -63,7 +65,7 @@ def messages_of(items: str | list[Any], memory: SessionMemory) -> tuple[JsonObje
 
 
 def _continues(message: JsonObject, part: JsonObject) -> bool:
-    """Whether a part belongs to the same message of the assistant: nothing that it has comes after the part."""
+    """Returns whether a part belongs to the same message of the assistant: nothing that it has comes after the part."""
     names = [PARTS.index(name) for name in PARTS if name in message]
     (new,) = [PARTS.index(name) for name in PARTS if name in part] or [-1]
     return (
@@ -74,9 +76,10 @@ def _continues(message: JsonObject, part: JsonObject) -> bool:
 
 
 def _read(item: Any, field: str, memory: SessionMemory) -> JsonObject:
-    """An item as a message; an assistant's message has one part."""
+    """Returns an item as a message; an assistant's message has one part."""
     if not isinstance(item, dict):
         raise refusal(field, "not an object", "Send items of a response")
+    # The type of a message and of a reference may be left out in OpenAI's API.
     match item.get("type") or ("message" if "role" in item else "item_reference"):
         case "message":
             return _read_message(read(_Message, item, field), field, memory)
@@ -126,7 +129,7 @@ def _reasoning(item: _Reasoning, field: str) -> str:
 def items_of(
     reply: Reply, tools: Mapping[str, OfferedTool], logprobs: list[JsonObject], memory: SessionMemory
 ) -> Iterator[JsonObject]:
-    """Returns the items of a reply."""
+    """Yields the items of a reply; `tools` by the name that the policy knows, `logprobs` of the reply's tokens."""
     if reply.reasoning:
         yield {
             "type": "reasoning",
@@ -135,6 +138,7 @@ def items_of(
             "content": [{"type": "reasoning_text", "text": reply.reasoning}],
             "encrypted_content": base64.b64encode(reply.reasoning.encode()).decode(),
         }
+    # A response without calls has a message, also an empty one: clients read its text.
     if reply.text or not reply.tool_calls:
         text = {"type": "output_text", "text": reply.text, "annotations": [], "logprobs": logprobs}
         status = "incomplete" if reply.finish == "length" else "completed"

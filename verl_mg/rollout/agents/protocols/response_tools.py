@@ -1,7 +1,7 @@
 """Tools of OpenAI's responses: functions, tools with free text, namespaces; and their calls.
 
 A tool of type `custom` takes free text; the policy sees it as a function with the argument `input`. Tools in a
-namespace, as Codex sends those of MCP servers, have its name in front of theirs. Tools that the provider runs and that
+namespace, as Codex sends tools of MCP servers, have its name in front of theirs. Tools that the provider runs and that
 Codex offers by default (web_search, image_generation, tool_search) are not offered to the policy; others are refused.
 """
 
@@ -72,14 +72,14 @@ class OfferedTool:
 
 
 def full_name(namespace: str | None, name: str) -> str:
-    """Returns the name by which the policy knows a tool."""
+    """Returns the name by which the policy knows a tool, such as files__read for read in the namespace files."""
     if not namespace:
         return name
     return namespace + ("" if namespace.endswith("__") else "__") + name
 
 
 def offered_tools(tools: list[Any], field: str = "tools", namespace: str | None = None) -> Iterator[OfferedTool]:
-    """Reads the tools of a request."""
+    """Reads the tools of a request; RequestError for one that is invalid or runs at a provider."""
     for number, tool in enumerate(tools):
         place = f"{field}[{number}]"
         kind = tool.get("type") if isinstance(tool, dict) else None
@@ -104,6 +104,7 @@ def _offered(function: Function, namespace: str | None, takes_text: bool) -> Off
 
 
 def _description(tool: _Custom) -> str | None:
+    # A grammar does not constrain sampling, so the policy has to read it.
     if tool.format is None or tool.format.definition is None:
         return tool.description
     grammar = f"The input follows this {tool.format.syntax or ''} grammar:\n{tool.format.definition}"
@@ -111,7 +112,7 @@ def _description(tool: _Custom) -> str | None:
 
 
 def written_call(call: ToolCall, tool: OfferedTool | None, memory: SessionMemory) -> JsonObject:
-    """Returns a tool call as an item of a response, without its id."""
+    """Returns a tool call as an item of a response without its id; `tool` is None for one that was not offered."""
     memory.remember_arguments(call.id, call.arguments)
     name: JsonObject = {"name": tool.name if tool else call.name}
     if tool and tool.namespace:
@@ -128,6 +129,7 @@ def read_call(item: JsonObject, field: str, memory: SessionMemory) -> JsonObject
         called = read(FunctionCall, item, field)
         arguments = memory.written_arguments(called.call_id, called.arguments)
         return _called(called.call_id, full_name(called.namespace, called.name), arguments)
+    # The policy has written free text as the argument of a function, and its tokens stay only for the same text.
     custom = read(CustomCall, item, field)
     written = memory.arguments(custom.call_id)
     if written is None or _text(written) != custom.input:
@@ -140,6 +142,6 @@ def _called(call_id: str, name: str, arguments: str) -> JsonObject:
 
 
 def _text(arguments: str) -> str:
-    """The free text in a call's arguments, or the arguments where they are malformed."""
+    """Returns the free text in a call's arguments, or the arguments where they are malformed."""
     value = json_object(arguments)
     return value[INPUT] if value and set(value) == {INPUT} and isinstance(value[INPUT], str) else arguments

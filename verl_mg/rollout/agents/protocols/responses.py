@@ -65,6 +65,7 @@ class Responses(Protocol):
         new = messages_of(request.input, memory)
         if not earlier + new:
             raise refusal("input", "empty", "Send text or items")
+        # Instructions hold for one response: `earlier` has none, so that a continued one may replace them.
         instructions = () if request.instructions is None else ({"role": "system", "content": request.instructions},)
         tools = tuple(offered_tools(request.tools or []))
         return ResponseExchange(
@@ -127,7 +128,7 @@ class ResponseExchange(Exchange):
     request: _Request
     """Fields of the request, which the response repeats."""
     earlier: tuple[JsonObject, ...]
-    """Messages of the response that this one continues."""
+    """Messages of the stored response that this one continues."""
     new: tuple[JsonObject, ...]
     """Messages of the input."""
     tools: dict[str, OfferedTool]
@@ -140,6 +141,7 @@ class ResponseExchange(Exchange):
         logprobs = exchange.logprobs(reply.tokens) if LOGPROBS in (self.request.include or ()) else []
         items = list(items_of(reply, self.tools, logprobs, self.memory))
         if self.request.store is not False:
+            # The size is of the added messages only, since `earlier` is shared with the response before.
             added = (*self.new, reply.message)
             by_id = {item["id"]: item for item in items}
             stored = StoredResponse((*self.earlier, *added), by_id, sum(len(str(message)) for message in added))
@@ -159,7 +161,7 @@ class ResponseExchange(Exchange):
         }
 
     def _response(self) -> JsonObject:
-        """The response before its reply."""
+        """Returns the response before its reply."""
         request = self.request
         return {
             "id": self.id,
@@ -181,7 +183,7 @@ class ResponseExchange(Exchange):
             "text": request.text or {"format": {"type": "text"}},
             "tool_choice": request.tool_choice or "auto",
             "tools": request.tools or [],
-            "truncation": "disabled",
+            "truncation": "disabled",  # a conversation that is too long is refused, never shortened
             "usage": None,
         }
 
@@ -197,7 +199,8 @@ class ResponseExchange(Exchange):
         yield body["status"], {"response": body}
 
     def keep_alive(self, earlier: int) -> bytes:
-        """Returns the first two events, then the second one: clients count events. See `Exchange.keep_alive`."""
+        """Returns the first two events, then the second one again. See `Exchange.keep_alive`."""
+        # Clients count events, so each one gets the next sequence number.
         events = list(response_events.begin(self._response()))
         if earlier == 0:
             return b"".join(response_events.numbered(iter(events), 0))
