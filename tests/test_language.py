@@ -23,7 +23,7 @@ def test_language_of_the_repository_follows_rule(rule: str) -> None:
     assert not violations, f"{len(violations)} violations:\n" + "\n".join(violations)
 
 
-def rules_of(text: str, file: str = "verl_mg/roles/role.py") -> list[str]:
+def rules_of(text: str, file: str = "verl_mg/data/prompts.py") -> list[str]:
     """Rules that a text breaks, as a file of the repository."""
     if file.endswith(".py"):
         return [violation.rule for violation in check_python(Path(file), text, class_index([text]))]
@@ -70,6 +70,9 @@ def test_checker_given_sound_module_passes() -> None:
     [
         ("global rank", "rank that was told", "word"),
         ("global rank", "home", "word"),
+        ("global rank", "rank alone", "word"),
+        ("global rank", "rank behind the others", "word"),
+        ("global rank", "rank behind a proxy", ""),
         ("# the LLM judge has its own queue", "# the judge", "word"),
         ("# the LLM judge has its own queue", "# own queue", "word"),
         ("next samples of this", "samples that none\n        of them took, of this", "word"),
@@ -83,6 +86,7 @@ def test_checker_given_sound_module_passes() -> None:
         ("Requests assigned to ranks before generation starts.", "What happens to the model, and when.", "docstring"),
         ("Requests assigned to ranks before generation starts.", "See `WorkQueue`, the base of this.", "docstring"),
         ("Requests assigned to ranks before generation starts.", "Nats.", "docstring"),
+        ("Requests assigned to ranks before generation starts.", "Takes the requests of the ranks.", "docstring"),
         ("Requests assigned to ranks before generation starts.", "requests assigned before the start.", "docstring"),
         ("Configuration of the queue.", "Configuration of the queue. size: number of samples.", "docstring"),
         ("Number of samples.", "What a rank claims.", "docstring"),
@@ -96,6 +100,20 @@ def test_checker_given_sound_module_passes() -> None:
 def test_checker_given_changed_module_reports_rule(before: str, after: str, rule: str) -> None:
     assert before in SOUND
     assert set(rules_of(SOUND.replace(before, after, 1))) == set(rule.split())
+
+
+@pytest.mark.parametrize("section", ["Args", "Returns", "Raises"])
+def test_checker_given_sections_outside_the_interfaces_reports_rule(section: str) -> None:
+    text = f'''def claim(rank: int, count: int) -> list[int]:
+    """Claims samples for a rank.
+
+    {section}:
+        text
+    """
+'''
+    assert rules_of(text, "verl_mg/roles/role.py") == ["args"]
+    assert rules_of(text.replace(f"{section}:", "Shapes of"), "verl_mg/roles/role.py") == []
+    assert rules_of(SOUND, "verl_mg/roles/role.py") == []
 
 
 @pytest.mark.parametrize(

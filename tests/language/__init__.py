@@ -5,7 +5,8 @@ Run it on some paths with `python -m tests.language PATH...`: one line for each 
 Rules:
     word: a word of no technical meaning here ("room", "told"), in a name, docstring, comment, message or document.
     docstring: a first line that is a fragment, a relative clause or too short; a list of fields inside the text.
-    args: a public function with two or more parameters whose docstring has no `Args:` that names each of them.
+    args: a public function of an interface with two or more parameters whose docstring has no `Args:` that names each;
+        sections `Args`, `Returns` and `Raises` elsewhere.
     field: a configuration field without a docstring below it.
     heading: a Markdown heading that is a relative clause.
     test-name: a test that is not named test_<unit>_<condition>_<expectation>.

@@ -133,9 +133,7 @@ def check_args(file: Path, tree: ast.Module, classes: Mapping[str, list[ClassInf
         yield from _check_needless_sections(file, tree)
 
 
-def _check_missing_args(
-    file: Path, tree: ast.Module, classes: Mapping[str, list[ClassInfo]]
-) -> Iterator[Violation]:
+def _check_missing_args(file: Path, tree: ast.Module, classes: Mapping[str, list[ClassInfo]]) -> Iterator[Violation]:
     for owner, function in _public_functions(tree):
         names = _parameters(function, owner)
         if len(names) < 2 or _is_exempt(file, owner, function, names, classes):

@@ -55,7 +55,10 @@ EXCEPTIONS: tuple[tuple[str, str], ...] = (
         r"\$home|(?-i:\bHOME\b)|path\.home|home (?:directory|folder)|/home/|\"home\"|'home'",
         "the user's directory, the key",
     ),
-    (r"behind (?:a|an|the|its|their|your) (?:\w+ )?(?:prox\w+|firewall|gateway|(?:load )?balancer|network|endpoint|port|url|address)", "places"),
+    (
+        r"behind (?:a|an|the|its|their|your) (?:\w+ )?(?:prox\w+|firewall|gateway|balancer|network|endpoint|url)",
+        "places",
+    ),
     (r"stand-?alone", "an adjective of its own meaning"),
     (r"rounding_mode", "an argument of torch.div"),
 )

@@ -145,8 +145,7 @@ class CheckpointWriter:
             self._offsets |= {tensor: (name, offset) for tensor, offset in offsets.items()}
 
     def create(self) -> None:
-        """Creates the files with their headers, and copies untrained tensors; called by one process, before any writes.
-        """
+        """Creates the files with their headers, and copies untrained tensors; called by one process, before writes."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for name, head in self._headers.items():
             last = max(offset + self._bytes(tensor) for tensor, (file, offset) in self._offsets.items() if file == name)

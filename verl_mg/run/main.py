@@ -32,8 +32,7 @@ def run_recipe(load: Callable[[], tuple[Recipe, Config]], learns: bool = True, r
 
 
 def on_all_ranks(work: Callable[[World], None], resumable: bool = True) -> None:
-    """Joins the other ranks, does the work of a job and exits with them. Invalid input: one line on one rank, code 2.
-    """
+    """Joins the other ranks, does the work of a job and exits with them. Invalid input: one line on one rank, code 2."""
     from verl_mg.distributed.world import World
 
     world = World.join()
