@@ -2,9 +2,11 @@
 
     prompts -> rollout -> rewards -> old and reference log-probs -> advantages -> actor update -> weight sync
 
-With several rewards GRPO normalizes their sum, in which one reward hides another: different rewards can have the same
-sum. GDPO normalizes each reward within its group, adds up the results, and normalizes the sums over all samples. The
-rewards are the parts that the reward function reports, or the names in `reward.mixture`.
+The rewards are the parts that the reward function reports, or the names in `reward.mixture`. Differences from GRPO:
+
+- each reward is normalized within its group, and the weighted sums over all samples; GRPO normalizes the sum, in
+which
+  one reward hides another: different rewards can have the same sum
 """
 
 from functools import partial

@@ -2,9 +2,12 @@
 
     prompts -> rollout -> reward -> old and reference log-probs -> advantages -> actor update -> weight sync
 
-The plain policy gradient of centred rewards, without ratio, clip or reference, and with one update in an iteration.
-Groups whose rewards are all equal have no gradient; the advantages of the others are scaled up by all rows /
-informative rows.
+Differences from GRPO:
+
+- the plain policy gradient, without ratio and clip, for one update in an iteration
+- rewards are centred, not divided by the standard deviation; groups whose rewards are all equal have no gradient, so
+  advantages are scaled up by all samples / samples of other groups
+- every token has the same weight, whatever the length of its response
 """
 
 from functools import partial

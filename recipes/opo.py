@@ -2,8 +2,11 @@
 
     prompts -> rollout -> reward -> old and reference log-probs -> advantages -> actor update -> weight sync
 
-One exact on-policy update in an iteration, without clip, against the baseline of least gradient variance: the mean
-reward of the group with responses weighted by their length.
+Differences from GRPO:
+
+- the baseline is the one of least gradient variance: the mean reward of the group with responses weighted by length
+- one exact on-policy update in an iteration, without ratio and clip; no division by the standard deviation
+- every token has the same weight, whatever the length of its response
 """
 
 from functools import partial

@@ -1,9 +1,16 @@
 """PPO with a critic (arXiv:1707.06347), as used for RLHF (arXiv:2203.02155).
 
-    prompts -> rollout -> reward -> log-probs, values -> advantages, returns -> critic and actor update -> weight sync
+    prompts -> rollout -> reward -> log-probs, values -> advantages, returns -> critic and actor update -> weight
+    sync
 
-The critic predicts the return from each token on; generalized advantage estimation compares what followed with it.
-Policy and critic can have different lambdas (decoupled GAE, VC-PPO, arXiv:2503.01491).
+Differences from GRPO:
+
+- a critic predicts the return from each token on, and generalized advantage estimation compares what followed with
+it:
+  tokens of a response have different advantages, which are whitened over the batch
+- no groups are needed: one response to each prompt
+- policy and critic can have different lambdas (decoupled GAE, VC-PPO, arXiv:2503.01491)
+- every token has the same weight; a KL penalty, if set, is subtracted from the reward
 """
 
 from collections.abc import Mapping

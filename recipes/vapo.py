@@ -1,10 +1,14 @@
 """VAPO: value-based augmented PPO for long chains of thought (arXiv:2504.05118).
 
-    prompts -> rollout -> reward -> log-probs, values -> advantages, returns -> critic and actor update -> weight sync
+    prompts -> rollout -> reward -> log-probs, values -> advantages, returns -> critic and actor update -> weight
+    sync
 
-PPO with a critic that is trained before the policy (`critic_warmup`), lambda 1 for the critic and one that grows with
-the length of the response for the policy, DAPO's higher upper clip and token mean, groups of responses, and a
-language-model loss on the responses with a reward above 0.
+Differences from GRPO:
+
+- PPO with a critic, as in ppo.py, which is trained before the policy (`critic_warmup`)
+- lambda is 1 for the critic, and for the policy it grows with the length of the response
+- DAPO's higher upper clip, and every token has the same weight
+- a language-model loss on the responses with a reward above 0 is added
 """
 
 from collections.abc import Mapping

@@ -35,8 +35,7 @@ def anchor_states(batch: Batch, turns: Turns) -> Tensor:
     answered. They identify the state in which the turn begins.
 
     Args:
-        batch: columns `tokens`, `group` and `loss_mask`.
-        turns: turns of the `loss_mask`.
+        batch, turns: columns `tokens`, `group` and `loss_mask`, and the turns of the mask.
     """
     tokens, _ = batch.pad("tokens")
     written = torch.nn.functional.pad(turns.number >= 0, (1, 1))
