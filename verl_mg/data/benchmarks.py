@@ -33,6 +33,7 @@ def gpqa(record: Record) -> Record:
     question = record["Question"].strip()
     right = record["Correct Answer"].strip()
     choices = [right, *(record[f"Incorrect Answer {i}"].strip() for i in (1, 2, 3))]
+    # Not `hash`, which differs between processes unless PYTHONHASHSEED is set.
     digest = hashlib.blake2b(question.encode(), digest_size=8).digest()
     order = random.Random(int.from_bytes(digest)).sample(range(len(choices)), len(choices))
     lines = [f"{letter}) {choices[i]}" for letter, i in zip(string.ascii_uppercase, order, strict=False)]

@@ -163,6 +163,7 @@ class ImageProcessor:
         if image.key in self._cached:
             self._cached.move_to_end(image.key)
             return self._cached[image.key]
+        # Made here, where a row is computed: pixels are 20 to 100 times larger than the file that rows carry.
         outputs = self._processor.image_processor([image.pixels()], **self._options)
         unused = self._processor.unused_input_names
         inputs = {name: tensor for name, tensor in outputs.items() if name not in unused and torch.is_tensor(tensor)}

@@ -48,7 +48,7 @@ class ImageSource:
     """File of the image; None where the record contains it."""
     data: bytes = b""
     """Bytes of the image where the record contains it."""
-    # Weak: a set may have more images than memory, and no request or row needs the image any more when it goes.
+    # Weak, so that an image is freed with the last row that has it; the data of a run keeps only its place.
     _loaded: ReferenceType[Image] | None = field(default=None, repr=False)
     """The image, as long as a request or a row has it."""
 

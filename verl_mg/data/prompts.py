@@ -1,8 +1,8 @@
 """Prompts of a file, tokenized once, in an order that depends only on the seed.
 
 record {"prompt": "2+3=", "answer": "5"} in line 1 of train.jsonl
-Prompt(id=0, tokens=(20, 13, 21, 31), text="2+3=", answer="5", record={...}, place="train.jsonl:1",
-       messages=[{"role": "user", "content": "2+3="}])
+Prompt(id=0, tokens=(8, 16, 9, 17), text="2+3=", answer="5", record={...}, place="train.jsonl:1",
+       messages=[{"role": "user", "content": "2+3="}])        with a tokenizer of characters
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -281,6 +281,7 @@ class PromptSet:
         return {"kind": "set", "prompts": len(self), "seed": self._seed}
 
     def _permutation(self, epoch: int) -> np.ndarray:
+        # Made of seed, source and epoch each time, so that a checkpoint needs no state of a generator.
         return np.random.default_rng([self._seed, epoch, *self._source.encode()]).permutation(len(self))
 
 

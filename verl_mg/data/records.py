@@ -87,7 +87,7 @@ def _json_lines(path: Path) -> Iterator[tuple[int, Record]]:
 
 def _json_object(line: bytes, place: str) -> Record:
     try:
-        record = json.loads(line.decode("utf-8-sig"))
+        record = json.loads(line.decode("utf-8-sig"))  # -sig: a file may begin with a byte order mark
         if b"\\ud" in line.lower():  # an escape may be half a character, which tokenizers reject
             json.dumps(record, ensure_ascii=False).encode()
     except (UnicodeDecodeError, UnicodeEncodeError) as error:

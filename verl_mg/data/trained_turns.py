@@ -97,6 +97,7 @@ def trained_rows(
             messages = with_values
     texts = []
     for turn in chosen:
+        # Not from one rendering of the whole: templates remove the thinking of earlier turns, which was generated.
         position = turn + added
         context = render_conversation(messages[:position], tokenizer, place, tools)
         whole = render_conversation(messages[: position + 1], tokenizer, place, tools, for_reply=False)
@@ -177,6 +178,7 @@ def _flag(message: dict[str, Any], where: str) -> bool | None:
 
 def _end_of_turn(tokens: Sequence[int], start: int, tokenizer: "PreTrainedTokenizerBase", where: str) -> int:
     """Returns the position after the special token that ends a turn; white space of the template may follow it."""
+    # An appended eos_token instead would train an end that the template never writes.
     special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
     last = next((i for i in reversed(range(start, len(tokens))) if tokens[i] in special), None)
     if last is None or str(tokenizer.decode(list(tokens[last + 1 :]))).strip():

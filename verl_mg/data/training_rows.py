@@ -79,6 +79,7 @@ def demonstrations_batch(
     numbered = [(prompt, i) for prompt in prompts for i in range(max(1, len(prompt.turns)))]
     mine = numbered[rank::ranks]
     rows = [_demonstration_row(prompt, i, tokenizer, max_tokens) for prompt, i in mine]
+    # Ids as if one rank had all rows: they do not depend on the number of ranks.
     sample_ids = range(first_id + rank, first_id + len(numbered), ranks)
     lengths = [(list(row.tokens), row.spans[0][0]) for row in rows]
     batch = imitation_batch(lengths, [prompt for prompt, _ in mine], sample_ids)

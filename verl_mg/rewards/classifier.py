@@ -47,14 +47,12 @@ class Classifier:
             path: directory with config.json, safetensors and a tokenizer; nothing is downloaded.
             batch_size: rows per forward pass.
             max_tokens: a longer text is cut at its beginning.
-            device: device of the model; None for that of the rank.
+            device: device of the model; None for the rank's.
             dtype: "float32", "bfloat16" or "float16".
-            label: name in the model's `id2label`, or number, of the label whose probability is the reward; needed for
+            label: name in the model's `id2label`, or number, of the label whose probability is the reward; needed
+                for
                 several labels.
             messages: field of the record with the conversation.
-
-        Raises:
-            UserError: an option is invalid, or the directory has no model with a classification head.
         """
         if batch_size < 1 or max_tokens < 1:
             raise UserError(f"batch_size={batch_size}, max_tokens={max_tokens}: out of range. Give at least 1.")

@@ -39,8 +39,7 @@ def result(call: dict[str, Any], space: dict[str, Any]) -> Any:
     """Makes a call in a namespace and returns its value.
 
     Args:
-        call: the call.
-        space: global variables of the program.
+        call, space: the call, and the global variables of the program.
     """
     if "function" in call:
         return function(call["function"], space)(*call["arguments"])
@@ -55,8 +54,7 @@ def function(name: str, space: dict[str, Any]) -> Any:
     """Finds a function by name, or as a method of LeetCode's class Solution.
 
     Args:
-        name: name of the function.
-        space: global variables of the program.
+        name, space: name of the function, and the global variables of the program.
     """
     return space[name] if name in space else getattr(space["Solution"](), name)
 

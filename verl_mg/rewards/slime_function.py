@@ -25,7 +25,7 @@ REWARD_KEY = "reward_key"
 
 @dataclass
 class SlimeSample:
-    """Sample with those fields of slime's that reward functions read."""
+    """Sample with the fields of slime's that reward functions read."""
 
     class Status(Enum):
         """Reasons why a response ended."""
@@ -83,11 +83,8 @@ class SlimeFunction:
 
         Args:
             name: name of the reward, for errors.
-            function: the function, sync or async.
+            function: the function, sync or async, with at least two parameters.
             options: attributes of `args`.
-
-        Raises:
-            UserError: the function does not have two parameters.
         """
         self._name, self._arguments = name, SlimeArguments(options)
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
