@@ -3,8 +3,7 @@
     prompts -> rollout -> reward -> old and reference log-probs -> advantages -> actor update -> weight sync
 
 A group of responses is sampled to each prompt. The advantage of a response is its reward minus the mean reward of
-its
-group, divided by the standard deviation of the group. The loss is PPO's, averaged over the tokens of a response and
+its group, divided by the standard deviation of the group. The loss is PPO's, averaged over the tokens of a response and
 then over responses. The other recipes list how they differ from this one.
 """
 

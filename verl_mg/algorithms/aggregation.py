@@ -1,7 +1,7 @@
 """Aggregation of per-token losses to the number that is differentiated, for any split of the batch.
 
-Every mode divides by a count over the whole mini-batch. So the plain sum of `aggregate` over
-micro-batches and data parallel ranks is its loss: no split, packing or order changes it.
+Every mode divides by a count over the whole mini-batch. So the plain sum of `aggregate` over micro-batches and data
+parallel ranks is its loss: no split, packing or order changes it.
 
     mode                       loss of the mini-batch                             normalizer
     "token-mean"               sum over tokens / normalizer                       tokens
@@ -47,8 +47,7 @@ def aggregate(
         mode: one of MODES; UserError for any other.
         normalizer: result of the function `normalizer`, the same on all ranks.
         sequence_tokens: (tokens,) masked tokens of the token's trajectory, here and elsewhere; None where each
-            sequence
-            is a trajectory, all of whose tokens are here.
+            sequence is a trajectory, all of whose tokens are here.
     """
     _check(mode)
     # A selection by the mask would have a size that the host must wait for.

@@ -41,8 +41,7 @@ def maj_at_k(answers: Sequence[Sequence[str | None]], rewards: Tensor, k: int) -
     """Returns (problems,) float64 reward of the answer that most of k tries give: self-consistency, arXiv:2203.11171.
 
     The tries of a problem, in their order, are n // k blocks of k, whose rewards are averaged; fewer than k tries at
-    the
-    end are not used. The winner's reward is that of its first try. Of answers with equally many votes the first one
+    the end are not used. The winner's reward is that of its first try. Of answers with equally many votes the first one
     wins.
 
     Args:

@@ -13,8 +13,7 @@ No gradient flows through the weights. A rejected token still counts in the norm
 sample makes the step smaller and no other sample heavier.
 
 Sequence ratios need whole sequences: compute weights on the batch of a recipe, which has whole trajectories, and
-give
-them to the loss as a token column. Then micro-batches, packing and context parallelism cannot change them. The
+give them to the loss as a token column. Then micro-batches, packing and context parallelism cannot change them. The
 sequence
 of an agent is its trajectory, all segments together: its probability is the product over all tokens that the policy
 wrote; the factors of the environment cancel out in the ratio.
@@ -76,8 +75,7 @@ def correct(
 
     Returns:
         (tokens,) float32 weights, 0 outside the mask, and `correction_below` and `correction_above`, 1 where the
-        ratio is
-        below `low` or above `high`, whose means over all scored tokens the caller reports.
+        ratio is below `low` or above `high`, whose means over all scored tokens the caller reports.
     """
     if kind not in KINDS:
         raise UserError(f"correction {kind!r} is unknown. Write one of {', '.join(KINDS)}")

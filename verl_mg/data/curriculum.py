@@ -1,8 +1,7 @@
 """Selection of prompts that are neither too easy nor too hard, by their pass rate.
 
 Band 0.2 to 0.8, `decay` 0.5: a prompt whose 8 answers all pass has the rate 1.0 and is skipped `revisit` times;
-taken
-again with 2 of 8 right, it has 1.0 + 0.5 (0.25 - 1.0) = 0.625 and is inside the band.
+taken again with 2 of 8 right, it has 1.0 + 0.5 (0.25 - 1.0) = 0.625 and is inside the band.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -40,8 +40,7 @@ class RecordFields:
         """Chooses the fields that a set of records has; configured ones are never replaced.
 
         The prompt is `prompt`, or else `messages`. The answer is the first of `answer`, `reward_model.ground_truth`
-        and
-        `label` that a record has, or else the last assistant message of `messages`.
+        and `label` that a record has, or else the last assistant message of `messages`.
 
         Args:
             records: all records of the set.
@@ -63,8 +62,7 @@ class RecordFields:
         """Returns the prompt of a record: a string or messages, not yet validated.
 
         If the record has no such field but `chosen` and `rejected` are whole conversations, or if the prompt's field
-        is
-        `chosen`, the prompt is the messages of both before their last one. The prompt in `messages` is what comes
+        is `chosen`, the prompt is the messages of both before their last one. The prompt in `messages` is what comes
         before an assistant message at the end.
 
         Args:

@@ -148,16 +148,14 @@ class PromptSet:
 
         A list of messages is rendered by the tokenizer's chat template; with `chat_template` a string is too, as one
         user message, and so is any prompt with images. Any other string is tokenized unchanged, with the special
-        tokens
-        that the tokenizer adds.
+        tokens that the tokenizer adds.
 
         Args:
             path: file or folder as in `read_records`.
             tokenizer: tokenizer of the model.
             prompt_field, answer_field: fields of prompt and answer; None: as `RecordFields.find` chooses.
             chosen_field, rejected_field: fields of a preference's answers. If both are conversations, a record needs
-                no
-                prompt field.
+                no prompt field.
             chat_template: render strings as a user message.
             instruction: text appended to prompts that are strings.
             system_prompt: system message of conversations that begin with none.

@@ -23,10 +23,8 @@ def read_records(path: str | Path) -> list[Record]:
 
     Args:
         path: `.jsonl` or `.json` (one JSON object per line; blank lines are skipped), `.parquet`, `.arrow` (a
-            stream),
-            a folder of shards, a pattern, a dataset saved by Hugging Face datasets, the name of a data set on a hub,
-            or
-            `reasoning_gym:NAME`, or `harbor:FOLDER`.
+            stream), a folder of shards, a pattern, a dataset saved by Hugging Face datasets, the name of a data set on
+            a hub, or `reasoning_gym:NAME`, or `harbor:FOLDER`.
     """
     return [record for _, record in located_records(path)]
 

@@ -59,12 +59,9 @@ def trained_rows(
     """Returns the rows that train the chosen turns of a conversation.
 
     A turn is trained after exactly the tokens that precede it when it is generated: the messages before it, rendered
-    with
-    the generation prompt. It ends with the special token that ends the turn. Turns are in one row as long as each
-    context
-    begins with the row so far; where the template rewrites earlier turns, such as by leaving out their thinking, a
-    new row
-    begins.
+    with the generation prompt. It ends with the special token that ends the turn. Turns are in one row as long as each
+    context begins with the row so far; where the template rewrites earlier turns, such as by leaving out their
+    thinking, a new row begins.
 
     Args:
         value: the conversation, a list of messages; UserError if it has no such turn.

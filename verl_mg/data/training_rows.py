@@ -137,8 +137,7 @@ def preference(
         tokenizer: tokenizer of the model.
         max_tokens: largest length of a row, in tokens; UserError for a longer one.
         chosen_field, rejected_field: fields of the answers: a string, or messages of which the last is the answer
-            and
-            the others are the conversation of the prompt.
+            and the others are the conversation of the prompt.
     """
     chosen = choice_of(prompt.record, chosen_field, "chosen_field", prompt.where)
     rejected = choice_of(prompt.record, rejected_field, "rejected_field", prompt.where)

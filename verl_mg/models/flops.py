@@ -1,7 +1,7 @@
 """FLOPs of a model's forward pass, of a whole row and of the parts of a layer.
 
-A backward pass takes twice as many for matrix products, and 2.5 times as many for attention with a fused kernel, which
-computes the scores again (Dao, arXiv:2307.08691, section 4.1).
+A backward pass takes twice as many for matrix products, and 2.5 times as many for attention with a fused kernel,
+which computes the scores again (Dao, arXiv:2307.08691, section 4.1).
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from verl_mg.models.tensor_index import TensorIndex
 class RowFlops:
     """FLOPs of the forward pass over a row of L tokens: per_token * L + per_pair * L^2.
 
-    Where another row computes its first S tokens: per_token * (L - S) + per_pair * (L^2 - S^2).
+    Where another row computes its first S tokens: per_token * (L - S) + per_pair * (L^2 - S^2). With 10 and 1: a row
+    of 4 tokens takes 56, and 45 where another row computes its first one.
     """
 
     per_token: float
@@ -26,7 +27,7 @@ class RowFlops:
     """FLOPs in attention, for each squared token."""
 
     def __call__(self, length: int, shared: int = 0) -> float:
-        """Returns the FLOPs of a row."""
+        """Returns the FLOPs of a row, of whose tokens another row computes the first `shared`."""
         return (length - shared) * (self.per_token + self.per_pair * (length + shared))
 
 
@@ -59,7 +60,7 @@ class LayerElements:
     """Number of weight elements that one token is multiplied with in one layer, without norms."""
 
     attention: int
-    """Projections of attention, `mla_up` included, or those and the convolution of linear attention."""
+    """Projections of attention, `mla_up` included; of linear attention the convolution too."""
     mla_up: int
     """Projections of latent attention from the compressed states to the heads."""
     mlp: int
@@ -89,7 +90,7 @@ def layer_elements(config: HFConfig, with_experts: bool, linear: bool = False) -
 
 
 def _attention_elements(config: HFConfig) -> tuple[int, int]:
-    """Returns the elements of all projections of attention, and of those from compressed states to heads."""
+    """Returns the elements of all projections of attention, and of the ones from compressed states to heads."""
     latent = config.latent
     if latent is None:
         heads = config.heads * (2 + config.output_gate) + 2 * config.kv_heads
@@ -130,7 +131,7 @@ def pair_flops(config: HFConfig) -> float:
 
 
 def key_share(config: HFConfig) -> float:
-    """Returns the memory of one token's keys and values as a share of that of all its activations in a layer.
+    """Returns the memory of one token's keys and values as a share of all its activations in a layer.
 
     The activations of a token are about 17 elements for each element of its hidden state (Korthikanti et al.,
     arXiv:2205.05198, section 4.1, without attention scores).

@@ -20,5 +20,7 @@ def names_of_tensors(folder: Path) -> Collection[str]:
 
 
 def stacks_experts(names: Collection[str], prefix: str) -> bool:
-    """Returns whether the files stack the experts of layers, each projection by its own name (Qwen3.5)."""
+    """Returns whether the files stack the experts of layers with this prefix, each projection by its own name
+    (Qwen3.5).
+    """
     return any(name.startswith(prefix) and name.endswith(".mlp.experts.gate_up_proj") for name in names)

@@ -9,8 +9,7 @@
     threads "reward"          ThreadPoolExecutor(workers) ---------------+
 
 The thread "rewards" runs from construction to `close`. `_dispatch` consumes the waiting samples of a reward, is
-woken
-by each new sample and by each call that ends, and returns when no call is free or no sample waits.
+woken by each new sample and by each call that ends, and returns when no call is free or no sample waits.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ class AsyncScorer:
     """Scores samples with one reward, or with the rewards of a mixture.
 
     Results do not depend on when and with which other samples a sample is scored, as far as the rewards themselves
-    do
-    not; the weights of a mixture are the ones at the time of `result`.
+    do not; the weights of a mixture are the ones at the time of `result`.
     """
 
     def __init__(
@@ -44,10 +42,8 @@ class AsyncScorer:
         Args:
             rewards: rewards by name.
             workers: calls of a reward that run at the same time, at least 1, in threads for rewards that block. A
-                reward with
-                batches receives the samples that wait when it is free, and sets the number of concurrent calls
-                itself
-                (`parallel`, 1 by default).
+                reward with batches receives the samples that wait when it is free, and sets the number of concurrent
+                calls itself (`parallel`, 1 by default).
             mixture: combines several rewards; required unless there is a single one.
         """
         if workers < 1:

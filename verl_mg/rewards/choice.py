@@ -17,13 +17,10 @@ THOUGHT = "</think>"
 def score(sample: Sample, choices: int = 4) -> Reward:
     r"""Returns 1.0 where the letter that the response gives is the answer of the record, else 0.0.
 
-    The letter is the last one in `\\boxed{}`; without any, the last one that is stated as "Answer: C", "the answer
-    is
-    (C)", "the correct option is" with the word answer, in bold or not; otherwise the last line if it is only a
-    letter,
-    as "C", "(C)" or "**C.**". Letters are capitals. What is before `</think>` does not count. The parts "correct"
-    and
-    "answered" are 0.0 or 1.0.
+    The letter is the last one in `\boxed{}`; without any, the last one that is stated as "Answer: C", "the answer
+    is (C)", "the correct option is" with the word answer, in bold or not; otherwise the last line if it is only a
+    letter, as "C", "(C)" or "**C.**". Letters are capitals. What is before `</think>` does not count. The parts
+    "correct" and "answered" are 0.0 or 1.0.
 
     Args:
         sample: its answer is a letter; UserError otherwise.

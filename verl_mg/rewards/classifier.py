@@ -50,8 +50,7 @@ class Classifier:
             device: device of the model; None for the rank's.
             dtype: "float32", "bfloat16" or "float16".
             label: name in the model's `id2label`, or number, of the label whose probability is the reward; needed
-                for
-                several labels.
+                for several labels.
             messages: field of the record with the conversation.
         """
         if batch_size < 1 or max_tokens < 1:

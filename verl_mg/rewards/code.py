@@ -83,8 +83,7 @@ async def score(
     for the marker of the run could report that it passes them.
 
     The cases of a sample run one after another, so a rank runs as many programs at the same time as it has workers.
-    Parts
-    are as in `run_tests`.
+    Parts are as in `run_tests`.
 
     Args:
         sample: the sample, with its test cases in the record; UserError without any.
@@ -143,8 +142,7 @@ async def run_tests(response: str, cases: Sequence[Case], run: Run, partial: boo
     """Runs the program of a response on test cases, until one fails or, if `partial`, to the end.
 
     Returns 1.0 or 0.0, or the share that passed if `partial`. Parts: "correct" (all passed), "passed" (the share;
-    without
-    `partial` only of the cases before the first failure), "answered" (the response has a program).
+    without `partial` only of the cases before the first failure), "answered" (the response has a program).
 
     Args:
         response: the response, whose last fenced Python block is the program.

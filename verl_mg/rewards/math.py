@@ -40,11 +40,9 @@ def score(sample: Sample) -> Reward:
     r"""Returns 1.0 where the final answer of the response equals the record's, else 0.0; callable from any thread.
 
     The record's final answer is the text after its last `####`, or the whole answer. The response's is the text
-    after
-    its last `####`, or the answer that math-verify extracts: a `\\boxed{}`, then other LaTeX, then an expression.
-    "$" and thousands separators make no difference; a comparison that exceeds `SECONDS` scores 0.0. The parts
-    "correct" and
-    "answered" are 0.0 or 1.0; UserError where the record has no answer.
+    after its last `####`, or the answer that math-verify extracts: a `\boxed{}`, then other LaTeX, then an expression.
+    "$" and thousands separators make no difference; a comparison that exceeds `SECONDS` scores 0.0. The parts "correct"
+    and "answered" are 0.0 or 1.0; UserError where the record has no answer.
     """
     if sample.answer is None or not sample.answer.strip():
         raise UserError(

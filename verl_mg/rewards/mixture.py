@@ -71,8 +71,7 @@ class Mixture:
         """Combines the rewards of one sample.
 
         The value is the sum of weight * value; the parts are NAME, the value without its weight, and NAME/PART; the
-        answer is
-        the first one in the order of the weights.
+        answer is the first one in the order of the weights.
         """
         parts: dict[str, float] = {}
         for name in self._weights:

@@ -10,8 +10,7 @@
     resampling    which samples are trained on
 
 A line of an (n, T) table is a sample: all rows of an agent's trajectory, one after another, as `Batch.pad` puts
-them.
-Tokens outside an (n, T) mask are no step of the policy: they are skipped, and nothing decays over them. Values
+them. Tokens outside an (n, T) mask are no step of the policy: they are skipped, and nothing decays over them. Values
 there may be anything, NaN too; every result is 0 there.
 """
 

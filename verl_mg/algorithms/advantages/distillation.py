@@ -16,8 +16,8 @@ def distillation_advantages(
         old_logprobs, teacher_logprobs: (...) nats; the student's are from the start of the iteration.
         mask: (...) bool.
         spans: (...) int64, the span of text of each token, -1 for none; for teachers of another tokenizer. Every
-            token of
-            a span gets the span's log-ratio, because each has a part in its probability. None: each token is a span.
+            token of a span gets the span's log-ratio, because each has a part in its probability. None: each token is a
+            span.
     """
     ratios = torch.where(mask, teacher_logprobs - old_logprobs, 0.0).detach()
     if spans is None:

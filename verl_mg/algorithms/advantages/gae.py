@@ -21,8 +21,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float 
     """Returns generalized advantage estimates (arXiv:1506.02438, equation 16) and returns over the masked tokens.
 
     A_t = r_t + gamma V_{t+1} - V_t + gamma lam A_{t+1}, and the return is A_t + V_t, where t runs over masked tokens
-    only
-    and value and advantage after the last are 0. Not whitened. Decoupled GAE (VC-PPO, arXiv:2503.01491; VAPO,
+    only and value and advantage after the last are 0. Not whitened. Decoupled GAE (VC-PPO, arXiv:2503.01491; VAPO,
     arXiv:2504.05118) is two calls: returns with lam 1 for the critic, advantages with another lam for the policy.
 
     Args:

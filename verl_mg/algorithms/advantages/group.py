@@ -1,8 +1,7 @@
 """Advantages from the score of a sample and the scores of the other samples of its prompt.
 
 Every sum runs in an order that only the values decide, so results are bitwise independent of the order of the rows
-and
-of a device's atomics. Three rows of two samples of one prompt, the first in two segments (GRPO):
+and of a device's atomics. Three rows of two samples of one prompt, the first in two segments (GRPO):
 
     scores        [1.0, 1.0, 0.0]
     groups        [7, 7, 7]            (n,) int64, equal for samples of one prompt
@@ -10,9 +9,8 @@ of a device's atomics. Three rows of two samples of one prompt, the first in two
     advantages    [0.707, 0.707, -0.707]
 
 Neither ids need be sorted or consecutive. A sample counts once, however many rows it has; its rows have the same
-score
-and get the same advantage. All rows of a group must be here; a group of one sample has advantage 0. Scores are (n,)
-float in any unit, sums are float64, and results have the dtype of the scores.
+score and get the same advantage. All rows of a group must be here; a group of one sample has advantage 0. Scores are
+(n,) float in any unit, sums are float64, and results have the dtype of the scores.
 """
 
 from collections.abc import Sequence
@@ -83,12 +81,9 @@ def maxrl(scores: Tensor, groups: Tensor, trajectories: Tensor) -> Tensor:
     """Returns (n,) score minus the mean score of the prompt, divided by this mean: MaxRL, arXiv:2602.02710.
 
     Where K of N samples are right (score 1, else 0), sum(A_i grad log pi_i) / N is the mean of grad log pi over the
-    right
-    samples minus that over all, the paper's estimator with its control variate. With p, the probability of a right
-    sample,
-    its expectation is the gradient of -sum((1 - p)^k / k) for k from 1 to N - 1, which tends to log p: a prompt
-    counts the
-    more, the smaller its p.
+    right samples minus that over all, the paper's estimator with its control variate. With p, the probability of a
+    right sample, its expectation is the gradient of -sum((1 - p)^k / k) for k from 1 to N - 1, which tends to log p: a
+    prompt counts the more, the smaller its p.
 
     Args:
         scores, groups, trajectories: (n,), see the module; UserError for a score below 0. All 0 in a group:
@@ -112,10 +107,8 @@ def gdpo(rewards: Sequence[Tensor], weights: Sequence[float], groups: Tensor, tr
     """Returns (n,) the weighted sum of the group-relative advantages of several rewards: GDPO, arXiv:2601.05242.
 
     sum_k w_k (r_k - mean r_k) / (std r_k + 1e-6) with mean and standard deviation over the prompt's samples, so
-    samples
-    whose rewards differ in only one of them have different advantages. `whiten` the sums over the batch, a sample
-    counting
-    once, which keeps their size whatever the number of rewards.
+    samples whose rewards differ in only one of them have different advantages. `whiten` the sums over the batch, a
+    sample counting once, which keeps their size whatever the number of rewards.
 
     Args:
         rewards: (n,) float each; NaN for a sample without this reward, which then does not count in it.

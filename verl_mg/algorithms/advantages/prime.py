@@ -37,8 +37,7 @@ def prime_advantages(
     From a token's process reward the baseline is subtracted, the mean over the other responses of a response's mean
     process reward; the differences are summed over the tokens to come. The `rloo` advantage of the score is added.
     The published code subtracts another baseline from single tokens, K / (K - 1) r_t minus the sum of all K means
-    over
-    K - 1, which agrees with the equation only in the mean over a response; this is the equation.
+    over K - 1, which agrees with the equation only in the mean over a response; this is the equation.
 
     Args:
         process_rewards: (n, T) float, of each token.

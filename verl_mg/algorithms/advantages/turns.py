@@ -1,9 +1,7 @@
 """Advantages of the single turns of a sample that calls tools or acts in an environment: MT-GRPO, GiGPO.
 
 A turn is a run of tokens that the policy wrote; results of tools and observations separate turns. Tables (n, T) have
-a
-line for each sample, all rows of a trajectory one after another, as `Batch.pad` puts them; columns (m,) have an
-entry
+a line for each sample, all rows of a trajectory one after another, as `Batch.pad` puts them; columns (m,) have an entry
 for each turn, line after line. All samples of a group must be here. Two samples of three turns (. is not written):
 
     tokens   . a a . b     number  -1  0  0 -1  1     line   0 0 1
@@ -61,10 +59,8 @@ def mt_grpo(
     """Returns (n, T) the advantage of the outcome plus the advantage of each turn: MT-GRPO, arXiv:2505.11821.
 
     A_i + turn_weight A_{i,k} for the tokens of turn k, 0 on other tokens: A_i is GRPO's advantage of the score,
-    A_{i,k}
-    GRPO's advantage of the turn's reward among the k-th turns of the prompt that have one. A turn without a reward,
-    in the
-    paper the answer after the last observation, has only A_i. The paper's two turns are K = 1.
+    A_{i,k} GRPO's advantage of the turn's reward among the k-th turns of the prompt that have one. A turn without a
+    reward, in the paper the answer after the last observation, has only A_i. The paper's two turns are K = 1.
 
     Args:
         scores: (n,) float, of the outcomes.
@@ -98,12 +94,9 @@ def gigpo(
     """Returns (n, T) advantages of episodes plus advantages of steps from the same state: GiGPO, arXiv:2505.10978.
 
     A step is a turn; its reward r_k is that of the turn, and the last one has the score too. The tokens of a turn
-    have
-    A_E + step_weight A_S (equation 8), other tokens 0: A_E is GRPO's advantage of the sum of all rewards of the
-    sample
-    (equation 3), A_S that of the return sum_l gamma^l r_{k+l} (equation 5) among all steps of the prompt with the
-    same
-    state (equations 6 and 7).
+    have A_E + step_weight A_S (equation 8), other tokens 0: A_E is GRPO's advantage of the sum of all rewards of the
+    sample (equation 3), A_S that of the return sum_l gamma^l r_{k+l} (equation 5) among all steps of the prompt with
+    the same state (equations 6 and 7).
 
     Args:
         scores: (n,) float, of the outcomes.

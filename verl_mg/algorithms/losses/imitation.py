@@ -20,10 +20,8 @@ def imitation_loss(logprobs: Tensor, weights: Tensor, mask: Tensor) -> tuple[Ten
 
     With weight 1 on the tokens of right responses and 0 on others: the language-model loss on positive examples of
     VAPO (arXiv:2504.05118), which is added to the policy loss with a factor of 0.1. "token-mean" is its mean over
-    all
-    tokens; for the paper's mean over tokens of right responses, weight these by all tokens over tokens of right
-    responses,
-    both counted over all ranks.
+    all tokens; for the paper's mean over tokens of right responses, weight these by all tokens over tokens of right
+    responses, both counted over all ranks.
 
     Args:
         logprobs, weights, mask: (tokens,) nats, constants and bool.

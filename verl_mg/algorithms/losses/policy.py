@@ -68,8 +68,7 @@ def cispo_loss(
     arXiv:2506.13585.
 
     The weight of a token is clipped, its gradient never removed: the clip fractions are 1 where the weight is
-    clipped,
-    whatever A is. The paper leaves the lower end open: `clip_low` 1.
+    clipped, whatever A is. The paper leaves the lower end open: `clip_low` 1.
 
     Args:
         logprobs, old_logprobs, advantages, mask: see the module.
@@ -107,8 +106,7 @@ def sapo_loss(
     """Returns (tokens,) -A (4 / tau) sigmoid(tau (r - 1)), the soft gate of SAPO instead of a clip: arXiv:2511.20347.
 
     The gradient is that of -A r times 4 p (1 - p), with p the sigmoid: all of it at r = 1, less and less away from
-    there,
-    the faster the higher tau. Metrics: `ratio`, `gate` (4 p (1 - p), the share of the gradient that is left),
+    there, the faster the higher tau. Metrics: `ratio`, `gate` (4 p (1 - p), the share of the gradient that is left),
     `approx_kl`.
 
     Args:
@@ -147,8 +145,7 @@ def dppo_loss(
         "kl"    q log(q / p) + (1 - q) log((1 - q) / (1 - p)), nats; 1 - p and 1 - q at least 1e-8
 
     Unlike a clip of the ratio this leaves rare tokens free and holds frequent ones. A token inside has the gradient
-    of
-    -r A, as the surrogate of PPO, up to `ratio_limit` (truncated importance sampling, section 5.4). One metric more:
+    of -r A, as the surrogate of PPO, up to `ratio_limit` (truncated importance sampling, section 5.4). One metric more:
     `divergence`.
 
     Args:

@@ -95,8 +95,7 @@ def prime_loss(
 
     Args:
         logprobs, ref_logprobs: (tokens,) nats, of the reward model in training, which has the only gradient, and of
-            the
-            model that its training began with.
+            the model that its training began with.
         mask: (tokens,) bool, true on scored tokens.
         sequence_ids: (tokens,) int64, whole sequences; a segment is one, with the outcome of its trajectory.
         labels: (tokens,) from 0 (wrong) to 1 (right), the same on all tokens of a sequence.

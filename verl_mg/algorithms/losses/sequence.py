@@ -1,16 +1,13 @@
 """Policy losses whose ratio is that of a whole sequence.
 
 In the formulas n is the number of masked tokens of a sequence, d the log-ratio logprobs - old_logprobs of a token,
-and
-A its advantage. Columns and metrics are as in `losses.policy`, with `sequence_ids` (tokens,) int64 equal for tokens
-of
-one sequence, all of which are in the micro-batch. Log-ratios [0.2, 0.4] of one sequence: s = exp(0.3) = 1.35.
+and A its advantage. Columns and metrics are as in `losses.policy`, with `sequence_ids` (tokens,) int64 equal for tokens
+of one sequence, all of which are in the micro-batch. Log-ratios [0.2, 0.4] of one sequence: s = exp(0.3) = 1.35.
 
 A sequence is a row: each segment of an agent's trajectory has a ratio over the tokens which it trains. Segments are
 separate contexts, and need not be in the same micro-batch. As long as the policy has not been updated, all ratios
 are 1, and a trajectory in segments has the loss and gradient of one in a single row; later its clipping is finer.
-The
-aggregation by sequences weighs a segment by its share of the tokens of its trajectory.
+The aggregation by sequences weighs a segment by its share of the tokens of its trajectory.
 """
 
 import math
@@ -78,11 +75,9 @@ def gmpo_loss(
 
     The clip is of the logarithm, where it removes the gradient: d is at most `clip_high` if A > 0 and at least
     -`clip_low` if A < 0 (0.4 both in the paper), and there at most log c with a `dual_clip` c above 1. Every token
-    of a
-    sequence carries the value of its sequence, which depends on all of its log-probs; so "seq-mean-token-mean" gives
-    the objective of the paper, in value and gradient, and "token-mean" weighs the sequences by their length. A is
-    the
-    mean advantage of the sequence. The metric `ratio` is the token's, not clipped.
+    of a sequence carries the value of its sequence, which depends on all of its log-probs; so "seq-mean-token-mean"
+    gives the objective of the paper, in value and gradient, and "token-mean" weighs the sequences by their length. A is
+    the mean advantage of the sequence. The metric `ratio` is the token's, not clipped.
 
     Args:
         logprobs, old_logprobs, advantages, mask, sequence_ids: see the module.
