@@ -155,8 +155,10 @@ def _pending_columns(arguments: Any) -> Iterator[PendingColumn]:
 
 
 class Batch:
-    """Rows of different lengths as flat columns. Shapes: `lengths` (n,) int64, token columns (sum(lengths), ...),
-    sequence columns (n, ...)."""
+    """Rows of different lengths as flat columns.
+
+    Shapes: `lengths` (n,) int64, token columns (sum(lengths), ...), sequence columns (n, ...).
+    """
 
     def __init__(self, lengths: Tensor | Sequence[int], columns: dict[str, Tensor] | None = None) -> None:
         self.lengths = torch.as_tensor(lengths, dtype=torch.int64)

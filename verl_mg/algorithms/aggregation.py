@@ -59,9 +59,7 @@ def aggregate(
 
 
 def normalizer(mode: str, tokens: int, sequences: int, max_length: int | None) -> float:
-    """Returns the number by which `mode` divides, the same for all parts of a mini-batch.
-
-    A mini-batch without a masked token gets 1: its loss is 0, not 0 / 0.
+    """Returns the number by which `mode` divides, the same for all parts of a mini-batch; 1 without masked tokens.
 
     Args:
         mode: one of MODES; UserError for any other.

@@ -51,7 +51,7 @@ def correct(
     low: float,
     high: float,
 ) -> tuple[Tensor, Metrics]:
-    """Returns the weights by which the correction `kind` multiplies the loss of each token.
+    """Returns (tokens,) float32 weights of the loss of each token, 0 outside the mask, and metrics.
 
         kind                    ratio and rule           source
         "token-tis"             token, tis               Yao et al. 2025, "Your Efficient RL Framework Secretly
@@ -65,6 +65,8 @@ def correct(
         "sequence-rejection"    sequence, rejection      Liu et al. 2025, without the ratio as a weight
         "geometric-rejection"   geometric, rejection
 
+    The metrics `correction_below` and `correction_above` are 1 where the ratio is below `low` or above `high`.
+
     Args:
         kind: one of `Correction`; UserError for any other.
         old_logprobs: (tokens,) nats, of the policy in training at the start of the iteration.
@@ -72,10 +74,6 @@ def correct(
         mask: (tokens,) bool, true on scored tokens; values outside it are ignored, NaN too.
         sequence_ids: (tokens,) int64, index from 0 of a token's sequence; every sequence is here as a whole.
         low, high: bounds of the ratio, 0 <= low <= 1 <= high; "tis" ignores `low`.
-
-    Returns:
-        (tokens,) float32 weights, 0 outside the mask, and `correction_below` and `correction_above`, 1 where the
-        ratio is below `low` or above `high`, whose means over all scored tokens the caller reports.
     """
     if kind not in KINDS:
         raise UserError(f"correction {kind!r} is unknown. Write one of {', '.join(KINDS)}")
@@ -95,14 +93,14 @@ def drifted_sequences(
 ) -> Tensor:
     """Returns (tokens,) bool that off-policy sequence masking excludes: DeepSeek-V3.2, arXiv:2512.02556, equation 9.
 
-    A token is excluded if its advantage is below 0 and the mean over its sequence of rollout_logprobs - logprobs, an
-    estimate of the divergence by updates and by the engine together, is above `delta`. As in GSPO a segment of an
-    agent's trajectory is a sequence.
+    Tokens with an advantage below 0, of sequences whose mean of rollout_logprobs - logprobs, an estimate of the
+    divergence by updates and by the engine together, is above `delta`. As in GSPO a segment of a trajectory is a
+    sequence.
 
     Args:
         logprobs, rollout_logprobs: (tokens,) nats, of the policy in training and as the engine sampled.
-        advantages, mask: (tokens,) float and bool; values outside the mask are ignored, NaN too.
-        sequence_ids: (tokens,) int64, equal for tokens of one sequence, all of which are in the micro-batch.
+        advantages, mask, sequence_ids: (tokens,) as in `losses.sequence`; values outside the mask are ignored, NaN
+            too.
         delta: nats, above 0.
     """
     if not delta > 0:

@@ -63,8 +63,7 @@ class Divergence(ConfigSection):
         return terms
 
     def slopes(self, teacher: Tensor, student: Tensor) -> Tensor:
-        """Returns (...) the derivatives of the terms by log q; by a logit it is slope(v) - q(v) times the sum of
-        slopes.
+        """Returns (...) derivatives of the terms by log q; by logit v it is slope(v) - q(v) times the sum of slopes.
 
         Args:
             teacher, student: (...) log p and log q, in nats.

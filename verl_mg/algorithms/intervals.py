@@ -97,8 +97,7 @@ def student_quantile(probability: float, degrees: int) -> float:
     """Returns the quantile of Student's t distribution, by bisection of its distribution function.
 
     Args:
-        probability: above 0.5 and below 1.
-        degrees: degrees of freedom, at least 1.
+        probability, degrees: above 0.5 and below 1; degrees of freedom, at least 1.
     """
     low, high = 0.0, 1.0
     while _student_cdf(high, degrees) < probability:

@@ -53,9 +53,7 @@ def statistics(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> 
 
 
 def merge(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Returns the statistics of all tokens from statistics of their parts, in any grouping; empty parts change
-    nothing.
-    """
+    """Returns the statistics of all tokens from statistics of parts, in any grouping; {} changes nothing."""
     whole: dict[str, float] = {}
     for part in parts:
         for name, value in part.items():

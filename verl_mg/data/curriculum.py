@@ -112,9 +112,7 @@ class Curriculum:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Resumes from a `state()`; UserError for one of other data. Band, threshold and decay may differ from
-        before.
-        """
+        """Resumes from a `state()`, UserError for one of other data; band, threshold and decay may be new."""
         check_state(state, {"kind": "curriculum"})
         self._prompts.load_state(state["walk"])
         self._rates = {int(i): rate for i, rate in state["rates"].items()}

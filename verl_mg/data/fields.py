@@ -106,7 +106,7 @@ class RecordFields:
             value = content_of(value[-1], place) if value[-1]["role"] == "assistant" else None
         if value is None or isinstance(value, str):
             return value
-        if isinstance(value, int | float | Decimal):
+        if isinstance(value, int | float | Decimal):  # Decimal: of Parquet files
             return str(value)
         if self.answer in (GROUND_TRUTH, LABEL) and isinstance(value, list | dict):
             return json.dumps(value, ensure_ascii=False, default=str)

@@ -36,6 +36,7 @@ def hub_data_files(name: HubName) -> list[Path]:
     # The client of the Hugging Face hub lists all files after the first download; ModelScope's does not.
     folder = fetch(name, "dataset", [CARD] if name.site == "hf" else [CARD, *(f"*{kind}" for kind in KINDS)])
     chosen = select(name, files_of(name, folder), _card(folder / CARD))
+    # `fetch` takes patterns, and a file's name may contain their characters.
     folder = fetch(name, "dataset", [escape(file) for file in chosen])
     if missing := [file for file in chosen if not (folder / file).is_file()]:
         raise UserError(f"{name.text}: {missing[0]} is not in {folder}. Run the command again with a network.")

@@ -53,9 +53,7 @@ class ImageSource:
     """The image, as long as a request or a row has it."""
 
     def load(self) -> Image:
-        """Returns the image, the same object for all samples of a prompt; UserError where it cannot be read or
-        decoded.
-        """
+        """Returns the image, the same object for all samples of a prompt; UserError if it cannot be decoded."""
         image = self._loaded() if self._loaded else None
         if image is None:
             image = decoded(self.data if self.path is None else _read(self.path, self.place), self.place)

@@ -49,6 +49,7 @@ def active_elements(config: HFConfig, tensor_index: TensorIndex) -> float:
     The embedding is a lookup and does not count unless it is the output layer too, nor does what only images pass
     through, nor multi-token prediction; of the experts top_k / count do.
     """
+    # On average over tokens: which experts a token has is not known on paper.
     share = config.experts.top_k / config.experts.count if config.experts else 1.0
     entries = [entry for entry in tensor_index.entries.values() if not entry.vision and not entry.multi_token]
     active = sum(math.prod(e.tensor.shape) * (share if e.of_experts else 1.0) for e in entries)

@@ -181,9 +181,7 @@ class HFConfig:
     """Layer of multi-token prediction; None without, and where it is left out, see `multi_token`."""
 
     def has_experts(self, layer: int) -> bool:
-        """Returns whether a layer (from 0) is a mixture of experts; the one of multi-token prediction is where others
-        are.
-        """
+        """Returns whether a layer (from 0) is a mixture of experts; multi-token prediction is where others are."""
         if layer == self.layers:
             return self.multi_token is not None and self.experts is not None
         return self.experts is not None and layer in self.experts.layers
@@ -408,6 +406,7 @@ def _experts(raw: Fields, layers: int, family: Family, where: str) -> ExpertsCon
         normalized=raw["model_type"] in ("mixtral", "gpt_oss", "qwen3_5_moe_text") or bool(raw.get("norm_topk_prob")),
         layers=with_experts,
         sigmoid=with_bias,
+        # As the engines compute; transformers computes MiniMax's in the dtype of the model.
         float32=with_bias or raw["model_type"] == "deepseek_v2",
         groups=int(raw.get("n_group") or 1) if grouped else 1,
         topk_groups=int(raw.get("topk_group") or 1) if grouped else 1,

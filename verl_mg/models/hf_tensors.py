@@ -188,6 +188,7 @@ def _stacked_experts(hidden: int, experts: ExpertsConfig) -> Experts:
         prefix = FEED_FORWARD + "experts."
         return TensorSpec(prefix + "{expert}." + name, shape, stack=Stack(prefix + name))
 
+    # One tensor with alternating rows, as in the engines: halves would be thousands of boxes for each expert.
     each = MLP(
         gate_up=(tensor("gate_up_proj", 2 * experts.ffn, hidden),),
         down=tensor("down_proj", hidden, experts.ffn),

@@ -34,6 +34,7 @@ def with_multi_token_layer(config: HFConfig, folder: Path) -> HFConfig:
     further = replace(config, layers=config.layers + 1)
     if config.experts is None or projection(config) not in names or projection(further) in names:
         return config
+    # Exports write the model's tensors in place of the copies.
     has_copies = all(f"model.layers.{config.layers}.{name}" in names for name in COPIES)
     return replace(config, multi_token=MultiTokenConfig(has_copies))
 

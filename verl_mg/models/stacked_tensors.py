@@ -75,9 +75,7 @@ class StackedTensor:
 def expert_shapes(
     shapes: Mapping[str, tuple[int, ...]], stacked: Mapping[str, StackedTensor]
 ) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of a checkpoint with the experts' tensors in place of each stacked tensor, in the same
-    order.
-    """
+    """Returns the shapes of a checkpoint with the experts' tensors, in order, in place of each stacked one."""
     members: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, place in stacked.items():
         members.setdefault(place.name, {})[name] = place.expert_shape

@@ -210,6 +210,7 @@ def _close(left: float, right: float) -> bool:
 
 async def _passed_calls(program: str, cases: Sequence[CallCase], run: Run) -> int:
     """Makes all calls in one run and counts the expected results. A line counts only with this run's marker."""
+    # Unknown to the program, which could otherwise print lines that look like results of the harness.
     marker = secrets.token_hex(16)
     request = {"marker": marker, "program": program, "calls": [case.call for case in cases]}
     outcome = await run(HARNESS.read_text(encoding="utf-8"), json.dumps(request) + "\n")

@@ -53,6 +53,7 @@ def score(sample: Sample) -> Reward:
     number = _number(final or "")
     if final and number and _plain(final) == _plain(_gold(sample.answer)):
         return Reward(1.0, {"correct": 1.0, "answered": 1.0}, number)  # most answers; no library is needed
+    # math-verify limits its time by an alarm signal, which only a main thread gets.
     if threading.current_thread() is threading.main_thread():
         return is_equivalent(sample.response, sample.answer)
     reward = _pool(os.getpid()).score(sample.response, sample.answer)

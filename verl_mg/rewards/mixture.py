@@ -84,6 +84,7 @@ class Mixture:
     def _has_changed(self, file: Path) -> bool:
         try:
             status = file.stat()
+            # The inode too: an editor that replaces the file may keep size and, within the clock's step, time.
             now: object = (status.st_mtime_ns, status.st_size, status.st_ino)
         except OSError as error:
             now = error.strerror

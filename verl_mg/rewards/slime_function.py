@@ -111,6 +111,7 @@ class SlimeFunction:
         if importlib.util.find_spec("slime") is not None:
             importlib.import_module(TYPES)
             return
+        # Only if slime is not installed: its functions may use more of its class than ours has.
         for name in ("slime", "slime.utils", TYPES):
             sys.modules[name] = ModuleType(name, "Replacement for a module of slime, which is not installed.")
         vars(sys.modules[TYPES])["Sample"] = SlimeSample

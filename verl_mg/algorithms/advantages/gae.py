@@ -18,20 +18,18 @@ def token_rewards(scores: Tensor, mask: Tensor) -> Tensor:
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float | Tensor) -> tuple[Tensor, Tensor]:
-    """Returns generalized advantage estimates (arXiv:1506.02438, equation 16) and returns over the masked tokens.
+    """Returns (n, T) generalized advantage estimates (arXiv:1506.02438, equation 16) and returns; 0 outside the mask.
 
     A_t = r_t + gamma V_{t+1} - V_t + gamma lam A_{t+1}, and the return is A_t + V_t, where t runs over masked tokens
     only and value and advantage after the last are 0. Not whitened. Decoupled GAE (VC-PPO, arXiv:2503.01491; VAPO,
     arXiv:2504.05118) is two calls: returns with lam 1 for the critic, advantages with another lam for the policy.
+    Example:
+    rewards [0, 0, 1], values 0, gamma 1, lam 0.5: advantages [0.25, 0.5, 1].
 
     Args:
         rewards, values: (n, T) float; a value is the critic's prediction before its token.
         mask: (n, T) bool, true on tokens that the policy wrote.
-        gamma: discount from one masked token to the next, from 0 to 1.
-        lam: decay of the advantage from one masked token to the next, from 0 to 1: a number, or (n,).
-
-    Returns:
-        (n, T) advantages and (n, T) returns, 0 outside the mask.
+        gamma, lam: discount, and decay of the advantage, between masked tokens, from 0 to 1; `lam` also (n,).
     """
     _check_fraction("gamma", gamma)
     if not isinstance(lam, Tensor):

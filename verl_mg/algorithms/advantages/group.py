@@ -123,8 +123,7 @@ def gdpo(rewards: Sequence[Tensor], weights: Sequence[float], groups: Tensor, tr
 
 
 def remax(scores: Tensor, greedy_scores: Tensor) -> Tensor:
-    """Returns (n,) score minus the score of the greedy response to the same prompt: ReMax, arXiv:2310.10505, algorithm
-    1.
+    """Returns (n,) score minus the greedy response's score, of the same prompt: ReMax, arXiv:2310.10505, algorithm 1.
 
     Args:
         scores, greedy_scores: (n,) float; entry i of the second is of the prompt of row i of the first.
@@ -172,6 +171,7 @@ def _samples(trajectories: Tensor) -> tuple[Tensor, Tensor]:
     """One row (t,) of each trajectory, and the number (n,) of each row's trajectory among these."""
     distinct, number = trajectories.unique(return_inverse=True)
     rows = torch.arange(len(trajectories), device=trajectories.device)
+    # The smallest: of several writes to one place a device may keep any.
     return rows.new_zeros(len(distinct)).scatter_reduce_(0, number, rows, "amin", include_self=False), number
 
 

@@ -31,20 +31,17 @@ def prime_advantages(
     process_weight: float = 1.0,
     outcome_weight: float = 1.0,
 ) -> Tensor:
-    """Returns (n, T) advantages from process and outcome rewards, leave-one-out baselines: arXiv:2502.01456, equation
-    5.
+    """Returns (n, T) advantages from process and outcome rewards, 0 outside the mask: arXiv:2502.01456, equation 5.
 
-    From a token's process reward the baseline is subtracted, the mean over the other responses of a response's mean
-    process reward; the differences are summed over the tokens to come. The `rloo` advantage of the score is added.
-    The published code subtracts another baseline from single tokens, K / (K - 1) r_t minus the sum of all K means
-    over K - 1, which agrees with the equation only in the mean over a response; this is the equation.
+    From a token's process reward the leave-one-out baseline is subtracted, the mean over the other responses of a
+    response's mean process reward; the differences are summed over the tokens to come. The `rloo` advantage of the
+    score is added. The published code subtracts another baseline from single tokens, K / (K - 1) r_t minus the sum of
+    all K means over K - 1, which agrees with the equation only in the mean over a response; this is the equation.
 
     Args:
-        process_rewards: (n, T) float, of each token.
-        scores: (n,) float, of the outcomes.
-        mask: (n, T) bool; a row without masked tokens counts with mean process reward 0.
-        groups: (n,) int64, equal for responses to one prompt, all of which are here; a group of one is its own
-            baseline.
+        process_rewards, mask: (n, T) float and bool; a row without masked tokens counts with mean process reward 0.
+        scores, groups: (n,) float outcomes, and int64 equal for responses to one prompt, all of which are here; a
+            group of one is its own baseline.
         gamma: discount of process rewards from one masked token to the next.
         process_weight, outcome_weight: factors of the two parts.
     """

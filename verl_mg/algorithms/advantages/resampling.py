@@ -67,9 +67,7 @@ def resampling_weights(
 
 
 def _by_rank(scores: Tensor, groups: Tensor, kind: str, best: float) -> Tensor:
-    """Weights of ranks. Equal scores of a prompt share the weights of their ranks: the order of rows must not
-    decide.
-    """
+    """Weights of ranks; equal scores of a prompt share theirs, so that the order of rows does not decide."""
     order = torch.argsort(scores, descending=True, stable=True)
     order = order[torch.argsort(groups[order], stable=True)]
     _, counts = groups[order].unique_consecutive(return_counts=True)
@@ -97,4 +95,5 @@ def select(weights: Tensor, count: int, generator: Generator) -> Tensor:
         raise UserError(f"{count} responses cannot be drawn from {len(weights)}. Sample at least one response")
     if not count:
         return torch.empty(0, dtype=torch.int64, device=weights.device)
+    # One draw over all prompts: a prompt has its number of draws on average, as in the paper's table 4.
     return torch.multinomial(weights, count, replacement=True, generator=generator).sort().values

@@ -12,13 +12,13 @@ def moments(values: Tensor, mask: Tensor) -> Tensor:
     Args:
         values, mask: (...) float and bool.
     """
+    # float64: the variance is the small difference of two large sums.
     kept = values[mask].detach().double()
     return torch.stack([kept.new_tensor(float(kept.numel())), kept.sum(), kept.square().sum()])
 
 
 def whiten(values: Tensor, mask: Tensor, moments: Tensor, shift_mean: bool = True) -> Tensor:
-    """Returns (...) values shifted and scaled to zero mean and unit (unbiased) variance over all ranks; 0 outside the
-    mask.
+    """Returns (...) values with zero mean and unit (unbiased) variance over all ranks; 0 outside the mask.
 
     Args:
         values, mask: (...) float and bool.

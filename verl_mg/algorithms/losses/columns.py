@@ -15,6 +15,7 @@ def masked(mask: Tensor, values: Tensor) -> Tensor:
     Args:
         mask, values: (...) bool and float.
     """
+    # Not a product: 0 times NaN or infinity is NaN, in the value and in the gradient.
     return torch.where(mask, values, 0.0)
 
 
@@ -70,9 +71,7 @@ def check_positive(name: str, value: float, example: str) -> None:
     """Raises UserError unless the number is above 0.
 
     Args:
-        name: key of the number, for the message.
-        value: the number.
-        example: a number to write instead.
+        name, value, example: key of the number, the number, and one to write instead.
     """
     if not value > 0:
         raise UserError(f"{name} is {value}. Write a number above 0, as in {example}")

@@ -76,6 +76,7 @@ def priorities(sample_ids: Tensor, positions: Tensor, seed: int) -> Tensor:
         sample_ids, positions: (tokens,) int64; ids unique over the run, places in the row.
         seed: seed that includes the iteration.
     """
+    # A hash instead of a generator: a token's number does not depend on which rank has it, or after which others.
     mixed = _mix(torch.full_like(sample_ids, seed))
     for part in (sample_ids, positions):
         mixed = _mix(mixed ^ _mix(part))

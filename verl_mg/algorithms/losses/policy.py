@@ -1,5 +1,4 @@
-"""Policy losses of single tokens, in terms of the ratio r = exp(logprobs - old_logprobs) and the advantage A of a
-token.
+"""Policy losses of single tokens: r is a token's ratio exp(logprobs - old_logprobs) and A its advantage.
 
     logprobs       (tokens,) nats, of the policy in training; only they have a gradient
     old_logprobs   (tokens,) nats, of the policy at the start of the iteration
@@ -7,11 +6,10 @@ token.
     mask           (tokens,) bool, true on tokens that count
 
 Unless a function says otherwise, its metrics are `ratio` (r), `clip_fraction_low`, `clip_fraction_high` (1 where the
-clip removes the gradient at that end) and `approx_kl` (k3 estimate of KL(old || new), nats). Example with
-clip_low = clip_high = 0.2 (PPO):
+clip removes the gradient at that end) and `approx_kl` (k3 estimate of KL(old || new), nats). PPO with clips of 0.2:
 
-    r = 1.5, A = 1     loss -1.2, gradient 0: already far enough
-    r = 1.5, A = -1    loss 1.5, gradient: the surrogate keeps the larger loss
+    r = 1.5, A = 1     loss -1.2, no gradient: already far enough
+    r = 1.5, A = -1    loss 1.5, with gradient: the surrogate is the larger loss
 """
 
 from collections.abc import Callable
@@ -47,8 +45,7 @@ def clipped_policy_loss(
     Args:
         logprobs, old_logprobs, advantages, mask: see the module.
         clip_low, clip_high: distances of the bounds of r from 1.
-        dual_clip: c above 1, which bounds the loss by -A c where A < 0 (arXiv:1912.09729, equation 5); None: no
-            bound.
+        dual_clip: c above 1, where A < 0 the loss is at most -A c (arXiv:1912.09729, equation 5); None: no bound.
     """
     check_clips(clip_low, clip_high, dual_clip)
     advantages = masked_constant(mask, advantages)
@@ -64,8 +61,7 @@ def clipped_policy_loss(
 def cispo_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Metrics]:
-    """Returns (tokens,) -clip(r, 1 - low, 1 + high) A logprobs with the clipped ratio as a constant: CISPO,
-    arXiv:2506.13585.
+    """Returns (tokens,) -clip(r, 1 - low, 1 + high) A logprobs, r a constant: CISPO, arXiv:2506.13585.
 
     The weight of a token is clipped, its gradient never removed: the clip fractions are 1 where the weight is
     clipped, whatever A is. The paper leaves the lower end open: `clip_low` 1.

@@ -55,6 +55,7 @@ def dpo_loss(
         raise UserError(f"label_smoothing is {label_smoothing}. Write 0 to below 0.5, and 0 for any loss but sigmoid")
     _check_pairs(mask, pair, chosen)
     difference = masked(mask, logprobs) - masked_constant(mask, ref_logprobs)
+    # Every token of a pair gets both sums, so that either of its rows has the whole loss.
     better = sequence_sums(masked(chosen, difference), pair)
     worse = sequence_sums(masked(~chosen, difference), pair)
     margin = beta * (better - worse)
@@ -74,8 +75,8 @@ def bradley_terry_loss(scores: Tensor, mask: Tensor, pair: Tensor, chosen: Tenso
     `rejected_reward`.
 
     Args:
-        scores: (tokens,) of the reward model in training.
-        mask: (tokens,) bool, true on the one token of each row whose score is the row's.
+        scores, mask: (tokens,) of the reward model in training; true on the one token of each row that has its
+            score.
         pair, chosen: (tokens,) as above; UserError if a row of a pair is missing here.
     """
     _check_pairs(mask, pair, chosen)

@@ -36,8 +36,7 @@ def gspo_loss(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """Returns (tokens,) clipped surrogate of the ratio s = exp(sum of d / n): GSPO-token, arXiv:2507.18071, equation
-    14.
+    """Returns (tokens,) clipped surrogate of s = exp(sum of d / n): GSPO-token, arXiv:2507.18071, equation 14.
 
     max(-A s, -A clip(s, 1 - low, 1 + high)). s has the value of equation 7 and, for each token, the gradient of only
     that token's log-prob; with equal advantages in a sequence and "seq-mean-token-mean" value and gradient are
@@ -45,8 +44,7 @@ def gspo_loss(
 
     Args:
         logprobs, old_logprobs, advantages, mask, sequence_ids: see the module.
-        clip_low, clip_high: distances of the bounds of s from 1.
-        dual_clip: as in `clipped_policy_loss`.
+        clip_low, clip_high, dual_clip: as in `clipped_policy_loss`, of s.
     """
     check_clips(clip_low, clip_high, dual_clip)
     advantages, logprobs = masked_constant(mask, advantages), masked(mask, logprobs)

@@ -14,14 +14,12 @@ def value_loss(
     """Returns (tokens,) half the squared error, or the larger of it and the clipped one (OpenAI baselines, ppo2).
 
     max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2. Metrics: `value_clip_fraction` (1 where the clip
-    removes the gradient) and, for `explained_variance`, `value`, `return`, `return_squared`, `value_error` (R - V),
-    `value_error_squared`.
+    removes the gradient); and for `explained_variance` `value`, `return`, `return_squared`, `value_error`
+    (R - V), `value_error_squared`.
 
     Args:
-        values, old_values: (tokens,) V of the critic in training, which has the only gradient, and V_old at the
-            start of the iteration.
-        returns: (tokens,) targets of the values, R.
-        mask: (tokens,) bool, true on tokens that count.
+        values, old_values: (tokens,) V of the critic in training, which has the only gradient, and V_old before.
+        returns, mask: (tokens,) targets R of the values, and bool, true on tokens that count.
         clip: largest distance of V from V_old that has a gradient, above 0; None does not clip.
     """
     values, returns = masked(mask, values), masked_constant(mask, returns)
