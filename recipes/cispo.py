@@ -4,8 +4,7 @@
 
 Differences from GRPO:
 
-- the importance weight of a token is clipped, at its upper end, and its gradient kept: PPO's clip removes the
-gradient
+- the importance weight of a token is clipped, at its upper end, and its gradient kept: PPO's clip removes the gradient
   of rare tokens, which often are the turning points of a long chain of thought
 - every token has the same weight, whatever the length of its response
 """

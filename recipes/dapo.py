@@ -1,7 +1,6 @@
 """DAPO: decoupled clip and dynamic sampling policy optimisation (arXiv:2503.14476).
 
-    (prompts -> rollout -> reward) until enough groups differ -> log-probs -> advantages -> actor update -> weight
-    sync
+    (prompts -> rollout -> reward) until enough groups differ -> log-probs -> advantages -> actor update -> weight sync
 
 Differences from GRPO:
 
@@ -98,6 +97,7 @@ def iteration(job: Job, cfg: Config) -> dict[str, float]:
     batch = concat_rollouts(rounds)
     batch = batch.select(torch.isin(batch["group"], groups))
 
+    # After the filter, which compares the rewards without penalties of length.
     if cfg.overlong_buffer:
         limit = job.config.rollout.max_new_tokens
         penalty = soft_overlong_penalty(response_lengths(batch), limit, cfg.overlong_buffer)

@@ -4,8 +4,7 @@
 
 The rewards are the parts that the reward function reports, or the names in `reward.mixture`. Differences from GRPO:
 
-- each reward is normalized within its group, and the weighted sums over all samples; GRPO normalizes the sum, in
-which
+- each reward is normalized within its group, and the weighted sums over all samples; GRPO normalizes the sum, in which
   one reward hides another: different rewards can have the same sum
 """
 
@@ -86,6 +85,7 @@ def iteration(job: Job, cfg: Config) -> dict[str, float]:
 
     rewards, weights = weighted_parts(batch, cfg.rewards)
     advantages = gdpo(rewards, weights, batch["group"], batch["trajectory"])
+    # Over samples, as in the paper; over tokens a long sample would count more.
     samples = torch.zeros(len(batch), dtype=torch.bool).index_fill_(0, batch.first_rows, True)  # one row of each
     sums = job.all_reduce_sum(moments(advantages, samples))
     advantages = whiten(advantages, torch.ones_like(samples), sums)

@@ -4,8 +4,7 @@
 
 Differences from GRPO:
 
-- a turn's tokens have the advantage of the whole sample plus an advantage of the turn: the discounted rewards from
-it
+- a turn's tokens have the advantage of the whole sample plus an advantage of the turn: the discounted rewards from it
   on, compared among all turns of the prompt that begin in the same state, through which samples often pass
 - the state is what tools or the environment answered last
 - a turn's reward is the part `turn_k` of the reward, if there is one; the last turn has the value of the reward too

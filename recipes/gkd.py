@@ -4,8 +4,8 @@
 
 `reference.path` is the teacher, or `teachers` has several, each for some sources of the data. Differences from GRPO:
 
-- the loss of a token is the divergence of the student's whole distribution from the teacher's, not an estimate from
-  the token that was sampled: no advantages, no ratios, and the reward is only reported
+- the loss of a token is the divergence of the student's whole distribution from the teacher's, not an estimate from the
+  token that was sampled: no advantages, no ratios, and the reward is only reported
 - a share of the iterations can train on given answers instead of the student's samples
 """
 
@@ -59,6 +59,6 @@ def iteration(job: Job, cfg: Config) -> Mapping[str, float]:
         num_minibatches=cfg.num_minibatches,
         teacher=job.teachers.comparison(cfg.divergence),
     )
-    if cfg.data_fraction < 1:
+    if cfg.data_fraction < 1:  # else there is no rollout
         job.rollout.update_weights(job.actor)
     return metrics

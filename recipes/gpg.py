@@ -72,6 +72,7 @@ def iteration(job: Job, cfg: Config) -> dict[str, float]:
     add_off_policy_weights(batch, cfg.off_policy)
 
     rewards = rewards_with_kl(batch, cfg.kl)
+    # Both numbers are over all ranks: the factor is the same however groups are distributed.
     useful = informative(rewards, batch["group"], batch["trajectory"])[batch.first_rows]
     num_samples, num_useful = job.all_reduce_sum(torch.tensor([len(useful), useful.sum()])).tolist()
     advantages = group_relative(rewards, batch["group"], batch["trajectory"], normalize_by_std=False)

@@ -4,10 +4,9 @@
 
 Differences from GRPO:
 
-- the difference to the mean reward of the group is divided by this mean, not by the standard deviation: this
-maximises
-  the logarithm of the probability of a right response, the more exactly the larger the group, in which a prompt that
-  is seldom answered right counts more
+- the difference to the mean reward of the group is divided by this mean, not by the standard deviation: this maximises
+  the logarithm of the probability of a right response, the more exactly the larger the group, in which a prompt that is
+  seldom answered right counts more
 - rewards are 1 for right and 0 for wrong, and from 0 to 1 parts of a success; below 0 they are an error
 - token losses are summed, not averaged, over a response, as in the paper
 """

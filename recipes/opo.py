@@ -69,6 +69,7 @@ def iteration(job: Job, cfg: Config) -> dict[str, float]:
             batch["ref_logprobs"] = job.reference.compute_logprobs(batch)
     add_off_policy_weights(batch, cfg.off_policy)
 
+    # Of the sample, not of the row: an agent's tokens in all of its segments.
     lengths = batch.pad("loss_mask")[0].sum(1)[batch.trajectory_index]
     advantages = opo(rewards_with_kl(batch, cfg.kl), lengths, batch["group"], batch["trajectory"])
     batch["advantages"] = batch.expand_to_tokens(advantages) * batch["loss_mask"]

@@ -1,9 +1,9 @@
 """PF-PPO: policy filtration in PPO (arXiv:2409.06957).
 
-    prompts -> rollout -> reward -> log-probs -> resample -> values -> advantages -> critic, actor update -> weight
-    sync
+    prompts -> rollout -> reward -> log-probs -> resample -> values -> advantages -> critic, actor update -> weight sync
 
 Differences from GRPO, besides a critic as in ppo.py:
+
 - a buffer of the newest responses, of which those with reliable scores, high or low, are drawn with replacement
 """
 

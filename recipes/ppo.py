@@ -1,12 +1,10 @@
 """PPO with a critic (arXiv:1707.06347), as used for RLHF (arXiv:2203.02155).
 
-    prompts -> rollout -> reward -> log-probs, values -> advantages, returns -> critic and actor update -> weight
-    sync
+    prompts -> rollout -> reward -> log-probs, values -> advantages, returns -> critic and actor update -> weight sync
 
 Differences from GRPO:
 
-- a critic predicts the return from each token on, and generalized advantage estimation compares what followed with
-it:
+- a critic predicts the return from each token on, and generalized advantage estimation compares what followed with it:
   tokens of a response have different advantages, which are whitened over the batch
 - no groups are needed: one response to each prompt
 - policy and critic can have different lambdas (decoupled GAE, VC-PPO, arXiv:2503.01491)
@@ -105,6 +103,7 @@ def iteration(job: Job, cfg: Config) -> dict[str, float]:
     batch["advantages"] = batch.unpad(whiten(advantages, mask, job.all_reduce_sum(moments(advantages, mask))))
     batch["returns"] = batch.unpad(returns)
 
+    # The head of a new critic predicts nothing yet: advantages from its values would be noise.
     train_actor = job.iteration > cfg.critic_warmup
     steps: dict[str, Any] = {"num_minibatches": cfg.num_minibatches, "num_epochs": cfg.num_epochs}
     actor_metrics: Mapping[str, float] = {}

@@ -4,10 +4,9 @@
 
 Differences from GRPO:
 
-- tokens have process rewards: a language model is trained as a classifier of outcomes, whose logit is `beta` times
-the
-  log-ratio to its initial weights, and the log-ratio of a single token is then a reward; the model is updated with
-  the outcomes of an iteration before or after it gives the process rewards of the same iteration
+- tokens have process rewards: a language model is trained as a classifier of outcomes, whose logit is `beta` times the
+  log-ratio to its initial weights, and the log-ratio of a single token is then a reward; the model is updated with the
+  outcomes of an iteration before or after it gives the process rewards of the same iteration
 - baselines leave the response itself out, and nothing is divided by a standard deviation
 - sampling is repeated until enough prompts have a mean outcome (the reward, limited to 0 and 1) within bounds
 - every token has the same weight, whatever the length of its response

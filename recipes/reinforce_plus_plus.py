@@ -4,8 +4,7 @@
 
 Differences from GRPO:
 
-- no groups: the advantage of a token is its return, KL penalties subtracted, normalised to zero mean and unit
-variance
+- no groups: the advantage of a token is its return, KL penalties subtracted, normalised to zero mean and unit variance
   over the whole batch
 - every token has the same weight, whatever the length of its response
 """

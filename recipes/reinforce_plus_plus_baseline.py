@@ -4,8 +4,7 @@
 
 Differences from GRPO:
 
-- differences to the group's mean reward are normalised to zero mean and unit variance over the whole batch, instead
-of
+- differences to the group's mean reward are normalised to zero mean and unit variance over the whole batch, instead of
   over the few responses of the group
 - a KL penalty, if set, is "k2" in the loss
 - every token has the same weight, whatever the length of its response

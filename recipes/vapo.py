@@ -1,7 +1,6 @@
 """VAPO: value-based augmented PPO for long chains of thought (arXiv:2504.05118).
 
-    prompts -> rollout -> reward -> log-probs, values -> advantages, returns -> critic and actor update -> weight
-    sync
+    prompts -> rollout -> reward -> log-probs, values -> advantages, returns -> critic and actor update -> weight sync
 
 Differences from GRPO:
 
@@ -114,6 +113,7 @@ def iteration(job: Job, cfg: Config) -> dict[str, float]:
     num_tokens, num_right = job.all_reduce_sum(torch.stack([batch["loss_mask"].sum(), right.sum()])).tolist()
     batch["right"] = right.float() * (num_tokens / max(num_right, 1))
 
+    # The head of a new critic predicts nothing yet: advantages from its values would be noise.
     train_actor = job.iteration > cfg.critic_warmup
     steps: dict[str, Any] = {"num_minibatches": cfg.num_minibatches, "num_epochs": cfg.num_epochs}
     actor_metrics: Mapping[str, float] = {}

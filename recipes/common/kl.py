@@ -111,6 +111,7 @@ def with_current_kl(cfg: C, state: Mapping[str, float | Batch]) -> C:
         return cfg
     coefficient = state.get(STATE_KEY, cfg.kl.coefficient)
     assert isinstance(coefficient, float)
+    # Within bounds again: a resumed job may have other ones.
     kl = cfg.kl.model_copy(update={"coefficient": cfg.kl.bounded(coefficient)})
     return cfg.model_copy(update={"kl": kl})
 
@@ -126,6 +127,7 @@ def token_rewards_with_kl(batch: Batch, kl: KLConfig) -> tuple[Tensor, Tensor]:
         batch: columns `reward` (n,) and `loss_mask`; with the penalty also `old_logprobs` and `ref_logprobs`.
         kl: ignored unless it is in the reward.
     """
+    # Tables of trajectories, so that only the last token of an agent's last segment has the reward.
     mask, _ = batch.pad("loss_mask")
     rewards = token_rewards(batch["reward"][batch.first_rows], mask)
     if kl.in_reward:

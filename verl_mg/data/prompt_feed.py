@@ -76,6 +76,7 @@ class PromptFeed:
 
     def state(self) -> dict[str, Any]:
         """Returns the position in the data and the ids in the buffer as JSON, for `load_state` on the same data."""
+        # Only ids: a resumed job reads the prompts from the same files.
         return {"prompts": self._prompts.state(), "buffer": [prompt.id for prompt in self._buffer]}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

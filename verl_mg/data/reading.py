@@ -99,6 +99,7 @@ def _read_set(
 ) -> PromptSet:
     source_fields = source.model_dump(include=OF_SOURCE, exclude_none=True)
     common = data.model_dump(exclude={"train", "test", "curriculum"})
+    # An evaluation generates answers; it trains no turns.
     options = common | source_fields | ({"loss_on": "answer"} if which == "test" else {})
     return PromptSet.from_file(
         source.path,

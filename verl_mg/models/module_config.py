@@ -89,4 +89,5 @@ def _experts(text: Any, mixtures: frozenset[int]) -> ExpertsConfig | None:
 
 def _first(text: Any, names: tuple[str, ...]) -> int | None:
     """Returns the first of the fields that is a number."""
+    # By type: a field may be None, or a list with a value for each layer.
     return next((value for name in names if isinstance(value := getattr(text, name, None), int)), None)

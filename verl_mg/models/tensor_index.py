@@ -115,7 +115,7 @@ def index_of(model: ModelSpec) -> TensorIndex:
                 if tensor.per_expert:
                     add(tensor, number, expert)
     add(model.final_norm)
-    tied = model.output is model.embedding
+    tied = model.output is model.embedding  # by identity: the checkpoint has one tensor for both
     if not tied:
         add(model.output)
     return TensorIndex(entries, tied)

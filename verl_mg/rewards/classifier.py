@@ -75,6 +75,7 @@ class Classifier:
         by_length: dict[int, list[int]] = {}
         for number, row in enumerate(rows):
             by_length.setdefault(self._padded_length(len(row)), []).append(number)
+        # Batches by padded length: kernels, and with them the last digits of a score, depend on the shape.
         for length, numbers in by_length.items():
             for start in range(0, len(numbers), self.batch_size):
                 chosen = numbers[start : start + self.batch_size]

@@ -68,6 +68,7 @@ class Score:
         outcome = await run_python_async(
             HARNESS.read_text(encoding="utf-8"),
             stdin=json.dumps(request),
+            # The harness limits each answer itself; this limit is for a harness that does not.
             seconds=START_SECONDS + len(questions) * (self._seconds + 1),
             memory_mb=MEMORY_MB,
         )
