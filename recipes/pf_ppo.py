@@ -4,7 +4,7 @@
 
 Differences from GRPO, besides a critic as in ppo.py:
 
-- a buffer of the newest responses, of which those with reliable scores, high or low, are drawn with replacement
+- a buffer of the newest responses, from which reliable scores, high or low, are drawn with replacement
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """Rewards and states of the single turns of a sample, from the columns of a batch; a line of a table is a trajectory.
 
 A reward function, or an agent, gives the k-th turn a reward by the part `turn_k`, from `turn_1` on. The value of the
-reward is that of the outcome.
+reward is the outcome.
 """
 
 import re

@@ -23,7 +23,7 @@ def segment_totals(values: Tensor, ids: Tensor) -> Tensor:
         ids: (n,) int64, neither sorted nor consecutive.
     """
     ids, order = torch.sort(ids, stable=True)
-    index = (ids.diff(prepend=ids[:1]) != 0).cumsum(0)  # position of the entry's segment among those that occur
+    index = (ids.diff(prepend=ids[:1]) != 0).cumsum(0)  # the entry's segment, numbered from 0
     # One segment per entry, most of them empty: the number of distinct ids would be known to the device only.
     numbers = torch.arange(len(ids), device=ids.device)
     counts = torch.searchsorted(index, numbers, right=True) - torch.searchsorted(index, numbers)

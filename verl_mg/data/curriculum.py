@@ -12,7 +12,7 @@ from verl_mg.data.prompts import Prompt, PromptSet, check_state
 
 
 class Curriculum:
-    """Set or mixture of prompts of which those with a pass rate outside a band are skipped.
+    """Set or mixture of prompts that skips prompts with a pass rate outside a band.
 
     A group whose answers all pass or all fail has no group-relative advantage. A prompt without observations is always
     taken. A prompt outside the band is skipped `revisit` times in a row and then taken, since the policy has changed.

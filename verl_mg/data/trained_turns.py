@@ -65,7 +65,7 @@ def trained_rows(
 
     Args:
         value: the conversation, a list of messages; UserError if it has no such turn.
-        loss_on: the turns: the last one; all but those with `train: false` or `weight: 0`; or only those with
+        loss_on: the turns: the last one; all but turns with `train: false` or `weight: 0`; or only those with
             `train: true` or `weight: 1`.
         tokenizer: tokenizer of the model; UserError if its template renders a turn that cannot be generated.
         place: `file:line`, for errors.

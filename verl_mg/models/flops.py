@@ -91,7 +91,7 @@ def layer_elements(config: HFConfig, with_experts: bool, linear: bool = False) -
 
 
 def _attention_elements(config: HFConfig) -> tuple[int, int]:
-    """Returns the elements of all projections of attention, and of the ones from compressed states to heads."""
+    """Returns the elements of all projections of attention, and of projections from compressed states to heads."""
     latent = config.latent
     if latent is None:
         heads = config.heads * (2 + config.output_gate) + 2 * config.kv_heads

@@ -31,7 +31,7 @@ class AsyncScorer:
     """Scores samples with one reward, or with the rewards of a mixture.
 
     Results do not depend on when and with which other samples a sample is scored, as far as the rewards themselves
-    do not; the weights of a mixture are the ones at the time of `result`.
+    do not; the weights of a mixture are read in `result`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Policy losses whose ratio is that of a whole sequence.
+"""Policy losses with one ratio for a whole sequence.
 
 In the formulas n is the number of masked tokens of a sequence, d the log-ratio logprobs - old_logprobs of a token,
 and A its advantage. Columns and metrics are as in `losses.policy`, with `sequence_ids` (tokens,) int64 equal for tokens
