@@ -21,6 +21,7 @@ def pass_at_k(correct: Tensor, k: int) -> Tensor:
     """
     n = correct.shape[1]
     _check_tries(k, n)
+    # Integers: binomials of many tries have more digits than a float.
     ways = math.comb(n, k)
     chances = [(ways - math.comb(n - right, k)) / ways for right in correct.sum(1).tolist()]
     return torch.tensor(chances, dtype=torch.float64)

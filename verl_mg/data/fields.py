@@ -46,6 +46,7 @@ class RecordFields:
             records: all records of the set.
             prompt, answer: configured fields; None to find them.
         """
+        # From all records: a field that only the first one misses must not change the layout of the set.
         prompt = prompt or next((name for name in (PROMPT, MESSAGES) if _is_in(records, name)), PROMPT)
         otherwise = MESSAGES if prompt == MESSAGES else ANSWER
         candidates = (ANSWER, GROUND_TRUTH, LABEL)

@@ -111,6 +111,7 @@ class PromptSet:
         """
         self.dropped = dropped
         self._prompts = list(prompts)
+        # Ids, not positions: dropped prompts leave gaps, and ids are the same whatever the limit of length.
         self._by_id = {prompt.id: prompt for prompt in self._prompts}
         self._seed, self._source = seed, source
         self._epoch, self._position = 0, 0
@@ -190,6 +191,7 @@ class PromptSet:
                 f"{place}: no field '{answer_field}', here and in all lines below. Set data.answer_field to one of: "
                 f"{', '.join(sorted(field_names(record)))}."
             )
+        # All lists below have one entry for each record; too long ones are dropped at the end, when ids are given.
         media = (image_field,) if processor else ()
         values = [fields.prompt_of(record, chosen_field, rejected_field, place, media) for place, record in located]
         limits = ImageLimits(max_image_pixels, max_images)
@@ -279,7 +281,8 @@ class PromptSet:
         return {"kind": "set", "prompts": len(self), "seed": self._seed}
 
     def _permutation(self, epoch: int) -> np.ndarray:
-        # Made of seed, source and epoch each time, so that a checkpoint needs no state of a generator.
+        # Made of seed, epoch and source each time: a checkpoint needs no state of a generator, and sources of one size
+        # have different orders.
         return np.random.default_rng([self._seed, epoch, *self._source.encode()]).permutation(len(self))
 
 

@@ -225,6 +225,7 @@ def tokenize(rendered: Sequence[RenderedPrompt], tokenizer: "PreTrainedTokenizer
         tokenizer: tokenizer of the model.
     """
     rows: list[list[int]] = [[] for _ in rendered]
+    # Two passes, because special tokens are an option of a whole call.
     for templated in (False, True):
         chosen = [i for i, item in enumerate(rendered) if item.templated is templated]
         for start in range(0, len(chosen), ROWS):

@@ -105,6 +105,7 @@ class Classifier:
         text, special = self._text(sample)
         ids = self._tokenizer(text, add_special_tokens=special, truncation=True, max_length=self._max_tokens)
         tokens: list[int] = ids["input_ids"]
+        # A row without tokens has no position whose score could be read.
         return tokens or [self._tokenizer.eos_token_id or 0]
 
     def _text(self, sample: Sample) -> tuple[str, bool]:

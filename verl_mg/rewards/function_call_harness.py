@@ -21,6 +21,7 @@ def main() -> None:
     # Output of the program itself is dropped: it would count against the limit of the output.
     report = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    # Registered by its name: `dataclass` looks up the module of a class in sys.modules.
     module = types.ModuleType("solution")
     sys.modules["solution"] = module
     space = vars(module)

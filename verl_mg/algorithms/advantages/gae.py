@@ -13,6 +13,7 @@ def token_rewards(scores: Tensor, mask: Tensor) -> Tensor:
         scores: (n,) float.
         mask: (n, T) bool, true on tokens that the policy wrote; the score of a row without any is ignored.
     """
+    # The last masked token, not the last one: a response may end in an observation, which is not trained.
     after = mask.flip(1).cumsum(1).flip(1)  # masked tokens from here on
     return torch.where(mask & (after == 1), scores[:, None], 0.0)
 

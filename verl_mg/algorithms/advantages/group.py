@@ -40,6 +40,7 @@ def group_relative(scores: Tensor, groups: Tensor, trajectories: Tensor, normali
     order, index, counts = _in_groups(groups[samples], score)
     advantages = _centered(score[order].double(), index, counts)
     if normalize_by_std:
+        # Of centred scores: squares of scores with a large offset would lose their spread to rounding.
         variance = segment_sums(advantages.square(), counts) / (counts - 1).clamp(min=1)
         advantages = advantages / (variance.sqrt() + EPSILON)[index]
     return _in_order(advantages, order, score)[sample_of]
@@ -149,6 +150,7 @@ def informative(scores: Tensor, groups: Tensor, trajectories: Tensor) -> Tensor:
     order, index, counts = _in_groups(groups[samples], scores[samples])
     last = counts.cumsum(0) - 1
     ordered = scores[samples][order]
+    # Sorted by score within a group: the first and the last one differ if any two do.
     differ = (ordered[last] != ordered[last - counts + 1])[index]
     return torch.empty_like(differ).index_copy_(0, order, differ)[sample_of]
 
