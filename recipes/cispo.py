@@ -2,8 +2,11 @@
 
     prompts -> rollout -> reward -> old and reference log-probs -> advantages -> actor update -> weight sync
 
-PPO's clip removes the gradient of rare tokens, which often are the turning points of a long chain of thought. CISPO
-clips the importance weight of a token and keeps its gradient.
+Differences from GRPO:
+
+- the importance weight of a token is clipped, at its upper end, and its gradient kept: PPO's clip removes the gradient
+  of rare tokens, which often are the turning points of a long chain of thought
+- every token has the same weight, whatever the length of its response
 """
 
 from functools import partial

@@ -2,8 +2,11 @@
 
     prompts -> rollout -> reward -> old and reference log-probs -> advantages -> actor update -> weight sync
 
-As in KL-Cov few tokens cause most of the loss of entropy. Among the tokens whose covariance of log-probability and
-advantage is between two bounds, a `fraction` of all tokens is drawn at random and excluded from the loss.
+Few tokens cause most of the loss of entropy, as in KL-Cov. Differences from GRPO:
+
+- among tokens whose covariance of log-probability and advantage is between two bounds, a `fraction` of all tokens is
+  drawn at random and excluded from the loss
+- every token has the same weight, whatever the length of its response
 """
 
 from functools import partial
@@ -89,11 +92,13 @@ def iteration(job: Job, cfg: Config) -> dict[str, float]:
     advantages = group_relative(rewards_with_kl(batch, cfg.kl), batch["group"], batch["trajectory"])
     batch["advantages"] = batch.expand_to_tokens(advantages) * batch["loss_mask"]
     mask = batch["loss_mask"]
+    # Means and threshold are over all ranks, so that the choice does not depend on how rows are distributed.
     logprob_moments = job.all_reduce_sum(moments(batch["old_logprobs"], mask))
     advantage_moments = job.all_reduce_sum(moments(batch["advantages"], mask))
     covariance = covariances(batch["old_logprobs"], batch["advantages"], mask, logprob_moments, advantage_moments)
     num_selected = share_count(int(logprob_moments[0]), cfg.fraction)
     candidates = tokens_between(covariance, mask, cfg.covariance_low, cfg.covariance_high)
+    # Random numbers by sample and position: the draw is the same however rows are distributed over ranks.
     priority = priorities(batch.expand_to_tokens(batch["sample_id"]), batch.positions, seed=job.iteration)
     threshold = job.global_kth_largest(priority[candidates], num_selected)
     batch["cut"] = tokens_at_least(priority, candidates, threshold)

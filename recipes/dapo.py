@@ -2,8 +2,12 @@
 
     (prompts -> rollout -> reward) until enough groups differ -> log-probs -> advantages -> actor update -> weight sync
 
-GRPO with four changes: a higher upper clip; sampling is repeated until enough groups have rewards that differ; every
-token has the same weight; and the reward of a response is lowered within the last `overlong_buffer` tokens.
+Differences from GRPO:
+
+- the upper clip is higher, 0.28, so that unlikely tokens can become likely (section 3.1)
+- sampling is repeated until enough groups have rewards that differ, since the others have no gradient (section 3.2)
+- every token has the same weight, whatever the length of its response (section 3.3)
+- the reward falls within the last `overlong_buffer` tokens before the limit, if that is set (section 3.4)
 """
 
 from functools import partial
@@ -88,10 +92,12 @@ def iteration(job: Job, cfg: Config) -> dict[str, float]:
             batch["reward"] = job.reward.wait(batch)
             rounds.append(batch.select(informative(batch["reward"], batch["group"], batch["trajectory"])))
             groups = job.all_gather_column(concat_rollouts(rounds), "group").unique()
+    # The last round may bring more groups than an update needs. Every rank has all of them, and drops the same ones.
     groups = groups[: cfg.prompts_per_iteration]
     batch = concat_rollouts(rounds)
     batch = batch.select(torch.isin(batch["group"], groups))
 
+    # After the filter, which compares the rewards without penalties of length.
     if cfg.overlong_buffer:
         limit = job.config.rollout.max_new_tokens
         penalty = soft_overlong_penalty(response_lengths(batch), limit, cfg.overlong_buffer)

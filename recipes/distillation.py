@@ -2,9 +2,11 @@
 
     prompts -> rollout -> reward -> log-probs of student and teacher -> advantages -> actor update -> weight sync
 
-The student generates, and the teacher gives the log-probability of each token: tokens that the teacher finds more
-likely than the student become more likely. The reward is only reported. `reference.path` is the teacher, or `teachers`
-has several, each for some sources of the data.
+`reference.path` is the teacher, or `teachers` has several, each for some sources of the data. Differences from GRPO:
+
+- the advantage of a token is the log-ratio of teacher to student: tokens that the teacher finds more likely than the
+  student become more likely; the reward is only reported, and no groups are needed
+- the loss is CISPO's, with weights up to 5, and every token has the same weight
 """
 
 from functools import partial

@@ -2,8 +2,11 @@
 
     prompts with two answers -> reference log-probs -> actor update
 
-The policy learns to find the preferred answer more likely than the reference does, and the other one less likely,
-without reward model and without sampling. IPO (arXiv:2310.12036) and RSO's hinge loss (arXiv:2309.06657) are options.
+Differences from GRPO:
+
+- neither samples nor rewards: the data has a preferred and another answer to each prompt
+- the policy learns to find the preferred answer more likely than the reference does, and the other one less likely; IPO
+  (arXiv:2310.12036) and RSO's hinge loss (arXiv:2309.06657) are options
 """
 
 from collections.abc import Mapping

@@ -2,10 +2,13 @@
 
     prompts -> rollout -> reward -> old and reference log-probs -> advantages -> actor update -> weight sync
 
-The clip of the ratio stops a rare token after a tiny change of its probability, and lets a frequent one change a lot.
-DPPO stops a token where the divergence of the policies is too large, here between the distributions "this token or
-another" (the paper's binary approximation; the one of the top k tokens is not here). The trust region is around the
-policy that sampled, so the old log-probs are those of the rollout.
+Differences from GRPO:
+
+- a token is stopped where the divergence of the policies is too large, here between the distributions "this token or
+  another" (the paper's binary approximation); the clip of the ratio stops a rare token after a tiny change of its
+  probability, and lets a frequent one change a lot
+- the trust region is around the policy that sampled, so the old log-probs come from the rollout
+- every token has the same weight, whatever the length of its response
 """
 
 from functools import partial

@@ -2,9 +2,11 @@
 
     prompts -> rollout -> reward -> old and reference log-probs -> advantages -> actor update -> weight sync
 
-GRPO without its two biases: no division by the group's standard deviation, which favours prompts that are too easy or
-too hard, and no division by the length of a response, which favours long wrong ones. Token losses are summed and
-divided by a constant, `rollout.max_new_tokens` times the number of responses.
+Differences from GRPO, each of which removes a bias:
+
+- no division by the group's standard deviation, which favours prompts that are too easy or too hard
+- no division by the length of a response, which favours long wrong ones: token losses are summed and divided by a
+  constant, `rollout.max_new_tokens` times the number of responses
 """
 
 from functools import partial

@@ -2,9 +2,10 @@
 
     prompts -> rollout -> rewards -> old and reference log-probs -> advantages -> actor update -> weight sync
 
-With several rewards GRPO normalizes their sum, in which one reward hides another: different rewards can have the same
-sum. GDPO normalizes each reward within its group, adds up the results, and normalizes the sums over all samples. The
-rewards are the parts that the reward function reports, or the names in `reward.mixture`.
+The rewards are the parts that the reward function reports, or the names in `reward.mixture`. Differences from GRPO:
+
+- each reward is normalized within its group, and the weighted sums over all samples; GRPO normalizes the sum, in which
+  one reward hides another: different rewards can have the same sum
 """
 
 from functools import partial
@@ -84,6 +85,7 @@ def iteration(job: Job, cfg: Config) -> dict[str, float]:
 
     rewards, weights = weighted_parts(batch, cfg.rewards)
     advantages = gdpo(rewards, weights, batch["group"], batch["trajectory"])
+    # Over samples, as in the paper; over tokens a long sample would count more.
     samples = torch.zeros(len(batch), dtype=torch.bool).index_fill_(0, batch.first_rows, True)  # one row of each
     sums = job.all_reduce_sum(moments(advantages, samples))
     advantages = whiten(advantages, torch.ones_like(samples), sums)

@@ -2,10 +2,12 @@
 
     prompts -> rollout -> rewards -> old and reference log-probs -> advantages -> actor update -> weight sync
 
-Samples of a prompt often pass through the same state. A turn's tokens have GRPO's advantage of the whole sample plus
-that of the turn: the discounted rewards from it on, compared with those of all turns that begin in the same state. The
-state is what tools or the environment answered last. A turn's reward is the part `turn_k` of the reward, if there is
-one; the last turn has the value of the reward too.
+Differences from GRPO:
+
+- a turn's tokens have the advantage of the whole sample plus an advantage of the turn: the discounted rewards from it
+  on, compared among all turns of the prompt that begin in the same state, through which samples often pass
+- the state is what tools or the environment answered last
+- a turn's reward is the part `turn_k` of the reward, if there is one; the last turn has the value of the reward too
 """
 
 from functools import partial
@@ -33,7 +35,7 @@ class Config(RecipeConfig):
     gamma: float = Field(0.95, ge=0, le=1)
     """Discount of a reward from one turn to the turn before."""
     step_weight: float = Field(1.0, ge=0)
-    """Factor of the advantages of single turns; those of whole samples have the factor 1."""
+    """Factor of the advantages of single turns; advantages of whole samples have the factor 1."""
     normalize_by_std: bool = True
     """Divides the advantages of a group by the standard deviation of its rewards."""
     clip_low: float = Field(0.2, gt=0)

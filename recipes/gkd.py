@@ -2,9 +2,11 @@
 
     prompts -> rollout -> reward -> hidden states or likeliest tokens of the teacher -> actor update -> weight sync
 
-The loss of a token is the divergence of the student's whole distribution from the teacher's, not an estimate from the
-token that was sampled. The student's own samples are trained, or given answers in a part of the iterations. The reward
-is only reported. `reference.path` is the teacher, or `teachers` has several, each for some sources of the data.
+`reference.path` is the teacher, or `teachers` has several, each for some sources of the data. Differences from GRPO:
+
+- the loss of a token is the divergence of the student's whole distribution from the teacher's, not an estimate from the
+  token that was sampled: no advantages, no ratios, and the reward is only reported
+- a share of the iterations can train on given answers instead of the student's samples
 """
 
 from collections.abc import Mapping
@@ -57,6 +59,6 @@ def iteration(job: Job, cfg: Config) -> Mapping[str, float]:
         num_minibatches=cfg.num_minibatches,
         teacher=job.teachers.comparison(cfg.divergence),
     )
-    if cfg.data_fraction < 1:
+    if cfg.data_fraction < 1:  # else there is no rollout
         job.rollout.update_weights(job.actor)
     return metrics

@@ -2,8 +2,10 @@
 
     prompts -> rollout -> reward -> old and reference log-probs -> advantages -> actor update -> weight sync
 
-GRPO maximises the arithmetic mean of the weighted token ratios of a response, which one outlier dominates. The
-geometric mean is insensitive to it, so the clip, here of log-ratios, can be much wider.
+Differences from GRPO:
+
+- the objective is the geometric mean of the token ratios of a response; one outlier dominates the arithmetic mean
+- the clip is of log-ratios and, since outliers matter less, wider: 0.4
 """
 
 from functools import partial

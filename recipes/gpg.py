@@ -2,9 +2,12 @@
 
     prompts -> rollout -> reward -> old and reference log-probs -> advantages -> actor update -> weight sync
 
-The plain policy gradient of centred rewards, without ratio, clip or reference, and with one update in an iteration.
-Groups whose rewards are all equal have no gradient; the advantages of the others are scaled up by all rows /
-informative rows.
+Differences from GRPO:
+
+- the plain policy gradient, without ratio and clip, for one update in an iteration
+- rewards are centred, not divided by the standard deviation; groups whose rewards are all equal have no gradient, so
+  advantages are scaled up by all samples / samples of other groups
+- every token has the same weight, whatever the length of its response
 """
 
 from functools import partial
@@ -69,6 +72,7 @@ def iteration(job: Job, cfg: Config) -> dict[str, float]:
     add_off_policy_weights(batch, cfg.off_policy)
 
     rewards = rewards_with_kl(batch, cfg.kl)
+    # Both numbers are over all ranks: the factor is the same however groups are distributed.
     useful = informative(rewards, batch["group"], batch["trajectory"])[batch.first_rows]
     num_samples, num_useful = job.all_reduce_sum(torch.tensor([len(useful), useful.sum()])).tolist()
     advantages = group_relative(rewards, batch["group"], batch["trajectory"], normalize_by_std=False)

@@ -2,8 +2,9 @@
 
     prompts -> rollout -> reward -> old and reference log-probs -> advantages -> actor update -> weight sync
 
-A group of responses is sampled to each prompt. The advantage of a response is its reward minus the mean reward of its
-group, divided by the standard deviation of the group.
+A group of responses is sampled to each prompt. The advantage of a response is its reward minus the mean reward of
+its group, divided by the standard deviation of the group. The loss is PPO's, averaged over the tokens of a response and
+then over responses. The other recipes list how they differ from this one.
 """
 
 from functools import partial
@@ -65,7 +66,7 @@ def policy_loss(inputs: LossInputs, cfg: Config) -> LossOutput:
 
 
 def iteration(job: Job, cfg: Config) -> dict[str, float]:
-    cfg = with_current_kl(cfg, job.state)
+    cfg = with_current_kl(cfg, job.state)  # checkpoints keep the adapted coefficient
     prompts = job.prompts.next_batch(cfg.prompts_per_iteration)
     batch = job.rollout.generate(prompts, num_samples=cfg.group_size)  # responses are scored as they complete
     batch["reward"] = job.reward.wait(batch)
@@ -77,6 +78,7 @@ def iteration(job: Job, cfg: Config) -> dict[str, float]:
             batch["old_logprobs"] = batch["rollout_logprobs"]
         if cfg.kl.enabled:
             batch["ref_logprobs"] = job.reference.compute_logprobs(batch)
+    # Here, where trajectories are whole: a micro-batch of the loss may have a part of one.
     add_off_policy_weights(batch, cfg.off_policy)
 
     scores = rewards_with_kl(batch, cfg.kl)

@@ -2,8 +2,10 @@
 
     prompts -> rollout -> reward -> old and reference log-probs -> advantages -> actor update -> weight sync
 
-The reward belongs to the whole response, and so does the ratio that is clipped: the geometric mean of the ratios of
-its tokens. It is close to 1, so the clip is three orders of magnitude tighter than GRPO's.
+Differences from GRPO:
+
+- the ratio belongs to the whole response, as the reward does: the geometric mean of the ratios of its tokens
+- this mean is close to 1, so the clip is three orders of magnitude tighter: 3e-4 and 4e-4
 """
 
 from functools import partial

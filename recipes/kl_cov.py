@@ -2,8 +2,13 @@
 
     prompts -> rollout -> reward -> old and reference log-probs -> advantages -> actor update -> weight sync
 
-The entropy of the policy falls with the covariance of log-probability and advantage, and few tokens cause most of it.
-The `fraction` of all tokens with the highest covariance gets a penalty on its distance from the old policy.
+The entropy of the policy falls with the covariance of log-probability and advantage, and few tokens cause most of
+it.
+Differences from GRPO:
+
+- the `fraction` of all tokens with the highest covariance gets a penalty on its distance from the old policy
+- no clip of the ratio
+- every token has the same weight, whatever the length of its response
 """
 
 from functools import partial
@@ -75,6 +80,7 @@ def iteration(job: Job, cfg: Config) -> dict[str, float]:
     advantages = group_relative(rewards_with_kl(batch, cfg.kl), batch["group"], batch["trajectory"])
     batch["advantages"] = batch.expand_to_tokens(advantages) * batch["loss_mask"]
     mask = batch["loss_mask"]
+    # Means and threshold are over all ranks, so that the choice does not depend on how rows are distributed.
     logprob_moments = job.all_reduce_sum(moments(batch["old_logprobs"], mask))
     advantage_moments = job.all_reduce_sum(moments(batch["advantages"], mask))
     covariance = covariances(batch["old_logprobs"], batch["advantages"], mask, logprob_moments, advantage_moments)

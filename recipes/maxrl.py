@@ -2,10 +2,13 @@
 
     prompts -> rollout -> reward -> old and reference log-probs -> advantages -> actor update -> weight sync
 
-Reinforcement maximises the probability of a right response, maximum likelihood its logarithm, in which a prompt that is
-seldom answered right counts more. Dividing GRPO's differences by the mean reward of the group, instead of its standard
-deviation, maximises the logarithm, the more exactly the larger the group. Rewards are 1 for right and 0 for wrong; from
-0 to 1 they are parts of a success. As in the paper, token losses are summed, not averaged, over a response.
+Differences from GRPO:
+
+- the difference to the mean reward of the group is divided by this mean, not by the standard deviation: this maximises
+  the logarithm of the probability of a right response, the more exactly the larger the group, in which a prompt that is
+  seldom answered right counts more
+- rewards are 1 for right and 0 for wrong, and from 0 to 1 parts of a success; below 0 they are an error
+- token losses are summed, not averaged, over a response, as in the paper
 """
 
 from functools import partial

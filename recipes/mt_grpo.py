@@ -2,9 +2,11 @@
 
     prompts -> rollout -> rewards -> old and reference log-probs -> advantages -> actor update -> weight sync
 
-GRPO gives all turns of a sample the same advantage: a good call is blamed for a wrong answer. Here a turn's tokens have
-the advantage of the outcome plus that of the turn, whose reward is compared with those of the same turn of the other
-samples. The outcome is the value of the reward, the reward of turn k its part `turn_k`.
+Differences from GRPO, in which a good call is blamed for a wrong answer, because all turns have the same advantage:
+
+- a turn's tokens have the advantage of the outcome plus an advantage of the turn, whose reward is compared with the
+  rewards of the same turn of the other samples
+- the outcome is the value of the reward, the reward of turn k its part `turn_k`
 """
 
 from functools import partial
@@ -30,7 +32,7 @@ class Config(RecipeConfig):
     group_size: int = Field(8, ge=2)
     """Number of responses to each prompt."""
     turn_weight: float = Field(1.0, ge=0)
-    """Factor of the advantages of turns; those of outcomes have the factor 1."""
+    """Factor of the advantages of turns; advantages of outcomes have the factor 1."""
     normalize_by_std: bool = True
     """Divides the advantages of a group by the standard deviation of its rewards."""
     clip_low: float = Field(0.2, gt=0)

@@ -2,8 +2,11 @@
 
     prompts -> rollout -> reward -> old and reference log-probs -> advantages -> actor update -> weight sync
 
-One exact on-policy update in an iteration, without clip, against the baseline of least gradient variance: the mean
-reward of the group with responses weighted by their length.
+Differences from GRPO:
+
+- the baseline is the one of least gradient variance: the mean reward of the group with responses weighted by length
+- one exact on-policy update in an iteration, without ratio and clip; no division by the standard deviation
+- every token has the same weight, whatever the length of its response
 """
 
 from functools import partial
@@ -66,6 +69,7 @@ def iteration(job: Job, cfg: Config) -> dict[str, float]:
             batch["ref_logprobs"] = job.reference.compute_logprobs(batch)
     add_off_policy_weights(batch, cfg.off_policy)
 
+    # Of the sample, not of the row: an agent's tokens in all of its segments.
     lengths = batch.pad("loss_mask")[0].sum(1)[batch.trajectory_index]
     advantages = opo(rewards_with_kl(batch, cfg.kl), lengths, batch["group"], batch["trajectory"])
     batch["advantages"] = batch.expand_to_tokens(advantages) * batch["loss_mask"]

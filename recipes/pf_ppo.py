@@ -2,8 +2,9 @@
 
     prompts -> rollout -> reward -> log-probs -> resample -> values -> advantages -> critic, actor update -> weight sync
 
-A reward model is most reliable where its score is high or low. The newest responses are kept in a buffer, and some of
-them are drawn, with replacement, by weights of their ranks within a prompt, or of their rewards.
+Differences from GRPO, besides a critic as in ppo.py:
+
+- a buffer of the newest responses, from which reliable scores, high or low, are drawn with replacement
 """
 
 from collections.abc import Mapping
@@ -31,7 +32,7 @@ class Config(RecipeConfig):
     group_size: int = Field(4, ge=1)
     """Number of responses to each prompt."""
     buffer_samples: PositiveInt = 512
-    """Number of newest responses, those of this iteration included, that are drawn from, in whole groups."""
+    """Number of newest responses that are drawn from, this iteration's included, in whole groups."""
     draws_per_prompt: PositiveInt | None = None
     """Responses drawn for each prompt of an iteration, on average; null draws as many as are sampled."""
     resampling: Literal["best_random", "best_worst", "pow", "max_min", "max_random"] = "max_min"

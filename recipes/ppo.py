@@ -2,8 +2,13 @@
 
     prompts -> rollout -> reward -> log-probs, values -> advantages, returns -> critic and actor update -> weight sync
 
-The critic predicts the return from each token on; generalized advantage estimation compares what followed with it.
-Policy and critic can have different lambdas (decoupled GAE, VC-PPO, arXiv:2503.01491).
+Differences from GRPO:
+
+- a critic predicts the return from each token on, and generalized advantage estimation compares what followed with it:
+  tokens of a response have different advantages, which are whitened over the batch
+- no groups are needed: one response to each prompt
+- policy and critic can have different lambdas (decoupled GAE, VC-PPO, arXiv:2503.01491)
+- every token has the same weight; a KL penalty, if set, is subtracted from the reward
 """
 
 from collections.abc import Mapping
@@ -98,6 +103,7 @@ def iteration(job: Job, cfg: Config) -> dict[str, float]:
     batch["advantages"] = batch.unpad(whiten(advantages, mask, job.all_reduce_sum(moments(advantages, mask))))
     batch["returns"] = batch.unpad(returns)
 
+    # The head of a new critic predicts nothing yet: advantages from its values would be noise.
     train_actor = job.iteration > cfg.critic_warmup
     steps: dict[str, Any] = {"num_minibatches": cfg.num_minibatches, "num_epochs": cfg.num_epochs}
     actor_metrics: Mapping[str, float] = {}

@@ -2,10 +2,14 @@
 
     (prompts -> rollout -> reward) -> log-probs -> process_reward update -> advantages -> actor update -> weight sync
 
-A language model is trained as a classifier of outcomes, whose logit is `beta` times the log-ratio to its initial
-weights. The log-ratio of a single token is then a process reward. The model is updated with the outcomes of an
-iteration before or after it gives the process rewards of the same iteration. Sampling is repeated until enough prompts
-have a mean outcome within bounds. An outcome is the reward, limited to 0 and 1.
+Differences from GRPO:
+
+- tokens have process rewards: a language model is trained as a classifier of outcomes, whose logit is `beta` times the
+  log-ratio to its initial weights, and the log-ratio of a single token is then a reward; the model is updated with the
+  outcomes of an iteration before or after it gives the process rewards of the same iteration
+- baselines leave the response itself out, and nothing is divided by a standard deviation
+- sampling is repeated until enough prompts have a mean outcome (the reward, limited to 0 and 1) within bounds
+- every token has the same weight, whatever the length of its response
 """
 
 from functools import partial
@@ -97,6 +101,7 @@ def iteration(job: Job, cfg: Config) -> dict[str, float]:
         accuracy = group_means(batch["reward"].clamp(0, 1), batch["group"], batch["trajectory"])
         rounds.append(batch.select((accuracy >= cfg.accuracy_low) & (accuracy <= cfg.accuracy_high)))
         groups = job.all_gather_column(concat_rollouts(rounds), "group").unique()
+    # The last round may bring more groups than an update needs. Every rank has all of them, and drops the same ones.
     groups = groups[: cfg.prompts_per_iteration]
     batch = concat_rollouts(rounds)
     batch = batch.select(torch.isin(batch["group"], groups))
@@ -109,6 +114,7 @@ def iteration(job: Job, cfg: Config) -> dict[str, float]:
         batch["ref_logprobs"] = job.reference.compute_logprobs(batch)
     add_off_policy_weights(batch, cfg.off_policy)
 
+    # The log-probs before or after this update decide which weights give the process rewards.
     if cfg.process_update == "after":
         batch["process_logprobs"] = job.process_reward.compute_logprobs(batch)
     process_metrics = job.process_reward.update(

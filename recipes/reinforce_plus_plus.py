@@ -2,8 +2,11 @@
 
     prompts -> rollout -> reward -> old and reference log-probs -> advantages -> actor update -> weight sync
 
-Neither critic nor group: the advantage of a token is its return, KL penalties subtracted, normalised to zero mean and
-unit variance over the whole batch. The loss is PPO's.
+Differences from GRPO:
+
+- no groups: the advantage of a token is its return, KL penalties subtracted, normalised to zero mean and unit variance
+  over the whole batch
+- every token has the same weight, whatever the length of its response
 """
 
 from functools import partial

@@ -2,8 +2,12 @@
 
     prompts -> rollout -> reward -> old and reference log-probs -> advantages -> actor update -> weight sync
 
-The reward of a response minus the mean reward of its group, normalised to zero mean and unit variance over the whole
-batch instead of over the few responses of the group. The KL penalty, k2, is part of the loss.
+Differences from GRPO:
+
+- differences to the group's mean reward are normalised to zero mean and unit variance over the whole batch, instead of
+  over the few responses of the group
+- a KL penalty, if set, is "k2" in the loss
+- every token has the same weight, whatever the length of its response
 """
 
 from functools import partial

@@ -2,7 +2,11 @@
 
     prompts -> rollout -> reward -> log-probs -> greedy rollout, reward -> advantages -> actor update -> weight sync
 
-Neither critic nor group: for each prompt the most probable response is generated too, and its reward is the baseline.
+Differences from GRPO:
+
+- no groups: for each prompt the most probable response is generated too, and its reward is the baseline
+- no division by a standard deviation; token losses are summed over a response
+- a KL penalty, if set, is subtracted from the reward
 """
 
 from functools import partial

@@ -2,8 +2,10 @@
 
     prompts with two answers -> reward model update
 
-The score at the last token of prompt and answer is trained to be higher for the preferred answer. The model is saved as
-a sequence classifier that `transformers` and verl_mg.rewards.classifier read.
+Differences from GRPO:
+
+- no policy: the score at the last token of prompt and answer is trained to be higher for the preferred answer
+- the model is saved as a sequence classifier that `transformers` and verl_mg.rewards.classifier read
 """
 
 from collections.abc import Mapping

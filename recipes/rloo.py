@@ -2,8 +2,12 @@
 
     prompts -> rollout -> reward -> old and reference log-probs -> advantages -> actor update -> weight sync
 
-The baseline of a response is the mean reward of the other responses to its prompt. It does not depend on the response,
-so the gradient is unbiased. The KL penalty is part of the reward.
+Differences from GRPO:
+
+- the baseline is the mean reward of the other responses to the prompt, which does not depend on the response, so the
+  gradient is unbiased; no division by the standard deviation
+- token losses are summed over a response
+- a KL penalty, if set, is subtracted from the reward
 """
 
 from functools import partial

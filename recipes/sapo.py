@@ -2,8 +2,11 @@
 
     prompts -> rollout -> reward -> old and reference log-probs -> advantages -> actor update -> weight sync
 
-A clip keeps or removes the gradient of a token. A soft gate reduces it continuously as the ratio departs from 1,
-faster for tokens with negative advantages, whose updates change the probabilities of the whole vocabulary.
+Differences from GRPO:
+
+- a soft gate reduces the gradient of a token continuously as its ratio departs from 1; a clip keeps or removes it
+- the gate closes faster for tokens with negative advantages, whose updates change the probabilities of the whole
+  vocabulary
 """
 
 from functools import partial

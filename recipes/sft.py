@@ -1,6 +1,10 @@
 """SFT: supervised fine-tuning on given answers, with the same weight for every token (arXiv:2203.02155).
 
-prompts with answers -> actor update
+    prompts with answers -> actor update
+
+Differences from GRPO:
+
+- neither samples nor rewards: the loss is the negative log-likelihood of the answers of the data
 """
 
 from collections.abc import Mapping

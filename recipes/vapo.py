@@ -2,9 +2,12 @@
 
     prompts -> rollout -> reward -> log-probs, values -> advantages, returns -> critic and actor update -> weight sync
 
-PPO with a critic that is trained before the policy (`critic_warmup`), lambda 1 for the critic and one that grows with
-the length of the response for the policy, DAPO's higher upper clip and token mean, groups of responses, and a
-language-model loss on the responses with a reward above 0.
+Differences from GRPO:
+
+- PPO with a critic, as in ppo.py, which is trained before the policy (`critic_warmup`)
+- lambda is 1 for the critic, and for the policy it grows with the length of the response
+- DAPO's higher upper clip, and every token has the same weight
+- a language-model loss on the responses with a reward above 0 is added
 """
 
 from collections.abc import Mapping
@@ -110,6 +113,7 @@ def iteration(job: Job, cfg: Config) -> dict[str, float]:
     num_tokens, num_right = job.all_reduce_sum(torch.stack([batch["loss_mask"].sum(), right.sum()])).tolist()
     batch["right"] = right.float() * (num_tokens / max(num_right, 1))
 
+    # The head of a new critic predicts nothing yet: advantages from its values would be noise.
     train_actor = job.iteration > cfg.critic_warmup
     steps: dict[str, Any] = {"num_minibatches": cfg.num_minibatches, "num_epochs": cfg.num_epochs}
     actor_metrics: Mapping[str, float] = {}

@@ -66,6 +66,7 @@ class Job:
         """
         from verl_mg.run.main import run_recipe
 
+        # `run_recipe` calls it after the ranks have met, so that one of them reports an invalid configuration for all.
         def load() -> tuple[Recipe, Config]:
             from verl_mg.config import validate_config
             from verl_mg.job.recipe import load_recipe, recipe_from_module

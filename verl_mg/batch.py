@@ -2,10 +2,18 @@
 
 Two rows, of 3 and 2 tokens, prompts of 1 token each:
 
+    batch = Batch.from_rows([[5, 8, 2], [7, 2]])    row 0: prompt 5, response 8 2    row 1: prompt 7, response 2
+
     lengths     [3, 2]                 one entry a row
     tokens      [5, 8, 2, 7, 2]        a token column: flat, (sum(lengths),)
     loss_mask   [0, 1, 1, 0, 1]        a token column
     reward      [1.0, 0.0]             a sequence column: (n,)
+
+    offsets     [0, 3, 5]              row i has the entries offsets[i]:offsets[i + 1]
+    sequence_ids, positions            [0, 0, 0, 1, 1], [0, 1, 2, 0, 1]
+    expand_to_tokens(reward)           [1, 1, 1, 0, 0]
+    pad("tokens")                      [[5, 8, 2], [7, 2, 0]] and its mask
+    select([1, 0])["tokens"]           [7, 2, 5, 8, 2]
 
 Columns that the recipes and roles of verl_mg agree on (float32 unless said):
 
@@ -17,24 +25,28 @@ Columns that the recipes and roles of verl_mg agree on (float32 unless said):
 | policy_versions | token, int64 | the weights that wrote the token; -1 where none did |
 | values, advantages, returns | token | of token t at entry t |
 | correction | token | weight of token t's loss against the mismatch of rollout and training; 0 outside the mask |
-| correction_below, correction_above | token | 1 where the ratio behind that weight is out of its bounds |
+| correction_below, correction_above | token | 1 where the ratio of that weight is out of its bounds |
 | teacher_logprobs | token | log-prob of token t by the row's teacher at entry t; 0 outside the mask |
-| teacher_top | token | (2, k) a token: log-probs and ids of the tokens that the teacher finds likeliest in its place |
+| teacher_top | token | (2, k) a token: log-probs and ids of the tokens that the teacher finds likeliest in its place
+|
 | teacher_hidden | token | (h,) a token, in the teacher's dtype: its last hidden state, which predicts the token |
 | teacher | sequence, int64 | number of the row's teacher |
 | routed_experts | token, int16 | (layers, k) a token: the experts that took it in the rollout; -1 where not known |
 | reward | sequence | the scalar score of the row |
 | group | sequence, int64 | rows of one prompt share it |
 | trajectory | sequence, int64 | rows of one sample share it: an agent's sample has a row for each of its segments |
-| sample_id | sequence, int64 | unique over the run and over the ranks; in a trajectory in the order of the segments |
-| prefix_of, prefix_length | sequence, int64 | of agents: the row begins with so many tokens of the row with that id |
+| sample_id | sequence, int64 | unique over the run and over the ranks; in a trajectory in the order of the segments
+|
+| prefix_of, prefix_length | sequence, int64 | of agents: the row begins with so many tokens of the row with that id
+|
 | prompt_id, prompt_length | sequence, int64 | which prompt, and how many tokens are in front of the response |
 | policy_version | sequence, int64 | the oldest weights that wrote of the row |
 | truncated | sequence, bool | the response was cut at the length limit |
 | pair, chosen | sequence, int64 and bool | two rows of one prompt to be compared, and which of them is preferred |
 
-`images` is no column: for each row of a vision-language model the tuple of its encoded images, in the order of
-their placeholders in `tokens`; None where no row has any. The rows of a prompt share them, see `verl_mg.images`.
+`images` is no column, because it is ragged twice, by row and by image: for each row of a vision-language model the
+tuple of its encoded images, in the order of their placeholders in `tokens`; None where no row has any. The rows of a
+prompt share them, see `verl_mg.images`.
 
 The rows of a trajectory are on one rank and have the same reward; whatever counts samples counts a trajectory once.
 Without agents a trajectory is a row. A batch without the column has as many trajectories as rows.
@@ -94,14 +106,14 @@ class PendingColumn(Tensor):
         Args:
             call: the role call that computes it.
             dimensions: shape, the number of entries first.
-            dtype: data type.
+            dtype: dtype of the values.
         """
         column = torch.empty(*dimensions, dtype=dtype).as_subclass(PendingColumn)
         column.call, column.dimensions, column.computed = call, tuple(dimensions), False
         return column
 
     def fill(self, values: Tensor) -> None:
-        """Sets the values of the column, once."""
+        """Sets the values of the column, which must not be read before."""
         self.computed = True
         self.read(self.call).copy_(values)
 
@@ -127,6 +139,7 @@ class PendingColumn(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        # Any use before the values would compute with uninitialized memory, so it raises instead.
         for column in _pending_columns((args, kwargs or {})):
             column.read(f"the result of {column.call}")
         with torch._C.DisableTorchFunctionSubclass():
@@ -142,8 +155,10 @@ def _pending_columns(arguments: Any) -> Iterator[PendingColumn]:
 
 
 class Batch:
-    """Rows of different lengths as flat columns. Shapes: `lengths` (n,) int64, token columns (sum(lengths), ...),
-    sequence columns (n, ...)."""
+    """Rows of different lengths as flat columns.
+
+    Shapes: `lengths` (n,) int64, token columns (sum(lengths), ...), sequence columns (n, ...).
+    """
 
     def __init__(self, lengths: Tensor | Sequence[int], columns: dict[str, Tensor] | None = None) -> None:
         self.lengths = torch.as_tensor(lengths, dtype=torch.int64)
@@ -155,7 +170,7 @@ class Batch:
 
     @classmethod
     def from_rows(cls, rows: Iterable[Sequence[int]]) -> Batch:
-        """A batch of token lists: `tokens` alone."""
+        """Returns a batch with only the column `tokens`."""
         rows = list(rows)
         flat = [token for row in rows for token in row]
         return cls([len(row) for row in rows], {"tokens": torch.tensor(flat, dtype=torch.int64)})
@@ -172,6 +187,7 @@ class Batch:
         if name not in self._columns:
             raise KeyError(f"the batch has no column {name!r}; it has {', '.join(self.names()) or 'none'}")
         values = self._columns[name]
+        # Once it is computed it becomes an ordinary tensor, whose operations take no detour through Python.
         if isinstance(values, PendingColumn):
             values = self._columns[name] = values.read(f"column {name!r}")
         return values
@@ -180,15 +196,12 @@ class Batch:
         self.put(name, values, self._guess_kind(name, values))
 
     def put(self, name: str, values: Tensor, kind: ColumnKind) -> None:
-        """Sets a column of a given kind.
+        """Sets a column of a given kind; ValueError where the values do not fit it.
 
         Args:
-            name: the column's name.
+            name: name of the column.
             values: (sum(lengths), ...) for a token column, (n, ...) for a sequence column; or a `PendingColumn`.
-            kind: whether the column has an entry per token or per sequence.
-
-        Raises:
-            ValueError: the first dimension of the values does not fit.
+            kind: needed for new names in a batch whose shape does not decide, such as one without rows.
         """
         expected = {ColumnKind.TOKEN: self.total_tokens, ColumnKind.SEQUENCE: len(self), ColumnKind.UNKNOWN: 0}[kind]
         shape = _shape(values)
@@ -207,6 +220,7 @@ class Batch:
             return ColumnKind.SEQUENCE
         if name in self._kinds:
             return self._kinds[name]
+        # A rank without rows cannot know; `concat` takes the kind of the other batches.
         if len(self) == 0:
             return ColumnKind.UNKNOWN
         # Every row has at least one token, so the two sizes differ as soon as one row has two.
@@ -217,7 +231,7 @@ class Batch:
         return self._kinds[name]
 
     def names(self) -> list[str]:
-        """The columns' names, sorted: the same order on every rank."""
+        """Returns the columns' names, sorted: the same order on every rank."""
         return sorted(self._columns)
 
     # -- images
@@ -261,18 +275,15 @@ class Batch:
         return self.positions == self.expand_to_tokens(self.lengths) - 1
 
     def expand_to_tokens(self, values: Tensor) -> Tensor:
-        """A sequence column (n,) as a token column (sum(lengths),): each token gets its row's value."""
+        """Returns a sequence column (n,) as a token column (sum(lengths),): each token gets its row's value."""
         return values[self.sequence_ids]
 
     def row(self, name: str, i: int) -> Tensor:
-        """Returns one row of a token column.
+        """Returns one row (lengths[i], ...) of a token column.
 
         Args:
-            name: the column's name.
+            name: name of the column.
             i: number of the row.
-
-        Returns:
-            (lengths[i], ...).
         """
         start, stop = self.offsets[i : i + 2].tolist()
         return self[name][start:stop]
@@ -302,12 +313,12 @@ class Batch:
         return rows[sizes.cumsum(0) - 1]
 
     def one_per_trajectory(self) -> Batch:
-        """The sequence columns of `first_rows`, for values that the rows of a trajectory share."""
+        """Returns the sequence columns of `first_rows`, for values that the rows of a trajectory share."""
         names = [name for name, kind in self._kinds.items() if kind is not ColumnKind.TOKEN]
         return self.select_columns(names).select(self.first_rows)
 
     def _joined_rows(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows (n,) by trajectory and in it by sample id; numbers of rows (t,) and of tokens (t,) of each one."""
+        """Rows (n,) by trajectory and in it by sample id; number of rows (t,) and of tokens (t,) of each trajectory."""
         index = self.trajectory_index
         order, count = torch.arange(len(self)), _count(index)
         if count < len(self):
@@ -321,7 +332,7 @@ class Batch:
         """Returns a token column as a padded table with a line for each trajectory, its rows one after another.
 
         Args:
-            name: the column's name.
+            name: name of the column.
             fill: value of the padding.
 
         Returns:
@@ -347,7 +358,7 @@ class Batch:
     # -- verbs
 
     def select(self, rows: Tensor | Sequence[int]) -> Batch:
-        """The given rows in the given order; `rows`: indices or a bool mask (n,)."""
+        """Returns the given rows in the given order; `rows`: indices or a bool mask (n,)."""
         index = torch.as_tensor(rows)
         index = index.nonzero().flatten() if index.dtype == torch.bool else index.to(torch.int64)
         entries = self.entries(index)
@@ -360,21 +371,14 @@ class Batch:
         return chosen
 
     def entries(self, rows: Tensor) -> Tensor:
-        """Returns the positions of rows in a token column.
-
-        Args:
-            rows: numbers of the rows, (m,) int64.
-
-        Returns:
-            (sum(lengths[rows]),) int64, row after row.
-        """
+        """Returns the positions (sum(lengths[rows]),) int64 in a token column of rows (m,) int64, row after row."""
         lengths = self.lengths[rows]
         starts = self.offsets[:-1][rows]
         within = torch.arange(int(lengths.sum())) - torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
         return torch.repeat_interleave(starts, lengths) + within
 
     def select_columns(self, names: Iterable[str]) -> Batch:
-        """The same rows and images with those of the named columns that are there."""
+        """Returns the same rows and images with the named columns; names that are not there are left out."""
         rows = Batch(self.lengths)
         rows.images = self._images
         for name in names:
@@ -383,24 +387,25 @@ class Batch:
         return rows
 
     def repeat(self, times: int) -> Batch:
-        """Each row `times` times, copies side by side."""
+        """Returns each row `times` times, copies side by side."""
         return self.select(torch.arange(len(self)).repeat_interleave(times))
 
     def split(self, sizes: Sequence[int]) -> list[Batch]:
-        """Consecutive parts of the given numbers of rows, which must add up to n."""
+        """Returns consecutive parts of the given numbers of rows, which must add up to n."""
         if sum(sizes) != len(self):
             raise ValueError(f"split sizes {list(sizes)} add up to {sum(sizes)}, the batch has {len(self)} rows")
         return [self.select(rows) for rows in torch.arange(len(self)).split(list(sizes))]
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
-        """All rows of the given batches, which must have the same columns."""
+        """Returns all rows of the given batches, which must have the same columns."""
         names = batches[0].names()
         for other in batches[1:]:
             if other.names() != names:
                 raise ValueError(f"batches with different columns: {names} and {other.names()}")
         whole = Batch(torch.cat([batch.lengths for batch in batches]))
         for name in names:
+            # UNKNOWN, of batches without rows, is the smallest.
             kind = max(batch.kind(name) for batch in batches)
             whole.put(name, torch.cat([batch[name] for batch in batches]), kind)
         if any(batch.images is not None for batch in batches):

@@ -4,9 +4,10 @@ from verl_mg.training.loss_inputs import LossInputs, LossOutput
 
 
 def add_entropy_bonus(output: LossOutput, inputs: LossInputs, coefficient: float) -> LossOutput:
-    """Returns the loss minus the entropy of the distribution of each token, in nats, times the coefficient.
+    """Returns the loss minus coefficient times the entropy of each token's distribution, in nats.
 
-    The bonus is added after off-policy weights: it is of the distribution, not of the token that was drawn from it.
+    It is added after off-policy weights, because it belongs to the distribution, not to the token that was drawn
+    from it.
 
     Args:
         output: (tokens,) loss and its metrics.

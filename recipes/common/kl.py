@@ -1,7 +1,7 @@
 """KL penalty against the reference policy, in the loss or in the reward, with a fixed or an adaptive coefficient.
 
-The estimators are those of verl_mg/algorithms/kl.py. With a target, the coefficient follows arXiv:1909.08593, section
-2.2, within bounds if they are set.
+Estimators are in verl_mg/algorithms/kl.py. With a target, the coefficient follows arXiv:1909.08593, section 2.2,
+within bounds if they are set.
 """
 
 from collections.abc import Mapping, MutableMapping
@@ -73,7 +73,7 @@ class KLConfig(ConfigSection):
 
 def _in_loss(kl: KLConfig) -> KLConfig:
     if kl.in_reward:
-        raise ValueError("kl.placement=reward has no meaning in this recipe, which compares rewards alone. Write loss")
+        raise ValueError("kl.placement=reward has no meaning in this recipe, which compares only rewards. Write loss")
     return kl
 
 
@@ -93,7 +93,7 @@ class WithKL(Protocol):
 
         Args:
             update: new values by field.
-            deep: copies the values too.
+            deep: whether values are copied too.
         """
 
 
@@ -104,13 +104,14 @@ def with_current_kl(cfg: C, state: Mapping[str, float | Batch]) -> C:
     """Returns the configuration with the coefficient that earlier iterations have adapted, if they have.
 
     Args:
-        cfg: configuration of the recipe.
-        state: `job.state`.
+        cfg: configuration of the recipe, which never changes.
+        state: `job.state`, which checkpoints keep.
     """
     if not (cfg.kl.enabled and cfg.kl.target):
         return cfg
     coefficient = state.get(STATE_KEY, cfg.kl.coefficient)
     assert isinstance(coefficient, float)
+    # Within bounds again: a resumed job may have other ones.
     kl = cfg.kl.model_copy(update={"coefficient": cfg.kl.bounded(coefficient)})
     return cfg.model_copy(update={"kl": kl})
 
@@ -118,13 +119,15 @@ def with_current_kl(cfg: C, state: Mapping[str, float | Batch]) -> C:
 def token_rewards_with_kl(batch: Batch, kl: KLConfig) -> tuple[Tensor, Tensor]:
     """Returns (t, T) rewards and the (t, T) bool mask of the tokens that the policy wrote; a line is a trajectory.
 
-    The reward of a trajectory is that of its last token. With the penalty in the reward each token's penalty is
-    subtracted: arXiv:2203.02155, equation 2.
+    The last token has the reward of the trajectory. With the penalty in the reward each token's penalty is
+    subtracted:
+    arXiv:2203.02155, equation 2.
 
     Args:
         batch: columns `reward` (n,) and `loss_mask`; with the penalty also `old_logprobs` and `ref_logprobs`.
-        kl: the penalty; ignored unless it is in the reward.
+        kl: ignored unless it is in the reward.
     """
+    # Tables of trajectories, so that only the last token of an agent's last segment has the reward.
     mask, _ = batch.pad("loss_mask")
     rewards = token_rewards(batch["reward"][batch.first_rows], mask)
     if kl.in_reward:
@@ -137,8 +140,7 @@ def rewards_with_kl(batch: Batch, kl: KLConfig) -> Tensor:
     """Returns (n,) rewards, minus the penalties of all tokens of a trajectory if the penalty is in the reward.
 
     Args:
-        batch: as in `token_rewards_with_kl`.
-        kl: the penalty.
+        batch, kl: as in `token_rewards_with_kl`.
     """
     if not kl.in_reward:
         return batch["reward"]
@@ -166,7 +168,7 @@ def add_kl_loss(output: LossOutput, inputs: LossInputs, kl: KLConfig) -> LossOut
 def kl_sums(batch: Batch) -> Tensor:
     """Returns (3,) float64: number of tokens, sum of their "k1" in nats, number of samples; they add up over ranks.
 
-    Without `old_logprobs` the divergence is that of the policy as the rollout engine reported it.
+    Without `old_logprobs` the divergence is of the policy as the rollout engine reported it.
     """
     policy = batch["old_logprobs" if "old_logprobs" in batch else "rollout_logprobs"]
     divergence = estimators.penalty(policy, batch["ref_logprobs"], "k1")
@@ -175,15 +177,12 @@ def kl_sums(batch: Batch) -> Tensor:
 
 
 def adapt_kl(kl: KLConfig, sums: Tensor, state: MutableMapping[str, float | Batch]) -> dict[str, float]:
-    """Reports the divergence of this iteration and, with a target, sets the coefficient of the next.
+    """Returns the metrics `kl/mean`, nats per token, and `kl/coefficient`; with a target sets the next coefficient.
 
     Args:
         kl: the penalty of this iteration.
         sums: (3,) `kl_sums`, added over all ranks.
         state: `job.state`, where the coefficient is kept.
-
-    Returns:
-        Metrics `kl/mean`, nats per token, and `kl/coefficient`, that of this iteration.
     """
     num_tokens, total, num_samples = sums.tolist()
     mean = total / max(num_tokens, 1)

@@ -1,6 +1,6 @@
 """Correction of the difference between the policy that sampled and the policy in training, a weight for each token.
 
-The rules are those of verl_mg/algorithms/correction.py. Off-policy sequence masking can be added to any of them.
+The rules are in verl_mg/algorithms/correction.py. Off-policy sequence masking can be added to any of them.
 """
 
 from typing import Literal
@@ -17,7 +17,7 @@ COLUMNS = ("correction", "correction_below", "correction_above")
 
 
 class OffPolicyConfig(ConfigSection):
-    """Correction for log-probs of the rollout engine that differ from those of the trainer."""
+    """Correction for log-probs of the rollout engine that differ from the trainer's."""
 
     correction: Literal["none", Correction] = "none"
     """Ratio and rule that give the weight of a token; "none" leaves the loss as it is."""
@@ -70,6 +70,7 @@ def apply_off_policy_weights(output: LossOutput, inputs: LossInputs, off_policy:
     loss, metrics = output
     if off_policy.enabled:
         loss, metrics = loss * inputs["correction"], metrics | {name: inputs[name] for name in COLUMNS}
+    # Here, not with the weights of the batch: it depends on the policy in training, which each step changes.
     if off_policy.opsm_delta is not None:
         drifted = drifted_sequences(
             inputs.logprobs,

@@ -1,10 +1,11 @@
-"""Choice of the log-probs that the policy is compared with in its update: those of before the update.
+"""Choice of the log-probs that the policy is compared with in its update, which are from before the update.
 
 recompute    a forward pass of the actor over the batch
-rollout      those that the engine reported when it sampled: saves the pass; the ratio of new to old probability
-             then contains the difference between engine and trainer, and the versions of a sample's weights
-skip         those of the update itself, without their gradient: saves the pass; the same result where a batch is
-             used for one optimizer step, since the policy has not changed yet
+rollout      as the engine reported them when it sampled: saves the pass; the ratio of new to old probability then
+             contains the difference between engine and trainer, and the versions of a sample's weights
+skip         from the update itself, without their gradient: saves the pass; the same result where a batch is used
+for
+             one optimizer step, since the policy has not changed yet
 """
 
 from typing import Annotated, Any, Literal
@@ -13,12 +14,7 @@ from pydantic import AfterValidator, ValidationInfo
 
 
 def _fits(choice: str, info: ValidationInfo) -> str:
-    """Checks the choice against the fields of the recipe, all of which come before it.
-
-    Args:
-        choice: value of the field.
-        info: values of the other fields.
-    """
+    """Checks the choice against the fields of the recipe, all of which come before it: pydantic validates in order."""
     values: dict[str, Any] = info.data
     if choice != "recompute" and "off_policy" in values and values["off_policy"].enabled:
         raise ValueError("off_policy.correction compares the actor's log-probs with the rollout's. Write recompute")

@@ -15,10 +15,7 @@ def weighted_parts(batch: Batch, weights: Mapping[str, float]) -> tuple[list[Ten
 
     Args:
         batch: columns `reward.PART`, the same on all ranks.
-        weights: weight of each part by name; empty: all parts, each with the weight 1.
-
-    Raises:
-        UserError: a name is that of no part, or there are no parts.
+        weights: weight of each part by name, UserError for an unknown one; empty: all parts, each with the weight 1.
     """
     parts = [name.removeprefix(PREFIX) for name in batch.names() if name.startswith(PREFIX)]
     if not parts:

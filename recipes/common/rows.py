@@ -14,7 +14,7 @@ def concat_rollouts(batches: Sequence[Batch]) -> Batch:
     """Returns the rows of all batches with the columns that every batch has, without the parts of the reward.
 
     A reward may report other parts in another call, so `reward.PART` is left out even where all batches have it.
-    Batches without rows do not count: a rank without samples is without columns that the others have.
+    Batches without rows do not count: a rank without samples misses columns that the others have.
     """
     batches = [batch for batch in batches if len(batch)] or batches[:1]
     common = set.intersection(*(set(batch.names()) for batch in batches))
@@ -27,7 +27,7 @@ def oldest_of_newest(groups: Tensor, limit: int) -> int:
 
     Args:
         groups: (n,) int64, the group of each sample on all ranks; newer groups have higher numbers.
-        limit: largest number of samples; of a newest group that is larger, all samples count as one.
+        limit: largest number of samples; a newest group that is larger is kept whole.
     """
     numbers, counts = groups.unique(return_counts=True)
     kept = numbers[counts.flip(0).cumsum(0).flip(0) <= limit]
@@ -37,7 +37,7 @@ def oldest_of_newest(groups: Tensor, limit: int) -> int:
 def response_lengths(batch: Batch) -> Tensor:
     """Returns (n,) the tokens of each row's sample that count against `rollout.max_new_tokens`.
 
-    Of a response all tokens, those of tools too; of an agent those that the policy generated, in all segments.
+    Of a response all tokens, results of tools included; of an agent the generated tokens of all segments.
     """
     if "prefix_of" not in batch:
         return batch.lengths - batch["prompt_length"]
@@ -47,15 +47,12 @@ def response_lengths(batch: Batch) -> Tensor:
 
 
 def is_turn_of_data(iteration: int, fraction: float, mode: str) -> bool:
-    """Returns whether an iteration is one of those that train on answers of the data, which are spread evenly.
+    """Returns whether an iteration trains on answers of the data; such iterations are spread evenly.
 
     Args:
         iteration: number of the iteration, from 1.
         fraction: share of such iterations, from 0 to 1.
-        mode: `rollout.mode`.
-
-    Raises:
-        UserError: samples of the next iteration are generated ahead, which may be a turn of the data.
+        mode: `rollout.mode`; UserError for a mode that generates ahead, into what may be a turn of the data.
     """
     if 0 < fraction < 1 and mode != "sync":
         raise UserError(

@@ -1,7 +1,7 @@
 """Rewards and states of the single turns of a sample, from the columns of a batch; a line of a table is a trajectory.
 
 A reward function, or an agent, gives the k-th turn a reward by the part `turn_k`, from `turn_1` on. The value of the
-reward is that of the outcome.
+reward is the outcome.
 """
 
 import re
@@ -35,8 +35,7 @@ def anchor_states(batch: Batch, turns: Turns) -> Tensor:
     answered. They identify the state in which the turn begins.
 
     Args:
-        batch: columns `tokens`, `group` and `loss_mask`.
-        turns: turns of the `loss_mask`.
+        batch, turns: columns `tokens`, `group` and `loss_mask`, and the turns of the mask.
     """
     tokens, _ = batch.pad("tokens")
     written = torch.nn.functional.pad(turns.number >= 0, (1, 1))

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 -m verl_mg train recipes/mt_grpo.py --config recipes/configs/two_digits_mt_grpo.yaml
 
 The right answer to the prompt `ab=` is b three times, and to the second question, `a=`, it is a. The outcome is the
-second answer, which does not depend on the first: what the first turn has to learn is in its own reward alone.
+second answer, which does not depend on the first: only the first turn's own reward teaches it anything.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ WIDTH = 3
 
 
 async def run(session: Any, sample: Any) -> Reward:
-    """Returns the share of right places in the second answer, with that in the first one as the reward of its turn.
+    """Returns the share of right places in the second answer, and as the part `turn_1` the share in the first one.
 
     Args:
         session: URL and key of the policy, and the first question as messages.
@@ -25,7 +25,7 @@ async def run(session: Any, sample: Any) -> Reward:
     """
     first, second = sample.record["prompt"][1], sample.record["prompt"][0]
     messages, shares = list(session.messages), []
-    # A client that verifies certificates reads those of the system first, which takes longer than a short reply.
+    # To verify certificates a client first reads all of the system's, which takes longer than a short reply.
     async with httpx.AsyncClient(timeout=None, verify=False) as client:
         for digit in (first, second):
             response = await client.post(

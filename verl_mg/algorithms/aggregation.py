@@ -1,7 +1,7 @@
 """Aggregation of per-token losses to the number that is differentiated, for any split of the batch.
 
-Every mode divides by a count over the whole mini-batch. So the plain sum of `aggregate` over
-micro-batches and data parallel ranks is its loss: no split, packing or order changes it.
+Every mode divides by a count over the whole mini-batch. So the plain sum of `aggregate` over micro-batches and data
+parallel ranks is its loss: no split, packing or order changes it.
 
     mode                       loss of the mini-batch                             normalizer
     "token-mean"               sum over tokens / normalizer                       tokens
@@ -10,9 +10,11 @@ micro-batches and data parallel ranks is its loss: no split, packing or order ch
     "seq-mean-token-sum-norm"  sum over tokens / normalizer                       sequences * max_length
 
 "token-mean" is DAPO's (arXiv:2503.14476, section 3.3), "seq-mean-token-mean" GRPO's (arXiv:2402.03300,
-equation 3), "seq-mean-token-sum-norm" Dr. GRPO's (arXiv:2503.20783, section 3.2).
-Tokens are those in the mask; sequences are those with at least one of them. All rows of a trajectory are one sequence:
-an agent's sample counts as much as any other, however many segments it has. They are in one mini-batch, but in several
+equation 3), "seq-mean-token-sum-norm" Dr. GRPO's (arXiv:2503.20783, section 3.2). Losses of tokens [1 3] and [2]
+give 2, 3, 2 and, with max_length 4, 0.75.
+
+Only tokens in the mask count, and sequences with at least one of them. All rows of a trajectory are one sequence: an
+agent's sample counts as much as any other, however many segments it has. They are in one mini-batch, but in several
 micro-batches of it, so each token brings along the number of tokens of its trajectory.
 """
 
@@ -36,19 +38,16 @@ def aggregate(
     normalizer: float,
     sequence_tokens: Tensor | None = None,
 ) -> Tensor:
-    """Returns this micro-batch's part of the loss of the mini-batch.
+    """Returns () this micro-batch's part of the loss of the mini-batch; 0, attached to `loss`, when the mask is empty.
 
     Args:
         loss: (tokens,) float; values outside the mask reach neither value nor gradient.
         mask: (tokens,) bool.
         sequence_ids: (tokens,) int64, index from 0 of a token's sequence in this micro-batch.
         mode: one of MODES; UserError for any other.
-        normalizer: the number that the function `normalizer` gives, the same on all ranks.
-        sequence_tokens: (tokens,) masked tokens of the token's trajectory, here and elsewhere; None where each sequence
-            is a trajectory, all of whose tokens are here.
-
-    Returns:
-        () float; 0, still attached to `loss`, when the mask is empty.
+        normalizer: result of the function `normalizer`, the same on all ranks.
+        sequence_tokens: (tokens,) masked tokens of the token's trajectory, here and elsewhere; None where each
+            sequence is a trajectory, all of whose tokens are here.
     """
     _check(mode)
     # A selection by the mask would have a size that the host must wait for.
@@ -60,15 +59,13 @@ def aggregate(
 
 
 def normalizer(mode: str, tokens: int, sequences: int, max_length: int | None) -> float:
-    """Returns the number by which `mode` divides, the same for all parts of a mini-batch.
-
-    A mini-batch without a masked token gets 1: its loss is 0, not 0 / 0.
+    """Returns the number by which `mode` divides, the same for all parts of a mini-batch; 1 without masked tokens.
 
     Args:
         mode: one of MODES; UserError for any other.
         tokens: masked tokens of the mini-batch.
         sequences: trajectories of the mini-batch with at least one masked token.
-        max_length: the constant response length of "seq-mean-token-sum-norm", in tokens; else unused.
+        max_length: constant response length in tokens; only for "seq-mean-token-sum-norm".
     """
     _check(mode)
     if mode == "token-mean":

@@ -11,53 +11,44 @@ from verl_mg.errors import UserError
 
 
 def pass_at_k(correct: Tensor, k: int) -> Tensor:
-    """Returns the probability that one of k tries is right: 1 - C(n - c, k) / C(n, k), arXiv:2107.03374, equation 1.
+    """Returns (problems,) float64 probability that one of k tries is right: arXiv:2107.03374, equation 1.
 
-    The unbiased estimate from c right ones of n tries, exact until its last rounding.
+    1 - C(n - c, k) / C(n, k), the unbiased estimate from c right ones of n tries, exact until its last rounding.
 
     Args:
         correct: (problems, n) bool.
         k: from 1 to n.
-
-    Returns:
-        (problems,) float64.
     """
     n = correct.shape[1]
     _check_tries(k, n)
+    # Integers: binomials of many tries have more digits than a float.
     ways = math.comb(n, k)
     chances = [(ways - math.comb(n - right, k)) / ways for right in correct.sum(1).tolist()]
     return torch.tensor(chances, dtype=torch.float64)
 
 
 def avg_at_k(rewards: Tensor, k: int) -> Tensor:
-    """Returns the expected mean reward of k tries, which is the mean of all n tries whatever k is.
+    """Returns (problems,) float64 expected mean reward of k tries, which is the mean of all n tries whatever k is.
 
     Args:
         rewards: (problems, n) float.
         k: from 1 to n.
-
-    Returns:
-        (problems,) float64.
     """
     _check_tries(k, rewards.shape[1])
     return rewards.double().mean(1)
 
 
 def maj_at_k(answers: Sequence[Sequence[str | None]], rewards: Tensor, k: int) -> Tensor:
-    """Returns the reward of the answer that most of k tries give: self-consistency, arXiv:2203.11171.
+    """Returns (problems,) float64 reward of the answer that most of k tries give: self-consistency, arXiv:2203.11171.
 
-    The tries of a problem are taken in their order as n // k blocks of k, and the blocks' rewards averaged; fewer
-    than k tries at the end are not used. Answers are compared as strings. None, no answer, has no vote; a block without
-    votes scores 0. Of answers with equally many votes the one that came first wins, and the winner's reward is
-    that of its first try.
+    The tries of a problem, in their order, are n // k blocks of k, whose rewards are averaged; fewer than k tries at
+    the end are not used. The winner's reward is that of its first try. Of answers with equally many votes the first one
+    wins.
 
     Args:
-        answers: for each problem a list of n; None is no answer.
+        answers: for each problem n strings, compared as such; None has no vote, and a block without votes scores 0.
         rewards: (problems, n) float, of each try.
         k: from 1 to n.
-
-    Returns:
-        (problems,) float64.
     """
     n = rewards.shape[1]
     _check_tries(k, n)

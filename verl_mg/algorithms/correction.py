@@ -9,13 +9,14 @@ and a rule that turns it into a weight, with d = old_logprobs - rollout_logprobs
     sequence    exp(sum of d over the scored tokens of its sequence)    icepop      r if low <= r <= high, else 0
     geometric   exp(mean of d over the same tokens)                     rejection   1 if low <= r <= high, else 0
 
-The loss is multiplied by the weights; no gradient flows through them. A rejected token still counts in the
-normalizer of `aggregation`, so a bad sample makes the step smaller and no other sample heavier.
+No gradient flows through the weights. A rejected token still counts in the normalizer of `aggregation`, so a bad
+sample makes the step smaller and no other sample heavier.
 
-Sequence ratios need whole sequences: compute weights on the batch of a recipe, which has whole trajectories, and give
-them to the loss as a token column. Then micro-batches, packing and context parallelism cannot change them. The sequence
+Sequence ratios need whole sequences: compute weights on the batch of a recipe, which has whole trajectories, and
+give them to the loss as a token column. Then micro-batches, packing and context parallelism cannot change them. The
+sequence
 of an agent is its trajectory, all segments together: its probability is the product over all tokens that the policy
-wrote, and those of the environment cancel out in the ratio.
+wrote; the factors of the environment cancel out in the ratio.
 
 `drifted_sequences` is not a weight of this kind: it depends on the policy in training and is made in the loss.
 """
@@ -50,18 +51,21 @@ def correct(
     low: float,
     high: float,
 ) -> tuple[Tensor, Metrics]:
-    """Returns the weights by which the correction `kind` multiplies the loss of each token.
+    """Returns (tokens,) float32 weights of the loss of each token, 0 outside the mask, and metrics.
 
         kind                    ratio and rule           source
         "token-tis"             token, tis               Yao et al. 2025, "Your Efficient RL Framework Secretly
                                                          Brings You Off-Policy RL Training"
         "sequence-tis"          sequence, tis            Liu et al. 2025, "When Speed Kills Stability: Demystifying
                                                          RL Collapse from the Training-Inference Mismatch"
-        "geometric-tis"         geometric, tis           the same with the ratio of GSPO, arXiv:2507.18071, equation 7
+        "geometric-tis"         geometric, tis           the same with the ratio of GSPO, arXiv:2507.18071, equation
+        7
         "icepop"                token, icepop            Ring-1T, arXiv:2510.18855
         "token-rejection"       token, rejection
         "sequence-rejection"    sequence, rejection      Liu et al. 2025, without the ratio as a weight
         "geometric-rejection"   geometric, rejection
+
+    The metrics `correction_below` and `correction_above` are 1 where the ratio is below `low` or above `high`.
 
     Args:
         kind: one of `Correction`; UserError for any other.
@@ -70,10 +74,6 @@ def correct(
         mask: (tokens,) bool, true on scored tokens; values outside it are ignored, NaN too.
         sequence_ids: (tokens,) int64, index from 0 of a token's sequence; every sequence is here as a whole.
         low, high: bounds of the ratio, 0 <= low <= 1 <= high; "tis" ignores `low`.
-
-    Returns:
-        (tokens,) float32 weights, 0 outside the mask, and the metrics `correction_below` and `correction_above`, 1
-        where the ratio is below `low` or above `high`; the caller reports their means over all scored tokens.
     """
     if kind not in KINDS:
         raise UserError(f"correction {kind!r} is unknown. Write one of {', '.join(KINDS)}")
@@ -91,22 +91,17 @@ def correct(
 def drifted_sequences(
     logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor, mask: Tensor, sequence_ids: Tensor, delta: float
 ) -> Tensor:
-    """Returns the tokens that off-policy sequence masking excludes: DeepSeek-V3.2, arXiv:2512.02556, equation 9.
+    """Returns (tokens,) bool that off-policy sequence masking excludes: DeepSeek-V3.2, arXiv:2512.02556, equation 9.
 
-    A token is excluded if its advantage is below 0 and the mean over its sequence of rollout_logprobs - logprobs, an
-    estimate of the divergence by updates and by the engine together, is above `delta`. As in GSPO a segment of an
-    agent's trajectory is a sequence.
+    Tokens with an advantage below 0, of sequences whose mean of rollout_logprobs - logprobs, an estimate of the
+    divergence by updates and by the engine together, is above `delta`. As in GSPO a segment of a trajectory is a
+    sequence.
 
     Args:
-        logprobs: (tokens,) nats, of the policy in training.
-        rollout_logprobs: (tokens,) nats, as the rollout engine sampled.
-        advantages: (tokens,) float.
-        mask: (tokens,) bool, true on scored tokens; values outside it are ignored, NaN too.
-        sequence_ids: (tokens,) int64, equal for tokens of one sequence, all of which are in the micro-batch.
+        logprobs, rollout_logprobs: (tokens,) nats, of the policy in training and as the engine sampled.
+        advantages, mask, sequence_ids: (tokens,) as in `losses.sequence`; values outside the mask are ignored, NaN
+            too.
         delta: nats, above 0.
-
-    Returns:
-        (tokens,) bool, false outside the mask.
     """
     if not delta > 0:
         raise UserError(f"opsm_delta is {delta}. Write a number above 0, as in 0.5")
@@ -120,7 +115,7 @@ def _token_log_ratio(difference: Tensor, mask: Tensor, sequence_ids: Tensor) -> 
 
 
 def _sequence_log_ratio(difference: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
-    # float64: the sum over a long sequence keeps the digits that its ratio to 1 is about.
+    # float64: the sum over a long sequence keeps the digits by which its ratio differs from 1.
     return torch.bincount(sequence_ids, difference.double())[sequence_ids].float()
 
 

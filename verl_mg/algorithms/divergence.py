@@ -1,6 +1,6 @@
 """Divergences of a student's distribution q from a teacher's distribution p of the next token.
 
-Each is a sum over tokens v of a term of log p(v) and log q(v) alone, so that a part of the vocabulary contributes its
+Each is a sum over tokens v of a term of only log p(v) and log q(v), so that a part of the vocabulary contributes its
 part of the sum. With m = beta p + (1 - beta) q:
 
     kind       divergence                              source
@@ -44,14 +44,10 @@ class Divergence(ConfigSection):
     the probabilities of the k tokens are divided by their sum."""
 
     def terms(self, teacher: Tensor, student: Tensor) -> Tensor:
-        """Returns the terms whose sum over the vocabulary is the divergence.
+        """Returns (...) the terms whose sum over the vocabulary is the divergence, in nats.
 
         Args:
-            teacher: (...) log p, in nats.
-            student: (...) log q, in nats.
-
-        Returns:
-            (...) nats.
+            teacher, student: (...) log p and log q, in nats.
         """
         if self.kind == "forward":
             return teacher.exp() * (teacher - student)
@@ -67,14 +63,10 @@ class Divergence(ConfigSection):
         return terms
 
     def slopes(self, teacher: Tensor, student: Tensor) -> Tensor:
-        """Returns the derivatives of the terms by log q; that by a logit is slope(v) - q(v) times the sum of slopes.
+        """Returns (...) derivatives of the terms by log q; by logit v it is slope(v) - q(v) times the sum of slopes.
 
         Args:
-            teacher: (...) log p, in nats.
-            student: (...) log q, in nats.
-
-        Returns:
-            (...).
+            teacher, student: (...) log p and log q, in nats.
         """
         if self.kind == "forward":
             return -teacher.exp()
@@ -95,26 +87,22 @@ class Divergence(ConfigSection):
         return {"js": (self.beta, 1 - self.beta), "skew_forward": (1.0, 0.0), "skew_reverse": (0.0, 1.0)}[self.kind]
 
     def _mixture(self, teacher: Tensor, student: Tensor) -> Tensor:
-        """Returns the logarithm of the mixture."""
         of_teacher = 1 - self.beta if self.kind == "skew_reverse" else self.beta
         return torch.logaddexp(teacher + math.log(of_teacher), student + math.log(1 - of_teacher))
 
 
 def top_divergence(divergence: Divergence, teacher: Tensor, student: Tensor) -> Tensor:
-    """Computes a divergence from log-probs of a few tokens alone, such as the k that the teacher finds likeliest.
+    """Returns (n,) a divergence from log-probs of only a few tokens, such as the teacher's k likeliest, in nats.
 
     "bucket": all other tokens are one, with the probability that is left. The result is a lower bound of the
     divergence over the whole vocabulary, and equal to it where p / q is the same for all of them (data processing
     inequality). "renormalized": both distributions are conditioned on the k tokens (arXiv:1902.10461), and the
-    probability of the others is left to itself.
+    probability of the others is not constrained.
 
     Args:
-        divergence: the divergence.
+        divergence: kind and treatment of the tail.
         teacher: (n, k) log p, in nats; -inf in place of tokens where there are fewer than k.
-        student: (n, k) log q of the same tokens, in nats.
-
-    Returns:
-        (n,) nats, with the gradient of `student`.
+        student: (n, k) log q of the same tokens, in nats, with a gradient.
     """
     absent = teacher == -torch.inf
     sides = [torch.where(absent, -torch.inf, side) for side in (teacher, student)]

@@ -48,7 +48,7 @@ def mean_interval(scores: Tensor, bounded: bool = False) -> Estimate:
     1 - alpha**(1 / n): n prompts score 0 with a probability of at most (1 - mean)**n. Likewise if all are 1.
 
     Args:
-        scores: (prompts,) float, a score of each prompt, from all of its samples.
+        scores: (prompts,) float, the mean of all samples of each prompt.
         bounded: whether scores are between 0 and 1.
     """
     n, values = len(scores), scores.double()
@@ -73,8 +73,8 @@ def paired_p_value(differences: Tensor, seed: int = 0) -> float:
     draw (Phipson and Smyth 2010, doi:10.2202/1544-6115.1585), so that p is at least 1 / (DRAWS + 1).
 
     Args:
-        differences: (prompts,) float, the score of one model less that of the other, prompt by prompt.
-        seed: of the draws.
+        differences: (prompts,) float, scores of one model minus scores of the other.
+        seed: seed of the drawn signs.
     """
     values = differences.double()
     values = values[values != 0]
@@ -97,8 +97,7 @@ def student_quantile(probability: float, degrees: int) -> float:
     """Returns the quantile of Student's t distribution, by bisection of its distribution function.
 
     Args:
-        probability: above 0.5 and below 1.
-        degrees: degrees of freedom, at least 1.
+        probability, degrees: above 0.5 and below 1; degrees of freedom, at least 1.
     """
     low, high = 0.0, 1.0
     while _student_cdf(high, degrees) < probability:

@@ -25,7 +25,7 @@ STRAIGHT_THROUGH = {"k1+": "k1", "k3+": "k3"}
 
 
 def penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
-    """Returns a one-sample estimate of KL(policy || reference) for each token that the policy sampled.
+    """Returns (...) a one-sample estimate of KL(policy || reference) in nats, for each token that the policy sampled.
 
     With d = logprobs - ref_logprobs (Schulman, "Approximating KL Divergence", 2020):
 
@@ -42,20 +42,19 @@ def penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
     expectations are over tokens of the policy in training: off-policy, all need its ratio as a weight.
 
     Nothing is clamped: "k3" overflows float32 where the reference finds a token e^88 times likelier.
-    Set entries that are no log-probabilities to 0 before the call: the gradient of a NaN is NaN even if masked later.
+    Set entries that are no log-probabilities to 0 before the call: the gradient of a NaN is NaN even if masked
+    later.
 
     Args:
-        logprobs, ref_logprobs: (...) nats, the same shape.
+        logprobs, ref_logprobs: (...) nats.
         kind: one of the above; UserError for any other.
-
-    Returns:
-        (...) nats.
     """
     if kind not in ESTIMATORS and kind not in STRAIGHT_THROUGH:
         raise UserError(f"KL estimator {kind!r} is unknown. Write one of {', '.join([*ESTIMATORS, *STRAIGHT_THROUGH])}")
     difference = logprobs - ref_logprobs
     if kind in ESTIMATORS:
         return ESTIMATORS[kind](difference)
+    # The value comes from the first term; the second one is 0 and has the gradient.
     differentiated = ESTIMATORS["k2"](difference)
     return ESTIMATORS[STRAIGHT_THROUGH[kind]](difference).detach() + (differentiated - differentiated.detach())
 
@@ -63,17 +62,14 @@ def penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
 def in_reward(
     token_rewards: Tensor, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, coefficient: float, kind: str = "k1"
 ) -> Tensor:
-    """Returns token rewards minus the penalty of each token: arXiv:2203.02155, equation 2.
+    """Returns (...) token rewards minus coefficient times penalty, 0 outside the mask: arXiv:2203.02155, equation 2.
 
     Args:
-        token_rewards: (...) float, any shape.
+        token_rewards: (...) float.
         logprobs, ref_logprobs: (...) nats; the former of the policy that wrote the tokens.
         mask: (...) bool; values outside it are ignored, NaN too.
         coefficient: reward per nat.
         kind: as in `penalty`.
-
-    Returns:
-        (...), 0 outside the mask.
     """
     new, reference = (torch.where(mask, column.detach(), 0.0) for column in (logprobs, ref_logprobs))
     return torch.where(mask, token_rewards - coefficient * penalty(new, reference, kind), 0.0)
@@ -83,13 +79,14 @@ def adapted(coefficient: float, observed: float, target: float, horizon: float, 
     """Returns the coefficient that steers the KL to its target: arXiv:1909.08593, section 2.2.
 
     coefficient * (1 + e samples / horizon) with the error e = observed / target - 1, clipped to -0.2 and 0.2.
+    Example:
+    coefficient 0.1, twice the target, 1000 samples, horizon 10000: 0.1 (1 + 0.2 / 10) = 0.102.
 
     Args:
-        coefficient: that of the last iteration.
-        observed: mean KL of its samples, in nats per token or per response, as `target`.
-        target: above 0, nats.
-        horizon: samples over which a lasting error of 1 would double the coefficient if it were not clipped; above 0.
-        samples: number of samples of the iteration.
+        coefficient, samples: coefficient of the last iteration, and the number of its samples.
+        observed, target: mean KL of its samples and the wanted one (above 0), in nats, both per token or per
+            response.
+        horizon: samples over which an error of 1 would double the coefficient if it were not clipped; above 0.
     """
     for name, value in (("target", target), ("horizon", horizon)):
         if not value > 0:

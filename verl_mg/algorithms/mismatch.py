@@ -1,7 +1,7 @@
 """Statistics of the difference between the log-probs of trainer and rollout engine, over any split of the tokens.
 
     statistics    sums and maxima over some tokens
-    merge         statistics of several parts of the tokens as those of the whole
+    merge         statistics of the whole from statistics of its parts
     summarize     means, divergences and correlations of the whole
 
 So the result does not depend on the ranks, batches or micro-batches that the tokens are distributed over.
@@ -19,15 +19,11 @@ LARGEST = 300.0
 
 
 def statistics(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
-    """Returns the sums and maxima that `merge` and `summarize` need of some tokens; nothing for an empty mask.
+    """Returns sums, and maxima under "max_…", that `merge` and `summarize` need of some tokens; {} for an empty mask.
 
     Args:
-        old_logprobs: (tokens,) nats, of the trainer.
-        rollout_logprobs: (tokens,) nats, of the engine that sampled the tokens.
+        old_logprobs, rollout_logprobs: (tokens,) nats, of the trainer and of the engine that sampled.
         mask: (tokens,) bool, true on scored tokens.
-
-    Returns:
-        Sums by name; maxima under names that start with "max_".
     """
     if not mask.any():
         return {}
@@ -57,7 +53,7 @@ def statistics(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> 
 
 
 def merge(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Returns the statistics of all tokens from those of their parts, in any grouping; empty parts change nothing."""
+    """Returns the statistics of all tokens from statistics of parts, in any grouping; {} changes nothing."""
     whole: dict[str, float] = {}
     for part in parts:
         for name, value in part.items():

@@ -23,17 +23,17 @@ FUNCTION_INSTRUCTION = "Complete this Python code, and give all of it in one blo
 
 
 def gpqa(record: Record) -> Record:
-    """Returns a record of Idavidrein/gpqa with its four choices in an order that depends on the question alone.
+    """Returns a record of Idavidrein/gpqa with `prompt`, `choices` and `answer`, a letter from A to D.
+
+    The order of the choices depends only on the question, so that every run and rank asks the same.
 
     Args:
         record: has `Question`, `Correct Answer` and `Incorrect Answer 1` to `3`.
-
-    Returns:
-        The record with `prompt`, `answer`, a letter from A to D, and `choices`.
     """
     question = record["Question"].strip()
     right = record["Correct Answer"].strip()
     choices = [right, *(record[f"Incorrect Answer {i}"].strip() for i in (1, 2, 3))]
+    # Not `hash`, which differs between processes unless PYTHONHASHSEED is set.
     digest = hashlib.blake2b(question.encode(), digest_size=8).digest()
     order = random.Random(int.from_bytes(digest)).sample(range(len(choices)), len(choices))
     lines = [f"{letter}) {choices[i]}" for letter, i in zip(string.ascii_uppercase, order, strict=False)]

@@ -1,4 +1,8 @@
-"""Selection of prompts that are neither too easy nor too hard, by their pass rate."""
+"""Selection of prompts that are neither too easy nor too hard, by their pass rate.
+
+Band 0.2 to 0.8, `decay` 0.5: a prompt whose 8 answers all pass has the rate 1.0 and is skipped `revisit` times;
+taken again with 2 of 8 right, it has 1.0 + 0.5 (0.25 - 1.0) = 0.625 and is inside the band.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -8,7 +12,7 @@ from verl_mg.data.prompts import Prompt, PromptSet, check_state
 
 
 class Curriculum:
-    """Set or mixture of prompts of which those with a pass rate outside a band are skipped.
+    """Set or mixture of prompts that skips prompts with a pass rate outside a band.
 
     A group whose answers all pass or all fail has no group-relative advantage. A prompt without observations is always
     taken. A prompt outside the band is skipped `revisit` times in a row and then taken, since the policy has changed.
@@ -29,8 +33,7 @@ class Curriculum:
 
         Args:
             prompts: the prompts to select from.
-            low: smallest pass rate of a prompt that is taken.
-            high: largest pass rate of a prompt that is taken.
+            low, high: smallest and largest pass rate of a prompt that is taken.
             revisit: how many times in a row a prompt is skipped.
             pass_threshold: smallest reward of an answer that passes.
             decay: weight of the old rate against a new observation, in [0, 1).
@@ -67,11 +70,10 @@ class Curriculum:
     def observe(self, prompt_ids: Sequence[int], rewards: Sequence[float]) -> None:
         """Updates the pass rates. The answers to a prompt within a call are one observation, their mean.
 
-        Every rank passes the same answers, those of all ranks, or the ranks would take different prompts.
+        Every rank passes the same answers, of all ranks, or the ranks would take different prompts.
 
         Args:
-            prompt_ids: prompt of each answer, in any order.
-            rewards: reward of each answer.
+            prompt_ids, rewards: prompt and reward of each answer, in any order.
         """
         passes: dict[int, list[bool]] = {}
         for prompt_id, reward in zip(prompt_ids, rewards, strict=True):
@@ -96,6 +98,7 @@ class Curriculum:
         return {
             "curriculum/frac_observed": len(known) / len(self),
             "curriculum/frac_in_band": sum(self._distance(i) == 0 for i in known) / len(known),
+            # Sorted: the order of observations, and with it the rounding, is another one after a resume.
             "curriculum/pass_rate": sum(sorted(self._rates.values())) / len(known),
         }
 
@@ -109,11 +112,7 @@ class Curriculum:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Resumes from a `state()`. Band, threshold and decay may differ from before.
-
-        Raises:
-            UserError: the state belongs to other data, or to a run without a curriculum.
-        """
+        """Resumes from a `state()`, UserError for one of other data; band, threshold and decay may be new."""
         check_state(state, {"kind": "curriculum"})
         self._prompts.load_state(state["walk"])
         self._rates = {int(i): rate for i, rate in state["rates"].items()}
@@ -121,6 +120,7 @@ class Curriculum:
 
     def _draw(self, prompts: PromptSet, n: int) -> list[Prompt]:
         taken: list[Prompt] = []
+        # Ends: each pass returns at least one prompt, the nearest to the band if none is due.
         while len(taken) < n:
             taken += self._one_pass(prompts, n - len(taken))
         return taken

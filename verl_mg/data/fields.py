@@ -37,16 +37,16 @@ class RecordFields:
 
     @classmethod
     def find(cls, records: Sequence[Record], prompt: str | None, answer: str | None) -> RecordFields:
-        """Chooses the fields that a set of records has; those that are configured are never replaced.
+        """Chooses the fields that a set of records has; configured ones are never replaced.
 
-        The prompt is `prompt`, or else `messages`. The answer is the first of `answer`, `reward_model.ground_truth` and
-        `label` that a record has, or else the last assistant message of `messages`.
+        The prompt is `prompt`, or else `messages`. The answer is the first of `answer`, `reward_model.ground_truth`
+        and `label` that a record has, or else the last assistant message of `messages`.
 
         Args:
             records: all records of the set.
-            prompt: configured field of the prompt; None to find it.
-            answer: configured field of the answer; None to find it.
+            prompt, answer: configured fields; None to find them.
         """
+        # From all records: a field that only the first one misses must not change the layout of the set.
         prompt = prompt or next((name for name in (PROMPT, MESSAGES) if _is_in(records, name)), PROMPT)
         otherwise = MESSAGES if prompt == MESSAGES else ANSWER
         candidates = (ANSWER, GROUND_TRUTH, LABEL)
@@ -62,17 +62,17 @@ class RecordFields:
     def prompt_of(self, record: Record, chosen: str, rejected: str, place: str, media: Sequence[str] = ()) -> Any:
         """Returns the prompt of a record: a string or messages, not yet validated.
 
-        If the record has no such field but `chosen` and `rejected` are whole conversations, or if the prompt's field is
-        `chosen`, the prompt is the messages of both before their last one. The prompt in `messages` is what comes
+        If the record has no such field but `chosen` and `rejected` are whole conversations, or if the prompt's field
+        is `chosen`, the prompt is the messages of both before their last one. The prompt in `messages` is what comes
         before an assistant message at the end.
 
         Args:
             record: the record as read.
-            chosen: field of the preferred answer.
-            rejected: field of the other answer.
+            chosen, rejected: fields of the preferred answer and of the other one.
             place: `file:line`, for errors.
-            media: fields with what the model reads in addition to text.
+            media: fields with what the model reads in addition to text; others are an error where a record has them.
         """
+        # A prompt whose image is dropped without a word would be trained as if it could be answered without.
         unread = (name for name in MEDIA if name not in media and isinstance(record.get(name), list) and record[name])
         if field := next(unread, None):
             raise UserError(
@@ -107,7 +107,7 @@ class RecordFields:
             value = content_of(value[-1], place) if value[-1]["role"] == "assistant" else None
         if value is None or isinstance(value, str):
             return value
-        if isinstance(value, int | float | Decimal):
+        if isinstance(value, int | float | Decimal):  # Decimal: of Parquet files
             return str(value)
         if self.answer in (GROUND_TRUTH, LABEL) and isinstance(value, list | dict):
             return json.dumps(value, ensure_ascii=False, default=str)
@@ -121,8 +121,7 @@ def value_of(record: Record, name: str) -> Any:
     """Returns the value of a field, None where there is none: `a.b` is the field `b` of `a` unless `a.b` is a field.
 
     Args:
-        record: the record as read.
-        name: name of the field.
+        record, name: the record as read, and the name of the field.
     """
     if name in record or "." not in name:
         return record.get(name)
@@ -133,7 +132,7 @@ def value_of(record: Record, name: str) -> Any:
 
 
 def field_names(record: Record) -> list[str]:
-    """Returns the names of a record's fields, and of those inside them."""
+    """Returns the names of a record's fields and of the fields inside them."""
     return [name for field, value in record.items() for name in (field, *_inside(field, value))]
 
 

@@ -19,17 +19,13 @@ tasks, 6 entries each, the others do not."""
 
 
 def generated_records(path: str) -> list[tuple[str, dict[str, Any]]]:
-    """Generates the records of a task, each with its place.
+    """Generates the records of a task, each with its place; every rank and run has the same ones.
 
     A record has `prompt` and `answer`, the name of the task as `dataset`, and as `entry` what the package generated,
     which `verl_mg.rewards.reasoning_gym:Score` needs.
 
     Args:
-        path: `reasoning_gym:NAME:size=500,seed=1`. After the name are arguments of the task; size is 500 and seed is 0
-            where they are not written, so that every rank and every run has the same prompts.
-
-    Raises:
-        UserError: the package is not installed, or does not know the task or an argument.
+        path: `reasoning_gym:NAME:size=500,seed=1`, with the task's arguments; by default size is 500 and seed 0.
     """
     try:
         import reasoning_gym

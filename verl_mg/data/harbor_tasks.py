@@ -44,7 +44,7 @@ class HarborTask:
     verifier_environment: Mapping[str, str]
     """Further environment variables of the tests."""
     agent_seconds: float | None
-    """Time limit of the agent; None for that of the job."""
+    """Time limit of the agent; None for the job's limit."""
     verifier_seconds: float
     """Time limit of the tests."""
     build_seconds: float
@@ -54,7 +54,7 @@ class HarborTask:
     memory_mb: int | None
     """Memory in MiB; None for no limit."""
     agent_user: str | None
-    """User of the agent's programs in a container; None for that of the image."""
+    """User of the agent's programs in a container; None for the image's user."""
     verifier_user: str | None
     """User of the tests."""
 
@@ -68,10 +68,7 @@ def harbor_records(path: str) -> list[tuple[str, dict[str, Any]]]:
     """Returns a record for each task folder, with its place: `prompt`, the instruction, and `task`, the folder.
 
     Args:
-        path: `harbor:FOLDER`, a task folder or a folder of them.
-
-    Raises:
-        UserError: there is no task folder, or one that is not supported.
+        path: `harbor:FOLDER`, a task folder or a folder of them; UserError for a task that is not supported.
     """
     root = Path(path.removeprefix(PREFIX)).expanduser()
     folders = [root] if (root / "task.toml").exists() else sorted(file.parent for file in root.glob("*/task.toml"))
@@ -90,11 +87,7 @@ def _record(folder: Path) -> dict[str, Any]:
 
 
 def read_task(folder: Path) -> HarborTask:
-    """Reads the configuration of a task folder.
-
-    Raises:
-        UserError: it is none, or uses parts of the format that are not supported.
-    """
+    """Reads the configuration of a task folder; UserError for parts of the format that are not supported."""
     try:
         content = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -126,7 +119,7 @@ def _unsupported(folder: Path, content: Mapping[str, Any], mode: str) -> str | N
     agent, verifier, machine = (content.get(name, {}) for name in ("agent", "verifier", "environment"))
     conditions = {
         "it has several steps": content.get("steps"),
-        "it has a machine for its tests alone": verifier.get("environment")
+        "it has a separate machine for its tests": verifier.get("environment")
         or verifier.get("environment_mode") == "separate",
         "it allows the network for some hosts": mode == "allowlist",
         "its agent or tests have another network than its environment": any(

@@ -1,4 +1,4 @@
-"""Data files of a data set on a hub: those of one configuration and split, downloaded and ready to be read."""
+"""Data files of one configuration and split of a data set on a hub, downloaded and ready to be read."""
 
 from __future__ import annotations
 
@@ -31,15 +31,12 @@ def hub_data_files(name: HubName) -> list[Path]:
     """Downloads the files of a data set, as far as they are not in the cache, and returns them in the order of reading.
 
     Args:
-        name: the data set, with `CONFIGURATION:SPLIT` as its part where it has several.
-
-    Raises:
-        UserError: the data set cannot be fetched, has several configurations or splits and the name gives none, or its
-            files are of another kind.
+        name: the data set, with `CONFIGURATION:SPLIT` as its part; UserError without it where there are several.
     """
-    # The client of the Hugging Face hub has the list of all files after the first download; that of ModelScope has not.
+    # The client of the Hugging Face hub lists all files after the first download; ModelScope's does not.
     folder = fetch(name, "dataset", [CARD] if name.site == "hf" else [CARD, *(f"*{kind}" for kind in KINDS)])
     chosen = select(name, files_of(name, folder), _card(folder / CARD))
+    # `fetch` takes patterns, and a file's name may contain their characters.
     folder = fetch(name, "dataset", [escape(file) for file in chosen])
     if missing := [file for file in chosen if not (folder / file).is_file()]:
         raise UserError(f"{name.text}: {missing[0]} is not in {folder}. Run the command again with a network.")
@@ -49,7 +46,7 @@ def hub_data_files(name: HubName) -> list[Path]:
 def select(name: HubName, files: Sequence[str], card: Mapping[str, Any]) -> list[str]:
     """Returns the files of the split that a name means.
 
-    Configurations and splits are those in the header of the data set's card. Without them they follow from names of
+    Configurations and splits come from the header of the data set's card. Without one they follow from names of
     files and folders: `main/train-00000-of-00001.parquet` is of the split `train` of `main`.
 
     Args:

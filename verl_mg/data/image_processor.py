@@ -54,11 +54,7 @@ class ImageProcessor:
 
     @classmethod
     def read(cls, model_dir: str | Path) -> ImageProcessor | None:
-        """Returns the processor of a Hugging Face directory; None where its config.json describes no vision tower.
-
-        Raises:
-            UserError: the directory has no readable processor.
-        """
+        """Returns the processor of a Hugging Face directory; None where its config.json describes no vision tower."""
         folder = Path(model_dir)
         try:
             config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -86,7 +82,7 @@ class ImageProcessor:
         return tuple(sorted(ids))
 
     def image_mask(self, tokens: Tensor) -> Tensor:
-        """Returns which tokens features of images replace, bool of the tokens' shape; `tokens`: token ids of rows."""
+        """Returns bool of the tokens' shape: the tokens that features of images replace."""
         return torch.isin(tokens, torch.tensor(self._processor.image_token_ids, device=tokens.device))
 
     def render(
@@ -104,7 +100,7 @@ class ImageProcessor:
         return str(self._processor.apply_chat_template(list(messages), **described, **options))
 
     def expand(self, text: str, sizes: Sequence[tuple[int, int]]) -> str:
-        """Returns a text with each placeholder replaced by those of its image, one for each feature.
+        """Returns a text in which each placeholder is as many placeholders as its image has features.
 
         Args:
             text: text of a conversation.
@@ -117,11 +113,8 @@ class ImageProcessor:
         """Returns tokens with one placeholder for each image, for engines that expand them again.
 
         Args:
-            tokens: token ids with one placeholder for each feature.
+            tokens: token ids with one placeholder for each feature; ValueError if an image has none.
             images: images of the tokens, in the order of their placeholders.
-
-        Raises:
-            ValueError: an image has no placeholders.
         """
         left, result = list(tokens), list[int]()
         for number, image in enumerate(images, start=1):
@@ -145,7 +138,7 @@ class ImageProcessor:
         return sum(text.count(word) for word in words)
 
     def _replacement_of_size(self, size: tuple[int, int]) -> str:
-        """Returns the text in place of an image, which depends on its size alone."""
+        """Returns the text in place of an image, which depends only on its size: prompts are tokenized from headers."""
         import PIL.Image
 
         inputs = self._processor.image_processor([PIL.Image.new("RGB", size)], **self._options)
@@ -154,13 +147,10 @@ class ImageProcessor:
     # -- inputs of the model
 
     def model_inputs(self, rows: Iterable[RowImages]) -> dict[str, Tensor]:
-        """Returns the model's inputs for the images of rows, by the names that its `forward` has.
+        """Returns the model's inputs for the images of rows by the names that its `forward` has; {} without images.
 
         Args:
-            rows: images of each row, in the order of the rows.
-
-        Returns:
-            Tensors by name, each with the entries of all images one after another; {} without images.
+            rows: images of each row; a tensor has the entries of all of them, one after another.
         """
         images = [self._inputs(image) for row in rows for image in row]
         return {name: torch.cat([image[name] for image in images]) for name in (images[0] if images else ())}
@@ -173,6 +163,7 @@ class ImageProcessor:
         if image.key in self._cached:
             self._cached.move_to_end(image.key)
             return self._cached[image.key]
+        # Made here, where a row is computed: pixels are 20 to 100 times larger than the file that rows carry.
         outputs = self._processor.image_processor([image.pixels()], **self._options)
         unused = self._processor.unused_input_names
         inputs = {name: tensor for name, tensor in outputs.items() if name not in unused and torch.is_tensor(tensor)}

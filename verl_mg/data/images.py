@@ -48,15 +48,12 @@ class ImageSource:
     """File of the image; None where the record contains it."""
     data: bytes = b""
     """Bytes of the image where the record contains it."""
+    # Weak, so that an image is freed with the last row that has it; the data of a run keeps only its place.
     _loaded: ReferenceType[Image] | None = field(default=None, repr=False)
     """The image, as long as a request or a row has it."""
 
     def load(self) -> Image:
-        """Returns the image, the same object for all samples of a prompt.
-
-        Raises:
-            UserError: the file cannot be read or decoded.
-        """
+        """Returns the image, the same object for all samples of a prompt; UserError if it cannot be decoded."""
         image = self._loaded() if self._loaded else None
         if image is None:
             image = decoded(self.data if self.path is None else _read(self.path, self.place), self.place)
@@ -65,16 +62,13 @@ class ImageSource:
 
 
 def images_of(record: Record, name: str, place: str, limits: ImageLimits) -> tuple[ImageSource, ...]:
-    """Returns the images of a record; none where it has no such field.
+    """Returns the images of a record, found and measured; none where it has no such field.
 
     Args:
         record: the record as read.
         name: field of the images.
         place: `file:line` of the record.
         limits: limits of their number and sizes.
-
-    Raises:
-        UserError: an image is missing, too large, corrupt or of another form, or there are too many.
     """
     value = record.get(name)
     values = value if isinstance(value, list | tuple) else [] if value is None else [value]
@@ -132,8 +126,7 @@ def decode_data_url(text: str, place: str) -> bytes:
     """Returns the bytes in `data:image/png;base64,...`; UserError where they are not base64.
 
     Args:
-        text: the whole text.
-        place: where it is, for errors.
+        text, place: the whole text, and where it is, for errors.
     """
     head, _, body = text.partition(",")
     try:
@@ -145,15 +138,12 @@ def decode_data_url(text: str, place: str) -> bytes:
 
 
 def checked_size(file: BytesIO | Path, place: str, limits: ImageLimits) -> tuple[int, int]:
-    """Returns width and height of an image; reads the header alone.
+    """Returns width and height of an image from its header, without decoding it.
 
     Args:
-        file: the encoded image.
+        file: the encoded image; UserError where it is none, or too large.
         place: where it is, for errors.
         limits: limits of its size.
-
-    Raises:
-        UserError: it is too large, or no image.
     """
     import PIL.Image
 
@@ -174,14 +164,10 @@ def checked_size(file: BytesIO | Path, place: str, limits: ImageLimits) -> tuple
 
 
 def decoded(data: bytes, place: str) -> Image:
-    """Returns an image that can be decoded.
+    """Returns an image, after it was decoded once as a check.
 
     Args:
-        data: the encoded image.
-        place: where it is, for errors.
-
-    Raises:
-        UserError: it cannot be decoded.
+        data, place: the encoded image, and where it is, for errors.
     """
     image = Image(data)
     try:

@@ -1,4 +1,7 @@
-"""Mixture of several sets of prompts by weight."""
+"""Mixture of several sets of prompts by weight.
+
+Weights a 3, b 1:   a a b a | a a b a | ...   of n prompts 3 n / 4 come from a, within one prompt
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +16,7 @@ from verl_mg.data.prompts import Prompt, PromptSet, check_state
 class Mixture:
     """Sets by name, each with its share of the prompts and its separately shuffled epochs.
 
-    The next prompt comes from the source that is furthest behind its share, of equals from the first. So a source is
+    The next prompt comes from the source that misses most of its share, of equals from the first. So a source is
     never a whole prompt ahead of its share and every iteration has the configured mixture, which random sampling has
     only on average; and the counts are the whole state.
     """
@@ -22,8 +25,7 @@ class Mixture:
         """Starts at the first epoch of every set.
 
         Args:
-            sets: at least one set by name; no prompt id is in two of them.
-            weights: weight of each set, above 0.
+            sets, weights: at least one set by name, and its weight, above 0; no prompt id is in two sets.
         """
         self._sets = dict(sets)
         self._given = [[name, float(weights[name])] for name in self._sets]
@@ -59,7 +61,7 @@ class Mixture:
 
         Args:
             n: number of prompts.
-            draw: function that takes a number of prompts from one source.
+            draw: takes a number of prompts from one source.
         """
         order = [self._next_source() for _ in range(n)]
         drawn = {name: iter(draw(self._sets[name], count)) for name, count in Counter(order).items()}
@@ -71,11 +73,7 @@ class Mixture:
         return self._identity() | {"taken": dict(self._taken), "sources": sources}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Resumes every source from a `state()`.
-
-        Raises:
-            UserError: the state belongs to other sources, weights or seed.
-        """
+        """Resumes every source from a `state()`; UserError for one of other sources, weights or seed."""
         check_state(state, self._identity())
         for name, prompts in self._sets.items():
             prompts.load_state(state["sources"][name])

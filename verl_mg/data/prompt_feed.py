@@ -48,7 +48,7 @@ class PromptFeed:
         return self._prompts.by_id(prompt_id)
 
     def next_batch(self, n: int) -> list[Prompt]:
-        """Returns the next `n` prompts: those in the buffer first, then newly drawn ones."""
+        """Returns the next `n` prompts, buffered ones first."""
         prompts = self.peek(n)
         self._buffer = self._buffer[n:]
         return prompts
@@ -67,8 +67,7 @@ class PromptFeed:
         """Reports rewards to the curriculum, if there is one, and returns its metrics.
 
         Args:
-            prompt_ids: the prompt of each sample, the same list on every rank.
-            rewards: the reward of each sample.
+            prompt_ids, rewards: prompt and reward of each sample, the same lists on every rank.
         """
         if not isinstance(self._prompts, Curriculum):
             return {}
@@ -77,14 +76,10 @@ class PromptFeed:
 
     def state(self) -> dict[str, Any]:
         """Returns the position in the data and the ids in the buffer as JSON, for `load_state` on the same data."""
+        # Only ids: a resumed job reads the prompts from the same files.
         return {"prompts": self._prompts.state(), "buffer": [prompt.id for prompt in self._buffer]}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Resumes from a `state()`.
-
-        Raises:
-            UserError: the state was written with other data or settings.
-            KeyError: a prompt of the buffer does not exist.
-        """
+        """Resumes from a `state()`; UserError for one of other data or settings, KeyError for a missing prompt."""
         self._prompts.load_state(state["prompts"])
         self._buffer = [self._prompts.by_id(prompt_id) for prompt_id in state["buffer"]]

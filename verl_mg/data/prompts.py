@@ -1,4 +1,9 @@
-"""Prompts of a file, tokenized once, in an order that depends on the seed alone."""
+"""Prompts of a file, tokenized once, in an order that depends only on the seed.
+
+record {"prompt": "2+3=", "answer": "5"} in line 1 of train.jsonl
+Prompt(id=0, tokens=(8, 16, 9, 17), text="2+3=", answer="5", record={...}, place="train.jsonl:1",
+       messages=[{"role": "user", "content": "2+3="}])        with a tokenizer of characters
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -60,7 +65,7 @@ class Prompt:
 
 
 class Prompts(Protocol):
-    """Interface of an endless sequence of prompts: `PromptSet`, `Mixture`, or `Curriculum` around either."""
+    """Endless sequence of prompts: `PromptSet`, `Mixture`, or `Curriculum` around either."""
 
     @property
     def dropped(self) -> int:
@@ -106,6 +111,7 @@ class PromptSet:
         """
         self.dropped = dropped
         self._prompts = list(prompts)
+        # Ids, not positions: dropped prompts leave gaps, and ids are the same whatever the limit of length.
         self._by_id = {prompt.id: prompt for prompt in self._prompts}
         self._seed, self._source = seed, source
         self._epoch, self._position = 0, 0
@@ -139,24 +145,22 @@ class PromptSet:
         max_image_pixels: int = 1 << 24,
         max_images: int = 8,
     ) -> Self:
-        """Reads and tokenizes the prompts of a file or folder.
+        """Reads and tokenizes the prompts of a file or folder. Errors name `file:line` and the remedy.
 
         A list of messages is rendered by the tokenizer's chat template; with `chat_template` a string is too, as one
-        user message, and so is any prompt with images. Any other string is tokenized unchanged, with the special tokens
-        that the tokenizer adds.
+        user message, and so is any prompt with images. Any other string is tokenized unchanged, with the special
+        tokens that the tokenizer adds.
 
         Args:
             path: file or folder as in `read_records`.
             tokenizer: tokenizer of the model.
-            prompt_field: field of the prompt; None for the one that `RecordFields.find` chooses.
-            answer_field: field of the answer; None likewise.
-            chosen_field: field of the preferred answer. If it and `rejected_field` are conversations, a record needs no
-                prompt field.
-            rejected_field: field of the other answer.
+            prompt_field, answer_field: fields of prompt and answer; None: as `RecordFields.find` chooses.
+            chosen_field, rejected_field: fields of a preference's answers. If both are conversations, a record needs
+                no prompt field.
             chat_template: render strings as a user message.
             instruction: text appended to prompts that are strings.
             system_prompt: system message of conversations that begin with none.
-            prepare: name of a function of a record that returns the one to use, or None; None: no function.
+            prepare: name of a function of a record that returns the one to use, or None to leave it out.
             max_prompt_tokens: longest prompt, in tokens.
             overlong_prompts: whether a longer prompt is an error or is dropped.
             loss_on: what demonstrations train: the answer, or turns of the conversation in the prompt's field, which
@@ -166,14 +170,12 @@ class PromptSet:
             source: name of the source.
             reward: key of the section with the source's reward; "" for the job's.
             first_id: id of the first row.
-            report: receives one line about fields that were found and not configured, unless they are the usual ones.
+            report: receives one line about fields that were found and not configured, unless they are the usual
+                ones.
             processor: processor of a model that reads images; None for others.
             image_field: field of the images.
             max_image_pixels: largest width times height of an image.
             max_images: largest number of images of a prompt.
-
-        Raises:
-            UserError: names `file:line` and the remedy.
         """
         located = located_records(path)
         if prepare is not None:
@@ -189,6 +191,7 @@ class PromptSet:
                 f"{place}: no field '{answer_field}', here and in all lines below. Set data.answer_field to one of: "
                 f"{', '.join(sorted(field_names(record)))}."
             )
+        # All lists below have one entry for each record; too long ones are dropped at the end, when ids are given.
         media = (image_field,) if processor else ()
         values = [fields.prompt_of(record, chosen_field, rejected_field, place, media) for place, record in located]
         limits = ImageLimits(max_image_pixels, max_images)
@@ -263,11 +266,7 @@ class PromptSet:
         return {"epoch": self._epoch, "position": self._position, **self._identity()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Resumes from a `state()`.
-
-        Raises:
-            UserError: the state belongs to another number of prompts or another seed, and so to another order.
-        """
+        """Resumes from a `state()`; UserError for one of other data or another seed, and so another order."""
         check_state(state, self._identity())
         epoch, position = state.get("epoch"), state.get("position")
         if not (isinstance(epoch, int) and isinstance(position, int) and epoch >= 0 and 0 <= position <= len(self)):
@@ -282,6 +281,8 @@ class PromptSet:
         return {"kind": "set", "prompts": len(self), "seed": self._seed}
 
     def _permutation(self, epoch: int) -> np.ndarray:
+        # Made of seed, epoch and source each time: a checkpoint needs no state of a generator, and sources of one size
+        # have different orders.
         return np.random.default_rng([self._seed, epoch, *self._source.encode()]).permutation(len(self))
 
 

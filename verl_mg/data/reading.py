@@ -15,15 +15,14 @@ if TYPE_CHECKING:
     from verl_mg.data.image_processor import ImageProcessor
 
 OF_SOURCE = {"prompt_field", "answer_field", "instruction", "chat_template", "system_prompt", "prepare"}
-"""Keys of a source that replace those of `data`."""
+"""Keys of a source that replace the same keys of `data`."""
 
 
 def reward_key(which: str, name: str) -> str:
     """Returns the key of the section with the reward of a source.
 
     Args:
-        which: train or test.
-        name: name of the source.
+        which, name: train or test, and the name of the source.
     """
     return f"data.{which}.{name}.reward"
 
@@ -38,7 +37,7 @@ def read_prompts(
     report: Callable[[str], None] | None = None,
     processor: "ImageProcessor | None" = None,
 ) -> Prompts:
-    """Reads the prompts of `data.train` or `data.test`.
+    """Reads the prompts of `data.train` or `data.test`. Errors name `file:line` or the key, and the remedy.
 
     Args:
         data: the section `data`.
@@ -52,9 +51,6 @@ def read_prompts(
     Returns:
         A `PromptSet` for a path, a `Mixture` for sources by name; for training a `Curriculum` around either if
         `data.curriculum` excludes any pass rate.
-
-    Raises:
-        UserError: names `file:line` or the key, and the remedy.
     """
     where = data.train if which == "train" else data.test
     if where is None:
@@ -85,7 +81,7 @@ def _read_mixture(
     rows = 0
     for name, source in sources.items():
         sets[name] = _read_set(data, name, source, which, rows, tokenizer, seed, tools, report, processor)
-        rows += len(sets[name]) + sets[name].dropped
+        rows += len(sets[name]) + sets[name].dropped  # ids do not change with the limit of length
     return Mixture(sets, {name: source.weight for name, source in sources.items()})
 
 
@@ -103,6 +99,7 @@ def _read_set(
 ) -> PromptSet:
     source_fields = source.model_dump(include=OF_SOURCE, exclude_none=True)
     common = data.model_dump(exclude={"train", "test", "curriculum"})
+    # An evaluation generates answers; it trains no turns.
     options = common | source_fields | ({"loss_on": "answer"} if which == "test" else {})
     return PromptSet.from_file(
         source.path,

@@ -19,25 +19,18 @@ SHARD_KINDS = (".jsonl", ".parquet")
 
 
 def read_records(path: str | Path) -> list[Record]:
-    """Returns the records of a data file or folder, in the order of files and lines.
+    """Returns the records of a data file or folder, in the order of files and lines. Errors name the file and line.
 
     Args:
-        path: `.jsonl` or `.json` (one JSON object per line; blank lines are skipped), `.parquet`, `.arrow` (a stream),
-            a folder of shards, a pattern, a dataset saved by Hugging Face datasets, the name of a data set on a hub, or
-            `reasoning_gym:NAME`, or `harbor:FOLDER`.
-
-    Raises:
-        UserError: the file is missing, empty or of another kind, or a line is not a JSON object.
+        path: `.jsonl` or `.json` (one JSON object per line; blank lines are skipped), `.parquet`, `.arrow` (a
+            stream), a folder of shards, a pattern, a dataset saved by Hugging Face datasets, the name of a data set on
+            a hub, or `reasoning_gym:NAME`, or `harbor:FOLDER`.
     """
     return [record for _, record in located_records(path)]
 
 
 def located_records(path: str | Path) -> list[tuple[str, Record]]:
-    """Returns the records of `path`, each with its place `file:line` (`file:row` for Parquet and Arrow), from 1.
-
-    Raises:
-        UserError: as in `read_records`.
-    """
+    """Returns the records of `path`, each with its place `file:line` (`file:row` for Parquet and Arrow), from 1."""
     if str(path).startswith(generated_records.PREFIX):
         return generated_records.generated_records(str(path))
     if str(path).startswith(harbor_tasks.PREFIX):
@@ -49,11 +42,7 @@ def located_records(path: str | Path) -> list[tuple[str, Record]]:
 
 
 def stored_records(path: str | Path) -> Iterator[tuple[str, Record]]:
-    """Yields the records of the files of `path` and their places, without keeping them.
-
-    Raises:
-        UserError: as in `read_records`, but for files without records.
-    """
+    """Yields the records of the files of `path` and their places, without keeping them."""
     readers = {".jsonl": _json_lines, ".json": _json_lines, ".parquet": _parquet_rows, ".arrow": _arrow_rows}
     for file in data_files(Path(path)):
         for line, record in readers[file.suffix](file):
@@ -66,9 +55,6 @@ def prepared(located: Sequence[tuple[str, Record]], name: str) -> list[tuple[str
     Args:
         located: records with their places.
         name: name of the function; it gets a record and returns a record, or None to leave it out.
-
-    Raises:
-        UserError: the function fails, returns anything else, or leaves all records out.
     """
     function = load_function(name, "data.prepare")
     records: list[tuple[str, Record]] = []
@@ -99,7 +85,7 @@ def _json_lines(path: Path) -> Iterator[tuple[int, Record]]:
 
 def _json_object(line: bytes, place: str) -> Record:
     try:
-        record = json.loads(line.decode("utf-8-sig"))
+        record = json.loads(line.decode("utf-8-sig"))  # -sig: a file may begin with a byte order mark
         if b"\\ud" in line.lower():  # an escape may be half a character, which tokenizers reject
             json.dumps(record, ensure_ascii=False).encode()
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
@@ -152,10 +138,7 @@ def data_files(path: Path) -> list[Path]:
     A folder written by `datasets.Dataset.save_to_disk` means the Arrow files that its state.json lists; any other
     folder its `.jsonl` or its `.parquet` shards by name, `train-00000-of-00002.parquet` and so on. A pattern such as
     `data/train-*.parquet` means the files that match, by name. A path that does not exist may be the name of a data
-    set on a hub, see `HubName`.
-
-    Raises:
-        UserError: there is no file, or a folder contains more than the shards of one set, or not all of them.
+    set on a hub, see `HubName`. A folder with more than the shards of one set, or not all of them, is an error.
     """
     if name := _hub_name(path):
         return hub_data_files(name)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 ROWS = 1000
-"""Texts that a tokenizer gets at once. What it returns needs several times the memory of the ids."""
+"""Texts that a tokenizer gets in a call. What it returns needs several times the memory of the ids."""
 
 
 class RenderedPrompt(NamedTuple):
@@ -65,8 +65,7 @@ def check_same_context(
 
     Args:
         contexts: messages before the preferred answer, and before the other one.
-        chosen: field of the preferred answer.
-        rejected: field of the other answer.
+        chosen, rejected: fields of the preferred answer and of the other one.
         place: `file:line`, for errors.
     """
     if contexts[0] != contexts[1]:
@@ -95,9 +94,6 @@ def render(
         place: `file:line`, for errors.
         tools: schemas of the tools that the template describes.
         system_prompt: system message of a conversation that begins with none; "" for none.
-
-    Raises:
-        UserError: the value is neither, or the tokenizer has no template, or its template rejects the value.
     """
     messages = [{"role": "user", "content": value + instruction}] if isinstance(value, str) else value
     if isinstance(value, str) and not chat_template:
@@ -116,7 +112,8 @@ def render(
 def plain_conversation(messages: Sequence[dict[str, Any]], place: str, system_prompt: str = "") -> list[dict[str, Any]]:
     """Returns messages as chat templates expect them: without fields that are null, and with contents as text.
 
-    Parquet gives every message, and every tool call, the fields of all others, which are null where they do not exist.
+    Parquet gives every message, and every tool call, the fields of all others, which are null where they do not
+    exist.
 
     Args:
         messages: messages as read.
@@ -134,7 +131,7 @@ def render_conversation(
     tools: Sequence[dict[str, Any]] = (),
     for_reply: bool = True,
 ) -> str:
-    """Returns the text of messages, as the chat template renders them.
+    """Returns the text of messages, as the chat template renders them; UserError where it rejects them.
 
     Args:
         messages: the messages of `plain_conversation`.
@@ -142,9 +139,6 @@ def render_conversation(
         place: `file:line`, for errors.
         tools: schemas of the tools that the template describes.
         for_reply: whether the generation prompt follows the last message.
-
-    Raises:
-        UserError: the tokenizer has no template, or its template rejects the messages.
     """
     if tokenizer.chat_template is None:
         raise UserError(
@@ -163,7 +157,7 @@ def render_conversation(
 def with_argument_values(message: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a message whose tool calls have their arguments as mappings, where their texts are JSON objects.
 
-    OpenAI's API has them as texts. Most templates take mappings, some (DeepSeek's) take texts alone.
+    OpenAI's API has them as texts. Most templates take mappings, some (DeepSeek's) only texts.
     """
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
@@ -198,13 +192,7 @@ def render_with_images(
         value: a string with `<image>` where images belong, or messages whose contents are such strings or parts.
         images: images of the record.
         processor: processor of the model.
-        instruction: text appended to a string.
-        place: `file:line`, for errors.
-        tools: schemas of the tools that the template describes.
-        system_prompt: system message of a conversation that begins with none; "" for none.
-
-    Raises:
-        UserError: the value is neither, has another number of places for images, or the template rejects it.
+        instruction, place, tools, system_prompt: as in `render`.
     """
     messages = [{"role": "user", "content": value + instruction}] if isinstance(value, str) else value
     if not is_conversation(messages):
@@ -230,13 +218,14 @@ def has_image_parts(value: Any) -> bool:
 
 
 def tokenize(rendered: Sequence[RenderedPrompt], tokenizer: "PreTrainedTokenizerBase") -> list[list[int]]:
-    """Returns the token ids of each text, one ragged row per text. Fast tokenizers take many texts at once.
+    """Returns the token ids of each text, one ragged row per text.
 
     Args:
         rendered: the texts.
         tokenizer: tokenizer of the model.
     """
     rows: list[list[int]] = [[] for _ in rendered]
+    # Two passes, because special tokens are an option of a whole call.
     for templated in (False, True):
         chosen = [i for i, item in enumerate(rendered) if item.templated is templated]
         for start in range(0, len(chosen), ROWS):
@@ -258,15 +247,14 @@ def content_of(message: dict[str, Any], place: str) -> str | None:
     """Returns the text of a message, whose content is text or a list of parts as in OpenAI's API; None without text.
 
     Args:
-        message: the message.
-        place: `file:line`, for errors.
+        message, place: the message, and `file:line`, for errors.
     """
     content = message.get("content")
     if not isinstance(content, list):
         return content
     kinds = [part.get("type") if isinstance(part, dict) else type(part).__name__ for part in content]
     if others := [kind for kind in kinds if kind != "text"]:
-        raise UserError(f"{place}: a message has a part of type {others[0]!r}. Write parts of type 'text' alone.")
+        raise UserError(f"{place}: a message has a part of type {others[0]!r}. Write only parts of type 'text'.")
     return "".join(part["text"] for part in content)
 
 

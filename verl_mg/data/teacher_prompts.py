@@ -28,14 +28,12 @@ def teacher_prompt(
     The template takes the place of the prompt's text, or of its last message, which the chat template then renders.
 
     Args:
-        prompt: the prompt of the student.
-        template: text with {prompt}, {answer} and names of fields of the record in braces; None: the prompt as it is.
+        prompt: the prompt of the student; UserError if it has images or misses a field of the template.
+        template: text with {prompt}, {answer} and names of fields of the record in braces; None: the prompt as it
+            is.
         tokenizer: tokenizer of the teacher.
         key: configuration key of the template, for errors.
         tools: schemas that a chat template describes to the model.
-
-    Raises:
-        UserError: the record does not have a field of the template, or the prompt has images.
     """
     if prompt.images:
         raise UserError(f"{prompt.where}: {key} is for prompts without images. Leave such records out.")
@@ -49,7 +47,7 @@ def teacher_prompt(
 
 
 def is_templated(prompt: Prompt) -> bool:
-    """Returns whether a chat template has rendered a prompt; the text of others is that of their only message."""
+    """Returns whether a chat template rendered a prompt; otherwise its text is its only message's."""
     return len(prompt.messages) != 1 or prompt.messages[0]["content"] != prompt.text
 
 

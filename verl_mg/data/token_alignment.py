@@ -5,8 +5,9 @@ A span is a piece of text that begins and ends at boundaries of both, and has no
     student    str | aw | berry |  pie        spans    straw    berry    pie
     teacher    straw    | ber | ry | _pie              2 + 1    1 + 2    1 + 1 tokens
 
-The probability of a span's text, after the text in front of it, is the product of those of its tokens for each of the
-tokenizers: log-probs of spans can be compared where those of tokens cannot.
+The probability of a span's text, after the text in front of it, is the product of the probabilities of its tokens
+for
+each of the tokenizers: log-probs of spans can be compared where log-probs of tokens cannot.
 """
 
 from __future__ import annotations
@@ -24,14 +25,11 @@ INCOMPLETE = "\ufffd"
 
 
 def token_ends(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int | None]]:
-    """Decodes tokens and returns where each ends in the text.
+    """Decodes tokens; returns the text and for each token the characters up to its end, None within a character.
 
     Args:
-        tokens: ids as a model has written them, which need not be those that the tokenizer would choose.
+        tokens: ids as a model has written them, which need not be what the tokenizer would choose.
         tokenizer: their tokenizer.
-
-    Returns:
-        The text, and for each token the number of characters up to its end; None where it ends within a character.
     """
     ends: list[int | None] = []
     text, start = "", 0
@@ -53,11 +51,8 @@ def retokenized(text: str, tokenizer: PreTrainedTokenizerBase, key: str) -> tupl
 
     Args:
         text: the text.
-        tokenizer: a fast tokenizer.
+        tokenizer: a fast tokenizer; UserError for one that does not report places in the text.
         key: configuration key of the tokenizer, for errors.
-
-    Raises:
-        UserError: the tokenizer does not report places in the text.
     """
     if not tokenizer.is_fast:
         raise UserError(
@@ -70,15 +65,13 @@ def retokenized(text: str, tokenizer: PreTrainedTokenizerBase, key: str) -> tupl
 def aligned_spans(
     ends: Sequence[int | None], places: Sequence[tuple[int, int]], length: int
 ) -> tuple[list[int], list[int]]:
-    """Returns the span of each token of both sides.
+    """Returns the number of the span, from 0 on, of each token of both sides.
 
     Args:
         ends: of one side, where each token ends, see `token_ends`.
-        places: of the other side, where the text of each token begins and ends; a space between two may be of neither.
+        places: of the other side, where the text of each token begins and ends; a space between two may be of
+            neither.
         length: characters of the text.
-
-    Returns:
-        Numbers of the spans of the tokens of each side, from 0 on.
     """
     starts = [start for start, _ in places[1:]] + [length]
     first: list[int] = []

@@ -1,4 +1,11 @@
-"""Conversations as training rows: the turns of the assistant that are learned, each in the context it is written in."""
+"""Conversations as training rows: the turns of the assistant that are learned, each in the context it is written in.
+
+user "2+3?", assistant "5", user "and 1?", assistant "6" with loss_on=all, and a template that keeps earlier
+turns:
+
+tokens   <user> 2+3? <assistant> 5 <end> <user> and 1? <assistant> 6 <end>      one TrainedRow
+mask        0     0       0      1   1      0      0        0      1   1        two spans
+"""
 
 import json
 from collections.abc import Sequence
@@ -29,7 +36,7 @@ class TrainedRow(NamedTuple):
     tokens: tuple[int, ...]
     """Token ids up to the end of the last turn that is learned."""
     spans: tuple[tuple[int, int], ...]
-    """First token of each turn that is learned, and the one behind its end, in order."""
+    """First token of each turn that is learned, and the token after its end, in order."""
 
     @property
     def mask(self) -> list[bool]:
@@ -51,24 +58,20 @@ def trained_rows(
 ) -> tuple[TrainedRow, ...]:
     """Returns the rows that train the chosen turns of a conversation.
 
-    A turn is trained behind exactly the tokens that it would be generated behind: the messages before it, rendered with
-    the generation prompt. Its own tokens end with the special token that ends the turn. Turns are in one row as long as
-    each context begins with the row so far; where the template rewrites earlier turns, such as by leaving out their
+    A turn is trained after exactly the tokens that precede it when it is generated: the messages before it, rendered
+    with the generation prompt. It ends with the special token that ends the turn. Turns are in one row as long as each
+    context begins with the row so far; where the template rewrites earlier turns, such as by leaving out their
     thinking, a new row begins.
 
     Args:
-        value: the conversation, a list of messages.
-        loss_on: the turns: the last one; all but those with `train: false` or `weight: 0`; or only those with
+        value: the conversation, a list of messages; UserError if it has no such turn.
+        loss_on: the turns: the last one; all but turns with `train: false` or `weight: 0`; or only those with
             `train: true` or `weight: 1`.
-        tokenizer: tokenizer of the model.
+        tokenizer: tokenizer of the model; UserError if its template renders a turn that cannot be generated.
         place: `file:line`, for errors.
         tools: schemas of the tools that the template describes.
         system_prompt: system message of a conversation that begins with none; "" for none.
         images: images of the record, with which a conversation is refused.
-
-    Raises:
-        UserError: the value is no conversation or has no such turn, it has images, a flag is no flag or not of the
-            assistant, or the template does not render a turn as something that can be generated.
     """
     if not is_conversation(value):
         raise UserError(
@@ -86,11 +89,12 @@ def trained_rows(
     added = len(messages) - len(value)
     with_values = [with_argument_values(message) for message in messages]
     if with_values != messages:
-        with suppress(UserError):  # a template that takes texts alone
+        with suppress(UserError):  # a template that takes only texts
             render_conversation(with_values, tokenizer, place, tools, for_reply=False)
             messages = with_values
     texts = []
     for turn in chosen:
+        # Not from one rendering of the whole: templates remove the thinking of earlier turns, which was generated.
         position = turn + added
         context = render_conversation(messages[:position], tokenizer, place, tools)
         whole = render_conversation(messages[: position + 1], tokenizer, place, tools, for_reply=False)
@@ -108,6 +112,7 @@ def trained_rows(
         if joined[: len(before)] != before:  # a token would begin in the context and end in the turn
             joined = before + tokenizer(texts[2 * k + 1][len(texts[2 * k]) :], add_special_tokens=False)["input_ids"]
         tokens = tuple(joined[: _end_of_turn(joined, len(before), tokenizer, f"{place}: message {turn + 1}")])
+        # By tokens, not by text: a template may rewrite earlier turns, and tokens merge over their ends.
         continues = bool(rows) and tokens[: min(len(before), len(rows[-1].tokens))] == rows[-1].tokens
         spans = rows.pop().spans if continues else ()
         rows.append(TrainedRow(tokens, (*spans, (len(before), len(tokens)))))
@@ -118,8 +123,7 @@ def tools_of(record: Record, place: str) -> list[dict[str, Any]]:
     """Returns the schemas of the tools that a record describes: a list, or its JSON text; [] if it has none.
 
     Args:
-        record: the record as read.
-        place: `file:line`, for errors.
+        record, place: the record as read, and `file:line`, for errors.
     """
     tools = record.get("tools") or []
     if isinstance(tools, str):
@@ -170,7 +174,8 @@ def _flag(message: dict[str, Any], where: str) -> bool | None:
 
 
 def _end_of_turn(tokens: Sequence[int], start: int, tokenizer: "PreTrainedTokenizerBase", where: str) -> int:
-    """Returns the position behind the special token that ends a turn; white space of the template may follow it."""
+    """Returns the position after the special token that ends a turn; white space of the template may follow it."""
+    # An appended eos_token instead would train an end that the template never writes.
     special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
     last = next((i for i in reversed(range(start, len(tokens))) if tokens[i] in special), None)
     if last is None or str(tokenizer.decode(list(tokens[last + 1 :]))).strip():

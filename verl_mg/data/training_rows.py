@@ -16,20 +16,12 @@ if TYPE_CHECKING:
 
 
 def demonstration(prompt: Prompt, tokenizer: "PreTrainedTokenizerBase", max_tokens: int) -> tuple[list[int], int]:
-    """Returns the tokens of prompt, answer and end of sequence, and the number of prompt tokens.
+    """Returns (prompt_length + answer_length + 1,) tokens of prompt, answer and end of sequence, and prompt_length.
 
     Args:
         prompt: a prompt with an answer.
         tokenizer: tokenizer of the model.
-        max_tokens: largest length of the row, in tokens.
-
-    Returns:
-        tokens: `(prompt_length + answer_length + 1,)` ids, the last is `tokenizer.eos_token_id`.
-        prompt_length: tokens before the answer, which are not part of the loss.
-
-    Raises:
-        UserError: the prompt has no answer, the tokenizer has no end-of-sequence token, or the row is
-            longer than `max_tokens`.
+        max_tokens: largest length of the row, in tokens; UserError for a longer one.
     """
     if not prompt.answer:
         fields = ", ".join(sorted(prompt.record))
@@ -75,20 +67,19 @@ def demonstrations_batch(
 ) -> Batch:
     """Returns this rank's rows of a batch of demonstrations: of answers, or of turns where prompts have them.
 
+    The columns are tokens, prompt_length, loss_mask, prompt_id, sample_id.
+
     Args:
         prompts: prompts with answers, or with turns, the same on every rank.
         tokenizer: tokenizer of the model.
         max_tokens: largest length of a row, in tokens.
         first_id: sample id of the first row.
-        rank: this rank, which has every `ranks`-th row from `rank` on.
-        ranks: number of ranks.
-
-    Returns:
-        Columns tokens, prompt_length, loss_mask, prompt_id, sample_id.
+        rank, ranks: this rank has every `ranks`-th row from `rank` on.
     """
     numbered = [(prompt, i) for prompt in prompts for i in range(max(1, len(prompt.turns)))]
     mine = numbered[rank::ranks]
     rows = [_demonstration_row(prompt, i, tokenizer, max_tokens) for prompt, i in mine]
+    # Ids as if one rank had all rows: they do not depend on the number of ranks.
     sample_ids = range(first_id + rank, first_id + len(numbered), ranks)
     lengths = [(list(row.tokens), row.spans[0][0]) for row in rows]
     batch = imitation_batch(lengths, [prompt for prompt, _ in mine], sample_ids)
@@ -118,8 +109,7 @@ def imitation_batch(
 
     Args:
         rows: token ids of each row and its number of prompt tokens.
-        prompts: prompt of each row.
-        sample_ids: id of each row.
+        prompts, sample_ids: prompt and id of each row.
     """
     batch = Batch.from_rows(tokens for tokens, _ in rows)
     batch["prompt_length"] = torch.tensor([length for _, length in rows], dtype=torch.int64)
@@ -138,24 +128,16 @@ def preference(
     chosen_field: str = "chosen",
     rejected_field: str = "rejected",
 ) -> tuple[list[int], list[int], int]:
-    """Returns the tokens of the prompt with its chosen and with its rejected answer, each with an end of sequence.
+    """Returns the tokens of the prompt with its chosen and with its rejected answer, and the prompt's length.
+
+    Each has an end of sequence, and (prompt_length + answer_length + 1,) ids.
 
     Args:
         prompt: a prompt whose record has both answers.
         tokenizer: tokenizer of the model.
-        max_tokens: largest length of a row, in tokens.
-        chosen_field: field of the preferred answer: a string, or messages of which the last is the answer and those
-            before it are the conversation of the prompt.
-        rejected_field: field of the other answer, in the same form.
-
-    Returns:
-        chosen_tokens: `(prompt_length + answer_length + 1,)` ids.
-        rejected_tokens: the same for the other answer.
-        prompt_length: tokens of the prompt.
-
-    Raises:
-        UserError: an answer is missing or not text, the conversations differ from each other or from the prompt, or a
-            row is longer than `max_tokens`.
+        max_tokens: largest length of a row, in tokens; UserError for a longer one.
+        chosen_field, rejected_field: fields of the answers: a string, or messages of which the last is the answer
+            and the others are the conversation of the prompt.
     """
     chosen = choice_of(prompt.record, chosen_field, "chosen_field", prompt.where)
     rejected = choice_of(prompt.record, rejected_field, "rejected_field", prompt.where)
@@ -181,10 +163,8 @@ def pairs_batch(
         tokenizer: tokenizer of the model.
         max_tokens: largest length of a row, in tokens.
         first_pair: number of the pair of `prompts[0]`.
-        chosen_field: field of the preferred answer.
-        rejected_field: field of the other answer.
-        rank: this rank, which has every `ranks`-th prompt from `rank` on.
-        ranks: number of ranks.
+        chosen_field, rejected_field: fields of the answers, see `preference`.
+        rank, ranks: this rank has every `ranks`-th prompt from `rank` on.
 
     Returns:
         Columns tokens, prompt_length, loss_mask, prompt_id; `pair` and `group`, (n,) int64, the number of the pair;
@@ -207,7 +187,7 @@ def _check_context(prompt: Prompt, chosen_field: str, rejected_field: str) -> No
     """Checks that the answers end the same conversation, and that the prompt contains all its user messages."""
     chosen, rejected = (context_of(prompt.record[name]) for name in (chosen_field, rejected_field))
     check_same_context((chosen, rejected), chosen_field, rejected_field, prompt.where)
-    # Sought in the text, since templates strip messages and omit some of the other roles.
+    # Looked up in the text, since templates strip messages and omit some of the other roles.
     texts = [message["content"] for message in chosen if message["role"] == "user"]
     if missing := [text for text in texts if isinstance(text, str) and text.strip() not in prompt.text]:
         raise UserError(

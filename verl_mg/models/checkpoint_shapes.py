@@ -24,8 +24,9 @@ ELEMENTS_OF_BYTE = 2
 def checkpoint_shapes(model_dir: str | Path, module: PreTrainedModel | None = None) -> Shapes:
     """Returns names and shapes of the checkpoint's tensors, sorted by name.
 
-    They are read from the safetensors files; without any, from the module that `transformers` builds for config.json.
-    Tensors in MXFP4 have name and shape of those that they become.
+    They are read from the safetensors files; without any, from `module`, on the device "meta", or the module that
+    `transformers` builds for config.json. Tensors in MXFP4 have the name and shape that they have after
+    dequantization.
     """
     model_dir = Path(model_dir)
     shapes: Shapes = {}

@@ -1,7 +1,7 @@
 """FLOPs of a model's forward pass, of a whole row and of the parts of a layer.
 
-A backward pass takes twice as many for matrix products, and 2.5 times as many for attention with a fused kernel, which
-computes the scores again (Dao, arXiv:2307.08691, section 4.1).
+A backward pass takes twice as many for matrix products, and 2.5 times as many for attention with a fused kernel,
+which computes the scores again (Dao, arXiv:2307.08691, section 4.1).
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from verl_mg.models.tensor_index import TensorIndex
 class RowFlops:
     """FLOPs of the forward pass over a row of L tokens: per_token * L + per_pair * L^2.
 
-    Where another row computes its first S tokens: per_token * (L - S) + per_pair * (L^2 - S^2).
+    Where another row computes its first S tokens: per_token * (L - S) + per_pair * (L^2 - S^2). With 10 and 1: a row
+    of 4 tokens takes 56, and 45 where another row computes its first one.
     """
 
     per_token: float
@@ -26,7 +27,7 @@ class RowFlops:
     """FLOPs in attention, for each squared token."""
 
     def __call__(self, length: int, shared: int = 0) -> float:
-        """Returns the FLOPs of a row."""
+        """Returns the FLOPs of a row, of whose tokens another row computes the first `shared`."""
         return (length - shared) * (self.per_token + self.per_pair * (length + shared))
 
 
@@ -48,6 +49,7 @@ def active_elements(config: HFConfig, tensor_index: TensorIndex) -> float:
     The embedding is a lookup and does not count unless it is the output layer too, nor does what only images pass
     through, nor multi-token prediction; of the experts top_k / count do.
     """
+    # On average over tokens: which experts a token has is not known on paper.
     share = config.experts.top_k / config.experts.count if config.experts else 1.0
     entries = [entry for entry in tensor_index.entries.values() if not entry.vision and not entry.multi_token]
     active = sum(math.prod(e.tensor.shape) * (share if e.of_experts else 1.0) for e in entries)
@@ -59,7 +61,7 @@ class LayerElements:
     """Number of weight elements that one token is multiplied with in one layer, without norms."""
 
     attention: int
-    """Projections of attention, `mla_up` included, or those and the convolution of linear attention."""
+    """Projections of attention, `mla_up` included; of linear attention the convolution too."""
     mla_up: int
     """Projections of latent attention from the compressed states to the heads."""
     mlp: int
@@ -89,7 +91,7 @@ def layer_elements(config: HFConfig, with_experts: bool, linear: bool = False) -
 
 
 def _attention_elements(config: HFConfig) -> tuple[int, int]:
-    """Returns the elements of all projections of attention, and of those from compressed states to heads."""
+    """Returns the elements of all projections of attention, and of projections from compressed states to heads."""
     latent = config.latent
     if latent is None:
         heads = config.heads * (2 + config.output_gate) + 2 * config.kv_heads
@@ -130,7 +132,7 @@ def pair_flops(config: HFConfig) -> float:
 
 
 def key_share(config: HFConfig) -> float:
-    """Returns the memory of one token's keys and values as a share of that of all its activations in a layer.
+    """Returns the memory of one token's keys and values as a share of all its activations in a layer.
 
     The activations of a token are about 17 elements for each element of its hidden state (Korthikanti et al.,
     arXiv:2205.05198, section 4.1, without attention scores).

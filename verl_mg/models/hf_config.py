@@ -70,7 +70,7 @@ class ExpertsConfig:
     shared_ffn: int
     """Width of all shared experts together; 0: none."""
     router_bias: bool
-    """Whether a bias is added to the scores for the choice of experts alone."""
+    """Whether a bias is added to the scores only for the choice of experts."""
     normalized: bool
     """Whether the weights of a token's experts add up to 1."""
     layers: frozenset[int]
@@ -101,7 +101,7 @@ class ExpertsConfig:
 
 @dataclass(frozen=True)
 class MultiTokenConfig:
-    """Layer of multi-token prediction behind the others (DeepSeek-V3, arXiv:2412.19437, section 2.2)."""
+    """Layer of multi-token prediction after the others (DeepSeek-V3, arXiv:2412.19437, section 2.2)."""
 
     has_copies: bool = False
     """Whether the checkpoint repeats embedding and output layer among its tensors."""
@@ -156,7 +156,7 @@ class HFConfig:
     activation: str = "silu"
     """Activation of the feed-forward layers."""
     sandwich_norms: bool = False
-    """Whether attention and feed-forward layers have a norm behind them too (Gemma 2)."""
+    """Whether the outputs of attention and feed-forward layers are normalized too (Gemma 2)."""
     zero_centered_norms: bool = False
     """Whether a norm multiplies by 1 + its weight."""
     scaled_embedding: bool = False
@@ -181,7 +181,7 @@ class HFConfig:
     """Layer of multi-token prediction; None without, and where it is left out, see `multi_token`."""
 
     def has_experts(self, layer: int) -> bool:
-        """Returns whether a layer is a mixture of experts; that of multi-token prediction is one where others are."""
+        """Returns whether a layer (from 0) is a mixture of experts; multi-token prediction is where others are."""
         if layer == self.layers:
             return self.multi_token is not None and self.experts is not None
         return self.experts is not None and layer in self.experts.layers
@@ -219,13 +219,14 @@ def read_config(model: str | Path) -> HFConfig:
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: not a readable JSON file ({error}). Download the model again.") from None
     config = parse_config(raw, str(path))
+    # Nothing in config.json says whether Qwen3.5's files stack the experts.
     if config.linear and config.experts and stacks_experts(names_of_tensors(path.parent), config.prefix):
         return replace(config, experts=replace(config.experts, stacked=True))
     return config
 
 
 def parse_config(raw: Any, where: str = "config.json") -> HFConfig:
-    """Parses the decoded JSON of a config.json."""
+    """Parses the decoded JSON of a config.json; UserError for a field that is missing or not supported."""
     if not isinstance(raw, dict):
         raise UserError(
             f"{where}: a {type(raw).__name__}, not an object with the fields of a model. Use a config.json."
@@ -405,6 +406,7 @@ def _experts(raw: Fields, layers: int, family: Family, where: str) -> ExpertsCon
         normalized=raw["model_type"] in ("mixtral", "gpt_oss", "qwen3_5_moe_text") or bool(raw.get("norm_topk_prob")),
         layers=with_experts,
         sigmoid=with_bias,
+        # As the engines compute; transformers computes MiniMax's in the dtype of the model.
         float32=with_bias or raw["model_type"] == "deepseek_v2",
         groups=int(raw.get("n_group") or 1) if grouped else 1,
         topk_groups=int(raw.get("topk_group") or 1) if grouped else 1,

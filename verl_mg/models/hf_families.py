@@ -72,7 +72,7 @@ UNTRAINED: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), ("mtp.", "model.visual.")),
 }
 """Prefixes of tensors that an export copies from the model directory, as far as the backend does not have them, by the
-architecture of the weight table: that of the FSDP backend has the vision tower."""
+architecture of the weight table: the FSDP backend's has the vision tower."""
 
 _LINEAR: Fields = {
     "head_dim": 256,
@@ -176,7 +176,7 @@ SUPPORTED: Mapping[str, Mapping[str, tuple[object, ...]]] = {
 
 
 def check_supported(raw: Fields, family: Family, where: str) -> None:
-    """Checks the switches of an architecture."""
+    """Raises UserError for a variant that is not implemented: it would change the numbers without a word."""
     supported_values = SUPPORTED.get(raw["model_type"], {})
     for field in ("attention_bias", "mlp_bias", "use_sliding_window"):
         if raw.get(field) and field != family.qkv_bias and field not in supported_values:

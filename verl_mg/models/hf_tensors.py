@@ -1,6 +1,6 @@
 """Hugging Face names and shapes of the tensors of every architecture with a built-in table.
 
-Their source are the modules of the architectures in `transformers`.
+The source of the names are the modules of the architectures in `transformers`.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ def model_spec(c: HFConfig) -> ModelSpec:
     embedding = TensorSpec(c.prefix + "embed_tokens.weight", (c.vocab, c.hidden))
     kinds = [(c.has_experts(layer), c.has_linear_attention(layer)) for layer in range(c.layers)]
     prefix = c.prefix + LAYER.removeprefix("model.")
+    # One specification for each kind of layer: names have {layer} as placeholder.
     layers = {kind: _renamed(_layer(c, *kind), LAYER, prefix) for kind in set(kinds)}
     return ModelSpec(
         embedding,
@@ -96,6 +97,7 @@ def _attention(c: HFConfig) -> GroupedAttention | LatentAttention:
 
 def _grouped_attention(c: HFConfig) -> GroupedAttention:
     width, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    # With an output gate the projection has query and gate of each head one after the other.
     rows = {"q": width * (1 + c.output_gate), "k": kv, "v": kv}
     q, k, v = (TensorSpec(f"{ATTENTION}{x}_proj.weight", (n, c.hidden)) for x, n in rows.items())
     biases = tuple(TensorSpec(f"{ATTENTION}{x}_proj.bias", (n,)) for x, n in rows.items())
@@ -135,6 +137,7 @@ def _indexer(hidden: int, latent: LatentConfig, indexer: IndexerConfig) -> Index
     def tensor(name: str, *shape: int) -> TensorSpec:
         return TensorSpec(f"{ATTENTION}indexer.{name}.weight", shape)
 
+    # float32, as in published directories and in the engines.
     norm = [TensorSpec(f"{ATTENTION}indexer.k_norm.{x}", (indexer.head_dim,), True) for x in ("weight", "bias")]
     return Indexer(
         q=tensor("wq_b", indexer.heads * indexer.head_dim, latent.q_rank),
@@ -179,12 +182,13 @@ def _mlp(
 
 
 def _stacked_experts(hidden: int, experts: ExpertsConfig) -> Experts:
-    """Returns the tensors of gpt-oss's experts; those of the files stack them."""
+    """Returns the tensors of gpt-oss's experts, which its files stack."""
 
     def tensor(name: str, *shape: int) -> TensorSpec:
         prefix = FEED_FORWARD + "experts."
         return TensorSpec(prefix + "{expert}." + name, shape, stack=Stack(prefix + name))
 
+    # One tensor with alternating rows, as in the engines: halves would be thousands of boxes for each expert.
     each = MLP(
         gate_up=(tensor("gate_up_proj", 2 * experts.ffn, hidden),),
         down=tensor("down_proj", hidden, experts.ffn),
@@ -206,6 +210,7 @@ def _experts(c: HFConfig, experts: ExpertsConfig) -> Experts:
         return _stacked_experts(c.hidden, experts)
     prefix, *names = EXPERT_NAMES.get(c.architecture, (FEED_FORWARD, "gate_proj", "up_proj", "down_proj"))
     bias_prefix = prefix if c.architecture == "minimax_m2" else prefix + "gate."
+    # float32 in every runtime: rounded to bfloat16 the bias may choose other experts.
     bias = TensorSpec(bias_prefix + "e_score_correction_bias", (experts.count,), float32=True)
     gate, up, down = names
     each = _mlp(prefix + "experts.{expert}.", c.hidden, experts.ffn, (gate, up, down))

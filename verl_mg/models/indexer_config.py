@@ -24,13 +24,14 @@ class IndexerConfig:
 
 
 def parse_indexer(raw: dict[str, Any], layers: int, where: str) -> IndexerConfig:
-    """Parses the fields of sparse attention."""
+    """Parses the fields of sparse attention; UserError where layers share a selection or queries have no low rank."""
     interleaved = raw["model_type"] == "glm_moe_dsa"
     if bool(raw.get("indexer_rope_interleave")) != interleaved:
         raise UserError(
             f"{where}: indexer_rope_interleave={raw.get('indexer_rope_interleave')} is not that of model_type "
             f"{raw['model_type']!r} in transformers. Write {str(interleaved).lower()}."
         )
+    # A shared selection would have to cross pipeline stages.
     if _shares_selections(raw, layers):
         raise UserError(
             f"{where}: layers that attend to the keys that an earlier layer selected (index_topk_freq, "

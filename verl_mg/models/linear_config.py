@@ -56,7 +56,7 @@ class LinearConfig:
 
 
 def parse_linear(raw: dict[str, Any], layers: int, where: str) -> LinearConfig:
-    """Parses the fields of linear attention."""
+    """Parses the fields of linear attention; UserError for unknown kinds of layers or numbers of heads."""
     interval = int(raw["full_attention_interval"])
     kinds = raw.get("layer_types") or [LAYER_TYPES[(layer + 1) % interval == 0] for layer in range(layers)]
     if len(kinds) != layers or not set(LAYER_TYPES).issuperset(kinds):

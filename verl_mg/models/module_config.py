@@ -30,7 +30,10 @@ def read_any_config(model_dir: str | Path) -> HFConfig:
 
 
 def module_config(config: PretrainedConfig, where: str | Path, tied: bool, mixtures: frozenset[int]) -> HFConfig:
-    """Returns the sizes of a language model, of its text part where it has others."""
+    """Returns the sizes of a language model, of its text part where it has others.
+
+    `where` is the directory, for errors; `mixtures` are the indices of the layers with experts.
+    """
     text = config.get_text_config(decoder=True)
 
     def size(name: str) -> int:
@@ -86,4 +89,5 @@ def _experts(text: Any, mixtures: frozenset[int]) -> ExpertsConfig | None:
 
 def _first(text: Any, names: tuple[str, ...]) -> int | None:
     """Returns the first of the fields that is a number."""
+    # By type: a field may be None, or a list with a value for each layer.
     return next((value for name in names if isinstance(value := getattr(text, name, None), int)), None)

@@ -11,7 +11,7 @@ from verl_mg.models.hf_tensors import QWEN_MULTI_TOKEN
 from verl_mg.models.tensor_names import names_of_tensors, stacks_experts
 
 ARCHITECTURES = frozenset({"deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
-"""Architectures whose checkpoints can have such a layer behind the others."""
+"""Architectures whose checkpoints can have such a layer after the others."""
 COPIES = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
 """{tensor of the layer: the tensor of the model that it repeats}. The layer shares them with the model
 (arXiv:2412.19437, section 2.2), and engines do not read the copies; Qwen's models have none."""
@@ -22,16 +22,19 @@ QWEN_PARTS = frozenset({"fc", "layers", "norm", "pre_fc_norm_embedding", "pre_fc
 def with_multi_token_layer(config: HFConfig, folder: Path) -> HFConfig:
     """Returns a configuration with the layer of multi-token prediction, where a directory has exactly one.
 
-    `transformers` neither loads nor saves it, so config.json alone does not say whether it is there.
+    The names of its tensors decide, not config.json: `transformers` neither loads nor saves the layer, so a
+    directory that it wrote has the field but not the layer.
     """
     if config.architecture not in ARCHITECTURES:
         return config
     names = names_of_tensors(folder)
     if config.linear:
         return replace(config, multi_token=_qwen_layer(names))
+    # Directories with two such layers are read without them: no published model has more than one.
     further = replace(config, layers=config.layers + 1)
     if config.experts is None or projection(config) not in names or projection(further) in names:
         return config
+    # Exports write the model's tensors in place of the copies.
     has_copies = all(f"model.layers.{config.layers}.{name}" in names for name in COPIES)
     return replace(config, multi_token=MultiTokenConfig(has_copies))
 
@@ -52,5 +55,5 @@ def _qwen_layer(names: Collection[str]) -> MultiTokenConfig | None:
 
 
 def projection(config: HFConfig) -> str:
-    """Returns the name of the tensor by which a directory with such a layer is known."""
+    """Returns the name of the tensor that shows that a directory has such a layer."""
     return f"{QWEN_MULTI_TOKEN}fc.weight" if config.linear else f"model.layers.{config.layers}.eh_proj.weight"

@@ -1,16 +1,18 @@
-"""Tensors of experts that the files of a checkpoint stack: those of gpt-oss, and of Qwen3.5 as it is published.
+r"""Tensors of experts that the files of a checkpoint stack: of gpt-oss, and of Qwen3.5 as it is published.
 
     weight table, and runtimes        files of gpt-oss, transposed
-    experts.0.gate_up_proj (r, c)  \\
+    experts.0.gate_up_proj (r, c)  \
     experts.1.gate_up_proj (r, c)   > experts.gate_up_proj (experts, c, r)
     ...                            /
 
     weight table, and runtimes        files of Qwen3.5
-    experts.0.gate_proj (r, c)     \\
+    experts.0.gate_proj (r, c)     \
     experts.0.up_proj (r, c)        > experts.gate_up_proj (experts, 2 r, c), gate first
     ...                            /
 
-Everywhere else each expert has its own tensors, matrices as (out, in), as with other architectures.
+Everywhere else each expert has separate tensors, matrices as (out, in), as with other architectures: expert
+parallelism, resharding and the tables of engines need no second way. With r = 2, c = 3, rows 0:1 of up_proj of
+expert 1 of Qwen3.5, the box ((0, 1), (0, 3)), are the box ((1, 2), (2, 3), (0, 3)) of the stack.
 """
 
 from __future__ import annotations
@@ -35,13 +37,13 @@ class Stack:
     """Rows of an expert in it, of a tensor that is not transposed."""
 
     def shape(self, experts: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape of the tensor."""
+        """Returns the shape of the tensor for the number of experts and the shape of an expert's tensor."""
         return (experts, *reversed(shape)) if self.transposed else (experts, self.rows, *shape[1:])
 
 
 @dataclass(frozen=True, slots=True)
 class StackedTensor:
-    """Place of an expert's tensor in a tensor of the files that stacks those of all experts."""
+    """Place of an expert's tensor in a tensor of the files that stacks the tensors of all experts."""
 
     name: str
     """Name of the stacked tensor."""
@@ -73,7 +75,7 @@ class StackedTensor:
 def expert_shapes(
     shapes: Mapping[str, tuple[int, ...]], stacked: Mapping[str, StackedTensor]
 ) -> dict[str, tuple[int, ...]]:
-    """Replaces the stacked tensors of a checkpoint by those of the experts, in the same place of the order."""
+    """Returns the shapes of a checkpoint with the experts' tensors, in order, in place of each stacked one."""
     members: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, place in stacked.items():
         members.setdefault(place.name, {})[name] = place.expert_shape

@@ -23,10 +23,10 @@ class TensorInfo:
     float32: bool = False
     """Whether the tensor is float32 in every runtime."""
     dtype: torch.dtype | None = None
-    """Dtype in which the tensor travels, where it is not that of the model."""
+    """Dtype in which the tensor travels, where it is not the model's."""
 
     def wire_dtype(self, default: torch.dtype) -> torch.dtype:
-        """Returns the dtype in which the tensor travels."""
+        """Returns the dtype in which the tensor travels; `default`: the dtype of the model."""
         return torch.float32 if self.float32 else self.dtype or default
 
 
@@ -115,7 +115,7 @@ def index_of(model: ModelSpec) -> TensorIndex:
                 if tensor.per_expert:
                     add(tensor, number, expert)
     add(model.final_norm)
-    tied = model.output is model.embedding
+    tied = model.output is model.embedding  # by identity: the checkpoint has one tensor for both
     if not tied:
         add(model.output)
     return TensorIndex(entries, tied)

@@ -1,5 +1,12 @@
 """Tensors of a model's checkpoint as a tree of layers.
 
+    ModelSpec
+      embedding               model.embed_tokens.weight
+      layers: LayerSpec       attention: GroupedAttention, LatentAttention or LinearAttention
+                              mlp: MLP or Experts, whose `each` has {expert} in its names
+      final_norm, output      model.norm.weight, lm_head.weight; a tied output is the embedding
+      multi_token             None, or a further layer
+
 The tables of Megatron, SGLang and `transformers` refer to the fields of this tree, never to names. A name with
 `{layer}` exists once for each layer, one with `{expert}` once for each expert of a layer.
 """
@@ -23,7 +30,7 @@ class TensorSpec:
     float32: bool = False
     """Whether the tensor is float32 in every runtime, whatever the dtype of the model."""
     stack: Stack | None = None
-    """Tensor in files that stacks it for all experts, see `StackedTensor`; None: a tensor of its own."""
+    """Tensor in files that stacks it for all experts, see `StackedTensor`; None: a separate tensor."""
 
     @property
     def per_expert(self) -> bool:
@@ -36,7 +43,7 @@ class GroupedAttention:
     """Tensors of grouped-query attention."""
 
     q: TensorSpec
-    """Query projection; with an output gate the rows of each head's query, then those of its gate."""
+    """Query projection; with an output gate the rows of each head's query, then of its gate."""
     k: TensorSpec
     """Key projection."""
     v: TensorSpec
@@ -94,7 +101,7 @@ class LinearAttention:
     """Tensors of a gated delta net (arXiv:2412.06464): queries q, keys k, values v, gates z, strengths b, decays a."""
 
     qkvz: tuple[TensorSpec, ...]
-    """Projections to q, k, v and z: one with the rows of each key head together, or that of q, k and v, and of z."""
+    """Projections to q, k, v and z: one with the rows of each key head together, or one to q, k and v and one to z."""
     ba: tuple[TensorSpec, ...]
     """Projections to b and a: one with the rows of each key head together, or one each."""
     conv: TensorSpec
@@ -132,7 +139,7 @@ class Experts:
     router: TensorSpec
     """Router weight (experts, hidden)."""
     router_bias: TensorSpec | None
-    """Bias that the router adds for the choice of experts alone."""
+    """Bias that the router adds only for the choice of experts."""
     each: MLP
     """Tensors of each routed expert."""
     shared: MLP | None
@@ -152,13 +159,13 @@ class LayerSpec:
     attention: GroupedAttention | LatentAttention | LinearAttention
     """Attention."""
     after_attention_norm: TensorSpec | None
-    """Norm behind attention (Gemma 2)."""
+    """Norm after attention (Gemma 2)."""
     mlp_norm: TensorSpec
     """Norm before the feed-forward layer."""
     mlp: MLP | Experts
     """Feed-forward layer or experts."""
     after_mlp_norm: TensorSpec | None
-    """Norm behind the feed-forward layer (Gemma 2)."""
+    """Norm after the feed-forward layer (Gemma 2)."""
 
     @property
     def num_experts(self) -> int:
@@ -168,7 +175,7 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class MultiTokenSpec:
-    """Tensors of a layer of multi-token prediction, without those that it shares with the model."""
+    """Tensors of a layer of multi-token prediction, without the ones that it shares with the model."""
 
     embedding_norm: TensorSpec
     """Norm of the embedding of the next token."""
@@ -177,7 +184,7 @@ class MultiTokenSpec:
     projection: TensorSpec
     """Projection (hidden, 2 hidden) of both side by side, the embedding first."""
     layer: LayerSpec
-    """Transformer layer behind the projection."""
+    """Transformer layer after the projection."""
     final_norm: TensorSpec
     """Norm before the output layer."""
 
@@ -191,15 +198,15 @@ class ModelSpec:
     layers: tuple[LayerSpec, ...]
     """Transformer layers in order."""
     final_norm: TensorSpec
-    """Norm behind the layers."""
+    """Norm after the layers."""
     output: TensorSpec
     """Output layer; the same object as `embedding` where the two are tied."""
     multi_token: MultiTokenSpec | None = None
-    """Layer of multi-token prediction, which the checkpoint numbers behind `layers`."""
+    """Layer of multi-token prediction, which the checkpoint numbers after `layers`."""
 
     @property
     def all_layers(self) -> tuple[LayerSpec, ...]:
-        """Transformer layers in order, that of multi-token prediction included."""
+        """Transformer layers in order, the one of multi-token prediction included."""
         return self.layers if self.multi_token is None else (*self.layers, self.multi_token.layer)
 
 
@@ -232,7 +239,7 @@ def linear_tensors_of(layer: LayerSpec) -> Iterator[TensorSpec]:
 
 
 def expert_tensors_of(layer: LayerSpec) -> Iterator[TensorSpec]:
-    """Yields the weights of the linear layers of routed experts; none of those that the files stack transposed."""
+    """Yields the weights of the linear layers of routed experts; none that the files stack transposed."""
     if isinstance(layer.mlp, Experts):
         each = layer.mlp.each
         yield from (t for t in (*each.gate_up, each.down) if t.stack is None or not t.stack.transposed)

@@ -82,8 +82,9 @@ def character_tokenizer(
     """Returns a tokenizer with one token for each character, and a chat template; decoding restores the text exactly.
 
     Token ids: `<pad>` 0, `<eos>` 1, `<unk>` 2, the role markers `<system>` `<user>` `<assistant>` 3 to 5,
-    then the distinct characters in the given order; a character beyond ASCII adds the bytes that it is merged from.
-    Other characters become `<unk>`.
+    then the distinct characters in the given order, and after them `words`; a character beyond ASCII adds the bytes
+    that it is merged from. Other characters become `<unk>`. `named` are words that the tokenizer has as attributes,
+    such as `image_token`, by their names.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -144,7 +145,10 @@ def make_tiny_model(
 
     The folder then contains config.json, generation_config.json, model.safetensors (float32) and the
     tokenizer's files; the vocabulary is exactly the tokenizer's, unpadded. The same arguments give the
-    same bytes.
+    same bytes. Sizes that follow from others: a head is `hidden // heads` wide; latent attention rotates half as
+    many additional elements, compresses keys and values to `hidden // 2`, and has no `kv_heads`; linear attention has
+    `heads` value heads and half as many key heads, each half as wide. Of the `experts` 2 process a token; they are half
+    as wide as `ffn`, except in `WIDE_EXPERTS`. `perturb` changes norms and biases, see `perturb_vectors`.
     """
     from transformers import AutoModelForCausalLM
 
@@ -180,6 +184,7 @@ def make_tiny_model(
         | mixture_fields(architecture, experts, ffn // 2, shared_experts, dense_layers, layers)
         | dict(fields or {}),
     )
+    # The caller's generator stays as it is: a test that makes a model draws the same numbers as before.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -202,7 +207,7 @@ def _latent_attention(heads: int, width: int, kv_rank: int, q_rank: int) -> dict
 
 
 def linear_attention_fields(heads: int, width: int) -> dict[str, Any]:
-    """Returns the fields of linear attention in a config.json."""
+    """Returns the fields of linear attention in a config.json; `heads`: value heads, twice as many as key heads."""
     return {
         "linear_num_key_heads": heads // 2,
         "linear_num_value_heads": heads,

@@ -62,5 +62,5 @@ def _as_user_error(path: Path) -> Iterator[None]:
         reason = " ".join(str(error).split())
         raise UserError(
             f"{path}: transformers {transformers.__version__} cannot load it ({type(error).__name__}: "
-            f"{reason.removesuffix('.')}). Use a model that it supports without code of its own."
+            f"{reason.removesuffix('.')}). Use a model that it supports without further code."
         ) from error

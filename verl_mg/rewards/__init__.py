@@ -14,11 +14,8 @@ def load_rewards(config: RewardConfig, report: Callable[[str], None] = warn) -> 
     """Builds the scorer of a job: its single reward, or its mixture.
 
     Args:
-        config: the section `reward`.
+        config: the section `reward`; UserError for a reward that cannot be loaded.
         report: receives one line about an edit of `reward.weights_file` that cannot be used.
-
-    Raises:
-        UserError: see `load_reward`.
     """
     if not config.mixture:
         reward = load_reward(config.function, config.options)

@@ -1,10 +1,15 @@
 """Scores samples in the background, while others are still being generated.
 
-    caller           submit(1) submit(2) submit(3) ...                  result(1)  result(2) ...
-    event loop       async rewards concurrently, batches when their reward is free
-    threads          rewards that block
+    caller             submit(1)  submit(2)  ...                      result(1) waits for a Future
+                          | run_coroutine_threadsafe                     ^
+    thread "rewards"   event loop: a _RewardQueue for each reward; samples wait in the order of submission
+                          | _dispatch: while a call is free              |
+                          +-> async reward: awaited here ----------------+
+                          +-> reward that blocks: run_in_executor        |
+    threads "reward"          ThreadPoolExecutor(workers) ---------------+
 
-Each reward has a queue, in which samples wait in the order of submission.
+The thread "rewards" runs from construction to `close`. `_dispatch` consumes the waiting samples of a reward, is
+woken by each new sample and by each call that ends, and returns when no call is free or no sample waits.
 """
 
 from __future__ import annotations
@@ -25,8 +30,8 @@ from verl_mg.rewards.reward import LoadedReward, Reward, Sample
 class AsyncScorer:
     """Scores samples with one reward, or with the rewards of a mixture.
 
-    Results do not depend on when and with which other samples a sample is scored, as far as the rewards themselves do
-    not; the weights of a mixture are those at the time of `result`.
+    Results do not depend on when and with which other samples a sample is scored, as far as the rewards themselves
+    do not; the weights of a mixture are read in `result`.
     """
 
     def __init__(
@@ -36,13 +41,10 @@ class AsyncScorer:
 
         Args:
             rewards: rewards by name.
-            workers: calls of a reward that run at the same time, in threads for rewards that block. A reward with
-                batches receives the samples that wait when it is free, and sets the number of concurrent calls itself
-                (`parallel`, 1 by default).
+            workers: calls of a reward that run at the same time, at least 1, in threads for rewards that block. A
+                reward with batches receives the samples that wait when it is free, and sets the number of concurrent
+                calls itself (`parallel`, 1 by default).
             mixture: combines several rewards; required unless there is a single one.
-
-        Raises:
-            UserError: `workers` is less than 1.
         """
         if workers < 1:
             raise UserError(f"reward.workers: {workers} is out of range. Give at least 1.")
@@ -53,6 +55,7 @@ class AsyncScorer:
         self._running: dict[int, dict[str, Future[Reward]]] = {}
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="reward")
         self._queues = {name: _RewardQueue(reward, self._threads, workers) for name, reward in rewards.items()}
+        # Negative, so that `score` may run between `submit` and `result` of a caller's keys.
         self._internal_keys = itertools.count(-1, -1)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
@@ -70,11 +73,7 @@ class AsyncScorer:
         self._submit(key, sample)
 
     def result(self, key: int) -> Reward:
-        """Waits for the reward of the sample submitted under a key and returns it; may be called repeatedly.
-
-        Raises:
-            UserError: a reward failed; the message says which one and how.
-        """
+        """Waits for the reward of a submitted sample and returns it, repeatedly; UserError where a reward failed."""
         try:
             rewards = {name: future.result() for name, future in self._running[key].items()}
         except CancelledError:
@@ -113,6 +112,7 @@ class AsyncScorer:
             return
         for key in list(self._running):
             self.discard(key)
+        # Tasks first: a loop that stops with pending tasks leaves their futures waiting for ever.
         asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -156,7 +156,7 @@ class _RewardQueue:
         while self._free and (batch := self._next_batch()):
             self._free -= 1
             call = asyncio.create_task(self._call(batch))
-            self._calls.add(call)
+            self._calls.add(call)  # the event loop has only weak references to tasks
             call.add_done_callback(self._calls.discard)
             if self._reward.asynchronous:  # a thread cannot be stopped, and its reward is busy until it ends
                 _cancel_when_all_are_cancelled(call, [future for _, future in batch])
@@ -165,7 +165,7 @@ class _RewardQueue:
         batch: list[tuple[Sample, asyncio.Future[Reward]]] = []
         while self._waiting and len(batch) < self._reward.batch_size:
             sample, future = self._waiting.popleft()
-            if not future.done():
+            if not future.done():  # discarded while it waited
                 batch.append((sample, future))
         return batch
 
@@ -182,7 +182,7 @@ class _RewardQueue:
                     future.set_exception(error)
         finally:
             for future in futures:
-                future.cancel()  # those without a result
+                future.cancel()  # without effect where there is a result
             self._free += 1
             self._dispatch()
 

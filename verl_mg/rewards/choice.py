@@ -15,21 +15,16 @@ THOUGHT = "</think>"
 
 
 def score(sample: Sample, choices: int = 4) -> Reward:
-    """Returns 1.0 where the letter that the response gives is the answer of the record, else 0.0.
+    r"""Returns 1.0 where the letter that the response gives is the answer of the record, else 0.0.
 
-    The letter is the last one in `\\boxed{}`; without any, the last one that is stated as "Answer: C", "the answer is
-    (C)", "the correct option is" with the word answer, in bold or not; otherwise the last line if it is a letter alone,
-    as "C", "(C)" or "**C.**". Letters are capitals. What is before `</think>` does not count.
+    The letter is the last one in `\boxed{}`; without any, the last one that is stated as "Answer: C", "the answer
+    is (C)", "the correct option is" with the word answer, in bold or not; otherwise the last line if it is only a
+    letter, as "C", "(C)" or "**C.**". Letters are capitals. What is before `</think>` does not count. The parts
+    "correct" and "answered" are 0.0 or 1.0.
 
     Args:
-        sample: its answer is a letter.
+        sample: its answer is a letter; UserError otherwise.
         choices: number of choices: 4 are A to D.
-
-    Returns:
-        A reward with the parts "correct" and "answered", each 0.0 or 1.0, and the letter as the answer.
-
-    Raises:
-        UserError: the answer of the record is not one of the letters.
     """
     letters = string.ascii_uppercase[:choices]
     gold = (sample.answer or "").strip().strip("()").upper()
@@ -49,8 +44,7 @@ def letter_of(response: str, letters: str) -> str | None:
     """Returns the letter that a response gives as its answer; None without one.
 
     Args:
-        response: text of the response.
-        letters: letters of the choices.
+        response, letters: text of the response, and the letters of the choices.
     """
     text = response.rpartition(THOUGHT)[2].strip()
     for pattern in (BOXED, STATED):

@@ -47,14 +47,11 @@ class Classifier:
             path: directory with config.json, safetensors and a tokenizer; nothing is downloaded.
             batch_size: rows per forward pass.
             max_tokens: a longer text is cut at its beginning.
-            device: device of the model; None for that of the rank.
+            device: device of the model; None for the rank's.
             dtype: "float32", "bfloat16" or "float16".
-            label: name in the model's `id2label`, or number, of the label whose probability is the reward; needed for
-                several labels.
+            label: name in the model's `id2label`, or number, of the label whose probability is the reward; needed
+                for several labels.
             messages: field of the record with the conversation.
-
-        Raises:
-            UserError: an option is invalid, or the directory has no model with a classification head.
         """
         if batch_size < 1 or max_tokens < 1:
             raise UserError(f"batch_size={batch_size}, max_tokens={max_tokens}: out of range. Give at least 1.")
@@ -78,6 +75,7 @@ class Classifier:
         by_length: dict[int, list[int]] = {}
         for number, row in enumerate(rows):
             by_length.setdefault(self._padded_length(len(row)), []).append(number)
+        # Batches by padded length: kernels, and with them the last digits of a score, depend on the shape.
         for length, numbers in by_length.items():
             for start in range(0, len(numbers), self.batch_size):
                 chosen = numbers[start : start + self.batch_size]
@@ -107,6 +105,7 @@ class Classifier:
         text, special = self._text(sample)
         ids = self._tokenizer(text, add_special_tokens=special, truncation=True, max_length=self._max_tokens)
         tokens: list[int] = ids["input_ids"]
+        # A row without tokens has no position whose score could be read.
         return tokens or [self._tokenizer.eos_token_id or 0]
 
     def _text(self, sample: Sample) -> tuple[str, bool]:

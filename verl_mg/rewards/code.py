@@ -82,21 +82,16 @@ async def score(
     `check`, `assert isinstance(f(x), list)`): they run in its own process, and a program that searches that process
     for the marker of the run could report that it passes them.
 
-    The cases of a sample run one after another, so a rank runs as many programs at once as it has workers.
+    The cases of a sample run one after another, so a rank runs as many programs at the same time as it has workers.
+    Parts are as in `run_tests`.
 
     Args:
-        sample: the sample, with its test cases in the record.
+        sample: the sample, with its test cases in the record; UserError without any.
         field: field of the record with the test cases; None for the first of `FIELDS` that it has.
         seconds: time limit of each run, the start of the interpreter included. There is one run for each stdin case,
             and one for all calls together.
         memory_mb: memory limit of each run.
         partial: whether the reward is the share of the cases that pass.
-
-    Returns:
-        A reward with the parts of `run_tests`.
-
-    Raises:
-        UserError: there are no test cases, or a limit is not positive.
     """
 
     async def run(program: str, stdin: str) -> Outcome:
@@ -108,14 +103,11 @@ async def score(
 
 
 def read_tests(sample: Sample, field: str | None) -> list[Case]:
-    """Reads the test cases of a record, at least one.
+    """Reads the test cases of a record, at least one; UserError where there are none, or of no supported form.
 
     Args:
         sample: the sample whose record contains them.
         field: field of the record; None for the first of `FIELDS` that it has.
-
-    Raises:
-        UserError: there are no test cases, or they have none of the supported forms.
     """
     record = sample.record
     name = field or next((name for name in FIELDS if record.get(name)), None)
@@ -149,15 +141,14 @@ def last_program(response: str) -> str | None:
 async def run_tests(response: str, cases: Sequence[Case], run: Run, partial: bool) -> Reward:
     """Runs the program of a response on test cases, until one fails or, if `partial`, to the end.
 
+    Returns 1.0 or 0.0, or the share that passed if `partial`. Parts: "correct" (all passed), "passed" (the share;
+    without `partial` only of the cases before the first failure), "answered" (the response has a program).
+
     Args:
         response: the response, whose last fenced Python block is the program.
         cases: the test cases.
         run: runs a program with a stdin.
         partial: whether the reward is the share of the cases that pass.
-
-    Returns:
-        1.0 or 0.0, or the share that passed if `partial`. Parts: "correct" (all passed), "passed" (the share; without
-        `partial` only of the cases before the first failure), "answered" (the response has a program).
     """
     program = last_program(response)
     if program is None:
@@ -192,11 +183,10 @@ async def _is_right(output: str, case: InputCase, run: Run) -> bool:
 
 
 def same_text(output: str, expected: str) -> bool:
-    """Reports whether texts are equal line by line, except for surrounding space and numbers within `TOLERANCE`.
+    """Returns whether texts are equal line by line, except for surrounding space and numbers within `TOLERANCE`.
 
     Args:
-        output: output of the program.
-        expected: expected output.
+        output, expected: output of the program and of the test case.
     """
     left, right = ([line.split() for line in text.strip().splitlines()] for text in (output, expected))
     return left == right or (
@@ -220,6 +210,7 @@ def _close(left: float, right: float) -> bool:
 
 async def _passed_calls(program: str, cases: Sequence[CallCase], run: Run) -> int:
     """Makes all calls in one run and counts the expected results. A line counts only with this run's marker."""
+    # Unknown to the program, which could otherwise print lines that look like results of the harness.
     marker = secrets.token_hex(16)
     request = {"marker": marker, "program": program, "calls": [case.call for case in cases]}
     outcome = await run(HARNESS.read_text(encoding="utf-8"), json.dumps(request) + "\n")

@@ -5,7 +5,7 @@
     open-r1/codeforces                   examples, official_tests, generated_checker
 
 Read here they have a form of `verl_mg.rewards.code`. A pickle is never loaded: its instructions are listed, and only
-those of a single text are accepted.
+a single text is accepted.
 """
 
 from __future__ import annotations
@@ -27,14 +27,7 @@ _WITHOUT_EFFECT = {"PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT", 
 
 
 def contest_tests(record: Mapping[str, Any]) -> Any:
-    """Returns the test cases of a record in a form of `verl_mg.rewards.code`, None where it is of no such set.
-
-    Args:
-        record: the record as read.
-
-    Raises:
-        ValueError: the test cases cannot be read.
-    """
+    """Returns the test cases of a record in a form of `verl_mg.rewards.code`, None where it is of no such set."""
     if record.get("public_test_cases"):
         return _livecodebench(record)
     if record.get("official_tests") or (record.get("examples") and "input_format" in record):
@@ -67,6 +60,7 @@ def _private(text: str) -> list[dict[str, Any]]:
 
 
 def _decompressed(text: str) -> bytes:
+    # Not `zlib.decompress`, which has no limit: a few KiB of a record can become all of a host's memory.
     stream = zlib.decompressobj()
     try:
         data = stream.decompress(base64.b64decode(text, validate=True), MAX_BYTES)
@@ -78,14 +72,7 @@ def _decompressed(text: str) -> bytes:
 
 
 def pickled_text(data: bytes) -> str:
-    """Returns the text that a pickle consists of, without executing it.
-
-    Args:
-        data: the pickle.
-
-    Raises:
-        ValueError: it is anything but one text.
-    """
+    """Returns the text that a pickle consists of, without executing it; ValueError for anything but one text."""
     texts: list[str] = []
     for instruction, argument, _ in pickletools.genops(data):
         if instruction.name in _TEXTS:

@@ -26,18 +26,12 @@ REMOVED = (
 
 
 def score(sample: Sample, correct: float = 1.0, wrong: float = -1.0) -> Reward:
-    """Scores the last `Answer:` line of the response.
+    """Scores the last `Answer:` line of the response; the parts "correct" and "answered" are 0.0 or 1.0.
 
     Args:
-        sample: the sample to score.
+        sample: the sample to score; UserError where its record has no answer.
         correct: reward where the line equals the record's answer.
         wrong: reward otherwise, also without such a line.
-
-    Returns:
-        A reward with the parts "correct" and "answered", each 0.0 or 1.0, and the normalised answer.
-
-    Raises:
-        UserError: the record has no answer.
     """
     if sample.answer is None or not sample.answer.strip():
         raise UserError(

@@ -20,7 +20,7 @@ def adapted(
     Args:
         function: the function to call, sync or async.
         arguments: makes its keyword arguments of the sample or samples.
-        convert: what is applied to its result.
+        convert: applied to its result.
     """
     if inspect.iscoroutinefunction(function):
 
@@ -48,8 +48,7 @@ def reward_of(result: Any, key: str, name: str, remedy: str) -> Reward:
     Args:
         result: what the function returned.
         key: entry of a mapping with the value of the reward.
-        name: name of the reward, for errors.
-        remedy: what to do about a mapping without the entry, for errors.
+        name, remedy: name of the reward, and what to do about a mapping without the entry, for errors.
     """
     if not isinstance(result, Mapping):
         return Reward(plain_number(result))
@@ -71,6 +70,7 @@ def reference(value: Any, answer: str | None) -> Any:
         answer: the answer, as the data's reader made it.
     """
     text = json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, list | dict) else str(value)
+    # A copy: functions may change it, and all samples of a prompt share the record.
     return copy.deepcopy(value) if text == answer else answer
 
 

@@ -21,6 +21,7 @@ def main() -> None:
     # Output of the program itself is dropped: it would count against the limit of the output.
     report = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    # Registered by its name: `dataclass` looks up the module of a class in sys.modules.
     module = types.ModuleType("solution")
     sys.modules["solution"] = module
     space = vars(module)
@@ -39,8 +40,7 @@ def result(call: dict[str, Any], space: dict[str, Any]) -> Any:
     """Makes a call in a namespace and returns its value.
 
     Args:
-        call: the call.
-        space: global variables of the program.
+        call, space: the call, and the global variables of the program.
     """
     if "function" in call:
         return function(call["function"], space)(*call["arguments"])
@@ -55,8 +55,7 @@ def function(name: str, space: dict[str, Any]) -> Any:
     """Finds a function by name, or as a method of LeetCode's class Solution.
 
     Args:
-        name: name of the function.
-        space: global variables of the program.
+        name, space: name of the function, and the global variables of the program.
     """
     return space[name] if name in space else getattr(space["Solution"](), name)
 

@@ -18,20 +18,14 @@ def score(
     wrong: float = 0.0,
     missing: float = 0.0,
 ) -> Reward:
-    """Scores the number that the response gives as its answer.
+    """Scores the number that the response gives as its answer; the parts "correct" and "answered" are 0.0 or 1.0.
 
     Args:
-        sample: its answer is a number, or text that ends with `#### NUMBER`.
+        sample: its answer is a number, or text that ends with `#### NUMBER`; UserError otherwise.
         method: "strict" reads the number after the last `####` of the response, "flexible" its last number.
         correct: reward of the right number, compared by value: 1,000 and $1000.00 are equal.
         wrong: reward of another number; a value slightly above `missing` rewards the format.
         missing: reward of a response without a number in this format.
-
-    Returns:
-        A reward with the parts "correct" and "answered", each 0.0 or 1.0, and the number as the answer.
-
-    Raises:
-        UserError: the record has no number to compare with, or there is no such method.
     """
     if method not in ("strict", "flexible"):
         raise UserError(f"rewards.gsm8k: method {method!r} is unknown. Write strict or flexible.")

@@ -30,9 +30,6 @@ class Score:
             benchmark: the set that the instructions are of.
             level: whether the reward is 1.0 where all instructions are followed, or the share that is.
             mode: loose: an instruction is also followed where it is without the first or last line, or without `*`.
-
-        Raises:
-            UserError: the package is not installed, or an option is unknown.
         """
         options = {"benchmark": (benchmark, ("ifeval", "ifbench")), "level": (level, ("prompt", "instruction"))}
         for name, (value, known) in (options | {"mode": (mode, ("strict", "loose"))}).items():
@@ -53,14 +50,10 @@ class Score:
         self._value = f"{level}_{mode}"
 
     def score(self, sample: Sample) -> Reward:
-        """Returns the reward of a response.
+        """Returns the reward of a response, for all pairs of level and mode as parts.
 
-        Returns:
-            A reward with the parts `prompt_strict` and `prompt_loose` (all instructions are followed),
-            `instruction_strict` and `instruction_loose` (the share that is followed).
-
-        Raises:
-            UserError: the record has no instructions, or one that the package cannot check.
+        They are `prompt_strict` and `prompt_loose` (all instructions are followed), `instruction_strict` and
+        `instruction_loose` (the share that is followed).
         """
         instructions, arguments = _instructions(sample)
         if unknown := set(instructions) - self._known:

@@ -37,18 +37,12 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
 def score(sample: Sample) -> Reward:
-    """Returns reward 1.0 where the final answer of the response equals that of the record, else 0.0.
+    r"""Returns 1.0 where the final answer of the response equals the record's, else 0.0; callable from any thread.
 
-    The record's final answer is the text after its last `####`, or the whole answer. The response's is the text after
-    its last `####`, or the answer that math-verify extracts: a `\\boxed{}`, then other LaTeX, then an expression.
-    "$" and thousands separators make no difference; a comparison that exceeds `SECONDS` scores 0.0. Callable from
-    any thread.
-
-    Returns:
-        A reward with the parts "correct" and "answered" (the response has an answer), each 0.0 or 1.0, and the answer.
-
-    Raises:
-        UserError: the record has no answer.
+    The record's final answer is the text after its last `####`, or the whole answer. The response's is the text
+    after its last `####`, or the answer that math-verify extracts: a `\boxed{}`, then other LaTeX, then an expression.
+    "$" and thousands separators make no difference; a comparison that exceeds `SECONDS` scores 0.0. The parts "correct"
+    and "answered" are 0.0 or 1.0; UserError where the record has no answer.
     """
     if sample.answer is None or not sample.answer.strip():
         raise UserError(
@@ -59,6 +53,7 @@ def score(sample: Sample) -> Reward:
     number = _number(final or "")
     if final and number and _plain(final) == _plain(_gold(sample.answer)):
         return Reward(1.0, {"correct": 1.0, "answered": 1.0}, number)  # most answers; no library is needed
+    # math-verify limits its time by an alarm signal, which only a main thread gets.
     if threading.current_thread() is threading.main_thread():
         return is_equivalent(sample.response, sample.answer)
     reward = _pool(os.getpid()).score(sample.response, sample.answer)
@@ -66,11 +61,10 @@ def score(sample: Sample) -> Reward:
 
 
 def is_equivalent(response: str, answer: str) -> Reward:
-    """Computes the reward of `score` in this thread, which must be a main thread.
+    """Computes the reward of `score` in this thread, which must be a main thread: math-verify uses alarm signals.
 
     Args:
-        response: text of the response.
-        answer: answer of the record.
+        response, answer: text of the response, and answer of the record.
     """
     final = _final(response)
     parsed = _parsed(response) if final is None else _parsed_answer(final)
@@ -82,7 +76,7 @@ def is_equivalent(response: str, answer: str) -> Reward:
 
 @functools.cache
 def _pool(pid: int) -> MathPool:
-    """The pool of the process `pid`: a forked process must not use its parent's."""
+    """Returns the pool of the process `pid`: a forked process must not use its parent's."""
     # Two texts are parsed and compared in both directions.
     pool = MathPool(WORKERS, seconds=4 * SECONDS + 1)
     atexit.register(pool.close)

@@ -3,6 +3,16 @@
 math-verify limits its time by an alarm signal, which is delivered to a main thread only. A computation that no alarm
 interrupts, inside one step of the interpreter, is ended by killing its process.
 
+    _start                 "ready"                     request
+    -------> starting ----------------> idle (_idle) ----------> busy, one caller waits for its line
+                |                          ^                       |           |
+                | START_SECONDS            +------ response -------+           | `seconds`, or the process ended
+                v                                                              v
+             OSError                                                        killed: the caller scores 0
+
+`run_worker` in the process consumes one line after another from stdin, waits there, and ends with it: when the pool
+closes or this process dies.
+
 The pool starts plain interpreters. `multiprocessing` and the pools built on it (`concurrent.futures`, pebble) do not
 fit: "spawn" runs the user's main script again, and "fork" copies the locks of a process with many threads.
 """
@@ -27,7 +37,7 @@ from typing import Any
 from verl_mg.rewards.reward import Reward
 
 START_SECONDS = 300.0
-"""Time limit for the start of a worker, on a busy machine; importing sympy alone takes about a second."""
+"""Time limit for the start of a worker, on a busy machine; only importing sympy takes about a second."""
 GROW_SECONDS = 0.5
 """Another worker starts when all have been busy for so long: a start costs more than most comparisons."""
 MEMORY_BYTES = 4 << 30
@@ -58,14 +68,10 @@ class MathPool:
         """Compares a response with the record's answer in a worker; callable from any thread.
 
         Args:
-            response: text of the response.
-            answer: answer of the record.
+            response, answer: text of the response, and answer of the record.
 
         Returns:
             The reward of `math.is_equivalent`; None where the comparison took too long or too much memory.
-
-        Raises:
-            OSError: no worker can be started.
         """
         worker = self._acquire()
         try:
@@ -89,6 +95,7 @@ class MathPool:
             try:
                 return self._idle.get(timeout=GROW_SECONDS if self._count else 0.001)
             except queue.Empty:
+                # One start at a time; other callers wait for a worker that becomes idle meanwhile.
                 if self._starting.acquire(blocking=False):
                     try:
                         if self._count < self.limit:
@@ -172,5 +179,5 @@ def run_worker(compare: Callable[[str, str], Reward]) -> None:
             try:
                 reward = compare(*json.loads(line))
                 print(json.dumps([reward.value, reward.parts, reward.answer]), file=responses, flush=True)
-            except MemoryError:
+            except MemoryError:  # what is left of the heap is unknown; the caller sees the end of the process
                 return

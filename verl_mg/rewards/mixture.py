@@ -23,6 +23,9 @@ def warn(line: str) -> None:
 class Mixture:
     """Weighted sum of named rewards.
 
+    Weights {"math": 1.0, "form": 0.1} and the rewards 1.0 and 0.0 of a sample give value 1.0 and the parts math 1.0,
+    form 0.0.
+
     All ranks of a job must use the same weights within an iteration, but ranks may see the file or an edit of it at
     different times or not at all. So `refresh` reads the file on one rank, and `use` sets the weights on all:
 
@@ -36,13 +39,10 @@ class Mixture:
         """Sets the initial weights.
 
         Args:
-            weights: weight of each reward by name.
+            weights: weight of each reward by name, finite.
             file: JSON, or YAML where its name does not end in .json: a mapping of names to weights. Names that are
                 left out keep their weights. It need not exist on ranks that do not call `refresh`.
             report: receives one line about a file that cannot be used; the weights then remain unchanged.
-
-        Raises:
-            UserError: a weight is not finite.
         """
         self._weights, self._file, self._report = dict(weights), file, report
         self._read: dict[str, float] = {}
@@ -70,9 +70,8 @@ class Mixture:
     def combine(self, rewards: Mapping[str, Reward]) -> Reward:
         """Combines the rewards of one sample.
 
-        Returns:
-            value: the sum of weight * value; parts: NAME, the value without its weight, and NAME/PART; answer: that of
-            the first reward that has one, in the order of the weights.
+        The value is the sum of weight * value; the parts are NAME, the value without its weight, and NAME/PART; the
+        answer is the first one in the order of the weights.
         """
         parts: dict[str, float] = {}
         for name in self._weights:
@@ -85,6 +84,7 @@ class Mixture:
     def _has_changed(self, file: Path) -> bool:
         try:
             status = file.stat()
+            # The inode too: an editor that replaces the file may keep size and, within the clock's step, time.
             now: object = (status.st_mtime_ns, status.st_size, status.st_ino)
         except OSError as error:
             now = error.strerror

@@ -34,9 +34,6 @@ class Score:
             seconds: time limit of an answer.
             batch_size: largest number of answers for which the sandbox is started once.
             parallel: sandboxes of each rank at the same time.
-
-        Raises:
-            UserError: an option is out of range.
         """
         if seconds <= 0 or batch_size < 1 or parallel < 1:
             raise UserError(
@@ -71,6 +68,7 @@ class Score:
         outcome = await run_python_async(
             HARNESS.read_text(encoding="utf-8"),
             stdin=json.dumps(request),
+            # The harness limits each answer itself; this limit is for a harness that does not.
             seconds=START_SECONDS + len(questions) * (self._seconds + 1),
             memory_mb=MEMORY_MB,
         )
@@ -81,7 +79,7 @@ class Score:
                 f"reward verl_mg.rewards.reasoning_gym: the package does not start in the sandbox ({reason:.200}). "
                 "Install it into this Python environment: pip install reasoning-gym."
             )
-        # An answer that is evaluated may end the harness; then those behind it have no line.
+        # An answer that is evaluated may end the harness; then later answers have no line.
         return [*lines, *[""] * len(questions)][: len(questions)]
 
 

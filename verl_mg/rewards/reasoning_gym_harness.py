@@ -1,7 +1,7 @@
 """Program in the sandbox that scores answers to prompts of reasoning-gym.
 
-The scoring functions of some tasks evaluate the answer as Python. So each runs in a process of its own, which is killed
-when its time is up.
+The scoring functions of some tasks evaluate the answer as Python. So each runs in a separate process, which is
+killed when its time is up.
 
 stdin: `{"seconds": 10, "answers": [[task, entry, answer], ...]}`, with tuples as `{"()": [...]}`. stdout: the line
 "ready", then for each answer the line of its score, or "failed".

@@ -1,4 +1,4 @@
-"""Reward for the format of a response alone, as a part of a mixture."""
+"""Reward for only the format of a response, as a part of a mixture."""
 
 import re
 
@@ -20,12 +20,8 @@ class RegexFormat:
         """Compiles the pattern.
 
         Args:
-            pattern: regular expression of Python's `re`.
-            hit: reward of a response that matches.
-            miss: reward of any other response.
-
-        Raises:
-            UserError: the pattern is not a regular expression.
+            pattern: regular expression of Python's `re`; UserError where it is none.
+            hit, miss: rewards of a response that matches, and of any other one.
         """
         try:
             self._pattern = re.compile(pattern, re.DOTALL)

@@ -40,7 +40,7 @@ class LoadedReward:
 
         Args:
             name: name for errors.
-            function: takes a sample, or a list of samples if `batched`.
+            function: function of a sample, or of a list of samples if `batched`.
             batched: whether a call scores several samples.
             owner: object with optional attributes `batch_size`, `parallel` and `close`.
         """
@@ -50,22 +50,15 @@ class LoadedReward:
         self._function, self._owner = function, owner
 
     def __call__(self, sample: Sample) -> Reward:
-        """Scores one sample in this thread, which must not run an event loop.
-
-        Raises:
-            UserError: the reward raises, or returns anything but finite numbers.
-        """
+        """Scores one sample in this thread, which must not run an event loop."""
         return asyncio.run(self.score([sample]))[0]
 
     async def score(self, samples: Sequence[Sample], threads: Executor | None = None) -> list[Reward]:
-        """Scores up to `batch_size` samples.
+        """Scores up to `batch_size` samples; UserError where the reward raises, or returns anything but finite numbers.
 
         Args:
             samples: the samples.
             threads: executor for rewards that block; None to block this thread.
-
-        Raises:
-            UserError: the reward raises, or returns anything but finite numbers.
         """
         call = functools.partial(self._function, list(samples) if self.batched else samples[0])
         try:
@@ -77,6 +70,7 @@ class LoadedReward:
                 result = await result
         except UserError:
             raise
+        # SystemExit too: a reward that calls sys.exit would end a thread, and the job would wait for its result.
         except (Exception, SystemExit) as error:
             raise UserError(f"reward '{self.name}' raised {type(error).__name__}: {error}") from error
         results = self._checked_length(result, len(samples)) if self.batched else [result]
@@ -98,7 +92,7 @@ class LoadedReward:
 
 
 def load_reward(name: str | Callable[..., Any], options: Mapping[str, Any] | None = None) -> LoadedReward:
-    """Loads a reward, whose results will be checked.
+    """Loads a reward, whose results will be checked. UserError names the object, option or import that fails.
 
     Args:
         name: `package.module:name` or `path/to/file.py:name`, or the object itself: a function of a `Sample` and the
@@ -107,10 +101,6 @@ def load_reward(name: str | Callable[..., Any], options: Mapping[str, Any] | Non
             or a plain number per sample. With the prefix `verl:` or `slime:` it is a function with the interface of
             that framework.
         options: keyword arguments by name.
-
-    Raises:
-        UserError: the module, file or object does not exist, importing it fails, an option is unknown or missing, or
-            the class raises for its options.
     """
     options = dict(options or {})
     prefix, _, foreign = name.partition(":") if isinstance(name, str) else ("", "", "")
@@ -126,6 +116,7 @@ def load_reward(name: str | Callable[..., Any], options: Mapping[str, Any] | Non
         raise UserError(
             f"reward '{name}': the class has neither score(sample) nor score_many(samples). Define one of them."
         )
+    # Before it is built, since the class may load a model first.
     _check_options(name, target, options, skip=0)
     try:
         owner: Any = target(**options)
@@ -150,7 +141,7 @@ def _load_foreign(
 
 
 def _without_stop_iteration(call: Callable[[], Any]) -> Any:
-    """StopIteration cannot be raised into a coroutine, so it must not leave the thread."""
+    """Calls a function in a thread; StopIteration must not leave it, since a coroutine cannot raise that."""
     try:
         return call()
     except StopIteration as error:
@@ -160,7 +151,7 @@ def _without_stop_iteration(call: Callable[[], Any]) -> Any:
 def _check_options(
     name: str, target: Callable[..., Any], options: Mapping[str, Any], skip: int, given: Collection[str] = ()
 ) -> None:
-    """Raises UserError if an option is unknown or missing; neither the first `skip` parameters nor `given` are some."""
+    """Raises UserError for an unknown or missing option; the first `skip` parameters and `given` are no options."""
     try:
         signature = list(inspect.signature(target).parameters.values())[skip:]
     except (TypeError, ValueError):  # a builtin without a signature

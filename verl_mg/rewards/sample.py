@@ -1,4 +1,9 @@
-"""Arguments and results of rewards: `Sample` and `Reward`."""
+"""Arguments and results of rewards: `Sample` and `Reward`.
+
+Sample(prompt="2+3=", response="5", answer="5", record={"prompt": "2+3=", "answer": "5"},
+       finish="stop", num_tokens=2)        the tokens of "5" and the end of sequence
+Reward(value=1.0, parts={"correct": 1.0}, answer="5")
+"""
 
 from __future__ import annotations
 

@@ -32,15 +32,8 @@ class SandboxFusion:
 
         Args:
             url: address of the server without a path, such as http://sandbox:8080.
-            field: see `code.score`.
-            seconds: see `code.score`.
-            memory_mb: see `code.score`.
-            partial: see `code.score`.
-            retries: see `JsonService`.
-            headers: see `JsonService`.
-
-        Raises:
-            UserError: an option is invalid.
+            field, seconds, memory_mb, partial: see `code.score`.
+            retries, headers: see `JsonService`.
         """
         if seconds <= 0 or memory_mb <= 0:
             raise UserError(f"seconds={seconds}, memory_mb={memory_mb}: out of range. Give positive limits.")

@@ -32,16 +32,10 @@ class Service:
         """Checks the options; connects with the first sample.
 
         Args:
-            url: see `JsonService`.
+            url, timeout, retries, headers: see `JsonService`.
             batch_size: largest number of samples per request.
-            timeout: see `JsonService`.
-            retries: see `JsonService`.
             requests_per_second: rate limit of each rank; 0 for no limit.
-            headers: see `JsonService`.
             parallel: requests of each rank at the same time.
-
-        Raises:
-            UserError: an option is invalid.
         """
         if batch_size < 1 or parallel < 1:
             raise UserError(f"batch_size={batch_size}, parallel={parallel}: out of range. Give at least 1.")

@@ -25,7 +25,7 @@ REWARD_KEY = "reward_key"
 
 @dataclass
 class SlimeSample:
-    """Sample with those fields of slime's that reward functions read."""
+    """Sample with the fields of slime's that reward functions read."""
 
     class Status(Enum):
         """Reasons why a response ended."""
@@ -83,11 +83,8 @@ class SlimeFunction:
 
         Args:
             name: name of the reward, for errors.
-            function: the function, sync or async.
+            function: the function, sync or async, with at least two parameters.
             options: attributes of `args`.
-
-        Raises:
-            UserError: the function does not have two parameters.
         """
         self._name, self._arguments = name, SlimeArguments(options)
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -114,6 +111,7 @@ class SlimeFunction:
         if importlib.util.find_spec("slime") is not None:
             importlib.import_module(TYPES)
             return
+        # Only if slime is not installed: its functions may use more of its class than ours has.
         for name in ("slime", "slime.utils", TYPES):
             sys.modules[name] = ModuleType(name, "Replacement for a module of slime, which is not installed.")
         vars(sys.modules[TYPES])["Sample"] = SlimeSample

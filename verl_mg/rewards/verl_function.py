@@ -14,7 +14,7 @@ from verl_mg.rewards.sample import Reward, Sample
 ONE = ("data_source", "solution_str", "ground_truth", "extra_info")
 """Arguments of a function that scores one response (verl 0.9.1, NaiveRewardManager)."""
 MANY = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
-"""Arguments of a function that scores several at once (verl 0.9.1, utils/reward_score/math_batch.py)."""
+"""Arguments of a function that scores several together (verl 0.9.1, utils/reward_score/math_batch.py)."""
 
 
 class VerlFunction:
@@ -33,11 +33,8 @@ class VerlFunction:
 
         Args:
             name: name of the reward, for errors.
-            function: the function, sync or async.
-            options: further keyword arguments, those of verl's `reward_kwargs`.
-
-        Raises:
-            UserError: the function does not take the arguments.
+            function: the function, sync or async, with the arguments `ONE` or `MANY`.
+            options: further keyword arguments, verl's `reward_kwargs`.
         """
         self._name, self._options = name, dict(options)
         parameters = inspect.signature(function).parameters

@@ -7,24 +7,17 @@ from torch import Tensor
 def distillation_advantages(
     old_logprobs: Tensor, teacher_logprobs: Tensor, mask: Tensor, spans: Tensor | None = None
 ) -> Tensor:
-    """Returns the log-ratio of teacher and student for each token that the student wrote.
+    """Returns the log-ratio log p_teacher - log p_student of each masked token (...), in nats; 0 elsewhere.
 
-    Minus the one-sample estimate "k1" of KL(student || teacher) at that token: a policy gradient with it descends the
-    per-token reverse KL (on-policy distillation, arXiv:2306.13649). No reward is used, and
-    a token does not depend on later ones; add other advantages to combine them.
-
-    With a teacher of another tokenizer the log-ratio is that of a span of text, and all tokens of the span have it:
-    each of them has a part in the span's probability.
+    Minus the "k1" estimate of KL(student || teacher): a policy gradient with it descends the per-token reverse KL
+    (on-policy distillation, arXiv:2306.13649).
 
     Args:
-        old_logprobs: (...) nats, of the student at the start of the iteration.
-        teacher_logprobs: (...) nats, the same shape.
+        old_logprobs, teacher_logprobs: (...) nats; the student's are from the start of the iteration.
         mask: (...) bool.
-        spans: (...) int64, number of the span of each token, whose log-probs add up; -1 for tokens without one. None:
-            each token is a span.
-
-    Returns:
-        (...) nats, 0 outside the mask.
+        spans: (...) int64, the span of text of each token, -1 for none; for teachers of another tokenizer. Every
+            token of a span gets the span's log-ratio, because each has a part in its probability. None: each token is a
+            span.
     """
     ratios = torch.where(mask, teacher_logprobs - old_logprobs, 0.0).detach()
     if spans is None:

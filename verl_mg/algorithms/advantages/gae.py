@@ -7,41 +7,35 @@ from verl_mg.errors import UserError
 
 
 def token_rewards(scores: Tensor, mask: Tensor) -> Tensor:
-    """Returns rewards of tokens, where the last token of a response has its score.
+    """Returns (n, T) rewards of tokens: the score on the last masked token of each row, 0 elsewhere.
 
     Args:
         scores: (n,) float.
         mask: (n, T) bool, true on tokens that the policy wrote; the score of a row without any is ignored.
-
-    Returns:
-        (n, T) of the dtype of `scores`, 0 but on the last masked token of each row.
     """
+    # The last masked token, not the last one: a response may end in an observation, which is not trained.
     after = mask.flip(1).cumsum(1).flip(1)  # masked tokens from here on
     return torch.where(mask & (after == 1), scores[:, None], 0.0)
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float | Tensor) -> tuple[Tensor, Tensor]:
-    """Returns generalized advantage estimates (arXiv:1506.02438, equation 16) and returns over the masked tokens.
+    """Returns (n, T) generalized advantage estimates (arXiv:1506.02438, equation 16) and returns; 0 outside the mask.
 
-    With t running over masked tokens alone, and zero value and advantage after the last:
-    A_t = r_t + gamma V_{t+1} - V_t + gamma lam A_{t+1}, and the return is A_t + V_t. The advantages are not
-    whitened. Decoupled GAE (VC-PPO, arXiv:2503.01491; VAPO, arXiv:2504.05118) is two calls: the returns of one with
-    lam 1 train the critic, the advantages of another one the policy.
+    A_t = r_t + gamma V_{t+1} - V_t + gamma lam A_{t+1}, and the return is A_t + V_t, where t runs over masked tokens
+    only and value and advantage after the last are 0. Not whitened. Decoupled GAE (VC-PPO, arXiv:2503.01491; VAPO,
+    arXiv:2504.05118) is two calls: returns with lam 1 for the critic, advantages with another lam for the policy.
+    Example:
+    rewards [0, 0, 1], values 0, gamma 1, lam 0.5: advantages [0.25, 0.5, 1].
 
     Args:
-        rewards: (n, T) float, of each token; those outside the mask are ignored.
-        values: (n, T) float, predictions of the critic before each token.
+        rewards, values: (n, T) float; a value is the critic's prediction before its token.
         mask: (n, T) bool, true on tokens that the policy wrote.
-        gamma: discount from one masked token to the next, from 0 to 1.
-        lam: the same for advantages: a number, or (n,) one per row.
-
-    Returns:
-        (n, T) advantages and (n, T) returns of the dtype of `values`, 0 outside the mask; computed in float64.
+        gamma, lam: discount, and decay of the advantage, between masked tokens, from 0 to 1; `lam` also (n,).
     """
     _check_fraction("gamma", gamma)
     if not isinstance(lam, Tensor):
         _check_fraction("lam", lam)
-    # Masked tokens alone, one after another: a trajectory is mostly context.
+    # The loop runs over the longest answer instead of the longest trajectory, which is mostly context.
     counts = mask.sum(1)
     steps = torch.arange(int(counts.max()) if len(counts) else 0, device=mask.device) < counts[:, None]
     reward, value = (_compact(column, mask, steps) for column in (rewards, values))
@@ -59,16 +53,13 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float 
 
 
 def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
-    """Returns 1 - 1 / (alpha l), at least 0: lam of the policy's advantages in VAPO, arXiv:2504.05118.
+    """Returns (n,) float64 1 - 1 / (alpha l), at least 0: lam of the policy's advantages in VAPO, arXiv:2504.05118.
 
     The weights lam^k of a long response's TD errors then add up to about alpha l.
 
     Args:
         lengths: (n,) l, tokens that the policy wrote.
         alpha: above 0; 0.05 in the paper.
-
-    Returns:
-        (n,) float64 for `gae`.
     """
     if not alpha > 0:
         raise UserError(f"alpha is {alpha}. Write a number above 0, as in 0.05")
@@ -76,36 +67,26 @@ def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
 
 
 def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """Returns the rewards to come, G_t = r_t + gamma G_{t+1} with t running over masked tokens only.
+    """Returns (n, T) rewards to come, G_t = r_t + gamma G_{t+1} with t over masked tokens only; 0 outside the mask.
 
     Args:
-        rewards: (n, T) float, of each token; those outside the mask are ignored.
-        mask: (n, T) bool, true on tokens that the policy wrote.
-        gamma: discount from one masked token to the next, from 0 to 1.
-
-    Returns:
-        (n, T) of the dtype of `rewards`, 0 outside the mask.
+        rewards, mask, gamma: as in `gae`.
     """
     return gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)[1]
 
 
 def reinforce_plus_plus(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """Returns the advantages of REINFORCE++ before their normalisation: arXiv:2501.03262.
-
-    The discounted returns of rewards that already contain the KL penalty (`kl.in_reward`); `whiten` them over the whole
-    batch.
+    """Returns (n, T) advantages of REINFORCE++ (arXiv:2501.03262) before `whiten`, which takes the whole batch.
 
     Args:
-        rewards, mask, gamma: arguments of `discounted_returns`.
-
-    Returns:
-        (n, T) of the dtype of `rewards`, 0 outside the mask.
+        rewards, mask, gamma: as in `gae`; the rewards contain the KL penalty already (`kl.in_reward`).
     """
     return discounted_returns(rewards, mask, gamma)
 
 
 def _compact(column: Tensor, mask: Tensor, steps: Tensor) -> Tensor:
     """Returns the masked entries of a column as the first ones of each row, where `steps` is true, in float64."""
+    # float64: the recursion adds up the rounding of as many steps as a response has tokens.
     compact = torch.zeros(steps.shape, dtype=torch.float64, device=column.device)
     compact[steps] = column[mask].detach().double()
     return compact

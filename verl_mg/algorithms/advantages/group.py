@@ -1,10 +1,16 @@
 """Advantages from the score of a sample and the scores of the other samples of its prompt.
 
-Every sum runs in an order that only the values decide, so results are bitwise independent of the order of the rows and
-of a device's atomics. All functions take `groups` (n,) int64, equal for samples of one prompt, and `trajectories` (n,)
-int64, equal for the rows of one sample; neither sorted nor consecutive. A sample counts once, however many rows it has;
-these have the same score and get the same advantage. All rows of a group must be here; a group of one sample has
-advantage 0.
+Every sum runs in an order that only the values decide, so results are bitwise independent of the order of the rows
+and of a device's atomics. Three rows of two samples of one prompt, the first in two segments (GRPO):
+
+    scores        [1.0, 1.0, 0.0]
+    groups        [7, 7, 7]            (n,) int64, equal for samples of one prompt
+    trajectories  [3, 3, 4]            (n,) int64, equal for the rows of one sample
+    advantages    [0.707, 0.707, -0.707]
+
+Neither ids need be sorted or consecutive. A sample counts once, however many rows it has; its rows have the same
+score and get the same advantage. All rows of a group must be here; a group of one sample has advantage 0. Scores are
+(n,) float in any unit, sums are float64, and results have the dtype of the scores.
 """
 
 from collections.abc import Sequence
@@ -19,60 +25,49 @@ EPSILON = 1e-6  # avoids a division by 0 where the scores of a group are equal
 
 
 def group_relative(scores: Tensor, groups: Tensor, trajectories: Tensor, normalize_by_std: bool = True) -> Tensor:
-    """Returns the score minus the mean score of the prompt, GRPO's advantage.
+    """Returns (n,) score minus the mean score of the prompt, GRPO's advantage.
 
-    With `normalize_by_std` it is divided by the (unbiased) standard deviation of the group plus 1e-6: GRPO with outcome
-    supervision, arXiv:2402.03300, section 4.1.2. Without the division: Dr. GRPO, arXiv:2503.20783, section 3.2;
-    whitened over the batch afterwards, that is REINFORCE++ with baseline, arXiv:2501.03262.
+    Divided by the unbiased standard deviation of the group plus 1e-6: arXiv:2402.03300, section 4.1.2. Not divided:
+    Dr. GRPO, arXiv:2503.20783, section 3.2, and, whitened over the batch, REINFORCE++ with baseline,
+    arXiv:2501.03262.
 
     Args:
-        scores: (n,) float, in any unit; the result has their dtype, sums are computed in float64.
-        groups, trajectories: (n,) int64.
+        scores, groups, trajectories: (n,), see the module.
         normalize_by_std: divides by the standard deviation of the group.
-
-    Returns:
-        (n,) advantages.
     """
     samples, sample_of = _samples(trajectories)
     score = scores[samples]
     order, index, counts = _in_groups(groups[samples], score)
     advantages = _centered(score[order].double(), index, counts)
     if normalize_by_std:
+        # Of centred scores: squares of scores with a large offset would lose their spread to rounding.
         variance = segment_sums(advantages.square(), counts) / (counts - 1).clamp(min=1)
         advantages = advantages / (variance.sqrt() + EPSILON)[index]
     return _in_order(advantages, order, score)[sample_of]
 
 
 def rloo(scores: Tensor, groups: Tensor, trajectories: Tensor) -> Tensor:
-    """Returns the score minus the mean score of the other samples of its prompt: RLOO, arXiv:2402.14740.
+    """Returns (n,) score minus the mean score of the other samples of its prompt: RLOO, arXiv:2402.14740.
 
     Args:
-        scores: (n,) float, in any unit; the result has their dtype, sums are computed in float64.
-        groups, trajectories: (n,) int64.
-
-    Returns:
-        (n,) advantages.
+        scores, groups, trajectories: (n,), see the module.
     """
     samples, sample_of = _samples(trajectories)
     score = scores[samples]
     order, index, counts = _in_groups(groups[samples], score)
-    factor = counts.double() / (counts - 1).clamp(min=1)  # integers alone would divide to float32
+    factor = counts.double() / (counts - 1).clamp(min=1)  # a quotient of integers would be float32
     advantages = _centered(score[order].double(), index, counts) * factor[index]
     return _in_order(advantages, order, score)[sample_of]
 
 
 def opo(scores: Tensor, lengths: Tensor, groups: Tensor, trajectories: Tensor) -> Tensor:
-    """Returns the score minus the optimal baseline sum(l r) / sum(l) of its prompt: OPO, arXiv:2505.23585.
+    """Returns (n,) score minus the optimal baseline sum(l r) / sum(l) of its prompt: OPO, arXiv:2505.23585.
 
     The baseline of least gradient variance where a response's squared gradient norm grows with its length l.
 
     Args:
-        scores: (n,) float, in any unit; the result has their dtype, sums are computed in float64.
-        lengths: (n,) tokens that the policy wrote in all rows of the sample.
-        groups, trajectories: (n,) int64.
-
-    Returns:
-        (n,) advantages. A sample of length 0 does not count in the baseline.
+        scores, groups, trajectories: (n,), see the module.
+        lengths: (n,) tokens that the policy wrote in all rows of the sample; a sample of 0 does not count.
     """
     samples, sample_of = _samples(trajectories)
     order, index, counts = _in_groups(groups[samples], scores[samples], lengths[samples])
@@ -84,22 +79,16 @@ def opo(scores: Tensor, lengths: Tensor, groups: Tensor, trajectories: Tensor) -
 
 
 def maxrl(scores: Tensor, groups: Tensor, trajectories: Tensor) -> Tensor:
-    """Returns the score minus the mean score of the prompt, divided by this mean: MaxRL, arXiv:2602.02710.
+    """Returns (n,) score minus the mean score of the prompt, divided by this mean: MaxRL, arXiv:2602.02710.
 
-    Where K of the N samples of a prompt are right (score 1, else 0), sum(A_i grad log pi_i) / N is the mean of
-    grad log pi over the right samples minus that over all samples, the paper's estimator with its control variate. With
-    p, the probability of a right sample, its expectation is the gradient of -sum((1 - p)^k / k) for k from 1 to N - 1,
-    which tends to log p: a prompt counts the more, the smaller its p. A score between 0 and 1 is a part of a success.
+    Where K of N samples are right (score 1, else 0), sum(A_i grad log pi_i) / N is the mean of grad log pi over the
+    right samples minus that over all, the paper's estimator with its control variate. With p, the probability of a
+    right sample, its expectation is the gradient of -sum((1 - p)^k / k) for k from 1 to N - 1, which tends to log p: a
+    prompt counts the more, the smaller its p.
 
     Args:
-        scores: (n,) float, 0 or more; the result has their dtype, sums are computed in float64.
-        groups, trajectories: (n,) int64.
-
-    Returns:
-        (n,) advantages, 0 where all scores of the prompt are 0.
-
-    Raises:
-        UserError: a score is below 0.
+        scores, groups, trajectories: (n,), see the module; UserError for a score below 0. All 0 in a group:
+            advantages 0.
     """
     if bool((scores < 0).any()):
         raise UserError(
@@ -116,20 +105,16 @@ def maxrl(scores: Tensor, groups: Tensor, trajectories: Tensor) -> Tensor:
 
 
 def gdpo(rewards: Sequence[Tensor], weights: Sequence[float], groups: Tensor, trajectories: Tensor) -> Tensor:
-    """Returns the weighted sum of the group-relative advantages of several rewards: GDPO, arXiv:2601.05242.
+    """Returns (n,) the weighted sum of the group-relative advantages of several rewards: GDPO, arXiv:2601.05242.
 
-    sum_k w_k (r_k - mean r_k) / (std r_k + 1e-6), mean and standard deviation over the prompt's samples, each reward by
-    itself: samples whose rewards differ in one of them only have different advantages, whatever the other rewards are.
-    `whiten` them over the batch afterwards, a sample counting once, which keeps their size whatever the number of
-    rewards.
+    sum_k w_k (r_k - mean r_k) / (std r_k + 1e-6) with mean and standard deviation over the prompt's samples, so
+    samples whose rewards differ in only one of them have different advantages. `whiten` the sums over the batch, a
+    sample counting once, which keeps their size whatever the number of rewards.
 
     Args:
-        rewards: (n,) float each, in any unit; NaN for a sample without this reward, which then does not count in it.
+        rewards: (n,) float each; NaN for a sample without this reward, which then does not count in it.
         weights: w_k of each reward.
-        groups, trajectories: (n,) int64.
-
-    Returns:
-        (n,) sums of the dtype of the rewards.
+        groups, trajectories: (n,), see the module.
     """
     total = torch.zeros_like(rewards[0])
     for reward, weight in zip(rewards, weights, strict=True):
@@ -139,58 +124,44 @@ def gdpo(rewards: Sequence[Tensor], weights: Sequence[float], groups: Tensor, tr
 
 
 def remax(scores: Tensor, greedy_scores: Tensor) -> Tensor:
-    """Returns the score minus that of the greedy response to the same prompt: ReMax, arXiv:2310.10505, algorithm 1.
+    """Returns (n,) score minus the greedy response's score, of the same prompt: ReMax, arXiv:2310.10505, algorithm 1.
 
     Args:
         scores, greedy_scores: (n,) float; entry i of the second is of the prompt of row i of the first.
-
-    Returns:
-        (n,) advantages.
     """
     return scores - greedy_scores
 
 
 def differ(scores: Sequence[float]) -> bool:
-    """Returns whether the scores of a group differ, so that it is `informative`.
-
-    Args:
-        scores: of all samples of the group, compared exactly.
-    """
+    """Returns whether the scores of all samples of a group differ, compared exactly, so that it is `informative`."""
     return min(scores) < max(scores)
 
 
 def informative(scores: Tensor, groups: Tensor, trajectories: Tensor) -> Tensor:
-    """Returns whether the scores of a sample's group differ, so that its advantage is not 0.
+    """Returns (n,) bool, whether the scores of a sample's group differ, so that its advantage is not 0.
 
     DAPO's dynamic sampling keeps only these (arXiv:2503.14476, equation 11). GPG multiplies the advantages by all
     samples over these, both counted over all ranks (accurate gradient estimation, arXiv:2504.02546).
 
     Args:
-        scores: (n,), compared exactly.
-        groups, trajectories: (n,) int64.
-
-    Returns:
-        (n,) bool, the same for all rows of a group; false for a group of one.
+        scores, groups, trajectories: (n,), see the module; scores are compared exactly.
     """
     samples, sample_of = _samples(trajectories)
     order, index, counts = _in_groups(groups[samples], scores[samples])
     last = counts.cumsum(0) - 1
     ordered = scores[samples][order]
+    # Sorted by score within a group: the first and the last one differ if any two do.
     differ = (ordered[last] != ordered[last - counts + 1])[index]
     return torch.empty_like(differ).index_copy_(0, order, differ)[sample_of]
 
 
 def group_means(scores: Tensor, groups: Tensor, trajectories: Tensor) -> Tensor:
-    """Returns the mean score of a sample's group.
+    """Returns (n,) float64 mean score of a sample's group, so that comparisons with decimal fractions are exact.
 
     PRIME's online prompt filtering keeps groups with a mean outcome from 0.2 to 0.8 (arXiv:2502.01456, section 3.3).
 
     Args:
-        scores: (n,) float, in any unit.
-        groups, trajectories: (n,) int64.
-
-    Returns:
-        (n,) float64, so that comparisons with decimal fractions are exact.
+        scores, groups, trajectories: (n,), see the module.
     """
     samples, sample_of = _samples(trajectories)
     order, index, counts = _in_groups(groups[samples], scores[samples])
@@ -202,12 +173,14 @@ def _samples(trajectories: Tensor) -> tuple[Tensor, Tensor]:
     """One row (t,) of each trajectory, and the number (n,) of each row's trajectory among these."""
     distinct, number = trajectories.unique(return_inverse=True)
     rows = torch.arange(len(trajectories), device=trajectories.device)
+    # The smallest: of several writes to one place a device may keep any.
     return rows.new_zeros(len(distinct)).scatter_reduce_(0, number, rows, "amin", include_self=False), number
 
 
 def _in_groups(groups: Tensor, *keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Samples (t,) sorted by group and then by `keys`; the group (t,) of each; the samples (g,) of each group."""
     order = torch.arange(len(groups), device=groups.device)
+    # Sorted by the values too: the order of a sum decides its rounding, and must not depend on the order of rows.
     for key in (*reversed(keys), groups):
         order = order[torch.argsort(key[order], stable=True)]
     _, index, counts = torch.unique_consecutive(groups[order], return_inverse=True, return_counts=True)

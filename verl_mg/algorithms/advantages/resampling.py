@@ -10,7 +10,7 @@ The scores of a reward model are least noisy where they are high or low, so resp
     "max_random"   0.4 for the highest score of all, 0.1 for others
 
 The first two are ranks within a prompt, whose weights add up to 1; p = 1 is the paper's best-of-N. The last two, and
-"pow", have no prompts and are those of verl.
+"pow", ignore prompts, as in verl.
 """
 
 from collections.abc import Callable
@@ -45,17 +45,14 @@ RANKED = ("best_random", "best_worst")
 def resampling_weights(
     scores: Tensor, groups: Tensor, kind: str, power: float = 2.0, filter_probability: float = 0.5
 ) -> Tensor:
-    """Returns the relative frequency with which each response is drawn.
+    """Returns (n,) float64 relative frequencies, above 0, with which responses are drawn.
 
     Args:
         scores: (n,) float, of all responses to draw from.
         groups: (n,) int64, equal for responses to one prompt.
-        kind: one of "best_random", "best_worst", "pow", "max_min", "max_random"; UserError for any other.
-        power: of "pow", 0 or more; else unused.
-        filter_probability: p of the ranked kinds, from 0 to 1; else unused.
-
-    Returns:
-        (n,) float64, above 0.
+        kind: a kind of the table above; UserError for any other.
+        power: exponent of "pow", 0 or more.
+        filter_probability: p of the ranked kinds, from 0 to 1.
     """
     if kind not in (*RANKED, *KINDS):
         raise UserError(f"resampling {kind!r} is unknown. Write one of {', '.join((*RANKED, *KINDS))}")
@@ -70,7 +67,7 @@ def resampling_weights(
 
 
 def _by_rank(scores: Tensor, groups: Tensor, kind: str, best: float) -> Tensor:
-    """Weights of ranks; responses of a prompt with equal scores share those of their ranks."""
+    """Weights of ranks; equal scores of a prompt share theirs, so that the order of rows does not decide."""
     order = torch.argsort(scores, descending=True, stable=True)
     order = order[torch.argsort(groups[order], stable=True)]
     _, counts = groups[order].unique_consecutive(return_counts=True)
@@ -87,18 +84,16 @@ def _by_rank(scores: Tensor, groups: Tensor, kind: str, best: float) -> Tensor:
 
 
 def select(weights: Tensor, count: int, generator: Generator) -> Tensor:
-    """Returns responses to train on, drawn with replacement.
+    """Returns (count,) int64 row indices drawn with replacement, sorted, so that copies of a row are adjacent.
 
     Args:
         weights: (n,) `resampling_weights`.
         count: how many to draw, 0 or more.
-        generator: the same state draws the same rows; on the device of `weights`.
-
-    Returns:
-        (count,) int64 row indices, sorted: copies of a row are adjacent.
+        generator: on the device of `weights`.
     """
     if count < 0 or (count and not len(weights)):
         raise UserError(f"{count} responses cannot be drawn from {len(weights)}. Sample at least one response")
     if not count:
         return torch.empty(0, dtype=torch.int64, device=weights.device)
+    # One draw over all prompts: a prompt has its number of draws on average, as in the paper's table 4.
     return torch.multinomial(weights, count, replacement=True, generator=generator).sort().values

@@ -6,7 +6,7 @@ from verl_mg.errors import UserError
 
 
 def soft_overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
-    """Returns the penalty that DAPO adds to the score of a long response: arXiv:2503.14476, equation 13.
+    """Returns (n,) float32 penalty of long responses, from -1 to 0: DAPO, arXiv:2503.14476, equation 13.
 
     0 up to max_length - buffer tokens, from there falling in a line to -1 at max_length, and -1 above.
 
@@ -14,9 +14,6 @@ def soft_overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tens
         lengths: (n,) tokens of the responses.
         max_length: tokens; 20480 in the paper.
         buffer: tokens, from 1 to max_length; 4096 in the paper.
-
-    Returns:
-        (n,) float32 from -1 to 0.
     """
     if not 1 <= buffer <= max_length:
         raise UserError(f"the overlong buffer is {buffer} tokens of {max_length}. Write 1 to {max_length}")

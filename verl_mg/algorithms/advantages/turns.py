@@ -1,8 +1,11 @@
-"""Advantages of the single turns of a sample that calls tools or asks an environment: MT-GRPO, GiGPO.
+"""Advantages of the single turns of a sample that calls tools or acts in an environment: MT-GRPO, GiGPO.
 
-A turn is a run of tokens that the policy wrote; what tools or the environment answered is between two turns. Columns
-(n,) and tables (n, T) have a line for each sample, all rows of a trajectory one after another, as `Batch.pad` puts
-them; columns (m,) have an entry for each turn, line after line. All samples of a group must be here.
+A turn is a run of tokens that the policy wrote; results of tools and observations separate turns. Tables (n, T) have
+a line for each sample, all rows of a trajectory one after another, as `Batch.pad` puts them; columns (m,) have an entry
+for each turn, line after line. All samples of a group must be here. Two samples of three turns (. is not written):
+
+    tokens   . a a . b     number  -1  0  0 -1  1     line   0 0 1
+             . c c c .             -1  2  2  2 -1     place  0 1 0
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from verl_mg.errors import UserError
 
 @dataclass(frozen=True)
 class Turns:
-    """The turns of some samples."""
+    """Turns of some samples, see the drawing above."""
 
     number: Tensor
     """(n, T) int64: the turn of each token that the policy wrote, from 0 to m - 1; -1 for other tokens."""
@@ -53,26 +56,19 @@ def mt_grpo(
     turn_weight: float,
     normalize_by_std: bool = True,
 ) -> Tensor:
-    """Returns the advantage of the outcome plus that of each turn: MT-GRPO, arXiv:2505.11821.
+    """Returns (n, T) the advantage of the outcome plus the advantage of each turn: MT-GRPO, arXiv:2505.11821.
 
-    A_i + turn_weight A_{i,k} for the tokens of turn k: A_i is GRPO's advantage of the score, A_{i,k} the same of the
-    turn's reward among the k-th turns of the prompt that have one. A turn without a reward, in the paper the answer
-    after the last observation, has A_i alone. The paper's two turns are K = 1, and its code's `turn_advantage_coef`
-    `turn_weight`.
+    A_i + turn_weight A_{i,k} for the tokens of turn k, 0 on other tokens: A_i is GRPO's advantage of the score,
+    A_{i,k} GRPO's advantage of the turn's reward among the k-th turns of the prompt that have one. A turn without a
+    reward, in the paper the answer after the last observation, has only A_i. The paper's two turns are K = 1.
 
     Args:
         scores: (n,) float, of the outcomes.
-        turn_rewards: (n, K) float, of the first K turns of each sample; NaN where a turn has no reward.
+        turn_rewards: (n, K) float, of the first K turns; NaN where a turn has no reward. UserError if K = 0.
         turns: the turns of the samples.
         groups: (n,) int64, equal for samples of one prompt.
-        turn_weight: factor of the turns' advantages; 1 in the paper.
-        normalize_by_std: divides by the standard deviation of the group, as `group_relative`.
-
-    Returns:
-        (n, T) of the dtype of `scores`, 0 on tokens that the policy did not write.
-
-    Raises:
-        UserError: no turn has a reward, K = 0.
+        turn_weight: 1 in the paper; `turn_advantage_coef` in its code.
+        normalize_by_std: as in `group_relative`.
     """
     if not turn_rewards.shape[1]:
         raise UserError("reward: it has no part turn_1. Return Reward(value, {'turn_1': number}), a part for each turn")
@@ -95,25 +91,22 @@ def gigpo(
     step_weight: float,
     normalize_by_std: bool = True,
 ) -> Tensor:
-    """Returns advantages of episodes plus those of steps from the same state: GiGPO, arXiv:2505.10978.
+    """Returns (n, T) advantages of episodes plus advantages of steps from the same state: GiGPO, arXiv:2505.10978.
 
-    A step is a turn; its reward r_k is that of the turn, and the last one has the score too. The tokens of a turn have
-    A_E + step_weight A_S (equation 8): A_E is GRPO's advantage of the sum of all rewards of the sample (equation 3),
-    A_S that of the return sum_l gamma^l r_{k+l} (equation 5) among all steps of the prompt with the same state
-    (equations 6 and 7).
+    A step is a turn; its reward r_k is that of the turn, and the last one has the score too. The tokens of a turn
+    have A_E + step_weight A_S (equation 8), other tokens 0: A_E is GRPO's advantage of the sum of all rewards of the
+    sample (equation 3), A_S that of the return sum_l gamma^l r_{k+l} (equation 5) among all steps of the prompt with
+    the same state (equations 6 and 7).
 
     Args:
         scores: (n,) float, of the outcomes.
-        turn_rewards: (n, K) float, of the first K turns of each sample; NaN where a turn has no reward, as 0.
+        turn_rewards: (n, K) float, of the first K turns; NaN counts as 0.
         turns: the turns of the samples.
         groups: (n,) int64, equal for samples of one prompt.
         states: (m,) int64, equal for turns of one prompt that begin in the same state, and for no others.
         gamma: discount from one turn to the next, from 0 to 1; 0.95 in the paper.
-        step_weight: factor of the advantages of steps; 1 in the paper.
+        step_weight: factor of A_S; 1 in the paper.
         normalize_by_std: divides by the standard deviation of the group of samples or steps; the paper has both.
-
-    Returns:
-        (n, T) of the dtype of `scores`, 0 on tokens that the policy did not write.
     """
     rewards = _of_turns(turn_rewards.to(scores.dtype), turns).nan_to_num(0.0)
     count = int(turns.place.max()) + 1 if len(turns.place) else 0
@@ -130,12 +123,12 @@ def gigpo(
 
 
 def _of_turns(turn_rewards: Tensor, turns: Turns) -> Tensor:
-    """(m,) the reward of each turn, NaN where it has none."""
+    """Returns (m,) the reward of each turn, NaN where it has none."""
     width = turn_rewards.shape[1]
     with_none = torch.nn.functional.pad(turn_rewards, (0, 1), value=float("nan"))
     return with_none[turns.line, turns.place.clamp(max=width)]
 
 
 def _each(column: Tensor) -> Tensor:
-    """Numbers by which each entry is a sample of its own."""
+    """Returns ids by which each entry is a separate sample."""
     return torch.arange(len(column), device=column.device)

@@ -7,30 +7,23 @@ EPSILON = 1e-8  # avoids a division by 0 where all values are equal
 
 
 def moments(values: Tensor, mask: Tensor) -> Tensor:
-    """Returns count, sum and sum of squares of the masked values, which add up over parts and ranks.
+    """Returns (3,) float64 count, sum and sum of squares of the masked values, which add up over parts and ranks.
 
     Args:
-        values: (...) float.
-        mask: (...) bool, the same shape.
-
-    Returns:
-        (3,) float64.
+        values, mask: (...) float and bool.
     """
+    # float64: the variance is the small difference of two large sums.
     kept = values[mask].detach().double()
     return torch.stack([kept.new_tensor(float(kept.numel())), kept.sum(), kept.square().sum()])
 
 
 def whiten(values: Tensor, mask: Tensor, moments: Tensor, shift_mean: bool = True) -> Tensor:
-    """Returns the values, shifted and scaled to zero mean and unit (unbiased) variance over all ranks.
+    """Returns (...) values with zero mean and unit (unbiased) variance over all ranks; 0 outside the mask.
 
     Args:
-        values: (...) float.
-        mask: (...) bool, the same shape.
-        moments: (3,) float64, result of the function `moments`, added over all ranks.
+        values, mask: (...) float and bool.
+        moments: (3,) float64, results of the function `moments` added over all ranks.
         shift_mean: false keeps the mean and only scales the deviations.
-
-    Returns:
-        (...) of the dtype of `values`, 0 outside the mask.
     """
     count, total, squares = moments.unbind()
     mean = total / count.clamp(min=1)

@@ -10,32 +10,30 @@ Metrics = dict[str, Tensor]
 
 
 def masked(mask: Tensor, values: Tensor) -> Tensor:
-    """Returns the values with 0 outside the mask, from where no gradient comes, whatever the values there.
+    """Returns (...) values with 0 outside the mask, from where no gradient comes, whatever the values there.
 
     Args:
-        mask: (...) bool.
-        values: (...) float.
+        mask, values: (...) bool and float.
     """
+    # Not a product: 0 times NaN or infinity is NaN, in the value and in the gradient.
     return torch.where(mask, values, 0.0)
 
 
 def masked_constant(mask: Tensor, values: Tensor) -> Tensor:
-    """Returns the values with 0 outside the mask, and without any gradient.
+    """Returns (...) values with 0 outside the mask, and without any gradient.
 
     Args:
-        mask: (...) bool.
-        values: (...) float.
+        mask, values: (...) bool and float.
     """
     return masked(mask, values).detach()
 
 
 def ratio_metrics(ratio: Tensor, mask: Tensor, difference: Tensor) -> Metrics:
-    """Returns `ratio`, and `approx_kl`, the k3 estimate of KL(old || new) in nats.
+    """Returns `ratio`, and `approx_kl`, the k3 estimate of KL(old || new) in nats, by token.
 
     Args:
-        ratio: (tokens,) float.
-        mask: (tokens,) bool.
-        difference: (tokens,) log-ratios, new minus old log-probs, in nats.
+        ratio, mask: (tokens,) float and bool.
+        difference: (tokens,) new minus old log-probs, in nats.
     """
     k3 = kl.ESTIMATORS["k3"](-difference.detach())
     return {"ratio": masked(mask, ratio.detach()), "approx_kl": masked(mask, k3)}
@@ -45,11 +43,8 @@ def clip_metrics(ratio: Tensor, advantages: Tensor, mask: Tensor, low: float, hi
     """Returns `clip_fraction_low` and `clip_fraction_high`, 1 where the clip removes the gradient at that end.
 
     Args:
-        ratio: (tokens,) float.
-        advantages: (tokens,) float.
-        mask: (tokens,) bool.
-        low: lower bound of the ratio.
-        high: upper bound of the ratio.
+        ratio, advantages, mask: (tokens,) float, float and bool.
+        low, high: bounds of the ratio.
     """
     below, above = ratio.detach() < low, ratio.detach() > high
     return {
@@ -59,12 +54,11 @@ def clip_metrics(ratio: Tensor, advantages: Tensor, mask: Tensor, low: float, hi
 
 
 def check_clips(clip_low: float, clip_high: float, dual_clip: float | None = None) -> None:
-    """Raises UserError unless the clips are 0 or more and the dual clip is above 1.
+    """Raises UserError unless the clips are 0 or more and the dual clip is None or above 1.
 
     Args:
-        clip_low: distance of the lower bound from 1.
-        clip_high: distance of the upper bound from 1.
-        dual_clip: bound of the loss at negative advantages; None is no bound.
+        clip_low, clip_high: distances of the bounds from 1.
+        dual_clip: bound of the loss at negative advantages.
     """
     for name, value in (("clip_low", clip_low), ("clip_high", clip_high)):
         if not value >= 0:
@@ -77,9 +71,7 @@ def check_positive(name: str, value: float, example: str) -> None:
     """Raises UserError unless the number is above 0.
 
     Args:
-        name: the key, for the message.
-        value: the number.
-        example: a number to write instead.
+        name, value, example: key of the number, the number, and one to write instead.
     """
     if not value > 0:
         raise UserError(f"{name} is {value}. Write a number above 0, as in {example}")

@@ -24,16 +24,11 @@ from verl_mg.errors import UserError
 def covariances(
     logprobs: Tensor, advantages: Tensor, mask: Tensor, logprob_moments: Tensor, advantage_moments: Tensor
 ) -> Tensor:
-    """Returns (logprob - mean logprob) (advantage - mean advantage) of each token.
+    """Returns (tokens,) float64 (logprob - mean logprob) (advantage - mean advantage), 0 outside the mask.
 
     Args:
-        logprobs: (tokens,) nats, of the policy at the start of the update.
-        advantages: (tokens,).
-        mask: (tokens,) bool.
+        logprobs, advantages, mask: (tokens,) float, float and bool; of the policy at the start of the update.
         logprob_moments, advantage_moments: (3,) float64, `whitening.moments` of either, added over all ranks.
-
-    Returns:
-        (tokens,) float64, 0 outside the mask.
     """
     product = torch.ones_like(logprobs, dtype=torch.float64)
     for column, moments in ((logprobs, logprob_moments), (advantages, advantage_moments)):
@@ -54,30 +49,20 @@ def share_count(tokens: int, fraction: float) -> int:
 
 
 def tokens_at_least(values: Tensor, mask: Tensor, threshold: float) -> Tensor:
-    """Returns the masked tokens whose value is `threshold` or more; all that are equal to it count.
+    """Returns (tokens,) bool: masked tokens whose value is `threshold` or more, so with ties more than k.
 
     Args:
-        values: (tokens,) float.
-        mask: (tokens,) bool.
-        threshold: the smallest value that counts.
-
-    Returns:
-        (tokens,) bool.
+        values, mask, threshold: (tokens,) float, (tokens,) bool and the k-th largest value of all ranks.
     """
     return mask & (values >= threshold)
 
 
 def tokens_between(values: Tensor, mask: Tensor, low: float, high: float) -> Tensor:
-    """Returns the masked tokens whose value is above `low` and below `high`.
+    """Returns (tokens,) bool: masked tokens whose value is above `low` and below `high`.
 
     Args:
-        values: (tokens,) float.
-        mask: (tokens,) bool.
-        low: lower bound; 1 in the paper.
-        high: upper bound; 5 in the paper.
-
-    Returns:
-        (tokens,) bool.
+        values, mask: (tokens,) float and bool.
+        low, high: bounds; 1 and 5 in the paper.
     """
     if not low < high:
         raise UserError(f"no covariance is between {low} and {high}. Write the lower bound first, as in 1.0 and 5.0")
@@ -85,16 +70,13 @@ def tokens_between(values: Tensor, mask: Tensor, low: float, high: float) -> Ten
 
 
 def priorities(sample_ids: Tensor, positions: Tensor, seed: int) -> Tensor:
-    """Returns a random number for each token, a function of seed, sample and position only.
+    """Returns (tokens,) float64, uniform in (0, 1): a function of seed, sample and position only.
 
     Args:
-        sample_ids: (tokens,) int64, unique over the run.
-        positions: (tokens,) int64, the token's place in its row.
-        seed: gives other numbers; include the iteration.
-
-    Returns:
-        (tokens,) float64, uniform between 0 and 1, ends excluded.
+        sample_ids, positions: (tokens,) int64; ids unique over the run, places in the row.
+        seed: seed that includes the iteration.
     """
+    # A hash instead of a generator: a token's number does not depend on which rank has it, or after which others.
     mixed = _mix(torch.full_like(sample_ids, seed))
     for part in (sample_ids, positions):
         mixed = _mix(mixed ^ _mix(part))
@@ -114,11 +96,8 @@ def clip_cov_loss(
     """Returns `clipped_policy_loss` without the tokens that are cut: Clip-Cov, arXiv:2505.22617.
 
     Args:
-        cut: (tokens,) bool, drawn at random among those of high covariance; their loss is 0.
+        cut: (tokens,) bool, drawn at random among tokens of high covariance; their loss is 0. Also a metric.
         logprobs, old_logprobs, advantages, mask, clip_low, clip_high, dual_clip: as in `clipped_policy_loss`.
-
-    Returns:
-        (tokens,) loss, and the metrics of `clipped_policy_loss`, with `cut`, 1 where a token is cut.
     """
     loss, metrics = clipped_policy_loss(logprobs, old_logprobs, advantages, mask, clip_low, clip_high, dual_clip)
     return masked(~cut, loss), metrics | {"cut": (mask & cut).to(loss.dtype)}
@@ -135,16 +114,13 @@ def kl_cov_loss(
     """Returns -A r, plus on the selected tokens a KL penalty to the old policy: KL-Cov, arXiv:2505.22617.
 
     The penalty is coefficient |logprobs - old_logprobs|, as in the published code. Its gradient is 0 where the two
-    are equal, so it acts from the second update of an iteration on.
+    are equal, so it acts from the second update of an iteration on. Metrics: `ratio`, `penalized`, and
+    `abs_kl`, |logprobs - old_logprobs| in nats.
 
     Args:
         logprobs, old_logprobs, advantages, mask: as in `clipped_policy_loss`.
-        penalized: (tokens,) bool, those of the highest covariance.
+        penalized: (tokens,) bool, the tokens of the highest covariance.
         coefficient: 0 or more; 1 in the paper.
-
-    Returns:
-        (tokens,) loss, and the metrics `ratio`, `penalized` (1 on these tokens) and `abs_kl`
-        (|logprobs - old_logprobs|, nats).
     """
     if not coefficient >= 0:
         raise UserError(f"the KL-Cov coefficient is {coefficient}. Write 0 or more, as in 1.0")

@@ -1,6 +1,15 @@
-"""Policy losses of single tokens.
+"""Policy losses of single tokens: r is a token's ratio exp(logprobs - old_logprobs) and A its advantage.
 
-In the formulas r is the ratio exp(logprobs - old_logprobs) of a token and A its advantage.
+    logprobs       (tokens,) nats, of the policy in training; only they have a gradient
+    old_logprobs   (tokens,) nats, of the policy at the start of the iteration
+    advantages     (tokens,) float
+    mask           (tokens,) bool, true on tokens that count
+
+Unless a function says otherwise, its metrics are `ratio` (r), `clip_fraction_low`, `clip_fraction_high` (1 where the
+clip removes the gradient at that end) and `approx_kl` (k3 estimate of KL(old || new), nats). PPO with clips of 0.2:
+
+    r = 1.5, A = 1     loss -1.2, no gradient: already far enough
+    r = 1.5, A = -1    loss 1.5, with gradient: the surrogate is the larger loss
 """
 
 from collections.abc import Callable
@@ -29,24 +38,14 @@ def clipped_policy_loss(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """Returns the clipped surrogate of PPO (arXiv:1707.06347, equation 7), negated.
+    """Returns (tokens,) the clipped surrogate of PPO (arXiv:1707.06347, equation 7), negated, and metrics.
 
-    max(-A r, -A clip(r, 1 - low, 1 + high)). Unequal `clip_low` and `clip_high` are DAPO's clip-higher
-    (arXiv:2503.14476, section 3.1). `dual_clip`, a number c above 1, bounds the loss by -A c where A < 0
-    (arXiv:1912.09729, equation 5).
+    max(-A r, -A clip(r, 1 - low, 1 + high)). Unequal clips are DAPO's clip-higher (arXiv:2503.14476, section 3.1).
 
     Args:
-        logprobs: (tokens,) nats, of the policy in training; only they have a gradient.
-        old_logprobs: (tokens,) nats, of the policy at the start of the iteration.
-        advantages: (tokens,) float.
-        mask: (tokens,) bool, true on tokens that count.
-        clip_low: distance of the lower bound of r from 1.
-        clip_high: distance of the upper bound of r from 1.
-        dual_clip: c, or None for no bound.
-
-    Returns:
-        (tokens,) loss, and the metrics `ratio`, `clip_fraction_low`, `clip_fraction_high` (1 where the clip
-        removes the gradient at that end) and `approx_kl` (k3 estimate of KL(old || new), nats).
+        logprobs, old_logprobs, advantages, mask: see the module.
+        clip_low, clip_high: distances of the bounds of r from 1.
+        dual_clip: c above 1, where A < 0 the loss is at most -A c (arXiv:1912.09729, equation 5); None: no bound.
     """
     check_clips(clip_low, clip_high, dual_clip)
     advantages = masked_constant(mask, advantages)
@@ -62,21 +61,14 @@ def clipped_policy_loss(
 def cispo_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Metrics]:
-    """Returns -clip(r, 1 - low, 1 + high) A logprobs with the clipped ratio as a constant: CISPO, arXiv:2506.13585.
+    """Returns (tokens,) -clip(r, 1 - low, 1 + high) A logprobs, r a constant: CISPO, arXiv:2506.13585.
 
-    The weight of a token is clipped, its gradient never removed. The paper leaves the lower end open: `clip_low` 1.
+    The weight of a token is clipped, its gradient never removed: the clip fractions are 1 where the weight is
+    clipped, whatever A is. The paper leaves the lower end open: `clip_low` 1.
 
     Args:
-        logprobs: (tokens,) nats, of the policy in training; only they have a gradient.
-        old_logprobs: (tokens,) nats, of the policy at the start of the iteration.
-        advantages: (tokens,) float.
-        mask: (tokens,) bool, true on tokens that count.
-        clip_low: distance of the lower bound of r from 1.
-        clip_high: distance of the upper bound of r from 1.
-
-    Returns:
-        (tokens,) loss, and the metrics `ratio`, `clip_fraction_low`, `clip_fraction_high` (1 where the weight is
-        clipped at that end, whatever A is) and `approx_kl` (k3 estimate of KL(old || new), nats).
+        logprobs, old_logprobs, advantages, mask: see the module.
+        clip_low, clip_high: distances of the bounds of r from 1.
     """
     check_clips(clip_low, clip_high)
     advantages, logprobs = masked_constant(mask, advantages), masked(mask, logprobs)
@@ -89,15 +81,12 @@ def cispo_loss(
 
 
 def gpg_loss(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Metrics]:
-    """Returns -A logprobs, the plain policy gradient: GPG, arXiv:2504.02546. For one update in an iteration.
+    """Returns (tokens,) -A logprobs, the plain policy gradient, and no metrics: GPG, arXiv:2504.02546.
+
+    It has no ratio, so it is for one update in an iteration.
 
     Args:
-        logprobs: (tokens,) nats, of the policy in training; only they have a gradient.
-        advantages: (tokens,) float.
-        mask: (tokens,) bool, true on tokens that count.
-
-    Returns:
-        (tokens,) loss, and no metrics.
+        logprobs, advantages, mask: see the module.
     """
     return -masked_constant(mask, advantages) * masked(mask, logprobs), {}
 
@@ -110,22 +99,15 @@ def sapo_loss(
     tau_positive: float = 1.0,
     tau_negative: float = 1.05,
 ) -> tuple[Tensor, Metrics]:
-    """Returns -A (4 / tau) sigmoid(tau (r - 1)), the soft gate of SAPO instead of a clip: arXiv:2511.20347.
+    """Returns (tokens,) -A (4 / tau) sigmoid(tau (r - 1)), the soft gate of SAPO instead of a clip: arXiv:2511.20347.
 
-    tau is `tau_positive` where A > 0, else `tau_negative`. The gradient is that of -A r times 4 p (1 - p), with p the
-    sigmoid: all of it at r = 1, less and less away from there, the faster the higher tau.
+    The gradient is that of -A r times 4 p (1 - p), with p the sigmoid: all of it at r = 1, less and less away from
+    there, the faster the higher tau. Metrics: `ratio`, `gate` (4 p (1 - p), the share of the gradient that is left),
+    `approx_kl`.
 
     Args:
-        logprobs: (tokens,) nats, of the policy in training; only they have a gradient.
-        old_logprobs: (tokens,) nats, of the policy at the start of the iteration.
-        advantages: (tokens,) float.
-        mask: (tokens,) bool, true on tokens that count.
-        tau_positive: tau where A > 0.
-        tau_negative: tau elsewhere.
-
-    Returns:
-        (tokens,) loss, and the metrics `ratio`, `gate` (4 p (1 - p), the share of the gradient that is left) and
-        `approx_kl` (k3 estimate of KL(old || new), nats).
+        logprobs, old_logprobs, advantages, mask: see the module.
+        tau_positive, tau_negative: tau where A > 0, and elsewhere.
     """
     check_positive("tau_positive", tau_positive, "1.0")
     check_positive("tau_negative", tau_negative, "1.05")
@@ -148,31 +130,26 @@ def dppo_loss(
     limit_high: float,
     ratio_limit: float = 20.0,
 ) -> tuple[Tensor, Metrics]:
-    """Returns -min(r, limit) A logprobs with the ratio as a constant, 0 outside the trust region: arXiv:2602.04879.
+    """Returns (tokens,) -min(r, limit) A logprobs, r constant, 0 outside the trust region: DPPO, arXiv:2602.04879.
 
     A token is outside where its update would lead further away, r > 1 with A > 0 or r < 1 with A < 0, and the
-    divergence of the two policies is above `limit_high` or `limit_low` (equation 12). The divergence is that of the
-    binary distributions "this token or another one", p the probability under the policy in training and q the old one:
+    divergence of the two policies is above `limit_high` or `limit_low` (equation 12). The divergence is of the
+    binary distributions "this token or another one", p the probability under the policy in training and q the old
+    one:
 
         "tv"    abs(p - q)
         "kl"    q log(q / p) + (1 - q) log((1 - q) / (1 - p)), nats; 1 - p and 1 - q at least 1e-8
 
-    Unlike a clip of the ratio this leaves rare tokens free and holds frequent ones. A token inside has the gradient of
-    -r A, as the surrogate of PPO, up to `ratio_limit` (truncated importance sampling, section 5.4).
+    Unlike a clip of the ratio this leaves rare tokens free and holds frequent ones. A token inside has the gradient
+    of -r A, as the surrogate of PPO, up to `ratio_limit` (truncated importance sampling, section 5.4). One metric more:
+    `divergence`.
 
     Args:
-        logprobs: (tokens,) nats, of the policy in training; only they have a gradient.
-        old_logprobs: (tokens,) nats, of the policy that the trust region is around: in the paper the one that sampled.
-        advantages: (tokens,) float.
-        mask: (tokens,) bool, true on tokens that count.
+        logprobs, old_logprobs, advantages, mask: see the module; the old policy is in the paper the one that
+            sampled.
         divergence: one of DIVERGENCES; UserError for any other.
-        limit_low: largest divergence of a token that becomes less probable.
-        limit_high: largest divergence of a token that becomes more probable.
+        limit_low, limit_high: largest divergence of a token that becomes less, or more, probable.
         ratio_limit: largest weight of a token.
-
-    Returns:
-        (tokens,) loss, and the metrics `ratio`, `clip_fraction_low`, `clip_fraction_high` (1 where the token is
-        outside at that end), `divergence` and `approx_kl` (k3 estimate of KL(old || new), nats).
     """
     if divergence not in DIVERGENCES:
         raise UserError(f"divergence {divergence!r} is unknown. Write one of {', '.join(DIVERGENCES)}")

@@ -26,9 +26,9 @@ def dpo_loss(
     label_smoothing: float = 0.0,
     kind: str = "sigmoid",
 ) -> tuple[Tensor, Metrics]:
-    """Returns the loss of direct preference optimisation.
+    """Returns (tokens,) the loss of direct preference optimisation, and metrics of the pair.
 
-    With h = (log pi - log ref)(chosen) - (log pi - log ref)(rejected):
+    With h = (log pi - log ref)(chosen) - (log pi - log ref)(rejected), sums over scored tokens for every kind:
 
         kind        loss of a pair                                        source
         "sigmoid"   -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h) DPO, arXiv:2305.18290, equation 7; with
@@ -36,20 +36,17 @@ def dpo_loss(
         "hinge"     max(0, 1 - beta h)                                    RSO, arXiv:2309.06657
         "ipo"       (h - 1 / (2 beta))^2                                  IPO, arXiv:2310.12036, equation 17
 
-    Log-probs of sequences are sums over their scored tokens, for every kind.
+    Metrics: `accuracy` (1 where h > 0), `margin` (beta h), `chosen_reward` and `rejected_reward` (beta (log pi - log
+    ref)).
 
     Args:
-        logprobs: (tokens,) nats, of the policy in training; the gradient flows through these alone.
-        ref_logprobs: (tokens,) nats, of the reference.
+        logprobs, ref_logprobs: (tokens,) nats, of the policy in training, which has the only gradient, and the
+            reference.
         mask: (tokens,) bool, true on scored tokens.
-        pair, chosen: (tokens,) as above; UserError if one of the rows of a pair is missing here.
+        pair, chosen: (tokens,) as above; UserError if a row of a pair is missing here.
         beta: above 0.
-        label_smoothing: e, from 0 to below 0.5; of "sigmoid" alone.
+        label_smoothing: e, from 0 to below 0.5; only for "sigmoid".
         kind: one of DPO_KINDS; UserError for any other.
-
-    Returns:
-        (tokens,) loss, and the metrics of the pair `accuracy` (1 where h > 0), `margin` (beta h), `chosen_reward` and
-        `rejected_reward` (beta (log pi - log ref) of either row).
     """
     if kind not in DPO_KINDS:
         raise UserError(f"DPO loss {kind!r} is unknown. Write one of {', '.join(DPO_KINDS)}")
@@ -58,6 +55,7 @@ def dpo_loss(
         raise UserError(f"label_smoothing is {label_smoothing}. Write 0 to below 0.5, and 0 for any loss but sigmoid")
     _check_pairs(mask, pair, chosen)
     difference = masked(mask, logprobs) - masked_constant(mask, ref_logprobs)
+    # Every token of a pair gets both sums, so that either of its rows has the whole loss.
     better = sequence_sums(masked(chosen, difference), pair)
     worse = sequence_sums(masked(~chosen, difference), pair)
     margin = beta * (better - worse)
@@ -71,16 +69,15 @@ def dpo_loss(
 
 
 def bradley_terry_loss(scores: Tensor, mask: Tensor, pair: Tensor, chosen: Tensor) -> tuple[Tensor, Metrics]:
-    """Returns -log sigmoid(score of the chosen row - score of the rejected): arXiv:2203.02155, equation 1.
+    """Returns (tokens,) -log sigmoid(score of the chosen row - score of the rejected): arXiv:2203.02155, equation 1.
+
+    Metrics of the pair: `accuracy` (1 where the chosen row scores higher), `margin`, `chosen_reward`,
+    `rejected_reward`.
 
     Args:
-        scores: (tokens,) of the reward model in training.
-        mask: (tokens,) bool, true on the one token of each row whose score is the row's.
-        pair, chosen: (tokens,) as above; UserError if one of the rows of a pair is missing here.
-
-    Returns:
-        (tokens,) loss, and the metrics of the pair `accuracy` (1 where the chosen row scores higher), `margin`,
-        `chosen_reward` and `rejected_reward`.
+        scores, mask: (tokens,) of the reward model in training; true on the one token of each row that has its
+            score.
+        pair, chosen: (tokens,) as above; UserError if a row of a pair is missing here.
     """
     _check_pairs(mask, pair, chosen)
     scores = masked(mask, scores)
@@ -92,22 +89,18 @@ def bradley_terry_loss(scores: Tensor, mask: Tensor, pair: Tensor, chosen: Tenso
 def prime_loss(
     logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, sequence_ids: Tensor, labels: Tensor, beta: float
 ) -> tuple[Tensor, Metrics]:
-    """Returns the cross-entropy of the outcome under an implicit process reward model: PRIME, arXiv:2502.01456.
+    """Returns (tokens,) cross-entropy of the outcome under an implicit process reward model: PRIME, arXiv:2502.01456.
 
-    A response is right with probability sigmoid(sum over its tokens of beta (log pi - log ref)).
+    A response is right with probability sigmoid(sum over its tokens of beta (log pi - log ref)). Metrics of the
+    sequence: `accuracy` (1 where the sum has the sign of the label) and `implicit_reward` (the sum).
 
     Args:
-        logprobs: (tokens,) nats, of the reward model in training; the gradient flows through these alone.
-        ref_logprobs: (tokens,) nats, of the model that its training began with.
+        logprobs, ref_logprobs: (tokens,) nats, of the reward model in training, which has the only gradient, and of
+            the model that its training began with.
         mask: (tokens,) bool, true on scored tokens.
-        sequence_ids: (tokens,) int64; every sequence is here as a whole.
-            A segment of an agent's trajectory is a sequence, with the outcome of the trajectory.
+        sequence_ids: (tokens,) int64, whole sequences; a segment is one, with the outcome of its trajectory.
         labels: (tokens,) from 0 (wrong) to 1 (right), the same on all tokens of a sequence.
         beta: above 0; 0.05 in the paper.
-
-    Returns:
-        (tokens,) loss, and the metrics of the sequence `accuracy` (1 where the sum has the sign of the label) and
-        `implicit_reward` (the sum).
     """
     check_positive("beta", beta, "0.05")
     labels = masked_constant(mask, labels)

@@ -11,20 +11,16 @@ from verl_mg.algorithms.losses.columns import Metrics, check_positive, masked, m
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None
 ) -> tuple[Tensor, Metrics]:
-    """Returns half the squared error, or the larger of it and the clipped one (OpenAI baselines, ppo2).
+    """Returns (tokens,) half the squared error, or the larger of it and the clipped one (OpenAI baselines, ppo2).
 
-    max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2.
+    max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2. Metrics: `value_clip_fraction` (1 where the clip
+    removes the gradient); and for `explained_variance` `value`, `return`, `return_squared`, `value_error`
+    (R - V), `value_error_squared`.
 
     Args:
-        values: (tokens,) of the critic in training, V; the gradient flows through these alone.
-        old_values: (tokens,) of the critic at the start of the iteration, V_old.
-        returns: (tokens,) targets of the values, R.
-        mask: (tokens,) bool, true on tokens that count.
+        values, old_values: (tokens,) V of the critic in training, which has the only gradient, and V_old before.
+        returns, mask: (tokens,) targets R of the values, and bool, true on tokens that count.
         clip: largest distance of V from V_old that has a gradient, above 0; None does not clip.
-
-    Returns:
-        (tokens,) loss, and the metrics `value_clip_fraction` (1 where the clip removes the gradient) and, for
-        `explained_variance`, `value`, `return`, `return_squared`, `value_error` (R - V), `value_error_squared`.
     """
     values, returns = masked(mask, values), masked_constant(mask, returns)
     error = returns - values
@@ -51,7 +47,7 @@ def explained_variance(means: Mapping[str, float], prefix: str = "") -> float:
     1: the critic predicts the returns exactly; 0: no better than a constant; below 0: worse.
 
     Args:
-        means: means of the metrics of `value_loss`, over all tokens.
+        means: means over all tokens of the metrics of `value_loss`.
         prefix: text before the names of these metrics, as in "critic/".
     """
     squared = means[f"{prefix}return_squared"]
