@@ -19,8 +19,9 @@ EMBEDDING_ON_EVERY_STAGE = frozenset({"qwen3_5_text", "qwen3_5_moe_text"})
 """Architectures whose model class builds the embedding on every pipeline stage."""
 
 
+# These checks repeat what vLLM would refuse, or compute wrongly, after it has loaded a model: a job fails at its start.
 def check_supported(config: HFConfig, layout: EngineLayout) -> None:
-    """Checks that vLLM's model class supports a layout."""
+    """Raises a UserError where vLLM's model class of the architecture does not support a layout."""
     if layout.adp > 1:
         raise UserError(
             f"rollout.layout={layout}: vLLM has no data-parallel attention inside an engine. Leave out adp."
@@ -78,7 +79,7 @@ def _check_gpt_oss(config: HFConfig, layout: EngineLayout) -> None:
 
 
 def pipeline_ends(config: HFConfig, tied: bool, first: bool, last: bool) -> PipelineEnds:
-    """Returns what a pipeline stage has besides its layers."""
+    """Returns what a pipeline stage has besides its layers; the last stage too has a tied embedding."""
     kind = config.architecture
     output_everywhere = kind in ENDS_ON_EVERY_STAGE | ALL_BUT_NORM_ON_EVERY_STAGE
     return PipelineEnds(
