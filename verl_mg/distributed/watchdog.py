@@ -2,7 +2,7 @@
 
     main thread            works; calls `end` or `abort` for an error
     heartbeat thread       each interval: writes heartbeat and stack, reads "ends" and the heartbeats that it watches
-                           (rank 0: of all ranks, other ranks: of rank 0); owns the connection to the store
+                           (rank 0: of all ranks, other ranks: of rank 0); owns the watchdog's connection to the store
     store guard thread     each interval: has the heartbeat thread made progress? If not for the timeout, exits:
                            this host is disconnected, or the store's host is down
 
@@ -12,8 +12,8 @@
                            "ends" is above 0: read "verdict", dump, add to "acks", exit with the exit code
 
 A heartbeat is two requests to the store, and the interval grows with the number of ranks, so that all ranks together
-send at most MAX_REQUESTS_PER_SECOND. There are no leaders that collect the heartbeats of a node: they would be processes
-that can be lost by themselves. Stacks are in separate keys, which are read only when a rank is lost.
+send at most MAX_REQUESTS_PER_SECOND. There are no leaders that collect the heartbeats of a node: a rank would depend on
+a process that can be lost by itself. Stacks are in separate keys, which are read only when a rank is lost.
 """
 
 from __future__ import annotations
