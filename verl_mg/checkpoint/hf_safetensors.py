@@ -43,6 +43,7 @@ class CheckpointReader:
 
     def __init__(self, directory: ModelDirectory, initial_values: Mapping[str, Tensor] | None = None) -> None:
         self._directory = directory
+        # A tensor of the directory has precedence: a value head that was trained before.
         self._initial = {
             name: values for name, values in (initial_values or {}).items() if name not in directory.file_of
         }
@@ -59,7 +60,7 @@ class CheckpointReader:
         return self._dequantized(tensor, box, values) if values.dtype is torch.float8_e4m3fn else values
 
     def _unstacked(self, place: StackedTensor, box: Box) -> Tensor:
-        values = self._stored(place.name, place.box(box))[0]
+        values = self._stored(place.name, place.box(box))[0]  # the dimension of experts, of length 1
         return values.permute(*reversed(range(values.dim()))) if place.transposed else values
 
     def _unpacked(self, place: StackedTensor, box: Box) -> Tensor:

@@ -123,7 +123,6 @@ class ModelDirectory:
                 )
 
     def _check_packed(self, place: StackedTensor) -> None:
-        """Checks blocks and scales of a stacked tensor."""
         shapes = packed_shapes(place)
         if shapes is None:
             raise UserError(
@@ -236,7 +235,7 @@ class ModelDirectories:
         if folder not in self._by_folder:
             self._by_folder[folder] = ModelDirectory.find(folder, stacked)
         directory = self._by_folder[folder]
-        absent = optional - directory.file_of.keys()
+        absent = optional - directory.file_of.keys()  # such as a value head, which then gets initial values
         present = {name: shard for name, shard in shapes.items() if name not in absent}
         directory.check(present)
         # Only the requested tensors and what they are read from travel to the other ranks.

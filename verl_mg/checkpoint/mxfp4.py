@@ -56,6 +56,7 @@ def dequantize(blocks: Tensor, scales: Tensor, box: Box) -> Tensor:
     bytes_ = blocks[0].int()
     # Bit 3 is the sign, so the 16 values by their bits are _VALUES and then their negatives.
     elements = torch.stack([values[bytes_ & 15], values[bytes_ >> 4]], dim=-1).flatten(-2)  # (rows, n, 32)
+    # Exact: an element has two significant bits, and a power of two only shifts its exponent.
     whole = torch.ldexp(elements, scales[0, ..., None].int() - _BIAS).flatten(-2)
     left, right = box[1]
     first = left // BLOCK * BLOCK

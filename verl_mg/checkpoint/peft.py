@@ -268,6 +268,7 @@ class AdapterWriter:
         """Writes one box of a tensor."""
         self._writer.write(name, box, values)
 
+    # The file is written under the model writer's name: a folder without PEFT's name is not complete.
     def finish(self) -> None:
         """Gives the file PEFT's name; called by the process that created it, after all writes."""
         (self._folder / SINGLE).rename(self._folder / WEIGHTS)

@@ -72,6 +72,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
         for block in (head, *map(_memory, tensors.values())):
             digest.update(block)
             file.write(block)
+        # The rename of the folder may otherwise reach the disk before the content.
         file.flush()
         os.fsync(file.fileno())
     return digest.hexdigest()

@@ -111,6 +111,7 @@ class Layout:
             size = getattr(self, key)
             if size < 0 or (size == 0 and key not in ("etp", "dp")):
                 raise UserError(f"layout: {key} is {size}. Sizes start at 1, as in {EXAMPLE}.")
+        # `fit` may replace a dp that was filled in, and not one that was given.
         object.__setattr__(self, "dp_given", self.dp > 0)
         object.__setattr__(self, "etp", self.etp or self.tp)
         object.__setattr__(self, "dp", self.dp or self._smallest_dp)

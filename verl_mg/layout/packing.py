@@ -104,6 +104,7 @@ def _fill(lengths: Sequence[int], costs: Sequence[float], ranks: int, budget: in
     # Only the cheapest micro-batch of a step is tried, which evens out their costs, and is the first of its heap.
     steps: list[list[list[int]]] = []
     heaps: list[list[tuple[float, int, int]]] = []  # of each step: (cost, tokens, micro-batch)
+    # Ties are broken by the number of the row, so that all ranks have the same order.
     for row in sorted(range(len(lengths)), key=lambda row: (-costs[row], row)):
         step = next((k for k, heap in enumerate(heaps) if _fits(heap[0][1], lengths[row], budget)), len(steps))
         if step == len(steps):

@@ -88,7 +88,6 @@ def _logit_bytes(inputs: PlanInputs, layout: Layout, tokens: float) -> float:
 
 
 def _vocabulary_rows(inputs: PlanInputs, layout: Layout) -> float:
-    """Returns the rows of the output layer on a tensor-parallel rank."""
     weights, tp = inputs.weights, layout.tp
     if isinstance(weights, WeightTable) and not inputs.options.fsdp:
         return weights.padded_vocab(tp) / tp

@@ -101,7 +101,6 @@ class KeptElements:
         return sum(size / (1 + (part in halves)) for part, size in vars(self).items() if part not in elsewhere)
 
     def _discarded(self, modules: Recompute) -> set[str]:
-        """Returns the names of the parts that are computed again."""
         if isinstance(modules, bool):
             return vars(self).keys() - {"layer_input"} if modules else set()
         return {part for module in modules for part in DISCARDED[module]}

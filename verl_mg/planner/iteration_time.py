@@ -155,7 +155,6 @@ def weight_sync(inputs: PlanInputs, train: Layout, rollout: EngineLayout) -> Syn
 
 
 def _source_shards(inputs: PlanInputs, layout: Layout) -> ShardMap:
-    """Returns the actor's shards of every rank."""
     if inputs.options.fsdp:
         return sharded_module(inputs, layout).shard_map(inputs.placement_ranks)
     assert isinstance(inputs.weights, WeightTable)

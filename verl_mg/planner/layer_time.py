@@ -232,7 +232,7 @@ def _exposed_gather(inputs: PlanInputs, part: LayerSeconds, rounds: int) -> floa
     return max(0.0, rounds * part.gather - hidden)
 
 
-@cache
+@cache  # a search computes many plans of one layout
 def stage_layers(c: HFConfig, layout: Layout) -> tuple[Mapping[LayerKind, int], ...]:
     """Counts the layers of each kind of every pipeline stage."""
     return tuple(

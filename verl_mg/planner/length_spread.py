@@ -85,7 +85,7 @@ class Packed:
         return expected / mean
 
 
-@cache
+@cache  # equal for all layouts of a search
 def packed(spread: LengthSpread, budget: int) -> Packed:
     """Packs a spread into micro-batches of at most `budget` tokens, as a job packs its rows."""
     if math.isinf(spread.exponent):

@@ -129,7 +129,7 @@ def _on_stages(weights: ModelTable, layout: Layout) -> tuple[Elements, ...]:
     return tuple(elements(weights, shard_map, layout.rank_of(pp=stage)) for stage in range(layout.pp))
 
 
-@cache
+@cache  # a search pairs each layout of engines with many layouts of training
 def _on_engine_stages(weights: ModelTable, layout: EngineLayout) -> tuple[Elements, ...]:
     shard_map = weights.shard_map_engine(EnginePlacement(layout, tuple(range(layout.ranks))))
     return tuple(elements(weights, shard_map, stage * layout.tp) for stage in range(layout.pp))

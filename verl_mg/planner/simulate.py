@@ -54,6 +54,7 @@ class Iteration:
 
 def simulate(inputs: PlanInputs, lengths: Sequence[Length], train: Layout, rollout: EngineLayout) -> Iteration:
     """Simulates an iteration over recorded samples."""
+    # The recorded samples replace the tokens of an iteration and the longest sample of the inputs.
     tokens = sum(length.total for length in lengths)
     inputs = replace(inputs, tokens_per_iteration=tokens, sequence=max(length.total for length in lengths))
     layout = train.fit(len(inputs.placement_ranks))

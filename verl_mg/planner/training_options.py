@@ -176,7 +176,6 @@ BYTES |= {"fp16": 2, "float16": 2, "torch.float16": 2, "fp8": 1, "uint8": 1, "to
 
 
 def _moment_bytes(optimizer: Mapping[str, Any], moments_dtype: str, muon: bool) -> int:
-    """Returns the bytes of a parameter's moments."""
     if not optimizer.get("use_precision_aware_optimizer"):
         return BYTES[moments_dtype] * (1 if muon else 2)
     return sum(BYTES[str(optimizer.get(name, "fp32"))] for name in ("exp_avg_dtype", "exp_avg_sq_dtype"))

@@ -167,7 +167,6 @@ class Encoder:
         return box.view(box_shape(piece.source)).to(self._dtype)
 
     def _memory_of(self, parameter: Tensor, piece: Piece) -> Tensor:
-        """Returns the memory of a piece's encoded values."""
         start, stop = piece.target[-1]
         box = (*piece.target[:-1], (start // self._encoding.packed, stop // self._encoding.packed))
         return parameter[slices(box)].view(*box_shape(piece.source)[:-1], (stop - start) // self._encoding.packed)

@@ -99,6 +99,7 @@ def layer_params(layer: LayerSpec, config: HFConfig, kernels: Kernels) -> tuple[
 
 
 def _grouped_attention(a: GroupedAttention, config: HFConfig) -> tuple[ParamSpec, ...]:
+    # The fused QKV weight has queries, key and value of one query group after the other.
     by_query_group = FusedRows(config.kv_heads)
     with_gate = _gated_query_groups(config) if config.output_gate else by_query_group
     params = [
@@ -175,6 +176,7 @@ def _mlp(prefix: str, mlp: MLP) -> tuple[ParamSpec, ...]:
 
 
 def _experts(e: Experts, fused: bool) -> tuple[ParamSpec, ...]:
+    # gate_up is one tensor for gpt-oss, whose rows alternate: a run of its rows has gates and ups in pairs.
     each = "mlp.experts.{}.weight{{expert}}" if fused else "mlp.experts.{}.weight"
     return (
         ParamSpec("mlp.router.weight", (e.router,)),

@@ -32,6 +32,7 @@ class ModelTable(ABC):
     """With "value" a single row replaces the language model's output layer."""
     engine: EngineName = "sglang"
     """Rollout engine whose shards `shard_map_engine` returns; see `for_engine`."""
+    # Not compared: tables are keys of the planner's caches, and a traced table has no hash.
     traced: TracedTable | None = field(default=None, compare=False)
     """Traced table of the rollout engine, which replaces the built-in table; see `with_traced_table`."""
 

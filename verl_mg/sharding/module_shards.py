@@ -117,7 +117,6 @@ def _members(stack: str, shape: tuple[int, ...]) -> dict[str, StackedTensor]:
 
 
 def _stack_of(members: Mapping[str, StackedTensor]) -> Shard:
-    """Returns the parameter that stacks matrices as they are."""
     boxes = {name: full_box(place.expert_shape) for name, place in members.items()}
     pieces = tuple(Piece(name, box, ((number, number + 1), *box)) for number, (name, box) in enumerate(boxes.items()))
     return Shard((len(pieces), *box_shape(pieces[0].source)), pieces)

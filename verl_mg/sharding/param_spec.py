@@ -207,6 +207,7 @@ class VocabularyRows:
         return -(-vocab // (size * self.multiple)) * size * self.multiple
 
 
+# Compared by identity: shard maps have it as a key, and equal rows of different layers are one object.
 @dataclass(frozen=True, eq=False)
 class ParamSpec:
     """One row of a runtime's table: a parameter, its Hugging Face tensors, and how they are sharded.

@@ -138,6 +138,7 @@ class DerivedShardMap:
         for stage, blocks in enumerate(stages):
             for block in blocks:
                 for param in block.params:
+                    # By the name with placeholders and the layer: experts of a layer share an entry.
                     for tensor in param.tensors:
                         self._specs[tensor.name, block.layer].append((stage, block.prefix, param))
         self._stages_of = {key: tuple(stage for stage, *_ in specs) for key, specs in self._specs.items()}
@@ -220,6 +221,7 @@ class DerivedShardMap:
             tuple(sorted({r for location in locations for r in location.ranks})) if len(locations) > 1 else first.ranks
         )
         ranks = self._interned.setdefault(ranks, ranks)  # equal sets are one object: plans look them up by identity
+        # One location for all ranks where it is the same: plans then handle the ranks as one set.
         position = (first.parameter, first.parameter_box)
         if all((location.parameter, location.parameter_box) == position for location in locations):
             return BoxReplicas(box, ranks, (BoxLocation(ranks, *position),))

@@ -9,6 +9,7 @@ from verl_mg.sharding.engine_table import VOCABULARY, EngineRules, PipelineEnds
 
 SWIGLU = ClampedSwiGLU(alpha=1.702, limit=7.0)
 """Activation of gpt-oss's experts in vLLM, which does not read it from config.json."""
+# A parameter that a stage builds without using it belongs to the table: an update that leaves one out is an error.
 ENDS_ON_EVERY_STAGE = frozenset({"gemma2", "gpt_oss", "mixtral", "qwen3_moe"})
 """Architectures whose model class builds embedding, final norm and output layer on every pipeline stage."""
 EXPERTS_ON_EVERY_STAGE = frozenset({"glm4_moe", "glm4_moe_lite"})

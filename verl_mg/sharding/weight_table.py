@@ -58,6 +58,7 @@ class WeightTable(ModelTable):
         model = model_spec(self.config)
         if self.head == "language":
             return model
+        # A value model predicts no tokens, so it has no layer of multi-token prediction either.
         return replace(model, output=TensorSpec(SCORE, (1, self.config.hidden)), multi_token=None)
 
     @cached_property
@@ -145,6 +146,7 @@ class WeightTable(ModelTable):
                 first = stage == 0 and chunk == 0
                 if first:
                     blocks.append(ParamBlock(prefix, (embedding,)))
+                # Megatron numbers the layers of a chunk, engines and checkpoints the layers of the model.
                 for local, layer in enumerate(layout.layers(config.layers, stage, chunk)):
                     params = layer_params(self.model.layers[layer])
                     blocks.append(ParamBlock(f"{prefix}decoder.layers.{local}.", params, layer))
@@ -205,6 +207,7 @@ class WeightTable(ModelTable):
                 params, inner = layer_params(self.model.all_layers[-1]), engine_table.draft_layer(config)
                 blocks.append(ParamBlock(engine_table.DRAFT + inner, params, config.layers))
             stages.append(blocks)
+        # With data-parallel attention each attention group embeds other tokens, so the embedding is sharded in a group.
         sizes: dict[Axis, int] = {
             "replicated": 1,
             "tensor": layout.tp,
