@@ -60,7 +60,7 @@ def block_of(shape: tuple[int, ...], scales: tuple[int, ...], declared: BlockSiz
         return None
     if declared:
         return declared if scales == scale_grid(shape, declared) else None
-    if math.prod(scales) == 1:
+    if math.prod(scales) == 1:  # of the whole tensor, with shape () or (1,)
         return shape[0], shape[1]
     return (1, shape[1]) if scales in ((shape[0],), (shape[0], 1)) else None
 

@@ -113,5 +113,6 @@ class ReaderShardMap:
 
 def _least_loaded(holders: Ranks, readers: Collection[int], load: Mapping[int, int], limit: float) -> int:
     """Returns the holder with the least load, of those that read the file already if they have not too much to read."""
+    # Without a limit, the first rank to open a file would read all of it.
     already = [rank for rank in holders if rank in readers and load[rank] <= limit]
     return min(already or holders, key=lambda rank: (load[rank], rank))

@@ -36,6 +36,7 @@ class UntrainedTensors:
         for name, file in directory.file_of.items():
             if name.startswith(prefixes) and name not in owned:
                 names[file].append(name)
+        # Headers only: an export by many ranks needs shapes and dtypes on each, and the bytes on one.
         shapes, dtypes = {}, {}
         for file in sorted(names):
             tensors = directory.open(file, repr(names[file][0])).tensors

@@ -23,9 +23,8 @@ FIRST_BYTES = 1024 - LENGTH_BYTES
 
 
 def all_gather_bytes(values: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
-    """Gathers uint8 tensors (bytes,) of any lengths, in rank order: lengths and first bytes in one round, the rest in a
-    second one.
-    """
+    """Gathers uint8 tensors (bytes,) of any lengths, in rank order."""
+    # Lengths and first bytes in one round. Most reports are short, and need no second round.
     length = torch.tensor([values.numel()]).view(torch.uint8)
     firsts = _all_gather_padded(torch.cat([length, values[:FIRST_BYTES]]), LENGTH_BYTES + FIRST_BYTES, group)
     lengths = [int(first[:LENGTH_BYTES].view(torch.int64)) for first in firsts]

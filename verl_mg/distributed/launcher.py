@@ -85,6 +85,7 @@ class Launcher:
 
     def clear(self) -> None:
         """Removes what ranks have reported that do not run any more, except the iteration."""
+        # The iteration stays, for the launcher to name it where a rank is lost before the next one is complete.
         for path in (self.folder / "regroups", self.folder / "stop code", *self.folder.glob("returned-*")):
             path.unlink(missing_ok=True)
 

@@ -36,6 +36,7 @@ def main_stack() -> list[str]:
 
 def main_waits() -> bool:
     """Returns whether the main thread waits for other ranks, as far as the source line of its innermost frame shows."""
+    # By its text: Python does not say what a thread waits for. A wrong guess only changes the message on a stall.
     frame = _main_frame()
     if frame is None:
         return False

@@ -87,6 +87,7 @@ def run(options: argparse.Namespace, job: PlanRequest | None = None) -> None:
     inputs = PlanInputs(table.for_engine(job.engine).with_traced_table(job.sharding_table), **fields)
     roles = _roles(inputs, model, options, job)
     inputs = replace(inputs, auxiliary_roles=tuple(auxiliary_role(inputs, role) for role in roles), notes=job.notes)
+    # A search keeps layouts that options name, and not the configuration's, which it is to replace.
     train, rollout = _layouts(inputs, options, PlanRequest() if options.search else job)
     if options.search:
         if options.top < 1:
@@ -99,6 +100,7 @@ def run(options: argparse.Namespace, job: PlanRequest | None = None) -> None:
     actor = train_side(inputs, train)
     pair = pair_of(inputs, actor, rollout_side(inputs, rollout, actor.memory))
     _print(pair_numbers(inputs, pair), options.json)
+    # After the report, which shows the parts that are too large.
     if too_large := problem(inputs, actor.memory, pair.rollout.memory):
         raise _with_suggestions(too_large, _nearest_layouts(inputs, pair))
 

@@ -129,6 +129,7 @@ def _stage_seconds(inputs: PlanInputs, layout: Layout, work: Work, micro: MicroB
 
 def _parts(inputs: PlanInputs, layout: Layout, work: Work, micro: MicroBatch) -> tuple[dict[LayerKind, float], float]:
     """Predicts the seconds of a layer of each kind, and of the output layer."""
+    # Once for each kind of layer: the layers of a kind differ in nothing that a plan counts.
     kinds = {kind for stage in stage_layers(inputs.weights.config, layout) for kind in stage}
     a_layer = {kind: _a_layer(inputs, layout, work, micro, kind) for kind in kinds}
     return a_layer, head_seconds(inputs, layout, micro) * (HEAD_UPDATE if work is Work.UPDATE else 1)

@@ -28,6 +28,7 @@ def rollout_seconds(inputs: PlanInputs, layout: EngineLayout, memory: RolloutMem
     half_done = running * (spread.prompt + spread.mean_response / 2)
     full = decode_seconds(inputs, layout, memory, running, half_done)
     waiting = samples if flying else max(0.0, samples - running)
+    # Prompts are computed at the speed of large products, without the latencies of decoding steps.
     prefill = samples * inputs.row_flops(spread.prompt) / (layout.ranks * inputs.flops * TERA)
     steady = prefill + waiting / running * spread.mean_response * full
     return steady if flying else steady + _until_complete(inputs, layout, memory, running)

@@ -197,6 +197,7 @@ class PlanInputs:
                 f"--ranks: {self.ranks} is not a multiple of --node {self.node}. Use {whole} or {whole + self.node}, "
                 "or another --node."
             )
+        # In rising order, so the last one is the largest.
         if self.role_ranks and self.role_ranks[-1] >= self.num_model_ranks:
             raise UserError(
                 f"ranks {format_ranks(self.role_ranks)}: rank {self.role_ranks[-1]} is out of range. Model roles can "

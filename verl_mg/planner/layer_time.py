@@ -203,6 +203,7 @@ def repeated_seconds(inputs: PlanInputs, part: LayerSeconds, blocks: int) -> flo
     """Returns the seconds of computing discarded activations again in the backward pass."""
     if isinstance(inputs.recompute, bool):
         return forward_seconds(inputs, part, blocks) if inputs.recompute else 0.0
+    # A recomputed mixture sends its tokens to the experts again.
     mixture = part.experts + part.shared + _exposed_dispatch(inputs, part)
     seconds = {
         "core_attn": part.core_attention,

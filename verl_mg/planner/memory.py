@@ -151,6 +151,7 @@ def _quantized_stages(weights: ModelTable, layout: EngineLayout, wire: Wire) -> 
     encoding = encoding_of(wire)
     assert encoding
     whole = weights.shard_map_engine(EnginePlacement(layout, tuple(range(layout.ranks))))
+    # The first rank of each stage: the others have shards of the same shapes.
     check_engine_blocks(weights, whole, encoding, [stage * layout.tp for stage in range(layout.pp)])
     # The shard map of the sync, so scales and packing are counted as they are sent.
     target = encoded_maps(weights, whole, whole, encoding).target

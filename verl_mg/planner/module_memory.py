@@ -84,6 +84,7 @@ def micro_batch_bytes(inputs: PlanInputs, layout: Layout, trains: bool = True) -
     """Computes the bytes of the collectives between sharding ranks and between copies, for one micro-batch."""
     module, options = sharded_module(inputs, layout), inputs.options
     assert options.fsdp
+    # Layers are gathered again for the backward pass, all else stays gathered between the passes.
     passes = 2 if trains and options.fsdp.reshard_after_forward else 1
     layers = sum(group.sharded for group in module.layers)
     gathered = options.weight_bytes * module.sharding * (passes * layers + module.rest.sharded)

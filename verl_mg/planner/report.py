@@ -141,7 +141,7 @@ def _auxiliary(role: AuxiliaryRole) -> Numbers:
 
 
 def _phases(inputs: PlanInputs, pair: Pair) -> dict[str, float]:
-    """Returns GiB of the fullest rank of each phase, without the KV cache."""
+    """Returns GiB of the fullest rank of each phase, without the KV cache, which has what is left."""
     weights, train = max(pair.rollout.memory.weights), pair.train.memory
     sizes = {"training": sum(training(inputs, train).values())}
     sizes["generation"] = sum(awake(inputs, train).values()) + weights

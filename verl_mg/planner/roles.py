@@ -74,7 +74,7 @@ def fit_layout(inputs: PlanInputs, layout: Layout) -> Layout:
 def check(inputs: PlanInputs, layout: Layout) -> None:
     """Raises a UserError where a parallel size does not divide what it shards of the role's model."""
     if inputs.options.fsdp:
-        sharded_module(inputs, layout)
+        sharded_module(inputs, layout)  # divides the real module, and raises where that is not possible
         return
     assert isinstance(inputs.weights, WeightTable)
     inputs.weights.check_layout(layout)

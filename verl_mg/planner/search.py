@@ -1,8 +1,8 @@
 """Search of layouts: all that a model admits, the nearest ones that fit into memory, and the best pairs.
 
-training layouts x recomputation, fastest first    engine layouts on the fewest nodes first
-    -> the first ones that fit with an engine          -> the first group with a layout that fits
-                              -> pairs, with the weight sync planned -> best first
+trains     training layouts x recomputation, fastest first: the first ones that fit with an engine
+engines    engine layouts, on the fewest nodes first: the first group with a layout that fits
+pairs      of both, each with its weight sync planned, best first
 """
 
 from __future__ import annotations
@@ -122,6 +122,7 @@ def train_layouts(inputs: PlanInputs) -> Iterator[Layout]:
     cp is a power of two that leaves a rank MIN_TOKENS_PER_CP_RANK tokens of a micro-batch; vpp is above 1 only where
     the number of micro-batches is a multiple of the stages, as Megatron's interleaved schedule needs.
     """
+    # Of this layout only the bounds of cp and vpp are read; vpp needs a pp of 2.
     cp_sizes = max(1, inputs.longest_micro_batch // MIN_TOKENS_PER_CP_RANK)
     for layout in _layouts(inputs, Layout(pp=2, vpp=max(INTERLEAVINGS), cp=cp_sizes)):
         rounds = layout.vpp == 1 or micro_batches(inputs, layout) % layout.pp == 0

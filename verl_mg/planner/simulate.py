@@ -214,7 +214,7 @@ def slowest(seconds: Sequence[Sequence[float]], layout: Layout, lockstep: bool) 
 
 def repeated(lengths: Sequence[Length], count: int) -> list[Length]:
     """Returns `count` samples of the same distribution: all of them repeatedly, shuffled each time, and a part."""
-    generator, result = random.Random(0), list[Length]()
+    generator, result = random.Random(0), list[Length]()  # the same samples each time
     while len(result) < count:
         result += generator.sample(lengths, min(len(lengths), count - len(result)))
     return result

@@ -24,6 +24,7 @@ class Alias:
 
 def aliases(plan: Plan, rank: int) -> dict[str, Alias]:
     """Finds the target parameters of a rank that are rows of a source parameter: same elements, same order."""
+    # Such targets need no memory, and nothing is copied into them.
     moves = plan.rank_plan(rank)
     received = {move.parameter for move in moves.receives}
     copied: dict[str, list[Copy]] = defaultdict(list)

@@ -149,7 +149,10 @@ class EncodedShardMap(ABC):
 
     @abstractmethod
     def _scales(self, parameter: str, piece: Piece) -> tuple[str, Box, Box] | None:
-        """Returns parameter, box in the tensor and box in the parameter of a piece's scales, or None."""
+        """Returns the boxes of the scales that belong to a piece: parameter, box in the tensor, box in the parameter.
+
+        None where no scale belongs to it.
+        """
 
 
 class EncodedSource(EncodedShardMap):
@@ -242,7 +245,8 @@ class EncodedTarget(EncodedShardMap):
         result[name + self.encoding.scale_suffix] = Shard((*shard.shape[:-2], *grid), tuple(pieces))
 
     def _scales(self, parameter: str, piece: Piece) -> tuple[str, Box, Box]:
-        # Of whole blocks in the tensor and at whole blocks of the parameter; only the end of the tensor may cut one.
+        # A piece must begin at a block, in the tensor and in the parameter, and end at one or with the tensor: then
+        # block n of the piece is block n of its scales in both, and each block of the parameter has one scale.
         shape = self.shape_of(piece.tensor)
         block, stacked = self.encoding.block(shape), len(piece.target) - len(piece.source)
         box, at = [], list(piece.target[:stacked])

@@ -264,7 +264,7 @@ class Plan:
                 if piece.tensor in self._keep:
                     continue
                 dst = _replicas_of(self.target, piece.tensor, piece.source)
-                # A box that a rank needs at two places, such as a tied embedding, arrives at the first of them only.
+                # A box that a rank needs at two places arrives at the first one only; the other is a copy.
                 first = dst.location_on(rank)
                 if (first.parameter, first.parameter_box) != (parameter, piece.target):
                     position = (first.parameter, first.parameter_box, parameter, piece.target)

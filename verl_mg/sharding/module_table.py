@@ -74,7 +74,10 @@ class ModuleTable(ModelTable):
         return frozenset(name for name, e in entries if e.is_layer_matrix and e.tensor.shape[0] == count)
 
     def linear_tensors(self, of_experts: bool = False) -> tuple[str, ...]:
-        """Returns the names of the weights of linear layers that text passes through; routers are not among them."""
+        """Returns the names of the weights of linear layers that text passes through; routers are not among them.
+
+        None are of experts where the module stacks them.
+        """
         if self.builtin:
             return self.builtin.linear_tensors(of_experts)
         linear, excluded = self._tensors_of(self.module.linear & self.module.text), self.routers

@@ -92,6 +92,7 @@ class SymbolicTensor(Tensor):
             return _cat([_unsqueezed(tensor, dim) for tensor in args[0]], dim)
         if func in _RESHAPES:
             return _reshape(args[0], args[1])
+        # Views are followed by torch itself, on the meta tensor of the part.
         if not func.is_view or len(args[0].parts) != 1:
             raise NotAMoveError(f"the operation {func} of {args[0]!r} cannot be followed")
         (part,) = args[0].parts

@@ -56,6 +56,7 @@ class TracedTable:
 
     def without(self, prefixes: tuple[str, ...]) -> TracedTable:
         """Returns the table without the parameters that consist of tensors with one of these prefixes."""
+        # A shard of padding only has no tensor, and stays.
         ranks = tuple(
             {
                 name: shard

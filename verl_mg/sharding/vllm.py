@@ -20,7 +20,7 @@ EMBEDDING_ON_EVERY_STAGE = frozenset({"qwen3_5_text", "qwen3_5_moe_text"})
 """Architectures whose model class builds the embedding on every pipeline stage."""
 
 
-# These checks repeat what vLLM would refuse, or compute wrongly, after it has loaded a model: a job fails at its start.
+# What vLLM would refuse or compute wrongly, checked before anything starts.
 def check_supported(config: HFConfig, layout: EngineLayout) -> None:
     """Raises a UserError where vLLM's model class of the architecture does not support a layout."""
     if layout.adp > 1:
