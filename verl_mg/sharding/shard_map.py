@@ -64,7 +64,7 @@ class BoxReplicas:
     """Positions in the ranks' parameters; a single one where they are the same on all ranks."""
 
     def location_on(self, rank: int) -> BoxLocation:
-        """Returns the location on one of the ranks."""
+        """Returns the location on one of the ranks, the first of several."""
         if len(self.locations) == 1:
             return self.locations[0]
         return next(location for location in self.locations if rank in location.ranks)
