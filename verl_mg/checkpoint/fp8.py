@@ -4,7 +4,9 @@
     ...up_proj.weight_scale_inv   (ceil(rows / 128), ceil(columns / 128)): factor of each block, as DeepSeek-V3 has them
     ...up_proj.weight_scale       (), (1,), (rows,) or (rows, 1): factor of the tensor or of each row
 
-The product is computed in float32, as `transformers` does (`Fp8Dequantize` in integrations/finegrained_fp8.py).
+The product is computed in float32, as `transformers` does (`Fp8Dequantize` in integrations/finegrained_fp8.py). Blocks
+have the size in config.json, and the last ones may be incomplete, as in DeepSeek-V3's projection to 576 rows;
+`transformers` 5.19 derives the size from the shapes, and refuses these.
 """
 
 from __future__ import annotations
@@ -58,19 +60,22 @@ def block_of(shape: tuple[int, ...], scales: tuple[int, ...], declared: BlockSiz
         return None
     if declared:
         return declared if scales == scale_grid(shape, declared) else None
-    if math.prod(scales) == 1:
+    if math.prod(scales) == 1:  # of the whole tensor, with shape () or (1,)
         return shape[0], shape[1]
     return (1, shape[1]) if scales in ((shape[0],), (shape[0], 1)) else None
 
 
 def misfit(shape: tuple[int, ...], scales: tuple[int, ...], declared: BlockSize | None) -> str:
-    """Returns why `block_of` finds that scales do not fit their tensor."""
+    """Returns the reason for which `block_of` returned None."""
     wanted = f"blocks of {declared} in config.json" if declared else "one scale for the tensor or for each row"
     return f"their shape is {scales}, which does not fit the tensor's shape {shape} and {wanted}"
 
 
 def dequantize(values: Tensor, scales: Tensor, box: Box, block: BlockSize) -> Tensor:
-    """Multiplies a box of an FP8 tensor by the scales of its blocks."""
+    """Multiplies a box of an FP8 tensor by the scales of its blocks; returns float32 (rows, columns).
+
+    `scales` are of the whole tensor. ValueError where a scale of the box is negative or not finite.
+    """
     (top, bottom), (left, right) = box
     height, width = block
     first, last = left // width, -(-right // width)

@@ -3,6 +3,12 @@
 - The reader reads only the requested slices of the safetensors files.
 - The writer lays the files out in advance, so that many processes write their boxes at the same time and no process
   ever has a whole tensor.
+
+    one process    `create`: files with headers, filled up to their size (sparse), index, untrained tensors
+    barrier
+    each process   `write` for each of its boxes: the contiguous runs of the box, at their offsets
+
+    box rows 0:2, columns 2:4 of a tensor (3, 4): elements 2:4 and 6:8 of the tensor, two writes
 """
 
 from __future__ import annotations
@@ -30,10 +36,14 @@ from verl_mg.sharding.boxes import Box, Shard, box_shape, full_box, numel, slice
 
 
 class CheckpointReader:
-    """Reader of the tensors of a model directory; it opens the files that it reads from. Use it in a `with` block."""
+    """Reader of the tensors of a model directory; it opens the files that it reads from. Use it in a `with` block.
+
+    `initial_values` are for tensors that the directory does not contain, such as a new value head.
+    """
 
     def __init__(self, directory: ModelDirectory, initial_values: Mapping[str, Tensor] | None = None) -> None:
         self._directory = directory
+        # A tensor of the directory has precedence: a value head that was trained before.
         self._initial = {
             name: values for name, values in (initial_values or {}).items() if name not in directory.file_of
         }
@@ -41,6 +51,7 @@ class CheckpointReader:
 
     def read(self, tensor: str, box: Box) -> Tensor:
         """Reads one box of a tensor; an FP8 tensor is dequantized to float32, an MXFP4 tensor to bfloat16."""
+        # Box by box while it is read: no rank has a whole dequantized tensor.
         if tensor in self._initial:
             return self._initial[tensor][slices(box)]
         if place := self._directory.stacked.get(tensor):
@@ -49,7 +60,7 @@ class CheckpointReader:
         return self._dequantized(tensor, box, values) if values.dtype is torch.float8_e4m3fn else values
 
     def _unstacked(self, place: StackedTensor, box: Box) -> Tensor:
-        values = self._stored(place.name, place.box(box))[0]
+        values = self._stored(place.name, place.box(box))[0]  # the dimension of experts, of length 1
         return values.permute(*reversed(range(values.dim()))) if place.transposed else values
 
     def _unpacked(self, place: StackedTensor, box: Box) -> Tensor:
@@ -108,7 +119,11 @@ def load_shards(reader: CheckpointReader, shards: Mapping[str, Shard], parameter
 
 
 class CheckpointWriter:
-    """Writer of a model directory by many processes; the layout of the files is the same on each."""
+    """Writer of a model directory by many processes; the layout of the files is the same on each.
+
+    `shapes` are of `WeightTable.huggingface()`; tensors of `copies` get the values of another one, which is written for
+    both. Tensors of `float32` keep this type whatever `dtype` is: engines have them in float32.
+    """
 
     def __init__(
         self,
@@ -130,6 +145,7 @@ class CheckpointWriter:
         self._shapes |= {name: self._shapes[original] for name, original in self._copies.items()}
         self._dtypes = dict.fromkeys(self._shapes, dtype) | dict.fromkeys(float32, torch.float32)
         groups = split_by_size(self._shapes, dtype.itemsize, file_bytes)
+        # Separate files, whose bytes one process copies before the others write.
         if untrained and untrained.shapes:
             self._shapes |= untrained.shapes
             self._dtypes |= untrained.dtypes
@@ -145,13 +161,13 @@ class CheckpointWriter:
             self._offsets |= {tensor: (name, offset) for tensor, offset in offsets.items()}
 
     def create(self) -> None:
-        """Creates the files with their headers, and copies untrained tensors; called by one process, before writes."""
+        """Creates the files and copies untrained tensors; called by one process, before any process writes."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for name, head in self._headers.items():
             last = max(offset + self._bytes(tensor) for tensor, (file, offset) in self._offsets.items() if file == name)
             with open(self.folder / name, "wb") as file:
                 file.write(head)
-                file.truncate(last)
+                file.truncate(last)  # processes then write at any offset, in any order
         if len(self._headers) > 1:
             weight_map = {tensor: file for tensor, (file, _) in self._offsets.items()}
             total = sum(self._bytes(tensor) for tensor in self._shapes)
@@ -163,7 +179,7 @@ class CheckpointWriter:
             self._untrained.copy(tensor, self.folder / name, offset)
 
     def write(self, tensor: str, box: Box, values: Tensor) -> None:
-        """Writes one box of a tensor; the boxes of different processes must not overlap."""
+        """Writes one box of a tensor, from any device and dtype; boxes of different processes must not overlap."""
         for copy, original in self._copies.items():
             if original == tensor:
                 self.write(copy, box, values)
@@ -200,7 +216,7 @@ def _contiguous_runs(shape: tuple[int, ...], box: Box, data: Tensor) -> list[tup
 
 
 def split_by_size(shapes: Mapping[str, tuple[int, ...]], itemsize: int, limit: int) -> list[list[str]]:
-    """Distributes tensors over files, in order."""
+    """Distributes tensors over files of at most `limit` bytes, in order; a single tensor may be larger."""
     groups: list[list[str]] = [[]]
     size = 0
     for name, shape in shapes.items():

@@ -1,4 +1,8 @@
-"""Model directories in Hugging Face's format: which file has each tensor, found and checked by one rank for all."""
+"""Model directories in Hugging Face's format: which file has each tensor, found and checked by one rank for all.
+
+rank 0         index, and the header of each file: names, shapes, dtypes -> broadcasts {file: names of its tensors}
+other ranks    wait for it, and open only files from which they read boxes
+"""
 
 from __future__ import annotations
 
@@ -48,7 +52,7 @@ class ModelDirectory:
 
     @classmethod
     def find(cls, folder: str | Path, stacked: Mapping[str, StackedTensor] | None = None) -> ModelDirectory:
-        """Reads the index of a directory, or the header of its only file."""
+        """Reads the index of a directory, or the header of its only file; UserError where it has neither."""
         folder = Path(folder)
         index, block = folder / INDEX, declared_block(folder)
         if index.exists():
@@ -65,7 +69,7 @@ class ModelDirectory:
         return directory
 
     def open(self, name: str, wanted: str = "") -> SafetensorsFile:
-        """Opens a file of the directory."""
+        """Opens a file of the directory; `wanted` describes what is needed of it, for the error."""
         path, why = self.folder / name, f"; it should contain {wanted}" if wanted else ""
         try:
             return SafetensorsFile(path)
@@ -77,7 +81,7 @@ class ModelDirectory:
             ) from None
 
     def file_with(self, tensor: str, box: Box) -> str:
-        """Returns the name of the file of a tensor."""
+        """Returns the name of the file of a tensor; the UserError names the box that is needed."""
         if tensor not in self.file_of:
             raise UserError(
                 f"{self.folder}: the checkpoint has no tensor {tensor!r}, of which config.json requires the box {box}. "
@@ -98,7 +102,7 @@ class ModelDirectory:
         return packed_names(place.name)[0] in self.file_of
 
     def check(self, shapes: Mapping[str, Shard]) -> None:
-        """Checks names, shapes and dtypes of tensors; reads only the headers of the files, each once."""
+        """Raises a UserError for the first tensor of another name, shape or dtype; reads each file's header once."""
         stacks = {place.name: place for name in shapes if (place := self.stacked.get(name))}
         for place in stacks.values():
             if self.is_packed(place):
@@ -119,7 +123,6 @@ class ModelDirectory:
                 )
 
     def _check_packed(self, place: StackedTensor) -> None:
-        """Checks blocks and scales of a stacked tensor."""
         shapes = packed_shapes(place)
         if shapes is None:
             raise UserError(
@@ -186,7 +189,7 @@ class ModelDirectory:
         """Returns the names of the tensors of each file and the size of blocks, compressed."""
         tensors: dict[str, list[str]] = defaultdict(list)
         for tensor, name in self.file_of.items():
-            tensors[name].append(tensor)
+            tensors[name].append(tensor)  # by file, so that a file's name is in the message once
         return zlib.compress(json.dumps([tensors, self.block]).encode(), level=1)
 
     @classmethod
@@ -212,7 +215,10 @@ class ModelDirectories:
         optional: frozenset[str] = frozenset(),
         stacked: Mapping[str, StackedTensor] | None = None,
     ) -> ModelDirectory:
-        """Returns the files of tensors after rank 0 has checked them; all ranks of the job call it together."""
+        """Returns the files of tensors after rank 0 has checked them; all ranks of the job call it together.
+
+        `optional`: tensors that the directory may not contain. Without tensors it is not read.
+        """
         packed = self._checked(folder, shapes, optional, stacked).packed() if dist.get_rank() == 0 else b""
         # The others wait here, so they open no file of a directory that has not been checked.
         return ModelDirectory.unpacked(folder, broadcast_bytes(packed), stacked)
@@ -229,9 +235,10 @@ class ModelDirectories:
         if folder not in self._by_folder:
             self._by_folder[folder] = ModelDirectory.find(folder, stacked)
         directory = self._by_folder[folder]
-        absent = optional - directory.file_of.keys()
+        absent = optional - directory.file_of.keys()  # such as a value head, which then gets initial values
         present = {name: shard for name, shard in shapes.items() if name not in absent}
         directory.check(present)
+        # Only the requested tensors and what they are read from travel to the other ranks.
         file_of: dict[str, str] = {}
         for name in present:
             parts = directory.parts(name)

@@ -37,18 +37,26 @@ def packed_shapes(place: StackedTensor) -> tuple[tuple[int, ...], tuple[int, ...
 
 
 def packed_box(place: StackedTensor, box: Box) -> Box:
-    """Returns the box of the blocks, and of the scales, that contains a box of an expert's matrix."""
+    """Returns the box of the blocks, and of the scales, that contains a box of an expert's matrix.
+
+    Columns 40:70 of expert 3 are in blocks 1:3 of it.
+    """
     rows, (left, right) = box
     return (place.index, place.index + 1), rows, (left // BLOCK, -(-right // BLOCK))
 
 
 def dequantize(blocks: Tensor, scales: Tensor, box: Box) -> Tensor:
-    """Dequantizes a box of an expert's matrix."""
+    """Dequantizes a box of an expert's matrix to bfloat16 (rows, columns); ValueError for a scale that is no number.
+
+    blocks (1, rows, n, 16) and scales (1, rows, n) uint8 are of `packed_box`, which may begin before the box.
+    """
     if (scales == _NOT_A_NUMBER).any():
         raise ValueError("a scale is not a number")
     values = torch.tensor([*_VALUES, *(-value for value in _VALUES)], dtype=torch.bfloat16)
     bytes_ = blocks[0].int()
+    # Bit 3 is the sign, so the 16 values by their bits are _VALUES and then their negatives.
     elements = torch.stack([values[bytes_ & 15], values[bytes_ >> 4]], dim=-1).flatten(-2)  # (rows, n, 32)
+    # Exact: an element has two significant bits, and a power of two only shifts its exponent.
     whole = torch.ldexp(elements, scales[0, ..., None].int() - _BIAS).flatten(-2)
     left, right = box[1]
     first = left // BLOCK * BLOCK

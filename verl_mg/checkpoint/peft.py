@@ -2,6 +2,10 @@
 
 The adapter of a tensor W (out, in) is A (r, in) and B (out, r); with it the layer computes with W + alpha / r * B A.
 Adapters belong to the tensors of the checkpoint; the adapter shards of a rank follow from its boxes of these tensors.
+So files, initial values and steps are the same under every layout.
+
+    q_proj (8, 4), r = 2, rows 4:8 on tensor parallel rank 1: A whole (2, 4), of B rows 4:8 (4, 2)
+    o_proj (4, 8), r = 2, columns 4:8 on it: of A columns 4:8 (2, 4), B whole (4, 2)
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 ReadBox = Callable[[str, Box], Tensor]
 """Function (tensor of PEFT's file, box in it) -> values of the box."""
 
-# With other values PEFT computes something else, or with other base weights than those of the checkpoint.
+# With other values PEFT computes something else, or with base weights that differ from the checkpoint's.
 _SUPPORTED: Mapping[str, tuple[object, ...]] = {
     "bias": ("none",),
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
@@ -74,13 +78,16 @@ def base_tensor(name: str) -> str:
 
 
 def adapted_tensors(table: ModelTable, targets: Sequence[str] | None, experts: bool = False) -> tuple[str, ...]:
-    """Returns the tensors with an adapter, in the order of the checkpoint."""
+    """Returns the tensors with an adapter, in the order of the checkpoint; `targets`: such as q_proj, or None for all.
+
+    Routed experts have adapters only with `experts`: they would be most of the adapters of a mixture.
+    """
     shared, routed = table.linear_tensors(), table.linear_tensors(of_experts=True)
     if experts and not routed:
         problem = "has stacked experts, which cannot have adapters" if table.config.experts else "has no experts"
         raise UserError(f"lora.experts: a {table.config.architecture} model {problem}. Leave it out.")
     supported = {*shared, *(routed if experts else ())}
-    # In the order of the checkpoint, which has the experts of a layer behind its other tensors.
+    # In the order of the checkpoint, which has the experts of a layer after its other tensors.
     supported_in_order = [name for name in table.tensor_index.entries if name in supported]
     known = ", ".join(dict.fromkeys(map(module_name, supported_in_order)))
     for target in targets or ():
@@ -105,6 +112,7 @@ def adapter_shards(shard: Shard, shapes: Shapes) -> list[AdapterShard]:
 
 def _adapter_shard(tensor: str, pieces: Sequence[Piece], shapes: Shapes) -> AdapterShard:
     """Returns the shards for one tensor; all its pieces in a parameter have the parameter's columns."""
+    # A parameter may have several runs of rows of a tensor, such as q of each query group in Megatron's fused QKV.
     (columns,) = {piece.source[1] for piece in pieces}
     stacked = len(pieces[0].target) - len(pieces[0].source)
     name_a, name_b = _names(tensor)
@@ -126,7 +134,7 @@ def _adapter_shard(tensor: str, pieces: Sequence[Piece], shapes: Shapes) -> Adap
 
 
 def stacked_shards(shards: Sequence[AdapterShard]) -> list[AdapterShard]:
-    """Stacks the shards of experts along a new first dimension, for each kind of tensor."""
+    """Stacks the shards of experts, given expert by expert, along a new first dimension, for each kind of tensor."""
     kinds: dict[str, list[AdapterShard]] = {}
     for shard in shards:
         kinds.setdefault(module_name(shard.tensor), []).append(shard)
@@ -172,10 +180,11 @@ def initial_adapters(shapes: Shapes, seed: int) -> ReadBox:
     """Returns a function that gives initial values: A by Kaiming's uniform distribution, as in PEFT, and B 0."""
 
     def read(name: str, box: Box) -> Tensor:
+        # The whole tensor by a seed of its name, then the box: so a value does not depend on the layout.
         values = torch.zeros(shapes[name])
         if name.endswith(".lora_A.weight"):
             number = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7])
-            generator = torch.Generator().manual_seed(number)
+            generator = torch.Generator().manual_seed(number)  # on the CPU, whatever the device of the model
             torch.nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
         return values[slices(box)]
 
@@ -183,7 +192,10 @@ def initial_adapters(shapes: Shapes, seed: int) -> ReadBox:
 
 
 def read_adapters(folder: Path, shapes: Shapes, lora: LoraConfig) -> ReadBox:
-    """Returns a function that reads boxes of the adapters in a folder in PEFT's format."""
+    """Returns a function that reads boxes of the adapters in a folder in PEFT's format.
+
+    Raises UserError where the folder has other adapters than `lora` and the shapes describe.
+    """
     _check_config(folder / CONFIG, lora)
     path = folder / WEIGHTS
     try:
@@ -256,6 +268,7 @@ class AdapterWriter:
         """Writes one box of a tensor."""
         self._writer.write(name, box, values)
 
+    # The file is written under the model writer's name: a folder without PEFT's name is not complete.
     def finish(self) -> None:
         """Gives the file PEFT's name; called by the process that created it, after all writes."""
         (self._folder / SINGLE).rename(self._folder / WEIGHTS)

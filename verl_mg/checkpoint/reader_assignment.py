@@ -1,10 +1,11 @@
 """Assignment of the boxes of a Hugging Face directory to readers: each box is read by one of the ranks that have it.
 
-    file 1                 rank 0 reads all boxes of tensor parallel index 0 in it, rank 1 those of index 1
+    file 1                 rank 0 reads all boxes of tensor parallel index 0 in it, rank 1 all of index 1
     file 2                 rank 2, a replica of rank 0, and rank 3
     plan(readers, all)     the boxes move from their readers to the other replicas
 
-Pure arithmetic on the shard map, the same on every rank and for any number of ranks on paper.
+Pure arithmetic on the shard map, the same on every rank and for any number of ranks on paper. The price of few open
+files is an uneven load, see OVERLOAD: a rank that already has a file open is preferred.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class ReaderShardMap:
     """Shard map of the boxes that each rank reads from files: every box of the model is on one rank only.
 
     Of the ranks that have a box, one that reads its file already is preferred, then the one with the least to read. So
-    few ranks open a file, and replicas read different files.
+    few ranks open a file, and replicas read different files. Tensors without a file are not read.
 
     Attributes:
         elements: for each file, the ranks that open it and the number of elements that each of them reads.
@@ -73,8 +74,9 @@ class ReaderShardMap:
         return BoxReplicas(item.box, reader, (replace(item.location_on(reader[0]), ranks=reader),))
 
     def _groups(self) -> list[list[str]]:
-        """Returns runs of tensors in one file with the same boxes on the same ranks."""
+        """Returns runs of tensors in one file with the same boxes on the same ranks, which get the same readers."""
         elements = {name: prod(info.shape) for name, info in self.tensors.items() if name in self._file_of}
+        # Readers are chosen for groups and not for tensors, so that plans have one key for a group.
         limit = sum(elements.values()) / (TENSORS_PER_SHARE * len(self.ranks))
         groups: list[list[str]] = []
         open_groups: dict[tuple[str, object], tuple[list[str], int]] = {}
@@ -111,5 +113,6 @@ class ReaderShardMap:
 
 def _least_loaded(holders: Ranks, readers: Collection[int], load: Mapping[int, int], limit: float) -> int:
     """Returns the holder with the least load, of those that read the file already if they have not too much to read."""
+    # Without a limit, the first rank to open a file would read all of it.
     already = [rank for rank in holders if rank in readers and load[rank] <= limit]
     return min(already or holders, key=lambda rank: (load[rank], rank))

@@ -1,4 +1,9 @@
-"""The safetensors format: the header of a file to write, and a reader of boxes that opens its file once."""
+"""The safetensors format: the header of a file to write, and a reader of boxes.
+
+    8 bytes: length of the header    header: JSON {name: {dtype, shape, data_offsets}}    data without gaps
+
+The reader opens its file once; `safe_open` of the safetensors package opens it twice.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +39,7 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 """Dtypes by their names in safetensors files."""
 _LENGTH_BYTES = 8
 _LONGEST_HEADER = 10**8  # the format's limit
-_CHUNK_BYTES = 2**26
+_CHUNK_BYTES = 2**26  # of a copy in memory at a time
 
 
 class DamagedFileError(ValueError):
@@ -52,11 +57,11 @@ class StoredTensor:
     start: int
     """Offset of the first byte, counted from the end of the header."""
     stop: int
-    """Offset behind the last byte."""
+    """Offset after the last byte."""
 
 
 def header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
-    """Lays tensors out in a safetensors file, one after another."""
+    """Returns the header of a file with these tensors, and the offset at which each begins in the file."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     start = 0
     begins = {}
@@ -73,6 +78,8 @@ def header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[
 
 class SafetensorsFile:
     """A safetensors file that is mapped into memory, of which boxes of tensors are read.
+
+    OSError for a file that cannot be opened, DamagedFileError for a header that does not describe the bytes after it.
 
     Attributes:
         path: path of the file.
@@ -101,12 +108,12 @@ class SafetensorsFile:
             yield self._memory[self._data + start : self._data + min(start + _CHUNK_BYTES, entry.stop)]
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
-        """Returns a box of a tensor as a view of the mapped file."""
+        """Returns a box of a tensor, by default all of it, as a view of the mapped file; KeyError for another name."""
         entry = self.tensors[name]
         if entry.dtype not in DTYPES:
             raise DamagedFileError(f"the dtype {entry.dtype} of {name!r} cannot be read")
         dtype, count = DTYPES[entry.dtype], math.prod(entry.shape)
-        if not count:
+        if not count:  # `frombuffer` refuses a count of 0
             return torch.empty(entry.shape, dtype=dtype)
         whole = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=self._data + entry.start)
         values = whole.view(entry.shape)
@@ -136,6 +143,7 @@ def _entry(dtype: str, shape: list[int], data_offsets: list[int]) -> StoredTenso
 
 
 def _check_offsets(tensors: Mapping[str, StoredTensor], size: int) -> None:
+    # The format requires that the tensors cover the data: a file that was cut off is found without reading it.
     end = 0
     for entry in sorted(tensors.values(), key=lambda entry: (entry.start, entry.stop)):
         if entry.start != end:

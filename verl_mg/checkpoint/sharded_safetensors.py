@@ -3,10 +3,18 @@
     actor/exp_avg|model.layers.0.mlp.down_proj.weight|0:64,32:64
 
 is the key of a stored box: namespace (role and kind of state), Hugging Face name of the tensor, box in the tensor. A
-reader takes from the files the parts of the boxes that it needs, and nothing else: from its rank's file alone under the
-layout in which the files were written, and under another one from those that the index names:
+reader takes from the files the parts of the boxes that it needs, and nothing else: only from its rank's file under the
+layout in which the files were written, and under another one from the files that the index names:
 
     zcat index.gz          `rank 0`, the keys of the boxes in rank-00000.safetensors, `rank 1`, ...
+
+A checkpoint is complete or absent (`run/checkpointer.py`):
+
+    each rank    STEP.partial/rank-RRRRR.safetensors, written and synced -> its SHA-256 and its part of the index
+    rank 0       STEP.partial/index.gz, SHA256SUMS -> renames STEP.partial to STEP
+
+A rank's file also has its share of replicated tensors, which other ranks write too: so it is the only one that the rank
+opens in a resume under the same layout.
 """
 
 from __future__ import annotations
@@ -33,7 +41,7 @@ from verl_mg.sharding.boxes import Box, box_shape, full_box, intersect, slices, 
 INDEX = "index.gz"
 """File that lists the keys of the boxes of all ranks."""
 _RANGE = re.compile(r"(\d+):(\d+)")
-_SEPARATORS = 2  # in the key of a box
+_SEPARATORS = 2  # of "|" in the key of a box; keys of other tensors of a file have another number
 _RANK = "rank "
 
 
@@ -57,13 +65,14 @@ class StoredBox:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Writes a safetensors file; it is on disk when this returns."""
+    """Writes contiguous tensors in host memory as a safetensors file, which is on disk then; returns its SHA-256."""
     head, _ = header({name: (values.dtype, tuple(values.shape)) for name, values in tensors.items()})
     digest = hashlib.sha256()
     with path.open("wb") as file:
         for block in (head, *map(_memory, tensors.values())):
             digest.update(block)
             file.write(block)
+        # The rename of the folder may otherwise reach the disk before the content.
         file.flush()
         os.fsync(file.fileno())
     return digest.hexdigest()
@@ -77,6 +86,8 @@ def _memory(values: Tensor) -> memoryview | bytes:
 
 def index_entry(rank: int, keys: Iterable[str]) -> bytes:
     """Returns the part of the index that lists the boxes of one rank; the index is all parts, one after another."""
+    # Each rank compresses its part: gzip members that follow each other are one file. Without a time, so that equal
+    # checkpoints have equal sums.
     lines = [f"{_RANK}{rank}", *(key for key in keys if key.count("|") == _SEPARATORS)]
     return gzip.compress("\n".join([*lines, ""]).encode(), compresslevel=1, mtime=0)
 
@@ -140,10 +151,10 @@ class RankFile:
 
 
 class ShardedReader:
-    """Reader of the files of all ranks; it opens those that it needs. Use it in a `with` block.
+    """Reader of the files of all ranks, opened when they are needed. Use it in a `with` block.
 
-    This rank's file is searched first. Only for boxes that it does not contain is the index read, and the files of
-    other ranks opened.
+    The file of `rank`, if it has one, is searched first. Only for boxes that it does not contain is the index read, and
+    the files of other ranks opened.
     """
 
     def __init__(self, folder: Path, rank: int | None) -> None:
@@ -157,7 +168,7 @@ class ShardedReader:
         return self._files[rank]
 
     def fill(self, part: StoredBox) -> None:
-        """Reads a box into its memory, from stored boxes that overlap it."""
+        """Reads a box into its memory, from stored boxes that overlap it; UserError where they do not cover it."""
         missing = [part.box]
         for rank, key in self._stored(f"{part.namespace}|{part.tensor}"):
             box = _parse_box(key, self._folder)
@@ -181,10 +192,10 @@ class ShardedReader:
         return subtract(hole, common)
 
     def _stored(self, name: str) -> Iterator[tuple[int, str]]:
-        """Yields (rank, key) of the stored boxes of a tensor, those of this rank first, then those of open files."""
+        """Yields (rank, key) of the stored boxes of a tensor: first this rank's, then from files that are open."""
         if self._rank is not None:
             yield from ((self._rank, key) for key in self.file(self._rank).keys_of(name))
-        # Readers begin at different replicas.
+        # Readers begin at different replicas, so that not all of them open the file of the first one.
         first = self._rank or 0
         others = (entry for entry in self._index.get(name, ()) if entry[0] != self._rank)
         yield from sorted(others, key=lambda entry: (entry[0] not in self._files, entry[0] < first, entry[0]))

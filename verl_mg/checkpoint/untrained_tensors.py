@@ -30,12 +30,13 @@ class UntrainedTensors:
 
     @classmethod
     def find(cls, folder: Path, prefixes: tuple[str, ...], owned: Collection[str]) -> UntrainedTensors:
-        """Finds the tensors in the headers of a directory's files."""
+        """Finds tensors with one of the prefixes, except for `owned` ones, in the headers of a directory's files."""
         directory = ModelDirectory.find(folder)
         names: dict[str, list[str]] = defaultdict(list)
         for name, file in directory.file_of.items():
             if name.startswith(prefixes) and name not in owned:
                 names[file].append(name)
+        # Headers only: an export by many ranks needs shapes and dtypes on each, and the bytes on one.
         shapes, dtypes = {}, {}
         for file in sorted(names):
             tensors = directory.open(file, repr(names[file][0])).tensors
@@ -53,12 +54,15 @@ class UntrainedTensors:
 
     @classmethod
     def unpacked(cls, folder: Path, packed: bytes) -> UntrainedTensors:
-        """Returns what another process has found, without copying."""
+        """Returns what another process has found; this object cannot copy, for it does not know the files."""
         shapes, dtypes = json.loads(packed)
         return cls(ModelDirectory(folder, {}), {name: tuple(shape) for name, shape in shapes.items()}, dtypes)
 
     def copy(self, tensor: str, target: Path, offset: int) -> None:
-        """Copies a tensor in pieces; those of one file should follow each other."""
+        """Copies a tensor in pieces into a file, from the byte `offset` on; UserError for a damaged source.
+
+        Tensors of one file should follow each other: only one file is open.
+        """
         name = self._directory.file_of[tensor]
         if self._file is None or self._file.path.name != name:
             self._file = self._directory.open(name, repr(tensor))

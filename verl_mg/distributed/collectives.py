@@ -17,13 +17,14 @@ from torch import Tensor
 from verl_mg.batch import Batch
 
 LENGTH_BYTES = 8
-"""Size of a length in a message, in bytes."""
+"""Size of a length in a message, in bytes: an int64."""
 FIRST_BYTES = 1024 - LENGTH_BYTES
 """Bytes of each rank that are gathered together with its length; most reports have fewer."""
 
 
 def all_gather_bytes(values: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
-    """Gathers tensors whose lengths may differ: lengths and first bytes in one round, what is left in a second one."""
+    """Gathers uint8 tensors (bytes,) of any lengths, in rank order."""
+    # Lengths and first bytes in one round. Most reports are short, and need no second round.
     length = torch.tensor([values.numel()]).view(torch.uint8)
     firsts = _all_gather_padded(torch.cat([length, values[:FIRST_BYTES]]), LENGTH_BYTES + FIRST_BYTES, group)
     lengths = [int(first[:LENGTH_BYTES].view(torch.int64)) for first in firsts]
@@ -42,13 +43,13 @@ def _all_gather_padded(values: Tensor, length: int, group: dist.ProcessGroup | N
 
 
 def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Gathers JSON values of all ranks."""
+    """Gathers JSON values of all ranks, in rank order."""
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     return [json.loads(part.numpy().tobytes()) for part in all_gather_bytes(text, group)]
 
 
 def broadcast_bytes(values: bytes) -> bytes:
-    """Returns the bytes of rank 0 on every rank of the job."""
+    """Returns the bytes of rank 0 on every rank of the job, whatever the others pass."""
     length = torch.tensor([len(values)], dtype=torch.int64)
     dist.broadcast(length, src=0)
     buffer = torch.empty(int(length), dtype=torch.uint8)
@@ -65,7 +66,7 @@ def broadcast_json(value: Any = None) -> Any:
 
 
 def gather_bytes(values: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
-    """Gathers bytes on rank 0 of the job."""
+    """Gathers bytes on rank 0 of the job, in rank order; [] on the other ranks."""
     length = torch.tensor([len(values)])
     gathered = [torch.empty_like(length) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, length, group=group)
@@ -77,7 +78,7 @@ def gather_bytes(values: bytes, group: dist.ProcessGroup | None = None) -> list[
 
 
 def all_to_all_bytes(outgoing: Sequence[Tensor], incoming_sizes: Sequence[int]) -> list[Tensor]:
-    """Sends bytes from every rank to every rank of the job."""
+    """Sends a uint8 tensor from every rank to every rank of the job; the receivers know the sizes."""
     received = torch.empty(sum(incoming_sizes), dtype=torch.uint8)
     sizes = [part.numel() for part in outgoing]
     dist.all_to_all_single(received, torch.cat(list(outgoing)), list(incoming_sizes), sizes)
@@ -85,7 +86,7 @@ def all_to_all_bytes(outgoing: Sequence[Tensor], incoming_sizes: Sequence[int]) 
 
 
 def request_bytes(num_bytes: int, rank: int, tag: int = 0) -> tuple[Tensor, dist.Work]:
-    """Starts the receipt of bytes from another rank."""
+    """Starts the receipt of bytes from another rank: the uint8 tensor for them, and the work to wait for."""
     values = torch.empty(num_bytes, dtype=torch.uint8)
     work = dist.irecv(values, rank, tag=tag)
     assert work is not None
@@ -95,7 +96,8 @@ def request_bytes(num_bytes: int, rank: int, tag: int = 0) -> tuple[Tensor, dist
 class ByteSender:
     """Non-blocking sends of byte tensors to other ranks, with a limit on the bytes in flight.
 
-    A receiver requests all that is sent to it before it waits for anything else.
+    A receiver requests all that is sent to it before it waits for anything else: otherwise two ranks at their limits
+    could wait for each other. A single tensor may be larger than the limit.
     """
 
     def __init__(self, limit: int) -> None:
@@ -111,7 +113,10 @@ class ByteSender:
             self._bytes -= values.numel()
 
     def send(self, values: Tensor, ranks: Sequence[int], tag: int = 0) -> None:
-        """Starts the sends of a tensor; it must not be written to afterwards."""
+        """Starts the sends of a uint8 tensor, which must not be written to afterwards.
+
+        `tag` distinguishes sequences of messages between the same ranks.
+        """
         if not ranks:
             return
         self.make_free(values.numel())
@@ -125,7 +130,7 @@ class ByteSender:
 
 
 def sum_over_ranks(reports: Sequence[Mapping[str, Any]], group: dist.ProcessGroup | None = None) -> dict[str, float]:
-    """Sums scalars by name over the reports of all ranks."""
+    """Sums scalars by name over the reports of all ranks; a missing name counts as 0."""
     return _sum_by_name(all_gather_json(_sum_by_name(reports), group))
 
 
@@ -136,12 +141,13 @@ def _sum_by_name(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 def all_reduce_sum(values: Tensor) -> Tensor:
     """Returns the sum over all ranks of a small tensor, in float64, bitwise identical on every rank."""
+    # Gathered and summed in rank order, whatever the algorithm of an all-reduce would be.
     gathered = _gather(values.detach().double().cpu())
     return gathered.view(-1, *values.shape).sum(0)
 
 
 def all_gather_column(batch: Batch, name: str) -> Tensor:
-    """Gathers a sequence column."""
+    """Gathers a column with one entry for each row, in the order of the sample ids of all ranks."""
     # A rank without rows may have the column with another data type, or not at all.
     order = _gather(batch["sample_id"]).argsort()
     values = batch[name]
@@ -149,7 +155,8 @@ def all_gather_column(batch: Batch, name: str) -> Tensor:
 
 
 def global_kth_largest(values: Tensor, k: int) -> float:
-    """Returns the k-th largest of the values of all ranks."""
+    """Returns the k-th largest (k from 1) of the values (m,) of all ranks; the smallest of fewer, infinity of none."""
+    # No rank has more than k of the k largest.
     gathered = _gather(values.detach().double().topk(min(k, len(values))).values)
     if not len(gathered):
         return float("inf")
@@ -157,10 +164,10 @@ def global_kth_largest(values: Tensor, k: int) -> float:
 
 
 def reassign_sample_ids(batch: Batch) -> Batch:
-    """Replaces the sample ids by 0, 1, ... over all ranks, those of trajectories too, and returns the batch.
+    """Replaces the sample ids by 0, 1, ... over all ranks, ids of trajectories too, and returns the batch.
 
-    The order of the ids is preserved; duplicates of a row become distinct, those of all rows of a trajectory become
-    distinct trajectories, each with the id of its first row.
+    The order of the ids is preserved. Duplicates of a row become distinct; duplicates of all rows of a trajectory
+    become distinct trajectories, each with the id of its first row.
     """
     counts = _gather(torch.tensor([len(batch)]))
     first = int(counts[: dist.get_rank()].sum())

@@ -30,12 +30,16 @@ class _SharedLoopGroup(ProcessGroupGloo):
 
 def share_event_loop() -> None:
     """Makes torch create the gloo groups of this process on common devices."""
+    # `init_process_group` and `new_group` create gloo groups by this name of their module.
     distributed_c10d.ProcessGroupGloo = _SharedLoopGroup  # type: ignore[misc,assignment]
 
 
 @cache
 def _devices(pid: int) -> tuple[Any, ...]:
-    """Returns gloo's devices: one per interface of GLOO_SOCKET_IFNAME, else one on the default interface."""
+    """Returns gloo's devices: one per interface of GLOO_SOCKET_IFNAME, else one on the default interface.
+
+    They are kept for a process id, because a fork has no event loop.
+    """
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     create = ProcessGroupGloo.create_device
     return tuple(create(interface=name) for name in names) or (ProcessGroupGloo.create_default_device(),)

@@ -13,7 +13,10 @@ GROUP_TIMEOUT = timedelta(days=7)
 
 
 def new_group(ranks: Sequence[int] | None, backend: str) -> dist.ProcessGroup:
-    """Creates a process group that serves one purpose alone; a collective of all ranks of the job."""
+    """Creates a process group for a single purpose, of all ranks by default; a collective of all ranks of the job.
+
+    "nccl" is for tensors on GPUs only. A rank outside of the group gets torch's placeholder, which is of no use.
+    """
     group: Any = dist.new_group(ranks, GROUP_TIMEOUT, backend)
     return group
 
@@ -25,11 +28,14 @@ class ProcessGroups:
     run one after the other, and all ranks of a group start them in the same order.
     """
 
+    # torch names a group by the number of calls so far, so all ranks make all calls, also for groups without them. Sets
+    # that several kinds of group share are made once, for a large layout has thousands of such calls.
     def __init__(self) -> None:
         self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup | None] = {}
 
     def of(self, ranks: Sequence[int], backend: str) -> dist.ProcessGroup | None:
-        """Returns the group of some ranks, created at the first request; a collective of all ranks of the job."""
+        """Returns the group of some ranks, None outside of it; a collective of all ranks of the job."""
+        # Sorted, because torch numbers the members of a group in rising order whatever their order here.
         key = (tuple(sorted(ranks)), backend)
         if key not in self._groups:
             self._groups[key] = _create(*key)

@@ -60,7 +60,7 @@ class Launcher:
 
     def make_key(self) -> None:
         """Makes a new key: engines are kept from now on."""
-        self.key.touch(mode=0o600)
+        self.key.touch(mode=0o600)  # before the key is in it
         self.key.write_text(secrets.token_hex(), encoding="ascii")
 
     def report_stop(self, code: int) -> None:
@@ -85,6 +85,7 @@ class Launcher:
 
     def clear(self) -> None:
         """Removes what ranks have reported that do not run any more, except the iteration."""
+        # The iteration stays, for the launcher to name it where a rank is lost before the next one is complete.
         for path in (self.folder / "regroups", self.folder / "stop code", *self.folder.glob("returned-*")):
             path.unlink(missing_ok=True)
 
@@ -96,6 +97,7 @@ class Launcher:
         return int(path.read_text(encoding="ascii")) if path.exists() else 0
 
     def _write(self, name: str, number: int) -> None:
+        # Written under another name and renamed: a reader, at any moment, finds a whole number or none.
         partial = self.folder / f"{name}.{os.getpid()}"
         partial.write_text(str(number), encoding="ascii")
         partial.rename(self.folder / name)

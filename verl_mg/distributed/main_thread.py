@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 
 STACK_DEPTH = 12
-"""Number of innermost frames that are reported, library frames included."""
+"""Innermost frames that are reported, library frames included; the heartbeat writes them at each interval."""
 LIBRARIES = re.compile(r"(site|dist)-packages/|lib/python3|<frozen ")
 """Pattern of the paths of library files."""
 WORKING_DIR = os.getcwd() + os.sep
@@ -35,7 +35,8 @@ def main_stack() -> list[str]:
 
 
 def main_waits() -> bool:
-    """Returns whether the main thread waits for other ranks, as far as its innermost frame shows."""
+    """Returns whether the main thread waits for other ranks, as far as the source line of its innermost frame shows."""
+    # By its text: Python does not say what a thread waits for. A wrong guess only changes the message on a stall.
     frame = _main_frame()
     if frame is None:
         return False

@@ -1,4 +1,4 @@
-"""Process groups of ranks of the job and processes outside of it, such as those of inference servers.
+"""Process groups of ranks of the job and processes outside of it, such as inference servers.
 
 The members meet in a store on one rank of the job. `new_group` takes only ranks of the job; these groups are made as
 SGLang's `init_custom_process_group` makes them, so that either side can be a process of SGLang.
@@ -26,6 +26,7 @@ class Rendezvous:
     def __init__(self, address: str, timeout: timedelta) -> None:
         self.address, self.name = address, f"verl_mg-{uuid.uuid4().hex}"
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        # Bound to one interface, and passed on: TCPStore itself would listen on all of them.
         listener = socket.create_server((address, 0), family=family, backlog=1024)
         self.port = listener.getsockname()[1]
         self.store = TCPStore(
@@ -42,7 +43,7 @@ def connect_store(address: str, port: int, timeout: timedelta) -> TCPStore:
 def join_outside_group(
     store: Store, name: str, rank: int, ranks: Sequence[int], backend: str, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """Joins a process group; returns when all members have joined."""
+    """Joins a process group of `ranks`, by which members are named in `dist.isend`; returns when all have joined."""
     group: Any
     group, _ = distributed_c10d._new_process_group_helper(
         len(ranks),
@@ -53,6 +54,7 @@ def join_outside_group(
         group_name=distributed_c10d.GroupName(name),
         timeout=timeout,
     )
+    # torch's helper leaves out what `new_group` notes for it: how numbers of members become ranks of the group.
     distributed_c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
     joined: dist.ProcessGroup = group
     return joined
@@ -74,7 +76,7 @@ def all_true(group: dist.ProcessGroup, here: bool, device: torch.device) -> bool
 
 
 def local_address(urls: Sequence[str]) -> str:
-    """Returns the address under which servers reach this machine: loopback only if all URLs are."""
+    """Returns the address under which servers reach this machine: loopback only where all URLs are."""
     addresses = [_interface_address(url) for url in urls]
     return next((address for address in addresses if not address.startswith("127.")), addresses[0])
 

@@ -1,4 +1,10 @@
-"""Rendezvous of ranks: MPI ranks agree on a store, and every launch uses its own namespace of the store."""
+"""Rendezvous of ranks: MPI ranks agree on a store, and every launch uses its own namespace of the store.
+
+rank r > 0                                   store                          rank 0
+set token/r = T, wait for answer/T    -->    token/r = T             -->    reads all tokens, each POLL_SECONDS
+                                      <--    answer/T = NAMESPACE    <--    answers each new token
+set ack/NAMESPACE/r                   -->    ack/NAMESPACE/r         -->    ends when all have acknowledged
+"""
 
 from __future__ import annotations
 
@@ -30,7 +36,7 @@ def wait_for_fresh_store(store: Store, rank: int, size: int, timeout: timedelta 
     so answers of an earlier launch are to other keys. Rank 0 answers all tokens that it finds, again and again until
     each rank has acknowledged the name: it does not know which tokens are old.
 
-    Every rank sends a fixed number of requests, and rank 0 a few for each reading of all tokens at once.
+    Every rank sends a fixed number of requests, and rank 0 a few for each reading of all tokens together.
     """
     token = uuid.uuid4().hex
     if rank == 0:
@@ -103,7 +109,7 @@ def join_mpi() -> tuple[Store, int, int]:
     store = _start_store(world.size, node.size == world.size) if world.rank == 0 else None
     text = f"{store.host}:{store.port}".encode() if store else b""
     address = bytearray(text.ljust(MAX_ADDRESS_BYTES, b"\0"))
-    world.Bcast([address, mpi.BYTE])
+    world.Bcast([address, mpi.BYTE])  # bytes, and not mpi4py's pickles
     host, _, port = address.rstrip(b"\0").decode().rpartition(":")
     store = store or TCPStore(host, int(port), world.size, wait_for_workers=False)
     numbers = {"RANK": world.rank, "WORLD_SIZE": world.size, "LOCAL_RANK": node.rank, "LOCAL_WORLD_SIZE": node.size}
@@ -126,6 +132,7 @@ def _import_mpi() -> Any:
 
 def _start_store(size: int, one_host: bool) -> TCPStore:
     host = "127.0.0.1" if one_host else _host_address()
+    # The listening socket is passed on, so that no other process can get its port in between.
     try:
         listener = socket.create_server((host, 0))
     except OSError as error:

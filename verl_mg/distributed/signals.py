@@ -1,4 +1,12 @@
-"""Graceful stop by SIGTERM, SIGUSR1 or an alarm: the job ends its iteration with a checkpoint, and all ranks exit."""
+"""Graceful stop by SIGTERM, SIGUSR1 or an alarm: the job ends its iteration with a checkpoint, and all ranks exit.
+
+running -- SIGTERM, SIGUSR1, alarm --> stop requested -- end of the iteration --> all ranks agree, checkpoint, exit
+                                            |
+                                            +-- SIGTERM again, after REPEATED_SIGTERM_SECONDS --> the process ends
+
+main thread        records the signal in its handler; between iterations `any_rank_stop_requested`, a collective
+thread "signals"   owns the reading end of a socket pair, into whose writing end Python puts each signal's number
+"""
 
 from __future__ import annotations
 
@@ -20,12 +28,12 @@ from verl_mg.distributed.launcher import Launcher
 HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """Signals that request a stop."""
 REPEATED_SIGTERM_SECONDS = 2.0
-"""Seconds after the first SIGTERM from which on another one ends the process at once.
+"""Seconds after the first SIGTERM from which on another one ends the process immediately.
 
 Schedulers may signal ranks as well as their launcher, so two SIGTERMs in quick succession are one request.
 """
 EXIT_ALARM = 4
-"""Exit code of a run that an alarm has stopped, after a checkpoint. A scheduler should not start it again."""
+"""Exit code of a run that an alarm has stopped, after a checkpoint; schedulers should not start it again."""
 SIGNAL_CODES = 128
 """Difference between the exit code of a process that a signal has ended, as shells know it, and the signal."""
 
@@ -45,14 +53,14 @@ class Signals:
         return self._code > 0
 
     def request_stop(self, exit_code: int) -> None:
-        """Requests a stop, as a signal does."""
+        """Requests a stop, as a signal does; exit codes of signals, which are larger, have precedence."""
         self._code = max(self._code, exit_code)
 
     @contextmanager
     def handled(self) -> Iterator[None]:
-        """Context manager: records signals instead of dying; a second SIGTERM ends the process at once."""
+        """Context manager: records signals instead of dying; a second SIGTERM ends the process immediately."""
         reader, writer = socket.socketpair()
-        writer.setblocking(False)
+        writer.setblocking(False)  # as `set_wakeup_fd` requires
         self._previous_handlers = {number: signal.signal(number, self._record) for number in HANDLED_SIGNALS}
         # A worker process that is terminated must end: the request is not meant for the job.
         os.register_at_fork(after_in_child=self._restore_handlers)
@@ -70,7 +78,10 @@ class Signals:
             reader.close()
 
     def any_rank_stop_requested(self) -> bool:
-        """Returns whether any rank received a stop request; a collective of all ranks of the job."""
+        """Returns whether any rank received a stop request; a collective of all ranks of the job.
+
+        Ranks get signals at different moments, and a checkpoint needs all of them in the same iteration.
+        """
         reduced = torch.tensor(self._code)
         dist.all_reduce(reduced, dist.ReduceOp.MAX)
         code = int(reduced)
@@ -91,6 +102,7 @@ class Signals:
 
 
 def _exit_at_second_sigterm(reader: socket.socket) -> None:
+    """Consumes the signals' numbers from the socket; ended by its other end being closed, or with the process."""
     # A thread, because Python's handlers wait for the main thread to return from a collective.
     first: float | None = None
     while numbers := reader.recv(1):

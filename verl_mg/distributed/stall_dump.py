@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 STALLS = "stalls"
-"""Folder in that of a run, with a folder for each time that a job ended so."""
+"""Folder inside a run's folder, with one folder for each time that a job ended so."""
 RECORD_SECONDS = 2.0
 """Time limit of the records of collectives: NCCL can be blocked in what they describe."""
 
@@ -28,13 +28,14 @@ def dump_rank(folder: Path, rank: int) -> None:
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         _stack_file(folder, rank).write_text(_all_stacks(rank), encoding="utf-8")
+        # A daemon thread, which is abandoned at the time limit.
         writer = threading.Thread(target=_write_records, args=(folder, rank), daemon=True)
         writer.start()
         writer.join(RECORD_SECONDS)
 
 
 def dump_lost_rank(folder: Path, rank: int, origin: str, stack: Sequence[str]) -> None:
-    """Writes rank-RANK.txt of a rank that cannot do it itself."""
+    """Writes rank-RANK.txt of a rank that cannot do it itself, with the stack that it has reported last."""
     lines = [f"rank {rank}, {origin}: lost; its main thread as reported last:", *(f"  {frame}" for frame in stack)]
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
@@ -46,7 +47,7 @@ def _stack_file(folder: Path, rank: int) -> Path:
 
 
 def _all_stacks(rank: int) -> str:
-    """Returns the stacks of all threads, that of the main thread first and innermost frames last."""
+    """Returns the stacks of all threads, the main thread's first, innermost frames last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main, this = threading.main_thread().ident, threading.get_ident()
     frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)

@@ -1,13 +1,19 @@
 """Watchdog over the ranks of a job: a rank that dies or hangs is named with its stack, and all ranks exit.
 
-every rank, each interval  writes its heartbeat  ──▶  store     a thread with its own connection
-rank 0                     reads all heartbeats  ──▶  a rank is lost, or no rank makes progress
-other ranks                read rank 0's         ──▶  rank 0 is lost
-first rank to detect it    prints why, once; exit code ──▶ store ──▶ all other ranks exit with it
-a second thread            store does not answer ──▶ this host is disconnected, or the store's host is down
+    main thread            works; calls `end` or `abort` for an error
+    heartbeat thread       each interval: writes heartbeat and stack, reads "ends" and the heartbeats that it watches
+                           (rank 0: of all ranks, other ranks: of rank 0); owns the watchdog's connection to the store
+    store guard thread     each interval: has the heartbeat thread made progress? If not for the timeout, exits:
+                           this host is disconnected, or the store's host is down
+
+    first rank to add to "ends", for a silent rank, a stall or an error:
+                           prints why, sets "verdict", dumps, waits for "acks", exits with the exit code
+    all others, at their next heartbeat:
+                           "ends" is above 0: read "verdict", dump, add to "acks", exit with the exit code
 
 A heartbeat is two requests to the store, and the interval grows with the number of ranks, so that all ranks together
-send at most MAX_REQUESTS_PER_SECOND. Stacks are in keys of their own, which are read only when a rank is lost.
+send at most MAX_REQUESTS_PER_SECOND. There are no leaders that collect the heartbeats of a node: a rank would depend on
+a process that can be lost by itself. Stacks are in separate keys, which are read only when a rank is lost.
 """
 
 from __future__ import annotations
@@ -41,7 +47,7 @@ REQUESTS_PER_HEARTBEAT = 2
 MAX_REQUESTS_PER_SECOND = 500
 """Limit of the heartbeats' requests of all ranks together; more ranks have a longer interval."""
 MISSED_HEARTBEATS = 3
-"""A rank counts as lost after at least this many intervals."""
+"""A rank counts as lost after at least this many intervals, whatever the timeout."""
 SUSPICIOUS_TIMEOUT_SECONDS = 10.0
 """Heartbeat timeout in seconds where a connection broke or a stop is requested: a rank has probably died."""
 ACK_SECONDS = 3.0
@@ -92,7 +98,7 @@ class RankWatchdog:
     """Watchdog of one rank in a job of several, running from its construction until `stop`."""
 
     def __init__(self, rank: int, size: int, store: Store, stop_requested: Callable[[], bool] = lambda: False) -> None:
-        # The main thread's connection is blocked while that thread waits for a key.
+        # A connection of the threads: the main thread's is blocked while that thread waits for a key.
         clone = store.clone()  # type: ignore[attr-defined]
         clone.set_timeout(STORE_TIMEOUT)
         self._rank, self._size, self._stop_requested = rank, size, stop_requested
@@ -117,7 +123,7 @@ class RankWatchdog:
             thread.start()
 
     def set_timeouts(self, heartbeat_timeout_s: float, stall_timeout_s: float) -> None:
-        """Sets both timeouts and restarts the count of the stall timeout."""
+        """Sets both timeouts and restarts the count of the stall timeout, which is never reached at 0."""
         self._heartbeat_timeout, self._stall_timeout = heartbeat_timeout_s, stall_timeout_s
         self._last_progress_at = time.monotonic()
 
@@ -141,6 +147,7 @@ class RankWatchdog:
 
     def stop(self) -> None:
         """Ends the watchdog regularly: other ranks do not expect heartbeats of this rank any more."""
+        # The threads end first: a heartbeat of theirs must not follow the one with `exited`.
         self._stopping.set()
         for thread in self._threads:
             thread.join(ACK_SECONDS)
@@ -150,7 +157,8 @@ class RankWatchdog:
     def abort(self, error: Exception) -> NoReturn:
         """Ends the job for an error of this rank, with its traceback.
 
-        An error that only follows from the loss of another rank is not printed: this rank waits for the verdict.
+        An error that only follows from the loss of another rank is not printed: this rank waits for the verdict, and
+        prints it after all if none arrives.
         """
         if is_peer_failure(error):
             self._peer_failed = True
@@ -164,7 +172,8 @@ class RankWatchdog:
         self._exiting.acquire()
         first = True  # without a store no other rank can print it
         with suppress(RuntimeError):
-            first = self._store.add("ends", 1) == 1
+            first = self._store.add("ends", 1) == 1  # an atomic counter: exactly one rank gets 1
+        # Only of a loss or a stall: an error has a traceback that says where.
         dumps = self._dump_folder if exit_code == EXIT_RANK_LOST else None
         folder = str(dumps / time.strftime("%Y%m%d-%H%M%S")) if dumps else ""
         if first:
@@ -182,6 +191,7 @@ class RankWatchdog:
     # -- thread that sends and checks heartbeats
 
     def _heartbeat_loop(self) -> None:
+        """Consumes heartbeats of the store at each interval; ended by `stop`, a loss or a verdict."""
         while True:
             with suppress(RuntimeError):  # the store did not answer; the other thread counts for how long
                 self._publish()
@@ -206,6 +216,7 @@ class RankWatchdog:
         self._store.multi_set(keys, values)  # type: ignore[attr-defined]  # not in torch's stubs
 
     def _read_heartbeats(self) -> None:
+        # One request for all: the counter of ends travels with the heartbeats.
         keys = ["ends", *(f"heartbeat/{rank}" for rank in self._watched_ranks)]
         watched = self._watched_ranks
         if not self._last_heartbeats and not self._store.check(keys):
@@ -214,6 +225,7 @@ class RankWatchdog:
         if int(ends):
             self._exiting.acquire()
             _exit(self._read_verdict())
+        # By this rank's clock, at which a count changes: clocks of hosts differ.
         now = time.monotonic()
         for rank, text in zip(watched, texts, strict=True):
             heartbeat, last = Heartbeat(**json.loads(text)), self._last_heartbeats.get(rank)
@@ -245,6 +257,7 @@ class RankWatchdog:
     # -- thread that detects when the other one is blocked
 
     def _store_guard_loop(self) -> None:
+        """Consumes the heartbeat thread's count at each interval; ended by `stop` or a silent store."""
         seen = -1
         # Counted in wake-ups, not in time: a suspended host does not count as a store that does not answer.
         while not self._stopping.wait(self._interval):
@@ -252,7 +265,7 @@ class RankWatchdog:
             seen, self._unanswered_checks = self._num_heartbeats, unanswered
             seconds = self._unanswered_checks * self._interval
             if seconds > self._timeout(suspicious=False):
-                if os.environ.get("LOCAL_RANK", "0") == "0":
+                if os.environ.get("LOCAL_RANK", "0") == "0":  # once for each host, without a store to agree by
                     print(
                         f"error: rank {self._rank}: the job's store at {self._address} has not answered for "
                         f"{seconds:.0f} s. This host is disconnected, or the store's host is down.",
@@ -280,6 +293,7 @@ class RankWatchdog:
             dump_lost_rank(Path(folder), rank, f"host {last.host}, pid {last.pid}", stack)
 
     def _wait_for_acks(self) -> None:
+        # Where this rank hosts the store, its end takes the verdict away from ranks that have not read it.
         deadline = time.monotonic() + max(ACK_SECONDS, 2 * self._interval)
         while self._store.add("acks", 0) < self._size - 1 and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -339,7 +353,7 @@ def is_peer_failure(error: BaseException | None) -> bool:
 def _exit(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
-    # Threads of the process groups may wait for ranks that have exited.
+    # Not `sys.exit`: threads of the process groups may wait for ranks that have exited, and would keep the process.
     os._exit(code)
 
 

@@ -1,4 +1,8 @@
-"""The ranks of a job: joining them, and ending all of them together, regularly or because of an error."""
+"""The ranks of a job: joining them, and ending all of them together, regularly or because of an error.
+
+join:  store (torchrun or MPI) -> watchdog -> default process group, on GPUs with NCCL's communicator of all ranks
+end:   `shut_down`, or all ranks by the watchdog: `exit_with_user_error` (2), `abort` (1), a lost rank (3)
+"""
 
 from __future__ import annotations
 
@@ -52,15 +56,19 @@ class World:
             store, rank, size = join_mpi()
         else:
             store, rank, size = HashStore(), 0, 1
+        # Before the process group, in whose creation a rank may already be lost or stall.
         watchdog = RankWatchdog(rank, size, store, lambda: signals.stop_requested) if size > 1 else None
         # With GPUs too: Adam with moments in host memory computes there, and the launcher sets OMP_NUM_THREADS=1.
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        # gloo connects all pairs of a group when it is created. TORCH_GLOO_LAZY_INIT=1 would connect them at the first
+        # message, but three ranks of torch 2.13 hang in their first collectives with it, with and without the shared
+        # event loop. So it stays off, and `raise_open_files_limit` raises the limit instead.
         share_event_loop()
         init_process_group(PrefixStore("job", store), rank, size)
         return cls(rank, size, store, signals, watchdog)
 
     def set_timeouts(self, job: JobConfig) -> None:
-        """Sets the watchdog's timeouts, and what it writes when a rank is lost, to those of the configuration."""
+        """Sets the watchdog's timeouts, and the folder of its dumps, by the configuration."""
         if self.watchdog:
             self.watchdog.set_timeouts(job.heartbeat_timeout_s, job.stall_timeout_s)
             if job.dump_on_stall:
@@ -78,6 +86,7 @@ class World:
 
     def shut_down(self) -> None:
         """Ends the job regularly, all ranks together."""
+        # A rank that left earlier would break connections of ranks that still work.
         dist.barrier()
         if self.watchdog:
             self.watchdog.stop()

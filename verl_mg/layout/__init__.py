@@ -1,7 +1,7 @@
 """Parallel layouts: the `Layout` of a model, the `Coordinates` of a rank, the `Placement` of a role in a job.
 
 `EngineLayout`, `EngineCoordinates` and `EnginePlacement` are the same for a rollout engine. All of it is pure Python
-that is valid for 10,000 ranks without starting one.
+that computes layouts of 10,000 ranks without a process.
 """
 
 from verl_mg.layout.engine_layout import EngineCoordinates, EngineLayout, EnginePlacement

@@ -1,4 +1,7 @@
-"""`EngineLayout` and `EnginePlacement`: how SGLang shards a model, and on which ranks its engines are located."""
+"""`EngineLayout` and `EnginePlacement`: how SGLang shards a model, and on which ranks its engines are located.
+
+two engines tp2 on ranks 0-3      stride 1: (0, 1) and (2, 3)      stride 2: (0, 2) and (1, 3)
+"""
 
 from __future__ import annotations
 
@@ -87,12 +90,12 @@ class EngineLayout:
         return self.tp // self.ep
 
     def check(self, model: ModelDims) -> None:
-        """Checks that the layout divides a model.
+        """Raises a UserError with the first dimension of a model that the layout does not divide.
 
         Key-value heads may be fewer than ranks: SGLang then gives neighbouring ranks the same head.
         """
         self._divide(model.attention_heads, "attention heads", self.attention_tp, "tp / adp")
-        if self.attention_tp % model.kv_heads:
+        if self.attention_tp % model.kv_heads:  # a multiple of the heads repeats them
             self._divide(model.kv_heads, "key-value heads", self.attention_tp, "tp / adp")
         self._divide(model.key_heads, "key heads of linear attention", self.attention_tp, "tp / adp")
         self._divide(model.ffn, "columns of the feed-forward layer", self.tp, "tp")
@@ -118,7 +121,10 @@ class EngineLayout:
             )
 
     def layers(self, num_layers: int, pp_rank: int) -> range:
-        """Returns the global indices of the layers of a stage; SGLang gives the remaining layers to the last stages."""
+        """Returns the global indices of the layers of a stage; SGLang gives the remaining layers to the last stages.
+
+        vLLM, which distributes them in another order, is given this one by `VLLM_PP_LAYER_PARTITION`.
+        """
         each, left = divmod(num_layers, self.pp)
         start = pp_rank * each + max(0, pp_rank - (self.pp - left))
         return range(start, start + each + (pp_rank >= self.pp - left))
@@ -147,6 +153,7 @@ class EnginePlacement:
                 f"rollout.layout={self.layout} with stride {self.stride} requires a multiple of {run} ranks, "
                 f"not {len(self.ranks)}. Change rollout.layout or the number of ranks."
             )
+        # `coordinates` is called for every rank of a job.
         object.__setattr__(self, "_index", {rank: index for index, rank in enumerate(self.ranks)})
 
     @property
@@ -172,7 +179,7 @@ class EnginePlacement:
         return {number: tuple(engine) for number, engine in ranks.items()}
 
     def check_nodes(self, node: int) -> None:
-        """Checks that an engine over several nodes has as many ranks on each of them."""
+        """Raises a UserError where an engine over several nodes of `node` ranks has not as many ranks on each."""
         for ranks in self.members().values():
             counts = Counter(rank // node for rank in ranks)
             sizes = sorted((len(counts), self.layout.pp))

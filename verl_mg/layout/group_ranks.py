@@ -1,7 +1,14 @@
 """Ranks of the process groups that megatron-core makes for a placement, known without starting a process.
 
 Each kind of group fixes some coordinates of a grid of the layout and varies the others. Many kinds have the same ranks:
-with ep1 the expert groups are those of the dense grid, and with cp1 the groups with and without context parallelism.
+with ep1 the expert groups equal groups of the dense grid, and with cp1 the groups with and without context parallelism
+are equal. Each set of ranks is one group.
+
+    tp2-cp2-dp2, 8 ranks
+
+    tp       (0, 1) (2, 3) (4, 5) (6, 7)        cp dp    (0, 2, 4, 6) (1, 3, 5, 7)
+    cp       (0, 2) (1, 3) (4, 6) (5, 7)        tp dp    (0, 1, 4, 5) (2, 3, 6, 7)
+    dp       (0, 4) (1, 5) (2, 6) (3, 7)        tp cp    (0, 1, 2, 3) (4, 5, 6, 7)
 """
 
 from __future__ import annotations
@@ -20,8 +27,12 @@ EXPERT_GROUPS = ("ep", "etp", "etp ep", "etp ep pp", "edp")
 
 
 def group_ranks(placement: Placement, dynamic_cp: bool = False) -> list[tuple[int, ...]]:
-    """Returns the ranks of each process group of a placement, in the order in which they are made."""
+    """Returns the ranks of each process group of a placement, rising, in the order in which they are made.
+
+    With `dynamic_cp` also the groups of each number of neighbouring ranks that divides cp.
+    """
     layout = placement.layout
+    # A dictionary keeps the order, which must be the same on all ranks: torch names groups by the number of calls.
     sets = dict.fromkeys([*_megatron_groups(layout), *(smaller_cp_groups(layout) if dynamic_cp else ())])
     return [tuple(placement.ranks[index] for index in ranks) for ranks in sets]
 

@@ -6,6 +6,12 @@ The ranks of a layout are numbered twice, as in Megatron with its default order 
     expert grid   rank = etp + ETP * (ep + EP * (edp + EDP * pp))
 
 Both cover the same ranks, so TP*CP*DP == ETP*EP*EDP, and a rank has the same `pp` in both.
+
+    tp2-dp4-ep4-etp1, 8 ranks, EDP = 8 / 4 = 2:
+
+    rank        0  1  2  3  4  5  6  7
+    (tp, dp)    00 10 01 11 02 12 03 13
+    (ep, edp)   00 10 20 30 01 11 21 31
 """
 
 import math
@@ -15,7 +21,7 @@ from dataclasses import dataclass, field
 
 from verl_mg.errors import UserError
 
-KEYS = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")
+KEYS = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")  # in the order in which a layout is written
 EXAMPLE = "tp4-pp2-ep8"
 
 
@@ -100,10 +106,12 @@ class Layout:
     """Whether dp was given."""
 
     def __post_init__(self) -> None:
+        # Filled in here, so that two layouts of equal sizes are equal, with dp written or left out.
         for key in KEYS:
             size = getattr(self, key)
             if size < 0 or (size == 0 and key not in ("etp", "dp")):
                 raise UserError(f"layout: {key} is {size}. Sizes start at 1, as in {EXAMPLE}.")
+        # `fit` may replace a dp that was filled in, and not one that was given.
         object.__setattr__(self, "dp_given", self.dp > 0)
         object.__setattr__(self, "etp", self.etp or self.tp)
         object.__setattr__(self, "dp", self.dp or self._smallest_dp)
@@ -126,7 +134,7 @@ class Layout:
         return cls(**sizes, pipeline_layers=tuple(pipeline_layers))
 
     def __str__(self) -> str:
-        """Returns the shortest text of the sizes that `parse` reads as equal ones; `tp1` when every size is 1."""
+        """Returns the shortest text that `parse` reads as the same sizes; `tp1` when every size is 1."""
         defaults = {"etp": self.tp, "dp": self._smallest_dp}
         shown = [f"{key}{size}" for key in KEYS if (size := getattr(self, key)) != defaults.get(key, 1)]
         return "-".join(shown) or "tp1"
@@ -149,7 +157,7 @@ class Layout:
 
     def fit(self, ranks: int) -> "Layout":
         """Returns this layout with the dp that makes it use exactly `ranks` ranks."""
-        unit = self.tp * self.pp * self.cp * self._smallest_dp
+        unit = self.tp * self.pp * self.cp * self._smallest_dp  # any other dp is a multiple of the smallest
         if ranks < 1 or ranks % unit:
             counts = [self.ranks] if self.dp_given else _multiples_around(unit, ranks)
             raise UserError(
@@ -183,11 +191,12 @@ class Layout:
         return tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
 
     def layers(self, num_layers: int, pp_rank: int, vpp_rank: int = 0) -> range:
-        """Returns the global indices of the layers of a model chunk.
+        """Returns the global indices of the layers of a model chunk: the only place that defines them.
 
         Chunk v of stage p is the (v * pp + p)-th run of layers, Megatron's interleaved order. Without `pipeline_layers`
         and where the chunks do not divide the layers, some have one layer fewer: the last chunk and the first, which
-        have the output layer and the embedding, then their neighbours inwards.
+        have the output layer and the embedding, then their neighbours inwards. With pp2-vpp2 and 7 layers stage 0 has
+        0, 1, 4, 5 and stage 1 has 2, 3, 6.
         """
         if not (0 <= pp_rank < self.pp and 0 <= vpp_rank < self.vpp):
             raise IndexError(f"chunk {vpp_rank} of pipeline stage {pp_rank} of layout {self}")
@@ -208,7 +217,7 @@ class Layout:
         return range(start, start + each - short[number])
 
     def check_pipeline_layers(self, num_layers: int) -> None:
-        """Checks that `pipeline_layers`, where given, are all layers of a model."""
+        """Raises a UserError where `pipeline_layers` are not all layers of a model; empty ones always are."""
         if self.pipeline_layers and (total := sum(self.pipeline_layers)) != num_layers:
             raise UserError(
                 f"pipeline_layers: {list(self.pipeline_layers)} are {total} layers, and the model has {num_layers}. "
@@ -221,7 +230,7 @@ class Layout:
         return Stage(tuple(layers), pp_rank == 0, pp_rank == self.pp - 1)
 
     def check(self, model: ModelDims) -> None:
-        """Checks that the layout divides a model.
+        """Raises a UserError with the first dimension of a model that the layout does not divide.
 
         Megatron would replicate KV heads for a tp that is a multiple of them; here no two ranks share a head.
         """
@@ -229,7 +238,7 @@ class Layout:
         self._divide(model.kv_heads, "key-value heads", "tp")
         self._divide(model.key_heads, "key heads of linear attention", "tp")
         self._divide(model.ffn, "columns of the feed-forward layer", "tp")
-        self.layers(model.layers, 0)
+        self.layers(model.layers, 0)  # raises for too few layers
         if model.experts == 0 and self.ep > 1:
             raise UserError(f"layout {self}: ep{self.ep} distributes experts, but the model has none. Leave out ep.")
         self._divide(model.experts, "experts", "ep")
@@ -237,12 +246,12 @@ class Layout:
         self._divide(model.shared_ffn, "columns of the shared experts", "tp")
 
     def check_context(self, attention_heads: int, value_heads: int = 0) -> None:
-        """Checks that tp * cp divides the heads that context-parallel ranks distribute."""
+        """Raises a UserError where tp * cp does not divide the heads that context-parallel ranks distribute."""
         self._divide(attention_heads, "attention heads", "tp", "cp")
         self._divide(value_heads, "value heads of linear attention", "tp", "cp")
 
     def check_down_projections(self, *widths: int) -> None:
-        """Checks that tp divides the widths of the down projections of latent attention; raises UserError otherwise."""
+        """Raises a UserError where tp does not divide the widths of the down projections of latent attention."""
         for width in widths:
             self._divide(width, "rows of a down projection of latent attention", "tp")
 
@@ -250,6 +259,7 @@ class Layout:
         size = math.prod(getattr(self, key) for key in keys)
         if dimension % size == 0:
             return
+        # The six nearest sizes that divide it: large dimensions have dozens.
         divisors = sorted(_divisors(dimension), key=lambda divisor: abs(divisor - size))[:6]
         axes = "*".join(key for key in keys if len(keys) == 1 or getattr(self, key) > 1)
         named = "-".join(f"{key}{getattr(self, key)}" for key in axes.split("*"))
@@ -259,7 +269,8 @@ class Layout:
         )
 
     def _check_chunks(self) -> None:
-        """Checks the number of `pipeline_layers` and that only the first and the last chunk may be without layers."""
+        """Checks the number of `pipeline_layers`, and that only the first and the last chunk have none."""
+        # A chunk between them without a layer would only pass tensors on.
         chunks, given = self.pp * self.vpp, list(self.pipeline_layers)
         if self.pp == 1:
             raise UserError(
@@ -275,7 +286,7 @@ class Layout:
         if min(given) < 0 or min(given[1:-1], default=1) < 1:
             raise UserError(
                 f"pipeline_layers: {given} has a chunk without layers. Write 1 or more; 0 is possible for the first "
-                "chunk, with the embedding alone, and for the last one, with the output layer alone."
+                "chunk, with only the embedding, and for the last one, with only the output layer."
             )
 
     def _with(self, **changes: int) -> "Layout":
@@ -287,7 +298,7 @@ class Layout:
 
 
 def parse_sizes(text: str, keys: tuple[str, ...], example: str) -> dict[str, int]:
-    """Parses text such as `tp2-pp2`."""
+    """Parses text such as `tp2-pp2` into {key: size}; `example` is a valid text, for the error."""
     sizes: dict[str, int] = {}
     for token in text.split("-"):
         match = re.fullmatch(r"([a-z]+)([0-9]+)", token)

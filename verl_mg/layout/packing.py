@@ -16,8 +16,13 @@ Invariants:
 - empty micro-batches occur only in the last step;
 - the result is a pure function of the arguments, and the same on every rank.
 
+    lengths and costs 8 7 4 3 2 2 of rows 0 to 5, two ranks, budget 10:
+
+    rank 0    step 1: rows 0, 4 (10 tokens)    step 2: row 2 (4)    cost 14
+    rank 1    step 1: rows 1, 3 (10 tokens)    step 2: row 5 (2)    cost 12
+
 With context parallelism a *worker slot* is a pair (data-parallel index, context-parallel index). In each step all slots
-work, and the cp slots of a data-parallel index form cp / size groups of `size` neighbours with rows of their own:
+work, and the cp slots of a data-parallel index form cp / size groups of `size` neighbours, each with other rows:
 
     cp4        step 1, size 4: 0 0 0 0     one long row for all four slots
                step 2, size 1: 1 2 3 4     short rows, one for each slot, without communication
@@ -34,11 +39,14 @@ from verl_mg.layout.shared_prefixes import Shared
 EVEN = 1e-3
 """Ranks whose costs differ by at most this fraction of the mean count as even."""
 MOVES = 8
-"""Maximum number of rows that are moved in step 3, for each rank."""
+"""Maximum number of rows that are moved in step 3, for each rank, which bounds its time."""
 
 
 def pack(lengths: Sequence[int], costs: Sequence[float], ranks: int, budget: int) -> list[list[list[int]]]:
-    """Packs rows into the micro-batches of each data-parallel rank."""
+    """Packs rows into the micro-batches of each data-parallel rank: result[rank][micro-batch] = row numbers.
+
+    Costs are predicted work in any unit. A micro-batch has at most `budget` tokens, or a single row.
+    """
     shares = _distribute(_fill(lengths, costs, ranks, budget), costs, ranks)
     _even_out(shares, lengths, costs, budget)
     return shares
@@ -56,7 +64,7 @@ class MicroBatchPlan:
     """First tokens of rows that another row of their micro-batch computes."""
 
     def is_output_rank(self, slot: int, step: int) -> bool:
-        """Returns whether a slot is the first of those that share its rows."""
+        """Returns whether a slot is the first of the slots that share its rows."""
         return slot % self.cp_sizes[step] == 0
 
 
@@ -67,14 +75,19 @@ def plan_evenly(lengths: Sequence[int], costs: Sequence[float], dp: int, cp: int
 
 
 def plan_by_length(lengths: Sequence[int], costs: Sequence[float], dp: int, cp: int, budget: int) -> MicroBatchPlan:
-    """Plans micro-batches on as few context-parallel ranks as each row needs, longest rows first."""
+    """Plans micro-batches on as few context-parallel ranks as each row needs, longest rows first.
+
+    `budget` is the tokens of a micro-batch on all cp ranks; `size` of them have budget * size / cp.
+    """
     needed = [cp_size_for(length, cp, budget) for length in lengths]
     rows: list[list[list[int]]] = [[] for _ in range(dp * cp)]
     cp_sizes: list[int] = []
+    # One size in each step, on all slots: then all ranks of a group are in the same collectives. Without rows there is
+    # one step, in which all slots are idle.
     for size in sorted(set(needed) or {cp}, reverse=True):
         members = [row for row, need in enumerate(needed) if need == size]
         member_lengths, member_costs = [lengths[i] for i in members], [costs[i] for i in members]
-        packed = pack(member_lengths, member_costs, dp * cp // size, budget * size // cp)
+        packed = pack(member_lengths, member_costs, dp * cp // size, budget * size // cp)  # as if groups were ranks
         for slot, steps in enumerate(rows):
             steps += [[members[i] for i in micro] for micro in packed[slot // size]]
         cp_sizes += [size] * len(packed[0])
@@ -88,8 +101,10 @@ def cp_size_for(length: int, cp: int, budget: int) -> int:
 
 def _fill(lengths: Sequence[int], costs: Sequence[float], ranks: int, budget: int) -> list[list[list[int]]]:
     """Returns steps[step][micro-batch] = rows; a row goes into the first step whose cheapest micro-batch fits it."""
+    # Only the cheapest micro-batch of a step is tried, which evens out their costs, and is the first of its heap.
     steps: list[list[list[int]]] = []
     heaps: list[list[tuple[float, int, int]]] = []  # of each step: (cost, tokens, micro-batch)
+    # Ties are broken by the number of the row, so that all ranks have the same order.
     for row in sorted(range(len(lengths)), key=lambda row: (-costs[row], row)):
         step = next((k for k, heap in enumerate(heaps) if _fits(heap[0][1], lengths[row], budget)), len(steps))
         if step == len(steps):
@@ -102,7 +117,7 @@ def _fill(lengths: Sequence[int], costs: Sequence[float], ranks: int, budget: in
 
 
 def _fits(tokens: int, length: int, budget: int) -> bool:
-    return not tokens or tokens + length <= budget
+    return not tokens or tokens + length <= budget  # a longer row is a micro-batch by itself
 
 
 def _distribute(steps: list[list[list[int]]], costs: Sequence[float], ranks: int) -> list[list[list[int]]]:
@@ -144,6 +159,8 @@ def _move(
     gap: float,
 ) -> int | None:
     """Moves the row that best halves the gap, into the micro-batch of the same step if it fits, and returns it."""
+    # A row of the gap's cost or more would only exchange the two ranks. A micro-batch keeps its last row, because empty
+    # ones occur only in the last step.
     free = [budget - _sum(lengths, rows) for rows in dst]
     most_free = max(free)
     movable = [

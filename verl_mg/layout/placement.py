@@ -32,7 +32,7 @@ class Placement:
 
     @classmethod
     def on(cls, layout: Layout, n: int) -> "Placement":
-        """Places a layout, its dp filled in, on ranks 0 to n - 1."""
+        """Places a layout, its dp filled in, on ranks 0 to n - 1; raises UserError where it does not fit."""
         return cls(layout.fit(n), tuple(range(n)))
 
     def coordinates(self, global_rank: int) -> Coordinates | None:
@@ -46,7 +46,7 @@ class Placement:
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:
-    """Reads ranks such as `0-7` or `0-3,8-11`."""
+    """Reads ranks in rising order, such as `0-7` or `0-3,8-11`."""
     ranks: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", part.strip())

@@ -78,7 +78,12 @@ class SharingRows:
         return added
 
     def shared_with(self, row: int) -> tuple[int, int]:
-        """Returns the row that computes the last token which a further row would share, and how many it would share."""
+        """Returns the row that computes the last token that a further row would share, and how many it would share.
+
+        Without shared tokens, the row itself and 0.
+        """
+        # Up the tree from the row: it shares with a row that was added below an ancestor what both have of the
+        # ancestor.
         other, count, limit = row, 0, self.links.lengths[row]
         for at in self.links.ancestors(row):
             if limit <= count:
@@ -87,6 +92,7 @@ class SharingRows:
             if min(limit, most) > count:
                 other, count = candidate, min(limit, most)
             limit = min(limit, self.links.shared[at])
+        # That row may itself share the tokens with an earlier one, which computes them.
         while other in self.shared and count <= self.shared[other][1]:
             other = self.shared[other][0]
         return other, count
@@ -119,7 +125,7 @@ class Unit:
 def join_groups(
     groups: Sequence[Sequence[int]], links: PrefixLinks, tokens: RowAmount, cost: RowAmount, ranks: int, budget: int
 ) -> list[Unit]:
-    """Joins groups of rows that share prefixes, in the order of the trees.
+    """Joins groups of rows that must share a micro-batch and share prefixes with others, in the order of the trees.
 
     A unit ends at the budget. It also ends where it has the work of a rank's share, so that no rank is idle, unless the
     next group saves most of its work by joining.
@@ -151,4 +157,5 @@ def join_groups(
 def _joins(unit: Unit, joining: Unit, alone: Unit, rank_share: float, budget: int) -> bool:
     if unit.tokens + joining.tokens > budget:
         return False
+    # A unit with the work of a rank's share grows only where joining saves half of a group's work or more.
     return unit.cost < rank_share or joining.cost <= alone.cost / 2

@@ -18,7 +18,10 @@ AnyLayout = TypeVar("AnyLayout", Layout, EngineLayout)
 
 
 def resolve_layout(layout: Layout, ranks: int, experts: int, check: Callable[[Layout], object]) -> Layout:
-    """Returns a layout with the dp that makes it use exactly `ranks` ranks."""
+    """Returns a layout with the dp that makes it use exactly `ranks` ranks; the UserError names the nearest valid ones.
+
+    `check` raises UserError for a layout that the model does not support.
+    """
     try:
         fitted = layout.fit(ranks)
         check(fitted)
@@ -59,6 +62,8 @@ def nearest(
 ) -> list[AnyLayout]:
     """Returns the valid candidates that are nearest to a layout."""
     result: list[AnyLayout] = []
+    # Only the nearest candidates are checked, because a check may compute the memory of a plan. Distances are rounded,
+    # so that equal ones are equal despite the logarithms' errors, and the text decides.
     for candidate in sorted(candidates, key=lambda other: (round(distance(layout, other), 6), str(other))):
         if len(result) == count:
             break
@@ -78,7 +83,7 @@ def is_valid(layout: AnyLayout, check: Callable[[AnyLayout], object]) -> bool:
 def distance(a: AnyLayout, b: AnyLayout) -> float:
     """Returns how often a size must be doubled or halved to get from one layout to the other, over all sizes but dp.
 
-    An etp equal to tp does not count in addition to it.
+    An etp that follows tp does not count in addition to it.
     """
     changes = {key: getattr(a, key) / getattr(b, key) for key in KEYS[type(a)]}
     if "etp" in changes:
@@ -87,7 +92,7 @@ def distance(a: AnyLayout, b: AnyLayout) -> float:
 
 
 def layouts_on(ranks: int, experts: int, up_to: Layout | None = None) -> Iterator[Layout]:
-    """Yields all layouts on exactly `ranks` ranks."""
+    """Yields all layouts on exactly `ranks` ranks, with cp and vpp at most as in `up_to`, and etp 1, tp or as there."""
     extra_etp = [up_to.etp] if up_to and up_to.etp != up_to.tp else []
     cp_sizes = [size for size in _divisors(ranks) if size <= (up_to.cp if up_to else 1)]
     for tp, pp, cp in product(_divisors(ranks), _divisors(ranks), cp_sizes):

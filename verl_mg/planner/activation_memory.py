@@ -1,4 +1,7 @@
-"""Bytes of activations on a rank: those of layers that wait for the backward pass, and of the output layer."""
+"""Bytes of activations on a rank: of layers that wait for the backward pass, and of the output layer.
+
+pp4, 8 micro-batches: 4, 3, 2, 1 chunks in flight on stages 0 to 3; with vpp2: 11, 9, 7, 5 chunks of half the layers
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,12 @@ LOGIT_COPIES = 3
 def micro_batches(inputs: PlanInputs, layout: Layout) -> int:
     """Returns the number of micro-batches of a rank in an optimizer step."""
     samples = inputs.tokens_per_iteration / inputs.lengths.mean / (inputs.minibatches * layout.dp)
+    # Less than a rounding error of the products before is not another micro-batch.
     return max(1, math.ceil(samples * packed(inputs.lengths, inputs.micro_batch).per_sample - 1e-9))
 
 
 def chunks_in_flight(layout: Layout, stage: int, micros: int) -> int:
-    """Returns the number of model chunks of a stage that have activations at once, each of one micro-batch.
+    """Returns the number of model chunks of a stage that have activations at the same time, each of one micro-batch.
 
     One-forward-one-backward: min(pp - stage, micro-batches). Interleaved with vpp chunks, stage 0 has
     pp * vpp + pp - 1, which is Korthikanti's factor 1 + (pp - 1) / (pp * vpp) over pp micro-batches.
@@ -38,6 +42,7 @@ def activation_bytes(inputs: PlanInputs, layout: Layout, stage: int) -> int:
     every, options = _kept_by_layers(inputs, layout, stage), inputs.options
     kept = sum(layer.on_device(inputs.recompute, options.offload_modules, options.fp8) for layer in every)
     recomputed = max(layer.recomputed(inputs.recompute) for layer in every)
+    # Chunks in flight are of 1 / vpp of the stage's layers.
     in_flight = chunks_in_flight(layout, stage, micro_batches(inputs, layout)) / layout.vpp
     tokens = inputs.longest_micro_batch / layout.cp
     in_layers = options.weight_bytes * tokens / layout.tp * (in_flight * kept + recomputed)
@@ -83,7 +88,6 @@ def _logit_bytes(inputs: PlanInputs, layout: Layout, tokens: float) -> float:
 
 
 def _vocabulary_rows(inputs: PlanInputs, layout: Layout) -> float:
-    """Returns the rows of the output layer on a tensor-parallel rank."""
     weights, tp = inputs.weights, layout.tp
     if isinstance(weights, WeightTable) and not inputs.options.fsdp:
         return weights.padded_vocab(tp) / tp

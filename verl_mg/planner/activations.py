@@ -4,6 +4,11 @@ Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Mode
 bytes per layer outside the attention matrix, divided by tp under sequence parallelism. Here the same is counted for
 gated feed-forward layers, grouped, latent and linear attention, and experts; without dropout there are no masks, and
 flash attention keeps one float32 normalizer per head in place of the matrix.
+
+    hidden 8, 2 heads of 4, 1 key-value head, feed-forward 16, one token in elements of bf16:
+
+    norms: inputs 8 + 8, outputs 8 + 8    heads: q 8, k 4, v 4    output of attention 8    normalizer 2 x 2
+    gate and up 2 x 16, their product 16
 """
 
 from __future__ import annotations
@@ -74,7 +79,7 @@ class KeptElements:
     """Product of both, the input of their down projection."""
 
     def without_sequence_parallelism(self, tp: int) -> KeptElements:
-        """Returns the elements where each tensor-parallel rank has whole tokens outside of heads and experts."""
+        """Returns the elements where each of tp ranks has whole tokens outside of heads and experts."""
         return replace(self, **{part: tp * getattr(self, part) for part in TOKENS})
 
     @property
@@ -87,13 +92,15 @@ class KeptElements:
         return sum(getattr(self, part) for part in self._discarded(modules))
 
     def on_device(self, modules: Recompute, offloaded: tuple[str, ...], fp8: bool) -> float:
-        """Returns the number of elements that wait on the device for the backward pass."""
+        """Returns the number of elements that wait on the device for the backward pass.
+
+        Inputs of `offloaded` modules are on the host; with FP8, inputs of linear layers take half of the bytes.
+        """
         elsewhere = self._discarded(modules) | {INPUTS[module] for module in offloaded}
         halves = LINEAR_INPUTS if fp8 else frozenset()
         return sum(size / (1 + (part in halves)) for part, size in vars(self).items() if part not in elsewhere)
 
     def _discarded(self, modules: Recompute) -> set[str]:
-        """Returns the names of the parts that are computed again."""
         if isinstance(modules, bool):
             return vars(self).keys() - {"layer_input"} if modules else set()
         return {part for module in modules for part in DISCARDED[module]}
@@ -121,7 +128,7 @@ INPUTS: Mapping[str, str] = {
 """Parts that are the input of an offloaded module, by megatron-core's names of modules."""
 
 TOKENS = ("layer_input", "norm_inputs", "attention_norm_output", "norm_outputs", "compressed", "router")
-"""Parts that tensor-parallel ranks divide by tokens, with sequence parallelism alone."""
+"""Parts that tensor-parallel ranks divide by tokens, and only with sequence parallelism."""
 LINEAR_INPUTS = frozenset(
     (
         *("attention_norm_output", "norm_outputs", "attention_output", "dispatched"),
@@ -132,7 +139,10 @@ LINEAR_INPUTS = frozenset(
 
 
 def kept_elements(c: HFConfig, with_experts: bool, etp: int, linear: bool = False) -> KeptElements:
-    """Counts the elements that one token keeps in one layer, over all ranks of a tensor-parallel group."""
+    """Counts the elements that one token keeps in one layer, over all ranks of a tensor-parallel group.
+
+    A token is copied whole to each of the etp ranks that shard one of its experts.
+    """
     other_norms = c.hidden * (1 + c.sandwich_norms)
     compressed, heads, output, normalizer = _linear_attention(c.linear) if linear and c.linear else _attention(c)
     e = c.experts if with_experts else None

@@ -37,8 +37,7 @@ def _states(options: TrainingOptions) -> str:
     if options.fsdp is None:
         return (
             f"weights are bf16; gradients take {options.gradient_bytes} bytes and states of the optimizer "
-            f"{options.state_bytes}, the latter sharded by the distributed optimizer over dp*cp, those of experts "
-            "over edp"
+            f"{options.state_bytes}, the latter sharded by the distributed optimizer over dp*cp, for experts over edp"
         )
     where = "in host memory" if options.fsdp.cpu_offload else "on the device"
     gathers = "for each pass" if options.fsdp.reshard_after_forward else "once for both passes"
@@ -49,11 +48,11 @@ def _states(options: TrainingOptions) -> str:
 
 
 def _encodings(inputs: PlanInputs) -> Iterator[str]:
-    """Yields what is assumed of quantized engines, and of syncs that send changes alone."""
+    """Yields what is assumed about quantized engines, and about syncs that send only changes."""
     if inputs.wire != "cast":
         yield (
             f"engines have weights in {inputs.wire}, whose values and scales the sync and the memory count; matrix "
-            "products of engines are as fast as those of bf16"
+            "products of engines are as fast as in bf16"
         )
     if inputs.delta:
         yield (

@@ -22,8 +22,11 @@ def balanced(inputs: PlanInputs, layout: Layout) -> Layout | None:
     """
     if layout.pp == 1 or layout.vpp > 1 or inputs.options.fsdp:
         return None
+    # Bisection over the seconds of the slowest stage: whether stages of at most so many seconds exist is found in one
+    # pass over the layers.
     layers, head = update_parts(inputs, layout)
     stages = [[layers[layer] for layer in layout.layers(len(layers), stage)] for stage in range(layout.pp)]
+    # By identity: two stages may be equal lists, and only the last one has the output layer.
     given = max(sum(stage) + head * (stage is stages[-1]) for stage in stages)
     least, most = max(layers), given
     best: list[int] | None = None
@@ -39,9 +42,9 @@ def balanced(inputs: PlanInputs, layout: Layout) -> Layout | None:
 
 
 def _filled(layers: list[float], head: float, stages: int, limit: float) -> list[int] | None:
-    """Returns layers of stages of at most `limit` seconds, each with a layer at least; None where there are none."""
+    """Returns numbers of layers of stages of at most `limit` seconds, each at least 1; None where there are none."""
     counts, left = [], list(layers)
-    for stage in reversed(range(stages)):
+    for stage in reversed(range(stages)):  # `len(left) > stage` leaves a layer for each earlier stage
         seconds, count = head if stage == stages - 1 else 0.0, 0
         while len(left) > stage and seconds + left[-1] <= limit:
             seconds, count = seconds + left.pop(), count + 1

@@ -63,7 +63,10 @@ ROLE_OPTIONS = {"reference": False, "critic": True}
 
 
 def run(options: argparse.Namespace, job: PlanRequest | None = None) -> None:
-    """Prints the report of a plan."""
+    """Prints the report of a plan; options that were given have precedence over the job's configuration.
+
+    Raises UserError where nothing can be computed, and after the report where the layouts do not fit into memory.
+    """
     job = job or PlanRequest()
     given = {name: getattr(options, name) for name in OPTIONS if getattr(options, name) is not None}
     if options.recompute:
@@ -79,11 +82,12 @@ def run(options: argparse.Namespace, job: PlanRequest | None = None) -> None:
         raise UserError("--model: no model is given. Pass --model, or RECIPE and --config, a file with model.path.")
     if options.backend:
         given["options"] = fsdp_options(FsdpConfig(), "bfloat16") if options.backend == "fsdp" else DEFAULT_OPTIONS
-    fields = {**job.fields, **sheet, **measured, **given}
+    fields = {**job.fields, **sheet, **measured, **given}  # later ones win: what is measured replaces a data sheet
     table = _table(model, "language", fields.get("options", DEFAULT_OPTIONS))
     inputs = PlanInputs(table.for_engine(job.engine).with_traced_table(job.sharding_table), **fields)
     roles = _roles(inputs, model, options, job)
     inputs = replace(inputs, auxiliary_roles=tuple(auxiliary_role(inputs, role) for role in roles), notes=job.notes)
+    # A search keeps layouts that options name, and not the configuration's, which it is to replace.
     train, rollout = _layouts(inputs, options, PlanRequest() if options.search else job)
     if options.search:
         if options.top < 1:
@@ -96,6 +100,7 @@ def run(options: argparse.Namespace, job: PlanRequest | None = None) -> None:
     actor = train_side(inputs, train)
     pair = pair_of(inputs, actor, rollout_side(inputs, rollout, actor.memory))
     _print(pair_numbers(inputs, pair), options.json)
+    # After the report, which shows the parts that are too large.
     if too_large := problem(inputs, actor.memory, pair.rollout.memory):
         raise _with_suggestions(too_large, _nearest_layouts(inputs, pair))
 
@@ -118,14 +123,14 @@ def _data_sheet(name: str) -> dict[str, float]:
 
 
 def _table(model: str, head: Head, options: TrainingOptions) -> ModelTable:
-    """Returns the weight table of a role's model, for the backend of the role."""
+    """Returns the weight table of a role's model: of the module with the FSDP backend, else the built-in one."""
     return module_table(model, head) if options.fsdp else weight_table(read_config(Path(model)), head)
 
 
 def _roles(inputs: PlanInputs, model: str, options: argparse.Namespace, job: PlanRequest) -> list[PlannedRole]:
     """Returns the auxiliary roles of the job, with layouts from options, and those only given by options."""
     described = {role.name: role for role in job.roles}
-    like_actor = inputs.options if inputs.options.fsdp else DEFAULT_OPTIONS
+    like_actor = inputs.options if inputs.options.fsdp else DEFAULT_OPTIONS  # a role by option has the actor's backend
     for name, is_trained in ROLE_OPTIONS.items():
         if text := getattr(options, name):
             layout = Layout.parse(text)

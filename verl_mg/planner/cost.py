@@ -1,5 +1,7 @@
 """Predicted seconds of training and inference: micro-batches through the stages of a pipeline, then the optimizer.
 
+    update = epochs x minibatches x (slowest stage x (m + (pp - 1) / vpp) + optimizer step)    m micro-batches
+
 `layer_time` predicts a layer on a micro-batch. The constants are fitted on published figures, see `efficiency`.
 """
 
@@ -64,6 +66,7 @@ def utilization(inputs: PlanInputs, layout: Layout, seconds: float) -> float:
     """Returns the model FLOP/s of updates relative to the peak of their devices (MFU), without recomputation."""
     samples, flops = inputs.tokens_per_iteration / inputs.lengths.mean, inputs.row_flops
     a_sample = flops.per_token * inputs.lengths.mean + flops.per_pair * inputs.lengths.mean_square
+    # A backward pass has twice the FLOPs of a forward pass.
     return 3 * inputs.epochs * samples * a_sample / (seconds * layout.ranks * inputs.peak * TERA)
 
 
@@ -80,12 +83,14 @@ def _through_stages(layout: Layout, seconds: float, count: int) -> float:
 
 
 def mean_micro_batch(inputs: PlanInputs, layout: Layout, count: int) -> MicroBatch:
-    """Returns the mean micro-batch of an iteration, or the mean of the longest where ranks wait for each other in each.
+    """Returns the mean micro-batch of an iteration, of `count` micro-batches of a data-parallel index.
 
-    Ranks that share experts wait in every layer for the one with the most tokens, and so do ranks that share weights.
+    Ranks that share experts wait in every layer for the one with the most tokens, and with the FSDP backend all ranks
+    that share weights do. It is then the mean of the longest micro-batches.
     """
     spread = inputs.lengths
     samples = inputs.tokens_per_iteration / spread.mean / layout.dp / count
+    # Data-parallel indices whose ranks share experts: expert groups span tp * cp ranks of each of them.
     waiting = min(layout.dp, max(1, layout.ep * layout.etp // (layout.tp * layout.cp)))
     waiting = layout.dp if inputs.options.fsdp else waiting
     longest = packed(spread, inputs.micro_batch).longest_of(waiting) if waiting > 1 else 1.0
@@ -124,6 +129,7 @@ def _stage_seconds(inputs: PlanInputs, layout: Layout, work: Work, micro: MicroB
 
 def _parts(inputs: PlanInputs, layout: Layout, work: Work, micro: MicroBatch) -> tuple[dict[LayerKind, float], float]:
     """Predicts the seconds of a layer of each kind, and of the output layer."""
+    # Once for each kind of layer: the layers of a kind differ in nothing that a plan counts.
     kinds = {kind for stage in stage_layers(inputs.weights.config, layout) for kind in stage}
     a_layer = {kind: _a_layer(inputs, layout, work, micro, kind) for kind in kinds}
     return a_layer, head_seconds(inputs, layout, micro) * (HEAD_UPDATE if work is Work.UPDATE else 1)
@@ -143,14 +149,14 @@ def _between_stages(inputs: PlanInputs, layout: Layout, work: Work, micro: Micro
         return 0.0
     size = micro.tokens / (layout.cp * layout.tp) * inputs.weights.config.hidden * inputs.options.weight_bytes
     directions = 2 if work is Work.UPDATE else 1
-    return directions * layout.vpp * size / link_rate(inputs, 2 * layout.ranks // layout.pp)
+    return directions * layout.vpp * size / link_rate(inputs, 2 * layout.ranks // layout.pp)  # the span of two stages
 
 
 def optimizer_seconds(inputs: PlanInputs, layout: Layout) -> float:
     """Predicts the seconds of an optimizer step: collectives that nothing overlaps, and the step itself.
 
-    Gradients are reduce-scattered and bf16 weights all-gathered, over dp * cp and, those of experts, over edp; with the
-    FSDP backend in each micro-batch instead.
+    Gradients are reduce-scattered and bf16 weights all-gathered, over dp * cp, for experts over edp; with the FSDP
+    backend in each micro-batch instead.
     """
     options = inputs.options
     if options.fsdp:
@@ -160,6 +166,7 @@ def optimizer_seconds(inputs: PlanInputs, layout: Layout) -> float:
     )
     if options.overlap_gradients or options.overlap_weights:
         micro = mean_micro_batch(inputs, layout, micro_batches(inputs, layout) * inputs.minibatches)
+        # Overlapped are the last backward pass, of twice a forward pass, and the first forward pass.
         forward = micro_batch_seconds(inputs, layout, Work.INFERENCE, micro)
         reduced = max(0.0, reduced - 2 * forward) if options.overlap_gradients else reduced
         gathered = max(0.0, gathered - forward) if options.overlap_weights else gathered
@@ -169,6 +176,8 @@ def optimizer_seconds(inputs: PlanInputs, layout: Layout) -> float:
 def _data_parallel(inputs: PlanInputs, layout: Layout, item: int) -> float:
     """Predicts the seconds of moving `item` bytes of each parameter between the ranks that share it."""
     dense, experts = _local_elements(inputs, layout)
+    # A rank sends and receives all parts but one of the group's. A group spans its size times the distance of its
+    # ranks.
     seconds = 0.0
     for size, group, rank_distance in (
         (dense, layout.dp * layout.cp, layout.tp),
@@ -192,9 +201,11 @@ def _step_seconds(inputs: PlanInputs, layout: Layout) -> float:
     if options.fsdp:  # gradients are sharded too
         states, dense, experts = float(sharded_module(inputs, layout).trained), 0.0, 0.0
     away = options.offloaded_states
+    # States are read and written, gradients read, weights written; the norm reads all gradients of a rank.
     moved = states * (1 - away) * (2 * options.state_bytes + options.gradient_bytes + options.weight_bytes)
     norms = 2 * (dense + experts) * options.gradient_bytes
     on_host = states * options.host_steps * (HOST_STEP_BYTES + options.gradient_bytes + options.weight_bytes)
+    # Data-parallel ranks distribute the matrices that they orthogonalize.
     muon = model_size(inputs.weights).muon_flops / layout.ranks if options.muon else 0.0
     products = muon / (inputs.flops * TERA)
     return (moved + norms) / (inputs.memory_bandwidth * GIGA) + on_host / (inputs.host * GIGA) + products

@@ -1,7 +1,9 @@
 """Fractions of data sheets that jobs reach, and latencies: the few constants of the cost model.
 
 `FITTED` is the fit of `tools/calibrate_plan.py` on published figures (`tools/published_steps.json`), which also prints
-the error of each row, with the row in the fit and without it. No constant belongs to a model, a system or a row.
+the error of each row, with the row in the fit and without it. No constant belongs to a model, a system or a row. So the
+model predicts layouts and options that nothing was measured for, with a known error. Constants have bounds that are
+physically possible: without them a fit trades matrix products against memory traffic.
 """
 
 from __future__ import annotations
@@ -115,7 +117,7 @@ class Calibration:
     others: int
     """Number of published figures that were not fitted."""
     others_median: float
-    """Median error of those."""
+    """Median error of the figures that were not fitted."""
 
     def __str__(self) -> str:
         return (

@@ -93,8 +93,9 @@ class PlanRequest:
 
 
 def plan_request(config: Config, roles: set[str]) -> PlanRequest:
-    """Returns the values of a configuration for a plan."""
+    """Returns the values of a configuration for a plan with the roles that the recipe requests, by name."""
     _check(config, roles)
+    # Each recipe has another section `algorithm`, hence the defaults for keys that it may not have.
     actor, rollout, algorithm = config.actor, config.rollout, config.algorithm
     sequence = config.data.max_prompt_tokens + rollout.max_new_tokens
     fields = {
@@ -116,6 +117,7 @@ def plan_request(config: Config, roles: set[str]) -> PlanRequest:
         "delta": rollout.delta,
         "prefetch": rollout.mode != "sync",
     }
+    # An upper bound: every sample has the full length. `--mean-sequence` replaces it by a mean.
     if prompts := getattr(algorithm, "prompts_per_iteration", None):
         fields["tokens_per_iteration"] = prompts * getattr(algorithm, "group_size", 1) * sequence
     keys = [f"teachers.{name}" for name, teacher in config.teachers.items() if teacher.has_model]
@@ -123,7 +125,7 @@ def plan_request(config: Config, roles: set[str]) -> PlanRequest:
     sections, roles = AUXILIARY_SECTIONS | teachers, roles | teachers.keys()
     auxiliary = tuple(_role(config, name, section) for name, section in sections.items() if name in roles)
     notes = tuple(_notes(config, {"actor": "actor", **sections}, roles))
-    assert rollout.engine != "hf"
+    assert rollout.engine != "hf"  # for the type checker: `_check` refuses it
     return PlanRequest(
         str(config.model.path),
         actor.parallel_sizes,
@@ -143,7 +145,7 @@ def _check(config: Config, roles: set[str]) -> None:
         )
     if config.rollout.engine == "hf":
         raise UserError(
-            "rollout.engine=hf: only engines in processes of their own can be planned. Set rollout.engine=sglang or "
+            "rollout.engine=hf: only engines that are separate processes can be planned. Set rollout.engine=sglang or "
             "vllm."
         )
     if config.rollout.has_servers:
@@ -156,7 +158,7 @@ def _check(config: Config, roles: set[str]) -> None:
 def _notes(config: Config, sections: dict[str, str], roles: set[str]) -> Iterator[str]:
     """Yields the settings that a plan does not take into account."""
     if config.rollout.adapters:
-        yield "rollout.adapters: the weight sync is counted as the first one, later ones send adapters alone"
+        yield "rollout.adapters: the weight sync is counted as the first one, later ones send only adapters"
     if "teachers" in roles and getattr(config.algorithm, "divergence", None) and not config.algorithm.divergence.top_k:
         yield "algorithm.divergence: the teachers' output layers on the actor's last stage are not counted"
     for name, section in sections.items():

@@ -19,14 +19,16 @@ def rollout_seconds(inputs: PlanInputs, layout: EngineLayout, memory: RolloutMem
 
     As many samples run together as the KV cache can contain, and a waiting one takes the place of each that is
     complete. When none waits, the engine continues with fewer and fewer samples until the longest is complete, unless
-    it begins those of the next iteration (`batches_in_flight`).
+    it begins samples of the next iteration (`batches_in_flight`).
     """
     spread, flying = inputs.lengths, inputs.batches_in_flight
     samples = inputs.tokens_per_iteration / spread.mean * layout.ranks / len(inputs.engine_ranks)
     running = max(1.0, min(max(1, flying) * samples, samples_at_once(inputs, layout, memory)))
+    # In the steady state samples are at all places of their responses: in the mean, half of it is in the cache.
     half_done = running * (spread.prompt + spread.mean_response / 2)
     full = decode_seconds(inputs, layout, memory, running, half_done)
     waiting = samples if flying else max(0.0, samples - running)
+    # Prompts are computed at the speed of large products, without the latencies of decoding steps.
     prefill = samples * inputs.row_flops(spread.prompt) / (layout.ranks * inputs.flops * TERA)
     steady = prefill + waiting / running * spread.mean_response * full
     return steady if flying else steady + _until_complete(inputs, layout, memory, running)
@@ -35,7 +37,7 @@ def rollout_seconds(inputs: PlanInputs, layout: EngineLayout, memory: RolloutMem
 def _until_complete(inputs: PlanInputs, layout: EngineLayout, memory: RolloutMemory, running: float) -> float:
     """Predicts the seconds in which `running` samples that begin together become complete."""
     spread, seconds = inputs.lengths, 0.0
-    steps = spread.longest_response / PARTS
+    steps = spread.longest_response / PARTS  # each part is predicted by its middle
     for part in range(PARTS):
         step = (part + 0.5) * steps
         left = max(1.0, running * spread.unfinished(step))
@@ -46,7 +48,7 @@ def _until_complete(inputs: PlanInputs, layout: EngineLayout, memory: RolloutMem
 def decode_seconds(
     inputs: PlanInputs, layout: EngineLayout, memory: RolloutMemory, running: float, cached: float
 ) -> float:
-    """Predicts the seconds of one decoding step of an engine.
+    """Predicts the seconds of one decoding step of an engine: `running` samples with `cached` tokens of all together.
 
     It reads the weights that the samples use and their cache (Pope et al., arXiv:2211.05102, section 2), or computes
     for longer than that, and waits for latencies of every layer and two all-reduces. With pipeline parallelism each
@@ -54,6 +56,7 @@ def decode_seconds(
     """
     c, e = inputs.weights.config, inputs.efficiency
     per_token = c.experts.top_k / c.experts.count if c.experts else 1.0
+    # Each of the pp groups of samples passes a stage by itself, which reads only the experts of the group's tokens.
     used = 1 - (1 - per_token) ** (running / layout.pp)  # fraction of experts that any of the tokens is routed to
     reads = [
         layout.pp * (part.dense + used * part.experts) + cached / layout.adp * each

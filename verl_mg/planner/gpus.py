@@ -48,7 +48,7 @@ DEFAULT_GPU = "h100"
 
 
 def gpu(name: str) -> GPU:
-    """Returns the data sheet of a GPU."""
+    """Returns the data sheet of a GPU by its name in `GPUS`."""
     if name not in GPUS:
         raise UserError(f"--gpu: {name!r} is unknown. Use {', '.join(GPUS)}, or give figures with --measured FILE.")
     return GPUS[name]

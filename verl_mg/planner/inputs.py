@@ -23,7 +23,7 @@ from verl_mg.planner.training_options import DEFAULT_OPTIONS, Recompute, Trainin
 from verl_mg.reshard.encoding import Wire
 from verl_mg.sharding.model_table import ModelTable
 
-GIB = 2**30
+GIB = 2**30  # memory of devices is counted in GiB, rates are in GB/s
 GIGA = 10**9
 WEIGHT_BYTES = 2
 """Bytes of a bf16 weight."""
@@ -35,6 +35,7 @@ GATHERED = "gathered weights"
 """Name of the part with weights and gradients of layers that the FSDP backend gathers."""
 TRANSIENT = frozenset((ACTIVATIONS, GATHERED))
 """Names of the parts that exist only while the role computes."""
+# Without --gpu a plan is for this GPU.
 _REACHED = FITTED.figures(GPUS[DEFAULT_GPU])
 
 
@@ -58,7 +59,7 @@ class ModelSize:
 
 @cache  # equal for every batch, every hardware and every role of the same model
 def model_size(weights: ModelTable) -> ModelSize:
-    """Sums the sizes of a model's tensors."""
+    """Sums the sizes of a model's tensors, padding not included."""
     index = weights.tensor_index
     sizes = [(math.prod(entry.tensor.shape), entry) for entry in index.entries.values()]
     return ModelSize(
@@ -104,7 +105,7 @@ class PlanInputs:
     memory: float = 80.0
     """GiB of a device."""
     reserve: float = 6.0
-    """GiB of a device for CUDA, NCCL, the engine's graphs, sync buckets and fragmentation."""
+    """GiB of a device that stay free for CUDA, NCCL, the engine's graphs, sync buckets and fragmentation."""
     intra_node: float = _REACHED["intra_node"]
     """GB/s of a rank to other ranks of its node, in each direction."""
     inter_node: float = _REACHED["inter_node"]
@@ -151,7 +152,7 @@ class PlanInputs:
     """Iterations whose samples engines generate at the same time, so that a new sample takes the place of each that is
     complete; 0: engines wait until all samples of an iteration are complete."""
     prefetch: bool = False
-    """Whether the next samples are generated while training computes, on ranks for engines alone."""
+    """Whether the next samples are generated while training computes, on ranks that have only engines."""
     role_ranks: tuple[int, ...] = ()
     """Ranks of the actor, or of the auxiliary role that is computed in its place; empty: all model ranks."""
     rollout_ranks: int = 0
@@ -170,6 +171,7 @@ class PlanInputs:
     """Further assumptions to print, one line each."""
 
     def __post_init__(self) -> None:
+        # Most fields are options of `verl-mg plan`, so errors name them as options.
         names = ("ranks", "node", "memory", "intra_node", "inter_node", "host", "flops", "memory_bandwidth")
         for name in (*names, "sequence", "micro_batch", "tokens_per_iteration", "minibatches", "epochs"):
             if not getattr(self, name) > 0:
@@ -195,6 +197,7 @@ class PlanInputs:
                 f"--ranks: {self.ranks} is not a multiple of --node {self.node}. Use {whole} or {whole + self.node}, "
                 "or another --node."
             )
+        # In rising order, so the last one is the largest.
         if self.role_ranks and self.role_ranks[-1] >= self.num_model_ranks:
             raise UserError(
                 f"ranks {format_ranks(self.role_ranks)}: rank {self.role_ranks[-1]} is out of range. Model roles can "
@@ -269,7 +272,7 @@ FIGURES = ("flops", "memory", "memory_bandwidth", "intra_node", "inter_node", "h
 
 
 def read_hardware_profile(path: str | Path) -> dict[str, float]:
-    """Reads measured figures of devices and links from a JSON file.
+    """Reads measured figures of devices and links from a JSON file; raises UserError where it is not such an object.
 
     The file is an object with any of these figures, each a positive number; `verl-mg plan` has an option of the same
     name for each:
@@ -291,7 +294,7 @@ def read_hardware_profile(path: str | Path) -> dict[str, float]:
     for name, value in figures.items():
         if name not in FIGURES:
             raise UserError(f"{path}: unknown figure {name!r}. Use {', '.join(FIGURES)}.")
-        number = isinstance(value, int | float) and not isinstance(value, bool)
+        number = isinstance(value, int | float) and not isinstance(value, bool)  # True is an int in Python
         if not (number and math.isfinite(value) and value > 0):
             raise UserError(f"{path}: {name} is {value!r}. Use a number above 0.")
     return {name: float(value) for name, value in figures.items()}

@@ -53,7 +53,7 @@ class Seconds:
 def iteration_seconds(
     inputs: PlanInputs, train: TrainMemory, inference: float, update: float, rollout: float, sync: float
 ) -> Seconds:
-    """Combines the seconds of all roles."""
+    """Combines the seconds of the actor and the engines with the auxiliary roles of the inputs."""
     others = inputs.auxiliary_roles
     return Seconds(
         rollout,
@@ -86,6 +86,7 @@ def _offload_seconds(inputs: PlanInputs, train: TrainMemory) -> float:
     are offloaded too. Optimizer states are copied out and in once; frozen weights are only copied in; gradients are
     never copied.
     """
+    # (ranks, parts, is it trained, parts of an iteration that need its weights)
     roles = [(inputs.placement_ranks, train.parts, True, 3)] if inputs.offload else []
     roles += [
         (role.ranks, role.parts, role.update_seconds > 0, 2 if role.update_seconds > 0 else 1)
@@ -101,6 +102,7 @@ def _offload_seconds(inputs: PlanInputs, train: TrainMemory) -> float:
 def _copied_bytes(parts: Mapping[str, tuple[int, ...]], is_trained: bool, times: int) -> int:
     """Returns the bytes copied on a rank of the fullest stage, in both directions."""
     weights, states = parts["weights"], parts.get(OPTIMIZER_STATES, (0,) * len(parts["weights"]))
+    # Trained weights are copied out and in, frozen ones in: the host has their copy.
     return max((1 + is_trained) * times * weight + 2 * state for weight, state in zip(weights, states, strict=True))
 
 
@@ -146,13 +148,13 @@ def weight_sync(inputs: PlanInputs, train: Layout, rollout: EngineLayout) -> Syn
         placement.stride,
         tuple(traffic.get(rank, NOTHING).received for rank in ranks),
         tuple(traffic.get(rank, NOTHING).lower_bound for rank in ranks),
+        # Ranks with neither actor nor engine have no traffic.
         tuple(sum(traffic.get(rank, NOTHING).entered for rank in node) for node in nodes),
         moved_seconds(inputs, sync_seconds(traffic, inputs.intra_node, inputs.inter_node)),
     )
 
 
 def _source_shards(inputs: PlanInputs, layout: Layout) -> ShardMap:
-    """Returns the actor's shards of every rank."""
     if inputs.options.fsdp:
         return sharded_module(inputs, layout).shard_map(inputs.placement_ranks)
     assert isinstance(inputs.weights, WeightTable)
@@ -160,13 +162,13 @@ def _source_shards(inputs: PlanInputs, layout: Layout) -> ShardMap:
 
 
 def moved_seconds(inputs: PlanInputs, at_full_speed: float) -> float:
-    """Returns the seconds of a weight sync, 0 of one that moves nothing."""
+    """Returns the seconds of a weight sync from its seconds at the full speed of the links; 0 if it moves nothing."""
     e = inputs.efficiency
     return e.sync_start + at_full_speed / e.sync if at_full_speed else 0.0
 
 
 def sync_seconds(traffic: Mapping[int, RankTraffic], intra_node: float, inter_node: float) -> float:
-    """Predicts the seconds of a sync, those of the slowest rank.
+    """Predicts the seconds of a sync on the slowest rank, at speeds in GB/s.
 
     A rank takes entered / inter_node + (received - entered) / intra_node, as if its two links worked in turn, and
     not less than sent / intra_node. Latency, contention and copies in memory are left out.

@@ -60,7 +60,7 @@ class LayerSeconds:
     elementwise: float
     """Kernels other than matrix products and attention."""
     repeated: float
-    """The part of these that recomputed modules repeat in the backward pass."""
+    """The part of `elementwise` that recomputed modules repeat in the backward pass."""
     gather: float
     """One collective around tensor-parallel layers, of which a pass has two for each block."""
     exchange: float
@@ -84,11 +84,14 @@ def layer_seconds(inputs: PlanInputs, layout: Layout, micro: MicroBatch, kind: L
     parts = layer_elements(c, *kind)
     rows = micro.tokens / layout.cp
     speed = inputs.flops * TERA * (e.fp8 if options.fp8 else 1.0)
+    # half_rows: with few rows a product takes as long as reading its weights, here as if it had more rows.
     per_element = 2 * (rows + e.half_rows) / (layout.tp * speed)
     kept = kept_on_ranks(inputs, layout, kind)
     unfused = 1.0 if options.fused else UNFUSED
+    # Bytes that the kernels move are taken as a multiple of the bytes that are kept for the backward pass.
     an_element = e.elementwise * unfused * options.weight_bytes * rows / layout.tp / (inputs.memory_bandwidth * GIGA)
     gather, exchange = _gather(inputs, layout, rows), _exchange(inputs, layout, rows, kind.linear)
+    # Linear attention has a state of constant size: its work grows with the tokens, and not with pairs of them.
     attention = state_flops(c) * micro.tokens if kind.linear else pair_flops(c) * micro.pairs
     return LayerSeconds(
         attention_linear=parts.attention * per_element,
@@ -101,7 +104,7 @@ def layer_seconds(inputs: PlanInputs, layout: Layout, micro: MicroBatch, kind: L
         repeated=kept.recomputed(inputs.recompute) * an_element,
         gather=gather,
         exchange=exchange,
-        # On the FSDP backend ranks of experts have all tokens, and sum their outputs like those of a dense layer.
+        # On the FSDP backend ranks of experts have all tokens, and sum their outputs as in a dense layer.
         dispatch=_dispatch(inputs, layout, rows / layout.tp) if with_experts and not options.fsdp else 0.0,
         launch=unfused * e.layer,
         wait=unfused * e.expert_layer if with_experts else 0.0,
@@ -112,6 +115,7 @@ def _expert_seconds(inputs: PlanInputs, layout: Layout, rows: float, speed: floa
     """Predicts the seconds of routed experts on the fullest rank: a grouped matrix product with few rows for each."""
     c = inputs.weights.config
     assert c.experts is not None
+    # Each expert is a separate matrix product, whose weights are read whatever the number of its tokens.
     on_rank = c.experts.count / layout.ep
     elements = 3 * c.hidden * c.experts.ffn / layout.etp
     copies = rows / layout.tp * c.experts.top_k * layout.etp * inputs.imbalance
@@ -148,6 +152,7 @@ def _dispatch(inputs: PlanInputs, layout: Layout, tokens: float) -> float:
     """
     c, options = inputs.weights.config, inputs.options
     assert c.experts is not None
+    # Of evenly distributed tokens 1 / nodes stay on the node, and 1 / ep on the rank.
     nodes = max(1, -(-layout.ep * layout.etp // inputs.node))
     near = far = float(c.experts.top_k)
     if options.flex_dispatch:
@@ -160,7 +165,10 @@ def _dispatch(inputs: PlanInputs, layout: Layout, tokens: float) -> float:
 
 
 def distinct(places: int, choices: int) -> float:
-    """Returns the expected number of different places that independent, even choices name."""
+    """Returns the expected number of different places of `places` that independent, even choices name.
+
+    Eight choices of eight places name 5.25 of them.
+    """
     return places * (1 - (1 - 1 / places) ** choices)
 
 
@@ -170,9 +178,13 @@ def link_rate(inputs: PlanInputs, reach: int) -> float:
 
 
 def forward_seconds(inputs: PlanInputs, part: LayerSeconds, blocks: int) -> float:
-    """Returns the seconds of a forward pass over a layer."""
+    """Returns the seconds of a forward pass over a layer with `blocks` tensor-parallel blocks.
+
+    Blocks are attention and a dense feed-forward layer: a layer with experts has one.
+    """
     sends = _exposed_dispatch(inputs, part) + _exposed_gather(inputs, part, 2 * blocks)
     sends += _exposed_exchange(inputs, part, part.core_attention)
+    # The host launches kernels while the device works: the slower of both counts.
     return max(part.compute + part.elementwise + sends, part.launch) + part.wait
 
 
@@ -180,6 +192,7 @@ def backward_seconds(inputs: PlanInputs, part: LayerSeconds, blocks: int) -> flo
     """Returns the seconds of a backward pass over a layer, without what is computed again."""
     linear = part.compute - part.core_attention
     attention = ATTENTION_BACKWARD * part.core_attention
+    # Three collectives a block and not two: sequence parallelism gathers the input again for the weights' gradient.
     sends = _exposed_dispatch(inputs, part) + _exposed_gather(inputs, part, 3 * blocks)
     sends += _exposed_exchange(inputs, part, attention)
     compute = 2 * linear + attention
@@ -190,6 +203,7 @@ def repeated_seconds(inputs: PlanInputs, part: LayerSeconds, blocks: int) -> flo
     """Returns the seconds of computing discarded activations again in the backward pass."""
     if isinstance(inputs.recompute, bool):
         return forward_seconds(inputs, part, blocks) if inputs.recompute else 0.0
+    # A recomputed mixture sends its tokens to the experts again.
     mixture = part.experts + part.shared + _exposed_dispatch(inputs, part)
     seconds = {
         "core_attn": part.core_attention,
@@ -219,7 +233,7 @@ def _exposed_gather(inputs: PlanInputs, part: LayerSeconds, rounds: int) -> floa
     return max(0.0, rounds * part.gather - hidden)
 
 
-@cache
+@cache  # a search computes many plans of one layout
 def stage_layers(c: HFConfig, layout: Layout) -> tuple[Mapping[LayerKind, int], ...]:
     """Counts the layers of each kind of every pipeline stage."""
     return tuple(
@@ -231,7 +245,7 @@ def head_seconds(inputs: PlanInputs, layout: Layout, micro: MicroBatch) -> float
     """Predicts the seconds of the output layer in a forward pass: its product, and passes over float32 logits."""
     c = inputs.weights.config
     if inputs.weights.head == "value":
-        return 0.0
+        return 0.0  # one row
     rows, vocabulary = micro.tokens / layout.cp, c.vocab / layout.tp
     product = 2 * (rows + inputs.efficiency.half_rows) * c.hidden * vocabulary / (inputs.flops * TERA)
     return product + LOGIT_PASSES * LOGIT_BYTES * rows * vocabulary / (inputs.memory_bandwidth * GIGA)

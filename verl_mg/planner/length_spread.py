@@ -3,6 +3,8 @@
 Lengths of responses are taken as R u^(1/a) for u even in (0, 1): the longest is R, the mean R a / (a + 1), and the
 fraction of samples that is still generated after s steps 1 - (s / R)^a. A mean near the longest is what a limit on the
 length gives, a mean far below it a long tail.
+
+    prompt 0, longest 1000, mean 250: a = 250 / 750 = 1/3; after 125 steps 1 - (1/8)^(1/3) = half of them are generated
 """
 
 from __future__ import annotations
@@ -83,10 +85,11 @@ class Packed:
         return expected / mean
 
 
-@cache
+@cache  # equal for all layouts of a search
 def packed(spread: LengthSpread, budget: int) -> Packed:
     """Packs a spread into micro-batches of at most `budget` tokens, as a job packs its rows."""
     if math.isinf(spread.exponent):
+        # In closed form: packing equal rows in any number gives this, without the remainder of QUANTILES of them.
         together = max(1, budget // spread.longest)
         return Packed(1 / together, (together * spread.longest,))
     rows = spread.samples()

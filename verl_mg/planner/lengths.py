@@ -29,7 +29,7 @@ class Length:
 
 
 def read_lengths(path: str | Path) -> list[Length]:
-    """Reads the samples of a file, in order."""
+    """Reads the samples of a file, in order; the UserError names the line that is not a sample."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
@@ -54,7 +54,7 @@ def _read(line: str, where: str) -> Length:
 
 
 def write_lengths(path: str | Path, lengths: Sequence[Length], provenance: Sequence[str]) -> None:
-    """Writes a file that `read_lengths` reads."""
+    """Writes a file that `read_lengths` reads; `provenance` are lines about the origin of the samples."""
     head = "".join(f"# {line}\n" for line in provenance)
     rows = "".join(f"{length.prompt} {length.response}\n" for length in lengths)
     Path(path).write_text(head + rows, encoding="utf-8")

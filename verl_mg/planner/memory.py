@@ -52,6 +52,7 @@ class Elements:
 
 def elements(weights: ModelTable, shard_map: ShardMap, rank: int) -> Elements:
     """Counts the elements of one rank's shards."""
+    # Shards of the table that a job uses: so padding, copies of tied embeddings and replicated heads are counted.
     counts = {"dense": 0, "experts": 0, "float32": 0}
     entries = weights.tensor_index.entries
     outside = {name for name, entry in entries.items() if entry.layer is None and len(entry.tensor.shape) == 2}
@@ -87,7 +88,7 @@ class TrainMemory:
 
 
 def train_memory(inputs: PlanInputs, layout: Layout) -> TrainMemory:
-    """Computes the memory of a trained role."""
+    """Computes the memory of a trained role on all its ranks."""
     layout = layout.fit(len(inputs.placement_ranks))
     if inputs.options.fsdp:
         return _module_memory(inputs, layout, is_trained=True)
@@ -128,7 +129,7 @@ def _on_stages(weights: ModelTable, layout: Layout) -> tuple[Elements, ...]:
     return tuple(elements(weights, shard_map, layout.rank_of(pp=stage)) for stage in range(layout.pp))
 
 
-@cache
+@cache  # a search pairs each layout of engines with many layouts of training
 def _on_engine_stages(weights: ModelTable, layout: EngineLayout) -> tuple[Elements, ...]:
     shard_map = weights.shard_map_engine(EnginePlacement(layout, tuple(range(layout.ranks))))
     return tuple(elements(weights, shard_map, stage * layout.tp) for stage in range(layout.pp))
@@ -150,7 +151,9 @@ def _quantized_stages(weights: ModelTable, layout: EngineLayout, wire: Wire) -> 
     encoding = encoding_of(wire)
     assert encoding
     whole = weights.shard_map_engine(EnginePlacement(layout, tuple(range(layout.ranks))))
+    # The first rank of each stage: the others have shards of the same shapes.
     check_engine_blocks(weights, whole, encoding, [stage * layout.tp for stage in range(layout.pp)])
+    # The shard map of the sync, so scales and packing are counted as they are sent.
     target = encoded_maps(weights, whole, whole, encoding).target
     stages = []
     for stage in range(layout.pp):
@@ -166,13 +169,14 @@ def _quantized_stages(weights: ModelTable, layout: EngineLayout, wire: Wire) -> 
 
 
 def check_engine(inputs: PlanInputs, layout: EngineLayout) -> None:
-    """Checks a layout of engines, which may have quantized weights."""
+    """Raises a UserError where the model does not admit a layout of engines, or it cuts blocks of quantized weights."""
     inputs.weights.check_engine_layout(layout)
     if inputs.wire != "cast":
         _quantized_stages(inputs.weights, layout, inputs.wire)
 
 
 def _optimizer_bytes(options: TrainingOptions, e: Elements, layout: Layout) -> int:
+    # Rounded up: ranks pad their parts of a buffer to equal sizes.
     dense, experts = -(-e.dense // (layout.dp * layout.cp)), -(-e.experts // layout.edp)
     states = options.state_bytes * (dense + experts) if options.sharded_states else options.state_bytes * e.trained
     states += options.vocabulary_bytes * -(-e.vocabulary // (layout.dp * layout.cp if options.sharded_states else 1))
@@ -196,7 +200,7 @@ class RolloutMemory:
 
     @property
     def cache_bytes(self) -> tuple[float, ...]:
-        """Bytes available for the cache; negative where the weights alone are too large."""
+        """Bytes available for the cache; negative where the weights already are too large."""
         return tuple(self.limit - size for size in self.weights)
 
     @cached_property
@@ -207,6 +211,7 @@ class RolloutMemory:
     @property
     def tokens(self) -> int:
         """Capacity of the KV cache of one attention group of an engine, in tokens."""
+        # The stage with the least space decides: a sample is in the caches of all stages.
         return max(0, min(int(size // each) for size, each in zip(self.cache_bytes, self.per_token, strict=True)))
 
     @property
@@ -216,7 +221,7 @@ class RolloutMemory:
 
 
 def rollout_memory(inputs: PlanInputs, layout: EngineLayout, limit: float | None = None) -> RolloutMemory:
-    """Computes the memory of an engine."""
+    """Computes the memory of an engine with `limit` bytes on a rank, None for all usable bytes of a device."""
     counted = _on_engine_stages(inputs.weights, layout)
     per_token = tuple(kv_bytes(inputs.weights, layout, stage) for stage in range(layout.pp))
     if inputs.wire == "cast":

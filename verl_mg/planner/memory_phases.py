@@ -1,4 +1,10 @@
-"""Bytes that are on a device at the same time: in training, in generation and in the weight sync between them."""
+"""Bytes that are on a device at the same time: in training, in generation and in the weight sync between them.
+
+phase          on the device of a rank with actor, critic and engine; everything is offloaded, engines sleep
+training       the role that computes, with its activations
+weight sync    the actor's weights, the engine's weights
+generation     the engine's weights and KV cache
+"""
 
 from __future__ import annotations
 
@@ -67,6 +73,7 @@ def engine_limit(inputs: PlanInputs, train: TrainMemory | None = None) -> float:
     SGLang takes a fraction of the memory that is free when it starts. Then offloaded roles are on the host, and the
     others have everything that they keep, Adam's moments too.
     """
+    # Without a fraction, an engine takes what roles that stay on the device leave.
     limit = inputs.usable - _total(awake(inputs, train))
     return min(limit, _engine_fraction(inputs, train)) if inputs.memory_fraction else limit
 
@@ -77,6 +84,7 @@ def _engine_fraction(inputs: PlanInputs, train: TrainMemory | None) -> float:
 
 def _ranks(inputs: PlanInputs, train: TrainMemory | None) -> list[Rank]:
     """Returns the distinct model ranks: ranks with the same roles at the same stages are listed once."""
+    # A stage has consecutive ranks of the role: pp is the slowest coordinate of a layout.
     roles = [("actor", inputs.placement_ranks, train.parts, inputs.offload)] if train else []
     roles += [(role.name, role.ranks, role.parts, role.offload) for role in inputs.auxiliary_roles]
     stages: dict[int, list[tuple[int, int]]] = defaultdict(list)
@@ -111,7 +119,7 @@ def problem(inputs: PlanInputs, train: TrainMemory | None, rollout: RolloutMemor
     if train:
         parts = training(inputs, train)
         if rollout and not inputs.sleep and not inputs.rollout_ranks:
-            parts |= {("engine", "weights and cache"): engine_limit(inputs, train)}
+            parts |= {("engine", "weights and cache"): engine_limit(inputs, train)}  # never released
         if _total(parts) > inputs.usable:
             return _too_large("training", parts, inputs.usable)
     if rollout:

@@ -24,7 +24,7 @@ LAYERS_IN_FLIGHT = 2
 
 
 def sharded_module(inputs: PlanInputs, layout: Layout) -> ShardedModule:
-    """Returns the module of a role under a layout."""
+    """Returns the module of a role under a layout; UserError where the layout does not divide it."""
     assert isinstance(inputs.weights, ModuleTable) and inputs.options.fsdp
     return _sharded_module(inputs.weights, layout, inputs.options.fsdp)
 
@@ -46,12 +46,13 @@ def module_parts(inputs: PlanInputs, layout: Layout, is_trained: bool) -> dict[s
     on_device = not options.fsdp.cpu_offload
     stored = FLOAT32_BYTES if is_trained else options.weight_bytes
     gathered = _gathered_bytes(module, options.weight_bytes, options.fsdp)
+    # Buffers stay on the device, also with weights in host memory.
     parts = {"weights": on_device * stored * module.sharded + module.buffer_bytes}
     if not is_trained:
         return parts | {GATHERED: gathered, ACTIVATIONS: inference_bytes(inputs, layout, 0)}
     parts["gradients"] = on_device * options.gradient_bytes * module.trained
     parts[OPTIMIZER_STATES] = on_device * options.state_bytes * module.trained
-    # A layer's gradients are cast when the backward pass has left it, those of all else at its end.
+    # A layer's gradients are cast when the backward pass has left it, all others at its end.
     rest = options.weight_bytes * module.sharding * module.rest.trained
     layer = max((group.trained for group in module.layers), default=0)
     cast = (options.weight_bytes + FLOAT32_BYTES) * module.sharding * layer
@@ -83,6 +84,7 @@ def micro_batch_bytes(inputs: PlanInputs, layout: Layout, trains: bool = True) -
     """Computes the bytes of the collectives between sharding ranks and between copies, for one micro-batch."""
     module, options = sharded_module(inputs, layout), inputs.options
     assert options.fsdp
+    # Layers are gathered again for the backward pass, all else stays gathered between the passes.
     passes = 2 if trains and options.fsdp.reshard_after_forward else 1
     layers = sum(group.sharded for group in module.layers)
     gathered = options.weight_bytes * module.sharding * (passes * layers + module.rest.sharded)

@@ -141,7 +141,7 @@ def _auxiliary(role: AuxiliaryRole) -> Numbers:
 
 
 def _phases(inputs: PlanInputs, pair: Pair) -> dict[str, float]:
-    """Returns GiB of the fullest rank of each phase, without the KV cache."""
+    """Returns GiB of the fullest rank of each phase, without the KV cache, which has what is left."""
     weights, train = max(pair.rollout.memory.weights), pair.train.memory
     sizes = {"training": sum(training(inputs, train).values())}
     sizes["generation"] = sum(awake(inputs, train).values()) + weights
@@ -199,7 +199,7 @@ def _gib(size: float) -> float:
 def show(numbers: Numbers) -> None:
     """Prints the tables of a report or of a search."""
     console = Console(highlight=False)
-    if not console.is_terminal:
+    if not console.is_terminal:  # rich would wrap at 80 columns
         console.width = PLAIN_WIDTH
     console.print(render(numbers))
 
@@ -269,7 +269,7 @@ def _facts_of(numbers: Numbers) -> Iterator[tuple[str, str]]:
     yield (
         "KV cache of an engine",
         f"{rollout['kv_tokens']:,} tokens of {rollout['kv_bytes_per_token']:,} bytes per rank, "
-        f"{rollout['samples_at_once']:,} samples at once",
+        f"{rollout['samples_at_once']:,} samples at the same time",
     )
     if numbers["auxiliary_roles"]:
         by_role = {"actor": train["ranks"]} | {role["role"]: role["ranks"] for role in numbers["auxiliary_roles"]}
@@ -311,6 +311,7 @@ def _ranking(numbers: Numbers) -> Table:
     }
     table = Table(title=f"Best first by {numbers['score']}", title_justify="left")
     for key, heading in columns.items():
+        # rich wraps text in columns that do not fit: layouts stay in one line.
         is_text = isinstance(numbers["layouts"][0][key], str | list)
         widest = max(len(_text(layout[key])) for layout in numbers["layouts"]) if is_text else None
         table.add_column(heading, justify="left" if is_text else "right", min_width=widest)

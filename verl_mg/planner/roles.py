@@ -44,6 +44,7 @@ class PlannedRole:
 
 def auxiliary_role(inputs: PlanInputs, role: PlannedRole) -> AuxiliaryRole:
     """Computes memory and predicted seconds of an auxiliary role."""
+    # The inputs of the actor with the role's model, ranks and options: so the actor's functions compute any role.
     changes: dict[str, Any] = {"weights": role.weights, "micro_batch": role.micro_batch}
     changes |= {"recompute": role.recompute, "options": role.options}
     try:
@@ -64,19 +65,19 @@ def auxiliary_role(inputs: PlanInputs, role: PlannedRole) -> AuxiliaryRole:
 
 
 def fit_layout(inputs: PlanInputs, layout: Layout) -> Layout:
-    """Completes a layout to all ranks of the role."""
+    """Completes a layout to all ranks of the role; the UserError lists the nearest ones that fit."""
     layout.check_pipeline_layers(inputs.weights.config.layers)
     ranks, experts = len(inputs.placement_ranks), inputs.weights.model_dims.experts
     return resolve_layout(layout, ranks, experts, partial(check, inputs))
 
 
 def check(inputs: PlanInputs, layout: Layout) -> None:
-    """Checks that a layout fits the role's model."""
+    """Raises a UserError where a parallel size does not divide what it shards of the role's model."""
     if inputs.options.fsdp:
-        sharded_module(inputs, layout)
+        sharded_module(inputs, layout)  # divides the real module, and raises where that is not possible
         return
     assert isinstance(inputs.weights, WeightTable)
     inputs.weights.check_layout(layout)
-    if inputs.options.exchanged == "heads":
+    if inputs.options.exchanged == "heads":  # other exchanges leave the heads on their ranks
         config = inputs.weights.config
         layout.check_context(config.heads, config.linear_value_heads)

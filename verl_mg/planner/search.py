@@ -1,4 +1,9 @@
-"""Search of layouts: all that a model admits, the nearest ones that fit into memory, and the best pairs."""
+"""Search of layouts: all that a model admits, the nearest ones that fit into memory, and the best pairs.
+
+trains     training layouts x recomputation, fastest first: the first ones that fit with an engine
+engines    engine layouts, on the fewest nodes first: the first group with a layout that fits
+pairs      of both, each with its weight sync planned, best first
+"""
 
 from __future__ import annotations
 
@@ -78,7 +83,7 @@ class Pair:
 
 
 def check_rollout(inputs: PlanInputs, layout: EngineLayout) -> EngineLayout:
-    """Checks a layout of engines and returns it."""
+    """Returns a layout of engines after checking it; the UserError lists the nearest valid ones."""
     ranks, experts = len(inputs.engine_ranks), inputs.weights.model_dims.experts
     resolved = resolve_engine_layout(layout, ranks, experts, partial(check_engine, inputs))
     EnginePlacement(resolved, inputs.engine_ranks).check_nodes(inputs.node)
@@ -102,7 +107,7 @@ def pair_of(inputs: PlanInputs, train: TrainSide, rollout: RolloutSide) -> Pair:
 
 
 def rollout_side(inputs: PlanInputs, layout: EngineLayout, train: TrainMemory | None = None) -> RolloutSide:
-    """Computes memory and seconds of a checked layout of engines."""
+    """Computes memory and seconds of a checked layout of engines; `train` is the actor's memory, if there is one."""
     return _with_limit(inputs, rollout_memory(inputs, layout), train)
 
 
@@ -117,9 +122,11 @@ def train_layouts(inputs: PlanInputs) -> Iterator[Layout]:
     cp is a power of two that leaves a rank MIN_TOKENS_PER_CP_RANK tokens of a micro-batch; vpp is above 1 only where
     the number of micro-batches is a multiple of the stages, as Megatron's interleaved schedule needs.
     """
+    # Of this layout only the bounds of cp and vpp are read; vpp needs a pp of 2.
     cp_sizes = max(1, inputs.longest_micro_batch // MIN_TOKENS_PER_CP_RANK)
     for layout in _layouts(inputs, Layout(pp=2, vpp=max(INTERLEAVINGS), cp=cp_sizes)):
         rounds = layout.vpp == 1 or micro_batches(inputs, layout) % layout.pp == 0
+        # Tensor parallelism communicates in every layer, so only within a node.
         aligned = layout.cp & (layout.cp - 1) == 0 and inputs.node % layout.tp == 0
         if rounds and aligned and layout.vpp in INTERLEAVINGS and is_valid(layout, partial(check, inputs)):
             yield layout
@@ -139,7 +146,7 @@ def rollout_layouts(inputs: PlanInputs, like: EngineLayout | None = None) -> Ite
 
 
 def nearest_train(inputs: PlanInputs, layout: Layout, rollout: RolloutMemory | None = None) -> list[Layout]:
-    """Returns the nearest training layouts that fit into memory, with tp within a node."""
+    """Returns the nearest training layouts that fit into memory with an engine, if given; tp is within a node."""
 
     def fits(near: Layout) -> bool:
         check(inputs, near)
@@ -198,8 +205,8 @@ def search(
         for tried_layout in ([layout] if train else filter(None, (layout, balanced(some, layout))))
     ]
     candidates.sort(key=lambda candidate: candidate.seconds)
-    cached_train_side = cache(_Candidate.side)
-    too_large = "generation"
+    cached_train_side = cache(_Candidate.side)  # the same candidates are tried for each group of engine layouts
+    too_large = "generation"  # named in the error: what did not fit in the last group of engine layouts
     for engines in _fitting_rollouts(inputs, rollouts):
         if sides := _fitting_trains(inputs, candidates, cached_train_side, engines, top):
             return _pairs(inputs, sides, engines, top if train else PARTNERS, all_of_them=train is not None)
@@ -226,6 +233,7 @@ def _fitting_rollouts(inputs: PlanInputs, layouts: Iterable[EngineLayout]) -> It
     def nodes(layout: EngineLayout) -> int:
         return -(-layout.ranks // inputs.node)
 
+    # A lower bound of the weights on a rank first: it spares the weight table of a layout that cannot fit.
     encoding = encoding_of(inputs.wire)
     least = inputs.weight_bytes
     if encoding:
@@ -258,6 +266,7 @@ def _fitting_trains(
     count: int,
 ) -> list[TrainSide]:
     """Returns the best `count` training layouts that fit together with the smallest rollout weights."""
+    # A training layout that does not fit with the smallest weights fits with no engine; pairs are checked later.
     lightest = min(rollouts, key=lambda side: max(side.memory.weights))
     fitting: dict[str, TrainSide] = {}  # of each layout the best number of layers of stages
     for candidate in candidates:
@@ -277,7 +286,7 @@ def _nothing_fits(inputs: PlanInputs, phase: str) -> UserError:
 
 
 def _may_fit(inputs: PlanInputs, layout: Layout) -> bool:
-    """Returns whether a lower bound of weights, gradients and optimizer states fits."""
+    """Returns whether a lower bound of weights, gradients and optimizer states fits, without a weight table."""
     if inputs.options.fsdp:
         return True
     dense = (inputs.elements - inputs.expert_elements) / layout.tp

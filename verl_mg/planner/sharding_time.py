@@ -11,7 +11,7 @@ from verl_mg.planner.module_memory import FLOAT32_BYTES, micro_batch_bytes, shar
 def exposed_seconds(inputs: PlanInputs, layout: Layout, trains: bool, computed: float) -> float:
     """Predicts the seconds of a micro-batch in which ranks wait for weights and gradients.
 
-    The first weights are needed before anything is computed; of all else what exceeds the computation counts.
+    The first weights are needed before anything is computed; of all else what exceeds the `computed` seconds counts.
     """
     module, options = sharded_module(inputs, layout), inputs.options
     sizes = micro_batch_bytes(inputs, layout, trains)
@@ -19,6 +19,7 @@ def exposed_seconds(inputs: PlanInputs, layout: Layout, trains: bool, computed: 
     near, far = link_rate(inputs, module.sharding * layout.tp), link_rate(inputs, layout.ranks)
     seconds = (sizes.gathered + sizes.reduced) * others / near
     assert options.fsdp
+    # A sum over copies is a reduce-scatter and an all-gather.
     if sizes.replicated:
         seconds += 2 * sizes.replicated * (1 - 1 / options.fsdp.replicas) / far
     if options.fsdp.cpu_offload:  # each gather begins with a copy from the host, and gradients end there

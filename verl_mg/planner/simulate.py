@@ -4,7 +4,8 @@
                per step
     training   rows are packed and distributed as in training; ranks wait for each other where they communicate
 
-Seconds of a step and of a micro-batch are those of `cost`, so equal lengths give its closed form.
+Seconds of a step and of a micro-batch are computed by `generation_time` and `cost`, so equal lengths give their closed
+form.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class Iteration:
 
 def simulate(inputs: PlanInputs, lengths: Sequence[Length], train: Layout, rollout: EngineLayout) -> Iteration:
     """Simulates an iteration over recorded samples."""
+    # The recorded samples replace the tokens of an iteration and the longest sample of the inputs.
     tokens = sum(length.total for length in lengths)
     inputs = replace(inputs, tokens_per_iteration=tokens, sequence=max(length.total for length in lengths))
     layout = train.fit(len(inputs.placement_ranks))
@@ -98,14 +100,16 @@ class Engine:
     """Tokens in the cache when all running samples are complete."""
 
     def begin(self, length: Length, prefill: float) -> None:
-        """Starts a sample; all running samples wait for its prefill."""
+        """Starts a sample; all running samples wait for its prefill, of so many seconds."""
         heapq.heappush(self.running, (self.steps + length.response, length.total))
         self.cached += length.prompt
         self.reserved += length.total
         self.clock += prefill
 
     def advance(self, step: Callable[[float, float], float]) -> None:
-        """Advances to the completion of the next samples."""
+        """Advances to the completion of the next samples; `step`: (running, cached tokens) -> seconds of a step."""
+        # Until then the cache grows by a token a sample and step, and `step` is linear in it: the middle step is the
+        # mean.
         steps, running = self.running[0][0] - self.steps, len(self.running)
         self.clock += steps * step(running, self.cached + running * (steps - 1) / 2)
         self.cached += steps * running
@@ -143,7 +147,10 @@ def continuous_batching(
     prefill: Callable[[Length], float],
     step: Callable[[float, float], float],
 ) -> list[Engine]:
-    """Simulates engines that take the next sample of one queue whenever they have capacity for it."""
+    """Simulates engines that take the next sample of one queue whenever they have capacity for it.
+
+    Returns them in their final state. `step`: (running samples, cached tokens) -> seconds of a decoding step.
+    """
     waiting, all_engines = deque(lengths), [Engine() for _ in range(engines)]
     # At first all are idle and take turns.
     open_engines = deque(all_engines)
@@ -153,6 +160,7 @@ def continuous_batching(
             length = waiting.popleft()
             engine.begin(length, prefill(length))
             open_engines.append(engine)
+    # Then by their clocks: the engine that is the first to have completed a sample takes the next ones.
     queue = []
     for number, engine in enumerate(all_engines):
         if engine.running:
@@ -198,14 +206,15 @@ def slowest(seconds: Sequence[Sequence[float]], layout: Layout, lockstep: bool) 
     section 2.2).
     """
     bubble = (layout.pp - 1) / layout.vpp
+    # In lockstep all ranks communicate in every micro-batch: the slowest one of each determines its time.
     if lockstep:
         seconds = [[max(step) for step in zip(*seconds, strict=True)]]
     return max(sum(micros) + bubble * max(micros) for micros in seconds)
 
 
 def repeated(lengths: Sequence[Length], count: int) -> list[Length]:
-    """Returns samples of the same distribution: all of them repeatedly, shuffled each time, and a part."""
-    generator, result = random.Random(0), list[Length]()
+    """Returns `count` samples of the same distribution: all of them repeatedly, shuffled each time, and a part."""
+    generator, result = random.Random(0), list[Length]()  # the same samples each time
     while len(result) < count:
         result += generator.sample(lengths, min(len(lengths), count - len(result)))
     return result

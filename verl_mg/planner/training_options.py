@@ -25,7 +25,7 @@ Recompute = bool | tuple[str, ...]
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """Options of training; the defaults are those of a job without a section `megatron`."""
+    """Options of training; the defaults are of a job without a section `megatron`."""
 
     fused: bool = True
     """Whether norms, rotary embedding and permutation are kernels of Transformer Engine (`model.kernels`)."""
@@ -86,7 +86,10 @@ def training_options(
     kind: str = "adamw",
     dtype: str = "bfloat16",
 ) -> TrainingOptions:
-    """Reads the options of a role."""
+    """Reads the options of a role, from `model.kernels`, the section `megatron` and the role's optimizer and dtype.
+
+    `megatron` has the parts transformer, optimizer and ddp.
+    """
     transformer, optimizer, ddp = (dict(megatron.get(part) or {}) for part in ("transformer", "optimizer", "ddp"))
     weight_bytes = BYTES[dtype]
     gradient_bytes = 4 if ddp.get("grad_reduce_in_fp32", True) else weight_bytes
@@ -96,7 +99,7 @@ def training_options(
     )
     muon = kind == "muon" or "muon" in str(optimizer.get("optimizer", "adam"))
     moments = _moment_bytes(optimizer, moments_dtype, muon)
-    # The optimizer updates float32 weights themselves.
+    # Weights in float32 are updated in place, without main weights.
     states = moments + (_other_state_bytes(optimizer, gradient_bytes) if weight_bytes == 2 else 0)
     return TrainingOptions(
         fused=_is_fused(kernels, dtype),
@@ -113,9 +116,12 @@ def training_options(
         overlap_gradients=bool(ddp.get("overlap_grad_reduce")),
         overlap_weights=bool(ddp.get("overlap_param_gather")),
         state_bytes=states,
+        # `optimizer.cpu_offload` of a role moves the moments, megatron-core's option a fraction of all states.
         offloaded_states=moments / states if cpu_offload else fraction,
         host_steps=1.0 if cpu_offload else fraction,
+        # Muon has one moment; embedding and output layer are trained with Adam, which has two.
         vocabulary_bytes=BYTES[moments_dtype] if kind == "muon" else 0,
+        # megatron-core's Muon keeps all states on every data-parallel rank, unless it distributes whole layers.
         sharded_states=not muon or kind == "muon" or _is_layer_wise(optimizer),
         muon=muon,
     )
@@ -132,7 +138,7 @@ def fsdp_options(config: FsdpConfig, dtype: str) -> TrainingOptions:
     return TrainingOptions(
         fused=False,
         weight_bytes=BYTES[dtype],
-        state_bytes=8,
+        state_bytes=8,  # two float32 moments: the weights are the main weights
         offloaded_states=on_host,
         host_steps=on_host,
         fsdp=config,
@@ -140,18 +146,18 @@ def fsdp_options(config: FsdpConfig, dtype: str) -> TrainingOptions:
 
 
 def _is_fused(kernels: str, dtype: str) -> bool:
-    """Returns whether kernels are Transformer Engine's, which `auto` takes for bf16 alone."""
+    """Returns whether kernels are Transformer Engine's, which `auto` uses only for bf16."""
     return kernels == "transformer_engine" or (kernels == "auto" and dtype == "bfloat16")
 
 
 def _is_layer_wise(optimizer: Mapping[str, Any]) -> bool:
-    """Returns whether each data-parallel rank updates layers of its own choice; without it all ranks update all."""
+    """Returns whether data-parallel ranks distribute the layers that they update; otherwise all ranks update all."""
     name = str(optimizer.get("optimizer", ""))
     return name.startswith("dist_") or bool(optimizer.get("use_layer_wise_distributed_optimizer"))
 
 
 def recompute(value: bool | Sequence[str]) -> Recompute:
-    """Returns what a role recomputes, as plans compare it."""
+    """Returns what a role recomputes, in a form that plans compare: modules sorted, without repetitions."""
     return value if isinstance(value, bool) else tuple(sorted(set(value)))
 
 
@@ -170,7 +176,6 @@ BYTES |= {"fp16": 2, "float16": 2, "torch.float16": 2, "fp8": 1, "uint8": 1, "to
 
 
 def _moment_bytes(optimizer: Mapping[str, Any], moments_dtype: str, muon: bool) -> int:
-    """Returns the bytes of a parameter's moments."""
     if not optimizer.get("use_precision_aware_optimizer"):
         return BYTES[moments_dtype] * (1 if muon else 2)
     return sum(BYTES[str(optimizer.get(name, "fp32"))] for name in ("exp_avg_dtype", "exp_avg_sq_dtype"))

@@ -19,11 +19,12 @@ class Alias:
     source: str
     """The source parameter."""
     rows: tuple[int, int]
-    """Its first row, and the row behind the last one."""
+    """Its first row, and the row after the last one."""
 
 
 def aliases(plan: Plan, rank: int) -> dict[str, Alias]:
-    """Finds the target parameters of a rank that are rows of its source parameters."""
+    """Finds the target parameters of a rank that are rows of a source parameter: same elements, same order."""
+    # Such targets need no memory, and nothing is copied into them.
     moves = plan.rank_plan(rank)
     received = {move.parameter for move in moves.receives}
     copied: dict[str, list[Copy]] = defaultdict(list)
@@ -47,6 +48,7 @@ def _alias(target: Shard, copies: list[Copy], source: Shard | None) -> Alias | N
     first = copies[0]
     if source is None or len(source.shape) != len(target.shape) or source.shape[1:] != target.shape[1:]:
         return None
+    # All copies must shift rows by the same distance: then they are one run, in the order of the source.
     offset = first.source_box[0][0] - first.target_box[0][0]
     for copy in copies:
         rows = tuple(edge + offset for edge in copy.target_box[0])

@@ -18,6 +18,7 @@ Shards = Callable[[int], Mapping[str, Shard]]
 class TensorChunk:
     """Shard map of some of the tensors of a larger one; each parameter is in it whole or not at all."""
 
+    # `shards` are the shards of `whole`: a function, which caches them for all chunks.
     def __init__(self, whole: ShardMap, shards: Shards, tensors: Sequence[str]) -> None:
         self._whole, self._shards = whole, shards
         self.ranks = whole.ranks
@@ -39,10 +40,11 @@ class TensorChunk:
 def split_into_chunks(
     whole: ShardMap, ranks: Sequence[int], max_elements: int, keep_together: Iterable[Sequence[str]] = ()
 ) -> list[TensorChunk]:
-    """Cuts a shard map into chunks, in the order of the tensors.
+    """Cuts a shard map into chunks of at most `max_elements` on each of `ranks`, in the order of the tensors.
 
-    Tensors that a parameter contains together, and parameters of one tensor, stay in one chunk, so the chunks move no
-    more bytes than the whole.
+    The ranks of one engine represent all engines. Tensors that a parameter contains together, and parameters of one
+    tensor, stay in one chunk, so the chunks move no more bytes than the whole; a single parameter may be larger than
+    `max_elements`. `keep_together`: further sets of tensors for one chunk.
     """
     shards_of = cache(whole.shards)
     held = [shards_of(rank) for rank in ranks]
@@ -66,6 +68,7 @@ def _inseparable(
     root = {name: name for name in whole.tensors}
 
     def find(name: str) -> str:
+        # Union-find with path halving.
         while root[name] != name:
             root[name] = name = root[root[name]]
         return name
@@ -82,6 +85,7 @@ def _inseparable(
 
 def _elements(shards: Mapping[str, Shard]) -> Counter[str]:
     """Returns the sizes of parameters under the names of their first tensors."""
+    # A parameter counts once: all its tensors are in one chunk.
     count: Counter[str] = Counter()
     for shard in shards.values():
         if shard.pieces:

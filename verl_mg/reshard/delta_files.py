@@ -1,7 +1,7 @@
 """Changes of weights as files, from which the ranks of a server read theirs.
 
 A file is a safetensors file of one sender with one tensor, `codes` (bytes,) uint8: codes as `encode_delta` returns
-them, one behind the other. Its metadata has two JSON objects, each by member LAYOUT/RANK, such as "tp2/1":
+them, one after the other. Its metadata has two JSON objects, each by member LAYOUT/RANK, such as "tp2/1":
 
     places    for each box of the member: [parameter, [[begin, end], ...], first byte, bytes]
     dtypes    the dtype of each of these parameters
@@ -44,12 +44,12 @@ class Place:
 
 
 def member_name(layout: str, rank: int) -> str:
-    """Returns the name of a rank of all servers of a layout."""
+    """Returns the name of a rank of all servers of a layout, which all read the same: such as "tp2/1"."""
     return f"{layout}/{rank}"
 
 
 def write_changes(path: Path, changes: Iterable[tuple[Tensor, Sequence[Place]]]) -> int:
-    """Writes the changes of one sender; returns the bytes of the file."""
+    """Writes codes, each with the places of its box; returns the bytes of the file."""
     codes: list[Tensor] = []
     places: dict[str, list[tuple[str, Box, int, int]]] = defaultdict(list)
     dtypes: dict[str, dict[str, str]] = defaultdict(dict)
@@ -67,7 +67,7 @@ def write_changes(path: Path, changes: Iterable[tuple[Tensor, Sequence[Place]]])
 
 
 class ChangesFile:
-    """The changes of one sender for one member."""
+    """The changes of one sender for one member; ValueError for a file of another format."""
 
     def __init__(self, path: Path, member: str) -> None:
         self._file = safe_open(path, "pt")
@@ -81,7 +81,7 @@ class ChangesFile:
         """Bytes of the member's codes."""
 
     def patches(self, device: torch.device) -> Iterator[Patch]:
-        """Yields the changes of the member's boxes; only these are read."""
+        """Yields the changes of the member's boxes, with codes on the device; only these are read."""
         codes = self._file.get_slice("codes")
         for parameter, box, start, size in self._places:
             yield Patch(parameter, tuple((begin, end) for begin, end in box), codes[start : start + size].to(device))

@@ -37,7 +37,9 @@ class Patch:
 
 
 class SentValues:
-    """Copies of the source's parameters as they were sent last."""
+    """Copies of the source's parameters as they were sent last, on the host or on their device."""
+
+    # Copies, and not the bits that the last update has changed: XOR would need the values before it too.
 
     def __init__(self, on_host: bool = True) -> None:
         self._on_host = on_host
@@ -49,7 +51,7 @@ class SentValues:
         return sum(copy.nbytes for copy in self._copies.values())
 
     def encode(self, parameter: str, box: Box, values: Tensor) -> Tensor:
-        """Returns the changes of a box since its parameter was kept; all of it where it was not."""
+        """Returns the changes of a box since its parameter was kept; all of its elements where it was not."""
         kept = self._copies.get(parameter)
         return encode_delta(values, None if kept is None else kept[slices(box)].to(values.device))
 
@@ -76,7 +78,11 @@ def transfer_changes(
     wait_for: Callable[[str], object] | None = None,
     here: torch.device | None = None,
 ) -> tuple[list[Patch], Traffic]:
-    """Sends what has changed in the source; every rank of the plan must call it."""
+    """Sends what has changed in the source; every rank of the plan must call it.
+
+    Source parameters have the dtypes of the wire. The patches of this rank cover all boxes of its target. `here` is the
+    device of codes and messages.
+    """
     begin = time.perf_counter()
     transfer = _Transfer(source, sent, group, wait_for or (lambda _: None), here or device.current_device())
     for bucket in schedule.buckets:
@@ -85,6 +91,7 @@ def transfer_changes(
         if not copy.from_target:
             code = transfer.encoded(copy.source, copy.source_box)
             transfer.patches[copy.target, copy.target_box] = code
+    # A box that the rank needs twice arrived once, perhaps in parts: each part is a patch of the second place too.
     for copy in schedule.copies:
         if copy.from_target:
             for (parameter, box), code in list(transfer.patches.items()):
@@ -97,7 +104,10 @@ def transfer_changes(
 
 
 def apply_patches(patches: Iterable[Patch], target: Tensors) -> bool:
-    """Writes patches into parameters."""
+    """Writes patches into parameters with the values of the transfer before; returns whether all checksums are equal.
+
+    If not, all elements have to be transferred.
+    """
     results = [apply_delta(patch.code, target[patch.parameter].detach()[slices(patch.box)]) for patch in patches]
     return all(results)
 
@@ -118,7 +128,7 @@ class _Transfer:
         self.traffic = Traffic()
 
     def encoded(self, parameter: str, box: Box) -> Tensor:
-        """Returns the changes of a box of the source, which is encoded once."""
+        """Returns the changes of a box of the source, which is encoded once for all its receivers."""
         if (parameter, box) not in self._codes:
             begin = time.perf_counter()
             self._wait_for(parameter)
@@ -129,6 +139,8 @@ class _Transfer:
 
     def run(self, bucket: Bucket) -> None:
         """Exchanges sizes, then codes: in each of the two, the messages of all ranks match."""
+        # Sizes first: an upper bound of them would send empty bytes. One bucket after the other: most of the time is in
+        # comparing and in checksums.
         codes = {id(m): [self._code(segment) for segment in m.segments] for m in bucket.messages if m.outgoing}
         sizes = {
             id(m): torch.tensor([len(code) for code in codes[id(m)]], dtype=torch.int64).to(self._device)

@@ -1,7 +1,7 @@
 """Encoding of a rank's weights before they are sent, exactly as if each tensor was quantized as a whole.
 
     1  the largest magnitudes of all blocks are computed from this rank's boxes
-    2  those of blocks that are distributed over ranks are maximized over the ranks: one collective, 4 bytes a block
+    2  for blocks that are distributed over ranks they are maximized over the ranks: one collective, 4 bytes a block
     3  scales and values follow from them, element by element
 
 Ranks need memory for the encoded values of one part of the model at a time.
@@ -44,13 +44,13 @@ class EncodedMaps:
 
 
 def encoded_maps(table: ModelTable, source: ShardMap, target: ShardMap, encoding: Encoding) -> EncodedMaps:
-    """Returns the shard maps of the weights that engines quantize."""
+    """Returns the shard maps of the weights that engines quantize, from maps of the weights before."""
     names = quantized_tensors(table)
     return EncodedMaps(EncodedSource(source, encoding, names), EncodedTarget(target, encoding, names))
 
 
 def check_engine_blocks(table: ModelTable, target: ShardMap, encoding: Encoding, ranks: Iterable[int]) -> None:
-    """Checks that engines can have such weights, and that their shards consist of whole blocks and tiles."""
+    """Raises a UserError where engines cannot have such weights, or a layout cuts a block or a tile of a rank."""
     if encoding.tile and (table.config.experts or table.config.latent):
         raise UserError(
             "rollout.wire=int4: the engine stores experts and latent attention in other forms than shards of INT4, and "
@@ -79,16 +79,20 @@ class Encoded:
     tensors: Mapping[str, Tensor]
     """Parameters of the source, as a schedule expects them."""
     bytes_exchanged: int
-    """Bytes of the largest magnitudes that the ranks have exchanged, in addition to those of the schedule."""
+    """Bytes of the largest magnitudes that the ranks have exchanged, in addition to the schedule's."""
 
 
 class Encoder:
-    """Encoder of one part of a model, used for every weight sync."""
+    """Encoder of one part of a model on one rank, used for every weight sync."""
+
+    # Ranks agree on scales, and do not move the rows of shared blocks to one of them: that would send twice. A part is
+    # encoded before it is sent, not message by message: so an element is quantized once for all its receivers.
 
     def __init__(self, part: EncodedPart, schedule: Schedule, dtype: torch.dtype) -> None:
         self._part, self._source, self._dtype, self._schedule = part, part.source, dtype, schedule
         self._encoding = part.source.encoding
         encoded = [name for name in part.tensors if name in part.source.encoded]
+        # One mask for all tensors with the same boxes, such as one kind of each layer.
         masks: dict[Hashable, torch.Tensor] = {}
         for name in encoded:
             key = part.source.plain_key(name)
@@ -146,6 +150,7 @@ class Encoder:
                 if name in sent:
                     values = self._values(parameters, parameter, piece)
                     encode_box(self._encoding, values, scales, piece.source, self._memory_of(result[name], piece))
+        # Scales that this rank neither computes nor sends: `execute` requires all planned parameters in their shapes.
         for name, shape in self._schedule.source_shapes.items():
             if name not in result:
                 result[name] = torch.empty((), device=here).expand(shape)
@@ -162,7 +167,6 @@ class Encoder:
         return box.view(box_shape(piece.source)).to(self._dtype)
 
     def _memory_of(self, parameter: Tensor, piece: Piece) -> Tensor:
-        """Returns the memory of a piece's encoded values."""
         start, stop = piece.target[-1]
         box = (*piece.target[:-1], (start // self._encoding.packed, stop // self._encoding.packed))
         return parameter[slices(box)].view(*box_shape(piece.source)[:-1], (stop - start) // self._encoding.packed)
@@ -171,6 +175,7 @@ class Encoder:
         """Maximizes the largest magnitudes of blocks that are distributed over ranks."""
         if not self.num_exchanged:
             return
+        # All ranks go through the same tensors in the same order, with zeros for what they do not have.
         masks = {tensor: mask.to(here) for tensor, mask in self._shared.items() if mask.any()}
         parts = [
             largest[tensor][mask] if tensor in largest else torch.zeros(int(mask.sum()), device=here)

@@ -1,12 +1,12 @@
-"""Shard maps of encoded weights: the values of a matrix and its scales are two tensors with boxes of their own.
+"""Shard maps of encoded weights: the values of a matrix and its scales are two tensors, each with its own boxes.
 
     tensor t (576, 384), blocks of 128 x 128                 scales of t (5, 3)
     source box rows 72:144, on rank 1                        box 1:2: the blocks whose first element is in the box
     target box rows 0:576, in rows 128:704 of a parameter    box 0:5, in rows 1:6 of the parameter's scales
 
-So plans, schedules and lower bounds of encoded weights are those of any other tensors. A source box may end within a
-block: the ranks that have parts of it agree on its scale first (`encode.py`). A target box may not: the engine has one
-scale for it.
+So plans, schedules and lower bounds of encoded weights are the usual ones. A source box may end within a block: the
+ranks that have parts of it agree on its scale first (`encode.py`). A target box may not: the engine has one scale for
+it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class EncodedShardMap(ABC):
         return tensor + self.encoding.scale_suffix
 
     def plain_name(self, tensor: str) -> str:
-        """Returns the name of the tensor to which scales belong; that of any other tensor itself."""
+        """Returns the name of the tensor to which scales belong; any other name is returned as it is."""
         return self._tensor_of.get(tensor, tensor)
 
     def shape_of(self, tensor: str) -> tuple[int, ...]:
@@ -107,7 +107,7 @@ class EncodedShardMap(ABC):
     def _tensors(self) -> dict[str, TensorInfo]:
         tensors: dict[str, TensorInfo] = {}
         for name, info in self._whole.tensors.items():
-            position = 2 * info.position
+            position = 2 * info.position  # odd positions are for scales, which so travel with their values
             if name not in self.encoded:
                 tensors[name] = replace(info, position=position)
                 continue
@@ -149,11 +149,14 @@ class EncodedShardMap(ABC):
 
     @abstractmethod
     def _scales(self, parameter: str, piece: Piece) -> tuple[str, Box, Box] | None:
-        """Returns parameter, box in the tensor and box in the parameter of a piece's scales, or None."""
+        """Returns the boxes of the scales that belong to a piece: parameter, box in the tensor, box in the parameter.
+
+        None where no scale belongs to it.
+        """
 
 
 class EncodedSource(EncodedShardMap):
-    """The weights of the ranks that encode; scales have memory of their own, as large as those of whole tensors."""
+    """The weights of the ranks that encode; each rank has memory for the scales of its whole tensors."""
 
     def _add_scales(self, result: dict[str, Shard], name: str, shard: Shard) -> None:
         for piece in shard.pieces:
@@ -165,6 +168,7 @@ class EncodedSource(EncodedShardMap):
 
     def _scales(self, parameter: str, piece: Piece) -> tuple[str, Box, Box] | None:
         block = self.encoding.block(self.shape_of(piece.tensor))
+        # The blocks whose first element is in the box: so each scale is in one box of the source, as plans require.
         box = tuple(
             (-(-start // size), -(-stop // size)) for (start, stop), size in zip(piece.source, block, strict=True)
         )
@@ -177,10 +181,7 @@ class EncodedSource(EncodedShardMap):
         return EncodedPart(self, tensors)
 
     def shared_blocks(self, tensor: str) -> npt.NDArray[np.bool_]:
-        """Returns which blocks of a tensor are distributed over ranks of which none has all their elements.
-
-        More precisely, the blocks of which different sets of ranks have parts: (block rows, block columns) bool.
-        """
+        """Returns the blocks of which different sets of ranks have parts: (block rows, block columns) bool."""
         shape = self.shape_of(tensor)
         block, count = self.encoding.block(shape), np.zeros(self.encoding.grid(shape), np.int64)
         by_ranks: dict[Ranks, list[Box]] = defaultdict(list)
@@ -206,7 +207,7 @@ class EncodedSource(EncodedShardMap):
 
 
 class EncodedPart:
-    """Shard map of some of the tensors of an encoded source."""
+    """Shard map of some of the tensors of an encoded source, scales among them."""
 
     def __init__(self, source: EncodedSource, tensors: Collection[str]) -> None:
         self.source, self.ranks = source, source.ranks
@@ -244,6 +245,8 @@ class EncodedTarget(EncodedShardMap):
         result[name + self.encoding.scale_suffix] = Shard((*shard.shape[:-2], *grid), tuple(pieces))
 
     def _scales(self, parameter: str, piece: Piece) -> tuple[str, Box, Box]:
+        # A piece must begin at a block, in the tensor and in the parameter, and end at one or with the tensor: then
+        # block n of the piece is block n of its scales in both, and each block of the parameter has one scale.
         shape = self.shape_of(piece.tensor)
         block, stacked = self.encoding.block(shape), len(piece.target) - len(piece.source)
         box, at = [], list(piece.target[:stacked])

@@ -5,7 +5,7 @@
     int4          8 integers of a row in an int32, a scale for each 128 of a row: `weight_packed`, `weight_scale`
 
 Once the largest magnitude of a block is known, each of its elements is quantized by itself. So a rank can quantize any
-part of a block, and the values are those of the whole tensor.
+part of a block, with the same values as if it had the whole tensor.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Wire = Literal["cast", "fp8_block", "fp8_channel", "int4"]
 """Form in which the weights of an engine travel; `cast`: in its dtype, not quantized."""
 SLAB_ELEMENTS = 2**20
 """Elements that are quantized at a time, which bounds the memory of intermediate values."""
-_FP8_MAX = 448.0
+_FP8_MAX = 448.0  # the largest value of float8_e4m3fn
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class Encoding(ABC):
     dtype: torch.dtype
     """Dtype of the values on the wire."""
     scale_dtype: torch.dtype | None
-    """Dtype of the scales; None: that of the model."""
+    """Dtype of the scales; None: the model's."""
     scale_suffix: str
-    """End of the names of scales, behind the name of the parameter."""
+    """End of the names of scales, after the name of the parameter."""
     value_suffix: str = ""
-    """End of the names of values, behind the name of the parameter."""
+    """End of the names of values, after the name of the parameter."""
     rows: int = 128
     """Rows of a block."""
     columns: int | None = 128
@@ -93,7 +93,8 @@ class FP8(Encoding):
         return largest.clamp(min=self.smallest) / _FP8_MAX
 
     def quantize(self, values: Tensor, scales: Tensor) -> Tensor:
-        """Returns float8_e4m3fn values; those of a block with scale 0 are 0."""
+        """Returns float8_e4m3fn values, which are 0 in a block with scale 0."""
+        # As the quantizer of each engine computes: vLLM multiplies by the rounded reciprocal, SGLang divides.
         if self.by_reciprocal:
             factors = torch.where(scales == 0, scales, scales.reciprocal())
             return (values.float() * factors).clamp(-_FP8_MAX, _FP8_MAX).to(self.dtype)
@@ -127,7 +128,10 @@ class Int4(Encoding):
 
 
 def encoding_of(wire: Wire, by_reciprocal: bool = False) -> Encoding | None:
-    """Returns an encoding by its name; None for `cast`."""
+    """Returns an encoding by its name; None for `cast`.
+
+    `by_reciprocal`: the engine's quantizer of blocks multiplies by the reciprocal of a scale, as vLLM's does.
+    """
     match wire:
         case "fp8_block":
             return FP8(by_reciprocal=by_reciprocal)
@@ -139,7 +143,7 @@ def encoding_of(wire: Wire, by_reciprocal: bool = False) -> Encoding | None:
 
 
 def add_largest(largest: Tensor, values: Tensor, box: Box, block: BlockSize) -> None:
-    """Raises the largest magnitudes of the blocks of a tensor to those of the elements in a box."""
+    """Raises the largest magnitudes (block rows, block columns) of a whole tensor by the elements of a box of it."""
     (top, bottom), (left, right) = box
     height, width = block
     columns = slice(left // width, -(-right // width))
@@ -159,7 +163,7 @@ def add_largest(largest: Tensor, values: Tensor, box: Box, block: BlockSize) -> 
 
 
 def encode_box(encoding: Encoding, values: Tensor, scales: Tensor, box: Box, target: Tensor) -> None:
-    """Quantizes the elements of a box."""
+    """Quantizes the elements of a box into `target` (rows, columns / packed); `scales` are of the whole tensor."""
     (top, bottom), (left, right) = box
     columns = torch.arange(left, right, device=values.device) // encoding.columns if encoding.columns else None
     step = max(1, SLAB_ELEMENTS // (right - left))
@@ -171,7 +175,7 @@ def encode_box(encoding: Encoding, values: Tensor, scales: Tensor, box: Box, tar
 
 
 def check_packing(encoding: Encoding, tensor: str, box: Box) -> None:
-    """Checks that a box consists of whole elements of the wire."""
+    """Raises a UserError where a box begins or ends within an element of the wire."""
     if any(edge % encoding.packed for edge in box[-1]):
         raise UserError(
             f"{tensor}: the box {box} ends within {encoding.packed} columns that one number on the wire contains. "

@@ -2,8 +2,8 @@
 
 The tensors, in the one order that all ranks know, are cut into epochs where the busiest rank's buffer is full. All
 messages of a tensor belong to its epoch, on whatever ranks; a box that a gateway forwards is sent again LAG epochs
-later, when it has arrived. A tensor with large boxes has an epoch of its own: its messages are single boxes, which need
-no packing where they are contiguous. If it is too large for an epoch it is cut into parts, each in an epoch of its own.
+later, when it has arrived. A tensor with large boxes has a separate epoch: its messages are single boxes, which need no
+packing where they are contiguous. If it is too large for an epoch it is cut into parts, one for each of several epochs.
 
     tensors   a   b   c        d (too large: 3 parts)      e   f
     epoch     0   0   0    |   1   |   2   |   3       |   4   4
@@ -28,11 +28,12 @@ from verl_mg.reshard.routing import BoxRouting, places
 from verl_mg.sharding.boxes import Box, cut, numel
 
 LAG = 2
-"""Epochs from the arrival of a box to the epoch in which it is forwarded: as many as are in flight."""
+"""Epochs from the arrival of a box to the epoch in which it is forwarded: as many as are in flight, so that a gateway
+never waits for the bucket that it has just started."""
 MAX_OPERATIONS = 256
 """Most sends and receives of a rank in one epoch, unless a single tensor needs more."""
 ALONE_BYTES = 2**20
-"""A tensor with a box of this size has epochs of its own."""
+"""Bytes of a box from which its tensor shares no epoch, so that the box is sent from its parameter without packing."""
 
 IntArray = npt.NDArray[np.int64]
 
@@ -50,7 +51,7 @@ class Pattern:
     def __init__(self, flows: Sequence[Flow], rotation: int) -> None:
         self._boxes = [flow.box for flow in flows]
         routes = [flow.routing.routes(rotation) for flow in flows]
-        # Of each box: sender and receiver (m, 2) of the messages in the tensor's epoch, and of those LAG epochs later.
+        # Of each box: sender and receiver (m, 2) of its messages, in the tensor's epoch and LAG epochs later.
         self.direct = [route.direct_pairs for route in routes]
         self.forwarded = [route.forwarded_pairs for route in routes]
         self.ranks = np.flatnonzero(np.bincount(np.concatenate([_NONE, *self.direct, *self.forwarded]).ravel()))
@@ -61,7 +62,10 @@ class Pattern:
         return max((numel(box) for box in self._boxes), default=0)
 
     def elements(self, parts: int) -> tuple[IntArray, IntArray]:
-        """Returns what each of `ranks` sends and receives of the largest part of a tensor."""
+        """Returns what each of `ranks` (n,) sends and receives of the largest of `parts` parts of a tensor.
+
+        Elements in the tensor's epoch, elements that are forwarded LAG epochs later.
+        """
         sizes = [max(numel(part) for _, part in cut(box, parts)) if parts > 1 else numel(box) for box in self._boxes]
         direct, forwarded = (
             sum((count * size for count, size in zip(counts, sizes, strict=True)), np.zeros(len(self.ranks), np.int64))
@@ -88,7 +92,7 @@ class Patterns:
         self._patterns: dict[tuple[int, ...], Pattern] = {}
 
     def at(self, rotation: int) -> Pattern:
-        """Returns the pattern of a tensor."""
+        """Returns the pattern of the tensor with this number."""
         key = places(rotation, self._turns)
         if key not in self._patterns:
             self._patterns[key] = Pattern(self._flows, rotation)
@@ -109,6 +113,7 @@ class Epochs:
 
         A box with fewer elements than its tensor has parts counts once for each part.
         """
+        # Epochs with the same patterns have the same messages, and are counted once: a model repeats them by layer.
         content: dict[int, dict[int, list[IntArray]]] = defaultdict(dict)
         for tensor, epochs in self.of.items():
             pattern = self.patterns[tensor]
@@ -130,12 +135,13 @@ class Epochs:
 
 
 def cut_into_epochs(tensors: Iterable[tuple[str, Pattern, int]], limit: int) -> Epochs:
-    """Returns the epochs of tensors."""
+    """Returns the epochs of tensors (name, pattern, bytes of an element) in the common order; `limit` is in bytes."""
     rows = list(tensors)
     patterns = list({id(pattern): pattern for _, pattern, _ in rows}.values())
     size = 1 + max((int(pattern.ranks.max(initial=0)) for pattern in patterns), default=0)
     arrays = (pairs for pattern in patterns for pairs in (*pattern.direct, *pattern.forwarded))
     everything = list({id(pairs): pairs for pairs in arrays}.values())
+    # Where no rank has more peers than the limit, no epoch can exceed it, and nothing is counted.
     filling = _Filling(size, limit, counts_operations=_busiest(everything) > MAX_OPERATIONS)
     loads: dict[tuple[int, int], _Load] = {}
     epochs: dict[str, Sequence[int]] = {}
@@ -183,7 +189,8 @@ class _Filling:
         self._limit, self._counts_operations = limit, counts_operations
         self._nothing = np.zeros(size, np.int64)
         self._number = 0
-        # Bytes that are forwarded in this epoch, in the next ..., and the messages.
+        # Bytes that are forwarded in this epoch, in the next ..., and the messages. `_nothing` is compared by identity:
+        # it needs no look at the bytes of all ranks.
         self._waiting: deque[tuple[IntArray, list[IntArray]]] = deque([(self._nothing, [])] * LAG)
         # Bytes that this epoch sends and receives, and that it will forward, and its tensors' loads by identity.
         self._direct: IntArray = self._nothing.copy()
@@ -197,7 +204,8 @@ class _Filling:
         if self._loads:
             self._close()
         epochs: list[int] = []
-        # After LAG parts, each shares its epoch with what an equal part forwards, and that fits.
+        # After LAG parts, each shares its epoch with what an equal part forwards. That fits, because `_load` cuts parts
+        # whose direct and forwarded bytes together are within the limit: these need not be placed one by one.
         waits = load.forwards or any(waiting is not self._nothing for waiting, _ in self._waiting)
         for _ in range(min(load.parts, LAG) if waits else 0):
             epochs.append(self._place(load))

@@ -4,6 +4,16 @@
 - Additional memory is two buffers of the bucket size, whatever the size of the model.
 - A message of one box that is contiguous in memory and needs no cast is sent from its parameter, or received into it,
   directly. Other messages are packed: as bytes, so that one message has tensors of several types.
+
+    bucket    0           1           2                        3                        end
+    buffer    0           1           0                        1
+              launch 0    launch 1    complete 0, launch 2     complete 1, launch 3     complete 2, complete 3
+
+    launch     waits for the source parameters that it reads, packs them, starts all sends and receives of the bucket
+    complete   waits for these, and unpacks what has arrived; its buffer is free then
+    forward    a bucket that forwards boxes of epoch e - LAG is launched when that epoch is complete
+
+Copies within the rank are made between the buckets, while messages are on their way.
 """
 
 from __future__ import annotations
@@ -61,11 +71,11 @@ def execute(
     """Fills the target parameters in place; every rank of the plan must call it.
 
     Values are cast to the schedule's dtype before they are sent, and again on arrival where the target has another
-    dtype. A target that shares the storage of its source is left unchanged. On CUDA everything is ordered behind the
+    dtype. A target that shares the storage of its source is left unchanged. On CUDA everything is ordered after the
     current stream's work on the sources, and the targets are complete when the call returns.
 
     Args:
-        schedule: schedule of this rank.
+        schedule: result of `schedule` for this rank.
         source: this rank's source parameters, in the planned shapes.
         target: this rank's target parameters, in the planned shapes.
         group: process group of all ranks; None for the default group.
@@ -102,6 +112,7 @@ class _Execution:
         begin = time.perf_counter()
         in_flight: deque[_InFlightBucket] = deque()
         copies = [copy for copy in self._schedule.copies if not copy.from_target]
+        # An equal part of the copies after the launch of each bucket: they take place while messages are on their way.
         per_bucket = -(-len(copies) // max(1, len(self._schedule.buckets)))
         for number, bucket in enumerate(self._schedule.buckets):
             while in_flight and (len(in_flight) == 2 or (bucket.forwards and in_flight[0].epoch <= bucket.epoch - LAG)):
@@ -112,6 +123,7 @@ class _Execution:
             self._copy(copies)
         while in_flight:
             self._complete(in_flight.popleft())
+        # These read boxes that have arrived, so they come after all buckets.
         self._copy([copy for copy in self._schedule.copies if copy.from_target])
         for device in {tensor.device for tensor in self._target.values() if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
@@ -170,6 +182,7 @@ class _Execution:
     def _buffer(self, slot: int, device: torch.device) -> Tensor:
         """Returns the bytes that the buckets of a slot use in turn, enough for each of them."""
         if slot not in self._buffers:
+            # Without the messages that go directly, which the schedule does not know: views of the parameters show it.
             size = max(
                 sum(_aligned(m.nbytes) for m in bucket.messages if _direct(m, self._views(m)) is None)
                 for bucket in self._schedule.buckets[slot::2]
@@ -208,7 +221,7 @@ def _direct(message: Message, views: list[Tensor]) -> Tensor | None:
 def _copy_box(copy: Copy, source: Tensors, target: Tensors) -> None:
     dst = _view(target, copy.target, copy.target_box)
     src = _view(source, copy.source, copy.source_box).view(dst.shape)
-    if src.data_ptr() != dst.data_ptr():
+    if src.data_ptr() != dst.data_ptr():  # an aliased target, see `aliasing`
         dst.copy_(src)
 
 
@@ -230,7 +243,7 @@ def _parts(message: Message, views: list[Tensor], wire: Tensor) -> Iterator[tupl
 
 
 def _aligned(nbytes: int) -> int:
-    """Returns the next multiple of 16 bytes: every message in a buffer starts at one."""
+    """Returns the next multiple of 16 bytes, where the next message of a buffer starts: a place for any dtype."""
     return -(-nbytes // 16) * 16
 
 

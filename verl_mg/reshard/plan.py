@@ -3,6 +3,18 @@
 - Pure: every rank derives its sends and receives from the two shard maps, without communication.
 - A rank receives exactly the elements that it needs and does not have, each once: the lower bound of bytes.
 - Each element of the target has one source, or planning fails with the tensor and the box.
+
+    tensor t (4, 2), source w cut by rows, target v cut by columns, on ranks 0 and 1:
+
+    w on rank 0: t rows 0:2     v on rank 0: t column 0
+    w on rank 1: t rows 2:4     v on rank 1: t column 1
+
+    rank 0   copy      t rows 0:2, column 0    w (0:2, 0:1) -> v (0:2, 0:1)
+             send      t rows 0:2, column 1    w (0:2, 1:2) -> rank 1
+             receive   t rows 2:4, column 0    rank 1       -> v (2:4, 0:1)
+    rank 1   the same with the ranks exchanged
+
+Each rank receives 2 elements: 4 that it needs, less 2 that it has.
 """
 
 from __future__ import annotations
@@ -99,16 +111,17 @@ class Plan:
             keep: tensors of the target that keep their values.
 
         Raises:
-            UserError: with tensor and box, where the source does not cover the target exactly once.
+            UserError: the source does not cover the target exactly once; names tensor and box.
         """
         self.source, self.target, self.ranks_per_node, self._keep = source, target, ranks_per_node, keep
+        # A model has far fewer pairs of sets of ranks than boxes: routes are computed once for each pair.
         self._routings: dict[tuple[int, int], BoxRouting] = {}
         self._rank_plans: dict[int, RankPlan] = {}
         self._epochs: dict[tuple[int, int], Epochs] = {}
         _check(source, target, [names[0] for names in self._tensors_by_key.values()])
 
     def rank_plan(self, rank: int) -> RankPlan:
-        """Returns the moves of one global rank."""
+        """Returns the moves of one global rank; empty for a rank with neither source nor target."""
         if rank not in self._rank_plans:
             copies, receives = self._incoming(rank)
             self._rank_plans[rank] = RankPlan(copies, tuple(self._outgoing(rank)), receives)
@@ -152,6 +165,7 @@ class Plan:
         moved: dict[BoxRouting, int] = defaultdict(int)
         needed: dict[Ranks, int] = defaultdict(int)
         held: dict[tuple[Ranks, Ranks], int] = defaultdict(int)
+        # Counted once for all tensors with the same boxes on the same ranks, and over sets of ranks instead of ranks.
         for names in self._tensors_by_key.values():
             scale = len(names) * self.itemsize(names[0], itemsize)
             sources, targets = self.source.replicas(names[0]), self.target.replicas(names[0])
@@ -250,6 +264,7 @@ class Plan:
                 if piece.tensor in self._keep:
                     continue
                 dst = _replicas_of(self.target, piece.tensor, piece.source)
+                # A box that a rank needs at two places arrives at the first one only; the other is a copy.
                 first = dst.location_on(rank)
                 if (first.parameter, first.parameter_box) != (parameter, piece.target):
                     position = (first.parameter, first.parameter_box, parameter, piece.target)
@@ -278,7 +293,7 @@ class Plan:
                     sends.append(Transfer(peer, tensor, common, location.parameter, at, forwarded=False))
         for dst, location, tensor in self._boxes_on(self.target, rank):
             for src, common in _overlaps(self.source, tensor, dst.box):
-                if rank in src.ranks:
+                if rank in src.ranks:  # has the box itself, so it is a holder and never a gateway
                     continue
                 at = translate_box(common, dst.box, location.parameter_box)
                 routes = self._routes(src.ranks, dst.ranks, tensor)
@@ -307,6 +322,7 @@ class Plan:
         return self._routing(holders, needers).routes(self.position(tensor))
 
     def _ordered(self, moves: list[Transfer]) -> tuple[Transfer, ...]:
+        # By tensor and box, which both ends of a message know: so the segments of a message match.
         return tuple(sorted(moves, key=lambda move: (self.position(move.tensor), move.box)))
 
 
@@ -322,8 +338,8 @@ def plan(
         keep: tensors of the target that keep their values.
 
     Raises:
-        UserError: with tensor and box, where the source does not have elements, has them twice, or has a tensor of
-            another shape.
+        UserError: the source does not have elements, has them twice, or has a tensor of another shape; names tensor and
+            box.
     """
     ranks = max((*source.ranks, *target.ranks)) + 1
     return Plan(source, target, ranks_per_node or ranks, keep)
@@ -345,6 +361,7 @@ def best_stride(
     """
 
     def bytes_received(candidate: EnginePlacement) -> int:
+        # Bytes of a bf16 element: only the order of the candidates matters.
         traffic = plan(source, table.shard_map_engine(candidate), ranks_per_node).traffic(itemsize=2)
         return sum(rank.received for rank in traffic.values())
 
@@ -364,7 +381,7 @@ def _overlaps(shard_map: ShardMap, tensor: str, box: Box) -> Iterator[tuple[BoxR
 
 def _check(source: ShardMap, target: ShardMap, tensors: Iterable[str]) -> None:
     """Raises UserError with tensor and box for the first tensor that the source does not cover exactly once."""
-    if source.tensors is not target.tensors:
+    if source.tensors is not target.tensors:  # usually one object: both maps come from one table
         _check_same_shapes(source, target)
     valid: set[tuple[tuple[Box, ...], tuple[Box, ...]]] = set()
     for name in tensors:
@@ -399,5 +416,7 @@ def _check_same_shapes(source: ShardMap, target: ShardMap) -> None:
 def _check_disjoint(name: str, side: str, replicas: Sequence[BoxReplicas]) -> None:
     for a, b in combinations(replicas, 2):
         common = intersect(a.box, b.box)
+        # Target boxes may overlap on different ranks, as with servers of several layouts. In a source they may not: the
+        # values of an element could differ.
         if common and (side == "source" or set(a.ranks).intersection(b.ranks)):
             raise UserError(f"{name}: the box {common} is in the {side} twice, in {a.box} and in {b.box}.")

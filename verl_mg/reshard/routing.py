@@ -1,6 +1,11 @@
 """Routes of a box from ranks that have it to ranks that need it, and the choice of the rank that writes it to a file.
 
 Pure arithmetic on rank numbers, the same on every rank.
+
+    a box on ranks 0, 1 (node 0), needed by ranks 4, 5, 6, 7 (node 1), nodes of 4 ranks:
+
+    tensor 0    0 -> 4 (gateway),  4 -> 5, 6, 7
+    tensor 1    1 -> 5 (gateway),  5 -> 4, 6, 7     the place of rank 1 on its node, so the same rail
 """
 
 from __future__ import annotations
@@ -16,13 +21,14 @@ import numpy.typing as npt
 from verl_mg.sharding.boxes import Box
 from verl_mg.sharding.shard_map import Ranks, ShardMap
 
-# The fractional part of the golden ratio, in 32 bits: its multiples fall evenly into any number of bins.
+# The fractional part of the golden ratio, in 32 bits: its multiples fall evenly into any number of bins. With a modulo,
+# tensors at equal distances, such as one kind in each layer, could all fall into one.
 _GOLDEN, _BITS = 0x9E3779B9, 32
 
 
 @dataclass(frozen=True)
 class Routes:
-    """Senders and receivers of a box, in the tensors that have the same place in the rotation."""
+    """Senders and receivers of a box, for tensors with the same place in the rotation."""
 
     direct: Mapping[int, int]
     """{receiver: the holder that sends to it}."""
@@ -40,7 +46,7 @@ class Routes:
         return _pairs(self.forwarded)
 
     def source_of(self, rank: int) -> int:
-        """Returns the rank from which a rank takes the box: itself, where it does not receive it."""
+        """Returns the rank from which a rank gets the box: itself, where it does not receive it."""
         return self.direct.get(rank, self.forwarded.get(rank, rank))
 
     @cached_property
@@ -67,8 +73,9 @@ class BoxRouting:
     Rotations are numbers of tensors. Over many tensors, all that take turns do equal work.
     """
 
+    # Both sets of ranks are in rising order, by which all ranks find the same routes.
     def __init__(self, holders: Ranks, needers: Ranks, ranks_per_node: int) -> None:
-        self._receivers: dict[int, list[int]] = defaultdict(list)  # by node, those that do not have the box
+        self._receivers: dict[int, list[int]] = defaultdict(list)  # by node, ranks that need the box and have it not
         held = set(holders)
         for rank in needers:
             if rank not in held:
@@ -92,7 +99,7 @@ class BoxRouting:
         self._routes: dict[tuple[int, ...], Routes] = {}
 
     def routes(self, rotation: int) -> Routes:
-        """Returns the routes of the box in one tensor."""
+        """Returns the routes of the box in the tensor with this number."""
         key = places(rotation, self.turns)
         if key not in self._routes:
             self._routes[key] = self._routes_at(dict(zip(self.turns, key, strict=True)))
@@ -131,7 +138,7 @@ class BoxRouting:
 
 
 def places(rotation: int, turns: Sequence[int]) -> tuple[int, ...]:
-    """Returns whose turn it is in a tensor."""
+    """Returns, for each number of ranks that take turns, the index of the one whose turn it is in a tensor."""
     return tuple(_rotate(rotation, size) for size in turns)
 
 
@@ -139,6 +146,7 @@ def _gateways(
     receivers: Sequence[int], holders: Ranks, on_rail: Mapping[int, Sequence[int]], node: int, first: int
 ) -> dict[int, int]:
     """Returns the ranks of a node that take turns as its gateway: {gateway: the holder that sends to it}."""
+    # One fixed holder for each gateway: a rotation over all of them would connect it to many more ranks of other nodes.
     matching = [rank for rank in receivers if rank % node in on_rail]
     if matching:
         return {rank: on_rail[rank % node][first % len(on_rail[rank % node])] for rank in matching}

@@ -1,5 +1,12 @@
 """Messages of one rank of a plan, in buckets: made once, and used for every weight sync.
 
+    the plan of t (4, 2) that `plan` shows, in bfloat16, on rank 0:
+
+    copies    t rows 0:2, column 0
+    bucket    epoch 0
+              receive from 1    t rows 2:4, column 0    4 bytes
+              send to 1         t rows 0:2, column 1    4 bytes
+
 A bucket is what a rank sends and receives in one epoch (`epochs.py`), in one call of `batch_isend_irecv`. Two buckets
 are in flight. Over gloo the messages of a bucket progress independently of each other. NCCL is stricter. Its rules, by
 its `enqueue.cc`:
@@ -19,11 +26,11 @@ The schedule satisfies them:
 - An epoch has one message for each peer and direction: all segments for a peer are merged, whatever their tensors and
   types. So there is one pass, and (epoch, round) is one order of all messages, in which every rank processes its own.
 - A box is forwarded LAG epochs after the epoch in which it arrives, on all ranks: no message waits for another one of
-  its own epoch.
+  the same epoch.
 
 There is no deadlock. Of all messages that are not complete, take the first one by (epoch, round). At both of its ends
 everything before it is complete, so its batch has started there, however NCCL cuts the kernels into channels and
-batches. It waits for nothing else, and completes. For gloo the same holds with epochs alone.
+batches. It waits for nothing else, and completes. For gloo the same holds without rounds, by epochs only.
 """
 
 from __future__ import annotations
@@ -39,6 +46,8 @@ from verl_mg.reshard.epochs import LAG
 from verl_mg.reshard.plan import Copy, Plan
 from verl_mg.sharding.boxes import Box, cut, numel, translate_box
 
+# Epochs are cut by the load of the busiest rank, so the buckets of others are not full: this size makes their messages
+# large nevertheless. Two buckets in flight are 256 MiB of device memory during a sync.
 BUCKET_BYTES = 128 * 2**20
 """Default size of a bucket in bytes."""
 
@@ -75,7 +84,7 @@ class Message:
     outgoing: bool
     """True if this rank sends the message, False if it receives it."""
     segments: tuple[Segment, ...]
-    """Segments in their order on the wire, without gaps: those with the largest elements first."""
+    """Segments in their order on the wire, without gaps: the largest elements first, so that each is aligned."""
 
     @cached_property
     def nbytes(self) -> int:
@@ -135,7 +144,7 @@ def schedule(plan: Plan, rank: int, dtype: torch.dtype, bucket_bytes: int = BUCK
     """Returns the schedule of one rank; all ranks must pass the same plan, dtype and bucket size.
 
     Args:
-        plan: the plan.
+        plan: result of `plan`.
         rank: global rank.
         dtype: type of the elements on the wire, except for tensors that have their own.
         bucket_bytes: bytes that a rank may send and receive in an epoch; larger tensors are cut.
@@ -162,6 +171,7 @@ def schedule(plan: Plan, rank: int, dtype: torch.dtype, bucket_bytes: int = BUCK
 
 def _messages(segments: Mapping[tuple[int, bool], list[Segment]]) -> tuple[Message, ...]:
     """Returns messages whose segments start at multiples of their element size."""
+    # The sort is stable: segments of one type keep the plan's order of tensors and boxes, the same at both ends.
     return tuple(
         Message(peer, outgoing, tuple(sorted(unordered, key=lambda segment: -segment.dtype.itemsize)))
         for (peer, outgoing), unordered in sorted(segments.items())

@@ -28,7 +28,7 @@ def pack_schedules(schedules: Sequence[Schedule]) -> bytes:
 
 
 def unpack_schedules(text: bytes) -> list[Schedule]:
-    """Reads the result of `pack_schedules`."""
+    """Reads the result of `pack_schedules`; ValueError for another format."""
     document = json.loads(zlib.decompress(text))
     if document["format"] != FORMAT:
         raise ValueError(f"schedules have format {document['format']}, this version of verl_mg reads {FORMAT}")

@@ -3,6 +3,12 @@
 box      half-open ranges, one for each dimension; identifies elements of a tensor
 piece    a box of a Hugging Face tensor, and the box of the same elements in a parameter shard
 shard    a parameter on one rank: its shape, its pieces, and boxes that are padding
+
+    tensor e (10, 4), a vocabulary of 10 tokens that is padded to 16 rows, on rank 1 of 2:
+
+    Shard((8, 4),
+          pieces=(Piece("e", source=((8, 10), (0, 4)), target=((0, 2), (0, 4))),)    rows 8 and 9 of e
+          padding=(((2, 8), (0, 4)),))                                               6 rows without a token
 """
 
 from __future__ import annotations
@@ -85,6 +91,7 @@ def intersect(a: Box, b: Box) -> Box | None:
     """
     if a == b:
         return a
+    # The innermost loop of plans: comparisons are faster than calls of min and max.
     common = []
     for (s, u), (t, v) in zip(a, b, strict=True):
         start, stop = s if s > t else t, u if u < v else v
@@ -97,6 +104,8 @@ def intersect(a: Box, b: Box) -> Box | None:
 def translate_box(inner: Box, origin: Box, destination: Box) -> Box:
     """Moves a box from one frame of reference to another, for example from a tensor to a shard of it.
 
+    Rows 2:3 of a box of rows 0:6 that is at rows 8:14 of a parameter are its rows 10:11.
+
     Args:
         inner: box inside `origin`.
         origin: box in the first tensor.
@@ -106,7 +115,7 @@ def translate_box(inner: Box, origin: Box, destination: Box) -> Box:
         The box that has the same offset in `destination` as `inner` has in `origin`.
     """
     stacked = len(destination) - len(origin)
-    if inner == origin:
+    if inner == origin:  # most calls of a plan: boxes that move whole
         return destination
     return destination[:stacked] + tuple(
         (start - o + d, stop - o + d)
@@ -117,8 +126,10 @@ def translate_box(inner: Box, origin: Box, destination: Box) -> Box:
 def cut(box: Box, parts: int) -> Iterator[tuple[int, Box]]:
     """Cuts a box into parts of nearly equal size, along its first dimensions.
 
+    Four rows in three parts: rows 0:1, 1:2 and 2:4.
+
     Args:
-        box: the box.
+        box: box to cut.
         parts: number of parts, at least 1.
 
     Yields:
@@ -130,6 +141,7 @@ def cut(box: Box, parts: int) -> Iterator[tuple[int, Box]]:
         return
     start, stop = box[axis]
     length = stop - start
+    # Along the first dimension of more than one element: a slab of rows stays contiguous in memory.
     for number in range(min(length, parts)):
         first, last = (start + edge * length // min(length, parts) for edge in (number, number + 1))
         slab = (*box[:axis], (first, last), *box[axis + 1 :])
@@ -143,6 +155,8 @@ def cut(box: Box, parts: int) -> Iterator[tuple[int, Box]]:
 
 def contiguous_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
     """Yields a range of a flattened tensor as boxes, each contiguous in memory, in rising order.
+
+    Elements 2:9 of a tensor (3, 4) are the end of row 0, row 1 and the start of row 2.
 
     Args:
         shape: shape of the tensor.
@@ -170,7 +184,7 @@ def uncovered(box: Box, covers: Sequence[Box]) -> list[Box]:
         covers: disjoint boxes of the same tensor.
     """
     overlaps = [common for cover in covers if (common := intersect(cover, box))]
-    if sum(map(numel, overlaps)) == numel(box):
+    if sum(map(numel, overlaps)) == numel(box):  # disjoint, so their sizes add up
         return []
     remaining = [box]
     for cover in overlaps:
@@ -189,6 +203,7 @@ def subtract(box: Box, hole: Box) -> list[Box]:
     if common is None:
         return [box]
     parts = []
+    # Axis by axis, the slabs before and after the hole; later slabs have only the hole's range of earlier axes.
     for axis, ((start, stop), (first, last)) in enumerate(zip(box, common, strict=True)):
         for low, high in ((start, first), (last, stop)):
             if low < high:
@@ -201,10 +216,10 @@ def check_shard(parameter: str, shard: Shard) -> None:
 
     Args:
         parameter: name of the parameter, for the error.
-        shard: the shard.
+        shard: shard of the parameter.
 
     Raises:
-        UserError: with the box, where an element is written twice or never, or where a piece does not fit.
+        UserError: an element is written twice or never, or a piece does not fit; names the box.
     """
     for piece in shard.pieces:
         stacked = len(piece.target) - len(piece.source)

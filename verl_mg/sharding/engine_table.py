@@ -39,7 +39,7 @@ from verl_mg.sharding.param_spec import (
     split_rows,
 )
 
-VOCABULARY = VocabularyRows(64, on_each_rank=False)
+VOCABULARY = VocabularyRows(64, on_each_rank=False)  # as the engines' VocabParallelEmbedding pads it
 ATTENTION, LINEAR_ATTENTION, FEED_FORWARD = "self_attn.", "linear_attn.", "mlp."
 """Prefixes of attention, of linear attention, and of the feed-forward layer or experts in a layer."""
 DATA_PARALLEL_ATTENTION = frozenset({
@@ -48,7 +48,7 @@ DATA_PARALLEL_ATTENTION = frozenset({
 })  # fmt: skip
 """Architectures whose attention SGLang can shard on a separate axis (data-parallel attention)."""
 DRAFT = "draft."
-"""Prefix of the parameters of an engine's draft model, a model class of its own that the engine drafts tokens with."""
+"""Prefix of the parameters of an engine's draft model, a separate model class that the engine drafts tokens with."""
 WHOLE_EMBEDDING = frozenset({"qwen3_5_text", "qwen3_5_moe_text"})
 """Architectures whose embedding is whole on every rank with data-parallel attention."""
 EXPERT_BLOCK = dict.fromkeys(("mixtral", "minimax_m2"), "block_sparse_moe.")
@@ -64,7 +64,7 @@ class PipelineEnds:
     embedding: bool
     """Whether it has the input embedding."""
     final_norm: bool
-    """Whether it has the norm behind the last layer."""
+    """Whether it has the norm after the last layer."""
     output: bool
     """Whether it has an output layer besides the embedding."""
 
@@ -78,7 +78,7 @@ class EngineRules:
     experts: str
     """Prefix of the stacked experts in a layer's block of experts."""
     expert_bias: str
-    """End of the name of the stacked experts' biases, behind `w13_` and `w2_`."""
+    """End of the name of the stacked experts' biases, after `w13_` and `w2_`."""
     attention: Mapping[str, str]
     """Prefix of grouped-query attention in the model class of an architecture where it differs from `self_attn.`."""
     embedding: Mapping[str, str]
@@ -94,7 +94,7 @@ class EngineRules:
 
 
 def embedding_param(model: ModelSpec, config: HFConfig, rules: EngineRules, layout: EngineLayout) -> ParamSpec:
-    """Returns the input embedding."""
+    """Returns the input embedding, which some classes of SGLang replicate with data-parallel attention."""
     name = rules.embedding.get(config.architecture, "embed_tokens")
     whole = layout.adp > 1 and config.architecture in WHOLE_EMBEDDING
     return ParamSpec(f"model.{name}.weight", (model.embedding,), VOCABULARY, "replicated" if whole else "vocabulary")
@@ -164,7 +164,7 @@ def _grouped_attention(a: GroupedAttention, config: HFConfig, rules: EngineRules
 def _linear_attention(a: LinearAttention, config: HFConfig, axis: Axis) -> tuple[ParamSpec, ...]:
     assert config.linear
     linear = config.linear
-    # The engines' modules compute with the checkpoint's order of rows.
+    # The engines' modules compute with the checkpoint's order of rows: where that is by key head, a rank has a run.
     qkvz = split_rows if linear.by_key_head else linear_attention.qkvz(linear)
     ba = split_rows if linear.by_key_head else linear_attention.ba(linear)
     return (
@@ -211,7 +211,7 @@ def _experts(e: Experts, config: HFConfig, rules: EngineRules) -> tuple[ParamSpe
     prefix = EXPERT_BLOCK.get(config.architecture, FEED_FORWARD)
     stacked, router = prefix + rules.experts, prefix + ROUTER.get(config.architecture, "gate")
     shared = "shared_expert" if e.shared_gate else "shared_experts"
-    bias = e.router_bias
+    bias = e.router_bias  # keeps the checkpoint's name in the model classes of both engines
     return (
         ParamSpec(router + ".weight", (e.router,)),
         *((ParamSpec(bias.name.removeprefix(LAYER), (bias,)),) if bias else ()),
@@ -219,6 +219,7 @@ def _experts(e: Experts, config: HFConfig, rules: EngineRules) -> tuple[ParamSpe
         ParamSpec(stacked + "w13_weight", e.each.gate_up, split_rows, "expert"),
         *optional_param(f"{stacked}w13_{rules.expert_bias}", e.each.gate_up_bias, split_rows, "expert"),
         ParamSpec(stacked + "w2_weight", (e.each.down,), split_columns, "expert"),
+        # The engines sum the outputs of the ranks of an expert, so a bias on each would count several times.
         *optional_param(f"{stacked}w2_{rules.expert_bias}", e.each.down_bias, on_first_rank, "expert"),
         *(_mlp(f"{prefix}{shared}.", e.shared) if e.shared else ()),
         *optional_param(f"{prefix}{shared}_gate.weight", e.shared_gate),

@@ -7,7 +7,7 @@ from verl_mg.sharding.param_spec import ParamSpec
 
 
 def indexer_params(prefix: str, indexer: Indexer, fused: bool = False) -> tuple[ParamSpec, ...]:
-    """Returns the parameters of an indexer."""
+    """Returns the parameters of an indexer; `fused`: keys and weights of heads are one projection."""
     weight, bias = indexer.k_norm
     projections = (
         (ParamSpec(prefix + "wk_weights_proj.weight", (indexer.k, indexer.head_weights)),)

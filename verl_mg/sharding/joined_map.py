@@ -11,7 +11,7 @@ from verl_mg.sharding.shard_map import BoxLocation, BoxReplicas, Ranks, ShardMap
 
 
 class JoinedShardMap:
-    """The shards of all ranks of several shard maps of one model."""
+    """The shards of all ranks of several shard maps of one model, whose ranks are disjoint."""
 
     def __init__(self, parts: Sequence[ShardMap]) -> None:
         self._parts = {rank: part for part in parts for rank in part.ranks}
@@ -28,6 +28,7 @@ class JoinedShardMap:
 
     def replicas(self, tensor: str) -> Sequence[BoxReplicas]:
         """Returns the distinct boxes of a tensor in all maps, each with the ranks of all of them."""
+        # One box for ranks of several maps: a plan then sends it once to each node, whatever the layouts on it.
         locations: dict[Box, list[BoxLocation]] = defaultdict(list)
         for part in self._maps:
             for item in part.replicas(tensor):
@@ -35,7 +36,7 @@ class JoinedShardMap:
         return [self._box_replicas(box, at) for box, at in locations.items()]
 
     def sharding_key(self, tensor: str) -> Hashable:
-        """Returns the keys of all maps."""
+        """Returns the keys of all maps: tensors are equal where they are equal in each."""
         return tuple(part.sharding_key(tensor) for part in self._maps)
 
     def _box_replicas(self, box: Box, locations: Sequence[BoxLocation]) -> BoxReplicas:

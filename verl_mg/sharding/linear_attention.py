@@ -1,4 +1,4 @@
-"""Rules for the tensors of a gated delta net: which rows a rank with some of its key heads has.
+"""Rules for the tensors of a gated delta net (arXiv:2412.06464): which rows a rank with some of its key heads has.
 
 q, k, v and z are queries, keys, values and gates, b and a one number for each value head. Rows of the checkpoint, with
 two key heads that have two value heads each:
@@ -17,6 +17,7 @@ from verl_mg.sharding.param_spec import Section, SectionRows
 
 def inputs(linear: LinearConfig) -> SectionRows:
     """Returns the rule of one parameter of all projections: q, k, v, z, b, a."""
+    # b and a follow one tensor, in_proj_qkvz, or two, in_proj_qkv and in_proj_z.
     return SectionRows(linear.key_heads, (*_qkvz(linear), *_ba(linear, 1 if linear.by_key_head else 2)))
 
 
@@ -31,7 +32,7 @@ def ba(linear: LinearConfig) -> SectionRows:
 
 
 def convolved(linear: LinearConfig) -> SectionRows:
-    """Returns the rule of the convolution of q, k and v, whose rows are so in every checkpoint."""
+    """Returns the rule of the convolution of q, k and v, whose rows are in the order q, k, v in every checkpoint."""
     return SectionRows(linear.key_heads, _qkv(linear))
 
 
@@ -55,5 +56,5 @@ def _ba(linear: LinearConfig, first: int) -> tuple[Section, ...]:
 
 
 def _in_turns(tensor: int, *rows: int) -> tuple[Section, ...]:
-    """Returns the sections of a tensor that has a slab of each, unit by unit."""
+    """Returns the sections of a tensor with a slab of each of `rows`, unit by unit."""
     return tuple(Section(tensor, sum(rows[:number]), height, sum(rows)) for number, height in enumerate(rows))

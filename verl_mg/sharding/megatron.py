@@ -6,7 +6,7 @@ There are two sets of names:
 - transformer_engine: Transformer Engine's modules, which fuse a norm into the following linear layer, have one
   parameter for each expert, and replicate the low-rank projections of MLA.
 
-The norms of Gemma 2 behind a linear layer have names of our model class (`linear_proj.post_layernorm`). gpt-oss has
+The norms of Gemma 2 after a linear layer have names of our model class (`linear_proj.post_layernorm`). gpt-oss has
 torch's kernels only; its attention sinks have megatron-core's name (`core_attention.softmax_offset`).
 """
 
@@ -64,7 +64,7 @@ def output_params(model: ModelSpec) -> tuple[ParamSpec, ParamSpec]:
 def multi_token_params(m: MultiTokenSpec) -> tuple[ParamSpec, ...]:
     """Returns what a layer of multi-token prediction has besides a transformer layer; it is on the last stage.
 
-    Its projection is whole on every rank, which multiplies its own tokens.
+    Its projection is whole on every rank, which applies it to its own tokens.
     """
     return (
         ParamSpec("enorm.weight", (m.embedding_norm,)),
@@ -75,7 +75,7 @@ def multi_token_params(m: MultiTokenSpec) -> tuple[ParamSpec, ...]:
 
 
 def layer_params(layer: LayerSpec, config: HFConfig, kernels: Kernels) -> tuple[ParamSpec, ...]:
-    """Returns the parameters of one transformer layer."""
+    """Returns the parameters of one transformer layer, under the names that they have with these kernels."""
     fused = kernels == "transformer_engine"
     if isinstance(layer.attention, GroupedAttention):
         attention = _grouped_attention(layer.attention, config)
@@ -99,6 +99,7 @@ def layer_params(layer: LayerSpec, config: HFConfig, kernels: Kernels) -> tuple[
 
 
 def _grouped_attention(a: GroupedAttention, config: HFConfig) -> tuple[ParamSpec, ...]:
+    # The fused QKV weight has queries, key and value of one query group after the other.
     by_query_group = FusedRows(config.kv_heads)
     with_gate = _gated_query_groups(config) if config.output_gate else by_query_group
     params = [
@@ -107,10 +108,11 @@ def _grouped_attention(a: GroupedAttention, config: HFConfig) -> tuple[ParamSpec
     ]
     if a.biases:
         params.append(ParamSpec("self_attention.linear_qkv.bias", a.biases, by_query_group, "tensor"))
-    params += optional_param("self_attention.linear_proj.bias", a.out_bias)
+    params += optional_param("self_attention.linear_proj.bias", a.out_bias)  # whole: added after the sum over ranks
     params += optional_param("self_attention.core_attention.softmax_offset", a.sinks, split_rows, "tensor")
     for name, norm in zip("qk", a.norms, strict=bool(a.norms)):
         parameter = f"self_attention.{name}_layernorm.weight"
+        # A norm over all heads together (MiniMax-M2) has a weight for each of their elements, which is cut with them.
         joint = ParamSpec(parameter, (norm,), split_rows, "tensor")
         params.append(joint if config.joint_qk_norm else ParamSpec(parameter, (norm,)))
     return tuple(params)
@@ -119,6 +121,7 @@ def _grouped_attention(a: GroupedAttention, config: HFConfig) -> tuple[ParamSpec
 def _gated_query_groups(config: HFConfig) -> ShardRule:
     """Returns the rule of a query group with output gates: queries of its heads, gates of its heads, key, value."""
     heads, width = config.heads // config.kv_heads, config.head_dim
+    # q_proj has query and gate of one head after the other; in the fused QKV a group's queries precede its gates.
     query = [Section(0, 2 * head * width, width, 2 * heads * width) for head in range(heads)]
     gate = [Section(0, (2 * head + 1) * width, width, 2 * heads * width) for head in range(heads)]
     key_value = [Section(tensor, 0, width, width) for tensor in (1, 2)]
@@ -140,6 +143,7 @@ def _linear_attention(a: LinearAttention, config: HFConfig) -> tuple[ParamSpec, 
 
 def _latent_attention(a: LatentAttention, fused: bool) -> tuple[ParamSpec, ...]:
     def down(name: str, tensor: TensorSpec) -> ParamSpec:
+        # Transformer Engine replicates the low-rank projections, the local specification splits their rows.
         return ParamSpec(name, (tensor,)) if fused else ParamSpec(name, (tensor,), split_rows, "tensor")
 
     params = [
@@ -172,6 +176,7 @@ def _mlp(prefix: str, mlp: MLP) -> tuple[ParamSpec, ...]:
 
 
 def _experts(e: Experts, fused: bool) -> tuple[ParamSpec, ...]:
+    # gate_up is one tensor for gpt-oss, whose rows alternate: a run of its rows has gates and ups in pairs.
     each = "mlp.experts.{}.weight{{expert}}" if fused else "mlp.experts.{}.weight"
     return (
         ParamSpec("mlp.router.weight", (e.router,)),
@@ -180,6 +185,7 @@ def _experts(e: Experts, fused: bool) -> tuple[ParamSpec, ...]:
         ParamSpec(each.format("linear_fc1"), e.each.gate_up, split_rows, "expert"),
         *optional_param("mlp.experts.linear_fc1.bias", e.each.gate_up_bias, split_rows, "expert"),
         ParamSpec(each.format("linear_fc2"), (e.each.down,), split_columns, "expert"),
+        # Whole on every rank of the axis: only the first adds it, and each has its whole gradient.
         *optional_param("mlp.experts.linear_fc2.bias", e.each.down_bias, replicate, "expert"),
         *(_mlp("mlp.shared_experts.", e.shared) if e.shared else ()),
         *optional_param("mlp.shared_experts.gate_weight", e.shared_gate),

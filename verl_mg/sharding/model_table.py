@@ -32,6 +32,7 @@ class ModelTable(ABC):
     """With "value" a single row replaces the language model's output layer."""
     engine: EngineName = "sglang"
     """Rollout engine whose shards `shard_map_engine` returns; see `for_engine`."""
+    # Not compared: tables are keys of the planner's caches, and a traced table has no hash.
     traced: TracedTable | None = field(default=None, compare=False)
     """Traced table of the rollout engine, which replaces the built-in table; see `with_traced_table`."""
 
@@ -43,7 +44,7 @@ class ModelTable(ABC):
         """Returns this table with the draft model of SGLang, for speculative decoding.
 
         Raises:
-            UserError: the model has no layer of multi-token prediction.
+            UserError: the model has no layer of multi-token prediction to draft with.
         """
         raise UserError(
             "rollout.sglang.speculative_algorithm: the actor's model has no layer of multi-token prediction to draft "
@@ -65,7 +66,7 @@ class ModelTable(ABC):
         """Returns this table with the engine's part from a traced table.
 
         Args:
-            traced: the traced table.
+            traced: table of `verl-mg trace`.
             path: its file, for errors.
 
         Raises:
@@ -100,7 +101,7 @@ class ModelTable(ABC):
         """Returns the names of the weights of linear layers, which adapters can adapt; routers are not among them.
 
         Args:
-            of_experts: return those of routed experts instead of the others.
+            of_experts: return the weights of routed experts instead of the others.
         """
 
     @abstractmethod
@@ -146,7 +147,8 @@ class ModelTable(ABC):
             UserError: the engine does not support it, or the traced table has another layout.
         """
         if self.traced:
-            self.traced.check_layout(layout)  # the engine has loaded the model in this layout
+            # The engine has loaded the model in this layout, so what its model class supports needs no other check.
+            self.traced.check_layout(layout)
             return
         self._check_rules(layout)
         layout.check(self.model_dims)

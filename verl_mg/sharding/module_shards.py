@@ -37,13 +37,13 @@ class ModuleShards:
     shapes: Mapping[str, tuple[int, ...]]
     """{name: shape} of the checkpoint's tensors that the module uses, in the order of `shards`."""
     stacked: Mapping[str, StackedTensor]
-    """Places of those of them that the files stack, transposed, and the module stacks as they are."""
+    """Places of the tensors that the files stack transposed; the module stacks the matrices as they are."""
     embedding: str
     """Name in the module of the input embedding."""
     output: frozenset[str]
     """Names in the module of the output layer's parameters that are its own; empty where they are the embedding's."""
     text: frozenset[str]
-    """Names of the shards that text passes through: none of a vision tower and its projection."""
+    """Names of the shards that text passes through, without a vision tower and its projection."""
     linear: frozenset[str]
     """Names of the shards that are weights of linear layers, without the output layer."""
     constant: frozenset[str]
@@ -53,7 +53,11 @@ class ModuleShards:
 
 
 def module_shards(model_dir: str | Path, headless: bool = False) -> ModuleShards:
-    """Derives the shards of a model directory's module."""
+    """Derives the shards of a model directory's module; `headless`: without the output layer.
+
+    A directory without weights has the tensors that `transformers` would save. Raises UserError where the module cannot
+    be built, the directory does not fill it, or a parameter is not made of boxes of tensors.
+    """
     model_dir = Path(model_dir)
     config = read_module_config(model_dir)
     module = meta_module(config, model_dir)
@@ -66,6 +70,7 @@ def module_shards(model_dir: str | Path, headless: bool = False) -> ModuleShards
     parts = module.named_modules()
     linear = frozenset(f"{name}.weight" for name, part in parts if isinstance(part, torch.nn.Linear)) - output
     constant = frozenset(name for name in untied if not state[name].requires_grad)
+    # Everything else is read from the module first: the loader puts symbolic tensors in the place of its parameters.
     _load(module, shapes, model_dir)
     filled = {name: t for name, t in module.state_dict(keep_vars=True).items() if isinstance(t, SymbolicTensor)}
     for name, source in tied.items():
@@ -106,13 +111,12 @@ def module_shards(model_dir: str | Path, headless: bool = False) -> ModuleShards
 
 
 def _members(stack: str, shape: tuple[int, ...]) -> dict[str, StackedTensor]:
-    """Returns the matrices of a tensor that stacks them, as tensors of their own: `x.3.y` is number 3 of `x.y`."""
+    """Returns the matrices of a tensor that stacks them, as separate tensors: `x.3.y` is number 3 of `x.y`."""
     prefix, _, last = stack.rpartition(".")
     return {f"{prefix}.{number}.{last}": StackedTensor(stack, shape, number) for number in range(shape[0])}
 
 
 def _stack_of(members: Mapping[str, StackedTensor]) -> Shard:
-    """Returns the parameter that stacks matrices as they are."""
     boxes = {name: full_box(place.expert_shape) for name, place in members.items()}
     pieces = tuple(Piece(name, box, ((number, number + 1), *box)) for number, (name, box) in enumerate(boxes.items()))
     return Shard((len(pieces), *box_shape(pieces[0].source)), pieces)
@@ -149,6 +153,8 @@ def _load(module: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]], model_
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
 
+    # The loader itself, and not a second reading of its conversion rules: rules that it gets later are covered too, and
+    # one that is not a move of elements raises in it.
     tensors = {name: SymbolicTensor.of(name, shape) for name, shape in shapes.items()}
     options = LoadStateDictConfig(dtype=torch.float32, weight_mapping=get_model_conversion_mapping(module))
     with _without_progress_bars():

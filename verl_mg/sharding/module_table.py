@@ -47,7 +47,7 @@ class ModuleTable(ModelTable):
 
     @cached_property
     def tensor_index(self) -> TensorIndex:
-        """Tensors of the checkpoint by name: those of the built-in table in its order, else in the module's order."""
+        """Tensors of the checkpoint by name, in the order of the built-in table if there is one, else the module's."""
         if self.builtin:
             return self.builtin.tensor_index
         float32, vision = self._tensors_of(self.module.float32), self._tensors_of(self.vision_parameters)
@@ -70,10 +70,14 @@ class ModuleTable(ModelTable):
             return self.builtin.routers
         count = self.config.experts.count if self.config.experts else None
         entries = self.tensor_index.entries.items()
+        # By its shape: `transformers` has no common name or class for routers.
         return frozenset(name for name, e in entries if e.is_layer_matrix and e.tensor.shape[0] == count)
 
     def linear_tensors(self, of_experts: bool = False) -> tuple[str, ...]:
-        """Returns the names of the weights of linear layers that text passes through; routers are not among them."""
+        """Returns the names of the weights of linear layers that text passes through; routers are not among them.
+
+        None are of experts where the module stacks them.
+        """
         if self.builtin:
             return self.builtin.linear_tensors(of_experts)
         linear, excluded = self._tensors_of(self.module.linear & self.module.text), self.routers
@@ -136,11 +140,13 @@ class ModuleTable(ModelTable):
 
 
 def module_table(model_dir: str | Path, head: Head = "language") -> ModuleTable:
-    """Returns the weight table of a model directory for `transformers`; reads no weights."""
+    """Returns the weight table of a model directory for `transformers`; reads config.json and headers, no weights."""
     module = module_shards(model_dir, headless=head == "value")
     builtin = _builtin(Path(model_dir), head, module)
     config = builtin.config if builtin else _config(Path(model_dir), module)
     if builtin and (stacked := builtin.tensor_index.stacked):
+        # The module's stacks are described by their transposed views, as in the built-in table: exports, checkpoints
+        # and engines then have no second case.
         described, stacks = builtin.transformers(), {place.name for place in stacked.values()}
         module = replace(module, shards={**module.shards, **{name: described[name] for name in stacks}})
     return ModuleTable(config, head, model_dir=Path(model_dir), module=module, builtin=builtin)
@@ -151,6 +157,7 @@ def _builtin(model_dir: Path, head: Head, module: ModuleShards) -> WeightTable |
         table = weight_table(read_config(model_dir), head)
     except UserError:  # not an architecture of the project, or a variant that Megatron does not have
         return None
+    # Only with exactly the same tensors: a variant, such as a Llama with biases, has the general table.
     shapes = {name: info.shape for name, info in table.tensor_index.tensors.items() if name != SCORE}
     return table if shapes == expert_shapes(module.shapes, table.tensor_index.stacked) else None
 

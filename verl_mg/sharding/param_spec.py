@@ -2,6 +2,12 @@
 
 `rows` and `columns` mean the first and the second dimension of a weight (out, in). Megatron's "column parallel"
 layers split rows in this sense.
+
+    q (8, 4), k (4, 4), v (4, 4), two query groups, tensor parallel 2:
+
+    FusedRows(2) on rank 0    q 0:4, k 0:2, v 0:2    the rows of group 0
+    FusedRows(2) on rank 1    q 4:8, k 2:4, v 2:4
+    split_columns of (8, 4)   rank 0: columns 0:2    rank 1: columns 2:4
 """
 
 from __future__ import annotations
@@ -37,8 +43,8 @@ def replicate(tensors: tuple[TensorSpec, ...], rank: int, size: int) -> Shard:
 
     Args:
         tensors: tensors with equal dimensions after the first.
-        rank: ignored.
-        size: ignored.
+        rank: not used.
+        size: not used.
     """
     return FusedRows(1)(tensors, 0, 1)
 
@@ -69,12 +75,12 @@ def split_columns(tensors: tuple[TensorSpec, ...], rank: int, size: int) -> Shar
 
 
 def on_first_rank(tensors: tuple[TensorSpec, ...], rank: int, size: int) -> Shard:
-    """Gives the first rank the whole tensor, and the others zeros: a bias of which the results of all ranks are summed.
+    """Gives the first rank the whole tensor and the others zeros: a bias that is added before a sum over the ranks.
 
     Args:
         tensors: one tensor.
         rank: index on the axis.
-        size: ignored.
+        size: not used.
     """
     whole = replicate(tensors, 0, 1)
     return whole if rank == 0 else Shard(whole.shape, (), (full_box(whole.shape),))
@@ -102,7 +108,7 @@ class Section:
     """Slabs of rows of one tensor at equal distances, one for each unit of a fused parameter."""
 
     tensor: int
-    """Index of the tensor among those of the parameter."""
+    """Index in the parameter's tensors."""
     start: int
     """First row of the slab of unit 0."""
     rows: int
@@ -113,7 +119,7 @@ class Section:
 
 @dataclass(frozen=True)
 class SectionRows:
-    """Rule for tensors whose rows are in another order than those of the parameter; a rank has a run of units.
+    """Rule for tensors whose rows are in another order than in the parameter; a rank has a run of units.
 
     The parameter is section after section, and in each the slabs of the rank's units. With `unit_major` it is unit
     after unit, and in each a slab of every section.
@@ -124,7 +130,7 @@ class SectionRows:
     sections: tuple[Section, ...]
     """Sections in the order of the parameter."""
     unit_major: bool = False
-    """Whether the sections of a unit are neighbours, and not the units of a section."""
+    """Order of the slabs: True: all sections of a unit, then the next unit. False: all units of a section first."""
 
     def __call__(self, tensors: tuple[TensorSpec, ...], rank: int, size: int) -> Shard:
         """Returns the shard; all tensors have the same dimensions after the first."""
@@ -143,7 +149,7 @@ class SectionRows:
 class HeadRows:
     """Rule for q, k and v: a slab of each, where a rank has at least one key-value head.
 
-    With more ranks than heads, `size / kv_heads` neighbouring ranks have the same key-value head.
+    With more ranks than heads, `size / kv_heads` neighbouring ranks have the same key-value head, as the engines do it.
     """
 
     kv_heads: int
@@ -169,15 +175,15 @@ class KeyRows:
 
 @dataclass(frozen=True)
 class VocabularyRows:
-    """Rule that splits the rows of a vocabulary, padded behind the last token."""
+    """Rule that splits the rows of a vocabulary, padded after the last token."""
 
     multiple: int
     """The padded number of rows is a multiple of this."""
     on_each_rank: bool = True
-    """Whether the multiple applies to the rows of each rank, or to those of all ranks together."""
+    """Whether the multiple applies to the rows of each rank (Megatron), or of all ranks together (engines)."""
 
     def __call__(self, tensors: tuple[TensorSpec, ...], rank: int, size: int) -> Shard:
-        """Returns the shard; a rank behind the last token has padding only."""
+        """Returns the shard; a rank that begins after the last token has padding only."""
         (tensor,) = tensors
         vocab, rest = tensor.shape[0], full_box(tensor.shape[1:])
         height = self.padded(vocab, size) // size
@@ -195,11 +201,13 @@ class VocabularyRows:
             size: ranks on the axis.
         """
         over_all = -(-vocab // self.multiple) * self.multiple
+        # As SGLang does where the ranks do not divide the padded rows; vLLM refuses such a layout.
         if not self.on_each_rank and over_all % size == 0:
             return over_all
         return -(-vocab // (size * self.multiple)) * size * self.multiple
 
 
+# Compared by identity: shard maps have it as a key, and equal rows of different layers are one object.
 @dataclass(frozen=True, eq=False)
 class ParamSpec:
     """One row of a runtime's table: a parameter, its Hugging Face tensors, and how they are sharded.
@@ -258,7 +266,7 @@ def _of_kv_heads(
     tensors: Sequence[TensorSpec], kv_heads: int, rank: int, size: int
 ) -> list[tuple[TensorSpec, int, int]]:
     """Returns the slab of each tensor with a rank's key-value heads, for `_concatenate`."""
-    parts = min(size, kv_heads)
+    parts = min(size, kv_heads)  # more ranks than heads: neighbours repeat a slab
     return [(tensor, parts, rank * parts // size) for tensor in tensors]
 
 
@@ -272,9 +280,10 @@ def _concatenate(parts: list[tuple[TensorSpec, int, int]]) -> Shard:
 
 
 def _join(runs: list[tuple[TensorSpec, int, int]]) -> Shard:
-    """Concatenates runs of rows (tensor, start, stop); neighbours that are neighbours in their tensor are one piece."""
+    """Concatenates runs of rows (tensor, start, stop); runs that are adjacent in their tensor too are one piece."""
     joined: list[tuple[TensorSpec, int, int]] = []
     for tensor, start, stop in runs:
+        # Fewer pieces are fewer boxes in every plan: with one unit on a rank, the rows of a section are one run.
         if joined and joined[-1][0] is tensor and joined[-1][2] == start:
             start = joined.pop()[1]
         joined.append((tensor, start, stop))

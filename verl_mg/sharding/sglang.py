@@ -20,7 +20,7 @@ EXPERTS_IN_EVERY_LAYER = frozenset({"qwen3_moe", "qwen3_next"})
 
 
 def check_supported(config: HFConfig, layout: EngineLayout) -> None:
-    """Checks that SGLang's model class supports a layout."""
+    """Raises a UserError where SGLang's model class of the architecture does not support a layout."""
     if layout.adp > 1 and config.architecture not in DATA_PARALLEL_ATTENTION:
         raise UserError(
             f"rollout.layout={layout}: SGLang has no data-parallel attention for {config.architecture}. Leave out adp."
@@ -51,7 +51,7 @@ def _check_gpt_oss(config: HFConfig, layout: EngineLayout) -> None:
 
 
 def pipeline_ends(config: HFConfig, tied: bool, first: bool, last: bool) -> PipelineEnds:
-    """Returns what a pipeline stage has besides its layers."""
+    """Returns what a pipeline stage has besides its layers; on the first one, a tied output layer is no parameter."""
     has_output = last or config.architecture in OUTPUT_ON_EVERY_STAGE
     has_embedding = first or config.architecture in EMBEDDING_ON_EVERY_STAGE
     return PipelineEnds(embedding=has_embedding, final_norm=last, output=has_output and not (tied and first))

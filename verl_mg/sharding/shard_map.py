@@ -37,7 +37,7 @@ from verl_mg.sharding.param_spec import Axis, ParamBlock, ParamSpec
 
 Ranks = tuple[int, ...]
 KEPT_TENSORS = 2**14
-"""Tensors whose replicas a shard map keeps: plans look those of a rank's tensors up several times."""
+"""Tensors whose replicas a shard map keeps, because plans look them up several times; the bound limits its memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class BoxReplicas:
     """Positions in the ranks' parameters; a single one where they are the same on all ranks."""
 
     def location_on(self, rank: int) -> BoxLocation:
-        """Returns the location on one of the ranks."""
+        """Returns the location on one of the ranks, the first of several."""
         if len(self.locations) == 1:
             return self.locations[0]
         return next(location for location in self.locations if rank in location.ranks)
@@ -103,7 +103,7 @@ class ParallelIndex:
     stage: int
     """Pipeline stage."""
     expert_group: int
-    """Index on the expert-parallel axis: the group of experts that the rank has."""
+    """Index on the expert-parallel axis."""
     axis_index: Mapping[Axis, int]
     """Index on each axis that shards parameters."""
 
@@ -122,8 +122,8 @@ class DerivedShardMap:
         """Indexes the table; shards are built when they are requested.
 
         Args:
-            tensor_index: the Hugging Face tensors of the model.
-            stages: the parameter blocks of each pipeline stage.
+            tensor_index: Hugging Face tensors of the model.
+            stages: parameter blocks of each pipeline stage.
             axis_sizes: ranks on each axis.
             local_experts: experts of a rank, in each layer.
             indices: position of each global rank.
@@ -132,17 +132,20 @@ class DerivedShardMap:
         self._local_experts = local_experts
         self.ranks = tuple(sorted(indices))
         self.tensors: Mapping[str, TensorInfo] = tensor_index.tensors
+        # All layers and experts share the shards of a table row: only the names of their tensors differ.
         self._templates: dict[tuple[ParamSpec, int], Shard] = {}
         self._specs: dict[tuple[str, int | None], list[tuple[int, str, ParamSpec]]] = defaultdict(list)
         for stage, blocks in enumerate(stages):
             for block in blocks:
                 for param in block.params:
+                    # By the name with placeholders and the layer: experts of a layer share an entry.
                     for tensor in param.tensors:
                         self._specs[tensor.name, block.layer].append((stage, block.prefix, param))
         self._stages_of = {key: tuple(stage for stage, *_ in specs) for key, specs in self._specs.items()}
         members: dict[tuple[int, Axis, int, int], list[int]] = defaultdict(list)
         for rank, index in sorted(indices.items()):
             for axis in axis_sizes:
+                # Dense parameters are the same in every expert group: their ranks are all of the stage.
                 group = index.expert_group if axis == "expert" else 0
                 members[index.stage, axis, index.axis_index[axis], group].append(rank)
         self._members = {key: tuple(ranks) for key, ranks in members.items()}
@@ -172,7 +175,7 @@ class DerivedShardMap:
         return result
 
     def replicas(self, tensor: str) -> tuple[BoxReplicas, ...]:
-        """Collects the boxes of the tensor over all parameters that contain it, or returns those of the last time."""
+        """Collects the boxes of the tensor over all parameters that contain it, and keeps them."""
         if tensor not in self._replicas:
             if len(self._replicas) == KEPT_TENSORS:
                 self._replicas.clear()
@@ -180,7 +183,10 @@ class DerivedShardMap:
         return self._replicas[tensor]
 
     def sharding_key(self, tensor: str) -> Hashable:
-        """Returns the name without layer and expert numbers, the stages, and the group of the expert."""
+        """Returns the name without layer and expert numbers, the stages, and the group of the expert.
+
+        A plan is checked and counted once for each key: for the layers of a stage together.
+        """
         entry = self._tensor_index.entries[tensor]
         stages = self._stages_of.get((entry.tensor.name, entry.layer))
         return entry.tensor.name, stages, entry.expert // self._local_experts if entry.expert is not None else 0
@@ -215,6 +221,7 @@ class DerivedShardMap:
             tuple(sorted({r for location in locations for r in location.ranks})) if len(locations) > 1 else first.ranks
         )
         ranks = self._interned.setdefault(ranks, ranks)  # equal sets are one object: plans look them up by identity
+        # One location for all ranks where it is the same: plans then handle the ranks as one set.
         position = (first.parameter, first.parameter_box)
         if all((location.parameter, location.parameter_box) == position for location in locations):
             return BoxReplicas(box, ranks, (BoxLocation(ranks, *position),))
@@ -235,17 +242,17 @@ class ExplicitShardMap:
         """Stores the shards after checking them.
 
         Args:
-            shards: {global rank: {parameter: shard}}.
-            tensors: the tensors of the model.
+            shards: {global rank: {parameter: shard}}; replicas may share one object, which is checked once.
+            tensors: Hugging Face tensors of the model.
 
         Raises:
-            UserError: for a shard whose elements are not each written once.
+            UserError: an element of a shard is written twice or never.
         """
         self._shards, self.tensors = shards, tensors
         self.ranks = tuple(sorted(shards))
         checked: set[int] = set()
         for rank_shards in shards.values():
-            if id(rank_shards) in checked:  # replicas of a rank share one object
+            if id(rank_shards) in checked:
                 continue
             checked.add(id(rank_shards))
             for parameter, shard in rank_shards.items():
@@ -256,11 +263,11 @@ class ExplicitShardMap:
         return self._shards.get(rank, {})
 
     def replicas(self, tensor: str) -> Sequence[BoxReplicas]:
-        """Looks the tensor up in an index of all shards."""
+        """Returns the boxes of the tensor from an index of all shards, which the first call builds."""
         return self._index.get(tensor, ())
 
     def sharding_key(self, tensor: str) -> Hashable:
-        """Returns the tensor's name: nothing is known about equal tensors."""
+        """Returns the tensor's name: two tensors are never known to have the same boxes."""
         return tensor
 
     @cached_property
@@ -283,7 +290,7 @@ class ExplicitShardMap:
 
 
 def _with_names(template: Shard, layer: int | None, expert: int | None = None) -> Shard:
-    """Fills layer and expert into the tensors' names."""
+    """Returns the template with the numbers of layer and expert in its tensors' names."""
     pieces = tuple(Piece(p.tensor.format(layer=layer, expert=expert), p.source, p.target) for p in template.pieces)
     return Shard(template.shape, pieces, template.padding)
 

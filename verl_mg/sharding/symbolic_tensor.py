@@ -2,8 +2,12 @@
 
 A weight loader that runs on such tensors takes no memory, whatever the size of the model. Its slices, views,
 concatenations and stacks are followed part by part; a part is a view of an empty tensor on the device "meta" that has
-the shape of the checkpoint's tensor, so its offset and strides are the places of its elements. Other
-operations are refused.
+the shape of the checkpoint's tensor, so its offset and strides are the places of its elements. Other operations are
+refused.
+
+    torch.cat([gate, up]) of gate (2, 4), up (2, 4)    a symbolic tensor (4, 4) of two parts:
+        Part(start=(0, 0), "gate", elements: offset 0, strides (4, 1))
+        Part(start=(2, 0), "up", elements: offset 0, strides (4, 1))
 """
 
 from __future__ import annotations
@@ -45,7 +49,7 @@ class Part:
     """View of a meta tensor of shape `whole`, with the shape of the box."""
 
     def moved(self, dim: int, distance: int) -> Part:
-        """Returns the part further along a dimension."""
+        """Returns the part `distance` elements further along a dimension, which is not negative."""
         start = (*self.start[:dim], self.start[dim] + distance, *self.start[dim + 1 :])
         return Part(start, self.tensor, self.whole, self.elements)
 
@@ -58,6 +62,7 @@ class SymbolicTensor(Tensor):
     @staticmethod
     def __new__(cls, shape: Sequence[int], parts: Sequence[Part]) -> SymbolicTensor:
         """Returns a float32 tensor on the CPU, as far as its properties show."""
+        # A wrapper subclass has no storage, and is a Tensor wherever a loader requires one.
         made: SymbolicTensor = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=torch.float32)
         made.parts = tuple(parts)
         return made
@@ -87,6 +92,7 @@ class SymbolicTensor(Tensor):
             return _cat([_unsqueezed(tensor, dim) for tensor in args[0]], dim)
         if func in _RESHAPES:
             return _reshape(args[0], args[1])
+        # Views are followed by torch itself, on the meta tensor of the part.
         if not func.is_view or len(args[0].parts) != 1:
             raise NotAMoveError(f"the operation {func} of {args[0]!r} cannot be followed")
         (part,) = args[0].parts
@@ -99,7 +105,7 @@ def _of_view(part: Part, view: Tensor) -> SymbolicTensor:
 
 
 def _unsqueezed(tensor: SymbolicTensor, dim: int) -> SymbolicTensor:
-    """Returns the tensor with a further dimension of length 1, of which `dim` is the index."""
+    """Returns the tensor with a further dimension of length 1 at the index `dim`."""
     parts = [
         Part((*p.start[:dim], 0, *p.start[dim:]), p.tensor, p.whole, p.elements.unsqueeze(dim)) for p in tensor.parts
     ]
@@ -137,6 +143,7 @@ def _reshaped(elements: Tensor, shape: tuple[int, ...]) -> Iterator[tuple[Index,
         yield (0,) * len(shape), view
         return
     size = elements[0].numel()
+    # Strides that no single view has, such as of a slice of columns that is flattened: row by row.
     for number, inner in enumerate(elements):
         box, *more = contiguous_boxes(shape, number * size, (number + 1) * size)
         if more:
@@ -146,7 +153,7 @@ def _reshaped(elements: Tensor, shape: tuple[int, ...]) -> Iterator[tuple[Index,
 
 
 def shard_of(parameter: str, tensor: SymbolicTensor) -> Shard:
-    """Returns which boxes of which tensors a parameter consists of."""
+    """Returns which boxes of which tensors a parameter consists of; UserError where it does not consist of boxes."""
     pieces: list[Piece] = []
     for part in tensor.parts:
         pieces += _pieces(parameter, part)
@@ -162,6 +169,7 @@ def transposed_stack(tensor: SymbolicTensor) -> str | None:
     part, whole = tensor.parts[0], torch.empty(tensor.parts[0].whole, device="meta")
     if len(tensor.parts) > 1 or whole.dim() != 3 or part.elements.shape != whole.mT.shape:
         return None
+    # Equal strides: matrices of a single element, which are their own transposition.
     return part.tensor if part.elements.stride() == whole.mT.stride() != whole.stride() else None
 
 
@@ -176,6 +184,7 @@ def _pieces(parameter: str, part: Part) -> Iterator[Piece]:
         if length == 1:
             dims.append(None)
             continue
+        # The dimension with the largest stride that divides the view's, which a slice with a step multiplies.
         dim = next((d for d, step in enumerate(strides) if stride and part.whole[d] > 1 and stride % step == 0), None)
         if dim is None or steps[dim] or origin[dim] + stride // strides[dim] * (length - 1) >= part.whole[dim]:
             raise _not_boxes(parameter, part)

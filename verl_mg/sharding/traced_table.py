@@ -28,7 +28,7 @@ from verl_mg.sharding.boxes import Piece, Shard, check_shard
 from verl_mg.sharding.shard_map import ExplicitShardMap
 
 EngineName = Literal["sglang", "vllm"]
-"""Rollout engines with processes of their own, by their names in `rollout.engine`."""
+"""Rollout engines that run as separate processes, by their names in `rollout.engine`."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,14 @@ class TracedTable:
     def shard_map(self, placement: EnginePlacement, tensors: Mapping[str, TensorInfo]) -> ExplicitShardMap:
         """Returns the shards of engines on the ranks of a job."""
         self.check_layout(placement.layout)
+        # Ranks of several engines get one object, which is checked and indexed as replicas.
         members = {rank: placement.coordinates(rank) for rank in placement.ranks}
         shards = {rank: self.ranks[at.pp * self.layout.tp + at.tp] for rank, at in members.items()}
         return ExplicitShardMap(shards, tensors)
 
     def without(self, prefixes: tuple[str, ...]) -> TracedTable:
         """Returns the table without the parameters that consist of tensors with one of these prefixes."""
+        # A shard of padding only has no tensor, and stays.
         ranks = tuple(
             {
                 name: shard
@@ -66,7 +68,7 @@ class TracedTable:
         return replace(self, ranks=ranks)
 
     def check_layout(self, layout: EngineLayout) -> None:
-        """Checks that the table was traced for a layout; raises UserError otherwise."""
+        """Raises a UserError where the table was traced for another layout."""
         if layout != self.layout:
             raise UserError(
                 f"rollout.layout={layout}: rollout.sharding_table was traced for {self.layout}. "
@@ -74,7 +76,7 @@ class TracedTable:
             )
 
     def check_engine(self, path: Path, engine: EngineName) -> None:
-        """Checks that the table was traced from an engine."""
+        """Raises a UserError where the table was traced from another engine."""
         if engine != self.engine:
             raise UserError(
                 f"{path}: it was traced from {self.engine}, but rollout.engine={engine}. Run verl-mg trace with "
@@ -82,7 +84,7 @@ class TracedTable:
             )
 
     def check_model(self, path: Path, tensors: Mapping[str, TensorInfo]) -> None:
-        """Checks that the table covers exactly the tensors of a model."""
+        """Raises a UserError with the first tensor of a model that is missing, unknown, or of another shape."""
         shapes = self._shapes()
         hint = "Run verl-mg trace for this model."
         for name, info in tensors.items():
@@ -96,7 +98,7 @@ class TracedTable:
             raise UserError(f"{path}: the model has no tensor {unknown[0]!r}. {hint}")
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the tensors: each extends to the end of its last box."""
+        """Returns the shapes of the tensors, which the file does not have: each extends to the end of its last box."""
         shapes: dict[str, tuple[int, ...]] = {}
         for shards in self.ranks:
             for shard in shards.values():
@@ -111,6 +113,7 @@ class TracedTable:
 Content = TypeVar("Content", bound=BaseModel)
 
 
+# An unknown key, or a number that is a text, means a damaged file or another format: neither is converted.
 class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -149,7 +152,7 @@ class _File(_Strict):
 
 
 def write_traced_table(path: str | Path, table: TracedTable) -> None:
-    """Writes a table atomically."""
+    """Writes a table atomically; missing folders are created."""
     layout = table.layout
     file = _File(
         format=2,
@@ -163,12 +166,12 @@ def write_traced_table(path: str | Path, table: TracedTable) -> None:
 
 
 def read_traced_table(path: str | Path) -> TracedTable:
-    """Reads a file of `write_traced_table`."""
+    """Reads a file of `write_traced_table`; raises UserError with the file and the key that is wrong."""
     return parse_traced_table(_content(Path(path)), path)
 
 
 def parse_traced_table(content: bytes, path: str | Path) -> TracedTable:
-    """Returns the table in a file of `write_traced_table`."""
+    """Returns the table in the content of a file of `write_traced_table`; `path` is for errors."""
     path = Path(path)
     file = _parse(path, content, _File)
     try:
@@ -182,7 +185,7 @@ def parse_traced_table(content: bytes, path: str | Path) -> TracedTable:
 
 
 def write_rank_shards(path: str | Path, shards: Mapping[str, Shard]) -> None:
-    """Writes the shards of one rank atomically."""
+    """Writes the shards of one rank atomically, in the engine's process of this rank."""
     _write(Path(path), _Rank(parameters=_parameters(shards)))
 
 
@@ -215,6 +218,7 @@ def _shards(path: Path, key: str, parameters: Mapping[str, _Parameter]) -> dict[
 def _write(path: Path, content: BaseModel) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        # In the same folder, for a rename is atomic only within a file system.
         with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
             file.write(content.model_dump_json())
         os.replace(file.name, path)

@@ -25,6 +25,7 @@ def output_params(model: ModelSpec) -> tuple[ParamSpec, ...]:
 
 def layer_params(layer: LayerSpec, config: HFConfig) -> tuple[ParamSpec, ...]:
     """Returns the parameters of one transformer layer."""
+    # `transformers` 5 renames other prefixes of experts, such as `block_sparse_moe.`, to `mlp.` while it loads.
     checkpoint_prefix, *_ = EXPERT_NAMES.get(config.architecture, (LAYER + "mlp.",))
     layer_prefix = config.prefix + "layers.{layer}."
 

@@ -9,6 +9,7 @@ from verl_mg.sharding.engine_table import VOCABULARY, EngineRules, PipelineEnds
 
 SWIGLU = ClampedSwiGLU(alpha=1.702, limit=7.0)
 """Activation of gpt-oss's experts in vLLM, which does not read it from config.json."""
+# A parameter that a stage builds without using it belongs to the table: an update that leaves one out is an error.
 ENDS_ON_EVERY_STAGE = frozenset({"gemma2", "gpt_oss", "mixtral", "qwen3_moe"})
 """Architectures whose model class builds embedding, final norm and output layer on every pipeline stage."""
 EXPERTS_ON_EVERY_STAGE = frozenset({"glm4_moe", "glm4_moe_lite"})
@@ -19,8 +20,9 @@ EMBEDDING_ON_EVERY_STAGE = frozenset({"qwen3_5_text", "qwen3_5_moe_text"})
 """Architectures whose model class builds the embedding on every pipeline stage."""
 
 
+# What vLLM would refuse or compute wrongly, checked before anything starts.
 def check_supported(config: HFConfig, layout: EngineLayout) -> None:
-    """Checks that vLLM's model class supports a layout."""
+    """Raises a UserError where vLLM's model class of the architecture does not support a layout."""
     if layout.adp > 1:
         raise UserError(
             f"rollout.layout={layout}: vLLM has no data-parallel attention inside an engine. Leave out adp."
@@ -78,7 +80,7 @@ def _check_gpt_oss(config: HFConfig, layout: EngineLayout) -> None:
 
 
 def pipeline_ends(config: HFConfig, tied: bool, first: bool, last: bool) -> PipelineEnds:
-    """Returns what a pipeline stage has besides its layers."""
+    """Returns what a pipeline stage has besides its layers; the last stage too has a tied embedding."""
     kind = config.architecture
     output_everywhere = kind in ENDS_ON_EVERY_STAGE | ALL_BUT_NORM_ON_EVERY_STAGE
     return PipelineEnds(

@@ -24,7 +24,7 @@ from verl_mg.sharding.shard_map import DerivedShardMap, ParallelIndex
 from verl_mg.sharding.traced_table import EngineName, TracedTable
 
 ENGINE_RULES: Mapping[EngineName, EngineRules] = {"sglang": sglang.RULES, "vllm": vllm.RULES}
-"""Differences of each engine from the common table."""
+"""Rules of each engine by its name."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class WeightTable(ModelTable):
         """Returns this table with the engine's part from a traced table, without the tensors that are not trained.
 
         Args:
-            traced: the traced table.
+            traced: table of `verl-mg trace`.
             path: its file, for errors.
 
         Raises:
@@ -58,6 +58,7 @@ class WeightTable(ModelTable):
         model = model_spec(self.config)
         if self.head == "language":
             return model
+        # A value model predicts no tokens, so it has no layer of multi-token prediction either.
         return replace(model, output=TensorSpec(SCORE, (1, self.config.hidden)), multi_token=None)
 
     @cached_property
@@ -73,7 +74,7 @@ class WeightTable(ModelTable):
 
     @cached_property
     def multi_token_tensors(self) -> frozenset[str]:
-        """Names of the tensors of the layer of multi-token prediction, those that it shares with the model left out."""
+        """Names of the tensors of the layer of multi-token prediction, except for tensors that the model has too."""
         return frozenset(name for name, entry in self.tensor_index.entries.items() if entry.multi_token)
 
     @cached_property
@@ -96,7 +97,7 @@ class WeightTable(ModelTable):
         """Returns the names of the weights of linear layers, which adapters can adapt; routers are not among them.
 
         Args:
-            of_experts: return those of routed experts instead of the others.
+            of_experts: return the weights of routed experts instead of the others.
         """
         select = expert_tensors_of if of_experts else linear_tensors_of
         return tuple(
@@ -113,10 +114,13 @@ class WeightTable(ModelTable):
 
         Args:
             layout: Megatron layout.
-            rank: 0 <= rank < layout.ranks; IndexError beyond.
+            rank: 0 <= rank < layout.ranks.
             kernels: kernels of the layers, whose parameter names are used.
+
+        Raises:
+            IndexError: the layout has no such rank.
         """
-        layout.coordinates(rank)  # IndexError beyond the layout
+        layout.coordinates(rank)  # a shard map has no shards for ranks that it does not know, and no error
         return self.shard_map_megatron(Placement(layout, tuple(range(layout.ranks))), kernels).shards(rank)
 
     def shard_map_megatron(self, placement: Placement, kernels: Kernels = "torch") -> DerivedShardMap:
@@ -131,6 +135,7 @@ class WeightTable(ModelTable):
         """
         layout, config = placement.layout, self.config
         self.check_layout(layout, kernels)
+        # Equal layers get the same ParamSpec objects, by whose identity a shard map shares templates.
         layer_params = cache(lambda layer: megatron.layer_params(layer, config, kernels))
         embedding, output = megatron.embedding_param(self.model), self._output_params()
         stages = []
@@ -141,11 +146,13 @@ class WeightTable(ModelTable):
                 first = stage == 0 and chunk == 0
                 if first:
                     blocks.append(ParamBlock(prefix, (embedding,)))
+                # Megatron numbers the layers of a chunk, engines and checkpoints the layers of the model.
                 for local, layer in enumerate(layout.layers(config.layers, stage, chunk)):
                     params = layer_params(self.model.layers[layer])
                     blocks.append(ParamBlock(f"{prefix}decoder.layers.{local}.", params, layer))
                 if stage == layout.pp - 1 and chunk == layout.vpp - 1:
-                    # A tied output layer is a parameter only where the embedding is on another stage.
+                    # A tied output layer is a parameter only where the embedding is on another stage: Megatron then has
+                    # a copy of it there, whose gradient it sums with the embedding's.
                     blocks.append(ParamBlock(prefix, output[:1] if self.tied and first else output))
                     if self.model.multi_token:
                         params, of_layer = (
@@ -166,7 +173,7 @@ class WeightTable(ModelTable):
 
     @property
     def has_engine_rules(self) -> bool:
-        """True: every architecture with a weight table is in the table of the engines."""
+        """True: the table of the engines has every architecture with a weight table."""
         return True
 
     def _check_rules(self, layout: EngineLayout) -> None:
@@ -200,6 +207,7 @@ class WeightTable(ModelTable):
                 params, inner = layer_params(self.model.all_layers[-1]), engine_table.draft_layer(config)
                 blocks.append(ParamBlock(engine_table.DRAFT + inner, params, config.layers))
             stages.append(blocks)
+        # With data-parallel attention each attention group embeds other tokens, so the embedding is sharded in a group.
         sizes: dict[Axis, int] = {
             "replicated": 1,
             "tensor": layout.tp,
@@ -224,6 +232,7 @@ class WeightTable(ModelTable):
     def transposed_parameters(self) -> frozenset[str]:
         """Names of stacks of experts' matrices, which the module has as (experts, in, out), as the files do."""
         places = self.tensor_index.stacked.values()
+        # A stack of biases has two dimensions, which a transposition would exchange with the experts.
         return frozenset(place.name for place in places if place.transposed and len(place.shape) == 3)
 
     def shard_map_replicated(self, ranks: Sequence[int]) -> DerivedShardMap:
@@ -249,7 +258,7 @@ class WeightTable(ModelTable):
             kernels: kernels of the layers.
 
         Raises:
-            UserError: with the dimension that is not divisible.
+            UserError: a dimension is not divisible; names it.
         """
         layout.check(self.model_dims)
         if self.config.latent and kernels == "torch":  # Transformer Engine replicates the down projections
