@@ -1,4 +1,9 @@
-"""HTTP clients for JSON services: `JsonService` for rewards, with retries; `JsonSession` for an inference server."""
+"""HTTP clients for JSON services: `JsonService` for rewards, with retries; `JsonSession` for an inference server.
+
+JsonService   event loop of the caller, which may be another one for each call
+JsonSession   any thread ── start(coroutine) ──▶ event loop in the thread "http-URL" ──▶ a connection per request
+                         ◀──────── Future ──────
+"""
 
 from __future__ import annotations
 
@@ -45,8 +50,9 @@ class _TransientError(Exception):
 class JsonService:
     """Client that posts JSON to one URL and retries failures that may be transient.
 
-    These are: no connection, no response within `timeout`, a status of 500 or above, and status 429. `Retry-After` is
-    respected.
+    These are: no connection, no response within `timeout` (seconds, of one attempt), a status of 500 or above, and
+    status 429. `Retry-After` is respected. A header whose value begins with "$" names an environment variable, so that
+    no file has a secret. `requests_per_second` limits this process; 0: no limit.
     """
 
     def __init__(
@@ -73,7 +79,10 @@ class JsonService:
         self._tls = ssl.create_default_context()
 
     async def post(self, body: Mapping[str, Any], problem_of: Callable[[Any], str | None] = lambda _: None) -> Any:
-        """Posts a body and returns the parsed JSON response."""
+        """Posts a body and returns the parsed JSON response; UserError after the last retry, or where none may help.
+
+        `problem_of` returns what is wrong with a response that should be requested again; None for a good one.
+        """
         content = json.dumps(body, allow_nan=False).encode()
         # A client belongs to one event loop, and the next call may come from another.
         async with httpx.AsyncClient(
@@ -97,6 +106,7 @@ class JsonService:
         if self._limiter:
             await self._limiter.wait()
         try:
+            # httpx limits each part of a request; a response that trickles in would never exceed its limit.
             response = await asyncio.wait_for(client.post(self.url, content=content), self._timeout)
         except (httpx.RequestError, TimeoutError) as error:
             raise _TransientError(str(error) or f"no response within {self._timeout:g} s") from None
@@ -137,7 +147,7 @@ class JsonService:
 
 
 class RateLimiter:
-    """Token bucket: `rate` tokens per second on average, and at most one second's worth at once.
+    """Token bucket: `rate` tokens per second on average, and at most the tokens of one second together.
 
     Written here since aiolimiter's limiter belongs to one event loop, and calls of a service come from several.
     """
@@ -147,7 +157,8 @@ class RateLimiter:
         self._tokens, self._filled = self._capacity, time.monotonic()
 
     async def wait(self) -> None:
-        """Takes a token; callers that come while there is none wait for the next ones in order."""
+        """Waits for a token; callers that come while there is none get the next ones in order."""
+        # A negative number is the queue: at 2 tokens per second the caller that makes it -3 sleeps for 1.5 s.
         now = time.monotonic()
         self._tokens = min(self._capacity, self._tokens + (now - self._filled) * self._rate) - 1
         self._filled = now
@@ -191,11 +202,11 @@ class JsonSession:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     async def get(self, path: str, timeout: float) -> Any:
-        """Returns the JSON at a path."""
+        """Returns the JSON at a path; `UnreachableError` or `RefusedError` where there is none."""
         return await self._request("GET", path, None, timeout)
 
     async def post(self, path: str, body: dict[str, Any], timeout: float | None) -> Any:
-        """Posts a body and returns the JSON of the response."""
+        """Posts a body and returns the JSON of the response; the same errors. Without `timeout` it waits for ever."""
         return await self._request("POST", path, body, timeout)
 
     def close(self) -> None:
@@ -229,7 +240,7 @@ class JsonSession:
 
 
 def _pause(state: RetryCallState) -> float:
-    """Exponential pauses, and at least the one that the service requests."""
+    """Returns the seconds before the next try: exponential, and at least what the service requests."""
     pause = wait_exponential(multiplier=FIRST_PAUSE, max=LONGEST_PAUSE)(state)
     error = state.outcome.exception() if state.outcome else None
     return max(pause, error.retry_after if isinstance(error, _TransientError) else 0.0)
@@ -253,7 +264,7 @@ def _keep_alive() -> list[tuple[int, int, int]]:
 
 
 def _error_message(content: Any) -> str:
-    """Extracts the message from an error of SGLang or FastAPI."""
+    """Returns the message of an error of SGLang or FastAPI."""
     if not isinstance(content, dict):
         return str(content)
     inner = content.get("error", content.get("message", content.get("detail", content)))

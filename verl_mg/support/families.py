@@ -30,7 +30,7 @@ COLUMNS = {
     "images": "images",
     MULTI_TOKEN: "MTP",
 }
-"""Topics with a column of their own, and the names of these; sizes of a backend or an engine are in its column."""
+"""Topics that have a column, and its name; sizes of a backend or an engine are in its column."""
 WITH_REASONS = ("backend", "engine", "megatron", "fsdp", "sglang", "vllm")
 """First words of the topics whose reasons are listed."""
 INTRODUCTION = """\
