@@ -30,6 +30,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 """Seconds before the first retry, doubled for each further one; upper limit of the pause."""
 LONGEST_RETRY_AFTER = 600.0
 """Seconds; a service whose `Retry-After` is longer counts as unavailable."""
+# Statuses with `Retry-After`: RFC 6585, section 4, and RFC 9110, section 15.6.4.
 TOO_MANY_REQUESTS, UNAVAILABLE = 429, 503
 
 CONNECT_SECONDS = 10.0
@@ -217,6 +218,7 @@ class JsonSession:
         self._loop.close()
 
     async def _cancel(self) -> None:
+        # The client can be closed when no request uses it.
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()
@@ -224,6 +226,7 @@ class JsonSession:
         await self._client.aclose()
 
     async def _request(self, method: str, path: str, body: dict[str, Any] | None, timeout: float | None) -> Any:
+        # Generation may take an hour; a server that is there accepts a connection in seconds.
         limits = httpx.Timeout(timeout, connect=CONNECT_SECONDS)
         try:
             headers = self._headers_of(path)

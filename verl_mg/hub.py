@@ -180,7 +180,7 @@ def _errors_named(name: HubName, kind: Kind, key: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except errors.GatedRepoError:
+    except errors.GatedRepoError:  # a RepositoryNotFoundError too
         raise UserError(
             f"{at}: access to this {what} is restricted. Accept its terms on its page of {site} and set HF_TOKEN."
         ) from None
@@ -211,6 +211,7 @@ def _errors_named(name: HubName, kind: Kind, key: str) -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
+    # The clients wrap the error of the connection, which says what is wrong.
     cause: BaseException = error
     while cause.__cause__:
         cause = cause.__cause__

@@ -69,7 +69,7 @@ def encoded(value: object) -> Image | None:
 
     if isinstance(value, PIL.Image.Image):
         file = BytesIO()
-        value.save(file, "PNG")
+        value.save(file, "PNG")  # without loss
         return Image(file.getvalue())
     return value if isinstance(value, Image) else None
 

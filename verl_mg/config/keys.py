@@ -144,6 +144,7 @@ def _lookup(tree: Any, key: str) -> Any:
 
 def _remedy(key: str, config: type[BaseModel]) -> str:
     """Returns the nearest key, sought in the section first and then in the whole tree, or all keys of the section."""
+    # In this order: the name below the section, a similar one in it, the name elsewhere, a similar key anywhere.
     known = known_keys(config)
     parent, _, name = key.rpartition(".")
     generic = _generic(parent, known)

@@ -147,7 +147,7 @@ def _attribute_docstrings(kind: type[BaseModel]) -> dict[str, str]:
     return {name: text for base in bases for name, text in _docstrings_of_class(base).items()}
 
 
-@cache
+@cache  # the same classes are sections of every recipe
 def _docstrings_of_class(kind: type[BaseModel]) -> dict[str, str]:
     docstrings: dict[str, str] = {}
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body

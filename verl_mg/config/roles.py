@@ -137,7 +137,7 @@ class LoraConfig(ConfigSection):
 def _parsed(kind: type[Layout] | type[EngineLayout], text: str) -> str:
     try:
         kind.parse(text)
-    except UserError as error:
+    except UserError as error:  # pydantic adds the key only to a ValueError
         raise ValueError(str(error)) from None
     return text
 
@@ -179,7 +179,7 @@ class RoleSection(ConfigSection):
     @field_validator("pipeline_layers")
     @classmethod
     def _one_for_each_chunk(cls, layers: list[int], info: Any) -> list[int]:
-        if "layout" in info.data:
+        if "layout" in info.data:  # an invalid one is not there, and is reported first
             try:
                 Layout.parse(info.data["layout"], layers)
             except UserError as error:

@@ -48,6 +48,7 @@ def machine_problems(machine: dict[str, Any], ranks: int) -> Iterator[str]:
             f"/dev/shm: {free / 2**20:.0f} MiB are free, 1024 are needed. "
             "Start the container with --shm-size=16g or --ipc=host, or mount an emptyDir of medium Memory there."
         )
+    # RLIM_INFINITY is -1.
     if os.path.isdir("/sys/class/infiniband") and resource.getrlimit(resource.RLIMIT_MEMLOCK)[1] >= 0:
         yield (
             "locked memory: RDMA needs it without a limit. "

@@ -30,6 +30,7 @@ def measure_bandwidth() -> dict[str, float]:
     if ranks == 1:
         return {}
     place = device.current_device()
+    # 256 MiB between GPUs, 4 MiB on the CPU.
     sent = torch.ones((256 if place.type == "cuda" else 4) * 2**18, device=place)
     received = torch.empty_like(sent)
 

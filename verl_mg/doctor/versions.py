@@ -63,6 +63,7 @@ def _requirements(package: str) -> list[Requirement]:
 
 
 def _import_problems() -> Iterator[str]:
+    # Metadata do not say for which CUDA a library was built; its import does.
     for module in ("transformer_engine.pytorch", "sglang"):
         try:
             importlib.import_module(module)

@@ -99,7 +99,7 @@ def evaluate(target: Target, config: Config, world: World) -> Report:
         report = report_of(target.text, iteration, config, results)
         if world.rank == 0:
             write_results(output, report, results)
-        dist.barrier()
+        dist.barrier()  # the run has ended for `verl-mg status` when the results are on disk
         status.log(1, {})
         job.close()
     return report

@@ -35,6 +35,7 @@ def evaluation_config(
     if target.run and file:
         raise UserError(f"--config {file}: a run has its configuration. Leave it out, and write what differs as a.b=c.")
     origin = target.run / CONFIG if target.run else file
+    # Without the section `algorithm` no recipe is needed, so the file of any job serves.
     tree = read_tree(origin) if origin else {}
     for section, keys in FOR_TRAINING.items():
         part = _section(tree, section) if section else tree

@@ -152,6 +152,7 @@ class StoredEvaluation:
 
     def scores(self, name: str) -> Scores:
         """Returns the metrics of each prompt of a set."""
+        # Computed again: the report has means, and a paired test needs each prompt.
         of_set = self.report.sets[name]
         results = [PromptResults(line.prompt, line.rewards, line.answers, line.parts) for line in self.lines[name]]
         return prompt_scores(results, of_set.k, of_set.pass_threshold)

@@ -170,12 +170,14 @@ class StateCollector:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self._buffers = tensors
+        # A tensor too, so that a rank has one file with one sum.
         text = _rank_state(batches, local).model_dump_json().encode()
         return CheckpointState(state, tensors | {RANK_STATE: torch.frombuffer(bytearray(text), dtype=torch.uint8)})
 
     def _to_host(self, key: str, values: Tensor) -> Tensor:
         buffer = self._buffers.get(key)
         if buffer is None or buffer.shape != values.shape or buffer.dtype != values.dtype:
+            # Copies from a device are asynchronous only into pinned memory.
             buffer = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
         return buffer.copy_(values, non_blocking=True)
 
@@ -189,6 +191,7 @@ def restore(job: Job, folder: Path, recipe: str) -> int:
     text = _read(folder / JOB) if dist.get_rank() == 0 else b""
     state = _parse(folder / JOB, broadcast_bytes(text), JobState)
     if state.recipe != recipe:
+        # Another recipe has other roles and another meaning of `job.state`.
         raise UserError(f"{folder}: written by the recipe {state.recipe}, not {recipe}. Choose another job.output.")
     if other := job.trained.keys() ^ state.trained.keys():
         raise UserError(f"{folder}: {min(other)} is trained in only one of the two runs. Choose another job.output.")

@@ -101,6 +101,7 @@ def one_iteration(recipe: Recipe, job: Job, iteration: int) -> dict[str, float]:
 
 
 def _evaluation(job: Job, iteration: int) -> dict[str, float]:
+    # Recipes without a rollout, such as SFT, have no engine that could answer the prompts.
     every, last = job.config.evaluation.every, job.config.job.iterations
     if not (every and (iteration % every == 0 or iteration == last) and "rollout" in job.requested):
         return {}

@@ -58,6 +58,7 @@ class Replay:
         output = config.job.output
         if run.resolve() == output.resolve() or (output / CHECKPOINTS).exists():
             raise UserError(f"job.output={output}: it contains a run. Choose another folder for the replay.")
+        # Samples of iteration 12 are trained by the weights after iteration 11: checkpoint 12 is too late.
         recording, checkpoint = SampleReader(run), newest_intact(run / CHECKPOINTS, before=last)
         first = int(checkpoint.name) + 1 if checkpoint else 1
         model = broadcast_json(fingerprint(config.model.path) if dist.get_rank() == 0 else None)

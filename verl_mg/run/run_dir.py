@@ -46,6 +46,7 @@ def _check(output: Path, config: Config, checkpoint: Path | None) -> None:
     last = _last_step(output / METRICS) if checkpoint is None else 0
     if last is None:
         return
+    # Compared as YAML has them: paths and tuples of the configuration are texts and lists there.
     before, now = _earlier(output / CONFIG), _parsed(dump_config(config))
     if checkpoint is None:
         if before != now or last >= config.job.iterations:

@@ -58,5 +58,6 @@ def ask_sizes(topic: str, layout: str, largest: int, check: Callable[[str], obje
 
 def format_sizes(sizes: Sequence[int]) -> str:
     """Returns sizes as text, neighbours as a range: "2 4 8", "2-28"."""
+    # Neighbours have the same difference between size and index.
     runs = [[size for _, size in run] for _, run in groupby(enumerate(sizes), lambda pair: pair[1] - pair[0])]
     return " ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else " ".join(map(str, run)) for run in runs)

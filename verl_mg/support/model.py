@@ -52,6 +52,7 @@ class ModelSupport:
     has_weights: bool = True
     """Whether the weights should be in the directory."""
 
+    # Each is an attempt: a directory that one part of the code refuses may work with another.
     @cached_property
     def _config(self) -> tuple[HFConfig | None, str]:
         return attempt(lambda: with_multi_token_layer(read_config(self.model_dir), self.model_dir))
