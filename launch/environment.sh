@@ -47,7 +47,7 @@ make_venv() {
     fi
 }
 
-# install_packages ARGUMENT...: those of pip install, into $venv if it is set, else into the environment of the project
+# install_packages ARGUMENT...: pip install, into $venv if it is set, else into the environment of the project
 install_packages() {
     local python=${venv:-$repository/.venv}/bin/python uv
     if uv=$(PATH=$PATH:$repository/.venv/bin command -v uv); then

@@ -108,7 +108,7 @@ def test_dump_config_output_reads_back_equal(tmp_path):
         (["actor.optimizer={kind: muon, cpu_offload: true}"], "Write moments_dtype=bfloat16, or kind=adamw"),
         (["actor.optimizer.kind=muon", "actor.lora={}"], "Write optimizer.kind=adamw"),
         (["actor.optimizer.warmup_steps=9", "actor.optimizer.decay_steps=9"], "Must be larger than warmup_steps"),
-        (["rollout.stop=[a, '']"], "rollout.stop: .* is invalid: an empty string would end every response at once"),
+        (["rollout.stop=[a, '']"], "rollout.stop: .* is invalid: an empty string would end every response immediately"),
         (["actor.optimizer.warmup_steps=9", "actor.optimizer.warmup_ratio=0.1"], "Leave one of them out"),
     ],
 )

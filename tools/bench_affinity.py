@@ -5,7 +5,7 @@
 
 Real SGLang servers generate groups of samples in two turns, in the order of the prompts: a sample whose first turn is
 complete continues, after an observation of 16 tokens, before further samples start. `ServerPool` chooses the
-servers by the prompt; its subclass here by load alone: the server with the most free slots. Both get the same requests,
+servers by the prompt; its subclass here only by load: the server with the most free slots. Both get the same requests,
 in turn, on the same servers; before each run these load their weights again, which empties their prefix caches. With
 fewer slots (`--running`, of each server) than requests a prompt's server is at times full, and its requests go to
 another one. `--policy lpm` is SGLang's order by the longest prefix in the cache, in place of the order of arrival.
@@ -146,7 +146,7 @@ def _generate(pool: ServerPool, chosen: argparse.Namespace, seed: int) -> None:
 
 
 def _observed(sample: Sample, observation: tuple[int, ...]) -> Sample:
-    """Returns a sample with an observation behind it."""
+    """Returns a sample followed by an observation."""
     count = len(observation)
     return sample.extended_by(Sample(sample.id, observation, (0.0,) * count, (NOT_GENERATED,) * count, "stop"))
 

@@ -3,8 +3,8 @@
     python -m tools.bench_agents [--engine sglang] [--sessions 64] [--turns 3] [--tokens 64] [--hidden 384] [--rounds 5]
 
 Agents, functions in this process, hold a conversation of some turns each by `/v1/chat/completions`; every reply has the
-same number of tokens. The other way hands the engine exactly the contexts that the endpoint has made, those of a turn
-as soon as the turn before is complete. Both take turns on the same engine, whose prefix cache is emptied before each
+same number of tokens. The other way hands the engine exactly the contexts that the endpoint has made, each turn's as
+soon as the turn before is complete. Both take turns on the same engine, whose prefix cache is emptied before each
 run by loading its weights again. Server, agents and engine share the machine's cores, so the cost of clients is counted
 too. Prints the medians over the rounds, after a warm-up round, and their ratio.
 """
@@ -133,7 +133,7 @@ def _agents_around(engine: RolloutEngine, model: Path, chosen: argparse.Namespac
 
 
 async def _chat(session: Session, messages: list[dict[str, Any]], tokens: int) -> str:
-    """Returns the text of a reply, by a connection of its own."""
+    """Returns the text of a reply, by a separate connection."""
     address = urlsplit(session.base_url)
     reader, writer = await asyncio.open_connection(address.hostname, address.port)
     body = json.dumps({"model": session.model, "messages": messages, "max_tokens": tokens}).encode()

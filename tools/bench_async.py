@@ -26,7 +26,7 @@ def main() -> None:
     options = _options()
     ways = {
         "synchronous, engines on both ranks": [],
-        "synchronous, an engine on a rank of its own": NUM_RANKS,
+        "synchronous, an engine on a separate rank": NUM_RANKS,
         "asynchronous": [*NUM_RANKS, "rollout.mode=async", f"rollout.max_staleness={options.staleness}"],
     }
     speeds: dict[str, list[float]] = {name: [] for name in ways}

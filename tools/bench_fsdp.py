@@ -2,8 +2,8 @@
 
     python -m tools.bench_fsdp [--rounds 3] [--iterations 2] [--prompts 16] [--tokens 256] [--hidden 256] [--ranks 2]
 
-Model, prompts, settings and what is counted are those of tools/bench_end_to_end.py: an iteration is rollout, update and
-weight sync. TRL shards nothing on the CPU, it averages gradients (DDP). Medians over the rounds.
+Model, prompts, settings and what is counted are the same as in tools/bench_end_to_end.py: an iteration is rollout,
+update and weight sync. TRL shards nothing on the CPU, it averages gradients (DDP). Medians over the rounds.
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@
     python -m tools.bench_gpu [--output runs/bench_gpu.md] [--measured h200.json] [--repeats 5] [--part NAME] [--tiny]
 
 The model has the shape of Qwen3-1.7B and random bf16 weights, so nothing is downloaded; `--model` names another
-config.json. Roles, engines and the weight sync are those of a job, on one rank; engines are SGLang's if it is
-installed. Every figure is the median of `--repeats` repeats after a warm-up, and the device is synchronized before the
-clock is read. The report contains the error of a part that fails, and the other parts still run; measurements are
-written after each part. `--part` selects parts. `--measured` writes a file for `verl-mg plan --measured`. `--tiny` runs
-the same program with a model that a CPU computes in seconds.
+config.json. Roles, engines and the weight sync are a job's, on one rank; engines are SGLang's if it is installed. Every
+figure is the median of `--repeats` repeats after a warm-up, and the device is synchronized before the clock is read.
+The report contains the error of a part that fails, and the other parts still run; measurements are written after each
+part. `--part` selects parts. `--measured` writes a file for `verl-mg plan --measured`. `--tiny` runs the same program
+with a model that a CPU computes in seconds.
 """
 
 from __future__ import annotations
@@ -281,7 +281,7 @@ def rollout_part(bench: Bench) -> Iterator[Row]:
         yield "... from other ranks", f"{received:.0f} bytes, at least {least:.0f}"
         seconds = bench.seconds(lambda: rollout.generate(prompts, work.samples), min(bench.repeats, 3))
         written = work.prompts * work.samples * work.new_tokens
-        what = f"{work.prompts * work.samples} samples of {work.new_tokens} tokens behind {work.prompt_tokens}"
+        what = f"{work.prompts * work.samples} samples of {work.new_tokens} tokens after {work.prompt_tokens}"
         yield f"rollout, engine {config.rollout.engine}", f"{written / seconds:.0f} tokens/s ({what}, {seconds:.2f} s)"
     finally:
         rollout.close()

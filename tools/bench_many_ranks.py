@@ -40,7 +40,7 @@ def main() -> None:
     context = get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         wide_repeat_digit.make(Path(folder), hidden=32, layers=4)
-        # In a process of its own: a fork of one with the store's thread could inherit a lock that this thread holds.
+        # In a separate process: a fork of one with the store's thread could inherit a lock that this thread holds.
         ours, theirs = context.Pipe()
         server = context.Process(target=_serve_store, args=(theirs,), daemon=True)
         server.start()
@@ -120,7 +120,7 @@ def _timed(seconds: dict[str, float], phase: str, started: float | None = None) 
 
 @contextmanager
 def _counted(calls: Counter[str]) -> Iterator[None]:
-    """Counts this rank's collectives of torch, those of megatron-core included."""
+    """Counts this rank's collectives of torch, also the calls of megatron-core."""
     originals = {name: getattr(dist, name) for name in COUNTED}
 
     def counting(name: str, original: Callable[..., Any]) -> Callable[..., Any]:

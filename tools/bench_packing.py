@@ -62,7 +62,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=HERE / "model_configs" / "qwen3_235b_a22b.json")
     parser.add_argument("--lengths", type=Path, default=HERE / "lengths" / "random_qwen3_4096.txt")
     parser.add_argument("--longest", type=int, default=16384, help="lengths are scaled until the longest has so many")
-    parser.add_argument("--budget", type=int, help="tokens of a micro-batch (default: those of the longest row)")
+    parser.add_argument("--budget", type=int, help="tokens of a micro-batch (default: as many as the longest row has)")
     parser.add_argument("--parts", type=int, default=16, help="tp * cp")
     return parser.parse_args()
 

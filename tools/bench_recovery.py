@@ -2,7 +2,7 @@
 
     python -m tools.bench_recovery [--rounds 3] [--iteration 3]
 
-PPO with actor, critic and reference on four ranks, and SGLang on a rank of its own. One of the four ranks is ended by
+PPO with actor, critic and reference on four ranks, and SGLang on a fifth one. One of the four ranks is ended by
 SIGKILL in the middle of an iteration, in two ways, in turn: under `--max-restarts`, where the launcher starts the ranks
 again and the engine continues; and without, where the job ends with an error and the same command is started again.
 Prints the seconds until the job has logged one more iteration than before, their medians, and how many times faster

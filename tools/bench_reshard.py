@@ -9,7 +9,7 @@ Face tensor. The methods take turns to fill the same target from it, after one w
     ours      verl_mg.reshard
     gather    every rank materialises every tensor, as verl and slime do (tools/gather_everything.py)
     megatron  megatron.core.resharding with its gloo service, where both sides are Megatron models
-    others    quantized weights and changes alone (tools/encoded_transfers.py), of the dense model to engines; these are
+    others    quantized weights and only changes (tools/encoded_transfers.py), of the dense model to engines; these are
               timed one after another, without turns
 
 The case `servers` (tools/server_transfers.py) sends a model of a tenth of the size to real SGLang servers outside the
@@ -351,7 +351,7 @@ def _race(
 
 
 def _timed(method: Method, repeats: int, prepare: Callable[[], None] = lambda: None) -> Measured:
-    """Measures a method alone, after a run that warms up; `prepare` is called before each run."""
+    """Measures one method, after a run that warms up; `prepare` is called before each run."""
     measured = Measured()
     for turn in range(repeats + 1):
         prepare()

@@ -1,8 +1,8 @@
-"""Compares the seconds of an update with shared prefixes computed once with those of rows computed whole.
+"""Compares the seconds of an update in which shared prefixes are computed once, and in which rows are computed whole.
 
     python -m tools.bench_shared_prefixes [--segments 2 4 8] [--prefix 512] [--suffix 64] [--rounds 5] [--threads 1]
 
-A trajectory has segments that all begin with the same tokens, and each has others behind them. Both sides
+A trajectory has segments that all begin with the same tokens, after which each has different ones. Both sides
 train the same random model on the same rows in float32 on one rank, on the CPU or its GPU; they take turns, and the
 figures are medians over the rounds after a warm-up. Gradient norms of both sides are compared, so that what is timed is
 the same update. Rows are packed as in a job, for the budget of tokens of a micro-batch that is printed.
@@ -74,7 +74,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--model", choices=list(MODELS), default="dense")
     parser.add_argument("--segments", type=int, nargs="+", default=[2, 4, 8, 16], help="segments of a trajectory")
     parser.add_argument("--prefix", type=int, default=512, help="tokens that the segments share")
-    parser.add_argument("--suffix", type=int, default=64, help="tokens of each segment behind them")
+    parser.add_argument("--suffix", type=int, default=64, help="tokens of each segment after them")
     parser.add_argument("--budget", type=int, default=4096, help="tokens of a micro-batch")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)

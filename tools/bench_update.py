@@ -1,9 +1,9 @@
-"""Compares the seconds of an update and of log-probs with those of an earlier commit, in turn, in one run.
+"""Compares the seconds of an update and of log-probs with an earlier commit's, in turn, in one run.
 
     python -m tools.bench_update [--before COMMIT] [--models dense moe moe_large] [--rounds 7] [--threads 1]
 
-Both sides train the same random model on the same rows in float32 on one CPU rank, each in a process of its own; they
-take turns, and the figures are medians over the rounds after a warm-up. The earlier code is read from git. Losses of
+Both sides train the same random model on the same rows in float32 on one CPU rank, each in its own process; they take
+turns, and the figures are medians over the rounds after a warm-up. The earlier code is read from git. Losses of
 both sides are compared, so that what is timed is the same computation.
 """
 

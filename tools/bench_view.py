@@ -5,7 +5,7 @@
 
 The run is synthetic, in the format of a real one (`verl_mg.monitor.sample_schema`): words by Zipf's law, some in few
 samples. It and its index are deleted at the end, unless `--folder` is given. tools/install_browser.sh installs the
-browser. Times are those of the page: from a key or a click until the list or the curves are drawn. Of searches the
+browser. Times are the page's: from a key or a click until the list or the curves are drawn. Of searches the
 first is until rows are listed, the second until all texts have been searched.
 """
 

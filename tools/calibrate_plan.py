@@ -237,7 +237,7 @@ def left_out(rows: Sequence[Row]) -> tuple[dict[str, list[float]], list[float]]:
     """Returns the errors of rows that the fit has not seen.
 
     Returns:
-        Errors of each source's rows with all of them left out, and of each row left out alone.
+        Errors of each source's rows with all of them left out, and of each row with only this row left out.
     """
     sources = dict.fromkeys(row.source for row in rows)
     by_source = {}

@@ -1,4 +1,4 @@
-"""Transfers of quantized weights and of changes alone, which `bench_reshard` measures too."""
+"""Transfers of quantized weights and of changes only, which `bench_reshard` measures too."""
 
 from __future__ import annotations
 

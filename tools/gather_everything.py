@@ -165,7 +165,7 @@ class GatherEverything:
 
 
 def of_each_expert(parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yields parameters with those of experts one by one, under the names of megatron-core's local modules."""
+    """Yields parameters, each expert's separately, under the names of megatron-core's local modules."""
     for name, parameter in parameters:
         stack, stacked, leaf = name.partition(".mlp.experts.")
         if not stacked:

@@ -148,7 +148,7 @@ def one_node_parts(options: argparse.Namespace, files: Mapping[str, Path], gpus:
 
 
 def node_parts(files: Mapping[str, Path], nodes: int) -> list[Part]:
-    """Returns the parts for several nodes; each meets at a port of its own, because the last one's may still be in use.
+    """Returns the parts for several nodes; each meets at another port, because the last one's may still be in use.
 
     Args:
         files: files that the parts write.
@@ -202,7 +202,7 @@ def run(part: Part) -> Ended:
 
 
 def _kill(pid: int) -> None:
-    """Kills a process and all below it: the launcher starts its ranks in sessions of their own."""
+    """Kills a process and all below it: the launcher starts its ranks in separate sessions."""
     import psutil
 
     with suppress(psutil.NoSuchProcess):

@@ -1,9 +1,9 @@
 """A task whose responses have lengths with a heavy tail, and a model that generates them.
 
-The model has layers without effect, so that the next token depends on the last one alone: a Markov chain. Characters
-form classes; those of class k are followed by characters of the same class, or by the end with probability 1 / 2^(k+3).
-The only character of a prompt chooses the class, and prompts of class k are 2^k times rarer than those of class 0: each
-class has the same share of all tokens, as with a power law.
+The model has layers without effect, so that the next token depends only on the last one: a Markov chain. Characters
+form classes; a character of class k is followed by one of the same class, or by the end with probability 1 / 2^(k+3).
+The only character of a prompt chooses the class, and prompts of class k are 2^k times rarer than of class 0: each class
+has the same share of all tokens, as with a power law.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CHARACTERS_OF_A_CLASS = 4
 SHORTEST = 8
 """Mean length of the responses of class 0; of the last class: 2^6 times as long."""
 CONFIDENCE = 12.0
-"""Logit of the characters of the same class; those of others have 0."""
+"""Logit of the characters of the same class; all others have 0."""
 REWARD = "def score(sample): return len(set(sample.response)) / 4\n"
 
 
@@ -94,7 +94,7 @@ def train(
         recipe: name of the recipe.
         folder: the folder of `make`.
         run: folder of the run.
-        overrides: settings besides those of the task.
+        overrides: settings besides the task's.
         iterations: number of iterations.
         warm_up: number of the first of them that are not counted.
 

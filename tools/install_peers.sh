@@ -13,7 +13,7 @@ echo "environment: installing peft, verl, TRL, reasoning-gym and if-verifiable, 
 install_packages --no-deps peft==0.21.2 accelerate==1.15.0
 # What TRL imports and the project does not have; the versions of tools/requirements-sglang-cpu.txt.
 install_packages datasets==5.2.0 pandas==3.1.1
-# In a folder of their own, behind all others on the path: verl brings packages named tests and scripts.
+# In a separate folder, the last one on the path: verl brings packages named tests and scripts.
 # tests/algorithms/verl_peer.py and tools/end_to_end_trl.py look into it.
 install_packages --no-deps --upgrade --target "$repository/.venv/peers" verl==0.9.1 trl==1.16.0
 # One of its requirements is compiled.

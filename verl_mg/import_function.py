@@ -13,7 +13,7 @@ from verl_mg.errors import UserError
 
 
 def load_function(name: str, kind: str) -> Callable[..., Any]:
-    """Imports and returns a function."""
+    """Imports `package.module:function` or `path/to/file.py:function`; `kind`, such as "reward", is for errors."""
     where, colon, function_name = name.rpartition(":")
     if not (colon and where and function_name):
         raise UserError(

@@ -23,7 +23,8 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
 
 
 def keep_before(file: Path, key: str, first: int | None) -> None:
-    """Removes lines from `first` on, and an incomplete last line; replaces the file atomically."""
+    """Removes lines whose `key` is `first` or more, and an incomplete last line; replaces the file atomically."""
+    # A new file: a process that reads the old one has its lines to the end, and sees by the inode that it is replaced.
     shorter = file.with_name(file.name + ".new")
     with file.open(encoding="utf-8") as old, shorter.open("w", encoding="utf-8") as new:
         for line in old:
@@ -34,6 +35,7 @@ def keep_before(file: Path, key: str, first: int | None) -> None:
 
 def parse_line(line: bytes) -> dict[str, Any] | None:
     """Parses a line, with None for numbers that are not finite; returns None for a damaged line."""
+    # Python's reader accepts NaN, but what is read here is sent to browsers, whose JSON has no such number.
     try:
         value = json.loads(line, parse_constant=lambda _: None)
     except ValueError:
@@ -42,7 +44,11 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def read_new_lines(path: Path, file: str, offset: int) -> dict[str, Any]:
-    """Reads the complete lines of a file from an offset on."""
+    """Reads the complete lines of a file from an offset on.
+
+    `file` and `offset` are `file` and `end` of the last result: the file's id and the bytes read so far. A file that
+    was replaced is read from its beginning. The other results: `begin`, `lines`, and whether `more` follow now.
+    """
     try:
         with path.open("rb") as stream:
             status = os.fstat(stream.fileno())
@@ -66,7 +72,7 @@ def _whole_lines(stream: BinaryIO, max_bytes: int) -> bytes:
 
 
 def find_line(path: Path, key: str, number: int) -> dict[str, Any] | None:
-    """Finds the line with a number by binary search, in a file whose lines are sorted by it."""
+    """Finds the line whose `key` is a number by binary search, in a file sorted by it; None where there is none."""
     try:
         with path.open("rb") as stream:
             begin, end = 0, stream.seek(0, os.SEEK_END)

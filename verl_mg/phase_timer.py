@@ -1,8 +1,12 @@
-"""Measures the time of this rank by phase, each second counted once.
+"""Time of this rank by phase, each second counted once.
 
 Phases: `generate`, `wait_generate`, `wait_reward`, `row_dispatch`, `forward`, `update`, `wait_update`, `optimizer`,
 `role_compute`, `wait_role_compute`, `weight_sync`, `wait_weight_sync`, `logging`, `checkpoint`, `evaluation`, and
 `other` for the rest of an iteration. `wait_NAME` is the wait for the phase NAME of other ranks.
+
+    phases    0 s  [update    2 s [optimizer] 3 s     ] 4 s
+    seconds   {"update": 3, "optimizer": 1}
+    spans     ("update", 0, 2), ("optimizer", 2, 3), ("update", 3, 4)
 """
 
 from __future__ import annotations
@@ -29,9 +33,8 @@ MERGE_GAP_SECONDS = 1e-5
 class PhaseTimer:
     """Stopwatch with nested phases: while an inner phase runs, the outer one is paused.
 
-    Args:
-        exact: synchronize the device at each end of a phase and the ranks at each barrier, so that the seconds of a
-            phase contain no work of another phase.
+    With `exact` the device is synchronized at each end of a phase and the ranks at each barrier, so that the seconds of
+    a phase contain no work of another phase.
     """
 
     def __init__(self, exact: bool = False) -> None:
@@ -61,7 +64,7 @@ class PhaseTimer:
         return "".join(self._running[-1:])
 
     def barrier(self, name: str, group: dist.ProcessGroup | None = None) -> None:
-        """Waits, if the timer is exact, until all ranks have completed a phase; counted as `wait_NAME`."""
+        """Waits, if the timer is exact, until the ranks of a group have completed a phase; counted as `wait_NAME`."""
         if self._exact:
             with self(WAIT + name):
                 dist.barrier(group)
@@ -95,6 +98,7 @@ def _with_span(spans: list[Span], new: Span) -> list[Span]:
         spans[-1] = (phase, spans[-1][1], end)
     elif end > begin:
         spans.append(new)
+    # Half of them, so that sorting is rare.
     if len(spans) <= MAX_SPANS:
         return spans
     longest_first = sorted(range(len(spans)), key=lambda i: spans[i][1] - spans[i][2])

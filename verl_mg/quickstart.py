@@ -1,4 +1,8 @@
-"""`verl-mg quickstart`: a tiny model learns to add, by SFT to a rough start and by GRPO from there."""
+"""`verl-mg quickstart`: a tiny model learns to add, by SFT to a rough start and by GRPO from there.
+
+OUTPUT/model ─▶ SFT on sums, stopped early ─▶ OUTPUT/sft/model ─▶ GRPO, reward 0 or 1 ─▶ OUTPUT/grpo
+OUTPUT/data/train.jsonl: {"prompt": "07+35=", "answer": "42"}, ...      test.jsonl: 500 other sums
+"""
 
 from __future__ import annotations
 
@@ -33,9 +37,13 @@ FOLDERS = ("model", "data", "sft", "grpo")
 def quickstart(
     output: str, *, sft_overrides: Sequence[str] = (), grpo_overrides: Sequence[str] = (), model_seed: int = 0
 ) -> None:
-    """Make a model and sums, warm the model up with SFT, improve it with GRPO, and print the accuracies."""
+    """Makes a model and sums, warms the model up with SFT, improves it with GRPO, and prints the accuracies.
+
+    An earlier quickstart in `output` is replaced. A job that fails ends the process with its exit code.
+    """
     started = time.monotonic()
     folder = Path(output)
+    # Made first: they raise an error if the recipes are missing, before anything is removed.
     jobs = [sft_command(folder, sft_overrides), grpo_command(folder, grpo_overrides)]
     _clear(folder)
     make_model(folder / "model", model_seed)
@@ -67,7 +75,7 @@ def make_model(folder: Path, seed: int = 0) -> Path:
 
 
 def write_sums(folder: Path) -> None:
-    """`train.jsonl` and `test.jsonl`: each sum of two operands is in exactly one of them."""
+    """Writes `train.jsonl` and `test.jsonl`: each sum of two operands is in exactly one of them."""
     # Operands of equal width let a model this small start from any random weights alike.
     sums = [{"prompt": f"{a:02}+{b:02}=", "answer": str(a + b)} for a, b in itertools.product(OPERANDS, repeat=2)]
     random.Random(DATA_SEED).shuffle(sums)
@@ -77,7 +85,7 @@ def write_sums(folder: Path) -> None:
 
 
 def accuracies(metrics: Path) -> tuple[float, float]:
-    """The first and the last evaluation of a run."""
+    """Returns the first and the last evaluation of a run."""
     lines = map(json.loads, metrics.read_text(encoding="utf-8").splitlines())
     rewards = [line["eval/reward"] for line in lines if "eval/reward" in line]
     return rewards[0], rewards[-1]
@@ -117,6 +125,7 @@ def _clear(folder: Path) -> None:
 
 def _run(command: Sequence[str]) -> None:
     print(f"\n$ {shlex.join(command)}", flush=True)
+    # Jobs are processes, as users start them: what this command shows can be repeated line by line.
     code = subprocess.run(command).returncode
     if code:
         sys.exit(code)

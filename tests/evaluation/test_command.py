@@ -182,7 +182,7 @@ def test_target_of_a_run_names_its_checkpoints(ranks, inputs, tmp_path):
     assert Target.parse("Qwen/Qwen3-0.6B@v1").model == Path("Qwen/Qwen3-0.6B@v1")
     assert Target.parse(str(inputs / "run")).output == inputs / "run" / "evaluation" / "final"
     with pytest.raises(
-        AssertionError, match=r"run@7: no intact checkpoint .* of iteration 7; the run has those of 1, 2"
+        AssertionError, match=r"run@7: no intact checkpoint .* of iteration 7; the run has iterations 1, 2"
     ):
         ranks.run(1, evaluated, f"{inputs / 'run'}@7", [f"sums={inputs / 'sums.jsonl'}"], [], tmp_path / "out")
     with pytest.raises(AssertionError, match=r"--output .*run: it contains a run"):

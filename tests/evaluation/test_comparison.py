@@ -52,7 +52,7 @@ def test_compare_refuses_other_prompts_and_other_sets(tmp_path):
         compare(a, stored(tmp_path / "b", [[1.0], [0.0], [0.0]]))
     with pytest.raises(UserError, match=r"0 are of the same records"):
         compare(a, stored(tmp_path / "c", [[1.0], [0.0]], first=5))
-    with pytest.raises(UserError, match=r"its sets are other, those of .* are sums"):
+    with pytest.raises(UserError, match=r"its sets are other, .* has sums"):
         compare(a, stored(tmp_path / "d", [[1.0], [0.0]], "other"))
     (tmp_path / "a" / "prompts.jsonl").write_text("{}\n")
     with pytest.raises(UserError, match=r"prompts.jsonl:1: set: .* Evaluate again"):

@@ -47,7 +47,7 @@ def test_sizes_are_those_that_jobs_accept(models, name):
         assert answers["megatron ep"].text.startswith("layout ep2: ep2 distributes experts, but the model has none")
     else:
         assert answers["sglang adp"].works and answers["experts' LoRA"].works
-        assert "latent attention" in answers["adapters alone to sglang"].text
+        assert "latent attention" in answers["adapters sent to sglang"].text
 
 
 def test_model_of_transformers_alone_is_trained_by_no_table_of_the_project(tmp_path):

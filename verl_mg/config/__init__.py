@@ -2,6 +2,11 @@
 
 A recipe brings the section `algorithm` as a subclass of `RecipeConfig` named `Config`; all other sections are the same
 for every recipe. Reading never changes a value: derived values are methods of the code that uses them.
+
+    YAML file    actor: {layout: tp2}      ─┐
+    overrides    actor.optimizer.lr=1e-5   ─┴▶ tree of plain values ──▶ keys.py, pydantic ──▶ Config, frozen
+
+An unknown key is reported before a missing or invalid value, since these often follow from a misspelled key.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,9 @@
-"""Configuration of alarms on metrics."""
+"""Configuration of alarms on metrics.
+
+    alarm: {reward/std: "< 0.01 for 5", actor/loss: {when: not finite, action: stop}}
+
+With the first one a standard deviation below 0.01 in five iterations in a row is logged as a warning.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +39,9 @@ class Condition:
     comparison: str | None
     """Operator, a key of `COMPARISONS`. None: the value is not finite."""
     number: float
-    """Right side of the comparison."""
+    """Right side of the comparison; 0 without an operator."""
     iterations: int
-    """Number of iterations in a row in which it must hold."""
+    """Iterations in a row in which it must hold."""
 
     @classmethod
     def parse(cls, text: str) -> Condition:
@@ -54,6 +59,7 @@ class Condition:
 
     def holds(self, value: float) -> bool:
         """Returns whether it holds for a value; every condition holds for a value that is not finite."""
+        # Metrics files have null for such a value, so the alarm may be the only sign of it.
         if not math.isfinite(value):
             return True
         return self.comparison is not None and COMPARISONS[self.comparison](value, self.number)
@@ -73,6 +79,7 @@ class AlarmConfig(ConfigSection):
     """Address, http or https, that receives the alarm as a POST request with JSON. $NAME is that of an environment
     variable. An address that fails never stops the run. null: none."""
 
+    # `alarm: {NAME: "< 0.01"}` is short for `alarm: {NAME: {when: "< 0.01"}}`.
     @model_validator(mode="before")
     @classmethod
     def _condition_alone(cls, value: Any) -> Any:

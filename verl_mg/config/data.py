@@ -1,4 +1,10 @@
-"""Configuration of prompts, rewards and evaluation."""
+"""Configuration of prompts, rewards and evaluation.
+
+data.train                             data.test
+train.jsonl                            test.jsonl                          one path
+{math: {path: ..., weight: 3},         {gsm8k: {path: ..., samples: 4},    several by name, each with its
+ code: {path: ..., reward: ...}}        aime: {path: ..., k: [1, 8]}}      fields, reward and, in tests, sampling
+"""
 
 from __future__ import annotations
 
@@ -94,6 +100,7 @@ class SourceConfig(ConfigSection):
     @model_validator(mode="before")
     @classmethod
     def _is_mapping(cls, value: Any) -> Any:
+        # pydantic's message would name the class, which users do not know.
         if not isinstance(value, dict | SourceConfig):
             raise ValueError("not a mapping. Write {path: ...}")
         return value
@@ -192,8 +199,8 @@ class DataConfig(ConfigSection):
     bytes of image files, {"bytes": ...} as Hugging Face datasets write them into Parquet, or data:image/png;base64,...
     The prompt has <image> in its text, or a part {"type": "image"}, where each belongs."""
     max_image_pixels: PositiveInt = 1 << 24
-    """Largest width times height of an image. A larger one is an error; the model's
-    processor may reduce smaller ones."""
+    """Largest width times height of an image. A larger one is an error; the model's processor may reduce smaller
+    ones."""
     max_images: PositiveInt = 8
     """Largest number of images of a prompt."""
     curriculum: CurriculumConfig = CurriculumConfig()
@@ -202,7 +209,7 @@ class DataConfig(ConfigSection):
     @field_validator("train", "test", mode="before")
     @classmethod
     def _path_or_sources(cls, value: Any, info: Any) -> Any:
-        # Decided here: the error of a union would list the complaints of both types.
+        # Decided here: pydantic's error for a union would list the complaints of both types.
         if isinstance(value, dict) and value:
             kind = SourceConfig if info.field_name == "train" else EvaluationSetConfig
             return TypeAdapter(dict[str, kind]).validate_python(value)  # type: ignore[valid-type]

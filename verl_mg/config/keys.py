@@ -1,4 +1,10 @@
-"""Keys of the configuration: which exist, which is nearest to an unknown one, and names of former versions."""
+"""Keys of the configuration: which exist, which is nearest to an unknown one, and names of former versions.
+
+actor.lr                   unknown; the key of this name within the section:  actor.optimizer.lr
+actor.layuot               unknown; a similar name in the section:            actor.layout
+data.train.math.wieght     unknown; NAME stands for math:                     data.train.math.weight
+rollout.update             renamed:                                           rollout.weight_transfer
+"""
 
 from __future__ import annotations
 
@@ -9,7 +15,7 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel
 
 NAME = "NAME"
-"""Placeholder for names that the user chooses, such as those of `data.train`."""
+"""Placeholder for names that the user chooses, such as the sources of `data.train`."""
 
 RENAMED_KEYS = {
     "actor.optimizer.on_host": "actor.optimizer.cpu_offload",
@@ -55,7 +61,7 @@ RENAMED_KEYS = {
     "track.to": "tracking.services",
     "track": "tracking",
 }
-"""Keys of version 0.1.0 before their names became those of the field, and the keys that replace them."""
+"""Keys of version 0.1.0 before they got the field's standard names, and the keys that replace them."""
 
 RENAMED_VALUES = {
     "rollout.engine": {"embedded": "hf"},
@@ -65,7 +71,10 @@ RENAMED_VALUES = {
 
 
 def subsection(annotation: Any) -> tuple[str, type[BaseModel]] | None:
-    """Returns the section that a field's type contains, and the part of the key before it."""
+    """Returns the section that a field's type contains, after the part of the key before it; None without a section.
+
+    ("", GuardConfig) for `GuardConfig`, ("NAME.", SourceConfig) for `Path | dict[str, SourceConfig]`.
+    """
     for kind in (annotation, *get_args(annotation)):
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             return "", kind
@@ -79,6 +88,7 @@ def known_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
     keys = []
     for name, field in section.model_fields.items():
         keys.append(prefix + name)
+        # The key of a section is a key too: an override may give a whole mapping.
         if inner := subsection(field.annotation):
             keys += known_keys(inner[1], f"{prefix}{name}.{inner[0]}")
     return keys
@@ -114,6 +124,7 @@ def _unknown(tree: Any, section: type[BaseModel], prefix: str = "") -> Iterator[
 
 def _renamed(key: str, value: Any, config: type[BaseModel]) -> str:
     """Returns the error for a key of a former version, or ""."""
+    # A renamed section is unknown as a whole, but its keys may have got more specific names.
     children = [f"{key}.{name}" for name in value] if isinstance(value, Mapping) else []
     for former in (*children, key):
         new = RENAMED_KEYS.get(former)
@@ -133,6 +144,7 @@ def _lookup(tree: Any, key: str) -> Any:
 
 def _remedy(key: str, config: type[BaseModel]) -> str:
     """Returns the nearest key, sought in the section first and then in the whole tree, or all keys of the section."""
+    # In this order: the name below the section, a similar one in it, the name elsewhere, a similar key anywhere.
     known = known_keys(config)
     parent, _, name = key.rpartition(".")
     generic = _generic(parent, known)

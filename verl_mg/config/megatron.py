@@ -1,4 +1,4 @@
-"""Configuration of megatron-core by the names of its own fields."""
+"""Configuration of megatron-core by its field names."""
 
 from __future__ import annotations
 
@@ -22,5 +22,7 @@ class MegatronConfig(ConfigSection):
     losses for the balance of experts within each row, and for small logits of routers."""
     optimizer: dict[str, Any] = {}
     """Fields of OptimizerConfig for every trained model."""
+    # Off by default there: overlap_grad_reduce and overlap_param_gather sum gradients into the norm in another order,
+    # which changes the last bits of a run, and gain only where a step has few micro-batches.
     ddp: dict[str, Any] = {}
     """Fields of DistributedDataParallelConfig for every trained model, such as {overlap_grad_reduce: true}."""

@@ -1,4 +1,7 @@
-"""Reading of the configuration from a file and overrides, with errors that name the key and the remedy."""
+"""Reading of the configuration from a file and overrides, with errors that name the key and the remedy.
+
+A `UserError` is one line, so it names the first problem only.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from verl_mg.errors import UserError
 
 
 def load_config(path: str | Path | None, overrides: list[str], algorithm: type[RecipeConfig]) -> Config:
-    """Reads a YAML file, applies overrides and validates the result."""
+    """Reads a YAML file, applies overrides `a.b=c`, whose values are YAML too, and validates the result."""
     tree = read_tree(Path(path)) if path is not None else {}
     for override in overrides:
         apply_override(tree, override)
@@ -24,8 +27,9 @@ def load_config(path: str | Path | None, overrides: list[str], algorithm: type[R
 
 
 def validate_config(tree: dict[str, Any], origin: str | Path, algorithm: type[RecipeConfig]) -> Config:
-    """Returns the configuration of a tree of plain values."""
+    """Returns the configuration of a tree of plain values; a `UserError` names `origin`, the key and the remedy."""
     config = tree_for(algorithm)
+    # Keys first: a missing or invalid value is often a misspelled key.
     if problem := _not_plain(tree) or key_problem(tree, config):
         raise UserError(f"{origin}: {problem}")
     try:
@@ -58,19 +62,19 @@ def read_tree(path: Path) -> dict[str, Any]:
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
-    """Sets a value in a tree of plain values."""
+    """Sets the value of an override `a.b=c` in a tree of plain values, in place."""
     key, separator, text = override.partition("=")
     if not separator or not key:
         raise UserError(f"{override!r}: not an override. Write section.key=value, such as actor.layout=tp2.")
     try:
         value = yaml.safe_load(text)
-    except Exception:  # as above
+    except Exception:  # of many kinds, as in `read_tree`
         raise UserError(f"override {override!r}: the value is not valid YAML. Quote it.") from None
     *parents, last = key.split(".")
     node = tree
     for parent in parents:
         child = node.setdefault(parent, {})
-        if child is None:
+        if child is None:  # `actor:` without keys is null in YAML
             child = node[parent] = {}
         if not isinstance(child, dict):
             raise UserError(f"override {override!r}: {parent!r} is a value, not a section. Write its other keys too.")
@@ -84,7 +88,7 @@ def _not_plain(value: Any, key: str = "", above: tuple[Any, ...] = ()) -> str:
         return f"{key}: binary value. Write text."
     if isinstance(value, str) and ("\0" in value or value != value.encode("utf-8", "ignore").decode()):
         return f"{key}: {value!r} contains NUL or half a character. Remove it."
-    if any(value is outer for outer in above):
+    if any(value is outer for outer in above):  # YAML's aliases allow cycles, on which the recursion would not end
         return f"{key}: contains itself. Write out the value of the alias."
     inner: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else ()
     if isinstance(value, list | tuple | set):

@@ -1,4 +1,8 @@
-"""Reference of all configuration keys as text and Markdown, made from the models' types, defaults and docstrings."""
+"""Reference of all configuration keys as text and Markdown, made from the models' types, defaults and docstrings.
+
+The field `every: int = Field(20, ge=0)` of `CheckpointConfig`, with the string literal below it, becomes
+`Key("every", "integer >= 0", "20", "Iterations between checkpoints. 0: only when a signal asks the job to end.")`.
+"""
 
 from __future__ import annotations
 
@@ -54,6 +58,7 @@ class Section:
 
 def sections(config: type[BaseModel]) -> list[Section]:
     """Returns all sections of a configuration, each before its subsections, equal ones joined."""
+    # Sections such as actor.optimizer and critic.optimizer have the same table unless defaults differ.
     joined: dict[tuple[str, tuple[Key, ...]], list[str]] = {}
     for name, kind, default in _walk(config):
         keys = tuple(_keys(kind, default))
@@ -76,7 +81,7 @@ def help_text(algorithm: type[RecipeConfig], width: int = 100) -> str:
 
 
 def markdown(recipes: Mapping[str, type[RecipeConfig]]) -> str:
-    """Returns docs/configuration.md."""
+    """Returns docs/configuration.md; `recipes` has the section `algorithm` of each recipe by its name."""
     common = [section for section in sections(Config) if section.names != ("",)]
     parts = [
         "# Configuration",
@@ -118,6 +123,7 @@ def _walk(kind: type[BaseModel], name: str = "", default: Any = None) -> Iterato
     for key, field in kind.model_fields.items():
         if inner := subsection(field.annotation):
             inner_name = ".".join(part for part in (name, key, inner[0].rstrip(".")) if part)
+            # A section that is the default of a field may have other defaults than its class.
             value = getattr(default, key) if default is not None else field.get_default(call_default_factory=True)
             yield from _walk(inner[1], inner_name, value if isinstance(value, inner[1]) else None)
 
@@ -127,7 +133,7 @@ def _keys(kind: type[BaseModel], default: Any) -> Iterator[Key]:
     for name, field in kind.model_fields.items():
         inner = subsection(field.annotation)
         if inner and inner[1] is field.annotation:
-            continue  # a section of its own
+            continue  # it has its own table
         description = " ".join(descriptions.get(name, "").split())
         yield Key(name, _type_of(field), _default_of(field, name, default), description)
 
@@ -141,7 +147,7 @@ def _attribute_docstrings(kind: type[BaseModel]) -> dict[str, str]:
     return {name: text for base in bases for name, text in _docstrings_of_class(base).items()}
 
 
-@cache
+@cache  # the same classes are sections of every recipe
 def _docstrings_of_class(kind: type[BaseModel]) -> dict[str, str]:
     docstrings: dict[str, str] = {}
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
@@ -174,7 +180,7 @@ def _type_of(field: FieldInfo) -> str:
 
 
 def in_words(kind: Any, metadata: Sequence[Any] = ()) -> str:
-    """Returns a type in words, with its bounds."""
+    """Returns a type in words, with its bounds: "integer > 0 or null" for `PositiveInt | None`."""
     if get_origin(kind) is Annotated:
         inner, *more = get_args(kind)
         return in_words(inner, (*more, *metadata))

@@ -1,4 +1,11 @@
-"""Configuration of roles: trained models, frozen models, rollout engines."""
+"""Configuration of roles: trained models, frozen models, rollout engines.
+
+RoleSection ─┬─ TrainableConfig ─┬─ actor
+             │                   └─ CriticConfig      critic, reward_model, process_reward
+             └─ FrozenConfig ────┬─ ReferenceConfig   reference
+                                 └─ TeacherConfig     teachers.NAME (verl_mg.config.teachers)
+RolloutConfig                                         rollout
+"""
 
 from __future__ import annotations
 
@@ -18,7 +25,7 @@ class OptimizerConfig(ConfigSection):
 
     kind: Literal["adamw", "muon"] = "adamw"
     """Optimizer. muon: orthogonalized momentum for the matrices of layers (arXiv:2502.16982), AdamW for all other
-    weights. Its updates are as large as AdamW's, so learning rate and weight decay are those of AdamW. A matrix needs 4
+    weights. Its updates are as large as AdamW's, so learning rate and weight decay mean the same. A matrix needs 4
     bytes per weight less."""
     lr: float = Field(1e-6, gt=0)
     """Peak learning rate. The default is usual for reinforcement learning of models with billions of weights."""
@@ -54,6 +61,7 @@ class OptimizerConfig(ConfigSection):
     @field_validator("cpu_offload")
     @classmethod
     def _of_adamw(cls, cpu_offload: bool, info: Any) -> bool:
+        # Muon's step is matrix products, which are to be computed on the device.
         if cpu_offload and info.data.get("kind") == "muon":
             raise ValueError("muon needs its momentum on the device. Write moments_dtype=bfloat16, or kind=adamw")
         return cpu_offload
@@ -73,11 +81,15 @@ class OptimizerConfig(ConfigSection):
         return ratio
 
     def with_steps(self, total_steps: int) -> OptimizerConfig:
-        """Returns the same with the steps of warm-up and decay in place of `warmup_ratio`, if there is one."""
+        """Returns the same with the steps of warm-up and decay in place of `warmup_ratio`, if there is one.
+
+        `total_steps`: optimizer steps of the whole job. A ratio of 0.1 of 1,000 steps is `warmup_steps=100`,
+        `decay_steps=1000`.
+        """
         if self.warmup_ratio is None:
             return self
         steps = self.decay_steps or total_steps
-        # A schedule of a few steps has at least one of them behind its warm-up.
+        # A schedule of a few steps has at least one step after its warm-up.
         warmup = min(math.ceil(self.warmup_ratio * steps), steps - 1)
         return self.model_copy(update={"warmup_ratio": None, "warmup_steps": warmup, "decay_steps": steps})
 
@@ -125,7 +137,7 @@ class LoraConfig(ConfigSection):
 def _parsed(kind: type[Layout] | type[EngineLayout], text: str) -> str:
     try:
         kind.parse(text)
-    except UserError as error:
+    except UserError as error:  # pydantic adds the key only to a ValueError
         raise ValueError(str(error)) from None
     return text
 
@@ -148,11 +160,11 @@ class RoleSection(ConfigSection):
     (ep) and expert tensor (etp) parallelism. The remaining factor of the ranks is data parallelism."""
     pipeline_layers: list[int] = []
     """Number of layers of each pipeline stage of `layout`, such as [15, 16, 16, 14] with pp4; of each chunk with vpp,
-    in the order of the layers. 0 is possible for the first one, which then has the embedding alone, and for the last
+    in the order of the layers. 0 is possible for the first one, which then has only the embedding, and for the last
     one, which has the output layer. []: as even as possible, with fewer layers in the last and the first stage."""
     ranks: str | None = None
     """Ranks of the job that compute this role, such as 0-7 or 0-3,8-11. Roles on disjoint ranks can run at the same
-    time. null: all ranks except those of `rollout.num_ranks`."""
+    time. null: all ranks except the `rollout.num_ranks` last ones."""
     offload: bool = False
     """Move weights, gradients and optimizer state to host memory while other roles compute or samples are generated."""
     dynamic_context: bool = False
@@ -167,7 +179,7 @@ class RoleSection(ConfigSection):
     @field_validator("pipeline_layers")
     @classmethod
     def _one_for_each_chunk(cls, layers: list[int], info: Any) -> list[int]:
-        if "layout" in info.data:
+        if "layout" in info.data:  # an invalid one is not there, and is reported first
             try:
                 Layout.parse(info.data["layout"], layers)
             except UserError as error:
@@ -202,8 +214,7 @@ class TrainableConfig(RoleSection):
 
     tokens_per_micro_batch: PositiveInt = 8192
     """Largest number of tokens of a micro-batch per rank (per context-parallel group with cp). Affects memory and
-    speed,
-    not the result."""
+    speed, not the result."""
     recompute: Recompute = False
     """Recompute layers in the backward pass instead of storing their activations: slower, much less memory. A list
     names parts of a layer, by megatron-core's names: core_attn (attention without its projections), layernorm,
@@ -219,6 +230,7 @@ class TrainableConfig(RoleSection):
     @field_validator("lora")
     @classmethod
     def _optimized_by_adamw(cls, lora: LoraConfig | None, info: Any) -> LoraConfig | None:
+        # Muon orthogonalizes the updates of the model's matrices, and A and B are no such matrices.
         if lora is not None and "optimizer" in info.data and info.data["optimizer"].kind == "muon":
             raise ValueError("muon trains matrices of the model, not adapters. Write optimizer.kind=adamw")
         return lora
@@ -226,7 +238,7 @@ class TrainableConfig(RoleSection):
     @field_validator("recompute", mode="before")
     @classmethod
     def _modules_exist(cls, value: Any) -> Any:
-        # Decided here: the error of a union would list the complaints of both types.
+        # Decided here: pydantic's error for a union would list the complaints of both types.
         modules = get_args(RecomputeModule)
         unknown = [name for name in value if name not in modules] if isinstance(value, list) else []
         if unknown or not isinstance(value, bool | list):
@@ -258,7 +270,7 @@ class ReferenceConfig(FrozenConfig):
 
     refresh_every: PositiveInt | None = None
     """Iterations after which the reference takes the weights of the actor, again and again. With `actor.lora` it then
-    has weights of its own. null: it stays the model of `path`."""
+    has separate weights. null: it stays the model of `path`."""
 
 
 class RolloutConfig(ConfigSection):
@@ -275,23 +287,23 @@ class RolloutConfig(ConfigSection):
     """Sample from the k most likely tokens. 0: off."""
     min_p: float = Field(0.0, ge=0, lt=1)
     """Sample from the tokens with at least this share of the probability of the most likely one (arXiv:2407.01082). 0:
-    off. As with `top_p` and `top_k` log-probs are those of the full distribution, in engines and training. vLLM
+    off. As with `top_p` and `top_k` log-probs are of the full distribution, in engines and training. vLLM
     measures `top_p` and `top_k` within these tokens, other engines take those that pass each of the three."""
     stop: StopStrings = []
     """Strings that end a response, such as `["</answer>"]`. Its last token is the one that completes one of them, also
     in the middle of the token, on every engine. Rewards see the text up to the end of that token, the string included.
-    Special tokens count with their text. []: responses end with the model's stop tokens alone."""
+    Special tokens count with their text. []: responses end only with the model's stop tokens."""
     max_new_tokens: PositiveInt = 256
     """Longest response, in tokens, over all turns."""
     max_running_requests: PositiveInt = 256
-    """Samples that an engine generates at once."""
+    """Samples that an engine generates at the same time."""
     partial_rollout: bool = False
     """Continue samples that were aborted in the next iteration, instead of discarding them."""
     extra_prompts: int = Field(0, ge=0)
     """Prompts submitted in addition to those that the recipe requests, pending ones included. The samples of the first
     complete ones are returned; the others are aborted, and with `partial_rollout` resumed in the next iteration."""
     mode: Literal["sync", "one_step_off", "async"] = "sync"
-    """When samples are generated. sync: while training waits. one_step_off: those of the next iteration while this one
+    """When samples are generated. sync: while training waits. one_step_off: for the next iteration while this one
     trains, with the weights of one iteration before. async: without pause; weights reach the engines with requests in
     flight, and `max_staleness` limits how old a token may be when it is trained. The last two need `num_ranks` or
     `urls`."""
@@ -302,7 +314,7 @@ class RolloutConfig(ConfigSection):
     weights, and their tokens that are too old are not in the loss. drop: their group is dropped for another prompt."""
     keep_kv_cache: bool = False
     """Whether requests in flight keep keys and values of the old weights when the weights are updated, with `mode:
-    async`. false: these are computed again, so that log-probabilities are exactly those of the new weights."""
+    async`. false: these are computed again, so that log-probabilities are exactly what the new weights give."""
     layout: str = "tp1"
     """Parallel sizes of one engine such as tp8-ep8: tensor (tp), pipeline (pp), expert (ep) parallelism and
     data-parallel attention (adp), in which ep and adp divide the tp ranks. vLLM has no adp, and ep over all tp ranks or
@@ -318,7 +330,7 @@ class RolloutConfig(ConfigSection):
     `num_ranks` or `sleep: false`, and to servers of `urls` with `weight_transfer: shards` or `disk`, started with the
     loader of `shards`. Senders keep copies of the weights in host memory."""
     adapters: bool = False
-    """Send the adapters of `actor.lora` alone: engines receive the weights under them once, and compute with adapters
+    """Send only the adapters of `actor.lora`: engines receive the weights under them once, and compute with adapters
     themselves. false: adapters are merged into the weights, all of which are sent in every weight sync. For adapters of
     attention and, in models without experts, of feed-forward layers; not with latent attention."""
     sharding_table: Path | None = None
@@ -326,7 +338,7 @@ class RolloutConfig(ConfigSection):
     from this engine and model, and for `layout`. None: the built-in table of the architecture; without one the job
     traces the engine as it begins."""
     num_ranks: int = Field(0, ge=0)
-    """Ranks for engines alone, the last ones of the job. 0: engines share all ranks with the actor."""
+    """Ranks only for engines, the last ones of the job. 0: engines share all ranks with the actor."""
     memory_fraction: float = Field(0.6, gt=0, lt=1)
     """Fraction of a GPU's free memory for weights and key-value cache of engines. The default leaves memory for
     training. With `num_ranks`, 6 GiB are left in any case."""
@@ -337,7 +349,7 @@ class RolloutConfig(ConfigSection):
     request_timeout_s: float = Field(3600.0, gt=0)
     """Seconds after which a request to an engine is aborted; its sample ends there with finish reason timeout."""
     python: Path | None = None
-    """Python that runs the processes of engines, where the engine is installed in an environment of its own, such as
+    """Python that runs the processes of engines, where the engine is installed in a separate environment, such as
     .venv-vllm/bin/python. null: the job's."""
     vllm: dict[str, Any] = {}
     """Further engine arguments of vLLM by their own names, such as {max_num_batched_tokens: 16384}."""
@@ -404,12 +416,12 @@ class RolloutConfig(ConfigSection):
 
     @property
     def has_agents(self) -> bool:
-        """Returns whether samples are made by agents."""
+        """Whether samples are made by agents."""
         return self.agent is not None or bool(self.agent_command)
 
     @property
     def has_servers(self) -> bool:
-        """Returns whether samples are generated by servers outside the job."""
+        """Whether samples are generated by servers outside the job."""
         return bool(self.urls) or self.urls_file is not None
 
     @field_validator("agent_command")

@@ -12,7 +12,8 @@ Count = Annotated[int, Field(ge=0, lt=2**53)]
 
 def _can_end_a_response(strings: list[str]) -> list[str]:
     if "" in strings:
-        raise ValueError("an empty string would end every response at once. Leave it out")
+        raise ValueError("an empty string would end every response immediately. Leave it out")
+    # A token that ends within a character is decoded to U+FFFD, which the string would find by chance.
     if any("\ufffd" in string for string in strings):
         raise ValueError("U+FFFD stands for a part of a character. Write strings of whole characters")
     return strings
@@ -45,6 +46,7 @@ class RecipeConfig(ConfigSection):
             return value
         completed = dict(value)
         for name, field in cls.model_fields.items():
+            # pydantic would fill the missing keys from the class of the subsection, not from the recipe's instance.
             if isinstance(field.default, ConfigSection) and isinstance(value.get(name), dict):
                 completed[name] = field.default.model_dump(exclude_unset=True) | value[name]
         return completed

@@ -30,8 +30,8 @@ class TeacherConfig(FrozenConfig):
     """Requests to the server that each rank has in flight."""
 
     weights: Literal["fixed", "actor", "reference"] = "fixed"
-    """Weights of the teacher. fixed: those of `path` or of the server. actor: those of the policy itself before each
-    update, which makes sense with another `prompt` (self-distillation). reference: those of the reference, with
+    """Weights of the teacher. fixed: the model of `path` or of the server. actor: the policy itself before each update,
+    which makes sense with another `prompt` (self-distillation). reference: the reference, with
     `reference.refresh_every` an earlier policy."""
     prompt: str | None = None
     """Template of the prompt that the teacher reads in place of the student's, such as "{prompt} The answer is
@@ -57,5 +57,5 @@ class TeacherConfig(FrozenConfig):
 
     @property
     def has_model(self) -> bool:
-        """Returns whether the job loads a model for this teacher."""
+        """Whether the job loads a model for this teacher."""
         return self.url is None and self.weights == "fixed"

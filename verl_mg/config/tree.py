@@ -24,11 +24,11 @@ class ModelConfig(ConfigSection):
     Hugging Face hub such as Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@REVISION, or of ModelScope with the prefix
     modelscope:."""
     dtype: Dtype = "float32"
-    """Type of the weights in training and generation, for roles without a `dtype` of their own. Master weights and
-    moments of bfloat16 are float32."""
+    """Type of the weights in training and generation, for roles whose `dtype` is null. Master weights and moments of
+    bfloat16 are float32."""
     kernels: Literal["auto", "transformer_engine", "torch"] = "auto"
-    """Kernels of training. transformer_engine: NVIDIA's Transformer Engine, which must be installed. torch: those of
-    torch, on GPUs and CPUs. auto: Transformer Engine for bfloat16 on GPUs where it is installed, otherwise torch."""
+    """Kernels of training. transformer_engine: NVIDIA's Transformer Engine, which must be installed. torch: torch's,
+    on GPUs and CPUs. auto: Transformer Engine for bfloat16 on GPUs where it is installed, otherwise torch."""
 
 
 class JobConfig(ConfigSection):
@@ -50,10 +50,8 @@ class JobConfig(ConfigSection):
     heartbeat_timeout_s: float = Field(60.0, gt=0)
     """Seconds without a heartbeat of a rank after which the job ends and names the rank."""
     stall_timeout_s: float = Field(3600.0, ge=0)
-    """Seconds without progress on any rank after which the job ends with the stack of the blocking rank.
-
-    0: no limit.
-    """
+    """Seconds without progress on any rank after which the job ends with the stack of the blocking rank. 0: no
+    limit."""
     dump_on_stall: bool = False
     """Write the stacks of all threads of all ranks, and torch's records of their latest collectives, into the folder
     stalls of the run when the job ends because a rank is lost or no rank makes progress."""
@@ -94,8 +92,8 @@ class TrackingConfig(ConfigSection):
     """Port at which rank 0 serves the latest metrics and the state of the run to Prometheus, at /metrics. 0: a free
     one; prometheus.json in the run folder has the address. null: none."""
     prometheus_host: str = "127.0.0.1"
-    """Address that the port is opened on. Other machines reach only another address than the default, such as that of
-    the node in a cluster."""
+    """Address that the port is opened on. Other machines reach only another address than the default, such as the
+    node's in a cluster."""
 
 
 class ProfileConfig(ConfigSection):
@@ -176,7 +174,7 @@ class Config(ConfigSection):
         They are fewer where an iteration has fewer samples than mini-batches.
         """
         recipe = self.algorithm
-        # The first iterations of PPO and its variants can be of the critic alone.
+        # The first iterations of PPO and its variants can train only the critic.
         waiting = getattr(recipe, "critic_warmup", 0) if section == "actor" else 0
         iterations = max(self.job.iterations - waiting, 1)
         if section not in ("actor", "critic"):
@@ -186,8 +184,9 @@ class Config(ConfigSection):
 
     @property
     def reference_is_unadapted_actor(self) -> bool:
-        """Whether the reference is the actor without its adapters, and has no weights of its own."""
+        """Whether the reference is the actor without its adapters, so that it needs no memory for weights."""
         actor, reference = self.actor, self.reference
+        # A role that computes with the actor's module has to have its layout, ranks and dtype.
         same = all(
             getattr(actor, name) == getattr(reference, name)
             for name in ("backend", "layout", "pipeline_layers", "ranks", "dynamic_context")

@@ -1,4 +1,4 @@
-"""Checks all ranks and prints one report."""
+"""Check of all ranks, printed as one report."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ EXIT_PROBLEMS = 1
 
 
 def check(folder: Path) -> int:
-    """Checks this rank and, under a launcher, all others; rank 0 prints the report."""
+    """Checks this rank and, under a launcher, all others; rank 0 prints the report, and all return the same code."""
     world = World.join()
     machine, versions = describe_machine(), installed_versions()
     problems = [*version_problems(bool(machine["gpus"])), *machine_problems(machine, world.size)]
     problems += [*port_problems(), *folder_problems(folder)]
+    # Collectives of all ranks, whatever the problems so far: the report names them together.
     bandwidth = measure_bandwidth()
     ranks = all_gather_json({"machine": machine, "versions": versions, "problems": problems})
-    hosts = {rank["machine"]["host"]: rank for rank in reversed(ranks)}
+    hosts = {rank["machine"]["host"]: rank for rank in reversed(ranks)}  # the first rank of each
     all_problems = _problems(ranks, [*bandwidth_problems(bandwidth, len(hosts)), *_differences(ranks)])
     if world.rank == 0:
         print("\n".join(_report(ranks, hosts, bandwidth, all_problems)), flush=True)

@@ -28,13 +28,14 @@ def describe_machine() -> dict[str, Any]:
         "host": socket.gethostname(),
         "gpus": [f"{gpu.name} {gpu.total_memory / 2**30:.0f} GiB" for gpu in gpus],
         "driver": _driver(),
+        # The hard limit, up to which a job raises the soft one itself.
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[1],
         "shared_memory": shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else None,
     }
 
 
 def machine_problems(machine: dict[str, Any], ranks: int) -> Iterator[str]:
-    """Yields what this machine has too little of."""
+    """Yields what the machine of `describe_machine` has too little of, for a job of so many ranks."""
     needed = FILES_OF_A_RANK + FILES_PER_RANK * ranks
     if machine["open_files"] != resource.RLIM_INFINITY and machine["open_files"] < needed:
         yield (
@@ -47,6 +48,7 @@ def machine_problems(machine: dict[str, Any], ranks: int) -> Iterator[str]:
             f"/dev/shm: {free / 2**20:.0f} MiB are free, 1024 are needed. "
             "Start the container with --shm-size=16g or --ipc=host, or mount an emptyDir of medium Memory there."
         )
+    # RLIM_INFINITY is -1.
     if os.path.isdir("/sys/class/infiniband") and resource.getrlimit(resource.RLIMIT_MEMLOCK)[1] >= 0:
         yield (
             "locked memory: RDMA needs it without a limit. "
@@ -63,6 +65,7 @@ def _gpu_problems(machine: dict[str, Any]) -> Iterator[str]:
         )
     for index in range(len(machine["gpus"])):
         free, total = torch.cuda.mem_get_info(index)
+        # Reported by one rank of the node, since all of them see all GPUs.
         if total - free > BUSY_SHARE * total and int(os.environ.get("LOCAL_RANK", "0")) == 0:
             yield (
                 f"GPU {index}: {(total - free) / 2**30:.1f} GiB are in use. "

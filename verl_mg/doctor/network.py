@@ -21,11 +21,16 @@ SLOW_GPUS_OF_A_NODE, SLOW_NODES = 10e9, 2e9
 
 
 def measure_bandwidth() -> dict[str, float]:
-    """Measures transfers of all ranks at the same time; a collective of all ranks."""
+    """Measures transfers of all ranks at the same time; a collective of all ranks.
+
+    Returns bytes per second of the slowest rank: "all_reduce", as nccl-tests defines its bus bandwidth, and "p2p", from
+    each rank to the next; nothing for one rank.
+    """
     ranks, rank = dist.get_world_size(), dist.get_rank()
     if ranks == 1:
         return {}
     place = device.current_device()
+    # 256 MiB between GPUs, 4 MiB on the CPU.
     sent = torch.ones((256 if place.type == "cuda" else 4) * 2**18, device=place)
     received = torch.empty_like(sent)
 
@@ -37,6 +42,8 @@ def measure_bandwidth() -> dict[str, float]:
         for work in dist.batch_isend_irecv(operations):
             work.wait()
 
+    # A rank of a ring sends 2 (n - 1) / n of the tensor:
+    # https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
     reduced = 2 * (ranks - 1) / ranks * sent.nbytes / _seconds(lambda: dist.all_reduce(received.fill_(1)))
     passed = sent.nbytes / _seconds(pass_on)
     slowest = torch.tensor([reduced, passed], dtype=torch.float64)
@@ -45,7 +52,7 @@ def measure_bandwidth() -> dict[str, float]:
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    work()
+    work()  # the first one makes connections
     seconds = []
     for _ in range(REPEATS):
         _finish()
@@ -63,7 +70,7 @@ def _finish() -> None:
 
 
 def bandwidth_problems(measured: dict[str, float], nodes: int) -> Iterator[str]:
-    """Yields transfers between GPUs that are so slow that the hardware for them is not used."""
+    """Yields the results of `measure_bandwidth` so low that the hardware for transfers between GPUs is not used."""
     least = SLOW_GPUS_OF_A_NODE if nodes == 1 else SLOW_NODES
     remedy = "whether peers are allowed: nvidia-smi topo -p2p r" if nodes == 1 else "RDMA: NCCL_IB_HCA, /dev/infiniband"
     for name, speed in measured.items():
@@ -72,7 +79,10 @@ def bandwidth_problems(measured: dict[str, float], nodes: int) -> Iterator[str]:
 
 
 def folder_problems(folder: Path) -> list[str]:
-    """Returns whether this rank does not see the folder of rank 0 under the same path; a collective of all ranks."""
+    """Returns a problem if this rank does not see the folder of rank 0, which is created, under the same path.
+
+    A collective of all ranks.
+    """
     problem = None
     mark = folder / f".doctor-{broadcast_json(uuid.uuid4().hex if dist.get_rank() == 0 else None)}"
     if dist.get_rank() == 0:
@@ -83,6 +93,7 @@ def folder_problems(folder: Path) -> list[str]:
             problem = str(error)
     if problem := broadcast_json(problem):
         return [f"{folder}: rank 0 cannot write it ({problem}). Choose a folder that the job may write."]
+    # A file with a new name: a folder of the same path may be on the local disk of each node.
     seen = mark.is_file() and mark.read_text(encoding="utf-8") == mark.name
     dist.barrier()
     if dist.get_rank() == 0:
@@ -96,7 +107,7 @@ def folder_problems(folder: Path) -> list[str]:
 
 
 def port_problems() -> list[str]:
-    """Returns whether this rank cannot connect to a free port of the next rank; a collective of all ranks."""
+    """Returns a problem if this rank cannot connect to a free port of the next rank; a collective of all ranks."""
     with socket.create_server(("", 0), family=socket.AF_INET) as server:
         addresses = all_gather_json([socket.gethostname(), server.getsockname()[1]])
         host, port = addresses[(dist.get_rank() + 1) % len(addresses)]
@@ -108,5 +119,5 @@ def port_problems() -> list[str]:
                 f"{host}:{port}: cannot connect ({error}). Let the nodes resolve each other's names, and open all TCP "
                 "ports between them."
             ]
-        dist.barrier()
+        dist.barrier()  # the port stays open until the rank before has tried
     return problems

@@ -38,7 +38,7 @@ def installed(package: str) -> str | None:
 
 
 def version_problems(on_gpus: bool) -> Iterator[str]:
-    """Yields what does not fit together."""
+    """Yields what does not fit together; GPUs need the packages of the extras gpu and sglang."""
     extras = ("", "gpu", "sglang") if on_gpus else ("",)
     yield from unmet(_requirements("verl-mg"), extras)
     shared = [each for each in _requirements("sglang") if each.name in PINNED_BY_SGLANG]
@@ -48,7 +48,7 @@ def version_problems(on_gpus: bool) -> Iterator[str]:
 
 
 def unmet(requirements: Iterable[Requirement], extras: Iterable[str]) -> Iterator[str]:
-    """Yields a line for each requirement that the installed packages do not meet."""
+    """Yields a line for each requirement that the installed packages do not meet; "" is the extra of the others."""
     for wanted in requirements:
         if wanted.marker and not any(wanted.marker.evaluate({"extra": extra}) for extra in extras):
             continue
@@ -63,6 +63,7 @@ def _requirements(package: str) -> list[Requirement]:
 
 
 def _import_problems() -> Iterator[str]:
+    # Metadata do not say for which CUDA a library was built; its import does.
     for module in ("transformer_engine.pytorch", "sglang"):
         try:
             importlib.import_module(module)

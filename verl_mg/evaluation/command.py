@@ -1,4 +1,8 @@
-"""The job of `verl-mg eval`, started by itself or under a launcher."""
+"""The job of `verl-mg eval`, started by itself or under a launcher.
+
+It is a `Job` that does not learn, so that every engine, layout and checkpoint of training is evaluated by the code that
+training runs; the price is that the training backend loads the weights first.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +42,11 @@ def run_evaluation(
     output: Path | None,
     as_json: bool,
 ) -> None:
-    """Evaluates on all ranks that the launcher has started, prints the table on one of them, and writes the results."""
+    """Evaluates on all ranks that the launcher has started, prints the table on one of them, and writes the results.
+
+    `text` is MODEL, RUN or RUN@ITERATION, `file` returns the path of a configuration, `sets` are NAME=PATH or NAME of
+    the configuration. Without `output` results are next to the run, or below runs/evaluation.
+    """
 
     def work(world: World) -> None:
         target = Target.parse(text)
@@ -91,14 +99,14 @@ def evaluate(target: Target, config: Config, world: World) -> Report:
         report = report_of(target.text, iteration, config, results)
         if world.rank == 0:
             write_results(output, report, results)
-        dist.barrier()
+        dist.barrier()  # the run has ended for `verl-mg status` when the results are on disk
         status.log(1, {})
         job.close()
     return report
 
 
 def _open(output: Path, config: Config) -> None:
-    """Makes the output folder on rank 0, in which an earlier evaluation is replaced; UserError for that of a run."""
+    """Makes the output folder on rank 0, in which an earlier evaluation is replaced; UserError for a run's folder."""
     if dist.get_rank() == 0:
         if (output / METRICS).exists() or (output / CHECKPOINTS).exists():
             raise UserError(f"--output {output}: it contains a run. Choose another folder.")
@@ -113,6 +121,6 @@ def _open(output: Path, config: Config) -> None:
 
 
 def show_comparison(first: Path, second: Path, as_json: bool) -> None:
-    """Prints the comparison of two evaluations."""
+    """Prints the comparison of the evaluations in two folders."""
     comparison = compare(first, second)
     print(comparison.model_dump_json(indent=2) if as_json else format_comparison(comparison))

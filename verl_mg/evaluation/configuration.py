@@ -19,7 +19,7 @@ FOR_TRAINING = {
     "evaluation": ("every", "prompts"),
     "job": ("iterations", "save"),
 }
-"""Keys by section that describe training alone: those of a file are left out."""
+"""Keys by section that only describe training: a file's values are left out, overrides are not."""
 UNNAMED = "test"
 """Name of the set where `data.test` is a path."""
 
@@ -27,10 +27,15 @@ UNNAMED = "test"
 def evaluation_config(
     target: Target, file: Path | None, sets: Sequence[str], overrides: Sequence[str], output: Path
 ) -> Config:
-    """Returns the configuration of the job that evaluates."""
+    """Returns the configuration of the job that evaluates; the configuration of a run is the base of its evaluation.
+
+    NAME=PATH in `sets` keeps the other keys of the set NAME of the configuration. Without `sets` all of its sets are
+    evaluated.
+    """
     if target.run and file:
         raise UserError(f"--config {file}: a run has its configuration. Leave it out, and write what differs as a.b=c.")
     origin = target.run / CONFIG if target.run else file
+    # Without the section `algorithm` no recipe is needed, so the file of any job serves.
     tree = read_tree(origin) if origin else {}
     for section, keys in FOR_TRAINING.items():
         part = _section(tree, section) if section else tree

@@ -36,7 +36,7 @@ class Metric(ConfigSection):
     value: float
     """The mean."""
     standard_error: float | None
-    """Its standard error; None for a single prompt."""
+    """Standard error of the mean; None for a single prompt."""
     low: float | None
     """Lower end of the interval."""
     high: float | None
@@ -97,7 +97,7 @@ class PromptLine(ConfigSection):
 
 
 def report_of(target: str, iteration: int | None, config: Config, results: Sequence[SetResults]) -> Report:
-    """Returns the report of an evaluation."""
+    """Returns the report of an evaluation of `target`, as the user has written it."""
     assert isinstance(config.data.test, dict)
     sets = {}
     for of_set in results:
@@ -152,6 +152,7 @@ class StoredEvaluation:
 
     def scores(self, name: str) -> Scores:
         """Returns the metrics of each prompt of a set."""
+        # Computed again: the report has means, and a paired test needs each prompt.
         of_set = self.report.sets[name]
         results = [PromptResults(line.prompt, line.rewards, line.answers, line.parts) for line in self.lines[name]]
         return prompt_scores(results, of_set.k, of_set.pass_threshold)
@@ -183,6 +184,7 @@ def interval(low: float | None, high: float | None) -> str:
 
 
 def _digest(prompt: Prompt) -> str:
+    # 12 bytes: two of a million records have the same digest with a probability of 6e-18.
     content: Mapping[str, Any] = prompt.record
     text = json.dumps(content, sort_keys=True, ensure_ascii=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()

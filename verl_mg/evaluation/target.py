@@ -26,7 +26,7 @@ class Target:
 
     @classmethod
     def parse(cls, text: str) -> Target:
-        """Returns the target that the command line describes.
+        """Returns the target of a model directory, a name on a hub, RUN or RUN@ITERATION.
 
         Of a run the exported model is used, or else its checkpoint: `model` or `checkpoints`, and with an iteration
         `export/000012/model` or `checkpoints/000012`.
@@ -49,7 +49,10 @@ class Target:
         return self.run / "evaluation" / ("final" if self.iteration is None else f"{self.iteration:06d}")
 
     def checkpoint(self) -> Path | None:
-        """Returns the checkpoint whose weights are evaluated, or None for a model; all ranks call it together."""
+        """Returns the checkpoint whose weights are evaluated, or None for a model; all ranks call it together.
+
+        UserError where the run has no such checkpoint, or it is damaged.
+        """
         if self.model is not None or self.run is None:
             return None
         before = None if self.iteration is None else self.iteration + 1
@@ -60,6 +63,6 @@ class Target:
             {*(path.name for path in (self.run / CHECKPOINTS).glob("*") if path.name.isdecimal())}
             | {path.name for path in (self.run / EXPORTS).glob("*") if path.name.isdecimal()}
         )
-        has = f"has those of {', '.join(str(int(name)) for name in written)}" if written else "has none"
+        has = f"has iterations {', '.join(str(int(name)) for name in written)}" if written else "has none"
         what = "model" if self.iteration is None else f"intact checkpoint or export of iteration {self.iteration}"
         raise UserError(f"{self.text}: no {what}; the run {has}. Write RUN@ITERATION with one of them.")

@@ -4,4 +4,9 @@ __main__      arguments, signals and exit codes
 agent         torchrun's agent of a node, which starts the ranks again after a loss
 restarts      which losses are followed by a restart, and after how long
 program       the program of a rank in a fork of a process that has imported everything
+
+    launcher process          main thread: torchrun, or `RankAgent` with --max-restarts; handles signals
+     ├─ thread                ends the other ranks after the first loss (agent), or the launcher itself (__main__)
+     ├─ fork server           imports a job's modules once; its children are the ranks
+     └─ socket                never answered: kept engines see its end, and so the end of the launcher
 """

@@ -41,7 +41,7 @@ from verl_mg.distributed.watchdog import EXIT_RANK_LOST
 from verl_mg.launch.agent import create_agent, run_agent
 
 UNSEEN_SECONDS = 10
-"""Seconds in which torchrun, which polls many times a second, should notice that the ranks have ended."""
+"""Seconds in which torchrun, which polls the ranks many times a second, should notice that they have ended."""
 RESTARTS_OF_CHANGING_NODES = 3
 """Restarts of a job with spare nodes, or a range of nodes, that does not say how many."""
 MAX_ENGINES = 4096
@@ -49,12 +49,13 @@ MAX_ENGINES = 4096
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs torchrun with the given arguments, or those of the process."""
+    """Runs torchrun with the given arguments, or with the process's."""
     # torchrun sets it with a warning if there are several ranks; a rank then chooses by its cores.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Signals upon which torchrun ends the ranks, without those that are forwarded.
     os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGINT,SIGHUP,SIGQUIT")
     raise_open_files_limit()  # the job's store is here, with several connections of each rank
+    # They log tracebacks and signals of ranks, which have already said in one line what was wrong.
     for library in ("torch.distributed.elastic", "torch.multiprocessing"):
         logging.getLogger(library).setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="verl_mg-") as folder:
@@ -82,14 +83,16 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _parsed(arguments: list[str] | None) -> argparse.Namespace:
-    """Returns torchrun's arguments, with the rendezvous of a job on one node that names none."""
+    """Returns torchrun's arguments, with a local rendezvous where a job on one node names none."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--spares", type=int, default=0)
     additional, of_torchrun = parser.parse_known_args(arguments)
     parsed = run.parse_args(of_torchrun)
     names_none = parsed.rdzv_backend == "static" and not parsed.rdzv_endpoint and parsed.master_port is None
+    # Restarts need the dynamic rendezvous, and the static one has the same port for all jobs of a machine.
     if parsed.standalone or (names_none and parsed.nnodes in ("1", "1:1")):
         parsed.rdzv_backend, parsed.rdzv_endpoint, parsed.rdzv_id = "c10d", "localhost:0", str(uuid.uuid4())
+    # A spare node is of use only if ranks start again after a loss.
     least, most = run.parse_min_max_nnodes(parsed.nnodes)
     if additional.spares or least < most:
         parsed.max_restarts = parsed.max_restarts or RESTARTS_OF_CHANGING_NODES
@@ -101,6 +104,7 @@ def _run_with_restarts(arguments: argparse.Namespace, launcher: Launcher) -> Non
     if arguments.num_launchers > 1:
         # torchrun's agents share the store of a node that may be lost, and keep its address when the nodes change.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    # From here on ranks keep their engines: the key and the socket are there before the first rank starts.
     launcher.make_key()
     with socket.socket(socket.AF_UNIX) as listener:  # the connections of engines end with this process
         listener.bind(str(launcher.socket))
@@ -131,14 +135,19 @@ def _forward_signals(ranks_of_this_node: Callable[[], list[psutil.Process]]) -> 
 
 
 def _follow_the_ranks(folder: str) -> None:
-    """Exits if all ranks have ended and torchrun does not notice, as when it queries a host that is cut off."""
+    """Exits if all ranks have ended and torchrun does not notice, as when it queries a host that is cut off.
+
+    The loop of a thread: looks at the ranks each second, and ends with the process.
+    """
     unseen = 0
     while unseen < UNSEEN_SECONDS:
         time.sleep(1)
         ranks = psutil.Process().children()
         unseen = unseen + 1 if ranks and all(_is_over(rank) for rank in ranks) else 0
+    # WNOWAIT: torchrun, which may continue meanwhile, still finds the ends.
     ends = [os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) for rank in ranks]
     shutil.rmtree(folder, ignore_errors=True)
+    # The main thread hangs in a request, so the process cannot end in the regular way.
     os._exit(max(_code(end) for end in ends if end))
 
 

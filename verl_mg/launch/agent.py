@@ -1,11 +1,20 @@
 """Agent of a node that starts its ranks again after a loss: torchrun's, with other ways to start and to stop ranks.
 
-    a rank ends     ──▶  the agent ends the others at once; all nodes meet again and start their ranks
+    a rank ends     ──▶  the agent ends the others immediately; all nodes meet again and start their ranks
     a node is lost  ──▶  the watchdog misses its ranks, the rendezvous the node; a spare node takes its place, or the
                          others continue without it where --nnodes MIN:MAX allows that
     a node arrives  ──▶  ranks are asked to stop: they save a checkpoint and leave; then all nodes meet again
 
-Engines that the launcher keeps outlive all of this.
+Engines that the launcher keeps outlive all of this. States of the ranks of a node, as torch names them:
+
+    rendezvous ─▶ HEALTHY ─┬─ all programs are complete ─▶ SUCCEEDED: the launcher ends
+        ▲                  ├─ a rank ended before ─▶ FAILED, `_after_loss` ─▶ the launcher ends, or SIGKILL ─┐
+        │                  ├─ nodes wait, one of them has LOST a rank ─▶ SIGKILL ──────────────────────────┤
+        │                  └─ nodes wait to join ─▶ SIGTERM: ranks save a checkpoint and leave ────────────┤
+        └──────────────────────────────────────────────────────────────────────────────────────────────────┘
+
+The main thread runs torch's loop: it looks at the ranks and for waiting nodes every `--monitor-interval` seconds, and
+ends with the job. A thread for each start of ranks (`_end_others`) waits for their ends.
 """
 
 from __future__ import annotations
@@ -46,7 +55,7 @@ LOST = "lost"
 
 
 class RankAgent(LocalElasticAgent):
-    """Agent of a node: starts its ranks, monitors and restarts them."""
+    """Agent of a node: starts its ranks, monitors and restarts them. `forks`: by the fork server of `program`."""
 
     def __init__(self, spec: WorkerSpec, config: LaunchConfig, launcher: Launcher, forks: bool) -> None:
         super().__init__(
@@ -62,7 +71,7 @@ class RankAgent(LocalElasticAgent):
 
     @property
     def ranks(self) -> list[psutil.Process]:
-        """Returns the processes of this node's ranks."""
+        """Processes of this node's ranks."""
         return [psutil.Process(pid) for pid in self._pids() if psutil.pid_exists(pid)]
 
     def _pids(self) -> list[int]:
@@ -75,7 +84,12 @@ class RankAgent(LocalElasticAgent):
         return pids
 
     def _end_others(self, pids: list[int]) -> None:
-        """Ends all ranks soon after the first that ends before its program is complete."""
+        """Ends all ranks soon after the first that ends before its program is complete.
+
+        The loop of a thread: consumes the ends of ranks, and ends itself after the last one or the first early one.
+        torch's own loop would send SIGTERM, at which ranks try to write a checkpoint without the lost one.
+        """
+        # A descriptor of a process is readable when it has ended, and leaves its exit code to torch.
         ends = select.poll()
         alive: dict[int, int] = {}
         for pid in pids:
@@ -101,7 +115,8 @@ class RankAgent(LocalElasticAgent):
             self._after_loss(worker_group, result)
         elif result.state == WorkerState.SUCCEEDED and self._launcher.stop_code > SIGNAL_CODES and not self.stops:
             waiting = worker_group.spec.rdzv_handler.num_nodes_waiting()
-            # Where nodes wait to join, another node's agent has asked the ranks to leave.
+            # Where nodes wait to join, another node's agent has asked the ranks to leave. torch restarts healthy ranks
+            # where nodes wait, and ends the job after SUCCEEDED.
             return RunResult(WorkerState.HEALTHY) if waiting else result
         return result
 
@@ -125,6 +140,8 @@ class RankAgent(LocalElasticAgent):
         time.sleep(pause)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        # Healthy ranks are stopped for nodes that arrive, or for a node that starts again after a loss: in that case
+        # the ranks cannot complete a checkpoint.
         if worker_group.state == WorkerState.HEALTHY and not self._another_node_lost_a_rank(worker_group):
             self._launcher.set_regroups()
             self._shutdown(signal.SIGTERM, LEAVE_SECONDS)
@@ -140,7 +157,7 @@ def _end(exit_code: int) -> str:
 
 
 def create_agent(arguments: argparse.Namespace, launcher: Launcher) -> RankAgent:
-    """Returns the agent of this node for torchrun's arguments."""
+    """Returns the agent of this node for torchrun's arguments, which have a dynamic rendezvous."""
     config, python, words = run.config_from_args(arguments)
     forks = start_server()
     parameters = RendezvousParameters(
@@ -172,7 +189,11 @@ def create_agent(arguments: argparse.Namespace, launcher: Launcher) -> RankAgent
 
 
 def run_agent(agent: RankAgent) -> None:
-    """Runs the ranks of this node until the job ends."""
+    """Runs the ranks of this node until the job ends.
+
+    ChildFailedError: a rank has failed and there is no further restart. SignalException: a signal that is not
+    forwarded has ended this launcher.
+    """
     handler, closes = agent.get_worker_group().spec.rdzv_handler, True
     try:
         result = agent.run()

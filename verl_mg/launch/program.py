@@ -2,7 +2,8 @@
 
     launcher  ──▶  fork server of `multiprocessing`, which has imported a job's modules  ──▶  ranks, also after a loss
 
-The server has no threads and no CUDA context. Where its forks cannot use the GPU, ranks are new interpreters.
+The server has no threads and no CUDA context, neither of which a fork can take over. Where its forks cannot use the
+GPU, ranks are new interpreters.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ def start_server() -> bool:
     # torch asks the driver whether there are GPUs: if it asked CUDA, the forks could not use them.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     context = multiprocessing.get_context("forkserver")
-    context.set_executable(os.environ.get("PYTHON_EXEC", sys.executable))
+    context.set_executable(os.environ.get("PYTHON_EXEC", sys.executable))  # torchrun's variable
     context.set_forkserver_preload(list(IMPORTED))
+    # Whether an import has initialized CUDA, which forks then cannot use, shows only in a fork.
     probe = context.Process(target=_use_device)
     probe.start()
     probe.join()
@@ -42,8 +44,8 @@ def _use_device() -> None:
 
 
 def run_program(*arguments: str) -> None:
-    """Runs `python ARGUMENTS` in this process, which ends with its exit code unless that is 0."""
-    # The title of a fork is that of the server.
+    """Runs `[-u] -m MODULE ...` or `[-u] SCRIPT ...` in this process; exits with its code unless that is 0."""
+    # A fork has the server's name in lists of processes.
     Path("/proc/self/comm").write_text(f"rank {os.environ['RANK']}", encoding="ascii")
     words = list(arguments)
     if words[0] == "-u":

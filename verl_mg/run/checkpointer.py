@@ -3,6 +3,16 @@
 A checkpoint is a folder named by its iteration, with a file of each rank, an index of their boxes, the state of the
 job, and the SHA-256 sums of all these files in SHA256SUMS. It is written under a name that ends in `.partial` and
 renamed when it is complete, so a crash leaves no half of one.
+
+    each rank, main thread     begin: copy to host ─▶ next iteration ... ─▶ begin or finish: wait for the thread
+                                        │                                                        ▲
+    each rank, thread                   └─▶ file of the rank ─▶ gather sums and index ─┬─▶ end ──┘
+    "checkpoint"                                                                       │
+                                                   rank 0: index, SHA256SUMS, rename, prune
+
+    000020.partial ─┬─ complete ─▶ 000020 ─┬─ older than `checkpoint.keep`, not the best ─▶ removed
+                    │                      └─ a sum differs ─▶ skipped by `newest_intact`, replaced by the next 000020
+                    └─ error, or found at the next start ─▶ removed
 """
 
 from __future__ import annotations
@@ -41,7 +51,8 @@ class AsyncCheckpointer:
 
     def __init__(self, folder: Path, config: CheckpointConfig, recipe: str, latest: int | None = None) -> None:
         self._folder, self._config, self._recipe, self.latest = folder, config, recipe, latest
-        # A separate group, in which the threads of the ranks meet no other collectives.
+        # A separate group, in which the threads of the ranks meet no other collectives: all ranks have to call the
+        # collectives of a group in the same order, and the threads are not in step with training.
         self._group = new_group(None, "gloo")
         self._collector = StateCollector()
         self._thread: threading.Thread | None = None
@@ -57,7 +68,8 @@ class AsyncCheckpointer:
         return bool(every) and (iteration % every == 0 or iteration == last)
 
     def begin(self, job: Job, metrics: dict[str, float]) -> None:
-        """Copies the state of the job and writes it in a thread."""
+        """Copies the state of the job and writes it in a thread; `metrics` has the score for `checkpoint.best`."""
+        # The thread of the checkpoint before still reads the buffers that `collect` fills.
         self._join()
         best = self._config.best
         if best and best not in metrics and dist.get_rank() == 0:
@@ -69,6 +81,7 @@ class AsyncCheckpointer:
     def finish(self) -> str:
         """Waits until the checkpoint is written; returns why it could not be, or "", the same on every rank."""
         self._join()
+        # Only rank 0 renames, so only it knows.
         return str(all_gather_json(self._problem)[0])
 
     def _join(self) -> None:
@@ -91,6 +104,7 @@ class AsyncCheckpointer:
         try:
             report = {"digests": _write_local(partial, contents), "problem": ""}
         except OSError as error:
+            # Reported, not raised: the other ranks wait in the collectives below.
             report = {"digests": {}, "problem": _reason(error, partial)}
         reports = all_gather_json(report, self._group)
         index = b"".join(gather_bytes(index_entry(dist.get_rank(), contents.tensors), self._group))
@@ -107,7 +121,7 @@ class AsyncCheckpointer:
             self._problem = problem
 
     def _commit(self, partial: Path, folder: Path, digests: dict[str, str], index: bytes) -> str:
-        """Renames the folder at once and whole; returns why that failed, or ""."""
+        """Completes the folder and renames it, then removes older ones; returns why that failed, or ""."""
         try:
             digests[INDEX] = _write(partial / INDEX, index)
             _write(partial / SUMS, _sums_text(digests).encode())
@@ -117,6 +131,7 @@ class AsyncCheckpointer:
             _fsync_folder(folder.parent)
         except OSError as error:
             return _reason(error, folder)
+        # Last, so that a crash in between leaves one checkpoint more, never one less.
         _prune(folder.parent, folder, self._config.keep, self._config.best is not None)
         return ""
 
@@ -129,8 +144,10 @@ def checkpoints_in(folder: Path) -> list[Path]:
 def newest_intact(folder: Path, before: int | None = None) -> Path | None:
     """Returns the newest checkpoint whose files match their sums, or None where there is none.
 
-    All ranks call it together and share the reading. Damaged checkpoints are logged and skipped.
+    All ranks call it together and share the reading. Damaged checkpoints are logged and skipped; UserError where all
+    are damaged.
     """
+    # One listing for all: the checks of each name are collectives.
     names = broadcast_json([path.name for path in checkpoints_in(folder)] if dist.get_rank() == 0 else None)
     names = [name for name in names if before is None or int(name) < before]
     problem = ""
@@ -226,7 +243,7 @@ def _problem_of(folder: Path) -> str:
 
 
 def _checking_rank(name: str, ranks: int) -> int:
-    """Returns the rank that checks a file: that which reads it, under the layout that wrote it."""
+    """Returns the rank that checks a file: the one that reads it under the layout that wrote it."""
     match = _RANK_FILE.fullmatch(name)
     return int(match[1]) % ranks if match else 0
 

@@ -21,12 +21,13 @@ def with_fetched_models(config: Config, world: World) -> Config:
 
     Rank 0 asks the hub which commit a name means now, so that all nodes have the same one. Then the first rank of each
     node downloads the files that its cache does not have. The others wait, and find all of them in the cache; where
-    ranks of a node have caches of their own, each downloads.
+    each rank of a node has its own cache, each downloads. UserError where a model cannot be fetched.
     """
     names = hub_models(config)
     if not names:
         return config
-    if world.watchdog:  # a download may take longer than `stall_timeout_s`
+    if world.watchdog:
+        # A download may take longer than `stall_timeout_s`; bytes that ranks write to files count as progress.
         world.watchdog.watch_progress(_written_bytes)
     commits = broadcast_json({key: _commit(name, key) for key, name in names.items()} if world.rank == 0 else None)
     names = {key: replace(name, revision=commits[key]) for key, name in names.items()}
@@ -37,6 +38,7 @@ def with_fetched_models(config: Config, world: World) -> Config:
                 f"{key}.path: fetching {name.text}" + (f", commit {name.revision}" if name.revision else ""), flush=True
             )
     folders: dict[str, Path] = {}
+    # A commit that the cache has needs no network, so only the first rank of a node asks the site.
     is_first = world.rank % device.ranks_of_a_node(world.size) == 0
     for turn in (True, False):
         if turn is is_first:

@@ -1,4 +1,17 @@
-"""The state of a job in a checkpoint: collected after an iteration, restored into a job that was just built."""
+"""The state of a job in a checkpoint: collected after an iteration, restored into a job that was just built.
+
+    job.json                  `JobState`, which all ranks know: iteration, prompt feed, counters
+    rank-00003.safetensors    tensors of one rank:
+      actor/exp_avg|model.layers.0.mlp.down_proj.weight|0:64,32:64    boxes of weights and moments, see
+                                                                      `verl_mg.checkpoint.sharded_safetensors`
+      batch/state.buffer/lengths, batch/state.buffer/columns/tokens   a batch that the recipe keeps in `job.state`
+      batch/ready/...                                                 rows that were generated in advance
+      routed_experts/partial/17, images/KEY                           of samples without a complete group
+      random/torch, random/cuda, random/megatron/NAME                 generators
+      state                                                           `RankState`, all else, as JSON text
+
+Boxes fit any layout and number of ranks. `_restore_local` distributes the rest over the ranks of the resumed job.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +48,7 @@ from verl_mg.run.sample_state import SampleState, experts_of, images_of
 JOB = "job.json"
 """File with the `JobState`."""
 READY = "ready"
-"""Name of the batch that the rollout generated in advance, among those of `job.state`, whose names begin with STATE."""
+"""Name of the batch that the rollout generated in advance; the names of all other batches begin with STATE."""
 STATE = "state."
 """Prefix of the names of batches in `job.state`."""
 RANK_STATE = "state"
@@ -91,7 +104,7 @@ class NumpyState(ConfigSection):
 
 
 class RankState(ConfigSection):
-    """The state that one rank alone has, without tensors."""
+    """State that only one rank has, without tensors."""
 
     completed: list[SampleState]
     """Complete samples whose groups have not been returned."""
@@ -102,7 +115,7 @@ class RankState(ConfigSection):
     kinds: dict[str, dict[str, ColumnKind]]
     """Kind of each column, by batch and column."""
     images: dict[str, list[tuple[str, ...]]] = Field(default_factory=dict)
-    """Keys of the images of each row, by batch; of those that have images."""
+    """Keys of the images of each row, by batch, for batches with images."""
     python: tuple[int, list[int], float | None]
     """State of the generator of `random`."""
     numpy: NumpyState
@@ -126,7 +139,9 @@ class StateCollector:
     _buffers: dict[str, Tensor] = field(default_factory=dict)
 
     def collect(self, job: Job, recipe: str, score: float | None) -> CheckpointState:
-        """Returns the state of a job after an iteration; all ranks call it together."""
+        """Returns the state of a job after an iteration, with the `score` for `checkpoint.best`; all ranks call it
+        together.
+        """
         rollout = job.rollout if "rollout" in job.requested else None
         local = rollout.local_state() if rollout else LocalRolloutState()
         batches = {STATE + name: value for name, value in job.state.items() if isinstance(value, Batch)}
@@ -151,24 +166,32 @@ class StateCollector:
             tensors[part.key] = self._to_host(part.key, part.values)
         for key, values in _rank_tensors(batches, local):
             tensors[key] = self._to_host(key, values)
+        # The copies read weights and moments until here; the next step changes them.
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self._buffers = tensors
+        # A tensor too, so that a rank has one file with one sum.
         text = _rank_state(batches, local).model_dump_json().encode()
         return CheckpointState(state, tensors | {RANK_STATE: torch.frombuffer(bytearray(text), dtype=torch.uint8)})
 
     def _to_host(self, key: str, values: Tensor) -> Tensor:
         buffer = self._buffers.get(key)
         if buffer is None or buffer.shape != values.shape or buffer.dtype != values.dtype:
+            # Copies from a device are asynchronous only into pinned memory.
             buffer = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
         return buffer.copy_(values, non_blocking=True)
 
 
 def restore(job: Job, folder: Path, recipe: str) -> int:
-    """Restores a checkpoint, written under any layout and on any number of ranks; all ranks call it together."""
+    """Restores a checkpoint, written under any layout and on any number of ranks; all ranks call it together.
+
+    Returns the iteration after which it was written. UserError for a checkpoint of another recipe, and for files that
+    do not fit each other or the job.
+    """
     text = _read(folder / JOB) if dist.get_rank() == 0 else b""
     state = _parse(folder / JOB, broadcast_bytes(text), JobState)
     if state.recipe != recipe:
+        # Another recipe has other roles and another meaning of `job.state`.
         raise UserError(f"{folder}: written by the recipe {state.recipe}, not {recipe}. Choose another job.output.")
     if other := job.trained.keys() ^ state.trained.keys():
         raise UserError(f"{folder}: {min(other)} is trained in only one of the two runs. Choose another job.output.")
@@ -182,7 +205,7 @@ def restore(job: Job, folder: Path, recipe: str) -> int:
                 _refreshed_role(job, name, folder).load(stored.fill)
             _restore_local(job, stored, state)
     except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:  # intact, but inconsistent
-        if is_peer_failure(error):
+        if is_peer_failure(error):  # gloo raises RuntimeError where another rank has ended
             raise
         raise UserError(
             f"{folder}: its contents do not fit each other ({type(error).__name__}: {error}). Move it away to resume "
@@ -193,7 +216,7 @@ def restore(job: Job, folder: Path, recipe: str) -> int:
 
 
 def restore_actor(job: Job, folder: Path) -> int:
-    """Restores the weights of the actor alone, written under any layout; all ranks call it together."""
+    """Restores only the actor's weights, written under any layout, and returns their iteration; all ranks call it."""
     text = _read(folder / JOB) if dist.get_rank() == 0 else b""
     state = _parse(folder / JOB, broadcast_bytes(text), JobState)
     if "actor" not in state.trained:
@@ -219,7 +242,11 @@ def read_state(folder: Path) -> JobState:
 
 
 def _restore_local(job: Job, stored: ShardedReader, state: JobState) -> None:
-    """Restores the states of ranks; where the checkpoint has more ranks than the job, a rank takes several of them."""
+    """Restores the states of ranks, distributed in turn where the job has another number of ranks.
+
+    A checkpoint of 5 ranks on 2: rank 0 takes the states 0, 2 and 4, rank 1 the states 1 and 3. One of 2 ranks on 3:
+    rank 2 takes none, and has batches without rows with the columns of state 0.
+    """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     numbers = list(range(rank, state.ranks, world_size))
     files = {n: stored.file(n) for n in numbers or [0]}
@@ -242,6 +269,7 @@ def _restore_local(job: Job, stored: ShardedReader, state: JobState) -> None:
         ready = GeneratedRows(batches[READY], conversations) if READY in batches else None
         local = LocalRolloutState(completed, partial, ready)
         job.rollout.load(state.rollout, local, job.prompts.by_id)
+    # The state of a generator belongs to a rank: on more ranks than before some would have none.
     if state.ranks == world_size:
         _restore_random_numbers(states[rank], files[rank])
 

@@ -1,4 +1,12 @@
-"""Training loop: runs a recipe's iterations, from the newest checkpoint on."""
+"""Training loop: runs a recipe's iterations, from the newest checkpoint on.
+
+    open_run_dir ─▶ Job ─▶ restore, start ─▶ evaluation 0 of a new run ─▶ iterations ─▶ save the model ─▶ close
+                                                                              │
+                                        a signal or an alarm on any rank ─────┴─▶ checkpoint ─▶ close
+
+The loop consumes prompts and, in `one_iteration`, samples. It waits for the engines and for the other ranks, and ends
+after the last iteration or at the first stop that all ranks have agreed on.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +41,7 @@ MODEL, EXPORTS = "model", "export"
 
 def train(recipe: Recipe, config: Config, world: World, mode: RunMode = FULL_RUN) -> None:
     """Runs all iterations of a job; all ranks call it together. `JobConfig` describes the outputs."""
+    # What can be refused without a model is refused before the job loads one.
     roles = requested_roles(recipe, config)
     mode.check(recipe.name, roles)
     config = mode.apply_to(config)
@@ -66,6 +75,7 @@ def train(recipe: Recipe, config: Config, world: World, mode: RunMode = FULL_RUN
             _keep(job, saver, iteration, last, metrics)
             if books.stop_reason:
                 world.signals.request_stop(EXIT_ALARM)
+            # A collective: signals reach ranks at different times, and all have to leave after the same iteration.
             if iteration < last and world.signals.any_rank_stop_requested():
                 reason = f"stopped {f'by {books.stop_reason}' if books.stop_reason else 'on request'}"
                 reason += f" after iteration {iteration}"
@@ -82,14 +92,16 @@ def train(recipe: Recipe, config: Config, world: World, mode: RunMode = FULL_RUN
 
 
 def one_iteration(recipe: Recipe, job: Job, iteration: int) -> dict[str, float]:
-    """Runs one iteration of the recipe; all ranks call it together."""
+    """Runs one iteration of the recipe, from 1, and returns its metrics, equal on every rank; all ranks call it."""
     metrics = dict(job.begin(iteration))
+    # Without optimizers the recipe's first update ends the iteration.
     with suppress(NoOptimizerError):
         metrics |= recipe.iteration(job, job.config.algorithm)
     return metrics
 
 
 def _evaluation(job: Job, iteration: int) -> dict[str, float]:
+    # Recipes without a rollout, such as SFT, have no engine that could answer the prompts.
     every, last = job.config.evaluation.every, job.config.job.iterations
     if not (every and (iteration % every == 0 or iteration == last) and "rollout" in job.requested):
         return {}

@@ -16,13 +16,18 @@ if TYPE_CHECKING:
 
 
 def run_recipe(load: Callable[[], tuple[Recipe, Config]], learns: bool = True, replayed: str | None = None) -> None:
-    """Joins the other ranks, runs the recipe and exits with them. Invalid input: one line on one rank, exit code 2."""
+    """Joins the other ranks, runs the recipe and exits with them. Invalid input: one line on one rank, exit code 2.
+
+    `load` returns recipe and configuration. It is called after the rendezvous, so that one rank reports its errors.
+    `learns` and `replayed` are those fields of `RunMode`.
+    """
     from verl_mg.run.fetch_models import with_fetched_models
 
     def work(world: World) -> None:
         recipe, config = load()
         world.set_timeouts(config.job)
         config = with_fetched_models(config, world)
+        # Imports megatron-core, which takes seconds: errors of the configuration come before it.
         from verl_mg.run.loop import train
         from verl_mg.run.mode import RunMode
 
@@ -32,7 +37,11 @@ def run_recipe(load: Callable[[], tuple[Recipe, Config]], learns: bool = True, r
 
 
 def on_all_ranks(work: Callable[[World], None], resumable: bool = True) -> None:
-    """Joins the other ranks, does the work of a job and exits with them. Invalid input: one line on one rank, code 2."""
+    """Joins the other ranks, does the work of a job and exits with them. Invalid input: one line on one rank, code 2.
+
+    Work that is `resumable` ends at a point where it can resume when a signal requests a stop; other work is ended by
+    the signal immediately.
+    """
     from verl_mg.distributed.world import World
 
     world = World.join()

@@ -1,4 +1,4 @@
-"""The part of a job that is run: all of it, its rollouts alone, or training alone on the samples of an earlier run."""
+"""The part of a job that is run: all of it, only its rollouts, or only training, on the samples of an earlier run."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class RunMode:
     learns: bool = True
     """Whether roles have optimizers; without them an iteration ends where the recipe first requests an update."""
     replayed: str | None = None
-    """RUN@ITERATION, whose samples replace those of engines; see `verl_mg.run.replay`."""
+    """RUN@ITERATION, whose samples are used in place of generated ones; see `verl_mg.run.replay`."""
 
     @property
     def is_full(self) -> bool:
-        """Returns whether the whole job is run, so that another start can resume it."""
+        """Whether the whole job is run, so that another start can resume it."""
         return self.learns and self.replayed is None
 
     def check(self, recipe: str, roles: set[str]) -> None:
-        """Checks that the recipe has this part."""
+        """Raises a UserError for a part of a recipe that generates no samples."""
         if not self.is_full and "rollout" not in roles:
             raise UserError(f"recipe {recipe}: it generates no samples. Leave --rollout-only and --replay out.")
 

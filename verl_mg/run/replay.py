@@ -2,8 +2,12 @@
 
     verl-mg train recipes/grpo.py --config my.yaml job.output=runs/again --replay runs/first@12
 
-On the layout of the run the metrics of training are bitwise those of the run, so the cause of a problem in iteration 12
+On the layout of the run the metrics of training equal the run's bit by bit, so the cause of a problem in iteration 12
 can be looked for again and again, without engines and on other ranks too.
+
+    runs/first   checkpoints/000010   samples of iterations 1 ... 20
+                      │                     11, 12
+                      └─ weights ─▶ training ◀─┘    no checkpoints are written
 """
 
 from __future__ import annotations
@@ -43,7 +47,10 @@ class Replay:
 
     @classmethod
     def open(cls, text: str, config: Config, recipe: str) -> Replay:
-        """Returns the replay that the command line describes; all ranks call it together."""
+        """Returns the replay of RUN@ITERATION; all ranks call it together.
+
+        UserError where samples are missing, were recorded by another recipe or model, or `job.output` contains a run.
+        """
         folder, _, number = text.rpartition("@")
         if not folder or not number.isdecimal() or not int(number):
             raise UserError(f"--replay {text}: it has no iteration. Write RUN@ITERATION, such as runs/first@12.")
@@ -51,6 +58,7 @@ class Replay:
         output = config.job.output
         if run.resolve() == output.resolve() or (output / CHECKPOINTS).exists():
             raise UserError(f"job.output={output}: it contains a run. Choose another folder for the replay.")
+        # Samples of iteration 12 are trained by the weights after iteration 11: checkpoint 12 is too late.
         recording, checkpoint = SampleReader(run), newest_intact(run / CHECKPOINTS, before=last)
         first = int(checkpoint.name) + 1 if checkpoint else 1
         model = broadcast_json(fingerprint(config.model.path) if dist.get_rank() == 0 else None)
@@ -61,7 +69,7 @@ class Replay:
 class ReplayRollout(RolloutSource):
     """Returns recorded batches, with their rewards, in the order in which the recipe received them in the run.
 
-    Prompts and numbers of samples are those of the run, whatever the recipe requests.
+    What the recipe requests is not compared: it gets the prompts and numbers of samples of the run.
     """
 
     is_replay = True

@@ -24,7 +24,8 @@ log = logging.getLogger(__name__)
 def open_run_dir(config: Config) -> Path | None:
     """Returns the checkpoint in job.output to resume from, or None for a new run; all ranks call it together.
 
-    A run of the same configuration that ended before its first checkpoint starts again from the beginning.
+    A run of the same configuration that ended before its first checkpoint starts again from the beginning. UserError
+    for a folder with another run that has no checkpoint, and for one that cannot be written.
     """
     output = config.job.output
     checkpoint = newest_intact(output / CHECKPOINTS)
@@ -45,6 +46,7 @@ def _check(output: Path, config: Config, checkpoint: Path | None) -> None:
     last = _last_step(output / METRICS) if checkpoint is None else 0
     if last is None:
         return
+    # Compared as YAML has them: paths and tuples of the configuration are texts and lists there.
     before, now = _earlier(output / CONFIG), _parsed(dump_config(config))
     if checkpoint is None:
         if before != now or last >= config.job.iterations:

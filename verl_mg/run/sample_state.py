@@ -1,4 +1,10 @@
-"""Samples in a checkpoint: those that wait for their group, without the tensors of their experts."""
+"""Samples in a checkpoint: incomplete ones, and complete ones whose group is incomplete; without their tensors.
+
+    SampleState(id=17, tokens=(5, 8), logprobs=(-0.1, -2.3), policy_versions=(3, 4), finish="abort")
+    tensor "17" of `experts_of`: experts that the engine chose, "17/0" of the first segment of an agent's sample
+
+The second token was generated after the engine had received version 4 of the weights.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +83,7 @@ class SampleState(_Tokens):
 
     @property
     def highest_token(self) -> int:
-        """Returns the highest token id; 0 without tokens."""
+        """Highest token id; 0 without tokens."""
         parts = (self, *(self.trajectory.segments if self.trajectory else ()))
         return max(max(part.tokens, default=0) for part in parts)
 
@@ -95,7 +101,7 @@ class SampleState(_Tokens):
         )
 
     def to_sample(self, experts: Mapping[str, Tensor], images: Mapping[str, Image]) -> Sample:
-        """Returns the sample with its experts and images."""
+        """Returns the sample, with the tensors of `experts_of` by name and the images of `images_of` by key."""
         return Sample(
             id=self.id,
             tokens=self.tokens,
@@ -117,7 +123,7 @@ def experts_of(sample: Sample) -> dict[str, Tensor]:
 
 
 def images_of(sample: Sample) -> dict[str, Image]:
-    """Returns the images of a sample's observations and of its segments by key; those of its prompt are in the data."""
+    """Returns the images of a sample's observations and of its segments by key; the data has the prompt's."""
     segments = sample.trajectory.segments if sample.trajectory else ()
     return distinct_images([sample.images, *(segment.images for segment in segments)])
 

@@ -23,7 +23,7 @@ def show_families() -> int:
 
 
 def show_model(name: Path) -> int:
-    """Prints what works with a model."""
+    """Prints what works with a model directory, or a name on a hub, and returns the exit code."""
     folder = local_model(name, "model", SMALL_FILES)
     if not folder.is_dir():
         raise UserError(f"{name}: no such model directory. Write a directory, or the name of a model as OWNER/NAME.")

@@ -30,7 +30,7 @@ COLUMNS = {
     "images": "images",
     MULTI_TOKEN: "MTP",
 }
-"""Topics with a column of their own, and the names of these; sizes of a backend or an engine are in its column."""
+"""Topics that have a column, and its name; sizes of a backend or an engine are in its column."""
 WITH_REASONS = ("backend", "engine", "megatron", "fsdp", "sglang", "vllm")
 """First words of the topics whose reasons are listed."""
 INTRODUCTION = """\
@@ -70,6 +70,7 @@ def _tiny_models(folder: Path) -> Iterator[Path]:
 
 def _answers(model: Path) -> list[Answer]:
     """Returns the answers for a directory, in words that hold for the whole family."""
+    # Reasons name the temporary directory and the model_type, and are joined where they are equal otherwise.
     kind = VISION_LANGUAGE.get(model.name, model.name)
     with_layer = Answer(MULTI_TOKEN, kind in multi_token.ARCHITECTURES, "")
     answers = [*ModelSupport(model).answers(), with_layer]

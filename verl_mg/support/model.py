@@ -38,7 +38,7 @@ LARGEST = 64
 MEGATRON = {"tp": "tp{}", "pp": "pp{}", "vpp": "pp2-vpp{}", "cp": "cp{}", "ep": "ep{}"}
 """Layouts by which the sizes of Megatron's dimensions are tried."""
 FSDP = {"tp": "tp{}", "pp": "pp{}", "cp": "cp{}", "ep": "ep{}"}
-"""The same for the backend fsdp, whose data-parallel ranks are not limited."""
+"""The same for the backend fsdp."""
 ENGINES = {"tp": "tp{}", "pp": "pp{}", "ep": "tp{0}-ep{0}", "adp": "tp{0}-adp{0}"}
 """Layouts by which the sizes of an engine's dimensions are tried."""
 
@@ -48,10 +48,11 @@ class ModelSupport:
     """Answers for a model directory."""
 
     model_dir: Path
-    """Hugging Face directory; config.json is enough for all answers but those about files."""
+    """Hugging Face directory; config.json is enough for all answers except the ones about files."""
     has_weights: bool = True
     """Whether the weights should be in the directory."""
 
+    # Each is an attempt: a directory that one part of the code refuses may work with another.
     @cached_property
     def _config(self) -> tuple[HFConfig | None, str]:
         return attempt(lambda: with_multi_token_layer(read_config(self.model_dir), self.model_dir))
@@ -163,7 +164,7 @@ class ModelSupport:
             yield ask_sizes(f"{engine} {dimension}", layout, largest.get(dimension, LARGEST), check)
 
     def adapters(self) -> Iterator[Answer]:
-        """Yields whether adapters can be trained, and sent alone to engines."""
+        """Yields whether adapters can be trained, and sent to engines without the weights under them."""
         table, reason = self._table
         if table is None:
             yield Answer("LoRA", False, reason)
@@ -173,9 +174,10 @@ class ModelSupport:
         yield Answer("LoRA", bool(names), reason or modules or "no linear layers are known")
         yield ask("experts' LoRA", lambda: adapted_tensors(table, None, experts=True))
         for engine in get_args(EngineName):
-            yield ask(f"adapters alone to {engine}", partial(self._check_adapters, table, engine))
+            yield ask(f"adapters sent to {engine}", partial(self._check_adapters, table, engine))
 
     def _check_adapters(self, table: ModelTable, engine: EngineName) -> None:
+        # Engines take adapters of attention with any model, of feed-forward layers only with models without experts.
         attention = [module_name(name) for name in adapted_tensors(table, None) if "_attn" in name]
         config = Config.model_validate(
             {
