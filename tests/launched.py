@@ -74,6 +74,7 @@ def started(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        errors="replace",  # libraries of GPUs write other bytes too
         env=variables,
     )
     found: list[psutil.Process] = []
