@@ -4,6 +4,7 @@ Transformer Engine's Python and megatron-core's are real, the compiled extension
 """
 
 import inspect
+import os
 import re
 from dataclasses import replace
 from types import SimpleNamespace
@@ -168,6 +169,28 @@ def test_attention_of_transformer_engine_equals_that_of_torch(transformer_engine
     assert found[0].any()
     for values, wanted in zip(found, expected, strict=True):
         torch.testing.assert_close(values, wanted, rtol=1e-5, atol=2e-5)
+
+
+def attended_without_kernels():
+    """As `attended`, where Transformer Engine has no kernel, and how often it was called in three passes."""
+    from transformer_engine.pytorch import DotProductAttention
+
+    calls = []
+    forward = DotProductAttention.forward
+    with (
+        mock.patch.dict(os.environ, {"NVTE_UNFUSED_ATTN": "0"}),
+        mock.patch.object(DotProductAttention, "forward", lambda *a, **o: (calls.append(1), forward(*a, **o))[1]),
+    ):
+        results = [attended(None, None, 1.0), attended("halves", None, 1.3)]
+    return results, len(calls)
+
+
+def test_attention_without_a_kernel_of_transformer_engine_is_that_of_torch(transformer_engine):
+    """Its own products of whole matrices are never a substitute."""
+    ((results, calls),) = transformer_engine.run(1, attended_without_kernels)
+    assert calls == len(results)
+    for found, expected in results:
+        assert found[0].any() and all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
 def written_by_products(model, batch):

@@ -113,6 +113,7 @@ def load(folder: Path) -> None:
     """Imports Transformer Engine from the folder and then megatron-core, in a process that has neither."""
     assert not {"transformer_engine", "megatron"} & sys.modules.keys()
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # it loads no library of CUDA
+    os.environ["NVTE_UNFUSED_ATTN"] = "1"  # its products of matrices are here in place of cuDNN's kernels
     sys.path.insert(0, str(folder))
     import torch
     import torch._dynamo  # asks for the real Triton

@@ -8,13 +8,16 @@ products, and add weight gradients to the float32 buffers themselves. Routing an
   `megatron.transformer.cp_comm_type` it exchanges keys and values itself.
 
 Where its kernels are missing a feature, attention is torch's: float32, a softcap, micro-batches whose rows share
-prefixes, and GPUs before Hopper without FlashAttention. There it would pad rows and multiply whole matrices.
+prefixes, GPUs before Hopper without FlashAttention, and a cuDNN for which it has no kernel. There it would pad rows and
+multiply whole matrices.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from functools import partial
+import logging
+import os
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -43,6 +46,11 @@ from verl_mg.megatron.packed_sequences import PackedSequences
 from verl_mg.megatron.routing import RoutedLayer, Router
 from verl_mg.models.hf_config import HFConfig
 from verl_mg.training.packed_attention import has_ragged_kernel
+
+log = logging.getLogger(__name__)
+
+NO_KERNEL = "No dot product attention backend is available"
+"""Beginning of Transformer Engine's error where it has no kernel for the inputs."""
 
 
 def config_fields(c: HFConfig) -> dict[str, Any]:
@@ -106,6 +114,7 @@ class FusedAttention(PackedAttention):
         super().__init__(*arguments, **options)
         # A kernel is fixed to numbers of heads and ranks, which depend on how many ranks share a micro-batch.
         self._kernels: dict[tuple[int, ...], Any] = {}
+        self._has_kernel = True
 
     def rotated(self, x: Tensor, packed: PackedSequences) -> Tensor:
         """Applies the rotary embedding to queries or keys in one kernel, in float32: (T, heads, d) -> (T, heads, d)."""
@@ -128,18 +137,19 @@ class FusedAttention(PackedAttention):
 
     def local_context(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
         """Computes attention of this rank's tokens; the kernel exchanges keys and values with the other ranks."""
-        if has_ragged_kernel(query.device, query.dtype):
-            return self._with_fused_kernel(query, key, value, packed)
-        return super().local_context(query, key, value, packed)
+        context = self._with_fused_kernel(query, key, value, packed)
+        return super().local_context(query, key, value, packed) if context is None else context
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
         # With fewer queries than keys its causal mask would take the queries for the first tokens; in other versions of
         # cuDNN there is no kernel, and it multiplies whole matrices without saying so.
-        if packed.keys is None and has_ragged_kernel(query.device, query.dtype):
-            return self._with_fused_kernel(query, key, value, packed)
-        return super()._attend(query, key, value, packed)
+        context = self._with_fused_kernel(query, key, value, packed) if packed.keys is None else None
+        return super()._attend(query, key, value, packed) if context is None else context
 
-    def _with_fused_kernel(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
+    def _with_fused_kernel(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor | None:
+        """Computes attention; None where Transformer Engine has no kernel for it."""
+        if not (self._has_kernel and has_ragged_kernel(query.device, query.dtype)):
+            return None
         group = packed.cp_group if packed.zigzag else None
         shape = (query.shape[1], key.shape[1], query.shape[2], value.shape[2], group.size() if group else 1)
         if shape not in self._kernels:
@@ -147,20 +157,30 @@ class FusedAttention(PackedAttention):
         # Padding of sequences counts as tokens: by the same tensors the kernel sees that there is none between them.
         lengths = {"cu_seqlens_q": packed.cu_seqlens_q, "cu_seqlens_kv": packed.cu_seqlens_kv}
         padded = {"cu_seqlens_q_padded": packed.cu_seqlens_q, "cu_seqlens_kv_padded": packed.cu_seqlens_kv}
-        context: Tensor = self._kernels[shape](
-            query,
-            key,
-            value,
-            max_seqlen_q=packed.max_seqlen_q,
-            max_seqlen_kv=packed.max_seqlen_kv,
-            **lengths,
-            **(padded if group else {}),
-        )
+        try:
+            context: Tensor = self._kernels[shape](
+                query,
+                key,
+                value,
+                max_seqlen_q=packed.max_seqlen_q,
+                max_seqlen_kv=packed.max_seqlen_kv,
+                **lengths,
+                **(padded if group else {}),
+            )
+        except ValueError as error:
+            if not str(error).startswith(NO_KERNEL):
+                raise
+            self._has_kernel = False
+            _warn_of_no_kernel()
+            return None
         return context.unflatten(-1, (query.shape[1], -1))
 
     def _kernel(
         self, heads: int, kv_heads: int, key_width: int, value_width: int, group: dist.ProcessGroup | None
     ) -> Any:
+        # Else Transformer Engine multiplies whole matrices where it has no kernel, without saying so: on an H100 with an
+        # older cuDNN a model of 1.7 billion parameters ran at 3 % of the peak, and out of memory.
+        os.environ.setdefault("NVTE_UNFUSED_ATTN", "0")
         exchange: dict[str, Any] = {}
         if group:
             exchange = {
@@ -180,6 +200,14 @@ class FusedAttention(PackedAttention):
             softmax_scale=self.scale,
             **exchange,
         )
+
+
+@cache
+def _warn_of_no_kernel() -> None:
+    log.warning(
+        "Transformer Engine has no attention kernel for packed rows here, torch's computes it. "
+        "NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 prints the reasons; often cuDNN is older than the one that torch requires."
+    )
 
 
 class FusedMLA(FusedAttention, PackedMLA):
