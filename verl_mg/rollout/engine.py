@@ -79,7 +79,6 @@ class Request:
     id: int
     """Sample id, unique among the requests in flight."""
     prompt: tuple[int, ...]
-    """Token ids of the prompt."""
     seed: int
     """Source of the sample's randomness; the only one where the engine supports seeds per request."""
     partial: Sample | None = None
@@ -113,7 +112,6 @@ class Sample:
     """The response to a request: every token after the prompt."""
 
     id: int
-    """Sample id of the request."""
     tokens: tuple[int, ...]
     """Token ids, a stop token included."""
     logprobs: tuple[float, ...]
@@ -122,7 +120,6 @@ class Sample:
     policy_versions: tuple[int, ...]
     """Version of the weights that generated each token; NOT_GENERATED for observations of tools."""
     finish: Finish
-    """Reason why the response ended."""
     # Not compared: tensors compare by element.
     routed_experts: Tensor | None = field(default=None, compare=False)
     """Experts of every token from the first prompt token on, except the last token: int16, (tokens fed to the model,
@@ -169,8 +166,7 @@ class EngineDiedError(Exception):
 class RolloutEngine(ABC):
     """Generator of samples: one replica of the policy, or a wrapper around one."""
 
-    continues_aborted = True
-    """Whether a sample that was aborted continues after its tokens; otherwise it begins again."""
+    continues_aborted = True  # whether a sample that was aborted continues after its tokens; otherwise it begins again
 
     @abstractmethod
     def num_free_slots(self) -> int:

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+# Linear layers that engines fuse: SGLang loads adapters of a part of them only together with the others.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Linear layers that engines fuse: SGLang loads adapters of a part of them only together with the others."""
 
 
 @dataclass(frozen=True)
 class AdapterSettings:
     """Adapters that an engine receives."""
 
-    rank: int
-    """Rank of A and B."""
-    targets: tuple[str, ...]
-    """Names of the linear layers that have them."""
+    rank: int  # rank of A and B
+    targets: tuple[str, ...]  # names of the linear layers that have them
 
 
 def fused_targets(targets: Sequence[str]) -> tuple[str, ...]:

@@ -23,13 +23,10 @@ from typing import Any
 
 from verl_mg.distributed.launcher import Launcher
 
-WAIT_SECONDS = 600.0
-"""Time for the next rank of an engine to come, in seconds."""
-GREETING_SECONDS = 10.0
-"""Time for a connection to show its key, in seconds."""
+WAIT_SECONDS = 600.0  # time for the next rank of an engine to come, in seconds
+GREETING_SECONDS = 10.0  # time for a connection to show its key, in seconds
 
-NO_ENGINE = ""
-"""Digest of a rank that needs no engine."""
+NO_ENGINE = ""  # digest of a rank that needs no engine
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -38,20 +35,13 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 class EngineAttachment:
     """Place of an engine, and the program that it has to run."""
 
-    path: str
-    """Path of the engine's socket."""
-    launcher: str
-    """Path of the launcher's socket, whose connections end with the launcher."""
+    path: str  # path of the engine's socket
+    launcher: str  # path of the launcher's socket, whose connections end with the launcher
     key: str
-    """Key that a rank shows."""
-    digest: str
-    """Digest of the engine's program without what differs between two starts of it."""
-    pid: int
-    """Process that the first rank has started."""
-    deterministic: bool
-    """Whether ranks that resume compute the same weights again."""
-    sleeps: bool
-    """Whether an engine without a rank releases its memory, on a device that it shares with training."""
+    digest: str  # digest of the engine's program without what differs between two starts of it
+    pid: int  # process that the first rank has started
+    deterministic: bool  # whether ranks that resume compute the same weights again
+    sleeps: bool  # whether an engine without a rank releases its memory, on a device that it shares with training
 
     @classmethod
     def of_rank(

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+# Tokens in front of the first new one, and how many of them had keys and values in the cache.
 PROMPT, CACHED = "prompt tokens", "cached tokens"
-"""Tokens in front of the first new one, and how many of them had keys and values in the cache."""
+# Tokens that speculative decoding proposed, and those that the policy accepted.
 DRAFTED, ACCEPTED = "drafted tokens", "accepted tokens"
-"""Tokens that speculative decoding proposed, and those that the policy accepted."""
+# Steps of the policy with drafted tokens, and the tokens that requests with such steps generated.
 VERIFIED, GENERATED = "verifications", "generated tokens"
-"""Steps of the policy with drafted tokens, and the tokens that requests with such steps generated."""
 
+# Sums over observations of the load: requests that an engine computes, requests that wait; number of observations.
 RUNNING, WAITING, OBSERVED = "running requests", "waiting requests", "observations"
-"""Sums over observations of the load: requests that an engine computes, requests that wait; number of observations."""
+# Sums over observations: tokens in the key-value cache, and its capacity in tokens.
 USED, CAPACITY = "used cache tokens", "cache capacity tokens"
-"""Sums over observations: tokens in the key-value cache, and its capacity in tokens."""
 
-Counts = Mapping[str, int]
-"""Sums over requests and observations, by the names above."""
+Counts = Mapping[str, int]  # sums over requests and observations, by the names above
 
 
 def observed_load(running: int, waiting: int, used: int, capacity: int) -> dict[str, int]:

@@ -14,8 +14,8 @@ from torch.distributed import PrefixStore, Store
 
 from verl_mg.distributed.groups import GROUP_TIMEOUT
 
+# Kinds of event: an engine runs again, without weights; all engines have finished a call.
 RESTART, END = "restart", "end"
-"""Kinds of event: an engine runs again, without weights; all engines have finished a call."""
 
 
 class EngineEvents:

@@ -38,14 +38,12 @@ from verl_mg.rollout.engine_attachment import EngineAttachment, EngineListener
 from verl_mg.rollout.hidden_packages import hide_training_packages
 from verl_mg.rollout.request_ledger import Generation, RequestLedger, request_key
 
-LINE_LIMIT = 2**31
-"""Largest length of a line, in bytes; asyncio's default of 64 KiB is less than a long prompt."""
+LINE_LIMIT = 2**31  # largest length of a line, in bytes; asyncio's default of 64 KiB is less than a long prompt
 ABORT_RETRY_SECONDS = 0.1
-"""Pause between two attempts to abort."""
+# Methods of a host that the rank can call.
 METHODS = frozenset({"load", "load_adapters", "sleep", "wake", "pause", "unpause"})
-"""Methods of a host that the rank can call."""
+# Time limit of an engine for ending its requests when its rank is lost and it shares a device with training.
 PART_SECONDS = 60.0
-"""Time limit of an engine for ending its requests when its rank is lost and it shares a device with training."""
 
 T = TypeVar("T")
 
@@ -76,8 +74,7 @@ class EngineHost(ABC):
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
-        self.open_requests: set[str] = set()
-        """Ids of the requests that are not complete."""
+        self.open_requests: set[str] = set()  # ids of the requests that are not complete
         self._writer: asyncio.StreamWriter | None = None
         self._ledger: RequestLedger | None = None
         self._rids: dict[str, str] = {}  # ids of the requests in the engine, by the rank's
@@ -208,7 +205,6 @@ class EngineHost(ABC):
         return True
 
     async def _part_from_rank(self, sleeps: bool) -> None:
-        """Makes the engine ready for the next rank."""
         assert self._writer and self._ledger
         self._writer.close()
         self._writer = None

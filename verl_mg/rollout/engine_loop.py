@@ -27,27 +27,21 @@ from verl_mg.rollout.engine import EngineDiedError, Request, RolloutEngine, Samp
 from verl_mg.rollout.engine_events import EngineEvents
 from verl_mg.rollout.work_queue import WorkQueue
 
-COLLECT_SECONDS = 0.05
-"""Longest wait for samples before the loop looks at other things again."""
-IDLE_SECONDS = 0.02
-"""Pause of a loop that has nothing to do."""
+COLLECT_SECONDS = 0.05  # longest wait for samples before the loop looks at other things again
+IDLE_SECONDS = 0.02  # pause of a loop that has nothing to do
+# Interval at which an engine reads the counters of all engines; shorter in the first 5 seconds of a call.
 POLL_SECONDS = 0.25
-"""Interval at which an engine reads the counters of all engines; shorter in the first 5 seconds of a call."""
-POLL_FRACTION = 0.05
-"""Interval as a fraction of the call's time so far, up to POLL_SECONDS."""
-REQUESTS_PER_POLL = 2
-"""Requests to the store of one reading: counters of the queue, and events."""
+POLL_FRACTION = 0.05  # interval as a fraction of the call's time so far, up to POLL_SECONDS
+REQUESTS_PER_POLL = 2  # requests to the store of one reading: counters of the queue, and events
+# Limit of these requests of all engines together, for one store: above 125 engines the interval is longer.
 MAX_REQUESTS_PER_SECOND = 1000
-"""Limit of these requests of all engines together, for one store: above 125 engines the interval is longer."""
-MAX_DEATHS = 3
-"""An engine that dies this often in one call ends the job."""
+MAX_DEATHS = 3  # an engine that dies this often in one call ends the job
 
 
 class EngineRecovery(Protocol):
     """Restart of an engine whose process ended: all ranks transfer weights to it, since each has a part of them."""
 
-    events: EngineEvents
-    """Restarts and ends of calls."""
+    events: EngineEvents  # restarts and ends of calls
 
     def restart_engine(self) -> None:
         """Restarts this rank's engine, announces it to the other ranks, and submits its unfinished requests again."""
@@ -67,16 +61,11 @@ def poll_seconds(num_engines: int) -> float:
 class EngineLoopResult:
     """Samples that the engine of this rank generated in one call."""
 
-    completed: dict[int, Sample] = field(default_factory=dict)
-    """Complete samples by id."""
-    aborted: dict[int, Sample] = field(default_factory=dict)
-    """Partial samples by id: those in flight when enough groups were complete."""
+    completed: dict[int, Sample] = field(default_factory=dict)  # complete samples by id
+    aborted: dict[int, Sample] = field(default_factory=dict)  # partial ones, in flight when enough groups were complete
     num_deaths: int = 0
-    """Number of times the engine died."""
-    num_tokens: int = 0
-    """Tokens that the policy generated."""
-    busy_seconds: float = 0.0
-    """Seconds with requests in flight."""
+    num_tokens: int = 0  # tokens that the policy generated
+    busy_seconds: float = 0.0  # seconds with requests in flight
 
 
 class EngineLoop:

@@ -22,10 +22,8 @@ from torch.distributed import PrefixStore, Store
 from verl_mg.distributed.outside_group import local_address
 from verl_mg.rollout.engine_process import EngineProcess, EngineProgram
 
-POLL_SECONDS = 0.5
-"""Interval at which each side looks into the store."""
-CLOSE_SECONDS = 20.0
-"""Time limit of the leader for ending the parts on other nodes."""
+POLL_SECONDS = 0.5  # interval at which each side looks into the store
+CLOSE_SECONDS = 20.0  # time limit of the leader for ending the parts on other nodes
 
 log = logging.getLogger(__name__)
 
@@ -35,15 +33,11 @@ class EngineNodes:
     """The nodes of one engine, as its processes know them."""
 
     count: int
-    """Number of nodes."""
-    rank: int
-    """Number of this node among them; the leader is on node 0."""
-    address: str = ""
-    """Address of this node, where there are several."""
+    rank: int  # number of this node among them; the leader is on node 0
+    address: str = ""  # address of this node, where there are several
 
 
 ONE_NODE = EngineNodes(1, 0)
-"""The node of an engine that has only one."""
 
 
 class LeadingNode:

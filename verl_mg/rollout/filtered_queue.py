@@ -22,8 +22,8 @@ from torch.distributed import Store
 
 from verl_mg.rollout.work_queue import Group, StreamingWorkQueue
 
+# Whether a group is kept, from the scores of its samples in the order of their ids.
 GroupFilter = Callable[[Sequence[float]], bool]
-"""Whether a group is kept, from the scores of its samples in the order of their ids."""
 
 
 class FilteredWorkQueue(StreamingWorkQueue):

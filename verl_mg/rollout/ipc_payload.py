@@ -29,8 +29,8 @@ from torch.multiprocessing import reductions
 from verl_mg.device import without_expandable_segments
 from verl_mg.sharding.boxes import Shard
 
+# Offsets of tensors in the memory are multiples of this number of bytes, as torch's allocator aligns them.
 ALIGNMENT = 256
-"""Offsets of tensors in the memory are multiples of this number of bytes, as torch's allocator aligns them."""
 
 
 class Staging:
@@ -48,8 +48,7 @@ class Staging:
     ) -> None:
         self._places, size = _places(shards, dtypes)
         self._memory = shared_memory(max(size, min_bytes), device)
-        self.tensors = dict(named_views(self._places, self._memory))
-        """Tensors of the shards, by name of the parameter."""
+        self.tensors = dict(named_views(self._places, self._memory))  # tensors of the shards, by name of the parameter
         for name, shard in shards.items():
             if shard.padding:
                 self.tensors[name].zero_()
@@ -104,8 +103,7 @@ class _HandleUnpickler(pickle.Unpickler):
             reductions.rebuild_typed_storage,
         )
     }
-    DEVICE_ARGUMENT = 6
-    """Position of the device's index among the arguments of `rebuild_cuda_tensor`."""
+    DEVICE_ARGUMENT = 6  # position of the device's index among the arguments of `rebuild_cuda_tensor`
 
     def __init__(self, file: io.BytesIO, device: torch.device) -> None:
         super().__init__(file)
@@ -158,7 +156,7 @@ def _places(shards: Mapping[str, Shard], dtypes: Mapping[str, torch.dtype]) -> t
 
 @contextmanager
 def _by_name() -> Iterator[None]:
-    """Shares memory by file names inside this context: an unrelated process cannot open a file descriptor."""
+    # Shares memory by file names inside this context: an unrelated process cannot open a file descriptor.
     before = torch.multiprocessing.get_sharing_strategy()
     torch.multiprocessing.set_sharing_strategy("file_system")
     try:

@@ -21,6 +21,7 @@ from verl_mg.rewards import Reward, Sample
 from verl_mg.rollout.engine import Request, Sampling
 from verl_mg.rollout.hf.engine import HFEngine
 
+# Default question, after the single-answer grading of MT-Bench [arXiv:2306.05685, appendix A].
 TEMPLATE = """\
 Please judge, without bias, the quality of the response to the question below, as to whether it is helpful, relevant, \
 accurate and complete. The reference answer is: {answer}
@@ -33,7 +34,6 @@ Explain your judgement in a few sentences. Then rate the response from 1 to 10, 
 {response}
 [End of the response]
 """
-"""Default question, after the single-answer grading of MT-Bench [arXiv:2306.05685, appendix A]."""
 VERDICT = r"\[\[(-?\d+(?:\.\d+)?)\]\]"
 GENERATE = "/generate"
 

@@ -20,8 +20,7 @@ from verl_mg.rollout.ipc_payload import payload_of, shared_memory
 from verl_mg.sharding.boxes import slices
 
 APPLIED, REFUSED = 1, 2
-REPORT_SECONDS = 600.0
-"""Time limit of the other process; it has answered to the load before."""
+REPORT_SECONDS = 600.0  # time limit of the other process; it has answered to the load before
 _NUMBER_BYTES = 8
 
 

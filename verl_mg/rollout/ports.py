@@ -7,10 +7,10 @@ from contextlib import suppress
 
 from verl_mg.errors import UserError
 
+# Ports of all blocks: below those that Linux gives to connections, and below those that SGLang chooses by itself.
 PORTS = range(12000, 20000)
-"""Ports of all blocks: below those that Linux gives to connections, and below those that SGLang chooses by itself."""
+# Ports of a block: SGLang derives 14 consecutive ones from a single number, and more with data-parallel attention.
 BLOCK_SIZE = 32
-"""Ports of a block: SGLang derives 14 consecutive ones from a single number, and more with data-parallel attention."""
 
 
 class PortBlock:

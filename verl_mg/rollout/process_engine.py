@@ -42,10 +42,8 @@ from verl_mg.rollout.ports import BLOCK_SIZE, PortBlock
 from verl_mg.rollout.request_tracker import EngineLimits, RequestTracker
 
 START_SECONDS = 1800.0
-CALL_SECONDS = 600.0
-"""Time limits of the start of an engine, and of a call."""
-IDLE_SECONDS = 60.0
-"""Time limit of an engine for ending its requests when they are aborted."""
+CALL_SECONDS = 600.0  # time limits of the start of an engine, and of a call
+IDLE_SECONDS = 60.0  # time limit of an engine for ending its requests when they are aborted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,38 +51,23 @@ class EngineSettings:
     """Settings with which an engine is started."""
 
     layout: EngineLayout
-    """Parallel sizes of the engine."""
     dtype: torch.dtype
-    """Dtype of the weights."""
     quantization: Mapping[str, Any] | None = None
     """Field `quantization_config` of the engine's weights; None: they are not quantized, whatever config.json says."""
-    max_running: int
-    """Largest number of requests at the same time."""
-    max_positions: int
-    """Largest number of tokens of a prompt with its response."""
-    memory_fraction: float = 0.6
-    """Share of a GPU's memory for weights and key-value cache."""
+    max_running: int  # largest number of requests at the same time
+    max_positions: int  # largest number of tokens of a prompt with its response
+    memory_fraction: float = 0.6  # share of a GPU's memory for weights and key-value cache
     first_gpu: int = 0
-    """Index of the first GPU."""
-    nodes: EngineNodes = ONE_NODE
-    """Nodes over which the engine is spread."""
-    gpu_step: int = 1
-    """Distance between the indices of two GPUs of the engine."""
-    sleeps: bool = True
-    """Whether the engine can release its memory, which costs some speed; on GPUs."""
+    nodes: EngineNodes = ONE_NODE  # nodes over which the engine is spread
+    gpu_step: int = 1  # distance between the indices of two GPUs of the engine
+    sleeps: bool = True  # whether the engine can release its memory, which costs some speed; on GPUs
     seed: int = 0
-    routed_experts: bool = False
-    """Whether samples contain the experts of each token."""
-    deterministic: bool = False
-    """Whether a sample depends only on its seed, and not on concurrent requests; on GPUs."""
-    reads_text: bool = False
-    """Whether the engine has the tokenizer, to end responses at stop strings."""
-    adapters: AdapterSettings | None = None
-    """Adapters that the engine receives; None: it has only weights."""
-    python: Path | None = None
-    """Interpreter of the engine's process; None: this process's."""
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments by the engine's own names; they take precedence."""
+    routed_experts: bool = False  # whether samples contain the experts of each token
+    deterministic: bool = False  # whether a sample depends only on its seed, and not on concurrent requests; on GPUs
+    reads_text: bool = False  # whether the engine has the tokenizer, to end responses at stop strings
+    adapters: AdapterSettings | None = None  # adapters that the engine receives; None: it has only weights
+    python: Path | None = None  # interpreter of the engine's process; None: this process's
+    extra: Mapping[str, Any] = field(default_factory=dict)  # further arguments by the engine's names, which win
 
 
 class ProcessEngine(RequestTracker):
@@ -95,8 +78,7 @@ class ProcessEngine(RequestTracker):
     weights, and call `resume`.
     """
 
-    NAME: ClassVar[str]
-    """Name of the kind of engine, in messages."""
+    NAME: ClassVar[str]  # name of the kind of engine, in messages
 
     @property
     @abstractmethod

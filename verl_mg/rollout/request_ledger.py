@@ -24,28 +24,20 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-MAX_BYTES = 2**28
-"""Largest size of all results; the oldest are dropped first."""
-TOKEN_BYTES = 80
-"""Size of a token with its log-prob as Python's objects."""
+MAX_BYTES = 2**28  # largest size of all results; the oldest are dropped first
+TOKEN_BYTES = 80  # size of a token with its log-prob as Python's objects
 
 
 @dataclass
 class Generation:
     """A request that the engine has received, and its result."""
 
-    rid: str
-    """Id of the request in the engine."""
-    key: str
-    """Result of `request_key`."""
-    version: int
-    """Policy version of the engine's weights at its start; -1: they were being updated."""
-    task: asyncio.Task[dict[str, Any]]
-    """Generates the result."""
-    can_answer: bool = True
-    """Whether the next rank may have the result."""
+    rid: str  # id of the request in the engine
+    key: str  # result of `request_key`
+    version: int  # policy version of the engine's weights at its start; -1: they were being updated
+    task: asyncio.Task[dict[str, Any]]  # generates the result
+    can_answer: bool = True  # whether the next rank may have the result
     num_bytes: int = 0
-    """Size of the result."""
 
 
 class RequestLedger:

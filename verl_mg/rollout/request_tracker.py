@@ -29,54 +29,36 @@ from verl_mg.errors import UserError
 from verl_mg.rollout.engine import Finish, Request, RolloutEngine, Sample, Sampling
 from verl_mg.rollout.engine_counts import Counts
 
-ABORT_SECONDS = 10.0
-"""Time limit of an aborted request for returning its partial sample."""
+ABORT_SECONDS = 10.0  # time limit of an aborted request for returning its partial sample
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineRequest:
     """A request as it is sent to an engine, the same for all kinds of engines."""
 
-    tokens: list[int]
-    """Token ids in front of the first new one."""
+    tokens: list[int]  # token ids in front of the first new one
     max_new_tokens: int
-    """Largest number of new tokens."""
-    temperature: float
-    """Divisor of the logits; 0 is greedy decoding."""
-    top_p: float
-    """Candidates have this share of the distribution; 1: no limit."""
-    top_k: int
-    """Number of candidates; 0: no limit."""
-    min_p: float
-    """Candidates have this share of the highest probability; 0: no limit."""
-    stop_token_ids: list[int]
-    """Tokens that end the response."""
-    stop: list[str]
-    """Strings that end the response; none where the engine reads no text."""
-    seed: int | None
-    """Seed of the sample, where the engine supports seeds per request."""
-    routed_experts: bool
-    """Whether the sample contains the experts of each token."""
-    excluded_token_ids: list[int]
-    """Tokens that are never drawn."""
-    images: list[str]
-    """Encoded images in base64, in the order of their placeholders in `tokens`."""
+    temperature: float  # divisor of the logits; 0 is greedy decoding
+    top_p: float  # candidates have this share of the distribution; 1: no limit
+    top_k: int  # number of candidates; 0: no limit
+    min_p: float  # candidates have this share of the highest probability; 0: no limit
+    stop_token_ids: list[int]  # tokens that end the response
+    stop: list[str]  # strings that end the response; none where the engine reads no text
+    seed: int | None  # seed of the sample, where the engine supports seeds per request
+    routed_experts: bool  # whether the sample contains the experts of each token
+    excluded_token_ids: list[int]  # tokens that are never drawn
+    images: list[str]  # encoded images in base64, in the order of their placeholders in `tokens`
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLimits:
     """Limits and properties of an engine."""
 
-    max_running: int
-    """Largest number of requests at the same time."""
-    max_positions: int
-    """Largest number of tokens of a prompt with its response."""
-    seeded: bool = False
-    """Whether a sample depends only on its seed."""
-    reads_text: bool = False
-    """Whether it has a tokenizer, and can end a response at a string."""
-    routed: tuple[int, int] | None = None
-    """(layers, experts per token) where samples contain the experts of each token; None where they do not."""
+    max_running: int  # largest number of requests at the same time
+    max_positions: int  # largest number of tokens of a prompt with its response
+    seeded: bool = False  # whether a sample depends only on its seed
+    reads_text: bool = False  # whether it has a tokenizer, and can end a response at a string
+    routed: tuple[int, int] | None = None  # (layers, experts per token); None: samples have no experts
 
 
 @dataclass
@@ -85,10 +67,8 @@ class _Running:
 
     request: Request
     sampling: Sampling
-    deadline: float
-    """Time of `time.monotonic` at which it is aborted."""
-    timed_out: bool = False
-    """Whether it has been aborted for its deadline."""
+    deadline: float  # time of `time.monotonic` at which it is aborted
+    timed_out: bool = False  # whether it has been aborted for its deadline
 
 
 class RequestTracker(RolloutEngine):

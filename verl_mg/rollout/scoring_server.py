@@ -10,32 +10,25 @@ from verl_mg.errors import UserError
 from verl_mg.http_client import JsonService
 
 Protocol = Literal["sglang", "openai"]
-PATHS: Mapping[str, str] = {"sglang": "/generate", "openai": "/v1/completions"}
-"""Path of the requests, by protocol."""
+PATHS: Mapping[str, str] = {"sglang": "/generate", "openai": "/v1/completions"}  # path of the requests, by protocol
 TIMEOUT_SECONDS, RETRIES = 600.0, 4
 
 
 class TokenScore(NamedTuple):
     """Score of a given token after those in front of it."""
 
-    logprob: float
-    """Log-prob of the token, in nats, at temperature 1."""
-    likeliest: Sequence[tuple[float, int]]
-    """Log-probs and ids of the k likeliest tokens in its place, falling."""
+    logprob: float  # log-prob of the token, in nats, at temperature 1
+    likeliest: Sequence[tuple[float, int]]  # log-probs and ids of the k likeliest tokens in its place, falling
 
 
 @dataclass(frozen=True)
 class ScoringServer:
     """Client of an SGLang server, or of one with OpenAI's completions and vLLM's field `prompt_logprobs` in them."""
 
-    key: str
-    """Configuration key of the address, for errors."""
+    key: str  # configuration key of the address, for errors
     protocol: Protocol
-    """Protocol of the requests."""
-    model: str
-    """Name of the model in requests of the protocol openai."""
-    service: JsonService
-    """Connection to the path of the protocol."""
+    model: str  # name of the model in requests of the protocol openai
+    service: JsonService  # connection to the path of the protocol
 
     @classmethod
     def at(cls, key: str, url: str, protocol: Protocol, model: str = "", api_key: str = "") -> ScoringServer:

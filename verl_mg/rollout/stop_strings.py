@@ -19,8 +19,7 @@ from verl_mg.rollout.trajectory import NOT_GENERATED
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Decode = Callable[[Sequence[int]], str]
-"""Function that returns the text of tokens, special ones included."""
+Decode = Callable[[Sequence[int]], str]  # function that returns the text of tokens, special ones included
 
 
 def decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:

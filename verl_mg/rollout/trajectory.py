@@ -10,12 +10,11 @@ from torch import Tensor
 from verl_mg.images import RowImages
 from verl_mg.rewards.reward import Reward
 
-NOT_GENERATED = -1
-"""Policy version of tokens that no policy generated, such as observations of tools."""
+NOT_GENERATED = -1  # policy version of tokens that no policy generated, such as observations of tools
 
 
+# Largest number of segments of a trajectory: rows of a batch have ids `sample * MAX_SEGMENTS + segment`.
 MAX_SEGMENTS = 1024
-"""Largest number of segments of a trajectory: rows of a batch have ids `sample * MAX_SEGMENTS + segment`."""
 
 
 @dataclass(frozen=True)
@@ -54,26 +53,16 @@ class Segment:
 class ConversationTurn:
     """One request of an agent and its reply, for people."""
 
-    segment: int
-    """Number of the segment that contains the reply."""
-    model: str
-    """Name of the model in the request."""
+    segment: int  # number of the segment that contains the reply
+    model: str  # name of the model in the request
     trained: bool
-    """Whether the reply is trained."""
-    started: float
-    """Seconds from the start of the sample to the request."""
-    seconds: float
-    """Seconds until the reply was complete."""
-    messages: tuple[dict[str, Any], ...]
-    """Messages that were new in the request."""
-    reply: dict[str, Any]
-    """Message of the assistant, with its reasoning."""
-    prompt_tokens: int
-    """Tokens in front of the reply."""
-    tokens: int
-    """Tokens of the reply."""
-    finish: str
-    """Reason why the reply ended."""
+    started: float  # seconds from the start of the sample to the request
+    seconds: float  # seconds until the reply was complete
+    messages: tuple[dict[str, Any], ...]  # messages that were new in the request
+    reply: dict[str, Any]  # message of the assistant, with its reasoning
+    prompt_tokens: int  # tokens in front of the reply
+    tokens: int  # tokens of the reply
+    finish: str  # reason why the reply ended
 
 
 @dataclass(frozen=True)

@@ -35,10 +35,8 @@ from torch.distributed import Store
 class Group:
     """The missing samples of one prompt."""
 
-    fresh: tuple[int, ...]
-    """Ids of samples that any engine may start."""
-    partial: tuple[int, ...] = ()
-    """Ids of samples that were aborted earlier; the engine that has their tokens resumes them."""
+    fresh: tuple[int, ...]  # ids of samples that any engine may start
+    partial: tuple[int, ...] = ()  # ids of samples that were aborted earlier; the engine with their tokens resumes them
 
     @property
     def size(self) -> int:
@@ -62,12 +60,10 @@ class WorkQueue(ABC):
         self._group_of = {i: g for g, group in enumerate(groups) for i in (*group.fresh, *group.partial)}
         self._used_keys: set[str] = set()
         self._num_complete = self._num_claimed = 0
+        # Groups that were completed on this rank, each with the number of groups completed before it on all ranks.
         self.completion_order: dict[int, int] = {}
-        """Groups that were completed on this rank, each with the number of groups completed before it on all ranks."""
-        self.rejected: set[int] = set()
-        """Groups that this rank has rejected, where groups are filtered."""
-        self.filtered_scores: list[float] = []
-        """Scores of the groups that this rank has kept or rejected."""
+        self.rejected: set[int] = set()  # groups that this rank has rejected, where groups are filtered
+        self.filtered_scores: list[float] = []  # scores of the groups that this rank has kept or rejected
 
     @property
     def num_admitted(self) -> int:
@@ -168,7 +164,7 @@ class DynamicWorkQueue(WorkQueue):
         return len(self._groups[group].fresh) == 1  # others help only when all groups are claimed
 
     def _drop_exhausted(self) -> None:
-        """Forgets the groups without a sample left: one request instead of one for each of them from each engine."""
+        # Forgets the groups without a sample left: one request instead of one for each of them from each engine.
         self._remaining = [group for group in self._remaining if not self._only_claimer_starts(group)]
         # The store answers when all counters exist: an engine adds to one right after its claim.
         popped = self._read(f"popped/{group}" for group in self._remaining) if self._remaining else []

@@ -26,8 +26,7 @@ class AgentError(Exception):
         return " ".join(super().__str__().split())
 
 
-POLICY = "policy"
-"""Name of the model that agents are given."""
+POLICY = "policy"  # name of the model that agents are given
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,6 @@ class Session:
     api_key: str
     """Key of this session; no other session accepts it."""
     messages: list[dict[str, Any]]
-    """Messages of the prompt."""
     options: dict[str, Any]
     """Options of the job, `rollout.agent_options`."""
     write_log: Callable[[str], None]
@@ -61,8 +59,8 @@ class Session:
         self.write_log(text)
 
 
+# Function of a user that returns a `Result`. The sample has no response yet.
 Agent = Callable[[Session, Sample], Awaitable[Any]]
-"""Function of a user that returns a `Result`. The sample has no response yet."""
 
 
 def read_options(kind: type[Options], options: Mapping[str, Any]) -> Options:

@@ -13,12 +13,9 @@ from verl_mg.images import Image, RowImages
 class ToolCall:
     """A call of a tool in a reply."""
 
-    id: str
-    """Id by which the agent refers to the call in its result."""
+    id: str  # id by which the agent refers to the call in its result
     name: str
-    """Name of the tool."""
-    arguments: str
-    """Arguments as JSON text, which may be malformed."""
+    arguments: str  # JSON text, which may be malformed
 
 
 @dataclass(frozen=True)
@@ -73,33 +70,22 @@ class ReplyToken:
     """One generated token of a reply."""
 
     id: int
-    """Token id."""
-    text: str
-    """Text of the token, decoded without its neighbours."""
-    logprob: float
-    """Log-probability in nats, after temperature scaling."""
+    text: str  # decoded without its neighbours
+    logprob: float  # in nats, after temperature scaling
 
 
 @dataclass(frozen=True)
 class Reply:
     """The policy's reply to a call."""
 
-    text: str
-    """Text without reasoning and tool calls."""
-    reasoning: str
-    """Reasoning before the text; "" where there is none."""
+    text: str  # without reasoning and tool calls
+    reasoning: str  # before the text; "" where there is none
     tool_calls: tuple[ToolCall, ...]
-    """Calls of tools."""
     finish: Literal["stop", "length", "tool_calls"]
-    """Reason why the reply ended."""
-    tokens: tuple[ReplyToken, ...]
-    """Everything that was generated, in order."""
-    prompt_tokens: int
-    """Number of tokens in front of the reply."""
-    cached_tokens: int
-    """Number of these tokens that were kept from earlier turns of the session."""
-    stopped: str | None = None
-    """Text of `Call.stop` or `rollout.stop` that ended the reply."""
+    tokens: tuple[ReplyToken, ...]  # everything that was generated, in order
+    prompt_tokens: int  # number of tokens in front of the reply
+    cached_tokens: int  # number of these tokens that were kept from earlier turns of the session
+    stopped: str | None = None  # text of `Call.stop` or `rollout.stop` that ended the reply
 
     @property
     def message(self) -> dict[str, Any]:

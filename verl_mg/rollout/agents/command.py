@@ -35,8 +35,7 @@ from verl_mg.sandbox.command import run_command as run_in_sandbox
 from verl_mg.sandbox.supervisor import Visible
 from verl_mg.sandbox.temporary import temporary_folder
 
-INSIDE = "/agent"
-"""Path of the command's folder in the sandbox."""
+INSIDE = "/agent"  # path of the command's folder in the sandbox
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 # A program of the policy may have written these: each bounds the memory that its output takes.
 REWARD_BYTES, ERROR_CHARACTERS, LINE_CHARACTERS = 1 << 20, 300, 1 << 16
@@ -225,8 +224,7 @@ def endpoint_variables(session: Session, address: str | None = None) -> dict[str
 class OutputLog:
     """Adds output of a program to the session's log, line by line, as long as the `with` block lasts."""
 
-    last_line = ""
-    """The last line that is not empty, at the end of the block."""
+    last_line = ""  # the last line that is not empty, at the end of the block
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self._write = write

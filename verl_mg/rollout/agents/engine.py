@@ -32,12 +32,9 @@ from verl_mg.rollout.agents.server import AgentServer
 from verl_mg.rollout.agents.sessions import Generate, OpenSession, Sessions
 from verl_mg.rollout.engine import EngineWrapper, Request, RolloutEngine, Sample, Sampling
 
-POLL_SECONDS = 0.01
-"""Longest time that a request of an agent waits until the engine has it."""
-GATHER_SECONDS = 0.002
-"""An idle engine receives requests together that arrive within this time of each other."""
-LONGEST_GATHER_SECONDS = 0.05
-"""Longest time that an idle engine waits for more requests."""
+POLL_SECONDS = 0.01  # longest time that a request of an agent waits until the engine has it
+GATHER_SECONDS = 0.002  # an idle engine receives requests together that arrive within this time of each other
+LONGEST_GATHER_SECONDS = 0.05  # longest time that an idle engine waits for more requests
 
 
 @dataclass(frozen=True)
@@ -85,13 +82,10 @@ class AgentEngine(EngineWrapper):
         self._turns: dict[int, _Turn] = {}
         self._numbers = itertools.count()
         self._agents: set[int] = set()
-        """Samples whose agents are running."""
-        self._cancelled: set[int] = set()
-        """Samples whose agents are to be aborted."""
-        self._tasks: dict[int, asyncio.Task[Sample]] = {}
-        """Used only in the agents' thread."""
+        self._cancelled: set[int] = set()  # samples whose agents are to be aborted
+        self._tasks: dict[int, asyncio.Task[Sample]] = {}  # used only in the agents' thread
+        # Samples whose agents have returned; some have requests still in the inner engine.
         self._returned: dict[int, Sample] = {}
-        """Samples whose agents have returned; some have requests still in the inner engine."""
         self._done: list[Sample] = []
         # `abort` may come from another thread, between any two steps of `collect`.
         self._lock = threading.RLock()
@@ -247,5 +241,4 @@ class AgentEngine(EngineWrapper):
 
 
 def _turn_seed(seed: int, number: int) -> int:
-    """Returns the seed of the `number`-th reply of a sample, 63 bits."""
     return int.from_bytes(hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=8).digest()) >> 1

@@ -78,40 +78,26 @@ class _KnownReply:
     """A reply, and where it is in its segment."""
 
     segment: _GrowingSegment
-    prompt: _Rendered
-    """Conversation in front of the reply."""
-    whole: _Rendered
-    """Conversation with the reply as it was generated."""
-    prompt_length: int
-    """Tokens of the segment in front of the reply."""
-    length: int
-    """Tokens of the segment up to the end of the reply."""
-    last: int
-    """Last token of the reply."""
-    reasoning: str
-    """Reasoning of the reply, which agents need not send back."""
-    num_images: int
-    """Images in front of the reply; it has none itself."""
+    prompt: _Rendered  # conversation in front of the reply
+    whole: _Rendered  # conversation with the reply as it was generated
+    prompt_length: int  # tokens of the segment in front of the reply
+    length: int  # tokens of the segment up to the end of the reply
+    last: int  # last token of the reply
+    reasoning: str  # reasoning of the reply, which agents need not send back
+    num_images: int  # images in front of the reply; it has none itself
 
 
 @dataclass(frozen=True)
 class Context:
     """Tokens in front of a reply, and where they come from."""
 
-    tokens: tuple[int, ...]
-    """All tokens that the engine is given."""
-    kept: int
-    """Number of these that are known from earlier requests."""
-    new_messages: tuple[dict[str, Any], ...]
-    """Messages that no earlier request or reply has."""
-    segment: _GrowingSegment | None
-    """Segment whose first tokens are kept."""
+    tokens: tuple[int, ...]  # all tokens that the engine is given
+    kept: int  # number of these that are known from earlier requests
+    new_messages: tuple[dict[str, Any], ...]  # messages that no earlier request or reply has
+    segment: _GrowingSegment | None  # segment whose first tokens are kept
     rendered: str
-    """The conversation as text."""
-    keys: tuple[bytes, ...]
-    """Keys of the tools, and of each beginning of the messages with them."""
-    images: RowImages = ()
-    """Images whose placeholders the tokens have, in their order."""
+    keys: tuple[bytes, ...]  # keys of the tools, and of each beginning of the messages with them
+    images: RowImages = ()  # images whose placeholders the tokens have, in their order
 
 
 class ConversationHistory:
@@ -123,10 +109,10 @@ class ConversationHistory:
     def __init__(self, renderer: ConversationRenderer) -> None:
         self._renderer = renderer
         self._segments: list[_GrowingSegment] = []
+        # Known replies by the messages up to and with the reply.
         self._replies: dict[bytes, list[_KnownReply]] = defaultdict(list)
-        """Known replies by the messages up to and with the reply."""
+        # Known replies by the messages in front of them.
         self._prompts: dict[bytes, list[_KnownReply]] = defaultdict(list)
-        """Known replies by the messages in front of them."""
 
     def context(self, call: Call) -> Context:
         """Returns the tokens in front of the reply to a call; RequestError where the template rejects the messages."""
@@ -302,7 +288,7 @@ def _calls(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 
 def _canonical(arguments: str) -> str:
-    """Returns arguments as JSON in one form: agents parse them and write them again."""
+    # One form of JSON, since agents parse arguments and write them again.
     try:
         return json.dumps(json.loads(arguments), sort_keys=True)
     except (ValueError, RecursionError):

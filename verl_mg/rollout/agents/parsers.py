@@ -15,19 +15,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-PROMPT_END = 100
-"""Characters at the end of a prompt among which a mark of reasoning is looked for."""
+PROMPT_END = 100  # characters at the end of a prompt among which a mark of reasoning is looked for
 
 
 class ParsedReply(NamedTuple):
     """Reasoning, text and calls of a reply."""
 
-    text: str
-    """Text without reasoning and calls."""
-    reasoning: str
-    """Reasoning before the text."""
+    text: str  # text without reasoning and calls
+    reasoning: str  # reasoning before the text
     tool_calls: tuple[ToolCall, ...]
-    """Calls of tools."""
 
 
 class ReplyParser:
@@ -109,8 +105,7 @@ class _SGLangParsers(NamedTuple):
     tool_calls: Any
     reasoning: Any
     tool: Any
-    environment: Any
-    """SGLang's settings by environment variables."""
+    environment: Any  # SGLang's settings by environment variables
 
 
 def _sglang() -> _SGLangParsers | None:

@@ -113,11 +113,9 @@ class ConversationRenderer:
 
 
 def _forms(messages: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
-    """Yields the forms of a conversation that templates may accept, in order of preference.
-
-    Most accept the arguments of tool calls as mappings, some (DeepSeek's) as text. Some (Qwen3.5's) accept a system
-    message only at the beginning; harnesses such as Claude Code send later ones, which become a user's messages then.
-    """
+    # In order of preference: most templates accept the arguments of tool calls as mappings, some (DeepSeek's) as text.
+    # Some (Qwen3.5's) accept a system message only at the beginning; harnesses such as Claude Code send later ones,
+    # which become a user's messages then.
     with_values: list[Mapping[str, Any]] = [with_argument_values(message) for message in messages]
     forms = [with_values, list(messages), _with_late_system_as_user(with_values), _with_late_system_as_user(messages)]
     return (form for i, form in enumerate(forms) if form not in forms[:i])

@@ -18,10 +18,9 @@ from verl_mg.rollout.agents.server import AgentServer
 from verl_mg.rollout.agents.sessions import OpenSession, Sessions
 from verl_mg.rollout.engine import Finish, Request, Sample, Sampling
 
-REWARD = "reward"
-"""Entry of a returned mapping that is the reward; the others are its parts."""
+REWARD = "reward"  # entry of a returned mapping that is the reward; the others are its parts
+# Parts of a reward, each of which becomes a metric of the job; programs of the policy may have written them.
 MAX_PARTS = 100
-"""Parts of a reward, each of which becomes a metric of the job; programs of the policy may have written them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +105,7 @@ def _with_images(messages: Sequence[Mapping[str, Any]], images: RowImages) -> li
 
 
 def _is_cancelled() -> bool:
-    """Returns whether this task is cancelled, as opposed to one that its agent waits for."""
+    # Whether this task is cancelled, as opposed to one that its agent waits for.
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 

@@ -38,12 +38,10 @@ from verl_mg.rollout.agents.protocols.memory import SessionMemory
 from verl_mg.rollout.agents.protocols.messages import Messages
 from verl_mg.rollout.agents.protocols.responses import Responses
 
-MAX_BODY = 32 << 20
-"""Largest size of a request's body, bytes."""
-KEEP_ALIVE_S = 10.0
-"""Seconds between signs of life in a stream; clients give up after 60 to 300 seconds of silence."""
+MAX_BODY = 32 << 20  # largest size of a request's body, bytes
+KEEP_ALIVE_S = 10.0  # seconds between signs of life in a stream; clients give up after 60 to 300 seconds of silence
+# Seconds after which an idle connection is closed: later than any client does, or its next request would fail.
 IDLE_CONNECTION_S = 3600
-"""Seconds after which an idle connection is closed: later than any client does, or its next request would fail."""
 STREAM_HEADERS = {"cache-control": "no-cache"}
 CHAT, RESPONSES, MESSAGES = ChatCompletions(), Responses(), Messages()
 
@@ -71,10 +69,8 @@ class AgentServer:
     `/v1/models`; requests may name others. Without `image_limits` the policy reads text only.
     """
 
-    url: str
-    """Address without a path, from `start` on."""
-    loop: asyncio.AbstractEventLoop
-    """Event loop in which the backend's coroutines run, from `start` on."""
+    url: str  # address without a path, from `start` on
+    loop: asyncio.AbstractEventLoop  # event loop in which the backend's coroutines run, from `start` on
 
     def __init__(
         self,
@@ -299,7 +295,6 @@ def _error_response(protocol: Protocol, error: RequestError) -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Answers a request to an unknown path, or with a wrong method."""
     assert isinstance(error, HTTPException)
     path = request.url.path[:200]
     wrong = {404: f"{path}: unknown path", 405: f"{path}: {request.method} is not supported"}

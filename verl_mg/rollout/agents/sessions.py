@@ -27,37 +27,26 @@ from verl_mg.rollout.engine import Request, Sample, Sampling
 from verl_mg.rollout.stop_strings import cut_at_stop
 from verl_mg.rollout.trajectory import ConversationTurn, Trajectory
 
-LOG_CHARACTERS = 1 << 16
-"""End of an agent's log that is kept."""
+LOG_CHARACTERS = 1 << 16  # end of an agent's log that is kept
 
+# Generates a reply: the session, what is in front of the reply, and how it is drawn.
 Generate = Callable[["OpenSession", Context, Sampling], Awaitable[Sample]]
-"""Generates a reply: the session, what is in front of the reply, and how it is drawn."""
 
 
 @dataclass
 class OpenSession:
     """A session whose agent is running."""
 
-    id: str
-    """Id in the URL."""
+    id: str  # id in the URL
     key: str
-    """Key of its requests."""
     request: Request
-    """Request for the sample."""
-    sampling: Sampling
-    """Sampling parameters; `max_new_tokens` limits all replies together."""
+    sampling: Sampling  # sampling parameters; `max_new_tokens` limits all replies together
     history: ConversationHistory
-    """Exact tokens of its conversations."""
-    started: float = field(default_factory=time.monotonic)
-    """Time of the first request of the agent's attempt."""
+    started: float = field(default_factory=time.monotonic)  # time of the first request of the agent's attempt
     turns: list[ConversationTurn] = field(default_factory=list)
-    """Replies so far."""
-    num_generated: int = 0
-    """Tokens of all replies."""
-    log: str = ""
-    """End of the agent's log."""
-    seeds: itertools.count[int] = field(default_factory=itertools.count)
-    """Numbers of the replies, for their seeds."""
+    num_generated: int = 0  # tokens of all replies
+    log: str = ""  # end of the agent's log
+    seeds: itertools.count[int] = field(default_factory=itertools.count)  # numbers of the replies, for their seeds
 
     def write_log(self, text: str) -> None:
         """Adds text to the log, of which the end is kept."""
@@ -86,8 +75,7 @@ class Sessions:
         self._renderer, self._parser, self._generate = renderer, parser, generate
         self._max_positions, self._trained = max_positions, frozenset(trained)
         self._open: dict[str, OpenSession] = {}
-        self._lock = threading.Lock()
-        """Held while a reply is recorded, and while a session is closed."""
+        self._lock = threading.Lock()  # held while a reply is recorded, and while a session is closed
         self._numbers = itertools.count()
 
     def open(self, request: Request, sampling: Sampling) -> OpenSession:

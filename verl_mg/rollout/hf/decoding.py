@@ -20,20 +20,17 @@ from verl_mg.rollout.engine import Sampling
 from verl_mg.rollout.hf.vision import VisionPrefill
 from verl_mg.rollout.stop_strings import Decode, num_tokens_to_stop
 
+# Rows leave the batch once this share of it is done: removing a row copies the cache of all others.
 SHARE_DONE_BEFORE_COMPACTION = 0.25
-"""Rows leave the batch once this share of it is done: removing a row copies the cache of all others."""
 
 
 @dataclass(frozen=True)
 class Completions:
     """Continuations of n prompts; entries of a row past its length are undefined."""
 
-    tokens: torch.Tensor
-    """(n, T) int64."""
-    logprobs: torch.Tensor
-    """(n, T) float32, in nats."""
-    lengths: torch.Tensor
-    """(n,) int64, number of tokens of each row."""
+    tokens: torch.Tensor  # (n, T) int64
+    logprobs: torch.Tensor  # (n, T) float32, in nats
+    lengths: torch.Tensor  # (n,) int64, number of tokens of each row
 
 
 class TextEnd:
@@ -44,8 +41,7 @@ class TextEnd:
 
     def __init__(self, stop: Sequence[str], decode: Decode, turns: Sequence[tuple[int, ...]]) -> None:
         self._stop, self._decode, self._tokens = stop, decode, [list(turn) for turn in turns]
-        self.ended: set[int] = set()
-        """Numbers of the rows that have ended with a stop string."""
+        self.ended: set[int] = set()  # numbers of the rows that have ended with a stop string
         # A token has a byte at least, and the first of those that are decoded may be part of a character.
         self._window = max(len(string.encode()) for string in stop) + 4
 
@@ -69,16 +65,11 @@ class TextEnd:
 class _Rows:
     """State of the r rows that are still in the batch."""
 
-    index: torch.Tensor
-    """(r,) row of the completions."""
-    position: torch.Tensor
-    """(r,) position of the next token."""
-    attend: torch.Tensor
-    """(r, prompt width + T) bool, false on left padding."""
-    running: torch.Tensor
-    """(r,) bool, false once a stop token was drawn or the row has as many tokens as it may have."""
-    limit: torch.Tensor
-    """(r,) largest number of tokens."""
+    index: torch.Tensor  # (r,) row of the completions
+    position: torch.Tensor  # (r,) position of the next token
+    attend: torch.Tensor  # (r, prompt width + T) bool, false on left padding
+    running: torch.Tensor  # (r,) bool, false once a stop token was drawn or the row has as many tokens as it may have
+    limit: torch.Tensor  # (r,) largest number of tokens
 
     def select(self, keep: torch.Tensor) -> None:
         self.index, self.position = self.index[keep], self.position[keep]

@@ -212,7 +212,7 @@ def _finish(last: int, length: int, limit: int, sampling: Sampling) -> Finish:
 
 
 def _load(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """Reads the checkpoint, only from safetensors, since other formats can run code."""
+    # Only from safetensors, since other formats can run code.
     config = read_module_config(directory)
     try:
         loaded: Any = _auto_class(config).from_pretrained(
@@ -249,6 +249,6 @@ def _auto_class(config: PreTrainedConfig) -> Any:
 
 
 def _attention(config: PreTrainedConfig) -> str:
-    """Returns torch's kernel, except for what it does not have: the softcap of Gemma 2 and the sinks of gpt-oss."""
+    # torch's kernel, except for what it does not have: the softcap of Gemma 2 and the sinks of gpt-oss.
     text = config.get_text_config()
     return "eager" if getattr(text, "attn_logit_softcapping", None) or text.model_type == "gpt_oss" else "sdpa"

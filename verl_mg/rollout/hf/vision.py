@@ -19,10 +19,8 @@ class PrefillInputs:
 
     positions: Tensor
     """Positions of the tokens, (r, t), or (3, r, t) where the model has one for each of time, height and width."""
-    next_positions: Tensor
-    """(r,) position of the first new token."""
-    inputs: dict[str, Tensor] = field(default_factory=dict)
-    """Further arguments of the model's `forward`, by name."""
+    next_positions: Tensor  # (r,) position of the first new token
+    inputs: dict[str, Tensor] = field(default_factory=dict)  # further arguments of the model's `forward`, by name
 
 
 class VisionPrefill:

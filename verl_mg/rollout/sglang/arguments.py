@@ -18,10 +18,9 @@ from verl_mg.rollout.engine_process import inherited_environment
 from verl_mg.rollout.process_engine import EngineSettings
 from verl_mg.rollout.sglang.weight_loader import LOADER
 
-CPU_TILE = 32
-"""On the CPU, SGLang pads widths of matrices to multiples of this on each rank."""
-CPU_KEY_VALUE_TOKENS = 2**16
-"""Largest key-value cache of an engine on the CPU, in tokens."""
+CPU_TILE = 32  # on the CPU, SGLang pads widths of matrices to multiples of this on each rank
+CPU_KEY_VALUE_TOKENS = 2**16  # largest key-value cache of an engine on the CPU, in tokens
+# Field `quantization_config` with which SGLang builds its model for each `rollout.wire`.
 QUANTIZATIONS: dict[Wire, dict[str, Any] | None] = {
     "cast": None,
     "fp8_block": {
@@ -53,29 +52,27 @@ QUANTIZATIONS: dict[Wire, dict[str, Any] | None] = {
         "ignore": ["lm_head"],
     },
 }
-"""Field `quantization_config` with which SGLang builds its model for each `rollout.wire`."""
+# Environment of SGLang's processes on the CPU. Where torch is built for CUDA, NCCL is installed and would be used. The
+# few small functions that SGLang compiles would delay the first request to each process by seconds.
 ON_CPU = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "SGLANG_NCCL_SO_PATH": "none",
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",
 }
-"""Environment of SGLang's processes on the CPU. Where torch is built for CUDA, NCCL is installed and would be used. The
-few small functions that SGLang compiles would delay the first request to each process by seconds."""
 
 
+# Attention backend of engines in float32 on GPUs, as SGLang's default there has 16 bits only.
 FLOAT32_ATTENTION = "triton"
-"""Attention backend of engines in float32 on GPUs, as SGLang's default there has 16 bits only."""
-WITH_FLOAT32 = (FLOAT32_ATTENTION, "torch_native", "flex_attention")
-"""Attention backends that have float32."""
+WITH_FLOAT32 = (FLOAT32_ATTENTION, "torch_native", "flex_attention")  # attention backends that have float32
+# Largest width of a head in float32: tiles of wider ones may not fit into the memory of a block of Triton's kernel.
 FLOAT32_HEAD = 128
-"""Largest width of a head in float32: tiles of wider ones may not fit into the memory of a block of Triton's kernel."""
+# Environment of engines in float32 on GPUs. The compiled norms and activations of SGLang have 16 bits only, and Triton
+# would round the inputs of products to TF32.
 IN_FLOAT32 = {"SGLANG_FORCE_FUSED_OP_BACKEND": "torch", "TRITON_F32_DEFAULT": "tf32x3"}
-"""Environment of engines in float32 on GPUs. The compiled norms and activations of SGLang have 16 bits only, and Triton
-would round the inputs of products to TF32."""
+# Environment of all engines. SGLang would keep the features of images over updates of the vision tower, and on GPUs
+# fuse two projections of an indexer that the weight table has apart.
 OF_ALL_ENGINES = {"SGLANG_VLM_CACHE_SIZE_MB": "0", "SGLANG_DISABLE_DSA_INDEXER_FUSION": "1"}
-"""Environment of all engines. SGLang would keep the features of images over updates of the vision tower, and on GPUs
-fuse two projections of an indexer that the weight table has apart."""
 
 
 def has_multi_token_draft(arguments: Mapping[str, Any]) -> bool:

@@ -17,8 +17,7 @@ from verl_mg.rollout.process_engine import EngineSettings, ProcessEngine
 from verl_mg.rollout.request_tracker import EngineLimits, routed_shape
 from verl_mg.rollout.sglang.arguments import engine_arguments, environment, port_arguments
 
-HOST = "verl_mg.rollout.sglang.host"
-"""Module that the engine's process runs."""
+HOST = "verl_mg.rollout.sglang.host"  # module that the engine's process runs
 
 
 class SGLangEngine(ProcessEngine):

@@ -27,12 +27,9 @@ log = logging.getLogger(__name__)
 class FolderRequest:
     """Request to a server to apply the changes in a folder."""
 
-    folder: str
-    """Folder of one version, with a file of each sender."""
-    layout: str
-    """Parallel sizes of the server, as the files name them."""
-    server: int
-    """Number of the server in the job, for the names of its reports."""
+    folder: str  # folder of one version, with a file of each sender
+    layout: str  # parallel sizes of the server, as the files name them
+    server: int  # number of the server in the job, for the names of its reports
 
     def payload(self) -> str:
         """Returns the request as SGLang passes it to a loader."""
@@ -47,12 +44,9 @@ class FolderRequest:
 class FolderReport:
     """Report of a rank of a server about the changes that it has applied."""
 
-    intact: bool = False
-    """Whether all boxes have the checksums of the senders."""
-    bytes_read: int = 0
-    """Bytes of the changes."""
-    error: str = ""
-    """Description of what went wrong; empty where all files were read."""
+    intact: bool = False  # whether all boxes have the checksums of the senders
+    bytes_read: int = 0  # bytes of the changes
+    error: str = ""  # description of what went wrong; empty where all files were read
 
 
 def apply_folder(model: Any, request: FolderRequest, rank: int) -> None:

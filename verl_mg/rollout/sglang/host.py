@@ -23,16 +23,12 @@ from verl_mg.rollout.sglang.arguments import has_multi_token_draft
 from verl_mg.rollout.sglang.requests import load_counts, parse_response, request_fields
 from verl_mg.rollout.sglang.weight_loader import LOADER, merge_stages, pickled_by_value
 
+# Models of SGLang that an update fills: the policy, and a draft model where it is a layer of the same checkpoint.
 TARGET, DRAFT = "target", "draft"
-"""Models of SGLang that an update fills: the policy, and a draft model where it is a layer of the same checkpoint."""
-ALL = "all"
-"""Both of them."""
-CHECK_SECONDS = 1.0
-"""Interval at which a part of an engine on a further node looks after its schedulers."""
-LOAD_SECONDS = 0.1
-"""Interval between two observations of the load."""
-IDLE_RETRY_SECONDS = 0.01
-"""Pause between two attempts to find the schedulers idle, a step after their last request."""
+ALL = "all"  # both of them
+CHECK_SECONDS = 1.0  # interval at which a part of an engine on a further node looks after its schedulers
+LOAD_SECONDS = 0.1  # interval between two observations of the load
+IDLE_RETRY_SECONDS = 0.01  # pause between two attempts to find the schedulers idle, a step after their last request
 
 
 class SGLangHost(EngineHost):
@@ -167,7 +163,7 @@ class SGLangHost(EngineHost):
         await super().serve(reader, writer, listener)
 
     async def _observe_load(self) -> None:
-        """Reads the load while requests run, from memory that the schedulers share anyway: they are not asked."""
+        # Reads the load while requests run, from memory that the schedulers share anyway: they are not asked.
         reader = self._manager.load_snapshot_reader
         # Wakes every LOAD_SECONDS and ends with the event loop.
         while True:

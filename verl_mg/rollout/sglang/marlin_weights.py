@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
+# Attributes of a model by which SGLang's loader knows that an update leaves weights in the form of their kernels.
 MARKS = {"original_weights_rebuild_keys": {}, "recorded_loader": {}, "flash_rl_initial_load_complete": True}
-"""Attributes of a model by which SGLang's loader knows that an update leaves weights in the form of their kernels."""
 
 
 def marlin_layers(model: Any) -> Mapping[str, Any]:

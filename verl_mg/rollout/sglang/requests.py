@@ -10,8 +10,7 @@ from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.images import Image
 from verl_mg.rollout.engine_counts import ACCEPTED, CACHED, DRAFTED, GENERATED, PROMPT, VERIFIED, observed_load
 
-EXCLUDED = -1e4
-"""Bias on the logits of tokens that are never drawn."""
+EXCLUDED = -1e4  # bias on the logits of tokens that are never drawn
 
 
 def request_fields(request: dict[str, Any]) -> dict[str, Any]:

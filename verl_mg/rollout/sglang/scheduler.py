@@ -23,7 +23,7 @@ def run_scheduler(*arguments: Any) -> None:
 
 
 def _skip_host_memory_registration() -> None:
-    """SGLang registers the buffer of routed experts with CUDA, also on a machine without."""
+    # SGLang registers the buffer of routed experts with CUDA, also on a machine without.
     # srt/mem_cache/pool_host/common.py registers what is to be pinned, without a look at the device.
     from sglang.srt.mem_cache.pool_host import common
 
@@ -31,7 +31,7 @@ def _skip_host_memory_registration() -> None:
 
 
 def _pin_no_memory() -> None:
-    """SGLang pins the memory of adapters, also on a machine without a GPU, where torch raises."""
+    # SGLang pins the memory of adapters, also on a machine without a GPU, where torch raises.
     # srt/lora/lora.py and srt/lora/layers.py; only this process of SGLang is affected, and nothing in it uses a GPU.
     torch.Tensor.pin_memory = lambda self, *_, **__: self  # type: ignore[assignment,method-assign]
     for name in ("tensor", "zeros"):

@@ -41,17 +41,14 @@ from verl_mg.rollout.sglang.folder_receiver import FolderRequest, apply_folder
 from verl_mg.rollout.sglang.weight_loader import as_loaded, message_for_loader
 from verl_mg.sharding.boxes import slices
 
+# Name of the loader, for the server argument `custom_weight_loader` and as load format.
 RECEIVER = f"{__name__}.receive_shards"
-"""Name of the loader, for the server argument `custom_weight_loader` and as load format."""
-STORE_SECONDS, GROUP_SECONDS = 60.0, 600.0
-"""Longest wait for the job's store, and for its ranks."""
-ARRIVAL_POLL_SECONDS = 0.02
-"""Interval at which members look whether all others have arrived."""
+STORE_SECONDS, GROUP_SECONDS = 60.0, 600.0  # longest wait for the job's store, and for its ranks
+ARRIVAL_POLL_SECONDS = 0.02  # interval at which members look whether all others have arrived
+# Interval at which a member looks whether a transfer was aborted, because another member is gone.
 ABORT_POLL_SECONDS = 0.5
-"""Interval at which a member looks whether a transfer was aborted, because another member is gone."""
 
-CASTABLE = {"float32", "bfloat16", "float16"}
-"""Dtypes of weights that are not quantized."""
+CASTABLE = {"float32", "bfloat16", "float16"}  # dtypes of weights that are not quantized
 
 log = logging.getLogger(__name__)
 
@@ -61,17 +58,11 @@ class ShardRequest:
     """Request to a server to receive its shards."""
 
     address: str
-    """Host of the job's store."""
     port: int
-    """Port of the job's store."""
-    group: str
-    """Name of the process group; a new name is a new group."""
-    first_rank: int
-    """Number of the server's first rank in the group; the others follow, stage by stage."""
-    number: int
-    """Number of the transfer in this group."""
-    changes: bool = False
-    """Whether only what has changed since the last transfer in this group is sent."""
+    group: str  # name of the process group; a new name is a new group
+    first_rank: int  # number of the server's first rank in the group; the others follow, stage by stage
+    number: int  # number of the transfer in this group
+    changes: bool = False  # whether only what has changed since the last transfer in this group is sent
 
     def payload(self) -> str:
         """Returns the request as SGLang passes it to a loader."""
@@ -82,14 +73,10 @@ class ShardRequest:
 class Report:
     """Report of a rank of a server about a transfer."""
 
-    bytes_received: int = 0
-    """Bytes received over the wire, counted at the messages."""
-    bytes_sent: int = 0
-    """Bytes sent to other ranks of servers."""
+    bytes_received: int = 0  # bytes received over the wire, counted at the messages
+    bytes_sent: int = 0  # bytes sent to other ranks of servers
     seconds: float = 0.0
-    """Duration of the transfer."""
-    error: str = ""
-    """Description of what went wrong; empty where all shards have arrived."""
+    error: str = ""  # description of what went wrong; empty where all shards have arrived
 
     @classmethod
     def parse(cls, text: bytes) -> Report:
@@ -107,8 +94,7 @@ def arrival_key(rank: int) -> str:
     return f"arrived/{rank}"
 
 
-GO_KEY = "go"
-"""Key of the store that is set when the ranks of all servers have arrived."""
+GO_KEY = "go"  # key of the store that is set when the ranks of all servers have arrived
 
 
 def report_key(number: int, rank: int) -> str:
@@ -226,7 +212,7 @@ class ShardReceiver:
         connect_all(self._group, next(iter(parameters.values())).device)
 
     def _leave(self) -> None:
-        """Leaves the group; NCCL must not wait for members that are gone."""
+        # NCCL must not wait for members that are gone.
         group, self._group, self._name = self._group, None, ""
         if group is not None:
             group.abort()
@@ -246,7 +232,7 @@ def _check(parameters: Mapping[str, Tensor], dtypes: Mapping[str, str], exact: b
 
 @cache
 def _receiver() -> ShardReceiver:
-    """Returns the receiver of this process: SGLang calls a function, and keeps nothing for it."""
+    # One for the process, since SGLang calls a function and keeps nothing for it.
     return ShardReceiver()
 
 

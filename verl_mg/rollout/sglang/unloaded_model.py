@@ -76,7 +76,7 @@ def unloaded_model(model_dir: str, layout: EngineLayout, rank: int, store: Path)
 
 @contextmanager
 def _capability_of_a_gpu() -> Iterator[None]:
-    """Lets SGLang read the capability of a GPU, which it does for sparse attention whatever the device is."""
+    # Lets SGLang read the capability of a GPU, which it does for sparse attention whatever the device is.
     asked = torch.cuda.get_device_capability
     if not torch.cuda.is_available():
         torch.cuda.get_device_capability = lambda device=None: (9, 0)

@@ -21,8 +21,8 @@ from verl_mg.rollout.patch_payload import apply_payload, has_patches
 from verl_mg.rollout.sglang.marlin_weights import keep_order, marlin_layers, write_marlin
 from verl_mg.sharding.engine_table import DRAFT
 
+# Name of the loader, for the server argument `custom_weight_loader` and as load format.
 LOADER = f"{__name__}.load_chunk"
-"""Name of the loader, for the server argument `custom_weight_loader` and as load format."""
 
 
 def merge_stages(payloads: Sequence[str], is_last: bool, for_draft: bool = False) -> str:

@@ -17,20 +17,17 @@ if TYPE_CHECKING:
 
     from verl_mg.data.image_processor import ImageProcessor
 
+# Contents of messages that are found again in the text that a chat template makes.
 ANSWER, RESULT = "THE-ANSWER-OF-THE-ASSISTANT", "THE-RESULT-OF-THE-TOOL"
-"""Contents of messages that are found again in the text that a chat template makes."""
-CALL_ID = "call00000"
-"""Some templates require nine letters and digits."""
+CALL_ID = "call00000"  # some templates require nine letters and digits
 
 
 @dataclass(frozen=True)
 class ToolCall:
     """A call of a tool that the policy has written."""
 
-    name: str
-    """Name of the tool; empty where the call cannot be parsed."""
-    arguments: str
-    """Arguments as JSON."""
+    name: str  # name of the tool; empty where the call cannot be parsed
+    arguments: str  # JSON
 
 
 MALFORMED = ToolCall("", "")
@@ -41,11 +38,8 @@ class ToolResult:
     """The result of a call as the policy receives it."""
 
     name: str
-    """Name of the tool."""
-    text: str
-    """Text that the policy will receive."""
-    images: RowImages = ()
-    """Images that it will receive in front of the text."""
+    text: str  # text that the policy will receive
+    images: RowImages = ()  # images that it will receive in front of the text
 
     @property
     def content(self) -> str | list[dict[str, str]]:
@@ -150,7 +144,6 @@ def _parsed(parser: Any, text: str) -> list[ToolCall]:
 
 
 def _sglang() -> tuple[Any, Any, Any]:
-    """Returns SGLang's parser, its environment, and its class of tools."""
     try:
         from sglang.srt.entrypoints.openai.protocol import Tool as SGLangTool
         from sglang.srt.environ import envs

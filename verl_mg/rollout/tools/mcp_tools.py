@@ -35,12 +35,9 @@ if TYPE_CHECKING:
     from mcp.types import CallToolResult, ContentBlock
     from mcp.types import Tool as ListedTool
 
-MCP = "mcp:"
-"""Beginning of the names of servers in the configuration."""
-CONNECT_SECONDS = 30
-"""Limit of the first connection to a server, which lists its tools."""
-LAST_WITH_SESSIONS = "2025-11-25"
-"""Last version of the protocol with sessions; versions are dates."""
+MCP = "mcp:"  # beginning of the names of servers in the configuration
+CONNECT_SECONDS = 30  # limit of the first connection to a server, which lists its tools
+LAST_WITH_SESSIONS = "2025-11-25"  # last version of the protocol with sessions; versions are dates
 
 
 class MCPTools(ToolOwner):

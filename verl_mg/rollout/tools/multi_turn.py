@@ -33,10 +33,8 @@ from verl_mg.rollout.tools.tool import Tool, ToolOutput, ToolSample
 from verl_mg.rollout.tools.tool_runner import ToolRunner
 from verl_mg.rollout.trajectory import NOT_GENERATED
 
-POLL_SECONDS = 0.02
-"""Longest time that a result waits until the engine is polled."""
-GATHER_SECONDS = 0.1
-"""An idle engine receives results that arrive within this time together."""
+POLL_SECONDS = 0.02  # longest time that a result waits until the engine is polled
+GATHER_SECONDS = 0.1  # an idle engine receives results that arrive within this time together
 
 
 @dataclass(frozen=True)

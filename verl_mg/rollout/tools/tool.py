@@ -24,22 +24,18 @@ from typing_extensions import TypedDict  # pydantic takes that of typing from Py
 from verl_mg.errors import UserError
 from verl_mg.images import RowImages, encoded
 
-MAX_RESULT_LENGTH = 20_000
-"""Characters; a longer result is cut, since it becomes tokens."""
+MAX_RESULT_LENGTH = 20_000  # characters; a longer result is cut, since it becomes tokens
 
 
 @dataclass(frozen=True)
 class ToolOutput:
     """Result of a call with images, which the policy sees in front of the text."""
 
-    text: str
-    """Text that the policy receives."""
+    text: str  # text that the policy receives
     images: RowImages
-    """Images that it receives."""
 
 
-Outcome = tuple[Any, BaseException | None]
-"""Result of a function, or the exception that it has raised."""
+Outcome = tuple[Any, BaseException | None]  # result of a function, or the exception that it has raised
 
 # "  expression: the formula", "  n (int): the count"
 PARAMETER = re.compile(r"(\w+)\s*(?:\([^)]*\))?:\s*(.*)")
@@ -53,12 +49,9 @@ class ToolError(Exception):
 class ToolSample:
     """Sample for which a state of tools is opened."""
 
-    prompt: str
-    """Text that the policy received first."""
-    answer: str | None
-    """Answer of the record, unparsed; None where it has none."""
+    prompt: str  # text that the policy received first
+    answer: str | None  # answer of the record, unparsed; None where it has none
     record: dict[str, Any]
-    """Record of the data file."""
 
 
 class ToolOwner(ABC):
@@ -88,18 +81,12 @@ class ToolOwner(ABC):
 class Tool:
     """A function, plain or async, with its description for the policy; `Tool.from_function` reads its signature."""
 
-    name: str
-    """Name by which the policy calls it."""
-    description: str
-    """Docstring without its arguments."""
-    parameters: dict[str, Any]
-    """JSON schema of the arguments."""
+    name: str  # name by which the policy calls it
+    description: str  # docstring without its arguments
+    parameters: dict[str, Any]  # JSON schema of the arguments
     function: Callable[..., Any]
-    """The function itself."""
     arguments: TypeAdapter[dict[str, Any]]
-    """Validates arguments."""
-    owner: ToolOwner | None = None
-    """Opens the state with which the function is called; None: the function has none."""
+    owner: ToolOwner | None = None  # opens the state with which the function is called; None: the function has none
 
     @classmethod
     def from_function(cls, function: Callable[..., Any]) -> Tool:
@@ -247,7 +234,7 @@ def _typed_dict(fields: dict[str, Any]) -> Any:
 
 
 def _without_titles(schema: Any) -> Any:
-    """Removes titles, which repeat names; a property named `title` remains."""
+    # Removes titles, which repeat names; a property named `title` remains.
     if isinstance(schema, list):
         return [_without_titles(item) for item in schema]
     if not isinstance(schema, dict):

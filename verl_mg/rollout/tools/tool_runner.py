@@ -21,8 +21,7 @@ from verl_mg.rollout.tools.chat_format import MALFORMED, ToolCall
 from verl_mg.rollout.tools.tool import Tool, ToolOutput, ToolOwner, ToolSample, one_line
 from verl_mg.rollout.tools.tool_state import ToolState
 
-MAX_CONCURRENT_CALLS = 32
-"""Calls of all samples that run at the same time; each may start a process."""
+MAX_CONCURRENT_CALLS = 32  # calls of all samples that run at the same time; each may start a process
 
 UNREADABLE = "error: the tool call cannot be read; write it in the format that was described"
 

@@ -37,8 +37,8 @@ class ToolState:
         self._owner, self._sample, self._timeout = owner, sample, timeout
         self._made = list(earlier)
         self._order, self._end = asyncio.Lock(), asyncio.Event()
+        # The last one has the state; those before it failed, and may still be ending.
         self._lives: list[asyncio.Task[None]] = []
-        """The last one has the state; those before it failed, and may still be ending."""
         self._functions: Functions = {}
 
     async def call(self, tool: Tool, call: ToolCall) -> str | ToolOutput:

@@ -29,10 +29,8 @@ _NUMBER = re.compile(r"\.(\d+)\.")
 class LayerKinds:
     """The layers of a model and the first one of the kind of each."""
 
-    prefix: str
-    """Names of the layers' tensors up to the number of the layer, such as `model.layers`."""
-    model_of: tuple[int, ...]
-    """For each layer, the first layer with tensors of the same names and shapes."""
+    prefix: str  # names of the layers' tensors up to the number of the layer, such as `model.layers`
+    model_of: tuple[int, ...]  # for each layer, the first layer with tensors of the same names and shapes
 
     @property
     def count(self) -> int:

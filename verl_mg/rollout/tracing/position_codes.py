@@ -41,8 +41,7 @@ Integers = NDArray[np.int64]
 class PositionCodes:
     """Position codes of all tensors of a checkpoint."""
 
-    shapes: Mapping[str, tuple[int, ...]]
-    """{name: shape} of the checkpoint's tensors."""
+    shapes: Mapping[str, tuple[int, ...]]  # {name: shape} of the checkpoint's tensors
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -129,14 +128,10 @@ class _Runs:
     The source has as many dimensions as the parameter: those that its tensor does not have are (0, 1).
     """
 
-    tensor: Integers
-    """(boxes,) index of the tensor; -1 for padding, which is its own source."""
-    start: Integers
-    """(boxes, dims) first corner in the parameter."""
-    origin: Integers
-    """(boxes, dims) first corner in the tensor."""
-    size: Integers
-    """(boxes, dims) lengths."""
+    tensor: Integers  # (boxes,) index of the tensor; -1 for padding, which is its own source
+    start: Integers  # (boxes, dims) first corner in the parameter
+    origin: Integers  # (boxes, dims) first corner in the tensor
+    size: Integers  # (boxes, dims) lengths
 
     def merged(self, dimension: int) -> _Runs:
         """Joins boxes that are adjacent along a dimension, in the parameter and in the tensor."""
@@ -206,6 +201,5 @@ def _shard(codes: PositionCodes, runs: _Runs, shape: tuple[int, ...]) -> Shard:
 
 
 def _box(start: list[int], size: list[int], dims: int) -> Box:
-    """Returns the last `dims` ranges."""
     ranges = tuple((s, s + n) for s, n in zip(start, size, strict=True))
     return ranges[len(ranges) - dims :]

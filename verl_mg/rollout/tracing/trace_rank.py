@@ -30,20 +30,13 @@ from verl_mg.sharding.traced_table import EngineName, write_rank_shards
 class TraceJob(TypedDict):
     """One model in one layout, as an entry of FOLDER/jobs.json."""
 
-    model: str
-    """Model directory."""
+    model: str  # model directory
     tp: int
-    """Tensor-parallel size."""
     pp: int
-    """Pipeline-parallel size."""
     ep: int
-    """Expert-parallel size."""
-    adp: int
-    """Data-parallel size of attention."""
-    shapes: dict[str, list[int]]
-    """Shapes of the checkpoint's tensors; experts that its files stack are separate tensors here."""
-    stacks: dict[str, list[str]]
-    """Tensors of the experts in order that the files stack, transposed, by the name of the stack."""
+    adp: int  # data-parallel size of attention
+    shapes: dict[str, list[int]]  # of the checkpoint's tensors; experts that its files stack are separate here
+    stacks: dict[str, list[str]]  # {stack: its experts' tensors in order}, transposed in the files
 
 
 def jobs_file(folder: Path) -> Path:

@@ -47,8 +47,7 @@ from verl_mg.sharding.traced_table import EngineName, TracedTable, read_rank_sha
 LOG_LINES = 8  # of a failed rank, in the error
 
 
-ON_CPU = {"sglang": SGLANG_ON_CPU | OF_ALL_ENGINES, "vllm": VLLM_ON_CPU}
-"""Environment of the processes of each engine."""
+ON_CPU = {"sglang": SGLANG_ON_CPU | OF_ALL_ENGINES, "vllm": VLLM_ON_CPU}  # environment of the processes of each engine
 
 
 @dataclass(frozen=True)
@@ -56,8 +55,7 @@ class TracedEngine:
     """An engine and the Python in which it runs."""
 
     name: EngineName
-    python: Path | None = None
-    """Path of a Python that can import it; None is the Python of this process."""
+    python: Path | None = None  # path of a Python that can import it; None is the Python of this process
 
 
 def trace(jobs: Sequence[tuple[str | Path, EngineLayout]], engine: TracedEngine) -> list[list[dict[str, Shard]]]:

@@ -15,28 +15,21 @@ from verl_mg.models.transformers_module import has_images, read_module_config
 from verl_mg.rollout.engine_process import inherited_environment
 from verl_mg.rollout.process_engine import EngineSettings
 
-WORKER_EXTENSION = "verl_mg.rollout.vllm.worker.WorkerExtension"
-"""Class whose methods vLLM adds to its workers."""
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks of adapters for which vLLM allocates memory."""
-CPU_TILE = 32
-"""Sizes of experts are multiples of this on the CPU."""
-CPU_KEY_VALUE_TOKENS = 2**16
-"""Largest key-value cache of an engine on the CPU, in tokens."""
-CPU_BLOCK_TOKENS = 128
-"""Tokens of a block of the key-value cache on the CPU, vLLM's default there."""
-CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Head sizes of vLLM's attention kernel for the CPU."""
-CPU_LATENT = (512, 64)
-"""Rank of keys and values, and width of the rotary part, of vLLM's latent attention on the CPU."""
+WORKER_EXTENSION = "verl_mg.rollout.vllm.worker.WorkerExtension"  # class whose methods vLLM adds to its workers
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # ranks of adapters for which vLLM allocates memory
+CPU_TILE = 32  # sizes of experts are multiples of this on the CPU
+CPU_KEY_VALUE_TOKENS = 2**16  # largest key-value cache of an engine on the CPU, in tokens
+CPU_BLOCK_TOKENS = 128  # tokens of a block of the key-value cache on the CPU, vLLM's default there
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # head sizes of vLLM's attention kernel for the CPU
+CPU_LATENT = (512, 64)  # rank of keys and values, and width of the rotary part, of vLLM's latent attention on the CPU
+# Environment of vLLM's processes on the CPU. vLLM's own binding pins all engines to the same cores, and refuses more
+# tensor-parallel ranks than the machine has NUMA nodes. The few small functions that it compiles would delay the first
+# request by seconds.
 ON_CPU = {
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
-"""Environment of vLLM's processes on the CPU. vLLM's own binding pins all engines to the same cores, and refuses more
-tensor-parallel ranks than the machine has NUMA nodes. The few small functions that it compiles would delay the first
-request by seconds."""
 
 
 def engine_arguments(model: Path, settings: EngineSettings) -> dict[str, Any]:

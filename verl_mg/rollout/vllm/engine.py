@@ -19,8 +19,7 @@ from verl_mg.rollout.process_engine import EngineSettings, ProcessEngine
 from verl_mg.rollout.request_tracker import EngineLimits, routed_shape
 from verl_mg.rollout.vllm.arguments import engine_arguments, environment, node_arguments
 
-HOST = "verl_mg.rollout.vllm.host"
-"""Module that the engine's process runs."""
+HOST = "verl_mg.rollout.vllm.host"  # module that the engine's process runs
 
 
 class VLLMEngine(ProcessEngine):

@@ -21,14 +21,10 @@ from verl_mg.rollout.hidden_packages import hide_training_packages
 from verl_mg.rollout.vllm.model_registry import inspect_models_here
 from verl_mg.rollout.vllm.statistics import StepStatistics
 
-SEED_STEP = 0x9E3779B97F4A7C15
-"""Odd number that distributes the seeds of a request's continuations."""
-PR_SET_PDEATHSIG = 1
-"""Option of prctl(2): the signal that a process gets when its parent ends."""
-EXCLUDED = -100.0
-"""Bias on the logits of tokens that are never drawn, the lowest that vLLM takes."""
-WATCH_SECONDS = 0.2
-"""Time between two looks at whether vLLM's processes are alive."""
+SEED_STEP = 0x9E3779B97F4A7C15  # odd number that distributes the seeds of a request's continuations
+PR_SET_PDEATHSIG = 1  # option of prctl(2): the signal that a process gets when its parent ends
+EXCLUDED = -100.0  # bias on the logits of tokens that are never drawn, the lowest that vLLM takes
+WATCH_SECONDS = 0.2  # time between two looks at whether vLLM's processes are alive
 
 Result = TypeVar("Result")
 
@@ -157,7 +153,6 @@ class VLLMHost(EngineHost):
         self._engine.shutdown()
 
     async def _output(self, tokens: list[int], images: list[str], parameters: Any, rid: str) -> Any:
-        """Returns the only output of a request."""
 
         async def last() -> Any:
             prompt = self._prompt(tokens, images)
@@ -199,7 +194,7 @@ class VLLMHost(EngineHost):
             _end()
 
     async def _watch(self) -> None:
-        """Ends this process when vLLM's processes have ended, as the rank notices that."""
+        # Ends this process when vLLM's processes have ended, as the rank notices that.
         # Polls vLLM; ends with the process, or cancelled by `serve`.
         while not self._engine.errored:
             await asyncio.sleep(WATCH_SECONDS)

@@ -15,8 +15,7 @@ from verl_mg.rollout.engine_counts import (
     observed_load,
 )
 
-CACHE_UNITS = 1000
-"""Units of the use of the cache, of which vLLM reports the share."""
+CACHE_UNITS = 1000  # units of the use of the cache, of which vLLM reports the share
 
 
 class StepStatistics:

@@ -15,8 +15,8 @@ from verl_mg.layout import EngineLayout
 from verl_mg.rollout.vllm.arguments import layer_partition
 from verl_mg.rollout.vllm.model_registry import inspect_models_here
 
+# Kernels of sparse attention by their name in vLLM.
 SPARSE_BACKEND = "vllm.v1.attention.backends.mla.flashmla_sparse.FlashMLASparseBackend"
-"""Kernels of sparse attention by their name in vLLM."""
 
 
 @contextmanager
@@ -68,7 +68,7 @@ def unloaded_model(model_dir: str, layout: EngineLayout, rank: int, store: Path)
 
 @contextmanager
 def _layers_with_sparse_attention() -> Iterator[None]:
-    """Lets vLLM build layers with sparse attention on the CPU, where it has no kernels for them; none is called."""
+    # Lets vLLM build layers with sparse attention on the CPU, where it has no kernels for them; none is called.
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.worker import workspace
 

@@ -23,10 +23,9 @@ from vllm.platforms import current_platform
 from verl_mg.rollout.ipc_payload import named_views, open_payload
 from verl_mg.rollout.vllm.routing import RoutingRecorder
 
-CPU_POLL_SECONDS = 0.001
-"""Time for which a worker on the CPU polls for the next message before it sleeps."""
+CPU_POLL_SECONDS = 0.001  # time for which a worker on the CPU polls for the next message before it sleeps
+# Longest sleep of a worker on the CPU: it misses the notification of a message written while it falls asleep.
 CPU_SLEEP_MS = 10
-"""Longest sleep of a worker on the CPU: it misses the notification of a message written while it falls asleep."""
 
 if current_platform.is_cpu():
     # Else workers poll for a second after each message, which takes the cores from the ranks.
@@ -39,8 +38,7 @@ if current_platform.is_cpu():
     custom_ops._supports_onednn = False
     layer_utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
 
-DERIVED = (".W_UK_T", ".W_UV")
-"""Ends of the names of parameters that are computed from others."""
+DERIVED = (".W_UK_T", ".W_UV")  # ends of the names of parameters that are computed from others
 
 
 class WorkerExtension:
@@ -49,12 +47,9 @@ class WorkerExtension:
     vLLM's own transfers of weights send whole tensors to every rank, or need Ray.
     """
 
-    rank: int
-    """Rank of the worker in the engine: `pp_rank * tp + tp_rank`."""
+    rank: int  # rank of the worker in the engine: `pp_rank * tp + tp_rank`
     device: torch.device
-    """Device of the worker."""
-    model_runner: Any
-    """Object of vLLM that has the model and its sampler."""
+    model_runner: Any  # object of vLLM that has the model and its sampler
 
     def prepare(self, captures_routing: bool) -> None:
         """Adapts the worker, once after the start."""
@@ -127,7 +122,7 @@ class WorkerExtension:
 
 
 def _unlink_shared_memory(ident: str | None) -> None:
-    """Removes the names of the shared memory of this node's workers, which have opened it: killed processes do not."""
+    # Removes the names of the shared memory of this node's workers, which have opened it: killed processes do not.
     if ident:
         for path in glob.glob(f"/dev/shm/*{ident}*") + glob.glob(f"{tempfile.gettempdir()}/{ident}"):
             Path(path).unlink(missing_ok=True)
@@ -158,7 +153,6 @@ class _StagedExperts:
 
 
 def _staged_experts(model: torch.nn.Module) -> dict[str, _StagedExperts]:
-    """Returns staging memory for each parameter of experts that is packed."""
     staged = {}
     for name, module in model.named_modules():
         kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
@@ -170,11 +164,9 @@ def _staged_experts(model: torch.nn.Module) -> dict[str, _StagedExperts]:
 
 
 def _return_full_logprobs(sampler: Any) -> None:
-    """Has a sampler return log-probabilities after temperature but before min-p, top-k and top-p.
-
-    vLLM's processed ones are renormalized over the candidates, its raw ones ignore the temperature. Its two model
-    runners have different samplers: one returns log-probabilities, the other logits.
-    """
+    # Has a sampler return log-probabilities after temperature but before min-p, top-k and top-p. vLLM's processed ones
+    # are renormalized over the candidates, its raw ones ignore the temperature. Its two model runners have different
+    # samplers: one returns log-probabilities, the other logits.
     full = _FullDistribution()
     if hasattr(sampler, "topk_topp_sampler"):
         candidates = sampler.topk_topp_sampler

@@ -11,8 +11,7 @@ from verl_mg.errors import UserError
 from verl_mg.rollout.agents.agent import AgentError
 
 CONNECT_SECONDS = 30.0
-EXCERPT = 500
-"""Characters of a server's error that are shown."""
+EXCERPT = 500  # characters of a server's error that are shown
 
 
 async def post_run(url: str, body: Mapping[str, Any]) -> dict[str, Any]:

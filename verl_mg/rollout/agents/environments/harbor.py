@@ -41,8 +41,7 @@ BASH = {
         },
     },
 }
-COMMAND_BYTES = 100_000
-"""An argument of a program has at most 128 KiB."""
+COMMAND_BYTES = 100_000  # an argument of a program has at most 128 KiB
 
 
 @dataclass(frozen=True)

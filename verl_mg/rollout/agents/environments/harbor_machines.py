@@ -33,10 +33,9 @@ from verl_mg.sandbox.supervisor import Visible
 logger = logging.getLogger(__name__)
 
 AGENT, TESTS, LOGS = "/agent", "/tests", "/logs"
-SHORT_SECONDS = 120.0
-"""Time limit of commands of docker that do little."""
+SHORT_SECONDS = 120.0  # time limit of commands of docker that do little
+# Seconds between SIGTERM and SIGKILL of the program `timeout`, and its exit code after the time limit.
 KILL_SECONDS, TIMED_OUT = 5, 124
-"""Seconds between SIGTERM and SIGKILL of the program `timeout`, and its exit code after the time limit."""
 Output = Callable[[bytes], None]
 
 

@@ -28,10 +28,8 @@ from verl_mg.rollout.agents.environments.policy_client import Message, PolicyCli
 if TYPE_CHECKING:
     from websockets.asyncio.client import ClientConnection
 
-WAIT_SECONDS = 0.5
-"""Pause before a server that has no free session is tried again."""
-FULL, INVALID, FAILED = "CAPACITY_REACHED", "VALIDATION_ERROR", "EXECUTION_ERROR"
-"""Codes of OpenEnv's errors."""
+WAIT_SECONDS = 0.5  # pause before a server that has no free session is tried again
+FULL, INVALID, FAILED = "CAPACITY_REACHED", "VALIDATION_ERROR", "EXECUTION_ERROR"  # codes of OpenEnv's errors
 SCHEMA_SECONDS = 30.0
 ACT = "act"
 

@@ -181,12 +181,9 @@ def _tool_result(message: _Message, content: Content, field: str) -> JsonObject:
 class ChatExchange(Exchange):
     """A request for a chat completion."""
 
-    logprobs: bool
-    """Whether the reply has the log-probabilities of its tokens."""
-    include_usage: bool
-    """Whether a stream ends with an event that has the numbers of tokens."""
-    memory: SessionMemory
-    """Keeps the text of the tool calls' arguments."""
+    logprobs: bool  # whether the reply has the log-probabilities of its tokens
+    include_usage: bool  # whether a stream ends with an event that has the numbers of tokens
+    memory: SessionMemory  # keeps the text of the tool calls' arguments
 
     def body(self, reply: Reply) -> JsonObject:
         """Returns the reply as a chat completion."""

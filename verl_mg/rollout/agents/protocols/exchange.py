@@ -22,10 +22,8 @@ class Exchange(ABC):
     after a stream has begun:  keep_alive, keep_alive, ...  then events or error_event
     """
 
-    call: Call
-    """The request as the backend gets it."""
-    stream: bool
-    """Whether the reply is written as server-sent events."""
+    call: Call  # the request as the backend gets it
+    stream: bool  # whether the reply is written as server-sent events
 
     @abstractmethod
     def body(self, reply: Reply) -> JsonObject:

@@ -14,6 +14,7 @@ from pydantic_core import from_json
 from verl_mg.rollout.agents.call import RequestError
 
 MAX_COUNT = 2**31 - 1
+# Parts of a content that are text: type, and the field that has it.
 TEXT_PARTS = {
     "text": "text",
     "input_text": "text",
@@ -22,9 +23,7 @@ TEXT_PARTS = {
     "summary_text": "text",
     "refusal": "refusal",
 }
-"""Parts of a content that are text: type, and the field that has it."""
-LINES, PIECES = "\n", ""
-"""Separators of joined texts: texts of different origin, and pieces of one text of the policy."""
+LINES, PIECES = "\n", ""  # separators of joined texts: texts of different origin, and pieces of one text of the policy
 
 Model = TypeVar("Model", bound=BaseModel)
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]

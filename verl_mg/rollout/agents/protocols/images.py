@@ -12,10 +12,9 @@ from verl_mg.rollout.agents.call import RequestError
 from verl_mg.rollout.agents.protocols.fields import Fields, part_text, quoted, read, refusal, text_of
 from verl_mg.rollout.agents.protocols.memory import SessionMemory
 
-Content = str | list[dict[str, Any]]
-"""Content of a message of `Call.messages`."""
+Content = str | list[dict[str, Any]]  # content of a message of `Call.messages`
+# Types of parts that are images: of chat completions, responses and messages.
 IMAGE_PARTS = ("image_url", "input_image", "image")
-"""Types of parts that are images: of chat completions, responses and messages."""
 
 
 class _Url(Fields):

@@ -20,12 +20,9 @@ MAX_CALLS = 4096
 class StoredResponse:
     """A response that a later request may continue with `previous_response_id`."""
 
-    messages: tuple[dict[str, Any], ...]
-    """Messages up to and with the reply, without the instructions."""
-    items: dict[str, dict[str, Any]]
-    """Items of the output by their id, which a later request may refer to."""
-    size: int
-    """Number of characters that the response adds to earlier ones, whose messages it shares."""
+    messages: tuple[dict[str, Any], ...]  # messages up to and with the reply, without the instructions
+    items: dict[str, dict[str, Any]]  # items of the output by their id, which a later request may refer to
+    size: int  # number of characters that the response adds to earlier ones, whose messages it shares
 
 
 class SessionMemory:
@@ -33,8 +30,7 @@ class SessionMemory:
 
     def __init__(self, image_limits: ImageLimits | None = None) -> None:
         self.image_limits = image_limits
-        self.images: dict[str, Image] = {}
-        """Images of all requests by their keys."""
+        self.images: dict[str, Image] = {}  # images of all requests by their keys
         self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
         self._arguments: OrderedDict[str, str] = OrderedDict()
 

@@ -39,8 +39,7 @@ from verl_mg.rollout.agents.protocols.images import Content, content_of, image_p
 from verl_mg.rollout.agents.protocols.memory import SessionMemory
 
 MALFORMED = "malformed_arguments"
-SIGNATURE = "unsigned"
-"""Signature of a thinking block, which clients send back."""
+SIGNATURE = "unsigned"  # signature of a thinking block, which clients send back
 ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -216,7 +215,6 @@ def _others(role: str, blocks: list[tuple[Any, str]], memory: SessionMemory) -> 
 
 
 def _joined(parts: list[JsonObject]) -> Content:
-    """Returns the parts where some are images, else their text."""
     has_images = any(part["type"] == "image" for part in parts)
     return parts if has_images else LINES.join(part["text"] for part in parts)
 
@@ -245,8 +243,7 @@ def _is_malformed(value: JsonObject) -> bool:
 class MessagesExchange(Exchange):
     """A request for a message of Anthropic's."""
 
-    memory: SessionMemory
-    """Keeps the text of the tool calls' arguments."""
+    memory: SessionMemory  # keeps the text of the tool calls' arguments
 
     def body(self, reply: Reply) -> JsonObject:
         """Returns the reply as a message."""

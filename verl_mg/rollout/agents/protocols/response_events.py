@@ -7,8 +7,7 @@ from typing import Any
 
 from verl_mg.rollout.agents.protocols.exchange import JsonObject, sse
 
-Event = tuple[str, dict[str, Any]]
-"""Type of an event after "response.", and its fields."""
+Event = tuple[str, dict[str, Any]]  # type of an event after "response.", and its fields
 
 
 def numbered(events: Iterator[Event], first: int) -> Iterator[bytes]:

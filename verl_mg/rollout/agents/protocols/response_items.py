@@ -22,8 +22,7 @@ from verl_mg.rollout.agents.protocols.images import content_of
 from verl_mg.rollout.agents.protocols.memory import SessionMemory
 from verl_mg.rollout.agents.protocols.response_tools import OfferedTool, read_call, written_call
 
-PARTS = ("reasoning_content", "content", "tool_calls")
-"""Parts of an assistant's message in the order of their items."""
+PARTS = ("reasoning_content", "content", "tool_calls")  # parts of an assistant's message in the order of their items
 ROLES = {"user": "user", "system": "system", "developer": "system"}
 
 

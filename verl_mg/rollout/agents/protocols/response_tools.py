@@ -61,14 +61,10 @@ class FunctionCall(Fields):
 class OfferedTool:
     """A tool that the policy may call."""
 
-    schema: JsonObject
-    """The tool as one of `Call.tools`."""
-    name: str
-    """Its name in the agent."""
-    namespace: str | None
-    """Its namespace in the agent."""
-    takes_text: bool
-    """Whether it takes free text instead of arguments."""
+    schema: JsonObject  # the tool as one of `Call.tools`
+    name: str  # its name in the agent
+    namespace: str | None  # its namespace in the agent
+    takes_text: bool  # whether it takes free text instead of arguments
 
 
 def full_name(namespace: str | None, name: str) -> str:

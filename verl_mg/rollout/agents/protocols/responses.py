@@ -122,19 +122,12 @@ class ResponseExchange(Exchange):
     """A request for a response."""
 
     id: str
-    """Id of the response."""
-    created: int
-    """Time of the request, seconds since 1970."""
-    request: _Request
-    """Fields of the request, which the response repeats."""
-    earlier: tuple[JsonObject, ...]
-    """Messages of the stored response that this one continues."""
-    new: tuple[JsonObject, ...]
-    """Messages of the input."""
-    tools: dict[str, OfferedTool]
-    """Tools by the name that the policy knows."""
-    memory: SessionMemory
-    """Stores the response."""
+    created: int  # time of the request, seconds since 1970
+    request: _Request  # fields of the request, which the response repeats
+    earlier: tuple[JsonObject, ...]  # messages of the stored response that this one continues
+    new: tuple[JsonObject, ...]  # messages of the input
+    tools: dict[str, OfferedTool]  # tools by the name that the policy knows
+    memory: SessionMemory  # stores the response
 
     def body(self, reply: Reply) -> JsonObject:
         """Returns the reply as a response, and stores it."""
@@ -161,7 +154,6 @@ class ResponseExchange(Exchange):
         }
 
     def _response(self) -> JsonObject:
-        """Returns the response before its reply."""
         request = self.request
         return {
             "id": self.id,

@@ -17,56 +17,34 @@ from verl_mg.rollout.sglang.servers.keys import ServerKeys
 from verl_mg.rollout.sglang.shard_receiver import RECEIVER
 
 QUERY_SECONDS = 60.0
-"""Time limit of a query."""
 UNAUTHORIZED, FORBIDDEN = 401, 403
-Role = Literal["null", "prefill", "decode"]
-"""Values of SGLang's `--disaggregation-mode`."""
-INVALID_TOKEN = 2**31 - 1
-"""Token id outside of every vocabulary."""
+Role = Literal["null", "prefill", "decode"]  # values of SGLang's `--disaggregation-mode`
+INVALID_TOKEN = 2**31 - 1  # token id outside of every vocabulary
 
 
 @dataclass(frozen=True)
 class ServerInfo:
     """Properties of a running server."""
 
-    start: str
-    """Id of its start; it differs after a restart."""
+    start: str  # id of its start; it differs after a restart
     version: str
-    """SGLang's version."""
     device: str
-    """Type of its devices."""
     model: str
-    """Path of its model."""
-    architecture: str
-    """Type of its model, as in config.json."""
-    vocab: int | None
-    """Size of the vocabulary, where known."""
-    context: int
-    """Largest number of tokens of a prompt with its response."""
+    architecture: str  # type of its model, as in config.json
+    vocab: int | None  # size of the vocabulary, where known
+    context: int  # largest number of tokens of a prompt with its response
     tp: int
-    """Tensor-parallel size."""
     dp: int
-    """Data-parallel size."""
     pp: int
-    """Pipeline-parallel size."""
-    max_running: int
-    """Largest number of requests at the same time."""
-    seeded: bool
-    """Whether samples depend only on their seeds."""
-    routed: bool
-    """Whether samples contain the experts of each token."""
-    disaggregation: str
-    """Its part in a pair of servers for prefill and decoding; "null" for a server that does both."""
-    layout: str
-    """Parallel sizes of one replica, as `EngineLayout` parses them."""
-    nodes: int
-    """Number of machines that it spans."""
-    shard_obstacle: str
-    """Reason why its ranks cannot receive their shards; empty where they can."""
-    reads_text: bool = True
-    """Whether it has a tokenizer."""
-    bootstrap_port: int = 0
-    """Port at which decode servers find this one, if it does prefill."""
+    max_running: int  # largest number of requests at the same time
+    seeded: bool  # whether samples depend only on their seeds
+    routed: bool  # whether samples contain the experts of each token
+    disaggregation: str  # its part in a pair of servers for prefill and decoding; "null" for a server that does both
+    layout: str  # parallel sizes of one replica, as `EngineLayout` parses them
+    nodes: int  # number of machines that it spans
+    shard_obstacle: str  # reason why its ranks cannot receive their shards; empty where they can
+    reads_text: bool = True  # whether it has a tokenizer
+    bootstrap_port: int = 0  # port at which decode servers find this one, if it does prefill
 
 
 @dataclass(frozen=True)
@@ -74,22 +52,14 @@ class ServerRequirements:
     """Properties of a server that a job needs."""
 
     model: HFConfig
-    max_tokens: int
-    """Number of tokens of the longest prompt with its response."""
-    routed: tuple[int, int] | None = None
-    """(layers, experts per token) where samples must contain the experts of each token."""
-    group_device: str | None = None
-    """Device type of the job, where the server's ranks join a process group with it."""
-    seeded: bool = False
-    """Whether samples must depend only on their seeds."""
-    shards: bool = False
-    """Whether its ranks must be able to receive their shards."""
-    wire: Wire = "cast"
-    """Form in which the job sends weights."""
-    role: Role = "null"
-    """Its part in a pair of servers; null: it does prefill and decoding."""
-    in_flight: bool = False
-    """Whether weights must reach it with requests in flight."""
+    max_tokens: int  # number of tokens of the longest prompt with its response
+    routed: tuple[int, int] | None = None  # (layers, experts per token) that samples must contain
+    group_device: str | None = None  # device type of the job, where the server's ranks join a process group with it
+    seeded: bool = False  # whether samples must depend only on their seeds
+    shards: bool = False  # whether its ranks must be able to receive their shards
+    wire: Wire = "cast"  # form in which the job sends weights
+    role: Role = "null"  # its part in a pair of servers; null: it does prefill and decoding
+    in_flight: bool = False  # whether weights must reach it with requests in flight
 
 
 def probe_server(url: str, requirements: ServerRequirements, keys: ServerKeys) -> ServerInfo:

@@ -7,18 +7,16 @@ from dataclasses import dataclass, field
 
 from verl_mg.errors import UserError
 
+# Paths that SGLang protects with its `--api-key`; others that we use with `--admin-api-key`, where there is one.
 OPEN_TO_ALL = ("/generate", "/server_info", "/model_info", "/v1/")
-"""Paths that SGLang protects with its `--api-key`; others that we use with `--admin-api-key`, where there is one."""
 
 
 @dataclass(frozen=True)
 class ServerKeys:
     """Keys of all servers of a job; empty ones are not sent."""
 
-    api: str = field(default="", repr=False)
-    """Key of SGLang's argument `--api-key`."""
-    admin: str = field(default="", repr=False)
-    """Key of SGLang's argument `--admin-api-key`."""
+    api: str = field(default="", repr=False)  # key of SGLang's argument `--api-key`
+    admin: str = field(default="", repr=False)  # key of SGLang's argument `--admin-api-key`
 
     @classmethod
     def from_environment(cls, api_variable: str | None, admin_variable: str | None) -> ServerKeys:

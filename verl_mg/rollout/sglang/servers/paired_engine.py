@@ -21,8 +21,8 @@ from verl_mg.rollout.sglang.servers.info import Role, ServerRequirements, probe_
 from verl_mg.rollout.sglang.servers.keys import ServerKeys
 from verl_mg.rollout.sglang.servers.remote_engine import RemoteEngine
 
+# Values of SGLang's `--disaggregation-mode` of the servers of a pair, in the order of their addresses.
 ROLES: tuple[Role, ...] = ("prefill", "decode")
-"""Values of SGLang's `--disaggregation-mode` of the servers of a pair, in the order of their addresses."""
 
 
 def parts_of(url: str) -> list[str]:

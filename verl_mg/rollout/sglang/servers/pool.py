@@ -28,15 +28,13 @@ from verl_mg.rollout.engine_counts import Counts
 from verl_mg.rollout.sglang.servers.pool_member import FIRST_PAUSE, Patience, Server, State
 from verl_mg.rollout.sglang.servers.remote_engine import RemoteEngine
 
-DRAIN_SECONDS = 60.0
-"""Time of a removed server to finish its samples."""
-WAIT_SECONDS = 0.05
-"""Longest wait for a result before the pool looks at other things again."""
+DRAIN_SECONDS = 60.0  # time of a removed server to finish its samples
+WAIT_SECONDS = 0.05  # longest wait for a result before the pool looks at other things again
 
 log = logging.getLogger(__name__)
 
+# (address, whether it is borrowed, called on each result) -> client.
 Connect = Callable[[str, bool, Callable[[], None]], RemoteEngine]
-"""(address, whether it is borrowed, called on each result) -> client."""
 
 
 class ServerPool(RolloutEngine):
@@ -51,15 +49,14 @@ class ServerPool(RolloutEngine):
         self._lock = threading.RLock()
         self._arrival = threading.Event()
         self._backlog: list[tuple[Request, Sampling]] = []
+        # Requests that were aborted to be continued by another server.
         self._moving: dict[int, tuple[Request, Sampling]] = {}
-        """Requests that were aborted to be continued by another server."""
         self._done: list[Sample] = []
         self._aborting = self._updating = False
         self._patience = Patience()
         self._num_lost = 0
         self._counts: Counter[str] = Counter()
-        self.attention = threading.Event()
-        """Set when the monitor should look at the pool immediately."""
+        self.attention = threading.Event()  # set when the monitor should look at the pool immediately
 
     # -- as an engine
 

@@ -25,10 +25,9 @@ from enum import Enum
 from verl_mg.errors import UserError
 from verl_mg.rollout.sglang.servers.remote_engine import RemoteEngine
 
-LOST_SECONDS = 600.0
-"""Longest time without any server: loading a large model takes minutes."""
+LOST_SECONDS = 600.0  # longest time without any server: loading a large model takes minutes
+# Seconds before the first attempt to reach a server again, doubled for each further one; upper limit of the pause.
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
-"""Seconds before the first attempt to reach a server again, doubled for each further one; upper limit of the pause."""
 
 
 class State(Enum):
@@ -44,20 +43,14 @@ class State(Enum):
 class Server:
     """A server of a pool, and the client that sends its requests."""
 
-    number: int
-    """Number of the server in the job."""
+    number: int  # number of the server in the job
     url: str
     state: State = State.DOWN
-    client: RemoteEngine | None = None
-    """Its client, once it has responded."""
-    borrowed: bool = False
-    """Whether another rank leads it."""
-    attempt_at: float = 0.0
-    """Time of `time.monotonic` of the next attempt to reach it."""
-    pause: float = FIRST_PAUSE
-    """Seconds until the attempt after that."""
-    deadline: float = 0.0
-    """Time at which others continue its samples; it is DRAINING."""
+    client: RemoteEngine | None = None  # its client, once it has responded
+    borrowed: bool = False  # whether another rank leads it
+    attempt_at: float = 0.0  # time of `time.monotonic` of the next attempt to reach it
+    pause: float = FIRST_PAUSE  # seconds until the attempt after that
+    deadline: float = 0.0  # time at which others continue its samples; it is DRAINING
 
     def has(self, number: int) -> bool:
         """Returns whether a number is that of this server, or of the second one of a pair."""

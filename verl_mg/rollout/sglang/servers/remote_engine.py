@@ -31,18 +31,14 @@ from verl_mg.rollout.sglang.shard_receiver import RECEIVER, ShardRequest
 
 T = TypeVar("T")
 
-LOADS = "/v1/loads?include=core"
-"""Path of the load of a server's schedulers."""
-HEALTH_SECONDS = 20.0
-"""Time limit of a server for saying that it runs."""
-UPDATE_SECONDS = 1800.0
-"""Time limit of a server for loading weights."""
+LOADS = "/v1/loads?include=core"  # path of the load of a server's schedulers
+HEALTH_SECONDS = 20.0  # time limit of a server for saying that it runs
+UPDATE_SECONDS = 1800.0  # time limit of a server for loading weights
+# Request to continue generation. SGLang's way to free memory asks CUDA for figures, also on a machine without.
 CONTINUE = {"torch_empty_cache": False}
-"""Request to continue generation. SGLang's way to free memory asks CUDA for figures, also on a machine without."""
+# Field of updates: they fill the policy, and not a draft model, which has other weights.
 TARGET = {"selector": "target"}
-"""Field of updates: they fill the policy, and not a draft model, which has other weights."""
 RETRY_SECONDS = 0.5
-"""Pause between two attempts."""
 
 
 class RemoteEngine(RequestTracker):
@@ -119,7 +115,7 @@ class RemoteEngine(RequestTracker):
             self._observe_load()
 
     def _observe_load(self) -> None:
-        """Counts the load of the server; versions of SGLang without this query refuse it."""
+        # Counts the load of the server; versions of SGLang without this query refuse it.
         with contextlib.suppress(RefusedError, UnreachableError):
             reply = self._run(self._client.get(LOADS, HEALTH_SECONDS))
             self._counts.update(load_counts(reply["loads"]))
@@ -196,8 +192,7 @@ class RemoteEngine(RequestTracker):
         self._client.start(self._repeat_abort(rid))
 
     async def _repeat_abort(self, rid: str) -> None:
-        """Repeats the abort: one that overtakes its request has no effect."""
-        # Repeats until the response to the request has arrived; `_post_request` ends it.
+        # An abort that overtakes its request has no effect: repeats until the response has arrived (`_post_request`).
         while rid in self._open:
             with contextlib.suppress(UnreachableError, RefusedError):
                 await self._send_abort(rid)
