@@ -23,8 +23,7 @@ from verl_mg.checkpoint.safetensors_file import DTYPE_NAMES
 from verl_mg.errors import UserError
 from verl_mg.sharding.boxes import BlockSize, Box, scale_grid
 
-FP8 = DTYPE_NAMES[torch.float8_e4m3fn]
-"""Name of the dtype of FP8 tensors in safetensors files."""
+FP8 = DTYPE_NAMES[torch.float8_e4m3fn]  # name of the dtype of FP8 tensors in safetensors files
 SCALE_DTYPES = tuple(
     DTYPE_NAMES[dtype] for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 )

@@ -25,8 +25,7 @@ from verl_mg.sharding.boxes import BlockSize, Box, Shard, full_box
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-PACKED = DTYPE_NAMES[torch.uint8]
-"""Name of the dtype of MXFP4 tensors in safetensors files."""
+PACKED = DTYPE_NAMES[torch.uint8]  # name of the dtype of MXFP4 tensors in safetensors files
 _FLOATS = tuple(DTYPE_NAMES[dtype] for dtype in (torch.float32, torch.bfloat16, torch.float16))
 
 

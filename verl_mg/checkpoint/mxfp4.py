@@ -16,8 +16,7 @@ from verl_mg.models.checkpoint_shapes import BLOCKS, SCALES
 from verl_mg.models.stacked_tensors import StackedTensor
 from verl_mg.sharding.boxes import Box
 
-BLOCK = 32
-"""Elements of a row that have a common scale."""
+BLOCK = 32  # elements of a row that have a common scale
 _BIAS, _NOT_A_NUMBER = 127, 255  # of E8M0, the format of scales
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 

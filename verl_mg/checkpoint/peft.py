@@ -30,14 +30,11 @@ from verl_mg.sharding.boxes import Box, Piece, Shard, full_box, slices
 from verl_mg.sharding.model_table import SCORE, ModelTable
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."
-"""Beginning of all names in PEFT's files."""
-VALUE_HEAD = PREFIX + SCORE
-"""Name of a value head in PEFT's files, where it is one of `modules_to_save`."""
+PREFIX = "base_model.model."  # beginning of all names in PEFT's files
+VALUE_HEAD = PREFIX + SCORE  # name of a value head in PEFT's files, where it is one of `modules_to_save`
 
 Shapes = Mapping[str, tuple[int, ...]]
-ReadBox = Callable[[str, Box], Tensor]
-"""Function (tensor of PEFT's file, box in it) -> values of the box."""
+ReadBox = Callable[[str, Box], Tensor]  # function (tensor of PEFT's file, box in it) -> values of the box
 
 # With other values PEFT computes something else, or with base weights that differ from the checkpoint's.
 _SUPPORTED: Mapping[str, tuple[object, ...]] = {
@@ -52,18 +49,12 @@ _SUPPORTED: Mapping[str, tuple[object, ...]] = {
 class AdapterShard:
     """Shards of A and B that belong to the boxes of one tensor in a parameter, under PEFT's names."""
 
-    tensor: str
-    """Hugging Face name of the adapted tensor."""
-    a: Shard
-    """Shard of A, (r, columns of the parameter)."""
-    b: Shard
-    """Shard of B, (rows of the tensor in the parameter, r)."""
-    rows: tuple[int, ...]
-    """Rows of the parameter to which the rows of the shard of B belong."""
-    splits_a: bool
-    """Whether other ranks have other columns of A."""
-    splits_b: bool
-    """Whether other ranks have other rows of B."""
+    tensor: str  # Hugging Face name of the adapted tensor
+    a: Shard  # shard of A, (r, columns of the parameter)
+    b: Shard  # shard of B, (rows of the tensor in the parameter, r)
+    rows: tuple[int, ...]  # rows of the parameter to which the rows of the shard of B belong
+    splits_a: bool  # whether other ranks have other columns of A
+    splits_b: bool  # whether other ranks have other rows of B
 
 
 def module_name(tensor: str) -> str:

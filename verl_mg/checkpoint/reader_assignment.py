@@ -21,8 +21,7 @@ from verl_mg.sharding.shard_map import BoxReplicas, Ranks, ShardMap
 
 TENSORS_PER_SHARE = 4
 """A rank reads tensors in groups of at most this part of its share, so that replicas can share a file equally."""
-OVERLOAD = 1.25
-"""A rank that reads a file already is preferred until its load is this multiple of an equal share."""
+OVERLOAD = 1.25  # a rank that reads a file already is preferred until its load is this multiple of an equal share
 
 
 class ReaderShardMap:

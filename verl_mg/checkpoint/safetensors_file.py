@@ -35,8 +35,7 @@ DTYPE_NAMES = {
     torch.bool: "BOOL",
 }
 """Names of dtypes in safetensors files."""
-DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-"""Dtypes by their names in safetensors files."""
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}  # dtypes by their names in safetensors files
 _LENGTH_BYTES = 8
 _LONGEST_HEADER = 10**8  # the format's limit
 _CHUNK_BYTES = 2**26  # of a copy in memory at a time
@@ -50,14 +49,10 @@ class DamagedFileError(ValueError):
 class StoredTensor:
     """Entry of a tensor in the header of a file."""
 
-    dtype: str
-    """Name of the dtype, such as BF16; it may be one that cannot be read."""
-    shape: tuple[int, ...]
-    """Shape of the tensor."""
-    start: int
-    """Offset of the first byte, counted from the end of the header."""
-    stop: int
-    """Offset after the last byte."""
+    dtype: str  # name of the dtype, such as BF16; it may be one that cannot be read
+    shape: tuple[int, ...]  # shape of the tensor
+    start: int  # offset of the first byte, counted from the end of the header
+    stop: int  # offset after the last byte
 
 
 def header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:

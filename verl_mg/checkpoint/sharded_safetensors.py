@@ -38,8 +38,7 @@ from verl_mg.checkpoint.safetensors_file import DamagedFileError, SafetensorsFil
 from verl_mg.errors import UserError
 from verl_mg.sharding.boxes import Box, box_shape, full_box, intersect, slices, subtract, translate_box
 
-INDEX = "index.gz"
-"""File that lists the keys of the boxes of all ranks."""
+INDEX = "index.gz"  # file that lists the keys of the boxes of all ranks
 _RANGE = re.compile(r"(\d+):(\d+)")
 _SEPARATORS = 2  # of "|" in the key of a box; keys of other tensors of a file have another number
 _RANK = "rank "
@@ -49,14 +48,10 @@ _RANK = "rank "
 class StoredBox:
     """A box of a tensor and the memory with its values."""
 
-    namespace: str
-    """Role and kind of state, such as `actor/exp_avg`."""
-    tensor: str
-    """Hugging Face name of the tensor."""
-    box: Box
-    """Box in the tensor."""
-    values: Tensor
-    """Values of the box, in its shape."""
+    namespace: str  # role and kind of state, such as `actor/exp_avg`
+    tensor: str  # Hugging Face name of the tensor
+    box: Box  # box in the tensor
+    values: Tensor  # values of the box, in its shape
 
     @property
     def key(self) -> str:

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from verl_mg.batch import Batch
 
-LENGTH_BYTES = 8
-"""Size of a length in a message, in bytes: an int64."""
+LENGTH_BYTES = 8  # size of a length in a message, in bytes: an int64
 FIRST_BYTES = 1024 - LENGTH_BYTES
 """Bytes of each rank that are gathered together with its length; most reports have fewer."""
 
@@ -94,11 +93,10 @@ def request_bytes(num_bytes: int, rank: int, tag: int = 0) -> tuple[Tensor, dist
 
 
 class ByteSender:
-    """Non-blocking sends of byte tensors to other ranks, with a limit on the bytes in flight.
+    """Non-blocking sends of byte tensors to other ranks, with a limit on the bytes in flight."""
 
-    A receiver requests all that is sent to it before it waits for anything else: otherwise two ranks at their limits
-    could wait for each other. A single tensor may be larger than the limit.
-    """
+    # A receiver requests all that is sent to it before it waits for anything else: otherwise two ranks at their
+    # limits could wait for each other. A single tensor may be larger than the limit.
 
     def __init__(self, limit: int) -> None:
         self._limit, self._bytes = limit, 0

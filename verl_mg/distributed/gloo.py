@@ -13,8 +13,7 @@ from typing import Any
 
 from torch.distributed import ProcessGroupGloo, Store, distributed_c10d
 
-THREADS = 2
-"""Threads of a group that run its collectives; torch's default for one device."""
+THREADS = 2  # threads of a group that run its collectives; torch's default for one device
 
 
 class _SharedLoopGroup(ProcessGroupGloo):
@@ -36,10 +35,8 @@ def share_event_loop() -> None:
 
 @cache
 def _devices(pid: int) -> tuple[Any, ...]:
-    """Returns gloo's devices: one per interface of GLOO_SOCKET_IFNAME, else one on the default interface.
-
-    They are kept for a process id, because a fork has no event loop.
-    """
+    """Returns gloo's devices: one per interface of GLOO_SOCKET_IFNAME, else one on the default interface."""
+    # They are kept for a process id, because a fork has no event loop.
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     create = ProcessGroupGloo.create_device
     return tuple(create(interface=name) for name in names) or (ProcessGroupGloo.create_default_device(),)

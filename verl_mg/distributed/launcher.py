@@ -16,16 +16,14 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
-VARIABLE = "VERL_MG_LAUNCHER"
-"""Environment variable with the path of the folder."""
+VARIABLE = "VERL_MG_LAUNCHER"  # environment variable with the path of the folder
 
 
 @dataclass(frozen=True)
 class Launcher:
     """The folder of this node's launcher."""
 
-    folder: Path
-    """Path of the folder, which only this user can read."""
+    folder: Path  # path of the folder, which only this user can read
 
     @classmethod
     def of_this_rank(cls) -> Launcher | None:

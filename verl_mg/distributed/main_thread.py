@@ -12,18 +12,15 @@ from types import FrameType
 
 STACK_DEPTH = 12
 """Innermost frames that are reported, library frames included; the heartbeat writes them at each interval."""
-LIBRARIES = re.compile(r"(site|dist)-packages/|lib/python3|<frozen ")
-"""Pattern of the paths of library files."""
+LIBRARIES = re.compile(r"(site|dist)-packages/|lib/python3|<frozen ")  # pattern of the paths of library files
 WORKING_DIR = os.getcwd() + os.sep
 WAITING_LINE = re.compile(r"\.(wait|barrier|synchronize)\(|\bstore\.|IDLE_SECONDS")
 """Pattern of a source line on which a rank waits for other ranks."""
 
 
 def main_stack() -> list[str]:
-    """Returns the main thread's frames as `file:line function`, innermost first.
-
-    Library frames are included only among the innermost `STACK_DEPTH`.
-    """
+    """Returns the main thread's frames as `file:line function`, innermost first."""
+    # Library frames are included only among the innermost `STACK_DEPTH`.
     frame = _main_frame()
     lines: list[str] = []
     while frame is not None:

@@ -61,10 +61,8 @@ def join_outside_group(
 
 
 def connect_all(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Makes the connections of a new group; all members call it together.
-
-    NCCL connects at the first operation, and the first one must not be a message between only some of the members.
-    """
+    """Makes the connections of a new group; all members call it together."""
+    # NCCL connects at the first operation, and the first one must not be a message between only some of the members.
     dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 

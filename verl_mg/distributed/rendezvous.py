@@ -20,12 +20,10 @@ from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore
 
 from verl_mg.errors import UserError
 
-POLL_SECONDS = 0.05
-"""Interval at which rank 0 reads the tokens of all other ranks, in seconds."""
+POLL_SECONDS = 0.05  # interval at which rank 0 reads the tokens of all other ranks, in seconds
 SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 """Environment variables in which MPI launchers report the number of ranks."""
-MAX_ADDRESS_BYTES = 256
-"""Size of the broadcast buffer for HOST:PORT, in bytes."""
+MAX_ADDRESS_BYTES = 256  # size of the broadcast buffer for HOST:PORT, in bytes
 
 
 def wait_for_fresh_store(store: Store, rank: int, size: int, timeout: timedelta = timedelta(minutes=30)) -> Store:

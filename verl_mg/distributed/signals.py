@@ -25,8 +25,7 @@ import torch.distributed as dist
 
 from verl_mg.distributed.launcher import Launcher
 
-HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""Signals that request a stop."""
+HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # signals that request a stop
 REPEATED_SIGTERM_SECONDS = 2.0
 """Seconds after the first SIGTERM from which on another one ends the process immediately.
 
@@ -43,8 +42,7 @@ class Signals:
 
     def __init__(self) -> None:
         self._code = 0
-        self.exit_code = 0
-        """Exit code of this process after a stop that all ranks agreed on."""
+        self.exit_code = 0  # exit code of this process after a stop that all ranks agreed on
         self._previous_handlers: dict[signal.Signals, Any] = {}
 
     @property
@@ -78,10 +76,8 @@ class Signals:
             reader.close()
 
     def any_rank_stop_requested(self) -> bool:
-        """Returns whether any rank received a stop request; a collective of all ranks of the job.
-
-        Ranks get signals at different moments, and a checkpoint needs all of them in the same iteration.
-        """
+        """Returns whether any rank received a stop request; a collective of all ranks of the job."""
+        # Ranks get signals at different moments, and a checkpoint needs all of them in the same iteration.
         reduced = torch.tensor(self._code)
         dist.all_reduce(reduced, dist.ReduceOp.MAX)
         code = int(reduced)

@@ -38,24 +38,19 @@ from torch.distributed import PrefixStore, Store
 from verl_mg.distributed.main_thread import innermost_user_frame, main_stack, main_waits
 from verl_mg.distributed.stall_dump import dump_lost_rank, dump_rank
 
-EXIT_RANK_LOST = 3
-"""Exit code of every rank when one is lost or hangs."""
-HEARTBEAT_SECONDS = 1.0
-"""Shortest interval between heartbeats, in seconds."""
+EXIT_RANK_LOST = 3  # exit code of every rank when one is lost or hangs
+HEARTBEAT_SECONDS = 1.0  # shortest interval between heartbeats, in seconds
 REQUESTS_PER_HEARTBEAT = 2
 """Requests to the store of one heartbeat: writing the state of the rank, reading that of others."""
 MAX_REQUESTS_PER_SECOND = 500
 """Limit of the heartbeats' requests of all ranks together; more ranks have a longer interval."""
-MISSED_HEARTBEATS = 3
-"""A rank counts as lost after at least this many intervals, whatever the timeout."""
+MISSED_HEARTBEATS = 3  # a rank counts as lost after at least this many intervals, whatever the timeout
 SUSPICIOUS_TIMEOUT_SECONDS = 10.0
 """Heartbeat timeout in seconds where a connection broke or a stop is requested: a rank has probably died."""
 ACK_SECONDS = 3.0
 """Seconds for which the rank that ends a job waits for acknowledgements of the others, or two longer intervals."""
-STORE_TIMEOUT = timedelta(seconds=30)
-"""Timeout of one request to the store."""
-HEARTBEAT_TIMEOUT_SECONDS = 60.0
-"""Heartbeat timeout in seconds until the configuration is known."""
+STORE_TIMEOUT = timedelta(seconds=30)  # timeout of one request to the store
+HEARTBEAT_TIMEOUT_SECONDS = 60.0  # heartbeat timeout in seconds until the configuration is known
 STALL_TIMEOUT_SECONDS = 1800.0
 """Stall timeout in seconds until the configuration is known: for the ranks to connect to each other."""
 PEER_FAILURE_WORDS = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
@@ -66,27 +61,19 @@ PEER_FAILURE_WORDS = ("gloo", "NCCL", "Connection closed by peer", "Connection r
 class Heartbeat:
     """State of a rank as it reports it in the store."""
 
-    count: int = 0
-    """Number of heartbeats so far."""
-    progress: int = 0
-    """Counter that grows while the rank makes progress."""
+    count: int = 0  # number of heartbeats so far
+    progress: int = 0  # counter that grows while the rank makes progress
     host: str = ""
-    """Host name."""
     pid: int = 0
-    """Process id."""
-    suspicious: bool = False
-    """Whether a connection to another rank broke or a stop is requested."""
-    waits: bool = False
-    """Whether the main thread waits for other ranks."""
-    exited: bool = False
-    """Whether the rank has ended regularly."""
+    suspicious: bool = False  # whether a connection to another rank broke or a stop is requested
+    waits: bool = False  # whether the main thread waits for other ranks
+    exited: bool = False  # whether the rank has ended regularly
 
 
 @dataclass
 class _LastHeartbeat:
     heartbeat: Heartbeat
-    received_at: float
-    """Time of `time.monotonic` at which its count last changed."""
+    received_at: float  # time of `time.monotonic` at which its count last changed
 
 
 def heartbeat_seconds(size: int) -> float:
@@ -155,11 +142,9 @@ class RankWatchdog:
             self._publish(exited=True)
 
     def abort(self, error: Exception) -> NoReturn:
-        """Ends the job for an error of this rank, with its traceback.
-
-        An error that only follows from the loss of another rank is not printed: this rank waits for the verdict, and
-        prints it after all if none arrives.
-        """
+        """Ends the job for an error of this rank, with its traceback."""
+        # An error that only follows from the loss of another rank is not printed: this rank waits for the verdict,
+        # and prints it after all if none arrives.
         if is_peer_failure(error):
             self._peer_failed = True
             deadline = time.monotonic() + self._timeout(suspicious=True) + 5 * self._interval

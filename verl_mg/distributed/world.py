@@ -33,15 +33,11 @@ class World:
     """This process as one of the ranks of a job."""
 
     rank: int
-    """Global rank of this process."""
     size: int
-    """Number of ranks of the job."""
-    store: Store
-    """Key-value store that all ranks share."""
-    signals: Signals = field(default_factory=Signals)
-    """Stop requests that this process received."""
+    store: Store  # key-value store that all ranks share
+    signals: Signals = field(default_factory=Signals)  # stop requests that this process received
+    # Watchdog over the other ranks; None in a job of one rank.
     watchdog: RankWatchdog | None = None
-    """Watchdog over the other ranks; None in a job of one rank."""
 
     @classmethod
     def join(cls) -> World:

@@ -15,8 +15,7 @@ from verl_mg.fsdp.packed_rows import PackedRows
 from verl_mg.training.head_exchange import heads_of_rank, to_heads, to_tokens
 from verl_mg.training.packed_attention import Scores, attend
 
-NAME = "packed_rows"
-"""Name of the function in `transformers`' registry."""
+NAME = "packed_rows"  # name of the function in `transformers`' registry
 
 
 def packed_attention(

@@ -30,8 +30,7 @@ from verl_mg.sharding.boxes import Box, Shard, slices
 from verl_mg.sharding.model_table import ModelTable
 from verl_mg.sharding.shard_map import ExplicitShardMap, ShardMap
 
-ADAPTER = "adapter"
-"""Attribute name of the adapter in its layer."""
+ADAPTER = "adapter"  # attribute name of the adapter in its layer
 
 
 class Adapter(nn.Module):

@@ -23,8 +23,7 @@ from verl_mg.layout import Layout, Placement
 from verl_mg.layout.group_ranks import proper_divisors, smaller_cp_groups
 from verl_mg.training.token_order import TokenShard
 
-REPLICATE, SHARD, TENSOR = "replicate", "shard", "tp"
-"""Names of the mesh's dimensions."""
+REPLICATE, SHARD, TENSOR = "replicate", "shard", "tp"  # names of the mesh's dimensions
 
 
 class MeshGroups:

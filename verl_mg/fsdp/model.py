@@ -31,10 +31,8 @@ from verl_mg.training.output_layer import OutputLayer
 from verl_mg.training.teacher_layers import VocabularyShard
 from verl_mg.training.token_outputs import EVERYTHING, TokenOutputs
 
-HEAD = "score"
-"""Name of the value head's module."""
-GROUPED_BYTES = 16
-"""Divisor of the rows of matrices in torch's grouped product."""
+HEAD = "score"  # name of the value head's module
+GROUPED_BYTES = 16  # divisor of the rows of matrices in torch's grouped product
 PARTIAL = "replicated_with_grad_allreduce"
 """Style of `transformers`' plans for parameters whose gradient on a rank is only from its heads."""
 

@@ -17,24 +17,19 @@ from verl_mg.training.microbatch import MicroBatch, pack_rows
 from verl_mg.training.packed_attention import Sequences
 from verl_mg.training.token_order import TokenShard, token_order
 
-WHOLE = Stage((), is_first=True, is_last=True)
-"""The only pipeline stage."""
+WHOLE = Stage((), is_first=True, is_last=True)  # the only pipeline stage
 
 
 @dataclass
 class PackedRows(Sequences):
     """Description of packed sequences, which the attention of every layer reads."""
 
-    lengths: Tensor
-    """(n,) int64 on the CPU, tokens of each sequence."""
-    position_ids: Tensor
-    """(1, T / cp) int64, position of each of this rank's tokens in its sequence."""
-    cu_seqlens_q: Tensor
-    """(n + 1,) int32, where each sequence begins, and the end."""
+    lengths: Tensor  # (n,) int64 on the CPU, tokens of each sequence
+    position_ids: Tensor  # (1, T / cp) int64, position of each of this rank's tokens in its sequence
+    cu_seqlens_q: Tensor  # (n + 1,) int32, where each sequence begins, and the end
+    # Ranks that share the micro-batch; None: only this one.
     cp_group: dist.ProcessGroup | None
-    """Ranks that share the micro-batch; None: only this one."""
-    images: PackedImages | None = None
-    """Images of the rows, for a vision-language module."""
+    images: PackedImages | None = None  # images of the rows, for a vision-language module
 
     def __post_init__(self) -> None:
         self.key_lengths, self.cu_seqlens_kv = self.lengths, self.cu_seqlens_q

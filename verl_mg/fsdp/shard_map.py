@@ -97,7 +97,6 @@ def _local_shard(shard: Shard, split: ParameterSplit, tensor: tuple[int, int], d
 
 
 def _runs(indices: Tensor) -> list[tuple[int, int]]:
-    """Returns the ranges of consecutive indices."""
     if not len(indices):
         return []
     breaks = (indices.diff() != 1).nonzero().flatten().add(1).tolist()

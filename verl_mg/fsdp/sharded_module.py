@@ -24,10 +24,8 @@ from verl_mg.sharding.shard_map import ShardMap
 class GatheredGroup:
     """Parameters that are gathered together: of a layer, or all outside of layers."""
 
-    sharded: int
-    """Elements of a rank's parts, padding included: as many on every rank."""
-    trained: int
-    """Number of these elements that have gradients."""
+    sharded: int  # elements of a rank's parts, padding included: as many on every rank
+    trained: int  # number of these elements that have gradients
 
 
 class ShardedModule:

@@ -26,8 +26,7 @@ from verl_mg.training.token_outputs import TokenOutputs
 from verl_mg.training.trainer import Trainer, to_host
 from verl_mg.training.update_guard import NON_FINITE_BUFFERS, count_non_finite
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Adam's moments by their names in the optimizer's state, and in checkpoints."""
+MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's moments by their names in the optimizer's state, and in checkpoints
 
 
 class ModuleTrainer(Trainer):

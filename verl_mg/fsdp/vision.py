@@ -26,28 +26,21 @@ from verl_mg.device import copy_to
 from verl_mg.images import Image, distinct_images
 from verl_mg.training.token_order import TokenOrder, TokenShard
 
-BLANK_SIDE = 32
-"""Side in pixels of the image of a rank that has none."""
+BLANK_SIDE = 32  # side in pixels of the image of a rank that has none
 
 
 @dataclass(frozen=True)
 class PackedImages:
     """Images of the rows of a micro-batch and the tokens around them, before a division among ranks."""
 
-    input_ids: Tensor
-    """(1, T) int64, all packed tokens."""
-    position_ids: Tensor
-    """(1, T) int64, or (3, 1, T) where time, height and width have separate positions (mRoPE)."""
-    options: Mapping[str, Tensor]
-    """Further arguments of the module's `forward`."""
+    input_ids: Tensor  # (1, T) int64, all packed tokens
+    position_ids: Tensor  # (1, T) int64, or (3, 1, T) where time, height and width have separate positions (mRoPE)
+    options: Mapping[str, Tensor]  # further arguments of the module's `forward`
+    # Inputs of the vision tower: the distinct images of the rows, or a blank one where they have none.
     inputs: Mapping[str, Tensor]
-    """Inputs of the vision tower: the distinct images of the rows, or a blank one where they have none."""
-    entries: Sequence[int]
-    """Entries of each distinct image along the first axis of the first input."""
-    numbers: Sequence[int]
-    """The images of all rows one after another, as numbers of distinct images."""
-    local: slice
-    """This rank's tokens."""
+    entries: Sequence[int]  # entries of each distinct image along the first axis of the first input
+    numbers: Sequence[int]  # the images of all rows one after another, as numbers of distinct images
+    local: slice  # this rank's tokens
 
 
 class ImagePacker:

@@ -20,20 +20,13 @@ EXAMPLE = "tp8-ep8"
 class EngineCoordinates:
     """Coordinates of a rank: its pipeline stage, and its indices on the axes that shard tensors."""
 
-    engine: int
-    """Number of the engine in the job."""
+    engine: int  # number of the engine in the job
     pp: int
-    """Pipeline stage."""
     tp: int
-    """Tensor-parallel index."""
     attention_tp: int
-    """Tensor-parallel index of attention."""
     attention_dp: int
-    """Data-parallel index of attention."""
     ep: int
-    """Expert-parallel index."""
     expert_tp: int
-    """Tensor-parallel index of experts."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +38,9 @@ class EngineLayout:
     """
 
     tp: int = 1
-    """Tensor-parallel size."""
     pp: int = 1
-    """Pipeline-parallel size."""
     ep: int = 1
-    """Expert-parallel size."""
     adp: int = 1
-    """Data-parallel size of attention."""
 
     def __post_init__(self) -> None:
         for key in KEYS:
@@ -90,10 +79,8 @@ class EngineLayout:
         return self.tp // self.ep
 
     def check(self, model: ModelDims) -> None:
-        """Raises a UserError with the first dimension of a model that the layout does not divide.
-
-        Key-value heads may be fewer than ranks: SGLang then gives neighbouring ranks the same head.
-        """
+        """Raises a UserError with the first dimension of a model that the layout does not divide."""
+        # Key-value heads may be fewer than ranks: SGLang then gives neighbouring ranks the same head.
         self._divide(model.attention_heads, "attention heads", self.attention_tp, "tp / adp")
         if self.attention_tp % model.kv_heads:  # a multiple of the heads repeats them
             self._divide(model.kv_heads, "key-value heads", self.attention_tp, "tp / adp")
@@ -121,10 +108,8 @@ class EngineLayout:
             )
 
     def layers(self, num_layers: int, pp_rank: int) -> range:
-        """Returns the global indices of the layers of a stage; SGLang gives the remaining layers to the last stages.
-
-        vLLM, which distributes them in another order, is given this one by `VLLM_PP_LAYER_PARTITION`.
-        """
+        """Returns the global indices of the layers of a stage; SGLang gives the remaining layers to the last stages."""
+        # vLLM, which distributes them in another order, is given this one by `VLLM_PP_LAYER_PARTITION`.
         each, left = divmod(num_layers, self.pp)
         start = pp_rank * each + max(0, pp_rank - (self.pp - left))
         return range(start, start + each + (pp_rank >= self.pp - left))
@@ -139,11 +124,8 @@ class EnginePlacement:
     """
 
     layout: EngineLayout
-    """Layout of each engine."""
-    ranks: tuple[int, ...]
-    """Global ranks of all engines."""
-    stride: int = 1
-    """Distance between neighbouring ranks of an engine."""
+    ranks: tuple[int, ...]  # global ranks of all engines
+    stride: int = 1  # distance between neighbouring ranks of an engine
     _index: dict[int, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -191,11 +173,9 @@ class EnginePlacement:
                 )
 
     def strides(self, node: int) -> Iterator[EnginePlacement]:
-        """Yields the placements whose stride keeps an engine inside a node (of `node` ranks) or on whole nodes.
-
-        Pipeline stages permit only stride 1: SGLang applies `gpu_id_step` to the ranks of a stage, but places the
-        stages `tp` GPUs apart.
-        """
+        """Yields the placements whose stride keeps an engine inside a node (of `node` ranks) or on whole nodes."""
+        # Pipeline stages permit only stride 1: SGLang applies `gpu_id_step` to the ranks of a stage, but places the
+        # stages `tp` GPUs apart.
         largest = len(self.ranks) // self.layout.ranks if self.layout.pp == 1 else 1
         for stride in range(1, largest + 1):
             run = self.layout.ranks * stride

@@ -30,53 +30,35 @@ class Coordinates:
     """Coordinates of a rank: (tp, cp, dp, pp) in the dense grid, (etp, ep, edp, pp) in the expert grid."""
 
     tp: int
-    """Tensor-parallel index."""
     cp: int
-    """Context-parallel index."""
     dp: int
-    """Data-parallel index."""
     pp: int
-    """Pipeline stage."""
     etp: int
-    """Expert-tensor-parallel index."""
     ep: int
-    """Expert-parallel index."""
     edp: int
-    """Expert-data-parallel index."""
 
 
 @dataclass(frozen=True)
 class ModelDims:
     """Dimensions of a model that layouts divide; 0 for a dimension that the model does not have."""
 
-    attention_heads: int
-    """Query heads of a layer."""
-    kv_heads: int
-    """Key-value heads of a layer."""
+    attention_heads: int  # query heads of a layer
+    kv_heads: int  # key-value heads of a layer
     layers: int
-    """Transformer layers."""
-    ffn: int
-    """Width of a dense feed-forward layer."""
-    experts: int = 0
-    """Routed experts of a layer."""
-    expert_ffn: int = 0
-    """Width of an expert."""
-    shared_ffn: int = 0
-    """Width of all shared experts together."""
-    key_heads: int = 0
-    """Key heads of a layer with linear attention."""
+    ffn: int  # width of a dense feed-forward layer
+    experts: int = 0  # routed experts of a layer
+    expert_ffn: int = 0  # width of an expert
+    shared_ffn: int = 0  # width of all shared experts together
+    key_heads: int = 0  # key heads of a layer with linear attention
 
 
 @dataclass(frozen=True)
 class Stage:
     """Contents of a pipeline stage."""
 
-    layers: tuple[int, ...]
-    """Global indices of the layers of all model chunks of the stage, ascending."""
-    is_first: bool
-    """Whether it has the embedding."""
-    is_last: bool
-    """Whether it has the output layer."""
+    layers: tuple[int, ...]  # global indices of the layers of all model chunks of the stage, ascending
+    is_first: bool  # whether it has the embedding
+    is_last: bool  # whether it has the output layer
 
 
 @dataclass(frozen=True)
@@ -87,15 +69,11 @@ class Layout:
     """
 
     tp: int = 1
-    """Tensor-parallel size."""
     pp: int = 1
-    """Pipeline-parallel size."""
     vpp: int = 1
     """Virtual pipeline size: model chunks of each stage."""
     cp: int = 1
-    """Context-parallel size."""
     ep: int = 1
-    """Expert-parallel size."""
     etp: int = 0
     """Expert-tensor-parallel size; 0 becomes tp, as in Megatron."""
     dp: int = 0
@@ -103,7 +81,6 @@ class Layout:
     pipeline_layers: tuple[int, ...] = ()
     """Number of layers of each model chunk, in the order of the layers; empty: as even as the layers allow."""
     dp_given: bool = field(init=False, compare=False, repr=False)
-    """Whether dp was given."""
 
     def __post_init__(self) -> None:
         # Filled in here, so that two layouts of equal sizes are equal, with dp written or left out.
@@ -230,10 +207,8 @@ class Layout:
         return Stage(tuple(layers), pp_rank == 0, pp_rank == self.pp - 1)
 
     def check(self, model: ModelDims) -> None:
-        """Raises a UserError with the first dimension of a model that the layout does not divide.
-
-        Megatron would replicate KV heads for a tp that is a multiple of them; here no two ranks share a head.
-        """
+        """Raises a UserError with the first dimension of a model that the layout does not divide."""
+        # Megatron would replicate KV heads for a tp that is a multiple of them; here no two ranks share a head.
         self._divide(model.attention_heads, "attention heads", "tp")
         self._divide(model.kv_heads, "key-value heads", "tp")
         self._divide(model.key_heads, "key heads of linear attention", "tp")

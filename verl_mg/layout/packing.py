@@ -36,10 +36,8 @@ from dataclasses import dataclass, field
 
 from verl_mg.layout.shared_prefixes import Shared
 
-EVEN = 1e-3
-"""Ranks whose costs differ by at most this fraction of the mean count as even."""
-MOVES = 8
-"""Maximum number of rows that are moved in step 3, for each rank, which bounds its time."""
+EVEN = 1e-3  # ranks whose costs differ by at most this fraction of the mean count as even
+MOVES = 8  # maximum number of rows that are moved in step 3, for each rank, which bounds its time
 
 
 def pack(lengths: Sequence[int], costs: Sequence[float], ranks: int, budget: int) -> list[list[list[int]]]:

@@ -14,9 +14,7 @@ class Placement:
     """A layout and its ranks in a job."""
 
     layout: Layout
-    """The layout."""
-    ranks: tuple[int, ...]
-    """Global ranks: rank i of the layout is rank `ranks[i]` of the job."""
+    ranks: tuple[int, ...]  # global ranks: rank i of the layout is rank `ranks[i]` of the job
 
     def __post_init__(self) -> None:
         if len(self.ranks) != self.layout.ranks:

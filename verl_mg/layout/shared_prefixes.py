@@ -26,12 +26,10 @@ RowAmount = Callable[[int, int], float]
 class PrefixLinks:
     """Rows of a batch, numbered as in its index, with the prefixes that they share."""
 
-    lengths: Sequence[int]
-    """(n,) tokens of each row."""
+    lengths: Sequence[int]  # (n,) tokens of each row
+    # (n,) the row whose first tokens a row repeats, an earlier one; its own number where it repeats none.
     parents: Sequence[int]
-    """(n,) the row whose first tokens a row repeats, an earlier one; its own number where it repeats none."""
-    shared: Sequence[int]
-    """(n,) how many tokens that are."""
+    shared: Sequence[int]  # (n,) how many tokens that are
 
     @classmethod
     def from_columns(
@@ -115,21 +113,16 @@ class Unit:
     """Rows that stay in one micro-batch."""
 
     rows: list[int]
-    """Numbers of the rows."""
-    tokens: int
-    """Tokens, as a budget counts them."""
-    cost: float
-    """Predicted work."""
+    tokens: int  # tokens, as a budget counts them
+    cost: float  # predicted work
 
 
 def join_groups(
     groups: Sequence[Sequence[int]], links: PrefixLinks, tokens: RowAmount, cost: RowAmount, ranks: int, budget: int
 ) -> list[Unit]:
-    """Joins groups of rows that must share a micro-batch and share prefixes with others, in the order of the trees.
-
-    A unit ends at the budget. It also ends where it has the work of a rank's share, so that no rank is idle, unless the
-    next group saves most of its work by joining.
-    """
+    """Joins groups of rows that must share a micro-batch and share prefixes with others, in the order of the trees."""
+    # A unit ends at the budget. It also ends where it has the work of a rank's share, so that no rank is idle, unless
+    # the next group saves most of its work by joining.
 
     def unit(rows: Sequence[int], present: SharingRows | None = None) -> Unit:
         """Returns rows with the tokens and the work that they add to those present."""

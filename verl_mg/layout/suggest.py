@@ -81,10 +81,8 @@ def is_valid(layout: AnyLayout, check: Callable[[AnyLayout], object]) -> bool:
 
 
 def distance(a: AnyLayout, b: AnyLayout) -> float:
-    """Returns how often a size must be doubled or halved to get from one layout to the other, over all sizes but dp.
-
-    An etp that follows tp does not count in addition to it.
-    """
+    """Returns how often a size must be doubled or halved to get from one layout to the other, over all sizes but dp."""
+    # An etp that follows tp does not count in addition to it.
     changes = {key: getattr(a, key) / getattr(b, key) for key in KEYS[type(a)]}
     if "etp" in changes:
         changes["etp"] /= changes["tp"]
@@ -107,10 +105,8 @@ def layouts_on(ranks: int, experts: int, up_to: Layout | None = None) -> Iterato
 
 
 def engine_layouts_on(ranks: int, experts: int, like: EngineLayout | None = None) -> Iterator[EngineLayout]:
-    """Yields all engine layouts of which a whole number of engines uses `ranks` ranks.
-
-    Pipeline stages wait for each other in every decoding step, so pp is suggested only where it was requested.
-    """
+    """Yields all engine layouts of which a whole number of engines uses `ranks` ranks."""
+    # Pipeline stages wait for each other in every decoding step, so pp is suggested only where it was requested.
     for tp in _divisors(ranks):
         for pp in sorted({1} | ({like.pp} if like else set())):
             for ep in _divisors(math.gcd(tp, max(experts, 1))) if ranks % (tp * pp) == 0 else ():

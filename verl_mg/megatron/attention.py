@@ -107,7 +107,6 @@ class PackedAttention(MegatronModule):
         return rotate(x, packed.cos, packed.sin)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
-        """Attends with this context-parallel rank's heads, see `packed_attention.attend`."""
         return attend(query, key, value, packed, self._scores(packed.cp_group))
 
     def _scores(self, group: dist.ProcessGroup | None) -> Scores:

@@ -26,38 +26,29 @@ from verl_mg.config import MegatronConfig
 from verl_mg.errors import UserError
 from verl_mg.models.hf_config import ExpertsConfig, HFConfig
 
-BALANCE, Z = "moe_aux_loss_coeff", "moe_z_loss_coeff"
-"""Fields of `TransformerConfig` with the factors of the losses."""
-KIND = "moe_router_load_balancing_type"
-"""Field of `TransformerConfig` with the kind of balance."""
+BALANCE, Z = "moe_aux_loss_coeff", "moe_z_loss_coeff"  # fields of `TransformerConfig` with the factors of the losses
+KIND = "moe_router_load_balancing_type"  # field of `TransformerConfig` with the kind of balance
 
 
 @dataclass(frozen=True)
 class RowsOfTokens:
     """Rows that the tokens of a rank belong to, on its device; t tokens of a tensor- and context-parallel rank."""
 
-    rows: Tensor
-    """(t,) int64, number of the row in the micro-batch; the number of rows for padding."""
-    lengths: Tensor
-    """(rows + 1,) float32, tokens of each row; infinity for padding, whose share in every mean is 0."""
+    rows: Tensor  # (t,) int64, number of the row in the micro-batch; the number of rows for padding
+    lengths: Tensor  # (rows + 1,) float32, tokens of each row; infinity for padding, whose share in every mean is 0
 
 
 @dataclass
 class BalanceLosses:
     """Factors and divisors of the losses in a mini-batch, and the sums that the routers of a rank have computed."""
 
-    balance: float
-    """Factor of the balance loss; 0: it is not computed."""
-    z: float
-    """Factor of the z loss; 0: it is not computed."""
-    tp: dist.ProcessGroup
-    """Tensor-parallel ranks, which have different tokens."""
-    num_rows: float = 1.0
-    """Rows of the mini-batch."""
-    num_tokens: float = 1.0
-    """Tokens of these rows."""
+    balance: float  # factor of the balance loss; 0: it is not computed
+    z: float  # factor of the z loss; 0: it is not computed
+    tp: dist.ProcessGroup  # tensor-parallel ranks, which have different tokens
+    num_rows: float = 1.0  # rows of the mini-batch
+    num_tokens: float = 1.0  # tokens of these rows
+    # (2,) float64, balance and z loss of this rank's tokens in all layers, without factors; None before the first.
     sums: Tensor | None = None
-    """(2,) float64, balance and z loss of this rank's tokens in all layers, without factors; None before the first."""
 
     def attach(self, logits: Tensor, packed: Any, experts: ExpertsConfig) -> Tensor:
         """Returns the logits (t, experts), with the gradients of the losses added to theirs in the backward pass."""

@@ -28,8 +28,7 @@ DTYPES = {
     **dict.fromkeys(("uint8", "fp8"), torch.uint8),  # as Transformer Engine's optimizer names 8-bit moments
 }
 """Data types by their names in torch and in megatron-core."""
-APEX = "fused_weight_gradient_mlp_cuda"
-"""Kernel of Apex, for layers without Transformer Engine."""
+APEX = "fused_weight_gradient_mlp_cuda"  # kernel of Apex, for layers without Transformer Engine
 PACKAGES = {
     ("gradient_accumulation_fusion", True): APEX,
     ("moe_enable_deepep", True): "deep_ep",
@@ -99,7 +98,6 @@ def build_config(part: str, kind: Callable[..., Built], fields: Fields, given: M
 
 
 def _declared(kind: type) -> list[tuple[dataclasses.Field[Any], Any]]:
-    """Returns the fields that a constructor takes, with their types."""
     hints = get_type_hints(kind)
     return [(field, hints[field.name]) for field in dataclasses.fields(kind) if field.init]
 

@@ -32,8 +32,7 @@ from verl_mg.training import weight_gradients
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-SUPPORTED = ("0.16.1", "0.19.")
-"""Beginnings of the versions with which the project is tested."""
+SUPPORTED = ("0.16.1", "0.19.")  # beginnings of the versions with which the project is tested
 
 if not VERSION.startswith(SUPPORTED):
     raise UserError(
@@ -82,11 +81,9 @@ def submodules(spec: Any) -> Any:
 
 
 def sharded_linear_weights(model: nn.Module) -> Iterator[tuple[nn.Module, Tensor]]:
-    """Yields the tensor-parallel modules with their weights, which are marked as shards.
-
-    0.16.1 marks weights only when it initializes them, which is left out because every weight is loaded from a
-    checkpoint; 0.19 always marks them. Its gradient norm counts unmarked ones only on tensor-parallel rank 0.
-    """
+    """Yields the tensor-parallel modules with their weights, which are marked as shards."""
+    # 0.16.1 marks weights only when it initializes them, which is left out because every weight is loaded from a
+    # checkpoint; 0.19 always marks them. Its gradient norm counts unmarked ones only on tensor-parallel rank 0.
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
         if weight is None or not isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding):
@@ -99,10 +96,9 @@ def sharded_linear_weights(model: nn.Module) -> Iterator[tuple[nn.Module, Tensor
 
 
 class MLASelfAttention(multi_latent_attention.MLASelfAttention):
-    """megatron-core's latent attention, which builds and calls its modules as the specification has them.
+    """megatron-core's latent attention, which builds and calls its modules as the specification has them."""
 
-    0.16.1 does so by itself and calls neither method.
-    """
+    # 0.16.1 does so by itself and calls neither method.
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
         """Returns the modules of the specification: 0.19 would select Transformer Engine's norms fused into linears."""

@@ -66,11 +66,9 @@ def install() -> None:
 
 @contextmanager
 def _quick_import() -> Iterator[None]:
-    """Context manager: megatron-core is imported without what takes seconds and is not used on the CPU.
-
-    Its fused functions are left as they are written, because to decorate them `torch.compile` imports a compiler; and
-    Weights & Biases, which its timers import where it is installed, counts as not installed.
-    """
+    """Context manager: megatron-core is imported without what takes seconds and is not used on the CPU."""
+    # Its fused functions are left as they are written, because to decorate them `torch.compile` imports a compiler;
+    # and Weights & Biases, which its timers import where it is installed, counts as not installed.
     compiled, tracker = torch.compile, sys.modules.get("wandb")
     torch.compile = lambda function: function  # type: ignore[assignment]
     sys.modules["wandb"] = tracker  # type: ignore[assignment]

@@ -19,10 +19,8 @@ from torch import Tensor
 
 from verl_mg.device import copy_to
 
-CHUNK = 64
-"""Tokens whose states are computed together, as in the kernels of flash-linear-attention."""
-L2_EPS = 1e-6
-"""Added to the squared length by which queries and keys are normalized, as in `transformers`."""
+CHUNK = 64  # tokens whose states are computed together, as in the kernels of flash-linear-attention
+L2_EPS = 1e-6  # added to the squared length by which queries and keys are normalized, as in `transformers`
 
 
 def has_fused_kernels(x: Tensor) -> bool:
@@ -45,14 +43,10 @@ class Chunks:
         130: 0..63   100: 0..63   30: 0..29   |   130: 64..127   100: 64..99   |   130: 128..129
     """
 
-    tokens: Tensor
-    """(chunks, CHUNK) int64, index of each token; the number of tokens for padding."""
-    places: Tensor
-    """(tokens,) int64, place of each token in `tokens`."""
-    counts: tuple[int, ...]
-    """Number of sequences that have an n-th chunk, descending."""
-    positions: Tensor
-    """(tokens, 1) int64, position of each token in its sequence."""
+    tokens: Tensor  # (chunks, CHUNK) int64, index of each token; the number of tokens for padding
+    places: Tensor  # (tokens,) int64, place of each token in `tokens`
+    counts: tuple[int, ...]  # number of sequences that have an n-th chunk, descending
+    positions: Tensor  # (tokens, 1) int64, position of each token in its sequence
 
     @classmethod
     def of(cls, lengths: Tensor, device: torch.device) -> Chunks:

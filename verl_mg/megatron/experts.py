@@ -55,8 +55,7 @@ class ExpertsLayer(MoELayer):
 class Ends:
     """Ends of the experts' tokens, which are sorted by expert."""
 
-    places: Tensor
-    """(experts,) int32."""
+    places: Tensor  # (experts,) int32
 
 
 @dataclass(frozen=True)
@@ -68,14 +67,11 @@ class _Copies:
         order   1 2 0 3        source   0 1 0 1        places   2 0 1 3        each   2
     """
 
-    source: Tensor
-    """(copies,) int64."""
-    places: Tensor
-    """(copies,) int64, inverse of `order`."""
+    source: Tensor  # (copies,) int64
+    places: Tensor  # (copies,) int64, inverse of `order`
+    # (copies,) int64, the place of each copy before it was sorted: token t had the places from t * each on.
     order: Tensor
-    """(copies,) int64, the place of each copy before it was sorted: token t had the places from t * each on."""
     each: int
-    """Copies of a token."""
 
     @classmethod
     def sorted_by(cls, keys: Tensor) -> tuple[_Copies, Tensor]:
@@ -289,8 +285,6 @@ class GroupedExperts(MegatronModule):
 
 
 class _Stack(torch.nn.Module):
-    """Linear layer of each expert."""
-
     def __init__(
         self,
         shape: tuple[int, int, int],

@@ -13,11 +13,10 @@ from verl_mg.sharding.megatron import Kernels
 
 
 def resolve_kernels(setting: Literal["auto", Kernels], dtype: torch.dtype, model: HFConfig | None = None) -> Kernels:
-    """Returns the kernels of a model.
-
-    With `auto` they are Transformer Engine's for bfloat16 on GPUs where it is installed. It multiplies float32 matrices
-    in TensorFloat-32, which has 10 bits of precision: models in float32 use torch's kernels unless it is requested.
-    """
+    """Returns the kernels of a model."""
+    # With `auto` they are Transformer Engine's for bfloat16 on GPUs where it is installed. It multiplies float32
+    # matrices in TensorFloat-32, which has 10 bits of precision: models in float32 use torch's kernels unless it is
+    # requested.
     if setting == "torch":
         return "torch"
     problem = _problem(model)

@@ -20,8 +20,7 @@ from verl_mg.megatron.core_version import MLASelfAttention
 from verl_mg.megatron.packed_sequences import PackedSequences
 from verl_mg.megatron.rotary_embedding import join_rotated, rotate_end
 
-LATENT_NORM_EPS = 1e-6
-"""Epsilon of the norms of latents: the checkpoints' modules use it whatever rms_norm_eps is."""
+LATENT_NORM_EPS = 1e-6  # epsilon of the norms of latents: the checkpoints' modules use it whatever rms_norm_eps is
 
 
 class MultiLatentAttention(MLASelfAttention):

@@ -14,10 +14,9 @@ from verl_mg.megatron.core_version import fused
 
 
 class RMSNorm(torch.nn.Module):
-    """Root-mean-square layer normalization (arXiv:1910.07467), computed in float32 and rounded once.
+    """Root-mean-square layer normalization (arXiv:1910.07467), computed in float32 and rounded once."""
 
-    With `layernorm_zero_centered_gamma` it multiplies by 1 + its weight, in float32 too, as Gemma does.
-    """
+    # With `layernorm_zero_centered_gamma` it multiplies by 1 + its weight, in float32 too, as Gemma does.
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
@@ -37,10 +36,9 @@ class RMSNorm(torch.nn.Module):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """RMSNorm where torch has no kernel: on the CPU, and with 1 + weight.
+    """RMSNorm where torch has no kernel: on the CPU, and with 1 + weight."""
 
-    The backward pass needs only the input and one number for each token.
-    """
+    # The backward pass needs only the input and one number for each token.
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:

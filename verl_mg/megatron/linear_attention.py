@@ -35,10 +35,8 @@ from verl_mg.training.head_exchange import heads_of_rank, to_heads, to_tokens
 class Projections:
     """Classes of the linear layers."""
 
-    inputs: Any = ColumnParallelLinear
-    """To queries, keys, values, gates, strengths and decays."""
-    outputs: Any = RowParallelLinear
-    """To the output."""
+    inputs: Any = ColumnParallelLinear  # to queries, keys, values, gates, strengths and decays
+    outputs: Any = RowParallelLinear  # to the output
 
 
 def linear_attention_spec(linear: LinearConfig, projections: Projections | None = None) -> ModuleSpec:
@@ -47,10 +45,10 @@ def linear_attention_spec(linear: LinearConfig, projections: Projections | None 
 
 
 class GatedDeltaNet(MegatronModule):
-    """Gated delta net on the key heads of this tensor-parallel rank, and the value heads that belong to them.
+    """Gated delta net on the key heads of this tensor-parallel rank, and the value heads that belong to them."""
 
-    `A_log` has the dtype of the model, as in megatron-core and `transformers`, although engines may have it in float32.
-    """
+    # `A_log` has the dtype of the model, as in megatron-core and `transformers`, although engines may have it in
+    # float32.
 
     def __init__(
         self,

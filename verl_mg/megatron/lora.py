@@ -37,22 +37,15 @@ from verl_mg.sharding.boxes import Box, Shard, box_shape, full_box, slices
 from verl_mg.sharding.shard_map import ExplicitShardMap, ShardMap
 from verl_mg.sharding.weight_table import WeightTable
 
-ADAPTER = "adapter"
-"""Attribute name of the adapters in their layer."""
+ADAPTER = "adapter"  # attribute name of the adapters in their layer
 
 
 @dataclass(frozen=True)
 class _AdaptedLayer:
-    """A layer with adapters on a rank."""
-
     name: str
-    """Name of the module."""
-    parameters: tuple[str, ...]
-    """Parameters of the module by the weight table that have adapters."""
-    shards: tuple[AdapterShard, ...]
-    """Shards of the adapters, stacked in a layer of experts."""
-    of_experts: bool
-    """Whether it contains the linear layers of experts."""
+    parameters: tuple[str, ...]  # parameters of the module by the weight table that have adapters
+    shards: tuple[AdapterShard, ...]  # shards of the adapters, stacked in a layer of experts
+    of_experts: bool  # whether it contains the linear layers of experts
 
     def names(self, tensor: str) -> tuple[str, str]:
         """Returns the names of the parameters A and B of a tensor, by the last part of its name."""

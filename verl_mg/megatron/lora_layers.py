@@ -47,8 +47,7 @@ class Adapter(Module):
         self._exchanges = shares_tokens and self._group is not None and not _leaves_communication(linear)
         self._sums_gradients = self._group is not None and not self._exchanges
         self._scale, self._height = scale, len(linear.weight)
-        self.enabled = True
-        """Whether the linear layer adds its adapters."""
+        self.enabled = True  # whether the linear layer adds its adapters
         self.a, self.b = ParameterDict(), ParameterDict()
         for shard in shards:
             name = module_name(shard.tensor)
@@ -102,8 +101,7 @@ class ExpertAdapter(Module):
         self._scale, self._height, self._group = scale, weight.shape[-2], group
         self._splits_a = any(shard.splits_a for shard in shards)
         self._splits_b = any(shard.splits_b for shard in shards)
-        self.enabled = True
-        """Whether the layer adds its adapters."""
+        self.enabled = True  # whether the layer adds its adapters
         self.a, self.b = ParameterDict(), ParameterDict()
         for shard in shards:
             name = module_name(shard.tensor)
@@ -146,7 +144,6 @@ class ExpertAdapter(Module):
 
 
 def _parameter(weight: Tensor, shard: Shard, dim: int | None) -> Any:
-    """Creates a parameter that is a shard along a dimension, or replicated."""
     parameter = Parameter(weight.new_empty(shard.shape))
     if dim is not None:
         set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=dim, stride=1)

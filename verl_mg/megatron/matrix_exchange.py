@@ -33,8 +33,7 @@ ROUND_ELEMENTS = 2**25
 an exchange does not grow with the model."""
 
 Shape = tuple[int, ...]
-Named = tuple[str, Box]
-"""A matrix, and a box in it."""
+Named = tuple[str, Box]  # a matrix, and a box in it
 
 
 @dataclass(frozen=True)
@@ -42,17 +41,11 @@ class Part:
     """A box of a matrix in a flat shard of a weight."""
 
     matrix: str
-    """Name of the matrix."""
-    box: Box
-    """Box in the matrix."""
-    shard: int
-    """Index of the shard."""
-    start: int
-    """First element, in the shard, of a range that contains the box."""
-    around: Shape
-    """Shape of the range."""
-    inside: Box
-    """Box of the same elements in the range; dimensions before the matrix's have length 1."""
+    box: Box  # box in the matrix
+    shard: int  # index of the shard
+    start: int  # first element, in the shard, of a range that contains the box
+    around: Shape  # shape of the range
+    inside: Box  # box of the same elements in the range; dimensions before the matrix's have length 1
 
     def view(self, shards: Sequence[Tensor]) -> Tensor:
         """Returns the elements, in the order of the box, as a view of the shard."""
@@ -64,17 +57,13 @@ class Part:
 class Assignment:
     """Owner of a matrix, and the round in which it is computed."""
 
-    owner: int
-    """Rank in the group."""
+    owner: int  # rank in the group
     round: int
-    """Number of the round."""
 
 
 def assign(held: Sequence[Sequence[Named]], shapes: Mapping[str, Shape]) -> dict[str, Assignment]:
-    """Chooses an owner for each matrix: the least busy of the ranks that have a part of it.
-
-    The largest matrices come first, so that the work of the ranks differs by little more than a small matrix.
-    """
+    """Chooses an owner for each matrix: the least busy of the ranks that have a part of it."""
+    # The largest matrices come first, so that the work of the ranks differs by little more than a small matrix.
     elements: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
     for rank, parts in enumerate(held):
         for name, box in parts:

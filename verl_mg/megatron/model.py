@@ -32,8 +32,7 @@ from verl_mg.training.microbatch import MicroBatch
 from verl_mg.training.output_layer import OutputLayer
 from verl_mg.training.token_outputs import EVERYTHING, TokenOutputs
 
-ROUTER_BIAS = "router.expert_bias"
-"""End of the name of a router's bias, which is a buffer."""
+ROUTER_BIAS = "router.expert_bias"  # end of the name of a router's bias, which is a buffer
 
 
 class PackedModel(GPTModel):
@@ -176,10 +175,8 @@ def build_chunks(
 
 
 def _mark_experts(model: PackedModel) -> None:
-    """Marks the weights of experts, whose gradients are summed over the expert-data-parallel ranks.
-
-    megatron-core does that by itself only where these ranks differ from the data-parallel ones.
-    """
+    """Marks the weights of experts, whose gradients are summed over the expert-data-parallel ranks."""
+    # megatron-core does that by itself only where these ranks differ from the data-parallel ones.
     for module, weight in sharded_linear_weights(model):
         weight.allreduce = not getattr(module, "is_expert", False)  # type: ignore[attr-defined]
     for name, weight in model.named_parameters():
@@ -188,10 +185,8 @@ def _mark_experts(model: PackedModel) -> None:
 
 
 def _accumulate_gradients(model: PackedModel) -> None:
-    """Makes Transformer Engine's linear layers add weight gradients to DDP's float32 buffers in their kernels.
-
-    megatron-core's field for it would require Apex as well, for its own linear layers.
-    """
+    """Makes Transformer Engine's linear layers add weight gradients to DDP's float32 buffers in their kernels."""
+    # megatron-core's field for it would require Apex as well, for its own linear layers.
     for module in model.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
             module.fuse_wgrad_accumulation = True

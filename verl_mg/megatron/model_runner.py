@@ -136,10 +136,9 @@ class ModelRunner(Runner):
         return self.lora.adapted_parameters if self.lora else frozenset()
 
     def served_parameters(self) -> Mapping[str, Tensor]:
-        """Returns `parameters` with their adapters merged into them, each computed on access.
-
-        The sum is rounded to the dtype of the weights: in bfloat16 engines lose the smallest part of small adapters.
-        """
+        """Returns `parameters` with their adapters merged into them, each computed on access."""
+        # The sum is rounded to the dtype of the weights: in bfloat16 engines lose the smallest part of small
+        # adapters.
         return self.lora.merge_into(self.parameters()) if self.lora else self.parameters()
 
     def shard_map(self) -> ShardMap:
@@ -147,10 +146,8 @@ class ModelRunner(Runner):
         return self.table.shard_map_megatron(self.placement, self._kernels)
 
     def trained(self) -> Mapping[str, Tensor]:
-        """Returns the trained parameters of this rank, or the adapters that are trained instead.
-
-        Biases of routers are among them where updates change them, although they have no gradient.
-        """
+        """Returns the trained parameters of this rank, or the adapters that are trained instead."""
+        # Biases of routers are among them where updates change them, although they have no gradient.
         if self.lora:
             return self.adapters()
 
@@ -170,11 +167,9 @@ class ModelRunner(Runner):
 
     @property
     def can_share_prefixes(self) -> bool:
-        """Whether shared prefixes can be computed once.
-
-        Not where a rank has two chunks of each sequence, nor where a token's next one is embedded with it: rows that
-        share a prefix differ in the token after it. A balance loss needs the row of each token.
-        """
+        """Whether shared prefixes can be computed once."""
+        # Not where a rank has two chunks of each sequence, nor where a token's next one is embedded with it: rows
+        # that share a prefix differ in the token after it. A balance loss needs the row of each token.
         exchanged = self.layout.cp > 1 and exchanges_keys(self.megatron)
         return not (self.multi_token_factor or self.balance_factors[0] or self.dynamic_cp or exchanged)
 

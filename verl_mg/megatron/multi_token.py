@@ -43,14 +43,11 @@ class NextTokens:
         ids   b c d 0   f g 0        hidden_index   a b e        targets   c d g        scored_index   0 1 3
     """
 
-    ids: Tensor
-    """(T / cp,) int64, the token after each of this rank's tokens in its row; 0 after the last one."""
+    ids: Tensor  # (T / cp,) int64, the token after each of this rank's tokens in its row; 0 after the last one
+    # (p,) indices in this rank's tokens of those that predict a scored token: two in front of it.
     hidden_index: Tensor
-    """(p,) indices in this rank's tokens of those that predict a scored token: two in front of it."""
-    targets: Tensor
-    """(p,) int64, the scored tokens that they predict."""
-    scored_index: Tensor
-    """(p,) indices of these among the n scored tokens of the micro-batch."""
+    targets: Tensor  # (p,) int64, the scored tokens that they predict
+    scored_index: Tensor  # (p,) indices of these among the n scored tokens of the micro-batch
 
 
 def next_tokens(rows: Batch, order: TokenOrder, device: torch.device) -> NextTokens:

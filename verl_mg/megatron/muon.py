@@ -35,8 +35,7 @@ from verl_mg.sharding.boxes import Shard, box_shape, contiguous_boxes, full_box,
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of X, (X X^T) X and (X X^T)^2 X in an iteration, as in K. Jordan's and in torch.optim.Muon."""
-SMALLEST_NORM = 1e-7
-"""Norm of a matrix below which it is not scaled up to 1, as in torch.optim.Muon."""
+SMALLEST_NORM = 1e-7  # norm of a matrix below which it is not scaled up to 1, as in torch.optim.Muon
 UPDATE_RMS = 0.2
 """Root mean square of an update before the learning rate, about that of AdamW's (arXiv:2502.16982, section 2)."""
 

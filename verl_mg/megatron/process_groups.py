@@ -167,7 +167,6 @@ def _world_size_of(ranks: Sequence[int]) -> Callable[..., int]:
 
 @contextmanager
 def _replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Context manager: the owner's attributes have the given values inside."""
     previous = {name: getattr(owner, name) for name in values}
     vars(owner).update(values)
     try:

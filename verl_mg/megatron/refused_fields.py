@@ -5,8 +5,7 @@ Patterns are of `fnmatch`. The first pattern that matches a field gives its reas
 
 from __future__ import annotations
 
-Refusals = dict[str, str]
-"""{pattern of field names: reason and remedy}."""
+Refusals = dict[str, str]  # {pattern of field names: reason and remedy}
 
 
 def _refuse(reason: str, *patterns: str) -> Refusals:

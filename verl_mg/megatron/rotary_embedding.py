@@ -117,7 +117,6 @@ def _summed_back(grad: Tensor, cos: Tensor, sin: Tensor, neighbours: bool) -> Te
 
 
 def _parts(x: Tensor, cos: Tensor) -> tuple[Tensor, Tensor]:
-    """Divides heads into the elements that are not rotated, and those that are."""
     width = cos.shape[-1]
     return x[..., : x.shape[-1] - width], x[..., x.shape[-1] - width :]
 

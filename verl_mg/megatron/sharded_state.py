@@ -23,11 +23,10 @@ from verl_mg.training.stored_weights import WEIGHTS, stored_boxes
 
 
 def optimizer_state(runner: ModelRunner, optimizer: Any) -> Iterator[StoredBox]:
-    """Yields this rank's share of the weights, in the optimizer's precision, and of the moments if there are any.
-
-    Data-parallel ranks have different shares. Tensor-parallel ranks have the same share of tensors that are replicated
-    on them, such as norms. Biases of routers, which the optimizer does not have, are whole on every rank.
-    """
+    """Yields this rank's share of the weights, in the optimizer's precision, and of the moments if there are any."""
+    # Data-parallel ranks have different shares. Tensor-parallel ranks have the same share of tensors that are
+    # replicated on them, such as norms. Biases of routers, which the optimizer does not have, are whole on every
+    # rank.
     shards = runner.trained_shards()
     for name, parameter in runner.trained().items():
         shard = shards[name]

@@ -33,10 +33,8 @@ from verl_mg.models.indexer_config import IndexerConfig
 from verl_mg.training.flex_attention import attend_with_block_mask, block_mask
 from verl_mg.training.packed_attention import Scores, attend_where, has_ragged_kernel
 
-NORM_EPS = 1e-6
-"""Epsilon of the norm of keys: the checkpoints' modules use it whatever rms_norm_eps is."""
-SCORES = 2**27
-"""Products of queries and keys that exist at a time, in float32: 512 MiB."""
+NORM_EPS = 1e-6  # epsilon of the norm of keys: the checkpoints' modules use it whatever rms_norm_eps is
+SCORES = 2**27  # products of queries and keys that exist at a time, in float32: 512 MiB
 
 
 class Indexer(nn.Module):

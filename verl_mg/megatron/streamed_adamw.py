@@ -28,8 +28,7 @@ from torch.optim.adamw import adamw
 
 from verl_mg.errors import UserError
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Adam's moments, named as torch names them."""
+MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's moments, named as torch names them
 
 
 class MomentMemory(Protocol):
@@ -64,10 +63,9 @@ class RandomAccessMemory:
 
 
 class DiskMemory:
-    """File without a name on a local disk, mapped into memory: the kernel reads and writes its pages.
+    """File without a name on a local disk, mapped into memory: the kernel reads and writes its pages."""
 
-    It disappears with the process. Pages that do not fit the host's free memory are on the disk only.
-    """
+    # It disappears with the process. Pages that do not fit the host's free memory are on the disk only.
 
     def __init__(self, folder: Path, nbytes: int, key: str) -> None:
         size = nbytes + mmap.PAGESIZE
@@ -220,11 +218,9 @@ class _Buffer:
 
 
 def dithered_to_bfloat16(values: Tensor, step: int) -> Tensor:
-    """Rounds to one of the two neighbours in bfloat16, to the nearer one more often: right on average over steps.
-
-    To the nearest, a moment that decays by less than 2**-8 of itself in a step would never decay. The choice depends
-    only on the value and the step, so it is the same under every layout and in a resumed run.
-    """
+    """Rounds to one of the two neighbours in bfloat16, to the nearer one more often: right on average over steps."""
+    # To the nearest, a moment that decays by less than 2**-8 of itself in a step would never decay. The choice
+    # depends only on the value and the step, so it is the same under every layout and in a resumed run.
     bits = values.view(torch.int32)
     noise = (bits ^ step * 40503) * -1640531535  # two rounds of multiplication and shift, as in MurmurHash3
     noise = (noise ^ (noise >> 15 & 0x1FFFF)) * -2048144789

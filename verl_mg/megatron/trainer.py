@@ -127,10 +127,8 @@ class Trainer(BaseTrainer):
         return to_host([*selected, {NON_FINITE_BUFFERS: non_finite} | loads])
 
     def _count(self, micro_batches: Sequence[Batch], cp_sizes: Sequence[int] | None) -> tuple[float, float, float]:
-        """Returns the rows of a mini-batch, their tokens, and those that multi-token prediction predicts.
-
-        They are at least 1, and not counted where no loss has them as its divisor.
-        """
+        """Returns the rows of a mini-batch, their tokens, and those that multi-token prediction predicts."""
+        # They are at least 1, and not counted where no loss has them as its divisor.
         if not (self.runner.multi_token_factor or self._expert_loads.losses):
             return 1.0, 1.0, 1.0
         selected = [rows for rows in self.runner.select_outputs(micro_batches, cp_sizes) if rows is not None]

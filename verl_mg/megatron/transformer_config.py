@@ -36,8 +36,7 @@ from verl_mg.models.hf_config import HFConfig
 from verl_mg.sharding.megatron import Kernels
 from verl_mg.training.flash_attention import use_fastest_kernels
 
-Fields = dict[str, Any]
-"""Arguments of `TransformerConfig` by name."""
+Fields = dict[str, Any]  # arguments of `TransformerConfig` by name
 
 ACTIVATIONS = {
     "silu": torch.nn.functional.silu,
@@ -316,8 +315,6 @@ def _layer_spec(c: HFConfig, number: int) -> ModuleSpec:
 
 
 def _norms_inside_attention(c: HFConfig) -> bool:
-    """Returns whether megatron-core builds norms in attention: of heads, or of the latents of latent attention.
-
-    It sums the gradients of such norms over the tensor-parallel ranks; the weights in `joint_norms` are shards.
-    """
+    """Returns whether megatron-core builds norms in attention: of heads, or of the latents of latent attention."""
+    # It sums the gradients of such norms over the tensor-parallel ranks; the weights in `joint_norms` are shards.
     return (c.qk_norm and not c.joint_qk_norm) or c.latent is not None

@@ -100,10 +100,8 @@ def _layer_spec(c: HFConfig, number: int) -> ModuleSpec:
 
 
 def has_packed_attention() -> bool:
-    """Returns whether Transformer Engine has a kernel for packed rows: cuDNN's from Hopper on, or FlashAttention's.
-
-    Otherwise it would compute the attention of padded rows by matrix products.
-    """
+    """Returns whether Transformer Engine has a kernel for packed rows: cuDNN's from Hopper on, or FlashAttention's."""
+    # Otherwise it would compute the attention of padded rows by matrix products.
     return torch.cuda.get_device_capability() >= (9, 0) or importlib.util.find_spec("flash_attn") is not None
 
 
@@ -178,8 +176,8 @@ class FusedAttention(PackedAttention):
     def _kernel(
         self, heads: int, kv_heads: int, key_width: int, value_width: int, group: dist.ProcessGroup | None
     ) -> Any:
-        # Else Transformer Engine multiplies whole matrices where it has no kernel, without saying so: on an H100 with an
-        # older cuDNN a model of 1.7 billion parameters ran at 3 % of the peak, and out of memory.
+        # Else Transformer Engine multiplies whole matrices where it has no kernel, without saying so: on an H100 with
+        # an older cuDNN a model of 1.7 billion parameters ran at 3 % of the peak, and out of memory.
         os.environ.setdefault("NVTE_UNFUSED_ATTN", "0")
         exchange: dict[str, Any] = {}
         if group:

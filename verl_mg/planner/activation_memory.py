@@ -13,10 +13,8 @@ from verl_mg.planner.inputs import PlanInputs
 from verl_mg.planner.length_spread import packed
 from verl_mg.sharding.weight_table import WeightTable
 
-LOGIT_CHUNK_BYTES = 2**30
-"""Bytes of a chunk of float32 logits, at most."""
-LOGIT_COPIES = 3
-"""Tensors of a chunk's size at the same time: float32 logits, their exponentials and their gradient."""
+LOGIT_CHUNK_BYTES = 2**30  # bytes of a chunk of float32 logits, at most
+LOGIT_COPIES = 3  # tensors of a chunk's size at the same time: float32 logits, their exponentials and their gradient
 
 
 def micro_batches(inputs: PlanInputs, layout: Layout) -> int:
@@ -27,11 +25,9 @@ def micro_batches(inputs: PlanInputs, layout: Layout) -> int:
 
 
 def chunks_in_flight(layout: Layout, stage: int, micros: int) -> int:
-    """Returns the number of model chunks of a stage that have activations at the same time, each of one micro-batch.
-
-    One-forward-one-backward: min(pp - stage, micro-batches). Interleaved with vpp chunks, stage 0 has
-    pp * vpp + pp - 1, which is Korthikanti's factor 1 + (pp - 1) / (pp * vpp) over pp micro-batches.
-    """
+    """Returns the number of model chunks of a stage that have activations at the same time, each of one micro-batch."""
+    # One-forward-one-backward: min(pp - stage, micro-batches). Interleaved with vpp chunks, stage 0 has
+    # pp * vpp + pp - 1, which is Korthikanti's factor 1 + (pp - 1) / (pp * vpp) over pp micro-batches.
     if layout.vpp == 1:
         return min(layout.pp - stage, micros)
     return min(2 * (layout.pp - stage - 1) + (layout.vpp - 1) * layout.pp + 1, micros * layout.vpp)
@@ -66,11 +62,9 @@ def _kept_by_layers(inputs: PlanInputs, layout: Layout, stage: int) -> list[Kept
 
 
 def _output_bytes(inputs: PlanInputs, layout: Layout, tokens: float) -> float:
-    """Computes bytes of the output layer.
-
-    Hidden states of all tokens and their gradient; of a language model also the projection's float32 gradient and
-    chunks of logits.
-    """
+    """Computes bytes of the output layer."""
+    # Hidden states of all tokens and their gradient; of a language model also the projection's float32 gradient and
+    # chunks of logits.
     hidden = inputs.weights.config.hidden
     states = 2 * inputs.options.weight_bytes * tokens * hidden
     if inputs.weights.head == "value":

@@ -21,19 +21,15 @@ from verl_mg.models.hf_config import HFConfig
 from verl_mg.models.linear_config import LinearConfig
 from verl_mg.planner.training_options import Recompute
 
-CHUNK = 64
-"""Tokens of a chunk in the kernels of linear attention."""
-FLOAT32_ELEMENTS = 2
-"""Number of bf16 elements with the bytes of one float32 element."""
+CHUNK = 64  # tokens of a chunk in the kernels of linear attention
+FLOAT32_ELEMENTS = 2  # number of bf16 elements with the bytes of one float32 element
 
 
 class LayerKind(NamedTuple):
     """Kind of a layer, by which its seconds and its activations differ."""
 
     experts: bool
-    """Whether it is a mixture of experts."""
     linear: bool
-    """Whether it has linear attention."""
 
     @classmethod
     def of(cls, c: HFConfig, layer: int) -> LayerKind:
@@ -45,38 +41,24 @@ class LayerKind(NamedTuple):
 class KeptElements:
     """Number of bf16 elements that one token keeps in one layer, over all ranks of a tensor-parallel group."""
 
-    layer_input: int
-    """Input of the layer, which its first norm keeps."""
-    norm_inputs: int
-    """Inputs of the other norms: the residual stream before the feed-forward layer."""
-    attention_norm_output: int
-    """Output of the norm before attention, which the projection that follows keeps."""
-    norm_outputs: int
-    """Outputs of the other norms."""
-    compressed: int
-    """Latent attention: compressed states before and after their norms."""
+    layer_input: int  # input of the layer, which its first norm keeps
+    norm_inputs: int  # inputs of the other norms: the residual stream before the feed-forward layer
+    attention_norm_output: int  # output of the norm before attention, which the projection that follows keeps
+    norm_outputs: int  # outputs of the other norms
+    compressed: int  # latent attention: compressed states before and after their norms
+    # Queries, keys and values, before and after their norms or the convolution of linear attention; output gates.
     heads: int
-    """Queries, keys and values, before and after their norms or the convolution of linear attention; output gates."""
-    attention_output: int
-    """Output of attention, which is the input of its projection."""
+    attention_output: int  # output of attention, which is the input of its projection
+    # Normalizers of flash attention, or decays and the solved system of equations of linear attention.
     normalizer: int
-    """Normalizers of flash attention, or decays and the solved system of equations of linear attention."""
-    mlp_hidden: int
-    """Dense feed-forward layer: gate and up."""
-    mlp_product: int
-    """Product of both, the input of the down projection."""
-    router: int
-    """Scores of experts."""
-    dispatched: int
-    """Copies of the token at its experts."""
-    expert_hidden: int
-    """Gate and up of the token's experts."""
-    expert_product: int
-    """Product of both, the input of the experts' down projection."""
-    shared_hidden: int
-    """Shared experts: gate and up."""
-    shared_product: int
-    """Product of both, the input of their down projection."""
+    mlp_hidden: int  # dense feed-forward layer: gate and up
+    mlp_product: int  # product of both, the input of the down projection
+    router: int  # scores of experts
+    dispatched: int  # copies of the token at its experts
+    expert_hidden: int  # gate and up of the token's experts
+    expert_product: int  # product of both, the input of the experts' down projection
+    shared_hidden: int  # shared experts: gate and up
+    shared_product: int  # product of both, the input of their down projection
 
     def without_sequence_parallelism(self, tp: int) -> KeptElements:
         """Returns the elements where each of tp ranks has whole tokens outside of heads and experts."""
@@ -139,10 +121,8 @@ LINEAR_INPUTS = frozenset(
 
 
 def kept_elements(c: HFConfig, with_experts: bool, etp: int, linear: bool = False) -> KeptElements:
-    """Counts the elements that one token keeps in one layer, over all ranks of a tensor-parallel group.
-
-    A token is copied whole to each of the etp ranks that shard one of its experts.
-    """
+    """Counts the elements that one token keeps in one layer, over all ranks of a tensor-parallel group."""
+    # A token is copied whole to each of the etp ranks that shard one of its experts.
     other_norms = c.hidden * (1 + c.sandwich_norms)
     compressed, heads, output, normalizer = _linear_attention(c.linear) if linear and c.linear else _attention(c)
     e = c.experts if with_experts else None

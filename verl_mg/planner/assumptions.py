@@ -33,7 +33,6 @@ def assumptions(inputs: PlanInputs) -> list[str]:
 
 
 def _states(options: TrainingOptions) -> str:
-    """Describes what the actor stores of its weights, gradients and optimizer, and where."""
     if options.fsdp is None:
         return (
             f"weights are bf16; gradients take {options.gradient_bytes} bytes and states of the optimizer "
@@ -48,7 +47,6 @@ def _states(options: TrainingOptions) -> str:
 
 
 def _encodings(inputs: PlanInputs) -> Iterator[str]:
-    """Yields what is assumed about quantized engines, and about syncs that send only changes."""
     if inputs.wire != "cast":
         yield (
             f"engines have weights in {inputs.wire}, whose values and scales the sync and the memory count; matrix "
@@ -62,7 +60,6 @@ def _encodings(inputs: PlanInputs) -> Iterator[str]:
 
 
 def _residency(inputs: PlanInputs) -> str:
-    """Describes which roles and engines are on a device at the same time."""
     if inputs.rollout_ranks:
         return f"the last {inputs.rollout_ranks} ranks have only engines"
     roles = {"the actor": inputs.offload} | {role.name: role.offload for role in inputs.auxiliary_roles}
@@ -80,7 +77,6 @@ def _residency(inputs: PlanInputs) -> str:
 
 
 def _recomputation(modules: Recompute) -> str:
-    """Describes what a layer keeps and what is computed again."""
     if isinstance(modules, bool):
         return "a layer keeps its input and recomputes the rest" if modules else "a layer keeps all activations"
     return f"a layer recomputes {', '.join(modules)} and keeps the rest"

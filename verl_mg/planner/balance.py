@@ -8,18 +8,14 @@ from verl_mg.layout import Layout
 from verl_mg.planner.cost import update_parts
 from verl_mg.planner.inputs import PlanInputs
 
-BISECTIONS = 20
-"""Halvings of the interval in which the seconds of the slowest stage are searched."""
-LEAST_GAIN = 0.01
-"""Fraction of the slowest stage's seconds that chosen layers must save."""
+BISECTIONS = 20  # halvings of the interval in which the seconds of the slowest stage are searched
+LEAST_GAIN = 0.01  # fraction of the slowest stage's seconds that chosen layers must save
 
 
 def balanced(inputs: PlanInputs, layout: Layout) -> Layout | None:
-    """Returns a layout with layers of its stages by predicted seconds; None where these save next to nothing.
-
-    Stages are filled from the last one, which has the output layer, so that the first one, with the activations of the
-    most micro-batches, has what is left.
-    """
+    """Returns a layout with layers of its stages by predicted seconds; None where these save next to nothing."""
+    # Stages are filled from the last one, which has the output layer, so that the first one, with the activations of
+    # the most micro-batches, has what is left.
     if layout.pp == 1 or layout.vpp > 1 or inputs.options.fsdp:
         return None
     # Bisection over the seconds of the slowest stage: whether stages of at most so many seconds exist is found in one

@@ -37,10 +37,8 @@ HOST_STEP_BYTES = 28
 class Work(Enum):
     """Kind of pass over a micro-batch."""
 
-    INFERENCE = "inference"
-    """A forward pass."""
-    UPDATE = "update"
-    """A forward and a backward pass, and what is computed again between them."""
+    INFERENCE = "inference"  # a forward pass
+    UPDATE = "update"  # a forward and a backward pass, and what is computed again between them
 
 
 def bubble_share(inputs: PlanInputs, layout: Layout) -> float:
@@ -83,11 +81,9 @@ def _through_stages(layout: Layout, seconds: float, count: int) -> float:
 
 
 def mean_micro_batch(inputs: PlanInputs, layout: Layout, count: int) -> MicroBatch:
-    """Returns the mean micro-batch of an iteration, of `count` micro-batches of a data-parallel index.
-
-    Ranks that share experts wait in every layer for the one with the most tokens, and with the FSDP backend all ranks
-    that share weights do. It is then the mean of the longest micro-batches.
-    """
+    """Returns the mean micro-batch of an iteration, of `count` micro-batches of a data-parallel index."""
+    # Ranks that share experts wait in every layer for the one with the most tokens, and with the FSDP backend all
+    # ranks that share weights do. It is then the mean of the longest micro-batches.
     spread = inputs.lengths
     samples = inputs.tokens_per_iteration / spread.mean / layout.dp / count
     # Data-parallel indices whose ranks share experts: expert groups span tp * cp ranks of each of them.
@@ -119,7 +115,6 @@ def update_parts(inputs: PlanInputs, layout: Layout) -> tuple[list[float], float
 
 
 def _stage_seconds(inputs: PlanInputs, layout: Layout, work: Work, micro: MicroBatch) -> list[float]:
-    """Predicts the seconds of the layers and the output layer of each pipeline stage."""
     a_layer, head = _parts(inputs, layout, work, micro)
     counts = stage_layers(inputs.weights.config, layout)
     stages = [sum(count * a_layer[kind] for kind, count in layers.items()) for layers in counts]
@@ -153,11 +148,9 @@ def _between_stages(inputs: PlanInputs, layout: Layout, work: Work, micro: Micro
 
 
 def optimizer_seconds(inputs: PlanInputs, layout: Layout) -> float:
-    """Predicts the seconds of an optimizer step: collectives that nothing overlaps, and the step itself.
-
-    Gradients are reduce-scattered and bf16 weights all-gathered, over dp * cp, for experts over edp; with the FSDP
-    backend in each micro-batch instead.
-    """
+    """Predicts the seconds of an optimizer step: collectives that nothing overlaps, and the step itself."""
+    # Gradients are reduce-scattered and bf16 weights all-gathered, over dp * cp, for experts over edp; with the FSDP
+    # backend in each micro-batch instead.
     options = inputs.options
     if options.fsdp:
         return _step_seconds(inputs, layout)

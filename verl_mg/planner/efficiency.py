@@ -104,20 +104,13 @@ FITTED = Efficiency(
 class Calibration:
     """Error of the cost model on published figures, as a fraction of them."""
 
-    rows: int
-    """Number of published figures that `FITTED` is fitted on."""
-    median: float
-    """Median error of these."""
-    worst: float
-    """Largest error of these."""
-    worst_row: str
-    """The figure with the largest error."""
-    left_out: float
-    """Median error of each of them, predicted by a fit on the others."""
-    others: int
-    """Number of published figures that were not fitted."""
-    others_median: float
-    """Median error of the figures that were not fitted."""
+    rows: int  # number of published figures that `FITTED` is fitted on
+    median: float  # median error of these
+    worst: float  # largest error of these
+    worst_row: str  # the figure with the largest error
+    left_out: float  # median error of each of them, predicted by a fit on the others
+    others: int  # number of published figures that were not fitted
+    others_median: float  # median error of the figures that were not fitted
 
     def __str__(self) -> str:
         return (

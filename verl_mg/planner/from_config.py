@@ -30,10 +30,8 @@ AUXILIARY_SECTIONS = {
     "reference": "reference",
 }
 """Auxiliary roles and their sections of the configuration."""
-WITH_VALUE_HEAD = ("critic", "reward_model", "frozen_reward_model")
-"""Roles whose model has a value head."""
-FROZEN = ("frozen_reward_model", "reference")
-"""Roles that are not trained."""
+WITH_VALUE_HEAD = ("critic", "reward_model", "frozen_reward_model")  # roles whose model has a value head
+FROZEN = ("frozen_reward_model", "reference")  # roles that are not trained
 
 
 def is_frozen(name: str) -> bool:
@@ -46,23 +44,15 @@ class RoleRequest:
     """Auxiliary role as the configuration describes it."""
 
     name: str
-    """Name of the role."""
     layout: Layout
-    """Parallel sizes."""
-    is_trained: bool
-    """Whether it has gradients and an optimizer."""
-    micro_batch: int
-    """Tokens of a micro-batch."""
-    recompute: Recompute
-    """Parts of a layer computed again in the backward pass: all, none, or modules by name."""
+    is_trained: bool  # whether it has gradients and an optimizer
+    micro_batch: int  # tokens of a micro-batch
+    recompute: Recompute  # parts of a layer computed again in the backward pass: all, none, or modules by name
+    # Model directory; None for that of the actor.
     model: str | None = None
-    """Model directory; None for that of the actor."""
-    ranks: tuple[int, ...] = ()
-    """Ranks of the job; empty: all model ranks."""
-    offload: bool = False
-    """Whether it is on the host while other roles compute."""
-    options: TrainingOptions = DEFAULT_OPTIONS
-    """Kernels, precision and overlap of training."""
+    ranks: tuple[int, ...] = ()  # ranks of the job; empty: all model ranks
+    offload: bool = False  # whether it is on the host while other roles compute
+    options: TrainingOptions = DEFAULT_OPTIONS  # kernels, precision and overlap of training
 
     @property
     def head(self) -> Literal["language", "value"]:
@@ -74,22 +64,14 @@ class RoleRequest:
 class PlanRequest:
     """Values of a configuration for a plan; empty without a configuration."""
 
-    model: str | None = None
-    """Model directory of the actor."""
+    model: str | None = None  # model directory of the actor
     train: Layout | None = None
-    """Layout of the actor."""
-    rollout: str | None = None
-    """Layout of an engine."""
+    rollout: str | None = None  # layout of an engine
     roles: tuple[RoleRequest, ...] = ()
-    """Auxiliary roles."""
-    fields: dict[str, Any] = field(default_factory=dict)
-    """Fields of `PlanInputs` by name."""
-    notes: tuple[str, ...] = ()
-    """Assumptions of the plan that differ from the job, one line each."""
-    sharding_table: Path | None = None
-    """Traced table of the rollout engine (`rollout.sharding_table`)."""
-    engine: EngineName = "sglang"
-    """Rollout engine (`rollout.engine`)."""
+    fields: dict[str, Any] = field(default_factory=dict)  # fields of `PlanInputs` by name
+    notes: tuple[str, ...] = ()  # assumptions of the plan that differ from the job, one line each
+    sharding_table: Path | None = None  # traced table of the rollout engine (`rollout.sharding_table`)
+    engine: EngineName = "sglang"  # rollout engine (`rollout.engine`)
 
 
 def plan_request(config: Config, roles: set[str]) -> PlanRequest:
@@ -156,7 +138,6 @@ def _check(config: Config, roles: set[str]) -> None:
 
 
 def _notes(config: Config, sections: dict[str, str], roles: set[str]) -> Iterator[str]:
-    """Yields the settings that a plan does not take into account."""
     if config.rollout.adapters:
         yield "rollout.adapters: the weight sync is counted as the first one, later ones send only adapters"
     if "teachers" in roles and getattr(config.algorithm, "divergence", None) and not config.algorithm.divergence.top_k:

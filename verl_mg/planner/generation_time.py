@@ -7,20 +7,17 @@ from verl_mg.planner.inputs import GIGA, WEIGHT_BYTES, PlanInputs
 from verl_mg.planner.layer_time import TERA, link_rate
 from verl_mg.planner.memory import RolloutMemory
 
-PARTS = 12
-"""Number of parts of the decoding steps in which the number of running samples is taken as constant."""
+PARTS = 12  # number of parts of the decoding steps in which the number of running samples is taken as constant
 
 NEAR_RANKS = 8
 """Ranks of an all-reduce for which engines have a kernel of low latency, at most; beyond that they use NCCL."""
 
 
 def rollout_seconds(inputs: PlanInputs, layout: EngineLayout, memory: RolloutMemory) -> float:
-    """Predicts the seconds of generating one iteration's samples.
-
-    As many samples run together as the KV cache can contain, and a waiting one takes the place of each that is
-    complete. When none waits, the engine continues with fewer and fewer samples until the longest is complete, unless
-    it begins samples of the next iteration (`batches_in_flight`).
-    """
+    """Predicts the seconds of generating one iteration's samples."""
+    # As many samples run together as the KV cache can contain, and a waiting one takes the place of each that is
+    # complete. When none waits, the engine continues with fewer and fewer samples until the longest is complete,
+    # unless it begins samples of the next iteration (`batches_in_flight`).
     spread, flying = inputs.lengths, inputs.batches_in_flight
     samples = inputs.tokens_per_iteration / spread.mean * layout.ranks / len(inputs.engine_ranks)
     running = max(1.0, min(max(1, flying) * samples, samples_at_once(inputs, layout, memory)))

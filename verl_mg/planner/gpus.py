@@ -15,22 +15,15 @@ from verl_mg.errors import UserError
 class GPU:
     """Peak rates and memory of one GPU."""
 
-    bf16: float
-    """TFLOP/s of dense bf16 matrix products."""
-    fp8: float
-    """TFLOP/s of dense FP8 matrix products; 0: it has no FP8."""
-    memory: float
-    """GiB of its memory."""
-    bandwidth: float
-    """GB/s of its memory."""
-    link: float
-    """GB/s to other GPUs over NVLink."""
-    network: float
-    """GB/s to GPUs outside the NVLink domain."""
+    bf16: float  # TFLOP/s of dense bf16 matrix products
+    fp8: float  # TFLOP/s of dense FP8 matrix products; 0: it has no FP8
+    memory: float  # GiB of its memory
+    bandwidth: float  # GB/s of its memory
+    link: float  # GB/s to other GPUs over NVLink
+    network: float  # GB/s to GPUs outside the NVLink domain
+    # GB/s to the host's memory: PCIe, or NVLink-C2C of Grace systems.
     host: float
-    """GB/s to the host's memory: PCIe, or NVLink-C2C of Grace systems."""
-    node: int = 8
-    """GPUs of an NVLink domain, as a number that divides powers of two."""
+    node: int = 8  # GPUs of an NVLink domain, as a number that divides powers of two
 
 
 GPUS = {

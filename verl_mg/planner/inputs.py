@@ -25,16 +25,11 @@ from verl_mg.sharding.model_table import ModelTable
 
 GIB = 2**30  # memory of devices is counted in GiB, rates are in GB/s
 GIGA = 10**9
-WEIGHT_BYTES = 2
-"""Bytes of a bf16 weight."""
-OPTIMIZER_STATES = "optimizer states"
-"""Name of the part of a role's memory with main weights and moments."""
-ACTIVATIONS = "activations"
-"""Name of the part of a role's memory with activations."""
-GATHERED = "gathered weights"
-"""Name of the part with weights and gradients of layers that the FSDP backend gathers."""
-TRANSIENT = frozenset((ACTIVATIONS, GATHERED))
-"""Names of the parts that exist only while the role computes."""
+WEIGHT_BYTES = 2  # bytes of a bf16 weight
+OPTIMIZER_STATES = "optimizer states"  # name of the part of a role's memory with main weights and moments
+ACTIVATIONS = "activations"  # name of the part of a role's memory with activations
+GATHERED = "gathered weights"  # name of the part with weights and gradients of layers that the FSDP backend gathers
+TRANSIENT = frozenset((ACTIVATIONS, GATHERED))  # names of the parts that exist only while the role computes
 # Without --gpu a plan is for this GPU.
 _REACHED = FITTED.figures(GPUS[DEFAULT_GPU])
 
@@ -43,18 +38,12 @@ _REACHED = FITTED.figures(GPUS[DEFAULT_GPU])
 class ModelSize:
     """Sizes of a model that are sums over all of its tensors."""
 
-    elements: int
-    """Number of elements of all weights."""
-    experts: int
-    """Number of elements of all experts' weights."""
-    active: float
-    """Number of weight elements that a token is multiplied with."""
-    bytes: int
-    """Bytes of all weights, without replicas."""
-    row_flops: RowFlops
-    """FLOPs of a forward pass over a row, as a function of its length."""
-    muon_flops: float
-    """FLOPs of Muon's orthogonalization of all matrices of layers."""
+    elements: int  # number of elements of all weights
+    experts: int  # number of elements of all experts' weights
+    active: float  # number of weight elements that a token is multiplied with
+    bytes: int  # bytes of all weights, without replicas
+    row_flops: RowFlops  # FLOPs of a forward pass over a row, as a function of its length
+    muon_flops: float  # FLOPs of Muon's orthogonalization of all matrices of layers
 
 
 @cache  # equal for every batch, every hardware and every role of the same model
@@ -77,98 +66,64 @@ class AuxiliaryRole:
     """Memory and predicted seconds of a role other than the actor."""
 
     name: str
-    """Name of the role."""
     layout: Layout
-    """Parallel sizes of the role."""
+    # Bytes of each part of its memory on a rank, one entry for each pipeline stage.
     parts: Mapping[str, tuple[int, ...]]
-    """Bytes of each part of its memory on a rank, one entry for each pipeline stage."""
-    update_seconds: float
-    """Predicted seconds of its updates in an iteration; 0 where it is not trained."""
-    inference_seconds: float
-    """Predicted seconds of a forward pass over an iteration's tokens."""
-    ranks: tuple[int, ...]
-    """Ranks of the job that have it."""
-    offload: bool = False
-    """Whether it is on the host while other roles compute."""
+    update_seconds: float  # predicted seconds of its updates in an iteration; 0 where it is not trained
+    inference_seconds: float  # predicted seconds of a forward pass over an iteration's tokens
+    ranks: tuple[int, ...]  # ranks of the job that have it
+    offload: bool = False  # whether it is on the host while other roles compute
 
 
 @dataclass(frozen=True)
 class PlanInputs:
     """Inputs of a plan; options of `verl-mg plan` have the same names."""
 
+    # Weight table of the actor's model: a `ModuleTable` with the FSDP backend, else a `WeightTable`.
     weights: ModelTable
-    """Weight table of the actor's model: a `ModuleTable` with the FSDP backend, else a `WeightTable`."""
     ranks: int
-    """Number of ranks of the job, one device each."""
-    node: int = 8
-    """Number of ranks of a node."""
-    memory: float = 80.0
-    """GiB of a device."""
+    node: int = 8  # number of ranks of a node
+    memory: float = 80.0  # GiB of a device
+    # GiB of a device that stay free for CUDA, NCCL, the engine's graphs, sync buckets and fragmentation.
     reserve: float = 6.0
-    """GiB of a device that stay free for CUDA, NCCL, the engine's graphs, sync buckets and fragmentation."""
-    intra_node: float = _REACHED["intra_node"]
-    """GB/s of a rank to other ranks of its node, in each direction."""
-    inter_node: float = _REACHED["inter_node"]
-    """GB/s of a rank to other nodes, in each direction."""
-    host: float = _REACHED["host"]
-    """GB/s between a device and the host's memory, in each direction."""
-    flops: float = _REACHED["flops"]
-    """TFLOP/s that a device reaches in large bf16 matrix products."""
+    intra_node: float = _REACHED["intra_node"]  # GB/s of a rank to other ranks of its node, in each direction
+    inter_node: float = _REACHED["inter_node"]  # GB/s of a rank to other nodes, in each direction
+    host: float = _REACHED["host"]  # GB/s between a device and the host's memory, in each direction
+    flops: float = _REACHED["flops"]  # TFLOP/s that a device reaches in large bf16 matrix products
+    # TFLOP/s of bf16 matrix products on the device's data sheet, to which utilization relates.
     peak: float = _REACHED["peak"]
-    """TFLOP/s of bf16 matrix products on the device's data sheet, to which utilization relates."""
-    memory_bandwidth: float = _REACHED["memory_bandwidth"]
-    """GB/s of a device's memory."""
-    efficiency: Efficiency = FITTED
-    """Constants of the cost model."""
-    sequence: int = 8192
-    """Tokens of the longest sample, prompt and response."""
-    mean_sequence: float = 0.0
-    """Mean tokens of a sample; 0: all samples are as long as the longest."""
-    prompt: int = 0
-    """Tokens of a prompt."""
-    micro_batch: int = 8192
-    """Tokens of a micro-batch of one data-parallel index."""
-    tokens_per_iteration: int = 4 * 2**20
-    """Tokens of an iteration over all ranks."""
-    minibatches: int = 1
-    """Optimizer steps of an epoch."""
-    epochs: int = 1
-    """Passes over the tokens of an iteration."""
-    recompute: Recompute = True
-    """Parts of a layer computed again in the backward pass: all, none, or modules by name."""
-    options: TrainingOptions = DEFAULT_OPTIONS
-    """Kernels, precision and overlap of training."""
-    old_logprobs: bool = True
-    """Whether the actor computes the log-probs of the samples before the update."""
-    even_routing: bool = False
-    """Whether routing is forced to be even, as benchmarks of pretraining do."""
-    rollout_bytes: float = 2.0
-    """Bytes of a weight in the engines, with `wire` cast."""
-    wire: Wire = "cast"
-    """Form in which engines have their weights and receive them."""
-    delta: bool = False
-    """Whether a weight sync sends only what the last update has changed."""
+    memory_bandwidth: float = _REACHED["memory_bandwidth"]  # GB/s of a device's memory
+    efficiency: Efficiency = FITTED  # constants of the cost model
+    sequence: int = 8192  # tokens of the longest sample, prompt and response
+    mean_sequence: float = 0.0  # mean tokens of a sample; 0: all samples are as long as the longest
+    prompt: int = 0  # tokens of a prompt
+    micro_batch: int = 8192  # tokens of a micro-batch of one data-parallel index
+    tokens_per_iteration: int = 4 * 2**20  # tokens of an iteration over all ranks
+    minibatches: int = 1  # optimizer steps of an epoch
+    epochs: int = 1  # passes over the tokens of an iteration
+    recompute: Recompute = True  # parts of a layer computed again in the backward pass: all, none, or modules by name
+    options: TrainingOptions = DEFAULT_OPTIONS  # kernels, precision and overlap of training
+    old_logprobs: bool = True  # whether the actor computes the log-probs of the samples before the update
+    even_routing: bool = False  # whether routing is forced to be even, as benchmarks of pretraining do
+    rollout_bytes: float = 2.0  # bytes of a weight in the engines, with `wire` cast
+    wire: Wire = "cast"  # form in which engines have their weights and receive them
+    delta: bool = False  # whether a weight sync sends only what the last update has changed
+    # Iterations whose samples engines generate at the same time, so that a new sample takes the place of each that is
+    # complete; 0: engines wait until all samples of an iteration are complete.
     batches_in_flight: int = 0
-    """Iterations whose samples engines generate at the same time, so that a new sample takes the place of each that is
-    complete; 0: engines wait until all samples of an iteration are complete."""
+    # Whether the next samples are generated while training computes, on ranks that have only engines.
     prefetch: bool = False
-    """Whether the next samples are generated while training computes, on ranks that have only engines."""
+    # Ranks of the actor, or of the auxiliary role that is computed in its place; empty: all model ranks.
     role_ranks: tuple[int, ...] = ()
-    """Ranks of the actor, or of the auxiliary role that is computed in its place; empty: all model ranks."""
-    rollout_ranks: int = 0
-    """Number of ranks, the last ones, that have only engines; 0: engines are on all ranks."""
+    rollout_ranks: int = 0  # number of ranks, the last ones, that have only engines; 0: engines are on all ranks
+    # Fraction of the free memory that engines take when they start, for weights and KV cache; 0: all of it.
     memory_fraction: float = 0.0
-    """Fraction of the free memory that engines take when they start, for weights and KV cache; 0: all of it."""
+    # Samples that an engine generates at the same time; 0: as many as fit in its KV cache.
     max_running_requests: int = 0
-    """Samples that an engine generates at the same time; 0: as many as fit in its KV cache."""
-    offload: bool = True
-    """Whether the actor is on the host while other roles compute and while engines are awake."""
-    sleep: bool = True
-    """Whether engines release their memory while training computes."""
-    auxiliary_roles: tuple[AuxiliaryRole, ...] = ()
-    """Roles other than the actor."""
-    notes: tuple[str, ...] = ()
-    """Further assumptions to print, one line each."""
+    offload: bool = True  # whether the actor is on the host while other roles compute and while engines are awake
+    sleep: bool = True  # whether engines release their memory while training computes
+    auxiliary_roles: tuple[AuxiliaryRole, ...] = ()  # roles other than the actor
+    notes: tuple[str, ...] = ()  # further assumptions to print, one line each
 
     def __post_init__(self) -> None:
         # Most fields are options of `verl-mg plan`, so errors name them as options.

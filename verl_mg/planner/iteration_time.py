@@ -27,20 +27,13 @@ from verl_mg.sharding.weight_table import WeightTable
 class Seconds:
     """Predicted seconds of each part of an iteration."""
 
-    rollout: float
-    """Seconds of generation."""
-    inference: float
-    """Seconds of log-probs and values of all roles."""
-    update: float
-    """Seconds of the updates of all trained roles."""
-    sync: float
-    """Seconds of the weight sync."""
-    offload: float
-    """Seconds of copies between devices and host."""
-    overhead: float = 0.0
-    """Seconds outside of the other parts."""
-    prefetched: bool = False
-    """Whether the rollout takes place during inference and update."""
+    rollout: float  # seconds of generation
+    inference: float  # seconds of log-probs and values of all roles
+    update: float  # seconds of the updates of all trained roles
+    sync: float  # seconds of the weight sync
+    offload: float  # seconds of copies between devices and host
+    overhead: float = 0.0  # seconds outside of the other parts
+    prefetched: bool = False  # whether the rollout takes place during inference and update
 
     @property
     def all(self) -> float:
@@ -80,12 +73,10 @@ def busiest_rank_seconds(work: Iterable[tuple[Collection[int], float]]) -> float
 
 
 def _offload_seconds(inputs: PlanInputs, train: TrainMemory) -> float:
-    """Computes the seconds of copies between device and host.
-
-    A role is offloaded once an iteration, for the engines, or after each part in which it computes where other roles
-    are offloaded too. Optimizer states are copied out and in once; frozen weights are only copied in; gradients are
-    never copied.
-    """
+    """Computes the seconds of copies between device and host."""
+    # A role is offloaded once an iteration, for the engines, or after each part in which it computes where other
+    # roles are offloaded too. Optimizer states are copied out and in once; frozen weights are only copied in;
+    # gradients are never copied.
     # (ranks, parts, is it trained, parts of an iteration that need its weights)
     roles = [(inputs.placement_ranks, train.parts, True, 3)] if inputs.offload else []
     roles += [
@@ -106,24 +97,18 @@ def _copied_bytes(parts: Mapping[str, tuple[int, ...]], is_trained: bool, times:
     return max((1 + is_trained) * times * weight + 2 * state for weight, state in zip(weights, states, strict=True))
 
 
-NOTHING = RankTraffic()
-"""Traffic of a rank with neither actor nor engine."""
+NOTHING = RankTraffic()  # traffic of a rank with neither actor nor engine
 
 
 @dataclass(frozen=True)
 class Sync:
     """One weight sync, at the stride of engine ranks that moves the fewest bytes."""
 
-    stride: int
-    """Distance between neighbouring ranks of an engine."""
-    received: tuple[int, ...]
-    """Bytes received by each rank."""
-    lower_bound: tuple[int, ...]
-    """Bytes that each rank needs and does not have."""
-    entered: tuple[float, ...]
-    """Bytes that enter each node from other nodes."""
-    seconds: float
-    """Predicted seconds."""
+    stride: int  # distance between neighbouring ranks of an engine
+    received: tuple[int, ...]  # bytes received by each rank
+    lower_bound: tuple[int, ...]  # bytes that each rank needs and does not have
+    entered: tuple[float, ...]  # bytes that enter each node from other nodes
+    seconds: float  # predicted seconds
 
     @property
     def share_between_nodes(self) -> float:
@@ -168,11 +153,9 @@ def moved_seconds(inputs: PlanInputs, at_full_speed: float) -> float:
 
 
 def sync_seconds(traffic: Mapping[int, RankTraffic], intra_node: float, inter_node: float) -> float:
-    """Predicts the seconds of a sync on the slowest rank, at speeds in GB/s.
-
-    A rank takes entered / inter_node + (received - entered) / intra_node, as if its two links worked in turn, and
-    not less than sent / intra_node. Latency, contention and copies in memory are left out.
-    """
+    """Predicts the seconds of a sync on the slowest rank, at speeds in GB/s."""
+    # A rank takes entered / inter_node + (received - entered) / intra_node, as if its two links worked in turn, and
+    # not less than sent / intra_node. Latency, contention and copies in memory are left out.
     return max(
         max(t.entered / inter_node + (t.received - t.entered) / intra_node, t.sent / intra_node) / GIGA
         for t in traffic.values()
@@ -180,9 +163,7 @@ def sync_seconds(traffic: Mapping[int, RankTraffic], intra_node: float, inter_no
 
 
 def gathered_bytes(inputs: PlanInputs, memory: TrainMemory) -> tuple[int, ...]:
-    """Computes the bytes that a rank of each stage receives where full tensors are gathered, as verl and slime do.
-
-    Every rank materializes every tensor of the model, one after the other, and slices its rollout shard from it: it
-    receives (bytes of the whole model) - (bytes of its shards), whatever the rollout layout is.
-    """
+    """Computes the bytes that a rank of each stage receives where full tensors are gathered, as verl and slime do."""
+    # Every rank materializes every tensor of the model, one after the other, and slices its rollout shard from it: it
+    # receives (bytes of the whole model) - (bytes of its shards), whatever the rollout layout is.
     return tuple(inputs.weight_bytes - local.bytes(WEIGHT_BYTES) for local in memory.elements)

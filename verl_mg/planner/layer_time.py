@@ -23,8 +23,7 @@ from verl_mg.planner.efficiency import UNFUSED
 from verl_mg.planner.inputs import GIGA, PlanInputs
 
 TERA = 1e12
-LOGIT_BYTES = 4
-"""Bytes of a logit."""
+LOGIT_BYTES = 4  # bytes of a logit
 LOGIT_PASSES = 4
 """Times that float32 logits are written or read in a pass: product, maximum and sum, exponential, choice."""
 ATTENTION_BACKWARD = 2.5
@@ -36,41 +35,27 @@ class MicroBatch:
     """Size of a micro-batch of one data-parallel index."""
 
     tokens: float
-    """Tokens."""
-    pairs: float
-    """Sum of the squared lengths of its rows."""
+    pairs: float  # sum of the squared lengths of its rows
 
 
 @dataclass(frozen=True)
 class LayerSeconds:
     """Seconds of the forward pass over one layer, by part."""
 
-    attention_linear: float
-    """Projections of attention."""
-    mla_up: float
-    """The part of the projections from compressed states to heads."""
-    core_attention: float
-    """Attention between projections."""
-    mlp: float
-    """Dense feed-forward layer and router."""
+    attention_linear: float  # projections of attention
+    mla_up: float  # the part of the projections from compressed states to heads
+    core_attention: float  # attention between projections
+    mlp: float  # dense feed-forward layer and router
     experts: float
-    """Routed experts."""
     shared: float
-    """Shared experts."""
-    elementwise: float
-    """Kernels other than matrix products and attention."""
-    repeated: float
-    """The part of `elementwise` that recomputed modules repeat in the backward pass."""
-    gather: float
-    """One collective around tensor-parallel layers, of which a pass has two for each block."""
-    exchange: float
-    """Exchange over context-parallel ranks."""
-    dispatch: float
-    """One exchange of tokens with experts, of which a pass has two."""
-    launch: float
-    """The host's launches of kernels, which the device's work overlaps."""
+    elementwise: float  # kernels other than matrix products and attention
+    repeated: float  # the part of `elementwise` that recomputed modules repeat in the backward pass
+    gather: float  # one collective around tensor-parallel layers, of which a pass has two for each block
+    exchange: float  # exchange over context-parallel ranks
+    dispatch: float  # one exchange of tokens with experts, of which a pass has two
+    launch: float  # the host's launches of kernels, which the device's work overlaps
+    # Waits of the device for the host in a mixture of experts, which has to know the tokens of each expert.
     wait: float
-    """Waits of the device for the host in a mixture of experts, which has to know the tokens of each expert."""
 
     @property
     def compute(self) -> float:
@@ -129,10 +114,8 @@ def _gather(inputs: PlanInputs, layout: Layout, rows: float) -> float:
 
 
 def _exchange(inputs: PlanInputs, layout: Layout, rows: float, linear: bool) -> float:
-    """Predicts the seconds of exchanging tokens for heads and back around attention (Ulysses, arXiv:2309.14509).
-
-    Or of receiving the keys and values of all other context-parallel ranks.
-    """
+    """Predicts the seconds of exchanging tokens for heads and back around attention (Ulysses, arXiv:2309.14509)."""
+    # Where keys and values are exchanged instead, a rank receives those that all other context-parallel ranks have.
     c = inputs.weights.config
     if linear and c.linear:
         width = c.linear.convolved_width + 2 * c.linear.value_width + 2 * c.linear.value_heads
@@ -145,11 +128,9 @@ def _exchange(inputs: PlanInputs, layout: Layout, rows: float, linear: bool) -> 
 
 
 def _dispatch(inputs: PlanInputs, layout: Layout, tokens: float) -> float:
-    """Predicts the seconds of sending tokens to the ranks of their experts, or of receiving the results.
-
-    A copy for each of top_k experts, or with a flex dispatcher one for each node and rank that has any of them; from
-    there to the other etp - 1 ranks that shard an expert.
-    """
+    """Predicts the seconds of sending tokens to the ranks of their experts, or of receiving the results."""
+    # A copy for each of top_k experts, or with a flex dispatcher one for each node and rank that has any of them;
+    # from there to the other etp - 1 ranks that shard an expert.
     c, options = inputs.weights.config, inputs.options
     assert c.experts is not None
     # Of evenly distributed tokens 1 / nodes stay on the node, and 1 / ep on the rank.
@@ -165,10 +146,8 @@ def _dispatch(inputs: PlanInputs, layout: Layout, tokens: float) -> float:
 
 
 def distinct(places: int, choices: int) -> float:
-    """Returns the expected number of different places of `places` that independent, even choices name.
-
-    Eight choices of eight places name 5.25 of them.
-    """
+    """Returns the expected number of different places of `places` that independent, even choices name."""
+    # Eight choices of eight places name 5.25 of them.
     return places * (1 - (1 - 1 / places) ** choices)
 
 
@@ -178,10 +157,8 @@ def link_rate(inputs: PlanInputs, reach: int) -> float:
 
 
 def forward_seconds(inputs: PlanInputs, part: LayerSeconds, blocks: int) -> float:
-    """Returns the seconds of a forward pass over a layer with `blocks` tensor-parallel blocks.
-
-    Blocks are attention and a dense feed-forward layer: a layer with experts has one.
-    """
+    """Returns the seconds of a forward pass over a layer with `blocks` tensor-parallel blocks."""
+    # Blocks are attention and a dense feed-forward layer: a layer with experts has one.
     sends = _exposed_dispatch(inputs, part) + _exposed_gather(inputs, part, 2 * blocks)
     sends += _exposed_exchange(inputs, part, part.core_attention)
     # The host launches kernels while the device works: the slower of both counts.

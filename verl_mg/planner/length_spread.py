@@ -15,20 +15,16 @@ from functools import cache
 
 from verl_mg.layout.packing import pack
 
-QUANTILES = 96
-"""Number of samples that represent a spread."""
+QUANTILES = 96  # number of samples that represent a spread
 
 
 @dataclass(frozen=True)
 class LengthSpread:
     """Spread of the lengths of samples, in tokens."""
 
-    longest: int
-    """Prompt and longest response."""
-    mean: float
-    """Prompt and mean response."""
-    prompt: int = 0
-    """Prompt."""
+    longest: int  # prompt and longest response
+    mean: float  # prompt and mean response
+    prompt: int = 0  # prompt
 
     @property
     def exponent(self) -> float:
@@ -69,10 +65,8 @@ class LengthSpread:
 class Packed:
     """Micro-batches that a spread is packed into."""
 
-    per_sample: float
-    """Micro-batches of a sample."""
-    tokens: tuple[int, ...]
-    """Tokens of representative micro-batches, in increasing order."""
+    per_sample: float  # micro-batches of a sample
+    tokens: tuple[int, ...]  # tokens of representative micro-batches, in increasing order
 
     def longest_of(self, count: int) -> float:
         """Returns the expected tokens of the longest of `count` micro-batches, relative to their mean."""

@@ -18,9 +18,7 @@ class Length:
     """Number of tokens of one sample, both positive."""
 
     prompt: int
-    """Tokens of the prompt."""
     response: int
-    """Tokens of the response."""
 
     @property
     def total(self) -> int:

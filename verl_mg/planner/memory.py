@@ -21,8 +21,7 @@ from verl_mg.sharding.model_table import ModelTable
 from verl_mg.sharding.shard_map import ShardMap
 from verl_mg.sharding.weight_table import WeightTable
 
-FLOAT32_BYTES = 4
-"""Bytes of a weight that is float32 in every runtime."""
+FLOAT32_BYTES = 4  # bytes of a weight that is float32 in every runtime
 FP8_COPY_BYTES = 2
 """Bytes of the two copies of a weight in FP8, one of them transposed, that Transformer Engine keeps between passes."""
 
@@ -31,14 +30,10 @@ FP8_COPY_BYTES = 2
 class Elements:
     """Number of elements of the parameters of one rank, padding included."""
 
-    dense: int
-    """Number of bf16 elements outside of experts."""
-    experts: int
-    """Number of bf16 elements of experts."""
-    float32: int
-    """Number of float32 elements (router biases), which have no gradient."""
-    vocabulary: int = 0
-    """Number of the dense elements that are of the embedding or the output layer."""
+    dense: int  # number of bf16 elements outside of experts
+    experts: int  # number of bf16 elements of experts
+    float32: int  # number of float32 elements (router biases), which have no gradient
+    vocabulary: int = 0  # number of the dense elements that are of the embedding or the output layer
 
     @property
     def trained(self) -> int:
@@ -76,10 +71,8 @@ def _kind(weights: ModelTable, shard: Shard) -> str:
 class TrainMemory:
     """Memory of a role on a rank of each pipeline stage."""
 
-    elements: tuple[Elements, ...]
-    """Elements of the parameters, one entry for each stage."""
-    parts: Mapping[str, tuple[int, ...]]
-    """Bytes of each part, one entry for each stage."""
+    elements: tuple[Elements, ...]  # elements of the parameters, one entry for each stage
+    parts: Mapping[str, tuple[int, ...]]  # bytes of each part, one entry for each stage
 
     @property
     def totals(self) -> tuple[int, ...]:
@@ -139,10 +132,8 @@ def _on_engine_stages(weights: ModelTable, layout: EngineLayout) -> tuple[Elemen
 class EngineBytes:
     """Bytes of the weights of an engine on one rank, scales included."""
 
-    dense: float
-    """Bytes outside of experts, that each decoding step reads."""
-    experts: float
-    """Bytes of experts."""
+    dense: float  # bytes outside of experts, that each decoding step reads
+    experts: float  # bytes of experts
 
 
 @cache
@@ -188,15 +179,10 @@ class RolloutMemory:
     """Memory of an engine's weights and KV cache on a rank of each pipeline stage."""
 
     layout: EngineLayout
-    """Layout of the engine."""
-    elements: tuple[Elements, ...]
-    """Elements of the weights, one entry for each stage."""
-    limit: float
-    """Bytes available on a rank for weights and cache together."""
-    per_token: tuple[int, ...]
-    """Bytes of a token in the cache of a rank, one entry for each stage."""
-    stages: tuple[EngineBytes, ...]
-    """Bytes of the weights on a rank, one entry for each stage."""
+    elements: tuple[Elements, ...]  # elements of the weights, one entry for each stage
+    limit: float  # bytes available on a rank for weights and cache together
+    per_token: tuple[int, ...]  # bytes of a token in the cache of a rank, one entry for each stage
+    stages: tuple[EngineBytes, ...]  # bytes of the weights on a rank, one entry for each stage
 
     @property
     def cache_bytes(self) -> tuple[float, ...]:
@@ -233,12 +219,10 @@ def rollout_memory(inputs: PlanInputs, layout: EngineLayout, limit: float | None
 
 
 def kv_bytes(weights: ModelTable, layout: EngineLayout, stage: int) -> int:
-    """Computes the bytes of one token in the KV cache of a rank.
-
-    Grouped attention: keys and values of the rank's heads, at least one, which neighbouring ranks may share. Latent
-    attention: the compressed state and the rotary key (DeepSeek-V2, arXiv:2405.04434, section 2.1), on every rank.
-    Linear attention: nothing, its state has the same size for a sample of any length.
-    """
+    """Computes the bytes of one token in the KV cache of a rank."""
+    # Grouped attention: keys and values of the rank's heads, at least one, which neighbouring ranks may share. Latent
+    # attention: the compressed state and the rotary key (DeepSeek-V2, arXiv:2405.04434, section 2.1), on every rank.
+    # Linear attention: nothing, its state has the same size for a sample of any length.
     c = weights.config
     width = (
         c.latent.kv_rank + c.latent.rope_dim if c.latent else 2 * c.head_dim * max(1, c.kv_heads // layout.attention_tp)

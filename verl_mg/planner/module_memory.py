@@ -17,10 +17,8 @@ from verl_mg.planner.activation_memory import activation_bytes, inference_bytes
 from verl_mg.planner.inputs import ACTIVATIONS, GATHERED, OPTIMIZER_STATES, PlanInputs
 from verl_mg.sharding.module_table import ModuleTable
 
-FLOAT32_BYTES = 4
-"""Bytes of a stored weight that is trained, and of each gradient that is summed."""
-LAYERS_IN_FLIGHT = 2
-"""Layers that are gathered at the same time: one computes, the next one arrives."""
+FLOAT32_BYTES = 4  # bytes of a stored weight that is trained, and of each gradient that is summed
+LAYERS_IN_FLIGHT = 2  # layers that are gathered at the same time: one computes, the next one arrives
 
 
 def sharded_module(inputs: PlanInputs, layout: Layout) -> ShardedModule:
@@ -72,12 +70,9 @@ def _gathered_bytes(module: ShardedModule, item: int, options: FsdpConfig) -> in
 class MicroBatchBytes:
     """Bytes of the collectives of one micro-batch, of whole tensors: a rank receives all but its own part."""
 
-    gathered: int
-    """Outputs of all-gathers, in the type in which the model computes."""
-    reduced: int
-    """Inputs of reduce-scatters, in float32."""
-    replicated: int
-    """Tensors that are summed over the copies of the model, in float32."""
+    gathered: int  # outputs of all-gathers, in the type in which the model computes
+    reduced: int  # inputs of reduce-scatters, in float32
+    replicated: int  # tensors that are summed over the copies of the model, in float32
 
 
 def micro_batch_bytes(inputs: PlanInputs, layout: Layout, trains: bool = True) -> MicroBatchBytes:

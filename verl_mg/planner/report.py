@@ -22,14 +22,11 @@ from verl_mg.planner.module_memory import micro_batch_bytes
 from verl_mg.planner.search import Pair, RolloutSide, TrainSide
 from verl_mg.planner.training_options import Recompute
 
-Numbers = dict[str, Any]
-"""JSON object: texts, numbers, lists, and dictionaries of them."""
+Numbers = dict[str, Any]  # JSON object: texts, numbers, lists, and dictionaries of them
 
 PARTS = ("rollout", "inference", "update", "sync", "offload", "overhead")
-PLAIN_WIDTH = 180
-"""Characters per line where the output is not a terminal."""
-MOST_STAGES = 8
-"""Different numbers of pipeline stages that are printed one by one."""
+PLAIN_WIDTH = 180  # characters per line where the output is not a terminal
+MOST_STAGES = 8  # different numbers of pipeline stages that are printed one by one
 
 
 def pair_numbers(inputs: PlanInputs, pair: Pair) -> Numbers:

@@ -23,23 +23,14 @@ class PlannedRole:
     """Auxiliary role as a job describes it."""
 
     name: str
-    """Name of the role."""
     layout: Layout
-    """Parallel sizes."""
-    weights: ModelTable
-    """Weight table of its model."""
-    is_trained: bool
-    """Whether it has gradients and an optimizer."""
-    micro_batch: int
-    """Tokens of a micro-batch."""
-    recompute: Recompute = True
-    """Parts of a layer computed again in the backward pass: all, none, or modules by name."""
-    ranks: tuple[int, ...] = ()
-    """Ranks of the job; empty: all model ranks."""
-    offload: bool = False
-    """Whether it is on the host while other roles compute."""
-    options: TrainingOptions = DEFAULT_OPTIONS
-    """Kernels, precision and overlap of training."""
+    weights: ModelTable  # weight table of its model
+    is_trained: bool  # whether it has gradients and an optimizer
+    micro_batch: int  # tokens of a micro-batch
+    recompute: Recompute = True  # parts of a layer computed again in the backward pass: all, none, or modules by name
+    ranks: tuple[int, ...] = ()  # ranks of the job; empty: all model ranks
+    offload: bool = False  # whether it is on the host while other roles compute
+    options: TrainingOptions = DEFAULT_OPTIONS  # kernels, precision and overlap of training
 
 
 def auxiliary_role(inputs: PlanInputs, role: PlannedRole) -> AuxiliaryRole:

@@ -27,12 +27,10 @@ from verl_mg.planner.roles import check, fit_layout
 from verl_mg.planner.training_options import Recompute, recompute
 from verl_mg.reshard.encoding import encoding_of
 
-PARTNERS = 4
-"""Number of rollout layouts whose weight sync is planned for each training layout."""
+PARTNERS = 4  # number of rollout layouts whose weight sync is planned for each training layout
 MIN_TOKENS_PER_CP_RANK = 4096
 """Tokens of the longest micro-batch on a context-parallel rank, at least, in a layout that a search tries."""
-INTERLEAVINGS = (1, 2, 4)
-"""Virtual pipeline sizes that a search tries."""
+INTERLEAVINGS = (1, 2, 4)  # virtual pipeline sizes that a search tries
 
 
 @dataclass(frozen=True)
@@ -40,15 +38,10 @@ class TrainSide:
     """Layout of the actor with its memory and predicted seconds."""
 
     layout: Layout
-    """Parallel sizes on all ranks of the actor."""
     memory: TrainMemory
-    """Memory of the actor."""
-    update_seconds: float
-    """Predicted seconds of the updates of an iteration."""
-    inference_seconds: float
-    """Predicted seconds of old log-probs; 0 where they are not computed."""
-    recompute: Recompute
-    """Parts of a layer computed again in the backward pass."""
+    update_seconds: float  # predicted seconds of the updates of an iteration
+    inference_seconds: float  # predicted seconds of old log-probs; 0 where they are not computed
+    recompute: Recompute  # parts of a layer computed again in the backward pass
 
 
 @dataclass(frozen=True)
@@ -56,11 +49,8 @@ class RolloutSide:
     """Layout of the engines with their memory and predicted seconds."""
 
     layout: EngineLayout
-    """Parallel sizes of an engine."""
     memory: RolloutMemory
-    """Memory of an engine."""
-    seconds: float
-    """Predicted seconds of generating an iteration's samples."""
+    seconds: float  # predicted seconds of generating an iteration's samples
 
 
 @dataclass(frozen=True)
@@ -68,13 +58,9 @@ class Pair:
     """Layouts of training and rollout, and the weight sync between them."""
 
     train: TrainSide
-    """Actor."""
     rollout: RolloutSide
-    """Engines."""
     sync: Sync
-    """Planned weight sync."""
-    parts: Seconds
-    """Predicted seconds of each part of an iteration."""
+    parts: Seconds  # predicted seconds of each part of an iteration
 
     @property
     def seconds(self) -> float:
@@ -117,11 +103,9 @@ def _with_limit(inputs: PlanInputs, memory: RolloutMemory, train: TrainMemory | 
 
 
 def train_layouts(inputs: PlanInputs) -> Iterator[Layout]:
-    """Yields all training layouts that the model admits, with tp within a node and etp 1 or tp.
-
-    cp is a power of two that leaves a rank MIN_TOKENS_PER_CP_RANK tokens of a micro-batch; vpp is above 1 only where
-    the number of micro-batches is a multiple of the stages, as Megatron's interleaved schedule needs.
-    """
+    """Yields all training layouts that the model admits, with tp within a node and etp 1 or tp."""
+    # cp is a power of two that leaves a rank MIN_TOKENS_PER_CP_RANK tokens of a micro-batch; vpp is above 1 only
+    # where the number of micro-batches is a multiple of the stages, as Megatron's interleaved schedule needs.
     # Of this layout only the bounds of cp and vpp are read; vpp needs a pp of 2.
     cp_sizes = max(1, inputs.longest_micro_batch // MIN_TOKENS_PER_CP_RANK)
     for layout in _layouts(inputs, Layout(pp=2, vpp=max(INTERLEAVINGS), cp=cp_sizes)):
@@ -166,11 +150,9 @@ def nearest_rollout(inputs: PlanInputs, layout: EngineLayout) -> list[EngineLayo
 
 
 def recomputations(inputs: PlanInputs) -> list[Recompute]:
-    """Returns what a search tries to recompute, from nothing to whole layers.
-
-    Modules that cost little are first: norms, activations of experts, projections of latent attention. Then
-    feed-forward layers, which keep the most.
-    """
+    """Returns what a search tries to recompute, from nothing to whole layers."""
+    # Modules that cost little are first: norms, activations of experts, projections of latent attention. Then
+    # feed-forward layers, which keep the most.
     c = inputs.weights.config
     if inputs.options.fsdp:
         return [False, True]  # parts of layers are Megatron's
@@ -247,8 +229,6 @@ def _fitting_rollouts(inputs: PlanInputs, layouts: Iterable[EngineLayout]) -> It
 
 @dataclass(frozen=True, eq=False)
 class _Candidate:
-    """Training layout that a search tries, with what it recomputes."""
-
     inputs: PlanInputs
     layout: Layout
     seconds: float

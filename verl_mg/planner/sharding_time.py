@@ -9,10 +9,9 @@ from verl_mg.planner.module_memory import FLOAT32_BYTES, micro_batch_bytes, shar
 
 
 def exposed_seconds(inputs: PlanInputs, layout: Layout, trains: bool, computed: float) -> float:
-    """Predicts the seconds of a micro-batch in which ranks wait for weights and gradients.
-
-    The first weights are needed before anything is computed; of all else what exceeds the `computed` seconds counts.
-    """
+    """Predicts the seconds of a micro-batch in which ranks wait for weights and gradients."""
+    # The first weights are needed before anything is computed; of all else what exceeds the `computed` seconds
+    # counts.
     module, options = sharded_module(inputs, layout), inputs.options
     sizes = micro_batch_bytes(inputs, layout, trains)
     others = 1 - 1 / module.sharding

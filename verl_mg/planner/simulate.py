@@ -36,15 +36,10 @@ class Iteration:
     """Result of a simulated iteration."""
 
     ranks: int
-    """Number of ranks of the job."""
     train: Layout
-    """Layout of the actor."""
     rollout: EngineLayout
-    """Layout of an engine."""
-    tokens: int
-    """Tokens of prompts and responses."""
-    parts: Seconds
-    """Predicted seconds of each part."""
+    tokens: int  # tokens of prompts and responses
+    parts: Seconds  # predicted seconds of each part
 
     @property
     def rate(self) -> float:
@@ -86,18 +81,13 @@ def simulate(inputs: PlanInputs, lengths: Sequence[Length], train: Layout, rollo
 class Engine:
     """State of a simulated engine."""
 
-    clock: float = 0.0
-    """Seconds since the start."""
-    steps: int = 0
-    """Decoding steps since the start."""
-    num_generated: int = 0
-    """Generated tokens."""
+    clock: float = 0.0  # seconds since the start
+    steps: int = 0  # decoding steps since the start
+    num_generated: int = 0  # generated tokens
+    # Heap of running samples: (step at which the sample is complete, its tokens then).
     running: list[tuple[int, int]] = field(default_factory=list)
-    """Heap of running samples: (step at which the sample is complete, its tokens then)."""
-    cached: int = 0
-    """Tokens in the cache now."""
-    reserved: int = 0
-    """Tokens in the cache when all running samples are complete."""
+    cached: int = 0  # tokens in the cache now
+    reserved: int = 0  # tokens in the cache when all running samples are complete
 
     def begin(self, length: Length, prefill: float) -> None:
         """Starts a sample; all running samples wait for its prefill, of so many seconds."""
@@ -122,10 +112,8 @@ class Engine:
 
 
 def generate(inputs: PlanInputs, lengths: Sequence[Length], engines: int, memory: RolloutMemory) -> list[Engine]:
-    """Simulates the generation of all samples.
-
-    A sample starts where the cache has capacity for its final length; prefills run one after the other.
-    """
+    """Simulates the generation of all samples."""
+    # A sample starts where the cache has capacity for its final length; prefills run one after the other.
     layout = memory.layout
     capacity = memory.tokens_per_engine
     speed = layout.ranks * inputs.flops * TERA
@@ -200,11 +188,9 @@ def training_seconds(inputs: PlanInputs, lengths: Sequence[Length], layout: Layo
 
 
 def slowest(seconds: Sequence[Sequence[float]], layout: Layout, lockstep: bool) -> float:
-    """Returns the seconds until the last data-parallel index is done.
-
-    A pipeline adds (pp - 1) / vpp of its longest micro-batch, in which stages wait (Narayanan et al., arXiv:2104.04473,
-    section 2.2).
-    """
+    """Returns the seconds until the last data-parallel index is done."""
+    # A pipeline adds (pp - 1) / vpp of its longest micro-batch, in which stages wait (Narayanan et al.,
+    # arXiv:2104.04473, section 2.2).
     bubble = (layout.pp - 1) / layout.vpp
     # In lockstep all ranks communicate in every micro-batch: the slowest one of each determines its time.
     if lockstep:

@@ -70,8 +70,7 @@ class TrainingOptions:
     """Options of the FSDP backend; None with Megatron."""
 
 
-DEFAULT_OPTIONS = TrainingOptions()
-"""Options of a job without a section `megatron`."""
+DEFAULT_OPTIONS = TrainingOptions()  # options of a job without a section `megatron`
 
 
 EXCHANGED: dict[str, Literal["heads", "keys", "ring"]] = {"a2a": "heads", "all_gather": "keys", "p2p": "ring"}
@@ -182,11 +181,9 @@ def _moment_bytes(optimizer: Mapping[str, Any], moments_dtype: str, muon: bool) 
 
 
 def _other_state_bytes(optimizer: Mapping[str, Any], gradient_bytes: int) -> int:
-    """Returns the bytes of a parameter's main weight, and of its gradient where that is copied to another type.
-
-    Without the precision-aware optimizer both are float32. With it, a float32 main weight is stored as the 16 bits that
-    the bf16 weight does not have (megatron-core's `store_param_remainders`).
-    """
+    """Returns the bytes of a parameter's main weight, and of its gradient where that is copied to another type."""
+    # Without the precision-aware optimizer both are float32. With it, a float32 main weight is stored as the 16 bits
+    # that the bf16 weight does not have (megatron-core's `store_param_remainders`).
     if not optimizer.get("use_precision_aware_optimizer"):
         return 4 + (4 if gradient_bytes == 2 else 0)
     main = BYTES[str(optimizer.get("main_params_dtype", "fp32"))]

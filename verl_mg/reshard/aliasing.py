@@ -16,10 +16,8 @@ from verl_mg.sharding.boxes import Shard, full_box
 class Alias:
     """A target parameter that consists of consecutive rows of a source parameter."""
 
-    source: str
-    """The source parameter."""
-    rows: tuple[int, int]
-    """Its first row, and the row after the last one."""
+    source: str  # the source parameter
+    rows: tuple[int, int]  # its first row, and the row after the last one
 
 
 def aliases(plan: Plan, rank: int) -> dict[str, Alias]:

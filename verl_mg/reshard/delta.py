@@ -25,8 +25,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-ALIGNMENT = 8
-"""Parts of a code begin at multiples of this number of bytes."""
+ALIGNMENT = 8  # parts of a code begin at multiples of this number of bytes
 HEADER_BYTES = 32
 SLAB_ELEMENTS = 2**20  # a multiple of 8
 """Elements whose checksum is computed at a time, which bounds the memory of intermediate values."""
@@ -93,11 +92,9 @@ def apply_delta(code: Tensor, target: Tensor) -> bool:
 
 
 def checksum(values: Tensor) -> int:
-    """Returns a number of 64 bits from the bits and places of all elements; a single change always changes it.
-
-    It is a sum modulo 2**64 over words of 8 bytes, each multiplied by an odd number of its place and mixed, which loses
-    nothing of a word.
-    """
+    """Returns a number of 64 bits from the bits and places of all elements; a single change always changes it."""
+    # It is a sum modulo 2**64 over words of 8 bytes, each multiplied by an odd number of its place and mixed, which
+    # loses nothing of a word.
     # On the device and in whole words: a CRC of `zlib` would need the values on the host. An odd factor and an XOR with
     # the upper half can be inverted, so words that differ stay different until the sum.
     total = torch.zeros((), dtype=torch.int64, device=values.device)
@@ -140,7 +137,6 @@ def _code(kind: Kind, count: int, number: int, values: Tensor | None, places: Te
 
 
 def _distances(at: Tensor) -> Tensor:
-    """Returns the distances of places, which rise, in 7 bits a byte."""
     # Each step of the loops is over all places together: one for each byte of the longest distance.
     gaps = at - torch.cat([at.new_full((1,), -1), at[:-1]]) - 1
     lengths = torch.ones_like(gaps)
@@ -182,7 +178,6 @@ def _bitmap(changed: Tensor) -> Tensor:
 
 
 def _marked(code: Tensor) -> Tensor:
-    """Returns the places of the bits of `_bitmap`."""
     bits = (code[:, None] >> torch.arange(8, dtype=torch.uint8, device=code.device)) & 1
     return bits.view(-1).nonzero().squeeze(1)
 

@@ -25,22 +25,17 @@ from torch import Tensor
 from verl_mg.reshard.delta_transfer import Patch
 from verl_mg.sharding.boxes import Box
 
-FORMAT = "verl_mg changes 1"
-"""Name and number of the format; the number changes with the fields."""
+FORMAT = "verl_mg changes 1"  # name and number of the format; the number changes with the fields
 
 
 @dataclass(frozen=True)
 class Place:
     """A box of a parameter of a member."""
 
-    member: str
-    """Layout and rank of the member."""
+    member: str  # layout and rank of the member
     parameter: str
-    """Name of the parameter."""
-    box: Box
-    """Box in the parameter."""
-    dtype: torch.dtype
-    """Dtype of the parameter."""
+    box: Box  # box in the parameter
+    dtype: torch.dtype  # dtype of the parameter
 
 
 def member_name(layout: str, rank: int) -> str:
@@ -77,8 +72,7 @@ class ChangesFile:
         self._places = json.loads(metadata["places"]).get(member, [])
         self.dtypes: Mapping[str, str] = json.loads(metadata["dtypes"]).get(member, {})
         """Dtypes of the member's parameters that are changed."""
-        self.nbytes = sum(size for *_, size in self._places)
-        """Bytes of the member's codes."""
+        self.nbytes = sum(size for *_, size in self._places)  # bytes of the member's codes
 
     def patches(self, device: torch.device) -> Iterator[Patch]:
         """Yields the changes of the member's boxes, with codes on the device; only these are read."""

@@ -28,12 +28,9 @@ Tensors = Mapping[str, Tensor]
 class Patch:
     """Changes of a box of a parameter."""
 
-    parameter: str
-    """Target parameter."""
-    box: Box
-    """Box in the parameter."""
-    code: Tensor
-    """Its changes, as `apply_delta` reads them."""
+    parameter: str  # target parameter
+    box: Box  # box in the parameter
+    code: Tensor  # its changes, as `apply_delta` reads them
 
 
 class SentValues:

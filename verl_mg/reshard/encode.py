@@ -32,10 +32,8 @@ from verl_mg.sharding.shard_map import ShardMap
 class EncodedMaps:
     """The shard maps of encoded weights."""
 
-    source: EncodedSource
-    """Shards of the ranks that encode."""
-    target: EncodedTarget
-    """Parameters of the engines."""
+    source: EncodedSource  # shards of the ranks that encode
+    target: EncodedTarget  # parameters of the engines
 
     @property
     def keep_together(self) -> Iterable[Sequence[str]]:

@@ -23,8 +23,7 @@ from verl_mg.sharding.boxes import BlockSize, Box, scale_grid
 
 Wire = Literal["cast", "fp8_block", "fp8_channel", "int4"]
 """Form in which the weights of an engine travel; `cast`: in its dtype, not quantized."""
-SLAB_ELEMENTS = 2**20
-"""Elements that are quantized at a time, which bounds the memory of intermediate values."""
+SLAB_ELEMENTS = 2**20  # elements that are quantized at a time, which bounds the memory of intermediate values
 _FP8_MAX = 448.0  # the largest value of float8_e4m3fn
 
 
@@ -41,7 +40,6 @@ class Encoding(ABC):
     value_suffix: str = ""
     """End of the names of values, after the name of the parameter."""
     rows: int = 128
-    """Rows of a block."""
     columns: int | None = 128
     """Columns of a block; None: all of the tensor."""
     packed: int = 1

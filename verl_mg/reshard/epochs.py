@@ -30,8 +30,7 @@ from verl_mg.sharding.boxes import Box, cut, numel
 LAG = 2
 """Epochs from the arrival of a box to the epoch in which it is forwarded: as many as are in flight, so that a gateway
 never waits for the bucket that it has just started."""
-MAX_OPERATIONS = 256
-"""Most sends and receives of a rank in one epoch, unless a single tensor needs more."""
+MAX_OPERATIONS = 256  # most sends and receives of a rank in one epoch, unless a single tensor needs more
 ALONE_BYTES = 2**20
 """Bytes of a box from which its tensor shares no epoch, so that the box is sent from its parameter without packing."""
 
@@ -103,10 +102,8 @@ class Patterns:
 class Epochs:
     """The epochs of all tensors of a plan."""
 
-    of: Mapping[str, Sequence[int]]
-    """{tensor: the epoch of each part of its boxes}."""
-    patterns: Mapping[str, Pattern]
-    """{tensor: who sends to whom}."""
+    of: Mapping[str, Sequence[int]]  # {tensor: the epoch of each part of its boxes}
+    patterns: Mapping[str, Pattern]  # {tensor: who sends to whom}
 
     def messages(self) -> dict[int, int]:
         """Returns how many messages each rank sends and receives, counted without its plan; {rank: number}.
@@ -263,5 +260,4 @@ def _distinct(several: Sequence[IntArray]) -> IntArray:
 
 
 def _busiest(several: Sequence[IntArray]) -> int:
-    """Returns the sends and receives of the rank with the most of them."""
     return int(np.bincount(_distinct(several).ravel(), minlength=1).max())

@@ -41,15 +41,10 @@ class Traffic:
     """Counters of one execution on this rank."""
 
     bytes_sent: int = 0
-    """Bytes sent over the wire."""
     bytes_received: int = 0
-    """Bytes received over the wire."""
-    seconds: float = 0.0
-    """Duration of the whole execution."""
-    seconds_packing: float = 0.0
-    """Part of `seconds` for packing, unpacking and copying within the rank."""
-    seconds_waiting: float = 0.0
-    """Part of `seconds` for waiting for messages."""
+    seconds: float = 0.0  # duration of the whole execution
+    seconds_packing: float = 0.0  # part of `seconds` for packing, unpacking and copying within the rank
+    seconds_waiting: float = 0.0  # part of `seconds` for waiting for messages
 
 
 @dataclass

@@ -40,62 +40,44 @@ FLOAT32_BYTES = 4
 class Transfer:
     """A box that a rank sends to another rank or receives from it."""
 
-    peer: int
-    """The other global rank."""
+    peer: int  # the other global rank
     tensor: str
-    """Hugging Face name of the tensor."""
-    box: Box
-    """Box in the tensor."""
-    parameter: str
-    """Parameter of this rank that contains the box."""
-    parameter_box: Box
-    """Box of the same elements in that parameter."""
-    forwarded: bool
-    """Whether the sender received the box for its own target shard, and sends it from there."""
+    box: Box  # box in the tensor
+    parameter: str  # parameter of this rank that contains the box
+    parameter_box: Box  # box of the same elements in that parameter
+    forwarded: bool  # whether the sender received the box for its own target shard, and sends it from there
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
     """A box that a rank copies within its own memory."""
 
-    tensor: str
-    """Hugging Face name of the tensor."""
-    source: str
-    """Parameter that is read."""
-    source_box: Box
-    """Box in the parameter that is read."""
-    target: str
-    """Target parameter that is written."""
-    target_box: Box
-    """Box in the target parameter."""
+    tensor: str  # Hugging Face name of the tensor
+    source: str  # parameter that is read
+    source_box: Box  # box in the parameter that is read
+    target: str  # target parameter that is written
+    target_box: Box  # box in the target parameter
+    # Whether `source` is a target parameter too: the rank needs the box twice, and has received it once.
     from_target: bool = False
-    """Whether `source` is a target parameter too: the rank needs the box twice, and has received it once."""
 
 
 @dataclass(frozen=True)
 class RankPlan:
     """All copies, sends and receives of one rank."""
 
-    copies: tuple[Copy, ...]
-    """Copies within the rank, in the order of the target's parameters."""
-    sends: tuple[Transfer, ...]
-    """Boxes to send, in the order of the tensors."""
-    receives: tuple[Transfer, ...]
-    """Boxes to receive, in the order of the tensors."""
+    copies: tuple[Copy, ...]  # copies within the rank, in the order of the target's parameters
+    sends: tuple[Transfer, ...]  # boxes to send, in the order of the tensors
+    receives: tuple[Transfer, ...]  # boxes to receive, in the order of the tensors
 
 
 @dataclass
 class RankTraffic:
     """Bytes of one rank in one execution of a plan."""
 
-    received: int = 0
-    """Bytes received over the wire."""
-    entered: float = 0.0
-    """Bytes received from other nodes; a mean over rotations."""
-    sent: float = 0.0
-    """Bytes sent; a mean over rotations."""
-    lower_bound: int = 0
-    """Bytes that the rank needs and does not have."""
+    received: int = 0  # bytes received over the wire
+    entered: float = 0.0  # bytes received from other nodes; a mean over rotations
+    sent: float = 0.0  # bytes sent; a mean over rotations
+    lower_bound: int = 0  # bytes that the rank needs and does not have
 
 
 class Plan:

@@ -30,10 +30,8 @@ _GOLDEN, _BITS = 0x9E3779B9, 32
 class Routes:
     """Senders and receivers of a box, for tensors with the same place in the rotation."""
 
-    direct: Mapping[int, int]
-    """{receiver: the holder that sends to it}."""
-    forwarded: Mapping[int, int]
-    """{receiver: the gateway of its node, which has received the box itself}."""
+    direct: Mapping[int, int]  # {receiver: the holder that sends to it}
+    forwarded: Mapping[int, int]  # {receiver: the gateway of its node, which has received the box itself}
 
     @cached_property
     def direct_pairs(self) -> npt.NDArray[np.int64]:
@@ -160,21 +158,15 @@ def _gateways(
 class WriteAssignment:
     """A box of a tensor that a rank writes when a model is saved."""
 
-    tensor: str
-    """Hugging Face name of the tensor."""
-    box: Box
-    """Box in the tensor."""
-    parameter: str
-    """Parameter of the rank that contains the box."""
-    parameter_box: Box
-    """Box of the same elements in the parameter."""
+    tensor: str  # Hugging Face name of the tensor
+    box: Box  # box in the tensor
+    parameter: str  # parameter of the rank that contains the box
+    parameter_box: Box  # box of the same elements in the parameter
 
 
 def assign_writes(source: ShardMap, rank: int) -> Iterator[WriteAssignment]:
-    """Yields the boxes that a rank writes; all ranks together write each box of the model once.
-
-    The ranks that have a box take turns from tensor to tensor.
-    """
+    """Yields the boxes that a rank writes; all ranks together write each box of the model once."""
+    # The ranks that have a box take turns from tensor to tensor.
     for parameter, shard in source.shards(rank).items():
         for piece in shard.pieces:
             replicas = next(item for item in source.replicas(piece.tensor) if item.box == piece.source)

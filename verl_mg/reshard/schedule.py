@@ -48,8 +48,7 @@ from verl_mg.sharding.boxes import Box, cut, numel, translate_box
 
 # Epochs are cut by the load of the busiest rank, so the buckets of others are not full: this size makes their messages
 # large nevertheless. Two buckets in flight are 256 MiB of device memory during a sync.
-BUCKET_BYTES = 128 * 2**20
-"""Default size of a bucket in bytes."""
+BUCKET_BYTES = 128 * 2**20  # default size of a bucket in bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +56,11 @@ class Segment:
     """A box of a parameter of this rank, as part of a message."""
 
     tensor: str
-    """Hugging Face name of the tensor."""
-    box: Box
-    """Box in the tensor."""
-    parameter: str
-    """Parameter of this rank that contains the box."""
-    parameter_box: Box
-    """Box of the same elements in the parameter."""
-    dtype: torch.dtype
-    """Type of the elements on the wire."""
-    forwarded: bool
-    """Whether the sender received the box for its own target before, and sends it from there."""
+    box: Box  # box in the tensor
+    parameter: str  # parameter of this rank that contains the box
+    parameter_box: Box  # box of the same elements in the parameter
+    dtype: torch.dtype  # type of the elements on the wire
+    forwarded: bool  # whether the sender received the box for its own target before, and sends it from there
 
     @property
     def nbytes(self) -> int:
@@ -79,12 +72,10 @@ class Segment:
 class Message:
     """All segments that are sent to a peer, or received from it, in one epoch."""
 
-    peer: int
-    """The other global rank."""
-    outgoing: bool
-    """True if this rank sends the message, False if it receives it."""
+    peer: int  # the other global rank
+    outgoing: bool  # true if this rank sends the message, False if it receives it
+    # Segments in their order on the wire, without gaps: the largest elements first, so that each is aligned.
     segments: tuple[Segment, ...]
-    """Segments in their order on the wire, without gaps: the largest elements first, so that each is aligned."""
 
     @cached_property
     def nbytes(self) -> int:
@@ -96,10 +87,8 @@ class Message:
 class Bucket:
     """Messages of this rank in one call of `batch_isend_irecv`."""
 
-    epoch: int
-    """Number of the epoch, the same on all ranks."""
-    messages: tuple[Message, ...]
-    """At most one message for each peer and direction."""
+    epoch: int  # number of the epoch, the same on all ranks
+    messages: tuple[Message, ...]  # at most one message for each peer and direction
 
     @property
     def nbytes(self) -> int:
@@ -117,15 +106,10 @@ class Schedule:
     """All copies and messages of one rank in one weight sync."""
 
     rank: int
-    """Global rank."""
-    source_shapes: Mapping[str, tuple[int, ...]]
-    """Shapes of the rank's source parameters."""
-    target_shapes: Mapping[str, tuple[int, ...]]
-    """Shapes of the rank's target parameters."""
+    source_shapes: Mapping[str, tuple[int, ...]]  # shapes of the rank's source parameters
+    target_shapes: Mapping[str, tuple[int, ...]]  # shapes of the rank's target parameters
     copies: tuple[Copy, ...]
-    """Copies within the rank."""
-    buckets: tuple[Bucket, ...]
-    """Buckets of messages, in the order of their epochs."""
+    buckets: tuple[Bucket, ...]  # buckets of messages, in the order of their epochs
 
     @property
     def bytes_received(self) -> int:

@@ -17,8 +17,7 @@ from verl_mg.reshard.plan import Copy
 from verl_mg.reshard.schedule import Bucket, Message, Schedule, Segment
 from verl_mg.sharding.boxes import Box
 
-FORMAT = 1
-"""Number of the format; it changes with the fields."""
+FORMAT = 1  # number of the format; it changes with the fields
 
 
 def pack_schedules(schedules: Sequence[Schedule]) -> bytes:

@@ -21,20 +21,17 @@ from verl_mg.errors import UserError
 
 Box = tuple[tuple[int, int], ...]
 """Half-open ranges, one for each dimension: ((0, 4), (8, 16)) is rows 0 to 3 of columns 8 to 15."""
-BlockSize = tuple[int, int]
-"""Rows and columns of the blocks of a matrix, of which each has a scale."""
+BlockSize = tuple[int, int]  # rows and columns of the blocks of a matrix, of which each has a scale
 
 
 @dataclass(frozen=True)
 class Piece:
     """A box of a Hugging Face tensor, and the box of a parameter shard that contains the same elements."""
 
-    tensor: str
-    """Name of the tensor in the Hugging Face checkpoint."""
-    source: Box
-    """Box in the tensor."""
+    tensor: str  # name of the tensor in the Hugging Face checkpoint
+    source: Box  # box in the tensor
+    # Box in the shard. A shard may stack tensors: its additional leading dimensions have length 1 here.
     target: Box
-    """Box in the shard. A shard may stack tensors: its additional leading dimensions have length 1 here."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +39,8 @@ class Shard:
     """A parameter on one rank as a disjoint union of pieces and padding."""
 
     shape: tuple[int, ...]
-    """Shape of the parameter on the rank."""
-    pieces: tuple[Piece, ...]
-    """Pieces of Hugging Face tensors, each element of the shard in at most one of them."""
-    padding: tuple[Box, ...] = ()
-    """Boxes of the shard that no tensor fills, such as the rows that pad a vocabulary."""
+    pieces: tuple[Piece, ...]  # pieces of Hugging Face tensors, each element of the shard in at most one of them
+    padding: tuple[Box, ...] = ()  # boxes of the shard that no tensor fills, such as the rows that pad a vocabulary
 
 
 def full_box(shape: tuple[int, ...]) -> Box:

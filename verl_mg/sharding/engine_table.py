@@ -53,20 +53,16 @@ WHOLE_EMBEDDING = frozenset({"qwen3_5_text", "qwen3_5_moe_text"})
 """Architectures whose embedding is whole on every rank with data-parallel attention."""
 EXPERT_BLOCK = dict.fromkeys(("mixtral", "minimax_m2"), "block_sparse_moe.")
 """Prefix of the experts where it differs from `mlp.`."""
-ROUTER = {"gpt_oss": "router"}
-"""Name of the router in the block of experts where it differs from `gate`."""
+ROUTER = {"gpt_oss": "router"}  # name of the router in the block of experts where it differs from `gate`
 
 
 @dataclass(frozen=True)
 class PipelineEnds:
     """Parameters outside the layers that a pipeline stage has."""
 
-    embedding: bool
-    """Whether it has the input embedding."""
-    final_norm: bool
-    """Whether it has the norm after the last layer."""
-    output: bool
-    """Whether it has an output layer besides the embedding."""
+    embedding: bool  # whether it has the input embedding
+    final_norm: bool  # whether it has the norm after the last layer
+    output: bool  # whether it has an output layer besides the embedding
 
 
 @dataclass(frozen=True)

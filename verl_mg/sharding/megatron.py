@@ -43,8 +43,7 @@ from verl_mg.sharding.param_spec import (
 
 Kernels = Literal["torch", "transformer_engine"]
 """Kernels of the layers, which decide on their modules and the names of the parameters; `model.kernels` resolved."""
-MULTI_TOKEN = "multi_token."
-"""Prefix of the parameters of the layer of multi-token prediction in the last chunk."""
+MULTI_TOKEN = "multi_token."  # prefix of the parameters of the layer of multi-token prediction in the last chunk
 VOCABULARY = VocabularyRows(8)  # a multiple of 8 rows for each shard, which suits the matrix units of GPUs
 
 
@@ -62,10 +61,8 @@ def output_params(model: ModelSpec) -> tuple[ParamSpec, ParamSpec]:
 
 
 def multi_token_params(m: MultiTokenSpec) -> tuple[ParamSpec, ...]:
-    """Returns what a layer of multi-token prediction has besides a transformer layer; it is on the last stage.
-
-    Its projection is whole on every rank, which applies it to its own tokens.
-    """
+    """Returns what a layer of multi-token prediction has besides a transformer layer; it is on the last stage."""
+    # Its projection is whole on every rank, which applies it to its own tokens.
     return (
         ParamSpec("enorm.weight", (m.embedding_norm,)),
         ParamSpec("hnorm.weight", (m.hidden_norm,)),

@@ -18,8 +18,7 @@ from verl_mg.sharding.traced_table import EngineName, TracedTable, read_traced_t
 
 Head = Literal["language", "value"]
 """Output layer of a model: the language model's, or the single row of a value or reward model."""
-SCORE = "score.weight"
-"""Name of the value head's tensor, as in `transformers`' models for token classification."""
+SCORE = "score.weight"  # name of the value head's tensor, as in `transformers`' models for token classification
 
 
 @dataclass(frozen=True)
@@ -27,14 +26,11 @@ class ModelTable(ABC):
     """All weights of one model, by the names of its Hugging Face checkpoint."""
 
     config: HFConfig
-    """Configuration of the model."""
-    head: Head = "language"
-    """With "value" a single row replaces the language model's output layer."""
-    engine: EngineName = "sglang"
-    """Rollout engine whose shards `shard_map_engine` returns; see `for_engine`."""
+    head: Head = "language"  # with "value" a single row replaces the language model's output layer
+    engine: EngineName = "sglang"  # rollout engine whose shards `shard_map_engine` returns; see `for_engine`
     # Not compared: tables are keys of the planner's caches, and a traced table has no hash.
+    # Traced table of the rollout engine, which replaces the built-in table; see `with_traced_table`.
     traced: TracedTable | None = field(default=None, compare=False)
-    """Traced table of the rollout engine, which replaces the built-in table; see `with_traced_table`."""
 
     def for_engine(self, engine: EngineName) -> Self:
         """Returns this table with the parameters of a rollout engine."""

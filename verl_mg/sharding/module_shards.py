@@ -30,7 +30,6 @@ class ModuleShards:
     """Parameters and persistent buffers of a whole module, in the module's order; tied ones once."""
 
     config: PretrainedConfig
-    """Configuration of the module."""
 
     shards: Mapping[str, Shard]
     """{name in the module: shard}. A buffer that the checkpoint does not fill is not among them."""

@@ -29,7 +29,6 @@ class ModuleTable(ModelTable):
     """All weights of the module that `transformers` builds for a model directory."""
 
     model_dir: Path = field(kw_only=True)
-    """The directory."""
     module: ModuleShards = field(kw_only=True, compare=False)
     """Parameters of the module; without an output layer where there is a value head."""
     builtin: WeightTable | None = field(kw_only=True, compare=False)
@@ -118,7 +117,6 @@ class ModuleTable(ModelTable):
         return self.builtin.for_engine(self.engine)
 
     def _tensors_of(self, parameters: frozenset[str]) -> frozenset[str]:
-        """Returns the tensors of the checkpoint that fill parameters of the module."""
         return frozenset(piece.tensor for name in parameters for piece in self.module.shards[name].pieces)
 
     def _entry(self, name: str, shape: tuple[int, ...], float32: bool) -> TensorEntry:

@@ -94,8 +94,7 @@ class FusedRows:
     tensor; a rank has a run of whole units. Megatron's fused QKV weight has one unit for each query group.
     """
 
-    units: int
-    """Number of units, a multiple of the ranks on the axis."""
+    units: int  # number of units, a multiple of the ranks on the axis
 
     def __call__(self, tensors: tuple[TensorSpec, ...], rank: int, size: int) -> Shard:
         """Returns the shard; all tensors have the same dimensions after the first."""
@@ -107,14 +106,10 @@ class FusedRows:
 class Section:
     """Slabs of rows of one tensor at equal distances, one for each unit of a fused parameter."""
 
-    tensor: int
-    """Index in the parameter's tensors."""
-    start: int
-    """First row of the slab of unit 0."""
+    tensor: int  # index in the parameter's tensors
+    start: int  # first row of the slab of unit 0
     rows: int
-    """Rows of a slab."""
-    stride: int
-    """Rows from the start of a slab to that of the next."""
+    stride: int  # rows from the start of a slab to that of the next
 
 
 @dataclass(frozen=True)
@@ -125,12 +120,10 @@ class SectionRows:
     after unit, and in each a slab of every section.
     """
 
-    units: int
-    """Number of units, a multiple of the ranks on the axis."""
-    sections: tuple[Section, ...]
-    """Sections in the order of the parameter."""
+    units: int  # number of units, a multiple of the ranks on the axis
+    sections: tuple[Section, ...]  # sections in the order of the parameter
+    # Order of the slabs: True: all sections of a unit, then the next unit. False: all units of a section first.
     unit_major: bool = False
-    """Order of the slabs: True: all sections of a unit, then the next unit. False: all units of a section first."""
 
     def __call__(self, tensors: tuple[TensorSpec, ...], rank: int, size: int) -> Shard:
         """Returns the shard; all tensors have the same dimensions after the first."""
@@ -152,8 +145,7 @@ class HeadRows:
     With more ranks than heads, `size / kv_heads` neighbouring ranks have the same key-value head, as the engines do it.
     """
 
-    kv_heads: int
-    """Key-value heads of a layer."""
+    kv_heads: int  # key-value heads of a layer
 
     def __call__(self, tensors: tuple[TensorSpec, ...], rank: int, size: int) -> Shard:
         """Returns the shard; the tensors are q, k and v."""
@@ -165,8 +157,7 @@ class HeadRows:
 class KeyRows:
     """Rule for a tensor with rows for each key-value head, which ranks have as with `HeadRows`."""
 
-    kv_heads: int
-    """Key-value heads of a layer."""
+    kv_heads: int  # key-value heads of a layer
 
     def __call__(self, tensors: tuple[TensorSpec, ...], rank: int, size: int) -> Shard:
         """Returns the shard."""
@@ -216,14 +207,10 @@ class ParamSpec:
     one parameter that stacks all local experts along a new first dimension.
     """
 
-    name: str
-    """Name of the parameter below the prefix of its block."""
-    tensors: tuple[TensorSpec, ...]
-    """The Hugging Face tensors that the parameter consists of."""
-    rule: ShardRule = replicate
-    """Function that gives the shard of each rank on the axis."""
-    axis: Axis = "replicated"
-    """The parallel axis that shards the parameter."""
+    name: str  # name of the parameter below the prefix of its block
+    tensors: tuple[TensorSpec, ...]  # the Hugging Face tensors that the parameter consists of
+    rule: ShardRule = replicate  # function that gives the shard of each rank on the axis
+    axis: Axis = "replicated"  # the parallel axis that shards the parameter
 
     @property
     def per_expert(self) -> bool:
@@ -240,12 +227,10 @@ class ParamSpec:
 class ParamBlock:
     """Parameters with a common prefix."""
 
-    prefix: str
-    """Prefix of the parameters' names, such as `decoder.layers.0.`."""
-    params: tuple[ParamSpec, ...]
-    """The parameters of the block."""
+    prefix: str  # prefix of the parameters' names, such as `decoder.layers.0.`
+    params: tuple[ParamSpec, ...]  # the parameters of the block
+    # Global index of the transformer layer; None outside the layers.
     layer: int | None = None
-    """Global index of the transformer layer; None outside the layers."""
 
 
 def optional_param(

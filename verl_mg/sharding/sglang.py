@@ -13,10 +13,8 @@ EMBEDDING_ON_EVERY_STAGE = frozenset({"minimax_m2"})
 """Architectures whose model class builds an embedding on every pipeline stage, and uses the first one."""
 SWIGLU_ALPHA = 1.702
 """Constant of gpt-oss's activation, which SGLang does not read from config.json under the name that it has there."""
-WITHOUT_PIPELINE = frozenset({"gemma2", "qwen3_next"})
-"""Architectures without pipeline parallelism in SGLang."""
-EXPERTS_IN_EVERY_LAYER = frozenset({"qwen3_moe", "qwen3_next"})
-"""Architectures whose model class has no dense layers."""
+WITHOUT_PIPELINE = frozenset({"gemma2", "qwen3_next"})  # architectures without pipeline parallelism in SGLang
+EXPERTS_IN_EVERY_LAYER = frozenset({"qwen3_moe", "qwen3_next"})  # architectures whose model class has no dense layers
 
 
 def check_supported(config: HFConfig, layout: EngineLayout) -> None:

@@ -44,24 +44,19 @@ KEPT_TENSORS = 2**14
 class BoxLocation:
     """Position of a box of a tensor in the memory of some ranks."""
 
-    ranks: Ranks
-    """Global ranks, in rising order."""
-    parameter: str
-    """Parameter that contains the box on these ranks."""
-    parameter_box: Box
-    """Box of the same elements in the parameter."""
+    ranks: Ranks  # global ranks, in rising order
+    parameter: str  # parameter that contains the box on these ranks
+    parameter_box: Box  # box of the same elements in the parameter
 
 
 @dataclass(frozen=True, slots=True)
 class BoxReplicas:
     """A box of a tensor and all ranks that have it."""
 
-    box: Box
-    """Box in the Hugging Face tensor."""
-    ranks: Ranks
-    """Global ranks that have the box, in rising order."""
+    box: Box  # box in the Hugging Face tensor
+    ranks: Ranks  # global ranks that have the box, in rising order
+    # Positions in the ranks' parameters; a single one where they are the same on all ranks.
     locations: tuple[BoxLocation, ...]
-    """Positions in the ranks' parameters; a single one where they are the same on all ranks."""
 
     def location_on(self, rank: int) -> BoxLocation:
         """Returns the location on one of the ranks, the first of several."""
@@ -101,11 +96,8 @@ class ParallelIndex:
     """Position of a rank in the parallel dimensions of a model."""
 
     stage: int
-    """Pipeline stage."""
-    expert_group: int
-    """Index on the expert-parallel axis."""
-    axis_index: Mapping[Axis, int]
-    """Index on each axis that shards parameters."""
+    expert_group: int  # index on the expert-parallel axis
+    axis_index: Mapping[Axis, int]  # index on each axis that shards parameters
 
 
 class DerivedShardMap:
@@ -183,10 +175,8 @@ class DerivedShardMap:
         return self._replicas[tensor]
 
     def sharding_key(self, tensor: str) -> Hashable:
-        """Returns the name without layer and expert numbers, the stages, and the group of the expert.
-
-        A plan is checked and counted once for each key: for the layers of a stage together.
-        """
+        """Returns the name without layer and expert numbers, the stages, and the group of the expert."""
+        # A plan is checked and counted once for each key: for the layers of a stage together.
         entry = self._tensor_index.entries[tensor]
         stages = self._stages_of.get((entry.tensor.name, entry.layer))
         return entry.tensor.name, stages, entry.expert // self._local_experts if entry.expert is not None else 0

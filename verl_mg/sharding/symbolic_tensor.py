@@ -39,14 +39,10 @@ class NotAMoveError(ValueError):
 class Part:
     """Box of a symbolic tensor with elements of one tensor of the checkpoint."""
 
-    start: Index
-    """First corner of the box."""
-    tensor: str
-    """Name of the checkpoint's tensor."""
-    whole: tuple[int, ...]
-    """Shape of that tensor."""
-    elements: Tensor
-    """View of a meta tensor of shape `whole`, with the shape of the box."""
+    start: Index  # first corner of the box
+    tensor: str  # name of the checkpoint's tensor
+    whole: tuple[int, ...]  # shape of that tensor
+    elements: Tensor  # view of a meta tensor of shape `whole`, with the shape of the box
 
     def moved(self, dim: int, distance: int) -> Part:
         """Returns the part `distance` elements further along a dimension, which is not negative."""
@@ -105,7 +101,6 @@ def _of_view(part: Part, view: Tensor) -> SymbolicTensor:
 
 
 def _unsqueezed(tensor: SymbolicTensor, dim: int) -> SymbolicTensor:
-    """Returns the tensor with a further dimension of length 1 at the index `dim`."""
     parts = [
         Part((*p.start[:dim], 0, *p.start[dim:]), p.tensor, p.whole, p.elements.unsqueeze(dim)) for p in tensor.parts
     ]

@@ -35,16 +35,12 @@ EngineName = Literal["sglang", "vllm"]
 class TracedTable:
     """Parameters of every rank of one engine, under the engine's own names."""
 
-    architecture: str
-    """Model class, as in `architectures` of config.json."""
-    engine: EngineName
-    """Engine whose loader was traced."""
-    version: str
-    """Version of the engine."""
+    architecture: str  # model class, as in `architectures` of config.json
+    engine: EngineName  # engine whose loader was traced
+    version: str  # version of the engine
     layout: EngineLayout
-    """Layout of the engine."""
+    # {parameter: shard} of each rank of the engine, in the order `pp_rank * tp + tp_rank`.
     ranks: tuple[dict[str, Shard], ...]
-    """{parameter: shard} of each rank of the engine, in the order `pp_rank * tp + tp_rank`."""
 
     def shard_map(self, placement: EnginePlacement, tensors: Mapping[str, TensorInfo]) -> ExplicitShardMap:
         """Returns the shards of engines on the ranks of a job."""

@@ -31,8 +31,7 @@ ENGINE_RULES: Mapping[EngineName, EngineRules] = {"sglang": sglang.RULES, "vllm"
 class WeightTable(ModelTable):
     """All weights of one model, as pure functions of its configuration."""
 
-    drafts: bool = False
-    """Whether the engine has the layer of multi-token prediction as its draft model."""
+    drafts: bool = False  # whether the engine has the layer of multi-token prediction as its draft model
 
     def with_draft_model(self) -> WeightTable:
         """Returns this table with the draft model of SGLang."""

@@ -26,10 +26,8 @@ def use_fastest_kernels() -> None:
 
 
 def takes_value_width(width: int, value_width: int) -> bool:
-    """Returns whether the kernel takes values of another width than queries and keys.
-
-    FlashAttention-2 requires one width; FlashAttention-3 has kernels for the widths of DeepSeek's latent attention.
-    """
+    """Returns whether the kernel takes values of another width than queries and keys."""
+    # FlashAttention-2 requires one width; FlashAttention-3 has kernels for the widths of DeepSeek's latent attention.
     if width == value_width:
         return True
     # The condition of its forward pass; its backward pass takes any widths up to its maximum.

@@ -18,8 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from verl_mg.device import copy_to
 
-BLOCK = 128
-"""Queries and keys of a block, torch's default."""
+BLOCK = 128  # queries and keys of a block, torch's default
 
 # With fewer than 128 queries torch would choose its kernel for decoding, which does not compile with our blocks. torch
 # 2.11 has no option that names the other kernel, and later versions have this one too.
@@ -130,7 +129,6 @@ def _tanh_softcap(softcap: float) -> Callable[..., Tensor]:
 
 
 def _bounds(tokens: int) -> tuple[Tensor, Tensor]:
-    """Returns the first and the last index of each block of tokens."""
     first = torch.arange(0, tokens, BLOCK)
     return first, (first + BLOCK).clamp(max=tokens) - 1
 

@@ -66,5 +66,4 @@ def heads_of_rank(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def _repeated(x: Tensor, dim: int, size: int) -> Tensor:
-    """Repeats each head along a dimension until `size` divides their number."""
     return x.repeat_interleave(size // gcd(x.shape[dim], size), dim=dim)

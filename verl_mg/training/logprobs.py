@@ -22,8 +22,7 @@ from verl_mg.training.output_layer import OutputLayer, log_normalizer, row_max, 
 from verl_mg.training.vocab_divergence import TeacherTokens
 from verl_mg.training.weight_gradients import added_to_buffer, gradient_buffer, wgrad_gemm_accum_fp32
 
-DIVERGENCE_COPIES = 6
-"""Tensors as large as the logits that a chunk needs for a divergence, temporary ones included."""
+DIVERGENCE_COPIES = 6  # tensors as large as the logits that a chunk needs for a divergence, temporary ones included
 
 
 def vocab_parallel_logprobs(

@@ -35,17 +35,13 @@ class LossInputs:
         inputs["reward"]       a sequence column:   1 0                ->   1  1  0  0
     """
 
+    # Output of the model with gradients: log-probs and entropy (2, n), with a teacher further lines; or values
+    # (1, n).
     output: Tensor
-    """Output of the model with gradients: log-probs and entropy (2, n), with a teacher further lines; or values (1, n).
-    """
-    mask: Tensor
-    """True for every token, (n,) bool."""
-    sequence_ids: Tensor
-    """Row of each token in the micro-batch, (n,) int64."""
-    columns: Mapping[str, Tensor]
-    """Columns of the batch at the scored tokens, (n, ...) by name."""
-    teacher: TeacherDivergence | None = None
-    """Comparison with teachers that the update requests."""
+    mask: Tensor  # true for every token, (n,) bool
+    sequence_ids: Tensor  # row of each token in the micro-batch, (n,) int64
+    columns: Mapping[str, Tensor]  # columns of the batch at the scored tokens, (n, ...) by name
+    teacher: TeacherDivergence | None = None  # comparison with teachers that the update requests
 
     @property
     def logprobs(self) -> Tensor:
@@ -73,10 +69,8 @@ class LossInputs:
 
     @property
     def old_logprobs(self) -> Tensor:
-        """Log-probs before the first update on the batch, in nats.
-
-        A batch without this column is used for one update: they are `logprobs`, as constants.
-        """
+        """Log-probs before the first update on the batch, in nats."""
+        # A batch without this column is used for one update: they are `logprobs`, as constants.
         return self.columns["old_logprobs"] if "old_logprobs" in self.columns else self.logprobs.detach()
 
     @property

@@ -25,8 +25,7 @@ from verl_mg.training.token_order import TokenOrder
 
 SHARED_WITH, SHARED_TOKENS = "shared_with", "shared_tokens"
 """Columns of rows that share their first tokens, see above."""
-ROUTED_EXPERTS = "routed_experts"
-"""Token column with the experts that are prescribed for each token, layer by layer."""
+ROUTED_EXPERTS = "routed_experts"  # token column with the experts that are prescribed for each token, layer by layer
 TEACHER, TEACHER_HIDDEN, TEACHER_TOP = "teacher", "teacher_hidden", "teacher_top"
 """Columns of teachers: number of the row's teacher; its last hidden state (h,) of each token; log-probs and ids (2, k)
 of the tokens that it finds likeliest in the place of each."""
@@ -35,8 +34,7 @@ of the tokens that it finds likeliest in the place of each."""
 class SequenceDescription(Protocol):
     """Description of packed sequences that the attention of a backend reads."""
 
-    cp_group: dist.ProcessGroup | None
-    """Ranks that share the micro-batch."""
+    cp_group: dist.ProcessGroup | None  # ranks that share the micro-batch
 
 
 Packed = TypeVar("Packed", bound=SequenceDescription)
@@ -62,22 +60,14 @@ class MicroBatch(Generic[Packed]):
         sequence_ids 0 0 1 1   0 0 1 1
     """
 
-    rows: Batch
-    """Rows of the micro-batch, with the columns of this rank's pipeline stage."""
-    input_ids: Tensor
-    """(1, T / cp) int64, this rank's tokens; zeros on a stage that neither embeds nor scores them."""
-    packed: Packed
-    """Description of the sequences."""
-    hidden_index: Tensor
-    """(m,) indices in this rank's tokens of the hidden states that score."""
-    targets: Tensor
-    """(m,) int64 token ids that are scored on this rank."""
-    local_index: Tensor
-    """(m,) indices of these among the n scored tokens."""
-    token_index: Tensor
-    """(n,) int64 on the CPU, indices of the scored tokens in the token columns of `rows`."""
-    sequence_ids: Tensor
-    """(n,) index of the row of each scored token."""
+    rows: Batch  # rows of the micro-batch, with the columns of this rank's pipeline stage
+    input_ids: Tensor  # (1, T / cp) int64, this rank's tokens; zeros on a stage that neither embeds nor scores them
+    packed: Packed  # description of the sequences
+    hidden_index: Tensor  # (m,) indices in this rank's tokens of the hidden states that score
+    targets: Tensor  # (m,) int64 token ids that are scored on this rank
+    local_index: Tensor  # (m,) indices of these among the n scored tokens
+    token_index: Tensor  # (n,) int64 on the CPU, indices of the scored tokens in the token columns of `rows`
+    sequence_ids: Tensor  # (n,) index of the row of each scored token
 
     def local_column(self, name: str) -> Tensor:
         """Returns a column of the batch at the tokens that are scored on this rank, (m, ...) on the device."""

@@ -33,10 +33,8 @@ class CpuOffload:
         self._weights, self._state, self._gradients = _Part(), _Part(), _Part()
 
     def to_host(self, weights: bool = True) -> None:
-        """Copies to pinned host memory and frees the device memory; does nothing for what is on the host already.
-
-        The memory stays in torch's allocator, for the role that is loaded next.
-        """
+        """Copies to pinned host memory and frees the device memory; does nothing for what is on the host already."""
+        # The memory stays in torch's allocator, for the role that is loaded next.
         if not self._runner.is_member:
             return
         if weights:

@@ -29,26 +29,18 @@ class Sequences:
     A sequence may have more keys than queries: its queries are then its last tokens.
     """
 
-    lengths: Tensor
-    """(n,) int64 on the CPU, queries of each sequence."""
-    key_lengths: Tensor
-    """(n,) int64 on the CPU, keys of each sequence."""
-    cu_seqlens_q: Tensor
-    """(n + 1,) int32 on the device, where the queries of each sequence begin, and the end."""
-    cu_seqlens_kv: Tensor
-    """(n + 1,) int32 on the device, where the keys of each sequence begin, and the end."""
-    max_seqlen_q: int
-    """Queries of the sequence with the most."""
-    max_seqlen_kv: int
-    """Keys of the sequence with the most."""
+    lengths: Tensor  # (n,) int64 on the CPU, queries of each sequence
+    key_lengths: Tensor  # (n,) int64 on the CPU, keys of each sequence
+    cu_seqlens_q: Tensor  # (n + 1,) int32 on the device, where the queries of each sequence begin, and the end
+    cu_seqlens_kv: Tensor  # (n + 1,) int32 on the device, where the keys of each sequence begin, and the end
+    max_seqlen_q: int  # queries of the sequence with the most
+    max_seqlen_kv: int  # keys of the sequence with the most
 
     @cached_property
     def runs(self) -> list[tuple[int, int, int]]:
-        """(number of sequences, queries, keys) of neighbouring sequences with equally many queries and keys.
-
-        Without a kernel for ragged sequences these are computed together, so that nothing is padded or copied. Queries
-        4 4 2 with keys 4 4 4 are the runs (2, 4, 4), (1, 2, 4).
-        """
+        """(number of sequences, queries, keys) of neighbouring sequences with equally many queries and keys."""
+        # Without a kernel for ragged sequences these are computed together, so that nothing is padded or copied.
+        # Queries 4 4 2 with keys 4 4 4 are the runs (2, 4, 4), (1, 2, 4).
         sizes, counts = torch.stack([self.lengths, self.key_lengths]).unique_consecutive(return_counts=True, dim=1)
         return list(zip(counts.tolist(), *sizes.tolist(), strict=True))
 

@@ -21,8 +21,7 @@ from verl_mg.training.teacher_layers import OutputHead, VocabularyShard
 from verl_mg.training.token_outputs import EVERYTHING, LOGPROBS, TokenOutputs
 
 T = TypeVar("T")
-Report = dict[str, Tensor]
-"""Values that a loss closure reports for a micro-batch."""
+Report = dict[str, Tensor]  # values that a loss closure reports for a micro-batch
 LossClosure = Callable[[MicroBatch[Any], Tensor], tuple[Tensor, Report]]
 """(micro-batch, output of the last stage) -> (scalar to differentiate, report)."""
 

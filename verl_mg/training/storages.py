@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
-Numbers = list[dict[str, int | float]]
-"""Scalars of each parameter group of an optimizer, by name."""
+Numbers = list[dict[str, int | float]]  # scalars of each parameter group of an optimizer, by name
 
 
 def storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:

@@ -10,8 +10,7 @@ from verl_mg.checkpoint.sharded_safetensors import StoredBox
 from verl_mg.sharding.boxes import Box, Shard, box_shape, full_box, intersect, slices, translate_box
 from verl_mg.training.runner import Runner
 
-WEIGHTS = "weights"
-"""Namespace of the weights in a checkpoint."""
+WEIGHTS = "weights"  # namespace of the weights in a checkpoint
 
 
 def weights(runner: Runner) -> Iterator[StoredBox]:

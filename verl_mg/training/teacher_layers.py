@@ -22,15 +22,10 @@ class OutputHead:
     """Output layer of a language model in its directory."""
 
     tensor: str
-    """Name of the tensor (vocab, hidden)."""
-    vocab: int
-    """Number of tokens, padding of the tensor included."""
-    hidden: int
-    """Width of the last hidden states."""
-    softcap: float | None = None
-    """Bound of the logits, see `OutputLayer`."""
-    scale: float = 1.0
-    """Factor of the products of hidden states and weights."""
+    vocab: int  # number of tokens, padding of the tensor included
+    hidden: int  # width of the last hidden states
+    softcap: float | None = None  # bound of the logits, see `OutputLayer`
+    scale: float = 1.0  # factor of the products of hidden states and weights
 
 
 @dataclass(frozen=True)
@@ -40,7 +35,6 @@ class VocabularyShard:
     first: int
     """Id of its first token."""
     rows: int
-    """Number of its tokens."""
     group: dist.ProcessGroup | None
     """Ranks with the other parts; None: the rank has the whole vocabulary."""
 

@@ -26,16 +26,11 @@ from torch import Tensor
 class TokenShard:
     """This rank's part of the token axis of a micro-batch: cp shards, and outside attention each in tp parts."""
 
-    tp: int
-    """Number of tensor-parallel ranks."""
-    cp: int
-    """Number of context-parallel ranks that share the micro-batch."""
-    tp_index: int = 0
-    """This rank's index among the tensor-parallel ranks."""
-    cp_index: int = 0
-    """This rank's index among the ranks that share the micro-batch."""
-    group: dist.ProcessGroup | None = None
-    """Process group of the context-parallel ranks that share the micro-batch."""
+    tp: int  # number of tensor-parallel ranks
+    cp: int  # number of context-parallel ranks that share the micro-batch
+    tp_index: int = 0  # this rank's index among the tensor-parallel ranks
+    cp_index: int = 0  # this rank's index among the ranks that share the micro-batch
+    group: dist.ProcessGroup | None = None  # process group of the context-parallel ranks that share the micro-batch
 
 
 @dataclass(frozen=True)
@@ -45,18 +40,14 @@ class TokenOrder:
     A last sequence without rows, and padding at the end of the others, let the ranks have equally many tokens.
     """
 
-    lengths: Tensor
-    """(n,) int64, packed tokens of each sequence."""
-    places: Tensor
-    """(tokens of the rows,) int64, place of each of them among the T packed tokens."""
-    local: Tensor
-    """(T / cp,) int64, places of this rank's tokens in its order."""
-    zigzag: bool
-    """Whether these are two chunks of each sequence, and not neighbouring tokens."""
+    lengths: Tensor  # (n,) int64, packed tokens of each sequence
+    places: Tensor  # (tokens of the rows,) int64, place of each of them among the T packed tokens
+    local: Tensor  # (T / cp,) int64, places of this rank's tokens in its order
+    zigzag: bool  # whether these are two chunks of each sequence, and not neighbouring tokens
+    # (n,) int64, tokens of each sequence, with those that another one has packed; None for `lengths`.
     key_lengths: Tensor | None = None
-    """(n,) int64, tokens of each sequence, with those that another one has packed; None for `lengths`."""
+    # (sum(key_lengths),) int64, place of each of them; None where each sequence has its own.
     keys: Tensor | None = None
-    """(sum(key_lengths),) int64, place of each of them; None where each sequence has its own."""
 
     @property
     def total(self) -> int:

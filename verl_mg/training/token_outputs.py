@@ -21,7 +21,6 @@ class TeacherDivergence:
     """Divergence of a student from its teachers, over the whole vocabulary or over the teachers' likeliest tokens."""
 
     divergence: Divergence
-    """Divergence of a token."""
     layers: Sequence[OutputLayer] | None = None
     """Output layers of the teachers on this rank, by their numbers in the column TEACHER; [] where the rank scores no
     tokens. None: only the tokens of the column TEACHER_TOP count."""
@@ -37,16 +36,12 @@ class TeacherDivergence:
 class TokenOutputs:
     """Request to a language model: log-probs, or in place of them what a student needs of its teacher."""
 
-    entropy: bool = True
-    """Compute entropies too."""
+    entropy: bool = True  # compute entropies too
+    # Compare with teachers, whose columns the micro-batches have; with entropies.
     teacher: TeacherDivergence | None = None
-    """Compare with teachers, whose columns the micro-batches have; with entropies."""
-    top: int = 0
-    """Number of likeliest tokens, whose log-probs and ids are the output; 0: they are not."""
-    hidden: int = 0
-    """Size of the last hidden states, which are the output; 0: they are not."""
-    dtype: torch.dtype = torch.float32
-    """Data type of the column of the outputs."""
+    top: int = 0  # number of likeliest tokens, whose log-probs and ids are the output; 0: they are not
+    hidden: int = 0  # size of the last hidden states, which are the output; 0: they are not
+    dtype: torch.dtype = torch.float32  # data type of the column of the outputs
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -80,7 +75,5 @@ class TokenOutputs:
         return torch.stack(vocab_parallel_divergence(states, micro.targets, layer, temperature, theirs))
 
 
-LOGPROBS = TokenOutputs(entropy=False)
-"""Only log-probs."""
-EVERYTHING = TokenOutputs()
-"""Log-probs and entropies, which every update reports."""
+LOGPROBS = TokenOutputs(entropy=False)  # only log-probs
+EVERYTHING = TokenOutputs()  # log-probs and entropies, which every update reports

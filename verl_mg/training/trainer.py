@@ -37,11 +37,9 @@ from verl_mg.training.update_guard import NON_FINITE_BUFFERS, UpdateGuard, Verdi
 
 TRAJECTORY_TOKENS = "trajectory_tokens"
 """Sequence column with the number of scored tokens of a row's trajectory, in all micro-batches."""
-LAST_GOOD = "last_good/"
-"""Prefix of the namespaces of the state that a rollback restores."""
+LAST_GOOD = "last_good/"  # prefix of the namespaces of the state that a rollback restores
 
-Steps = Annotated[float, Field(ge=0, lt=2**53)]
-"""Number of optimizer steps, in the moments' floating-point type."""
+Steps = Annotated[float, Field(ge=0, lt=2**53)]  # number of optimizer steps, in the moments' floating-point type
 
 
 class TrainerCounters(ConfigSection):

@@ -23,13 +23,9 @@ class TeacherTokens:
     """Distributions of the tokens that a rank scores, by their teachers' last hidden states."""
 
     divergence: Divergence
-    """Divergence of the student from its teacher."""
-    layers: Sequence[OutputLayer]
-    """Output layer of each teacher, with the rows of the student's shard."""
-    hidden: Tensor
-    """(m, h) last hidden states of the teachers; a narrower teacher has the first numbers."""
-    teachers: Tensor
-    """(m,) int64 number of each token's teacher."""
+    layers: Sequence[OutputLayer]  # output layer of each teacher, with the rows of the student's shard
+    hidden: Tensor  # (m, h) last hidden states of the teachers; a narrower teacher has the first numbers
+    teachers: Tensor  # (m,) int64 number of each token's teacher
 
     def logits(self, chunk: slice, temperature: float) -> Tensor:
         """Computes the teachers' float32 logits (tokens, real_rows) of a chunk, divided by the temperature."""

@@ -21,8 +21,7 @@ from verl_mg.sharding.boxes import Box, Piece, Shard, full_box, slices
 from verl_mg.sharding.shard_map import ExplicitShardMap, ShardMap
 from verl_mg.training.runner import Runner
 
-CHUNK_BYTES = 2**28
-"""Bytes of whole rows that a rank has at a time."""
+CHUNK_BYTES = 2**28  # bytes of whole rows that a rank has at a time
 
 
 def write_weights(runner: Runner, writer: CheckpointWriter) -> None:
@@ -50,10 +49,8 @@ def write_weights(runner: Runner, writer: CheckpointWriter) -> None:
 
 
 def whole_rows(whole: ShardMap, transposed: Collection[str] = ()) -> ExplicitShardMap:
-    """Returns the whole rows that ranks write of the tensors whose columns are distributed over ranks.
-
-    Files have `transposed` tensors with their columns as contiguous rows; these are not among the result.
-    """
+    """Returns the whole rows that ranks write of the tensors whose columns are distributed over ranks."""
+    # Files have `transposed` tensors with their columns as contiguous rows; these are not among the result.
     shards: dict[int, dict[str, Shard]] = defaultdict(dict)
     split = {}
     for name, info in whole.tensors.items():

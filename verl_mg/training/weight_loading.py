@@ -22,8 +22,7 @@ from verl_mg.sharding.boxes import Piece, Shard
 from verl_mg.sharding.model_table import SCORE
 from verl_mg.training.runner import Runner
 
-HEAD_SEED = 1
-"""Seed of a value head that the checkpoint does not contain."""
+HEAD_SEED = 1  # seed of a value head that the checkpoint does not contain
 
 
 def load_directory(
@@ -67,10 +66,8 @@ def _fresh_head(hidden: int) -> dict[str, Tensor]:
 
 @contextmanager
 def _in_one_memory(parameters: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
-    """Context manager: the parameters, or copies in host memory where only some are there, which are written back.
-
-    A message has values of several parameters, and is received in the kind of memory that it was sent from.
-    """
+    """Context manager: the parameters, or copies in host memory where only some are there, which are written back."""
+    # A message has values of several parameters, and is received in the kind of memory that it was sent from.
     if len({tensor.device.type for tensor in parameters.values()}) < 2:
         yield parameters
         return
