@@ -1,8 +1,7 @@
-"""The job of `verl-mg eval`, started by itself or under a launcher.
+"""The job of `verl-mg eval`, started by itself or under a launcher."""
 
-It is a `Job` that does not learn, so that every engine, layout and checkpoint of training is evaluated by the code that
-training runs; the price is that the training backend loads the weights first.
-"""
+# It is a `Job` that does not learn, so that every engine, layout and checkpoint of training is evaluated by the code
+# that training runs; the price is that the training backend loads the weights first.
 
 from __future__ import annotations
 

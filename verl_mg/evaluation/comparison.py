@@ -17,8 +17,8 @@ from verl_mg.config import ConfigSection
 from verl_mg.errors import UserError
 from verl_mg.evaluation.results import StoredEvaluation, interval, table
 
+# Keys of a set's report that two evaluations usually share.
 SETTINGS = ("samples", "sampling", "pass_threshold", "reward")
-"""Keys of a set's report that two evaluations usually share."""
 
 
 class Difference(ConfigSection):

@@ -20,18 +20,16 @@ FOR_TRAINING = {
     "job": ("iterations", "save"),
 }
 """Keys by section that only describe training: a file's values are left out, overrides are not."""
+# Name of the set where `data.test` is a path.
 UNNAMED = "test"
-"""Name of the set where `data.test` is a path."""
 
 
 def evaluation_config(
     target: Target, file: Path | None, sets: Sequence[str], overrides: Sequence[str], output: Path
 ) -> Config:
-    """Returns the configuration of the job that evaluates; the configuration of a run is the base of its evaluation.
-
-    NAME=PATH in `sets` keeps the other keys of the set NAME of the configuration. Without `sets` all of its sets are
-    evaluated.
-    """
+    """Returns the configuration of the job that evaluates; the configuration of a run is the base of its evaluation."""
+    # NAME=PATH in `sets` keeps the other keys of the set NAME of the configuration. Without `sets` all of its sets are
+    # evaluated.
     if target.run and file:
         raise UserError(f"--config {file}: a run has its configuration. Leave it out, and write what differs as a.b=c.")
     origin = target.run / CONFIG if target.run else file

@@ -122,7 +122,8 @@ def metrics_of(scores: Scores) -> dict[str, Metric]:
 
 
 def write_results(folder: Path, report: Report, results: Sequence[SetResults]) -> None:
-    """Writes evaluation.json and prompts.jsonl; the former last, so that it is never without the latter."""
+    """Writes the files evaluation.json and prompts.jsonl."""
+    # evaluation.json is the last one, so that it is never without prompts.jsonl.
     lines = [
         PromptLine(
             set=of_set.evaluated.name,

@@ -16,7 +16,6 @@ class Target:
     """A model directory or name, or a run."""
 
     text: str
-    """Text of the command line."""
     model: Path | None
     """Directory or name of the model; None for the model of the run's configuration, under a checkpoint."""
     run: Path | None = None
@@ -26,11 +25,9 @@ class Target:
 
     @classmethod
     def parse(cls, text: str) -> Target:
-        """Returns the target of a model directory, a name on a hub, RUN or RUN@ITERATION.
-
-        Of a run the exported model is used, or else its checkpoint: `model` or `checkpoints`, and with an iteration
-        `export/000012/model` or `checkpoints/000012`.
-        """
+        """Returns the target of a model directory, a name on a hub, RUN or RUN@ITERATION."""
+        # Of a run the exported model is used, or else its checkpoint: `model` or `checkpoints`, and with an iteration
+        # `export/000012/model` or `checkpoints/000012`.
         folder, _, number = text.rpartition("@")
         run = Path(text)
         iteration = None
@@ -49,10 +46,7 @@ class Target:
         return self.run / "evaluation" / ("final" if self.iteration is None else f"{self.iteration:06d}")
 
     def checkpoint(self) -> Path | None:
-        """Returns the checkpoint whose weights are evaluated, or None for a model; all ranks call it together.
-
-        UserError where the run has no such checkpoint, or it is damaged.
-        """
+        """Returns the checkpoint to evaluate, None for a model; all ranks together. UserError without an intact one."""
         if self.model is not None or self.run is None:
             return None
         before = None if self.iteration is None else self.iteration + 1

@@ -49,18 +49,16 @@ ENGINES: Mapping[str, type[SGLangEngine | VLLMEngine]] = {"sglang": SGLangEngine
 FOLLOWERS = {"sglang": sglang_follower, "vllm": vllm_follower}
 """Functions that start the part of such an engine on a further node."""
 
+# Memory of a device on which only an engine computes that stays for the rank: CUDA's context, chunks in transfer, the
+# buffers of NCCL.
 RANK_BYTES = 6 * 2**30
-"""Memory of a device on which only an engine computes that stays for the rank: CUDA's context, chunks in transfer, the
-buffers of NCCL."""
 END_SECONDS = 60.0
 """Time for an engine to end that a rank has left under another placement."""
 
 
 def num_training_ranks(config: Config, world_size: int) -> int:
-    """Returns how many of the job's ranks, the first ones, hold models: all but the last `rollout.num_ranks`.
-
-    Example: 8 ranks with `rollout.num_ranks` 2: models on ranks 0 to 5, engines on 6 and 7. UserError if none is left.
-    """
+    """Returns how many first ranks hold models: all but the last `rollout.num_ranks`; UserError if none is left."""
+    # 8 ranks with `rollout.num_ranks` 2: models on ranks 0 to 5, engines on 6 and 7.
     num_ranks = 0 if config.rollout.has_servers else config.rollout.num_ranks
     if num_ranks >= world_size:
         raise UserError(

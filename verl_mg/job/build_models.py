@@ -50,14 +50,9 @@ TEACHERS = "teachers"
 
 
 class ModelRoleBuilder:
-    """Builder of model roles; all ranks of the job call its methods together.
+    """Builder of model roles on the first `ranks` ranks of the job; all ranks call its methods together.
 
-    Args:
-        config: configuration of the job.
-        ranks: number of the job's ranks on which models can be placed, from rank 0 on.
-        context: services that the roles of the job share.
-        learns: build optimizers.
-        from_checkpoint: leave what is trained uninitialized until a checkpoint restores it.
+    `learns`: with optimizers. `from_checkpoint`: what is trained is uninitialized until a checkpoint restores it.
     """
 
     def __init__(
@@ -75,10 +70,7 @@ class ModelRoleBuilder:
         return [*(role for role in MODEL_ROLES if role in roles), *local]
 
     def check(self, roles: set[str], remark: str = "") -> None:
-        """Checks the layouts of roles before any process group or model is built; UserError if one does not fit.
-
-        `remark` about the number of ranks is added to the message.
-        """
+        """Checks the layouts of roles before anything is built; UserError, with `remark`, if one does not fit."""
         for role in sorted(self.model_roles(roles)):
             section = self._section(role)
             if section.backend == "fsdp":
@@ -152,11 +144,9 @@ class ModelRoleBuilder:
                 raise UserError(f"{role}.{error}") from None
 
     def build(self, role: str) -> Any:
-        """Returns the role, with the weights of its model directory except those that a checkpoint restores.
-
-        A role with offload leaves the device immediately, so that the next one has the whole of it. One that stays
-        allocates everything that it keeps, so that engines size their cache by the memory that is left.
-        """
+        """Returns the role, with the weights of its model directory except those that a checkpoint restores."""
+        # A role with offload leaves the device immediately, so that the next one has the whole of it. One that stays
+        # allocates everything that it keeps, so that engines size their cache by the memory that is left.
         self._built[role] = built = self._build(role)
         return built
 

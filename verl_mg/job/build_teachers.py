@@ -102,10 +102,8 @@ def remote_teacher(config: Config, name: str, url: str) -> RemoteTeacher:
 
 
 def teacher_numbers(config: Config) -> dict[str, int]:
-    """Returns the number of the teacher of each source of `data.train`; the source of a single file is "".
-
-    Example: sources math, code and chat, teachers a of math and b without sources: {math: 0, code: 1, chat: 1}.
-    """
+    """Returns the number of the teacher of each source of `data.train`; the source of a single file is ""."""
+    # Sources math, code and chat, teachers a of math and b without sources: {math: 0, code: 1, chat: 1}.
     train, teachers = config.data.train, config.teachers
     sources = list(train) if isinstance(train, dict) else [""]
     number_of: dict[str, int] = {}

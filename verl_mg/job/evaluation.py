@@ -28,7 +28,6 @@ class EvaluationSet:
     prompts: int | None
     """Number of prompts, from the beginning of the set; None for all."""
     samples: int
-    """Samples of each prompt."""
     sampling: Mapping[str, Any]
     """Fields of `Sampling` that replace the values of training."""
     ks: tuple[int, ...]
@@ -42,9 +41,7 @@ class SetResults:
     """Results of a set, the same on every rank."""
 
     evaluated: EvaluationSet
-    """The set."""
     prompts: Sequence[Prompt]
-    """Its prompts."""
     results: Sequence[PromptResults]
     """Samples of each prompt, in the order of the prompts."""
 

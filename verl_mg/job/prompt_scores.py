@@ -19,9 +19,7 @@ class PromptResults:
     """Results of all samples of one prompt."""
 
     prompt_id: int
-    """Id of the prompt."""
     rewards: list[float]
-    """Reward of each sample."""
     answers: list[str | None]
     """Key of the final answer of each sample; None where the reward function returned none."""
     parts: dict[str, list[float]] = field(default_factory=dict)

@@ -24,7 +24,6 @@ class Recipe:
     """Contents of a recipe's module."""
 
     name: str
-    """Name of the file without its suffix."""
     config: type[RecipeConfig]
     """Class of the configuration section `algorithm`."""
     roles: Callable[[Any], set[str]]
@@ -77,10 +76,8 @@ def recipe_from_module(module: ModuleType, name: str) -> Recipe:
 
 
 def requested_roles(recipe: Recipe, config: Config) -> set[str]:
-    """Returns the roles that the recipe requests, and those that they need.
-
-    These are the frozen reward model with `reward.from_model`, and the reference where it is a teacher.
-    """
+    """Returns the roles that the recipe requests, and those that they need."""
+    # These are the frozen reward model with `reward.from_model`, and the reference where it is a teacher.
     roles = set(recipe.roles(config.algorithm))
     if unknown := roles - set(ROLES):
         raise UserError(f"recipe {recipe.name}: no role {sorted(unknown)}; there are {', '.join(ROLES)}")

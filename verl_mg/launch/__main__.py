@@ -135,10 +135,8 @@ def _forward_signals(ranks_of_this_node: Callable[[], list[psutil.Process]]) -> 
 
 
 def _follow_the_ranks(folder: str) -> None:
-    """Exits if all ranks have ended and torchrun does not notice, as when it queries a host that is cut off.
-
-    The loop of a thread: looks at the ranks each second, and ends with the process.
-    """
+    """Exits if all ranks have ended and torchrun does not notice, as when it queries a host that is cut off."""
+    # The loop of a thread: looks at the ranks each second, and ends with the process.
     unseen = 0
     while unseen < UNSEEN_SECONDS:
         time.sleep(1)

@@ -84,11 +84,9 @@ class RankAgent(LocalElasticAgent):
         return pids
 
     def _end_others(self, pids: list[int]) -> None:
-        """Ends all ranks soon after the first that ends before its program is complete.
-
-        The loop of a thread: consumes the ends of ranks, and ends itself after the last one or the first early one.
-        torch's own loop would send SIGTERM, at which ranks try to write a checkpoint without the lost one.
-        """
+        """Ends all ranks soon after the first that ends before its program is complete."""
+        # The loop of a thread: consumes the ends of ranks, and ends itself after the last one or the first early one.
+        # torch's own loop would send SIGTERM, at which ranks try to write a checkpoint without the lost one.
         # A descriptor of a process is readable when it has ended, and leaves its exit code to torch.
         ends = select.poll()
         alive: dict[int, int] = {}

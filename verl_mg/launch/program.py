@@ -19,7 +19,6 @@ from verl_mg import device
 from verl_mg.distributed.launcher import Launcher
 
 IMPORTED = ("verl_mg.cli", "verl_mg.run.main", "verl_mg.run.loop", "verl_mg.api")
-"""Modules of a job."""
 
 
 def start_server() -> bool:

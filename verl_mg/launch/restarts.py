@@ -24,10 +24,8 @@ class RestartPolicy:
         self._num_same = 0
 
     def pause(self, exit_code: int, iteration: int) -> float | None:
-        """Returns the seconds to wait before a restart; None where the job ends. A negative code is minus a signal.
-
-        Invalid input stays invalid, and a failure that comes again in the same iteration has a cause in the job.
-        """
+        """Returns the seconds to wait before a restart; None where the job ends. A negative code is minus a signal."""
+        # Invalid input stays invalid, and a failure that comes again in the same iteration has a cause in the job.
         if exit_code == EXIT_CODE:
             return None
         failure = exit_code, iteration

@@ -29,7 +29,6 @@ from verl_mg.jsonl import read_lines
 POST_SECONDS = 10.0
 """Time limit of a request to the URL of an alarm."""
 POST_ATTEMPTS = 3
-"""Number of attempts to deliver an alarm."""
 PAUSE_SECONDS = 1.0
 """Pause between two attempts."""
 EVALUATION = "eval/"

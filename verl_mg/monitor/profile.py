@@ -43,10 +43,8 @@ class Profile:
         self._timer.take()
 
     def table(self, exact: bool = True) -> str:
-        """Returns the table of phases over all ranks, "" where no iteration was done; collective.
-
-        Without `exact`, where the timer does not synchronize phases, the table says so.
-        """
+        """Returns the table of phases over all ranks, "" where no iteration was done; collective."""
+        # Without `exact`, where the timer does not synchronize phases, the table says so.
         counted = self._iterations - WARMUP_ITERATIONS if self._iterations > WARMUP_ITERATIONS else self._iterations
         ranks = all_gather_json({phase: value / counted for phase, value in self._sums.items()})
         if not any(ranks):
@@ -55,10 +53,8 @@ class Profile:
 
 
 def format_table(ranks: list[Mapping[str, float]]) -> str:
-    """Formats a table of phases, by the mean seconds per iteration of each rank.
-
-    The means add up to the iteration, since every wait is a phase too.
-    """
+    """Formats a table of phases, by the mean seconds per iteration of each rank."""
+    # The means add up to the iteration, since every wait is a phase too.
     columns = {phase: [rank.get(phase, 0.0) for rank in ranks] for phase in {phase for rank in ranks for phase in rank}}
     means = {phase: sum(column) / len(ranks) for phase, column in columns.items()}
     total = sum(means.values())
@@ -80,13 +76,13 @@ def format_table(ranks: list[Mapping[str, float]]) -> str:
 
 
 class Timeline:
-    """Writes the phases of this rank, one line of JSON per iteration.
+    """Writes the phases of this rank, one line of JSON per iteration; lines from `first_step` on are removed.
 
     A line is `{"iteration": 3, "start": 1763772193.4, "spans": [["generate", 0.0, 1.25], ...]}`. `start` is in Unix
-    seconds; begin and end of a span are in seconds after it. An iteration starts where the line of the previous one
-    was written, so evaluation and logging belong to it. A disk error ends the timeline but not the run. Lines from
-    `first_step` on, of a run that was killed after its last checkpoint, are removed.
+    seconds; begin and end of a span are in seconds after it. A disk error ends the timeline but not the run.
     """
+
+    # An iteration starts where the line of the previous one was written, so evaluation and logging belong to it.
 
     def __init__(self, folder: str | Path, rank: int, timer: PhaseTimer, first_step: int | None = None) -> None:
         self._path, self._timer, self._failed = Path(folder) / f"rank-{rank}.jsonl", timer, False

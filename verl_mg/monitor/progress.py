@@ -13,8 +13,8 @@ METRICS = "metrics.jsonl"
 Line = Mapping[str, float | None]
 """Metrics of one step."""
 
+# Number of latest iterations in the estimate: response lengths change while a policy learns.
 WINDOW = 10
-"""Number of latest iterations in the estimate: response lengths change while a policy learns."""
 
 
 class EtaEstimator:

@@ -49,9 +49,7 @@ class Gauge:
     name: str
     """Name, as `metric_name` returns it."""
     help: str
-    """Description in one line."""
     value: float
-    """The value."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """Labels in addition to the labels that all metrics have."""
 
@@ -83,10 +81,9 @@ def exposition(gauges: Iterable[Gauge], common: Mapping[str, str]) -> str:
 
 
 class PrometheusEndpoint:
-    """Context manager that serves the endpoint from a thread of rank 0, if the configuration has a port.
+    """Context manager that serves the endpoint from a thread of rank 0, if the configuration has a port."""
 
-    It is a tracker too: the metrics of the latest iterations are served, each with its last value.
-    """
+    # It is a tracker too: the metrics of the latest iterations are served, each with its last value.
 
     def __init__(self, config: Config, recipe: str, status: StatusFile, world: World) -> None:
         self._host, self._port = config.tracking.prometheus_host, config.tracking.prometheus_port

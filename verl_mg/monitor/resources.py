@@ -11,8 +11,8 @@ import torch
 
 from verl_mg import device
 
+# Interval between two samples. The driver averages the use of a GPU over up to a second itself.
 SAMPLE_SECONDS = 1.0
-"""Interval between two samples. The driver averages the use of a GPU over up to a second itself."""
 GIB = 2.0**30
 HOST_MEMORY, GPU_MEMORY, GPU_UTILIZATION = "host_memory_gib", "gpu_memory_gib", "gpu_utilization"
 
@@ -35,10 +35,8 @@ class ResourceSampler:
         self._thread.start()
 
     def take(self) -> dict[str, float]:
-        """Returns the largest memory and the mean use of the GPU since the last call.
-
-        Values of the GPU are missing on the CPU, and without the package nvidia-ml-py.
-        """
+        """Returns the largest memory and the mean use of the GPU since the last call."""
+        # Values of the GPU are missing on the CPU, and without the package nvidia-ml-py.
         # An iteration that is shorter than the interval has no sample yet.
         with self._lock:
             samples, self._samples = self._samples or [self._sample()], []
@@ -70,10 +68,8 @@ class ResourceSampler:
 
 
 def over_ranks(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Returns the metrics `time/NAME/min`, `mean` and `max` of measurements.
-
-    They begin with `time/`, as all metrics that differ between equal runs.
-    """
+    """Returns the metrics `time/NAME/min`, `mean` and `max` of measurements."""
+    # They begin with `time/`, as all metrics that differ between equal runs.
     metrics: dict[str, float] = {}
     for name in dict.fromkeys(name for report in reports for name in report):
         values = [report[name] for report in reports if name in report]

@@ -55,10 +55,8 @@ def check_monitoring(config: Config, ranks: int) -> None:
 class RunLogger:
     """Writes the metrics, samples, timelines and profiles of a job. Every rank has one; rank 0 writes shared files.
 
-    Entries of an earlier start from iteration `first` on are removed.
-
-    Attributes:
-        stop_reason: on rank 0, the alarm for which the run must stop; "" where there is none.
+    Entries of an earlier start from iteration `first` on are removed. On rank 0 `stop_reason` is the alarm for which
+    the run must stop; "" where there is none.
     """
 
     def __init__(self, recipe: str, job: Job, status: StatusFile, first: int, endpoint: Tracker) -> None:

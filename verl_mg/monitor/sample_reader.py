@@ -134,10 +134,8 @@ class SampleReader:
             raise _unreadable(path, error) from None
 
     def _local_groups(self, iteration: int, num_files: int, call: int) -> list[int]:
-        """Returns this rank's share of a call's groups, whose numbers are the ids of their first samples.
-
-        Groups 0 4 8 12 16 on two ranks: 0 4, and 8 12 16.
-        """
+        """Returns this rank's share of a call's groups, whose numbers are the ids of their first samples."""
+        # Groups 0 4 8 12 16 on two ranks: 0 4, and 8 12 16.
         folder = iteration_folder(self._folder, iteration)
         numbers: set[int] = set()
         for rank in range(num_files):

@@ -29,7 +29,6 @@ from torch import Tensor
 from verl_mg.batch import Batch, ColumnKind
 
 SAMPLES = "samples"
-"""Folder of the samples, in the folder of a run."""
 NUMBERS = {
     **dict.fromkeys(("trajectory", "sample_id", "group", "prompt_id", "policy_version"), pa.int64()),
     "reward": pa.float32(),
@@ -65,7 +64,6 @@ class ColumnSchema:
     kind: int
     """Unit of an entry (token, sequence, ...), a `ColumnKind`."""
     dtype: str
-    """Name of its type in torch."""
     rest: tuple[int, ...]
     """Its dimensions after the first."""
 
@@ -75,11 +73,9 @@ class FileMetadata:
     """Facts about the samples that the columns of a file do not show."""
 
     recipe: str
-    """Name of the recipe."""
     model: str
     """`fingerprint` of the initial model."""
     ranks: int
-    """Number of ranks of the job."""
     rows: int = 0
     """Rows of the iteration on this rank, recorded or not."""
     calls: tuple[Mapping[str, ColumnSchema], ...] = ()

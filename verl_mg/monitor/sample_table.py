@@ -23,9 +23,7 @@ class SampleTable:
     """Table with a row per sample."""
 
     columns: tuple[str, ...]
-    """Names of the columns."""
     rows: list[list[Cell]]
-    """Values of each sample, by column."""
 
 
 def sample_table(

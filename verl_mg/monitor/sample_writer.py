@@ -54,10 +54,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# Rows that are converted at a time: they bound the memory, and are what a reader skips in one step.
 ROWS_PER_TABLE = 64
-"""Rows that are converted at a time: they bound the memory, and are what a reader skips in one step."""
+# SentencePiece's character for a space, which decoding would drop at the begin of a text.
 SENTENCEPIECE_SPACE = "\u2581"
-"""SentencePiece's character for a space, which decoding would drop at the begin of a text."""
 _OTHER = "other."
 _STANDARD = {*NUMBERS, *TOKENS, *NOT_RECORDED, "iteration", "call"}
 

@@ -46,28 +46,20 @@ NOT_FINISHED = 3
 
 @dataclass(frozen=True)
 class Status:
-    """Contents of the status file."""
+    """Contents of the status file; `host` and `pid` are of rank 0, `started` and `updated` in Unix seconds."""
 
     recipe: str
-    """Name of the recipe."""
     state: State
     """State of the run; "left": it ended before its last iteration and can be resumed."""
     iteration: int
     """The last iteration done."""
     iterations: int
-    """Number of iterations."""
     phase: str
-    """Current phase."""
     started: float
-    """Start, in Unix seconds."""
     updated: float
-    """Last write, in Unix seconds."""
     host: str
-    """Host of rank 0."""
     pid: int
-    """Process id of rank 0."""
     ranks: int
-    """Number of ranks."""
     tokens_per_second: float | None
     """Throughput of the last iteration."""
     eta_seconds: float | None
@@ -79,11 +71,10 @@ class Status:
 
 
 class StatusFile:
-    """Context manager that keeps the file up to date from a thread.
+    """Context manager that keeps the file up to date from a thread; only rank 0 writes."""
 
-    A run that ends with an exception has failed; otherwise it has finished, unless it `left`. If the disk is full the
-    file remains unchanged. Only rank 0 writes.
-    """
+    # A run that ends with an exception has failed; otherwise it has finished, unless it `left`. If the disk is full the
+    # file remains unchanged.
 
     def __init__(self, folder: Path, recipe: str, iterations: int, rank: int, ranks: int) -> None:
         self._path, self._recipe, self._iterations, self._ranks = folder / STATUS, recipe, iterations, ranks

@@ -82,11 +82,9 @@ class Throughput:
     def iteration(
         self, produced: Sequence[Batch], seconds: float, measured: Mapping[str, float] | None = None
     ) -> dict[str, float]:
-        """Computes the rates of the iteration that ends now; collective.
-
-        Tokens are prompt and response tokens of `produced`, this rank's rows; without any, as in SFT, the trained
-        tokens. `time/mfu` is less than the MFU of an update: the seconds include generation, the FLOPs do not.
-        """
+        """Computes the rates of the iteration that ends now, from this rank's rows `produced`; collective."""
+        # Tokens are prompt and response tokens; without rows, as in SFT, the trained tokens. `time/mfu` is less than
+        # the MFU of an update: the seconds include generation, the FLOPs do not.
         # `measured` is sent with the counts, so that it costs no further collective.
         tokens = float(sum(map(_distinct_tokens, produced)))
         counts = {"tokens": tokens, "trained": self._trained_tokens, "flops": self._flops}

@@ -109,11 +109,8 @@ class AsyncRollout(RolloutSource):
         )
 
     def generate(self, prompts: Sequence[Prompt], num_samples: int = 1) -> Batch:
-        """Returns as many groups as prompts, the complete ones with the oldest tokens; different rows on each rank.
-
-        They have the columns of `Rollout.generate`; tokens that are too old are not in `loss_mask`. UserError if
-        `prompts` are not the ones that were submitted in advance.
-        """
+        """Returns as many groups as prompts, by their oldest tokens; UserError for prompts not submitted in advance."""
+        # The batch has the columns of `Rollout.generate`; tokens that are too old are not in `loss_mask`.
         self._context.executor.require_outside_block("rollout.generate")
         # Prompts of later calls too, before this call waits: engines must not run out of work at its end.
         self._submit(prompts, num_samples)
@@ -336,7 +333,6 @@ class AsyncRollout(RolloutSource):
         self._admit(self._feed.draw_extra(len(groups)))
 
     def _assemble(self, groups: Sequence[PendingGroup]) -> GeneratedRows:
-        """Returns this rank's rows of groups, whose samples leave the buffer."""
         ids = [i for group in groups for i in group.ids]
         completed = self._stream.take(ids)
         completed |= {i: sample for i, sample in self._loaded.items() if i in set(ids)}
@@ -351,7 +347,6 @@ class AsyncRollout(RolloutSource):
         return rows
 
     def _remove(self, ids: Sequence[int], *, discard_scores: bool = True) -> None:
-        """Forgets samples that were returned or dropped."""
         scores = [self._score_ids.pop(i) for i in ids if i in self._score_ids]
         if self._reward and discard_scores:
             self._reward.discard(scores)

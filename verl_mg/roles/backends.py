@@ -17,7 +17,6 @@ from verl_mg.training.runner import Runner
 from verl_mg.training.trainer import Trainer
 
 Groups = ParallelGroups | MeshGroups
-"""Process groups of a placement, of one of the backends."""
 
 
 def build_runner(
@@ -34,9 +33,9 @@ def build_runner(
     """Builds the model of a role and loads its weights; a collective of all ranks of the job.
 
     `trained`: the weights, or adapters to them, are trained. `keeps_multi_token`: the layer of multi-token prediction
-    is loaded too, which modules of `transformers` do not have. `options` go to both backends. UserError if the model
-    cannot be read, or does not fit the layout.
+    is loaded too. UserError if the model cannot be read, or does not fit the layout.
     """
+    # Modules of `transformers` do not have the layer of multi-token prediction.
     if isinstance(groups, MeshGroups):
         return ModuleRunner(model_dir, groups, trained=trained, options=fsdp, **options)
     return ModelRunner(

@@ -98,11 +98,7 @@ class _Call:
 
 
 class RoleExecutor:
-    """Runs the role calls of this rank. All ranks make the same calls in the same order.
-
-    Args:
-        timer: phase timer of the job; the phases are `role_compute` and `row_dispatch`.
-    """
+    """Runs the role calls of this rank, the same on all ranks; phases of the timer: `role_compute`, `row_dispatch`."""
 
     def __init__(self, timer: PhaseTimer) -> None:
         self._timer = timer
@@ -124,10 +120,8 @@ class RoleExecutor:
         self._run(queue)
 
     def once(self, key: object, compute: Callable[[], Result]) -> Result:
-        """Returns `compute()`; inside a `concurrent_roles` block the result of the first call with an equal key.
-
-        `compute` may be a collective, so keys that are equal on one rank must be equal on all.
-        """
+        """Returns `compute()`; inside a `concurrent_roles` block the result of the first call with an equal key."""
+        # `compute` may be a collective, so keys that are equal on one rank must be equal on all.
         results: list[Result] = [result for known, result in self._shared if known == key]
         if results:
             return results[0]

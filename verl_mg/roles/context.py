@@ -1,5 +1,3 @@
-"""`JobContext`: the services that all roles and engines of a job share."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -19,19 +17,15 @@ class JobContext:
     """Constructor argument of every role, engine group and rollout of a job on this rank."""
 
     timer: PhaseTimer
-    """Seconds of this rank by phase."""
     store: Store
-    """Key-value store that all ranks of the job share."""
     offload: OffloadManager
     """Decides which role or engine occupies the memory of this rank's device."""
     executor: RoleExecutor
-    """Runs the role calls of a recipe, immediately or at the end of a `concurrent_roles` block."""
     rows: RowIndexer
     """Indexes the rows of each batch once, whatever the number of role calls."""
     directories: ModelDirectories
     """Model directories whose headers are read once, whatever the number of roles that load them."""
     process_groups: ProcessGroups
-    """Process groups, shared by placements with the same ranks."""
 
     @classmethod
     def create(cls, store: Store, timer: PhaseTimer | None = None) -> JobContext:

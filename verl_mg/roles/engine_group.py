@@ -103,10 +103,7 @@ class InFlightEngineGroup(EngineGroup):
     """Engines that are separate from training: their weights can be updated with requests in flight."""
 
     def update_weights_in_flight(self, actor: Actor) -> dict[str, float]:
-        """Transfers the weights between two tokens of the requests in flight, which continue under them.
-
-        Returns bytes and seconds as metrics.
-        """
+        """Transfers the weights between two tokens of the requests in flight, which continue; returns metrics."""
         started = time.perf_counter()
         self.pause_generation()
         report = self.update_weights(actor)

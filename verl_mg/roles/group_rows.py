@@ -46,10 +46,8 @@ def group_rows(
 
 
 def distribute_rows(generated: GeneratedRows, groups: Sequence[PendingGroup], rows: RowIndexer) -> GeneratedRows:
-    """Returns this rank's share of the rows of all ranks: whole groups, with about equally many rows on each rank.
-
-    Group statistics and sums over trajectories then need no communication. Groups are in the order of their ids.
-    """
+    """Returns this rank's share of all rows: whole groups in the order of their ids, about equally many rows."""
+    # Group statistics and sums over trajectories then need no communication.
     index = rows.index(generated.batch)
     shares = _shares(index.trajectories, [group.ids.start for group in groups], dist.get_world_size())
     mine = gather_rows(generated.batch, index, shares)
@@ -62,10 +60,8 @@ def distribute_rows(generated: GeneratedRows, groups: Sequence[PendingGroup], ro
 
 
 def _shares(trajectories: Sequence[int], groups: Sequence[int], count: int) -> list[range]:
-    """Returns ranges of rows, each of whole groups, that end where a group ends nearest to an equal share of the rows.
-
-    Example: groups 0, 2 and 4 with 2, 3 and 2 rows on 2 ranks: rows 0 to 1, and 2 to 6. A rank may get none.
-    """
+    """Returns ranges of rows, each of whole groups, that end at the group's end nearest to an equal share."""
+    # Groups 0, 2 and 4 with 2, 3 and 2 rows on 2 ranks: rows 0 to 1, and 2 to 6. A rank may get none.
     sizes = Counter(bisect_right(groups, trajectory) - 1 for trajectory in trajectories)
     ends = [0, *accumulate(sizes[group] for group in range(len(groups)))]
     # A group belongs to the share in which its middle is; integers, scaled by 2 * count, are exact on every rank.

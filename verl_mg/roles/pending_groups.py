@@ -69,16 +69,12 @@ class RolloutState(ConfigSection):
 
 @dataclass(frozen=True)
 class PendingGroup:
-    """A prompt, the ids of its samples, and which of them earlier calls generated, on whatever rank."""
+    """A prompt, the ids of its samples, and which of them earlier calls completed (`done`) or aborted (`partial`)."""
 
     prompt: Prompt
-    """The prompt of all samples."""
     ids: range
-    """Ids of all samples of the group."""
     done: frozenset[int] = frozenset()
-    """Ids of complete samples."""
     partial: frozenset[int] = frozenset()
-    """Ids of samples that were aborted, to be resumed."""
 
     @property
     def missing(self) -> Group:
@@ -145,10 +141,8 @@ class GenerationCall:
         return {i: group.prompt for group in self.groups for i in group.ids}
 
     def select(self, completion_orders: Iterable[dict[int, int]]) -> list[int]:
-        """Returns the sorted indices of the groups that the call returns, from the completion orders of all ranks.
-
-        The orders number the groups of the work queue, which are the incomplete ones.
-        """
+        """Returns the sorted indices of the groups that the call returns, from all ranks' completion orders."""
+        # The orders number the groups of the work queue, which are the incomplete ones.
         incomplete, missing = self.incomplete, self.num_groups_needed - len(self.complete)
         completed = [incomplete[g] for g in first_complete_groups(completion_orders, missing)]
         return sorted([*self.complete, *completed][: self.num_groups_needed])
@@ -189,9 +183,8 @@ class PendingGroups:
         return replace(call, groups=call.groups[:num_admitted])
 
     def new_evaluation_call(self, prompts: Sequence[Prompt], num_samples: int) -> GenerationCall:
-        """Returns a call of new groups whose sample ids are used again by the next call, so that evaluations do not
-        change the samples of training.
-        """
+        """Returns a call of new groups; the next call uses their sample ids again."""
+        # Evaluations then do not change the samples of training.
         return GenerationCall(self._new_groups(prompts, num_samples)[0], len(prompts))
 
     def add_results(self, completed: Mapping[int, Sample], aborted: Mapping[int, Sample]) -> None:

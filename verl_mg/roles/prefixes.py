@@ -14,16 +14,13 @@ from verl_mg.training.microbatch import ROUTED_EXPERTS, SHARED_TOKENS, SHARED_WI
 from verl_mg.training.runner import Runner
 
 PREFIX_COLUMNS = ("prefix_of", "prefix_length")
-"""Columns of the prefixes that rows share."""
 
 
 def can_share_prefixes(runner: Runner, columns: Container[str]) -> bool:
-    """Returns whether shared prefixes are computed once; otherwise every row is computed whole.
-
-    Not with prescribed experts, which may differ between rows for the same token. Not where context-parallel ranks
-    exchange keys and values, as each of them has two chunks of a sequence; nor where the number of these ranks depends
-    on the length of a row.
-    """
+    """Returns whether shared prefixes are computed once; otherwise every row is computed whole."""
+    # Prescribed experts may differ between rows for the same token. Context-parallel ranks that exchange keys and
+    # values have two chunks of a sequence each; other context-parallel ranks may share a row in numbers that depend on
+    # its length.
     if not all(name in columns for name in PREFIX_COLUMNS):
         return False
     prescribed = ROUTED_EXPERTS in columns and runner.table.config.experts is not None
@@ -46,11 +43,9 @@ def gather_links(batch: Batch, index: RowIndex) -> PrefixLinks:
 
 
 def mark_shared(rows: Batch, numbers: Sequence[int], shared: Shared) -> Batch:
-    """Adds the columns of rows that share their first tokens, see `microbatch`, where there are such rows.
-
-    `numbers` are the rows' numbers in the index. Example: rows 4 and 7, where `shared` has {7: (4, 10)}: SHARED_WITH is
-    [0, 0] and SHARED_TOKENS [0, 10], so row 7 computes its first 10 tokens with row 4.
-    """
+    """Adds the columns of rows that share their first tokens, see `microbatch`; `numbers` are those in the index."""
+    # Rows 4 and 7, where `shared` has {7: (4, 10)}: SHARED_WITH is [0, 0] and SHARED_TOKENS [0, 10], so row 7 computes
+    # its first 10 tokens with row 4.
     if any(number in shared for number in numbers):
         place = {number: row for row, number in enumerate(numbers)}
         sources = [shared.get(number, (number, 0)) for number in numbers]

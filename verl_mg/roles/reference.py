@@ -1,5 +1,3 @@
-"""`Reference`: the frozen policy, which can take the weights of the actor again and again."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -22,10 +20,7 @@ class Reference(Policy):
     """Frozen policy that starts as its model directory, and becomes the actor of a later iteration on request.
 
     Resetting the reference lets a policy move on where the penalty would hold it (ProRL, arXiv:2505.24864, section
-    2.3). The weights are moved as in a weight sync, from the layout of the actor into that of the reference.
-
-    Attributes:
-        is_refreshed: whether the weights may differ from the model directory; checkpoints then contain them.
+    2.3). Where `is_refreshed`, the weights may differ from the model directory; checkpoints then contain them.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:

@@ -32,8 +32,8 @@ from verl_mg.rollout.sglang.servers.pool_member import LOST_SECONDS
 from verl_mg.rollout.sglang.servers.remote_engine import RemoteEngine
 from verl_mg.sharding.model_table import ModelTable
 
+# Most ranks that lead servers of `rollout.urls_file`: each leader reads the counters of the work queue repeatedly.
 MAX_LEADERS = 64
-"""Most ranks that lead servers of `rollout.urls_file`: each leader reads the counters of the work queue repeatedly."""
 RETRY_SECONDS = 0.5
 """Pause between two attempts to find a server for the weights."""
 
@@ -41,11 +41,10 @@ log = logging.getLogger(__name__)
 
 
 class RemoteEngineGroup(InFlightEngineGroup):
-    """SGLang servers that were started outside the job; each rank that leads servers has them in a pool.
+    """SGLang servers that were started outside the job; each rank that leads servers has them in a pool."""
 
-    The loss of a server is not the death of an engine: the pool gives its samples to others. A server that responds
-    again, or a new one, is announced as restarted, and all ranks transfer the weights to it.
-    """
+    # The loss of a server is not the death of an engine: the pool gives its samples to others. A server that responds
+    # again, or a new one, is announced as restarted, and all ranks transfer the weights to it.
 
     rows_are_local, disjoint = False, True
 
@@ -71,10 +70,7 @@ class RemoteEngineGroup(InFlightEngineGroup):
         monitor.start()
 
     def update_weights(self, actor: Actor) -> dict[str, float]:
-        """Transfers the weights to all servers, except servers that are lost meanwhile.
-
-        UserError if no server responds for LOST_SECONDS.
-        """
+        """Transfers the weights to all servers but those lost meanwhile; UserError if none responds in LOST_SECONDS."""
         self._actor, self.version = actor, actor.num_updates
         self._offload.load_exclusively(actor.cpu_offload, training=False)
         started = time.monotonic()

@@ -1,5 +1,3 @@
-"""`RemoteTeacher`: a teacher on a server outside the job, which each rank asks about its own rows."""
-
 from __future__ import annotations
 
 import asyncio
@@ -15,12 +13,7 @@ from verl_mg.training.token_outputs import LOGPROBS, TokenOutputs
 
 
 class RemoteTeacher:
-    """Teacher whose log-probs a server computes.
-
-    Args:
-        server: client of the server.
-        parallel: requests of this rank at the same time.
-    """
+    """Teacher on a server outside the job, which each rank asks about its rows, `parallel` requests at a time."""
 
     def __init__(self, server: ScoringServer, parallel: int) -> None:
         self._server, self._parallel = server, parallel

@@ -87,11 +87,9 @@ class RewardRole:
         return {f"reward/weight/{name}": weight for name, weight in mixture.weights.items()}
 
     def submit(self, prompt: Prompt, sample: GeneratedSample) -> int:
-        """Starts to score a complete sample of this rank's engine, from any thread; returns the number of the score.
-
-        An agent's own reward is the reward of its sample, and no reward function is called. Where it has none, reward
-        functions score its final reply, see `final_reply`.
-        """
+        """Starts to score a complete sample of this rank's engine, from any thread; returns the number of the score."""
+        # An agent's own reward is the reward of its sample, and no reward function is called. Where it has none, reward
+        # functions score its final reply, see `final_reply`.
         truncated = sample.finish != "stop"
         if sample.trajectory is not None:
             truncated |= any(segment.truncated for segment in sample.trajectory.segments)
@@ -147,10 +145,7 @@ class RewardRole:
         return self._model is None
 
     def poll(self, score_id: int) -> float | None:
-        """Returns a score of this rank, or None while it is computed; from any thread.
-
-        UserError if a reward function failed.
-        """
+        """Returns a score of this rank, None while it is computed; from any thread. UserError if a function failed."""
         is_agents = score_id in self._agent_rewards
         if not is_agents and self._scorer is not None and not self._scorer.is_scored(score_id):
             return None
@@ -244,10 +239,7 @@ def scoring_reward(reward: RewardRole | None) -> RewardRole:
 
 
 def row_to_sample(batch: Batch, row: int, prompts: PromptFeed, tokenizer: PreTrainedTokenizerBase) -> Sample:
-    """Returns a row as text, as a reward function and a reader of recorded samples see it.
-
-    The batch needs the columns tokens, prompt_id, prompt_length and truncated.
-    """
+    """Returns a row as text; the batch needs the columns tokens, prompt_id, prompt_length and truncated."""
     prompt = prompts.by_id(int(batch["prompt_id"][row]))
     response = batch.row("tokens", row)[int(batch["prompt_length"][row]) :]
     return _to_sample(prompt, response.tolist(), bool(batch["truncated"][row]), tokenizer)

@@ -135,10 +135,8 @@ class Role:
     def prepare(
         self, batch: Batch, call: str, outputs: TokenOutputs = LOGPROBS, mask: Tensor | None = None
     ) -> ForwardPass:
-        """Transfers rows to the ranks of the model and returns the two parts of a forward pass over them.
-
-        The rows are sent here, not in `work`, in which the ranks of other roles take no part.
-        """
+        """Transfers rows to the ranks of the model and returns the two parts of a forward pass over them."""
+        # The rows are sent here, not in `work`, in which the ranks of other roles take no part.
         self._context.offload.release_engines()  # on all ranks: engines of several ranks have a barrier there
         with self._context.timer("row_dispatch"):
             # Other columns need not travel; and calls that depend on the same columns share the transfer.
@@ -205,10 +203,8 @@ class Role:
         plan, shared = plan_units(tokens, costs, layout.dp, layout.cp, budget), Shared()
 
         def in_order(micro: Sequence[int]) -> list[int]:
-            """Returns the rows of a micro-batch, rows with equally many computed and shared tokens as neighbours.
-
-            Attention by matrices computes such neighbours together, see `training.packed_attention`.
-            """
+            """Returns the rows of a micro-batch, rows with equally many computed and shared tokens as neighbours."""
+            # Attention by matrices computes such neighbours together, see `training.packed_attention`.
             rows = [row for unit in micro for row in units[unit].rows]
             if links:
                 shared.update(SharingRows.of(links, sorted(rows)).shared)
@@ -235,10 +231,9 @@ class Role:
     def gather_micro_batches(self, batch: Batch, index: RowIndex, plans: Sequence[MicroBatchPlan]) -> list[list[Batch]]:
         """Transfers the rows of plans to the ranks that compute them, in one exchange; all ranks call it together.
 
-        Roles of a concurrent block that have the same layout, such as actor and reference, share what is received.
-        Each row is in one plan. The result has this rank's micro-batches of each plan, with the columns that its
-        pipeline stage reads.
+        Each row is in one plan. The result has this rank's micro-batches of each plan, with the columns of its stage.
         """
+        # Roles of a concurrent block that have the same layout, such as actor and reference, share what is received.
         check_routed_experts(batch, self.runner.table.config)
         key = (Fingerprint(batch, batch.names()), self.runner.placement, self.runner.table.config, plans)
         return self._context.executor.once(key, lambda: self._gather(batch, index, plans))
@@ -269,11 +264,9 @@ class Role:
 
 
 def columns_needed(schema: Mapping[str, ColumnSchema], stage: Stage, model: HFConfig) -> list[ColumnPart]:
-    """Returns what the ranks of a pipeline stage read of the columns of a batch.
-
-    The first stage embeds the tokens. The last one scores them and computes the loss, from any column. Each stage
-    replays the routing of its layers. The lengths of the rows are known to every rank.
-    """
+    """Returns what the ranks of a pipeline stage read of the columns of a batch."""
+    # The first stage embeds the tokens. The last one scores them and computes the loss, from any column. Each stage
+    # replays the routing of its layers. The lengths of the rows are known to every rank.
     whole = schema.keys() - {ROUTED_EXPERTS} if stage.is_last else {"tokens"} if stage.is_first else set()
     parts = [ColumnPart(name) for name in sorted(whole)]
     if ROUTED_EXPERTS in schema and (layers := replayed_layers(model, stage)):

@@ -56,8 +56,6 @@ MakeQueue = Callable[[Store, str, Sequence[Group], int], WorkQueue]
 
 @dataclass(frozen=True)
 class _InFlight:
-    """A generation call that was started on this rank."""
-
     call: GenerationCall
     queue: WorkQueue
     loop: EngineLoop
@@ -156,11 +154,9 @@ class Rollout(RolloutSource):
         return rows.batch
 
     def generate_filtered(self, num_groups: int, num_samples: int, keep: GroupFilter, max_groups: int) -> Batch:
-        """Returns groups that a filter keeps; each is filtered as soon as it is scored, while others are generated.
-
-        Without extra prompts these are the first such groups in the order of the prompts, whatever the speed of
-        engines.
-        """
+        """Returns groups that a filter keeps; each is filtered as soon as it is scored, while others are generated."""
+        # Without extra prompts these are the first such groups in the order of the prompts, whatever the speed of
+        # engines.
         self._context.executor.require_outside_block("rollout.generate_filtered")
         reward = scoring_reward(self._reward)
         if self._prefetch:
@@ -201,10 +197,7 @@ class Rollout(RolloutSource):
         return self.generate_for_eval(prompts, 1, temperature=0.0)
 
     def generate_for_eval(self, prompts: Sequence[Prompt], num_samples: int, **sampling: Any) -> Batch:
-        """Waits for the samples in flight, then returns other ones with the columns of `generate`.
-
-        An evaluation changes neither the ids nor the seeds of training samples.
-        """
+        """Waits for the samples in flight, then returns others; changes no ids and no seeds of training samples."""
         self._context.executor.require_outside_block("rollout.generate_for_eval")
         if self._in_flight:
             self._ready = self._wait_in_flight()
@@ -406,10 +399,8 @@ class Rollout(RolloutSource):
         } | count_metrics(report["counts"] for report in reports)
 
     def _assemble(self, groups: Sequence[PendingGroup], fresh_only: bool) -> GeneratedRows:
-        """Returns this rank's rows of groups, each sent by the rank that generated it.
-
-        `fresh_only`: all groups of the call are returned, and none was started in an earlier call.
-        """
+        """Returns this rank's rows of groups, each sent by the rank that generated it."""
+        # `fresh_only`: all groups of the call are returned, and none was started in an earlier call.
         score_ids = self._score_ids if self._reward else None
         rows = group_rows(groups, self._pending.completed, score_ids, self._engines.version, self._routed_shape)
         # Fixed shares give each rank whole groups. Pending or unselected groups would leave them uneven.

@@ -26,7 +26,6 @@ class GeneratedRows:
     """Rows of samples on this rank, and what is known of them that no column contains."""
 
     batch: Batch
-    """The rows."""
     conversations: Mapping[int, str] = field(default_factory=dict)
     """Conversation of each trajectory of an agent as JSON, by trajectory."""
 
@@ -36,11 +35,8 @@ class RolloutRecord:
     """A batch as a recipe received it, and as the recipe has left it."""
 
     batch: Batch
-    """The batch itself, which the recipe adds columns to and changes."""
     received: Batch
-    """The columns as the recipe received them from the rollout and the reward."""
     conversations: Mapping[int, str] = field(default_factory=dict)
-    """Conversation of each trajectory of an agent as JSON, by trajectory."""
 
     @classmethod
     def of(cls, rows: GeneratedRows) -> RolloutRecord:
@@ -89,7 +85,6 @@ class LocalRolloutState:
     completed: Mapping[int, Sample] = field(default_factory=dict)
     """Complete samples by id, whose groups have not been returned."""
     partial: Mapping[int, Sample] = field(default_factory=dict)
-    """Aborted samples by id."""
     ready: GeneratedRows | None = None
     """Rows that were generated in advance, and that the next `generate` returns."""
 
@@ -101,20 +96,12 @@ def filter_metrics(num_rejected: int, scores: Sequence[float]) -> dict[str, floa
 
 
 class RolloutSource(ABC):
-    """Source of samples, as a recipe and the training loop use it; all ranks call every method together.
-
-    `Rollout` and `AsyncRollout` generate samples, `ReplayRollout` reads the samples of an earlier run.
-    """
+    """Source of samples, as a recipe and the training loop use it; all ranks call every method together."""
 
     is_replay = False
     """Whether the samples were recorded in an earlier run: then there are no engines and no evaluation."""
 
     def __init__(self, records: RolloutRecords) -> None:
-        """Creates a source without batches.
-
-        Args:
-            records: receives the batches for the recording of samples.
-        """
         self._records = records
         self._train_batches: list[Batch] = []
         self._is_last = True

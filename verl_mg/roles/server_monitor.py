@@ -41,10 +41,7 @@ log = logging.getLogger(__name__)
 
 
 def read_urls(path: Path) -> list[str]:
-    """Reads a file of servers: one address a line; empty lines and what follows "#" are ignored.
-
-    UserError if it cannot be read, or a line is not an address.
-    """
+    """Reads a file of servers, one address a line, without what follows "#"; UserError where that is not possible."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -60,10 +57,7 @@ def read_urls(path: Path) -> list[str]:
 
 
 class ServerList:
-    """Numbers and leaders of the servers; used on the first rank.
-
-    `urls` stay for the whole job; the file at `path` has further addresses, and is read again and again.
-    """
+    """Numbers and leaders of servers, on rank 0: `urls` stay, the file at `path` is read again and again."""
 
     def __init__(self, store: Store, leaders: Sequence[int], urls: Sequence[str], path: Path | None) -> None:
         self._store, self._leaders, self._urls, self._path = store, leaders, urls, path

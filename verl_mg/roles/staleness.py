@@ -64,12 +64,10 @@ class PolicyVersions:
 
 @dataclass(frozen=True)
 class Selection:
-    """Groups that leave the buffer."""
+    """Groups that leave the buffer: returned ones in the order of their ids, and dropped ones with too old tokens."""
 
     returned: list[PendingGroup]
-    """Groups that `generate` returns, in the order of their ids."""
     dropped: list[PendingGroup]
-    """Groups with tokens that are too old."""
 
 
 class OutstandingGroups:

@@ -62,13 +62,7 @@ class RowReader(Protocol):
 
 
 class ReadingTeacher:
-    """Teacher that reads other rows than the student.
-
-    Args:
-        teacher: the model.
-        reader: makes its rows.
-        by_text: whether their tokens are of another tokenizer.
-    """
+    """Teacher that reads other rows than the student, made by `reader`; with `by_text` of another tokenizer."""
 
     def __init__(self, teacher: Teacher, reader: RowReader, by_text: bool = False) -> None:
         self._teacher, self._reader, self.by_text = teacher, reader, by_text
@@ -86,20 +80,16 @@ class ReadingTeacher:
 class OtherPrompts:
     """Reader of a teacher with another prompt and the student's response (self-distillation, arXiv:2601.19897).
 
-    Args:
-        tokens_of: returns the tokens of the teacher's prompt, given the id of the student's.
-        longest: largest length of a row, in tokens.
-        key: configuration key of the prompt, for errors.
+    `tokens_of` returns the tokens of the teacher's prompt, given the id of the student's; a row has at most `longest`
+    tokens. `key` is the configuration key of the prompt, for errors.
     """
 
     def __init__(self, tokens_of: Callable[[int], list[int]], longest: int, key: str) -> None:
         self._tokens_of, self._longest, self._key = tokens_of, longest, key
 
     def read(self, batch: Batch) -> TeacherRows:
-        """Returns the rows with their prompts replaced; UserError if one becomes too long, or is of an agent.
-
-        Contexts of agents are no prompts that a template could replace.
-        """
+        """Returns the rows with their prompts replaced; UserError if one becomes too long, or is of an agent."""
+        # Contexts of agents are no prompts that a template could replace.
         if "prefix_of" in batch:
             raise UserError(f"{self._key}: the samples are of agents, which have several contexts. Leave it out.")
         ids = batch["prompt_id"].tolist()
@@ -133,12 +123,8 @@ class OtherPrompts:
 class OtherTokens:
     """Reader of a teacher with another tokenizer, which reads the text of prompt and response.
 
-    Args:
-        prompt_of: returns the teacher's tokens of a prompt, given its id.
-        student: tokenizer of the student.
-        teacher: tokenizer of the teacher, a fast one.
-        stop_ids: tokens that end a response of the student, in whose place the teacher reads its own.
-        key: configuration key of the teacher's tokenizer, for errors.
+    `prompt_of` returns the teacher's tokens of a prompt, given its id. The tokens `stop_ids` end a response of the
+    student; in their place the teacher reads its own. `key` is that of the teacher's tokenizer, for errors.
     """
 
     def __init__(
@@ -153,10 +139,9 @@ class OtherTokens:
         self._stop_ids, self._key = stop_ids, key
 
     def read(self, batch: Batch) -> TeacherRows:
-        """Returns rows of the teacher's tokens, whose log-probs are summed over spans of the student's tokens.
-
-        UserError if rows are of agents, or a tokenizer is not a fast one, which reports the places of its tokens.
-        """
+        """Returns rows of the teacher's tokens; UserError if rows are of agents, or a tokenizer is not a fast one."""
+        # Only a fast tokenizer reports the places of its tokens; log-probs are summed over spans of the student's
+        # tokens.
         if "prefix_of" in batch:
             raise UserError(f"{self._key}: the samples are of agents, which have several contexts. Leave it out.")
         rows: list[list[int]] = []

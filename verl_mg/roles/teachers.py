@@ -1,5 +1,3 @@
-"""`Teachers`: the models that a policy learns from, one for each sample by the source of its prompt."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,12 +20,12 @@ from verl_mg.training.output_layer import OutputLayer
 from verl_mg.training.teacher_layers import check_vocabularies, load_teacher_layer
 from verl_mg.training.token_outputs import LOGPROBS, TeacherDivergence, TokenOutputs
 
+# Columns of a batch that teachers are given, without `routed_experts`: these are experts of the student.
 SCORED_COLUMNS = ("tokens", "loss_mask", "sample_id", "trajectory", "prompt_id", "prompt_length", *PREFIX_COLUMNS)
-"""Columns of a batch that teachers are given, without `routed_experts`: these are experts of the student."""
 
 
 class Teachers:
-    """Teachers of a job; all ranks call its methods together.
+    """Models that a policy learns from, one for each sample by the source of its prompt; all ranks call them together.
 
     `teachers` are by configuration key, such as `teachers.math`. `policies` are the teachers with fixed weights on
     ranks of the job, whose output layers can be read from their directories. `teacher_of` returns the number of the
@@ -47,10 +45,8 @@ class Teachers:
         self._layers: list[OutputLayer] | None = None
 
     def compute_logprobs(self, batch: Batch) -> Tensor:
-        """Returns log p by the row's teacher of every token under the loss mask, in nats: a float32 token column.
-
-        Where a teacher has another tokenizer, the last token of a piece of text has log p of all of it, see `spans`.
-        """
+        """Returns log p by the row's teacher of every token under the loss mask, in nats: a float32 token column."""
+        # Where a teacher has another tokenizer, the last token of a piece of text has log p of all of it, see `spans`.
         return self._column(batch, "compute_logprobs", LOGPROBS)
 
     def score(self, batch: Batch, divergence: Divergence) -> None:
@@ -80,11 +76,9 @@ class Teachers:
         batch.put(TEACHER, self._numbers(batch), ColumnKind.SEQUENCE)
 
     def comparison(self, divergence: Divergence) -> TeacherDivergence:
-        """Returns the argument `teacher` of the actor's update on a batch with the columns of `score`.
-
-        Over the whole vocabulary each rank that computes the actor's logits has its part of the teachers' output
-        layers, which it reads the first time.
-        """
+        """Returns the argument `teacher` of the actor's update on a batch with the columns of `score`."""
+        # Over the whole vocabulary each rank that computes the actor's logits has its part of the teachers' output
+        # layers, which it reads the first time.
         if divergence.top_k:
             return TeacherDivergence(divergence)
         if self._layers is None:
@@ -126,7 +120,7 @@ class Teachers:
 
     @property
     def _hidden_dtype(self) -> torch.dtype:
-        """Type that holds the hidden states of all teachers; float32 contains the values of both half precisions."""
+        # float32 contains the values of both half precisions.
         dtypes = {policy.runner.dtype for policy in self._policies.values()}
         return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
@@ -164,9 +158,7 @@ class Teachers:
 
 
 def _without_padding(top: Tensor, vocab: int) -> Tensor:
-    """Marks likeliest tokens of a teacher that the student does not have as absent; (tokens, 2, k) log-probs and ids.
-
-    Models pad their output layers differently: such tokens are rows without a token of the tokenizer.
-    """
+    """Marks a teacher's likeliest tokens that the student does not have as absent; (tokens, 2, k) log-probs and ids."""
+    # Models pad their output layers differently: such tokens are rows without a token of the tokenizer.
     known = top[:, 1] < vocab
     return torch.stack([torch.where(known, top[:, 0], -torch.inf), torch.where(known, top[:, 1], 0)], 1)

@@ -1,5 +1,3 @@
-"""`TrainableRole`: a role with an optimizer, its updates, checkpoints and exports."""
-
 from __future__ import annotations
 
 import json
@@ -45,7 +43,6 @@ class _MiniBatch:
     """Rows of one optimizer step."""
 
     micro_batches: list[Batch]
-    """This rank's micro-batches."""
     cp_sizes: list[int]
     """Number of context-parallel ranks that share each micro-batch."""
     num_tokens: int
@@ -86,15 +83,12 @@ class TrainableRole(Role):
             self.trainer = build_trainer(self.runner, optimizer, guard, self.name)
             self.cpu_offload = CpuOffload(self.runner, self.trainer if self.runner.is_member else None)
         self.num_updates = 0
-        """Optimizer steps so far."""
         self.trained_batches: list[Batch] = []
         """Batches of this iteration's updates."""
 
     def allocate_moments(self) -> None:
-        """Allocates the optimizer's moments, which the first update would do otherwise.
-
-        Engines size their cache by the memory that is left when they start, so moments must be there before.
-        """
+        """Allocates the optimizer's moments, which the first update would do otherwise."""
+        # Engines size their cache by the memory that is left when they start, so moments must be there before.
         if self._learns and self.runner.is_member:
             self.trainer.allocate_moments()
 
@@ -200,7 +194,6 @@ class TrainableRole(Role):
         return RoleCounters(updates=self.num_updates, trainer=TrainerCounters.model_validate(trainer))
 
     def _load_all(self) -> None:
-        """Loads weights, optimizer state and gradient buffers to the device."""
         self._context.executor.require_outside_block(f"a checkpoint of {self.name}")
         self._context.offload.release_engines()
         if self.runner.is_member:
@@ -225,10 +218,9 @@ class TrainableRole(Role):
     def save(self, folder: Path, model_dir: Path) -> None:
         """Writes a Hugging Face directory; all ranks call it together and each writes its boxes of the tensors.
 
-        Adapters are merged into the weights and also saved in ADAPTER_FOLDER. The directory is written under a
-        temporary name and renamed when it is complete, over an existing one. Configuration and tokenizer are copied
-        from `model_dir`.
+        Adapters are merged and also saved in ADAPTER_FOLDER; configuration and tokenizer are copied from `model_dir`.
         """
+        # The directory is written under a temporary name and renamed when it is complete, over an existing one.
         self._context.executor.require_outside_block(f"{self.name}.save")
         self._context.offload.release_engines()
         self._context.offload.load_exclusively(self.cpu_offload, training=False)

@@ -203,10 +203,8 @@ def _sums_text(digests: Mapping[str, str]) -> str:
 
 
 def _prune(folder: Path, newest: Path, keep: int, keep_best: bool) -> None:
-    """Removes all but the last `keep` checkpoints up to the newest and, with `keep_best`, that with the highest score.
-
-    Checkpoints of later iterations are damaged, for the run resumed from one before: they do not count.
-    """
+    """Keeps the last `keep` checkpoints up to the newest and, with `keep_best`, that with the highest score."""
+    # Checkpoints of later iterations are damaged, for the run resumed from one before: they do not count.
     paths = [path for path in checkpoints_in(folder) if int(path.name) <= int(newest.name)]
     kept = set(paths[-keep:])
     if keep_best:

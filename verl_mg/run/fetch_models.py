@@ -17,12 +17,10 @@ from verl_mg.models.named_models import CONFIG_FILES, MODEL_FILES, hub_models, w
 
 
 def with_fetched_models(config: Config, world: World) -> Config:
-    """Returns the configuration with a folder of this machine in place of each model's name; all ranks call it.
-
-    Rank 0 asks the hub which commit a name means now, so that all nodes have the same one. Then the first rank of each
-    node downloads the files that its cache does not have. The others wait, and find all of them in the cache; where
-    each rank of a node has its own cache, each downloads. UserError where a model cannot be fetched.
-    """
+    """Returns the configuration with local folders of the models, all ranks together; UserError where a fetch fails."""
+    # Rank 0 asks the hub which commit a name means now, so that all nodes have the same one. Then the first rank of
+    # each node downloads the files that its cache does not have. The others find them there, or download into their own
+    # cache.
     names = hub_models(config)
     if not names:
         return config

@@ -127,7 +127,6 @@ class CheckpointState:
     """Everything that this rank writes."""
 
     job: JobState
-    """State that all ranks know."""
     tensors: dict[str, Tensor]
     """Tensors by key and the text of the `RankState`, on the host; they are not changed before they are written."""
 
@@ -139,9 +138,7 @@ class StateCollector:
     _buffers: dict[str, Tensor] = field(default_factory=dict)
 
     def collect(self, job: Job, recipe: str, score: float | None) -> CheckpointState:
-        """Returns the state of a job after an iteration, with the `score` for `checkpoint.best`; all ranks call it
-        together.
-        """
+        """Returns the state of a job after an iteration, with the `score` for `checkpoint.best`; a collective."""
         rollout = job.rollout if "rollout" in job.requested else None
         local = rollout.local_state() if rollout else LocalRolloutState()
         batches = {STATE + name: value for name, value in job.state.items() if isinstance(value, Batch)}
@@ -242,11 +239,9 @@ def read_state(folder: Path) -> JobState:
 
 
 def _restore_local(job: Job, stored: ShardedReader, state: JobState) -> None:
-    """Restores the states of ranks, distributed in turn where the job has another number of ranks.
-
-    A checkpoint of 5 ranks on 2: rank 0 takes the states 0, 2 and 4, rank 1 the states 1 and 3. One of 2 ranks on 3:
-    rank 2 takes none, and has batches without rows with the columns of state 0.
-    """
+    """Restores the states of ranks, distributed in turn where the job has another number of ranks."""
+    # A checkpoint of 5 ranks on 2: rank 0 takes the states 0, 2 and 4, rank 1 the states 1 and 3. One of 2 ranks on 3:
+    # rank 2 takes none, and has batches without rows with the columns of state 0.
     rank, world_size = dist.get_rank(), dist.get_world_size()
     numbers = list(range(rank, state.ranks, world_size))
     files = {n: stored.file(n) for n in numbers or [0]}

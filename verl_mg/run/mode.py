@@ -1,5 +1,3 @@
-"""The part of a job that is run: all of it, only its rollouts, or only training, on the samples of an earlier run."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -10,7 +8,7 @@ from verl_mg.errors import UserError
 
 @dataclass(frozen=True)
 class RunMode:
-    """The part of a job that is run."""
+    """The part of a job that is run: all of it, only its rollouts, or only training on samples of an earlier run."""
 
     learns: bool = True
     """Whether roles have optimizers; without them an iteration ends where the recipe first requests an update."""
@@ -40,4 +38,3 @@ class RunMode:
 
 
 FULL_RUN = RunMode()
-"""The whole job."""

@@ -39,11 +39,9 @@ class Replay:
     """A range of iterations of an earlier run."""
 
     recording: SampleReader
-    """The samples of the run."""
     checkpoint: Path | None
     """Checkpoint of the run that training resumes from; None: it starts from the model itself."""
     last: int
-    """Number of the last iteration."""
 
     @classmethod
     def open(cls, text: str, config: Config, recipe: str) -> Replay:
@@ -67,10 +65,9 @@ class Replay:
 
 
 class ReplayRollout(RolloutSource):
-    """Returns recorded batches, with their rewards, in the order in which the recipe received them in the run.
+    """Returns recorded batches, with their rewards, in the order in which the recipe received them in the run."""
 
-    What the recipe requests is not compared: it gets the prompts and numbers of samples of the run.
-    """
+    # What the recipe requests is not compared: it gets the prompts and numbers of samples of the run.
 
     is_replay = True
 

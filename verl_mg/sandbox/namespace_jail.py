@@ -39,14 +39,14 @@ NO_SETUID, NO_DEVICES, BIND, RECURSIVE, PRIVATE = 2, 4, 1 << 12, 1 << 14, 1 << 1
 UNMOUNT_LATER, MOUNT_SETATTR, BELOW_TOO, HERE, READ_ONLY = 2, 442, 0x8000, -100, 1
 END_WITH_PARENT, ADOPT_ORPHANS, NO_NEW_PRIVILEGES = 1, 36, 38
 
+# User ids from here on are not in use; each program that root runs gets one.
 FIRST_UNUSED_USER = 2_000_000_000
-"""User ids from here on are not in use; each program that root runs gets one."""
 USER_INSIDE = 1000
 """User id of a program inside of bubblewrap."""
 SET_INTERFACE_FLAGS, INTERFACE_UP = 0x8914, 1
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+# Links that programs expect where there is a /proc.
 LINKS = {"/dev/fd": "/proc/self/fd", "/dev/shm": "/tmp"}
-"""Links that programs expect where there is a /proc."""
 SIGNALS = {signal.SIGTERM, signal.SIGCHLD}
 
 
@@ -174,10 +174,8 @@ def _start(request: dict[str, Any], folder: str, processes: int | None, enter: C
 
 
 def _wait(program: int) -> int:
-    """Waits for SIGCHLD or SIGTERM until the program has ended, and kills it on SIGTERM; returns its wait status.
-
-    All processes of a namespace have ended when its process 1 has been waited for.
-    """
+    """Waits for SIGCHLD or SIGTERM until the program has ended, and kills it on SIGTERM; returns its wait status."""
+    # All processes of a namespace have ended when its process 1 has been waited for.
     while True:
         if signal.sigwait(SIGNALS) == signal.SIGTERM:
             os.kill(program, signal.SIGKILL)
@@ -285,10 +283,8 @@ def _count_threads() -> int:
 
 
 def _end_descendants(user_id: int) -> None:
-    """Kills until there is none left: the children of a killed process become children of this one.
-
-    Ends when `waitpid` finds no child.
-    """
+    """Kills until there is none left, when `waitpid` finds no child."""
+    # The children of a killed process become children of this one.
     while True:
         if user_id:
             _kill_user(user_id)

@@ -25,12 +25,10 @@ PROCESSES, OPEN_FILES, FILE_MB = 16, 64, 64
 
 @dataclass(frozen=True)
 class Outcome:
-    """Output of a program and how it ended."""
+    """Output of a program, cut at the limit, and how it ended."""
 
     stdout: str
-    """Standard output, cut at the limit."""
     stderr: str
-    """Standard error, cut at the limit."""
     ended: Ended
     """"ok" (exit code 0), "error" (another code, or a signal), "timeout", "memory" (an allocation failed), or "output"
     (the output exceeded its limit)."""

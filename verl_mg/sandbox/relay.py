@@ -23,10 +23,7 @@ PIECE = 1 << 16
 
 @contextlib.asynccontextmanager
 async def relay_to(host: str, port: int) -> AsyncIterator[int]:
-    """Yields the descriptor of a channel; connections to the socket that is sent through it reach an address.
-
-    At the end all connections are closed.
-    """
+    """Yields the descriptor of a channel; connections to the socket sent through it reach an address until it ends."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.setblocking(False)

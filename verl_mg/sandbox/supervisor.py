@@ -36,12 +36,10 @@ PROBE_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Visible:
-    """A file or folder of the machine that a program can reach."""
+    """A file or folder that a program can reach: absolute paths on the machine (`source`) and inside (`target`)."""
 
     source: str
-    """Absolute path on the machine."""
     target: str
-    """Absolute path for the program."""
     writable: bool = False
     """Whether the program may change it; it then becomes its owner."""
 
@@ -53,7 +51,6 @@ class Program:
     command: Sequence[str]
     """Arguments, the first one included."""
     binary: str
-    """Path of the executable."""
     directory: str
     """Working directory as the program sees it."""
     memory_mb: int
@@ -63,7 +60,6 @@ class Program:
     limits: Mapping[str, tuple[int, int]]
     """Limits of each process, soft and hard, by the name in `resource` without RLIMIT_."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables."""
     visible: Sequence[Visible] = ()
     """Files and folders that it can reach where there is isolation."""
     proc: bool = False
@@ -91,10 +87,7 @@ def proc_works(kind: Isolation) -> bool:
 
 
 def works(kind: Isolation, proc: bool = False) -> bool:
-    """Returns whether a program can be run with an isolation.
-
-    Not to be called in the thread of an event loop.
-    """
+    """Returns whether a program can be run with an isolation; not to be called in the thread of an event loop."""
     if kind == "bubblewrap" and not all(map(shutil.which, ("bwrap", "prlimit", "setpriv"))):
         return False
     directory = "/" if kind != "none" else None

@@ -1,7 +1,4 @@
-"""Conversations of agents among recorded samples: one of them, and the counts of all.
-
-A trajectory has a row per segment, the first one with the conversation as JSON text: `verl_mg.monitor.sample_schema`.
-"""
+"""Conversations of agents among recorded samples, see `verl_mg.monitor.sample_schema`: one of them, all counts."""
 
 from __future__ import annotations
 

@@ -45,10 +45,9 @@ MEMORY_BYTES = 2**27
 
 
 class IterationFolders:
-    """Folders of a run's iterations, and their versions: the time at which a file was added, renamed or removed.
+    """Folders of a run's iterations, and their versions: the time at which a file was added, renamed or removed."""
 
-    A run that replaces an iteration renames a new file of each rank, so the version changes.
-    """
+    # A run that replaces an iteration renames a new file of each rank, so the version changes.
 
     def __init__(self, samples: Path) -> None:
         self._samples = samples
@@ -128,10 +127,8 @@ class SampleIndex:
         return {"iterations": len(wanted), "indexed": len(known.intersection(wanted))}
 
     def segments(self, first: int | None, last: int | None) -> list[Segment]:
-        """Returns the segments that overlap a range of iterations, in order.
-
-        Iterations that are in none are read now, the newest first, as long as that is quick.
-        """
+        """Returns the segments that overlap a range of iterations, in order."""
+        # Iterations that are in none are read now, the newest first, as long as that is quick.
         with self._lock:
             self._reload()
             versions = self._folders.versions()

@@ -21,8 +21,8 @@ from verl_mg.view.index import PERIOD, TAIL, IterationFolders, current_segments,
 from verl_mg.view.rows import read_iteration
 from verl_mg.view.segments import Segment, Versions
 
+# Text of a segment. Larger ones are fewer files, but an iteration that is replaced builds its whole segment again.
 SEGMENT_BYTES = 2**26
-"""Text of a segment. Larger ones are fewer files, but an iteration that is replaced builds its whole segment again."""
 SMALL_SEGMENTS = 8
 """Consecutive segments of less text that are merged into one."""
 SETTLED_SECONDS = 2.0

@@ -121,10 +121,8 @@ def points(curve: Curve, view: View) -> dict[str, list[Any]]:
 
 
 def band(curves: Sequence[Curve], view: View, kind: str) -> dict[str, list[Any]]:
-    """Returns the `steps`, the mean `values` of runs, and the `low` and `high` end of their band.
-
-    Each curve is smoothed first; at each step the runs that have a value count.
-    """
+    """Returns the `steps`, the mean `values` of runs, and the `low` and `high` end of their band."""
+    # Each curve is smoothed first; at each step the runs that have a value count.
     steps = np.unique(np.concatenate([curve.steps for curve in curves]))
     table = np.full((len(curves), len(steps)), np.nan)
     for row, curve in enumerate(curves):
@@ -146,11 +144,9 @@ def band(curves: Sequence[Curve], view: View, kind: str) -> dict[str, list[Any]]
 
 
 def _shown(steps: np.ndarray, columns: Sequence[np.ndarray], view: View) -> np.ndarray:
-    """Returns the indices of the points that are shown: both ends, and of each pixel the extremes of each column.
-
-    Steps 0 to 9 with values 0 1 2 3 4 5 4 3 2 1 in two pixels: pixel 0 (0 to 4) has the extremes 0 and 4, pixel 1
-    (5 to 9) the extremes 5 and 1, so the points 0, 4, 5 and 9 remain.
-    """
+    """Returns the indices of the points that are shown: both ends, and of each pixel the extremes of each column."""
+    # Steps 0 to 9 with values 0 1 2 3 4 5 4 3 2 1 in two pixels: pixel 0 (0 to 4) has the extremes 0 and 4, pixel 1 (5
+    # to 9) the extremes 5 and 1, so the points 0, 4, 5 and 9 remain.
     inside = np.ones(len(steps), bool)
     if view.first is not None:
         inside &= steps >= view.first

@@ -41,10 +41,10 @@ SCHEMA = pa.schema(
 )
 """Columns of the lists of an iteration; a sample has more. Files of earlier runs have no trajectory."""
 BRIEF = (*IDENTITY, "trajectory", "group", "prompt_id", "policy_version", "source", "finish", "reward", "length")
+# Seconds that a request searches texts; the next one continues.
 SEARCH_SECONDS = 0.5
-"""Seconds that a request searches texts; the next one continues."""
+# Searches that are kept, for further pages of them. One that matches 10 million samples has 40 MB.
 SEARCHES = 4
-"""Searches that are kept, for further pages of them. One that matches 10 million samples has 40 MB."""
 
 
 def _length() -> pc.Expression:
@@ -123,10 +123,8 @@ class Samples:
         return search
 
     def prompts(self, iteration: int) -> list[dict[str, Any]]:
-        """Returns the prompts of an iteration: id and text, number of samples, mean reward, mean length.
-
-        A trajectory counts once, by its first segment.
-        """
+        """Returns the prompts of an iteration: id and text, number of samples, mean reward, mean length."""
+        # A trajectory counts once, by its first segment.
         columns = _columns((*IDENTITY, "trajectory", "prompt_id", "reward", "length")) | {"prompt": _excerpt("prompt")}
         table = _first_of_each(self._scan(iteration, iteration, columns, None))
         grouped = table.group_by("prompt_id", use_threads=False).aggregate(

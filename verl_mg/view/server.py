@@ -49,9 +49,7 @@ HEADERS = {
 }
 JSON = "application/json"
 MAX_PAGE_ROWS = 1000
-"""Largest number of samples in a page."""
 MAX_PIXELS = 8000
-"""Largest width of a curve."""
 PHASES, ITERATION = "time/phase/", "time/iteration"
 """Metrics with the seconds of each phase, and of all."""
 

@@ -21,11 +21,9 @@ _FACTORS = tuple(np.uint32(factor) for factor in (0x9E3779B1, 0x85EBCA77, 0xC2B2
 
 
 def sign(blocks: Iterable[bytes]) -> np.ndarray:
-    """Returns the signatures of blocks, (2 ** HASH_BITS, ceil(blocks / 8)) uint8.
-
-    Row `h` has a bit per block, set where an n-gram of the block has the hash `h`, as `numpy.packbits` orders them:
-    of 10 blocks the last two are the bits 128 and 64 of the second byte.
-    """
+    """Returns the signatures of blocks, (2 ** HASH_BITS, ceil(blocks / 8)) uint8."""
+    # Row `h` has a bit per block, set where an n-gram of the block has the hash `h`, as `numpy.packbits` orders them:
+    # of 10 blocks the last two are the bits 128 and 64 of the second byte.
     rows: list[np.ndarray] = []
     for number, block in enumerate(blocks):
         if number % 8 == 0:  # a byte of each hash for the next 8 blocks
@@ -37,10 +35,8 @@ def sign(blocks: Iterable[bytes]) -> np.ndarray:
 
 
 def candidates(signatures: np.ndarray, text: bytes) -> np.ndarray:
-    """Returns which blocks may contain a text, (blocks, rounded up to a multiple of 8) bool.
-
-    A text of fewer than three bytes has no n-gram, so all may.
-    """
+    """Returns which blocks may contain a text, (blocks, rounded up to a multiple of 8) bool."""
+    # A text of fewer than three bytes has no n-gram, so all may.
     data = np.frombuffer(text, np.uint8)
     hashes = np.unique(np.concatenate([_hashes(data, size) for size in SIZES]))
     every = np.full(signatures.shape[1], 255, np.uint8)

@@ -25,10 +25,9 @@ PHASE_WIDTH = 17
 
 
 class ConsoleTracker:
-    """Shows a progress bar with the phase and headline metrics, or one plain line per step without a terminal.
+    """Shows a progress bar with the phase and headline metrics, or one plain line per step without a terminal."""
 
-    A thread of rich draws the bar four times a second, from the timer's phase and the values of the last `log`.
-    """
+    # A thread of rich draws the bar four times a second, from the timer's phase and the values of the last `log`.
 
     def __init__(
         self,

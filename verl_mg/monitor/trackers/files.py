@@ -12,10 +12,9 @@ from verl_mg.jsonl import keep_before
 
 
 class JsonlTracker:
-    """Writes one line per step: `{"step": 3, "reward/mean": 0.25, ...}`.
+    """Writes one line per step: `{"step": 3, "reward/mean": 0.25, ...}`; values that are not finite are null."""
 
-    Floats are written with all digits, so files can be compared bitwise; values that are not finite are null.
-    """
+    # Floats are written with all digits, so files can be compared bitwise.
 
     def __init__(self, path: str | Path, first_step: int | None = None) -> None:
         path = Path(path)

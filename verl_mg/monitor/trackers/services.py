@@ -29,16 +29,12 @@ MAX_PARAMS_PER_REQUEST = 100
 
 @dataclass(frozen=True)
 class RunInfo:
-    """Description of a run for a service."""
+    """Description of a run for a service; `tree` is the complete configuration, `folder` the output folder."""
 
     folder: Path
-    """Output folder of the run."""
     project: str
-    """Name of the project."""
     name: str
-    """Name of the run."""
     tree: dict[str, Any]
-    """Complete configuration."""
 
     def known_id(self, service: str) -> str | None:
         """Returns the id of this run in a service; None where it has none yet."""

@@ -59,10 +59,9 @@ class SampleTracker(Tracker, Protocol):
 
 
 class RetryingTracker:
-    """Wrapper of a tracker that can fail: warns once, and logs the missed steps when the tracker works again.
+    """Wrapper of a tracker that can fail: warns once, and logs the missed steps when the tracker works again."""
 
-    Not by tenacity: it would block training during the pauses, and has no queue of missed steps.
-    """
+    # Not by tenacity: it would block training during the pauses, and has no queue of missed steps.
 
     def __init__(self, name: str, opener: Callable[[], Tracker], retry_after: float = RETRY_SECONDS) -> None:
         self._name, self._opener, self._retry_after = name, opener, retry_after

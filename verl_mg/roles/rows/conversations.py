@@ -18,11 +18,9 @@ Conversation = Mapping[str, Any]
 
 
 def conversation_of(trajectory: Trajectory) -> Conversation:
-    """Returns the conversation of a trajectory, whose parts it shares.
-
-    It has everything that the columns of rows do not have, so a checkpoint of rows needs nothing else. The sizes of a
-    segment of 4 tokens with 2 generated ones: {"tokens": 4, "trained": 2, "prefix_of": None, "prefix_length": 0}.
-    """
+    """Returns the conversation of a trajectory, whose parts it shares."""
+    # It has everything that the columns of rows do not have, so a checkpoint of rows needs nothing else. Sizes of a
+    # segment of 4 tokens with 2 generated ones: {"tokens": 4, "trained": 2, "prefix_of": None, "prefix_length": 0}.
     return {
         "turns": [vars(turn) for turn in trajectory.turns],
         "segments": [_size(segment) for segment in trajectory.segments],
@@ -56,10 +54,8 @@ def agent_reward(conversation: Conversation) -> Reward | None:
 
 
 def final_reply(conversation: Conversation) -> str:
-    """Returns the text of the policy's last reply, which reward functions score; "" where there is none.
-
-    Where all turns are of other models, such as a simulated user, it is the last of these.
-    """
+    """Returns the text of the policy's last reply, which reward functions score; "" where there is none."""
+    # Where all turns are of other models, such as a simulated user, it is the last of these.
     turns = conversation["turns"]
     chosen = [turn for turn in turns if turn["trained"]] or turns
     return (chosen[-1]["reply"].get("content") or "") if chosen else ""

@@ -32,8 +32,8 @@ PIECE_BYTES = 32 << 20
 """Bytes of a message, unless a single row is larger."""
 PIECES_IN_FLIGHT = 4
 """Messages of PIECE_BYTES that a rank holds in addition to its own and the requested rows: 128 MiB."""
+# Rows that a rank copies from its own batch at a time, which bounds the memory of the copy.
 ROWS_AT_ONCE = 256
-"""Rows that a rank copies from its own batch at a time, which bounds the memory of the copy."""
 FROM_OWNER, PASSED_ON = 0, 1
 """Tags of messages from the owner and from the entry of the node: one rank may send another one both kinds."""
 
@@ -86,8 +86,6 @@ def _request(piece: Delivery) -> tuple[Delivery, Tensor, dist.Work]:
 
 
 class _LocalRows:
-    """Rows of this rank, by their numbers in the index."""
-
     def __init__(self, batch: Batch, index: RowIndex) -> None:
         self._batch, self._index = batch, index
 
@@ -126,14 +124,12 @@ class _Rows:
             self.batch.put(part.name, values, column.kind)
 
     def copy_local(self, source: _LocalRows, rank: int) -> None:
-        """Copies the rows that this rank owns itself."""
         local = [row for row in self._rows if self._index.owner_rank[row] == rank]
         for first in range(0, len(local), ROWS_AT_ONCE):
             rows = local[first : first + ROWS_AT_ONCE]
             self._fill(rows, source.entries(self._parts, rows))
 
     def unpack(self, piece: Delivery, data: Tensor) -> None:
-        """Copies a received piece into the columns."""
         self._fill(piece.rows, _parts_of(piece, data, self._index))
 
     def _fill(self, rows: Sequence[int], parts: Iterable[tuple[ColumnPart, Tensor]]) -> None:

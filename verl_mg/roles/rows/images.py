@@ -50,7 +50,6 @@ class _Local:
         self._images = dict(zip(rows, batch.images or [()] * len(rows), strict=True))
 
     def of(self, rows: Iterable[int]) -> dict[int, RowImages]:
-        """Returns the images of the rows that this rank owns, among `rows`."""
         return {row: self._images[row] for row in rows if row in self._images}
 
     def pack(self, rows: Iterable[int]) -> Tensor:

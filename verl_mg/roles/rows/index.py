@@ -22,11 +22,8 @@ class ColumnSchema:
     """Type of a column and shape of its entries."""
 
     kind: ColumnKind
-    """Whether the column has an entry for each token or for each sequence."""
     dtype: torch.dtype
-    """Data type of the entries."""
     shape: tuple[int, ...]
-    """Dimensions of one entry."""
 
     @property
     def entry_bytes(self) -> int:
@@ -50,11 +47,9 @@ class RowIndex:
     sample_ids: tuple[int, ...]
     """Sample id of each row, ascending."""
     owner_rank: tuple[int, ...]
-    """Rank that owns each row."""
     local_row: tuple[int, ...]
     """Number of each row in the batch of its owner."""
     lengths: tuple[int, ...]
-    """Tokens of each row."""
     num_scored_tokens: tuple[int, ...]
     """Tokens of each row under the loss mask, without the row's first token, which nothing predicts."""
     row_groups: tuple[tuple[int, ...], ...]
@@ -125,9 +120,7 @@ class _Report:
     rows: Tensor | None
     """(n, 5) int64, see `_FIELDS`; None where the rank has kept the index."""
     schema: bytes
-    """Columns of the rank as JSON."""
     has_images: bool
-    """Whether rows of the rank have images."""
 
     def encode(self) -> Tensor:
         """Returns the report as uint8: the number of rows or -1, whether there are images, the rows, and the schema."""
@@ -138,7 +131,6 @@ class _Report:
 
     @classmethod
     def decode(cls, data: Tensor) -> _Report:
-        """Returns the report that `encode` encoded."""
         count, has_images = data[:16].clone().view(torch.int64).tolist()
         end = 8 * (2 + _FIELDS * max(count, 0))
         rows = None if count < 0 else data[16:end].clone().view(torch.int64).view(count, _FIELDS)
@@ -155,10 +147,11 @@ class RowIndexer:
     def index(self, batch: Batch, transferred: Batch | None = None) -> RowIndex:
         """Returns the index of a batch; all ranks call it together.
 
-        The index is computed again after one of INDEXED_COLUMNS has been set or edited in place on any rank.
-        Otherwise the ranks exchange only the columns' types. The schema is of `transferred`, the same rows with the
-        columns that will be transferred. ValueError if two rows have the same sample id, or ranks other columns.
+        The schema is of `transferred`, the same rows with the columns that will be transferred. ValueError if two rows
+        have the same sample id, or ranks other columns.
         """
+        # Ranks exchange only the columns' types unless one of INDEXED_COLUMNS has been set or edited in place on any of
+        # them.
         cached = self._cached(batch)
         schema, has_images = _describe(batch if transferred is None else transferred), bool(batch.images)
         reports = _gather(_Report(None if cached else _local_rows(batch), schema, has_images))

@@ -32,7 +32,6 @@ class ColumnPart:
     """Column that a rank needs, whole or some layers of it."""
 
     name: str
-    """Name of the column."""
     layers: tuple[int, ...] | None = None
     """Indices in the first dimension of an entry, such as (2, 3) of `routed_experts`; None for whole entries."""
 
@@ -52,7 +51,6 @@ class Delivery:
     """Rows of one owner on their way to ranks of one node that want the same parts of them."""
 
     owner: int
-    """Rank that owns the rows."""
     entry: int
     """Rank of the node that gets the rows from their owner; may be the owner."""
     receivers: tuple[int, ...]
@@ -62,7 +60,6 @@ class Delivery:
     parts: tuple[ColumnPart, ...]
     """Parts of the columns, those with wide data types first, so that each is aligned in a message."""
     num_bytes: int
-    """Bytes of these parts of these rows."""
 
     @property
     def hops(self) -> list[tuple[int, int]]:
@@ -175,10 +172,8 @@ def _aligned(parts: Sequence[ColumnPart], schema: Mapping[str, ColumnSchema]) ->
 def _divide(
     index: RowIndex, ranks: tuple[int, ...], rows: tuple[int, ...], parts: tuple[ColumnPart, ...]
 ) -> Iterator[Delivery]:
-    """Divides rows that all of the ranks want into as many runs of about the same bytes, one for each as the entry.
-
-    The rows are in the order of their owners, so that an owner sends to few entries.
-    """
+    """Divides rows that all of the ranks want into as many runs of about the same bytes, one for each as the entry."""
+    # The rows are in the order of their owners, so that an owner sends to few entries.
     sizes = row_bytes(index, rows, parts)
     total, before = max(sum(sizes), 1), 0
     routes: list[tuple[int, int]] = []
@@ -200,13 +195,9 @@ class Return:
     """Computed values of rows on their way to the rows' owner."""
 
     sender: int
-    """Rank that sends the values."""
     owner: int
-    """Rank that owns the rows."""
     rows: tuple[int, ...]
-    """Row numbers of the index."""
     num_bytes: int
-    """Bytes of the values."""
 
 
 def plan_returns(

@@ -22,23 +22,18 @@ class _Row:
     sample: int
     """Index of its sample."""
     id: int
-    """Sample id of the row."""
     tokens: tuple[int, ...]
-    """All token ids."""
     prompt_length: int
     """Number of tokens in front of the response."""
     logprobs: tuple[float, ...]
     """Log-probability of each of the last tokens."""
     policy_versions: tuple[int, ...]
-    """Version of the weights that generated each of the last tokens."""
     truncated: bool
-    """Whether the response was cut."""
     routed_experts: Tensor | None
     """Experts of the tokens that were fed to the model."""
     prefix_of: int
     """Row whose first tokens this one repeats; its own id where there is none."""
     prefix_length: int = 0
-    """Number of these tokens."""
     images: RowImages = ()
     """Images whose placeholders the tokens have, in their order."""
 

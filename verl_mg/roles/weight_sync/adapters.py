@@ -1,7 +1,6 @@
-"""Weight sync that sends only adapters: engines have the weights under them, which they receive once.
+"""Weight sync that sends only adapters, whole, to the ranks that lead engines; these receive other weights once."""
 
-Adapters are small, and both engines cut them when they load them: they go whole to the rank that leads an engine.
-"""
+# Adapters are small, and both engines cut them when they load them.
 
 from __future__ import annotations
 
@@ -33,7 +32,6 @@ class _Transfer:
     """A transfer of adapters to the leaders of some engines, as this rank takes part in it."""
 
     messages: Schedule
-    """Messages of this rank."""
     received: dict[str, Shard]
     """Whole tensors that arrive on this rank, by PEFT's names; {} on a rank that leads no engine."""
     shards: dict[str, Shard]
@@ -43,10 +41,7 @@ class _Transfer:
 
 
 class AdapterSync:
-    """Transfer of the weights to each engine once, and of whole A and B to its leader after each update.
-
-    An engine that was restarted receives both.
-    """
+    """Transfer of the weights to each engine once and after a restart, and of A and B to its leader at each update."""
 
     def __init__(self, weights: ProcessEngineSync, adapters: AdapterSettings) -> None:
         self._weights, self._adapters = weights, adapters

@@ -52,11 +52,8 @@ class _Chunk:
     """A part of the weights that is transferred at a time; its tensors are in the order of the bytes that are sent."""
 
     schedule: Schedule
-    """Messages of this rank."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Shape of each tensor."""
     dtypes: Mapping[str, torch.dtype]
-    """Type of each tensor."""
 
     @property
     def nbytes(self) -> int:
@@ -72,10 +69,9 @@ class _Chunk:
 
 
 class BroadcastSync:
-    """Transfer chunk by chunk: one rank gathers whole tensors and broadcasts them to all ranks of all servers.
+    """Transfer chunk by chunk: one rank gathers whole tensors and broadcasts them to all ranks of all servers."""
 
-    The process group is created at the first transfer, and again when other servers take part in one.
-    """
+    # The process group is created at the first transfer, and again when other servers take part in one.
 
     def __init__(self) -> None:
         self._group: _RemoteProcessGroup | None = None  # on the sending rank
@@ -119,10 +115,8 @@ class BroadcastSync:
     def _broadcast(
         self, engines: Mapping[int, RemoteEngine], chunk: _Chunk, flat: Tensor | None, version: int | None
     ) -> None:
-        """Broadcasts a chunk, unless a server was lost: all ranks see that together, and no server hangs.
-
-        `version` is given with the last chunk.
-        """
+        """Broadcasts a chunk, unless a server was lost; `version` is given with the last chunk."""
+        # All ranks see the loss together, so no server hangs.
         if any(all_gather_json(bool(self._lost))):
             return
         dtypes = [str(dtype).removeprefix("torch.") for dtype in chunk.dtypes.values()]
@@ -213,10 +207,8 @@ def _to_chunk(chunk: TensorChunk, messages: Schedule, dtype: torch.dtype) -> _Ch
 
 
 def _fused_tensors(table: ModelTable) -> Iterator[list[str]]:
-    """Yields tensors that SGLang fuses into one parameter, for some loaders need all in one call; experts do not.
-
-    Where it is not known which ones it fuses, all of a layer are together.
-    """
+    """Yields tensors that SGLang fuses into one parameter, for some loaders need all in one call; experts do not."""
+    # Where it is not known which ones it fuses, all of a layer are together.
     if not table.has_engine_rules:
         layers: dict[int | None, list[str]] = defaultdict(list)
         for name, entry in table.tensor_index.entries.items():
@@ -237,17 +229,13 @@ class _RemoteProcessGroup:
         self._store, self._group = store, group
 
     def send(self, flat: Tensor) -> dist.Work:
-        """Starts a broadcast to all others, which receive a tensor of the same size.
-
-        The first one connects the members: UserError if NCCL cannot.
-        """
+        """Starts a broadcast to all others, which receive as large a tensor; UserError if NCCL cannot connect them."""
         try:
             return self._group.broadcast(flat, 0)
         except dist.DistBackendError as error:
             raise no_connection(error) from None
 
     def close(self) -> None:
-        """Destroys the process group."""
         dist.destroy_process_group(self._group)
 
 

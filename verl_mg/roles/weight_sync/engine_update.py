@@ -1,5 +1,3 @@
-"""Update of the weights of one engine in another process, by the rank that leads it."""
-
 from __future__ import annotations
 
 import logging
@@ -16,18 +14,16 @@ log = logging.getLogger(__name__)
 
 
 class EngineUpdate:
-    """Update of the engine that this rank leads, if any.
+    """Update of the weights of the engine in another process that this rank leads, if any."""
 
-    The engine's process may end at any time. Its leader still takes part in the transfer, because other ranks wait for
-    its messages; the engine is restarted before it generates samples.
-    """
+    # The engine's process may end at any time. Its leader still takes part in the transfer, because other ranks wait
+    # for its messages; the engine is restarted before it generates samples.
 
     def __init__(self, engine: ProcessEngine | None, version: int) -> None:
         self._engine, self._version = engine, version
         self._loading: int | None = None
         self._staging: Staging | PatchStaging | None = None
         self.died = False
-        """Whether the engine of this rank is dead."""
 
     def load(self, staging: Staging | PatchStaging, payloads: Sequence[str], is_last: bool) -> None:
         """Starts copying a chunk into the parameters, from the payloads of all ranks of the engine.

@@ -105,7 +105,6 @@ class SourceChunk:
     """A part of the weights that is transferred at a time, as this rank sends it."""
 
     schedule: Schedule
-    """Messages of this rank."""
     encoder: Encoder | None = None
     """Encoder of this rank's weights, for quantized engines."""
 
@@ -120,7 +119,6 @@ class _Chunk(SourceChunk):
     shards: Mapping[str, Shard]
     """Shards that this rank assembles for the SGLang rank on its device, by parameter."""
     dtypes: Mapping[str, torch.dtype]
-    """Type of each parameter."""
 
 
 @dataclass(frozen=True)
@@ -243,10 +241,8 @@ class ProcessEngineSync:
     def _load_changes(
         self, actor: Actor, planned: _Transfer, update: EngineUpdate, receives: bool, traffic: list[Traffic]
     ) -> bool:
-        """Sends what has changed; returns whether all engines have the values of the senders then.
-
-        Checksums of the boxes decide: an engine may have missed a transfer, or its memory was overwritten.
-        """
+        """Sends what has changed; returns whether all engines have the values of the senders then."""
+        # Checksums of the boxes decide: an engine may have missed a transfer, or its memory was overwritten.
         patched = []
         for number, (chunk, tensors, wait_for) in enumerate(chunk_sources(actor, planned.chunks, self._merges)):
             patches, counted = transfer_changes(chunk.schedule, tensors, self._sent[number], wait_for=wait_for)
@@ -301,11 +297,9 @@ class ProcessEngineSync:
 def chunk_sources(
     actor: Actor, chunks: Iterable[Part], merges: bool = True
 ) -> Iterator[tuple[Part, Mapping[str, Tensor], Callable[[str], None] | None]]:
-    """Yields each chunk with the tensors that its messages are taken from, and a function that waits for them.
-
-    All ranks have the same number of chunks, because encoding one is a collective: ranks agree on the scales of blocks
-    that they share.
-    """
+    """Yields each chunk with the tensors that its messages are taken from, and a function that waits for them."""
+    # All ranks have the same number of chunks, because encoding one is a collective: ranks agree on the scales of
+    # blocks that they share.
     parameters, wait_for = sources_of(actor.runner)
     for chunk in chunks:
         messages = chunk.encoder or chunk.schedule
@@ -317,11 +311,9 @@ def chunk_sources(
 
 
 def fitting_chunk_bytes(free: Sequence[int | None]) -> int:
-    """Returns the size of chunks of which two fit each device: CHUNK_BYTES, or half of it as often as needed.
-
-    `free` has the free bytes of each rank's device, None on the CPU. Example: 4 GiB free leave 3 for chunks of 1 GiB; 2
-    GiB leave 1 for chunks of 512 MiB.
-    """
+    """Returns the size of chunks of which two fit each device, from its free bytes, None on the CPU."""
+    # CHUNK_BYTES, or half of it as often as needed: 4 GiB free leave 3 for chunks of 1 GiB; 2 GiB leave 1 for chunks of
+    # 512 MiB.
     usable = [size - KEPT_FREE_BYTES for size in free if size is not None]
     chunk = CHUNK_BYTES
     while usable and 2 * chunk > min(usable) and chunk > MIN_CHUNK_BYTES:
@@ -330,10 +322,8 @@ def fitting_chunk_bytes(free: Sequence[int | None]) -> int:
 
 
 def sources_of(runner: Runner) -> tuple[dict[str, Tensor], Callable[[str], None]]:
-    """Returns the parameters that are transferred, and a function that waits for the values of one of them.
-
-    Later parameters can still be gathered while earlier ones are sent. Merged adapters are read as a whole.
-    """
+    """Returns the parameters that are transferred, and a function that waits for the values of one of them."""
+    # Later parameters can still be gathered while earlier ones are sent. Merged adapters are read as a whole.
     parameters = runner.parameters(complete=runner.lora is not None)
     return parameters, lambda name: runner.wait_for([parameters[name]])
 

@@ -50,8 +50,8 @@ CHUNK_BYTES = 2**30
 """Bytes of a server rank's weights of which the adapters are merged at a time."""
 BOX_BYTES = 2**26
 """Bytes of a box that are compared at a time."""
+# Longest wait for the report of a rank whose server has answered: a shared folder may show files late.
 REPORT_SECONDS = 60.0
-"""Longest wait for the report of a rank whose server has answered: a shared folder may show files late."""
 REPORT_POLL_SECONDS = 0.02
 
 log = logging.getLogger(__name__)
@@ -71,23 +71,19 @@ class _Written:
 
     actor: Actor
     version: int
-    """Policy version of the copies."""
     layouts: tuple[str, ...]
-    """Layouts of the servers."""
     chunks: Sequence[_Chunk]
     """Boxes that this rank writes, in parts of the model."""
     bytes_of: Mapping[str, int]
     """Bytes of all weights of a server, by its layout; replicas count on each rank."""
     sent: Sequence[SentValues]
-    """Copies of the values, for each chunk."""
 
 
 class FolderChangesSync:
-    """Transfer in which each rank writes what the last update has changed in its boxes.
+    """Transfer in which each rank writes what the last update has changed in its boxes."""
 
-    A file has what each rank of a server needs, so servers need no tables. `folder` is only of this job: directories of
-    older versions in it are removed.
-    """
+    # A file has what each rank of a server needs, so servers need no tables. `folder` is only of this job: directories
+    # of older versions in it are removed.
 
     def __init__(self, folder: Path, model_dir: Path, table: ModelTable) -> None:
         self._folder, self._table = folder.resolve(), table
@@ -212,10 +208,9 @@ class FolderChangesSync:
     # -- the plan
 
     def _plan(self, actor: Actor, layouts: tuple[str, ...]) -> tuple[list[_Chunk], dict[str, int]]:
-        """Plans one server of each layout, after the ranks of the job; a node has one rank, so none forwards.
-
-        Returns what this rank writes, and the bytes of all weights by layout. It covers servers that join later.
-        """
+        """Plans one server of each layout; returns what this rank writes, and the bytes of all weights by layout."""
+        # Servers follow the ranks of the job; a node has one rank, so none forwards. This covers servers that join
+        # later.
         rank, first, dtype = dist.get_rank(), dist.get_world_size(), actor.runner.dtype
         placements: list[EnginePlacement] = []
         members: dict[int, str] = {}

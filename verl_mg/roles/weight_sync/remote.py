@@ -28,17 +28,14 @@ class ServerView:
     """A running server, as all ranks see it."""
 
     number: int
-    """Number of the server in the job."""
     leader: int
     """Rank that sends its requests."""
     url: str
-    """Its address."""
     start: str
     """Id of its start: a restarted server has another one, and no weights."""
     layout: str
     """Its parallel sizes."""
     nodes: int
-    """Number of machines that it spans."""
     shard_obstacle: str
     """Reason why its ranks cannot receive their shards; empty where they can."""
 
@@ -51,10 +48,7 @@ class ServerView:
 def wait_for_servers(
     updates: Mapping[ServerView, Future[None]],
 ) -> tuple[list[ServerView], list[str], list[int]]:
-    """Waits for the responses of this rank's servers to requests for an update.
-
-    Returns the servers that have done it, the refusals of others, and the numbers of lost servers.
-    """
+    """Waits for this rank's servers; returns those that have done the update, refusals, and numbers of lost servers."""
     done: list[ServerView] = []
     problems: list[str] = []
     lost: list[int] = []
@@ -84,10 +78,9 @@ def gather_views(engines: Mapping[int, RemoteEngine]) -> list[ServerView]:
 
 @dataclass(frozen=True)
 class SyncResult:
-    """Result of a transfer, the same on all ranks but for its seconds."""
+    """Result of a transfer: bytes and seconds as metrics, the same on all ranks but for the seconds."""
 
     metrics: dict[str, float]
-    """Bytes and seconds."""
     lost: frozenset[int] = frozenset()
     """Numbers of servers that were lost in the transfer; then no server has the weights for certain."""
 
@@ -107,11 +100,10 @@ class RemoteWeightSync(Protocol):
 
 
 class SharedFolderSync:
-    """Transfer through a Hugging Face directory that all ranks write their parts of, and that the servers then load.
+    """Transfer through a Hugging Face directory that all ranks write their parts of, and that the servers then load."""
 
-    `folder` is only of this job: directories of older versions in it are removed. Configuration and tokenizer are
-    copied from `model_dir`.
-    """
+    # `folder` is only of this job: directories of older versions in it are removed. Configuration and tokenizer are
+    # copied from `model_dir`.
 
     def __init__(self, folder: Path, model_dir: Path) -> None:
         self._folder, self._model_dir = folder.resolve(), model_dir

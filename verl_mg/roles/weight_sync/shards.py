@@ -88,7 +88,6 @@ class _Planned:
     """A plan as this rank takes part in it."""
 
     chunks: Sequence[SourceChunk]
-    """Messages of this rank, in parts of the model."""
     packed: Mapping[int, bytes]
     """Schedules of some ranks of servers; all ranks of the job together have all of them."""
     padding: Mapping[int, Mapping[str, Sequence[Box]]]
@@ -108,21 +107,16 @@ class _Session:
     rendezvous: Rendezvous | None
     """On the rank that has the store."""
     store: TCPStore
-    """Connection to the store."""
     backend: str
-    """Backend of the group."""
     request: ShardRequest
     """Request to a server, without its first rank and the number of the transfer."""
     everyone: Sequence[int]
     """Ranks of the job and of all servers."""
     ranks: Mapping[int, range]
-    """Ranks of each server."""
     planned: _Planned
-    """The plan."""
     group: dist.ProcessGroup | None = None
     """The group, once all have joined."""
     num_transfers: int = 0
-    """Transfers so far."""
     sent: list[SentValues] = field(default_factory=list)
     """Copies of the values that this rank has sent, for each chunk; empty without `rollout.delta`."""
     holds: Actor | None = None
@@ -138,10 +132,9 @@ class _Session:
 
 
 class ShardSync:
-    """Transfer in which each rank of a server receives its own shards, each box from a rank of the job that has it.
+    """Transfer in which each rank of a server receives its own shards, each box from a rank of the job that has it."""
 
-    With `delta` only elements are sent that have changed since the last transfer to the same servers.
-    """
+    # With `delta` only elements are sent that have changed since the last transfer to the same servers.
 
     def __init__(self, table: ModelTable, wire: Wire = "cast", delta: bool = False) -> None:
         self._table, self._encoding, self._delta = table, encoding_of(wire), delta
@@ -333,11 +326,9 @@ class ShardSync:
 
 
 def _place(servers: Sequence[ServerView], world_size: int, node: int) -> dict[int, range]:
-    """Returns the ranks of each server in the plan, after the ranks of the job; servers of one host begin a new node.
-
-    Example: a job of 4 ranks, 8 ranks a node; servers 0 and 1 on host a and 2 on host b, of 2 ranks each, get the ranks
-    8-9, 10-11 and 16-17. The numbers in between are unused.
-    """
+    """Returns the ranks of each server in the plan, after the ranks of the job; servers of one host begin a node."""
+    # A job of 4 ranks, 8 ranks a node; servers 0 and 1 on host a and 2 on host b, of 2 ranks each, get the ranks 8-9,
+    # 10-11 and 16-17. The numbers in between are unused.
     by_host: dict[str, list[ServerView]] = defaultdict(list)
     for view in servers:
         by_host[urlsplit(view.url).hostname or view.url].append(view)
