@@ -27,18 +27,15 @@ Columns that the recipes and roles of verl_mg agree on (float32 unless said):
 | correction | token | weight of token t's loss against the mismatch of rollout and training; 0 outside the mask |
 | correction_below, correction_above | token | 1 where the ratio of that weight is out of its bounds |
 | teacher_logprobs | token | log-prob of token t by the row's teacher at entry t; 0 outside the mask |
-| teacher_top | token | (2, k) a token: log-probs and ids of the tokens that the teacher finds likeliest in its place
-|
+| teacher_top | token | (2, k) a token: log-probs and ids of the tokens that the teacher finds likeliest there |
 | teacher_hidden | token | (h,) a token, in the teacher's dtype: its last hidden state, which predicts the token |
 | teacher | sequence, int64 | number of the row's teacher |
 | routed_experts | token, int16 | (layers, k) a token: the experts that took it in the rollout; -1 where not known |
 | reward | sequence | the scalar score of the row |
 | group | sequence, int64 | rows of one prompt share it |
 | trajectory | sequence, int64 | rows of one sample share it: an agent's sample has a row for each of its segments |
-| sample_id | sequence, int64 | unique over the run and over the ranks; in a trajectory in the order of the segments
-|
-| prefix_of, prefix_length | sequence, int64 | of agents: the row begins with so many tokens of the row with that id
-|
+| sample_id | sequence, int64 | unique over the run and the ranks; in a trajectory in the order of the segments |
+| prefix_of, prefix_length | sequence, int64 | of agents: the row begins with so many tokens of that id's row |
 | prompt_id, prompt_length | sequence, int64 | which prompt, and how many tokens are in front of the response |
 | policy_version | sequence, int64 | the oldest weights that wrote of the row |
 | truncated | sequence, bool | the response was cut at the length limit |
@@ -93,10 +90,8 @@ class PendingColumn(Tensor):
     ordinary tensor.
     """
 
-    call: str
-    """The role call that computes it, such as "actor.compute_logprobs"."""
+    call: str  # the role call that computes it, such as "actor.compute_logprobs"
     dimensions: tuple[int, ...]
-    """Shape, known before the values."""
     computed: bool
 
     @staticmethod

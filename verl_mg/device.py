@@ -18,10 +18,7 @@ def current_device() -> torch.device:
 
 
 def copy_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    """Starts the copy of a tensor in host memory to a device; the host does not wait for the device's earlier work.
-
-    On the CPU the tensor itself is returned.
-    """
+    """Starts the copy of a tensor in host memory to a device; the host does not wait for the device's earlier work."""
     # A copy from memory that is not pinned ends after everything that was started on the device before it.
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
@@ -32,11 +29,9 @@ def backend() -> str:
 
 
 def group_backend() -> str:
-    """Returns the backend of a group whose tensors are all on this rank's device.
-
-    On GPUs NCCL without gloo, which connects each pair of a group's ranks: 1,468 connections of a rank for one layout
-    on 1,024 ranks.
-    """
+    """Returns the backend of a group whose tensors are all on this rank's device."""
+    # NCCL without gloo, which connects each pair of a group's ranks: 1,468 connections of a rank for one layout on
+    # 1,024 ranks.
     return "nccl" if torch.cuda.is_available() else "gloo"
 
 

@@ -27,7 +27,6 @@ class Image:
     """An encoded image, such as a PNG or JPEG file. Images with the same bytes are equal."""
 
     data: bytes
-    """Bytes of the file."""
 
     @cached_property
     def key(self) -> str:
@@ -74,8 +73,7 @@ def encoded(value: object) -> Image | None:
     return value if isinstance(value, Image) else None
 
 
-RowImages = tuple[Image, ...]
-"""The images of a row, in the order of their placeholders."""
+RowImages = tuple[Image, ...]  # the images of a row, in the order of their placeholders
 
 
 def distinct_images(rows: Iterable[RowImages]) -> dict[str, Image]:

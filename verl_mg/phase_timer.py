@@ -20,14 +20,10 @@ import torch.distributed as dist
 
 COMPUTE_PHASES = ("generate", "forward", "update", "optimizer")
 """Phases in which models compute: generation, forward passes, forward and backward passes, optimizer steps."""
-WAIT = "wait_"
-"""Prefix of the phases in which this rank waits for other ranks."""
-Span = tuple[str, float, float]
-"""A phase with the times of its begin and end, in seconds of `time.perf_counter`."""
-MAX_SPANS = 512
-"""Maximum number of stored spans; beyond it the shorter half is dropped."""
-MERGE_GAP_SECONDS = 1e-5
-"""Maximum gap, in seconds, between two spans of one phase that are merged."""
+WAIT = "wait_"  # prefix of the phases in which this rank waits for other ranks
+Span = tuple[str, float, float]  # a phase with the times of its begin and end, in seconds of `time.perf_counter`
+MAX_SPANS = 512  # maximum number of stored spans; beyond it the shorter half is dropped
+MERGE_GAP_SECONDS = 1e-5  # maximum gap, in seconds, between two spans of one phase that are merged
 
 
 class PhaseTimer:
@@ -39,10 +35,8 @@ class PhaseTimer:
 
     def __init__(self, exact: bool = False) -> None:
         self._exact = exact
-        self.seconds: dict[str, float] = {}
-        """Seconds by phase since the last call of `take`."""
-        self.progress = 0
-        """Counter that grows with every change of phase; a rank on which it is constant has stalled."""
+        self.seconds: dict[str, float] = {}  # seconds by phase since the last call of `take`
+        self.progress = 0  # counter that grows with every change of phase; a rank on which it is constant has stalled
         self._running: list[str] = []
         self._since = 0.0
         self._spans: list[Span] | None = None

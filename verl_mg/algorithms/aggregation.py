@@ -13,9 +13,7 @@ parallel ranks is its loss: no split, packing or order changes it.
 equation 3), "seq-mean-token-sum-norm" Dr. GRPO's (arXiv:2503.20783, section 3.2). Losses of tokens [1 3] and [2]
 give 2, 3, 2 and, with max_length 4, 0.75.
 
-Only tokens in the mask count, and sequences with at least one of them. All rows of a trajectory are one sequence: an
-agent's sample counts as much as any other, however many segments it has. They are in one mini-batch, but in several
-micro-batches of it, so each token brings along the number of tokens of its trajectory.
+Only tokens in the mask count, and sequences with at least one of them.
 """
 
 from typing import Literal, get_args
@@ -46,13 +44,14 @@ def aggregate(
         sequence_ids: (tokens,) int64, index from 0 of a token's sequence in this micro-batch.
         mode: one of MODES; UserError for any other.
         normalizer: result of the function `normalizer`, the same on all ranks.
-        sequence_tokens: (tokens,) masked tokens of the token's trajectory, here and elsewhere; None where each
-            sequence is a trajectory, all of whose tokens are here.
+        sequence_tokens: (tokens,) masked tokens of the token's trajectory, here and elsewhere; None: all are here.
     """
     _check(mode)
     # A selection by the mask would have a size that the host must wait for.
     kept = torch.where(mask, loss, 0.0)
     if mode == "seq-mean-token-mean":
+        # All rows of a trajectory are one sequence: an agent's sample counts as much as any other. They may be in
+        # several micro-batches, so each token brings along the number of tokens of its trajectory.
         counts = segment_totals(mask, sequence_ids) if sequence_tokens is None else sequence_tokens
         kept = kept / counts.clamp(min=1).to(kept.dtype)
     return kept.sum() / normalizer

@@ -41,9 +41,8 @@ def avg_at_k(rewards: Tensor, k: int) -> Tensor:
 def maj_at_k(answers: Sequence[Sequence[str | None]], rewards: Tensor, k: int) -> Tensor:
     """Returns (problems,) float64 reward of the answer that most of k tries give: self-consistency, arXiv:2203.11171.
 
-    The tries of a problem, in their order, are n // k blocks of k, whose rewards are averaged; fewer than k tries at
-    the end are not used. The winner's reward is that of its first try. Of answers with equally many votes the first one
-    wins.
+    Averaged over n // k blocks of k tries, in their order; fewer than k at the end are not used. The winner's reward is
+    that of its first try. Of answers with equally many votes the first one wins.
 
     Args:
         answers: for each problem n strings, compared as such; None has no vote, and a block without votes scores 0.

@@ -13,12 +13,7 @@ No gradient flows through the weights. A rejected token still counts in the norm
 sample makes the step smaller and no other sample heavier.
 
 Sequence ratios need whole sequences: compute weights on the batch of a recipe, which has whole trajectories, and
-give them to the loss as a token column. Then micro-batches, packing and context parallelism cannot change them. The
-sequence
-of an agent is its trajectory, all segments together: its probability is the product over all tokens that the policy
-wrote; the factors of the environment cancel out in the ratio.
-
-`drifted_sequences` is not a weight of this kind: it depends on the policy in training and is made in the loss.
+give them to the loss as a token column. Then micro-batches, packing and context parallelism cannot change them.
 """
 
 from collections.abc import Callable
@@ -53,17 +48,10 @@ def correct(
 ) -> tuple[Tensor, Metrics]:
     """Returns (tokens,) float32 weights of the loss of each token, 0 outside the mask, and metrics.
 
-        kind                    ratio and rule           source
-        "token-tis"             token, tis               Yao et al. 2025, "Your Efficient RL Framework Secretly
-                                                         Brings You Off-Policy RL Training"
-        "sequence-tis"          sequence, tis            Liu et al. 2025, "When Speed Kills Stability: Demystifying
-                                                         RL Collapse from the Training-Inference Mismatch"
-        "geometric-tis"         geometric, tis           the same with the ratio of GSPO, arXiv:2507.18071, equation
-        7
-        "icepop"                token, icepop            Ring-1T, arXiv:2510.18855
-        "token-rejection"       token, rejection
-        "sequence-rejection"    sequence, rejection      Liu et al. 2025, without the ratio as a weight
-        "geometric-rejection"   geometric, rejection
+    A kind names ratio and rule. "token-tis" is of Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
+    Off-Policy RL Training"; "sequence-tis" and "sequence-rejection" of Liu et al. 2025, "When Speed Kills Stability:
+    Demystifying RL Collapse from the Training-Inference Mismatch"; the geometric ratio is GSPO's, arXiv:2507.18071,
+    equation 7; "icepop", of token ratios, is Ring-1T's, arXiv:2510.18855.
 
     The metrics `correction_below` and `correction_above` are 1 where the ratio is below `low` or above `high`.
 
@@ -99,10 +87,10 @@ def drifted_sequences(
 
     Args:
         logprobs, rollout_logprobs: (tokens,) nats, of the policy in training and as the engine sampled.
-        advantages, mask, sequence_ids: (tokens,) as in `losses.sequence`; values outside the mask are ignored, NaN
-            too.
+        advantages, mask, sequence_ids: (tokens,) as in `losses.sequence`; outside the mask NaN is ignored too.
         delta: nats, above 0.
     """
+    # Not a weight of `correct`: it depends on the policy in training and is made in the loss.
     if not delta > 0:
         raise UserError(f"opsm_delta is {delta}. Write a number above 0, as in 0.5")
     difference = torch.where(mask, rollout_logprobs.detach() - logprobs.detach(), 0.0)
@@ -115,6 +103,8 @@ def _token_log_ratio(difference: Tensor, mask: Tensor, sequence_ids: Tensor) -> 
 
 
 def _sequence_log_ratio(difference: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
+    # The sequence of an agent is its trajectory: its probability is the product over all tokens that the policy wrote;
+    # the factors of the environment cancel out in the ratio.
     # float64: the sum over a long sequence keeps the digits by which its ratio differs from 1.
     return torch.bincount(sequence_ids, difference.double())[sequence_ids].float()
 

@@ -14,16 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-CONFIDENCE = 0.95
-"""Probability with which an interval contains the expectation over all prompts of the kind."""
-ENUMERATED = 14
-"""Differences that are not 0 up to which a permutation test takes all assignments of signs."""
-DRAWS = 10_000
-"""Assignments of signs that a permutation test draws otherwise."""
-ROUNDING = 1e-9
-"""Relative difference up to which sums are equal that differ by the order of their terms."""
-BISECTIONS = 48
-"""Halvings of a quantile's bracket, whose width is at most the quantile."""
+CONFIDENCE = 0.95  # probability with which an interval contains the expectation over all prompts of the kind
+ENUMERATED = 14  # differences that are not 0 up to which a permutation test takes all assignments of signs
+DRAWS = 10_000  # assignments of signs that a permutation test draws otherwise
+ROUNDING = 1e-9  # relative difference up to which sums are equal that differ by the order of their terms
+BISECTIONS = 48  # halvings of a quantile's bracket, whose width is at most the quantile
 _BLOCK = 500
 
 
@@ -32,13 +27,9 @@ class Estimate:
     """A mean over prompts with its confidence interval."""
 
     value: float
-    """The mean."""
-    standard_error: float | None
-    """Its standard error; None for a single prompt."""
-    low: float | None
-    """Lower end of the interval; None for a single prompt."""
-    high: float | None
-    """Upper end of the interval; None for a single prompt."""
+    standard_error: float | None  # None for a single prompt
+    low: float | None  # end of the interval; None for a single prompt
+    high: float | None  # end of the interval; None for a single prompt
 
 
 def mean_interval(scores: Tensor, bounded: bool = False) -> Estimate:

@@ -20,8 +20,7 @@ ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k3": _k3,
 }
 
-STRAIGHT_THROUGH = {"k1+": "k1", "k3+": "k3"}
-"""Estimators with the value of another one and the gradient of "k2"."""
+STRAIGHT_THROUGH = {"k1+": "k1", "k3+": "k3"}  # estimators with the value of another one and the gradient of "k2"
 
 
 def penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
@@ -41,9 +40,8 @@ def penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
     or a straight-through form, "k1+" or "k3+", of which the value is reported and "k2" differentiated. The
     expectations are over tokens of the policy in training: off-policy, all need its ratio as a weight.
 
-    Nothing is clamped: "k3" overflows float32 where the reference finds a token e^88 times likelier.
-    Set entries that are no log-probabilities to 0 before the call: the gradient of a NaN is NaN even if masked
-    later.
+    Nothing is clamped: "k3" overflows float32 where the reference finds a token e^88 times likelier. Set entries that
+    are no log-probabilities to 0 before the call: the gradient of a NaN is NaN even if masked later.
 
     Args:
         logprobs, ref_logprobs: (...) nats.
@@ -78,14 +76,12 @@ def in_reward(
 def adapted(coefficient: float, observed: float, target: float, horizon: float, samples: int) -> float:
     """Returns the coefficient that steers the KL to its target: arXiv:1909.08593, section 2.2.
 
-    coefficient * (1 + e samples / horizon) with the error e = observed / target - 1, clipped to -0.2 and 0.2.
-    Example:
+    coefficient * (1 + e samples / horizon) with the error e = observed / target - 1, clipped to -0.2 and 0.2:
     coefficient 0.1, twice the target, 1000 samples, horizon 10000: 0.1 (1 + 0.2 / 10) = 0.102.
 
     Args:
         coefficient, samples: coefficient of the last iteration, and the number of its samples.
-        observed, target: mean KL of its samples and the wanted one (above 0), in nats, both per token or per
-            response.
+        observed, target: mean KL of its samples and the wanted one (above 0), in nats, both per token or response.
         horizon: samples over which an error of 1 would double the coefficient if it were not clipped; above 0.
     """
     for name, value in (("target", target), ("horizon", horizon)):

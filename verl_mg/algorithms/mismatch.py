@@ -1,11 +1,4 @@
-"""Statistics of the difference between the log-probs of trainer and rollout engine, over any split of the tokens.
-
-    statistics    sums and maxima over some tokens
-    merge         statistics of the whole from statistics of its parts
-    summarize     means, divergences and correlations of the whole
-
-So the result does not depend on the ranks, batches or micro-batches that the tokens are distributed over.
-"""
+"""Statistics of the difference between the log-probs of trainer and rollout engine, over any split of the tokens."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -14,8 +7,7 @@ from torch import Tensor
 
 from verl_mg.algorithms import kl
 
-LARGEST = 300.0
-"""Nats beyond which a difference counts as this: the square of exp(300) is still a float64."""
+LARGEST = 300.0  # nats beyond which a difference counts as this: the square of exp(300) is still a float64
 
 
 def statistics(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> dict[str, float]:

@@ -23,17 +23,12 @@ FUNCTION_INSTRUCTION = "Complete this Python code, and give all of it in one blo
 
 
 def gpqa(record: Record) -> Record:
-    """Returns a record of Idavidrein/gpqa with `prompt`, `choices` and `answer`, a letter from A to D.
-
-    The order of the choices depends only on the question, so that every run and rank asks the same.
-
-    Args:
-        record: has `Question`, `Correct Answer` and `Incorrect Answer 1` to `3`.
-    """
+    """Returns a record of Idavidrein/gpqa with `prompt`, `choices` and `answer`, a letter from A to D."""
     question = record["Question"].strip()
     right = record["Correct Answer"].strip()
     choices = [right, *(record[f"Incorrect Answer {i}"].strip() for i in (1, 2, 3))]
-    # Not `hash`, which differs between processes unless PYTHONHASHSEED is set.
+    # The order of the choices depends only on the question, so that every run and rank asks the same. Not `hash`,
+    # which differs between processes unless PYTHONHASHSEED is set.
     digest = hashlib.blake2b(question.encode(), digest_size=8).digest()
     order = random.Random(int.from_bytes(digest)).sample(range(len(choices)), len(choices))
     lines = [f"{letter}) {choices[i]}" for letter, i in zip(string.ascii_uppercase, order, strict=False)]
@@ -45,22 +40,14 @@ def gpqa(record: Record) -> Record:
 
 
 def livecodebench(record: Record) -> Record:
-    """Returns a record of livecodebench/code_generation_lite with a prompt; its test cases stay as they are.
-
-    Args:
-        record: has `question_content`, and `starter_code` where a function is to be written.
-    """
+    """Returns a record of livecodebench/code_generation_lite with a prompt; its test cases stay as they are."""
     starter = (record.get("starter_code") or "").strip()
     task = f"{FUNCTION_INSTRUCTION}\n\n```python\n{starter}\n```" if starter else PROGRAM_INSTRUCTION
     return record | {"prompt": f"{record['question_content'].strip()}\n\n{task}"}
 
 
 def codeforces(record: Record) -> Record | None:
-    """Returns a record of open-r1/codeforces with a prompt; None, to leave it out, without tests over standard streams.
-
-    Args:
-        record: has `description`, `input_format`, `output_format`, `examples` and `official_tests`.
-    """
+    """Returns a record of open-r1/codeforces with a prompt; None, to leave it out, without tests over stdin."""
     if record.get("interaction_format") or record.get("input_mode", "stdio") != "stdio" or not record["official_tests"]:
         return None
     parts = {"": record["description"], "Input": record.get("input_format"), "Output": record.get("output_format")}

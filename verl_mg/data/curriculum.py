@@ -12,12 +12,13 @@ from verl_mg.data.prompts import Prompt, PromptSet, check_state
 
 
 class Curriculum:
-    """Set or mixture of prompts that skips prompts with a pass rate outside a band.
+    """Set or mixture of prompts that skips prompts with a pass rate outside a band, `revisit` times in a row.
 
-    A group whose answers all pass or all fail has no group-relative advantage. A prompt without observations is always
-    taken. A prompt outside the band is skipped `revisit` times in a row and then taken, since the policy has changed.
-    A mixture keeps its shares: a skipped prompt is replaced by the next one of the same source.
+    A prompt without observations is always taken. A mixture keeps its shares: a skipped prompt is replaced by the next
+    one of the same source.
     """
+
+    # A group whose answers all pass or all fail has no group-relative advantage.
 
     def __init__(
         self,
@@ -70,10 +71,8 @@ class Curriculum:
     def observe(self, prompt_ids: Sequence[int], rewards: Sequence[float]) -> None:
         """Updates the pass rates. The answers to a prompt within a call are one observation, their mean.
 
-        Every rank passes the same answers, of all ranks, or the ranks would take different prompts.
-
         Args:
-            prompt_ids, rewards: prompt and reward of each answer, in any order.
+            prompt_ids, rewards: of each answer of all ranks, in any order; ranks with others would take other prompts.
         """
         passes: dict[int, list[bool]] = {}
         for prompt_id, reward in zip(prompt_ids, rewards, strict=True):
@@ -84,10 +83,7 @@ class Curriculum:
             self._rates[prompt_id] = before + (1 - self._decay) * (now - before)
 
     def take(self, n: int) -> list[Prompt]:
-        """Returns the next `n` prompts.
-
-        If a pass over a whole set finds too few, the skipped prompts nearest to the band are added.
-        """
+        """Returns the next `n` prompts; the skipped ones nearest to the band if a pass over a set finds too few."""
         return self._prompts.take(n, self._draw) if isinstance(self._prompts, Mixture) else self._draw(self._prompts, n)
 
     def metrics(self) -> dict[str, float]:
@@ -126,7 +122,6 @@ class Curriculum:
         return taken
 
     def _one_pass(self, prompts: PromptSet, n: int) -> list[Prompt]:
-        """Returns 1 to `n` prompts from one pass over the set."""
         taken: list[Prompt] = []
         skipped: dict[int, Prompt] = {}
         for _ in range(len(prompts)):
@@ -147,6 +142,7 @@ class Curriculum:
         return taken + nearest
 
     def _is_due(self, prompt_id: int) -> bool:
+        # Skipped so often it is taken once, since the policy has changed.
         return self._distance(prompt_id) == 0 or self._skips.get(prompt_id, 0) >= self._revisit
 
     def _distance(self, prompt_id: int) -> float:

@@ -12,18 +12,12 @@ from verl_mg.data.records import Record
 from verl_mg.data.rendering import check_same_context, content_of, context_of, is_conversation
 from verl_mg.errors import UserError
 
-PROMPT, ANSWER = "prompt", "answer"
-"""Fields that are read if nothing else is written and records have them."""
-MESSAGES = "messages"
-"""Field of a conversation that ends with its answer, the format of OpenAI's fine-tuning."""
-GROUND_TRUTH = "reward_model.ground_truth"
-"""Field of the answer in Parquet files for verl."""
-LABEL = "label"
-"""Field of the answer in JSONL files for slime."""
-IMAGES = "images"
-"""Field of verl's and TRL's records with the images that its prompt refers to."""
-MEDIA = (IMAGES, "videos", "audios")
-"""Fields of verl's records with what its prompts refer to by `<image>` and the like."""
+PROMPT, ANSWER = "prompt", "answer"  # fields that are read if nothing else is written and records have them
+MESSAGES = "messages"  # field of a conversation that ends with its answer, the format of OpenAI's fine-tuning
+GROUND_TRUTH = "reward_model.ground_truth"  # field of the answer in Parquet files for verl
+LABEL = "label"  # field of the answer in JSONL files for slime
+IMAGES = "images"  # field of verl's and TRL's records with the images that its prompt refers to
+MEDIA = (IMAGES, "videos", "audios")  # fields of verl's records to which prompts refer by `<image>` and the like
 
 
 @dataclass(frozen=True)
@@ -31,9 +25,7 @@ class RecordFields:
     """Names of the fields of prompt and answer; a dot separates a field from one inside it."""
 
     prompt: str
-    """Field of the prompt."""
     answer: str
-    """Field of the answer."""
 
     @classmethod
     def find(cls, records: Sequence[Record], prompt: str | None, answer: str | None) -> RecordFields:
@@ -96,8 +88,6 @@ class RecordFields:
     def answer_of(self, record: Record, place: str) -> str | None:
         """Returns the answer of a record as text; None if it has none.
 
-        An answer that verl's or slime's records give as a list or mapping is written as JSON.
-
         Args:
             record: the record as read.
             place: `file:line`, for errors.
@@ -109,6 +99,7 @@ class RecordFields:
             return value
         if isinstance(value, int | float | Decimal):  # Decimal: of Parquet files
             return str(value)
+        # Answers are texts: what verl's or slime's records give as a list or mapping is written as JSON.
         if self.answer in (GROUND_TRUTH, LABEL) and isinstance(value, list | dict):
             return json.dumps(value, ensure_ascii=False, default=str)
         raise UserError(

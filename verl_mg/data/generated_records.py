@@ -11,21 +11,17 @@ import yaml
 
 from verl_mg.errors import UserError
 
-PREFIX = "reasoning_gym:"
-"""Beginning of a path of `data` that means generated prompts."""
+PREFIX = "reasoning_gym:"  # beginning of a path of `data` that means generated prompts
+# Tasks of reasoning-gym 0.1.25 that generate other entries for the same seed if PYTHONHASHSEED differs; of its 105
+# tasks, 6 entries each, the others do not.
 HASH_DEPENDENT = ("isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder")
-"""Tasks of reasoning-gym 0.1.25 that generate other entries for the same seed if PYTHONHASHSEED differs; of its 105
-tasks, 6 entries each, the others do not."""
 
 
 def generated_records(path: str) -> list[tuple[str, dict[str, Any]]]:
     """Generates the records of a task, each with its place; every rank and run has the same ones.
 
-    A record has `prompt` and `answer`, the name of the task as `dataset`, and as `entry` what the package generated,
-    which `verl_mg.rewards.reasoning_gym:Score` needs.
-
-    Args:
-        path: `reasoning_gym:NAME:size=500,seed=1`, with the task's arguments; by default size is 500 and seed 0.
+    The path is `reasoning_gym:NAME:size=500,seed=1`, with the task's arguments; by default size is 500 and seed 0. A
+    record has `prompt`, `answer`, the task's name as `dataset`, and as `entry` what the reward of the package needs.
     """
     try:
         import reasoning_gym

@@ -12,51 +12,35 @@ from typing import Any
 
 from verl_mg.errors import UserError
 
-PREFIX = "harbor:"
-"""Beginning of a path of `data` that means task folders."""
+PREFIX = "harbor:"  # beginning of a path of `data` that means task folders
+# Lines at the beginning of an instruction that mark it as part of a benchmark; agents do not read them.
 CANARY = re.compile(r"\A(?:[ \t]*(?:<!--.*canary.*-->|#.*canary.*)[ \t]*(?:\n|\Z))+\s*", re.IGNORECASE)
-"""Lines at the beginning of an instruction that mark it as part of a benchmark; agents do not read them."""
 SIZE = re.compile(r"([0-9.]+)([KMG])", re.IGNORECASE)
 MEBIBYTES = {"K": 1 / 1024, "M": 1, "G": 1024}
 VARIABLE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}")
 DEFINITIONS = ("Dockerfile", "docker-compose.yaml")
 DEFAULT_FOLDER = "/app"
-VERIFIER_SECONDS, BUILD_SECONDS = 600.0, 600.0
-"""Defaults of the format."""
+VERIFIER_SECONDS, BUILD_SECONDS = 600.0, 600.0  # defaults of the format
 
 
 @dataclass(frozen=True)
 class HarborTask:
     """A task folder with one step."""
 
-    folder: Path
-    """The folder: instruction.md, task.toml, environment/, tests/test.sh."""
+    folder: Path  # the folder: instruction.md, task.toml, environment/, tests/test.sh
     image: str | None
-    """Docker image that it names."""
-    builds: bool
-    """Whether it has a Dockerfile."""
+    builds: bool  # whether it has a Dockerfile
     directory: str | None
-    """Working directory that it names."""
-    network: bool
-    """Whether programs may use the network."""
-    environment: Mapping[str, str]
-    """Environment variables of all programs."""
-    verifier_environment: Mapping[str, str]
-    """Further environment variables of the tests."""
-    agent_seconds: float | None
-    """Time limit of the agent; None for the job's limit."""
-    verifier_seconds: float
-    """Time limit of the tests."""
-    build_seconds: float
-    """Time limit of building the image."""
-    cpus: int | None
-    """Number of processors; None for all."""
-    memory_mb: int | None
-    """Memory in MiB; None for no limit."""
-    agent_user: str | None
-    """User of the agent's programs in a container; None for the image's user."""
-    verifier_user: str | None
-    """User of the tests."""
+    network: bool  # whether programs may use the network
+    environment: Mapping[str, str]  # environment variables of all programs
+    verifier_environment: Mapping[str, str]  # further environment variables of the tests
+    agent_seconds: float | None  # time limit of the agent; None for the job's limit
+    verifier_seconds: float  # time limit of the tests
+    build_seconds: float  # time limit of building the image
+    cpus: int | None  # number of processors; None for all
+    memory_mb: int | None  # memory in MiB; None for no limit
+    agent_user: str | None  # user of the agent's programs in a container; None for the image's user
+    verifier_user: str | None  # user of the tests
 
     @property
     def needs_docker(self) -> bool:
@@ -65,10 +49,9 @@ class HarborTask:
 
 
 def harbor_records(path: str) -> list[tuple[str, dict[str, Any]]]:
-    """Returns a record for each task folder, with its place: `prompt`, the instruction, and `task`, the folder.
+    """Returns a record of `prompt`, the instruction, and `task`, the folder, for each task folder, with its place.
 
-    Args:
-        path: `harbor:FOLDER`, a task folder or a folder of them; UserError for a task that is not supported.
+    UserError for a task that is not supported.
     """
     root = Path(path.removeprefix(PREFIX)).expanduser()
     folders = [root] if (root / "task.toml").exists() else sorted(file.parent for file in root.glob("*/task.toml"))
@@ -115,7 +98,7 @@ def read_task(folder: Path) -> HarborTask:
 
 
 def _unsupported(folder: Path, content: Mapping[str, Any], mode: str) -> str | None:
-    """Returns what the task needs and does not get here; silence would change the task."""
+    # What a task needs and does not get here is an error: silence would change the task.
     agent, verifier, machine = (content.get(name, {}) for name in ("agent", "verifier", "environment"))
     conditions = {
         "it has several steps": content.get("steps"),
@@ -138,7 +121,7 @@ def _unsupported(folder: Path, content: Mapping[str, Any], mode: str) -> str | N
 
 
 def _mebibytes(folder: Path, size: str | None) -> int | None:
-    """Reads a size such as "2G", as in tasks of before version 1.0 of the format."""
+    # A text such as "2G", in tasks of before version 1.0 of the format.
     if size is None:
         return None
     match = SIZE.fullmatch(size.strip())

@@ -13,25 +13,21 @@ import yaml
 from verl_mg.errors import UserError
 from verl_mg.hub import HubName, fetch, files_of, matching
 
-KINDS = (".parquet", ".jsonl", ".json", ".arrow")
-"""Suffixes of the files that can be read, the preferred one first."""
-CARD = "README.md"
-"""File of a data set whose header names its configurations and splits."""
+KINDS = (".parquet", ".jsonl", ".json", ".arrow")  # suffixes of the files that can be read, the preferred one first
+CARD = "README.md"  # file of a data set whose header names its configurations and splits
 
+# Files in which Hugging Face datasets describes others.
 NOT_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
-"""Files in which Hugging Face datasets describes others."""
+# Words of names that are a split (https://huggingface.co/docs/hub/datasets-file-names-and-splits).
 SPLIT_WORDS = ("train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation")
-"""Words of names that are a split (https://huggingface.co/docs/hub/datasets-file-names-and-splits)."""
 
-Splits = dict[str, list[str]]
-"""Patterns of file names by split."""
+Splits = dict[str, list[str]]  # patterns of file names by split
 
 
 def hub_data_files(name: HubName) -> list[Path]:
-    """Downloads the files of a data set, as far as they are not in the cache, and returns them in the order of reading.
+    """Downloads the files of a data set that are not in the cache, and returns all in the order of reading.
 
-    Args:
-        name: the data set, with `CONFIGURATION:SPLIT` as its part; UserError without it where there are several.
+    UserError where there are several configurations or splits and the name has no part `CONFIGURATION:SPLIT`.
     """
     # The client of the Hugging Face hub lists all files after the first download; ModelScope's does not.
     folder = fetch(name, "dataset", [CARD] if name.site == "hf" else [CARD, *(f"*{kind}" for kind in KINDS)])
@@ -102,10 +98,7 @@ def _card(path: Path) -> Mapping[str, Any]:
 
 
 def _described(card: Mapping[str, Any]) -> dict[str, Splits]:
-    """Returns the splits of each configuration that a card describes, {} where it has no `configs` with files.
-
-    Their form is that of https://huggingface.co/docs/hub/datasets-manual-configuration.
-    """
+    # The form of `configs` is that of https://huggingface.co/docs/hub/datasets-manual-configuration.
     known: dict[str, Splits] = {}
     for entry in card.get("configs") or ():
         described = entry.get("data_files") if isinstance(entry, dict) else None
@@ -124,7 +117,6 @@ def _described(card: Mapping[str, Any]) -> dict[str, Splits]:
 
 
 def _by_folders(files: Sequence[str]) -> dict[str, Splits]:
-    """Returns the splits of each configuration by the names of folders and files."""
     known: dict[str, Splits] = {}
     for file in files:
         *folders, last = PurePosixPath(file).parts

@@ -30,20 +30,14 @@ from verl_mg.images import Image, RowImages
 if TYPE_CHECKING:
     from transformers import ProcessorMixin
 
+# Bytes of inputs that a processor keeps: samples of a prompt, and the passes over a batch, have the same images.
 CACHED_BYTES = 1 << 30
-"""Bytes of inputs that a processor keeps: samples of a prompt, and the passes over a batch, have the same images."""
 
 
 class ImageProcessor:
     """Processor of a model directory, as transformers reads it."""
 
     def __init__(self, processor: ProcessorMixin, where: Path) -> None:
-        """Wraps a processor.
-
-        Args:
-            processor: processor of transformers with a tokenizer and an image processor.
-            where: its directory, for errors.
-        """
         self._processor: Any = processor
         self.folder = where
         defaults = processor.valid_processor_kwargs._defaults
@@ -138,7 +132,7 @@ class ImageProcessor:
         return sum(text.count(word) for word in words)
 
     def _replacement_of_size(self, size: tuple[int, int]) -> str:
-        """Returns the text in place of an image, which depends only on its size: prompts are tokenized from headers."""
+        # The text in place of an image depends only on its size, so that prompts are tokenized from headers.
         import PIL.Image
 
         inputs = self._processor.image_processor([PIL.Image.new("RGB", size)], **self._options)
@@ -147,11 +141,7 @@ class ImageProcessor:
     # -- inputs of the model
 
     def model_inputs(self, rows: Iterable[RowImages]) -> dict[str, Tensor]:
-        """Returns the model's inputs for the images of rows by the names that its `forward` has; {} without images.
-
-        Args:
-            rows: images of each row; a tensor has the entries of all of them, one after another.
-        """
+        """Returns the model's inputs for the images of all rows, one after another, by name; {} without images."""
         images = [self._inputs(image) for row in rows for image in row]
         return {name: torch.cat([image[name] for image in images]) for name in (images[0] if images else ())}
 

@@ -20,37 +20,28 @@ from verl_mg.data.records import Record
 from verl_mg.errors import UserError
 from verl_mg.images import Image
 
-DATA_URL = "data:image/"
-"""Beginning of a text that contains an image in base64."""
-MARKER = "<image>"
-"""Text that stands for an image in prompts for verl and TRL."""
+DATA_URL = "data:image/"  # beginning of a text that contains an image in base64
+MARKER = "<image>"  # text that stands for an image in prompts for verl and TRL
 
 
 @dataclass(frozen=True)
 class ImageLimits:
     """Limits of the images of a prompt, keys of `data`."""
 
-    max_pixels: int
-    """Largest width times height of an image."""
+    max_pixels: int  # largest width times height of an image
     max_images: int
-    """Largest number of images."""
 
 
 @dataclass(eq=False)
 class ImageSource:
     """An image of the data that is not loaded yet, or no longer."""
 
-    place: str
-    """Place of the record and number of the image, for errors."""
-    size: tuple[int, int]
-    """Width and height in pixels."""
-    path: Path | None = None
-    """File of the image; None where the record contains it."""
-    data: bytes = b""
-    """Bytes of the image where the record contains it."""
+    place: str  # place of the record and number of the image, for errors
+    size: tuple[int, int]  # width and height in pixels
+    path: Path | None = None  # file of the image; None where the record contains it
+    data: bytes = b""  # bytes of the image where the record contains it
     # Weak, so that an image is freed with the last row that has it; the data of a run keeps only its place.
     _loaded: ReferenceType[Image] | None = field(default=None, repr=False)
-    """The image, as long as a request or a row has it."""
 
     def load(self) -> Image:
         """Returns the image, the same object for all samples of a prompt; UserError if it cannot be decoded."""

@@ -14,19 +14,10 @@ from verl_mg.data.prompts import Prompt, PromptSet, check_state
 
 
 class Mixture:
-    """Sets by name, each with its share of the prompts and its separately shuffled epochs.
-
-    The next prompt comes from the source that misses most of its share, of equals from the first. So a source is
-    never a whole prompt ahead of its share and every iteration has the configured mixture, which random sampling has
-    only on average; and the counts are the whole state.
-    """
+    """Sets by name, each with its share of the prompts and its separately shuffled epochs."""
 
     def __init__(self, sets: Mapping[str, PromptSet], weights: Mapping[str, float]) -> None:
-        """Starts at the first epoch of every set.
-
-        Args:
-            sets, weights: at least one set by name, and its weight, above 0; no prompt id is in two sets.
-        """
+        """Starts at the first epoch of every set; weights are above 0, and no prompt id is in two sets."""
         self._sets = dict(sets)
         self._given = [[name, float(weights[name])] for name in self._sets]
         # As integers made from the decimal digits: 0.1 and 0.2 are then exactly 1 to 2, however long the run.
@@ -84,6 +75,8 @@ class Mixture:
 
     def _next_source(self) -> str:
         turn, total = sum(self._taken.values()) + 1, sum(self._weights.values())
+        # The source that misses most of its share, of equals the first: none is ever a whole prompt ahead, and every
+        # iteration has the configured mixture, which random sampling has only on average.
         name = max(self._sets, key=lambda name: self._weights[name] * turn - total * self._taken[name])
         self._taken[name] += 1
         return name

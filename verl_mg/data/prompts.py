@@ -33,18 +33,12 @@ class Prompt:
     id: int
     """Row in the file, from 0, blank lines not counted; neither dropping nor order changes it. With several sources the
     rows of the sources before are added."""
-    tokens: tuple[int, ...]
-    """Token ids, `(prompt_length,)`, ready for the model."""
-    text: str
-    """Text that was tokenized, chat template and instruction included."""
-    answer: str | None
-    """Answer field as text; None if the record has none."""
+    tokens: tuple[int, ...]  # token ids, `(prompt_length,)`, ready for the model
+    text: str  # text that was tokenized, chat template and instruction included
+    answer: str | None  # answer field as text; None if the record has none
     record: Record
-    """Record as read."""
-    source: str = ""
-    """Name of the source; "" if there is only one."""
-    place: str = ""
-    """Place of the record, `file:line`, for errors."""
+    source: str = ""  # name of the source; "" if there is only one
+    place: str = ""  # place of the record, `file:line`, for errors
     messages: Sequence[dict[str, Any]] = ()
     """The prompt as messages, for agents; a string is one of the user, instruction included."""
     images: Sequence[ImageSource] = ()
@@ -101,14 +95,7 @@ class PromptSet:
     """
 
     def __init__(self, prompts: Sequence[Prompt], *, seed: int = 0, dropped: int = 0, source: str = "") -> None:
-        """Starts at the first epoch.
-
-        Args:
-            prompts: at least one prompt, in file order.
-            seed: random seed of the order.
-            dropped: number of prompts left out for their length.
-            source: name of the source.
-        """
+        """Starts at the first epoch of at least one prompt, in file order; `dropped` were left out for their length."""
         self.dropped = dropped
         self._prompts = list(prompts)
         # Ids, not positions: dropped prompts leave gaps, and ids are the same whatever the limit of length.
@@ -153,29 +140,22 @@ class PromptSet:
 
         Args:
             path: file or folder as in `read_records`.
-            tokenizer: tokenizer of the model.
+            tokenizer, processor: of the model; None: a model that reads no images.
             prompt_field, answer_field: fields of prompt and answer; None: as `RecordFields.find` chooses.
             chosen_field, rejected_field: fields of a preference's answers. If both are conversations, a record needs
                 no prompt field.
             chat_template: render strings as a user message.
-            instruction: text appended to prompts that are strings.
-            system_prompt: system message of conversations that begin with none.
+            instruction, system_prompt: text appended to strings, and first message of conversations without a system's.
             prepare: name of a function of a record that returns the one to use, or None to leave it out.
-            max_prompt_tokens: longest prompt, in tokens.
-            overlong_prompts: whether a longer prompt is an error or is dropped.
+            max_prompt_tokens, overlong_prompts: longest prompt, in tokens; a longer one is an error or is dropped.
             loss_on: what demonstrations train: the answer, or turns of the conversation in the prompt's field, which
                 `max_prompt_tokens` then limits as a whole.
-            seed: random seed of the order.
+            seed, source, first_id: random seed of the order, name of the source, and id of the first row.
             tools: schemas that a chat template describes to the model.
-            source: name of the source.
             reward: key of the section with the source's reward; "" for the job's.
-            first_id: id of the first row.
-            report: receives one line about fields that were found and not configured, unless they are the usual
-                ones.
-            processor: processor of a model that reads images; None for others.
+            report: receives one line about fields that were found and not configured, unless they are the usual ones.
             image_field: field of the images.
-            max_image_pixels: largest width times height of an image.
-            max_images: largest number of images of a prompt.
+            max_image_pixels, max_images: largest width times height of an image, and number of images of a prompt.
         """
         located = located_records(path)
         if prepare is not None:

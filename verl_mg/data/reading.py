@@ -40,13 +40,11 @@ def read_prompts(
     """Reads the prompts of `data.train` or `data.test`. Errors name `file:line` or the key, and the remedy.
 
     Args:
-        data: the section `data`.
-        which: the key to read.
-        tokenizer: tokenizer of the model.
+        data, which: the section `data`, and its key to read.
+        tokenizer, processor: of the model; None: a model that reads no images.
         seed: random seed of the order.
         tools: schemas that a chat template describes to the model.
         report: receives one line for each source whose fields were found and not configured.
-        processor: processor of a model that reads images; None for others.
 
     Returns:
         A `PromptSet` for a path, a `Mixture` for sources by name; for training a `Curriculum` around either if

@@ -19,12 +19,11 @@ SHARD_KINDS = (".jsonl", ".parquet")
 
 
 def read_records(path: str | Path) -> list[Record]:
-    """Returns the records of a data file or folder, in the order of files and lines. Errors name the file and line.
+    """Returns the records of a path, in the order of files and lines. Errors name the file and line.
 
-    Args:
-        path: `.jsonl` or `.json` (one JSON object per line; blank lines are skipped), `.parquet`, `.arrow` (a
-            stream), a folder of shards, a pattern, a dataset saved by Hugging Face datasets, the name of a data set on
-            a hub, or `reasoning_gym:NAME`, or `harbor:FOLDER`.
+    It is a `.jsonl` or `.json` file (one JSON object per line; blank lines are skipped), `.parquet`, `.arrow` (a
+    stream), a folder or pattern as in `data_files`, the name of a data set on a hub, `reasoning_gym:NAME` or
+    `harbor:FOLDER`.
     """
     return [record for _, record in located_records(path)]
 
@@ -221,7 +220,7 @@ def _family(file: Path) -> str:
 
 
 def _check_complete(folder: Path, files: Sequence[Path]) -> None:
-    """Raises UserError if shards that give their number are incomplete, as after an aborted download."""
+    # Shards that give their number may be incomplete after an aborted download.
     for file in files:
         counted = re.search(r"\d+-of-(\d+)", file.stem)
         if counted and int(counted[1]) != len(files):

@@ -14,19 +14,16 @@ if TYPE_CHECKING:
     from verl_mg.data.image_processor import ImageProcessor
 
 
+# Texts that a tokenizer gets in a call: what it returns needs several times the memory of the ids.
 ROWS = 1000
-"""Texts that a tokenizer gets in a call. What it returns needs several times the memory of the ids."""
 
 
 class RenderedPrompt(NamedTuple):
     """Text of a prompt, ready to be tokenized."""
 
     text: str
-    """The text."""
-    templated: bool
-    """Whether a chat template wrote it, special tokens included."""
-    messages: list[dict[str, Any]]
-    """The prompt as messages without null fields; a string is one of the user."""
+    templated: bool  # whether a chat template wrote it, special tokens included
+    messages: list[dict[str, Any]]  # the prompt as messages without null fields; a string is one of the user
     expanded: str | None = None
     """Text that is tokenized where it has images: with as many placeholders of each as it has features."""
 
@@ -112,14 +109,12 @@ def render(
 def plain_conversation(messages: Sequence[dict[str, Any]], place: str, system_prompt: str = "") -> list[dict[str, Any]]:
     """Returns messages as chat templates expect them: without fields that are null, and with contents as text.
 
-    Parquet gives every message, and every tool call, the fields of all others, which are null where they do not
-    exist.
-
     Args:
         messages: messages as read.
         place: `file:line`, for errors.
         system_prompt: system message if they begin with none; "" for none.
     """
+    # Parquet gives every message, and every tool call, the fields of all others, as null where they do not exist.
     plain = [_without_nulls(message) | {"content": content_of(message, place)} for message in messages]
     return _with_system(plain, system_prompt)
 
@@ -155,10 +150,8 @@ def render_conversation(
 
 
 def with_argument_values(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a message whose tool calls have their arguments as mappings, where their texts are JSON objects.
-
-    OpenAI's API has them as texts. Most templates take mappings, some (DeepSeek's) only texts.
-    """
+    """Returns a message whose tool calls have their arguments as mappings, where their texts are JSON objects."""
+    # OpenAI's API has them as texts. Most templates take mappings, some (DeepSeek's) only texts.
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return dict(message)

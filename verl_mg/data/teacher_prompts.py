@@ -52,7 +52,7 @@ def is_templated(prompt: Prompt) -> bool:
 
 
 def _filled(template: str | None, prompt: Prompt, text: str, key: str) -> str:
-    """Returns the template with its fields replaced, in one pass: braces in a prompt are text."""
+    # All fields are replaced in one pass: braces in a prompt are text.
     if template is None:
         return text
 

@@ -5,8 +5,7 @@ A span is a piece of text that begins and ends at boundaries of both, and has no
     student    str | aw | berry |  pie        spans    straw    berry    pie
     teacher    straw    | ber | ry | _pie              2 + 1    1 + 2    1 + 1 tokens
 
-The probability of a span's text, after the text in front of it, is the product of the probabilities of its tokens
-for
+The probability of a span's text, after the text in front of it, is the product of the probabilities of its tokens for
 each of the tokenizers: log-probs of spans can be compared where log-probs of tokens cannot.
 """
 
@@ -20,8 +19,7 @@ from verl_mg.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-INCOMPLETE = "\ufffd"
-"""Character that decoders write for bytes that are no whole character."""
+INCOMPLETE = "\ufffd"  # character that decoders write for bytes that are no whole character
 
 
 def token_ends(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int | None]]:

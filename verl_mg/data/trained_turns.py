@@ -26,15 +26,14 @@ from verl_mg.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# Fields of a message that say whether it is learned; OpenAI's fine-tuning has `weight`, 0 or 1.
 FLAGS = ("train", "weight")
-"""Fields of a message that say whether it is learned; OpenAI's fine-tuning has `weight`, 0 or 1."""
 
 
 class TrainedRow(NamedTuple):
     """Tokens of a conversation, and which of them are learned."""
 
-    tokens: tuple[int, ...]
-    """Token ids up to the end of the last turn that is learned."""
+    tokens: tuple[int, ...]  # token ids up to the end of the last turn that is learned
     spans: tuple[tuple[int, int], ...]
     """First token of each turn that is learned, and the token after its end, in order."""
 
@@ -135,7 +134,6 @@ def tools_of(record: Record, place: str) -> list[dict[str, Any]]:
 
 
 def _chosen_turns(messages: Sequence[dict[str, Any]], loss_on: str, place: str) -> list[int]:
-    """Returns the positions of the messages that are learned, at least one."""
     flags = [_flag(message, f"{place}: message {i}") for i, message in enumerate(messages, start=1)]
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if loss_on == "last":

@@ -19,8 +19,7 @@ def demonstration(prompt: Prompt, tokenizer: "PreTrainedTokenizerBase", max_toke
     """Returns (prompt_length + answer_length + 1,) tokens of prompt, answer and end of sequence, and prompt_length.
 
     Args:
-        prompt: a prompt with an answer.
-        tokenizer: tokenizer of the model.
+        prompt, tokenizer: a prompt with an answer, and the tokenizer of the model.
         max_tokens: largest length of the row, in tokens; UserError for a longer one.
     """
     if not prompt.answer:
@@ -32,16 +31,13 @@ def demonstration(prompt: Prompt, tokenizer: "PreTrainedTokenizerBase", max_toke
 def answered(prompt: Prompt, answer: str, tokenizer: "PreTrainedTokenizerBase", max_tokens: int) -> list[int]:
     """Returns the tokens of a prompt, of an answer to it, and the end of sequence.
 
-    The answer is tokenized separately, without special tokens, as the policy would write it.
-
     Args:
-        prompt: the prompt.
-        answer: text of the answer.
-        tokenizer: tokenizer of the model.
-        max_tokens: largest length of the row, in tokens.
+        prompt, answer: the prompt, and text of the answer.
+        tokenizer, max_tokens: of the model, and largest length of the row, in tokens.
     """
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no eos_token. Set it in its tokenizer_config.json.")
+    # Tokenized separately, without special tokens, as the policy would write it.
     ids: list[int] = tokenizer(answer, add_special_tokens=False)["input_ids"]
     tokens = [*prompt.tokens, *ids, tokenizer.eos_token_id]
     if len(tokens) > max_tokens:

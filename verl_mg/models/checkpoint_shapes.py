@@ -15,18 +15,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Shapes = dict[str, tuple[int, ...]]
-BLOCKS, SCALES = "_blocks", "_scales"
-"""Ends of the names of the two tensors that are one in MXFP4."""
-ELEMENTS_OF_BYTE = 2
-"""Elements of a byte of MXFP4."""
+BLOCKS, SCALES = "_blocks", "_scales"  # ends of the names of the two tensors that are one in MXFP4
+ELEMENTS_OF_BYTE = 2  # elements of a byte of MXFP4
 
 
 def checkpoint_shapes(model_dir: str | Path, module: PreTrainedModel | None = None) -> Shapes:
     """Returns names and shapes of the checkpoint's tensors, sorted by name.
 
-    They are read from the safetensors files; without any, from `module`, on the device "meta", or the module that
-    `transformers` builds for config.json. Tensors in MXFP4 have the name and shape that they have after
-    dequantization.
+    Without safetensors files `module` has them, on the device "meta", or the module that `transformers` builds.
     """
     model_dir = Path(model_dir)
     shapes: Shapes = {}
@@ -36,6 +32,7 @@ def checkpoint_shapes(model_dir: str | Path, module: PreTrainedModel | None = No
                 shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise UserError(f"{path}: not a readable safetensors file ({error}). Download the model again.") from None
+    # Tensors in MXFP4 have the name and shape that they have after dequantization.
     shapes = _unpacked(shapes)
     if not shapes:
         shapes = _saved_shapes(module if module is not None else meta_module(read_module_config(model_dir), model_dir))

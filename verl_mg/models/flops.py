@@ -21,10 +21,8 @@ class RowFlops:
     of 4 tokens takes 56, and 45 where another row computes its first one.
     """
 
-    per_token: float
-    """FLOPs in the weight matrices, for each token."""
-    per_pair: float
-    """FLOPs in attention, for each squared token."""
+    per_token: float  # FLOPs in the weight matrices, for each token
+    per_pair: float  # FLOPs in attention, for each squared token
 
     def __call__(self, length: int, shared: int = 0) -> float:
         """Returns the FLOPs of a row, of whose tokens another row computes the first `shared`."""
@@ -32,27 +30,22 @@ class RowFlops:
 
 
 def row_flops(config: HFConfig, tensor_index: TensorIndex) -> RowFlops:
-    """Returns the FLOPs of a forward pass over a row, including attention and the output layer.
-
-    A token costs 2 FLOPs for each element of the matrices that it is multiplied with (Narayanan et al.,
-    arXiv:2104.04473, appendix); of the experts' elements top_k / count. A head attends to L^2 / 2 pairs of tokens, at
-    2 FLOPs for each element of a key and of a value.
-    """
+    """Returns the FLOPs of a forward pass over a row, including attention and the output layer."""
+    # A token costs 2 FLOPs for each element of the matrices that it is multiplied with (Narayanan et al.,
+    # arXiv:2104.04473, appendix). A head attends to L^2 / 2 pairs of tokens, at 2 FLOPs for each element of a key and
+    # of a value.
     linear = len(config.linear.layers) if config.linear else 0
     per_token = 2 * active_elements(config, tensor_index) + linear * state_flops(config)
     return RowFlops(per_token, (config.layers - linear) * pair_flops(config))
 
 
 def active_elements(config: HFConfig, tensor_index: TensorIndex) -> float:
-    """Returns the number of weight elements that a token is multiplied with.
-
-    The embedding is a lookup and does not count unless it is the output layer too, nor does what only images pass
-    through, nor multi-token prediction; of the experts top_k / count do.
-    """
+    """Returns the number of weight elements that a token is multiplied with."""
     # On average over tokens: which experts a token has is not known on paper.
     share = config.experts.top_k / config.experts.count if config.experts else 1.0
     entries = [entry for entry in tensor_index.entries.values() if not entry.vision and not entry.multi_token]
     active = sum(math.prod(e.tensor.shape) * (share if e.of_experts else 1.0) for e in entries)
+    # The embedding is a lookup and does not count unless it is the output layer too.
     return active if tensor_index.tied else active - config.vocab * config.hidden
 
 
@@ -60,18 +53,12 @@ def active_elements(config: HFConfig, tensor_index: TensorIndex) -> float:
 class LayerElements:
     """Number of weight elements that one token is multiplied with in one layer, without norms."""
 
-    attention: int
-    """Projections of attention, `mla_up` included; of linear attention the convolution too."""
-    mla_up: int
-    """Projections of latent attention from the compressed states to the heads."""
+    attention: int  # projections of attention, `mla_up` included; of linear attention the convolution too
+    mla_up: int  # projections of latent attention from the compressed states to the heads
     mlp: int
-    """Dense feed-forward layer."""
-    experts: int
-    """Routed experts of the token."""
+    experts: int  # routed experts of the token
     shared: int
-    """Shared experts."""
     router: int
-    """Router."""
 
     @property
     def all(self) -> int:
@@ -122,35 +109,28 @@ def state_flops(config: HFConfig) -> float:
 
 
 def pair_flops(config: HFConfig) -> float:
-    """Returns the FLOPs of one layer's softmax attention for each squared token of a row, all heads together.
-
-    Sparse attention is computed to all keys, with a mask. The scores of its indexer, which rows of up to `top_k` tokens
-    do not need, are left out.
-    """
+    """Returns the FLOPs of one layer's softmax attention for each squared token of a row, all heads together."""
+    # Sparse attention is computed to all keys, with a mask. The scores of its indexer, which rows of up to `top_k`
+    # tokens do not need, are left out.
     value_dim = config.latent.v_dim if config.latent else config.head_dim
     return config.heads * (config.head_dim + value_dim)
 
 
 def key_share(config: HFConfig) -> float:
-    """Returns the memory of one token's keys and values as a share of all its activations in a layer.
-
-    The activations of a token are about 17 elements for each element of its hidden state (Korthikanti et al.,
-    arXiv:2205.05198, section 4.1, without attention scores).
-    """
+    """Returns the memory of one token's keys and values as a share of all its activations in a layer."""
+    # The activations of a token are about 17 elements for each element of its hidden state (Korthikanti et al.,
+    # arXiv:2205.05198, section 4.1, without attention scores).
     value_dim = config.latent.v_dim if config.latent else config.head_dim
     heads = config.heads if config.latent else config.kv_heads
     return min(1.0, heads * (config.head_dim + value_dim) / (17 * config.hidden))
 
 
+# Iterations of Muon's orthogonalization (arXiv:2502.16982, section 2), and megatron-core's default.
 NEWTON_SCHULZ_STEPS = 5
-"""Iterations of Muon's orthogonalization (arXiv:2502.16982, section 2), and megatron-core's default."""
 
 
 def orthogonalization_flops(tensor_index: TensorIndex) -> float:
-    """Returns the FLOPs of Muon's orthogonalization of all matrices of layers in one optimizer step.
-
-    An iteration on an (m, n) matrix X, m <= n, computes X X^T, the square of that, and its product with X:
-    4 m^2 n + 2 m^3 FLOPs.
-    """
+    """Returns the FLOPs of Muon's orthogonalization of all matrices of layers in one optimizer step."""
+    # An iteration on an (m, n) matrix X, m <= n, computes X X^T, the square of that, and its product with X.
     matrices = [sorted(e.tensor.shape) for e in tensor_index.entries.values() if e.is_layer_matrix]
     return float(sum(NEWTON_SCHULZ_STEPS * (4 * m * m * n + 2 * m**3) for m, n in matrices))

@@ -30,16 +30,11 @@ from verl_mg.models.tensor_names import names_of_tensors, stacks_experts
 class LatentConfig:
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1). Ranks and widths in elements."""
 
-    q_rank: int
-    """Rank of the compressed queries; 0: queries are projected directly."""
-    kv_rank: int
-    """Rank of the compressed keys and values."""
-    qk_nope_head_dim: int
-    """Width of the part of a head without rotary embedding."""
-    rope_dim: int
-    """Width of the part of a head with rotary embedding."""
-    v_dim: int
-    """Width of a value head."""
+    q_rank: int  # rank of the compressed queries; 0: queries are projected directly
+    kv_rank: int  # rank of the compressed keys and values
+    qk_nope_head_dim: int  # width of the part of a head without rotary embedding
+    rope_dim: int  # width of the part of a head with rotary embedding
+    v_dim: int  # width of a value head
     interleaved: bool = True
     """Whether the two elements that are rotated together are neighbours; otherwise they are half the width apart."""
 
@@ -51,50 +46,34 @@ class ClampedSwiGLU:
     With g = min(gate, limit) and u = clamp(up, -limit, limit) it is (u + 1) * g * sigmoid(alpha * g).
     """
 
-    alpha: float
-    """Factor inside the sigmoid."""
-    limit: float
-    """Bound of gate and up."""
+    alpha: float  # factor inside the sigmoid
+    limit: float  # bound of gate and up
 
 
 @dataclass(frozen=True)
 class ExpertsConfig:
     """The mixture-of-experts layers of a model."""
 
-    count: int
-    """Routed experts of a layer."""
-    ffn: int
-    """Width of a routed expert."""
-    top_k: int
-    """Experts of a token."""
-    shared_ffn: int
-    """Width of all shared experts together; 0: none."""
-    router_bias: bool
-    """Whether a bias is added to the scores only for the choice of experts."""
-    normalized: bool
-    """Whether the weights of a token's experts add up to 1."""
-    layers: frozenset[int]
-    """Indices of the layers with experts; the others are dense."""
+    count: int  # routed experts of a layer
+    ffn: int  # width of a routed expert
+    top_k: int  # experts of a token
+    shared_ffn: int  # width of all shared experts together; 0: none
+    router_bias: bool  # whether a bias is added to the scores only for the choice of experts
+    normalized: bool  # whether the weights of a token's experts add up to 1
+    layers: frozenset[int]  # indices of the layers with experts; the others are dense
     sigmoid: bool = False
     """Whether an expert's score is the sigmoid of its logit; otherwise it is the softmax over all experts."""
-    float32: bool = False
-    """Whether the router's logits are computed in float32."""
-    groups: int = 1
-    """Groups of experts; a token's experts come from the groups with the highest scores."""
-    topk_groups: int = 1
-    """Groups from which a token's experts come."""
-    group_score_topk: int = 1
-    """A group's score is the sum of this many of its highest expert scores."""
-    scale: float = 1.0
-    """Factor on the weights of a token's experts."""
-    biases: bool = False
-    """Whether the router and the projections of routed experts have biases."""
+    float32: bool = False  # whether the router's logits are computed in float32
+    groups: int = 1  # groups of experts; a token's experts come from the groups with the highest scores
+    topk_groups: int = 1  # groups from which a token's experts come
+    group_score_topk: int = 1  # a group's score is the sum of this many of its highest expert scores
+    scale: float = 1.0  # factor on the weights of a token's experts
+    biases: bool = False  # whether the router and the projections of routed experts have biases
     alternating: bool = False
     """Whether gate and up are one projection with alternating rows, in tensors that stack all experts."""
     stacked: bool = False
     """Whether the files stack gate and up projections of all experts, and down projections, in their order of axes."""
-    clamped: ClampedSwiGLU | None = None
-    """Activation of routed experts in place of the model's; None for the model's."""
+    clamped: ClampedSwiGLU | None = None  # activation of routed experts in place of the model's; None for the model's
     shared_gate: bool = False
     """Whether the output of the shared experts is multiplied by the sigmoid of a projection of the token."""
 
@@ -103,80 +82,53 @@ class ExpertsConfig:
 class MultiTokenConfig:
     """Layer of multi-token prediction after the others (DeepSeek-V3, arXiv:2412.19437, section 2.2)."""
 
-    has_copies: bool = False
-    """Whether the checkpoint repeats embedding and output layer among its tensors."""
-    stacked: bool = False
-    """Whether the files stack its experts, see `ExpertsConfig.stacked`."""
+    has_copies: bool = False  # whether the checkpoint repeats embedding and output layer among its tensors
+    stacked: bool = False  # whether the files stack its experts, see `ExpertsConfig.stacked`
 
 
 @dataclass(frozen=True)
 class HFConfig:
     """Configuration of a model, as the weight table and the Megatron model need it. Sizes are in elements."""
 
-    architecture: str
-    """The `model_type` of config.json."""
+    architecture: str  # the `model_type` of config.json
     layers: int
-    """Transformer layers."""
     hidden: int
-    """Hidden size."""
     heads: int
-    """Query heads."""
     kv_heads: int
-    """Key-value heads."""
     head_dim: int
-    """Width of a head."""
     rotary_dim: int
     """Number of elements of a head with rotary embedding: its first ones, or with latent attention its last ones."""
-    ffn: int
-    """Width of a dense feed-forward layer."""
-    vocab: int
-    """Tokens of the vocabulary, unpadded."""
+    ffn: int  # width of a dense feed-forward layer
+    vocab: int  # tokens of the vocabulary, unpadded
     tied: bool
-    """Whether the output layer is the embedding."""
     qkv_bias: bool
-    """Whether q, k and v have biases."""
     qk_norm: bool
-    """Whether queries and keys are normalized."""
     norm_eps: float
-    """Epsilon of the RMS norms."""
-    max_positions: int
-    """Maximum length of a row in tokens."""
-    eos_token_ids: tuple[int, ...]
-    """Tokens that end a response."""
-    attention_scale: float
-    """Factor on the products of queries and keys."""
-    prefix: str = "model."
-    """Prefix of the tensors of embedding, layers and final norm."""
-    output_bias: bool = False
-    """Whether the output projection of attention has a bias."""
+    max_positions: int  # maximum length of a row in tokens
+    eos_token_ids: tuple[int, ...]  # tokens that end a response
+    attention_scale: float  # factor on the products of queries and keys
+    prefix: str = "model."  # prefix of the tensors of embedding, layers and final norm
+    output_bias: bool = False  # whether the output projection of attention has a bias
     attention_sinks: bool = False
     """Whether each query head has a learned score to which no token belongs (arXiv:2309.17453)."""
     joint_qk_norm: bool = False
     """Whether queries and keys of all heads of a token are normalized together, and not each head by itself."""
     activation: str = "silu"
-    """Activation of the feed-forward layers."""
     sandwich_norms: bool = False
     """Whether the outputs of attention and feed-forward layers are normalized too (Gemma 2)."""
-    zero_centered_norms: bool = False
-    """Whether a norm multiplies by 1 + its weight."""
-    scaled_embedding: bool = False
-    """Whether embeddings are multiplied by the square root of the hidden size."""
+    zero_centered_norms: bool = False  # whether a norm multiplies by 1 + its weight
+    scaled_embedding: bool = False  # whether embeddings are multiplied by the square root of the hidden size
     sliding_windows: tuple[int | None, ...] = ()
     """For each layer, the number of tokens that a token attends to at most, including itself; None: all before it."""
-    attention_softcap: float | None = None
-    """Products s of queries and keys become softcap * tanh(s / softcap)."""
-    logit_softcap: float | None = None
-    """The same for the logits of the output layer."""
+    attention_softcap: float | None = None  # products s of queries and keys become softcap * tanh(s / softcap)
+    logit_softcap: float | None = None  # the same for the logits of the output layer
     output_gate: bool = False
     """Whether the output of softmax attention is multiplied by the sigmoid of a further projection (Qwen3-Next)."""
-    linear: LinearConfig | None = None
-    """Layers with linear attention; None for a model without."""
+    linear: LinearConfig | None = None  # layers with linear attention; None for a model without
     indexer: IndexerConfig | None = None
     """Sparse attention, which is latent attention to selected keys; None where queries attend to all keys."""
-    latent: LatentConfig | None = None
-    """Latent attention; None for grouped-query attention."""
-    experts: ExpertsConfig | None = None
-    """Mixture of experts; None for a dense model."""
+    latent: LatentConfig | None = None  # latent attention; None for grouped-query attention
+    experts: ExpertsConfig | None = None  # mixture of experts; None for a dense model
     multi_token: MultiTokenConfig | None = None
     """Layer of multi-token prediction; None without, and where it is left out, see `multi_token`."""
 
@@ -232,6 +184,7 @@ def parse_config(raw: Any, where: str = "config.json") -> HFConfig:
             f"{where}: a {type(raw).__name__}, not an object with the fields of a model. Use a config.json."
         )
     kind, prefix = str(raw.get("model_type")), "model."
+    # Code in a model's directory is never run: what transformers does not know by name is read as the family it is.
     kind = SAME_AS.get(kind, kind)
     if kind in VISION_LANGUAGE:
         kind, prefix, raw = VISION_LANGUAGE[kind], LANGUAGE_MODEL, _text_fields(raw, where)
@@ -279,7 +232,6 @@ def parse_config(raw: Any, where: str = "config.json") -> HFConfig:
 
 
 def _text_fields(raw: Fields, where: str) -> Fields:
-    """Returns the fields of the language model of a vision-language model."""
     text = raw.get("text_config")
     if not isinstance(text, dict):
         raise UserError(f"{where}: text_config is missing. Use the model's own config.json.")
@@ -288,7 +240,7 @@ def _text_fields(raw: Fields, where: str) -> Fields:
 
 
 def _switch(raw: Fields, value: bool | str) -> bool:
-    """Returns a property of a family, or the value of the field of config.json that decides on it."""
+    # A name is that of the field of config.json that decides.
     return bool(raw.get(value)) if isinstance(value, str) else value
 
 
@@ -319,13 +271,11 @@ def _latent(raw: Fields) -> LatentConfig:
 
 
 def _attention_scale(raw: Fields, head_dim: int, family: Family) -> float:
-    """Returns the inverse square root of the width of a head, or the value that the architecture uses instead.
-
-    Latent attention raises it where positions are stretched (YaRN, arXiv:2309.00071, section 3.4).
-    """
+    """Returns the inverse square root of the width of a head, or the value that the architecture uses instead."""
     if family.gemma:
         return float(raw["query_pre_attn_scalar"]) ** -0.5
     rope = rope_fields(raw)
+    # Latent attention raises the scale where positions are stretched (YaRN, arXiv:2309.00071, section 3.4).
     stretched = family.latent and rope.get("mscale_all_dim") and rope_type(rope) != "default"
     factor = float(rope["factor"]) if stretched else 1.0
     temperature = 0.1 * rope["mscale_all_dim"] * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -387,6 +337,7 @@ def _experts(raw: Fields, layers: int, family: Family, where: str) -> ExpertsCon
         and (layer + 1) % int(raw.get("decoder_sparse_step", 1)) == 0
         and layer not in (raw.get("mlp_only_layers") or ())
     )
+    # transformers reads mlp_layer_types, the engines first_k_dense_replace: they must be the same model.
     if (kinds := raw.get("mlp_layer_types")) and kinds != _layer_kinds(with_experts, layers):  # GLM-4.7-Flash
         raise UserError(
             f"{where}: mlp_layer_types={kinds} has other layers with experts than first_k_dense_replace="

@@ -8,22 +8,17 @@ from typing import Any
 
 from verl_mg.errors import UserError
 
-Fields = dict[str, Any]
-"""Fields of config.json, or arguments of `HFConfig`, by name."""
+Fields = dict[str, Any]  # fields of config.json, or arguments of `HFConfig`, by name
 
 
 @dataclass(frozen=True)
 class Family:
     """Properties of a `model_type` that config.json has no field for."""
 
-    qkv_bias: bool | str = False
-    """Whether q, k and v have biases, or the field of config.json that says so."""
-    qk_norm: bool | str = False
-    """Whether queries and keys are normalized, or the field of config.json that says so."""
-    joint_qk_norm: bool = False
-    """Whether all heads of a token are normalized together, and not each by itself."""
-    partial_rotary: bool = False
-    """Whether only a part of a head may have rotary embedding."""
+    qkv_bias: bool | str = False  # whether q, k and v have biases, or the field of config.json that says so
+    qk_norm: bool | str = False  # whether queries and keys are normalized, or the field of config.json that says so
+    joint_qk_norm: bool = False  # whether all heads of a token are normalized together, and not each by itself
+    partial_rotary: bool = False  # whether only a part of a head may have rotary embedding
     gemma: bool = False
     tied: bool = False
     activations: tuple[str, ...] = ("silu",)
@@ -32,8 +27,7 @@ class Family:
     sigmoid_router: bool = False
     """Whether the router scores by sigmoid in float32, with a bias for the choice of experts, as DeepSeek-V3's does."""
     gpt_oss: bool = False
-    indexer: bool = False
-    """Whether attention is sparse: an indexer selects the keys of each query."""
+    indexer: bool = False  # whether attention is sparse: an indexer selects the keys of each query
     linear: bool = False
     """Whether there are layers with linear attention, and gates of softmax attention and of shared experts."""
 
@@ -60,19 +54,18 @@ FAMILIES = {
     "qwen3_5_moe_text": Family(qk_norm=True, partial_rotary=True, experts=True, linear=True),
 }
 
+# Models that are another family in other sizes: Kimi-K2 has DeepSeek-V3's architecture.
 SAME_AS: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
-"""Values of `model_type` for models that are another family in other sizes: Kimi-K2 has DeepSeek-V3's architecture."""
 
+# {model_type of a vision-language model: family of its language model, whose fields are in `text_config`}.
 VISION_LANGUAGE: Mapping[str, str] = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
-"""{model_type of a vision-language model: family of its language model, whose fields are in `text_config`}."""
-LANGUAGE_MODEL = "model.language_model."
-"""Prefix of the tensors of a language model in a vision-language model."""
+LANGUAGE_MODEL = "model.language_model."  # prefix of the tensors of a language model in a vision-language model
+# Prefixes of tensors that an export copies from the model directory, as far as the backend does not have them, by the
+# architecture of the weight table: the FSDP backend's has the vision tower.
 UNTRAINED: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), ("mtp.",)),
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), ("mtp.", "model.visual.")),
 }
-"""Prefixes of tensors that an export copies from the model directory, as far as the backend does not have them, by the
-architecture of the weight table: the FSDP backend's has the vision tower."""
 
 _LINEAR: Fields = {
     "head_dim": 256,

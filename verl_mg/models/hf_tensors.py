@@ -25,13 +25,11 @@ from verl_mg.models.tensor_tree import (
     TensorSpec,
 )
 
-LAYER = "model.layers.{layer}."
-"""Prefix of a layer's tensors, where the model is not part of a vision-language model."""
-QWEN_MULTI_TOKEN = "mtp."
-"""Prefix of the layer of multi-token prediction of Qwen's models with linear attention."""
+LAYER = "model.layers.{layer}."  # prefix of a layer's tensors, where the model is not part of a vision-language model
+QWEN_MULTI_TOKEN = "mtp."  # prefix of the layer of multi-token prediction of Qwen's models with linear attention
 ATTENTION, LINEAR_ATTENTION, FEED_FORWARD = LAYER + "self_attn.", LAYER + "linear_attn.", LAYER + "mlp."
+# {architecture: (prefix of the experts, names of gate, up and down)} where they differ from other architectures'.
 EXPERT_NAMES = dict.fromkeys(("mixtral", "minimax_m2"), (LAYER + "block_sparse_moe.", "w1", "w3", "w2"))
-"""{architecture: (prefix of the experts, names of gate, up and down)} where they differ from other architectures'."""
 
 
 def model_spec(c: HFConfig) -> ModelSpec:
@@ -53,6 +51,7 @@ def model_spec(c: HFConfig) -> ModelSpec:
 def _multi_token(c: HFConfig, multi_token: MultiTokenConfig) -> MultiTokenSpec:
     experts = replace(c.experts, stacked=multi_token.stacked) if c.experts else None
     layer = _layer(replace(c, experts=experts), c.has_experts(c.layers), with_linear_attention=False)
+    # Embedding and output layer are the model's: engines do not read the copies that a checkpoint may have.
     names, prefix = ("enorm", "hnorm", "eh_proj", "shared_head.norm"), LAYER
     if c.linear:  # Qwen's names
         names, prefix = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"), QWEN_MULTI_TOKEN
@@ -66,7 +65,6 @@ def _multi_token(c: HFConfig, multi_token: MultiTokenConfig) -> MultiTokenSpec:
 
 
 def _renamed(spec: Any, prefix: str, other: str) -> Any:
-    """Returns a part of a layer whose tensors have another prefix."""
     if prefix == other or spec is None or isinstance(spec, int):
         return spec
     if isinstance(spec, tuple):
@@ -182,8 +180,6 @@ def _mlp(
 
 
 def _stacked_experts(hidden: int, experts: ExpertsConfig) -> Experts:
-    """Returns the tensors of gpt-oss's experts, which its files stack."""
-
     def tensor(name: str, *shape: int) -> TensorSpec:
         prefix = FEED_FORWARD + "experts."
         return TensorSpec(prefix + "{expert}." + name, shape, stack=Stack(prefix + name))

@@ -13,12 +13,9 @@ from verl_mg.errors import UserError
 class IndexerConfig:
     """Indexer of sparse attention (DeepSeek-V3.2, arXiv:2512.02556, section 2.1), which selects the keys of a query."""
 
-    heads: int
-    """Heads of its queries; one key serves all."""
-    head_dim: int
-    """Width of a head in elements; as many of its first ones have rotary embedding as in latent attention."""
-    top_k: int
-    """Keys that a query attends to at most."""
+    heads: int  # heads of its queries; one key serves all
+    head_dim: int  # width of a head in elements; as many of its first ones have rotary embedding as in latent attention
+    top_k: int  # keys that a query attends to at most
     interleaved: bool
     """Whether the two elements that are rotated together are neighbours; otherwise they are half the width apart."""
 
@@ -54,7 +51,7 @@ def parse_indexer(raw: dict[str, Any], layers: int, where: str) -> IndexerConfig
 
 
 def _shares_selections(raw: dict[str, Any], layers: int) -> bool:
-    """Returns whether some layer has no indexer (IndexCache, arXiv:2603.12201), for transformers or for engines."""
+    # Some layer has no indexer (IndexCache, arXiv:2603.12201), for transformers or for engines.
     pattern: Sequence[str] = raw.get("index_topk_pattern") or ()
     frequency, offset = int(raw.get("index_topk_freq") or 1), int(raw.get("index_skip_topk_offset") or 2)
     by_frequency = not pattern and any(max(layer - offset + 1, 0) % frequency for layer in range(layers))

@@ -7,8 +7,7 @@ from typing import Any
 
 from verl_mg.errors import UserError
 
-LAYER_TYPES = ("linear_attention", "full_attention")
-"""Kinds of layers by their names in config.json."""
+LAYER_TYPES = ("linear_attention", "full_attention")  # kinds of layers by their names in config.json
 
 
 @dataclass(frozen=True)
@@ -18,21 +17,15 @@ class LinearConfig:
     Several value heads share the query and the key of one key head. Widths are in elements.
     """
 
-    layers: frozenset[int]
-    """Indices of the layers with linear attention; the others have softmax attention."""
-    key_heads: int
-    """Heads of queries and keys."""
-    value_heads: int
-    """Heads of values, a multiple of the key heads."""
-    key_dim: int
-    """Width of a head of queries or keys."""
-    value_dim: int
-    """Width of a head of values."""
-    kernel: int
-    """Tokens that the convolution of queries, keys and values reads, the current one included."""
+    layers: frozenset[int]  # indices of the layers with linear attention; the others have softmax attention
+    key_heads: int  # heads of queries and keys
+    value_heads: int  # heads of values, a multiple of the key heads
+    key_dim: int  # width of a head of queries or keys
+    value_dim: int  # width of a head of values
+    kernel: int  # tokens that the convolution of queries, keys and values reads, the current one included
+    # Whether the checkpoint has two input projections whose rows are in the order of key heads (Qwen3-Next), and not
+    # four with the rows of queries, keys and values one after the other (Qwen3.5).
     by_key_head: bool
-    """Whether the checkpoint has two input projections whose rows are in the order of key heads (Qwen3-Next), and not
-    four with the rows of queries, keys and values one after the other (Qwen3.5)."""
 
     @property
     def group(self) -> int:

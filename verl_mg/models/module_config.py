@@ -13,10 +13,10 @@ from verl_mg.models.transformers_module import read_module_config
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+# Names of fields that configurations use for the same size, the more common ones first.
 COUNT_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 EXPERTS_OF_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
 WIDTH_OF_EXPERT = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
-"""Names of fields that configurations use for the same size, the more common ones first."""
 
 
 def read_any_config(model_dir: str | Path) -> HFConfig:
@@ -88,6 +88,5 @@ def _experts(text: Any, mixtures: frozenset[int]) -> ExpertsConfig | None:
 
 
 def _first(text: Any, names: tuple[str, ...]) -> int | None:
-    """Returns the first of the fields that is a number."""
     # By type: a field may be None, or a list with a value for each layer.
     return next((value for name in names if isinstance(value := getattr(text, name, None), int)), None)

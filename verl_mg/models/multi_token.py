@@ -11,22 +11,19 @@ from verl_mg.models.hf_tensors import QWEN_MULTI_TOKEN
 from verl_mg.models.tensor_names import names_of_tensors, stacks_experts
 
 ARCHITECTURES = frozenset({"deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
-"""Architectures whose checkpoints can have such a layer after the others."""
+# {tensor of the layer: the tensor of the model that it repeats}. The layer shares them with the model
+# (arXiv:2412.19437, section 2.2), and engines do not read the copies; Qwen's models have none.
 COPIES = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
-"""{tensor of the layer: the tensor of the model that it repeats}. The layer shares them with the model
-(arXiv:2412.19437, section 2.2), and engines do not read the copies; Qwen's models have none."""
+# Parts of the layer in Qwen's models. One with further parts, such as an embedding, is another layer.
 QWEN_PARTS = frozenset({"fc", "layers", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"})
-"""Parts of the layer in Qwen's models. One with further parts, such as an embedding, is another layer."""
 
 
 def with_multi_token_layer(config: HFConfig, folder: Path) -> HFConfig:
-    """Returns a configuration with the layer of multi-token prediction, where a directory has exactly one.
-
-    The names of its tensors decide, not config.json: `transformers` neither loads nor saves the layer, so a
-    directory that it wrote has the field but not the layer.
-    """
+    """Returns a configuration with the layer of multi-token prediction, where a directory has exactly one."""
     if config.architecture not in ARCHITECTURES:
         return config
+    # The names of its tensors decide, not config.json: `transformers` neither loads nor saves the layer, so a
+    # directory that it wrote has the field but not the layer.
     names = names_of_tensors(folder)
     if config.linear:
         return replace(config, multi_token=_qwen_layer(names))

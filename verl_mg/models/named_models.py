@@ -9,10 +9,9 @@ from verl_mg.config import Config
 from verl_mg.errors import UserError
 from verl_mg.hub import HubName, fetch
 
+# Configuration, tokenizer, chat template, and weights as safetensors only: no second copies in folders below.
 MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken")
-"""Files of a model: configuration, weights, tokenizer and chat template."""
-CONFIG_FILES = ("config.json",)
-"""Files that describe the tensors of a model."""
+CONFIG_FILES = ("config.json",)  # files that describe the tensors of a model
 SECTIONS = ("model", "critic", "reward_model", "process_reward", "reference")
 """Sections of the configuration with the path of a model."""
 

@@ -10,9 +10,8 @@ r"""Tensors of experts that the files of a checkpoint stack: of gpt-oss, and of 
     experts.0.up_proj (r, c)        > experts.gate_up_proj (experts, 2 r, c), gate first
     ...                            /
 
-Everywhere else each expert has separate tensors, matrices as (out, in), as with other architectures: expert
-parallelism, resharding and the tables of engines need no second way. With r = 2, c = 3, rows 0:1 of up_proj of
-expert 1 of Qwen3.5, the box ((0, 1), (0, 3)), are the box ((1, 2), (2, 3), (0, 3)) of the stack.
+With r = 2, c = 3, rows 0:1 of up_proj of expert 1 of Qwen3.5, the box ((0, 1), (0, 3)), are the box
+((1, 2), (2, 3), (0, 3)) of the stack.
 """
 
 from __future__ import annotations
@@ -20,6 +19,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+# Everywhere else each expert has separate tensors, matrices as (out, in), as with other architectures: expert
+# parallelism, resharding and the tables of engines need no second way.
 Ranges = tuple[tuple[int, int], ...]
 
 
@@ -27,14 +28,10 @@ Ranges = tuple[tuple[int, int], ...]
 class Stack:
     """Tensor of the files that stacks tensors of all experts."""
 
-    name: str
-    """Name of the tensor, with `{layer}` as placeholder."""
-    transposed: bool = True
-    """Whether it has the experts' tensors transposed."""
-    first_row: int = 0
-    """Row at which the expert's tensor begins, of a tensor that is not transposed."""
-    rows: int = 0
-    """Rows of an expert in it, of a tensor that is not transposed."""
+    name: str  # name of the tensor, with `{layer}` as placeholder
+    transposed: bool = True  # whether it has the experts' tensors transposed
+    first_row: int = 0  # row at which the expert's tensor begins, of a tensor that is not transposed
+    rows: int = 0  # rows of an expert in it, of a tensor that is not transposed
 
     def shape(self, experts: int, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of the tensor for the number of experts and the shape of an expert's tensor."""
@@ -46,17 +43,12 @@ class StackedTensor:
     """Place of an expert's tensor in a tensor of the files that stacks the tensors of all experts."""
 
     name: str
-    """Name of the stacked tensor."""
     shape: tuple[int, ...]
     """Shape of the stacked tensor; transposed (experts, columns, rows), or (experts, rows) of biases."""
     index: int
-    """Index of the expert."""
-    transposed: bool = True
-    """Whether the stack has the experts' tensors transposed."""
-    first_row: int = 0
-    """Row of the stack at which the expert's tensor begins, where it is not transposed."""
-    rows: int = 0
-    """Rows of the expert's tensor, where it is not transposed."""
+    transposed: bool = True  # whether the stack has the experts' tensors transposed
+    first_row: int = 0  # row of the stack at which the expert's tensor begins, where it is not transposed
+    rows: int = 0  # rows of the expert's tensor, where it is not transposed
 
     @property
     def expert_shape(self) -> tuple[int, ...]:

@@ -16,14 +16,10 @@ from verl_mg.models.tensor_tree import ModelSpec, TensorSpec, tensors_of
 class TensorInfo:
     """Properties of a tensor on which all ranks of a model agree."""
 
-    position: int
-    """Position in the order in which tensors are stored and moved."""
+    position: int  # position in the order in which tensors are stored and moved
     shape: tuple[int, ...]
-    """Shape of the whole tensor."""
-    float32: bool = False
-    """Whether the tensor is float32 in every runtime."""
-    dtype: torch.dtype | None = None
-    """Dtype in which the tensor travels, where it is not the model's."""
+    float32: bool = False  # whether the tensor is float32 in every runtime
+    dtype: torch.dtype | None = None  # dtype in which the tensor travels, where it is not the model's
 
     def wire_dtype(self, default: torch.dtype) -> torch.dtype:
         """Returns the dtype in which the tensor travels; `default`: the dtype of the model."""
@@ -34,18 +30,12 @@ class TensorInfo:
 class TensorEntry:
     """One tensor of the checkpoint as an instance of a `TensorSpec`."""
 
-    position: int
-    """Position in the order of the index."""
-    tensor: TensorSpec
-    """The specification, with placeholders in its name."""
-    layer: int | None = None
-    """Index of the layer; None outside the layers."""
-    expert: int | None = None
-    """Index of the expert in its layer."""
-    stacked: bool = False
-    """Whether it stacks all experts of its layer."""
-    vision: bool = False
-    """Whether it belongs to the part of a model that only images pass through."""
+    position: int  # position in the order of the index
+    tensor: TensorSpec  # the specification, with placeholders in its name
+    layer: int | None = None  # index of the layer; None outside the layers
+    expert: int | None = None  # index of the expert in its layer
+    stacked: bool = False  # whether it stacks all experts of its layer
+    vision: bool = False  # whether it belongs to the part of a model that only images pass through
     multi_token: bool = False
     """Whether it belongs to the layer of multi-token prediction, which log-probs do not depend on."""
 
@@ -64,10 +54,8 @@ class TensorEntry:
 class TensorIndex:
     """All tensors of a checkpoint by name."""
 
-    entries: Mapping[str, TensorEntry]
-    """{name: entry}, in the order in which tensors are stored and moved."""
+    entries: Mapping[str, TensorEntry]  # {name: entry}, in the order in which tensors are stored and moved
     tied: bool
-    """Whether the output layer is the embedding."""
 
     @cached_property
     def tensors(self) -> dict[str, TensorInfo]:

@@ -23,12 +23,9 @@ from verl_mg.models.stacked_tensors import Stack
 class TensorSpec:
     """A tensor of the checkpoint, or of each layer or expert."""
 
-    name: str
-    """Hugging Face name, with `{layer}` and `{expert}` as placeholders."""
+    name: str  # Hugging Face name, with `{layer}` and `{expert}` as placeholders
     shape: tuple[int, ...]
-    """Shape of the whole tensor."""
-    float32: bool = False
-    """Whether the tensor is float32 in every runtime, whatever the dtype of the model."""
+    float32: bool = False  # whether the tensor is float32 in every runtime, whatever the dtype of the model
     stack: Stack | None = None
     """Tensor in files that stacks it for all experts, see `StackedTensor`; None: a separate tensor."""
 
@@ -42,58 +39,38 @@ class TensorSpec:
 class GroupedAttention:
     """Tensors of grouped-query attention."""
 
-    q: TensorSpec
-    """Query projection; with an output gate the rows of each head's query, then of its gate."""
+    q: TensorSpec  # query projection; with an output gate the rows of each head's query, then of its gate
     k: TensorSpec
-    """Key projection."""
     v: TensorSpec
-    """Value projection."""
     out: TensorSpec
-    """Output projection."""
-    biases: tuple[TensorSpec, ...]
-    """Biases of q, k and v; empty without."""
-    norms: tuple[TensorSpec, ...]
-    """Norms of q and k; empty without."""
-    out_bias: TensorSpec | None = None
-    """Bias of the output projection."""
-    sinks: TensorSpec | None = None
-    """Score of each query head to which no token belongs (gpt-oss)."""
+    biases: tuple[TensorSpec, ...]  # biases of q, k and v; empty without
+    norms: tuple[TensorSpec, ...]  # norms of q and k; empty without
+    out_bias: TensorSpec | None = None  # bias of the output projection
+    sinks: TensorSpec | None = None  # score of each query head to which no token belongs (gpt-oss)
 
 
 @dataclass(frozen=True)
 class Indexer:
     """Tensors of the indexer of sparse attention (DeepSeek-V3.2, arXiv:2512.02556, section 2.1)."""
 
-    q: TensorSpec
-    """Projection of the low-rank queries of latent attention to the queries of all heads."""
-    k: TensorSpec
-    """Projection of hidden states to keys."""
-    k_norm: tuple[TensorSpec, TensorSpec]
-    """Weight and bias of the layer normalization of keys."""
-    head_weights: TensorSpec
-    """Projection of hidden states to the weight of each head."""
+    q: TensorSpec  # projection of the low-rank queries of latent attention to the queries of all heads
+    k: TensorSpec  # projection of hidden states to keys
+    k_norm: tuple[TensorSpec, TensorSpec]  # weight and bias of the layer normalization of keys
+    head_weights: TensorSpec  # projection of hidden states to the weight of each head
 
 
 @dataclass(frozen=True)
 class LatentAttention:
     """Tensors of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1)."""
 
-    q: TensorSpec
-    """Query projection, from the low rank up where there is `q_down`."""
-    q_down: TensorSpec | None
-    """Down projection of the queries; None where they are projected directly."""
-    q_norm: TensorSpec | None
-    """Norm of the low-rank queries."""
-    kv_down: TensorSpec
-    """Down projection of keys and values."""
-    kv_norm: TensorSpec
-    """Norm of the low-rank keys and values."""
-    kv_up: TensorSpec
-    """Up projection of keys and values."""
+    q: TensorSpec  # query projection, from the low rank up where there is `q_down`
+    q_down: TensorSpec | None  # down projection of the queries; None where they are projected directly
+    q_norm: TensorSpec | None  # norm of the low-rank queries
+    kv_down: TensorSpec  # down projection of keys and values
+    kv_norm: TensorSpec  # norm of the low-rank keys and values
+    kv_up: TensorSpec  # up projection of keys and values
     out: TensorSpec
-    """Output projection."""
     indexer: Indexer | None = None
-    """Indexer of sparse attention."""
 
 
 @dataclass(frozen=True)
@@ -102,18 +79,12 @@ class LinearAttention:
 
     qkvz: tuple[TensorSpec, ...]
     """Projections to q, k, v and z: one with the rows of each key head together, or one to q, k and v and one to z."""
-    ba: tuple[TensorSpec, ...]
-    """Projections to b and a: one with the rows of each key head together, or one each."""
-    conv: TensorSpec
-    """Convolution of q, k and v, a filter for each element."""
-    dt_bias: TensorSpec
-    """Bias of a."""
-    a_log: TensorSpec
-    """Logarithm of the rate of decay of each value head."""
-    norm: TensorSpec
-    """Norm of the output of a value head."""
+    ba: tuple[TensorSpec, ...]  # projections to b and a: one with the rows of each key head together, or one each
+    conv: TensorSpec  # convolution of q, k and v, a filter for each element
+    dt_bias: TensorSpec  # bias of a
+    a_log: TensorSpec  # logarithm of the rate of decay of each value head
+    norm: TensorSpec  # norm of the output of a value head
     out: TensorSpec
-    """Output projection."""
 
 
 @dataclass(frozen=True)
@@ -123,11 +94,8 @@ class MLP:
     gate_up: tuple[TensorSpec, ...]
     """Gate and up projection; a single one whose rows alternate between the two in gpt-oss."""
     down: TensorSpec
-    """Down projection."""
-    gate_up_bias: TensorSpec | None = None
-    """Bias of a single projection `gate_up`."""
-    down_bias: TensorSpec | None = None
-    """Bias of the down projection."""
+    gate_up_bias: TensorSpec | None = None  # bias of a single projection `gate_up`
+    down_bias: TensorSpec | None = None  # bias of the down projection
 
 
 @dataclass(frozen=True)
@@ -135,19 +103,12 @@ class Experts:
     """Tensors of a mixture-of-experts layer."""
 
     count: int
-    """Number of routed experts."""
-    router: TensorSpec
-    """Router weight (experts, hidden)."""
-    router_bias: TensorSpec | None
-    """Bias that the router adds only for the choice of experts."""
+    router: TensorSpec  # router weight (experts, hidden)
+    router_bias: TensorSpec | None  # bias that the router adds only for the choice of experts
     each: MLP
-    """Tensors of each routed expert."""
-    shared: MLP | None
-    """Shared experts, fused into one feed-forward layer."""
-    logit_bias: TensorSpec | None = None
-    """Bias of the router's logits (gpt-oss)."""
-    shared_gate: TensorSpec | None = None
-    """Projection (1, hidden) to the gate of the shared experts."""
+    shared: MLP | None  # shared experts, fused into one feed-forward layer
+    logit_bias: TensorSpec | None = None  # bias of the router's logits (gpt-oss)
+    shared_gate: TensorSpec | None = None  # projection (1, hidden) to the gate of the shared experts
 
 
 @dataclass(frozen=True)
@@ -155,17 +116,11 @@ class LayerSpec:
     """Tensors of one transformer layer."""
 
     input_norm: TensorSpec
-    """Norm before attention."""
     attention: GroupedAttention | LatentAttention | LinearAttention
-    """Attention."""
-    after_attention_norm: TensorSpec | None
-    """Norm after attention (Gemma 2)."""
-    mlp_norm: TensorSpec
-    """Norm before the feed-forward layer."""
+    after_attention_norm: TensorSpec | None  # norm after attention (Gemma 2)
+    mlp_norm: TensorSpec  # norm before the feed-forward layer
     mlp: MLP | Experts
-    """Feed-forward layer or experts."""
-    after_mlp_norm: TensorSpec | None
-    """Norm after the feed-forward layer (Gemma 2)."""
+    after_mlp_norm: TensorSpec | None  # norm after the feed-forward layer (Gemma 2)
 
     @property
     def num_experts(self) -> int:
@@ -177,30 +132,21 @@ class LayerSpec:
 class MultiTokenSpec:
     """Tensors of a layer of multi-token prediction, without the ones that it shares with the model."""
 
-    embedding_norm: TensorSpec
-    """Norm of the embedding of the next token."""
-    hidden_norm: TensorSpec
-    """Norm of the hidden state of the model."""
-    projection: TensorSpec
-    """Projection (hidden, 2 hidden) of both side by side, the embedding first."""
-    layer: LayerSpec
-    """Transformer layer after the projection."""
-    final_norm: TensorSpec
-    """Norm before the output layer."""
+    embedding_norm: TensorSpec  # norm of the embedding of the next token
+    hidden_norm: TensorSpec  # norm of the hidden state of the model
+    projection: TensorSpec  # projection (hidden, 2 hidden) of both side by side, the embedding first
+    layer: LayerSpec  # transformer layer after the projection
+    final_norm: TensorSpec  # norm before the output layer
 
 
 @dataclass(frozen=True)
 class ModelSpec:
     """Tensors of a decoder model."""
 
-    embedding: TensorSpec
-    """Input embedding (vocabulary, hidden)."""
+    embedding: TensorSpec  # input embedding (vocabulary, hidden)
     layers: tuple[LayerSpec, ...]
-    """Transformer layers in order."""
     final_norm: TensorSpec
-    """Norm after the layers."""
-    output: TensorSpec
-    """Output layer; the same object as `embedding` where the two are tied."""
+    output: TensorSpec  # output layer; the same object as `embedding` where the two are tied
     multi_token: MultiTokenSpec | None = None
     """Layer of multi-token prediction, which the checkpoint numbers after `layers`."""
 

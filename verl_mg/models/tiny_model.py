@@ -63,8 +63,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 SPARSE = ("deepseek_v32", "glm_moe_dsa")
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", *SPARSE)
 WITH_SHARED_EXPERTS = (*LATENT, "glm4_moe")
+# Architectures without dense layers, whose experts have the width of the model's field `intermediate_size`.
 WIDE_EXPERTS = ("mixtral", "gpt_oss", "minimax_m2")
-"""Architectures without dense layers, whose experts have the width of the model's field `intermediate_size`."""
 LINEAR = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 COUNT_OF_EXPERTS = {
     **dict.fromkeys(("qwen3_moe", "qwen3_next", "qwen3_5_moe_text"), "num_experts"),

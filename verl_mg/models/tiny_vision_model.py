@@ -16,20 +16,17 @@ from verl_mg.models.tiny_model import character_tokenizer, linear_attention_fiel
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, ProcessorMixin
 
+# Side of a patch of the Qwen models in pixels, which SGLang requires, and patches along a side of the square that
+# becomes one token.
 PATCH, MERGE = 14, 2
-"""Side of a patch of the Qwen models in pixels, which SGLang requires, and patches along a side of the square that
-becomes one token."""
-GEMMA_PATCH, GEMMA_SIDE = 4, 16
-"""Side of a patch of Gemma 3, and side to which its images are scaled, in pixels."""
-GEMMA_TOKENS = (GEMMA_SIDE // GEMMA_PATCH // MERGE) ** 2
-"""Tokens of an image of Gemma 3."""
+GEMMA_PATCH, GEMMA_SIDE = 4, 16  # side of a patch of Gemma 3, and side to which its images are scaled, in pixels
+GEMMA_TOKENS = (GEMMA_SIDE // GEMMA_PATCH // MERGE) ** 2  # tokens of an image of Gemma 3
 QWEN_WORDS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 GEMMA_WORDS = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
 ARCHITECTURES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3", "qwen3_5", "qwen3_5_moe")
+# Experts of a mixture, less wide than a feed-forward layer.
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
-"""Experts of a mixture, less wide than a feed-forward layer."""
-LINEAR = ("qwen3_5", "qwen3_5_moe")
-"""Architectures with linear attention in every other layer."""
+LINEAR = ("qwen3_5", "qwen3_5_moe")  # architectures with linear attention in every other layer
 
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}

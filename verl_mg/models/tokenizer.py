@@ -10,16 +10,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from verl_mg.errors import UserError
 from verl_mg.models.transformers_module import read_module_config
 
+# A vocabulary by itself, as Kimi-K2 and Moonlight have it, and a whole tokenizer.
 RANKS_FILE, WHOLE_FILE = "tiktoken.model", "tokenizer.json"
-"""A vocabulary by itself, as Kimi-K2 and Moonlight have it, and a whole tokenizer."""
 
 
 def read_tokenizer(model_dir: Path) -> PreTrainedTokenizerBase:
-    """Reads the tokenizer and the chat template of a Hugging Face directory.
-
-    Warns where `transformers` has only the vocabulary: it splits texts by a general pattern then, and the model's own
-    pattern is in code.
-    """
+    """Reads the tokenizer and the chat template of a Hugging Face directory."""
+    # `transformers` has only the vocabulary then, and splits texts by a general pattern: the model's own is in code.
     if (model_dir / RANKS_FILE).exists() and not (model_dir / WHOLE_FILE).exists():
         warnings.warn(
             f"{model_dir / RANKS_FILE}: read with a general pattern for splitting texts, since the model's own is in "

@@ -10,8 +10,7 @@ _LETTER = r"[*_$\s({\[]*(?:\\(?:text|mathrm|textbf|mathbf)\s*\{\s*)?\(?([A-Z])\b
 BOXED = re.compile(r"\\boxed\s*\{" + _LETTER)
 STATED = re.compile(r"(?i:\banswers?\b[*_]*(?:\s+(?:choice|option))?\s*(?:is|:|=)[*_]*:?(?:\s+option)?)" + _LETTER)
 ALONE = re.compile(r"[*_$\s(\[]*([A-Z])[)\].:*_$\s]*")
-THOUGHT = "</think>"
-"""End of the reasoning of models that write it in front of their answer."""
+THOUGHT = "</think>"  # end of the reasoning of models that write it in front of their answer
 
 
 def score(sample: Sample, choices: int = 4) -> Reward:

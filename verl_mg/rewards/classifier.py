@@ -13,8 +13,8 @@ from verl_mg.device import current_device
 from verl_mg.errors import UserError
 from verl_mg.rewards.reward import Reward, Sample
 
+# Tokens; rows are padded to this length or to the next power of two.
 MIN_PADDED_LENGTH = 32
-"""Tokens; rows are padded to this length or to the next power of two."""
 
 
 class Classifier:
@@ -25,10 +25,6 @@ class Classifier:
 
     The text is prompt and response; where the record's field `messages` is a conversation and the tokenizer has a
     chat template, it is that conversation with the response as the assistant's turn.
-
-    The shape of a batch depends on a single row: it has `batch_size` rows, padded to a power of two of tokens. So a
-    score is bitwise independent of the other rows of its batch. A model without a padding token scores its rows one
-    by one.
     """
 
     def __init__(
@@ -66,6 +62,7 @@ class Classifier:
         self._max_tokens = min(max_tokens, getattr(config, "max_position_embeddings", max_tokens))
         self._tokenizer.truncation_side = "left"
         self._messages = messages
+        # Without a padding token rows are scored one by one.
         self.batch_size = batch_size if self._padding is not None else 1
 
     def score_many(self, samples: Sequence[Sample]) -> list[Reward]:
@@ -75,7 +72,8 @@ class Classifier:
         by_length: dict[int, list[int]] = {}
         for number, row in enumerate(rows):
             by_length.setdefault(self._padded_length(len(row)), []).append(number)
-        # Batches by padded length: kernels, and with them the last digits of a score, depend on the shape.
+        # Batches by padded length: kernels, and with them the last digits of a score, depend on the shape. A score is
+        # bitwise independent of the other rows of its batch, which always has `batch_size` of them.
         for length, numbers in by_length.items():
             for start in range(0, len(numbers), self.batch_size):
                 chosen = numbers[start : start + self.batch_size]

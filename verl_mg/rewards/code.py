@@ -32,17 +32,14 @@ from verl_mg.sandbox import Outcome, run_python_async
 FIELDS = ("input_output", "test_cases", "tests", "test_list", "test")
 HARNESS = Path(__file__).with_name("function_call_harness.py")
 CHECKER_HARNESS = Path(__file__).with_name("output_checker.py")
-CHECKED_FILES = ("input.txt", "correct_output.txt", "solution_output.txt")
-"""Files that a checker gets."""
+CHECKED_FILES = ("input.txt", "correct_output.txt", "solution_output.txt")  # files that a checker gets
 BLOCK = re.compile(r"```([^\n`]*)\n(.*?)```", re.DOTALL)
 PYTHON = ("python", "python3", "py")
+# Relative and absolute, for numbers with a fraction, where outputs are text or JSON.
 TOLERANCE = 1e-6
-"""Relative and absolute, for numbers with a fraction, where outputs are text or JSON."""
-OUTPUT_BYTES = 1 << 20
-"""Largest output of a program."""
+OUTPUT_BYTES = 1 << 20  # largest output of a program
 
-Run = Callable[[str, str], Awaitable[Outcome]]
-"""Runs a program, given its source and its stdin."""
+Run = Callable[[str, str], Awaitable[Outcome]]  # runs a program, given its source and its stdin
 
 
 @dataclass(frozen=True)
@@ -50,23 +47,17 @@ class InputCase:
     """A test case of a program that reads stdin and writes stdout."""
 
     stdin: str
-    """Input of the program."""
     stdout: str
-    """Expected output."""
-    checker: str | None = None
-    """Program that decides whether an output is right; None: it must be the expected one."""
+    checker: str | None = None  # program that decides whether an output is right; None: it must be the expected one
 
 
 @dataclass(frozen=True)
 class CallCase:
     """A test case of a function, called by `function_call_harness.py`."""
 
-    call: dict[str, Any]
-    """The call, in the harness's format."""
+    call: dict[str, Any]  # the call, in the harness's format
     expected: Any
-    """Expected return value."""
-    exact: bool
-    """Whether types and every digit must be equal."""
+    exact: bool  # whether types and every digit must be equal
 
 
 Case = InputCase | CallCase
@@ -169,7 +160,6 @@ async def run_tests(response: str, cases: Sequence[Case], run: Run, partial: boo
 
 
 async def _is_right(output: str, case: InputCase, run: Run) -> bool:
-    """Returns whether the output of a program is right, by the checker of its problem if there is one."""
     if case.checker is None or same_text(output, case.stdout):
         return same_text(output, case.stdout)
     files = dict(zip(CHECKED_FILES, (case.stdin, case.stdout, output), strict=True))

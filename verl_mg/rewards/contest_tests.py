@@ -4,8 +4,7 @@
                                          may be compressed: base64 of zlib of a pickled text
     open-r1/codeforces                   examples, official_tests, generated_checker
 
-Read here they have a form of `verl_mg.rewards.code`. A pickle is never loaded: its instructions are listed, and only
-a single text is accepted.
+Read here they have a form of `verl_mg.rewards.code`.
 """
 
 from __future__ import annotations
@@ -18,10 +17,8 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
-MAX_BYTES = 1 << 30
-"""Largest size of the private test cases of a problem, decompressed."""
-CHECKER = "generated_checker"
-"""Field with a program that compares outputs, of problems with several right ones."""
+MAX_BYTES = 1 << 30  # largest size of the private test cases of a problem, decompressed
+CHECKER = "generated_checker"  # field with a program that compares outputs, of problems with several right ones
 _TEXTS = {"SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "UNICODE"}
 _WITHOUT_EFFECT = {"PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT", "STOP"}
 
@@ -73,6 +70,7 @@ def _decompressed(text: str) -> bytes:
 
 def pickled_text(data: bytes) -> str:
     """Returns the text that a pickle consists of, without executing it; ValueError for anything but one text."""
+    # A pickle is never loaded, since it can run anything: its instructions are listed.
     texts: list[str] = []
     for instruction, argument, _ in pickletools.genops(data):
         if instruction.name in _TEXTS:

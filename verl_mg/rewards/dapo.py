@@ -8,8 +8,7 @@ import re
 from verl_mg.errors import UserError
 from verl_mg.rewards.reward import Reward, Sample
 
-TAIL = 300
-"""Number of characters at the end of a response that must contain the answer."""
+TAIL = 300  # number of characters at the end of a response that must contain the answer
 ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
 
 # The rules of the appendix cited above, in its order.

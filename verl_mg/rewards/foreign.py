@@ -63,12 +63,11 @@ def reward_of(result: Any, key: str, name: str, remedy: str) -> Reward:
 def reference(value: Any, answer: str | None) -> Any:
     """Returns a copy of the value that was read as an answer; the answer where that was read from another field.
 
-    Answers are texts, while functions of other frameworks get the numbers, lists and mappings of the record.
-
     Args:
         value: the field that the other framework reads.
         answer: the answer, as the data's reader made it.
     """
+    # Answers are texts, while functions of other frameworks get the numbers, lists and mappings of the record.
     text = json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, list | dict) else str(value)
     # A copy: functions may change it, and all samples of a prompt share the record.
     return copy.deepcopy(value) if text == answer else answer

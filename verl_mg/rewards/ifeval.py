@@ -11,15 +11,15 @@ from verl_mg.rewards.reward import Reward, Sample
 
 Level = Literal["prompt", "instruction"]
 Mode = Literal["strict", "loose"]
+# Seed of the package's detector of languages, whose results otherwise differ from call to call.
 SEED = 0
-"""Seed of the package's detector of languages, whose results otherwise differ from call to call."""
 
 
 class Score:
     """Scores how many of a record's instructions a response follows."""
 
+    # Checkers share the state of libraries.
     parallel = 1
-    """Checkers share the state of libraries."""
 
     def __init__(
         self, benchmark: Literal["ifeval", "ifbench"] = "ifeval", level: Level = "prompt", mode: Mode = "strict"
@@ -50,11 +50,7 @@ class Score:
         self._value = f"{level}_{mode}"
 
     def score(self, sample: Sample) -> Reward:
-        """Returns the reward of a response, for all pairs of level and mode as parts.
-
-        They are `prompt_strict` and `prompt_loose` (all instructions are followed), `instruction_strict` and
-        `instruction_loose` (the share that is followed).
-        """
+        """Returns the reward of a response, with a part for each pair of level and mode, such as `prompt_strict`."""
         instructions, arguments = _instructions(sample)
         if unknown := set(instructions) - self._known:
             raise UserError(

@@ -16,14 +16,13 @@ from verl_mg.errors import UserError
 from verl_mg.rewards.math_pool import MathPool
 from verl_mg.rewards.reward import Reward, Sample
 
+# Time limit of parsing, and of comparing: the default of math-verify.
 SECONDS = 5
-"""Time limit of parsing, and of comparing: the default of math-verify."""
+# Processes for threads other than the main one; each compares some hundred answers a second.
 WORKERS = 4
-"""Processes for threads other than the main one; each compares some hundred answers a second."""
-MARK = "####"
-"""The marker of a final answer in GSM8K."""
+MARK = "####"  # the marker of a final answer in GSM8K
+# Characters; prose that is parsed as a formula with a symbol per letter takes seconds.
 LONGEST_FORMULA = 200
-"""Characters; prose that is parsed as a formula with a symbol per letter takes seconds."""
 
 # A boxed answer takes precedence over any other mathematics in the response.
 EXTRACTION = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())

@@ -12,9 +12,6 @@ interrupts, inside one step of the interpreter, is ended by killing its process.
 
 `run_worker` in the process consumes one line after another from stdin, waits there, and ends with it: when the pool
 closes or this process dies.
-
-The pool starts plain interpreters. `multiprocessing` and the pools built on it (`concurrent.futures`, pebble) do not
-fit: "spawn" runs the user's main script again, and "fork" copies the locks of a process with many threads.
 """
 
 from __future__ import annotations
@@ -36,12 +33,12 @@ from typing import Any
 
 from verl_mg.rewards.reward import Reward
 
+# Time limit for the start of a worker, on a busy machine; only importing sympy takes about a second.
 START_SECONDS = 300.0
-"""Time limit for the start of a worker, on a busy machine; only importing sympy takes about a second."""
+# Another worker starts when all have been busy for so long: a start costs more than most comparisons.
 GROW_SECONDS = 0.5
-"""Another worker starts when all have been busy for so long: a start costs more than most comparisons."""
+# Address space of a worker; a formula may require more memory than the machine has.
 MEMORY_BYTES = 4 << 30
-"""Address space of a worker; a formula may require more memory than the machine has."""
 PROGRAM = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
@@ -56,9 +53,7 @@ class MathPool:
     """Pool of at most `limit` worker processes, started on demand. They end with this process."""
 
     limit: int
-    """Largest number of workers."""
-    seconds: float
-    """Time limit of one comparison; a worker that exceeds it is killed."""
+    seconds: float  # time limit of one comparison; a worker that exceeds it is killed
     _idle: queue.LifoQueue[_Worker] = field(default_factory=queue.LifoQueue)
     _count: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -123,6 +118,8 @@ class _Worker:
     """One worker process; a request and its response are one line of JSON each."""
 
     def __init__(self) -> None:
+        # A plain interpreter: `multiprocessing` and the pools built on it (`concurrent.futures`, pebble) run the user's
+        # main script again with "spawn", and copy the locks of a process with many threads with "fork".
         command = [sys.executable, "-c", PROGRAM, json.dumps(sys.path)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -148,7 +145,6 @@ class _Worker:
         return response
 
     def kill(self) -> None:
-        """Kills the process and closes its pipes."""
         self._process.kill()
         self._process.wait()
         self._stdout.close()

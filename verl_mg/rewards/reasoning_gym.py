@@ -13,8 +13,8 @@ from verl_mg.rewards.sample import Reward, Sample
 from verl_mg.sandbox import run_python_async
 
 HARNESS = Path(__file__).with_name("reasoning_gym_harness.py")
+# Time limit for importing the package in the sandbox, on a busy machine; it takes a few seconds.
 START_SECONDS = 300.0
-"""Time limit for importing the package in the sandbox, on a busy machine; it takes a few seconds."""
 MEMORY_MB = 4096
 
 

@@ -18,8 +18,7 @@ from verl_mg.rewards.sample import Reward, Sample
 from verl_mg.rewards.slime_function import SlimeFunction
 from verl_mg.rewards.verl_function import VerlFunction
 
-BATCH_SIZE = 16
-"""Default `batch_size` of a class with `score_many`."""
+BATCH_SIZE = 16  # default `batch_size` of a class with `score_many`
 FOREIGN: dict[str, type[VerlFunction] | type[SlimeFunction]] = {"verl": VerlFunction, "slime": SlimeFunction}
 """Prefixes of functions with the interface of another framework, and what calls them."""
 
@@ -36,14 +35,7 @@ class LoadedReward:
     """
 
     def __init__(self, name: str, function: Callable[..., Any], *, batched: bool, owner: Any = None) -> None:
-        """Reads the reward's attributes.
-
-        Args:
-            name: name for errors.
-            function: function of a sample, or of a list of samples if `batched`.
-            batched: whether a call scores several samples.
-            owner: object with optional attributes `batch_size`, `parallel` and `close`.
-        """
+        """Wraps a function of a sample, or of several; `owner` may have `batch_size`, `parallel` and `close`."""
         self.name, self.batched, self.asynchronous = name, batched, inspect.iscoroutinefunction(function)
         self.batch_size: int = getattr(owner, "batch_size", BATCH_SIZE) if batched else 1
         self.parallel: int | None = getattr(owner, "parallel", 1 if batched else None)
@@ -141,7 +133,7 @@ def _load_foreign(
 
 
 def _without_stop_iteration(call: Callable[[], Any]) -> Any:
-    """Calls a function in a thread; StopIteration must not leave it, since a coroutine cannot raise that."""
+    # StopIteration must not leave the thread, since a coroutine cannot raise it.
     try:
         return call()
     except StopIteration as error:

@@ -16,17 +16,12 @@ class Sample:
     """A response of the policy to be scored."""
 
     prompt: str
-    """Text that the policy received."""
     response: str
-    """Text that the policy generated."""
-    answer: str | None
-    """Answer of the record, unparsed; None where it has none."""
+    answer: str | None  # answer of the record, unparsed; None where it has none
     record: dict[str, Any]
-    """Record of the data file."""
     finish: Literal["stop", "length", "abort"]
     """Reason why the response ended: "stop" (by the policy), "length" (at the limit) or "abort"."""
-    num_tokens: int | None = None
-    """Tokens of the response; None where they were not counted."""
+    num_tokens: int | None = None  # tokens of the response; None where they were not counted
 
 
 @dataclass(frozen=True)
@@ -34,9 +29,7 @@ class Reward:
     """The reward of one sample."""
 
     value: float
-    """Finite number."""
-    parts: dict[str, float] = field(default_factory=dict)
-    """Further finite numbers by name, for the metrics."""
+    parts: dict[str, float] = field(default_factory=dict)  # further finite numbers by name, for the metrics
     answer: str | None = None
     """Final answer that was read from the response, for majority votes: equal answers are equal texts. None where the
     response has none or the reward does not look for one."""

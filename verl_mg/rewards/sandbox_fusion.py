@@ -11,8 +11,8 @@ from verl_mg.rewards.code import read_tests, run_tests
 from verl_mg.rewards.reward import Reward, Sample
 from verl_mg.sandbox import Outcome
 
+# Added to the time limit of a program: waiting for a free worker of the server, and the network.
 ANSWER_SECONDS = 60.0
-"""Added to the time limit of a program: waiting for a free worker of the server, and the network."""
 
 
 class SandboxFusion:

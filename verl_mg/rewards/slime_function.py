@@ -17,10 +17,8 @@ from verl_mg.errors import UserError
 from verl_mg.rewards.foreign import adapted, reference, reward_of
 from verl_mg.rewards.sample import Reward, Sample
 
-TYPES = "slime.utils.types"
-"""Module of slime with the class `Sample`, which files of rewards import."""
-REWARD_KEY = "reward_key"
-"""Option that names the value of the reward in a mapping, as slime's `--reward-key`."""
+TYPES = "slime.utils.types"  # module of slime with the class `Sample`, which files of rewards import
+REWARD_KEY = "reward_key"  # option that names the value of the reward in a mapping, as slime's `--reward-key`
 
 
 @dataclass
@@ -37,23 +35,14 @@ class SlimeSample:
         FAILED = "failed"
 
     prompt: str = ""
-    """Text that the policy received."""
     response: str = ""
-    """Text that the policy generated."""
-    response_length: int | None = None
-    """Tokens of the response."""
-    label: Any = None
-    """Reference answer, of the type that the record has."""
-    reward: Any = None
-    """Always None: the functions return it."""
-    status: Status = Status.PENDING
-    """Reason why the response ended."""
-    metadata: dict[str, Any] = field(default_factory=dict)
-    """Field `metadata` of the record."""
-    group_index: int | None = None
-    """Always None."""
-    index: int | None = None
-    """Always None."""
+    response_length: int | None = None  # tokens of the response
+    label: Any = None  # reference answer, of the type that the record has
+    reward: Any = None  # always None: the functions return it
+    status: Status = Status.PENDING  # reason why the response ended
+    metadata: dict[str, Any] = field(default_factory=dict)  # field `metadata` of the record
+    group_index: int | None = None  # always None
+    index: int | None = None  # always None
 
 
 class SlimeArguments:
@@ -79,13 +68,7 @@ class SlimeFunction:
     given: tuple[str, ...] | None = None
 
     def __init__(self, name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
-        """Reads the function's signature.
-
-        Args:
-            name: name of the reward, for errors.
-            function: the function, sync or async, with at least two parameters.
-            options: attributes of `args`.
-        """
+        """Reads the signature of a function, sync or async; `options` are attributes of `args`."""
         self._name, self._arguments = name, SlimeArguments(options)
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         parameters = [key for key, value in inspect.signature(function).parameters.items() if value.kind in kinds]

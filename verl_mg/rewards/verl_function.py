@@ -11,10 +11,10 @@ from verl_mg.errors import UserError
 from verl_mg.rewards.foreign import adapted, reference, reward_of
 from verl_mg.rewards.sample import Reward, Sample
 
+# Arguments of a function that scores one response (verl 0.9.1, NaiveRewardManager).
 ONE = ("data_source", "solution_str", "ground_truth", "extra_info")
-"""Arguments of a function that scores one response (verl 0.9.1, NaiveRewardManager)."""
+# Arguments of a function that scores several together (verl 0.9.1, utils/reward_score/math_batch.py).
 MANY = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
-"""Arguments of a function that scores several together (verl 0.9.1, utils/reward_score/math_batch.py)."""
 
 
 class VerlFunction:
@@ -29,13 +29,7 @@ class VerlFunction:
     given: tuple[str, ...] | None
 
     def __init__(self, name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
-        """Reads the function's signature.
-
-        Args:
-            name: name of the reward, for errors.
-            function: the function, sync or async, with the arguments `ONE` or `MANY`.
-            options: further keyword arguments, verl's `reward_kwargs`.
-        """
+        """Reads the signature of a function, sync or async, of `ONE` or `MANY`; `options`: verl's `reward_kwargs`."""
         self._name, self._options = name, dict(options)
         parameters = inspect.signature(function).parameters
         self.batched = MANY[0] in parameters
@@ -68,11 +62,11 @@ class VerlFunction:
 
 
 def _values(sample: Sample) -> tuple[str, str, Any, dict[str, Any]]:
-    """Returns the arguments `ONE`. Verl adds the last two entries of extra_info itself."""
     record = sample.record
     model = record.get("reward_model")
     truth = reference(model.get("ground_truth") if isinstance(model, dict) else None, sample.answer)
     extra = record.get("extra_info")
     entries = copy.deepcopy(extra) if isinstance(extra, dict) else {}
+    # Entries of extra_info that verl adds itself.
     more: dict[str, Any] = {"num_turns": None, "rollout_reward_scores": {}}
     return str(record.get("data_source") or ""), sample.response, truth, entries | more

@@ -1,14 +1,5 @@
 """Advantage estimators: rewards of samples or tokens in, advantages out.
 
-    group         (n,) scores relative to the prompt's other samples: GRPO, Dr. GRPO, RLOO, OPO, ReMax, MaxRL, GDPO
-    gae           (n, T) token rewards to advantages or returns: PPO, VC-PPO, VAPO, REINFORCE++
-    prime         (n, T) implicit process rewards and their advantages
-    distillation  log-ratios of teacher and student
-    turns         (n, T) advantages of the single turns of samples with tools: MT-GRPO, GiGPO
-    whitening     zero mean and unit variance over the whole batch, however it is distributed
-    shaping       changes of the score before anything is estimated from it
-    resampling    which samples are trained on
-
 A line of an (n, T) table is a sample: all rows of an agent's trajectory, one after another, as `Batch.pad` puts
 them. Tokens outside an (n, T) mask are no step of the policy: they are skipped, and nothing decays over them. Values
 there may be anything, NaN too; every result is 0 there.

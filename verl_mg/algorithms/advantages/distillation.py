@@ -15,13 +15,12 @@ def distillation_advantages(
     Args:
         old_logprobs, teacher_logprobs: (...) nats; the student's are from the start of the iteration.
         mask: (...) bool.
-        spans: (...) int64, the span of text of each token, -1 for none; for teachers of another tokenizer. Every
-            token of a span gets the span's log-ratio, because each has a part in its probability. None: each token is a
-            span.
+        spans: (...) int64, for teachers of another tokenizer, the span of each token, -1 for none; None: each is one.
     """
     ratios = torch.where(mask, teacher_logprobs - old_logprobs, 0.0).detach()
     if spans is None:
         return ratios
+    # Every token of a span gets the span's log-ratio, because each has a part in its probability.
     counted = mask & (spans >= 0)
     totals = ratios.new_zeros(int(spans.max()) + 1 if spans.numel() else 0)
     totals.index_add_(0, spans[counted], ratios[counted])

@@ -24,8 +24,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float 
     A_t = r_t + gamma V_{t+1} - V_t + gamma lam A_{t+1}, and the return is A_t + V_t, where t runs over masked tokens
     only and value and advantage after the last are 0. Not whitened. Decoupled GAE (VC-PPO, arXiv:2503.01491; VAPO,
     arXiv:2504.05118) is two calls: returns with lam 1 for the critic, advantages with another lam for the policy.
-    Example:
-    rewards [0, 0, 1], values 0, gamma 1, lam 0.5: advantages [0.25, 0.5, 1].
+    With rewards [0, 0, 1], values 0, gamma 1, lam 0.5: advantages [0.25, 0.5, 1].
 
     Args:
         rewards, values: (n, T) float; a value is the critic's prediction before its token.

@@ -87,8 +87,7 @@ def maxrl(scores: Tensor, groups: Tensor, trajectories: Tensor) -> Tensor:
     prompt counts the more, the smaller its p.
 
     Args:
-        scores, groups, trajectories: (n,), see the module; UserError for a score below 0. All 0 in a group:
-            advantages 0.
+        scores, groups, trajectories: (n,), see the module; UserError for a score below 0. A group of zeros has 0.
     """
     if bool((scores < 0).any()):
         raise UserError(

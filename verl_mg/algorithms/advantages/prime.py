@@ -12,8 +12,7 @@ def implicit_rewards(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, beta:
     """Returns (...) beta (log pi_phi - log pi_ref) of each token, 0 outside the mask: arXiv:2502.01456, equation 3.
 
     Args:
-        logprobs, ref_logprobs: (...) nats, of the process reward model and of the model that its training began
-            with.
+        logprobs, ref_logprobs: (...) nats, of the process reward model and of the one that its training began with.
         mask: (...) bool.
         beta: above 0; 0.05 in the paper.
     """
@@ -35,8 +34,7 @@ def prime_advantages(
 
     From a token's process reward the leave-one-out baseline is subtracted, the mean over the other responses of a
     response's mean process reward; the differences are summed over the tokens to come. The `rloo` advantage of the
-    score is added. The published code subtracts another baseline from single tokens, K / (K - 1) r_t minus the sum of
-    all K means over K - 1, which agrees with the equation only in the mean over a response; this is the equation.
+    score is added.
 
     Args:
         process_rewards, mask: (n, T) float and bool; a row without masked tokens counts with mean process reward 0.
@@ -48,6 +46,8 @@ def prime_advantages(
     rewards = torch.where(mask, process_rewards, 0.0).double()
     means = rewards.sum(1) / mask.sum(1).clamp(min=1)
     samples = torch.arange(len(groups), device=groups.device)
+    # The published code subtracts another baseline from single tokens, K / (K - 1) r_t minus the sum of all K means
+    # over K - 1, which agrees with the equation only in the mean over a response; this is the equation.
     baseline = means - rloo(means, groups, samples)
     process = discounted_returns(rewards - baseline[:, None], mask, gamma)
     outcome = torch.where(mask, rloo(scores.double(), groups, samples)[:, None], 0.0)

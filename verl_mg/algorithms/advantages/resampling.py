@@ -37,9 +37,7 @@ KINDS: dict[str, Callable[[Tensor, float], Tensor]] = {
     "max_min": _max_min,
     "max_random": _max_random,
 }
-"""Weights without prompts."""
-RANKED = ("best_random", "best_worst")
-"""Weights by rank within a prompt."""
+RANKED = ("best_random", "best_worst")  # weights by rank within a prompt
 
 
 def resampling_weights(
@@ -67,7 +65,6 @@ def resampling_weights(
 
 
 def _by_rank(scores: Tensor, groups: Tensor, kind: str, best: float) -> Tensor:
-    """Weights of ranks; equal scores of a prompt share theirs, so that the order of rows does not decide."""
     order = torch.argsort(scores, descending=True, stable=True)
     order = order[torch.argsort(groups[order], stable=True)]
     _, counts = groups[order].unique_consecutive(return_counts=True)
@@ -77,6 +74,7 @@ def _by_rank(scores: Tensor, groups: Tensor, kind: str, best: float) -> Tensor:
     if kind == "best_worst":
         others = torch.where(rank == size - 1, 1 - best, 0.0).double()
     weights = torch.where(rank == 0, best, others).masked_fill(size == 1, 1.0)
+    # Equal scores of a prompt share their weights, so that the order of rows does not decide.
     keys = torch.stack([groups[order].double(), scores[order].double()])
     _, tie, tied = keys.unique_consecutive(dim=1, return_inverse=True, return_counts=True)
     shared = (segment_sums(weights, tied) / tied)[tie]

@@ -24,12 +24,9 @@ from verl_mg.errors import UserError
 class Turns:
     """Turns of some samples, see the drawing above."""
 
-    number: Tensor
-    """(n, T) int64: the turn of each token that the policy wrote, from 0 to m - 1; -1 for other tokens."""
-    line: Tensor
-    """(m,) int64: the line of each turn."""
-    place: Tensor
-    """(m,) int64: number of each turn in its line, from 0."""
+    number: Tensor  # (n, T) int64: the turn of each token that the policy wrote, from 0 to m - 1; -1 for other tokens
+    line: Tensor  # (m,) int64: the line of each turn
+    place: Tensor  # (m,) int64: number of each turn in its line, from 0
 
     @classmethod
     def of(cls, mask: Tensor) -> Turns:
@@ -130,5 +127,5 @@ def _of_turns(turn_rewards: Tensor, turns: Turns) -> Tensor:
 
 
 def _each(column: Tensor) -> Tensor:
-    """Returns ids by which each entry is a separate sample."""
+    # Ids by which each entry is a separate sample.
     return torch.arange(len(column), device=column.device)

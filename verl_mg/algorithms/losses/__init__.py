@@ -4,13 +4,6 @@ A loss returns its value for each token, exactly 0 outside the mask, and a dicti
 metrics, also 0 outside it, of which the caller reports the mean over all masked tokens of all ranks.
 Values outside the mask may be anything, NaN too: they reach neither value nor gradient.
 
-    policy      token ratios: PPO, DAPO, Dr. GRPO, CISPO, GPG, SAPO, DPPO
-    sequence    sequence ratios: GSPO, GMPO
-    covariance  PPO except for the tokens that reduce the entropy most: Clip-Cov, KL-Cov
-    value       loss of the critic
-    imitation   given tokens: SFT, the positive examples of VAPO
-    preference  pairs and outcomes: DPO, IPO, hinge, Bradley-Terry, the implicit process reward model of PRIME
-
 Nothing but `mask` and `sequence_ids` says how the tokens are packed, and every statistic is of one token, one
 sequence or one pair, which are whole in a micro-batch, or was made over all ranks before: so no split of the rows
 changes the sum of a loss or its gradient.

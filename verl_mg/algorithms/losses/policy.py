@@ -63,8 +63,8 @@ def cispo_loss(
 ) -> tuple[Tensor, Metrics]:
     """Returns (tokens,) -clip(r, 1 - low, 1 + high) A logprobs, r a constant: CISPO, arXiv:2506.13585.
 
-    The weight of a token is clipped, its gradient never removed: the clip fractions are 1 where the weight is
-    clipped, whatever A is. The paper leaves the lower end open: `clip_low` 1.
+    No gradient is removed: the clip fractions are 1 where the weight is clipped, whatever A is. The paper leaves the
+    lower end open: `clip_low` 1.
 
     Args:
         logprobs, old_logprobs, advantages, mask: see the module.
@@ -83,11 +83,10 @@ def cispo_loss(
 def gpg_loss(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Metrics]:
     """Returns (tokens,) -A logprobs, the plain policy gradient, and no metrics: GPG, arXiv:2504.02546.
 
-    It has no ratio, so it is for one update in an iteration.
-
     Args:
         logprobs, advantages, mask: see the module.
     """
+    # Without a ratio it is for one update in an iteration.
     return -masked_constant(mask, advantages) * masked(mask, logprobs), {}
 
 
@@ -145,8 +144,7 @@ def dppo_loss(
     `divergence`.
 
     Args:
-        logprobs, old_logprobs, advantages, mask: see the module; the old policy is in the paper the one that
-            sampled.
+        logprobs, old_logprobs, advantages, mask: see the module; in the paper the old policy is the one that sampled.
         divergence: one of DIVERGENCES; UserError for any other.
         limit_low, limit_high: largest divergence of a token that becomes less, or more, probable.
         ratio_limit: largest weight of a token.

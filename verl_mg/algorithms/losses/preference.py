@@ -40,8 +40,7 @@ def dpo_loss(
     ref)).
 
     Args:
-        logprobs, ref_logprobs: (tokens,) nats, of the policy in training, which has the only gradient, and the
-            reference.
+        logprobs, ref_logprobs: (tokens,) nats, of the policy, which has the only gradient, and the reference.
         mask: (tokens,) bool, true on scored tokens.
         pair, chosen: (tokens,) as above; UserError if a row of a pair is missing here.
         beta: above 0.
@@ -75,8 +74,7 @@ def bradley_terry_loss(scores: Tensor, mask: Tensor, pair: Tensor, chosen: Tenso
     `rejected_reward`.
 
     Args:
-        scores, mask: (tokens,) of the reward model in training; true on the one token of each row that has its
-            score.
+        scores, mask: (tokens,) of the reward model in training; true on the one token of each row with its score.
         pair, chosen: (tokens,) as above; UserError if a row of a pair is missing here.
     """
     _check_pairs(mask, pair, chosen)
@@ -95,8 +93,7 @@ def prime_loss(
     sequence: `accuracy` (1 where the sum has the sign of the label) and `implicit_reward` (the sum).
 
     Args:
-        logprobs, ref_logprobs: (tokens,) nats, of the reward model in training, which has the only gradient, and of
-            the model that its training began with.
+        logprobs, ref_logprobs: (tokens,) nats, of the reward model, which has the only gradient, and before training.
         mask: (tokens,) bool, true on scored tokens.
         sequence_ids: (tokens,) int64, whole sequences; a segment is one, with the outcome of its trajectory.
         labels: (tokens,) from 0 (wrong) to 1 (right), the same on all tokens of a sequence.

@@ -3,11 +3,6 @@
 In the formulas n is the number of masked tokens of a sequence, d the log-ratio logprobs - old_logprobs of a token,
 and A its advantage. Columns and metrics are as in `losses.policy`, with `sequence_ids` (tokens,) int64 equal for tokens
 of one sequence, all of which are in the micro-batch. Log-ratios [0.2, 0.4] of one sequence: s = exp(0.3) = 1.35.
-
-A sequence is a row: each segment of an agent's trajectory has a ratio over the tokens which it trains. Segments are
-separate contexts, and need not be in the same micro-batch. As long as the policy has not been updated, all ratios
-are 1, and a trajectory in segments has the loss and gradient of one in a single row; later its clipping is finer.
-The aggregation by sequences weighs a segment by its share of the tokens of its trajectory.
 """
 
 import math
@@ -49,6 +44,9 @@ def gspo_loss(
     check_clips(clip_low, clip_high, dual_clip)
     advantages, logprobs = masked_constant(mask, advantages), masked(mask, logprobs)
     difference = logprobs.detach() - masked_constant(mask, old_logprobs)
+    # A sequence is a row: segments of a trajectory are separate contexts, perhaps in different micro-batches. Until the
+    # first update all ratios are 1, and a trajectory in segments has the loss and gradient of one in a single row;
+    # later its clipping is finer. The aggregation weighs a segment by its share of the tokens of its trajectory.
     sequence_ratio = torch.exp(sequence_means(difference, mask, sequence_ids))
     # Times 1: the value stays s, the gradient is that of the token's log-prob.
     ratio = sequence_ratio * torch.exp(logprobs - logprobs.detach())
