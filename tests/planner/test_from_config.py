@@ -10,7 +10,7 @@ from verl_mg.planner.from_config import PlanRequest, plan_request
 PLANNED = ["model.path=m", "data.train=t.jsonl", "model.dtype=bfloat16", "rollout.engine=sglang"]
 UNSEEN = {
     "actor.lora={rank: 4}": "actor.lora: counted as if all weights were trained, and the reference's separate",
-    "rollout.adapters=true": "rollout.adapters: the weight sync is counted as the first one, later ones send adapters",
+    "rollout.adapters=true": "rollout.adapters: the weight sync is counted as the first one, later ones send only",
     "reference.dynamic_context=true": "reference.dynamic_context: counted as if every row were sharded over all",
 }
 

@@ -169,7 +169,7 @@ def test_plan_disjoint_roles_compute_at_the_same_time(capsys):
             ["algorithm.kl.coefficient=0.1", "reference.ranks=63-64"],
             "reference: ranks 63-64: rank 64 is out of range",
         ),
-        (["rollout.engine=hf"], "rollout.engine=hf: only engines in processes of their own"),
+        (["rollout.engine=hf"], "rollout.engine=hf: only engines that are separate processes"),
         (["model.dtype=float32"], "model.dtype=float32: only a bf16 actor can be planned. Set model.dtype=bfloat16"),
         (["actor.dtype=float32"], "actor.dtype=float32: only a bf16 actor can be planned. Set actor.dtype=bfloat16"),
         (["rollout.urls=[http://a:1]"], "rollout.urls: servers outside the job cannot be planned"),

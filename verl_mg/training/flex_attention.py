@@ -106,7 +106,7 @@ def attend_with_block_mask(
     """
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
     score_mod = None if softcap is None else _tanh_softcap(softcap)
-    options = {"score_mod": score_mod, "block_mask": mask, "scale": scale, "enable_gqa": True}
+    options: dict[str, Any] = {"score_mod": score_mod, "block_mask": mask, "scale": scale, "enable_gqa": True}
     options["kernel_options"] = KERNEL_OPTIONS
     # The log-sum-exp has gradients here; that of torch's variable-length kernel has none.
     if sinks is None:
