@@ -20,9 +20,10 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.fake_cuda import FakeCudaProcess
-from tests.machine import Machine
-from tests.rank_pool import RankPool
+from tests.helpers.fake_cuda import FakeCudaProcess
+from tests.helpers.machine import Machine
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.tiny_models import MIXTURES, TRAINED, tiny_model
 from tests.transformer_engine.on_cpu import TransformerEngineRanks, installed
 from verl_mg.sandbox import run_python
 
@@ -80,7 +81,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if not session.config.option.quick and not machine.gpus:
         _use_warm_starts_for_sglang()
     if any("ranks" in getattr(item, "fixturenames", ()) for item in session.items):
-        from tests.warm_start import IMPORTED_IN_FUNCTIONS
+        from tests.helpers.warm_start import IMPORTED_IN_FUNCTIONS
 
         for module in ("verl_mg.job.job", "verl_mg.run.loop", *IMPORTED_IN_FUNCTIONS):  # once here, not once a rank
             importlib.import_module(module)
@@ -92,12 +93,19 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def _use_warm_starts_for_sglang() -> None:
     """Start engines and traces without the imports of SGLang, in this process and in the ranks forked from it."""
-    from tests import warm_start
-    from verl_mg.rollout import engine_python
-    from verl_mg.rollout.sglang import engine as sglang_engine
+    from tests.helpers import warm_start
+    from verl_mg.engines import engine_python
+    from verl_mg.engines.sglang import engine as sglang_engine
 
     for module in (sglang_engine, engine_python):
         module.sys = SimpleNamespace(executable=warm_start.sglang().python)  # type: ignore[attr-defined]
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A tiny model of each architecture."""
+    folder = tmp_path_factory.mktemp("models")
+    return {name: tiny_model(folder / name, name) for name in (*TRAINED, *MIXTURES)}
 
 
 @pytest.fixture(scope="session")

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import warm_start
-from tests.tiny_jobs import logged, write_sums
-from tests.tiny_models import tiny_model
+from tests.helpers import warm_start
+from tests.helpers.tiny_jobs import logged, write_sums
+from tests.helpers.tiny_models import tiny_model
 
 ROOT = Path(__file__).parents[1]
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests import warm_start
-from tests.launched import PATIENCE_S
-from tests.tiny_jobs import logged
-from tests.tiny_models import daily_of, tiny_model
+from tests.helpers import warm_start
+from tests.helpers.launched import PATIENCE_S
+from tests.helpers.tiny_jobs import logged
+from tests.helpers.tiny_models import daily_of, tiny_model
 from verl_mg.models.tiny_model import make_tiny_model
 
 ROOT = Path(__file__).parents[1]

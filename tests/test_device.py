@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.rank_pool import RankPool
+from tests.helpers.rank_pool import RankPool
 from verl_mg.device import without_expandable_segments
 from verl_mg.fsdp.mesh import MeshGroups
 from verl_mg.fsdp.model_runner import ModuleRunner

@@ -16,8 +16,8 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from recipes.tasks import repeat_digit
-from tests import warm_start
-from tests.tiny_jobs import run_here
+from tests.helpers import warm_start
+from tests.helpers.tiny_jobs import run_here
 from tools.draw_docs import DRAWN, PICTURES
 from verl_mg.cli import _parser
 from verl_mg.config import ConfigSection, MegatronConfig, load_config

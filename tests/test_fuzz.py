@@ -15,7 +15,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.fuzz_examples import (
+from tests.helpers.fuzz_examples import (
     CHECKPOINT,
     LARGE,
     MODEL,
@@ -28,7 +28,7 @@ from tests.fuzz_examples import (
     records,
     tiny_job,
 )
-from tests.fuzzing import rewrite_sums, run_command
+from tests.helpers.fuzzing import rewrite_sums, run_command
 from verl_mg.errors import EXIT_CODE
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.run.checkpointer import SUMS

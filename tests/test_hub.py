@@ -14,8 +14,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests import warm_start
-from tests.hub_server import COMMIT, serving
+from tests.helpers import warm_start
+from tests.helpers.hub_server import COMMIT, serving
 from verl_mg.errors import UserError
 from verl_mg.hub import HubName, fetch, files_of, matching
 
@@ -43,7 +43,7 @@ DATA = {
 WORK = """
 import json, sys
 from pathlib import Path
-from tests.hub_server import forget_client
+from tests.helpers.hub_server import forget_client
 forget_client()
 from verl_mg.data.records import located_records
 from verl_mg.errors import UserError

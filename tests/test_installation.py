@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from tests.launched import ROOT
+from tests.helpers.launched import ROOT
 
 GPU_LOCK, CPU_LOCK = ROOT / "launch" / "requirements-gpu.txt", ROOT / "tools" / "requirements-cpu.txt"
 UV = Path(sys.prefix) / "bin" / "uv"

@@ -123,10 +123,10 @@ def test_checker_given_sections_outside_the_interfaces_reports_rule(section: str
         ("def test_nor_what_a_value_head_learns(): pass", "test-name"),
         ("def test_layout(): pass", "test-name"),
         ("def test_status_of_silence_is_told(): pass", "word"),
-        ("from tests.roles.test_rollout import inputs", "test-import"),
+        ("from tests.rollout.test_rollout import inputs", "test-import"),
         ("from tests.roles import test_rollout", "test-import"),
         ("from tests.conftest import ranks", "test-import"),
-        ("from tests.tiny_models import ranks", ""),
+        ("from tests.helpers.tiny_models import ranks", ""),
     ],
 )
 def test_checker_given_test_module_reports_rule(source: str, rule: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.launched import (
+from tests.helpers.launched import (
     HELD,
     PATIENCE_S,
     ROOT,
@@ -28,7 +28,7 @@ from tests.launched import (
     watched,
     write_inputs,
 )
-from tests.tiny_jobs import metrics_of
+from tests.helpers.tiny_jobs import metrics_of
 from verl_mg.distributed import rendezvous
 from verl_mg.distributed.watchdog import EXIT_RANK_LOST
 

@@ -17,34 +17,22 @@ from tests.language.nodes import nodes_of, statements
 
 PACKAGE = Path(__file__).parents[1] / "verl_mg"
 
-LAYERS = {
-    **dict.fromkeys(
-        (
-            "errors",
-            "device",
-            "images",
-            "batch",
-            "phase_timer",
-            "config",
-            "layout",
-            "jsonl",
-            "import_function",
-            "http_client",
-            "hub",
-            "renamed",
-        ),
-        0,
-    ),
-    **dict.fromkeys(("models", "algorithms", "sandbox"), 1),
-    **dict.fromkeys(("sharding", "distributed", "data", "rewards"), 2),
-    **dict.fromkeys(("reshard", "checkpoint"), 3),
-    **dict.fromkeys(("training",), 4),
-    **dict.fromkeys(("megatron", "fsdp", "rollout"), 5),
-    **dict.fromkeys(("roles", "planner"), 6),
-    **dict.fromkeys(("job",), 7),
-    **dict.fromkeys(("monitor", "run"), 8),
-    **dict.fromkeys(("cli", "api", "launch", "view", "quickstart", "doctor", "support", "evaluation", "__main__"), 9),
-}
+PACKAGES = (
+    "errors device images batch jsonl phase_timer hub http_client import_function config layout renamed",
+    "models algorithms sandbox",
+    "sharding distributed data rewards",
+    "reshard checkpoint",
+    "training engines",
+    "megatron fsdp agents servers rows",
+    "weight_sync planner",
+    "roles",
+    "rollout",
+    "job",
+    "monitor run",
+    "cli api launch view quickstart doctor support evaluation __main__",
+)
+"""Packages of each layer, the lowest first."""
+LAYERS = {package: layer for layer, packages in enumerate(PACKAGES) for package in packages.split()}
 SAME_LAYER = {
     ("batch", "images"),
     ("config", "layout"),

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import warm_start
+from tests.helpers import warm_start
 from verl_mg import quickstart as module
 from verl_mg.config import load_config
 from verl_mg.errors import UserError

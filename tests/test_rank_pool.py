@@ -6,9 +6,9 @@ from multiprocessing.connection import Connection
 import pytest
 import torch.distributed as dist
 
-from tests import rank_pool
-from tests.machine import MAX_RANKS, Machine
-from tests.rank_pool import RankError, RankPool
+from tests.helpers import rank_pool
+from tests.helpers.machine import MAX_RANKS, Machine
+from tests.helpers.rank_pool import RankError, RankPool
 
 
 def meet_or_hang() -> int:

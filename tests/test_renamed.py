@@ -31,7 +31,7 @@ def test_import_of_former_name_names_the_new_one(statement, message):
 
 def test_load_function_of_former_module_names_the_new_one():
     with pytest.raises(UserError, match=r"verl_mg\.rollout\.tools\.ready: renamed to verl_mg\.rollout\.tools\.builtin"):
-        load_function("verl_mg.rollout.tools.ready:calculator", "tool")
+        load_function("verl_mg.agents.tools.ready:calculator", "tool")
 
 
 def test_import_of_unknown_name_is_the_usual_error():

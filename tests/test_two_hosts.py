@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.engines import SGLANG, VLLM
-from tests.launched import (
+from tests.helpers.engines import SGLANG, VLLM
+from tests.helpers.launched import (
     LONG,
     descendants,
     ended,
@@ -25,10 +25,10 @@ from tests.launched import (
     train_command,
     write_inputs,
 )
-from tests.roles.engine_jobs import inputs as engine_inputs
-from tests.roles.engine_jobs import settings
-from tests.tiny_jobs import RECIPES, logged
-from tests.warm_start import VLLM_PYTHON
+from tests.helpers.tiny_jobs import RECIPES, logged
+from tests.helpers.warm_start import VLLM_PYTHON
+from tests.rollout.engine_jobs import inputs as engine_inputs
+from tests.rollout.engine_jobs import settings
 from verl_mg.distributed.watchdog import EXIT_RANK_LOST
 from verl_mg.run.checkpointer import checkpoints_in
 from verl_mg.run.job_state import read_state

@@ -29,16 +29,16 @@ from pathlib import Path
 import torch
 
 from tools.local_servers import running_servers
+from verl_mg.engines.engine import Request, Sample, Sampling
+from verl_mg.engines.engine_counts import CACHED, PROMPT
+from verl_mg.engines.process_engine import EngineSettings
+from verl_mg.engines.trajectory import NOT_GENERATED
 from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import read_config
 from verl_mg.models.tiny_model import make_tiny_model
-from verl_mg.rollout.engine import Request, Sample, Sampling
-from verl_mg.rollout.engine_counts import CACHED, PROMPT
-from verl_mg.rollout.process_engine import EngineSettings
-from verl_mg.rollout.sglang.servers.info import ServerRequirements
-from verl_mg.rollout.sglang.servers.pool import ServerPool
-from verl_mg.rollout.sglang.servers.remote_engine import RemoteEngine
-from verl_mg.rollout.trajectory import NOT_GENERATED
+from verl_mg.servers.info import ServerRequirements
+from verl_mg.servers.pool import ServerPool
+from verl_mg.servers.remote_engine import RemoteEngine
 
 OBSERVATION = 16
 

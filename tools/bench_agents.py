@@ -27,23 +27,23 @@ import torch
 from transformers import AutoTokenizer
 
 from tools.local_servers import running_servers
+from verl_mg.agents.agent import Session
+from verl_mg.agents.engine import AgentEngine
+from verl_mg.agents.parsers import ReplyParser
+from verl_mg.agents.renderer import ConversationRenderer
+from verl_mg.agents.runner import AgentSettings
+from verl_mg.agents.sessions import Generate, Sessions
 from verl_mg.data.prompts import Prompt
+from verl_mg.engines.engine import Request, RolloutEngine, Sampling
+from verl_mg.engines.hf.engine import HFEngine
+from verl_mg.engines.process_engine import EngineSettings
 from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import read_config
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.rewards.reward import Sample as Task
-from verl_mg.rollout.agents.agent import Session
-from verl_mg.rollout.agents.engine import AgentEngine
-from verl_mg.rollout.agents.parsers import ReplyParser
-from verl_mg.rollout.agents.renderer import ConversationRenderer
-from verl_mg.rollout.agents.runner import AgentSettings
-from verl_mg.rollout.agents.sessions import Generate, Sessions
-from verl_mg.rollout.engine import Request, RolloutEngine, Sampling
-from verl_mg.rollout.hf.engine import HFEngine
-from verl_mg.rollout.process_engine import EngineSettings
-from verl_mg.rollout.sglang.servers.info import ServerRequirements
-from verl_mg.rollout.sglang.servers.pool import ServerPool
-from verl_mg.rollout.sglang.servers.remote_engine import RemoteEngine
+from verl_mg.servers.info import ServerRequirements
+from verl_mg.servers.pool import ServerPool
+from verl_mg.servers.remote_engine import RemoteEngine
 
 QUESTION = "Explain step by step what you would do next, and why. " * 4
 Turns = dict[tuple[int, int], tuple[int, ...]]

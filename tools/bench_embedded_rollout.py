@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, Qwen3Config
 
-from verl_mg.rollout.engine import Request, Sampling
-from verl_mg.rollout.hf.engine import HFEngine
+from verl_mg.engines.engine import Request, Sampling
+from verl_mg.engines.hf.engine import HFEngine
 
 VOCABULARY = 512
 GROUP = 8

@@ -43,6 +43,7 @@ from verl_mg.config import Config
 from verl_mg.data import Prompt, PromptFeed, PromptSet
 from verl_mg.distributed.world import World
 from verl_mg.doctor.versions import installed_versions
+from verl_mg.engines import Sampling
 from verl_mg.job.build_engines import build_engine_group
 from verl_mg.job.build_models import ModelRoleBuilder
 from verl_mg.layout import Layout
@@ -54,9 +55,8 @@ from verl_mg.planner.inputs import GIB, PlanInputs
 from verl_mg.planner.memory import train_memory
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import Actor
-from verl_mg.roles.rollout import Rollout
-from verl_mg.roles.rollout_source import RolloutRecords
-from verl_mg.rollout import Sampling
+from verl_mg.rollout.rollout import Rollout
+from verl_mg.rows.records import RolloutRecords
 from verl_mg.sharding.megatron import Kernels
 from verl_mg.sharding.weight_table import WeightTable, weight_table
 from verl_mg.training.loss_inputs import LossInputs

@@ -24,16 +24,16 @@ from torch.distributed import HashStore, Store
 
 from verl_mg.checkpoint.hf_safetensors import CheckpointReader, load_shards
 from verl_mg.checkpoint.model_directory import ModelDirectory
+from verl_mg.engines.engine import Request, Sampling
+from verl_mg.engines.ipc_payload import Staging
+from verl_mg.engines.process_engine import EngineSettings
+from verl_mg.engines.sglang import SGLangEngine, engine_arguments
+from verl_mg.engines.sglang.arguments import environment
 from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import read_config
 from verl_mg.models.tiny_model import make_tiny_model
-from verl_mg.rollout.engine import Request, Sampling
 from verl_mg.rollout.engine_events import EngineEvents
 from verl_mg.rollout.engine_loop import EngineLoop
-from verl_mg.rollout.ipc_payload import Staging
-from verl_mg.rollout.process_engine import EngineSettings
-from verl_mg.rollout.sglang import SGLangEngine, engine_arguments
-from verl_mg.rollout.sglang.arguments import environment
 from verl_mg.rollout.work_queue import DynamicWorkQueue, Group
 from verl_mg.sharding.weight_table import weight_table
 

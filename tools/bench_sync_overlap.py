@@ -31,7 +31,7 @@ from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.megatron.trainer import Trainer
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.reshard import execute, plan, schedule
-from verl_mg.roles.weight_sync.engines import sources_of
+from verl_mg.weight_sync.engines import sources_of
 
 RANKS = 4
 BUCKET = 2_000_000

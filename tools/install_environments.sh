@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Adds the projects whose environments agents can use, each in its own Python environment below .venv/environments,
-# since their requirements exclude the engines'. Only nightly tests of tests/rollout/agents/environments use them.
+# since their requirements exclude the engines'. Only nightly tests of tests/recipes/environments use them.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../launch/environment.sh"
 

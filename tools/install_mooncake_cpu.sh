@@ -1,5 +1,5 @@
 #!/bin/bash
-# Adds Mooncake, which transfers keys and values between the servers of a pair over TCP, for tests/roles/test_paired_servers.py.
+# Adds Mooncake, which transfers keys and values between the servers of a pair over TCP, for tests/rollout/test_paired_servers.py.
 # It loads the library of InfiniBand also where it does not use it: apt-get install libibverbs1
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from verl_mg.rollout.process_engine import EngineSettings
-from verl_mg.rollout.sglang import engine_arguments
-from verl_mg.rollout.sglang.arguments import environment
+from verl_mg.engines.process_engine import EngineSettings
+from verl_mg.engines.sglang import engine_arguments
+from verl_mg.engines.sglang.arguments import environment
 
 START_SECONDS = 600.0
 """Time limit of a server for its start."""

@@ -89,9 +89,9 @@ def drawn(count: int, max_new_tokens: int, seed: int) -> list[Length]:
     import torch
     from transformers import AutoTokenizer
 
+    from verl_mg.engines.engine import Request, Sampling
+    from verl_mg.engines.hf.engine import HFEngine
     from verl_mg.models.tiny_model import make_tiny_model
-    from verl_mg.rollout.engine import Request, Sampling
-    from verl_mg.rollout.hf.engine import HFEngine
 
     generator = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:

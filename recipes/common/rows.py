@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from verl_mg.batch import Batch
+from verl_mg.engines.trajectory import NOT_GENERATED
 from verl_mg.errors import UserError
-from verl_mg.rollout.trajectory import NOT_GENERATED
 
 
 def concat_rollouts(batches: Sequence[Batch]) -> Batch:

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.fp8_directories import dequantized_by_transformers, quantize_directory
+from tests.helpers.tiny_models import tiny_model
 from tests.oracles.installed_source import installed_functions
-from tests.tiny_models import tiny_model
 from verl_mg.checkpoint.fp8 import dequantize
 from verl_mg.checkpoint.hf_safetensors import CheckpointReader
 from verl_mg.checkpoint.model_directory import SINGLE, ModelDirectory

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.checkpoint.mxfp4_directories import dequantized_by_transformers, quantize_directory
-from tests.tiny_models import tiny_model, unstacked
+from tests.helpers.tiny_models import tiny_model, unstacked
 from verl_mg.checkpoint.hf_safetensors import CheckpointReader
 from verl_mg.checkpoint.model_directory import SINGLE, ModelDirectory
 from verl_mg.errors import UserError

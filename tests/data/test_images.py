@@ -12,7 +12,7 @@ import torch
 from pyarrow import parquet
 from transformers import AutoProcessor, AutoTokenizer
 
-from tests.tiny_models import noise_image, vision_model
+from tests.helpers.tiny_models import noise_image, vision_model
 from verl_mg.data import PromptSet, demonstrations_batch
 from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.errors import UserError

@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 from torch.distributed import TCPStore
 
-from tests import warm_start
-from tests.launched import PATIENCE_S, ROOT, descendants
+from tests.helpers import warm_start
+from tests.helpers.launched import PATIENCE_S, ROOT, descendants
 
 
 class ForkedRanks:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed import HashStore, Store
 
-from tests.counted_store import CountedStore
+from tests.helpers.counted_store import CountedStore
 from verl_mg.distributed import rendezvous
 from verl_mg.distributed.rendezvous import wait_for_fresh_store
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
-from tests.counted_store import CountedStore
-from tests.launched import (
+from tests.helpers.counted_store import CountedStore
+from tests.helpers.launched import (
     ended,
     error_lines,
     iterations_done,

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import warm_start
+from tests.helpers import warm_start
 from verl_mg import device
 from verl_mg.config import JobConfig
 from verl_mg.distributed.world import World

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.launched import ended, started, torchrun
+from tests.helpers.launched import ended, started, torchrun
 
 
 def doctor(output: Path, launcher: tuple[str, ...] = ()) -> tuple[int, str]:

@@ -8,14 +8,14 @@ import pytest
 import torch.distributed as dist
 import yaml
 
-from tests.engines import SGLANG, VLLM
-from tests.engines import overrides as of_engine
+from tests.helpers.engines import SGLANG, VLLM
+from tests.helpers.engines import overrides as of_engine
+from tests.helpers.rank_pool import job_store
+from tests.helpers.sglang_servers import RunningServer
+from tests.helpers.tiny_jobs import RECIPES, files_of, run_here, write_lines, write_sums
+from tests.helpers.tiny_models import CHARACTERS
+from tests.helpers.traces import needs_sglang
 from tests.oracles.plain_evaluation import greedy_responses, mean, pass_at
-from tests.rank_pool import job_store
-from tests.sglang_servers import RunningServer
-from tests.tiny_jobs import RECIPES, files_of, run_here, write_lines, write_sums
-from tests.tiny_models import CHARACTERS
-from tests.traces import needs_sglang
 from verl_mg.config import load_config
 from verl_mg.distributed.world import World
 from verl_mg.errors import UserError

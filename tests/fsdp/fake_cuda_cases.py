@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.cuda_tensors import FakeCuda
+from tests.helpers.cuda_tensors import FakeCuda
 from tests.megatron.fake_cuda_cases import TEMPERATURE, LocalDirectories, policy_loss, rows_of
 from verl_mg import device
 from verl_mg.config import FsdpConfig, OptimizerConfig

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.fake_cuda import FakeCudaProcess
 from tests.fsdp import fake_cuda_cases as cases
+from tests.helpers.fake_cuda import FakeCudaProcess
+from tests.helpers.tiny_models import oracle, oracle_outputs, tiny_model
 from tests.megatron.fake_cuda_cases import TEMPERATURE, rows_of
 from tests.megatron.training import assert_logprobs_near
-from tests.tiny_models import oracle, oracle_outputs, tiny_model
 
 
 @pytest.mark.nightly

@@ -5,9 +5,9 @@ from functools import cache
 import pytest
 
 from tests.fsdp.training import train
+from tests.helpers.tiny_models import oracle, random_rows
 from tests.megatron.layout_models import make_model
 from tests.megatron.training import assert_equal, train_in_plain_torch
-from tests.tiny_models import oracle, random_rows
 from verl_mg.config import FsdpConfig
 from verl_mg.models.hf_config import read_config
 

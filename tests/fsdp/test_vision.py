@@ -3,7 +3,7 @@
 import pytest
 
 from tests.fsdp.vision_rows import in_plain_torch, on_ranks, plain, rows_of
-from tests.tiny_models import vision_model
+from tests.helpers.tiny_models import vision_model
 from verl_mg.layout import Layout
 from verl_mg.sharding.boxes import slices
 

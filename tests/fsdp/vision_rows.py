@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from tests.helpers.tiny_models import noise_image, vision_model
 from tests.megatron.training import OPTIMIZER, TEMPERATURE, parts_of
-from tests.tiny_models import noise_image, vision_model
 from verl_mg.batch import Batch
 from verl_mg.config import FsdpConfig
 from verl_mg.fsdp.mesh import MeshGroups

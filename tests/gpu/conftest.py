@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.machine import Machine
-from tests.rank_pool import RankPool
+from tests.helpers.machine import Machine
+from tests.helpers.rank_pool import RankPool
 
 FOLDER = Path(__file__).parent
 LIMIT_S = {"gpu": 90, "cpu": 500}

@@ -18,12 +18,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from tests.helpers.random_models import config
+from tests.helpers.tiny_jobs import RECIPES, files_of, logged, write_sums
+from tests.helpers.tiny_models import oracle, random_rows
 from tests.megatron.layout_models import HALF_HEAD_DIM, make_model
 from tests.megatron.training import assert_equal, train, train_in_plain_torch
-from tests.random_models import config
 from tests.reshard.moves import move
-from tests.tiny_jobs import RECIPES, files_of, logged, write_sums
-from tests.tiny_models import oracle, random_rows
 from verl_mg import device
 from verl_mg.config import load_config
 from verl_mg.distributed.collectives import all_gather_json

@@ -10,7 +10,7 @@ import sys
 import torch
 from safetensors.torch import save_file
 
-from verl_mg.rollout.ipc_payload import named_views, open_payload
+from verl_mg.engines.ipc_payload import named_views, open_payload
 
 
 def main() -> None:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests.rank_pool import job_store
-from tests.roles.engine_jobs import settings, trained_once
-from tests.tiny_jobs import DIGITS, RECIPES, write_sums
+from tests.helpers.rank_pool import job_store
+from tests.helpers.tiny_jobs import DIGITS, RECIPES, write_sums
+from tests.rollout.engine_jobs import settings, trained_once
 from verl_mg import quickstart
 from verl_mg.config import load_config
 from verl_mg.job.job import Job

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.machine import Machine
-from tests.rank_pool import RankError, RankPool
+from tests.helpers.machine import Machine
+from tests.helpers.rank_pool import RankError, RankPool
 from verl_mg import device
 
 

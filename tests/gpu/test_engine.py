@@ -7,16 +7,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.engines import bring_weights
-from tests.machine import Machine
-from tests.rank_pool import RankPool
-from tests.traces import needs_sglang
+from tests.helpers.engines import bring_weights
+from tests.helpers.machine import Machine
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.traces import needs_sglang
 from verl_mg import device
+from verl_mg.engines.engine import Request, Sample, Sampling
+from verl_mg.engines.process_engine import EngineSettings
+from verl_mg.engines.sglang import SGLangEngine
 from verl_mg.layout import EngineLayout
 from verl_mg.models.tiny_model import make_tiny_model
-from verl_mg.rollout.engine import Request, Sample, Sampling
-from verl_mg.rollout.process_engine import EngineSettings
-from verl_mg.rollout.sglang import SGLangEngine
 
 START_S = 400
 GREEDY = Sampling(max_new_tokens=12, temperature=0.0)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from tests.engines import SGLANG, VLLM
 from tests.gpu.served_jobs import (
     CACHE_TOKENS,
     QUANTIZED,
@@ -20,10 +19,11 @@ from tests.gpu.served_jobs import (
     updates,
     updates_of_quickstart,
 )
-from tests.machine import Machine
-from tests.rank_pool import RankPool
-from tests.traces import needs_sglang
-from tests.warm_start import VLLM_PYTHON
+from tests.helpers.engines import SGLANG, VLLM
+from tests.helpers.machine import Machine
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.traces import needs_sglang
+from tests.helpers.warm_start import VLLM_PYTHON
 
 JOB_S = 240
 LORA = "actor.lora={rank: 8, alpha: 16}"

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 
 from tests.fsdp.training import train
 from tests.fsdp.vision_rows import in_plain_torch, on_ranks, rows_of
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.tiny_models import oracle, random_rows, vision_model
 from tests.megatron.layout_models import HALF_HEAD_DIM, make_model
 from tests.megatron.training import (
     Expected,
@@ -18,8 +20,6 @@ from tests.megatron.training import (
     assert_near,
     train_in_plain_torch,
 )
-from tests.rank_pool import RankPool
-from tests.tiny_models import oracle, random_rows, vision_model
 from verl_mg import device
 from verl_mg.config import FsdpConfig
 from verl_mg.fsdp.attention import packed_attention

@@ -9,14 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.launched import ROOT
-from tests.machine import Machine
-from tests.random_models import checkpoint, config
-from tests.rank_pool import RankPool
-from tests.traces import needs_sglang
+from tests.helpers.launched import ROOT
+from tests.helpers.machine import Machine
+from tests.helpers.random_models import checkpoint, config
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.traces import needs_sglang
 from verl_mg import device
-from verl_mg.rollout.ipc_payload import Staging
-from verl_mg.rollout.sglang.arguments import ON_CPU
+from verl_mg.engines.ipc_payload import Staging
+from verl_mg.engines.sglang.arguments import ON_CPU
 from verl_mg.sharding.weight_table import weight_table
 
 pytestmark = needs_sglang

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.tiny_models import random_rows
 from tests.megatron.layout_models import HALF_HEAD_DIM, make_model
-from tests.rank_pool import RankPool
-from tests.tiny_models import random_rows
 from tools.bench_gpu import policy_loss
 from tools.update_profile import host_waits
 from verl_mg.config import OptimizerConfig

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tests import warm_start
 from tests.gpu.served_jobs import CACHE_TOKENS
-from tests.launched import ended, forked_rank, iterations_done, started, torchrun
-from tests.machine import Machine
+from tests.helpers import warm_start
+from tests.helpers.launched import ended, forked_rank, iterations_done, started, torchrun
+from tests.helpers.machine import Machine
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.tiny_jobs import DIGITS, Metrics, files_of, metrics_of, write_sums
+from tests.helpers.traces import needs_sglang
 from tests.megatron.layout_models import HALF_HEAD_DIM, make_model
-from tests.rank_pool import RankPool
-from tests.tiny_jobs import DIGITS, Metrics, files_of, metrics_of, write_sums
-from tests.traces import needs_sglang
 from verl_mg import quickstart as quickstart_module
 from verl_mg.quickstart import accuracies, quickstart
 

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.tiny_models import oracle, random_rows
 from tests.megatron.layout_models import HALF_HEAD_DIM, MODELS, make_model
 from tests.megatron.training import (
     Expected,
@@ -16,8 +18,6 @@ from tests.megatron.training import (
     train,
     train_in_plain_torch,
 )
-from tests.rank_pool import RankPool
-from tests.tiny_models import oracle, random_rows
 from verl_mg.config import MegatronConfig
 from verl_mg.layout import Layout
 from verl_mg.megatron.kernels import resolve_kernels

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.machine import Machine
+from tests.helpers.machine import Machine
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.tiny_models import CHARACTERS, random_rows
 from tests.megatron.training import token_loss
-from tests.rank_pool import RankPool
-from tests.tiny_models import CHARACTERS, random_rows
 from verl_mg import device
 from verl_mg.config import FsdpConfig, OptimizerConfig
 from verl_mg.fsdp.mesh import MeshGroups

@@ -3,8 +3,8 @@
 import pytest
 import torch.distributed as dist
 
-from tests.random_models import config
-from tests.rank_pool import RankPool
+from tests.helpers.random_models import config
+from tests.helpers.rank_pool import RankPool
 from tests.reshard.moves import CASES, RANKS, cast, move, move_all
 from verl_mg.layout import Layout, Placement
 from verl_mg.reshard.schedule import BUCKET_BYTES

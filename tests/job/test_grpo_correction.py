@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from recipes.common.off_policy import add_off_policy_weights
-from tests.rank_pool import job_context
-from tests.tiny_models import oracle, oracle_outputs, random_rows, tiny_model
+from tests.helpers.rank_pool import job_context
+from tests.helpers.tiny_models import oracle, oracle_outputs, random_rows, tiny_model
 from verl_mg.config import OptimizerConfig
 from verl_mg.job.recipe import load_recipe
 from verl_mg.layout import Layout, Placement

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.rank_pool import job_store
-from tests.tiny_jobs import files_of, write_sums
-from tests.tiny_models import tiny_model
+from tests.helpers.rank_pool import job_store
+from tests.helpers.tiny_jobs import files_of, write_sums
+from tests.helpers.tiny_models import tiny_model
 from verl_mg.config import load_config
 from verl_mg.errors import UserError
 from verl_mg.job.job import Job

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.rank_pool import job_store
-from tests.tiny_jobs import DIGITS, RECIPES, files_of, write_sums
-from tests.tiny_models import random_rows, tiny_model
+from tests.helpers.rank_pool import job_store
+from tests.helpers.tiny_jobs import DIGITS, RECIPES, files_of, write_sums
+from tests.helpers.tiny_models import random_rows, tiny_model
 from verl_mg.config import load_config
 from verl_mg.job.job import Job
 from verl_mg.job.recipe import load_recipe, requested_roles

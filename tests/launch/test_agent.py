@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from tests.launched import (
+from tests.helpers.launched import (
     HELD,
     alive,
     descendants,
@@ -21,7 +21,7 @@ from tests.launched import (
     watched,
     write_inputs,
 )
-from tests.tiny_jobs import logged, metrics_of
+from tests.helpers.tiny_jobs import logged, metrics_of
 
 RESTARTS = ("--max-restarts", "3")
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.launched import alive, descendants, ended, forked_rank, iterations_done, named, started, torchrun
-from tests.roles.engine_jobs import inputs, settings
-from tests.tiny_jobs import RECIPES, metrics_of
-from tests.traces import needs_sglang
+from tests.helpers.launched import alive, descendants, ended, forked_rank, iterations_done, named, started, torchrun
+from tests.helpers.tiny_jobs import RECIPES, metrics_of
+from tests.helpers.traces import needs_sglang
+from tests.rollout.engine_jobs import inputs, settings
 
 TRAINERS = 4
 pytestmark = [pytest.mark.nightly, needs_sglang]

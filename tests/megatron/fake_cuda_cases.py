@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn import attention
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.cuda_tensors import CUDA, CudaTensor, FakeCuda
+from tests.helpers.cuda_tensors import CUDA, CudaTensor, FakeCuda
+from tests.helpers.tiny_models import random_rows
 from tests.megatron import training
-from tests.tiny_models import random_rows
 from verl_mg import device
 from verl_mg.algorithms.aggregation import MODES, aggregate
 from verl_mg.algorithms.divergence import Divergence

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from tests.tiny_models import CHARACTERS, VARIANTS
+from tests.helpers.tiny_models import CHARACTERS, VARIANTS
 from verl_mg.models.tiny_model import make_tiny_model
 
 HALF_HEAD_DIM = 16

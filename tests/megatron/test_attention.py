@@ -21,7 +21,7 @@ from torch.nn.attention import bias, flex_attention, varlen
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import verl_mg.megatron  # noqa: F401
-from tests.rank_pool import RankPool
+from tests.helpers.rank_pool import RankPool
 from verl_mg.megatron import attention as megatron_attention
 from verl_mg.megatron.attention import PackedAttention
 from verl_mg.megatron.packed_sequences import PackedSequences, describe_sequences

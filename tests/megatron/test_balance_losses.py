@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from tests.helpers.tiny_models import oracle, random_rows, tiny_model
 from tests.megatron.training import TEMPERATURE, assembled, gradients_here, token_loss
-from tests.tiny_models import oracle, random_rows, tiny_model
 from verl_mg.config import MegatronConfig, OptimizerConfig
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout, Placement

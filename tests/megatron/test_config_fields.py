@@ -13,7 +13,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from tests.tiny_models import tiny_model
+from tests.helpers.tiny_models import tiny_model
 from verl_mg.config import MegatronConfig, OptimizerConfig
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import verl_mg.megatron  # noqa: F401
-from tests.tiny_models import tiny_model
+from tests.helpers.tiny_models import tiny_model
 from verl_mg.megatron.cpu_shim import tensor_types_named_cuda
 
 ROOT = Path(__file__).parents[2]

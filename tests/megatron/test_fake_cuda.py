@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.fake_cuda import ROOT, FakeCudaProcess, recorded_cuda_calls
+from tests.helpers.fake_cuda import ROOT, FakeCudaProcess, recorded_cuda_calls
+from tests.helpers.tiny_models import LATENT, MIXTURES, SPARSE, VARIANTS, daily_of, oracle, oracle_outputs, tiny_model
 from tests.megatron import fake_cuda_cases as cases
 from tests.megatron.shared_rows import sharing_micro_batch
 from tests.megatron.training import assert_equal, assert_logprobs_near, train_in_plain_torch
-from tests.tiny_models import LATENT, MIXTURES, SPARSE, VARIANTS, daily_of, oracle, oracle_outputs, tiny_model
 from verl_mg.algorithms.divergence import Divergence
 from verl_mg.batch import Batch
 from verl_mg.config import MegatronConfig

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.random_models import config
+from tests.helpers.random_models import config
 from verl_mg.errors import UserError
 from verl_mg.megatron import kernels
 from verl_mg.megatron.kernels import resolve_kernels

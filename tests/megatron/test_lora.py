@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.helpers.tiny_models import oracle, oracle_outputs, random_rows, tiny_model
 from tests.megatron.training import OPTIMIZER, TEMPERATURE, token_loss
-from tests.tiny_models import oracle, oracle_outputs, random_rows, tiny_model
 from verl_mg.batch import Batch
 from verl_mg.checkpoint.peft import adapted_tensors, adapter_shapes, initial_adapters
 from verl_mg.config import GuardConfig, LoraConfig, MegatronConfig, Recompute

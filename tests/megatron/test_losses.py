@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.helpers.rank_pool import job_context
+from tests.helpers.tiny_models import oracle, oracle_outputs, random_rows, tiny_model
 from tests.megatron.training import Parts, assembled, gradients_here
-from tests.rank_pool import job_context
-from tests.tiny_models import oracle, oracle_outputs, random_rows, tiny_model
 from verl_mg.algorithms import losses
 from verl_mg.algorithms.correction import drifted_sequences
 from verl_mg.algorithms.losses import Metrics

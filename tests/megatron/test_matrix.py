@@ -5,9 +5,9 @@ from functools import cache
 import pytest
 import torch
 
+from tests.helpers.tiny_models import random_rows
 from tests.megatron.layout_models import ModelFolders
 from tests.megatron.training import assert_equal, one_rank, train
-from tests.tiny_models import random_rows
 from verl_mg.config import MegatronConfig
 from verl_mg.models.hf_config import read_config
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from safetensors.torch import load_file, save_file
 
-from tests.rank_pool import RankError
-from tests.tiny_models import LATENT, LINEAR, MIXTURES, TRAINED, oracle, oracle_outputs, random_rows, tiny_model
+from tests.helpers.rank_pool import RankError
+from tests.helpers.tiny_models import LATENT, LINEAR, MIXTURES, TRAINED, oracle, oracle_outputs, random_rows, tiny_model
 from verl_mg.checkpoint.hf_safetensors import CheckpointReader
 from verl_mg.checkpoint.model_directory import INDEX, SINGLE, ModelDirectories, ModelDirectory
 from verl_mg.checkpoint.reader_assignment import ReaderShardMap

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.helpers.rank_pool import job_context
+from tests.helpers.tiny_models import random_rows, tiny_model, tiny_model_with_multi_token_layer
 from tests.megatron.training import TEMPERATURE, assembled, gradients_here, token_loss
-from tests.rank_pool import job_context
-from tests.tiny_models import random_rows, tiny_model, tiny_model_with_multi_token_layer
 from verl_mg.config import LoraConfig, MegatronConfig, OptimizerConfig
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout, Placement

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.helpers.tiny_models import random_rows, tiny_model
 from tests.megatron.layout_models import make_model
 from tests.megatron.training import (
     OPTIMIZER,
@@ -18,7 +19,6 @@ from tests.megatron.training import (
     token_loss,
     train,
 )
-from tests.tiny_models import random_rows, tiny_model
 from verl_mg.config import GuardConfig, LoraConfig, MegatronConfig, OptimizerConfig
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout, Placement

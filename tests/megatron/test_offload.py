@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.rank_pool import job_context
-from tests.tiny_models import random_rows, tiny_model
+from tests.helpers.rank_pool import job_context
+from tests.helpers.tiny_models import random_rows, tiny_model
 from verl_mg.config import OptimizerConfig
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.process_groups import ParallelGroups

@@ -6,8 +6,8 @@ from itertools import chain
 import pytest
 import torch
 
+from tests.helpers.tiny_models import VARIANTS, tiny_model
 from tests.megatron.built_parameters import build, differences
-from tests.tiny_models import VARIANTS, tiny_model
 from verl_mg.layout import Layout
 from verl_mg.megatron.model import parameters_by_name
 from verl_mg.models.hf_config import read_config

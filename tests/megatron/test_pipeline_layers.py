@@ -5,10 +5,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from tests.helpers.rank_pool import job_context
+from tests.helpers.tiny_models import random_rows, tiny_model_with_multi_token_layer
 from tests.megatron.layout_models import ModelFolders
 from tests.megatron.training import assert_equal, one_rank, train
-from tests.rank_pool import job_context
-from tests.tiny_models import random_rows, tiny_model_with_multi_token_layer
 from verl_mg.config import OptimizerConfig
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.process_groups import ParallelGroups

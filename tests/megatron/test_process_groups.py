@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.rank_pool import job_context
+from tests.helpers.rank_pool import job_context
 from verl_mg.distributed.groups import GROUP_TIMEOUT
 from verl_mg.layout import Layout, Placement
 from verl_mg.layout.group_ranks import group_ranks

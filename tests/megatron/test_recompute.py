@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.helpers.tiny_models import random_rows, tiny_model
 from tests.megatron.training import OPTIMIZER, TEMPERATURE, token_loss
-from tests.tiny_models import random_rows, tiny_model
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.model_runner import ModelRunner

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.given_experts import with_experts
+from tests.helpers.given_experts import with_experts
+from tests.helpers.tiny_models import LATENT, daily_of, oracle, random_rows, tiny_model
 from tests.megatron.training import assert_equal, one_rank, train, train_in_plain_torch
-from tests.tiny_models import LATENT, daily_of, oracle, random_rows, tiny_model
 from verl_mg.config import MegatronConfig
 from verl_mg.errors import UserError
 from verl_mg.megatron.routing import check_routed_experts

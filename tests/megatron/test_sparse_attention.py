@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.attention import flex_attention
 
 import verl_mg.megatron  # noqa: F401
-from tests.random_models import config
-from tests.rank_pool import RankPool
+from tests.helpers.random_models import config
+from tests.helpers.rank_pool import RankPool
 from verl_mg.config import MegatronConfig
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout

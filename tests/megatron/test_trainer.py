@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.helpers.tiny_models import random_rows, tiny_model
 from tests.megatron.training import TEMPERATURE, assembled, gradients_here, token_loss
-from tests.tiny_models import random_rows, tiny_model
 from verl_mg.config import OptimizerConfig
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout, Placement

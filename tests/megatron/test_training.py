@@ -11,8 +11,8 @@ import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallel
 
+from tests.helpers.tiny_models import LATENT, LINEAR, MIXTURES, SPARSE, daily_of, oracle, random_rows, tiny_model
 from tests.megatron.training import assert_equal, one_rank, train, train_in_plain_torch
-from tests.tiny_models import LATENT, LINEAR, MIXTURES, SPARSE, daily_of, oracle, random_rows, tiny_model
 from verl_mg.config import MegatronConfig
 from verl_mg.models.hf_config import read_config
 

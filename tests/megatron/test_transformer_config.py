@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.tiny_models import tiny_model
+from tests.helpers.tiny_models import tiny_model
 from verl_mg.layout import Layout
 from verl_mg.megatron.transformer_config import token_multiple, transformer_config
 from verl_mg.models.hf_config import read_config

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
+from tests.helpers.tiny_models import SPARSE, VARIANTS, oracle, random_rows, tiny_model
 from tests.megatron.built_parameters import differences
 from tests.megatron.training import (
     OPTIMIZER,
@@ -27,7 +28,6 @@ from tests.megatron.training import (
     train,
     train_in_plain_torch,
 )
-from tests.tiny_models import SPARSE, VARIANTS, oracle, random_rows, tiny_model
 from verl_mg.config import MegatronConfig
 from verl_mg.config.roles import RecomputeModule
 from verl_mg.errors import UserError

@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from tests.helpers.qwen3_5_directories import published, tensors_of
+from tests.helpers.rank_pool import RankError, job_context
+from tests.helpers.tiny_jobs import DIGITS, write_lines, write_sums
+from tests.helpers.tiny_models import noise_image, oracle_outputs, random_rows
 from tests.megatron.training import token_loss
-from tests.qwen3_5_directories import published, tensors_of
-from tests.rank_pool import RankError, job_context
-from tests.roles.engine_jobs import engine_job, trained_once
-from tests.tiny_jobs import DIGITS, write_lines, write_sums
-from tests.tiny_models import noise_image, oracle_outputs, random_rows
+from tests.rollout.engine_jobs import engine_job, trained_once
 from verl_mg.config import LoraConfig, OptimizerConfig
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.process_groups import ParallelGroups

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from tests.tiny_models import SPARSE, published_mixture, tiny_model
+from tests.helpers.tiny_models import SPARSE, published_mixture, tiny_model
 from verl_mg.checkpoint.hf_safetensors import CheckpointWriter
 from verl_mg.checkpoint.model_directory import SINGLE
 from verl_mg.fsdp.mesh import MeshGroups

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.tiny_models import oracle_outputs, unstacked
+from tests.helpers.tiny_models import oracle_outputs, unstacked
 from verl_mg.batch import Batch
 from verl_mg.config import MegatronConfig, OptimizerConfig, Recompute
 from verl_mg.layout import Layout, Placement

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.launched import ended, started, torchrun, train_command, write_inputs
-from tests.tiny_jobs import logged
+from tests.helpers.launched import ended, started, torchrun, train_command, write_inputs
+from tests.helpers.tiny_jobs import logged
 from verl_mg.config import AlarmConfig
 from verl_mg.config.alarm import Condition
 from verl_mg.distributed.signals import EXIT_ALARM

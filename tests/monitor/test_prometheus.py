@@ -17,17 +17,17 @@ import httpx
 import pytest
 from torch.distributed import HashStore
 
-from tests.launched import LONG, PATIENCE_S, ROOT, iterations_done, started, torchrun, write_inputs
-from tests.tiny_jobs import DIGITS, files_of, logged
+from tests.helpers.launched import LONG, PATIENCE_S, ROOT, iterations_done, started, torchrun, write_inputs
+from tests.helpers.tiny_jobs import DIGITS, files_of, logged
 from tools import write_grafana_dashboard
 from verl_mg.config import Config
 from verl_mg.distributed.world import World
+from verl_mg.engines.engine_counts import DRAFTED, PROMPT, VERIFIED, count_metrics, observed_load
+from verl_mg.engines.ports import PortBlock
 from verl_mg.errors import UserError
 from verl_mg.monitor.prometheus import Gauge, PrometheusEndpoint, exposition, metric_name
 from verl_mg.monitor.resources import GPU_MEMORY, GPU_UTILIZATION, over_ranks
 from verl_mg.monitor.status import StatusFile
-from verl_mg.rollout.engine_counts import DRAFTED, PROMPT, VERIFIED, count_metrics, observed_load
-from verl_mg.rollout.ports import PortBlock
 
 UNPACKED = ROOT / ".venv" / "prometheus" / "usr" / "bin" / "prometheus"
 PROMETHEUS = shutil.which("prometheus") or (str(UNPACKED) if UNPACKED.exists() else None)

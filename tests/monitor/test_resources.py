@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.cuda_tensors import FakeCuda
-from tests.fake_cuda import FakeCudaProcess, recorded_cuda_calls
+from tests.helpers.cuda_tensors import FakeCuda
+from tests.helpers.fake_cuda import FakeCudaProcess, recorded_cuda_calls
 from verl_mg.monitor.resources import GIB, ResourceSampler, over_ranks
 from verl_mg.monitor.throughput import Throughput, weight_sync_rate
 

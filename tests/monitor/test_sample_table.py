@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-from tests.tiny_jobs import write_sums
-from tests.tiny_models import tiny_model
+from tests.helpers.tiny_jobs import write_sums
+from tests.helpers.tiny_models import tiny_model
 from verl_mg.batch import Batch
 from verl_mg.data import PromptFeed, PromptSet
 from verl_mg.monitor.sample_table import sample_table

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import warm_start
+from tests.helpers import warm_start
 from verl_mg.errors import UserError
 from verl_mg.monitor.status import Status, StatusFile, format_status, read_status, show_status
 from verl_mg.phase_timer import PhaseTimer

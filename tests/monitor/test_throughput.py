@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.rank_pool import job_store
+from tests.helpers.rank_pool import job_store
+from tests.helpers.tiny_jobs import logged
 from tests.run.short_jobs import GRPO, job
-from tests.tiny_jobs import logged
 from verl_mg.batch import Batch
 from verl_mg.config import load_config
 from verl_mg.job.job import Job

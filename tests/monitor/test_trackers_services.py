@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import warm_start
+from tests.helpers import warm_start
 from verl_mg.errors import UserError
 from verl_mg.monitor.trackers.services import check_services
 

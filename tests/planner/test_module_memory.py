@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.tiny_models import random_rows
 from tests.megatron.layout_models import make_model
 from tests.megatron.training import OPTIMIZER, token_loss
-from tests.rank_pool import RankPool
-from tests.tiny_models import random_rows
 from verl_mg.batch import Batch
 from verl_mg.config import FsdpConfig
 from verl_mg.fsdp.mesh import MeshGroups

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.tiny_models import tiny_model
+from tests.helpers.tiny_models import tiny_model
 from verl_mg.cli import main
 from verl_mg.config import FsdpConfig
 from verl_mg.layout import EngineLayout, Layout

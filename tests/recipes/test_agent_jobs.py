@@ -6,11 +6,11 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from tests.engines import SGLANG, VLLM
-from tests.engines import overrides as of_engine
-from tests.rank_pool import RankPool
+from tests.helpers.engines import SGLANG, VLLM
+from tests.helpers.engines import overrides as of_engine
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.tiny_jobs import logged
 from tests.recipes.tiny_runs import tiny_run
-from tests.tiny_jobs import logged
 from tools import wide_repeat_digit
 
 AGENT = Path(__file__).parent / "agents" / "two_questions.py"

@@ -4,9 +4,9 @@ import statistics
 
 import pytest
 
+from tests.helpers.tiny_jobs import Metrics
+from tests.helpers.traces import needs_sglang
 from tests.recipes.tiny_runs import tiny_run
-from tests.tiny_jobs import Metrics
-from tests.traces import needs_sglang
 
 SEEDS, STALENESS = (0, 1, 2), 4
 SGLANG = ["rollout.engine=sglang", "rollout.num_ranks=1", "actor.layout=tp1", "job.save=false"]

@@ -12,9 +12,9 @@ from recipes.common.kl import KLConfig, adapt_kl, add_kl_loss, rewards_with_kl, 
 from recipes.common.off_policy import OffPolicyConfig, add_off_policy_weights, apply_off_policy_weights
 from recipes.common.reward_parts import weighted_parts
 from recipes.common.rows import concat_rollouts, is_turn_of_data, response_lengths
+from tests.helpers.tiny_jobs import RECIPES
 from tests.recipes.scripted_job import ScriptedJob, rows
 from tests.recipes.tiny_runs import tiny_run
-from tests.tiny_jobs import RECIPES
 from verl_mg.algorithms.kl import adapted
 from verl_mg.batch import Batch
 from verl_mg.distributed import collectives

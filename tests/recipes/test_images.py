@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from recipes.tasks import colored_squares
-from tests.engines import overrides as engine_overrides
+from tests.helpers.engines import overrides as engine_overrides
+from tests.helpers.tiny_jobs import RECIPES, logged, metrics_of, run_here
+from tests.helpers.traces import needs_sglang, needs_vllm
 from tests.run.resumed_jobs import copy_interrupted
-from tests.tiny_jobs import RECIPES, logged, metrics_of, run_here
-from tests.traces import needs_sglang, needs_vllm
 from verl_mg.config import load_config
 from verl_mg.job.recipe import load_recipe
 from verl_mg.run.mode import FULL_RUN, RunMode

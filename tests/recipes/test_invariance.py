@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from pyarrow import parquet
 
+from tests.helpers.tiny_jobs import RECIPES
 from tests.recipes.tiny_runs import TEACHER_OF, tiny_run
-from tests.tiny_jobs import RECIPES
 from verl_mg.job.recipe import load_recipe
 
 NAMES = sorted(recipe.stem for recipe in RECIPES.glob("*.py"))

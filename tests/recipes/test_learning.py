@@ -4,8 +4,8 @@ import time
 
 import pytest
 
+from tests.helpers.tiny_jobs import RECIPES, Metrics
 from tests.recipes.tiny_runs import LETTERS, Goal, tiny_run
-from tests.tiny_jobs import RECIPES, Metrics
 
 RANDOM = (-1.0, -0.75)
 """The mean reward of a policy of random weights, -0.93 to -0.89, and of the first updates."""

@@ -2,8 +2,8 @@
 
 import pytest
 
+from tests.helpers.tiny_jobs import RECIPES
 from tests.recipes.tiny_runs import tiny_run
-from tests.tiny_jobs import RECIPES
 from verl_mg.config import load_config
 from verl_mg.errors import UserError
 from verl_mg.job.recipe import load_recipe

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny_jobs import RECIPES
+from tests.helpers.tiny_jobs import RECIPES
 from verl_mg.config import RecipeConfig
 from verl_mg.job.recipe import load_recipe
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.published_rows import write_published
-from tests.tiny_jobs import RECIPES, logged, run_here
+from tests.helpers.published_rows import write_published
+from tests.helpers.tiny_jobs import RECIPES, logged, run_here
 from tools import prepare_data
 from tools.write_paper_plans import PAPERS, plan_command, plan_text
 from verl_mg.config import load_config

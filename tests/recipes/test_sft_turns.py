@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.rank_pool import RankPool
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.tiny_jobs import write_lines
 from tests.recipes.tiny_runs import tiny_run
-from tests.tiny_jobs import write_lines
 from verl_mg.models.tiny_model import make_tiny_model
 
 

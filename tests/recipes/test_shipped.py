@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.tiny_jobs import RECIPES
 from tests.recipes.tiny_runs import LETTERS, tiny_run
-from tests.tiny_jobs import RECIPES
 from verl_mg.config import load_config
 from verl_mg.job.recipe import load_recipe, requested_roles
 

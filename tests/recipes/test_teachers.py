@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from recipes.tasks.repeat_digit import DIGITS, LENGTH
+from tests.helpers.scoring_servers import scoring
+from tests.helpers.tiny_jobs import write_lines
 from tests.recipes.tiny_runs import TEACHER_OF, Goal, tiny_run
-from tests.scoring_servers import scoring
-from tests.tiny_jobs import write_lines
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.run.loop import MODEL
 

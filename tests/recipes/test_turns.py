@@ -6,9 +6,9 @@ import torch.distributed as dist
 
 from recipes import gigpo, mt_grpo
 from recipes.common.turns import anchor_states, turn_rewards
+from tests.helpers.tiny_jobs import RECIPES, logged, run_here
 from tests.recipes.scripted_job import ScriptedJob
 from tests.recipes.tiny_runs import Goal, placed
-from tests.tiny_jobs import RECIPES, logged, run_here
 from verl_mg.algorithms.advantages import Turns
 from verl_mg.batch import Batch, ColumnKind
 from verl_mg.config import load_config

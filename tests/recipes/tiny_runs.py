@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.rank_pool import RankPool
-from tests.split_engine import SplittingEngine
-from tests.tiny_jobs import RECIPES, Metrics, logged, run_here
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.split_engine import SplittingEngine
+from tests.helpers.tiny_jobs import RECIPES, Metrics, logged, run_here
 from verl_mg.config import load_config
 from verl_mg.job.job import Job
 from verl_mg.job.recipe import load_recipe

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.helpers.random_models import config
 from tests.oracles.installed_source import installed_functions
-from tests.random_models import config
 from tests.reshard.moves import hold, shard_map_of
 from verl_mg.models.hf_config import HFConfig
 from verl_mg.reshard import execute, plan, schedule

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from tests.random_models import assemble, checkpoint, config
+from tests.helpers.random_models import assemble, checkpoint, config
 from verl_mg import device
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
 from verl_mg.models.hf_config import HFConfig

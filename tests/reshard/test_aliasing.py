@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.random_models import assemble, checkpoint, config
+from tests.helpers.random_models import assemble, checkpoint, config
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
 from verl_mg.reshard import execute, plan, schedule
 from verl_mg.reshard.aliasing import Alias, aliased_parameters, aliases

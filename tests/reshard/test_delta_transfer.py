@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.random_models import checkpoint
+from tests.helpers.random_models import checkpoint
 from tests.reshard.moves import CASES, RANKS, hold, room_for, shard_map_of
 from verl_mg.reshard import execute, plan, schedule
 from verl_mg.reshard.delta_transfer import SentValues, apply_patches, transfer_changes

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.random_models import config
+from tests.helpers.random_models import config
 from tests.reshard.encoded_moves import (
     CASES,
     CHANNELS,

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.random_models import assemble, checkpoint, config
+from tests.helpers.random_models import assemble, checkpoint, config
+from tests.helpers.tiny_models import daily_of
 from tests.reshard.moves import (
     CASES,
     DENSE,
@@ -24,7 +25,6 @@ from tests.reshard.moves import (
     room_for,
     shard_map_of,
 )
-from tests.tiny_models import daily_of
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout, Placement
 from verl_mg.reshard import execute, plan, schedule

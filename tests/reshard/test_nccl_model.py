@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.random_models import configs, shard_map, sources
+from tests.helpers.random_models import configs, shard_map, sources
 from tests.reshard.nccl_model import Communicator, Groups, Operation, stuck_ranks
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
 from verl_mg.models.hf_config import read_config

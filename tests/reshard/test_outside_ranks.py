@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.random_models import assemble, checkpoint, config
+from tests.helpers.random_models import assemble, checkpoint, config
 from tests.reshard.nccl_model import Communicator, Operation, stuck_ranks
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
 from verl_mg.models.hf_config import HFConfig

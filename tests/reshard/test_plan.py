@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.random_models import RANKS, checkpoint, config, configs, engines, layouts, shard_map, sources
+from tests.helpers.random_models import RANKS, checkpoint, config, configs, engines, layouts, shard_map, sources
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
 from verl_mg.models.tensor_index import TensorInfo

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.random_models import config, configs, shard_map, sources
+from tests.helpers.random_models import config, configs, shard_map, sources
 from verl_mg.layout import Layout, Placement
 from verl_mg.reshard import Plan, Schedule, plan, schedule
 from verl_mg.reshard.epochs import LAG, MAX_OPERATIONS

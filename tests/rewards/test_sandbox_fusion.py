@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.json_server import JsonRequest, JsonResponse, serving
+from tests.helpers.json_server import JsonRequest, JsonResponse, serving
 from verl_mg import http_client
 from verl_mg.errors import UserError
 from verl_mg.rewards import AsyncScorer, Reward, Sample, load_reward

@@ -9,13 +9,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from tests.checkpoint.fp8_directories import dequantized_by_transformers, quantize_directory
-from tests.given_experts import with_experts
+from tests.helpers.given_experts import with_experts
+from tests.helpers.tiny_models import oracle, oracle_outputs, tiny_model
 from tests.roles.updates import COUNT, TEMPERATURE, actor_on, compare, oracle_update, rows, settings, with_entropy
-from tests.tiny_models import oracle, oracle_outputs, tiny_model
 from verl_mg.batch import Batch
 from verl_mg.checkpoint.model_directory import SINGLE
 from verl_mg.models.hf_config import read_config
-from verl_mg.roles.rows.index import RowIndexer
+from verl_mg.rows.index import RowIndexer
 from verl_mg.sharding.weight_table import weight_table
 
 LAYOUTS = [

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
-from tests.rank_pool import job_context
+from tests.helpers.rank_pool import job_context
+from tests.helpers.tiny_models import random_rows
 from tests.roles.updates import classifier, heads, square_loss
-from tests.tiny_models import random_rows
 from verl_mg.algorithms.losses import bradley_terry_loss
 from verl_mg.batch import Batch
 from verl_mg.config import OptimizerConfig

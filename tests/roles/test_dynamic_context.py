@@ -6,14 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.rank_pool import job_context
+from tests.helpers.rank_pool import job_context
+from tests.helpers.tiny_models import oracle, oracle_outputs
 from tests.roles.updates import OPTIMIZER, TEMPERATURE, compare, oracle_update, settings, with_entropy
 from tests.roles.updates import rows as all_rows
-from tests.tiny_models import oracle, oracle_outputs
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.roles.models import Actor
-from verl_mg.roles.rows.index import RowIndexer
+from verl_mg.rows.index import RowIndexer
 
 BUDGETS = {4: 32, 2: 20}
 """Tokens of a micro-batch by cp, for rows of 3 to 20 tokens, of which some fit a part of it and others do not."""

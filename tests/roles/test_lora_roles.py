@@ -12,12 +12,14 @@ from torch import Tensor
 from torch.distributed import HashStore
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tests.rank_pool import job_context
+from tests.helpers.rank_pool import job_context
+from tests.helpers.tiny_models import oracle, oracle_outputs, random_rows, tiny_model
 from tests.roles.updates import classifier, heads, square_loss
-from tests.tiny_models import oracle, oracle_outputs, random_rows, tiny_model
 from verl_mg.batch import Batch
 from verl_mg.config import Config, LoraConfig, OptimizerConfig, load_config
 from verl_mg.data import Prompt, PromptFeed, PromptSet
+from verl_mg.engines import Sampling
+from verl_mg.engines.hf.engine import HFEngine
 from verl_mg.errors import UserError
 from verl_mg.job.build_models import ModelRoleBuilder
 from verl_mg.layout import Layout, Placement
@@ -25,14 +27,12 @@ from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.hf_config import read_config
 from verl_mg.roles import role
 from verl_mg.roles.context import JobContext
-from verl_mg.roles.engine_group import HFEngineGroup
 from verl_mg.roles.models import Actor, Critic
-from verl_mg.roles.rollout import Rollout
-from verl_mg.roles.rollout_source import RolloutRecords
 from verl_mg.roles.trainable import TrainableRole
-from verl_mg.roles.weight_sync import engines as engines_sync
-from verl_mg.rollout import Sampling
-from verl_mg.rollout.hf.engine import HFEngine
+from verl_mg.rollout.engine_group import HFEngineGroup
+from verl_mg.rollout.rollout import Rollout
+from verl_mg.rows.records import RolloutRecords
+from verl_mg.weight_sync import engines as engines_sync
 
 COUNT, LORA = 8, LoraConfig(rank=4, alpha=6.0)
 # Two steps: in the first one only B has a gradient.

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.rank_pool import job_context
+from tests.helpers.rank_pool import job_context
+from tests.helpers.tiny_models import random_rows
 from tests.roles.updates import COUNT, OPTIMIZER, TEMPERATURE
-from tests.tiny_models import random_rows
 from verl_mg.config import LoraConfig
 from verl_mg.fsdp.mesh import MeshGroups
 from verl_mg.layout import Layout, Placement

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.helpers.tiny_models import random_rows, tiny_model, uninitialized_memory_is_nan
 from tests.roles.updates import COUNT, role_on, square_loss
-from tests.tiny_models import random_rows, tiny_model, uninitialized_memory_is_nan
 from verl_mg.checkpoint.hf_safetensors import CheckpointReader
 from verl_mg.config import LoraConfig
 from verl_mg.models.hf_config import read_config

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from tests.rank_pool import RankPool, job_context
-from tests.tiny_models import VARIANTS, tiny_model, tiny_model_with_multi_token_layer
+from tests.helpers.rank_pool import RankPool, job_context
+from tests.helpers.tiny_models import VARIANTS, tiny_model, tiny_model_with_multi_token_layer
 from verl_mg.config import OptimizerConfig
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.process_groups import ParallelGroups

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from tests.rank_pool import job_context
+from tests.helpers.rank_pool import job_context
+from tests.helpers.tiny_models import oracle, tiny_model
 from tests.roles.updates import COUNT, OPTIMIZER, TEMPERATURE, rows
-from tests.tiny_models import oracle, tiny_model
 from verl_mg.algorithms.divergence import Divergence
 from verl_mg.fsdp.mesh import MeshGroups
 from verl_mg.layout import Layout, Placement

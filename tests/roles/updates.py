@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tests.rank_pool import job_context
-from tests.tiny_models import oracle, oracle_outputs, random_rows
+from tests.helpers.rank_pool import job_context
+from tests.helpers.tiny_models import oracle, oracle_outputs, random_rows
 from verl_mg.batch import Batch
 from verl_mg.config import OptimizerConfig
 from verl_mg.job.recipe import load_recipe

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 from torch.distributed import HashStore
 
-from tests.counted_store import CountedStore
+from tests.helpers.counted_store import CountedStore
+from verl_mg.engines.engine import Sampling
 from verl_mg.rollout import engine_loop
-from verl_mg.rollout.engine import Sampling
 from verl_mg.rollout.engine_events import EngineEvents
 from verl_mg.rollout.engine_loop import EngineLoop
 from verl_mg.rollout.work_queue import DynamicWorkQueue, Group

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from tests.counted_store import CountedStore
+from tests.helpers.counted_store import CountedStore
 from verl_mg.rollout.filtered_queue import FilteredWorkQueue
 from verl_mg.rollout.work_queue import Group, first_complete_groups
 

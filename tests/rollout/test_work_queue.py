@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from tests.counted_store import CountedStore
+from tests.helpers.counted_store import CountedStore
 from verl_mg.rollout.work_queue import DynamicWorkQueue, Group, StaticWorkQueue, first_complete_groups
 
 GROUPS = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 3)).filter(any), min_size=1, max_size=9)

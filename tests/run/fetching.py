@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torch.distributed import TCPStore
 
-from tests.hub_server import forget_client
+from tests.helpers.hub_server import forget_client
 from verl_mg.config import Config
 from verl_mg.distributed.world import World
 from verl_mg.errors import UserError

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from tests.split_engine import SplittingEngine
-from tests.tiny_jobs import RECIPES, files_of, metrics_of, run_here, write_sums
-from tests.tiny_models import tiny_model
+from tests.helpers.split_engine import SplittingEngine
+from tests.helpers.tiny_jobs import RECIPES, files_of, metrics_of, run_here, write_sums
+from tests.helpers.tiny_models import tiny_model
 from verl_mg.config import load_config
 from verl_mg.data import read_records
 from verl_mg.errors import UserError
 from verl_mg.job.job import Job
 from verl_mg.job.recipe import load_recipe
 from verl_mg.rewards import Reward
-from verl_mg.roles.engine_group import EngineWrapper
+from verl_mg.rollout.engine_group import EngineWrapper
 from verl_mg.run.mode import FULL_RUN, RunMode
 
 # A random model never adds, so the reward is one that it can earn, with a part that only some answers have.

@@ -6,8 +6,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from tests.tiny_jobs import RECIPES, files_of, run_here, write_sums
-from tests.tiny_models import CHARACTERS, tiny_model, uninitialized_memory_is_nan
+from tests.helpers.tiny_jobs import RECIPES, files_of, run_here, write_sums
+from tests.helpers.tiny_models import CHARACTERS, tiny_model, uninitialized_memory_is_nan
 from verl_mg.config import load_config
 from verl_mg.job.recipe import load_recipe
 from verl_mg.models.tiny_model import make_tiny_model

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from tests.tiny_jobs import DIGITS, RECIPES, files_of, run_here, write_sums
-from tests.tiny_models import tiny_model
+from tests.helpers.tiny_jobs import DIGITS, RECIPES, files_of, run_here, write_sums
+from tests.helpers.tiny_models import tiny_model
 from verl_mg.config import load_config
 from verl_mg.job.recipe import load_recipe
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from pyarrow import parquet
 
-from tests.machine import Machine
-from tests.rank_pool import RankError, RankPool
-from tests.roles.engine_jobs import inputs, settings
-from tests.tiny_jobs import logged, metrics_of, run_here
-from tests.traces import needs_sglang
+from tests.helpers.machine import Machine
+from tests.helpers.rank_pool import RankError, RankPool
+from tests.helpers.tiny_jobs import logged, metrics_of, run_here
+from tests.helpers.traces import needs_sglang
+from tests.rollout.engine_jobs import inputs, settings
 from verl_mg.config import load_config
 from verl_mg.job.recipe import load_recipe
 from verl_mg.run.job_state import read_state

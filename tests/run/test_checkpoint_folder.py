@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.fuzzing import rewrite_sums
-from tests.rank_pool import RankError, job_store
+from tests.helpers.fuzzing import rewrite_sums
+from tests.helpers.rank_pool import RankError, job_store
+from tests.helpers.tiny_jobs import RECIPES, files_of, metrics_of
 from tests.run.resumed_jobs import copy_interrupted, job
-from tests.tiny_jobs import RECIPES, files_of, metrics_of
 from verl_mg.config import load_config
 from verl_mg.job.job import Job
 from verl_mg.job.recipe import load_recipe, requested_roles

@@ -4,10 +4,10 @@ import shutil
 
 import pytest
 
-from tests.rank_pool import RankError
+from tests.helpers.rank_pool import RankError
+from tests.helpers.tiny_jobs import metrics_of
+from tests.helpers.tiny_models import tiny_model
 from tests.run.resumed_jobs import copy_interrupted, job, opened_files, without_weights
-from tests.tiny_jobs import metrics_of
-from tests.tiny_models import tiny_model
 from verl_mg.checkpoint.model_directory import SINGLE
 
 # Two roles with an adaptive coefficient, offload and a curriculum; a buffer of batches on a pipeline; aborted samples

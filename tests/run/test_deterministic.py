@@ -11,16 +11,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.rank_pool import job_context, job_store
+from tests.helpers.rank_pool import job_context, job_store
 from tests.run.recorded_runs import job, lines_of, make_inputs, refusal
+from verl_mg.engines.process_engine import EngineSettings
+from verl_mg.engines.sglang.arguments import engine_arguments
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import read_config
-from verl_mg.roles.engine_group import ProcessEngineGroup
-from verl_mg.rollout.process_engine import EngineSettings
-from verl_mg.rollout.sglang.arguments import engine_arguments
-from verl_mg.rollout.sglang.servers.info import ServerInfo, ServerRequirements, check
+from verl_mg.rollout.engine_group import ProcessEngineGroup
 from verl_mg.rollout.work_queue import Group
+from verl_mg.servers.info import ServerInfo, ServerRequirements, check
 
 SPY = """
 import os

@@ -8,10 +8,10 @@ from subprocess import Popen
 
 import pytest
 
-from tests.hub_server import COMMIT, HubServer, serving
-from tests.launched import ROOT, ended, error_lines, started, torchrun, train_command
-from tests.tiny_jobs import logged, write_sums
-from tests.tiny_models import tiny_model
+from tests.helpers.hub_server import COMMIT, HubServer, serving
+from tests.helpers.launched import ROOT, ended, error_lines, started, torchrun, train_command
+from tests.helpers.tiny_jobs import logged, write_sums
+from tests.helpers.tiny_models import tiny_model
 from verl_mg.errors import EXIT_CODE
 
 FIRST, SECOND = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))

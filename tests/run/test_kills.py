@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from pyarrow import parquet
 
-from tests.machine import Machine
-from tests.rank_pool import RankError, RankPool
+from tests.helpers.machine import Machine
+from tests.helpers.rank_pool import RankError, RankPool
+from tests.helpers.tiny_jobs import metrics_of
 from tests.run.killed_ppo import WRITING
 from tests.run.resumed_jobs import job
-from tests.tiny_jobs import metrics_of
 
 RECIPE, GRPO = (str(Path(__file__).with_name(name)) for name in ("killed_ppo", "killed_grpo"))
 AGENT = Path(__file__).parents[1] / "recipes" / "agents" / "two_questions.py"

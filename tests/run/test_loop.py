@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.helpers.tiny_jobs import metrics_of
 from tests.run.short_jobs import GRPO, job, write_inputs
-from tests.tiny_jobs import metrics_of
 from verl_mg.data import read_records
 from verl_mg.errors import UserError
 

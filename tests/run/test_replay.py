@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests import warm_start
-from tests.rank_pool import job_store
+from tests.helpers import warm_start
+from tests.helpers.rank_pool import job_store
+from tests.helpers.tiny_jobs import RECIPES
+from tests.helpers.tiny_models import tiny_model
 from tests.run.recorded_runs import job, lines_of, make_inputs, refusal, samples_of, split_job
-from tests.tiny_jobs import RECIPES
-from tests.tiny_models import tiny_model
 from verl_mg.config import load_config
 from verl_mg.distributed.collectives import all_gather_column
+from verl_mg.engines.trajectory import MAX_SEGMENTS
 from verl_mg.job.job import Job
 from verl_mg.job.recipe import load_recipe, requested_roles
 from verl_mg.monitor.sample_reader import SampleReader
-from verl_mg.roles.rollout import Rollout
-from verl_mg.roles.rollout_source import RolloutSource
-from verl_mg.rollout.trajectory import MAX_SEGMENTS
+from verl_mg.rollout.rollout import Rollout
+from verl_mg.rollout.rollout_source import RolloutSource
 from verl_mg.run.mode import RunMode
 from verl_mg.run.replay import ReplayRollout
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from verl_mg.engines.engine import Sample
+from verl_mg.engines.trajectory import ConversationTurn, Segment, Trajectory
 from verl_mg.images import Image
 from verl_mg.rewards import Reward
-from verl_mg.rollout.engine import Sample
 from verl_mg.rollout.engine_stream import oldest_version
-from verl_mg.rollout.trajectory import ConversationTurn, Segment, Trajectory
 from verl_mg.run.sample_state import SampleState, experts_of, images_of
 
 

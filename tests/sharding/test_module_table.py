@@ -6,10 +6,10 @@ from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from tests.helpers.random_models import assemble
+from tests.helpers.tiny_models import published_mixture, tiny_model, unstacked
+from tests.helpers.traces import COMMON, FAMILIES, change_config, folder_of
 from tests.oracles.transformers_trace import trace_transformers
-from tests.random_models import assemble
-from tests.tiny_models import published_mixture, tiny_model, unstacked
-from tests.traces import COMMON, FAMILIES, change_config, folder_of
 from verl_mg.checkpoint.model_directory import ModelDirectory
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement

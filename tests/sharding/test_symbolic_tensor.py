@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.random_models import assemble
+from tests.helpers.random_models import assemble
 from verl_mg.errors import UserError
 from verl_mg.sharding.symbolic_tensor import NotAMoveError, SymbolicTensor, shard_of
 

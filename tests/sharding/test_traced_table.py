@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.random_models import config, configs, engines, sources
+from tests.helpers.random_models import config, configs, engines, sources
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
 from verl_mg.models.tensor_index import TensorInfo

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.rank_pool import job_context
-from tests.tiny_models import tiny_model
-from tests.traces import folder_of, needs_sglang, sglang_traces
+from tests.helpers.rank_pool import job_context
+from tests.helpers.tiny_models import tiny_model
+from tests.helpers.traces import folder_of, needs_sglang, sglang_traces
 from verl_mg.config import Config, JobConfig, OptimizerConfig
 from verl_mg.errors import UserError
 from verl_mg.job import build_engines
@@ -23,10 +23,10 @@ from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.hf_config import read_config
 from verl_mg.planner.from_config import plan_request
 from verl_mg.roles.models import Actor
-from verl_mg.roles.weight_sync.engines import ProcessEngineSync, engine_groups
 from verl_mg.sharding.module_table import module_table
 from verl_mg.sharding.traced_table import TracedTable, write_traced_table
 from verl_mg.sharding.weight_table import weight_table
+from verl_mg.weight_sync.engines import ProcessEngineSync, engine_groups
 
 TP2 = EngineLayout(tp=2)
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.random_models import (
+from tests.helpers.random_models import (
     LATENT,
     MIXTURES,
     assemble,

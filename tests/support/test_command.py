@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.hub_server import serving
-from tests.tiny_models import tiny_model
+from tests.helpers.hub_server import serving
+from tests.helpers.tiny_models import tiny_model
 
 
 @pytest.mark.nightly

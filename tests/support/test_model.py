@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
-from tests.tiny_models import tiny_model, tiny_model_with_multi_token_layer
+from tests.helpers.tiny_models import tiny_model, tiny_model_with_multi_token_layer
 from verl_mg.config import RecipeConfig, load_config
 from verl_mg.errors import UserError
 from verl_mg.job.build_models import ModelRoleBuilder

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.rank_pool import RankError, job_store
+from tests.helpers.rank_pool import RankError, job_store
 from tests.tools.tool import tool
 from tools import bench_checkpoint
 from verl_mg.job.recipe import load_recipe

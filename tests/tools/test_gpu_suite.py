@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests import warm_start
+from tests.helpers import warm_start
 from tools import gpu_suite as suite
 
 SCRIPT = suite.ROOT / "tools" / "test_gpu.sh"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.hub_server import serving
-from tests.published_rows import DAPO_ROWS, EURUS_ROWS, MATH_500_ROW, SUMS, TESTS, write_published
+from tests.helpers.hub_server import serving
+from tests.helpers.published_rows import DAPO_ROWS, EURUS_ROWS, MATH_500_ROW, SUMS, TESTS, write_published
 from tools import prepare_data
 from verl_mg.data.hub_files import select
 from verl_mg.hub import HubName

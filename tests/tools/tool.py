@@ -4,7 +4,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from tests import warm_start
+from tests.helpers import warm_start
 
 ROOT = Path(__file__).parents[2]
 

@@ -87,8 +87,8 @@ class TransformerEngineRanks:
 
 def _serve(pipe: Connection, folder: Path) -> None:
     load(folder)
-    from tests.machine import Machine
-    from tests.rank_pool import RankPool
+    from tests.helpers.machine import Machine
+    from tests.helpers.rank_pool import RankPool
 
     pool = RankPool(Machine.this())
     while request := _received(pipe):

@@ -368,7 +368,7 @@ class RolloutConfig(ConfigSection):
     weight_transfer: Literal["disk", "process_group", "shards", "broadcast"] = "process_group"
     """Path of the weights to the servers of `urls`. disk: files in `shared_folder`. shards: each rank of a server
     receives its shards from the ranks that have them; servers are started with `--custom-weight-loader
-    verl_mg.rollout.sglang.shard_receiver.receive_shards`. broadcast: each rank of a server receives the whole model
+    verl_mg.engines.sglang.shard_receiver.receive_shards`. broadcast: each rank of a server receives the whole model
     through one rank of the job. process_group: shards where servers have that loader, broadcast to others."""
     shared_folder: Path | None = None
     """Folder for weights with `weight_transfer: disk`, used by this job only. Job and servers see it under the same

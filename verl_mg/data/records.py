@@ -7,13 +7,15 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from verl_mg.data import generated_records, harbor_tasks
+from verl_mg.data import generated_records
 from verl_mg.data.hub_files import hub_data_files
 from verl_mg.errors import UserError
 from verl_mg.hub import HubName
 from verl_mg.import_function import load_function
 
 Record = dict[str, Any]
+HARBOR = "harbor:"
+"""Beginning of a path that means task folders of Harbor."""
 FILE_KINDS = (".jsonl", ".json", ".parquet", ".arrow")
 SHARD_KINDS = (".jsonl", ".parquet")
 
@@ -32,8 +34,9 @@ def located_records(path: str | Path) -> list[tuple[str, Record]]:
     """Returns the records of `path`, each with its place `file:line` (`file:row` for Parquet and Arrow), from 1."""
     if str(path).startswith(generated_records.PREFIX):
         return generated_records.generated_records(str(path))
-    if str(path).startswith(harbor_tasks.PREFIX):
-        return harbor_tasks.harbor_records(str(path))
+    if str(path).startswith(HARBOR):
+        records_of_tasks = load_function("recipes.environments.harbor_tasks:harbor_records", "data")
+        return list(records_of_tasks(str(path)))
     records = list(stored_records(path))
     if not records:
         raise UserError(f"{path}: contains no records. Write one JSON object per line, or one row per prompt.")

@@ -4,7 +4,7 @@
     iteration     written by a rank: the iteration that is complete
     regroups      made by the launcher: ranks that leave now start again, with other nodes
     returned-PID  made by a rank whose program is complete
-    key, socket   of a launcher that keeps engines, see `verl_mg.rollout.engine_attachment`
+    key, socket   of a launcher that keeps engines, see `verl_mg.engines.engine_attachment`
 
 mpirun and plain torchrun have no such folder.
 """

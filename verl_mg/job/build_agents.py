@@ -7,19 +7,19 @@ import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from verl_mg.agents.agent import Agent
+from verl_mg.agents.command import run_command
+from verl_mg.agents.engine import AgentEngine
+from verl_mg.agents.parsers import ReplyParser
+from verl_mg.agents.renderer import ConversationRenderer
+from verl_mg.agents.runner import AgentSettings
+from verl_mg.agents.sessions import Generate, Sessions
 from verl_mg.config.roles import RolloutConfig
 from verl_mg.data.images import ImageLimits
+from verl_mg.engines.engine import RolloutEngine
 from verl_mg.errors import UserError
 from verl_mg.import_function import load_function
-from verl_mg.roles.engine_group import EngineWrapper
-from verl_mg.rollout.agents.agent import Agent
-from verl_mg.rollout.agents.command import run_command
-from verl_mg.rollout.agents.engine import AgentEngine
-from verl_mg.rollout.agents.parsers import ReplyParser
-from verl_mg.rollout.agents.renderer import ConversationRenderer
-from verl_mg.rollout.agents.runner import AgentSettings
-from verl_mg.rollout.agents.sessions import Generate, Sessions
-from verl_mg.rollout.engine import RolloutEngine
+from verl_mg.rollout.engine_group import EngineWrapper
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -14,6 +14,19 @@ from verl_mg.config import Config
 from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.distributed.collectives import all_gather_json
 from verl_mg.distributed.launcher import Launcher
+from verl_mg.engines.engine_attachment import NO_ENGINE, EngineAttachment
+from verl_mg.engines.engine_nodes import LeadingNode, node_address
+from verl_mg.engines.engine_python import engine_python
+from verl_mg.engines.hf.engine import HFEngine
+from verl_mg.engines.process_engine import EngineSettings
+from verl_mg.engines.sglang import SGLangEngine
+from verl_mg.engines.sglang.arguments import QUANTIZATIONS
+from verl_mg.engines.sglang.arguments import check_on_cpu as check_sglang_on_cpu
+from verl_mg.engines.sglang.arguments import check_on_gpus as check_sglang_on_gpus
+from verl_mg.engines.sglang.engine import sglang_follower
+from verl_mg.engines.stop_strings import Decode, StopStringEngine
+from verl_mg.engines.vllm.arguments import check_on_cpu as check_vllm_on_cpu
+from verl_mg.engines.vllm.engine import VLLMEngine, vllm_follower
 from verl_mg.errors import UserError
 from verl_mg.job.engine_adapters import adapter_settings, check_adapters
 from verl_mg.job.engine_parts import EnginePart, engine_part
@@ -24,25 +37,12 @@ from verl_mg.reshard import best_stride
 from verl_mg.reshard.encode import check_engine_blocks
 from verl_mg.reshard.encoding import encoding_of
 from verl_mg.roles.context import JobContext
-from verl_mg.roles.engine_group import EngineGroup, EngineWrapper, HFEngineGroup, ProcessEngineGroup
 from verl_mg.roles.models import Actor
-from verl_mg.roles.remote_engine_group import build_remote_engines, check_servers
-from verl_mg.roles.weight_sync.adapters import AdapterSync
-from verl_mg.roles.weight_sync.engines import ProcessEngineSync, engine_groups
-from verl_mg.rollout.engine_attachment import NO_ENGINE, EngineAttachment
-from verl_mg.rollout.engine_nodes import LeadingNode, node_address
-from verl_mg.rollout.engine_python import engine_python
-from verl_mg.rollout.hf.engine import HFEngine
-from verl_mg.rollout.process_engine import EngineSettings
-from verl_mg.rollout.sglang import SGLangEngine
-from verl_mg.rollout.sglang.arguments import QUANTIZATIONS
-from verl_mg.rollout.sglang.arguments import check_on_cpu as check_sglang_on_cpu
-from verl_mg.rollout.sglang.arguments import check_on_gpus as check_sglang_on_gpus
-from verl_mg.rollout.sglang.engine import sglang_follower
-from verl_mg.rollout.stop_strings import Decode, StopStringEngine
-from verl_mg.rollout.vllm.arguments import check_on_cpu as check_vllm_on_cpu
-from verl_mg.rollout.vllm.engine import VLLMEngine, vllm_follower
+from verl_mg.rollout.engine_group import EngineGroup, EngineWrapper, HFEngineGroup, ProcessEngineGroup
+from verl_mg.rollout.remote_engine_group import build_remote_engines, check_servers
 from verl_mg.sharding.model_table import ModelTable
+from verl_mg.weight_sync.adapters import AdapterSync
+from verl_mg.weight_sync.engines import ProcessEngineSync, engine_groups
 
 ENGINES: Mapping[str, type[SGLangEngine | VLLMEngine]] = {"sglang": SGLangEngine, "vllm": VLLMEngine}
 """Engines that are separate processes, by their names in `rollout.engine`."""

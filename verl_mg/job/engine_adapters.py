@@ -6,10 +6,10 @@ import torch
 
 from verl_mg.checkpoint.peft import adapted_tensors, module_name
 from verl_mg.config import Config, LoraConfig
+from verl_mg.engines.engine_adapters import FUSED, AdapterSettings, fused_targets
+from verl_mg.engines.vllm.arguments import served_rank
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout
-from verl_mg.rollout.engine_adapters import FUSED, AdapterSettings, fused_targets
-from verl_mg.rollout.vllm.arguments import served_rank
 from verl_mg.sharding.model_table import ModelTable
 
 

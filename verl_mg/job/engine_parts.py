@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from verl_mg.engines.engine_nodes import EngineNodes
 from verl_mg.layout import EnginePlacement
-from verl_mg.rollout.engine_nodes import EngineNodes
 
 
 @dataclass(frozen=True)

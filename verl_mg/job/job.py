@@ -22,6 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store
 
+from verl_mg.agents.tools.chat_format import ToolCallFormat
+from verl_mg.agents.tools.load import load_tools
+from verl_mg.agents.tools.multi_turn import MultiTurnEngine
 from verl_mg.batch import Batch
 from verl_mg.config import Config
 from verl_mg.data import (
@@ -37,6 +40,9 @@ from verl_mg.data import (
 from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.data.images import ImageLimits
 from verl_mg.distributed import collectives
+from verl_mg.engines import RolloutEngine, Sampling
+from verl_mg.engines.request_tracker import routed_shape
+from verl_mg.engines.stop_strings import decoder
 from verl_mg.errors import UserError
 from verl_mg.job.build_agents import agent_wrapper, check_agents
 from verl_mg.job.build_engines import (
@@ -54,23 +60,18 @@ from verl_mg.models.module_config import read_any_config
 from verl_mg.models.tokenizer import read_tokenizer
 from verl_mg.phase_timer import PhaseTimer
 from verl_mg.rewards import load_rewards
-from verl_mg.roles.async_rollout import AsyncRollout
 from verl_mg.roles.context import JobContext
-from verl_mg.roles.engine_group import EngineWrapper, InFlightEngineGroup
 from verl_mg.roles.models import Actor, Critic, Policy, RewardModel, TrainableRewardModel
 from verl_mg.roles.reference import Reference
 from verl_mg.roles.reward import RewardRole
 from verl_mg.roles.role import Role
-from verl_mg.roles.rollout import Rollout
-from verl_mg.roles.rollout_source import RolloutRecords, RolloutSource
 from verl_mg.roles.teachers import Teachers
 from verl_mg.roles.trainable import TrainableRole
-from verl_mg.rollout import RolloutEngine, Sampling
-from verl_mg.rollout.request_tracker import routed_shape
-from verl_mg.rollout.stop_strings import decoder
-from verl_mg.rollout.tools.chat_format import ToolCallFormat
-from verl_mg.rollout.tools.load import load_tools
-from verl_mg.rollout.tools.multi_turn import MultiTurnEngine
+from verl_mg.rollout.async_rollout import AsyncRollout
+from verl_mg.rollout.engine_group import EngineWrapper, InFlightEngineGroup
+from verl_mg.rollout.rollout import Rollout
+from verl_mg.rollout.rollout_source import RolloutSource
+from verl_mg.rows.records import RolloutRecords
 
 R = TypeVar("R", bound=Role)
 

@@ -8,7 +8,7 @@ from verl_mg.checkpoint.model_directory import ModelDirectories
 from verl_mg.distributed.groups import ProcessGroups
 from verl_mg.phase_timer import PhaseTimer
 from verl_mg.roles.concurrent import RoleExecutor
-from verl_mg.roles.rows.index import RowIndexer
+from verl_mg.rows.index import RowIndexer
 from verl_mg.training.offload import OffloadManager
 
 

@@ -9,7 +9,7 @@ import torch
 from verl_mg.batch import Batch, ColumnKind
 from verl_mg.distributed.collectives import all_gather_bytes
 from verl_mg.layout.shared_prefixes import PrefixLinks, Shared
-from verl_mg.roles.rows.index import RowIndex
+from verl_mg.rows.index import RowIndex
 from verl_mg.training.microbatch import ROUTED_EXPERTS, SHARED_TOKENS, SHARED_WITH
 from verl_mg.training.runner import Runner
 

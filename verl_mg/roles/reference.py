@@ -11,9 +11,9 @@ from verl_mg.checkpoint.sharded_safetensors import StoredBox
 from verl_mg.reshard import Schedule, execute, plan, schedule, split_into_chunks
 from verl_mg.reshard.routing import assign_writes
 from verl_mg.roles.models import Actor, Policy
-from verl_mg.roles.weight_sync.engines import CHUNK_BYTES, source_tensors, sources_of
 from verl_mg.sharding.boxes import full_box, slices
 from verl_mg.training.stored_weights import WEIGHTS, stored_boxes
+from verl_mg.weight_sync.engines import CHUNK_BYTES, source_tensors, sources_of
 
 
 class Reference(Policy):

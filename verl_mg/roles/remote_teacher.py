@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from verl_mg.batch import Batch
+from verl_mg.engines.scoring_server import ScoringServer, TokenScore
 from verl_mg.roles.role import ForwardPass
-from verl_mg.rollout.scoring_server import ScoringServer, TokenScore
 from verl_mg.training.token_outputs import LOGPROBS, TokenOutputs
 
 

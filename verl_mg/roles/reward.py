@@ -25,13 +25,13 @@ from verl_mg.batch import Batch, ColumnKind
 from verl_mg.data.prompt_feed import PromptFeed
 from verl_mg.data.prompts import Prompt
 from verl_mg.distributed.collectives import all_gather_json, all_to_all_bytes
+from verl_mg.engines.engine import Sample as GeneratedSample
 from verl_mg.errors import UserError
 from verl_mg.rewards import AsyncScorer, Reward, Sample
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import RewardModel
-from verl_mg.roles.rollout_source import GeneratedRows, RolloutRecords
-from verl_mg.roles.rows.conversations import Conversation, agent_reward, conversation_of, final_reply, from_text
-from verl_mg.rollout.engine import Sample as GeneratedSample
+from verl_mg.rows.conversations import Conversation, agent_reward, conversation_of, final_reply, from_text
+from verl_mg.rows.records import GeneratedRows, RolloutRecords
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

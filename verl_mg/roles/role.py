@@ -23,9 +23,9 @@ from verl_mg.models.hf_config import HFConfig
 from verl_mg.roles.backends import Groups, build_runner
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.prefixes import PREFIX_COLUMNS, can_share_prefixes, gather_links, mark_shared
-from verl_mg.roles.rows.dispatch import gather_rows, scatter_column
-from verl_mg.roles.rows.index import INDEXED_COLUMNS, ColumnSchema, Fingerprint, RowIndex
-from verl_mg.roles.rows.plan import ColumnPart
+from verl_mg.rows.dispatch import gather_rows, scatter_column
+from verl_mg.rows.index import INDEXED_COLUMNS, ColumnSchema, Fingerprint, RowIndex
+from verl_mg.rows.plan import ColumnPart
 from verl_mg.sharding.megatron import Kernels
 from verl_mg.sharding.weight_table import Head
 from verl_mg.training.microbatch import ROUTED_EXPERTS

@@ -25,7 +25,7 @@ from verl_mg.models.hf_families import UNTRAINED
 from verl_mg.models.multi_token import copied_tensors
 from verl_mg.roles.backends import build_trainer
 from verl_mg.roles.role import Role
-from verl_mg.roles.rows.index import RowIndex
+from verl_mg.rows.index import RowIndex
 from verl_mg.sharding.model_table import ModelTable
 from verl_mg.training.offload import CpuOffload
 from verl_mg.training.runner import Runner

@@ -1,21 +1,9 @@
-"""Rollout: the engine interface and its implementations.
+"""The role that generates: groups of samples, the queue of their requests, and the loop of each engine.
 
-engine                   interface: accepts requests, returns samples
-hf/  sglang/  vllm/      engines on transformers, on SGLang and on vLLM
-tools/  agents/          multi-turn generation with tools and with agents, around any engine
-process_engine           an engine in a separate process: requests, weights, memory, restart
-engine_process           the handle of this process; engine_host: the main object in it; ports: its ports
-hidden_packages          packages of training that this process does not find
-engine_attachment        where the next rank finds the process of a lost one; request_ledger: how it answers
-engine_nodes             an engine over several nodes
-request_tracker          requests in flight of such engines and of servers
-ipc_payload              shards passed to an engine as one memory handle; patch_payload: changes of them
-work_queue  engine_loop  distribution of requests over engines, and the loop of one engine
-engine_stream            the loop of one engine in asynchronous rollouts
-tracing/                 sharding tables read from the loaders of engines
-llm_judge                reward by a language model
+rollout  async_rollout       what a recipe calls: synchronous and one step off, asynchronous
+pending_groups  staleness    groups in flight; how many may be
+work_queue  filtered_queue   distribution of requests over engines
+engine_loop  engine_stream   the loop of one engine within a call, and across calls
+engine_group                 engines of the job; remote_engine_group: servers outside of it
+group_rows  rollout_source   rows of a batch from samples; the interface of whatever gives a recipe its samples
 """
-
-from verl_mg.rollout.engine import Request, RolloutEngine, Sample, Sampling
-
-__all__ = ["Request", "RolloutEngine", "Sample", "Sampling"]

@@ -26,8 +26,8 @@ from dataclasses import replace
 
 from torch.distributed import Store
 
+from verl_mg.engines.engine import EngineDiedError, Request, RolloutEngine, Sample, Sampling
 from verl_mg.errors import UserError
-from verl_mg.rollout.engine import EngineDiedError, Request, RolloutEngine, Sample, Sampling
 from verl_mg.rollout.engine_events import EngineEvents
 from verl_mg.rollout.engine_loop import COLLECT_SECONDS, MAX_DEATHS
 from verl_mg.rollout.work_queue import Group, StreamingWorkQueue

@@ -34,15 +34,16 @@ from verl_mg.checkpoint.sharded_safetensors import RankFile, ShardedReader
 from verl_mg.config import ConfigSection, Count
 from verl_mg.distributed.collectives import broadcast_bytes
 from verl_mg.distributed.watchdog import is_peer_failure
+from verl_mg.engines.engine import Sample
 from verl_mg.errors import UserError
 from verl_mg.images import Image, distinct_images
 from verl_mg.job.job import Job
 from verl_mg.models.module_config import read_any_config
-from verl_mg.roles.pending_groups import RolloutState
 from verl_mg.roles.reference import Reference
-from verl_mg.roles.rollout_source import GeneratedRows, LocalRolloutState
 from verl_mg.roles.trainable import RoleCounters
-from verl_mg.rollout.engine import Sample
+from verl_mg.rollout.pending_groups import RolloutState
+from verl_mg.rollout.rollout_source import LocalRolloutState
+from verl_mg.rows.records import GeneratedRows
 from verl_mg.run.sample_state import SampleState, experts_of, images_of
 
 JOB = "job.json"

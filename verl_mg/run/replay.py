@@ -27,9 +27,10 @@ from verl_mg.errors import UserError
 from verl_mg.monitor.sample_reader import SampleReader
 from verl_mg.monitor.sample_schema import fingerprint
 from verl_mg.roles.models import Actor
-from verl_mg.roles.pending_groups import RolloutState
-from verl_mg.roles.rollout_source import GeneratedRows, LocalRolloutState, RolloutRecords, RolloutSource
 from verl_mg.rollout.filtered_queue import GroupFilter
+from verl_mg.rollout.pending_groups import RolloutState
+from verl_mg.rollout.rollout_source import LocalRolloutState, RolloutSource
+from verl_mg.rows.records import GeneratedRows, RolloutRecords
 from verl_mg.run.checkpointer import newest_intact
 from verl_mg.run.run_dir import CHECKPOINTS
 

@@ -15,10 +15,10 @@ from pydantic import field_validator, model_validator
 from torch import Tensor
 
 from verl_mg.config import ConfigSection, Count
+from verl_mg.engines.engine import Finish, Sample
+from verl_mg.engines.trajectory import Segment, Trajectory
 from verl_mg.images import Image, distinct_images
-from verl_mg.roles.rows.conversations import conversation_of, from_text, to_text, trajectory_of
-from verl_mg.rollout.engine import Finish, Sample
-from verl_mg.rollout.trajectory import Segment, Trajectory
+from verl_mg.rows.conversations import conversation_of, from_text, to_text, trajectory_of
 
 
 class _Tokens(ConfigSection):

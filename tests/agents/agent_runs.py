@@ -1,0 +1,91 @@
+"""Agents around a given engine, without a job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from tests.agents.logged_engine import LoggedEngine
+from verl_mg.agents.engine import AgentEngine
+from verl_mg.agents.parsers import ReplyParser
+from verl_mg.agents.renderer import ConversationRenderer
+from verl_mg.agents.runner import AgentSettings
+from verl_mg.agents.sessions import Generate, Sessions
+from verl_mg.data.prompts import Prompt
+from verl_mg.engines.engine import Request, RolloutEngine, Sample, Sampling
+from verl_mg.engines.trajectory import NOT_GENERATED
+
+
+def requests_of(count: int) -> list[Request]:
+    """Requests whose prompt is a question of the user."""
+    return [
+        Request(i, (7,), i, None, Prompt(i, (7,), "", f"answer {i}", {"n": i}, messages=[question(i)]))
+        for i in range(count)
+    ]
+
+
+def question(number: int) -> dict[str, Any]:
+    return {"role": "user", "content": f"question {number % 10}"}
+
+
+def runner_of(model: Path, positions: int) -> Callable[..., tuple[list[Sample], LoggedEngine]]:
+    """A function that runs an agent on requests, and returns the samples and the log of the engine."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    stops = tokenizer.convert_tokens_to_ids(["<|im_end|>"])
+    renderer = ConversationRenderer(tokenizer, stops, {})
+    parser = ReplyParser(tokenizer, "qwen25", None)
+
+    def run(
+        inner: RolloutEngine,
+        agent: Any,
+        count: int = 4,
+        *,
+        tokens: int = 200,
+        timeout: float = 600.0,
+        retries: int = 0,
+        trained: Sequence[str] = (),
+        concurrency: int | None = None,
+        drive: Callable[[AgentEngine], list[Sample]] | None = None,
+        **options: Any,
+    ) -> tuple[list[Sample], LoggedEngine]:
+        logged = LoggedEngine(inner)
+
+        def sessions(generate: Generate) -> Sessions:
+            return Sessions(renderer, parser, generate, positions, trained)
+
+        settings = AgentSettings(timeout=timeout, retries=retries, failure_reward=-1.0, options=options)
+        engine = AgentEngine(logged, agent, settings, sessions, concurrency=concurrency, host="127.0.0.1")
+        sampling = Sampling(max_new_tokens=tokens, stop_token_ids=tuple(stops))
+        if drive is None:
+            waiting, samples = requests_of(count), list[Sample]()
+            while len(samples) < count:
+                slots = max(0, engine.num_free_slots())
+                engine.submit(waiting[:slots], sampling)
+                waiting = waiting[slots:]
+                samples += engine.collect(1.0)
+            return sorted(samples, key=lambda sample: sample.id), logged
+        engine.submit(requests_of(count), sampling)
+        return drive(engine), logged
+
+    return run
+
+
+def trained_runs(samples: list[Sample]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(tokens in front, tokens) of each range that is trained."""
+    runs = []
+    for sample in samples:
+        assert sample.trajectory is not None
+        for segment in sample.trajectory.segments:
+            start = 0
+            for i in range(1, len(segment.tokens) + 1):
+                ended = i == len(segment.tokens)
+                if ended or (segment.policy_versions[i] == NOT_GENERATED) != (
+                    segment.policy_versions[start] == NOT_GENERATED
+                ):
+                    if segment.policy_versions[start] != NOT_GENERATED:
+                        runs.append((segment.tokens[:start], segment.tokens[start:i]))
+                    start = i
+    return runs

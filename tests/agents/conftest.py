@@ -1,0 +1,73 @@
+"""Real engines with agents around them, whose requests and samples are logged."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.agents.agent_runs import runner_of
+from tests.agents.conversations import KEEPING, MARKS
+from tests.agents.logged_engine import LoggedEngine
+from tests.helpers import warm_start
+from tests.helpers.engines import SGLANG, VLLM_NIGHTLY, bring_weights
+from verl_mg.engines.engine import RolloutEngine, Sample
+from verl_mg.engines.hf.engine import HFEngine
+from verl_mg.engines.process_engine import EngineSettings
+from verl_mg.engines.sglang import SGLangEngine
+from verl_mg.engines.vllm.engine import VLLMEngine
+from verl_mg.layout import EngineLayout
+from verl_mg.models.tiny_model import make_tiny_model
+
+POSITIONS = 1024
+
+
+@pytest.fixture(scope="session")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model whose chat template has tools."""
+    return make_tiny_model(
+        tmp_path_factory.mktemp("agents") / "model",
+        "qwen2",
+        characters=string.printable,
+        words=MARKS,
+        chat_template=KEEPING,
+        hidden=32,
+        ffn=64,
+        heads=1,  # vLLM's attention on the CPU has no heads narrower than 32
+        kv_heads=1,
+        max_positions=POSITIONS,
+        init_std=0.2,
+        seed=5,
+    )
+
+
+@pytest.fixture(scope="session")
+def hf_engine(chat_model: Path) -> HFEngine:
+    return HFEngine(chat_model, "cpu", torch.float32)
+
+
+@pytest.fixture(scope="session", params=["hf", SGLANG, VLLM_NIGHTLY])
+def any_engine(request: pytest.FixtureRequest, chat_model: Path, hf_engine: HFEngine) -> Iterator[RolloutEngine]:
+    """Each kind of engine with the weights of the model."""
+    if request.param == "hf":
+        yield hf_engine
+        return
+    python = warm_start.vllm().python if request.param == "vllm" else None
+    settings = EngineSettings(
+        layout=EngineLayout(), dtype=torch.float32, max_running=16, max_positions=POSITIONS, python=python
+    )
+    kind: Any = {"sglang": SGLangEngine, "vllm": VLLMEngine}[request.param]
+    engine = kind(chat_model, settings, chat_model.parent / f"{request.param}.log", request_timeout=1000.0)
+    bring_weights(engine, chat_model, version=3)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def run_agents(chat_model: Path) -> Callable[..., tuple[list[Sample], LoggedEngine]]:
+    """Runs an agent on requests, and returns the samples and the log of the engine."""
+    return runner_of(chat_model, POSITIONS)

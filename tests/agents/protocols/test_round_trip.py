@@ -1,0 +1,186 @@
+"""A reply that comes back as a message of a later request is the message that the policy has written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_mg.agents.call import Reply, ReplyToken, ToolCall
+from verl_mg.agents.protocols.chat_completions import ChatCompletions
+from verl_mg.agents.protocols.exchange import Exchange, Protocol
+from verl_mg.agents.protocols.fields import json_object, parse
+from verl_mg.agents.protocols.memory import SessionMemory
+from verl_mg.agents.protocols.messages import Messages
+from verl_mg.agents.protocols.responses import Responses
+
+Json = dict[str, Any]
+QUESTION = {"role": "user", "content": "Question"}
+TOOLS = ("search", "patch", "mcp__files__read")
+RESPONSE_TOOLS = [
+    {"type": "function", "name": "search", "parameters": {"type": "object"}},
+    {"type": "custom", "name": "patch", "format": {"type": "grammar", "syntax": "lark", "definition": "start: x"}},
+    {"type": "namespace", "name": "mcp__files__", "tools": [{"type": "function", "name": "read", "parameters": {}}]},
+]
+
+numbers = st.one_of(st.integers(), st.floats(allow_nan=False, allow_infinity=False))
+values = st.recursive(
+    st.one_of(st.none(), st.booleans(), numbers, st.text(max_size=8)),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)),
+    max_leaves=6,
+)
+objects = st.dictionaries(st.sampled_from(["input", "malformed_arguments", "a", "ü", ""]), values, max_size=3)
+arguments = st.one_of(
+    objects.map(json.dumps),
+    objects.map(lambda value: json.dumps(value, ensure_ascii=False, indent=1)),
+    st.text(max_size=20),
+    st.sampled_from(["", "[]", "3", "null", '{"a": 1, "a": 2}', '{"a": NaN}', '{"a": 1e999}', '{"a": 01}', "{" * 300]),
+)
+
+
+@st.composite
+def replies(draw: st.DrawFn) -> Reply:
+    """Replies with any text, reasoning and calls of tools, some of them unknown."""
+    names = st.sampled_from((*TOOLS, "unknown"))
+    calls = tuple(
+        ToolCall(f"call_{number}", draw(names), draw(arguments))
+        for number in range(draw(st.integers(min_value=0, max_value=3)))
+    )
+    text, reasoning = draw(st.text(max_size=20)), draw(st.text(max_size=20))
+    tokens = tuple(ReplyToken(ord(letter), letter, draw(st.floats(max_value=0))) for letter in reasoning + text)
+    return Reply(text, reasoning, calls, draw(st.sampled_from(["stop", "length", "tool_calls"])), tokens, 9, 4)
+
+
+def through_json(value: Any) -> Any:
+    """The value after it has been sent."""
+    return parse(json.dumps(value, allow_nan=False).encode())
+
+
+def chat_body(**fields: Any) -> Json:
+    return {"model": "policy", "messages": [QUESTION]} | fields
+
+
+def response_body(**fields: Any) -> Json:
+    return {"model": "policy", "input": [QUESTION], "tools": RESPONSE_TOOLS} | fields
+
+
+def message_body(**fields: Any) -> Json:
+    return {"model": "policy", "max_tokens": 9, "messages": [QUESTION]} | fields
+
+
+def exchange_of(protocol: Protocol, body: Json, memory: SessionMemory) -> Exchange:
+    return protocol.read(through_json(body), memory)
+
+
+def sent_events(exchange: Exchange, body: Json, earlier: int = 0) -> Iterator[Json]:
+    """The data of a reply's events."""
+    for event in b"".join(exchange.events(body, earlier)).decode().split("\n\n"):
+        data = event.partition("data: ")[2]
+        if data and data != "[DONE]":
+            yield json.loads(data)
+
+
+def written_again(call: Json) -> Json:
+    """A tool call whose arguments a client in JavaScript has read and written: 1.0 as 1, one of equal keys."""
+    called = call.get("function", call)
+    value = json_object(called.get("arguments", ""))
+    if value is None:
+        return call
+    written = {"arguments": json.dumps(integers(value), separators=(",", ":"), ensure_ascii=False)}
+    return call | ({"function": called | written} if "function" in call else written)
+
+
+def integers(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return int(value)
+    if isinstance(value, dict):
+        return {key: integers(part) for key, part in reversed(value.items())}
+    return list(map(integers, value)) if isinstance(value, list) else value
+
+
+@settings(max_examples=60, deadline=None)
+@given(replies())
+def test_chat_completion_sent_back_is_the_message(reply: Reply) -> None:
+    memory = SessionMemory()
+    exchange = exchange_of(ChatCompletions(), chat_body(logprobs=True), memory)
+    body = through_json(exchange.body(reply))
+    streamed: Json = {"content": "", "tool_calls": []}
+    for event in sent_events(exchange, body):
+        for delta in (choice["delta"] for choice in event["choices"]):
+            streamed["content"] += delta.get("content") or ""
+            streamed["tool_calls"] += delta.get("tool_calls", [])
+            streamed |= {name: delta[name] for name in ("role", "reasoning_content") if name in delta}
+    again = {"tool_calls": list(map(written_again, streamed["tool_calls"]))}
+    for message in (body["choices"][0]["message"], streamed, streamed | again):
+        later = exchange_of(ChatCompletions(), chat_body(messages=[QUESTION, message, QUESTION]), memory)
+        assert later.call.messages == (QUESTION, reply.message, QUESTION)
+
+
+@settings(max_examples=60, deadline=None)
+@given(replies())
+def test_response_sent_back_is_the_message(reply: Reply) -> None:
+    memory = SessionMemory()
+    exchange = exchange_of(Responses(), response_body(), memory)
+    body = through_json(exchange.body(reply))
+    events = list(sent_events(exchange, body))
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == body["output"]
+    # Codex drops ids, and the text of reasoning where there is encrypted content.
+    dropped = [
+        {key: value for key, value in item.items() if key != "id" and (key, item["type"]) != ("content", "reasoning")}
+        for item in done
+    ]
+    references = [{"type": "item_reference", "id": item["id"]} for item in done]
+    for items in (done, dropped, references, list(map(written_again, done))):
+        again = exchange_of(Responses(), response_body(input=[QUESTION, *items, QUESTION]), memory)
+        assert again.call.messages == (QUESTION, reply.message, QUESTION)
+    continued = exchange_of(Responses(), response_body(previous_response_id=body["id"]), memory)
+    assert continued.call.messages == (QUESTION, reply.message, QUESTION)
+
+
+@settings(max_examples=60, deadline=None)
+@given(replies())
+def test_message_sent_back_is_the_message(reply: Reply) -> None:
+    memory = SessionMemory()
+    exchange = exchange_of(Messages(), message_body(), memory)
+    body = through_json(exchange.body(reply))
+    streamed: list[Json] = []
+    for event in sent_events(exchange, body):
+        if event["type"] == "content_block_start":
+            streamed.append(event["content_block"])
+        elif event["type"] == "content_block_delta":
+            delta = event["delta"]
+            kind = delta.pop("type")
+            if kind == "input_json_delta":
+                delta = {"input": json.loads(delta["partial_json"])}
+            streamed[event["index"]] |= delta
+    assert streamed == body["content"]
+    history = [QUESTION, {"role": "assistant", "content": streamed}, QUESTION]
+    again = exchange_of(Messages(), message_body(messages=history), memory)
+    assert again.call.messages == (QUESTION, reply.message, QUESTION)
+
+
+@settings(max_examples=60, deadline=None)
+@given(replies())
+def test_message_sent_back_to_another_session_has_equal_arguments(reply: Reply) -> None:
+    body = through_json(exchange_of(Messages(), message_body(), SessionMemory()).body(reply))
+    history = [QUESTION, {"role": "assistant", "content": body["content"]}]
+    (_, message) = exchange_of(Messages(), message_body(messages=history), SessionMemory()).call.messages
+    for call, expected in zip(message.get("tool_calls", ()), reply.tool_calls, strict=True):
+        written = call["function"]["arguments"]
+        assert written == expected.arguments or json.loads(written) == json.loads(expected.arguments)
+
+
+@pytest.mark.parametrize("earlier", [0, 1, 3])
+def test_response_events_after_keep_alives_are_numbered_without_a_gap(earlier: int) -> None:
+    exchange = exchange_of(Responses(), response_body(), SessionMemory())
+    text = b"".join(exchange.keep_alive(number) for number in range(earlier)).decode()
+    kept = [json.loads(event.partition("data: ")[2]) for event in text.split("\n\n") if event]
+    reply = Reply("Yes.", "", (), "stop", (), 9, 4)
+    events = kept + list(sent_events(exchange, exchange.body(reply), earlier))
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert [event["type"] for event in events].count("response.created") == 1

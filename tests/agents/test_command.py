@@ -1,0 +1,350 @@
+"""Command lines as agents, in a real sandbox, with a scripted policy behind a real socket."""
+
+import asyncio
+import datetime
+import functools
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.agents.scripted_session import ScriptedSample, ScriptedSession, policy
+from tests.helpers.loop_clock import pass_time
+from verl_mg.agents.agent import AgentError
+from verl_mg.agents.command import read_reward, run_command
+from verl_mg.errors import UserError
+from verl_mg.sandbox import supervisor
+
+AGENTS = Path(__file__).parents[1] / "recipes" / "agents"
+TIMEOUT = 600  # seconds for commands that are to end by themselves, on a machine that is busy
+ASK = """
+import json, os, urllib.request
+def ask(text):
+    body = {"model": os.environ["OPENAI_MODEL"], "messages": [{"role": "user", "content": text}]}
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as reply:
+        return json.load(reply)["choices"][0]["message"]["content"]
+sample = json.load(open(os.environ["VERL_MG_SAMPLE"]))
+def reward(value): json.dump(value, open(os.environ["VERL_MG_REWARD"], "w"))
+"""
+
+
+@functools.cache
+def works(kind: supervisor.Isolation) -> bool:
+    return kind == "none" or supervisor.works(kind)
+
+
+@pytest.fixture(
+    params=["best", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("bubblewrap", "namespaces", "none"))]
+)
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The best isolation of this machine, and nightly each."""
+    if request.param == "best":
+        return supervisor.isolation()
+    if not works(request.param):
+        pytest.skip(f"isolation by {request.param} does not work on this machine")
+    monkeypatch.setattr(supervisor, "isolation", lambda: request.param)
+    if request.param == "none" and os.geteuid() == 0:
+        # An unused user id cannot start an interpreter inside root's home directory.
+        monkeypatch.setattr(sys, "executable", shutil.which("python3", path="/usr/bin:/usr/local/bin"))
+        if sys.executable is None:
+            pytest.skip("no interpreter that every user can start")
+    return str(request.param)
+
+
+@pytest.fixture
+def jail() -> None:
+    if not supervisor.isolated():
+        pytest.skip("no namespaces on this machine")
+
+
+def python(program: str) -> list[str]:
+    """A program that can use `ask`, `sample` and `reward`."""
+    return ["python3", "-c", ASK + program]
+
+
+def run(command: str | list[str], url: str, sample: ScriptedSample | None = None, **options: Any) -> tuple[Any, str]:
+    """Runs a command as an agent; returns its reward and the log."""
+    session = ScriptedSession(url, options)
+    result = asyncio.run(run_command(command, session, sample or ScriptedSample(), timeout=TIMEOUT))
+    return result, "".join(session.written)
+
+
+def test_run_command_agent_asks_policy_and_returns_its_reward(kind: str) -> None:
+    program = """
+answers = [ask(message["content"]) for message in sample["messages"]]
+print("asked", answers, os.getcwd() == os.environ["HOME"].replace("/user", "/work"))
+open("file", "w").write("x")
+reward({"reward": len(answers[0]), "calls": 1})
+"""
+    with policy(lambda body: f"{body['model']} says {body['messages'][0]['content']}") as url:
+        assert run(python(program), url) == ({"reward": 16, "calls": 1}, "asked ['policy says 1+1='] True\n")
+
+
+def test_run_command_repair_agent_asks_again_where_the_answer_is_wrong() -> None:
+    replies = iter(["4x", "44", "77"])
+    requests = []
+
+    def reply(body: dict[str, Any]) -> str:
+        requests.append(body)
+        return next(replies)
+
+    options = {"folder": str(AGENTS), "show_answer": True}
+    with policy(reply) as url:
+        twice, log = run("python3 repair_agent.py", url, ScriptedSample(answer="44"), **options)
+        once, _ = run("python3 repair_agent.py", url, ScriptedSample(answer="77"), **options)
+    assert twice == {"reward": 0.75, "first": 0.5, "turns": 2}
+    assert once == {"reward": 1.0, "first": 1.0, "turns": 1}
+    assert [message["content"] for message in requests[1]["messages"]] == ["1+1=", "4x", "4x\n1+1="]
+    assert log.splitlines() == ["turn 1: '4x' has the score 0.5", "turn 2: '44' has the score 1"]
+
+
+@pytest.mark.usefixtures("jail")
+def test_run_command_sandbox_reaches_nothing_but_the_endpoint(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("x")
+    program = f"""
+import socket
+for port in (PORT, int(os.environ["OPENAI_BASE_URL"].split(":")[2].split("/")[0])):
+    try: socket.create_connection(("127.0.0.1", port), timeout=30); print("connected")
+    except OSError: print("no way")
+print(os.path.exists({str(tmp_path)!r}), os.getuid() != 0, sorted(os.listdir("/agent")), os.path.exists("/etc/shadow"))
+print(sorted(name for name in os.environ if "API_KEY" in name), os.environ.get("SECRET"))
+"""
+    os.environ["SECRET"] = "s3cret"
+    try:
+        with policy(lambda body: "") as url, socket.create_server(("127.0.0.1", 0)) as other:
+            result, log = run(python(program.replace("PORT", str(other.getsockname()[1]))), url)
+    finally:
+        del os.environ["SECRET"]
+    assert result is None
+    assert log.splitlines() == [
+        "no way",
+        "connected",
+        "False True ['sample.json', 'user', 'work'] False",
+        "['ANTHROPIC_API_KEY', 'OPENAI_API_KEY'] None",
+    ]
+
+
+@pytest.mark.usefixtures("jail")
+def test_run_command_streamed_reply_arrives_in_pieces_through_the_relay() -> None:
+    received = threading.Event()
+
+    class Streaming(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            if self.path.endswith("/received"):
+                received.set()
+                self.send_response(204)
+                self.end_headers()
+                return
+            self.send_response(200)
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            self.wfile.write(b"5\r\nfirst\r\n")
+            assert received.wait(TIMEOUT)  # which the client only sends once it has the first piece
+            self.wfile.write(b"%x\r\n%s\r\n0\r\n\r\n" % (1 << 21, bytes(1 << 21)))
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    program = """
+url = os.environ["OPENAI_BASE_URL"]
+with urllib.request.urlopen(url + "/stream") as reply:
+    first = reply.read1(5)
+    urllib.request.urlopen(url + "/received").close()
+    reward(len(first + reply.read()))
+"""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Streaming)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        assert run(python(program), f"http://127.0.0.1:{server.server_port}/v1")[0] == 5 + (1 << 21)
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_run_command_failed_command_raises_with_its_last_line(kind: str) -> None:
+    with pytest.raises(AgentError, match=r"^the agent's command ended with exit code 3: no luck$"):
+        run(python("import sys; reward(1); print('no luck'); sys.exit(3)"), "http://127.0.0.1:9999/v1")
+    with pytest.raises(AgentError, match=r"exit code 127: nothing-here: No such file"):
+        run(["nothing-here"], "http://127.0.0.1:9999/v1")
+
+
+def named(name: str, program: str) -> str:
+    """Returns a program whose processes, forked ones included, have a name."""
+    return f"import ctypes, os, time\nctypes.CDLL(None).prctl(15, b'{name}')\n{program}"
+
+
+def processes_named(name: str) -> int:
+    def name_of(file: Path) -> str:
+        try:
+            return file.read_text().strip()
+        except OSError:  # it has ended
+            return ""
+
+    return sum(name_of(file) == name for file in Path("/proc").glob("[0-9]*/comm"))
+
+
+class Impatient(ScriptedSession):
+    """A session whose time is over as soon as something is written."""
+
+    def log(self, text: str) -> None:
+        super().log(text)
+        pass_time(TIMEOUT)
+
+
+def test_run_command_time_limit_kills_every_process(kind: str) -> None:
+    name = uuid.uuid4().hex[:12]
+    program = named(name, "if os.fork() == 0:\n os.setsid()\n print('before', flush=True)\ntime.sleep(6000)")
+    session = Impatient("http://127.0.0.1:9999/v1")
+    with pytest.raises(TimeoutError):
+        asyncio.run(run_command(["python3", "-c", program], session, ScriptedSample(), timeout=TIMEOUT))
+    assert (session.written, processes_named(name)) == (["before\n"], 0)
+
+
+@pytest.mark.usefixtures("jail")
+def test_run_command_many_at_once_and_a_cancelled_one_leave_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    name = uuid.uuid4().hex[:12]
+
+    async def all_of_them(url: str) -> list[Any]:
+        session, sample = ScriptedSession(url), ScriptedSample()
+        sleeping = ["python3", "-c", named(name, "time.sleep(600)")]
+        lost = asyncio.create_task(run_command(sleeping, session, sample, timeout=600))
+        command = python("reward(int(ask('?')))")
+        rewards = await asyncio.gather(*(run_command(command, session, sample, timeout=TIMEOUT) for _ in range(6)))
+        while not processes_named(name):
+            await asyncio.sleep(0.05)
+        lost.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await lost
+        return rewards
+
+    with policy(lambda body: "4") as url:
+        assert asyncio.run(all_of_them(url)) == [4.0] * 6
+    assert (processes_named(name), list(tmp_path.iterdir())) == (0, [])
+
+
+@pytest.mark.usefixtures("jail")
+def test_run_command_folders_of_any_depth_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    program = "for _ in range(3000): os.mkdir('d', 0o300); os.chdir('d')\nreward(1)"
+    try:
+        assert run(python(program), "http://127.0.0.1:9999/v1")[0] == 1.0
+        assert list(tmp_path.iterdir()) == []
+    finally:
+        subprocess.run(["rm", "-rf", *tmp_path.iterdir()], check=True)  # pytest cannot remove it either
+
+
+def test_run_command_inherits_no_descriptor(kind: str) -> None:
+    program = """
+def is_open(number):
+    try: return bool(os.fstat(number))
+    except OSError: return False
+print([number for number in range(1000) if is_open(number)])
+"""
+    assert run(python(program), "http://127.0.0.1:9999/v1")[1] == "[0, 1, 2]\n"
+
+
+def test_run_command_log_has_the_lines_of_the_output() -> None:
+    program = """
+for piece in (b"one ", b"li", b"ne \\xc3", b"\\xa4\\nand ", b"another"):
+    os.write(1, piece); time.sleep(0.05)
+"""
+    session = ScriptedSession("http://127.0.0.1:9999/v1")
+    asyncio.run(run_command(["python3", "-c", "import os, time" + program], session, ScriptedSample(), timeout=TIMEOUT))
+    assert session.written == ["one line \u00e4\n", "and another"]
+
+
+def test_run_command_record_that_is_not_json_is_in_the_sample() -> None:
+    record = {"day": datetime.date(2026, 1, 2), "text": "\ud800"}
+    command = ["sh", "-c", 'cat "$VERL_MG_SAMPLE"']
+    _, log = run(command, "http://127.0.0.1:9999/v1", ScriptedSample(record=record))
+    assert json.loads(log)["record"] == {"day": "2026-01-02", "text": "\ud800"}
+
+
+@pytest.fixture
+def public() -> Iterator[Path]:
+    """A folder that every user can read, which pytest's folders are not."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+def test_run_command_folders_and_paths_are_there(kind: str, public: Path) -> None:
+    task, common, harness = public / "task", public / "common", public / "harness"
+    for folder, name in ((task, "b"), (common, "a"), (common, "b"), (harness, "c")):
+        folder.mkdir(exist_ok=True)
+        (folder / name).write_text(folder.name)
+    sample = ScriptedSample(record={"folder": str(task), "answer": "2", "info": {"truth": 2}, "level": 1})
+    command = ["sh", "-c", f'echo $(cat a b {harness}/c) $MORE; cat "$VERL_MG_SAMPLE"; echo 0.5 >"$VERL_MG_REWARD"']
+    options = {"folder": str(common), "paths": [str(harness)], "environment": {"MORE": 1}}
+    reward, log = run(command, "http://127.0.0.1:9999/v1", sample, **options)
+    words, _, content = log.partition("\n")
+    assert (reward, words) == (0.5, "commontaskharness 1")
+    assert json.loads(content) == {
+        "prompt": "1+1=",
+        "messages": [{"role": "user", "content": "1+1="}],
+        "record": {"folder": str(task), "level": 1},  # nothing that contains the answer
+    }
+    _, log = run(["sh", "-c", "cat $VERL_MG_SAMPLE"], "http://127.0.0.1:9999/v1", sample, show_answer=True)
+    assert json.loads(log)["answer"] == "2" == json.loads(log)["record"]["answer"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"path": []}, "rollout.agent_options.path: unknown. Use folder, paths"),
+        ({"folder": "/none"}, "/none: it does"),
+        ({"paths": "/opt/harness"}, "rollout.agent_options.paths: 'str' instances are not allowed"),
+        ({"environment": {"A": None}}, "rollout.agent_options.environment.A"),
+        ({"processes": "many"}, "rollout.agent_options.processes: Input should be a valid integer"),
+    ],
+)
+def test_run_command_wrong_options_raise(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        run("", "http://127.0.0.1:9999/v1", **options)
+
+
+@pytest.mark.parametrize(
+    ("write", "expected"),
+    [
+        (lambda file: None, None),
+        (lambda file: file.write_text("0.25\n"), 0.25),
+        (lambda file: file.write_text('{"reward": 1, "steps": 3}'), {"reward": 1, "steps": 3}),
+        (lambda file: file.write_text("good"), "neither a number nor an object with a reward: b'good'"),
+        (lambda file: file.write_text("true"), "neither a number"),
+        (lambda file: file.write_text('{"score": 1}'), "neither a number"),
+        (lambda file: file.write_text("[" * 100_000), "neither a number"),
+        (lambda file: file.symlink_to("/etc/passwd"), "cannot be read"),
+        (lambda file: os.mkfifo(file), "is not a file"),
+        (lambda file: file.mkdir(), "is not a file"),
+    ],
+)
+def test_read_reward_of_untrusted_file_is_a_reward_or_an_error(
+    tmp_path: Path, write: Callable[[Path], None], expected: Any
+) -> None:
+    file = tmp_path / "reward.json"
+    write(file)
+    if isinstance(expected, str):
+        with pytest.raises(AgentError, match=expected):
+            read_reward(file)
+    else:
+        assert read_reward(file) == expected

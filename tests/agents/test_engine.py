@@ -1,0 +1,445 @@
+"""Agents around real engines: recorded tokens, time limits, retries, aborts, limits, many sessions at once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.agents import client_checks
+from tests.agents.agent_runs import trained_runs
+from tests.agents.logged_engine import LoggedEngine
+from tests.agents.malformed_requests import check_malformed
+from tests.helpers.loop_clock import pass_time
+from verl_mg.agents.agent import Session
+from verl_mg.agents.engine import AgentEngine
+from verl_mg.engines.engine import Request, RolloutEngine, Sample
+from verl_mg.engines.hf.engine import HFEngine
+from verl_mg.engines.trajectory import NOT_GENERATED
+from verl_mg.rewards.reward import Reward
+
+CHECKS = [name for name in vars(client_checks) if name.startswith("check_")]
+RunAgents = Callable[..., tuple[list[Sample], LoggedEngine]]
+LIMIT = 600.0
+"""Time limit of agents in seconds, which passes when they want it to."""
+
+
+async def ask(session: Session, messages: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+    """Sends a conversation as any HTTP client does, and returns the reply's message."""
+    async with httpx.AsyncClient(timeout=600.0) as client:
+        response = await client.post(
+            f"{session.base_url}/chat/completions",
+            headers={"authorization": f"Bearer {session.api_key}"},
+            json={"model": "policy", "messages": messages, **fields},
+        )
+    if response.status_code != 200:
+        raise RuntimeError(f"{response.status_code}: {response.json()['error']['message']}")
+    message: dict[str, Any] = response.json()["choices"][0]["message"]
+    return {key: value for key, value in message.items() if value is not None}
+
+
+async def ask_by_socket(session: Session, messages: list[Any], **fields: Any) -> str:
+    """The text of a reply by a connection of its own; httpx searches all of its connections for each request."""
+    host, port, path = re.fullmatch(r"http://(.+):(\d+)(/.+)", session.base_url).groups()  # type: ignore[union-attr]
+    reader, writer = await asyncio.open_connection(host, int(port))
+    body = json.dumps({"model": "policy", "messages": messages, **fields}).encode()
+    head = f"POST {path}/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {session.api_key}\r\n"
+    writer.write(f"{head}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+    reply = await reader.read()
+    writer.close()
+    assert reply.startswith(b"HTTP/1.1 200"), reply[:300]
+    return str(json.loads(reply.partition(b"\r\n\r\n")[2])["choices"][0]["message"]["content"])
+
+
+async def three_turns(session: Session, sample: Any) -> float:
+    messages = list(session.messages)
+    for number in range(3):
+        messages += [await ask(session, messages, max_tokens=8), {"role": "user", "content": f"and {number}"}]
+    return float(sample.record["n"])
+
+
+def test_agents_trained_tokens_are_those_of_the_engine(
+    any_engine: RolloutEngine, run_agents: RunAgents, chat_model: Path
+) -> None:
+    samples, engine = run_agents(any_engine, three_turns, 6)
+    assert sorted(trained_runs(samples)) == sorted(engine.log) and len(engine.log) == 18
+    assert [sample.trajectory.reward for sample in samples if sample.trajectory] == [Reward(float(i)) for i in range(6)]
+    whole = AutoModelForCausalLM.from_pretrained(chat_model, dtype=torch.float32)
+    for sample in samples:
+        assert sample.finish == "stop" and sample.trajectory is not None and sample.trajectory.error == ""
+        assert len(sample.trajectory.turns) == 3
+        (segment,) = sample.trajectory.segments
+        mask = torch.tensor(segment.policy_versions) != NOT_GENERATED
+        tokens = torch.tensor([segment.tokens])
+        scores = whole(tokens).logits[0].log_softmax(-1)[:-1].gather(1, tokens[0, 1:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(segment.logprobs)[1:][mask[1:]], scores[mask[1:]], atol=1e-4, rtol=0)
+        assert not torch.tensor(segment.logprobs)[~mask].any() and 0 < mask.sum() < len(mask)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_endpoint_of_real_engine_satisfies_official_client(
+    any_engine: RolloutEngine, run_agents: RunAgents, name: str
+) -> None:
+    check = getattr(client_checks, name)
+
+    async def agent(session: Session, sample: Any) -> float:
+        where = (session.base_url, session.api_key)
+        called = check(*where) if asyncio.iscoroutinefunction(check) else asyncio.to_thread(check, *where)
+        await called
+        return 1.0
+
+    samples, _ = run_agents(any_engine, agent, 1, tokens=800)
+    assert [(s.trajectory.error, s.trajectory.reward) for s in samples if s.trajectory] == [("", Reward(1.0))]
+
+
+def test_malformed_requests_to_a_real_engine_lose_no_sample(
+    hf_engine: HFEngine, run_agents: RunAgents, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def agent(session: Session, sample: Any) -> float:
+        first = await ask(session, session.messages, max_tokens=4)
+        if sample.record["n"] == 0:
+            await asyncio.to_thread(check_malformed, session.base_url, session.api_key, 500)
+        await ask(session, [*session.messages, first, {"role": "user", "content": "and then"}], max_tokens=4)
+        return 1.0
+
+    samples, engine = run_agents(hf_engine, agent, 4, tokens=1000)
+    assert [s.trajectory.error for s in samples if s.trajectory] == [""] * 4
+    assert sorted(trained_runs(samples)) == sorted(engine.log) and len(engine.log) >= 8
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
+def test_request_of_a_client_that_leaves_is_trained_like_the_one_that_follows(
+    hf_engine: HFEngine, run_agents: RunAgents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted: list[Request] = []
+    submit, alone = hf_engine.submit, asyncio.Lock()
+    monkeypatch.setattr(hf_engine, "submit", lambda given, *rest: (submitted.extend(given), submit(given, *rest)))
+
+    async def leave(session: Session) -> None:
+        """Closes the connection once the engine has the request, or one of another agent."""
+        host, port, path = re.fullmatch(r"http://(.+):(\d+)(/.+)", session.base_url).groups()  # type: ignore[union-attr]
+        body = json.dumps({"model": "policy", "messages": session.messages, "max_tokens": 9}).encode()
+        head = f"POST {path}/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {session.api_key}\r\n"
+        _, writer = await asyncio.open_connection(host, int(port))
+        before = len(submitted)
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        await writer.drain()
+        while len(submitted) == before:
+            await asyncio.sleep(0.01)
+        writer.close()
+
+    async def agent(session: Session, sample: Any) -> float:
+        async with alone:
+            await leave(session)
+        again = await ask(session, session.messages, max_tokens=9)  # as clients do after a time-out
+        await ask(session, [*session.messages, again, {"role": "user", "content": "on"}], max_tokens=9)
+        return 1.0
+
+    samples, engine = run_agents(hf_engine, agent, 8)
+    turns = [len(s.trajectory.turns) for s in samples if s.trajectory]
+    assert sorted(trained_runs(samples)) == sorted(engine.log) and len(engine.log) == sum(turns)
+    assert 3 in turns and set(turns) <= {2, 3}, "a later one may be lost if its client leaves before it is read"
+
+
+def test_agent_over_its_time_keeps_what_was_generated(hf_engine: HFEngine, run_agents: RunAgents) -> None:
+    async def agent(session: Session, sample: Any) -> float:
+        await ask(session, session.messages, max_tokens=4)
+        session.log("waiting")
+        pass_time(LIMIT)
+        await asyncio.Event().wait()
+        return 1.0
+
+    (sample,), engine = run_agents(hf_engine, agent, 1, timeout=LIMIT)
+    assert sample.finish == "timeout" and sample.trajectory is not None
+    assert sample.trajectory.reward == Reward(-1.0) and f"longer than {LIMIT:g} s" in sample.trajectory.error
+    assert "waiting" in sample.trajectory.log
+    assert trained_runs([sample]) == engine.log and len(engine.log) == 1
+
+
+def test_agent_that_fails_is_tried_again_in_a_new_session(hf_engine: HFEngine, run_agents: RunAgents) -> None:
+    keys: list[str] = []
+
+    async def agent(session: Session, sample: Any) -> dict[str, Any]:
+        keys.append(session.api_key)
+        await ask(session, session.messages, max_tokens=3)
+        if len(keys) < 3:
+            raise ValueError(f"failure {len(keys)}")
+        return {"reward": 0.5, "steps": 2, "note": "text"}
+
+    (sample,), engine = run_agents(hf_engine, agent, 1, retries=2)
+    assert len(set(keys)) == 3 and len(engine.log) == 3
+    assert sample.trajectory is not None and sample.trajectory.reward == Reward(0.5, {"steps": 2.0})
+    assert trained_runs([sample]) == engine.log[2:]
+
+    keys.clear()
+    (sample,), engine = run_agents(hf_engine, agent, 1, retries=1)
+    assert sample.finish == "stop" and sample.trajectory is not None
+    assert sample.trajectory.error == "ValueError: failure 2" and sample.trajectory.reward == Reward(-1.0)
+    assert trained_runs([sample]) == engine.log[1:], "the last attempt is kept"
+
+
+@pytest.mark.parametrize("raised", [asyncio.CancelledError, SystemExit])
+def test_agent_that_raises_what_is_no_exception_has_failed(
+    hf_engine: HFEngine, run_agents: RunAgents, raised: type[BaseException]
+) -> None:
+    async def agent(session: Session, sample: Any) -> float:
+        await ask(session, session.messages, max_tokens=3)
+        raise raised
+
+    (sample,), engine = run_agents(hf_engine, agent, 1)
+    assert sample.finish == "stop" and sample.trajectory is not None and sample.trajectory.reward == Reward(-1.0)
+    assert sample.trajectory.error.startswith(raised.__name__) and trained_runs([sample]) == engine.log
+
+
+def test_task_of_an_agent_that_ends_the_loop_ends_the_job(hf_engine: HFEngine, run_agents: RunAgents) -> None:
+    async def leave() -> None:
+        sys.exit("no key")
+
+    async def agent(session: Session, sample: Any) -> float:
+        await asyncio.create_task(leave())
+        return 1.0
+
+    with pytest.raises(RuntimeError, match=r"the endpoint of agents failed: SystemExit\('no key'\)"):
+        run_agents(hf_engine, agent, 1)
+
+
+def test_agent_over_its_time_is_not_tried_again(hf_engine: HFEngine, run_agents: RunAgents) -> None:
+    started: list[int] = []
+
+    async def agent(session: Session, sample: Any) -> float:
+        started.append(1)
+        await ask(session, session.messages, max_tokens=3)
+        pass_time(LIMIT)
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise RuntimeError("interrupted") from None
+        return 1.0
+
+    (sample,), engine = run_agents(hf_engine, agent, 1, retries=2, timeout=LIMIT)
+    assert len(started) == 1 and sample.finish == "timeout" and trained_runs([sample]) == engine.log
+
+
+def test_aborted_agent_that_raises_another_error_is_aborted(hf_engine: HFEngine, run_agents: RunAgents) -> None:
+    started: list[int] = []
+
+    async def agent(session: Session, sample: Any) -> float:
+        started.append(1)
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise RuntimeError("interrupted") from None
+        return 1.0
+
+    def drive(engine: AgentEngine) -> list[Sample]:
+        while not started:
+            engine.collect(0.05)
+        engine.abort()
+        return engine.collect(600.0)
+
+    (sample,), _ = run_agents(hf_engine, agent, 1, retries=2, drive=drive)
+    assert sample.finish == "abort" and sample.trajectory is None and len(started) == 1
+
+
+@pytest.mark.parametrize(
+    ("returned", "reward", "error"),
+    [
+        (None, None, ""),
+        (Reward(2.0, {"a": 1.0}, "x"), Reward(2.0, {"a": 1.0}, "x"), ""),
+        (True, Reward(1.0), ""),
+        (float("nan"), Reward(-1.0), "not a finite number"),
+        ({"score": 1.0}, Reward(-1.0), "without 'reward'"),
+        ("1.0", Reward(-1.0), "not a finite number"),
+        ({"reward": 1.0} | {f"part {number}": 0.0 for number in range(101)}, Reward(-1.0), "more than 100 parts"),
+        ({"reward": 1.0, "\udc80": 0.0}, Reward(-1.0), "one whose name cannot be printed"),
+    ],
+)
+def test_agent_result_becomes_the_reward(
+    hf_engine: HFEngine, run_agents: RunAgents, returned: Any, reward: Reward | None, error: str
+) -> None:
+    async def agent(session: Session, sample: Any) -> Any:
+        return returned
+
+    (sample,), engine = run_agents(hf_engine, agent, 1)
+    assert sample.trajectory is not None and sample.trajectory.reward == reward and error in sample.trajectory.error
+    assert (error == "") == (sample.trajectory.error == "")
+    assert not engine.log and not sample.trajectory.segments
+
+
+def test_abort_cancels_agents_and_their_requests(any_engine: RolloutEngine, run_agents: RunAgents) -> None:
+    begun: list[int] = []
+    ended: list[int] = []
+
+    async def agent(session: Session, sample: Any) -> float:
+        begun.append(sample.record["n"])
+        try:
+            while True:
+                await ask(session, session.messages, max_tokens=150)
+        finally:
+            ended.append(sample.record["n"])
+
+    def drive(engine: AgentEngine) -> list[Sample]:
+        while len(begun) < 4:
+            engine.collect(0.05)
+        engine.collect(0.3)
+        engine.abort()
+        samples: list[Sample] = []
+        until = time.monotonic() + 600
+        while len(samples) < 4 and time.monotonic() < until:
+            samples += engine.collect(0.1)
+        return samples
+
+    samples, _ = run_agents(any_engine, agent, 4, tokens=100_000, drive=drive)
+    assert [(s.finish, s.trajectory, s.tokens) for s in samples] == [("abort", None, ())] * 4
+    assert sorted(ended) == [0, 1, 2, 3]
+    assert any_engine.collect(0.0) == []
+
+
+def test_abort_right_after_submit_returns_every_sample(hf_engine: HFEngine, run_agents: RunAgents) -> None:
+    def drive(engine: AgentEngine) -> list[Sample]:
+        engine.abort()
+        samples: list[Sample] = []
+        while len(samples) < 50:
+            samples += engine.collect(1.0)
+        return samples
+
+    samples, _ = run_agents(hf_engine, three_turns, 50, drive=drive)
+    assert sorted(s.id for s in samples) == list(range(50)) and {s.finish for s in samples} == {"abort"}
+
+
+def test_agents_run_up_to_the_limit_at_once(hf_engine: HFEngine, run_agents: RunAgents) -> None:
+    slots: list[int] = []
+
+    def drive(engine: AgentEngine) -> list[Sample]:
+        slots.append(engine.num_free_slots())
+        samples: list[Sample] = []
+        while len(samples) < 3:
+            samples += engine.collect(1.0)
+        slots.append(engine.num_free_slots())
+        return samples
+
+    run_agents(hf_engine, three_turns, 3, concurrency=5, drive=drive)
+    assert slots == [2, 5]
+
+
+def test_reply_ends_at_stop_text_with_the_tokens_up_to_it(any_engine: RolloutEngine, run_agents: RunAgents) -> None:
+    replies: list[tuple[str, str]] = []
+
+    async def agent(session: Session, sample: Any) -> float:
+        free = await ask(session, session.messages, max_tokens=40)
+        text = str(free["content"])
+        if not (stop := text[len(text) // 2 :][:2]):
+            return 0.0
+        cut = await ask(session, session.messages, max_tokens=40, stop=[stop])
+        replies.append((stop, str(cut["content"])))
+        return 1.0
+
+    samples, _ = run_agents(any_engine, agent, 8)
+    assert len(replies) > 3 and all(stop not in text for stop, text in replies)
+    cuts = [turn for s in samples if s.trajectory for turn in s.trajectory.turns[1:]]
+    assert any(turn.finish == "stop" and turn.tokens < 40 for turn in cuts)
+    runs = trained_runs(samples)
+    assert sum(len(tokens) for _, tokens in runs) == sum(
+        t.tokens for s in samples if s.trajectory for t in s.trajectory.turns
+    )
+
+
+def test_reply_beyond_the_tokens_of_a_sample_is_refused(hf_engine: HFEngine, run_agents: RunAgents) -> None:
+    errors: list[str] = []
+
+    async def agent(session: Session, sample: Any) -> float:
+        try:
+            for _ in range(100):
+                await ask(session, session.messages)
+        except RuntimeError as error:
+            errors.append(str(error))
+        return 1.0
+
+    (sample,), engine = run_agents(hf_engine, agent, 1, tokens=30)
+    assert sum(len(tokens) for _, tokens in engine.log) == 30
+    assert (
+        errors and errors[0].startswith("400: messages: no token is left") and "rollout.max_new_tokens=30" in errors[0]
+    )
+    assert sample.trajectory is not None and sample.trajectory.segments[-1].truncated
+
+
+def test_reply_that_the_agent_limits_is_not_truncated(hf_engine: HFEngine, run_agents: RunAgents) -> None:
+    async def agent(session: Session, sample: Any) -> float:
+        reply = await ask(session, session.messages, max_tokens=3)
+        if sample.record["n"]:
+            await ask(session, [*session.messages, reply, {"role": "user", "content": "on"}])
+        return 1.0
+
+    samples, _ = run_agents(hf_engine, agent, 2, tokens=7)
+    trajectories = [sample.trajectory for sample in samples if sample.trajectory]
+    assert [turn.finish for trajectory in trajectories for turn in trajectory.turns] == ["length"] * 3
+    assert [[segment.truncated for segment in t.segments] for t in trajectories] == [[False], [True]]
+
+
+def test_replies_of_models_that_are_not_named_are_not_trained(hf_engine: HFEngine, run_agents: RunAgents) -> None:
+    async def agent(session: Session, sample: Any) -> float:
+        messages = list(session.messages)
+        for side in ("white", "black", "white"):
+            reply = await ask(session, messages, model=side, max_tokens=6)
+            messages += [reply, {"role": "user", "content": "your move"}]
+        return 1.0
+
+    (sample,), engine = run_agents(hf_engine, agent, 1, trained=["white"])
+    assert sample.trajectory is not None and [t.trained for t in sample.trajectory.turns] == [True, False, True]
+    assert trained_runs([sample]) == [engine.log[0], engine.log[2]]
+
+
+def test_request_after_the_agent_has_returned_is_refused(hf_engine: HFEngine, run_agents: RunAgents) -> None:
+    sessions: list[Session] = []
+
+    async def agent(session: Session, sample: Any) -> float:
+        sessions.append(session)
+        return 1.0
+
+    run_agents(hf_engine, agent, 1)
+    headers = {"authorization": f"Bearer {sessions[0].api_key}"}
+    response = httpx.post(f"{sessions[0].base_url}/chat/completions", headers=headers, json={})
+    assert response.status_code == 404 and "is not open" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.nightly)])
+def test_agents_at_once_lose_no_turn(hf_engine: HFEngine, run_agents: RunAgents, count: int) -> None:
+    received: dict[int, list[str]] = {}
+    everybody = asyncio.Event()
+
+    async def agent(session: Session, sample: Any) -> float:
+        number = sample.record["n"]
+        texts = received[number] = []
+        if len(received) == count:
+            everybody.set()
+        await everybody.wait()  # all sessions are open before the first request
+
+        async def branch(name: str) -> None:
+            messages = [*session.messages, {"role": "user", "content": f"{name} of {number}"}]
+            for _ in range(2):
+                text = await ask_by_socket(session, messages, max_tokens=3)
+                texts.append(text)
+                messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "on"}]
+
+        await asyncio.gather(branch("a"), branch("b"))
+        return 1.0
+
+    samples, engine = run_agents(hf_engine, agent, count, timeout=600.0, concurrency=count)
+    assert all(s.trajectory is not None and s.trajectory.error == "" for s in samples)
+    assert sorted(trained_runs(samples)) == sorted(engine.log) and len(engine.log) == 4 * count
+    for sample in samples:
+        assert sample.trajectory is not None and len(sample.trajectory.turns) == 4
+        assert sorted(t.reply["content"] for t in sample.trajectory.turns) == sorted(received[sample.id])
+        written = [m["content"] for t in sample.trajectory.turns for m in t.messages]
+        assert f"a of {sample.id}" in written and f"b of {sample.id}" in written
+    assert engine.most_at_once > min(count, 256) // 2

@@ -1,0 +1,330 @@
+"""Exact tokens of conversations, for templates that rewrite history and for those that keep it."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.agents.conversations import KEEPING, THINKING, chat_tokenizer, renderer_of, template_of
+from verl_mg.agents.call import Call, RequestError
+from verl_mg.agents.history import Context, ConversationHistory
+from verl_mg.agents.parsers import ReplyParser
+from verl_mg.agents.renderer import ConversationRenderer
+from verl_mg.engines.engine import Sample
+from verl_mg.engines.trajectory import NOT_GENERATED
+
+RENDERERS = {"thinking": renderer_of(THINKING), "keeping": renderer_of(KEEPING)}
+PARSERS = {
+    name: ReplyParser(chat_tokenizer(template), "qwen25", "qwen3" if name == "thinking" else None)
+    for name, template in (("thinking", THINKING), ("keeping", KEEPING))
+}
+QWEN3 = ReplyParser(chat_tokenizer(KEEPING), "qwen25", "qwen3")
+
+
+@functools.cache
+def setting(name: str) -> tuple[ConversationRenderer, ReplyParser]:
+    """A renderer and a parser by the name of a case."""
+    if name in RENDERERS:
+        return RENDERERS[name], PARSERS[name]
+    template, _, option = name.partition(" without ")
+    options = {"enable_thinking": False} if option else {}
+    return renderer_of(THINKING if template == "merges" else template_of(template), merges=True, **options), QWEN3
+
+
+TOOL = {"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}
+
+
+@dataclass
+class Conversation:
+    """A session with the log of what an engine was given and has generated."""
+
+    renderer: ConversationRenderer
+    parser: ReplyParser
+    log: list[tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.history = ConversationHistory(self.renderer)
+
+    def ask(self, messages: list[dict[str, Any]], tools: tuple[Any, ...] = ()) -> tuple[Call, Context]:
+        call = Call(tuple(messages), tools)
+        context = self.history.context(call)
+        text = self.renderer.decode(context.tokens)
+        for mark in ("<|im_start|>", "<|im_end|>"):
+            assert text.count(mark) == context.rendered.count(mark), "each message is there once"
+        return call, context
+
+    def answer(
+        self,
+        asked: tuple[Call, Context],
+        written: str | list[int],
+        ends: bool = True,
+        trained: bool = True,
+        end: str = "<|im_end|>",
+    ) -> dict[str, Any]:
+        """Adds a reply, whose policy version is its number, and returns it as a message."""
+        call, context = asked
+        last = self.renderer.tokens(end)
+        spelled = self.renderer.tokens(written) if isinstance(written, str) else tuple(written)
+        text = self.renderer.decode(spelled)
+        tokens = (*spelled, *(last if ends else ())) or last
+        number = len(self.log)
+        self.log.append((context.tokens, tokens if trained else ()))
+        sample = Sample(
+            0, tokens, (-0.5 - number,) * len(tokens), (number,) * len(tokens), "stop" if ends else "length"
+        )
+        parsed = self.parser.parse(text, call.tools, context.rendered)
+        message: dict[str, Any] = {"role": "assistant", "content": parsed.text}
+        if parsed.reasoning:
+            message["reasoning_content"] = parsed.reasoning
+        if parsed.tool_calls:
+            message["tool_calls"] = [
+                {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+                for c in parsed.tool_calls
+            ]
+        self.history.add(call, context, sample, message, trained=trained, truncated=not ends)
+        return message
+
+    def check(self) -> None:
+        """Each generated token is trained once, behind exactly the tokens that the engine was given."""
+        segments = self.history.segments()
+        seen: dict[int, int] = {}
+        for segment in segments:
+            assert segment.tokens and len(segment.tokens) == len(segment.logprobs) == len(segment.policy_versions)
+            for version in dict.fromkeys(segment.policy_versions):
+                if version == NOT_GENERATED:
+                    continue
+                positions = [i for i, v in enumerate(segment.policy_versions) if v == version]
+                context, generated = self.log[version]
+                assert positions == list(range(positions[0], positions[0] + len(generated)))
+                assert segment.tokens[: positions[0]] == context
+                assert tuple(segment.tokens[i] for i in positions) == generated
+                assert {segment.logprobs[i] for i in positions} == {-0.5 - version}
+                seen[version] = seen.get(version, 0) + 1
+            assert all(
+                logprob == 0.0
+                for logprob, version in zip(segment.logprobs, segment.policy_versions, strict=True)
+                if version == NOT_GENERATED
+            )
+            if segment.prefix_of is not None:
+                source = segments[segment.prefix_of]
+                assert source.tokens[: segment.prefix_length] == segment.tokens[: segment.prefix_length]
+                assert set(segment.policy_versions[: segment.prefix_length]) <= {NOT_GENERATED}
+        assert seen == {number: 1 for number, (_, generated) in enumerate(self.log) if generated}
+
+
+TEXTS = st.text("ab {}<>\n\"'é", max_size=12)
+CALLS = st.sampled_from(
+    [
+        '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
+        '<tool_call>{"arguments":{"a":1,"b": [2]},"name":"add"}</tool_call>',
+        '<think>\nso\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>',
+        'so\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": {"b": "<é>"}}}\n</tool_call>',
+    ]
+)
+REPLIES = st.one_of(
+    TEXTS,
+    CALLS,
+    CALLS,
+    TEXTS.map(lambda text: f"<think>\n{text}\n</think>\n\nthe answer"),
+    st.tuples(TEXTS, TEXTS).map(lambda pair: f"<think>{pair[0]}</think>{pair[1]}"),
+    st.sampled_from(["<tool_call>\nnot a call\n</tool_call>", "<think>\nunfinished"]),
+)
+
+
+SPELLINGS = st.lists(st.integers(0, 350), max_size=12)
+"""Token ids as a policy may write them: not as the tokenizer would spell their text, and with halves of characters."""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("thinking", "keeping", "merges", "qwen3", "qwen3_5_think"),
+        *(pytest.param(case, marks=pytest.mark.nightly) for case in ("qwen3 without thinking", "qwen2_5")),
+    ],
+)
+@settings(max_examples=50, deadline=None)
+@given(data=st.data())
+def test_context_random_conversations_train_each_token_once(case: str, data: st.DataObject) -> None:
+    conversation = Conversation(*setting(case))
+    replies = REPLIES if case in RENDERERS else st.one_of(REPLIES, SPELLINGS)
+    histories: list[list[dict[str, Any]]] = [[{"role": "user", "content": "hello"}]]
+    tools = data.draw(st.sampled_from([(TOOL,), (TOOL,), ()]))
+    for _ in range(data.draw(st.integers(1, 8))):
+        tools = data.draw(st.sampled_from([tools, tools, tools, tools, (), (TOOL,)]))
+        messages = list(data.draw(st.sampled_from([*histories[:-4:-1], *histories])))
+        asked = [conversation.ask(messages, tools) for _ in range(data.draw(st.sampled_from([1, 1, 1, 2])))]
+        for each in asked:  # requests at the same time
+            ends, trained = (
+                data.draw(st.sampled_from([True, True, False])),
+                data.draw(st.sampled_from([True, True, False])),
+            )
+            reply = conversation.answer(each, data.draw(replies), ends, trained)
+            if data.draw(st.booleans()):  # as clients of OpenAI send it back
+                reply = {key: value for key, value in reply.items() if key != "reasoning_content"}
+            if data.draw(st.integers(0, 5)) == 0:
+                reply = {**reply, "content": data.draw(TEXTS)}
+            following = [*messages, reply]
+            for call in reply.get("tool_calls", ()):
+                following.append({"role": "tool", "tool_call_id": call["id"], "content": data.draw(TEXTS)})
+            if following[-1] is reply or data.draw(st.booleans()):
+                following.append({"role": "user", "content": data.draw(TEXTS)})
+            histories.append(following)
+    conversation.check()
+
+
+def test_context_reply_as_rendered_continues_its_segment() -> None:
+    conversation = Conversation(RENDERERS["keeping"], PARSERS["keeping"])
+    messages = [{"role": "user", "content": "one"}]
+    for number in range(4):
+        asked = conversation.ask(messages)
+        assert asked[1].kept == (0 if number == 0 else len(conversation.history.segments()[0].tokens))
+        assert conversation.renderer.decode(asked[1].tokens) == conversation.renderer.render(messages, (), True)
+        messages = [*messages, conversation.answer(asked, f"reply {number}"), {"role": "user", "content": "next"}]
+    conversation.check()
+    assert len(conversation.history.segments()) == 1
+
+
+def test_context_call_rendered_otherwise_keeps_the_generated_tokens() -> None:
+    conversation = Conversation(RENDERERS["keeping"], PARSERS["keeping"])
+    messages = [{"role": "user", "content": "one"}]
+    asked = conversation.ask(messages, (TOOL,))
+    written = ' <tool_call>\n{"arguments":{"a" :1},   "name":"add"}\n</tool_call> '
+    reply = conversation.answer(asked, written)
+    assert reply["tool_calls"], "the call has another form than the template's"
+    messages += [reply, {"role": "tool", "tool_call_id": reply["tool_calls"][0]["id"], "content": "2"}]
+    call, context = conversation.ask(messages, (TOOL,))
+    text = conversation.renderer.decode(context.tokens)
+    assert written in text
+    assert text.endswith("<|im_end|>\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n")
+    conversation.answer((call, context), "done")
+    conversation.check()
+    assert len(conversation.history.segments()) == 1
+
+
+def test_context_question_after_reasoning_begins_a_segment_without_it() -> None:
+    conversation = Conversation(RENDERERS["thinking"], PARSERS["thinking"])
+    messages = [{"role": "user", "content": "one"}]
+    asked = conversation.ask(messages)
+    reply = conversation.answer(asked, "<think>\nsecret\n</think>\n\nfirst")
+    assert reply == {"role": "assistant", "content": "first", "reasoning_content": "secret"}
+    called = conversation.ask(
+        [*messages, {"role": "assistant", "content": "first"}, {"role": "user", "content": "two"}]
+    )
+    text = conversation.renderer.decode(called[1].tokens)
+    assert "secret" not in text and "first" in text
+    assert called[1].kept == len(asked[1].tokens), "the tokens in front of the reply are kept"
+    conversation.answer(called, "second")
+    conversation.check()
+    assert [(s.prefix_of, s.prefix_length) for s in conversation.history.segments()] == [(None, 0), (0, called[1].kept)]
+
+
+def test_context_tool_result_after_reasoning_keeps_it_though_the_agent_does_not_send_it() -> None:
+    conversation = Conversation(RENDERERS["thinking"], PARSERS["thinking"])
+    messages = [{"role": "user", "content": "one"}]
+    asked = conversation.ask(messages, (TOOL,))
+    written = '<think>\nI add\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    reply = conversation.answer(asked, written)
+    sent = {key: value for key, value in reply.items() if key != "reasoning_content"}
+    result = {"role": "tool", "tool_call_id": reply["tool_calls"][0]["id"], "content": "2"}
+    called = conversation.ask([*messages, sent, result], (TOOL,))
+    assert written in conversation.renderer.decode(called[1].tokens)
+    conversation.answer(called, "<think>\n\n</think>\n\n2")
+    conversation.check()
+    assert len(conversation.history.segments()) == 1
+
+
+def test_context_of_twins_that_differ_in_reasoning_continues_the_one_that_is_sent_back() -> None:
+    conversation = Conversation(RENDERERS["keeping"], PARSERS["thinking"])
+    messages = [{"role": "user", "content": "one"}]
+    both = [conversation.ask(messages), conversation.ask(messages)]
+    replies = [conversation.answer(asked, f"<think>thought {number}</think> yes") for number, asked in enumerate(both)]
+    for number, reply in enumerate(replies):
+        _, context = conversation.ask([*messages, reply, {"role": "user", "content": "two"}])
+        text = conversation.renderer.decode(context.tokens)
+        assert f"thought {number}</think> yes" in text and f"thought {1 - number}" not in text
+    edited = {**replies[0], "reasoning_content": "other thought"}
+    _, context = conversation.ask([*messages, edited, {"role": "user", "content": "two"}])
+    text = conversation.renderer.decode(context.tokens)
+    assert "<think>other thought</think>yes" in text and "thought 0" not in text
+
+
+def test_requests_for_the_same_reply_at_once_share_their_prompt() -> None:
+    conversation = Conversation(RENDERERS["keeping"], PARSERS["keeping"])
+    asked = [conversation.ask([{"role": "user", "content": "one"}]) for _ in range(3)]
+    for number, each in enumerate(asked):
+        conversation.answer(each, f"reply {number}")
+    conversation.check()
+    length = len(asked[0][1].tokens)
+    prefixes = [(s.prefix_of, s.prefix_length) for s in conversation.history.segments()]
+    # The first letters of the replies are the same, but no request knew them.
+    assert prefixes == [(None, 0), (0, length), (1, length)]
+
+
+def test_context_template_that_rewrites_the_prompt_itself_shares_what_is_in_front() -> None:
+    conversation = Conversation(*setting("qwen3 without thinking"))
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "one"}]
+    new: list[int] = []
+    for number in range(4):
+        asked = conversation.ask(messages)
+        new.append(len(asked[1].new_messages))
+        messages += [conversation.answer(asked, f"reply {number}"), {"role": "user", "content": "next"}]
+    conversation.check()
+    segments = conversation.history.segments()
+    assert [s.prefix_of for s in segments] == [None, 0, 1, 2] and new == [1, 1, 1, 1]
+    for number, segment in enumerate(segments[1:], 1):
+        shared = conversation.renderer.decode(segment.tokens[: segment.prefix_length])
+        assert shared.endswith("<|im_start|>assistant\n") and shared.count("assistant") == number
+
+
+def test_context_text_of_an_end_token_in_a_message_is_no_end_of_a_reply() -> None:
+    tokenizer = chat_tokenizer(KEEPING)
+    stops = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<eos>"])
+    conversation = Conversation(ConversationRenderer(tokenizer, stops, {}), PARSERS["keeping"])
+    messages = [{"role": "user", "content": "what is <eos> ?"}]
+    reply = conversation.answer(conversation.ask(messages), "the end", end="<eos>")
+    _, context = conversation.ask([*messages, reply, {"role": "user", "content": "two"}])
+    text = conversation.renderer.decode(context.tokens)
+    given = "what is <eos> ?<|im_end|>\n<|im_start|>assistant\nthe end<eos><|im_end|>\n"
+    following = "<|im_start|>user\ntwo"
+    assert text == f"<|im_start|>user\n{given}{following}<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("arguments", ['{"a": ' * 100_000, "[" * 100_000])
+def test_context_arguments_of_any_depth_are_a_text(arguments: str) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    asked = Conversation(RENDERERS["keeping"], PARSERS["keeping"]).ask(
+        [
+            {"role": "user", "content": "one"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c1", "content": "2"},
+        ]
+    )
+    assert arguments in asked[1].rendered
+
+
+def test_context_template_that_writes_nothing_raises_an_error_of_the_request() -> None:
+    with pytest.raises(RequestError, match=r"messages: the chat template makes no text"):
+        Conversation(renderer_of("{%- if not messages -%}x{%- endif -%}"), PARSERS["keeping"]).ask(
+            [{"role": "user", "content": "one"}]
+        )
+
+
+def test_context_truncated_reply_gets_its_end() -> None:
+    conversation = Conversation(RENDERERS["keeping"], PARSERS["keeping"])
+    messages = [{"role": "user", "content": "one"}]
+    reply = conversation.answer(conversation.ask(messages), " cut of ", ends=False)
+    _, context = conversation.ask([*messages, reply, {"role": "user", "content": "two"}])
+    text = conversation.renderer.decode(context.tokens)
+    assert text.endswith("assistant\n cut of <|im_end|>\n<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_context_template_that_rejects_a_role_raises_an_error_of_the_request() -> None:
+    template = "{{- raise_exception('no such role') -}}"
+    conversation = Conversation(renderer_of(template), PARSERS["keeping"])
+    with pytest.raises(RequestError, match=r"messages: the chat template .* \(no such role\)"):
+        conversation.ask([{"role": "user", "content": "one"}])

@@ -1,0 +1,120 @@
+"""Agents whose engine is interrupted: by a checkpoint of an asynchronous rollout, or by the end of its process."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from torch.distributed import TCPStore
+
+from tests.agents.agent_runs import requests_of, trained_runs
+from tests.agents.logged_engine import LoggedEngine
+from tests.helpers.engines import SGLANG, VLLM_NIGHTLY, bring_weights, process_of
+from verl_mg.agents.agent import Session
+from verl_mg.agents.engine import AgentEngine
+from verl_mg.engines.engine import EngineDiedError, Sample, Sampling
+from verl_mg.engines.hf.engine import HFEngine
+from verl_mg.engines.process_engine import ProcessEngine
+from verl_mg.rollout.engine_events import EngineEvents
+from verl_mg.rollout.engine_stream import EngineStream
+from verl_mg.rollout.work_queue import Group, StreamingWorkQueue
+
+RunAgents = Callable[..., tuple[list[Sample], LoggedEngine]]
+
+
+async def ask(session: Session, messages: list[Any], max_tokens: int) -> dict[str, Any]:
+    async with httpx.AsyncClient(timeout=600.0) as client:
+        response = await client.post(
+            f"{session.base_url}/chat/completions",
+            headers={"authorization": f"Bearer {session.api_key}"},
+            json={"model": "policy", "messages": messages, "max_tokens": max_tokens},
+        )
+    message: dict[str, Any] = response.json()["choices"][0]["message"]
+    return message
+
+
+def wait_until(is_true: Callable[[], bool]) -> None:
+    until = time.monotonic() + 600
+    while time.monotonic() < until:
+        if is_true():
+            return
+        threading.Event().wait(0.01)
+    pytest.fail("it takes longer than ten minutes")
+
+
+def test_snapshot_with_agents_in_flight_does_not_interrupt_them(hf_engine: HFEngine, run_agents: RunAgents) -> None:
+    asked: list[int] = []
+    released = threading.Event()
+
+    async def agent(session: Session, sample: Any) -> float:
+        reply = await ask(session, session.messages, 4)
+        asked.append(sample.record["n"])
+        while sample.record["n"] and not released.is_set():
+            await asyncio.sleep(0.01)
+        await ask(session, [*session.messages, reply, {"role": "user", "content": "on"}], 4)
+        return 1.0
+
+    def drive(engine: AgentEngine) -> list[Sample]:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        requests = {request.id: request for request in requests_of(3)}
+        stream = EngineStream(
+            engine, StreamingWorkQueue(store, "queue"), store, EngineEvents(store), lambda: None, lambda: None,
+            requests.__getitem__, lambda sample: None, Sampling(max_new_tokens=20),
+        )  # fmt: skip
+        stream.append([Group(tuple(requests))])
+        stream.start()
+        wait_until(lambda: len(asked) == 3 and len(stream.oldest_versions()) == 1)
+        with stream.stopped():
+            completed, partial = stream.snapshot()
+            stream.resubmit()
+        assert list(completed) == [0] and partial == {}
+        released.set()
+        wait_until(lambda: len(stream.oldest_versions()) == 3)
+        stream.close()
+        return list(stream.take(set(requests)).values())
+
+    samples, engine = run_agents(hf_engine, agent, 0, concurrency=3, drive=drive)
+    assert sorted(asked) == [0, 1, 2], "each agent has begun once"
+    assert sorted(trained_runs(samples)) == sorted(engine.log) and len(engine.log) == 6
+
+
+@pytest.mark.parametrize("any_engine", [SGLANG, VLLM_NIGHTLY], indirect=True)
+def test_agents_continue_where_the_process_of_their_engine_has_died(
+    any_engine: ProcessEngine, run_agents: RunAgents, chat_model: Path
+) -> None:
+    deaths: list[EngineDiedError] = []
+    killed: list[int] = []
+
+    async def agent(session: Session, sample: Any) -> float:
+        messages = list(session.messages)
+        for _ in range(3):
+            messages += [await ask(session, messages, 40), {"role": "user", "content": "on"}]
+        return 1.0
+
+    def drive(engine: AgentEngine) -> list[Sample]:
+        samples: list[Sample] = []
+        num_turns = 0
+        while len(samples) < 4:
+            try:
+                samples += engine.collect(0.05)
+                num_turns += 1
+                if num_turns >= 3 and any_engine._running and not killed:
+                    killed.append(process_of(any_engine).pid)
+                    process_of(any_engine).kill()
+            except EngineDiedError as error:
+                deaths.append(error)
+                any_engine.restart()
+                bring_weights(any_engine, chat_model, version=3)
+                any_engine.resume()
+        return samples
+
+    samples, engine = run_agents(any_engine, agent, 4, tokens=400, drive=drive)
+    assert len(deaths) == 1
+    assert [s.trajectory.error for s in samples if s.trajectory] == [""] * 4
+    assert sorted(trained_runs(samples)) == sorted(engine.log) and len(engine.log) == 12

@@ -1,0 +1,111 @@
+"""Engine whose turns follow a script, and tools around it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tests.agents.tools.tool_calls import tokenizer_with
+from verl_mg.agents.tools.builtin import calculator
+from verl_mg.agents.tools.chat_format import ToolCallFormat
+from verl_mg.agents.tools.multi_turn import MultiTurnEngine
+from verl_mg.agents.tools.tool import Tool
+from verl_mg.engines import Request, RolloutEngine, Sample, Sampling
+from verl_mg.engines.engine import Finish
+from verl_mg.engines.trajectory import NOT_GENERATED
+
+TOKENIZER = tokenizer_with()
+TOKENIZER.add_tokens(["42"])  # an engine that writes 4 and 2 must not find this in the next context
+EOS = 1
+PROMPT = (4, 20, 5)
+
+
+def encode(text: str) -> tuple[int, ...]:
+    """A token a character, and the special ones."""
+    parts = text.split("42")
+    four_two = TOKENIZER.convert_tokens_to_ids(["4", "2"])
+    tokens = [*TOKENIZER(parts[0])["input_ids"]]
+    for part in parts[1:]:
+        tokens += [*four_two, *TOKENIZER(part)["input_ids"]]
+    return tuple(tokens)
+
+
+class Scripted(RolloutEngine):
+    """Writes what a script says for a request, at most `per_collect` samples a call, and records its requests.
+
+    A stop token follows the script's text. `held`: ids that are not answered.
+    """
+
+    def __init__(self, script: Callable[[Request], str], per_collect: int = 100) -> None:
+        self.script, self.per_collect = script, per_collect
+        self.requested: list[Request] = []
+        self.held: set[int] = set()
+        self.version = 0
+        self._running: list[tuple[Request, Sampling]] = []
+        self._aborted = False
+
+    def num_free_slots(self) -> int:
+        return 50 - len(self._running)
+
+    def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
+        self.requested += requests
+        if not self._running:
+            self._aborted = False
+        self._running += [(request, sampling) for request in requests]
+
+    def collect(self, timeout: float) -> list[Sample]:
+        if self._aborted:
+            ready = list(self._running)
+        else:
+            ready = [each for each in self._running if each[0].id not in self.held][: self.per_collect]
+        self._running = [each for each in self._running if each not in ready]
+        samples = [request.prepend_partial(self._write(request, sampling)) for request, sampling in ready]
+        self._aborted = False
+        return samples
+
+    def abort(self) -> None:
+        self._aborted = True
+
+    def health(self) -> bool:
+        return True
+
+    def _write(self, request: Request, sampling: Sampling) -> Sample:
+        tokens = (*encode(self.script(request)), EOS)
+        budget = request.remaining_tokens(sampling)
+        assert budget > 0
+        finish: Finish = "stop" if len(tokens) <= budget else "length"
+        if self._aborted:
+            tokens, finish = tokens[:3], "abort"
+        tokens = tokens[:budget]
+        start = len(request.context)
+        logprobs = tuple(-0.01 * (start + t) for t in range(len(tokens)))
+        # As if the experts of a token were its position and the version that fed it.
+        fed = start + len(tokens) - 1
+        routed = torch.stack([torch.arange(fed), torch.full((fed,), self.version)], 1).to(torch.int16)[:, None]
+        return Sample(request.id, tokens, logprobs, (self.version,) * len(tokens), finish, routed)
+
+
+def turns_of(*texts: str) -> Callable[[Request], str]:
+    """A script of what each turn says."""
+    return lambda request: texts[observations(request)]
+
+
+def observations(request: Request) -> int:
+    versions = request.partial.policy_versions if request.partial else ()
+    return sum(v == NOT_GENERATED and (i == 0 or versions[i - 1] != NOT_GENERATED) for i, v in enumerate(versions))
+
+
+def worded(*results: str) -> tuple[int, ...]:
+    """The observation of these results, as the template of the tokenizer has it."""
+    texts = "".join(f"\n<tool_response>\n{result}\n</tool_response>" for result in results)
+    tokens: list[int] = TOKENIZER(f"\n<user>{texts}<eos>\n<assistant>")["input_ids"]
+    return tuple(tokens)
+
+
+SAMPLING = Sampling(max_new_tokens=1000, stop_token_ids=(EOS,))
+
+
+def conversations(engine: RolloutEngine, tools: Sequence[Any] = (calculator,), **options: Any) -> MultiTurnEngine:
+    built = [tool if isinstance(tool, Tool) else Tool.from_function(tool) for tool in tools]
+    options = {"max_turns": 3, "tool_timeout": 60} | options
+    return MultiTurnEngine(engine, ToolCallFormat(TOKENIZER, built, "qwen25"), built, **options)

@@ -1,0 +1,119 @@
+"""Tool calls parsed by SGLang, and results formatted by a chat template."""
+
+import json
+import sys
+from typing import Any
+
+import pytest
+
+from tests.agents.tools.tool_calls import TEMPLATE, qwen, tokenizer_with
+from tests.helpers.traces import needs_sglang
+from verl_mg.agents.tools.builtin import calculator
+from verl_mg.agents.tools.chat_format import MALFORMED, ToolCall, ToolCallFormat, ToolResult
+from verl_mg.agents.tools.tool import Tool
+from verl_mg.errors import UserError
+
+pytestmark = needs_sglang
+
+TOOLS = [Tool.from_function(calculator)]
+
+
+def calls_in(text: str, tool_call_parser: str = "qwen25") -> list[ToolCall]:
+    tokenizer = tokenizer_with()
+    return ToolCallFormat(tokenizer, TOOLS, tool_call_parser).calls(
+        tokenizer(text, add_special_tokens=False)["input_ids"]
+    )
+
+
+def same(calls: list[ToolCall], *expected: tuple[str, dict[str, Any]]) -> bool:
+    return [(call.name, json.loads(call.arguments)) for call in calls] == list(expected)
+
+
+def test_calls_text_without_calls_returns_none() -> None:
+    assert calls_in("the answer is 42 {} <tool>") == []
+
+
+def test_calls_are_returned_in_order() -> None:
+    text = f"think\n{qwen('calculator', expression='1+1')}\n{qwen('calculator', expression='2')}"
+    assert same(calls_in(text), ("calculator", {"expression": "1+1"}), ("calculator", {"expression": "2"}))
+
+
+def test_calls_llama_format_is_parsed() -> None:
+    text = '<|python_tag|>{"name": "calculator", "parameters": {"expression": "3"}}'
+    assert same(calls_in(text, "llama3"), ("calculator", {"expression": "3"}))
+
+
+def test_calls_unknown_tools_are_returned() -> None:
+    assert same(calls_in(qwen("oracle", question="?")), ("oracle", {"question": "?"}))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>\n{"name": "calculator", "arg\n</tool_call>',
+        '<tool_call>\n{"name": "calculator"',
+        "<tool_call>\n7\n</tool_call>",
+        "<tool_call>\n[[]]\n</tool_call>",
+    ],
+)
+def test_calls_malformed_text_returns_malformed(text: str) -> None:
+    assert calls_in(text) == [MALFORMED]
+    good = qwen("calculator", expression="1")
+    assert calls_in(f"{good}\n{text}")[-1] is MALFORMED
+
+
+def observed(last: str, results: list[ToolResult], template: str | None = TEMPLATE) -> str:
+    tokenizer = tokenizer_with(template)
+    tokens = ToolCallFormat(tokenizer, TOOLS, "qwen25").observation(tokenizer.convert_tokens_to_ids(last), results)
+    return str(tokenizer.decode(tokens))
+
+
+def test_observation_uses_the_template_without_the_end_token() -> None:
+    one, two = ToolResult("calculator", "42"), ToolResult("calculator", "error: é")
+    worded = "\n<user>\n<tool_response>\n42\n</tool_response><eos>\n<assistant>"
+    assert observed("<eos>", [one]) == worded
+    assert observed("<eos>", [one, ToolResult("", "7")]) == worded.replace(
+        "42\n</tool_response>", "42\n</tool_response>\n<tool_response>\n7\n</tool_response>"
+    )
+    assert observed("<pad>", [one]) == "<eos>" + worded
+    assert "error: " in observed("<eos>", [two])
+
+
+def test_observation_equals_the_tokens_of_the_whole_conversation() -> None:
+    tokenizer = tokenizer_with()
+    prompt = [{"role": "user", "content": "6*7?"}]
+    written = qwen("calculator", expression="6*7")
+    tokens = tokenizer(tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))["input_ids"]
+    tokens += [*tokenizer(written)["input_ids"], tokenizer.eos_token_id]
+    tokens += ToolCallFormat(tokenizer, TOOLS, "qwen25").observation(tokens[-1], [ToolResult("calculator", "42")])
+    messages = [*prompt, {"role": "assistant", "content": written}, {"role": "tool", "content": "42"}]
+    assert tokens == tokenizer(
+        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    )["input_ids"]  # fmt: skip
+
+
+def test_observation_without_template_uses_line_breaks() -> None:
+    assert observed("<eos>", [ToolResult("a", "1"), ToolResult("b", "2")], template=None) == "\n1\n2\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{- raise_exception('no role tool') -}}", "rejects the role tool .*no role tool"),
+        ("{%- for m in messages if m.role == 'user' -%}{{- m.content -}}{%- endfor -%}", "omits tool messages"),
+    ],
+)
+def test_tool_call_format_template_without_tools_raises(template: str, reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        ToolCallFormat(tokenizer_with(template), TOOLS, "qwen25")
+
+
+def test_tool_call_format_unknown_parser_raises() -> None:
+    with pytest.raises(UserError, match=r"rollout.tool_call_parser=qwen35: .*qwen25"):
+        ToolCallFormat(tokenizer_with(), TOOLS, "qwen35")
+
+
+def test_tool_call_format_without_sglang_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sglang.srt.function_call.function_call_parser", None)
+    with pytest.raises(UserError, match=r"rollout.tools: .*tools/install_sglang_cpu.sh"):
+        ToolCallFormat(tokenizer_with(), TOOLS, "qwen25")

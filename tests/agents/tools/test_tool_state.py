@@ -1,0 +1,274 @@
+"""States of tools: one for each sample, opened before its first call, closed exactly once."""
+
+import asyncio
+import os
+import re
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.agents.tools.ledgers import SAMPLE, Ledger, call, counts, ledger, tools_of
+from tests.helpers import warm_start
+from verl_mg.agents.tools.load import load_tools
+from verl_mg.agents.tools.tool import Tool, ToolSample
+from verl_mg.agents.tools.tool_runner import ToolRunner
+from verl_mg.errors import UserError
+
+ROOT = Path(__file__).parents[3]
+HERE = Path(__file__).parent
+Start = Callable[..., ToolRunner]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts runners; closes them at the end."""
+    runners: list[ToolRunner] = []
+
+    def start(tools: type | list[Tool], timeout: float = 60) -> ToolRunner:
+        runners.append(ToolRunner(tools if isinstance(tools, list) else tools_of(tools).tools, timeout))
+        return runners[-1]
+
+    yield start
+    for runner in runners:
+        runner.close()
+
+
+def one_by_one(runner: ToolRunner, *calls: tuple[str, str], sample: int = 7) -> list[str]:
+    """The results of calls in turns of their own."""
+    runner.begin(sample, SAMPLE, ())
+    return [runner.start(sample, [call(*each)]).result(60)[0] for each in calls]
+
+
+def set_timeout(runner: ToolRunner, seconds: float, sample: int = 7) -> None:
+    """Changes the time limit of the states that a sample has."""
+    for state in runner._samples[sample].states.values():
+        state._timeout = seconds
+
+
+def test_class_tools_are_its_public_methods() -> None:
+    tools = load_tools([f"{HERE}/ledgers.py:Ledger"])
+    assert [tool.name for tool in tools] == ["note", "add", "add_slowly", "wait", "leave"]
+    assert tools[1].schema["function"] == {
+        "name": "add",
+        "description": "Add to the sum.",
+        "parameters": {
+            "type": "object",
+            "properties": {"n": {"type": "integer", "description": "the summand"}},
+            "required": ["n"],
+            "additionalProperties": False,
+        },
+    }
+
+
+def test_class_tools_with_prefix_have_it_in_their_names() -> None:
+    place = f"{HERE}/ledgers.py:Ledger"
+    names = [tool.name for tool in load_tools([place, f"second={place}"])]
+    assert names[5:] == [f"second_{name}" for name in names[:5]]
+    with pytest.raises(UserError, match=r"rollout.tools=.*:Ledger: another tool is named note, of .* write PREFIX=/"):
+        load_tools([place, place])
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("class Own:\n def __init__(self, n): pass", "the constructor has arguments .* Give each a default"),
+        ("class Own:\n async def open(self, sample): pass", "no public method"),
+        ("class Own:\n def tool(self): pass", "tool 'tool': no docstring"),
+        ("class Own:\n def tool(self, n):\n  'Doc.'", "parameter n has no annotation"),
+    ],
+)
+def test_class_tools_invalid_class_raises(tmp_path: Path, text: str, reason: str) -> None:
+    (tmp_path / "own.py").write_text(text)
+    with pytest.raises(UserError, match=reason):
+        load_tools([f"{tmp_path}/own.py:Own"])
+
+
+def test_state_of_concurrent_samples_is_separate(start: Start) -> None:
+    kind = ledger()
+    runner = start(kind)
+    for i in range(64):
+        runner.begin(i, ToolSample(str(i), None, {}), ())
+    for turn in (1, 2):
+        futures = [runner.start(i, [call("add", f'{{"n": {i}}}')] * 3) for i in range(64)]
+        for i, future in enumerate(futures):
+            totals = [str(i * (3 * (turn - 1) + k)) for k in (1, 2, 3)]
+            assert future.result(60) == totals, "in order, none lost"
+    assert counts(kind.events, "opened") == [1] * 64
+    assert counts(kind.events, "closed") == [0] * 64
+    for i in range(64):
+        runner.end(i)
+    runner.close()
+    assert counts(kind.events, "closed") == [1] * 64
+
+
+def test_state_is_opened_with_the_sample_before_the_first_call(start: Start) -> None:
+    def user(self: Any) -> str:
+        """Tell the user."""
+        return f"{self.sample.record['user']} {self.sample.answer} {self.sample.prompt}"
+
+    kind = ledger(user=user)
+    runner = start(kind)
+    runner.begin(7, SAMPLE, ())
+    assert runner.start(7, [call("other")]).result(60)[0].startswith("error: there is no tool 'other'")
+    assert kind.events == []
+    assert one_by_one(runner, ("user", "{}")) == ["ada 42 6*7?"]
+
+
+def test_state_that_fails_to_open_is_closed_and_opened_again(start: Start) -> None:
+    async def opens_second(self: Any, sample: ToolSample) -> None:
+        if not self.number:
+            raise ValueError("not\n yet")
+
+    kind = ledger(open=opens_second)
+    runner = start(kind)
+    results = one_by_one(runner, ("add", '{"n": 1}'), ("add", '{"n": 2}'), ("add", '{"n": 3}'))
+    assert results == ["error: add: ledgers.py:Ledger cannot be opened (ValueError: not yet)", "2", "5"]
+    runner.end(7)
+    runner.close()
+    assert counts(kind.events, "closed") == [1, 1]
+
+
+@pytest.mark.parametrize("error", [SystemExit(1), asyncio.CancelledError(), KeyboardInterrupt()])
+def test_state_whose_open_ends_the_program_gives_an_error(start: Start, error: BaseException) -> None:
+    def ending(self: Any, sample: ToolSample) -> None:
+        raise error
+
+    kind = ledger(open=ending)
+    runner = start(kind)
+    (result,) = one_by_one(runner, ("add", '{"n": 1}'))
+    assert result.startswith(f"error: add: ledgers.py:Ledger cannot be opened ({type(error).__name__}")
+    runner.close()
+    assert counts(kind.events, "closed") == [1]
+
+
+def test_state_that_opens_too_slowly_is_closed(start: Start) -> None:
+    async def endless(self: Any, sample: ToolSample) -> None:
+        await asyncio.Event().wait()
+
+    kind = ledger(open=endless)
+    runner = start(kind, timeout=0.1)
+    results = one_by_one(runner, ("add", '{"n": 1}'))
+    assert results == ["error: add: ledgers.py:Ledger cannot be opened (it takes longer than 0.1 s)"]
+    set_timeout(runner, 60)
+    runner.end(7)
+    runner.close()
+    assert counts(kind.events, "closed") == [1]
+
+
+def test_state_with_a_plain_method_that_is_late_waits_for_it(start: Start) -> None:
+    kind = ledger()
+    runner, adds = start(kind), ("add_slowly", '{"n": 1}')
+    assert one_by_one(runner, ("add", '{"n": 0}')) == ["0"]
+    for expected in ("2", "4"):
+        set_timeout(runner, 0.1)
+        assert one_by_one(runner, adds) == ["error: add_slowly took longer than 0.1 s"]
+        set_timeout(runner, 60)
+        waiting = runner.start(7, [call(*adds)])
+        kind.may_end.set()
+        assert waiting.result(60) == [expected]
+        kind.may_end.clear()
+    set_timeout(runner, 0.1)
+    assert one_by_one(runner, adds) == ["error: add_slowly took longer than 0.1 s"]
+    set_timeout(runner, 60)
+    kind.may_end.set()
+    runner.close()
+    assert [event for _, event in kind.events] == ["made", "opened", *["begins", "ends"] * 5, "closed"]
+
+
+def test_state_after_errors_of_a_method_remains(start: Start) -> None:
+    kind = ledger()
+    runner = start(kind)
+    results = one_by_one(runner, ("add", '{"n": 1}'), ("leave", "{}"), ("add", '{"m": 1}'), ("add", '{"n": 1}'))
+    assert results[1:] == ["error: leave raised SystemExit: 1", "error: add: n: Field required", "2"]
+    assert counts(kind.events, "made") == [1]
+
+
+@pytest.mark.parametrize("closes", ["never", "raises", "exits"])
+def test_state_whose_close_fails_ends(start: Start, closes: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def close(self: Any) -> None:
+        self.note("closing")
+        if closes == "never":
+            await asyncio.Event().wait()
+        raise {"raises": ValueError("no"), "exits": SystemExit(1)}[closes]
+
+    kind = ledger(close=close)
+    runner = start(kind)
+    assert one_by_one(runner, ("add", '{"n": 1}')) == ["1"]
+    set_timeout(runner, 0.1 if closes == "never" else 60)
+    runner.end(7)
+    runner.close()
+    assert counts(kind.events, "closing") == [1]
+    if closes == "raises":
+        assert "tools of ledgers.py:Ledger: ValueError: no" in caplog.text
+
+
+def test_state_of_a_cancelled_call_is_closed_once(start: Start) -> None:
+    kind = ledger()
+    runner = start(kind)
+    runner.begin(7, SAMPLE, ())
+    results = runner.start(7, [call("wait"), call("add", '{"n": 1}')])
+    wait_for(kind, "waits")
+    results.cancel()
+    runner.end(7)
+    runner.close()
+    assert [event for _, event in kind.events] == ["made", "opened", "waits", "closed"]
+
+
+def test_state_that_is_cancelled_while_it_opens_is_closed_once(start: Start) -> None:
+    async def endless(self: Any, sample: ToolSample) -> None:
+        self.note("opens")
+        await asyncio.Event().wait()
+
+    kind = ledger(open=endless)
+    runner = start(kind)
+    runner.begin(7, SAMPLE, ())
+    results = runner.start(7, [call("add", '{"n": 1}')])
+    wait_for(kind, "opens")
+    results.cancel()
+    runner.end(7)
+    runner.close()
+    assert [event for _, event in kind.events] == ["made", "opens", "closed"]
+
+
+def wait_for(kind: type[Ledger], event: str) -> None:
+    while event not in [each for _, each in kind.events]:
+        time.sleep(0.001)
+
+
+def test_state_earlier_calls_are_repeated_in_order(start: Start) -> None:
+    kind = ledger()
+    runner = start(kind)
+    earlier = [call("add", '{"n": 1}'), call("oracle"), call("add", "{"), call("add", '{"n": 2}')]
+    runner.begin(7, SAMPLE, earlier)
+    assert runner.start(7, [call("add", '{"n": 4}')]).result(60) == ["7"]
+
+
+def test_documented_class_has_an_account_for_each_sample(tmp_path: Path, start: Start) -> None:
+    page = (ROOT / "docs" / "tools.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python ledger.py\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "ledger.py").write_text(code)
+    runner = start(load_tools([f"{tmp_path}/ledger.py:Ledger"]))
+    pay = call("transfer", '{"source": "ada", "target": "bob", "amount": 30}')
+    for i in (1, 2):
+        runner.begin(i, ToolSample("?", None, {"names": ["ada", "bob"]}), ())
+        assert runner.start(i, [pay]).result(60) == ["ada has 70"]
+
+
+def test_state_of_a_program_that_fails_is_closed(tmp_path: Path) -> None:
+    code = f"""
+from tests.agents.tools.ledgers import FileLedger, call, tools_of
+from verl_mg.agents.tools.tool import ToolSample
+from verl_mg.agents.tools.tool_runner import ToolRunner
+runner = ToolRunner(tools_of(FileLedger).tools, 60)
+runner.begin(1, ToolSample({str(tmp_path / "ledger")!r}, None, {{}}), ())
+runner.start(1, [call("begin")]).result(60)
+raise ValueError
+"""
+    warm = warm_start.shared()
+    ended = subprocess.run([warm.python, "-c", code], cwd=ROOT, env=os.environ | warm.environment, capture_output=True)
+    assert ended.returncode == 1
+    assert (tmp_path / "ledger").read_text() == "begun\nclosed\n"

@@ -1,0 +1,42 @@
+"""Counters of engines: from SGLang's fields to metrics."""
+
+import json
+import os
+import subprocess
+
+import pytest
+
+from tests.helpers import warm_start
+from tests.helpers.traces import needs_sglang
+from verl_mg.engines.engine_counts import ACCEPTED, CACHED, DRAFTED, GENERATED, PROMPT, VERIFIED, count_metrics
+from verl_mg.engines.sglang.arguments import ON_CPU
+from verl_mg.engines.sglang.requests import parse_response
+
+
+def response(**meta: object) -> dict[str, object]:
+    common = {"output_token_logprobs": [], "finish_reason": {"type": "stop"}}
+    return {"output_ids": [], "meta_info": common | meta}
+
+
+@needs_sglang
+def test_counts_of_speculative_decoding_are_those_of_sglang():
+    warm = warm_start.sglang()
+    probe = subprocess.run(
+        [warm.python, "-m", "tests.engines.sglang.counts_probe"],
+        env=os.environ | ON_CPU, capture_output=True, text=True,
+    )  # fmt: skip
+    assert probe.returncode == 0, probe.stderr[-2000:]
+    meta = json.loads(probe.stdout.splitlines()[-1])
+    counts = parse_response(response(prompt_tokens=20, cached_tokens=15, completion_tokens=12, **meta))["counts"]
+    assert counts == {PROMPT: 20, CACHED: 15, DRAFTED: 15, ACCEPTED: 7, VERIFIED: 5, GENERATED: 12}
+    metrics = count_metrics([counts, {PROMPT: 10, CACHED: 0}])
+    assert metrics == {
+        "time/prompt_cache_hits": pytest.approx(0.5),
+        "time/draft_acceptance": pytest.approx(7 / 15),
+        "time/draft_tokens_per_step": pytest.approx(12 / 5),
+    }
+
+
+def test_counts_of_an_engine_without_any_are_no_metrics():
+    assert count_metrics([{}, {}]) == {}
+    assert parse_response(response())["counts"] == {PROMPT: 0, CACHED: 0}

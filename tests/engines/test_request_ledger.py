@@ -1,0 +1,90 @@
+"""Results of an engine for the rank that comes after a lost one."""
+
+import asyncio
+
+from verl_mg.engines import request_ledger
+from verl_mg.engines.request_ledger import Generation, RequestLedger, request_key
+
+REQUEST = {"tokens": [1, 2], "seed": None}
+
+
+def generation(ledger: RequestLedger, rid: str, version: int, token: int, finish: str = "stop") -> Generation:
+    """A request whose result is one token."""
+
+    async def result() -> dict[str, object]:
+        return {"tokens": [token], "finish": finish}
+
+    made = Generation(rid, request_key(rid, REQUEST, version), version, asyncio.ensure_future(result()))
+    ledger.add(made)
+    return made
+
+
+def answers(ledger: RequestLedger, rid: str, version: int, count: int) -> list[int | None]:
+    """The tokens that a repeated request gets, each time that it is sent."""
+    taken = [ledger.take(request_key(rid, REQUEST, version)) for _ in range(count)]
+    return [one.task.result()["tokens"][0] if one else None for one in taken]
+
+
+def test_key_has_sample_version_and_content():
+    key = request_key("5.0", REQUEST, 3)
+    assert key == request_key("5.77", REQUEST, 3)
+    others = [("6.0", REQUEST, 3), ("5.0", REQUEST, 4), ("5.0", REQUEST | {"seed": 1}, 3)]
+    assert key not in {request_key(*other) for other in others}
+
+
+def test_take_repeats_results_in_their_order_for_each_further_rank():
+    async def run() -> None:
+        ledger = RequestLedger()
+        for token in (7, 8):
+            await generation(ledger, "5.0", 1, token).task
+        assert answers(ledger, "5.9", 1, 1) == [None]  # of the same rank: it wants a new one
+        for _ in range(2):
+            ledger.hand_over()
+            assert answers(ledger, "5.1", 1, 3) == [7, 8, None]
+            assert answers(ledger, "5.1", 2, 1) == [None]
+
+    asyncio.run(run())
+
+
+def test_aborted_and_interrupted_requests_are_not_repeated():
+    async def run() -> None:
+        ledger = RequestLedger()
+        await generation(ledger, "1.0", 1, 7, "abort").task
+        interrupted = generation(ledger, "2.0", 1, 7)
+        ledger.drop_unfinished()
+        await interrupted.task
+        kept = generation(ledger, "3.0", 1, 7)
+        await kept.task
+        unfinished = generation(ledger, "4.0", 1, 8)
+        ledger.hand_over()
+        assert ledger.orphans() == [unfinished]
+        assert [answers(ledger, f"{i}.0", 1, 1) for i in (1, 2, 3)] == [[None], [None], [7]]
+        assert ledger.take(request_key("4.1", REQUEST, 1)) is unfinished
+
+    asyncio.run(run())
+
+
+def test_results_under_weights_that_are_trained_again_are_dropped():
+    async def run() -> None:
+        ledger = RequestLedger()
+        for version in (3, 4):
+            await generation(ledger, "1.0", version, version).task
+        ledger.hand_over()
+        ledger.drop_newer(3)
+        assert [answers(ledger, "1.0", version, 1) for version in (3, 4)] == [[3], [None]]
+
+    asyncio.run(run())
+
+
+def test_oldest_results_are_dropped_when_all_are_too_large(monkeypatch):
+    monkeypatch.setattr(request_ledger, "MAX_BYTES", 2 * request_ledger.TOKEN_BYTES)
+
+    async def run() -> None:
+        ledger = RequestLedger()
+        for number in range(4):
+            await generation(ledger, f"{number}.0", 1, number).task
+        await asyncio.sleep(0)
+        ledger.hand_over()
+        assert [answers(ledger, f"{i}.0", 1, 1) for i in range(4)] == [[None], [None], [2], [3]]
+
+    asyncio.run(run())

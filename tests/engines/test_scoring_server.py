@@ -1,0 +1,77 @@
+"""Scores of given tokens by servers: malformed responses, and those of real SGLang and vLLM against `transformers`."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.helpers.json_server import JsonResponse, serving
+from tests.helpers.sglang_servers import RunningServer
+from tests.helpers.tiny_models import tiny_model
+from tests.helpers.traces import needs_sglang, needs_vllm
+from tests.helpers.vllm_servers import RunningVllmServer
+from verl_mg.engines.scoring_server import ScoringServer
+from verl_mg.errors import UserError
+
+TOKENS = (3, 5, 7, 5)
+
+
+def sglang(scored: list[object], likeliest: list[object]) -> dict[str, object]:
+    return {"meta_info": {"input_token_logprobs": scored, "input_top_logprobs": likeliest}}
+
+
+@pytest.mark.parametrize(
+    ("protocol", "body", "reason"),
+    [
+        ("sglang", {"text": ""}, "KeyError"),
+        ("sglang", sglang([[-1.0, 5, None]], [[[-1.0, 5, None]]]), "ValueError"),
+        ("sglang", sglang([[-1.0, 9, None]] * 2, [[[-1.0, 5, None]]] * 2), "token 9 in place of 7"),
+        ("sglang", sglang([[-1.0, 7, None], [-1.0, 5, None]], [[], []]), "0 likeliest tokens"),
+        ("openai", {"choices": [{"prompt_logprobs": None}]}, "TypeError"),
+        ("openai", {"choices": [{"prompt_logprobs": [None, {}, {}, {}]}]}, "KeyError"),
+    ],
+)
+def test_malformed_response_is_an_error_with_the_key(protocol, body, reason):
+    with serving(lambda request: JsonResponse(body)) as url:
+        server = ScoringServer.at("teachers.a.url", url, protocol, "teacher")
+        with pytest.raises(UserError, match=rf"teachers.a.url={url}/.*no log-probs of 2 tokens .*{reason}"):
+            asyncio.run(server.score(TOKENS, 2, 1))
+
+
+def sglang_server(model: Path, log: Path) -> RunningServer:
+    return RunningServer(model, log, "tp1", load_format="auto")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("protocol", "start"),
+    [
+        pytest.param("sglang", sglang_server, marks=needs_sglang),
+        pytest.param("openai", RunningVllmServer, marks=needs_vllm),
+    ],
+)
+def test_scores_of_a_server_are_those_of_transformers(tmp_path, protocol, start):
+    # A size of heads that vLLM computes with on a CPU.
+    model, k = tiny_model(tmp_path / "model", "qwen3", hidden=64, head_dim=32), 4
+    running = start(model, tmp_path / "log")
+    try:
+        running.wait_until_ready()
+        server = ScoringServer.at("teachers.a.url", running.url, protocol, "teacher")
+        rows = [torch.randint(3, 20, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+                for length in (2, 9, 30)]  # fmt: skip
+        net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        for tokens in rows:
+            for first in {1, len(tokens) // 2, len(tokens) - 1} - {0}:
+                scores = asyncio.run(server.score(tokens, first, k))
+                with torch.no_grad():
+                    whole = net(torch.tensor([tokens])).logits[0].log_softmax(-1)
+                assert len(scores) == len(tokens) - first
+                for place, score in enumerate(scores, start=first):
+                    assert score.logprob == pytest.approx(whole[place - 1, tokens[place]].item(), abs=1e-4)
+                    best = whole[place - 1].topk(k)
+                    assert [token for _, token in score.likeliest] == best.indices.tolist()
+                    assert [value for value, _ in score.likeliest] == pytest.approx(best.values.tolist(), abs=1e-4)
+    finally:
+        running.kill()

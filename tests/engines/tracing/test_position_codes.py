@@ -1,0 +1,220 @@
+"""Cuts, fusions and stackings are read off codes again, exactly and in as few boxes as there are."""
+
+import math
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl_mg.engines.tracing.position_codes import UNWRITTEN, PositionCodes, decode, is_written
+from verl_mg.errors import UserError
+from verl_mg.sharding.boxes import Piece, Shard, full_box, slices
+
+CODES = PositionCodes({"q": (12, 6), "bias": (40,), "kv": (5, 6), "wide": (3, 50, 7), "scalar": (), "one": (1, 6)})
+
+
+def passes(load, codes=CODES):
+    """What a parameter holds after each pass of a loader, a function of the checkpoint."""
+    return [load({name: codes.tensor(name, number) for name in codes.names}) for number in range(codes.passes)]
+
+
+def decoded(load, codes=CODES):
+    return decode("p", codes, passes(load, codes))
+
+
+def numbers(codes=CODES):
+    """The number of every element of every tensor."""
+    return {
+        name: start + np.arange(math.prod(shape)).reshape(shape)
+        for (name, shape), start in zip(codes.shapes.items(), codes.offsets.tolist(), strict=False)
+    }
+
+
+def put_together(shard, codes=CODES):
+    """The numbers that a shard says the parameter holds, -1 for padding; every element must be in one box."""
+    values, seen = np.full(shard.shape, -2), np.zeros(shard.shape, int)
+    for piece in shard.pieces:
+        source = numbers(codes)[piece.tensor][slices(piece.source)]
+        values[slices(piece.target)] = source.reshape(values[slices(piece.target)].shape)
+        seen[slices(piece.target)] += 1
+    for box in shard.padding:
+        values[slices(box)] = -1
+        seen[slices(box)] += 1
+    assert (seen == 1).all()
+    return values
+
+
+def whole(name):
+    return Shard(CODES.shapes[name], (Piece(name, full_box(CODES.shapes[name]), full_box(CODES.shapes[name])),))
+
+
+@pytest.mark.parametrize("name", CODES.names)
+def test_decode_whole_tensor_is_one_piece(name):
+    assert decoded(lambda w: w[name]) == whole(name)
+
+
+def test_position_codes_are_exact_in_bfloat16_and_never_zero():
+    for number in range(CODES.passes):
+        for name in CODES.names:
+            codes = CODES.tensor(name, number)
+            assert torch.equal(codes.bfloat16().float(), codes)
+            assert codes.min() >= 1
+
+
+def test_decode_columns_are_one_piece():
+    assert decoded(lambda w: w["q"][:, 2:5]) == Shard((12, 3), (Piece("q", ((0, 12), (2, 5)), ((0, 12), (0, 3))),))
+
+
+def test_decode_rows_of_several_tensors_and_padding():
+    shard = decoded(
+        lambda w: torch.cat([w["q"][4:8], w["kv"][:2], torch.zeros(2, 6), torch.full((1, 6), UNWRITTEN), w["one"]])
+    )
+    assert shard.pieces == (
+        Piece("q", ((4, 8), (0, 6)), ((0, 4), (0, 6))),
+        Piece("kv", ((0, 2), (0, 6)), ((4, 6), (0, 6))),
+        Piece("one", ((0, 1), (0, 6)), ((9, 10), (0, 6))),
+    )
+    assert shard.padding == (((6, 9), (0, 6)),)
+
+
+def test_decode_adjacent_tensors_are_two_pieces():
+    codes = PositionCodes({"a": (4,), "b": (3,)})
+    shard = decoded(lambda w: torch.cat([w["a"], w["b"]]), codes)
+    assert shard.pieces == (Piece("a", ((0, 4),), ((0, 4),)), Piece("b", ((0, 3),), ((4, 7),)))
+
+
+def test_decode_stacked_experts_are_two_pieces_each():
+    experts, rows, width = 5, 4, 6
+    codes = PositionCodes({f"{e}.{kind}": (rows, width) for e in range(experts) for kind in ("gate", "up")})
+    shard = decoded(
+        lambda w: torch.stack([torch.cat([w[f"{e}.gate"][2:], w[f"{e}.up"][2:]]) for e in range(2, 5)]), codes
+    )
+    assert shard.shape == (3, 4, 6)
+    assert shard.pieces == tuple(
+        Piece(f"{e}.{kind}", ((2, 4), (0, 6)), ((e - 2, e - 1), (2 * i, 2 * i + 2), (0, 6)))
+        for e in range(2, 5)
+        for i, kind in enumerate(("gate", "up"))
+    )
+
+
+def test_decode_box_of_three_dimensions_is_one_piece():
+    shard = decoded(lambda w: w["wide"][1:, 10:30, 2:4])
+    assert shard.pieces == (Piece("wide", ((1, 3), (10, 30), (2, 4)), ((0, 2), (0, 20), (0, 2))),)
+
+
+@st.composite
+def slabs(draw):
+    """Row slabs of equal columns: (tensor or None for padding, first row, last row, first column)."""
+    chosen = []
+    for name in draw(st.lists(st.sampled_from(["q", "kv", "one", None]), min_size=1, max_size=6)):
+        rows = CODES.shapes[name][0] if name else 4
+        start = draw(st.integers(0, rows - 1))
+        chosen.append((name, start, draw(st.integers(start + 1, rows)), draw(st.integers(0, 2))))
+    return chosen
+
+
+def fused(slab_list, w):
+    parts = [
+        torch.zeros(stop - start, 4) if name is None else w[name][start:stop, column : column + 4]
+        for name, start, stop, column in slab_list
+    ]
+    return torch.cat(parts)
+
+
+@given(slabs())
+def test_decode_random_fusion_restores_pieces(slab_list):
+    shard = decoded(lambda w: fused(slab_list, w))
+    whole_numbers = {name: torch.as_tensor(values) for name, values in numbers().items()}
+    expected = fused(slab_list, whole_numbers).numpy()
+    row = 0
+    for name, start, stop, _ in slab_list:
+        if name is None:
+            expected[row : row + stop - start] = -1
+        row += stop - start
+    assert np.array_equal(put_together(shard), expected)
+    assert len(shard.pieces) + len(shard.padding) <= len(slab_list)
+
+
+@given(st.lists(slabs(), min_size=1, max_size=3))
+def test_decode_random_stack_of_fusions_restores_pieces(stack):
+    rows = min(sum(stop - start for _, start, stop, _ in one) for one in stack)
+    shard = decoded(lambda w: torch.stack([fused(one, w)[:rows] for one in stack]))
+    for index, one in enumerate(stack):
+        alone = decoded(lambda w, one=one: fused(one, w)[:rows])
+        assert np.array_equal(put_together(shard)[index], put_together(alone))
+    assert shard.shape == (len(stack), rows, 4)
+
+
+@given(st.lists(st.integers(-1, int(CODES.offsets[-1]) - 1), min_size=12, max_size=12))
+def test_decode_random_scatter_is_exact(chosen):
+    """Even what no loader does: single elements of one- and two-dimensional tensors anywhere."""
+    deep = set(numbers()["wide"].reshape(-1).tolist())
+    picked = np.array([-1 if n in deep else n for n in chosen]).reshape(3, 4)
+
+    def load(w):
+        values = torch.cat([w[name].reshape(-1) for name in CODES.names])
+        return torch.where(torch.from_numpy(picked) < 0, UNWRITTEN, values[torch.from_numpy(picked)])
+
+    assert np.array_equal(put_together(decoded(load)), picked)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x + 1,
+        lambda x: 2 * x,
+        lambda x: -x,
+        lambda x: x.roll(1) + x,
+        lambda x: (x.roll(2) + x) / 2,
+        lambda x: x / 3,
+        lambda x: x * float("nan"),
+        lambda x: x * float("inf"),
+        lambda x: torch.full_like(x, 7.0),
+        lambda x: torch.cat([x[:-1], torch.tensor([9.0])]),
+        lambda x: torch.cat([x[:-1], torch.tensor([0.5])]),
+    ],
+)
+def test_decode_changed_values_are_user_error(change):
+    with pytest.raises(UserError, match=r"parameter p: the value at \(\d+,\) is in no tensor"):
+        decoded(lambda w: change(w["bias"]))
+
+
+def test_decode_codes_beyond_the_last_tensor_are_user_error():
+    small = PositionCodes({"a": (3,)})
+    with pytest.raises(UserError, match="no tensor"):
+        decode("p", small, passes(lambda w: w["bias"])[: small.passes])
+
+
+def test_decode_tensor_with_more_dimensions_is_user_error():
+    with pytest.raises(UserError, match="parameter p has fewer dimensions than its tensor wide"):
+        decoded(lambda w: w["wide"].flatten(0, 1))
+
+
+def test_decode_empty_parameter_is_user_error():
+    with pytest.raises(UserError, match="parameter p has no elements"):
+        decoded(lambda w: w["q"][:0])
+
+
+def test_decode_large_transposed_tensor_is_user_error():
+    codes = PositionCodes({"a": (300, 300)})
+    with pytest.raises(UserError, match="parameter p consists of 90000 boxes"):
+        decoded(lambda w: w["a"].T, codes)
+
+
+def test_is_written_includes_zeros():
+    blank = torch.full((3,), UNWRITTEN)
+    assert not is_written([blank, blank])
+    assert is_written([blank, torch.tensor([UNWRITTEN, UNWRITTEN, 3.0])])
+    assert is_written([torch.zeros(3)] * 2)
+    assert decode("p", CODES, [torch.zeros(3)] * CODES.passes) == Shard((3,), (), (((0, 3),),))
+
+
+def test_decode_large_parameter_takes_about_a_second():
+    codes = PositionCodes({"a": (2500, 2000), "b": (2500, 2000)})
+    seen = passes(lambda w: torch.cat([w["a"][:1250], w["b"][1250:]]), codes)
+    start = time.perf_counter()
+    assert len(decode("p", codes, seen).pieces) == 2
+    assert time.perf_counter() - start < 20  # it takes one; the machine may be busy

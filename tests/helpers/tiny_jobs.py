@@ -1,0 +1,57 @@
+"""Whole jobs on ranks of the pool: what they are given, how one is run, and what it logged."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch.distributed as dist
+
+from tests.helpers.rank_pool import job_store
+from verl_mg.config import Config
+from verl_mg.distributed.world import World
+from verl_mg.job.recipe import Recipe
+from verl_mg.run.loop import train
+from verl_mg.run.mode import FULL_RUN, RunMode
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+DIGITS = "def digits(sample): return sum(c.isdigit() for c in sample.response)\n"
+"""A random model never adds, so the reward is one that it can earn."""
+
+Metrics = list[dict[str, float]]
+
+
+def write_lines(file: Path, lines: Iterable[Mapping[str, object]]) -> None:
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def write_sums(folder: Path, left: int = 10, right: int = 4) -> None:
+    """sums.jsonl: `a+b=` for each a below `left` and b below `right`."""
+    sums = ((a, b) for a in range(left) for b in range(right))
+    write_lines(folder / "sums.jsonl", ({"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in sums))
+
+
+def files_of(inputs: Path, output: Path) -> list[str]:
+    """Overrides: the model and the sums in `inputs`, and a silent run in `output`."""
+    return [
+        f"model.path={inputs / 'model'}",
+        f"data.train={inputs / 'sums.jsonl'}",
+        f"job.output={output}",
+        "job.console=false",
+    ]
+
+
+def run_here(recipe: Recipe, config: Config, half: RunMode = FULL_RUN) -> None:
+    """This rank's part."""
+    train(recipe, config, World(dist.get_rank(), dist.get_world_size(), job_store()), half)
+
+
+def logged(output: Path) -> Metrics:
+    """The lines of metrics.jsonl."""
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def metrics_of(output: Path) -> Metrics:
+    """The same without seconds, which no two runs share."""
+    return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in logged(output)]

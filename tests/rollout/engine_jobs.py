@@ -1,0 +1,114 @@
+"""GRPO jobs with SGLang or vLLM for tests: inputs, the job, one iteration and the oracle of its answers."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.helpers import engines
+from tests.helpers.rank_pool import job_store
+from tests.helpers.tiny_jobs import DIGITS, RECIPES, write_sums
+from verl_mg.config import load_config
+from verl_mg.job.job import Job
+from verl_mg.job.recipe import Recipe, load_recipe
+from verl_mg.models.tiny_model import make_tiny_model
+
+NEW_TOKENS = 10
+
+
+def inputs(
+    folder: Path,
+    architecture: str,
+    positions: int = 64,
+    unused: int = 0,
+    tie_embeddings: bool = False,
+    hidden: int = 32,
+) -> Path:
+    """A model wide enough that no engine pads it on the CPU, prompts, and a reward that a random model can earn.
+
+    The more unused characters it knows, the longer its answers are.
+    """
+    make_tiny_model(
+        folder / "model",
+        architecture,
+        characters="0123456789+-*=() abcdefg" + "".join(chr(0x4E00 + i) for i in range(unused)),
+        hidden=hidden,
+        heads=4,
+        kv_heads=2,
+        head_dim=32,
+        ffn=128,
+        max_positions=positions,
+        tie_embeddings=tie_embeddings,
+        init_std=0.2,
+        perturb=True,
+        seed=3,
+    )
+    write_sums(folder)
+    (folder / "reward.py").write_text(DIGITS)
+    return folder
+
+
+def settings(folder: Path, engine: str = "sglang") -> list[str]:
+    """Of a GRPO job with engines of this kind."""
+    return [
+        f"model.path={folder / 'model'}",
+        f"data.train={folder / 'sums.jsonl'}",
+        f"reward.function={folder / 'reward.py'}:digits",
+        f"job.output={folder / 'run'}",
+        "actor.optimizer.lr=3e-3",
+        *engines.overrides(engine),
+        "rollout.max_running_requests=32",
+        f"rollout.max_new_tokens={NEW_TOKENS}",
+        "algorithm.prompts_per_iteration=6",
+        "algorithm.group_size=4",
+    ]
+
+
+def engine_job(folder: Path, *overrides: str, engine: str = "sglang", recipe_name: str = "grpo") -> tuple[Job, Recipe]:
+    """The job, as the command line builds it."""
+    recipe = load_recipe(RECIPES / f"{recipe_name}.py")
+    config = load_config(None, [*settings(folder, engine), *overrides], recipe.config)
+    job = Job(config, recipe.roles(config.algorithm), job_store())
+    job.start()
+    return job, recipe
+
+
+def trained_once(job: Job, recipe: Recipe, folder: Path, checkpoint: str) -> dict[str, object]:
+    """One iteration, then a checkpoint of this name and the engine's greedy answers: what this rank saw."""
+    metrics = recipe.iteration(job, job.config.algorithm)
+    produced = job.rollout.train_batches.pop()
+    job.actor.save(folder / checkpoint, folder / "model")
+    greedy = job.rollout.generate_greedy(list(job.prompts)[:5])
+    return {
+        "checkpoint": checkpoint,
+        "rows": [greedy.row("tokens", i).tolist() for i in range(len(greedy))],
+        "logprobs": [greedy.row("rollout_logprobs", i).tolist() for i in range(len(greedy))],
+        "prompts": greedy["prompt_length"].tolist(),
+        "grad_norm": metrics["actor/grad_norm"],
+        "sync": (
+            job.rollout.metrics["weight_sync/bytes_received"],
+            job.rollout.metrics["weight_sync/bytes_lower_bound"],
+        ),
+        "versions": produced["policy_versions"][produced["loss_mask"]].unique().tolist(),
+        "ids": produced["sample_id"].tolist(),
+        "mismatch": (produced["old_logprobs"] - produced["rollout_logprobs"]).abs().max().item(),
+    }
+
+
+def checked_answers(folder: Path, reported: Sequence[dict[str, object]]) -> list[tuple[list[int], list[float]]]:
+    """(prompt, log-probs) of the greedy answers of all ranks, which are those of `transformers` on the checkpoint."""
+    model = AutoModelForCausalLM.from_pretrained(folder / reported[0]["checkpoint"], dtype=torch.float32)
+    answers = []
+    for rank in reported:
+        for row, logprobs, length in zip(rank["rows"], rank["logprobs"], rank["prompts"], strict=True):
+            prompt, answer = row[:length], row[length:]
+            expected = model.generate(
+                torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=1, pad_token_id=0
+            )[0, length:]
+            assert answer == expected.tolist()
+            scores = model(torch.tensor([row])).logits[0].log_softmax(-1)[length - 1 : -1]
+            oracle = scores.gather(1, expected[:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(logprobs[length:]), oracle, atol=1e-4, rtol=0)
+            answers.append((prompt, logprobs))
+    return answers

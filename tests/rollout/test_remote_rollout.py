@@ -1,0 +1,400 @@
+"""GRPO on a real SGLang server that the job did not start: weights by group and by folder, a server lost and back."""
+
+import re
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from tests.helpers.engines import all_of, cut_short, late_and_other, requests
+from tests.helpers.sglang_servers import RunningServer, free_port
+from tests.helpers.traces import needs_sglang
+from tests.rollout.engine_jobs import NEW_TOKENS, engine_job, inputs
+from verl_mg.engines.engine import EngineDiedError, Request, Sampling
+from verl_mg.engines.stop_strings import StopStringEngine, decoder
+from verl_mg.errors import UserError
+from verl_mg.models.hf_config import read_config
+from verl_mg.models.tiny_model import make_tiny_model
+from verl_mg.models.tokenizer import read_tokenizer
+from verl_mg.servers.info import ServerRequirements
+from verl_mg.servers.remote_engine import RemoteEngine
+from verl_mg.weight_sync import broadcast
+
+pytestmark = needs_sglang
+LONG = Sampling(max_new_tokens=58)
+
+
+@dataclass(frozen=True)
+class Server:
+    folder: Path
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+class FailingGroup:
+    """A process group whose communicator cannot be made."""
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> dist.Work:
+        raise dist.DistBackendError("NCCL error: Mismatched NCCL version detected : 22809 vs 23003")
+
+
+def test_process_group_that_nccl_cannot_connect_raises_with_its_version(monkeypatch):
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    group = broadcast._RemoteProcessGroup(None, FailingGroup())  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"NCCL 2\.28\.9 cannot connect .*22809 vs 23003.*weight_transfer=disk"):
+        group.send(torch.zeros(1))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[Server]:
+    folder = inputs(tmp_path_factory.mktemp("server"), "qwen3")
+    running = RunningServer(folder / "model", folder / "server.log")
+    try:
+        running.wait_until_ready()
+        yield Server(folder, running.port)
+    finally:
+        running.kill()
+
+
+class Door:
+    """Lets bytes through between its port and the server's, until it is shut.
+
+    With `holds` nothing passes from the first generated sample on, and `held` is set.
+    """
+
+    def __init__(self, port: int, behind: int) -> None:
+        self._port, self._behind = port, behind
+        self.holds, self.held = False, threading.Event()
+        self.open()
+
+    def open(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._listener = socket.create_server(("127.0.0.1", self._port), backlog=100)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._pass_on, daemon=True)
+        self._shut = False
+        self._thread.start()
+
+    def shut(self) -> None:
+        self._shut = True
+        self._thread.join()
+        for key in list(self._selector.get_map().values()):
+            key.fileobj.close()
+        self._selector.close()
+
+    def _pass_on(self) -> None:
+        while not self._shut:
+            if self.held.is_set():
+                time.sleep(0.01)
+                continue
+            for key, _ in self._selector.select(0.05):
+                if key.fileobj is self._listener:
+                    ours, theirs = self._listener.accept()[0], socket.create_connection(("127.0.0.1", self._behind))
+                    self._selector.register(ours, selectors.EVENT_READ, theirs)
+                    self._selector.register(theirs, selectors.EVENT_READ, ours)
+                elif data := key.fileobj.recv(2**16):
+                    if self.holds and b"meta_info" in data:
+                        self.held.set()
+                        break
+                    key.data.sendall(data)
+                else:
+                    for end in (key.fileobj, key.data):
+                        self._selector.unregister(end)
+                        end.close()
+                    break  # the other end may be among the events
+
+
+# -- a job
+
+
+def train(server: Server, updates: int, overrides: list[str]) -> list[dict[str, object]]:
+    """Iterations, and after each a checkpoint and the server's greedy answers."""
+    output = []
+    job, recipe = engine_job(server.folder, f"rollout.urls=[{server.url}]", *overrides)
+    for update in range(updates):
+        recipe.iteration(job, job.config.algorithm)
+        produced = job.rollout.train_batches.pop(0)
+        job.actor.save(server.folder / f"checkpoint-{update}", server.folder / "model")
+        greedy = job.rollout.generate_greedy(list(job.prompts)[:5])
+        output.append(
+            {
+                "rows": [greedy.row("tokens", i).tolist() for i in range(len(greedy))],
+                "logprobs": [greedy.row("rollout_logprobs", i).tolist() for i in range(len(greedy))],
+                "prompts": greedy["prompt_length"].tolist(),
+                "metrics": dict(job.rollout.metrics),
+                "versions": produced["policy_versions"][produced["loss_mask"]].unique().tolist(),
+                "ids": produced["sample_id"].tolist(),
+            }
+        )
+    job.close()  # else it would look after the server during later tests
+    return output
+
+
+def check_greedy(checkpoint: Path, output: list[dict[str, object]]) -> list[list[float]]:
+    """Tokens are those of `transformers`, log-probs too; returns them."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    found = []
+    for rank in output:
+        for row, logprobs, length in zip(rank["rows"], rank["logprobs"], rank["prompts"], strict=True):
+            expected = model.generate(
+                torch.tensor([row[:length]]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=1, pad_token_id=0
+            )[0, length:]
+            assert row[length:] == expected.tolist()
+            scores = model(torch.tensor([row])).logits[0].log_softmax(-1)[length - 1 : -1]
+            oracle = scores.gather(1, expected[:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(logprobs[length:]), oracle, atol=1e-4, rtol=0)
+            found.append(logprobs)
+    assert len(found) == 5
+    return found
+
+
+def check_updates(server: Server, results: list[list[dict[str, object]]]) -> None:
+    before = None
+    for update, output in enumerate(zip(*results, strict=True)):
+        found = check_greedy(server.folder / f"checkpoint-{update}", output)
+        assert found != before  # an update shows
+        before = found
+        assert {v for rank in output for v in rank["versions"]} == {update}
+        assert sorted(i for rank in output for i in rank["ids"]) == list(range(update * 24, (update + 1) * 24))
+
+
+def test_process_group_sync_serves_the_exported_checkpoint(server, ranks):
+    results = ranks.run(2, train, server, 2, ["actor.layout=tp2", "rollout.weight_transfer=process_group"])
+    check_updates(server, results)
+    for metrics in (output["metrics"] for rank in results for output in rank):
+        # Both ranks of the server receive the whole model, which it needs once.
+        assert metrics["weight_sync/bytes_received"] > 1.6 * metrics["weight_sync/bytes_lower_bound"] > 0
+
+
+def test_shared_folder_sync_serves_the_exported_checkpoint(server, ranks, tmp_path):
+    folder = tmp_path / "shared"
+    overrides = ["actor.layout=pp2", "rollout.weight_transfer=disk", f"rollout.shared_folder={folder}"]
+    check_updates(server, ranks.run(2, train, server, 1, overrides))
+    assert [version.name for version in folder.iterdir()] == ["weights-1"]
+
+
+def in_portions(server: Server) -> list[dict[str, object]]:
+    whole, broadcast.CHUNK_BYTES = broadcast.CHUNK_BYTES, 2**14
+    try:
+        return train(server, 1, ["actor.layout=tp2"])
+    finally:
+        broadcast.CHUNK_BYTES = whole
+
+
+def test_process_group_sync_in_many_chunks_serves_the_same_weights(server, ranks):
+    check_updates(server, ranks.run(2, in_portions, server))
+
+
+def lose_the_server(server: Server, port: int) -> dict[str, object]:
+    """The way to the server is shut in the middle of a rollout, and open again after the loss was noticed."""
+    leads = dist.get_rank() == 0
+    door = Door(port, server.port) if leads else None
+    job, _ = engine_job(
+        server.folder, "actor.layout=tp2", f"rollout.urls=[http://127.0.0.1:{port}]", "rollout.max_new_tokens=30"
+    )
+    in_flight = []
+
+    def lose() -> None:
+        pool = job.rollout._engines.engine
+        assert door.held.wait(600)
+        in_flight.append(len(pool._servers[0].client.in_flight()))
+        door.shut()
+        while not pool._num_lost:
+            time.sleep(0.01)
+        time.sleep(1.0)  # it does not come back at the first attempt
+        door.holds = False
+        door.held.clear()
+        door.open()
+
+    thread = threading.Thread(target=lose)
+    if leads:
+        door.holds = True
+        thread.start()
+    batch = job.rollout.generate(list(job.prompts)[:10], num_samples=4)
+    if leads:
+        thread.join()
+        door.shut()
+    ended = (batch["truncated"] | (batch["tokens"][batch.lengths.cumsum(0) - 1] == 1)).all()
+    found = {
+        "ids": batch["sample_id"].tolist(),
+        "ended": bool(ended),
+        "versions": batch["policy_versions"][batch["loss_mask"]].unique().tolist(),
+        "lost": job.rollout._engines.engine.take_num_lost() if leads else 0,
+        "in_flight": in_flight,
+    }
+    job.close()
+    return found
+
+
+def test_lost_server_requests_are_submitted_again(server, ranks):
+    output = ranks.run(2, lose_the_server, server, free_port())
+    assert sorted(i for rank in output for i in rank["ids"]) == list(range(40))
+    assert output[0]["lost"] == 1 and output[0]["in_flight"][0] >= 8
+    assert all(rank["ended"] and rank["versions"] == [0] for rank in output)
+
+
+# -- one engine
+
+
+@pytest.fixture
+def engine(server) -> Iterator[RemoteEngine]:
+    engine = RemoteEngine(server.url, ServerRequirements(read_config(server.folder / "model"), 64), max_running=16)
+    engine.load_folder(server.folder / "model", 7)
+    yield engine
+    engine.close()
+
+
+def test_remote_engine_resumes_a_partial_sample(engine):
+    greedy = Sampling(max_new_tokens=58, temperature=0.0)
+    whole = engine.generate(requests(6), greedy)
+    cut = cut_short(engine, requests(6), greedy)
+    assert all(len(sample.tokens) < 58 for sample in cut)
+    again = [Request(r.id, r.prompt, r.seed, partial=s) for r, s in zip(requests(6), cut, strict=True)]
+    joined = engine.generate(again, greedy)
+    assert [sample.tokens for sample in joined] == [sample.tokens for sample in whole]
+    assert {sample.policy_versions for sample in joined} == {(7,) * 58}
+
+
+def test_remote_engine_and_its_server_end_at_a_stop_string(engine, server):
+    decode = decoder(read_tokenizer(server.folder / "model"))
+    (whole,) = engine.generate(requests(1), Sampling(max_new_tokens=40, temperature=0.0))
+    stop = decode(whole.tokens[8:11])
+    count = next(n for n in range(1, 41) if stop in decode(whole.tokens[:n]))
+    stopping = Sampling(max_new_tokens=40, temperature=0.0, stop=(stop,))
+    for each in (engine, StopStringEngine(engine, decode)):
+        (sample,) = each.generate(requests(1), stopping)
+        assert (sample.tokens, sample.finish) == (whole.tokens[:count], "stop")
+
+
+def test_remote_engine_abort_before_its_requests_aborts_them(engine):
+    engine.submit(requests(16), LONG)
+    engine.abort()
+    assert {sample.finish for sample in all_of(engine, 16)} == {"abort"}
+
+
+def test_remote_engine_timeout_aborts_one_request(engine, monkeypatch):
+    late, other = late_and_other(engine, monkeypatch, LONG, 0.02)
+    assert len(late.tokens) < 58
+    assert other.finish == "length" and len(other.tokens) == 58
+
+
+def test_remote_engine_server_that_stays_away_raises(server):
+    door = Door(port := free_port(), server.port)
+    engine = RemoteEngine(f"http://127.0.0.1:{port}", ServerRequirements(read_config(server.folder / "model"), 64))
+    engine.load_folder(server.folder / "model", 7)
+    door.holds = True
+    engine.submit(requests(6), LONG)
+    assert door.held.wait(600)
+    door.shut()
+    with pytest.raises(EngineDiedError, match=rf"the server http://127\.0\.0\.1:{port} is lost: "):
+        all_of(engine, 6)
+    assert not engine.health()
+    with pytest.raises(EngineDiedError, match=rf"the server http://127\.0\.0\.1:{port} is lost: "):
+        engine.reconnect()
+    assert sorted(request.id for request, _ in engine.take_unfinished()) == [10, 11, 12, 13, 14, 15]
+    engine.close()
+
+
+def test_remote_engine_weights_that_the_server_rejects_raise(engine, tmp_path):
+    with pytest.raises(UserError, match=r"does not accept the weights \(/update_weights_from_disk: "):
+        engine.load_folder(tmp_path / "nothing", 8)
+
+
+# -- mistakes
+
+
+def complaint(folder: Path, overrides: list[str]) -> str:
+    try:
+        engine_job(folder, *overrides)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory) -> dict[str, Path]:
+    """Models that the server does not serve."""
+    sizes = {"hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 128}
+    vocabulary, positions = tmp_path_factory.mktemp("vocabulary"), tmp_path_factory.mktemp("positions")
+    make_tiny_model(vocabulary, "qwen3", characters="0123456789+-*=() abcdefghi", max_positions=64, **sizes)
+    make_tiny_model(positions, "qwen3", characters="0123456789+-*=() abcdefg", max_positions=128, **sizes)
+    llama = make_tiny_model(tmp_path_factory.mktemp("llama"), "llama", characters="0123456789+-*=() ab", **sizes)
+    return {"vocabulary": vocabulary, "positions": positions, "llama": llama}
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("vocabulary", "with a vocabulary of 30 instead of 32. Start the server with --model-path of the same"),
+        (
+            "positions",
+            "the context length is 64, but a prompt with its response can have 128 tokens. "
+            "Start the server with --context-length 128",
+        ),
+        ("llama", "a qwen3 instead of a llama. Start the server with --model-path"),
+    ],
+)
+def test_server_of_another_model_raises(server, ranks, others, model, words):
+    (output,) = ranks.run(1, complaint, server.folder, [f"model.path={others[model]}", f"rollout.urls=[{server.url}]"])
+    assert output.startswith(f"{server.url}: ") and words in output and "\n" not in output
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ["rollout.urls=[http://127.0.0.1:1]"],
+            r"^http://127\.0\.0\.1:1: no server responds .*correct rollout\.urls\.$",
+        ),
+        (["rollout.urls=[URL/path]"], r"^URL/path: not an SGLang server \(.*\)\. Correct rollout\.urls\.$"),
+        (
+            ["rollout.urls_file=/dev/null"],
+            r"^rollout\.urls_file=/dev/null: names no server\. Write one address a line\.$",
+        ),
+        (
+            ["rollout.urls_file=/nowhere"],
+            r"^rollout\.urls_file=/nowhere: cannot be read \(.*\)\. Write one address a line\.$",
+        ),
+        (
+            ["rollout.urls=[URL]", "rollout.urls_file=/dev/null", "job.deterministic=true"],
+            r"^job\.deterministic=true: servers that come and go .* Write rollout\.urls instead",
+        ),
+        (
+            ["rollout.urls=[URL]", "rollout.api_key_env=NOT_SET_ANYWHERE"],
+            r"^rollout\.api_key_env=NOT_SET_ANYWHERE: this environment variable is not set",
+        ),
+        (
+            ["rollout.urls=[URL]", "rollout.weight_transfer=shards"],
+            r"^URL: its ranks cannot receive their shards: it was started without --custom-weight-loader "
+            r"verl_mg\.rollout\.sglang\.shard_receiver\.receive_shards",
+        ),
+        (["rollout.urls=[URL, URL]"], r"^rollout\.urls: the server URL is named twice"),
+        (
+            ["rollout.urls=[URL]", "rollout.weight_transfer=disk"],
+            r"rollout\.shared_folder: it is missing.*Name a folder",
+        ),
+        (
+            ["rollout.urls=[URL]", "rollout.weight_transfer=disk", "rollout.shared_folder=/dev/null/x"],
+            r"^rollout\.shared_folder=/dev/null/x: cannot be made \(Not a directory\)\. Name a folder",
+        ),
+        (["rollout.urls=[URL]", "rollout.engine=hf"], r"rollout\.engine is hf. Write sglang"),
+        (
+            ["rollout.urls=[URL]", "rollout.replay_routing=true"],
+            r"^rollout\.replay_routing: .*has no experts\. Set it to false\.",
+        ),
+    ],
+)
+def test_server_configuration_mistake_raises_before_building(server, ranks, overrides, words):
+    (output,) = ranks.run(1, complaint, server.folder, [text.replace("URL", server.url) for text in overrides])
+    assert re.search(words.replace("URL", re.escape(server.url)), output), output

@@ -1,0 +1,84 @@
+"""Rows of samples against loops over the segments."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl_mg.data import Prompt
+from verl_mg.engines.engine import Sample
+from verl_mg.engines.trajectory import MAX_SEGMENTS, NOT_GENERATED, Segment, Trajectory
+from verl_mg.rows.samples import samples_to_batch
+
+VERSION = 7
+tokens = st.lists(st.tuples(st.integers(0, 50), st.integers(NOT_GENERATED, 6)), min_size=1, max_size=6)
+
+
+@st.composite
+def segments(draw):
+    parts = []
+    for number, entries in enumerate(draw(st.lists(tokens, max_size=4))):
+        versions = tuple(version for _, version in entries)
+        logprobs = tuple(0.0 if v == NOT_GENERATED else -0.25 * i for i, v in enumerate(versions))
+        prefix = draw(st.one_of(st.none(), st.integers(0, number - 1))) if number else None
+        parts.append(
+            Segment(
+                tuple(token for token, _ in entries),
+                logprobs,
+                versions,
+                draw(st.booleans()),
+                prefix,
+                0 if prefix is None else draw(st.integers(0, len(entries))),
+                torch.full((len(entries) - 1, 2, 1), number, dtype=torch.int16),
+            )
+        )
+    return tuple(parts)
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), segments(), st.booleans()), min_size=1, max_size=4))
+def test_samples_to_batch_of_trajectories_has_a_row_for_each_segment(drawn):
+    prompts = [Prompt(100 + n, (9,) * (1 + n), "", None, {}) for n in range(len(drawn))]
+    ids = [40 * n + offset for n, (offset, _, _) in enumerate(drawn)]
+    samples = [
+        Sample(i, (), (), (), "timeout" if late else "stop", trajectory=Trajectory(parts, (), None))
+        for i, (_, parts, late) in zip(ids, drawn, strict=True)
+    ]
+    batch = samples_to_batch(prompts, samples, VERSION, (2, 1))
+    expected = []
+    for i, prompt, (_, parts, late) in zip(ids, prompts, drawn, strict=True):
+        nothing = Segment(prompt.tokens, (0.0,) * len(prompt.tokens), (NOT_GENERATED,) * len(prompt.tokens), late)
+        for number, part in enumerate(parts or (nothing,)):
+            written = [place for place, version in enumerate(part.policy_versions) if version >= 0]
+            before = number if part.prefix_of is None else part.prefix_of
+            expected.append(
+                {
+                    "trajectory": i,
+                    "sample_id": i * MAX_SEGMENTS + number,
+                    "prompt_id": prompt.id,
+                    "prompt_length": written[0] if written else len(part.tokens),
+                    "policy_version": min((part.policy_versions[p] for p in written), default=VERSION),
+                    "truncated": late or part.truncated,
+                    "prefix_of": i * MAX_SEGMENTS + before,
+                    "prefix_length": part.prefix_length,
+                    "tokens": list(part.tokens),
+                    "policy_versions": list(part.policy_versions),
+                    "loss_mask": [version >= 0 for version in part.policy_versions],
+                    "rollout_logprobs": list(part.logprobs),
+                }
+            )
+            known = [] if part.routed_experts is None else part.routed_experts[:, 0, 0].tolist()
+            experts = batch.row("routed_experts", len(expected) - 1)[:, 1, 0].tolist()
+            assert experts == [*known, *[-1] * (len(part.tokens) - len(known))]
+    for name in expected[0]:
+        values = batch[name] if batch.kind(name).name == "SEQUENCE" else None
+        found = [batch.row(name, row) if values is None else values[row] for row in range(len(batch))]
+        assert [value.tolist() for value in found] == [row[name] for row in expected], name
+
+
+def test_samples_to_batch_without_agents_has_a_trajectory_for_each_row():
+    prompts = [Prompt(3, (1, 2), "", None, {}), Prompt(4, (1,), "", None, {})]
+    samples = [Sample(8, (5, 6), (-1.0, -2.0), (2, 1), "length"), Sample(9, (), (), (), "stop")]
+    batch = samples_to_batch(prompts, samples, VERSION)
+    assert batch["trajectory"].tolist() == batch["sample_id"].tolist() == [8, 9]
+    assert batch["policy_version"].tolist() == [1, VERSION] and batch["truncated"].tolist() == [True, False]
+    assert batch["prompt_length"].tolist() == [2, 1] and not {"prefix_of", "prefix_length"} & set(batch.names())
+    assert batch["loss_mask"].tolist() == [False, False, True, True, False]

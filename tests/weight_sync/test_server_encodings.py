@@ -1,0 +1,242 @@
+"""Changes alone and quantized weights into real SGLang servers outside a job: what their processes have afterwards."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.helpers.server_probe import PROBE, parameters_of
+from tests.helpers.sglang_servers import RunningServer
+from tests.helpers.traces import needs_sglang
+from tests.reshard.encoded_moves import sglang_channels
+from tests.roles.updates import COUNT, job_context, rows, settings, with_entropy
+from verl_mg.config import OptimizerConfig
+from verl_mg.engines.sglang.shard_receiver import RECEIVER
+from verl_mg.errors import UserError
+from verl_mg.layout import EngineLayout, Layout, Placement
+from verl_mg.megatron.process_groups import ParallelGroups
+from verl_mg.models.hf_config import read_config
+from verl_mg.models.tiny_model import make_tiny_model
+from verl_mg.reshard.encoded_shard_map import quantized_tensors
+from verl_mg.roles.models import Actor
+from verl_mg.servers.info import ServerRequirements
+from verl_mg.servers.remote_engine import RemoteEngine
+from verl_mg.sharding.boxes import slices
+from verl_mg.sharding.weight_table import weight_table
+from verl_mg.weight_sync.folder_changes import FolderChangesSync
+from verl_mg.weight_sync.process_group import ProcessGroupSync
+from verl_mg.weight_sync.remote import gather_views
+
+pytestmark = needs_sglang
+MODE = "seq-mean-token-mean"
+CHANNELS = '{"quantization_config": {"quant_method": "w8a8_fp8"}}'
+
+
+def start(folder: Path, name: str, **arguments: str) -> RunningServer:
+    loaders = {"custom_weight_loader": [RECEIVER, PROBE], "dtype": "bfloat16"}
+    return RunningServer(folder / "model", folder / f"{name}.log", "tp2", **loaders, **arguments)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("encodings")
+    make_tiny_model(
+        folder / "model", "qwen3", hidden=128, layers=2, heads=4, kv_heads=4, head_dim=64, ffn=256, init_std=0.02,
+        max_positions=64,
+    )  # fmt: skip
+    return folder
+
+
+@pytest.fixture(scope="module")
+def servers(folder) -> Iterator[list[str]]:
+    running = [start(folder, "first"), start(folder, "second")]
+    try:
+        yield [server.wait_until_ready().url for server in running]
+    finally:
+        for server in running:
+            server.kill()
+
+
+class Sender:
+    """An actor of two ranks, and a sync to servers that its first rank leads."""
+
+    def __init__(
+        self, model: Path, wire: str, delta: bool, shared: Path | None = None, dtype: torch.dtype = torch.bfloat16
+    ) -> None:
+        self.model = model
+        self.actor = Actor(
+            model, ParallelGroups(Placement.on(Layout.parse("pp2"), 2)), job_context(), dtype=dtype,
+            temperature=1.0, tokens_per_micro_batch=200, optimizer=OptimizerConfig(lr=1e-6, weight_decay=0.0),
+        )  # fmt: skip
+        table = self.actor.runner.table
+        self.sync = FolderChangesSync(shared, model, table) if shared else ProcessGroupSync(table, False, wire, delta)
+        self.requirements = ServerRequirements(read_config(model), 64, group_device="cpu", shards=True, wire=wire)
+        self.engines: dict[int, RemoteEngine] = {}
+
+    def connect(self, number: int, url: str) -> None:
+        if dist.get_rank() == 0:
+            self.engines[number] = RemoteEngine(url, self.requirements)
+
+    def update(self) -> None:
+        mine = rows(self.model).select(range(dist.get_rank(), COUNT, 2))
+        self.actor.update(mine, partial(with_entropy, settings(MODE)), MODE, max_length=16, num_minibatches=1)
+
+    def send(self, export: Path, names: Sequence[str] = ("sent", "received", "lower_bound")) -> tuple[float, ...]:
+        """These counts of bytes; the weights are exported too."""
+        result = self.sync.transfer(self.actor, self.engines, gather_views(self.engines))
+        assert not result.lost
+        self.actor.save(export, self.model)
+        return tuple(result.metrics[f"weight_sync/bytes_{name}"] for name in names)
+
+    def close(self) -> None:
+        for engine in self.engines.values():
+            engine.close()
+
+
+def differing(export: Path, held: list[Mapping[str, Tensor]], quantized: bool = False) -> list[str]:
+    """Parameters of a server of tp2 whose bits are not those of the exported tensors, quantized as a whole."""
+    table, tensors = weight_table(read_config(export)), load_file(export / "model.safetensors")
+    encoded = quantized_tensors(table) if quantized else ()
+    wrong = []
+    for rank, parameters in enumerate(held):
+        for name, shard in table.engine_shards(EngineLayout(tp=2), rank).items():
+            for piece in shard.pieces:
+                values, found = tensors[piece.tensor], parameters[name]
+                if piece.tensor in encoded:
+                    values, scales = sglang_channels(values)
+                    (top, bottom), (first, last) = piece.source[0], piece.target[0]
+                    if not torch.equal(parameters[f"{name}_scale"][first:last], scales[top:bottom]):
+                        wrong.append(f"{name}_scale on {rank}")
+                    found = found.t()  # as SGLang has it for its kernel
+                same = found[slices(piece.target)].contiguous(), values[slices(piece.source)].contiguous()
+                if same[0].dtype != same[1].dtype or not torch.equal(*(side.view(torch.uint8) for side in same)):
+                    wrong.append(f"{name} on {rank}")
+    return wrong
+
+
+def send_changes(folder: Path, urls: list[str]) -> list[object]:
+    """All values, changes, a server that joins, changes, a damaged server; what differs and the bytes of each."""
+    sender, report = Sender(folder / "model", "cast", delta=True), []
+    sender.connect(0, urls[0])
+    for step in range(6):
+        if step == 2:
+            sender.connect(1, urls[1])
+        if step:
+            sender.update()
+        if step == 4 and dist.get_rank() == 0:
+            parameters_of(urls[1], 2, folder / "damaged", "model.norm.weight")
+        counted, wrong = sender.send(folder / f"changes-{step}"), []
+        if dist.get_rank() == 0:
+            for number in sender.engines:
+                wrong += differing(folder / f"changes-{step}", parameters_of(urls[number], 2, folder / "held"))
+        report.append((counted, wrong))
+    sender.close()
+    return report
+
+
+def test_changes_reach_servers_that_join_or_are_damaged_bit_for_bit(ranks, folder, servers):
+    first, second = ranks.run(2, send_changes, folder, servers)
+    assert [counted for counted, _ in first] == [counted for counted, _ in second]
+    assert [wrong for _, wrong in first] == [[]] * 6
+    shares = []
+    for sent, received, everything in (counted for counted, _ in first):
+        assert sent == received > 0
+        shares.append(received / everything)
+    print("share of the bytes of all values, transfer by transfer:", [f"{share:.1%}" for share in shares])
+    # All values at first and when a server joins; changes and then all values after the damage.
+    assert shares[0] == shares[2] == 1.0 and 1.0 < shares[4] < 1.4
+    assert max(shares[1], shares[3], shares[5]) < 0.4
+
+
+def share_changes(folder: Path, urls: list[str]) -> list[object]:
+    """All weights, changes three times, a server that joins, changes, a damaged server."""
+    shared, report = folder / "shared", []
+    sender = Sender(folder / "model", "cast", delta=True, shared=shared)
+    sender.connect(0, urls[0])
+    for step in range(7):
+        if step == 4:
+            sender.connect(1, urls[1])
+        if step:
+            sender.update()
+        if step == 6 and dist.get_rank() == 0:
+            parameters_of(urls[1], 2, folder / "damaged", "model.norm.weight")
+        counted, wrong = sender.send(folder / f"shared-{step}", ("written", "received")), []
+        if dist.get_rank() == 0:
+            for number in sender.engines:
+                wrong += differing(folder / f"shared-{step}", parameters_of(urls[number], 2, folder / "held"))
+        dist.barrier()
+        report.append((counted, wrong, sorted(path.name for path in shared.iterdir())))
+    sender.close()
+    return report
+
+
+def test_changes_in_a_shared_folder_give_servers_the_bits_of_the_weights(ranks, folder, servers):
+    first, second = ranks.run(2, share_changes, folder, servers)
+    assert [counted for counted, *_ in first] == [counted for counted, *_ in second]
+    assert [wrong for _, wrong, _ in first] == [[]] * 7
+    # Server 1 joins in step 4, and loads all weights; in step 6 it was damaged, and does so again.
+    whole, changes = {0, 4, 6}, {1, 2, 3, 4, 5, 6}
+    for step, (_, _, names) in enumerate(first):
+        expected = [f"changes-{step}"] * (step in changes) + [f"weights-{step}"] * (step in whole)
+        assert names == expected
+    (everything, _), *later = (counted for counted, *_ in first)
+    print("bytes written, of those of all weights:", [f"{written / everything:.1%}" for written, _ in later])
+    for step, (written, received) in enumerate(later, 1):
+        assert 0 < received < 0.4 * everything
+        assert written < 0.2 * everything or (step in whole and everything < written < 1.2 * everything)
+
+
+def complaint(folder: Path, url: str, through: str) -> str:
+    shared = folder / "refused" if through == "disk" else None
+    sender = Sender(folder / "model", "cast", True, shared, torch.float32)
+    sender.connect(0, url)
+    try:
+        for step in range(2):
+            if step:
+                sender.update()
+            sender.send(folder / "unused", ())
+    except UserError as error:
+        return str(error)
+    finally:
+        sender.close()
+    return ""
+
+
+@pytest.mark.parametrize("through", ["shards", "disk"])
+def test_changes_for_a_server_of_another_dtype_are_refused(ranks, folder, servers, through):
+    for output in ranks.run(2, complaint, folder, servers[0], through):
+        assert output.startswith(f"rollout.weight_transfer={through}: ")
+        assert "is bfloat16, and the job sends float32" in output
+
+
+def send_quantized(folder: Path, url: str, wire: str, delta: bool) -> list[object]:
+    sender, report = Sender(folder / "model", wire, delta), []
+    sender.connect(0, url)
+    for step in range(3):
+        if step:
+            sender.update()
+        export = folder / f"{wire}-{step}"
+        counted = sender.send(export)
+        held = parameters_of(url, 2, folder / "held") if dist.get_rank() == 0 else []
+        report.append((counted, differing(export, held, quantized=True)))
+    sender.close()
+    return report
+
+
+@pytest.mark.nightly
+def test_quantized_weights_reach_a_server_with_the_bits_of_its_quantizer(ranks, folder):
+    """SGLang cannot compute with them on this CPU, so the server only receives."""
+    server = start(folder, "quantized", json_model_override_args=CHANNELS)
+    try:
+        first, _ = ranks.run(2, send_quantized, folder, server.wait_until_ready().url, "fp8_channel", True)
+    finally:
+        server.kill()
+    assert [wrong for _, wrong in first] == [[]] * 3
+    (sent, received, bound), *later = (counted for counted, _ in first)
+    assert sent == received == bound > 0
+    assert all(sent == received < 0.4 * bound for sent, received, bound in later)

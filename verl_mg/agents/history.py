@@ -1,0 +1,299 @@
+"""Exact tokens of the conversations of one session.
+
+A request contains the whole conversation as messages; the engine must be given the tokens that it has generated, not
+tokens of their text. `ConversationHistory.context` finds the longest part of the conversation whose tokens are known,
+and renders what is new:
+
+    known     a reply whose messages are the first ones of the request, if the chat template leaves it as it was:
+              its tokens stay, whether or not the template would write them in the same way
+    rewritten a reply that the template now renders differently than before, such as one whose reasoning it drops:
+              a new segment begins, which repeats the tokens in front of that reply
+
+Example with one token per word. The policy (version 7) answers `<u> 2+3? <end> <a>`, tokens 1 2 3 4, with
+`[think] 5 <end>`, tokens 5 6 3. The agent then asks `sure?` (7), and version 8 answers `yes <end>` (8 3):
+
+    template keeps the reasoning: one segment                   kept = 7
+        tokens    1  2  3  4  5  6  3  1  7  3  4  8  3
+        versions -1 -1 -1 -1  7  7  7 -1 -1 -1 -1  8  8         -1 is NOT_GENERATED, with log-probability 0
+    template drops it: the first segment ends after 5 6 3, the second has prefix_of 0, prefix_length 4, kept = 4
+        tokens    1  2  3  4  6  3  1  7  3  4  8  3
+        versions -1 -1 -1 -1 -1 -1 -1 -1 -1 -1  8  8            the context trains in the first segment only
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl_mg.agents.call import Call, RequestError
+from verl_mg.agents.renderer import ConversationRenderer
+from verl_mg.engines.engine import Sample
+from verl_mg.engines.trajectory import MAX_SEGMENTS, NOT_GENERATED, Segment
+from verl_mg.images import RowImages
+
+
+@dataclass
+class _GrowingSegment:
+    number: int
+    tokens: list[int]
+    logprobs: list[float]
+    policy_versions: list[int]
+    prefix_of: int | None
+    prefix_length: int
+    truncated: bool = False
+    routed_experts: Tensor | None = None
+    images: RowImages = ()
+
+    def extend(self, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[int]) -> None:
+        self.tokens += tokens
+        self.logprobs += logprobs
+        self.policy_versions += versions
+
+
+@dataclass(frozen=True)
+class _Rendered:
+    """Beginning of a rendered conversation, without its text: every known reply has two of them."""
+
+    length: int
+    digest: bytes
+
+    @classmethod
+    def of(cls, text: str) -> _Rendered:
+        return cls(len(text), _digest(text))
+
+    def begins(self, text: str) -> bool:
+        return len(text) >= self.length and _digest(text[: self.length]) == self.digest
+
+
+@dataclass(frozen=True)
+class _KnownReply:
+    """A reply, and where it is in its segment."""
+
+    segment: _GrowingSegment
+    prompt: _Rendered  # conversation in front of the reply
+    whole: _Rendered  # conversation with the reply as it was generated
+    prompt_length: int  # tokens of the segment in front of the reply
+    length: int  # tokens of the segment up to the end of the reply
+    last: int  # last token of the reply
+    reasoning: str  # reasoning of the reply, which agents need not send back
+    num_images: int  # images in front of the reply; it has none itself
+
+
+@dataclass(frozen=True)
+class Context:
+    """Tokens in front of a reply, and where they come from."""
+
+    tokens: tuple[int, ...]  # all tokens that the engine is given
+    kept: int  # number of these that are known from earlier requests
+    new_messages: tuple[dict[str, Any], ...]  # messages that no earlier request or reply has
+    segment: _GrowingSegment | None  # segment whose first tokens are kept
+    rendered: str
+    keys: tuple[bytes, ...]  # keys of the tools, and of each beginning of the messages with them
+    images: RowImages = ()  # images whose placeholders the tokens have, in their order
+
+
+class ConversationHistory:
+    """Segments of a session; used in one thread. Replies may be added in another order than that of their requests.
+
+    Agents may continue any earlier request, so the segments are branches of a tree: `Segment.prefix_of` is the parent.
+    """
+
+    def __init__(self, renderer: ConversationRenderer) -> None:
+        self._renderer = renderer
+        self._segments: list[_GrowingSegment] = []
+        # Known replies by the messages up to and with the reply.
+        self._replies: dict[bytes, list[_KnownReply]] = defaultdict(list)
+        # Known replies by the messages in front of them.
+        self._prompts: dict[bytes, list[_KnownReply]] = defaultdict(list)
+
+    def context(self, call: Call) -> Context:
+        """Returns the tokens in front of the reply to a call; RequestError where the template rejects the messages."""
+        keys = _prefix_keys(call)
+        messages = self._with_reasoning(call.messages, keys)
+        rendered = self._renderer.render(messages, call.tools, for_reply=True)
+        known, length, tail = self._known_part(messages, call.tools, keys, rendered)
+        # Only the text after the known part becomes tokens, with the images that this text shows.
+        segment, images = known.segment if known else None, call.shown_images
+        new = self._renderer.tokens(tail, images[known.num_images if known else 0 :])
+        tokens = (*(segment.tokens[:length] if segment else ()), *new)
+        if not tokens:
+            raise RequestError(400, "messages: the chat template makes no text of them. Add a message.", "messages")
+        seen = max((i for i, key in enumerate(keys) if key in self._replies or key in self._prompts), default=0)
+        return Context(tokens, length, call.messages[seen:], segment, rendered, keys, images)
+
+    def _known_part(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], keys: Sequence[bytes], rendered: str
+    ) -> tuple[_KnownReply | None, int, str]:
+        """Returns a reply, how many tokens of its segment the conversation begins with, and the text after them."""
+        # The longest part first; of several replies to the same messages, the latest.
+        for i in range(len(messages), 0, -1):
+            for known in reversed(self._replies.get(keys[i], ())):
+                if (end := self._end_of(known, rendered, messages[:i], tools)) is not None:
+                    return known, known.length, end
+            # The reply was rewritten or is another one, but the conversation in front of it is the same.
+            for known in reversed(self._prompts.get(keys[i], ())):
+                if known.prompt.begins(rendered):
+                    return known, known.prompt_length, rendered[known.prompt.length :]
+        return None, 0, rendered
+
+    def add(
+        self,
+        call: Call,
+        context: Context,
+        sample: Sample,
+        message: Mapping[str, Any],
+        *,
+        trained: bool,
+        truncated: bool,
+    ) -> int:
+        """Adds a reply to the `context` of its call; returns the number of the segment that it is in.
+
+        `truncated`: a limit of the job has ended it. RequestError where the session has MAX_SEGMENTS segments.
+        """
+        segment = self._segment_for(context)
+        observation = context.tokens[len(segment.tokens) :]
+        segment.extend(observation, [0.0] * len(observation), [NOT_GENERATED] * len(observation))
+        start = len(segment.tokens)
+        versions = sample.policy_versions if trained else (NOT_GENERATED,) * len(sample.tokens)
+        segment.extend(sample.tokens, sample.logprobs if trained else [0.0] * len(sample.tokens), versions)
+        segment.truncated, segment.images = truncated, context.images
+        if sample.routed_experts is not None:
+            before = segment.routed_experts
+            new = sample.routed_experts if before is None else sample.routed_experts[len(before) :]
+            # The earlier tokens were generated with the experts reported then.
+            segment.routed_experts = new if before is None else torch.cat([before, new])
+        known = _KnownReply(
+            segment,
+            _Rendered.of(context.rendered),
+            _Rendered.of(context.rendered + self._renderer.decode(sample.tokens)),
+            start,
+            len(segment.tokens),
+            sample.tokens[-1] if sample.tokens else NOT_GENERATED,
+            str(message.get("reasoning_content", "")).strip(),
+            len(context.images),
+        )
+        self._prompts[context.keys[-1]].append(known)
+        self._replies[_next_key(context.keys[-1], message)].append(known)
+        return segment.number
+
+    def segments(self) -> tuple[Segment, ...]:
+        """Returns all segments as they are now."""
+        return tuple(
+            Segment(
+                tuple(segment.tokens),
+                tuple(segment.logprobs),
+                tuple(segment.policy_versions),
+                segment.truncated,
+                segment.prefix_of,
+                segment.prefix_length,
+                segment.routed_experts,
+                segment.images,
+            )
+            for segment in self._segments
+        )
+
+    def _end_of(
+        self, known: _KnownReply, rendered: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]
+    ) -> str | None:
+        """Returns the text after a known reply, the last of `messages`; None where the template has rewritten it."""
+        if known.whole.begins(rendered):
+            return rendered[known.whole.length :]
+        if messages[-1].get("reasoning_content", "").strip() != known.reasoning or not known.prompt.begins(rendered):
+            return None
+        # Other spaces or another order of keys in a parsed call are the same history: a new segment here would train
+        # each turn in a context that the policy never had. So the reply is the same if the request begins with it.
+        until = ""
+        with contextlib.suppress(RequestError):  # a template may reject a conversation that ends with a reply
+            until = self._renderer.render(messages, tools, for_reply=False)
+        if len(until) < known.prompt.length or not rendered.startswith(until):
+            return None
+        return self._renderer.after_reply(until[known.prompt.length :], known.last) + rendered[len(until) :]
+
+    def _segment_for(self, context: Context) -> _GrowingSegment:
+        """Returns the segment that a context continues, or a new one where another reply has continued it."""
+        source, kept = context.segment, context.kept
+        if source is None:
+            source, kept = self._sharing(context)
+        if source is not None and len(source.tokens) == kept:
+            return source
+        number = len(self._segments)
+        if number >= MAX_SEGMENTS:
+            raise RequestError(
+                400,
+                f"messages: the session has {MAX_SEGMENTS} segments, the most that a sample may have. Continue an "
+                "earlier conversation instead of rewriting it.",
+                "messages",
+            )
+        tokens = list(context.tokens[:kept])
+        segment = _GrowingSegment(
+            number, tokens, [0.0] * kept, [NOT_GENERATED] * kept, source.number if source else None, kept
+        )
+        if source is not None and source.routed_experts is not None:
+            segment.routed_experts = source.routed_experts[:kept]
+        self._segments.append(segment)
+        return segment
+
+    def _sharing(self, context: Context) -> tuple[_GrowingSegment | None, int]:
+        """Returns a segment whose first tokens a context repeats although none were known, and how many.
+
+        The template has rewritten the end of the prompt itself, or another request for the same reply was first.
+        """
+        # Tokens that two segments share are computed once in training, so the common prefix is worth finding.
+        for key in reversed(context.keys):
+            if known := self._prompts.get(key):
+                source = known[-1].segment
+                pairs = enumerate(zip(source.tokens, context.tokens, strict=False))
+                kept = next((i for i, (a, b) in pairs if a != b), min(len(source.tokens), len(context.tokens)))
+                return (source, kept) if kept else (None, 0)
+        return None, 0
+
+    def _with_reasoning(self, messages: Sequence[dict[str, Any]], keys: Sequence[bytes]) -> list[dict[str, Any]]:
+        """Returns the messages with the reasoning of known replies, which most clients of OpenAI do not send back."""
+        restored: list[dict[str, Any]] = []
+        for message, key in zip(messages, keys[1:], strict=True):
+            known = self._replies.get(key)
+            if known and known[-1].reasoning and "reasoning_content" not in message:
+                message = {**message, "reasoning_content": known[-1].reasoning}
+            restored.append(message)
+        return restored
+
+
+def _prefix_keys(call: Call) -> tuple[bytes, ...]:
+    keys = [_digest(json.dumps(call.tools, sort_keys=True))]
+    for message in call.messages:
+        keys.append(_next_key(keys[-1], message))
+    return tuple(keys)
+
+
+def _next_key(key: bytes, message: Mapping[str, Any]) -> bytes:
+    """Returns the key of messages and one more. Reasoning and spaces around a reply do not change it."""
+    content = message.get("content") or ""
+    calls = [(call["function"]["name"], _canonical(call["function"]["arguments"])) for call in _calls(message)]
+    of_reply = message["role"] == "assistant"
+    fields = [message["role"], content.strip() if of_reply else content, calls]
+    fields += [message.get("tool_call_id"), message.get("name")]
+    return _digest(key.hex() + json.dumps(fields))
+
+
+def _calls(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    return message.get("tool_calls") or ()
+
+
+def _canonical(arguments: str) -> str:
+    # One form of JSON, since agents parse arguments and write them again.
+    try:
+        return json.dumps(json.loads(arguments), sort_keys=True)
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()

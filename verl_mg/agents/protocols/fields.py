@@ -1,0 +1,158 @@
+"""Reading of requests: JSON, fields and texts, with one line that names the field of what is wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from itertools import takewhile
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
+
+from verl_mg.agents.call import RequestError
+
+MAX_COUNT = 2**31 - 1
+# Parts of a content that are text: type, and the field that has it.
+TEXT_PARTS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "reasoning_text": "text",
+    "summary_text": "text",
+    "refusal": "refusal",
+}
+LINES, PIECES = "\n", ""  # separators of joined texts: texts of different origin, and pieces of one text of the policy
+
+Model = TypeVar("Model", bound=BaseModel)
+Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+Name = Annotated[str, Field(min_length=1)]
+Texts = Annotated[list[Name], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
+
+
+class Fields(BaseModel):
+    """Fields of a request; fields that it does not name are ignored, since clients' versions differ in them."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+class Function(Fields):
+    """A function that the policy may call."""
+
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+    def tool(self) -> dict[str, Any]:
+        """Returns the function as a tool of `Call.tools`."""
+        function: dict[str, Any] = {"name": self.name}
+        if self.description is not None:
+            function["description"] = self.description
+        function["parameters"] = self.parameters or {"type": "object", "properties": {}}
+        return {"type": "function", "function": function}
+
+
+def refusal(field: str, wrong: str, fix: str, code: str | None = None) -> RequestError:
+    """Returns the error of a request: the field's path such as messages[0].content, and what to send instead."""
+    return RequestError(400, f"{field}: {wrong}. {fix}.", field, code)
+
+
+def parse(data: bytes) -> Any:
+    """Parses the body of a request; RequestError where it is not JSON in UTF-8, too deep, or has too large a number."""
+    # Python's json has no limit of depth but the recursion limit, and reads NaN.
+    try:
+        value = from_json(data, allow_inf_nan=False)
+    except ValueError as error:
+        raise refusal("body", f"not valid JSON ({error})", "Send JSON in UTF-8, nested at most 200 levels") from None
+    if not _is_finite(value):
+        raise refusal("body", "a number is too large for 64 bits", "Send smaller numbers")
+    return value
+
+
+def _is_finite(value: Any) -> bool:
+    # A number such as 1e999 is valid JSON, and is read as infinity.
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, list):
+        return all(map(_is_finite, value))
+    return not isinstance(value, dict) or all(map(_is_finite, value.values()))
+
+
+def json_object(text: str) -> dict[str, Any] | None:
+    """Parses a text that is a JSON object; None for any other text."""
+    try:
+        value = parse(text.encode())
+    except (RequestError, UnicodeEncodeError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def read(model: type[Model], value: Any, field: str = "") -> Model:
+    """Reads the fields of an object at the path `field` of the request, "" for the whole body."""
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        path = _path(field, first["loc"]) or "body"
+        if first["type"] == "missing":
+            raise refusal(path, "missing", "Add the field to the request") from None
+        raise refusal(path, first["msg"][:1].lower() + first["msg"][1:300], "Correct the field") from None
+
+
+def _path(field: str, location: tuple[int | str, ...]) -> str:
+    for part in location:
+        field += f"[{part}]" if isinstance(part, int) else f".{part}" if field else part
+    return field
+
+
+def quoted(value: Any) -> str:
+    """Returns the beginning of a value of the request as JSON, for an error."""
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def text_of(content: Any, field: str, separator: str) -> str:
+    """Returns the text of a content: text itself, or parts of text joined by `separator`; "" for None."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise refusal(field, "neither text nor a list of parts", "Send text")
+    return separator.join(part_text(part, f"{field}[{number}]") for number, part in enumerate(content))
+
+
+def part_text(part: Any, field: str) -> str:
+    """Returns the text of a part of a content; RequestError for a part that is not text."""
+    if not isinstance(part, dict):
+        raise refusal(field, "not an object", 'Send parts as {"type": "text", "text": ...}')
+    kind = part.get("type")
+    name = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+    if name is None:
+        raise refusal(f"{field}.type", f"{quoted(kind)} is not supported", "The policy reads text: send parts of text")
+    if not isinstance(part.get(name), str):
+        raise refusal(f"{field}.{name}", "not text", "Correct the field")
+    return str(part[name])
+
+
+def is_tool_choice(choice: Any) -> bool:
+    """Returns whether a value is a `tool_choice` of OpenAI."""
+    # A choice that forces a call is accepted and does not constrain sampling: harnesses send it by default, and a
+    # constrained sample has other log-probabilities than the policy.
+    return choice in (None, "auto", "none", "required") or (isinstance(choice, dict) and "type" in choice)
+
+
+def with_one_system(messages: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """Returns messages whose first system messages are one: many chat templates reject or drop the others."""
+    messages = tuple(messages)
+    texts = [message["content"] for message in takewhile(lambda message: message["role"] == "system", messages)]
+    if len(texts) < 2:
+        return messages
+    return ({"role": "system", "content": LINES.join(texts)}, *messages[len(texts) :])
+
+
+def refuse_unless(supported: bool, field: str, value: Any, fix: str) -> None:
+    """Raises RequestError for a field whose value the policy cannot honour."""
+    if not supported:
+        raise refusal(field, f"{quoted(value)} is not supported", fix)

@@ -1,0 +1,158 @@
+"""Format of tool calls: parses calls from the policy's tokens, and formats results as tokens."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from verl_mg.agents.tools.tool import Tool, ToolOutput
+from verl_mg.errors import UserError
+from verl_mg.images import RowImages
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from verl_mg.data.image_processor import ImageProcessor
+
+# Contents of messages that are found again in the text that a chat template makes.
+ANSWER, RESULT = "THE-ANSWER-OF-THE-ASSISTANT", "THE-RESULT-OF-THE-TOOL"
+CALL_ID = "call00000"  # some templates require nine letters and digits
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool that the policy has written."""
+
+    name: str  # name of the tool; empty where the call cannot be parsed
+    arguments: str  # JSON
+
+
+MALFORMED = ToolCall("", "")
+
+
+@dataclass(frozen=True)
+class ToolResult:
+    """The result of a call as the policy receives it."""
+
+    name: str
+    text: str  # text that the policy will receive
+    images: RowImages = ()  # images that it will receive in front of the text
+
+    @property
+    def content(self) -> str | list[dict[str, str]]:
+        """Returns the content of its message: text, or parts where there are images."""
+        if not self.images:
+            return self.text
+        text = [{"type": "text", "text": self.text}] if self.text else []
+        return [*({"type": "image"} for _ in self.images), *text]
+
+
+class ToolCallFormat:
+    """Parses calls with SGLang's parser for a model's format, and formats results with the model's chat template.
+
+    Only the text that a template puts between an assistant's turn and the next one is tokenized, so the earlier tokens
+    remain as they were generated. For a tokenizer without a template, results are separated by line breaks.
+    `tool_call_parser` is a value of SGLang's option `--tool-call-parser`, such as "qwen25" or "llama3".
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        tools: Sequence[Tool],
+        tool_call_parser: str,
+        processor: ImageProcessor | None = None,
+    ) -> None:
+        self._tokenizer, self._format, self._processor = tokenizer, tool_call_parser, processor
+        self._schemas = [tool.schema for tool in tools]
+        self._parsers, self._environment, kind = _sglang()
+        formats = self._parsers.ToolCallParserEnum
+        if tool_call_parser not in formats:
+            near = difflib.get_close_matches(tool_call_parser, formats, 3) or sorted(formats)
+            raise UserError(
+                f"rollout.tool_call_parser={tool_call_parser}: SGLang has no such format. Write one of: "
+                f"{', '.join(near)}."
+            )
+        self._tools = [kind.model_validate(schema) for schema in self._schemas]
+        self._check_template()
+
+    def calls(self, tokens: Sequence[int]) -> list[ToolCall]:
+        """Parses the calls of a turn, given without its end token; calls that cannot be parsed give MALFORMED."""
+        text = self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        parser = self._parsers(self._tools, self._format, tokenizer=self._tokenizer)  # parsers have state
+        if not parser.has_tool_call(text):
+            return []
+        # Unknown names are returned too, and get an error message. The parser drops what it cannot parse, or raises.
+        with self._environment.SGLANG_FORWARD_UNKNOWN_TOOLS.override(True):
+            calls = _parsed(parser, text)
+        # A call that was dropped leaves its mark in the text; the policy gets an error for it, not silence.
+        begin: str = getattr(parser.detector, "bot_token", "")
+        unread = not calls or (begin and text.count(begin) > len(calls))
+        return [*calls, MALFORMED] if unread else calls
+
+    def result(self, name: str, output: str | ToolOutput) -> ToolResult:
+        """Returns the result of a call; a policy that reads only text gets "(an image)" for each image."""
+        if isinstance(output, str):
+            return ToolResult(name, output)
+        if self._processor is None:
+            return ToolResult(name, "\n".join([output.text, *("(an image)" for _ in output.images)]).strip())
+        return ToolResult(name, output.text, output.images)
+
+    def observation(self, last: int, results: Sequence[ToolResult]) -> tuple[int, ...]:
+        """Returns the tokens between the assistant's turn, which ended with the token `last`, and its next one."""
+        # Half of a surrogate pair, as in a file name that is not UTF-8, has no tokens.
+        text = self._format_results(results).encode("utf-8", "replace").decode()
+        tokens: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        # The template ends the turn with the token that the model has already generated.
+        return tuple(tokens[1:] if tokens[:1] == [last] else tokens)
+
+    def _format_results(self, results: Sequence[ToolResult]) -> str:
+        if self._tokenizer.chat_template is None:
+            return "".join(f"\n{result.text}" for result in results) + "\n"
+        # Only the text after ANSWER is used, so a short conversation stands for the whole one.
+        messages: list[dict[str, Any]] = [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": ANSWER},
+            *({"role": "tool", "name": r.name, "tool_call_id": CALL_ID, "content": r.content} for r in results),
+        ]
+        images = [image for result in results for image in result.images]
+        if images and self._processor:
+            text = self._processor.render(messages, self._schemas).partition(ANSWER)[2]
+            return self._processor.expand(text, [image.pixels().size for image in images])
+        tools: Any = self._schemas
+        text = self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
+        return str(text).partition(ANSWER)[2]
+
+    def _check_template(self) -> None:
+        try:
+            text = self._format_results([ToolResult("tool", RESULT)])
+        except Exception as error:  # a template is a program, which may raise anything
+            raise UserError(
+                f"rollout.tools: the chat template rejects the role tool ({error}). Use a model that supports tools."
+            ) from error
+        if RESULT not in text:
+            raise UserError("rollout.tools: the chat template omits tool messages. Use a model that supports tools.")
+
+
+def _parsed(parser: Any, text: str) -> list[ToolCall]:
+    try:
+        return [ToolCall(item.name or "", item.parameters) for item in parser.parse_non_stream(text)[1]]
+    except Exception:  # parsers fail on some malformed text
+        return []
+
+
+def _sglang() -> tuple[Any, Any, Any]:
+    try:
+        from sglang.srt.entrypoints.openai.protocol import Tool as SGLangTool
+        from sglang.srt.environ import envs
+        from sglang.srt.function_call.function_call_parser import FunctionCallParser
+    except ImportError as error:
+        raise UserError(
+            f"rollout.tools: SGLang, whose parsers read tool calls, cannot be imported ({error}). Install it, "
+            "on a CPU with tools/install_sglang_cpu.sh."
+        ) from error
+    # Its warnings concern calls that cannot be parsed: the policy gets an error message, and there are many.
+    logging.getLogger("sglang.srt.function_call").setLevel(logging.ERROR)
+    return FunctionCallParser, envs, SGLangTool

@@ -1,0 +1,18 @@
+"""Rollout engines: one interface, engines on transformers, SGLang and vLLM, and the processes that they run in.
+
+engine                   interface: accepts requests, returns samples
+hf/  sglang/  vllm/      engines on transformers, on SGLang and on vLLM
+tracing/                 sharding tables read from the loaders of engines
+process_engine           an engine in a separate process: requests, weights, memory, restart
+engine_process           the handle of this process; engine_host: the main object in it; ports: its ports
+hidden_packages          packages of training that this process does not find
+engine_attachment        where the next rank finds the process of a lost one; request_ledger: how it answers
+engine_nodes             an engine over several nodes
+request_tracker          requests in flight of such engines and of servers
+ipc_payload              shards passed to an engine as one memory handle; patch_payload: changes of them
+llm_judge                reward by a language model
+"""
+
+from verl_mg.engines.engine import Request, RolloutEngine, Sample, Sampling
+
+__all__ = ["Request", "RolloutEngine", "Sample", "Sampling"]

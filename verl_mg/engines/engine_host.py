@@ -1,0 +1,329 @@
+"""Host of an engine, the main object of the engine's process: handles the rank's messages and sends results.
+
+Messages are lines of JSON (`process_engine` draws the two processes):
+
+    {"arguments": {...}, "attachment": {...}}                 first; the response is {"ready": true, ...}
+    {"generate": ID, "request": {...}}                  -> {"sample": ID, ...}, when it is complete
+    {"abort": ID}, {"abort": null}                      one request, all of them
+    {"call": NUMBER, "method": NAME, "fields": {...}}   -> {"call": NUMBER, "ok": ..., "message": ...}
+    {"end": null}                                       the process ends
+
+All of it runs in one event loop, a task for each message. States of the process:
+
+    main: starts the engine --> serves a rank --{"end"}, or end of the stream without an attachment--> shutdown, exit
+                                 |         ^
+              end of the stream, |         | a rank shows the key and needs the same engine
+                 with attachment v         |
+                            waits for a rank; requests continue --launcher ends, or WAIT_SECONDS--> shutdown, exit
+
+The next rank repeats its requests, which `RequestLedger` answers (see `engine_attachment`).
+
+This module is imported by the engine's interpreter, which may have few packages: it needs no more than the standard
+library.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Protocol, TypeVar
+
+from verl_mg.engines.engine_attachment import EngineAttachment, EngineListener
+from verl_mg.engines.hidden_packages import hide_training_packages
+from verl_mg.engines.request_ledger import Generation, RequestLedger, request_key
+
+LINE_LIMIT = 2**31  # largest length of a line, in bytes; asyncio's default of 64 KiB is less than a long prompt
+ABORT_RETRY_SECONDS = 0.1
+# Methods of a host that the rank can call.
+METHODS = frozenset({"load", "load_adapters", "sleep", "wake", "pause", "unpause"})
+# Time limit of an engine for ending its requests when its rank is lost and it shares a device with training.
+PART_SECONDS = 60.0
+
+T = TypeVar("T")
+
+
+class Host(Protocol):
+    """Main object of an engine's process: an engine, or its part on a further node, which gets no messages."""
+
+    async def serve(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, listener: EngineListener | None
+    ) -> None:
+        """Works until the rank's stream ends, or no further rank comes.
+
+        Args:
+            reader: stream of the rank's messages.
+            writer: stream to the rank.
+            listener: where further ranks come; None: none does.
+        """
+
+    def shutdown(self) -> None:
+        """Ends the engine's processes."""
+
+
+class EngineHost(ABC):
+    """Runs in the engine process; subclasses know one kind of engine.
+
+    Its methods raise where the engine refuses; the rank gets the text.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self.open_requests: set[str] = set()  # ids of the requests that are not complete
+        self._writer: asyncio.StreamWriter | None = None
+        self._ledger: RequestLedger | None = None
+        self._rids: dict[str, str] = {}  # ids of the requests in the engine, by the rank's
+        self._num_ranks = 0
+        self._version = -1
+        self._asleep: set[str] = set()
+        self._is_paused = False
+        self._drops_newer = False
+
+    @abstractmethod
+    async def generate(self, rid: str, request: dict[str, Any]) -> dict[str, Any]:
+        """Returns the sample of a request, also where it was aborted.
+
+        Args:
+            rid: id of the request.
+            request: fields of `request_tracker.EngineRequest`.
+
+        Returns:
+            tokens, logprobs, finish ("stop", "length" or "abort"), spans (a list of {"start", "end", "version"} of
+            tokens; others have the version of the last update), routed_experts (base64 of int32, or None) and counts
+            (of `engine_counts`, since the last sample).
+        """
+
+    @abstractmethod
+    def abort(self, rid: str | None) -> None:
+        """Aborts a request, or all with None; repeated until the samples have been sent."""
+
+    @abstractmethod
+    async def load(self, payloads: Sequence[str], version: int | None, flush: bool) -> None:
+        """Copies tensors into the parameters.
+
+        Args:
+            payloads: one payload of `ipc_payload` per rank of the engine.
+            version: policy version, with the last payloads of an update: what is derived from weights is computed then.
+            flush: whether the cache of the old weights is flushed.
+        """
+
+    @abstractmethod
+    async def load_adapters(self, payloads: Sequence[str], version: int, config: dict[str, Any]) -> None:
+        """Replaces the adapters with which all further requests are computed; none may be in flight.
+
+        Args:
+            payloads: payloads of `ipc_payload` with all whole tensors by PEFT's names, one for each process that opens
+                one.
+            version: policy version.
+            config: fields of PEFT's configuration.
+        """
+
+    @abstractmethod
+    async def sleep(self, weights: bool, kv: bool, timeout_s: float) -> None:
+        """Ends all requests and releases memory.
+
+        Args:
+            weights: whether to release the weights, whose values are lost.
+            kv: whether to release the key-value cache.
+            timeout_s: time limit for ending the requests; TimeoutError after it.
+        """
+
+    @abstractmethod
+    async def wake(self, weights: bool, kv: bool) -> None:
+        """Allocates released memory again.
+
+        Args:
+            weights: whether to allocate the weights, which remain undefined until an update.
+            kv: whether to allocate the key-value cache.
+        """
+
+    @abstractmethod
+    async def pause(self, keep_cache: bool) -> None:
+        """Stops generation between two tokens, for an update of the weights with requests in flight.
+
+        Args:
+            keep_cache: whether requests continue on keys and values of the old weights; else these are recomputed.
+        """
+
+    @abstractmethod
+    async def unpause(self) -> None:
+        """Continues generation after `pause`."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Ends the engine's processes."""
+
+    async def serve(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, listener: EngineListener | None
+    ) -> None:
+        """Serves the messages of the rank, and of further ranks that come after it was lost."""
+        if listener is None:
+            await self._serve_rank(reader, writer, 0)
+            return
+        self._ledger = RequestLedger()
+        work = asyncio.ensure_future(self._serve_ranks(reader, writer, listener))
+        # Without its launcher no further rank can come, and the engine would keep the devices.
+        await asyncio.wait(
+            {work, asyncio.ensure_future(listener.until_launcher_ends())}, return_when=asyncio.FIRST_COMPLETED
+        )
+        if work.done():
+            work.result()  # raises what has ended it
+
+    async def _serve_ranks(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, listener: EngineListener
+    ) -> None:
+        ranks = listener.ranks()
+        attachment = listener.attachment
+        # Consumes ranks: serves one to the end of its stream, then waits for the next. Ends by {"end"}, or when no
+        # further rank comes.
+        while await self._serve_rank(reader, writer, attachment.pid):
+            await self._part_from_rank(attachment.sleeps)
+            # The rank that resumes from a checkpoint computes other weights under the same version numbers.
+            self._drops_newer = not attachment.deterministic
+            try:
+                reader, writer = await anext(ranks)
+            except StopAsyncIteration:
+                return
+
+    async def _serve_rank(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pid: int) -> bool:
+        """Serves the messages of a rank; returns whether its stream has ended without a request to end."""
+        self._writer = writer
+        self._num_ranks += 1
+        self._send(ready=True, pid=pid, version=self._version, asleep=sorted(self._asleep))
+        with contextlib.suppress(ConnectionError):
+            # Consumes messages, and does not wait for their work: each starts a task. Ends by {"end"} or the stream.
+            while line := await reader.readline():
+                message = json.loads(line)
+                if "end" in message:
+                    return False
+                self._handle(message)
+        return True
+
+    async def _part_from_rank(self, sleeps: bool) -> None:
+        assert self._writer and self._ledger
+        self._writer.close()
+        self._writer = None
+        self._rids.clear()
+        if self._is_paused:  # the rank was lost during an update
+            await self.unpause()
+            self._is_paused = False
+        if sleeps and self._asleep != {"weights", "kv"}:
+            await self._apply("sleep", {"weights": True, "kv": True, "timeout_s": PART_SECONDS})
+        self._ledger.hand_over()
+
+    async def abort_until_sent(self, rid: str | None) -> None:
+        """Aborts requests until they are complete: an abort that overtakes its request has no effect."""
+        targets = set(self.open_requests) if rid is None else {rid}
+        while targets & self.open_requests:
+            self.abort(rid)
+            await asyncio.sleep(ABORT_RETRY_SECONDS)
+
+    def _handle(self, message: dict[str, Any]) -> None:
+        if "generate" in message:
+            rid, generation = message["generate"], self._generation(message["generate"], message["request"])
+            self._rids[rid] = generation.rid
+            self._start(self._send_sample(rid, generation))
+        elif "abort" in message:
+            self._start(self.abort_until_sent(self._rids.get(message["abort"], message["abort"])))
+        else:
+            self._start(self._call(message["call"], message["method"], message["fields"]))
+
+    def _send(self, **message: Any) -> None:
+        if self._writer is not None:
+            self._writer.write(json.dumps(message).encode() + b"\n")
+
+    def _start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _generation(self, rid: str, request: dict[str, Any]) -> Generation:
+        """Returns the generation of a request: that of an earlier rank, or a new one."""
+        key = ""
+        if self._ledger:
+            if self._drops_newer:  # the first request is under the weights of the checkpoint
+                self._ledger.drop_newer(self._version)
+                self._drops_newer = False
+            key = request_key(rid, request, self._version)
+            if repeated := self._ledger.take(key):
+                return repeated
+        unique = rid if self._num_ranks == 1 else f"{self._num_ranks}-{rid}"  # ranks use the same ids
+        self.open_requests.add(unique)
+        task = self._start(self._result(unique, request))
+        generation = Generation(unique, key, self._version, task, can_answer=self._version >= 0)
+        if self._ledger:
+            self._ledger.add(generation)
+        return generation
+
+    async def _result(self, rid: str, request: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return await self.generate(rid, request)
+        except Exception as error:  # the engine rejects a request, or ends one that never started
+            return {"error": f"{type(error).__name__}: {error}"}
+        finally:
+            self.open_requests.discard(rid)
+
+    async def _send_sample(self, rid: str, generation: Generation) -> None:
+        rank, result = self._num_ranks, await generation.task
+        if rank == self._num_ranks:  # else the rank that has requested it was lost meanwhile
+            self._rids.pop(rid, None)
+            self._send(sample=rid, **result)
+
+    async def _call(self, number: int, method: str, fields: dict[str, Any]) -> None:
+        ok, text, rank = True, "", self._num_ranks
+        try:
+            if method not in METHODS:
+                raise ValueError(f"no such method: {method}")
+            await self._apply(method, fields)
+        except Exception as error:
+            ok, text = False, f"{type(error).__name__}: {error}"
+        if rank == self._num_ranks:
+            self._send(call=number, ok=ok, message=text)
+
+    async def _apply(self, method: str, fields: dict[str, Any]) -> None:
+        """Calls a method, and keeps the state that the next rank needs."""
+        if self._ledger and method != "wake" and method != "unpause":
+            for orphan in self._ledger.orphans():  # no rank waits for them
+                await self.abort_until_sent(orphan.rid)
+        if method in ("load", "load_adapters"):
+            self._version = -1  # until the last payloads the weights are a mixture, which no rank may take over
+            if self._ledger:
+                self._ledger.drop_unfinished()
+        await getattr(self, method)(**fields)
+        if method in ("load", "load_adapters") and fields["version"] is not None:
+            self._version = fields["version"]
+        elif method in ("pause", "unpause"):
+            self._is_paused = method == "pause"
+        elif method in ("sleep", "wake"):
+            parts = {part for part in ("weights", "kv") if fields[part]}
+            self._asleep = self._asleep | parts if method == "sleep" else self._asleep - parts
+            if method == "sleep" and fields["weights"]:
+                self._version = -1
+
+
+def main(create: Callable[[dict[str, Any], asyncio.AbstractEventLoop], Host]) -> None:
+    """Main function of an engine process: serves messages until the stream ends.
+
+    `create` starts the engine from its arguments; the event loop does not run yet.
+    """
+    hide_training_packages()
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)  # SGLang's tokenizer manager uses the current event loop
+    reader, writer = loop.run_until_complete(asyncio.open_connection(sock=connection, limit=LINE_LIMIT))
+    first = json.loads(loop.run_until_complete(reader.readline()))
+    # Before the engine starts: a rank that resumes meanwhile waits at the socket instead of starting another engine.
+    listener = EngineListener(EngineAttachment(**first["attachment"]), LINE_LIMIT) if first["attachment"] else None
+    host = create(first["arguments"], loop)
+    try:
+        loop.run_until_complete(host.serve(reader, writer, listener))
+    finally:
+        host.shutdown()
+        # Threads of the engine may still wait for processes that have ended.
+        os._exit(0)

@@ -1,0 +1,316 @@
+"""The decoding loop over a `transformers` module: one batch of prompts, from prefill to the last token.
+
+    _prefill (each distinct prompt once) --> logits --> draw_tokens --> rows end: stop token, limit, stop string
+                                               ^                          |  a quarter of the batch has ended: these
+                                               +------- _forward <--------+  rows leave the batch and the cache
+
+The key-value cache grows in place (`PreallocatedLayer`). The loop ends with the last row, or by an abort after a token.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from verl_mg.engines.engine import Sampling
+from verl_mg.engines.hf.vision import VisionPrefill
+from verl_mg.engines.stop_strings import Decode, num_tokens_to_stop
+from verl_mg.images import RowImages
+
+# Rows leave the batch once this share of it is done: removing a row copies the cache of all others.
+SHARE_DONE_BEFORE_COMPACTION = 0.25
+
+
+@dataclass(frozen=True)
+class Completions:
+    """Continuations of n prompts; entries of a row past its length are undefined."""
+
+    tokens: torch.Tensor  # (n, T) int64
+    logprobs: torch.Tensor  # (n, T) float32, in nats
+    lengths: torch.Tensor  # (n,) int64, number of tokens of each row
+
+
+class TextEnd:
+    """Watches the text of rows for stop strings, in the last tokens of each.
+
+    `turns` has the tokens of each row's partial sample in which a string may begin.
+    """
+
+    def __init__(self, stop: Sequence[str], decode: Decode, turns: Sequence[tuple[int, ...]]) -> None:
+        self._stop, self._decode, self._tokens = stop, decode, [list(turn) for turn in turns]
+        self.ended: set[int] = set()  # numbers of the rows that have ended with a stop string
+        # A token has a byte at least, and the first of those that are decoded may be part of a character.
+        self._window = max(len(string.encode()) for string in stop) + 4
+
+    def reached(self, index: torch.Tensor, tokens: torch.Tensor, running: torch.Tensor) -> torch.Tensor:
+        """Adds a token to each of the r rows `index`, and returns which have a stop string now, (r,) bool."""
+        drawn = zip(index.tolist(), tokens.tolist(), running.tolist(), strict=True)
+        self.ended |= {row for row, token, active in drawn if active and self._ends(row, token)}
+        return torch.tensor([row in self.ended for row in index.tolist()], device=tokens.device)
+
+    def _ends(self, row: int, token: int) -> bool:
+        written = self._tokens[row]
+        written.append(token)
+        # The window is a cheap test for each token; the whole text decides, as everywhere.
+        text = self._decode(written[-self._window :])
+        return any(string in text for string in self._stop) and bool(
+            num_tokens_to_stop(written, self._stop, self._decode)
+        )
+
+
+@dataclass
+class _Rows:
+    """State of the r rows that are still in the batch."""
+
+    index: torch.Tensor  # (r,) row of the completions
+    position: torch.Tensor  # (r,) position of the next token
+    attend: torch.Tensor  # (r, prompt width + T) bool, false on left padding
+    running: torch.Tensor  # (r,) bool, false once a stop token was drawn or the row has as many tokens as it may have
+    limit: torch.Tensor  # (r,) largest number of tokens
+
+    def select(self, keep: torch.Tensor) -> None:
+        self.index, self.position = self.index[keep], self.position[keep]
+        self.attend, self.running, self.limit = self.attend[keep], self.running[keep], self.limit[keep]
+
+
+def decode(
+    module: PreTrainedModel,
+    prompts: Sequence[tuple[int, ...]],
+    uniforms: torch.Tensor,
+    limits: Sequence[int],
+    sampling: Sampling,
+    aborted: Callable[[], bool],
+    images: Sequence[RowImages] = (),
+    vision: VisionPrefill | None = None,
+    text_end: TextEnd | None = None,
+) -> Completions:
+    """Continues n prompts, each by up to its limit of tokens, of which T is the largest.
+
+    `uniforms` (n, T) are in [0, 1): entry t of a row draws its t-th token. `aborted` is called after every token. The
+    limit in `sampling` is not used. Without `images` no prompt has any; they need `vision`.
+    """
+    device = module.device
+    steps = max(limits)
+    stops = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=device)
+    uniforms = uniforms.to(device)
+    out = Completions(
+        tokens=torch.zeros(len(prompts), steps, dtype=torch.int64, device=device),
+        logprobs=torch.zeros(len(prompts), steps, device=device),
+        lengths=torch.zeros(len(prompts), dtype=torch.int64, device=device),
+    )
+    cache = preallocated_cache(module.config)
+    logits, rows = _prefill(module, cache, prompts, limits, images or [()] * len(prompts), vision)
+    width = rows.attend.shape[1] - steps
+
+    for step in range(steps):
+        tokens, logprobs = draw_tokens(logits, uniforms[rows.index, step], sampling)
+        out.tokens[rows.index, step] = tokens
+        out.logprobs[rows.index, step] = logprobs
+        out.lengths[rows.index] += rows.running
+        rows.running &= ~torch.isin(tokens, stops) & (rows.limit > step + 1)
+        if text_end:
+            rows.running &= ~text_end.reached(rows.index, tokens, rows.running)
+
+        running = int(rows.running.sum())  # waits for the device, once for each token
+        if running == 0 or step + 1 == steps or aborted():
+            break
+        # Rows that have ended stay in the batch until then; what they draw is after their length.
+        if running <= (1 - SHARE_DONE_BEFORE_COMPACTION) * len(tokens):
+            keep = rows.running.nonzero().squeeze(1)
+            rows.select(keep)
+            select_rows(cache, keep)
+            tokens = tokens[keep]
+
+        attend = rows.attend[:, : width + step + 1]
+        logits = _forward(module, cache, tokens[:, None], attend, rows.position[:, None])
+        rows.position += 1
+    return out
+
+
+def _prefill(
+    module: PreTrainedModel,
+    cache: DynamicCache,
+    prompts: Sequence[tuple[int, ...]],
+    limits: Sequence[int],
+    images: Sequence[RowImages],
+    vision: VisionPrefill | None,
+) -> tuple[torch.Tensor, _Rows]:
+    """Runs every distinct prompt once, left-padded, and copies its cache row to all rows with this prompt and images.
+
+    Returns the logits of the next token, (n, V), and the n rows.
+    """
+    steps = max(limits)
+    keys = list(zip(prompts, images, strict=True))
+    # The samples of a group have the same prompt.
+    row_of = {key: row for row, key in enumerate(dict.fromkeys(keys))}
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt, _ in row_of])
+    lengths = torch.tensor([len(prompt) for prompt, _ in row_of])
+    attend = torch.arange(width + steps) >= width - lengths[:, None]
+    positions = (torch.arange(width) - (width - lengths[:, None])).clamp(min=0)
+
+    device = module.device
+    ids, lengths, attend, positions = (each.to(device) for each in (ids, lengths, attend, positions))
+    inputs: dict[str, torch.Tensor] = {}
+    if vision and any(images):
+        prefill = vision.inputs(ids, attend[:, :width], positions, [of_prompt for _, of_prompt in row_of])
+        positions, lengths, inputs = prefill.positions, prefill.next_positions, prefill.inputs
+    logits = _forward(module, cache, ids, attend[:, :width], positions, **inputs)
+    if len(row_of) < len(prompts):
+        shared = torch.tensor([row_of[key] for key in keys], device=device)
+        select_rows(cache, shared)
+        logits, lengths, attend = logits[shared], lengths[shared], attend[shared]
+    return logits, _Rows(
+        index=torch.arange(len(prompts), device=device),
+        position=lengths,
+        attend=attend,
+        running=torch.ones(len(prompts), dtype=torch.bool, device=device),
+        limit=torch.tensor(limits, device=device),
+    )
+
+
+def _forward(
+    module: PreTrainedModel,
+    cache: DynamicCache,
+    ids: torch.Tensor,
+    attend: torch.Tensor,
+    positions: torch.Tensor,
+    **inputs: Any,
+) -> torch.Tensor:
+    """Returns the logits (r, V) after the last of ids (r, t) at positions (r, t); attend: (r, cached + t) bool."""
+    output = module(
+        input_ids=ids,
+        attention_mask=attend,
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+        **inputs,
+    )
+    return output.logits[:, -1]
+
+
+def uniforms(seed: int, n: int) -> torch.Tensor:
+    """Returns n random numbers in [0, 1) that depend only on `seed`, on the CPU; entry t draws the t-th token."""
+    return torch.rand(n, generator=torch.Generator().manual_seed(seed))
+
+
+def draw_tokens(logits: torch.Tensor, uniforms: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draws one token per row by inverting its cumulative distribution at the row's uniform number.
+
+    From logits (n, V) and uniforms (n,), returns tokens (n,) int64 and their log-probs (n,) float32 in nats under the
+    full temperature-scaled distribution: top-k, top-p, min-p and exclusion restrict the draw and do not renormalise it.
+    """
+    # With given uniforms a sample depends only on its seed, and not on the other rows or on the device's generator.
+    scores = logits.float()
+    if sampling.temperature > 0:
+        scores = scores / sampling.temperature
+    best_score, best = scores.max(dim=-1, keepdim=True)
+    weights = torch.exp(scores - best_score)
+    total = weights.sum(dim=-1, keepdim=True)
+    if sampling.excluded_token_ids:
+        excluded = torch.tensor(sampling.excluded_token_ids, device=scores.device)
+        # After `total`: training computes log-probs under the full distribution, and so they are here.
+        weights = weights.index_fill(-1, excluded, 0.0)
+        best = scores.index_fill(-1, excluded, -torch.inf).argmax(dim=-1, keepdim=True)
+    tokens = best if sampling.temperature == 0 else _draw(weights, total, best, uniforms[:, None], sampling)
+    logprobs = scores.gather(-1, tokens) - best_score - total.log()
+    return tokens.squeeze(-1), logprobs.squeeze(-1)
+
+
+def _draw(
+    weights: torch.Tensor, total: torch.Tensor, best: torch.Tensor, uniforms: torch.Tensor, sampling: Sampling
+) -> torch.Tensor:
+    """Draws tokens (n, 1) from unnormalised weights (n, V); total, best (most probable token), uniforms: (n, 1)."""
+    if sampling.min_p > 0:
+        weights = weights * (weights >= sampling.min_p * weights.amax(dim=-1, keepdim=True))
+    if sampling.top_k == 0 and sampling.top_p == 1:
+        return _invert(weights, best, uniforms)
+    kept, ids = _most_probable(weights, total, sampling)
+    first = torch.zeros_like(best)
+    return ids.gather(-1, _invert(kept, first, uniforms))
+
+
+def _most_probable(weights: torch.Tensor, total: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sorts weights in descending order, cut to top-k and 0 outside top-p; returns them and token ids, both (n, k)."""
+    kept, ids = weights.sort(dim=-1, descending=True, stable=True)
+    if sampling.top_k > 0:
+        kept, ids = kept[:, : sampling.top_k], ids[:, : sampling.top_k]
+    mass_before = (kept.cumsum(dim=-1) - kept) / total
+    inside = mass_before < sampling.top_p
+    inside[:, 0] = True  # the subtraction above may leave a rounding error where there is no mass
+    return kept * inside, ids
+
+
+def _invert(weights: torch.Tensor, best: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Finds the first column whose cumulative weight exceeds the uniform share of the total, (n, 1)."""
+    cumulative = weights.cumsum(dim=-1)
+    columns = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
+    columns = columns.clamp(max=weights.shape[-1] - 1)  # the product can round up to the total itself
+    # A parallel cumsum need not be exactly monotonic: a column without weight must never be drawn.
+    return torch.where(weights.gather(-1, columns) > 0, columns, best)
+
+
+class PreallocatedLayer(DynamicLayer):
+    """A cache layer with spare columns; `keys` and `values` (rows, heads, length, dim) are views of its buffers.
+
+    `DynamicLayer` copies the whole cache at every token.
+    """
+
+    key_buffer: torch.Tensor
+    value_buffer: torch.Tensor
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Starts without columns, in the dtype and on the device of the states (rows, heads, new, dim)."""
+        super().lazy_initialization(key_states, value_states)
+        self._keep(key_states[:, :, :0], value_states[:, :, :0], length=0)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Appends states, and returns all keys and values."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start = self.get_seq_length()
+        end = start + key_states.shape[-2]
+        if end > self.key_buffer.shape[-2]:  # by half of what is needed, so few tokens copy the cache
+            self.key_buffer = _grown(self.key_buffer[:, :, :start], end)
+            self.value_buffer = _grown(self.value_buffer[:, :, :start], end)
+        self.key_buffer[:, :, start:end] = key_states
+        self.value_buffer[:, :, start:end] = value_states
+        return self._keep(self.key_buffer, self.value_buffer, length=end)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Keeps the given rows, without the spare columns."""
+        length = self.get_seq_length()
+        keys = self.key_buffer[:, :, :length].index_select(0, beam_idx)
+        values = self.value_buffer[:, :, :length].index_select(0, beam_idx)
+        self._keep(keys, values, length)
+
+    def _keep(self, keys: torch.Tensor, values: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.key_buffer, self.value_buffer = keys, values
+        self.keys, self.values = keys[:, :, :length], values[:, :, :length]
+        return self.keys, self.values
+
+
+def preallocated_cache(config: PreTrainedConfig) -> DynamicCache:
+    """Returns an empty cache for a model; layers that keep a window or a state instead of all columns are unchanged."""
+    cache = DynamicCache(config=config)
+    cache.layers = [PreallocatedLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache
+
+
+def select_rows(cache: DynamicCache, rows: torch.Tensor) -> None:
+    """Replaces the rows of a cache by a selection of them, (r,) int64 indices that may repeat."""
+    cache.reorder_cache(rows)  # type: ignore[arg-type]  # annotated LongTensor, which no tensor function returns
+
+
+def _grown(states: torch.Tensor, columns: int) -> torch.Tensor:
+    """Copies (rows, heads, length, dim) into a buffer for `columns` columns, half as many again, and 32."""
+    rows, heads, length, dim = states.shape
+    buffer = states.new_empty(rows, heads, columns + columns // 2 + 32, dim)
+    buffer[:, :, :length] = states
+    return buffer

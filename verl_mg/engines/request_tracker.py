@@ -1,0 +1,245 @@
+"""Requests in flight in an engine, whether it is a process of this job or a server.
+
+    submit --> running --result--> done --collect--> caller
+                 |  deadline: aborted; its partial sample has the finish "timeout"
+                 |  ABORT_SECONDS later without a result: done, with the tokens that it was submitted with
+                 +--engine lost--> `resume` sends it again under a new id
+
+Results of ids that are no longer in flight are ignored.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import queue
+import time
+from abc import abstractmethod
+from collections import Counter, deque
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl_mg.engines.engine import Finish, Request, RolloutEngine, Sample, Sampling
+from verl_mg.engines.engine_counts import Counts
+from verl_mg.errors import UserError
+
+ABORT_SECONDS = 10.0  # time limit of an aborted request for returning its partial sample
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineRequest:
+    """A request as it is sent to an engine, the same for all kinds of engines."""
+
+    tokens: list[int]  # token ids in front of the first new one
+    max_new_tokens: int
+    temperature: float  # divisor of the logits; 0 is greedy decoding
+    top_p: float  # candidates have this share of the distribution; 1: no limit
+    top_k: int  # number of candidates; 0: no limit
+    min_p: float  # candidates have this share of the highest probability; 0: no limit
+    stop_token_ids: list[int]  # tokens that end the response
+    stop: list[str]  # strings that end the response; none where the engine reads no text
+    seed: int | None  # seed of the sample, where the engine supports seeds per request
+    routed_experts: bool  # whether the sample contains the experts of each token
+    excluded_token_ids: list[int]  # tokens that are never drawn
+    images: list[str]  # encoded images in base64, in the order of their placeholders in `tokens`
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineLimits:
+    """Limits and properties of an engine."""
+
+    max_running: int  # largest number of requests at the same time
+    max_positions: int  # largest number of tokens of a prompt with its response
+    seeded: bool = False  # whether a sample depends only on its seed
+    reads_text: bool = False  # whether it has a tokenizer, and can end a response at a string
+    routed: tuple[int, int] | None = None  # (layers, experts per token); None: samples have no experts
+
+
+@dataclass
+class _Running:
+    """A request in the engine."""
+
+    request: Request
+    sampling: Sampling
+    deadline: float  # time of `time.monotonic` at which it is aborted
+    timed_out: bool = False  # whether it has been aborted for its deadline
+
+
+class RequestTracker(RolloutEngine):
+    """Keeps the requests in flight; subclasses implement the transport to the engine.
+
+    `request_timeout` is in seconds. A request that exceeds it is aborted without the others.
+    """
+
+    def __init__(self, limits: EngineLimits, request_timeout: float) -> None:
+        self._limits, self._request_timeout = limits, request_timeout
+        self._running: dict[str, _Running] = {}
+        self._done: deque[Sample] = deque()
+        self._numbers = itertools.count()
+        self._version = -1
+        self._counts: Counter[str] = Counter()
+
+    def take_counts(self) -> Counts:
+        """Returns the counters of the requests that were completed since the last call."""
+        counts, self._counts = self._counts, Counter()
+        return dict(counts)
+
+    def num_free_slots(self) -> int:
+        """Returns the limit of running requests minus those in flight."""
+        return self._limits.max_running - len(self._running)
+
+    def num_queue_slots(self) -> int:
+        """Returns a quarter of the running requests: enough to fill a batch without a gap."""
+        return self._limits.max_running // 4
+
+    def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
+        """Sends requests to the engine; UserError for a prompt that is empty or fills the context."""
+        for request in requests:
+            self._check(request)
+            if request.remaining_tokens(sampling) <= 0:
+                self._done.append(request.prepend_partial(Sample(request.id, (), (), (), "length")))
+                continue
+            self._send(_Running(request, sampling, time.monotonic() + self._request_timeout))
+
+    def collect(self, timeout: float) -> list[Sample]:
+        """Returns completed samples, and aborts requests that exceed their time limit."""
+        self._drain(time.monotonic() + timeout)
+        self._abort_timed_out()
+        samples = list(self._done)
+        self._done.clear()
+        return samples
+
+    def abort_samples(self, ids: Collection[int]) -> None:
+        """Aborts the requests of some samples."""
+        for rid, running in list(self._running.items()):
+            if running.request.id in ids:
+                self._abort_request(rid)
+
+    def resume(self) -> None:
+        """Submits all requests again that were in flight when the engine was lost, with new ids."""
+        unfinished, self._running = self._running, {}
+        for running in unfinished.values():
+            self._send(running)
+
+    @abstractmethod
+    def _generate(self, rid: str, request: dict[str, Any]) -> None:
+        """Sends the fields of an `EngineRequest` with the id `rid`."""
+
+    @abstractmethod
+    def _abort_request(self, rid: str) -> None:
+        """Aborts a request; its partial result still arrives."""
+
+    @abstractmethod
+    def _receive(self, timeout: float) -> None:
+        """Handles one message, a result by `_complete`; queue.Empty after `timeout` seconds without any."""
+
+    def _complete(self, rid: str, result: dict[str, Any]) -> None:
+        """Makes a sample from a result as of `EngineHost.generate`, or {"error": TEXT}; ignores unknown ids."""
+        if (running := self._running.pop(rid, None)) is not None:
+            self._counts.update(result.get("counts", {}))
+            self._done.append(running.request.prepend_partial(self._sample(running, result)))
+
+    def _check(self, request: Request) -> None:
+        limit = self._limits.max_positions
+        if not request.prompt:
+            raise UserError(f"request {request.id}: the prompt is empty. Give at least one token.")
+        if len(request.context) >= limit:
+            raise UserError(
+                f"request {request.id}: its {len(request.context)} tokens fill the {limit} positions of the model. "
+                "Shorten the prompt."
+            )
+
+    def _send(self, running: _Running) -> None:
+        request, sampling = running.request, running.sampling
+        context = request.context
+        fields = EngineRequest(
+            tokens=list(context),
+            max_new_tokens=min(request.remaining_tokens(sampling), self._limits.max_positions - len(context)),
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            stop_token_ids=list(sampling.stop_token_ids),
+            stop=list(sampling.stop) if self._limits.reads_text else [],
+            seed=request.seed if self._limits.seeded else None,
+            routed_experts=self._limits.routed is not None,
+            excluded_token_ids=list(sampling.excluded_token_ids),
+            images=[base64.b64encode(image.data).decode() for image in request.context_images],
+        )
+        # SGLang aborts every request whose id begins with the given one: the dot keeps sample 1 apart from sample 12.
+        # The number keeps the results of a request apart from its repetitions.
+        rid = f"{request.id}.{next(self._numbers)}"
+        self._running[rid] = running
+        self._generate(rid, asdict(fields))
+
+    def _drain(self, deadline: float) -> None:
+        """Handles messages until there is a sample, then those that have already arrived."""
+        # Consumes messages; waits until the deadline for the first sample; ends when no message is left.
+        while True:
+            try:
+                self._receive(0.0 if self._done else max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                return
+
+    def _sample(self, running: _Running, result: dict[str, Any]) -> Sample:
+        request = running.request
+        if "error" in result:
+            # An engine may report an abort of a request that it has not started as an error.
+            if "abort" not in result["error"].lower():
+                raise UserError(
+                    f"request {request.id}: the engine rejects it ({result['error']}). Shorten it, or see the "
+                    "log of the engine."
+                )
+            return Sample(request.id, (), (), (), "timeout" if running.timed_out else "abort")
+        tokens = tuple(result["tokens"])
+        finish: Finish = result["finish"]
+        if finish == "abort" and running.timed_out:
+            finish = "timeout"
+        # Tokens outside of all spans have the version of the last update.
+        versions = _versions(result["spans"], len(tokens), self._version)
+        routed = self._routed(result["routed_experts"])
+        return Sample(request.id, tokens, tuple(result["logprobs"]), versions, finish, routed)
+
+    def _routed(self, text: str | None) -> Tensor | None:
+        if text is None or self._limits.routed is None:
+            return None
+        flat = np.frombuffer(base64.b64decode(text), dtype=np.int32)
+        return torch.from_numpy(flat.astype(np.int16)).view(-1, *self._limits.routed)
+
+    def _abort_timed_out(self) -> None:
+        now = time.monotonic()
+        for rid, running in list(self._running.items()):
+            if now > running.deadline and not running.timed_out:
+                running.timed_out, running.deadline = True, now + ABORT_SECONDS
+                self._abort_request(rid)
+            elif now > running.deadline:
+                # The partial sample has not arrived either.
+                del self._running[rid]
+                self._done.append(running.request.prepend_partial(Sample(running.request.id, (), (), (), "timeout")))
+
+
+def routed_shape(model: Path) -> tuple[int, int]:
+    """Returns (layers, experts per token) of an engine's routing data; UserError for a model without experts."""
+    from verl_mg.models.hf_config import read_config
+
+    config = read_config(model)
+    if config.experts is None:
+        raise UserError(f"rollout.replay_routing: {model} has no experts. Set it to false.")
+    return config.layers, config.experts.top_k
+
+
+def _versions(spans: Sequence[dict[str, Any]], count: int, version: int) -> tuple[int, ...]:
+    """Returns the policy version of each token: `version`, except in an engine's spans.
+
+    Four tokens, version 6, and a span {"start": 1, "end": 3, "version": "5"} give (6, 5, 5, 6).
+    """
+    versions = [version] * count
+    for span in spans:
+        versions[span["start"] : span["end"]] = [int(span["version"])] * (span["end"] - span["start"])
+    return tuple(versions)

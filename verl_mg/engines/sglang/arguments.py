@@ -1,0 +1,256 @@
+"""Server arguments and environment of SGLang for a layout and a device."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl_mg.engines.engine_process import inherited_environment
+from verl_mg.engines.process_engine import EngineSettings
+from verl_mg.engines.sglang.weight_loader import LOADER
+from verl_mg.errors import UserError
+from verl_mg.layout import EngineLayout, ModelDims
+from verl_mg.models.hf_config import HFConfig
+from verl_mg.reshard.encoding import Wire
+
+CPU_TILE = 32  # on the CPU, SGLang pads widths of matrices to multiples of this on each rank
+CPU_KEY_VALUE_TOKENS = 2**16  # largest key-value cache of an engine on the CPU, in tokens
+# Field `quantization_config` with which SGLang builds its model for each `rollout.wire`.
+QUANTIZATIONS: dict[Wire, dict[str, Any] | None] = {
+    "cast": None,
+    "fp8_block": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    },
+    "fp8_channel": {"quant_method": "w8a8_fp8"},
+    "int4": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {
+                    "num_bits": 4,
+                    "type": "int",
+                    "symmetric": True,
+                    "strategy": "group",
+                    "group_size": 128,
+                    "dynamic": False,
+                },
+                "input_activations": None,
+                "output_activations": None,
+            }
+        },
+        "ignore": ["lm_head"],
+    },
+}
+# Environment of SGLang's processes on the CPU. Where torch is built for CUDA, NCCL is installed and would be used. The
+# few small functions that SGLang compiles would delay the first request to each process by seconds.
+ON_CPU = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "SGLANG_NCCL_SO_PATH": "none",
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+}
+
+
+# Attention backend of engines in float32 on GPUs, as SGLang's default there has 16 bits only.
+FLOAT32_ATTENTION = "triton"
+WITH_FLOAT32 = (FLOAT32_ATTENTION, "torch_native", "flex_attention")  # attention backends that have float32
+# Largest width of a head in float32: tiles of wider ones may not fit into the memory of a block of Triton's kernel.
+FLOAT32_HEAD = 128
+# Environment of engines in float32 on GPUs. The compiled norms and activations of SGLang have 16 bits only, and Triton
+# would round the inputs of products to TF32.
+IN_FLOAT32 = {"SGLANG_FORCE_FUSED_OP_BACKEND": "torch", "TRITON_F32_DEFAULT": "tf32x3"}
+# Environment of all engines. SGLang would keep the features of images over updates of the vision tower, and on GPUs
+# fuse two projections of an indexer that the weight table has apart.
+OF_ALL_ENGINES = {"SGLANG_VLM_CACHE_SIZE_MB": "0", "SGLANG_DISABLE_DSA_INDEXER_FUSION": "1"}
+
+
+def has_multi_token_draft(arguments: Mapping[str, Any]) -> bool:
+    """Returns whether SGLang decodes speculatively with the model's own layer of multi-token prediction."""
+    is_eagle = arguments.get("speculative_algorithm") in ("EAGLE", "NEXTN")
+    return is_eagle and not arguments.get("speculative_draft_model_path")
+
+
+def engine_arguments(model: Path, settings: EngineSettings) -> dict[str, Any]:
+    """Returns the keyword arguments of `sglang.Engine`. It loads no weights: the first weight sync does."""
+    layout = settings.layout
+    common: dict[str, Any] = {
+        "model_path": str(model),
+        "load_format": "dummy",  # random weights, without a read of the directory
+        "custom_weight_loader": [LOADER],
+        "dtype": str(settings.dtype).removeprefix("torch."),
+        "tp_size": layout.tp,
+        "pp_size": layout.pp,
+        "ep_size": layout.ep,
+        "max_running_requests": settings.max_running,
+        "random_seed": settings.seed,
+        # The weights arrive as training or the encoder has them, not as the checkpoint does.
+        "json_model_override_args": json.dumps({"quantization_config": settings.quantization}),
+        # Requests and samples are token ids; text is involved only in stop strings.
+        "skip_tokenizer_init": not settings.reads_text,
+        # A separate layer, as in the weight table.
+        "disable_shared_experts_fusion": True,
+        "skip_server_warmup": True,
+        "log_level": "warning",
+    }
+    if layout.adp > 1:
+        common["attn_dp_size"] = layout.adp
+    if settings.nodes.count > 1:
+        common |= {"nnodes": settings.nodes.count, "node_rank": settings.nodes.rank}
+    if settings.routed_experts:
+        common["enable_return_routed_experts"] = True
+    if settings.adapters:
+        common |= {
+            "enable_lora": True,
+            "max_lora_rank": settings.adapters.rank,
+            "lora_target_modules": list(settings.adapters.targets),
+            "max_loras_per_batch": 2,  # no adapter counts as one of them, the policy's is the other
+        }
+    if _model_type(model) == "gpt_oss":
+        common["moe_runner_backend"] = "triton"  # others have its experts transposed, or in another order
+    place = _on_gpus(settings) if torch.cuda.is_available() else _on_cpu(settings)
+    return common | place | dict(settings.extra)
+
+
+def _model_type(model: Path) -> Any:
+    path = model / "config.json"
+    return json.loads(path.read_text(encoding="utf-8")).get("model_type") if path.exists() else None
+
+
+def check_on_cpu(config: HFConfig, model: ModelDims, layout: EngineLayout) -> None:
+    """Checks that SGLang has the model on the CPU, and does not pad it, for which the weight table has no shards."""
+    if torch.cuda.is_available():
+        return
+    if config.attention_sinks:
+        raise UserError(
+            "rollout.engine=sglang: on the CPU SGLang has attention sinks only in kernels for AMX, which this project "
+            "does not use. Set rollout.engine=hf, or use a GPU."
+        )
+    if config.indexer:
+        raise UserError(
+            "rollout.engine=sglang: SGLang has no sparse attention on the CPU. Set rollout.engine=hf, or use a GPU."
+        )
+    if layout.ep > 1 or layout.adp > 1:
+        raise UserError(f"rollout.layout={layout}: SGLang does not support ep and adp on the CPU. Remove them.")
+    if model.key_heads:
+        raise UserError(
+            "rollout.engine=sglang: on the CPU linear attention needs compiled kernels of SGLang that are not on PyPI. "
+            "Set rollout.engine=hf."
+        )
+    widths = {"columns of the feed-forward layer": model.ffn, "columns of an expert": model.expert_ffn}
+    for what, width in widths.items():
+        if width % (CPU_TILE * layout.tp):
+            raise UserError(
+                f"rollout.layout={layout}: on the CPU SGLang pads the {width} {what} to a multiple of "
+                f"{CPU_TILE} * tp. Set rollout.engine=hf, or use a model with a multiple of {CPU_TILE * layout.tp}."
+            )
+    if model.kv_heads % layout.tp:
+        raise UserError(
+            f"rollout.layout={layout}: on the CPU SGLang pads {model.kv_heads} key-value heads to a multiple of tp. "
+            "Set a tp that divides them."
+        )
+
+
+def check_on_gpus(config: HFConfig, dtype: str, extra: Mapping[str, Any]) -> None:
+    """Checks that SGLang has kernels for the model and the dtype on GPUs; `extra` is `rollout.sglang`.
+
+    Refused is also what is not known to work.
+    """
+    if dtype != "float32" or not torch.cuda.is_available():
+        return
+    names = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+    for name in names:
+        if extra.get(name) not in (None, *WITH_FLOAT32):
+            raise UserError(
+                f"rollout.sglang.{name}={extra[name]}: it has no kernels for float32, the dtype of the actor. Leave it "
+                "out, or set actor.dtype=bfloat16."
+            )
+    others = {
+        "experts": config.experts,
+        "latent attention": config.latent,
+        "linear attention": config.linear,
+        "images": config.with_vision,
+        f"heads of {config.head_dim}": config.head_dim > FLOAT32_HEAD,
+    }
+    for what, has in others.items():
+        if has:
+            raise UserError(
+                f"rollout.engine=sglang: on GPUs its engines in float32, the dtype of the actor, do not serve a model "
+                f"with {what}. Set actor.dtype=bfloat16, or rollout.engine=hf."
+            )
+
+
+def port_arguments(ports: Sequence[int], address: str) -> dict[str, Any]:
+    """Returns the keyword arguments of `sglang.Engine` from which it derives its fixed ports.
+
+    `address` is HOST:PORT at which the processes of the engine meet.
+    """
+    return {"nccl_port": ports[0], "dist_init_addr": address}
+
+
+def environment(settings: EngineSettings) -> dict[str, str]:
+    """Returns the environment of an engine process: this one without what is only for the rank."""
+    inherited = inherited_environment()
+    if settings.nodes.count > 1:
+        inherited.setdefault("SGLANG_HOST_IP", settings.nodes.address)  # SGLang would look for a route to the internet
+    if settings.nodes.rank:
+        inherited["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"  # else `sglang.Engine` would not return on this node
+    if torch.cuda.is_available():
+        return _variables_on_gpus(settings) | inherited | OF_ALL_ENGINES
+    # A core for each rank of the engine: SGLang's own binding needs a NUMA node for each.
+    cores = sorted(os.sched_getaffinity(0))
+    binding = "|".join(str(cores[rank % len(cores)]) for rank in range(settings.layout.ranks))
+    return inherited | ON_CPU | OF_ALL_ENGINES | {"SGLANG_CPU_OMP_THREADS_BIND": binding}
+
+
+def _variables_on_gpus(settings: EngineSettings) -> dict[str, str]:
+    precision = IN_FLOAT32 if settings.dtype is torch.float32 else {}
+    return precision | {
+        # GPUs of a job have different amounts of free memory: stages of different size, a rank that is still loading.
+        "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false",
+        # An idle engine whose cache is released would fail it.
+        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "false",
+        # Graphs release their memory too: some GiB.
+        "SGLANG_MEMORY_SAVER_CUDA_GRAPH": str(settings.sleeps).lower(),
+    }
+
+
+def _on_gpus(settings: EngineSettings) -> dict[str, Any]:
+    attention = {"attention_backend": FLOAT32_ATTENTION} if settings.dtype is torch.float32 else {}
+    return attention | {
+        "device": "cuda",
+        "base_gpu_id": settings.first_gpu,
+        "gpu_id_step": settings.gpu_step,
+        "enable_memory_saver": settings.sleeps,
+        # SGLang's graphs of the prefill phase cannot release their memory, and refuse to start where others do.
+        "disable_prefill_cuda_graph": settings.sleeps,
+        "mem_fraction_static": settings.memory_fraction,
+        # Not on the CPU: SGLang permits it only with attention kernels for GPUs.
+        "enable_deterministic_inference": settings.deterministic,
+    }
+
+
+def _on_cpu(settings: EngineSettings) -> dict[str, Any]:
+    return {
+        "device": "cpu",
+        "attention_backend": "torch_native",
+        "sampling_backend": "pytorch",
+        "grammar_backend": "none",
+        "disable_cuda_graph": True,
+        "disable_overlap_schedule": True,
+        "mem_fraction_static": 0.1,
+        "max_total_tokens": min(settings.max_running * settings.max_positions, CPU_KEY_VALUE_TOKENS),
+        # Idle engines share the cores with training.
+        "sleep_on_idle": True,
+        "lora_backend": "torch_native",
+    }

@@ -1,0 +1,82 @@
+"""Applies the changes in a shared folder to the parameters of a server's rank; called inside SGLang's schedulers.
+
+The job asks with a request like that of `shard_receiver`. Each rank reads its changes from the files of all senders,
+applies them, and writes a report into the same folder, since an exception here would end SGLang's schedulers.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl_mg.engines.sglang.weight_loader import as_loaded, message_for_loader
+from verl_mg.reshard.delta_files import ChangesFile, member_name
+from verl_mg.reshard.delta_transfer import apply_patches
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FolderRequest:
+    """Request to a server to apply the changes in a folder."""
+
+    folder: str  # folder of one version, with a file of each sender
+    layout: str  # parallel sizes of the server, as the files name them
+    server: int  # number of the server in the job, for the names of its reports
+
+    def payload(self) -> str:
+        """Returns the request as SGLang passes it to a loader."""
+        return message_for_loader(asdict(self))
+
+    def report_path(self, rank: int) -> Path:
+        """Returns the file in which a rank of the server reports."""
+        return Path(self.folder) / f"report-{self.server}-{rank}.json"
+
+
+@dataclass(frozen=True)
+class FolderReport:
+    """Report of a rank of a server about the changes that it has applied."""
+
+    intact: bool = False  # whether all boxes have the checksums of the senders
+    bytes_read: int = 0  # bytes of the changes
+    error: str = ""  # description of what went wrong; empty where all files were read
+
+
+def apply_folder(model: Any, request: FolderRequest, rank: int) -> None:
+    """Applies the changes of this rank, and reports."""
+    try:
+        parameters = {name: as_loaded(parameter) for name, parameter in model.named_parameters()}
+        report = _apply(parameters, Path(request.folder), member_name(request.layout, rank))
+    except Exception as error:
+        log.exception("verl_mg: the changes were not applied")
+        report = FolderReport(error=f"{type(error).__name__}: {error}")
+    try:
+        path = request.report_path(rank)
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(asdict(report)))
+        os.replace(partial, path)  # the job, which polls for the report, never sees a part of it
+    except OSError:
+        log.exception("verl_mg: no report can be written")  # the job waits for it, and then sends all values
+
+
+def _apply(parameters: dict[str, Tensor], folder: Path, member: str) -> FolderReport:
+    here, intact, bytes_read = next(iter(parameters.values())).device, True, 0
+    # All dtypes are checked before the first change: a refused update leaves the weights as they were.
+    files = [ChangesFile(path, member) for path in sorted(folder.glob("*.safetensors"))]
+    for file in files:
+        for name, dtype in file.dtypes.items():
+            actual = str(parameters[name].dtype).removeprefix("torch.") if name in parameters else "missing"
+            if actual != dtype:
+                raise TypeError(f"{name} is {actual}, and the job sends {dtype}: start the server with that --dtype")
+    with torch.no_grad():
+        for file in files:
+            intact = apply_patches(file.patches(here), parameters) and intact
+            bytes_read += file.nbytes
+    return FolderReport(intact and bool(files), bytes_read)

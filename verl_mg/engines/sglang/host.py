@@ -1,0 +1,242 @@
+"""Host of an `sglang.Engine`: `python -m verl_mg.engines.sglang.host SOCKET`."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from verl_mg.data.image_processor import ImageProcessor
+from verl_mg.engines import engine_host
+from verl_mg.engines.engine_attachment import EngineListener
+from verl_mg.engines.engine_host import EngineHost
+from verl_mg.engines.hidden_packages import hide_training_packages
+from verl_mg.engines.ipc_payload import named_views, open_payload
+from verl_mg.engines.sglang.arguments import has_multi_token_draft
+from verl_mg.engines.sglang.requests import load_counts, parse_response, request_fields
+from verl_mg.engines.sglang.weight_loader import LOADER, merge_stages, pickled_by_value
+from verl_mg.images import Image
+
+# Models of SGLang that an update fills: the policy, and a draft model where it is a layer of the same checkpoint.
+TARGET, DRAFT = "target", "draft"
+ALL = "all"  # both of them
+CHECK_SECONDS = 1.0  # interval at which a part of an engine on a further node looks after its schedulers
+LOAD_SECONDS = 0.1  # interval between two observations of the load
+IDLE_RETRY_SECONDS = 0.01  # pause between two attempts to find the schedulers idle, a step after their last request
+
+
+class SGLangHost(EngineHost):
+    """Runs SGLang's engine and its tokenizer manager."""
+
+    def __init__(self, engine: Any, processor: ImageProcessor | None, updates_draft: bool) -> None:
+        super().__init__()
+        self._processor, self._models = processor, (TARGET, DRAFT) if updates_draft else (TARGET,)
+        self._engine, self._manager = engine, engine.tokenizer_manager
+        self._tp: int = engine.server_args.tp_size
+        self._adapters: str | None = None  # SGLang's name of the adapters that requests use
+        self._num_loads = 0
+        self._loads: Counter[str] = Counter()  # counts of the load that no sample has brought to the rank
+        self._in_session = False
+
+    async def generate(self, rid: str, request: dict[str, Any]) -> dict[str, Any]:
+        """Implements `EngineHost.generate`."""
+        fields = request_fields(request) | {"lora_path": self._adapters}
+        if request["images"] and self._processor:
+            # In this form SGLang takes the token ids as they are; from files it would make text of them and new ids.
+            images = tuple(Image(base64.b64decode(text)) for text in request["images"])
+            fields["image_data"] = [{"format": "processor_output", **self._processor.model_inputs([images])}]
+        sample = parse_response(await self._engine.async_generate(rid=rid, **fields))
+        loads, self._loads = self._loads, Counter()
+        return sample | {"counts": sample["counts"] | loads}
+
+    def abort(self, rid: str | None) -> None:
+        """Implements `EngineHost.abort`."""
+        self._manager.abort_request(rid=rid or "", abort_all=rid is None)
+
+    async def load(self, payloads: Sequence[str], version: int | None, flush: bool) -> None:
+        """Implements `EngineHost.load` by our weight loader, in a session of SGLang for each update."""
+        from sglang.srt.managers.io_struct import EndWeightUpdateReqInput, UpdateWeightsFromTensorReqInput
+
+        if not self._in_session:
+            # Awaited: schedulers drop complete requests in the step after, and refuse to flush a cache that has any.
+            await self._begin_update()
+            self._in_session = True
+        is_last = version is not None
+        # Not by the manager's methods, which wait for a response before they send the next request.
+        sent = []
+        for model in self._models:
+            # Payloads are in the order of pp_rank * tp + tp_rank: every tp-th one is of the same tensor-parallel rank.
+            by_rank = [payloads[rank :: self._tp] for rank in range(self._tp)]
+            load = UpdateWeightsFromTensorReqInput(
+                serialized_named_tensors=[merge_stages(stages, is_last, model == DRAFT) for stages in by_rank],
+                load_format=LOADER,
+                selector=model,
+                flush_cache=flush,
+                weight_version=str(version) if is_last else None,
+            )
+            sent.append(self._manager.update_weights_from_tensor_communicator(load))
+        if is_last:
+            sent.append(self._manager.end_weight_update_communicator(EndWeightUpdateReqInput()))
+            self._in_session = False
+        for response in await asyncio.gather(*sent):
+            _check(_merged(response))
+
+    async def _begin_update(self) -> None:
+        await self._request(
+            "begin_weight_update", "BeginWeightUpdateReqInput", selector=ALL if len(self._models) > 1 else TARGET
+        )
+
+    async def load_adapters(self, payloads: Sequence[str], version: int, config: dict[str, Any]) -> None:
+        """Loads adapters under a new name, of which SGLang caches no keys and values yet, and unloads the others."""
+        from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
+
+        serialized = _by_value(*payloads)
+        self._num_loads += 1
+        name = f"policy-{version}-{self._num_loads}"
+        await self._change_adapters(
+            "load_lora_adapter_from_tensors",
+            "LoadLoRAAdapterFromTensorsReqInput",
+            lora_name=name,
+            config_dict=config,
+            serialized_named_tensors=[serialized] * self._tp,
+        )
+        previous, self._adapters = self._adapters, name
+        # Only now: until the new name was set, requests used the previous one.
+        if previous:
+            await self._change_adapters("unload_lora_adapter", "UnloadLoRAAdapterReqInput", lora_name=previous)
+        # What is cached for the old name is never read again.
+        await self._manager.flush_cache()
+        await self._manager.update_weight_version(
+            UpdateWeightVersionReqInput(new_version=str(version), abort_all_requests=False)
+        )
+
+    async def _change_adapters(self, method: str, kind: str, **fields: Any) -> None:
+        from sglang.srt.managers import io_struct
+
+        result = await getattr(self._manager, method)(getattr(io_struct, kind)(**fields), None)
+        if not result.success:
+            raise RuntimeError(result.error_message)
+
+    async def sleep(self, weights: bool, kv: bool, timeout_s: float) -> None:
+        """Waits until SGLang is idle, else its schedulers end when they release memory; then releases it."""
+        try:
+            await asyncio.wait_for(self._become_idle(), timeout_s)
+        except TimeoutError:
+            raise TimeoutError(
+                f"{len(self.open_requests)} requests are not complete {timeout_s:.0f} s after they were aborted"
+            ) from None
+        await self._request("release_memory_occupation", "ReleaseMemoryOccupationReqInput", tags=_tags(weights, kv))
+
+    async def wake(self, weights: bool, kv: bool) -> None:
+        """Implements `EngineHost.wake`."""
+        await self._request("resume_memory_occupation", "ResumeMemoryOccupationReqInput", tags=_tags(weights, kv))
+
+    async def pause(self, keep_cache: bool) -> None:
+        """Pauses the schedulers, and puts running requests back into their queue unless the cache is kept."""
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+        # After "retract" keys and values are computed again: log-probs of later tokens are exactly of the new weights.
+        mode = "in_place" if keep_cache else "retract"
+        await self._manager.pause_generation(PauseGenerationReqInput(mode=mode))
+
+    async def unpause(self) -> None:
+        """Continues generation in the schedulers."""
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+        # Its way to free memory asks CUDA for figures, also on a machine without.
+        await self._manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+
+    async def serve(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, listener: EngineListener | None
+    ) -> None:
+        """Serves the messages of ranks; a part on a further node ends with its first scheduler."""
+        if self._manager is None:  # on node 0 SGLang itself looks after the schedulers
+            self._start(self._end_with_schedulers())
+        else:
+            self._start(self._observe_load())
+        await super().serve(reader, writer, listener)
+
+    async def _observe_load(self) -> None:
+        # Reads the load while requests run, from memory that the schedulers share anyway: they are not asked.
+        reader = self._manager.load_snapshot_reader
+        # Wakes every LOAD_SECONDS and ends with the event loop.
+        while True:
+            await asyncio.sleep(LOAD_SECONDS)
+            if self.open_requests:
+                self._loads.update(load_counts([load.to_dict({"core"}) for load in reader.read_all()]))
+
+    async def _end_with_schedulers(self) -> None:
+        import psutil
+
+        # Polls the schedulers; ends this process with the first one, by which the leading rank restarts the engine.
+        schedulers = [psutil.Process(pid) for pid in self._engine.get_all_child_pids()]
+        while all(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in schedulers):
+            await asyncio.sleep(CHECK_SECONDS)
+        print("a scheduler of this node has ended", file=sys.stderr, flush=True)
+        self.shutdown()
+        os._exit(1)
+
+    def shutdown(self) -> None:
+        """Ends all processes of SGLang."""
+        self._engine.shutdown()
+
+    async def _become_idle(self) -> None:
+        """Aborts all requests and waits until the schedulers have nothing left to do."""
+        await self.abort_until_sent(None)
+        # Polls by messages: each wakes a scheduler that sleeps while it is idle; a flush that waits inside SGLang would
+        # take as long as its sleep.
+        while not (await self._manager.flush_cache()).success:
+            await asyncio.sleep(IDLE_RETRY_SECONDS)
+
+    async def _request(self, method: str, kind: str, **fields: Any) -> None:
+        from sglang.srt.managers import io_struct
+
+        result = await getattr(self._manager, method)(getattr(io_struct, kind)(**fields), None)
+        if result is not None:  # some manager calls return None on success
+            _check(result)
+
+
+def _merged(responses: Sequence[Any]) -> tuple[bool, str]:
+    """Returns whether all schedulers have handled a request, and their messages."""
+    from sglang.srt.managers.communicator import FanOutCommunicator
+
+    success, message = FanOutCommunicator.merge_results(responses)
+    return success, message
+
+
+def _check(result: tuple[bool, str]) -> None:
+    success, message = result
+    if not success:
+        raise RuntimeError(str(message))
+
+
+def _by_value(payload: str) -> str:
+    """Returns the tensors of a payload as SGLang reads them."""
+    tensors = dict(named_views(*open_payload(payload, torch.device("cpu"))))
+    # A handle can be opened once, and all tensor-parallel ranks read these tensors; adapters are small.
+    return pickled_by_value({name: view.clone() for name, view in tensors.items()})
+
+
+def _tags(weights: bool, kv: bool) -> list[str]:
+    """Returns SGLang's names of the selected parts; its graphs are only needed together with the cache."""
+    return [tag for tag, selected in (("cuda_graph", kv), ("kv_cache", kv), ("weights", weights)) if selected]
+
+
+def create(arguments: dict[str, Any], loop: asyncio.AbstractEventLoop) -> SGLangHost:
+    """Starts SGLang and returns its host."""
+    from verl_mg.engines.sglang.scheduler import Engine
+
+    processor = ImageProcessor.read(arguments["model_path"])
+    return SGLangHost(Engine(**arguments), processor, has_multi_token_draft(arguments))
+
+
+if __name__ == "__mp_main__":  # in a process that SGLang spawns
+    hide_training_packages()
+if __name__ == "__main__":
+    engine_host.main(create)

@@ -1,0 +1,115 @@
+"""Weight loader of an engine, called inside SGLang's schedulers.
+
+SGLang passes one payload to each tensor-parallel rank, and the same to all pipeline stages, so it contains the handles
+of all stages. SGLang's own formats need one memory handle for each parameter, or call the model's `load_weights`, which
+takes tensors of the checkpoint and not shards.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl_mg.engines.ipc_payload import named_views, open_payload
+from verl_mg.engines.patch_payload import apply_payload, has_patches
+from verl_mg.engines.sglang.marlin_weights import keep_order, marlin_layers, write_marlin
+from verl_mg.sharding.engine_table import DRAFT
+
+# Name of the loader, for the server argument `custom_weight_loader` and as load format.
+LOADER = f"{__name__}.load_chunk"
+
+
+def merge_stages(payloads: Sequence[str], is_last: bool, for_draft: bool = False) -> str:
+    """Merges the payloads of one tensor-parallel rank, by pipeline stage, into one in base64.
+
+    `is_last`: all weights are complete after them. `for_draft`: they fill the draft model, not the policy.
+    """
+    return message_for_loader({"payloads": list(payloads), "is_last": is_last, "for_draft": for_draft})
+
+
+def message_for_loader(message: dict[str, Any]) -> str:
+    """Returns a message to a loader as SGLang passes it on: a named tensor with the text, in base64."""
+    text = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
+    return pickled_by_value([("message", text)])
+
+
+def pickled_by_value(tensors: Any) -> str:
+    """Returns tensors as SGLang reads them, in base64; several ranks can read them, unlike a handle of memory."""
+    # megatron-core, which SGLang imports for some models and only when it needs it, replaces this function by its own:
+    # pickles would name that one, and SGLang refuses names that it does not know.
+    load_from_bytes: Any = torch.storage._load_from_bytes
+    load_from_bytes.__module__, load_from_bytes.__qualname__ = "torch.storage", "_load_from_bytes"
+    load_from_bytes.__name__ = load_from_bytes.__qualname__
+    return base64.b64encode(pickle.dumps(tensors)).decode()
+
+
+def load_chunk(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
+    """Copies the tensors of this stage's payload into the parameters of the same names, or applies its patches.
+
+    The last one is followed by what SGLang's own loading ends with: weights are derived from others (MLA's w_kc, w_vc).
+    """
+    from sglang.srt.model_loader.loader import post_load_weights
+    from sglang.srt.runtime_context import get_parallel
+
+    ((_, text),) = named_tensors
+    message = json.loads(bytes(text.tolist()))
+    parameters = dict(model.named_parameters())
+    device = next(iter(parameters.values())).device
+    places, memory = open_payload(message["payloads"][get_parallel().pp_rank], device)
+    if has_patches(places):
+        apply_payload(places, memory, lambda name: as_loaded(parameters[name]))
+    else:
+        # In place: SGLang's graphs and kernels keep the addresses of parameters.
+        _write_tensors(model, parameters, _tensors_of(message["for_draft"], named_views(places, memory)))
+    if message["is_last"]:
+        # SGLang processes weights at the end of the update, and expects the shapes with which it has created them.
+        restore_shapes(model)
+        post_load_weights(model)
+
+
+def _tensors_of(for_draft: bool, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors of the draft model, by their names in it, or the tensors of the policy."""
+    for name, tensor in tensors:
+        if name.startswith(DRAFT) == for_draft:
+            yield name.removeprefix(DRAFT), tensor
+
+
+def _write_tensors(model: Any, parameters: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]]) -> None:
+    from sglang.srt.model_loader.weight_utils import default_weight_loader
+
+    layers = marlin_layers(model)
+    if layers:
+        keep_order(model)
+    for name, tensor in tensors:
+        if name in layers:
+            write_marlin(layers[name], name, tensor)
+        else:
+            default_weight_loader(as_loaded(parameters[name]), tensor)
+
+
+def restore_shapes(model: Any) -> None:
+    """Gives matrices of FP8 with scales of rows the shape in which SGLang creates them.
+
+    SGLang transposes them whenever it processes weights, also at the end of an update, and its kernels need them so.
+    """
+    from sglang.srt.layers.quantization.w8a8_fp8 import W8A8Fp8LinearMethod
+
+    for module in model.modules():
+        if isinstance(getattr(module, "quant_method", None), W8A8Fp8LinearMethod):
+            module.weight.data = as_loaded(module.weight)
+
+
+def as_loaded(parameter: Tensor) -> Tensor:
+    """Returns the memory of a parameter in the shape in which SGLang creates it.
+
+    When FP8 matrices with scales of rows are loaded, SGLang transposes them, in the same memory.
+    """
+    values = parameter.data
+    transposed = values.dim() == 2 and not values.is_contiguous() and values.t().is_contiguous()
+    return values.t() if transposed else values

@@ -1,0 +1,130 @@
+"""One rank of a trace: `PYTHON -m verl_mg.engines.tracing.trace_rank ENGINE FOLDER RANK`, started by `tracer`.
+
+PYTHON is that of the engine's processes. FOLDER/jobs.json lists the jobs. For each job with this rank, the engine's
+groups and model class are set up, its `load_weights` runs, and all is torn down again; the shards go to
+FOLDER/JOB-RANK.json. The first job that fails ends the process, with the reason in FOLDER/JOB-RANK.error. Rank 0 writes
+the engine's version to FOLDER/version.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor
+
+from verl_mg.engines.hidden_packages import hide_training_packages
+from verl_mg.engines.tracing.position_codes import UNWRITTEN, PositionCodes, decode, is_written
+from verl_mg.errors import UserError
+from verl_mg.layout import EngineLayout
+from verl_mg.sharding.boxes import Shard
+from verl_mg.sharding.traced_table import EngineName, write_rank_shards
+
+
+class TraceJob(TypedDict):
+    """One model in one layout, as an entry of FOLDER/jobs.json."""
+
+    model: str  # model directory
+    tp: int
+    pp: int
+    ep: int
+    adp: int  # data-parallel size of attention
+    shapes: dict[str, list[int]]  # of the checkpoint's tensors; experts that its files stack are separate here
+    stacks: dict[str, list[str]]  # {stack: its experts' tensors in order}, transposed in the files
+
+
+def jobs_file(folder: Path) -> Path:
+    """Returns the path of the list of jobs."""
+    return folder / "jobs.json"
+
+
+def version_file(folder: Path) -> Path:
+    """Returns the path of the engine's version."""
+    return folder / "version"
+
+
+def result_file(folder: Path, job: int, rank: int) -> Path:
+    """Returns the path of a rank's shards."""
+    return folder / f"{job}-{rank}.json"
+
+
+def error_file(folder: Path, job: int, rank: int) -> Path:
+    """Returns the path of the reason why a job failed on a rank."""
+    return folder / f"{job}-{rank}.error"
+
+
+def main(engine: EngineName, folder: Path, rank: int) -> int:
+    """Runs this rank's part of all jobs, and returns the exit status."""
+    hide_training_packages()
+    jobs: list[TraceJob] = json.loads(jobs_file(folder).read_text(encoding="utf-8"))
+    unloaded_model = importlib.import_module(f"verl_mg.rollout.{engine}.unloaded_model").unloaded_model
+    if rank == 0:
+        version_file(folder).write_text(importlib.import_module(engine).__version__, encoding="utf-8")
+    for number, job in enumerate(jobs):
+        layout = EngineLayout(job["tp"], job["pp"], job["ep"], job["adp"])
+        if rank >= layout.ranks:  # there are as many processes as the largest job needs
+            continue
+        codes = PositionCodes({name: tuple(shape) for name, shape in job["shapes"].items()})
+        try:
+            with unloaded_model(job["model"], layout, rank, folder / f"{number}.store") as model:
+                write_rank_shards(result_file(folder, number, rank), _traced(model, codes, job["stacks"]))
+        except Exception as error:
+            traceback.print_exc()
+            # Renamed when it is complete: the tracer polls for it.
+            unfinished = error_file(folder, number, rank).with_suffix(".unfinished")
+            unfinished.write_text(_reason(error), encoding="utf-8")
+            unfinished.rename(error_file(folder, number, rank))
+            return 1
+    return 0
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, UserError):
+        return str(error)
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    message = " ".join(str(error).split()) or place.line
+    return f"{type(error).__name__} in {place.name}: {message}"
+
+
+def checkpoint(codes: PositionCodes, number: int, stacks: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors of the files in pass `number`."""
+    members = {name for names in stacks.values() for name in names}
+    for name in codes.names:
+        if name not in members:
+            yield name, codes.tensor(name, number)
+    for name, experts in stacks.items():
+        tensors = [codes.tensor(expert, number) for expert in experts]
+        yield name, torch.stack([tensor.permute(*reversed(range(tensor.dim()))) for tensor in tensors])
+
+
+@torch.no_grad()
+def _traced(model: Any, codes: PositionCodes, stacks: Mapping[str, Sequence[str]]) -> dict[str, Shard]:
+    """Returns the shard of each parameter, and of each saved buffer that the model's loader fills."""
+    parameters = dict(model.named_parameters())
+    state = model.state_dict(keep_vars=True)
+    buffers = {name: b for name, b in model.named_buffers() if name in state and b.is_floating_point()}
+    tensors: dict[str, Tensor] = parameters | buffers
+    passes: dict[str, list[Tensor]] = {name: [] for name in tensors}
+    for number in range(codes.passes):
+        for tensor in tensors.values():
+            tensor.fill_(UNWRITTEN)  # also what the last pass has written
+        model.load_weights(checkpoint(codes, number, stacks))
+        for name, tensor in tensors.items():
+            passes[name].append(tensor.clone())
+    unwritten = [name for name in parameters if not is_written(passes[name])]
+    if unwritten:
+        raise UserError(
+            f"its loader does not fill {len(unwritten)} parameters: {', '.join(unwritten[:4])}. "
+            "Add the missing tensors to the model directory."
+        )
+    return {name: decode(name, codes, seen) for name, seen in passes.items() if name in parameters or is_written(seen)}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])))  # type: ignore[arg-type]

@@ -1,0 +1,272 @@
+"""Host of vLLM: `python -m verl_mg.engines.vllm.host SOCKET`, started by `engine_process`; see `engine_host`."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Sequence
+from functools import partial
+from typing import Any, NoReturn, TypeVar
+
+from verl_mg.data.image_processor import ImageProcessor
+from verl_mg.engines import engine_host
+from verl_mg.engines.engine_attachment import EngineListener
+from verl_mg.engines.engine_host import EngineHost
+from verl_mg.engines.hidden_packages import hide_training_packages
+from verl_mg.engines.vllm.model_registry import inspect_models_here
+from verl_mg.engines.vllm.statistics import StepStatistics
+from verl_mg.images import Image
+
+SEED_STEP = 0x9E3779B97F4A7C15  # odd number that distributes the seeds of a request's continuations
+PR_SET_PDEATHSIG = 1  # option of prctl(2): the signal that a process gets when its parent ends
+EXCLUDED = -100.0  # bias on the logits of tokens that are never drawn, the lowest that vLLM takes
+WATCH_SECONDS = 0.2  # time between two looks at whether vLLM's processes are alive
+
+Result = TypeVar("Result")
+
+
+class VLLMHost(EngineHost):
+    """Runs vLLM's asynchronous engine."""
+
+    def __init__(
+        self, engine: Any, captures_routing: bool, processor: ImageProcessor | None, statistics: StepStatistics
+    ) -> None:
+        super().__init__()
+        self._statistics = statistics
+        self._engine, self._captures_routing, self._processor = engine, captures_routing, processor
+        self._adapters: Any = None  # vLLM's request for the adapters that all requests use
+
+    async def serve(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, listener: EngineListener | None
+    ) -> None:
+        """Prepares the workers, then serves the messages of ranks; ends the process when vLLM's end."""
+        await self._rpc("prepare", self._captures_routing)
+        watch = asyncio.get_running_loop().create_task(self._watch())
+        await super().serve(reader, writer, listener)
+        watch.cancel()
+
+    async def generate(self, rid: str, request: dict[str, Any]) -> dict[str, Any]:
+        """Implements `EngineHost.generate`."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        parameters = SamplingParams(
+            max_tokens=request["max_new_tokens"],
+            temperature=request["temperature"],
+            top_p=request["top_p"],
+            top_k=request["top_k"],
+            min_p=request["min_p"],
+            stop_token_ids=request["stop_token_ids"],
+            seed=_seed(request["seed"], len(request["tokens"])),
+            logprobs=0,  # of the drawn token only
+            logit_bias=dict.fromkeys(request["excluded_token_ids"], EXCLUDED) or None,
+            # vLLM also stops at the model's end of sequence, unless it is to ignore that.
+            ignore_eos=True,
+            stop=request["stop"] or None,
+            # The tokens of the string stay, also where it ends in the middle of one.
+            include_stop_str_in_output=True,
+            detokenize=bool(request["stop"]),
+            skip_special_tokens=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        output = await self._output(request["tokens"], request["images"], parameters, rid)
+        tokens = list(output.token_ids)
+        if output.finish_reason not in ("stop", "length", "abort"):
+            raise RuntimeError(f"the request ended with {output.finish_reason}")
+        return {
+            "tokens": tokens,
+            "logprobs": [step[token].logprob for token, step in zip(tokens, output.logprobs or (), strict=True)],
+            "finish": output.finish_reason,
+            "spans": [
+                {"start": span.start, "end": span.end, "version": span.version}
+                for span in output.weight_versions or ()
+                if span.version.isdecimal()
+            ],
+            "routed_experts": await self._routed_experts(rid, output, len(request["tokens"]) + len(tokens) - 1)
+            if request["routed_experts"] and tokens
+            else None,
+            "counts": self._statistics.take(),
+        }
+
+    def abort(self, rid: str | None) -> None:
+        """Implements `EngineHost.abort`."""
+        # vLLM has no abort of all requests.
+        self._start(self._engine.abort(list(self.open_requests) if rid is None else [rid]))
+
+    async def load(self, payloads: Sequence[str], version: int | None, flush: bool) -> None:
+        """Has each worker write its payload into its parameters, and in the end compute what is derived from them."""
+        await self._rpc("write_shards", list(payloads), version is not None)
+        # Running requests are put back, and compute their keys and values again with the new weights.
+        if flush and not await self._call_engine(self._engine.reset_prefix_cache(reset_running_requests=True)):
+            raise RuntimeError("the prefix cache cannot be reset while requests run")
+        if version is not None:
+            if self._processor:
+                await self._call_engine(self._engine.reset_encoder_cache())  # features of the old vision tower
+            await self._call_engine(self._engine.update_weight_version(str(version)))
+
+    async def load_adapters(self, payloads: Sequence[str], version: int, config: dict[str, Any]) -> None:
+        """Has each worker register the adapters under a new id and name, of which nothing is cached yet."""
+        from vllm.lora.request import LoRARequest
+
+        # vLLM's caches are keyed by the name: an old one would serve keys and values of old adapters.
+        previous = self._adapters.lora_int_id if self._adapters else None
+        number = (previous or 0) + 1
+        await self._rpc("replace_adapters", list(payloads), number, previous, config)
+        # A path is required, and never read: the workers have the id.
+        self._adapters = LoRARequest(f"policy-{version}-{number}", number, "memory")
+        await self._call_engine(self._engine.reset_prefix_cache(reset_running_requests=True))
+        await self._call_engine(self._engine.update_weight_version(str(version)))
+
+    async def sleep(self, weights: bool, kv: bool, timeout_s: float) -> None:
+        """Implements `EngineHost.sleep`; vLLM cannot release the weights and keep the cache."""
+        try:
+            await asyncio.wait_for(self.abort_until_sent(None), timeout_s)
+        except TimeoutError:
+            raise TimeoutError(
+                f"{len(self.open_requests)} requests are not complete {timeout_s:.0f} s after they were aborted"
+            ) from None
+        if weights:
+            await self._call_engine(self._engine.sleep(level=2))  # level 1 would copy the weights to the host
+        elif kv:
+            await self._call_engine(self._engine.pause_generation(mode="abort"))
+            await self._call_engine(self._engine.release_kv_cache_memory())
+
+    async def wake(self, weights: bool, kv: bool) -> None:
+        """Implements `EngineHost.wake`; vLLM schedules requests again when all is awake."""
+        tags = [tag for tag, selected in (("weights", weights), ("kv_cache", kv)) if selected]
+        await self._call_engine(self._engine.wake_up(tags))
+
+    async def pause(self, keep_cache: bool) -> None:
+        """Implements `EngineHost.pause`."""
+        await self._call_engine(self._engine.pause_generation(mode="keep", clear_cache=not keep_cache))
+
+    async def unpause(self) -> None:
+        """Implements `EngineHost.unpause`."""
+        await self._call_engine(self._engine.resume_generation())
+
+    def shutdown(self) -> None:
+        """Ends all processes of vLLM."""
+        self._engine.shutdown()
+
+    async def _output(self, tokens: list[int], images: list[str], parameters: Any, rid: str) -> Any:
+
+        async def last() -> Any:
+            prompt = self._prompt(tokens, images)
+            stream = self._engine.generate(prompt, parameters, rid, lora_request=self._adapters)
+            return [result async for result in stream][-1]
+
+        result = await self._call_engine(last())
+        if result.prompt_token_ids != tokens:
+            raise RuntimeError("vLLM has put other placeholders in place of the images than the model's processor")
+        return result.outputs[0]
+
+    def _prompt(self, tokens: list[int], encoded: list[str]) -> dict[str, Any]:
+        """Returns the prompt of a request; vLLM's processor expands the placeholders of images and makes the pixels."""
+        if not encoded or self._processor is None:
+            return {"prompt_token_ids": tokens}
+        images = tuple(Image(base64.b64decode(text)) for text in encoded)
+        return {
+            "prompt_token_ids": self._processor.unexpanded(tokens, images),
+            "multi_modal_data": {"image": [image.pixels() for image in images]},
+            # Keys of the images in its caches, also in the key-value cache.
+            "multi_modal_uuids": {"image": [image.key for image in images]},
+        }
+
+    async def _routed_experts(self, rid: str, output: Any, fed: int) -> str | None:
+        """Returns the experts of the tokens that were fed to the model, in base64 of int32."""
+        if self._captures_routing:
+            return str((await self._rpc("take_routing", rid, fed))[0])
+        return base64.b64encode(output.routed_experts[:fed].astype("int32").tobytes()).decode()
+
+    async def _rpc(self, method: str, *arguments: Any) -> list[Any]:
+        return list(await self._call_engine(self._engine.collective_rpc(method, args=arguments)))
+
+    async def _call_engine(self, call: Awaitable[Result]) -> Result:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            return await call
+        except EngineDeadError:
+            _end()
+
+    async def _watch(self) -> None:
+        # Ends this process when vLLM's processes have ended, as the rank notices that.
+        # Polls vLLM; ends with the process, or cancelled by `serve`.
+        while not self._engine.errored:
+            await asyncio.sleep(WATCH_SECONDS)
+        _end()
+
+
+class VLLMPart:
+    """Runs the workers of a further node; the engine on the first node sends them their work."""
+
+    def __init__(self, executor: Any) -> None:
+        self._executor = executor
+        executor.start_worker_monitor()
+        executor.register_failure_callback(_end)
+
+    async def serve(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, listener: EngineListener | None
+    ) -> None:
+        """Waits for the end of the stream of the rank, which sends nothing: a part ends with its rank."""
+        await reader.read()
+
+    def shutdown(self) -> None:
+        """Ends the workers of this node."""
+        self._executor.shutdown()
+
+
+def _end() -> NoReturn:
+    print("vLLM's processes have ended", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def _seed(seed: int | None, position: int) -> int | None:
+    """Returns the seed of a request whose first new token is at a position.
+
+    vLLM's generator starts again with each request: the continuation of a partial sample would draw the numbers of its
+    beginning again.
+    """
+    return None if seed is None else (seed + position * SEED_STEP) % 2**63
+
+
+def _begin_child(stream: int, nothing: int) -> None:
+    """Begins a forked process of vLLM, which else would stay, with the stream to the rank open, when this one ends."""
+    # The rank learns of the end of this process by the end of the stream, which an open copy would prevent.
+    os.dup2(nothing, stream)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def create(arguments: dict[str, Any], loop: asyncio.AbstractEventLoop) -> VLLMHost | VLLMPart:
+    """Starts vLLM, or its part on a further node, and returns its host."""
+    from vllm.config import ModelConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    inspect_models_here()
+    os.register_at_fork(after_in_child=partial(_begin_child, int(sys.argv[1]), os.open(os.devnull, os.O_RDWR)))
+    # Training ties the output layer as config.json says, whatever else the checkpoint contains.
+    ModelConfig.maybe_untie_word_embeddings = lambda self: None
+    # On GPUs vLLM returns the experts; on the CPU engines that need them run without prefix caching, see `arguments`.
+    captures_routing = current_platform.is_cpu() and not arguments["enable_prefix_caching"]
+    engine_arguments, statistics = AsyncEngineArgs(**arguments), StepStatistics()
+    if arguments.get("node_rank"):
+        return VLLMPart(MultiprocExecutor(engine_arguments.create_engine_config(headless=True), monitor_workers=False))
+
+    async def start() -> Any:
+        return AsyncLLM.from_engine_args(engine_arguments, stat_loggers=[statistics])
+
+    processor = ImageProcessor.read(arguments["model"])
+    return VLLMHost(loop.run_until_complete(start()), captures_routing, processor, statistics)
+
+
+if __name__ == "__mp_main__":  # in a process that vLLM spawns
+    hide_training_packages()
+if __name__ == "__main__":
+    engine_host.main(create)

@@ -1,0 +1,281 @@
+"""The rollout engines of all ranks as one group: weights, memory, distribution of work, restart of dead engines.
+
+What occupies a device that a role and an engine share (`ProcessEngineGroup`), on a GPU with `rollout.sleep`:
+
+    TRAINING      weights and state of roles; the engine is asleep, without weights and cache
+      |  update_weights: offloads all roles but the actor's weights, then wakes the engine's weights
+    TRANSFER      weights of the actor, weights of the engine, chunks on their way
+      |  offloads the actor, then wakes the key-value cache
+    GENERATING    weights and cache of the engine
+      |  release_memory, before a role computes: sleep                                                 -> TRAINING
+    an engine dies: its leader restarts it, with the cache asleep, and announces it; all ranks `recover` it: TRANSFER
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import torch.distributed as dist
+from torch.distributed import Store
+
+from verl_mg import device
+from verl_mg.engines.engine import EngineDiedError, RolloutEngine
+from verl_mg.engines.engine_nodes import FollowingNode
+from verl_mg.engines.hf.engine import HFEngine
+from verl_mg.engines.process_engine import ProcessEngine
+from verl_mg.roles.context import JobContext
+from verl_mg.roles.models import Actor
+from verl_mg.rollout.engine_events import EngineEvents
+from verl_mg.rollout.work_queue import DynamicWorkQueue, Group, StaticWorkQueue, WorkQueue
+from verl_mg.weight_sync.adapters import AdapterSync
+from verl_mg.weight_sync.engines import HFEngineSync, ProcessEngineSync
+
+EngineWrapper = Callable[[RolloutEngine], RolloutEngine]
+"""Wraps an engine, for example with turns and tools."""
+
+
+class EngineGroup(ABC):
+    """The engines of a job; all ranks call every method together unless it says otherwise."""
+
+    engine: RolloutEngine | None
+    """This rank's engine, if it leads one."""
+    rows_are_local: bool
+    """Whether each rank has the rows that a recipe wants there as soon as they are generated."""
+    disjoint: bool
+    """Whether engines are on ranks without roles, so that they can generate while training computes."""
+
+    def __init__(self, is_leader: Sequence[bool], static: bool, context: JobContext) -> None:
+        """Creates the group and registers its release of memory.
+
+        Args:
+            is_leader: for each rank, whether it leads an engine.
+            static: whether each engine has a fixed share of the work; otherwise engines with free slots take samples.
+            context: the shared services of the job.
+        """
+        self.is_leader, self._static, self._offload = tuple(is_leader), static, context.offload
+        self.num_engines = sum(is_leader)
+        self.events = EngineEvents(context.store)
+        self.version = -1
+        """Version of the weights that the engines have."""
+        context.offload.register_engines(self.release_memory)
+
+    def make_queue(self, store: Store, key: str, groups: Sequence[Group], num_groups_needed: int) -> WorkQueue:
+        """Returns the work queue of a call.
+
+        Args:
+            store: shared by all ranks.
+            key: prefix of the queue's counters.
+            groups: all samples of the call.
+            num_groups_needed: the call is done when this many groups are complete.
+        """
+        if self._static:
+            number = sum(self.is_leader[: dist.get_rank()])
+            return StaticWorkQueue(store, key, groups, num_groups_needed, number, self.num_engines)
+        return DynamicWorkQueue(store, key, groups, num_groups_needed)
+
+    def acquire_memory(self) -> None:
+        """Prepares the engines to generate: takes the device memory that was released."""
+        self._offload.offload_all()
+
+    def release_memory(self) -> None:  # noqa: B027, not all engines share memory with roles
+        """Releases the engines' device memory before a role computes on their devices."""
+
+    @abstractmethod
+    def update_weights(self, actor: Actor) -> dict[str, float]:
+        """Transfers the actor's weights to all engines; returns bytes and seconds as metrics."""
+
+    def close(self) -> None:  # noqa: B027, not all engines have processes
+        """Ends this rank's engine if this job has started it."""
+
+    @abstractmethod
+    def restart_engine(self) -> None:
+        """Implements `EngineRecovery.restart_engine`; called only by the rank whose engine died."""
+
+    @abstractmethod
+    def recover(self, engine: int) -> None:
+        """Implements `EngineRecovery.recover`."""
+
+
+class InFlightEngineGroup(EngineGroup):
+    """Engines that are separate from training: their weights can be updated with requests in flight."""
+
+    def update_weights_in_flight(self, actor: Actor) -> dict[str, float]:
+        """Transfers the weights between two tokens of the requests in flight, which continue; returns metrics."""
+        started = time.perf_counter()
+        self.pause_generation()
+        report = self.update_weights(actor)
+        self.continue_generation()
+        return report | {"time/generation_paused": time.perf_counter() - started}
+
+    @abstractmethod
+    def pause_generation(self) -> None:
+        """Pauses the engines that this rank leads, between two tokens."""
+
+    @abstractmethod
+    def continue_generation(self) -> None:
+        """Continues the engines that this rank leads."""
+
+    @abstractmethod
+    def restart_process(self) -> None:
+        """Restarts only this rank's engine, without weights, and announces it; from any thread."""
+
+    @abstractmethod
+    def resume_requests(self) -> None:
+        """Submits the requests again that were in flight when this rank's engine died."""
+
+
+class HFEngineGroup(EngineGroup):
+    """A module of `transformers` on every rank; each generates its fixed share, so that runs are bitwise repeatable."""
+
+    rows_are_local, disjoint = True, False
+
+    def __init__(self, engine: HFEngine, context: JobContext, wrap: EngineWrapper = lambda engine: engine) -> None:
+        super().__init__([True] * dist.get_world_size(), static=True, context=context)
+        self.engine = wrap(engine)
+        self._sync = HFEngineSync(engine)
+
+    def update_weights(self, actor: Actor) -> dict[str, float]:
+        """Transfers the weights into the modules, which share the parameters that their rank has already."""
+        self.version = actor.num_updates
+        return self._sync.transfer(actor)
+
+    def restart_engine(self) -> None:
+        """Does nothing: the engine is part of the rank's process."""
+
+    def recover(self, engine: int) -> None:
+        """Does nothing: no engine restarts."""
+
+
+class ProcessEngineGroup(InFlightEngineGroup):
+    """Engines in processes that this job has started, each on a group of ranks.
+
+    `inner` is the engine that this rank leads, `follower` this rank's part of an engine that a rank on another node
+    leads. `version` is the version of the weights that all engines have already, from ranks that were lost; -1: none.
+    With `keep_cache` requests in flight keep keys and values of the old weights in an update.
+    """
+
+    rows_are_local = False
+
+    def __init__(
+        self,
+        sync: ProcessEngineSync | AdapterSync,
+        inner: ProcessEngine | None,
+        is_leader: Sequence[bool],
+        context: JobContext,
+        follower: FollowingNode | None = None,
+        *,
+        sleep: bool,
+        disjoint: bool,
+        static: bool = False,
+        keep_cache: bool = False,
+        version: int = -1,
+        wrap: EngineWrapper = lambda engine: engine,
+    ) -> None:
+        super().__init__(is_leader, static, context)
+        self.engine = wrap(inner) if inner else None
+        self._inner, self._sync, self._keep_cache, self._follower = inner, sync, keep_cache, follower
+        self._sleep, self._is_asleep, self.disjoint = sleep, False, disjoint
+        self.version = version
+        self._actor: Actor | None = None
+
+    def update_weights(self, actor: Actor) -> dict[str, float]:
+        """Transfers the actor's weights to the engines, unless they have them from ranks that were lost."""
+        is_first, self._actor = self._actor is None, actor
+        if is_first and self.version == actor.num_updates:
+            return {}  # engines outlive ranks that the launcher restarts
+        self.version = actor.num_updates
+        self.release_memory()  # the actor's weights take the memory of the cache
+        self._offload.load_exclusively(actor.cpu_offload, training=False)
+        self._wake(weights=True, kv=False)
+        report = self._sync.transfer(actor)
+        self._offload.offload_all()
+        self._wake(weights=False, kv=True)  # last: the cache takes the memory of the actor's weights
+        self._is_asleep = False
+        return report
+
+    def _wake(self, *, weights: bool, kv: bool) -> None:
+        """Wakes this rank's engine, after all ranks on its devices have returned the memory that they do not use."""
+        if not self._sleep:
+            return
+        # The leader wakes the devices of all ranks of its engine, so they must have emptied torch's cache first.
+        device.release_unused_memory()
+        self._sync.barrier()
+        if self._inner:
+            with suppress(EngineDiedError):  # it is restarted before it generates samples
+                self._inner.wake(weights=weights, kv=kv)
+
+    def acquire_memory(self) -> None:
+        """Wakes the engines; weights that were released are transferred from the actor again."""
+        if self._is_asleep and self._actor is not None:
+            self.update_weights(self._actor)
+            return
+        super().acquire_memory()
+        if device.current_device().type == "cuda" and not self.disjoint:
+            # An engine that is restarted sizes its cache by the memory that is free then.
+            device.release_unused_memory()
+            self._sync.barrier()
+
+    def release_memory(self) -> None:
+        """Puts the engines to sleep, if they share devices with roles."""
+        if self._sleep and not self._is_asleep:
+            if self._inner:
+                with suppress(EngineDiedError):  # then it has no memory to release
+                    self._inner.sleep()
+            self._sync.barrier()  # no rank may use the memory before its engine has left it
+            self._is_asleep = True
+
+    def close(self) -> None:
+        """Stops the engine of this rank."""
+        if self._inner:
+            self._inner.close()
+        if self._follower:
+            self._follower.close()
+
+    def restart_engine(self) -> None:
+        """Restarts this rank's engine and waits until all ranks have transferred its weights."""
+        assert self._inner is not None
+        self.restart_process()
+        # This rank handles the events in the order in which all others do, its own restart among them: recoveries of
+        # two engines are collectives, and would deadlock in different orders.
+        for engine in self.events.unseen_restarts():
+            self.recover(engine)
+        if not self._inner.health():
+            raise EngineDiedError("the engine ended again before it had its weights")
+        self._inner.resume()
+
+    def restart_process(self) -> None:
+        """Restarts this rank's engine and announces it; it has no weights."""
+        assert self._inner is not None
+        self._inner.restart()
+        if self._sleep:
+            self._inner.sleep(weights=False, kv=True)  # the actor's weights have its place during the transfer
+        self.events.announce_restart(self._sync.number)
+
+    def resume_requests(self) -> None:
+        """Submits the requests again that were in flight when this rank's engine died."""
+        assert self._inner is not None
+        self._inner.resume()
+
+    def pause_generation(self) -> None:
+        """Pauses this rank's engine between two tokens."""
+        if self._inner:
+            with suppress(EngineDiedError):  # it is restarted by whoever collects its samples
+                self._inner.pause(keep_cache=self._keep_cache)
+
+    def continue_generation(self) -> None:
+        """Continues this rank's engine."""
+        if self._inner:
+            with suppress(EngineDiedError):
+                self._inner.unpause()
+
+    def recover(self, engine: int) -> None:
+        """Transfers weights to an engine that was restarted."""
+        assert self._actor is not None
+        self._sync.barrier()  # the engine on this rank's devices may be starting, and sizes its cache by free memory
+        self._offload.load_exclusively(self._actor.cpu_offload, training=False)
+        self._sync.transfer_to_engine(self._actor, engine)
+        self._offload.offload_all()
+        self._wake(weights=False, kv=True)

@@ -1,0 +1,202 @@
+"""Transfer of rows from their owners to the ranks of a role, and of computed columns back to the owners.
+
+Each row of a recipe's batch is owned by exactly one rank. A role computes a row on all ranks of one data-parallel
+index. `plan` decides which rank sends what to whom; here the messages are sent as raw bytes between the ranks that
+have something to exchange, over gloo. Rows are in host memory until their micro-batch is computed: NCCL would need
+device memory for them while engines or other roles occupy it.
+
+Nothing waits in a circle: every rank first requests all that it receives, then sends the rows that it owns, then
+passes on what it receives as an entry. A message has one of two tags, because rows of the sender may overtake those
+that it passes on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from verl_mg import device
+from verl_mg.batch import Batch, ColumnKind
+from verl_mg.distributed.collectives import ByteSender, request_bytes
+from verl_mg.rows.images import gather_images
+from verl_mg.rows.index import RowIndex
+from verl_mg.rows.plan import ColumnPart, Delivery, plan_deliveries, plan_returns, whole_columns
+
+PIECE_BYTES = 32 << 20
+"""Bytes of a message, unless a single row is larger."""
+PIECES_IN_FLIGHT = 4
+"""Messages of PIECE_BYTES that a rank holds in addition to its own and the requested rows: 128 MiB."""
+# Rows that a rank copies from its own batch at a time, which bounds the memory of the copy.
+ROWS_AT_ONCE = 256
+FROM_OWNER, PASSED_ON = 0, 1
+"""Tags of messages from the owner and from the entry of the node: one rank may send another one both kinds."""
+
+
+def gather_rows(
+    batch: Batch,
+    index: RowIndex,
+    wanted: Sequence[Sequence[int]],
+    needed: Sequence[Sequence[ColumnPart]] | None = None,
+    needs_images: Sequence[bool] | None = None,
+) -> Batch:
+    """Transfers rows to the ranks that want them; all ranks call it together.
+
+    `wanted` has the row numbers that each rank receives, each once, `needed` the parts of columns and `needs_images`
+    whether it receives images; all are the same on every rank. The result has the rows `wanted[this rank]`, in that
+    order.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    needed = needed or [whole_columns(index.schema)] * ranks
+    deliveries = plan_deliveries(index, wanted, needed, device.ranks_of_a_node(ranks))
+    involved = [delivery for delivery in deliveries if rank in (delivery.owner, delivery.entry, *delivery.receivers)]
+    pieces = [piece for delivery in involved for piece in delivery.pieces(index, PIECE_BYTES)]
+    # All receipts are requested before anything is sent, so that no two ranks wait for each other's request.
+    requested = deque(_request(piece) for piece in pieces if piece.owner != rank)
+    source, result = _LocalRows(batch, index), _Rows(index, wanted[rank], needed[rank])
+    sender = ByteSender(PIECES_IN_FLIGHT * PIECE_BYTES)
+    for piece in pieces:
+        if piece.owner == rank:
+            sender.make_free(piece.num_bytes)  # before `pack` allocates the message, which bounds the memory
+            sender.send(source.pack(piece), piece.receivers if piece.entry == rank else [piece.entry], FROM_OWNER)
+    result.copy_local(source, rank)
+    # Consumes the requested pieces in the order of the plan, waits for the bytes of each, and ends with the last one.
+    # Each buffer is released as soon as its rows are copied and passed on.
+    while requested:
+        piece, data, work = requested.popleft()
+        work.wait()
+        if piece.entry == rank:
+            sender.send(data, piece.receivers, PASSED_ON)
+        result.unpack(piece, data)
+    sender.wait()
+    result.batch.images = gather_images(batch, index, wanted, needs_images)
+    return result.batch
+
+
+def _request(piece: Delivery) -> tuple[Delivery, Tensor, dist.Work]:
+    """Starts the receipt of a piece on its entry or one of its receivers."""
+    from_owner = piece.owner == piece.entry or piece.entry == dist.get_rank()
+    sender, tag = (piece.owner, FROM_OWNER) if from_owner else (piece.entry, PASSED_ON)
+    return piece, *request_bytes(piece.num_bytes, sender, tag)
+
+
+class _LocalRows:
+    def __init__(self, batch: Batch, index: RowIndex) -> None:
+        self._batch, self._index = batch, index
+
+    def entries(self, parts: Sequence[ColumnPart], rows: Sequence[int]) -> Iterator[tuple[ColumnPart, Tensor]]:
+        """Yields each of the parts of rows, (entries of the rows, ...), row after row."""
+        local = torch.tensor([self._index.local_row[row] for row in rows], dtype=torch.int64)
+        places = _Places(self._batch, local)
+        for part in parts:
+            values, selected = self._batch[part.name], places.of(self._index.schema[part.name].kind)
+            if part.layers is None:
+                yield part, values[selected]
+            else:
+                yield part, values[selected[:, None], torch.tensor(part.layers, dtype=torch.int64)]
+
+    def pack(self, piece: Delivery) -> Tensor:
+        """Returns the bytes of a piece: its parts one after the other, each row after row."""
+        data = torch.empty(piece.num_bytes, dtype=torch.uint8)
+        packed = _parts_of(piece, data, self._index)
+        for (_, target), (_, values) in zip(packed, self.entries(piece.parts, piece.rows), strict=True):
+            target.copy_(values)
+        return data
+
+
+class _Rows:
+    """Rows that this rank receives, in columns of their final size."""
+
+    def __init__(self, index: RowIndex, rows: Sequence[int], parts: Sequence[ColumnPart]) -> None:
+        assert len(set(rows)) == len(rows), "a rank wants a row twice"
+        self._index, self._rows, self._parts = index, rows, parts
+        self._place = {row: place for place, row in enumerate(rows)}
+        self.batch = Batch([index.lengths[row] for row in rows])
+        entries = {ColumnKind.TOKEN: self.batch.total_tokens, ColumnKind.SEQUENCE: len(rows), ColumnKind.UNKNOWN: 0}
+        for part in parts:
+            column = index.schema[part.name]
+            values = torch.empty(entries[column.kind], *part.shape(index.schema), dtype=column.dtype)
+            self.batch.put(part.name, values, column.kind)
+
+    def copy_local(self, source: _LocalRows, rank: int) -> None:
+        local = [row for row in self._rows if self._index.owner_rank[row] == rank]
+        for first in range(0, len(local), ROWS_AT_ONCE):
+            rows = local[first : first + ROWS_AT_ONCE]
+            self._fill(rows, source.entries(self._parts, rows))
+
+    def unpack(self, piece: Delivery, data: Tensor) -> None:
+        self._fill(piece.rows, _parts_of(piece, data, self._index))
+
+    def _fill(self, rows: Sequence[int], parts: Iterable[tuple[ColumnPart, Tensor]]) -> None:
+        places = _Places(self.batch, torch.tensor([self._place[row] for row in rows], dtype=torch.int64))
+        for part, values in parts:
+            self.batch[part.name][places.of(self._index.schema[part.name].kind)] = values
+
+
+class _Places:
+    """Positions of the entries of rows in the columns of a batch."""
+
+    def __init__(self, batch: Batch, rows: Tensor) -> None:
+        # Cached and only on demand: most rows have several token columns, and some transfers have none.
+        self._rows, self._tokens = rows, cache(partial(batch.entries, rows))
+
+    def of(self, kind: ColumnKind) -> Tensor:
+        """Returns the positions in a column of the kind, (entries,) int64, row after row."""
+        return self._tokens() if kind is ColumnKind.TOKEN else self._rows
+
+
+def _parts_of(piece: Delivery, data: Tensor, index: RowIndex) -> Iterator[tuple[ColumnPart, Tensor]]:
+    """Yields each part of a piece with its entries as a view of the piece's bytes."""
+    tokens, start = sum(index.lengths[row] for row in piece.rows), 0
+    for part in piece.parts:
+        column = index.schema[part.name]
+        entries = tokens if column.kind is ColumnKind.TOKEN else len(piece.rows)
+        stop = start + entries * part.entry_bytes(index.schema)
+        yield part, data[start:stop].view(column.dtype).view(entries, *part.shape(index.schema))
+        start = stop
+
+
+def scatter_column(
+    name: str,
+    index: RowIndex,
+    computed_by: Sequence[tuple[int, Sequence[int]]],
+    values: Mapping[int, Tensor],
+    shape: tuple[int, ...] = (),
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Sends a computed token column to the owners of the rows; all ranks call it together.
+
+    `computed_by` has (rank, rows whose values it sends), the same on every rank and each row once; `values` are of the
+    rows that this rank sends, (length, *shape) each. ValueError if no rank sends the values of a row.
+    """
+    rank = dist.get_rank()
+    local = index.rows_of(rank)
+    returns = plan_returns(index, computed_by, math.prod(shape) * dtype.itemsize)
+    arriving = [part for part in returns if part.owner == rank]
+    if (count := sum(len(part.rows) for part in arriving)) != len(local):
+        raise ValueError(f"{name}: values of {count} of {len(local)} rows were received")
+    requested = [(part, *request_bytes(part.num_bytes, part.sender)) for part in arriving if part.sender != rank]
+    sender = ByteSender(PIECES_IN_FLIGHT * PIECE_BYTES)
+    for part in returns:
+        if part.sender == rank and part.owner != rank:
+            sent = torch.cat([values[row].to(dtype) for row in part.rows])
+            sender.send(sent.flatten().view(torch.uint8), [part.owner])
+    lengths = [index.lengths[row] for row in local]
+    column = torch.empty(sum(lengths), *shape, dtype=dtype)
+    entries = dict(zip(local, column.split(lengths), strict=True))
+    for part, data, work in requested:
+        work.wait()
+        by_row = data.view(dtype).view(-1, *shape).split([index.lengths[row] for row in part.rows])
+        for row, received_values in zip(part.rows, by_row, strict=True):
+            entries[row].copy_(received_values)
+    for part in arriving:
+        if part.sender == rank:
+            for row in part.rows:
+                entries[row].copy_(values[row])
+    sender.wait()
+    return column
