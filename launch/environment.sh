@@ -64,7 +64,7 @@ install_packages() {
 requirements_of() {
     local suffix=
     [[ ! -d $1/lib/python3.11 ]] || suffix=-python311
-    echo "$repository/tools/requirements-cpu$suffix.txt"
+    echo "$repository/tools/install/requirements-cpu$suffix.txt"
 }
 
 # stamp_of VENV: prints the checksum of what is to be installed

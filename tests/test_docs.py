@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from recipes.tasks import repeat_digit
 from tests.helpers import warm_start
 from tests.helpers.tiny_jobs import run_here
-from tools.draw_docs import DRAWN, PICTURES
+from tools.docs.draw_docs import DRAWN, PICTURES
 from verl_mg.cli import _parser
 from verl_mg.config import ConfigSection, MegatronConfig, load_config
 from verl_mg.config.tree import Config
@@ -133,7 +133,7 @@ def _is_of_job(name: str) -> bool:
     return hasattr(Job, name) or name in (*Job.__annotations__, "iteration", "state", "prompts", "tokenizer")
 
 
-@pytest.mark.skipif(not MEGATRON.exists(), reason="verl is installed by tools/install_peers.sh")
+@pytest.mark.skipif(not MEGATRON.exists(), reason="verl is installed by tools/install/peers.sh")
 def test_verl_table_with_options_names_existing_options():
     tree = yaml.safe_load(MEGATRON.read_text(encoding="utf-8"))
     rows = [line.split("|")[1] for line in TEXTS["docs/coming_from_verl.md"].splitlines() if line.count("|") > 3]

@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 
 from tests.helpers.launched import ROOT
 
-GPU_LOCK, CPU_LOCK = ROOT / "launch" / "requirements-gpu.txt", ROOT / "tools" / "requirements-cpu.txt"
+GPU_LOCK, CPU_LOCK = ROOT / "launch" / "requirements-gpu.txt", ROOT / "tools" / "install" / "requirements-cpu.txt"
 UV = Path(sys.prefix) / "bin" / "uv"
 OF_EXTRAS = ["--extra", "gpu", "--extra", "sglang", "--extra", "mcp", "--extra", "trackers"]
 COMPILE = ["pip", "compile", "--quiet", "--no-header", "--no-annotate", "--python-version", "3.12", "setup.py"]
@@ -60,7 +60,7 @@ def test_pins_are_those_that_sglang_shares_with_training() -> None:
     try:
         version("sglang")
     except PackageNotFoundError:
-        pytest.skip("SGLang is installed by tools/install_sglang_cpu.sh")
+        pytest.skip("SGLang is installed by tools/install/sglang_cpu.sh")
     shared = [
         each for each in map(Requirement, requires("sglang")) if each.name in ("torch", "transformers", "tokenizers")
     ]

@@ -144,7 +144,3 @@ def test_checker_given_test_module_reports_rule(source: str, rule: str) -> None:
 )
 def test_checker_given_markdown_reports_rule(text: str, rule: str) -> None:
     assert rules_of(text, "docs/guide.md") == rule.split()
-
-
-def test_checker_given_former_names_accepts_them() -> None:
-    assert rules_of('"""Former names of configuration keys."""\nOLD_KEYS = {"floor": "layer"}\n') == []

@@ -1,6 +1,6 @@
 """Runs all tests for GPUs, each part with a time limit, and writes one report; see tools/test_gpu.sh.
 
-One node: `verl-mg doctor`, the tests of tests/gpu, tools/bench_gpu.py. Several nodes: `verl-mg doctor` and
+One node: `verl-mg doctor`, the tests of tests/gpu, tools/bench/bench_gpu.py. Several nodes: `verl-mg doctor` and
 tests/gpu/nodes.py over all of them. A part that fails does not end the suite.
 """
 
@@ -36,7 +36,7 @@ REQUIRED = {
 """Modules without which no part runs, and what installs them."""
 QUICK = "meet or dense-tp1 or mixture-tp1 or latent-tp1 or two_devices or silent or payload or offload or waits"
 """Tests for a short lease of one GPU."""
-PARTS = ("verl-mg doctor", "tests/gpu", "tools/bench_gpu.py")
+PARTS = ("verl-mg doctor", "tests/gpu", "tools/bench/bench_gpu.py")
 NOT_ENDED = "did not end"
 
 
@@ -138,7 +138,7 @@ def one_node_parts(options: argparse.Namespace, files: Mapping[str, Path], gpus:
     small = ["--tiny", "--repeats", "1"] if options.rehearse else ["--repeats", "3"] if options.quick else []
     doctor = launched(["--standalone", "--nproc-per-node", str(max(gpus, 1))], ["-m", "verl_mg", "doctor"])
     tests = ["-m", "pytest", "tests/gpu", "-m", "gpu", "-rs", "--outcomes", str(files["outcomes"]), "-k", selected]
-    bench = ["-m", "tools.bench_gpu", "--output", str(files["bench.md"]), *small]
+    bench = ["-m", "tools.bench.bench_gpu", "--output", str(files["bench.md"]), *small]
     parts = [
         Part(name, command, limit_s)
         for name, command, limit_s in zip(PARTS, (doctor, tests, bench), (300, 3600, 1800), strict=True)
@@ -260,7 +260,7 @@ def report(
         rehearsed: whether GPUs were left out.
         ended: how the parts ended.
         tests: how the tests ended.
-        bench: report of tools/bench_gpu.py.
+        bench: report of tools/bench/bench_gpu.py.
     """
     hardware = "\n".join(f"- {line}" for line in _hardware(machine, versions, nodes))
     parts = _table(("part", "outcome", "seconds"), ((e.part.name, e.outcome, f"{e.seconds:.0f}") for e in ended))

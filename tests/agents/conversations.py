@@ -66,13 +66,13 @@ KEEPING = """\
 
 
 PEERS = Path(sys.prefix) / "peers" / "trl" / "chat_templates"
-"""Templates of models, which TRL has; tools/install_peers.sh installs it."""
+"""Templates of models, which TRL has; tools/install/peers.sh installs it."""
 
 
 def template_of(model: str) -> str:
     """The template of a model, such as qwen3; the test is skipped where TRL is not installed."""
     if not PEERS.exists():
-        pytest.skip("TRL, which has the templates of models, is installed by tools/install_peers.sh")
+        pytest.skip("TRL, which has the templates of models, is installed by tools/install/peers.sh")
     return (PEERS / f"{model}.jinja").read_text()
 
 

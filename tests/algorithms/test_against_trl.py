@@ -1,4 +1,4 @@
-"""Off-policy sequence masking as TRL 1.16 has it. Skipped without TRL, which tools/install_peers.sh installs."""
+"""Off-policy sequence masking as TRL 1.16 has it. Skipped without TRL, which tools/install/peers.sh installs."""
 
 import ast
 from textwrap import dedent
@@ -16,7 +16,7 @@ FILE = PEERS / "trl" / "trainer" / "grpo_trainer.py"
 def their_mask(*arguments: torch.Tensor, delta: float) -> torch.Tensor:
     """GRPOTrainer.get_off_policy_mask, compiled from its source: to import TRL takes seconds."""
     if not FILE.exists():
-        pytest.skip("TRL is not installed; run tools/install_peers.sh to compare with it")
+        pytest.skip("TRL is not installed; run tools/install/peers.sh to compare with it")
     source = FILE.read_text(encoding="utf-8")
     (function,) = [
         node

@@ -1,6 +1,6 @@
 """The algorithms of verl 0.9.1, if it is installed, for the tests that compare with them.
 
-verl is no dependency of anything. tools/install_peers.sh puts it into a folder of the environment (2 MB), without what
+verl is no dependency of anything. tools/install/peers.sh puts it into a folder of the environment (2 MB), without what
 it depends on, which is enough for these tests: its chain of imports names ray, tensordict, omegaconf and codetiming,
 whose types are used in annotations only, so an absent one is replaced by an empty module while verl is
 imported, and leaves with the import.
@@ -69,7 +69,7 @@ def core_algos() -> ModuleType:
     try:
         found = version("verl")
     except PackageNotFoundError:
-        pytest.skip("verl is not installed; run tools/install_peers.sh to compare with it")
+        pytest.skip("verl is not installed; run tools/install/peers.sh to compare with it")
     if found != VERSION:
         pytest.skip(f"verl {found} is installed; these tests know {VERSION}")
     root = logging.getLogger()

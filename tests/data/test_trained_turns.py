@@ -39,7 +39,7 @@ def tokenizer_of(template: str) -> PreTrainedTokenizerFast:
 
 def peer(name: str) -> str:
     if not PEERS.exists():
-        pytest.skip("TRL, which has the templates of models, is installed by tools/install_peers.sh")
+        pytest.skip("TRL, which has the templates of models, is installed by tools/install/peers.sh")
     return (PEERS / f"{name}.jinja").read_text()
 
 

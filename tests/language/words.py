@@ -65,8 +65,6 @@ EXCEPTIONS: tuple[tuple[str, str], ...] = (
 EXCEPTION = re.compile("|".join(pattern for pattern, _ in EXCEPTIONS), re.IGNORECASE)
 # Inside a module about the LLM judge the word needs no "LLM" before it.
 JUDGE_FILES = re.compile(r"llm_judge")
-# Maps from names of former versions to those of today: a configuration that uses one gets the new name in the error.
-FORMER_NAMES = re.compile(r"^_?(?:OLD|FORMER|RENAMED|LEGACY)_?[A-Z_]*$")
 
 
 @dataclass(frozen=True)
@@ -113,9 +111,8 @@ def check_words(file: Path, text: str, nodes: Sequence[ast.AST]) -> Iterator[Vio
         if token.type == tokenize.COMMENT:
             for word in banned(token.string, file):
                 yield Violation(file, token.start[0], "word", f'"{word}" in: {token.string[:120]}')
-    former = {id(part) for node in nodes if _names_former(node) for part in ast.walk(node)}
     for node in nodes:
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in former:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield from _check_string(file, node)
         for name, line in _defined(node):
             if banned_name(name, file):
@@ -129,11 +126,6 @@ def _check_string(file: Path, node: ast.Constant) -> Iterator[Violation]:
         line = node.lineno + folded[: match.start()].count("\n")
         excerpt = folded[max(0, match.start() - 50) : match.end() + 50].replace("\n", " ").strip()
         yield Violation(file, line, "word", f'"{match.group()}" in: {excerpt}')
-
-
-def _names_former(node: ast.AST) -> bool:
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-    return any(isinstance(target, ast.Name) and FORMER_NAMES.match(target.id) for target in targets)
 
 
 def _defined(node: ast.AST) -> Iterator[tuple[str, int]]:

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tools.docs.lengths import longest_to, read_lengths
 from verl_mg.layout.packing import EVEN, pack
 from verl_mg.models.flops import row_flops
 from verl_mg.models.hf_config import read_config
-from verl_mg.planner.lengths import longest_to, read_lengths
 from verl_mg.sharding.weight_table import weight_table
 
 TOOLS = Path(__file__).parents[2] / "tools"
@@ -73,7 +73,7 @@ def test_pack_steps_are_even_where_rows_allow_it():
 
 @pytest.fixture(scope="module")
 def recorded():
-    return read_lengths(TOOLS / "lengths" / "random_qwen3_4096.txt")
+    return read_lengths(TOOLS / "docs" / "lengths_of_samples" / "random_qwen3_4096.txt")
 
 
 def test_recorded_lengths_are_heavy_tailed(recorded):

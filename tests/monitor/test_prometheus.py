@@ -19,7 +19,6 @@ from torch.distributed import HashStore
 
 from tests.helpers.launched import LONG, PATIENCE_S, ROOT, iterations_done, started, torchrun, write_inputs
 from tests.helpers.tiny_jobs import DIGITS, files_of, logged
-from tools import write_grafana_dashboard
 from verl_mg.config import Config
 from verl_mg.distributed.world import World
 from verl_mg.engines.engine_counts import DRAFTED, PROMPT, VERIFIED, count_metrics, observed_load
@@ -112,11 +111,6 @@ def test_endpoint_port_in_use_raises(tmp_path: Path) -> None:
             pass
 
 
-def test_dashboard_file_is_up_to_date() -> None:
-    written = write_grafana_dashboard.DASHBOARD.read_text(encoding="utf-8")
-    assert written == write_grafana_dashboard.document(), "run python -m tools.write_grafana_dashboard"
-
-
 OF_ENGINES = tuple(count_metrics([observed_load(1, 1, 1, 2) | {PROMPT: 1, DRAFTED: 1, VERIFIED: 1}]))
 """Metrics of engines in processes of their own."""
 OF_GPUS = ("time/mfu", *over_ranks([{GPU_MEMORY: 1.0, GPU_UTILIZATION: 0.5}]))
@@ -125,7 +119,7 @@ OF_GPUS = ("time/mfu", *over_ranks([{GPU_MEMORY: 1.0, GPU_UTILIZATION: 0.5}]))
 
 def expressions() -> list[str]:
     """The queries of the panels of launch/grafana.json, of all runs."""
-    panels = json.loads(write_grafana_dashboard.DASHBOARD.read_text(encoding="utf-8"))["panels"]
+    panels = json.loads((ROOT / "launch" / "grafana.json").read_text(encoding="utf-8"))["panels"]
     queries = [part["expr"] for panel in panels for part in panel.get("targets", [])]
     return [query.replace("$run", ".*") for query in queries]
 
@@ -173,7 +167,7 @@ def prometheus(folder: Path, targets: Path) -> Iterator[Prometheus]:
         ports.close()
 
 
-@pytest.mark.skipif(PROMETHEUS is None, reason="prometheus is not installed; tools/install_prometheus.sh unpacks it")
+@pytest.mark.skipif(PROMETHEUS is None, reason="prometheus is not installed; tools/install/prometheus.sh unpacks it")
 def test_prometheus_reads_a_running_job_and_the_dashboard_finds_its_metrics(tmp_path: Path) -> None:
     inputs, output = write_inputs(tmp_path / "inputs"), tmp_path / "run"
     (inputs / "reward.py").write_text(DIGITS)

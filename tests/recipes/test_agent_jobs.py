@@ -11,7 +11,7 @@ from tests.helpers.engines import overrides as of_engine
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.tiny_jobs import logged
 from tests.recipes.tiny_runs import tiny_run
-from tools import wide_repeat_digit
+from tools.bench import wide_repeat_digit
 
 AGENT = Path(__file__).parent / "agents" / "two_questions.py"
 SETTINGS = [

@@ -14,7 +14,7 @@ import pytest
 from tests.helpers.published_rows import write_published
 from tests.helpers.tiny_jobs import RECIPES, logged, run_here
 from tools import prepare_data
-from tools.write_paper_plans import PAPERS, plan_command, plan_text
+from tools.docs.write_paper_plans import PAPERS, plan_command, plan_text
 from verl_mg.config import load_config
 from verl_mg.job.recipe import load_recipe, requested_roles
 from verl_mg.models.tiny_model import make_tiny_model
@@ -72,7 +72,9 @@ def test_index_lists_every_folder_and_each_has_its_files():
 @pytest.mark.parametrize("folder", some(PLANNED_DAILY))
 def test_plan_of_a_folder_is_that_of_its_command(folder, monkeypatch):
     monkeypatch.chdir(ROOT)
-    assert (folder / "plan.txt").read_text(encoding="utf-8") == plan_text(folder), "python -m tools.write_paper_plans"
+    assert (folder / "plan.txt").read_text(encoding="utf-8") == plan_text(folder), (
+        "python -m tools.docs.write_paper_plans"
+    )
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)

@@ -118,7 +118,7 @@ def test_function_for_verl_that_does_not_fit_raises(
         load_reward(f"verl:{file}:{function}", options)(SAMPLE)
 
 
-@pytest.mark.skipif(not PEERS.exists(), reason="verl is installed by tools/install_peers.sh")
+@pytest.mark.skipif(not PEERS.exists(), reason="verl is installed by tools/install/peers.sh")
 def test_function_of_verl_itself_scores_gsm8k(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its file for GSM8K has a function without data_source; the wrapper is what verl's documents show."""
     spec = importlib.util.spec_from_file_location("verl_gsm8k", PEERS / "gsm8k.py")

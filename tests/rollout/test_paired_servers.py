@@ -18,7 +18,7 @@ pytestmark = needs_sglang
 WITHOUT_CUDA = Path(__file__).parents[1] / "without_cuda"
 needs_mooncake = pytest.mark.skipif(
     importlib.util.find_spec("mooncake") is None,
-    reason="Mooncake is not installed; run bash tools/install_mooncake_cpu.sh",
+    reason="Mooncake is not installed; run bash tools/install/mooncake_cpu.sh",
 )
 
 

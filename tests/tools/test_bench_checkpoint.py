@@ -8,7 +8,7 @@ import torch
 
 from tests.helpers.rank_pool import RankError, job_store
 from tests.tools.tool import tool
-from tools import bench_checkpoint
+from tools.bench import bench_checkpoint
 from verl_mg.job.recipe import load_recipe
 from verl_mg.models.hf_config import read_config
 from verl_mg.run.loop import one_iteration

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.tools.tool import tool
-from tools import bench_gpu
+from tools.bench import bench_gpu
 from verl_mg.models.hf_config import read_config
 from verl_mg.planner.inputs import read_hardware_profile
 from verl_mg.sharding.weight_table import weight_table

@@ -139,4 +139,4 @@ def test_suite_without_requirement_names_it_and_its_installation(monkeypatch: py
 def test_quick_suite_measures_before_it_tests() -> None:
     files = {name: Path(name) for name in ("outcomes", "bench.md")}
     parts = suite.one_node_parts(suite._options(["--quick"]), files, 1)
-    assert [part.name for part in parts] == ["verl-mg doctor", "tools/bench_gpu.py", "tests/gpu"]
+    assert [part.name for part in parts] == ["verl-mg doctor", "tools/bench/bench_gpu.py", "tests/gpu"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tools.simulate_control import CONFIG, SimulatedJob
+from tools.bench.simulate_control import CONFIG, SimulatedJob
 from verl_mg.layout import EngineLayout, Layout
 from verl_mg.models.hf_config import read_config
 from verl_mg.sharding.weight_table import weight_table

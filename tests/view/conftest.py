@@ -19,7 +19,7 @@ def browser():
     names = ("chromium", "chromium-browser", "google-chrome")
     path = next(filter(None, map(shutil.which, names)), None)
     if path is None:
-        pytest.skip(f"no browser ({', '.join(names)}); tools/install_browser.sh installs one")
+        pytest.skip(f"no browser ({', '.join(names)}); tools/install/browser.sh installs one")
     sync_api.expect.set_options(timeout=PATIENCE)
     # Chromium does not put root in its sandbox.
     arguments = ["--no-sandbox"] if os.geteuid() == 0 else []

@@ -21,7 +21,7 @@ from tests.view.agent_runs import (
 )
 from tests.view.runs import HOSTILE
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="no playwright; tools/install_browser.sh installs it")
+sync_api = pytest.importorskip("playwright.sync_api", reason="no playwright; tools/install/browser.sh installs it")
 from tests.view.pages import tooltip, turn_to  # noqa: E402 - needs playwright
 
 expect = sync_api.expect

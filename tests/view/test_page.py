@@ -9,7 +9,7 @@ import pytest
 from tests.view.runs import GROUP, HOSTILE, PROMPTS, metrics_of, write_run, write_samples
 from verl_mg.view.index import TAIL
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="no playwright; tools/install_browser.sh installs it")
+sync_api = pytest.importorskip("playwright.sync_api", reason="no playwright; tools/install/browser.sh installs it")
 from tests.view.pages import panel, tooltip, turn_to  # noqa: E402 - needs playwright
 
 expect = sync_api.expect

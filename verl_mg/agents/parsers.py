@@ -41,7 +41,7 @@ class ReplyParser:
             if reasoning_parser:
                 raise UserError(
                     f"rollout.reasoning_parser={reasoning_parser}: SGLang, whose parsers read reasoning, cannot be "
-                    "imported. Install it, on a CPU with tools/install_sglang_cpu.sh, or leave it out."
+                    "imported. Install it, on a CPU with tools/install/sglang_cpu.sh, or leave it out."
                 )
             return
         _check("rollout.tool_call_parser", tool_call_parser, self._sglang.tool_calls.ToolCallParserEnum)
@@ -53,7 +53,7 @@ class ReplyParser:
         if tools and self._sglang is None:
             raise UserError(
                 f"rollout.tool_call_parser={self._tool_format}: an agent has sent tools, but SGLang, whose parsers "
-                "read the calls, cannot be imported. Install it, on a CPU with tools/install_sglang_cpu.sh, or use "
+                "read the calls, cannot be imported. Install it, on a CPU with tools/install/sglang_cpu.sh, or use "
                 "agents without tools."
             )
         if self._sglang is not None:

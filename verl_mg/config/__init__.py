@@ -48,7 +48,6 @@ from verl_mg.config.tree import (
     TrackingConfig,
     tree_for,
 )
-from verl_mg.renamed import renamed_attribute
 
 __all__ = [
     "AlarmConfig",
@@ -89,9 +88,3 @@ __all__ = [
     "tree_for",
     "validate_config",
 ]
-
-
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> object:
-        raise renamed_attribute(__name__, name)

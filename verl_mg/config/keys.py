@@ -1,9 +1,8 @@
-"""Keys of the configuration: which exist, which is nearest to an unknown one, and names of former versions.
+"""Keys of the configuration: which exist, and which is nearest to an unknown one.
 
 actor.lr                   unknown; the key of this name within the section:  actor.optimizer.lr
 actor.layuot               unknown; a similar name in the section:            actor.layout
 data.train.math.wieght     unknown; NAME stands for math:                     data.train.math.weight
-rollout.update             renamed:                                           rollout.weight_transfer
 """
 
 from __future__ import annotations
@@ -16,58 +15,6 @@ from pydantic import BaseModel
 
 NAME = "NAME"
 """Placeholder for names that the user chooses, such as the sources of `data.train`."""
-
-RENAMED_KEYS = {
-    "actor.optimizer.on_host": "actor.optimizer.cpu_offload",
-    "algorithm.aggregation": "algorithm.loss_aggregation",
-    "algorithm.correction": "algorithm.off_policy.correction",
-    "algorithm.correction_high": "algorithm.off_policy.high",
-    "algorithm.correction_low": "algorithm.off_policy.low",
-    "algorithm.epochs": "algorithm.num_epochs",
-    "algorithm.kind": "algorithm.loss_type",
-    "algorithm.kl_coefficient": "algorithm.kl.coefficient",
-    "algorithm.kl_horizon": "algorithm.kl.horizon",
-    "algorithm.kl_in": "algorithm.kl.placement",
-    "algorithm.kl_kind": "algorithm.kl.estimator",
-    "algorithm.kl_target": "algorithm.kl.target",
-    "algorithm.minibatches": "algorithm.num_minibatches",
-    "algorithm.normalize_std": "algorithm.normalize_by_std",
-    "algorithm.one_step_off": "rollout.mode",
-    "algorithm.oversampling": "rollout.extra_prompts",
-    "algorithm.replay": "algorithm.buffer_samples",
-    "algorithm.buffer_iterations": "algorithm.buffer_samples",
-    "algorithm.reward_model": "reward.from_model",
-    "algorithm.rounds": "algorithm.max_sampling_rounds",
-    "critic.optimizer.on_host": "critic.optimizer.cpu_offload",
-    "data.curriculum.threshold": "data.curriculum.pass_threshold",
-    "data.too_long": "data.overlong_prompts",
-    "evaluation.passed": "evaluation.pass_threshold",
-    "job.lost_after": "job.heartbeat_timeout_s",
-    "job.samples": "record.samples_per_rank",
-    "job.stalled_after": "job.stall_timeout_s",
-    "process_reward.optimizer.on_host": "process_reward.optimizer.cpu_offload",
-    "profile.exact": "profile.synchronize",
-    "reward_model.optimizer.on_host": "reward_model.optimizer.cpu_offload",
-    "rollout.max_batch": "rollout.max_running_requests",
-    "rollout.partial": "rollout.partial_rollout",
-    "rollout.prefetch": "rollout.mode",
-    "rollout.ranks": "rollout.num_ranks",
-    "rollout.request_timeout": "rollout.request_timeout_s",
-    "rollout.tool_format": "rollout.tool_call_parser",
-    "rollout.tool_timeout": "rollout.tool_timeout_s",
-    "rollout.update": "rollout.weight_transfer",
-    "track.name": "tracking.name",
-    "track.project": "tracking.project",
-    "track.to": "tracking.services",
-    "track": "tracking",
-}
-"""Keys of version 0.1.0 before they got the field's standard names, and the keys that replace them."""
-
-RENAMED_VALUES = {
-    "rollout.engine": {"embedded": "hf"},
-    "rollout.weight_transfer": {"group": "process_group"},
-}
-"""Values of version 0.1.0, by today's key, and the values that replace them."""
 
 
 def subsection(annotation: Any) -> tuple[str, type[BaseModel]] | None:
@@ -95,24 +42,16 @@ def known_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
 
 
 def key_problem(tree: Mapping[str, Any], config: type[BaseModel]) -> str:
-    """Returns what is wrong with the first unknown or renamed key, with the remedy; "" if all keys are known."""
-    for key, value in _unknown(tree, config):
-        if renamed := _renamed(key, value, config):
-            return renamed
-        return f"{key}: unknown key. {_remedy(key, config)}"
-    for key, values in RENAMED_VALUES.items():
-        value = _lookup(tree, key)
-        if isinstance(value, str) and value in values:
-            return f"{key}={value}: renamed to {key}={values[value]}. Write the new name."
-    return ""
+    """Returns what is wrong with the first unknown key, with the remedy; "" if all keys are known."""
+    return next((f"{key}: unknown key. {_remedy(key, config)}" for key in _unknown(tree, config)), "")
 
 
-def _unknown(tree: Any, section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields unknown keys with their values. Values of a wrong type are left to validation."""
+def _unknown(tree: Any, section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Yields unknown keys. Values of a wrong type are left to validation."""
     for name, value in tree.items() if isinstance(tree, Mapping) else ():
         key = f"{prefix}{name}"
         if name not in section.model_fields:
-            yield key, value
+            yield key
         elif inner := subsection(section.model_fields[name].annotation):
             by_name, kind = inner
             if not by_name:
@@ -120,26 +59,6 @@ def _unknown(tree: Any, section: type[BaseModel], prefix: str = "") -> Iterator[
             elif isinstance(value, Mapping):
                 for chosen, part in value.items():
                     yield from _unknown(part, kind, f"{key}.{chosen}.")
-
-
-def _renamed(key: str, value: Any, config: type[BaseModel]) -> str:
-    """Returns the error for a key of a former version, or ""."""
-    # A renamed section is unknown as a whole, but its keys may have got more specific names.
-    children = [f"{key}.{name}" for name in value] if isinstance(value, Mapping) else []
-    for former in (*children, key):
-        new = RENAMED_KEYS.get(former)
-        # A recipe without the new key never had the former one.
-        if new in known_keys(config):
-            if isinstance(value, str) and value in RENAMED_VALUES.get(new, {}):
-                return f"{former}={value}: renamed to {new}={RENAMED_VALUES[new][value]}. Write the new name."
-            return f"{former}: renamed to {new}. Write the new name."
-    return ""
-
-
-def _lookup(tree: Any, key: str) -> Any:
-    for name in key.split("."):
-        tree = tree.get(name) if isinstance(tree, Mapping) else None
-    return tree
 
 
 def _remedy(key: str, config: type[BaseModel]) -> str:

@@ -1,7 +1,7 @@
 """One event loop for all gloo groups of a process.
 
 torch creates a device for each gloo group, and gloo's event loop of a device wakes 100 times a second even when it is
-idle. A Megatron job has tens of groups on each rank, and a GPU node has eight ranks; see tools/bench_gloo.py.
+idle. A Megatron job has tens of groups on each rank, and a GPU node has eight ranks; see tools/bench/bench_gloo.py.
 """
 
 from __future__ import annotations

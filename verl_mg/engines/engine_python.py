@@ -13,8 +13,8 @@ from verl_mg.sharding.traced_table import EngineName
 NAMES: dict[EngineName, str] = {"sglang": "SGLang", "vllm": "vLLM"}  # names of the engines in messages
 # Remedies where an engine is missing.
 INSTALLATION: dict[EngineName, str] = {
-    "sglang": "Install it with pip install 'verl-mg[sglang]', or bash tools/install_sglang_cpu.sh on a CPU",
-    "vllm": "Install it in a separate environment, on a CPU with bash tools/install_vllm_cpu.sh, and give the path "
+    "sglang": "Install it with pip install 'verl-mg[sglang]', or bash tools/install/sglang_cpu.sh on a CPU",
+    "vllm": "Install it in a separate environment, on a CPU with bash tools/install/vllm_cpu.sh, and give the path "
     "of its bin/python as rollout.python",
 }
 

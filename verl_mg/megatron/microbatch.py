@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,7 +14,6 @@ from verl_mg.megatron.balance_losses import RowsOfTokens
 from verl_mg.megatron.multi_token import next_tokens
 from verl_mg.megatron.packed_sequences import PackedSequences, describe_sequences
 from verl_mg.megatron.routing import routed_experts
-from verl_mg.renamed import renamed_attribute
 from verl_mg.training.microbatch import SHARED_TOKENS, SHARED_WITH, MicroBatch, pack_rows
 from verl_mg.training.token_order import SharedTokens, TokenShard, token_order
 
@@ -59,9 +57,3 @@ def make_micro_batch(
     if multi_token and stage.is_last:
         packed.next_tokens = next_tokens(rows, order, device)
     return pack_rows(rows, order, packed, stage, hidden_offset, device)
-
-
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> object:
-        raise renamed_attribute(__name__, name)

@@ -37,7 +37,7 @@ INTRODUCTION = """\
 # Models
 
 What works with each family of models, by its `model_type` in config.json. The table is written by
-`python -m tools.write_models_doc`, which asks the code that decides in jobs about a tiny model of each family.
+`python -m tools.docs.write_models_doc`, which asks the code that decides in jobs about a tiny model of each family.
 `verl-mg models` prints it, and `verl-mg models DIR`, or with the name of a model on a hub, says for one model which
 sizes of each dimension are possible, what does not work and why, and which files are missing. It downloads no weights.
 

@@ -115,5 +115,5 @@ def test_tool_call_format_unknown_parser_raises() -> None:
 
 def test_tool_call_format_without_sglang_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sglang.srt.function_call.function_call_parser", None)
-    with pytest.raises(UserError, match=r"rollout.tools: .*tools/install_sglang_cpu.sh"):
+    with pytest.raises(UserError, match=r"rollout.tools: .*tools/install/sglang_cpu.sh"):
         ToolCallFormat(tokenizer_with(), TOOLS, "qwen25")

@@ -147,7 +147,7 @@ def test_trace_of_broken_directory_names_it(tmp_path):
 
 def test_trace_without_sglang_names_the_remedy(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"SGLang is not installed\. .*bash tools/install_sglang_cpu\.sh"):
+    with pytest.raises(UserError, match=r"SGLang is not installed\. .*bash tools/install/sglang_cpu\.sh"):
         trace([(tmp_path, EngineLayout())], SGLANG)
 
 
@@ -382,7 +382,7 @@ def test_table_of_layer_kinds_equals_the_trace_of_all_layers(tmp_path, family, l
 
 
 def test_trace_without_vllm_names_the_remedy(tmp_path):
-    with pytest.raises(UserError, match=r"rollout\.engine=vllm: vLLM is not installed\. .*tools/install_vllm_cpu\.sh"):
+    with pytest.raises(UserError, match=r"rollout\.engine=vllm: vLLM is not installed\. .*tools/install/vllm_cpu\.sh"):
         trace([(tmp_path, TP2)], TracedEngine("vllm"))
     with pytest.raises(UserError, match=rf"rollout\.python={sys.executable}: it has no vLLM"):
         trace([(tmp_path, TP2)], TracedEngine("vllm", Path(sys.executable)))

@@ -1,4 +1,4 @@
-"""Servers of the environments' projects, each in a Python environment of its own (tools/install_environments.sh)."""
+"""Servers of the environments' projects, each in a Python environment of its own (tools/install/environments.sh)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def python_of() -> Callable[[str], str]:
 
     def find(project: str) -> str:
         if not (ENVIRONMENTS / project / "stamp").exists():
-            pytest.skip(f"{project} is not installed; tools/install_environments.sh installs it")
+            pytest.skip(f"{project} is not installed; tools/install/environments.sh installs it")
         return str(ENVIRONMENTS / project / "bin" / "python")
 
     return find

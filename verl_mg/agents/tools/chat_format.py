@@ -151,7 +151,7 @@ def _sglang() -> tuple[Any, Any, Any]:
     except ImportError as error:
         raise UserError(
             f"rollout.tools: SGLang, whose parsers read tool calls, cannot be imported ({error}). Install it, "
-            "on a CPU with tools/install_sglang_cpu.sh."
+            "on a CPU with tools/install/sglang_cpu.sh."
         ) from error
     # Its warnings concern calls that cannot be parsed: the policy gets an error message, and there are many.
     logging.getLogger("sglang.srt.function_call").setLevel(logging.ERROR)

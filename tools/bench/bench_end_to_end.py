@@ -1,0 +1,345 @@
+"""Compares GRPO on the CPU, from prompts to new weights, with TRL's GRPOTrainer, in turn, in one run.
+
+    python -m tools.bench.bench_end_to_end [--rounds 3] [--iterations 1] [--prompts 16] [--tokens 256] [--hidden 256]
+
+Both use the same tiny model, prompts, group size, temperature, limit of tokens, loss (GRPO, no KL) and optimizer, with
+one step per iteration, without a pass for old log-probs; each draws its samples itself. Lengths have a heavy tail: most
+responses end early, some at the limit. Both get `--threads` threads, as that many ranks with one thread each or as one
+process with all of them; the better variant of each counts. tools/bench/end_to_end_trl.py explains TRL's settings
+(tools/install/peers.sh installs TRL).
+
+A run is a separate process tree, whose lines "step N" are timed by the reader. The first iteration is a warm-up; the
+others count completely, with rollout, training and logging. tokens/s: response tokens that a loss was computed on.
+Memory: peak memory of all processes of the tree, launcher included, without files that the kernel could drop (RssAnon +
+RssShmem, sampled). Processor: CPU seconds of the tree, which other work on the machine changes less than wall-clock
+seconds. Medians over the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import statistics
+import string
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from tools.bench.end_to_end_trl import MODEL, PROMPTS, Workload
+from verl_mg.data import read_records
+from verl_mg.models.tiny_model import ROLES, make_tiny_model
+
+TOOLS = Path(__file__).parents[1]
+LETTERS = string.ascii_letters + string.digits
+# Mean and standard deviation of the end token's logit; logits of characters are near 0. A few responses never end.
+END = (0.5, 1.5)
+
+
+@dataclass(frozen=True)
+class Watched:
+    """Measurements of a process tree between its first and its last line "step N"."""
+
+    seconds: float
+    """Wall-clock seconds."""
+    processor: float
+    """CPU seconds of all processes."""
+    peak_bytes: int
+    """Peak memory of all processes together, in bytes."""
+    last_line: str
+    """Last line of the output."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Result of one process tree in its counted iterations."""
+
+    watched: Watched
+    """Measurements from outside."""
+    generation: float
+    """Seconds of generation."""
+    lengths: list[int]
+    """Length of each response, in tokens."""
+
+    @property
+    def rate(self) -> float:
+        return sum(self.lengths) / self.watched.seconds
+
+    @property
+    def rate_of_processor(self) -> float:
+        return sum(self.lengths) / self.watched.processor
+
+
+def main() -> None:
+    options = _options()
+    folder = Path(tempfile.mkdtemp(prefix="end-to-end-"))
+    make_model(folder / MODEL, options.hidden)
+    write_prompts(folder / PROMPTS, options.prompts)
+    ways = {
+        f"{side}, {ranks} x {options.threads // ranks}": (run, ranks)
+        for ranks in dict.fromkeys((1, options.threads))
+        for side, run in (("verl_mg", run_verl_mg), ("TRL", run_trl))
+    }
+    runs: dict[str, list[Run]] = {name: [] for name in ways}
+    for number in range(options.rounds):
+        work = Workload(options.prompts, options.group, options.tokens, options.iterations + 1, seed=number)
+        for name, (run, ranks) in ways.items():
+            place = folder / f"{number}-{name.replace(' ', '')}"
+            runs[name].append(run(folder, place, work, ranks, options.threads // ranks))
+            print(line_of(f"{name}, run {number + 1}", runs[name][-1:], work), flush=True)
+    print()
+    for name, results in runs.items():
+        print(line_of(name, results, work))
+    _compare(runs)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    defaults = {"rounds": 3, "iterations": 1, "prompts": 16, "group": 4, "tokens": 256, "hidden": 256, "threads": 2}
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    return parser.parse_args()
+
+
+# -- the task
+
+
+@torch.no_grad()
+def make_model(folder: Path, hidden: int) -> None:
+    """Writes a model with random weights; the probability to end a response depends on the prompt, see END.
+
+    Args:
+        folder: folder to write.
+        hidden: hidden size.
+    """
+    make_tiny_model(folder, "qwen3", characters=LETTERS, hidden=hidden, layers=4, ffn=3 * hidden)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    pad, end, *others = (model.config.pad_token_id, model.config.eos_token_id, *range(2, 3 + len(ROLES)))
+    head, embedding = model.lm_head.weight, model.model.embed_tokens.weight
+    # The head has no bias; a direction that all hidden states share replaces it.
+    embedding[:, 0] = embedding.norm(dim=1).mean()
+    draw = torch.Generator().manual_seed(0)
+    texts = torch.randint(others[-1] + 1, len(head), (64, 96), generator=draw)
+    states = model.model(input_ids=texts).last_hidden_state.flatten(0, 1)
+    common = states.mean(0)
+    common_unit = common / common.norm() ** 2
+    head -= torch.outer(head @ common, common_unit)
+    head[end] *= END[1] / (states @ head[end]).std()
+    head[end] += END[0] * common_unit
+    # These tokens are never written, so a response has as many characters as tokens and its text gives its length.
+    head[[pad, *others]] += -20 * common_unit
+    model.save_pretrained(folder)
+
+
+def write_prompts(file: Path, count: int) -> None:
+    """Writes a file of random prompts.
+
+    Args:
+        file: file to write.
+        count: number of prompts.
+    """
+    draw = random.Random(0)
+    texts = ["".join(draw.choices(LETTERS, k=draw.randint(16, 48))) for _ in range(count)]
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts), encoding="utf-8")
+
+
+# -- the sides
+
+
+def run_verl_mg(folder: Path, place: Path, work: Workload, ranks: int, threads: int, backend: str = "megatron") -> Run:
+    """Runs a job of this project.
+
+    Args:
+        folder: folder of the model and the prompts.
+        place: folder of the job, which does not exist.
+        work: the amount of work.
+        ranks: number of processes.
+        threads: threads of each.
+        backend: training backend.
+    """
+    config = {
+        "model": {"path": str(folder / MODEL)},
+        "data": {"train": str(folder / PROMPTS)},
+        "actor": {"backend": backend, "optimizer": {"lr": work.lr, "clip_grad": 1.0}},
+        "rollout": {"max_new_tokens": work.tokens, "temperature": work.temperature},
+        "reward": {"function": f"{TOOLS / 'end_to_end_trl.py'}:score"},
+        "algorithm": {"prompts_per_iteration": work.prompts, "group_size": work.group, "old_logprobs": "skip"},
+        "job": {"output": str(place), "iterations": work.iterations, "seed": work.seed, "save": False},
+    }
+    place.with_suffix(".yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    launch = ["-m", "verl_mg.launch", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    train = ["-m", "verl_mg", "train", str(TOOLS.parent / "recipes" / "grpo.py")]
+    watched = _watch([*launch, *train, "--config", f"{place}.yaml"], place, threads)
+    counted = _json_lines(place / "metrics.jsonl")[1:]
+    files = sorted((place / "samples").glob("*/rank-*.parquet"))
+    samples = [record for file in files for record in read_records(file) if record["iteration"] > 1]
+    lengths = [len(record["response"]) + (record["finish"] == "stop") for record in samples]
+    reported = sum(line["response/length"] * line["response/samples"] for line in counted)
+    assert abs(sum(lengths) - reported) < 0.5, f"the text has {sum(lengths)} tokens, the metrics {reported}"
+    return Run(watched, sum(line["time/rollout_busy"] for line in counted), lengths)
+
+
+def run_trl(folder: Path, place: Path, work: Workload, ranks: int, threads: int) -> Run:
+    """Runs the GRPOTrainer of TRL.
+
+    Args:
+        folder: folder of the model and the prompts.
+        place: name of the log.
+        work: the amount of work.
+        ranks: number of processes.
+        threads: threads of each.
+    """
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    watched = _watch([*launch, str(TOOLS / "end_to_end_trl.py"), str(folder), work.json()], place, threads)
+    result = json.loads(watched.last_line)
+    return Run(watched, sum(result["generation"][1:]), [n for step in result["lengths"][1:] for n in step])
+
+
+def _json_lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+# -- watching
+
+
+def _watch(arguments: Sequence[str], place: Path, threads: int) -> Watched:
+    """Runs Python until it ends; exits if it fails."""
+    environment = os.environ | {
+        "OMP_NUM_THREADS": str(threads),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    log = place.with_suffix(".log")
+    with log.open("w") as errors, _Peak() as peak:
+        process = subprocess.Popen(
+            [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+        )
+        peak.watch(process.pid)
+        marks, line = [], ""
+        assert process.stdout
+        for line in process.stdout:
+            if line.startswith("step "):
+                marks.append((time.perf_counter(), _processor_seconds(process.pid)))
+        if process.wait():
+            sys.exit(f"error: {arguments[-1]} ended with code {process.returncode}:\n{log.read_text()[-2000:]}")
+    seconds, processor = (end - start for start, end in zip(marks[0], marks[-1], strict=True))
+    return Watched(seconds, processor, peak.bytes, line)
+
+
+class _Peak:
+    """Peak memory of a process and its descendants together, sampled ten times a second."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._over = threading.Event()
+
+    def __enter__(self) -> _Peak:
+        return self
+
+    def watch(self, pid: int) -> None:
+        self._thread = threading.Thread(target=self._look, args=(pid,), daemon=True)
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _look(self, pid: int) -> None:
+        while not self._over.wait(0.1):
+            self.bytes = max(self.bytes, _held(pid))
+
+
+def _tree(pid: int) -> list[int]:
+    """Returns the process and its descendants."""
+    try:
+        children = " ".join(file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/children"))
+    except OSError:  # it has just ended
+        return []
+    return [pid, *chain.from_iterable(_tree(int(child)) for child in children.split())]
+
+
+def _read_of_tree(pid: int, file: str) -> list[str]:
+    """Reads a file of /proc for each process of the tree."""
+    texts = []
+    for process in _tree(pid):
+        with suppress(OSError):
+            texts.append(Path(f"/proc/{process}/{file}").read_text())
+    return texts
+
+
+def _held(pid: int) -> int:
+    texts = _read_of_tree(pid, "status")
+    kibibytes = [n for text in texts for n in re.findall(r"^Rss(?:Anon|Shmem):\s+(\d+) kB", text, re.MULTILINE)]
+    return 1024 * sum(map(int, kibibytes))
+
+
+def _processor_seconds(pid: int) -> float:
+    # After the name in brackets, which may contain anything: utime and stime of all threads, in ticks.
+    fields = [text.rpartition(")")[2].split() for text in _read_of_tree(pid, "stat")]
+    return sum(int(values[11]) + int(values[12]) for values in fields) / os.sysconf("SC_CLK_TCK")
+
+
+# -- report
+
+
+def line_of(name: str, runs: Sequence[Run], work: Workload) -> str:
+    """Returns a line with the medians of runs.
+
+    Args:
+        name: name of the side.
+        runs: the runs.
+        work: the amount of work of each.
+    """
+    lengths = sorted(length for run in runs for length in run.lengths)
+    seconds, processor, generation, peak = (
+        statistics.median(values)
+        for values in zip(
+            *((r.watched.seconds, r.watched.processor, r.generation, r.watched.peak_bytes) for r in runs), strict=True
+        )
+    )
+    each = work.iterations - 1
+    return (
+        f"{name:20} {statistics.median(run.rate for run in runs):6.0f} tokens/s  "
+        f"iteration {seconds / each:5.2f} s (generation {generation / each:5.2f}, "
+        f"the rest {(seconds - generation) / each:5.2f}; processor {processor / each:5.2f})  "
+        f"peak {peak / 2**20:5.0f} MiB  lengths: mean {statistics.mean(lengths):.0f}, "
+        f"median {lengths[len(lengths) // 2]}, p99 {lengths[len(lengths) * 99 // 100]}, "
+        f"cut {lengths.count(work.tokens) / len(lengths):.0%}"
+    )
+
+
+def _compare(runs: dict[str, list[Run]]) -> None:
+    def best(side: str) -> str:
+        names = [name for name in runs if name.startswith(side)]
+        return max(names, key=lambda name: statistics.median(run.rate for run in runs[name]))
+
+    ours, theirs = best("verl_mg"), best("TRL")
+    pairs = list(zip(runs[ours], runs[theirs], strict=True))
+    rate = statistics.median(our.rate / other.rate for our, other in pairs)
+    processor = statistics.median(our.rate_of_processor / other.rate_of_processor for our, other in pairs)
+    memory = statistics.median(our.watched.peak_bytes / other.watched.peak_bytes for our, other in pairs)
+    print(
+        f"{ours} against {theirs}: {rate:.2f} times the tokens/s, {processor:.2f} times the tokens a second of "
+        f"processor, {memory:.2f} times the peak memory"
+    )
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    disable_progress_bar()
+    main()

@@ -1,0 +1,160 @@
+"""Measures the overhead over SGLang: tokens/s compared with direct calls of `sglang.Engine.generate`.
+
+    python -m tools.bench.bench_sglang_rollout [--requests 256] [--tokens 64] [--running 64] [--rounds 5] [--hidden 256]
+
+The same requests are generated in three ways, on engines with the same arguments: by `sglang.Engine.generate` with one
+list, in a separate process; by `SGLangEngine` with one list; and by `SGLangEngine` with a work queue, as in a job.
+Every sample has `--tokens` tokens. Prints medians over the rounds, after a warm-up round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import HashStore, Store
+
+from verl_mg.checkpoint.hf_safetensors import CheckpointReader, load_shards
+from verl_mg.checkpoint.model_directory import ModelDirectory
+from verl_mg.engines.engine import Request, Sampling
+from verl_mg.engines.ipc_payload import Staging
+from verl_mg.engines.process_engine import EngineSettings
+from verl_mg.engines.sglang import SGLangEngine, engine_arguments
+from verl_mg.engines.sglang.arguments import environment
+from verl_mg.layout import EngineLayout
+from verl_mg.models.hf_config import read_config
+from verl_mg.models.tiny_model import make_tiny_model
+from verl_mg.rollout.engine_events import EngineEvents
+from verl_mg.rollout.engine_loop import EngineLoop
+from verl_mg.rollout.work_queue import DynamicWorkQueue, Group
+from verl_mg.sharding.weight_table import weight_table
+
+GROUP = 8
+PROMPT = 32
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in {"requests": 256, "tokens": 64, "running": 64, "rounds": 5, "hidden": 256}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--direct", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def settings_of(chosen: argparse.Namespace) -> EngineSettings:
+    return EngineSettings(
+        layout=EngineLayout(), dtype=torch.float32, max_running=chosen.running, max_positions=PROMPT + chosen.tokens + 8
+    )
+
+
+def requests_of(chosen: argparse.Namespace) -> list[Request]:
+    draw = torch.Generator().manual_seed(0)
+    prompts = torch.randint(3, 60, (chosen.requests // GROUP, PROMPT), generator=draw).tolist()
+    return [Request(i, tuple(prompts[i // GROUP]), i) for i in range(chosen.requests)]
+
+
+def direct(chosen: argparse.Namespace) -> None:
+    """Runs a plain `sglang.Engine`: for each input line, prints a line with the seconds."""
+    import sglang
+
+    engine = sglang.Engine(**engine_arguments(Path(chosen.direct), settings_of(chosen)) | {"load_format": "auto"})
+    prompts = [list(request.prompt) for request in requests_of(chosen)]
+    sampling = {"max_new_tokens": chosen.tokens, "temperature": 1.0, "ignore_eos": True}
+    print(json.dumps("ready"), flush=True)
+    for _ in sys.stdin:
+        started = time.perf_counter()
+        result: Any = engine.generate(input_ids=prompts, sampling_params=sampling, return_logprob=True)
+        seconds = time.perf_counter() - started
+        assert sum(len(sample["output_ids"]) for sample in result) == chosen.requests * chosen.tokens
+        print(json.dumps(seconds), flush=True)
+    engine.shutdown()
+
+
+class NoRecovery:
+    """Recovery of engines in a process without other ranks, whose engine must not fail."""
+
+    def __init__(self, store: Store) -> None:
+        self.events = EngineEvents(store)
+
+    def restart_engine(self) -> None:
+        raise RuntimeError("the engine died")
+
+    def recover(self, engine: int) -> None:
+        raise RuntimeError("no other rank has an engine")
+
+
+def by_list(engine: SGLangEngine, requests: list[Request], sampling: Sampling, key: str) -> int:
+    return sum(len(sample.tokens) for sample in engine.generate(requests, sampling))
+
+
+def by_queue(engine: SGLangEngine, requests: list[Request], sampling: Sampling, key: str) -> int:
+    store, ids = HashStore(), [request.id for request in requests]
+    groups = [Group(tuple(ids[start : start + GROUP])) for start in range(0, len(ids), GROUP)]
+    queue = DynamicWorkQueue(store, key, groups, len(groups))
+    loop = EngineLoop(engine, 1, queue, store, key, NoRecovery(store))
+    loop.start([], requests.__getitem__, sampling)
+    return sum(len(sample.tokens) for sample in loop.run().completed.values())
+
+
+def load_weights(engine: SGLangEngine, model: Path) -> None:
+    shards = weight_table(read_config(model)).engine_shards(EngineLayout(), 0)
+    staging = Staging(shards, dict.fromkeys(shards, torch.float32), torch.device("cpu"))
+    with CheckpointReader(ModelDirectory.find(model)) as reader:
+        load_shards(reader, shards, staging.tensors)
+    engine.loaded(engine.load([staging.payload()], 0))
+
+
+def main() -> None:
+    chosen = options()
+    if chosen.direct:
+        direct(chosen)
+        return
+    folder = Path(tempfile.mkdtemp())
+    model = make_tiny_model(folder / "model", "qwen3", hidden=chosen.hidden, layers=4, ffn=2 * chosen.hidden)
+    command = [sys.executable, __file__, "--direct", str(model)]
+    for name in ("requests", "tokens", "running", "hidden"):
+        command += [f"--{name}", str(getattr(chosen, name))]
+    log = (folder / "direct.log").open("wb")
+    other = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        text=True,
+        env=environment(settings_of(chosen)),
+    )
+    assert other.stdin and other.stdout
+    while (line := other.stdout.readline()) and line.strip() != '"ready"':
+        pass
+    engine = SGLangEngine(model, settings_of(chosen), folder / "engine.log")
+    load_weights(engine, model)
+    requests, sampling = requests_of(chosen), Sampling(max_new_tokens=chosen.tokens)
+    seconds: dict[str, list[float]] = {"sglang.Engine.generate": [], "as one list": [], "from a work queue": []}
+    for number in range(chosen.rounds + 1):
+        other.stdin.write("go\n")
+        other.stdin.flush()
+        seconds["sglang.Engine.generate"].append(float(other.stdout.readline()))
+        for name, way in (("as one list", by_list), ("from a work queue", by_queue)):
+            started = time.perf_counter()
+            assert way(engine, requests, sampling, str(number)) == chosen.requests * chosen.tokens
+            seconds[name].append(time.perf_counter() - started)
+    other.stdin.close()
+    other.wait()
+    engine.close()
+    medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}
+    base = medians["sglang.Engine.generate"]
+    for name, median in medians.items():
+        rate = chosen.requests * chosen.tokens / median
+        print(f"{name:24} {median:7.3f} s {rate:8.0f} tokens/s {base / median:6.3f} of direct")
+
+
+if __name__ == "__main__":
+    main()
