@@ -1,6 +1,7 @@
 """Measures what the endpoint of agents costs: tokens per second by it, and of the same requests handed to the engine.
 
-    python -m tools.bench.bench_agents [--engine sglang] [--sessions 64] [--turns 3] [--tokens 64] [--hidden 384] [--rounds 5]
+    python -m tools.bench.bench_agents [--engine sglang] [--sessions 64] [--turns 3] [--tokens 64] [--hidden 384]
+        [--rounds 5]
 
 Agents, functions in this process, hold a conversation of some turns each by `/v1/chat/completions`; every reply has the
 same number of tokens. The other way hands the engine exactly the contexts that the endpoint has made, each turn's as

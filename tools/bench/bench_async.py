@@ -2,7 +2,7 @@
 
     python -m tools.bench.bench_async [--iterations 40] [--rounds 1] [--prompts 16] [--tokens 1024] [--staleness 4]
 
-GRPO on `tools/bench/heavy_tail_task.py` with SGLang, two ranks with one thread each, in three ways, in turn: synchronous with
+GRPO on `heavy_tail_task.py` with SGLang, two ranks with one thread each, in three ways, in turn: synchronous with
 an engine on each rank (all memory of both ranks for generation, then for training), synchronous with one rank for
 training and one for an engine, and asynchronous with the same ranks. Prints the median of the rounds for each, and how
 often asynchronous is the better of the other two. Iterations before the third are not counted.

@@ -5,7 +5,7 @@
 Both use the same tiny model, prompts, group size, temperature, limit of tokens, loss (GRPO, no KL) and optimizer, with
 one step per iteration, without a pass for old log-probs; each draws its samples itself. Lengths have a heavy tail: most
 responses end early, some at the limit. Both get `--threads` threads, as that many ranks with one thread each or as one
-process with all of them; the better variant of each counts. tools/bench/end_to_end_trl.py explains TRL's settings
+process with all of them; the better variant of each counts. end_to_end_trl.py explains TRL's settings
 (tools/install/peers.sh installs TRL).
 
 A run is a separate process tree, whose lines "step N" are timed by the reader. The first iteration is a warm-up; the

@@ -1,8 +1,9 @@
 """Compares GRPO on the FSDP backend with the Megatron backend and with TRL's GRPOTrainer, in turn, in one run.
 
-    python -m tools.bench.bench_fsdp [--rounds 3] [--iterations 2] [--prompts 16] [--tokens 256] [--hidden 256] [--ranks 2]
+    python -m tools.bench.bench_fsdp [--rounds 3] [--iterations 2] [--prompts 16] [--tokens 256] [--hidden 256]
+        [--ranks 2]
 
-Model, prompts, settings and what is counted are the same as in tools/bench/bench_end_to_end.py: an iteration is rollout,
+Model, prompts, settings and what is counted are the same as in bench_end_to_end.py: an iteration is rollout,
 update and weight sync. TRL shards nothing on the CPU, it averages gradients (DDP). Medians over the rounds.
 """
 

@@ -1,6 +1,7 @@
 """Measures training, inference, weight sync and rollout of a dense model on one GPU, and compares predicted memory.
 
-    python -m tools.bench.bench_gpu [--output runs/bench_gpu.md] [--measured h200.json] [--repeats 5] [--part NAME] [--tiny]
+    python -m tools.bench.bench_gpu [--output runs/bench_gpu.md] [--measured h200.json] [--repeats 5] [--part NAME]
+        [--tiny]
 
 The model has the shape of Qwen3-1.7B and random bf16 weights, so nothing is downloaded; `--model` names another
 config.json. Roles, engines and the weight sync are a job's, on one rank; engines are SGLang's if it is installed. Every

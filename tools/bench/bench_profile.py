@@ -1,6 +1,7 @@
 """Times of the phases of an iteration of PPO or GRPO, as a run reports them with profile.synchronize=true.
 
-    python -m tools.bench.bench_profile [--recipe ppo] [--engine hf] [--ranks 2] [--hidden 512] [--layers 4] [--iterations 4]
+    python -m tools.bench.bench_profile [--recipe ppo] [--engine hf] [--ranks 2] [--hidden 512] [--layers 4]
+        [--iterations 4]
         [--tokens 48] [--prompts 48] [KEY=VALUE ...]
 
 The task of recipes/tasks/repeat_digit.py with a wider model: actor, reference and PPO's critic with a layer stack each,

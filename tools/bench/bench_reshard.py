@@ -7,12 +7,12 @@ Eight processes over gloo have one model in bf16, every element of which is a fu
 Face tensor. The methods take turns to fill the same target from it, after one warm-up that is verified bitwise:
 
     ours      verl_mg.reshard
-    gather    every rank materialises every tensor, as verl and slime do (tools/bench/gather_everything.py)
+    gather    every rank materialises every tensor, as verl and slime do (gather_everything.py)
     megatron  megatron.core.resharding with its gloo service, where both sides are Megatron models
-    others    quantized weights and only changes (tools/bench/encoded_transfers.py), of the dense model to engines; these are
+    others    quantized weights and only changes (encoded_transfers.py), of the dense model to engines; these are
               timed one after another, without turns
 
-The case `servers` (tools/bench/server_transfers.py) sends a model of a tenth of the size to real SGLang servers outside the
+The case `servers` (server_transfers.py) sends a model of a tenth of the size to real SGLang servers outside the
 job, shard by shard and by broadcast.
 
 Plans are made before the clock starts, for all methods. Bytes received are counted at messages, and for a broadcast

@@ -1,6 +1,7 @@
 """Compares the seconds of an update in which shared prefixes are computed once, and in which rows are computed whole.
 
-    python -m tools.bench.bench_shared_prefixes [--segments 2 4 8] [--prefix 512] [--suffix 64] [--rounds 5] [--threads 1]
+    python -m tools.bench.bench_shared_prefixes [--segments 2 4 8] [--prefix 512] [--suffix 64] [--rounds 5]
+        [--threads 1]
 
 A trajectory has segments that all begin with the same tokens, after which each has different ones. Both sides
 train the same random model on the same rows in float32 on one rank, on the CPU or its GPU; they take turns, and the

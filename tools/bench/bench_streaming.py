@@ -2,7 +2,7 @@
 
     python -m tools.bench.bench_streaming [--iterations 20] [--rounds 3] [--prompts 16] [--tokens 1024]
 
-DAPO on `tools/bench/heavy_tail_task.py` with SGLang, two ranks with one thread each and an engine on each. A response of any
+DAPO on `heavy_tail_task.py` with SGLang, two ranks with one thread each and an engine on each. A response of any
 class is right with probability 1 / 8, so that 6 of 10 groups of 4 have rewards that do not differ. The two ways run in
 turn; prints their medians and the ratio. Iterations before the third are not counted.
 """

@@ -1,4 +1,4 @@
-"""TRL's side of tools/bench/bench_end_to_end.py, and the task that both sides run.
+"""TRL's side of bench_end_to_end.py, and the task that both sides run.
 
     python -m tools.bench.end_to_end_trl FOLDER WORKLOAD-AS-JSON
 

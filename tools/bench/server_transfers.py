@@ -1,4 +1,4 @@
-"""Case `servers` of tools/bench/bench_reshard.py: real SGLang servers outside the job, shards against broadcast, in turn.
+"""Case `servers` of bench_reshard.py: real SGLang servers outside the job, shards against broadcast, in turn.
 
 Ranks of a job over gloo have a model in float32; two servers of tp2 on this machine receive its weights. Every transfer
 is a whole `update_weights`: requests over HTTP, the transfer itself, and SGLang's own work after it.

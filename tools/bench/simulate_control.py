@@ -1,6 +1,7 @@
 """Counts what a job of DeepSeek-V3 needs around its computation, for 64 to 4,096 ranks, without starting a process.
 
-    python -m tools.bench.simulate_control [--ranks 64,256,1024,4096] [--layout tp8-pp16-ep8-etp1] [--engines tp32-ep32-adp32]
+    python -m tools.bench.simulate_control [--ranks 64,256,1024,4096] [--layout tp8-pp16-ep8-etp1]
+        [--engines tp32-ep32-adp32]
 
 The job is PPO with actor, critic and reference under one layout, replay of the engines' routing, and engines on the
 same ranks; few ranks have fewer pipeline stages. Every figure comes from the functions that a job itself uses:
