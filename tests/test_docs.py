@@ -27,8 +27,9 @@ from verl_mg.job.job import Job
 from verl_mg.job.recipe import load_recipe
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "CONTRIBUTING.md", ROOT / "README.md"], key=str)
-TEXTS = {page.name if page.parent == ROOT else f"docs/{page.name}": page.read_text(encoding="utf-8") for page in PAGES}
+TOP = [ROOT / name for name in ("AGENTS.md", "CONTRIBUTING.md", "README.md")]
+PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *TOP], key=str)
+TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
 BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MEGATRON = ROOT / ".venv" / "peers" / "verl" / "trainer" / "config" / "_generated_ppo_megatron_trainer.yaml"
 ENOUGH = 15

@@ -26,7 +26,7 @@ from tests.language.structure import ClassInfo, check_args, check_docstrings, ch
 from tests.language.words import Violation, banned, check_words
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-CHECKED = ("verl_mg", "recipes", "tools", "launch", "docs", "tests", "README.md", "CONTRIBUTING.md")
+CHECKED = ("verl_mg", "recipes", "tools", "launch", "docs", "tests", "README.md", "CONTRIBUTING.md", "AGENTS.md")
 TEXT_SUFFIXES = {".md", ".yaml", ".sh", ".sbatch", ".toml", ".ini", ".js", ".html", ".css"}
 RULES = ("word", "docstring", "args", "field", "heading", "test-name", "test-import")
 
