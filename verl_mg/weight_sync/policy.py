@@ -19,6 +19,9 @@ class Policy(Protocol):
     def num_updates(self) -> int:
         """Version of the weights: updates since the start of the job."""
 
+    def __hash__(self) -> int:
+        """Plans are kept by policy."""
+
     def save(self, folder: Path, model_dir: Path) -> None:
         """Writes a Hugging Face model directory; all ranks call it together.
 
