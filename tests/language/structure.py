@@ -123,6 +123,8 @@ def _is_text(node: ast.AST) -> bool:
 
 
 def is_interface_file(file: Path) -> bool:
+    if Path("recipes/environments") in file.parents:
+        return False
     return any(Path(place) == file or Path(place) in file.parents for place in INTERFACES)
 
 

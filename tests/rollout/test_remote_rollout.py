@@ -377,7 +377,7 @@ def test_server_of_another_model_raises(server, ranks, others, model, words):
         (
             ["rollout.urls=[URL]", "rollout.weight_transfer=shards"],
             r"^URL: its ranks cannot receive their shards: it was started without --custom-weight-loader "
-            r"verl_mg\.rollout\.sglang\.shard_receiver\.receive_shards",
+            r"verl_mg\.engines\.sglang\.shard_receiver\.receive_shards",
         ),
         (["rollout.urls=[URL, URL]"], r"^rollout\.urls: the server URL is named twice"),
         (

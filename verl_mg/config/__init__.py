@@ -9,7 +9,6 @@ for every recipe. Reading never changes a value: derived values are methods of t
 An unknown key is reported before a missing or invalid value, since these often follow from a misspelled key.
 """
 
-
 from verl_mg.config.alarm import AlarmConfig
 from verl_mg.config.data import (
     CurriculumConfig,

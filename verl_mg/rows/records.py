@@ -1,4 +1,4 @@
-"""Rows that a recipe was given, and the record of what it has made of them."""
+"""Rows that a recipe was given, and the record of their columns at that time."""
 
 from __future__ import annotations
 
