@@ -13,7 +13,7 @@ SETTINGS = {
 }
 SELECTION = (
     *("algorithms", "fsdp/test_training.py", "megatron/test_losses.py", "megatron/test_model_runner.py"),
-    *("megatron/test_muon.py", "recipes/test_golden.py", "recipes/test_invariance.py", "rollout/hf", "training"),
+    *("megatron/test_muon.py", "recipes/test_golden.py", "recipes/test_invariance.py", "engines/hf", "training"),
 )
 
 
