@@ -124,20 +124,6 @@ def test_load_config_unknown_key_is_reported_before_other_problems(others):
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
-    [],
-)
-def test_load_config_former_name_names_the_new_one(override, message):
-    with pytest.raises(UserError, match=message):
-        load_config(None, [override], Algorithm)
-
-
-def test_load_config_former_key_of_another_recipe_is_unknown():
-    with pytest.raises(UserError, match=r"algorithm\.normalize_std: unknown key"):
-        load_config(None, ["algorithm.normalize_std=true"], Algorithm)
-
-
-@pytest.mark.parametrize(
     ("text", "message"),
     [("a: [1", "c.yaml:2?1?.*not valid YAML"), ("- 1", "not a mapping. Write sections"), ("", "model: missing")],
 )

@@ -18,7 +18,7 @@ from tests.language.nodes import nodes_of, statements
 PACKAGE = Path(__file__).parents[1] / "verl_mg"
 
 PACKAGES = (
-    "errors device images batch jsonl phase_timer hub http_client import_function config layout renamed",
+    "errors device images batch jsonl phase_timer hub http_client import_function config layout",
     "models algorithms sandbox",
     "sharding distributed data rewards",
     "reshard checkpoint",
@@ -36,7 +36,6 @@ LAYERS = {package: layer for layer, packages in enumerate(PACKAGES) for package 
 SAME_LAYER = {
     ("batch", "images"),
     ("config", "layout"),
-    ("config", "renamed"),
     ("run", "monitor"),
     ("__main__", "cli"),
     *(("cli", module) for module in ("launch", "quickstart", "view", "doctor", "support", "evaluation")),
@@ -68,8 +67,8 @@ def _of_file(package: Path, file: Path) -> Iterator[str]:
 
 
 def _may_import(here: str, there: str) -> bool:
-    if here == "__init__":  # imported with each of its parts, so it imports none but the errors for renamed ones
-        return there == "renamed"
+    if here == "__init__":  # imported with each of its parts, so it imports none
+        return False
     return there == "errors" or LAYERS[there] < LAYERS[here] or (here, there) in SAME_LAYER
 
 

@@ -75,7 +75,7 @@ def test_update_on_any_mesh_equals_plain_torch(ranks, expected, name, layout, re
     [("mixture", "dp2", 1), *(pytest.param("dense", *mesh, marks=pytest.mark.nightly) for mesh in MESHES)],
 )
 def test_update_with_weights_in_host_memory_equals_plain_torch(ranks, expected, name, layout, replicas):
-    """torch's policy of offload runs on CPU ranks too: tests/fsdp/test_offload.py has the devices of its tensors."""
+    """torch's policy of offload runs on CPU ranks too: test_offload.py has the devices of its tensors."""
     model, rows, plain = expected(name)
     options = FsdpConfig(cpu_offload=True)
     results = ranks.run(2 if layout == "dp2" else 4, train, model, layout, replicas, rows, False, options)

@@ -20,7 +20,7 @@ TINY = {"hidden": 64, "layers": 2}
 @pytest.mark.nightly
 def test_bench_checkpoint_of_all_methods_restores_state() -> None:
     options = (f"--{name}={value}" for name, value in (TINY | {"rounds": 1}).items())
-    printed = tool("bench_checkpoint", *options)
+    printed = tool("bench.bench_checkpoint", *options)
     lines = [line.strip("| ").split(" | ") for line in printed.splitlines() if re.match(r"\| \w", line)]
     rows = {what: [float(cell.split()[0]) for cell in cells] for what, *cells in lines}
     places = ("tp2 x dp2", "tp4 x dp1", "tp1 x dp4")

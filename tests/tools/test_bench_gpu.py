@@ -18,7 +18,7 @@ from verl_mg.sharding.weight_table import weight_table
 @pytest.mark.nightly
 def test_bench_gpu_tiny_reports_every_part(tmp_path: Path) -> None:
     report, measured = tmp_path / "benchmarks" / "cpu.md", tmp_path / "cpu.json"
-    tool("bench_gpu", "--tiny", "--repeats", "1", "--output", str(report), "--measured", str(measured))
+    tool("bench.bench_gpu", "--tiny", "--repeats", "1", "--output", str(report), "--measured", str(measured))
     text = report.read_text()
     assert text.startswith("# One device: qwen3_1_7b, tiny")
     for row in (

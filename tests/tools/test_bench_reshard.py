@@ -9,7 +9,7 @@ from tests.tools.tool import tool
 
 @pytest.mark.nightly
 def test_bench_reshard_of_all_cases_receives_the_lower_bound() -> None:
-    printed = tool("bench_reshard", "--parameters", "5", "--repeats", "1")
+    printed = tool("bench.bench_reshard", "--parameters", "5", "--repeats", "1")
     rows = re.findall(r"^(\S+) +(ours|gather|megatron\S*) +([\d.]+) +[\d.]+ +([\d.]+) ", printed, re.M)
     assert {case for case, *_ in rows} == {"dense-tp4", "dense-tp2", "moe", "dense-megatron", "moe-megatron"}
     assert len(rows) == 10

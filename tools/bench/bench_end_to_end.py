@@ -45,7 +45,7 @@ from tools.bench.end_to_end_trl import MODEL, PROMPTS, Workload
 from verl_mg.data import read_records
 from verl_mg.models.tiny_model import ROLES, make_tiny_model
 
-TOOLS = Path(__file__).parents[1]
+HERE = Path(__file__).parent
 LETTERS = string.ascii_letters + string.digits
 # Mean and standard deviation of the end token's logit; logits of characters are near 0. A few responses never end.
 END = (0.5, 1.5)
@@ -177,13 +177,13 @@ def run_verl_mg(folder: Path, place: Path, work: Workload, ranks: int, threads: 
         "data": {"train": str(folder / PROMPTS)},
         "actor": {"backend": backend, "optimizer": {"lr": work.lr, "clip_grad": 1.0}},
         "rollout": {"max_new_tokens": work.tokens, "temperature": work.temperature},
-        "reward": {"function": f"{TOOLS / 'end_to_end_trl.py'}:score"},
+        "reward": {"function": f"{HERE / 'end_to_end_trl.py'}:score"},
         "algorithm": {"prompts_per_iteration": work.prompts, "group_size": work.group, "old_logprobs": "skip"},
         "job": {"output": str(place), "iterations": work.iterations, "seed": work.seed, "save": False},
     }
     place.with_suffix(".yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     launch = ["-m", "verl_mg.launch", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    train = ["-m", "verl_mg", "train", str(TOOLS.parent / "recipes" / "grpo.py")]
+    train = ["-m", "verl_mg", "train", str(HERE.parents[1] / "recipes" / "grpo.py")]
     watched = _watch([*launch, *train, "--config", f"{place}.yaml"], place, threads)
     counted = _json_lines(place / "metrics.jsonl")[1:]
     files = sorted((place / "samples").glob("*/rank-*.parquet"))
@@ -205,7 +205,7 @@ def run_trl(folder: Path, place: Path, work: Workload, ranks: int, threads: int)
         threads: threads of each.
     """
     launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    watched = _watch([*launch, str(TOOLS / "end_to_end_trl.py"), str(folder), work.json()], place, threads)
+    watched = _watch([*launch, str(HERE / "end_to_end_trl.py"), str(folder), work.json()], place, threads)
     result = json.loads(watched.last_line)
     return Run(watched, sum(result["generation"][1:]), [n for step in result["lengths"][1:] for n in step])
 

@@ -2,7 +2,7 @@
 
     python -m tools.bench.bench_rows [--layout tp2-pp4] [--rows 64] [--tokens 4096] [--rounds 5]
 
-The rows travel in turn by the plan of `roles.rows.plan` and as whole rows from their owners to every rank of a
+The rows travel in turn by the plan of `rows.plan` and as whole rows from their owners to every rank of a
 data-parallel index in one all-to-all. `simulate_control.py` counts the bytes of large jobs.
 """
 

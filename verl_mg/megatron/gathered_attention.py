@@ -27,7 +27,10 @@ def gather_tokens(part: Tensor, order: Tensor, group: dist.ProcessGroup) -> Tens
 
 
 def order_of_gathered(lengths: Tensor, cp: int, device: torch.device) -> Tensor:
-    """Returns the index of each token in the tokens of all ranks, rank after rank: (T,) int64."""
+    """Returns the index of each token in the tokens of all ranks, rank after rank: (T,) int64.
+
+    `lengths` (n,) int64 on the CPU are multiples of 2 * cp.
+    """
     return copy_to(device, torch.cat([zigzag_tokens(lengths, cp, index) for index in range(cp)]).argsort())
 
 
@@ -41,7 +44,10 @@ def attend_to_gathered(
     cp: int,
     rank: int,
 ) -> Tensor:
-    """Computes causal attention of this rank's tokens (T / cp, heads, d) to all keys (T, kv_heads, d)."""
+    """Computes causal attention of this rank's tokens (T / cp, heads, d) to all keys (T, kv_heads, d).
+
+    Queries and keys have their rotary embedding; `lengths` are multiples of 2 * cp.
+    """
     # Sequences of equal length share a mask, and are one call.
     starts, outputs, computed = lengths.cumsum(0) - lengths, [], []
     for length in lengths.unique().tolist():

@@ -109,7 +109,10 @@ class PackedMLA(PackedAttention):
     def with_positions(
         self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Builds queries, keys (T, heads, nope + rope) and values from the projections of `MultiLatentAttention`."""
+        """Builds queries, keys (T, heads, nope + rope) and values from the projections of `MultiLatentAttention`.
+
+        `key` is the rotary part (T, 1, rope), `value` the rest of the keys and the values (T, heads, nope + v).
+        """
         assert packed.cos is not None and packed.sin is not None
         key_nope, value = value.split([self.config.qk_head_dim, self.config.v_head_dim], dim=-1)
         # Queries and keys are permuted alike, which leaves their products as they are.

@@ -116,7 +116,10 @@ class ExpertAdapter(Module):
             self.register_buffer(_rows(name), _index(shard, weight), persistent=False)
 
     def forward(self, tokens: Tensor, ends: Tensor, output: Tensor) -> Tensor:
-        """Adds the adapters' products with tokens (n, in), sorted by expert, to the output (n, out) of the layer."""
+        """Adds the adapters' products with tokens (n, in), sorted by expert, to the output (n, out) of the layer.
+
+        `ends` (experts,) int32: where the tokens of each expert end.
+        """
         a, b = torch.cat(list(self.a.values()), dim=1), self._block_b()
         if self._group.size() > 1:
             a = a if self._splits_a else copy_to_tensor_model_parallel_region(a, group=self._group)

@@ -129,7 +129,11 @@ def describe_sequences(
     key_lengths: Tensor | None = None,
     keys: Tensor | None = None,
 ) -> PackedSequences:
-    """Describes packed sequences, on the device of `inverse_frequencies`; all other arguments are on the CPU."""
+    """Describes packed sequences, on the device of `inverse_frequencies`; all other arguments are on the CPU.
+
+    `key_lengths` (n,) and `keys` (K,) int64: keys of each sequence, and their places among the tokens; None where each
+    sequence has the keys of its tokens.
+    """
     device = inverse_frequencies.device
     key_lengths = lengths if key_lengths is None else key_lengths
     ends, key_ends = lengths.cumsum(0), key_lengths.cumsum(0)

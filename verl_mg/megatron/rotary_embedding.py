@@ -17,7 +17,10 @@ from verl_mg.megatron.core_version import fused
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the first d elements of each head, whose pairs are d / 2 apart, and copies the others."""
+    """Rotates the first d elements of each head of x (T, heads, d + n), whose pairs are d / 2 apart; copies the others.
+
+    `cos`, `sin`: (T, 1, d) float32, both halves equal.
+    """
     rotated: Tensor = _Rotation.apply(x, cos, sin)
     return rotated
 

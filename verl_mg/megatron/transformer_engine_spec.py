@@ -111,8 +111,7 @@ class FusedAttention(PackedAttention):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         # A kernel is fixed to numbers of heads and ranks, which depend on how many ranks share a micro-batch.
-        self._kernels: dict[tuple[int, ...], Any] = {}
-        self._has_kernel = True
+        self._kernels: dict[tuple[int, ...], Any] = {}  # None where Transformer Engine has none for the shape
 
     def rotated(self, x: Tensor, packed: PackedSequences) -> Tensor:
         """Applies the rotary embedding to queries or keys in one kernel, in float32: (T, heads, d) -> (T, heads, d)."""
@@ -146,12 +145,14 @@ class FusedAttention(PackedAttention):
 
     def _with_fused_kernel(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor | None:
         """Computes attention; None where Transformer Engine has no kernel for it."""
-        if not (self._has_kernel and has_ragged_kernel(query.device, query.dtype)):
+        if not has_ragged_kernel(query.device, query.dtype):
             return None
         group = packed.cp_group if packed.zigzag else None
         shape = (query.shape[1], key.shape[1], query.shape[2], value.shape[2], group.size() if group else 1)
         if shape not in self._kernels:
             self._kernels[shape] = self._kernel(*shape[:4], group)
+        if self._kernels[shape] is None:
+            return None
         # Padding of sequences counts as tokens: by the same tensors the kernel sees that there is none between them.
         lengths = {"cu_seqlens_q": packed.cu_seqlens_q, "cu_seqlens_kv": packed.cu_seqlens_kv}
         padded = {"cu_seqlens_q_padded": packed.cu_seqlens_q, "cu_seqlens_kv_padded": packed.cu_seqlens_kv}
@@ -168,7 +169,7 @@ class FusedAttention(PackedAttention):
         except ValueError as error:
             if not str(error).startswith(NO_KERNEL):
                 raise
-            self._has_kernel = False
+            self._kernels[shape] = None
             _warn_of_no_kernel()
             return None
         return context.unflatten(-1, (query.shape[1], -1))

@@ -42,7 +42,7 @@ TEXTS = ("prompt", "response", "answer", "source", "finish")
 """Text columns of every file."""
 CONVERSATION = "conversation"
 """Text column with the conversation of an agent as JSON, in the first row of each trajectory; null in others and
-without agents. `roles.rows.conversations.conversation_of` makes it."""
+without agents. `rows.conversations.conversation_of` makes it."""
 PARTS = pa.map_(pa.string(), pa.float32())
 """Type of the column `parts`: the parts of the reward by name."""
 TURNS = pa.list_(pa.struct([("by", pa.string()), ("start", pa.int32()), ("end", pa.int32())]))

@@ -1,1 +1,1 @@
-"""The parts of a job as a recipe sees them: actor, critic, reference, reward, teachers, rollout."""
+"""The parts of a job as a recipe sees them: actor, critic, reference, reward, teachers."""

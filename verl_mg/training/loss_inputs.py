@@ -91,7 +91,10 @@ class LossInputs:
 
 
 def loss_tokens(micro: MicroBatch[Any], output: Tensor, teacher: TeacherDivergence | None = None) -> LossInputs:
-    """Returns the input of a loss function, from the output (lines, n) of the model for the scored tokens."""
+    """Returns the input of a loss function, from the output (lines, n) of the model for the scored tokens.
+
+    Lines: log-probs and entropies, and more with a teacher; one line of values with a value head.
+    """
     columns = {}
     for name in micro.rows.names():
         if name in (ROUTED_EXPERTS, SHARED_WITH, SHARED_TOKENS, TEACHER_HIDDEN):  # not of a loss

@@ -4,7 +4,6 @@ arguments         a layout and a device as SGLang's server arguments and environ
 engine            an engine that this job starts
 host              the main object of such an engine's process
 requests          requests and responses in SGLang's own fields
-servers/          servers that the user has started, over HTTP: one, a pair, a pool that they join and leave
 shard_receiver    receives the shards of a server's rank, inside SGLang; folder_receiver: reads changes of them
 scheduler         SGLang's schedulers, adapted to the CPU; default_device: torch's default there
 weight_loader     copies the shards into an engine's parameters, inside SGLang; marlin_weights: INT4 ones
