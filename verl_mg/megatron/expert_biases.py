@@ -20,8 +20,8 @@ from verl_mg.models.hf_config import ClampedSwiGLU
 def add_bias(product: Tensor, bias: Tensor, ends: Tensor, scale: Tensor | None = None, added: bool = True) -> Tensor:
     """Adds to each token (n, w), sorted by expert and changed in place, the bias of its expert times `scale` (n,).
 
-    `ends` (experts,) int32: where the tokens of each expert end. `added=False`: another rank adds the bias to its part of
-    the sum; it has its whole gradient here too.
+    `ends` (experts,) int32: where the tokens of each expert end. `added=False`: another rank adds the bias to its part
+    of the sum; it has its whole gradient here too.
     """
     total: Tensor = _AddBias.apply(product, bias, ends, scale, added)
     return total
