@@ -195,6 +195,30 @@ def test_attention_without_a_kernel_of_transformer_engine_is_that_of_torch(trans
             torch.testing.assert_close(values, wanted, rtol=1e-5, atol=2e-5)
 
 
+def calls_of_two_shapes():
+    """Calls of Transformer Engine in three passes of one module: a shape without a kernel twice, one with a kernel."""
+    from transformer_engine.pytorch import DotProductAttention
+
+    from verl_mg.megatron.packed_sequences import describe_sequences
+    from verl_mg.megatron.transformer_engine_spec import FusedAttention
+
+    packed = describe_sequences(torch.tensor([5, 1, 7]), torch.tensor([1.0, 0.3]), 1.0)
+    packed.cp_group = dist.group.WORLD
+    module, called = FusedAttention(SimpleNamespace(softmax_scale=None)), []
+    forward = DotProductAttention.forward
+    with mock.patch.object(DotProductAttention, "forward", lambda *a, **o: (called.append(1), forward(*a, **o))[1]):
+        for allowed, heads in (("0", 4), ("1", 4), ("1", 2)):
+            with mock.patch.dict(os.environ, {"NVTE_UNFUSED_ATTN": allowed}):
+                query, key = torch.ones(13, heads, 4), torch.ones(13, 2, 4)
+                module(query, key, key, None, packed_seq_params=packed)
+    return len(called)
+
+
+def test_shape_without_a_kernel_of_transformer_engine_leaves_others_theirs(transformer_engine):
+    """The first shape is tried once; the second one has its kernel."""
+    assert transformer_engine.run(1, calls_of_two_shapes) == [2]
+
+
 def written_by_products(model, batch):
     """Weights of linear layers, and those of them whose float32 gradient is the output of a matrix product."""
     import transformer_engine_torch

@@ -78,5 +78,5 @@ def _driver() -> str | None:
     if not shutil.which("nvidia-smi"):
         return None
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    printed = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
+    printed = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False).stdout.split()
     return printed[0] if printed else None

