@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from verl_mg.checkpoint.model_directory import SINGLE
+from verl_mg.models.hf_config import SINGLE
 
 STACKS = ("gate_up_proj", "down_proj")
 

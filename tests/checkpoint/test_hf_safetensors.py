@@ -7,8 +7,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from verl_mg.checkpoint.hf_safetensors import CheckpointReader, CheckpointWriter, load_shards
-from verl_mg.checkpoint.model_directory import INDEX, SINGLE, ModelDirectory
+from verl_mg.checkpoint.model_directory import ModelDirectory
 from verl_mg.errors import UserError
+from verl_mg.models.hf_config import INDEX, SINGLE
 from verl_mg.sharding.boxes import Piece, Shard, full_box, slices
 
 SHAPES = {"a": (6, 4), "b": (5,), "c": (2, 3, 4), "d": (7, 2)}

@@ -1,11 +1,11 @@
 """Stack of the main thread, as the watchdog reports it."""
 
-from verl_mg.distributed.main_thread import innermost_user_frame, main_stack, main_waits
+from verl_mg.distributed.stall_dump import innermost_user_frame, main_stack, main_waits
 
 
 def test_main_stack_lists_innermost_frame_first():
     innermost, caller, *_ = main_stack()
-    assert innermost.startswith("verl_mg/distributed/main_thread.py:") and innermost.endswith(" _main_frame")
+    assert innermost.startswith("verl_mg/distributed/stall_dump.py:") and innermost.endswith(" _main_frame")
     assert caller.endswith(" main_stack")
     assert not main_waits()
 

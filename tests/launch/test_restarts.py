@@ -1,6 +1,6 @@
 """The decision about a restart."""
 
-from verl_mg.launch.restarts import MAX_SAME_FAILURES, RestartPolicy
+from verl_mg.launch.agent import MAX_SAME_FAILURES, RestartPolicy
 
 KILLED, LOST, INVALID = -9, 3, 2
 

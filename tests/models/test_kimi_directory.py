@@ -12,8 +12,7 @@ from verl_mg.engines.engine import Request, Sampling
 from verl_mg.engines.hf.engine import HFEngine
 from verl_mg.errors import UserError
 from verl_mg.models.tiny_model import make_tiny_model
-from verl_mg.models.tokenizer import read_tokenizer
-from verl_mg.models.transformers_module import read_module_config
+from verl_mg.models.transformers_module import read_module_config, read_tokenizer
 
 WORDS = (b"ab", b"abc", b" a", b" the")
 SPECIAL = {"[BOS]": 260, "[EOS]": 261, "<|im_end|>": 262, "[PAD]": 270}

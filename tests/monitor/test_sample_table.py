@@ -12,7 +12,7 @@ from tests.helpers.tiny_jobs import write_sums
 from tests.helpers.tiny_models import tiny_model
 from verl_mg.batch import Batch
 from verl_mg.data import PromptFeed, PromptSet
-from verl_mg.monitor.sample_table import sample_table
+from verl_mg.monitor.run_logger import sample_table
 
 
 def test_sample_table_shows_samples_equally_far_apart(tmp_path: Path) -> None:

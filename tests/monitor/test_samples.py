@@ -120,7 +120,7 @@ def test_sample_writer_on_a_failing_disk_warns_once(ranks, inputs, tmp_path):
     (tmp_path / "samples").write_text("")
     for reported in ranks.run(2, warned, inputs, tmp_path):
         assert len(reported) == 1 and "rank-" in reported[0] and "the run continues" in reported[0]
-    assert list(lines_of(tmp_path)) == [1, 2, 3] and not list(tmp_path.rglob("*.partial"))
+    assert list(lines_of(tmp_path)) == [1, 2, 3] and not list(tmp_path.rglob(".*"))
 
 
 def with_tools(inputs: Path, folder: Path) -> None:

@@ -35,7 +35,7 @@ def tracked(folder: Path, service: str, **environment: str) -> str:
         from pathlib import Path
         from verl_mg.phase_timer import PhaseTimer
         from verl_mg.config import Config
-        from verl_mg.monitor.sample_table import SampleTable
+        from verl_mg.monitor.trackers.tracker import SampleTable
         from verl_mg.monitor.trackers import build_trackers
 
         table = SampleTable(("prompt", "response", "reward"), [["1+2=", 'so "3"\\n', 1.0], ["4+4=", "9", None]])

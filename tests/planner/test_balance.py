@@ -6,9 +6,8 @@ import pytest
 
 from tests.planner.tiny_inputs import published
 from verl_mg.layout import Layout
-from verl_mg.planner.balance import balanced
 from verl_mg.planner.cost import train_seconds, update_parts, update_seconds_by_stage
-from verl_mg.planner.search import search
+from verl_mg.planner.search import balanced, search
 
 
 @pytest.mark.parametrize(

@@ -63,10 +63,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the parallel dimensions of a Megatron model.
-
-    An instance is always valid: its dense and its expert grid cover the same ranks.
-    """
+    """Sizes of the parallel dimensions of a Megatron model, whose dense and expert grids cover the same ranks."""
 
     tp: int = 1
     pp: int = 1

@@ -76,10 +76,7 @@ class SharingRows:
         return added
 
     def shared_with(self, row: int) -> tuple[int, int]:
-        """Returns the row that computes the last token that a further row would share, and how many it would share.
-
-        Without shared tokens, the row itself and 0.
-        """
+        """Returns the row that computes the last token that a further row would share, or itself, and how many."""
         # Up the tree from the row: it shares with a row that was added below an ancestor what both have of the
         # ancestor.
         other, count, limit = row, 0, self.links.lengths[row]

@@ -64,10 +64,7 @@ class _Watch:
 
 
 class Alarms:
-    """Checks the metrics of each iteration, logs alarms and sends them to their URLs.
-
-    `metrics` is the file with earlier iterations, which are counted up to `first_step`; `run` is the name in messages.
-    """
+    """Checks the metrics of each iteration, logs alarms and sends them to their URLs."""
 
     def __init__(self, alarms: Mapping[str, AlarmConfig], run: str, metrics: Path, first_step: int) -> None:
         self._run, self._posts = run, list[threading.Thread]()

@@ -13,7 +13,6 @@ know metrics whose names come with the run.
 from __future__ import annotations
 
 import json
-import os
 import re
 import socket
 import threading
@@ -27,6 +26,7 @@ from types import TracebackType
 from verl_mg.config import Config
 from verl_mg.distributed.world import World
 from verl_mg.errors import UserError
+from verl_mg.jsonl import replacing
 from verl_mg.monitor.status import StatusFile
 from verl_mg.monitor.trackers import run_name
 
@@ -148,11 +148,9 @@ class PrometheusEndpoint:
     def _write_target(self, port: int) -> None:
         host = socket.gethostname() if self._host in ANY_ADDRESS else self._host
         target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        # Renamed, since Prometheus may read the file at any time; without it, the run is only not found.
-        partial = self._file.with_name(TARGETS + ".new")
-        with suppress(OSError):
-            partial.write_text(json.dumps([{"targets": [target]}]) + "\n", encoding="utf-8")
-            os.replace(partial, self._file)
+        # Prometheus may read the file at any time; without it, the run is only not found.
+        with suppress(OSError), replacing(self._file) as file:
+            file.write_text(json.dumps([{"targets": [target]}]) + "\n", encoding="utf-8")
 
 
 class _Server(ThreadingHTTPServer):

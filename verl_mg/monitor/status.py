@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from verl_mg.errors import UserError
-from verl_mg.jsonl import read_lines
+from verl_mg.jsonl import read_lines, replacing
 from verl_mg.monitor.progress import METRICS, EtaEstimator, format_seconds
 
 if TYPE_CHECKING:  # it imports torch, and `verl-mg status` must respond immediately
@@ -172,11 +172,8 @@ class StatusFile:
     def _write(self) -> None:
         if not self._writes:
             return
-        # Both threads write; a reader sees the old file or the new one, never a part.
-        partial = self._path.with_name(STATUS + ".new")
-        with self._lock, suppress(OSError):
-            partial.write_text(json.dumps(asdict(self.current()), indent=2) + "\n", encoding="utf-8")
-            os.replace(partial, self._path)
+        with self._lock, suppress(OSError), replacing(self._path) as file:  # both threads write
+            file.write_text(json.dumps(asdict(self.current()), indent=2) + "\n", encoding="utf-8")
 
 
 def read_status(folder: Path) -> Status:

@@ -12,9 +12,8 @@ from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout
 from verl_mg.layout.suggest import format_suggestions
 from verl_mg.models.hf_config import read_config
-from verl_mg.planner.efficiency import FITTED
+from verl_mg.planner.efficiency import FITTED, gpu
 from verl_mg.planner.from_config import PlanRequest, RoleRequest
-from verl_mg.planner.gpus import gpu
 from verl_mg.planner.inputs import PlanInputs, read_hardware_profile
 from verl_mg.planner.memory import check_engine
 from verl_mg.planner.memory_phases import problem
@@ -63,10 +62,7 @@ ROLE_OPTIONS = {"reference": False, "critic": True}
 
 
 def run(options: argparse.Namespace, job: PlanRequest | None = None) -> None:
-    """Prints the report of a plan; options that were given have precedence over the job's configuration.
-
-    Raises UserError where nothing can be computed, and after the report where the layouts do not fit into memory.
-    """
+    """Prints the report of a plan; given options have precedence over the job's configuration."""
     job = job or PlanRequest()
     given = {name: getattr(options, name) for name in OPTIONS if getattr(options, name) is not None}
     if options.recompute:

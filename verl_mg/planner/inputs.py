@@ -16,8 +16,7 @@ from pathlib import Path
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout, format_ranks
 from verl_mg.models.flops import RowFlops, active_elements, orthogonalization_flops, row_flops
-from verl_mg.planner.efficiency import FITTED, Efficiency
-from verl_mg.planner.gpus import DEFAULT_GPU, GPUS
+from verl_mg.planner.efficiency import DEFAULT_GPU, FITTED, GPUS, Efficiency
 from verl_mg.planner.length_spread import LengthSpread
 from verl_mg.planner.training_options import DEFAULT_OPTIONS, Recompute, TrainingOptions
 from verl_mg.reshard.encoding import Wire
@@ -227,17 +226,7 @@ FIGURES = ("flops", "memory", "memory_bandwidth", "intra_node", "inter_node", "h
 
 
 def read_hardware_profile(path: str | Path) -> dict[str, float]:
-    """Reads measured figures of devices and links from a JSON file; raises UserError where it is not such an object.
-
-    The file is an object with any of these figures, each a positive number; `verl-mg plan` has an option of the same
-    name for each:
-
-        {"flops": 410, "memory": 80, "memory_bandwidth": 2500, "intra_node": 380, "inter_node": 45, "host": 25}
-
-    `flops` is in TFLOP/s of bf16 matrix products, `memory` in GiB of a device, `memory_bandwidth` in GB/s of its
-    memory, `intra_node` and `inter_node` in GB/s of a rank to its node and to other nodes, `host` in GB/s to the
-    host.
-    """
+    """Reads measured figures from a JSON file such as {"flops": 410, "host": 25}, in the units of `PlanInputs`."""
     try:
         figures = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

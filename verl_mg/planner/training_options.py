@@ -85,10 +85,7 @@ def training_options(
     kind: str = "adamw",
     dtype: str = "bfloat16",
 ) -> TrainingOptions:
-    """Reads the options of a role, from `model.kernels`, the section `megatron` and the role's optimizer and dtype.
-
-    `megatron` has the parts transformer, optimizer and ddp.
-    """
+    """Reads the options of a role from the sections `model`, `megatron` and the role's own."""
     transformer, optimizer, ddp = (dict(megatron.get(part) or {}) for part in ("transformer", "optimizer", "ddp"))
     weight_bytes = BYTES[dtype]
     gradient_bytes = 4 if ddp.get("grad_reduce_in_fp32", True) else weight_bytes

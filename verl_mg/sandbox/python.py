@@ -14,8 +14,7 @@ from typing import Literal
 
 from verl_mg.errors import UserError
 from verl_mg.sandbox import supervisor
-from verl_mg.sandbox.supervisor import Isolation, Program, Visible, interpreter_paths
-from verl_mg.sandbox.temporary import temporary_folder
+from verl_mg.sandbox.supervisor import Isolation, Program, Visible, interpreter_paths, temporary_folder
 
 Ended = Literal["ok", "error", "timeout", "memory", "output"]
 

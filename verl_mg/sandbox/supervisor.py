@@ -16,10 +16,12 @@ import functools
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
@@ -222,3 +224,20 @@ async def _pass_on(stream: asyncio.StreamReader, consume: Callable[[bytes], None
 async def _drain(stream: asyncio.StreamReader) -> None:
     while await stream.read(1 << 16):
         pass
+
+
+@asynccontextmanager
+async def temporary_folder(prefix: str) -> AsyncIterator[Path]:
+    """Yields a new folder, and removes it with all that programs have left there."""
+    folder = tempfile.mkdtemp(prefix=prefix)
+    try:
+        yield Path(folder)
+    finally:
+        await asyncio.to_thread(_remove, folder)
+
+
+def _remove(folder: str) -> None:
+    # `shutil.rmtree` holds a descriptor and a stack frame for each level, of which a program can make thousands.
+    if os.geteuid():  # root needs no permission
+        subprocess.run(["chmod", "-R", "u+rwx", "--", folder], stderr=subprocess.DEVNULL)
+    subprocess.run(["rm", "-rf", "--", folder], stderr=subprocess.DEVNULL)

@@ -25,8 +25,8 @@ from verl_mg.models.tensor_tree import (
     ModelSpec,
     MultiTokenSpec,
 )
-from verl_mg.sharding import linear_attention
-from verl_mg.sharding.indexer import indexer_params
+from verl_mg.sharding import attention
+from verl_mg.sharding.attention import indexer_params
 from verl_mg.sharding.param_spec import (
     Axis,
     HeadRows,
@@ -161,12 +161,12 @@ def _linear_attention(a: LinearAttention, config: HFConfig, axis: Axis) -> tuple
     assert config.linear
     linear = config.linear
     # The engines' modules compute with the checkpoint's order of rows: where that is by key head, a rank has a run.
-    qkvz = split_rows if linear.by_key_head else linear_attention.qkvz(linear)
-    ba = split_rows if linear.by_key_head else linear_attention.ba(linear)
+    qkvz = split_rows if linear.by_key_head else attention.qkvz(linear)
+    ba = split_rows if linear.by_key_head else attention.ba(linear)
     return (
         ParamSpec(LINEAR_ATTENTION + "in_proj_qkvz.weight", a.qkvz, qkvz, axis),
         ParamSpec(LINEAR_ATTENTION + "in_proj_ba.weight", a.ba, ba, axis),
-        ParamSpec(LINEAR_ATTENTION + "conv1d.weight", (a.conv,), linear_attention.convolved(linear), axis),
+        ParamSpec(LINEAR_ATTENTION + "conv1d.weight", (a.conv,), attention.convolved(linear), axis),
         ParamSpec(LINEAR_ATTENTION + "dt_bias", (a.dt_bias,), split_rows, axis),
         ParamSpec(LINEAR_ATTENTION + "A_log", (a.a_log,), split_rows, axis),
         ParamSpec(LINEAR_ATTENTION + "norm.weight", (a.norm,)),

@@ -103,11 +103,7 @@ class IndexBuilder:
 
 
 def follow(samples: Path, folder: Path) -> None:
-    """Builds an index and follows the run.
-
-    The loop waits for the lock, which another viewer may have, then looks for new iterations every PERIOD; it ends
-    when the parent process has ended, also by a kill: the process then has another parent.
-    """
+    """Builds an index and follows the run until the parent process ends, holding the lock that other viewers await."""
     parent = os.getppid()
     pa.set_cpu_count(1)
     with (folder / "lock").open("w") as lock:
