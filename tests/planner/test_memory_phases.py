@@ -7,15 +7,16 @@ import pytest
 from tests.planner.tiny_inputs import DENSE, tiny
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, Layout
+from verl_mg.planner.command import auxiliary_role
 from verl_mg.planner.inputs import GIB, AuxiliaryRole
 from verl_mg.planner.memory import TrainMemory, rollout_memory, train_memory
 from verl_mg.planner.memory_phases import awake, engine_limit, problem, syncing, training
-from verl_mg.planner.roles import PlannedRole, auxiliary_role
 from verl_mg.sharding.weight_table import weight_table
 
 ACTOR = TrainMemory((), {"weights": (10, 20), "gradients": (20, 40), "optimizer states": (5, 5), "activations": (9, 1)})
 ALL = tuple(range(8))
-CRITIC = AuxiliaryRole("critic", Layout(pp=4), {"weights": (1, 2, 3, 40), "activations": (7, 8, 9, 10)}, 0.0, 0.0, ALL)
+PARTS = {"weights": (1, 2, 3, 40), "activations": (7, 8, 9, 10)}
+CRITIC = AuxiliaryRole("critic", Layout(pp=4), ranks=ALL, parts=PARTS)
 
 
 def size(parts):
@@ -67,15 +68,15 @@ def test_auxiliary_role_trained_and_frozen_parts():
     inputs, layout = tiny(DENSE), Layout.parse("tp2-pp2").fit(8)
     actor = train_memory(inputs, layout)
     value = weight_table(inputs.weights.config, "value")
-    critic = auxiliary_role(inputs, PlannedRole("critic", Layout.parse("tp2-pp2"), value, True, 64))
-    reference = auxiliary_role(inputs, PlannedRole("reference", Layout.parse("tp2-pp2"), inputs.weights, False, 64))
+    critic = auxiliary_role(inputs, AuxiliaryRole("critic", Layout.parse("tp2-pp2"), True, 64), value)
+    reference = auxiliary_role(inputs, AuxiliaryRole("reference", Layout.parse("tp2-pp2"), False, 64), inputs.weights)
     # The output layer's 32 of 64 rows of 32 elements, against one row of 32.
     assert actor.parts["weights"][1] - critic.parts["weights"][1] == 2 * (32 * 32 - 32)
     assert critic.parts["weights"][0] == actor.parts["weights"][0] == reference.parts["weights"][0]
     assert set(reference.parts) == {"weights", "activations"} and critic.update_seconds > 0 == reference.update_seconds
     assert max(reference.parts["activations"]) < max(actor.parts["activations"])
     with pytest.raises(UserError, match="^critic: layout pp3"):
-        auxiliary_role(inputs, PlannedRole("critic", Layout.parse("pp3"), value, True, 64))
+        auxiliary_role(inputs, AuxiliaryRole("critic", Layout.parse("pp3"), True, 64), value)
 
 
 def test_training_roles_on_disjoint_ranks_do_not_add_up():

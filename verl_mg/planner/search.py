@@ -22,9 +22,16 @@ from verl_mg.planner.cost import inference_seconds, train_seconds, update_parts
 from verl_mg.planner.generation_time import rollout_seconds
 from verl_mg.planner.inputs import PlanInputs
 from verl_mg.planner.iteration_time import Seconds, Sync, iteration_seconds, weight_sync
-from verl_mg.planner.memory import RolloutMemory, TrainMemory, check_engine, rollout_memory, train_memory
+from verl_mg.planner.memory import (
+    RolloutMemory,
+    TrainMemory,
+    check,
+    check_engine,
+    fit_layout,
+    rollout_memory,
+    train_memory,
+)
 from verl_mg.planner.memory_phases import awake, engine_limit, problem
-from verl_mg.planner.roles import check, fit_layout
 from verl_mg.planner.training_options import Recompute, recompute
 from verl_mg.reshard.encoding import encoding_of
 
