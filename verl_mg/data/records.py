@@ -19,8 +19,7 @@ from verl_mg.hub import HubName
 from verl_mg.import_function import load_function
 
 Record = dict[str, Any]
-HARBOR = "harbor:"
-"""Beginning of a path that means task folders of Harbor."""
+HARBOR = "harbor:"  # beginning of a path that means task folders of Harbor
 FILE_KINDS = (".jsonl", ".json", ".parquet", ".arrow")
 SHARD_KINDS = (".jsonl", ".parquet")
 

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 STALLS = "stalls"  # folder inside a run's folder, with one folder for each time that a job ended so
-RECORD_SECONDS = 2.0
-"""Time limit of the records of collectives: NCCL can be blocked in what they describe."""
+RECORD_SECONDS = 2.0  # time limit of the records of collectives: NCCL can be blocked in what they describe
 
 
 def dump_rank(folder: Path, rank: int) -> None:

@@ -11,8 +11,7 @@ from verl_mg.distributed.world import World
 from verl_mg.doctor.machine import describe_machine, installed_versions, machine_problems, version_problems
 from verl_mg.doctor.network import bandwidth_problems, folder_problems, measure_bandwidth, port_problems
 
-EXIT_PROBLEMS = 1
-"""Exit code where there is something to fix."""
+EXIT_PROBLEMS = 1  # exit code where there is something to fix
 
 
 def check(folder: Path) -> int:

@@ -83,8 +83,7 @@ FILES_OF_A_RANK, FILES_PER_RANK = 512, 4
 """Open files that a rank needs by itself, and for each rank of the job, to which it is connected."""
 SHARED_MEMORY = 2**30
 """Free bytes of /dev/shm that the ranks of a machine need: NCCL's buffers and the engines' queues."""
-BUSY_SHARE = 0.05
-"""Share of a GPU's memory above which other processes are reported."""
+BUSY_SHARE = 0.05  # share of a GPU's memory above which other processes are reported
 
 
 def describe_machine() -> dict[str, Any]:

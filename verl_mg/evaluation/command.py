@@ -28,8 +28,7 @@ from verl_mg.run.job_state import restore_actor
 from verl_mg.run.main import on_all_ranks
 from verl_mg.run.run_dir import CHECKPOINTS, CONFIG
 
-NAME = "eval"
-"""Name of the command where a run has the name of its recipe."""
+NAME = "eval"  # name of the command where a run has the name of its recipe
 
 
 def run_evaluation(

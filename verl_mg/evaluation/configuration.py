@@ -22,10 +22,8 @@ class Target:
     text: str
     model: Path | None
     """Directory or name of the model; None for the model of the run's configuration, under a checkpoint."""
-    run: Path | None = None
-    """Folder of the run; None for a model."""
-    iteration: int | None = None
-    """Iteration of the run; None for its final model, or its newest checkpoint."""
+    run: Path | None = None  # folder of the run; None for a model
+    iteration: int | None = None  # iteration of the run; None for its final model, or its newest checkpoint
 
     @classmethod
     def parse(cls, text: str) -> Target:

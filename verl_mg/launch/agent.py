@@ -48,10 +48,8 @@ from verl_mg.launch.program import run_program, start_server
 
 VERDICT_SECONDS = 0.5
 """Time for ranks to end by themselves after the first of them: the one that prints why ends last."""
-LEAVE_SECONDS = 24 * 3600
-"""Time for ranks to save and leave when nodes arrive; hung ones are ended by the watchdog."""
-LOST = "lost"
-"""Key of the rendezvous: a node has lost a rank."""
+LEAVE_SECONDS = 24 * 3600  # time for ranks to save and leave when nodes arrive; hung ones are ended by the watchdog
+LOST = "lost"  # key of the rendezvous: a node has lost a rank
 
 
 class RankAgent(LocalElasticAgent):
@@ -66,8 +64,7 @@ class RankAgent(LocalElasticAgent):
             shutdown_timeout=config.shutdown_timeout or 0,
         )
         self._launcher, self._policy = launcher, RestartPolicy()
-        self.stops = False
-        """Whether the ranks were asked to stop from outside."""
+        self.stops = False  # whether the ranks were asked to stop from outside
 
     @property
     def ranks(self) -> list[psutil.Process]:
@@ -201,11 +198,9 @@ def run_agent(agent: RankAgent) -> None:
             handler.shutdown()
 
 
-FIRST_PAUSE_SECONDS = 1.0
-"""Pause before a restart after the same failure as the time before; it doubles each time."""
+FIRST_PAUSE_SECONDS = 1.0  # pause before a restart after the same failure as the time before; it doubles each time
 LONGEST_PAUSE_SECONDS = 60.0
-MAX_SAME_FAILURES = 3
-"""The job ends when the ranks have ended so often with the same code in the same iteration."""
+MAX_SAME_FAILURES = 3  # the job ends when the ranks have ended so often with the same code in the same iteration
 
 
 class RestartPolicy:

@@ -60,8 +60,7 @@ class PrefixLinks:
 class SharingRows:
     """Rows of one micro-batch, added one after the other."""
 
-    links: PrefixLinks
-    """Links of all rows of the batch."""
+    links: PrefixLinks  # links of all rows of the batch
     shared: Shared = field(default_factory=dict)
     """First tokens that the rows share with those added before, without rows that share none."""
     _nearest: Shared = field(default_factory=dict)

@@ -30,14 +30,11 @@ from verl_mg.jsonl import replacing
 from verl_mg.monitor.status import StatusFile
 from verl_mg.monitor.trackers import run_name
 
-TARGETS = "prometheus.json"
-"""File in the run folder with the address of the endpoint."""
-PATH = "/metrics"
-"""Path of the metrics, Prometheus's default."""
+TARGETS = "prometheus.json"  # file in the run folder with the address of the endpoint
+PATH = "/metrics"  # path of the metrics, Prometheus's default
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Type of the text format, see https://prometheus.io/docs/instrumenting/exposition_formats/."""
-PREFIX = "verl_mg_"
-"""Prefix of the names of all metrics."""
+PREFIX = "verl_mg_"  # prefix of the names of all metrics
 ANY_ADDRESS = ("0.0.0.0", "::")
 """Addresses that listen on all interfaces; other machines reach them by the name of the host."""
 
@@ -46,12 +43,10 @@ ANY_ADDRESS = ("0.0.0.0", "::")
 class Gauge:
     """A metric with its values by label values."""
 
-    name: str
-    """Name, as `metric_name` returns it."""
+    name: str  # name, as `metric_name` returns it
     help: str
     value: float
-    labels: Mapping[str, str] = field(default_factory=dict)
-    """Labels in addition to the labels that all metrics have."""
+    labels: Mapping[str, str] = field(default_factory=dict)  # labels in addition to the labels that all metrics have
 
 
 def metric_name(name: str) -> str:

@@ -42,13 +42,11 @@ NUMBERS = {
 """Sequence columns of every file; `reward` is null where nothing was scored."""
 TOKENS = {"tokens": pa.int32(), "loss_mask": pa.bool_(), "policy_versions": pa.int64()}
 """Token columns of every batch."""
-TEXTS = ("prompt", "response", "answer", "source", "finish")
-"""Text columns of every file."""
+TEXTS = ("prompt", "response", "answer", "source", "finish")  # text columns of every file
 CONVERSATION = "conversation"
 """Text column with the conversation of an agent as JSON, in the first row of each trajectory; null in others and
 without agents. `rows.conversations.conversation_of` makes it."""
-PARTS = pa.map_(pa.string(), pa.float32())
-"""Type of the column `parts`: the parts of the reward by name."""
+PARTS = pa.map_(pa.string(), pa.float32())  # type of the column `parts`: the parts of the reward by name
 TURNS = pa.list_(pa.struct([("by", pa.string()), ("start", pa.int32()), ("end", pa.int32())]))
 """Type of the column `turns`: ranges of the response by the policy or by tools."""
 PART, RECEIVED = "reward.", "received."
@@ -57,19 +55,16 @@ COLUMN_RENAMES = {"answer": "answer_key"}
 """Columns of a batch that have another name in the file, in which `answer` is the correct answer."""
 
 _METADATA = b"verl_mg"
-_EDGE_BYTES = 2**16
-"""Bytes at the end of a weight file that a fingerprint reads, instead of all of them."""
+_EDGE_BYTES = 2**16  # bytes at the end of a weight file that a fingerprint reads, instead of all of them
 
 
 @dataclass(frozen=True)
 class ColumnSchema:
     """Type of a column of a batch."""
 
-    kind: int
-    """Unit of an entry (token, sequence, ...), a `ColumnKind`."""
+    kind: int  # unit of an entry (token, sequence, ...), a `ColumnKind`
     dtype: str
-    rest: tuple[int, ...]
-    """Its dimensions after the first."""
+    rest: tuple[int, ...]  # its dimensions after the first
 
 
 @dataclass(frozen=True)
@@ -77,13 +72,10 @@ class FileMetadata:
     """Facts about the samples that the columns of a file do not show."""
 
     recipe: str
-    model: str
-    """`fingerprint` of the initial model."""
+    model: str  # `fingerprint` of the initial model
     ranks: int
-    rows: int = 0
-    """Rows of the iteration on this rank, recorded or not."""
-    calls: tuple[Mapping[str, ColumnSchema], ...] = ()
-    """The columns of each batch as it was received."""
+    rows: int = 0  # rows of the iteration on this rank, recorded or not
+    calls: tuple[Mapping[str, ColumnSchema], ...] = ()  # the columns of each batch as it was received
 
     def metadata(self) -> dict[bytes, bytes]:
         """Returns the metadata of the Parquet file."""
@@ -156,8 +148,7 @@ def fingerprint(model: Path) -> str:
     return digest.hexdigest()
 
 
-COLUMN = "images"
-"""Column of a file of samples: keys of the images of a row; only where rows have images."""
+COLUMN = "images"  # column of a file of samples: keys of the images of a row; only where rows have images
 
 
 class ImageFiles:

@@ -184,8 +184,7 @@ class SampleWriter:
 class _Column:
     kind: ColumnKind
     values: Tensor
-    present: Tensor | None = None
-    """(n,) bool, the rows that have it; None: all."""
+    present: Tensor | None = None  # (n,) bool, the rows that have it; None: all
 
 
 def other_columns(record: RolloutRecord, trained_batches: Sequence[Batch]) -> dict[str, _Column]:

@@ -18,8 +18,7 @@ from verl_mg.layout import parse_ranks
 log = logging.getLogger(__name__)
 
 FOLDER = "profile"
-MEMORY_EVENTS = 200_000
-"""Number of latest allocations in a snapshot, each with its stack."""
+MEMORY_EVENTS = 200_000  # number of latest allocations in a snapshot, each with its stack
 
 
 def check_profile(config: ProfileConfig, ranks: int, iterations: int) -> None:

@@ -56,18 +56,13 @@ def gpu(name: str) -> GPU:
 class Efficiency:
     """Constants of the cost model."""
 
-    gemm: float
-    """Fraction of the peak of matrix products with many rows."""
+    gemm: float  # fraction of the peak of matrix products with many rows
     half_rows: float
     """Rows (tokens) whose time each matrix product has in addition: reading its weights, filling tiles."""
-    attention: float
-    """Speed of fused attention, relative to matrix products with many rows."""
-    fp8: float
-    """Speed of FP8 matrix products with their casts, relative to bf16, where the peak is twice as high."""
-    memory: float
-    """Fraction of the bandwidth of a GPU's memory."""
-    link: float
-    """Fraction of the bandwidth of NVLink and network that collectives of training reach."""
+    attention: float  # speed of fused attention, relative to matrix products with many rows
+    fp8: float  # speed of FP8 matrix products with their casts, relative to bf16, where the peak is twice as high
+    memory: float  # fraction of the bandwidth of a GPU's memory
+    link: float  # fraction of the bandwidth of NVLink and network that collectives of training reach
     elementwise: float
     """Bytes that kernels other than matrix products and attention move, for each byte kept for the backward pass."""
     layer: float
@@ -77,20 +72,13 @@ class Efficiency:
     which has to know the tokens of each expert."""
     imbalance: float
     """Tokens of the fullest expert-parallel rank, relative to the mean, where routing is not forced to be even."""
-    decode_step: float
-    """Seconds of a decoding step outside of the layers: scheduling, sampling, output."""
-    decode_sample: float
-    """Seconds of a decoding step on the host for each running sample."""
-    decode_layer: float
-    """Seconds of a layer in a decoding step that do not depend on bytes or tokens."""
-    all_reduce_near: float
-    """Seconds of an all-reduce of a small message in a node."""
-    all_reduce_far: float
-    """The same between nodes."""
-    sync: float
-    """Fraction of the links that a weight sync reaches which sends shards."""
-    sync_start: float
-    """Seconds of a weight sync that do not depend on its bytes."""
+    decode_step: float  # seconds of a decoding step outside of the layers: scheduling, sampling, output
+    decode_sample: float  # seconds of a decoding step on the host for each running sample
+    decode_layer: float  # seconds of a layer in a decoding step that do not depend on bytes or tokens
+    all_reduce_near: float  # seconds of an all-reduce of a small message in a node
+    all_reduce_far: float  # the same between nodes
+    sync: float  # fraction of the links that a weight sync reaches which sends shards
+    sync_start: float  # seconds of a weight sync that do not depend on its bytes
     gathering: float
     """Fraction of the links that a weight sync with full tensors reaches (published systems; not this one)."""
     iteration: float

@@ -18,8 +18,7 @@ from verl_mg.sandbox.supervisor import Isolation, Program, Visible, interpreter_
 
 Ended = Literal["ok", "error", "timeout", "memory", "output"]
 
-PROCESSES, OPEN_FILES, FILE_MB = 16, 64, 64
-"""Limits that are described at `run_python`."""
+PROCESSES, OPEN_FILES, FILE_MB = 16, 64, 64  # limits that are described at `run_python`
 
 
 @dataclass(frozen=True)

@@ -69,20 +69,15 @@ class PipelineEnds:
 class EngineRules:
     """Differences of an engine from the common table."""
 
-    name: str
-    """Name of the engine in messages."""
-    experts: str
-    """Prefix of the stacked experts in a layer's block of experts."""
-    expert_bias: str
-    """End of the name of the stacked experts' biases, after `w13_` and `w2_`."""
+    name: str  # name of the engine in messages
+    experts: str  # prefix of the stacked experts in a layer's block of experts
+    expert_bias: str  # end of the name of the stacked experts' biases, after `w13_` and `w2_`
     attention: Mapping[str, str]
     """Prefix of grouped-query attention in the model class of an architecture where it differs from `self_attn.`."""
     embedding: Mapping[str, str]
     """Name of the input embedding in the model class of an architecture where it differs from `embed_tokens`."""
-    fused_indexer: bool
-    """Whether an indexer's keys and head weights are one projection."""
-    latent_down: str
-    """Name of the fused down-projections of queries, keys and values of latent attention."""
+    fused_indexer: bool  # whether an indexer's keys and head weights are one projection
+    latent_down: str  # name of the fused down-projections of queries, keys and values of latent attention
     check_supported: Callable[[HFConfig, EngineLayout], None]
     """Raises a UserError for a layout that the model class of this architecture does not support."""
     pipeline_ends: Callable[[HFConfig, bool, bool, bool], PipelineEnds]

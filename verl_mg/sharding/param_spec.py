@@ -134,8 +134,7 @@ class KeyRows:
 class VocabularyRows:
     """Rule that splits the rows of a vocabulary, padded after the last token."""
 
-    multiple: int
-    """The padded number of rows is a multiple of this."""
+    multiple: int  # the padded number of rows is a multiple of this
     on_each_rank: bool = True
     """Whether the multiple applies to the rows of each rank (Megatron), or of all ranks together (engines)."""
 

@@ -17,8 +17,7 @@ from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.models.tiny_vision_model import make_tiny_vision_model
 from verl_mg.support.model import Answer, ModelSupport
 
-EXIT_PROBLEMS = 1
-"""Exit code where no backend can train the model, or files are missing."""
+EXIT_PROBLEMS = 1  # exit code where no backend can train the model, or files are missing
 SMALL_FILES = tuple(pattern for pattern in MODEL_FILES if pattern != "*.safetensors")
 """Files of a model without its weights."""
 
@@ -46,8 +45,7 @@ def show_model(name: Path) -> int:
     return 0 if trains and complete else EXIT_PROBLEMS
 
 
-LAYERS = 4
-"""Layers of a tiny model, so that pipeline stages can be interleaved."""
+LAYERS = 4  # layers of a tiny model, so that pipeline stages can be interleaved
 MULTI_TOKEN = "multi-token prediction of the family"
 """Topic that tiny models cannot answer: `transformers` writes no such layers."""
 COLUMNS = {

@@ -40,12 +40,9 @@ T = TypeVar("T")
 class Answer:
     """Whether something works with a model."""
 
-    topic: str
-    """The question, such as "megatron tp"."""
-    works: bool
-    """Whether it works."""
-    text: str
-    """Sizes or names that work, or why nothing does."""
+    topic: str  # the question, such as "megatron tp"
+    works: bool  # whether it works
+    text: str  # sizes or names that work, or why nothing does
 
     def __str__(self) -> str:
         """Returns a line such as "yes: 2 4 8"."""
@@ -87,8 +84,7 @@ LARGEST = 64
 """Largest size of a dimension that is tried, except pp and ep, which are tried up to all layers and experts."""
 MEGATRON = {"tp": "tp{}", "pp": "pp{}", "vpp": "pp2-vpp{}", "cp": "cp{}", "ep": "ep{}"}
 """Layouts by which the sizes of Megatron's dimensions are tried."""
-FSDP = {"tp": "tp{}", "pp": "pp{}", "cp": "cp{}", "ep": "ep{}"}
-"""The same for the backend fsdp."""
+FSDP = {"tp": "tp{}", "pp": "pp{}", "cp": "cp{}", "ep": "ep{}"}  # the same for the backend fsdp
 ENGINES = {"tp": "tp{}", "pp": "pp{}", "ep": "tp{0}-ep{0}", "adp": "tp{0}-adp{0}"}
 """Layouts by which the sizes of an engine's dimensions are tried."""
 
@@ -97,10 +93,8 @@ ENGINES = {"tp": "tp{}", "pp": "pp{}", "ep": "tp{0}-ep{0}", "adp": "tp{0}-adp{0}
 class ModelSupport:
     """Answers for a model directory."""
 
-    model_dir: Path
-    """Hugging Face directory; config.json is enough for all answers except the ones about files."""
-    has_weights: bool = True
-    """Whether the weights should be in the directory."""
+    model_dir: Path  # Hugging Face directory; config.json is enough for all answers except the ones about files
+    has_weights: bool = True  # whether the weights should be in the directory
 
     # Each is an attempt: a directory that one part of the code refuses may work with another.
     @cached_property

@@ -23,10 +23,8 @@ from verl_mg.view.segments import Segment, Versions
 
 # Text of a segment. Larger ones are fewer files, but an iteration that is replaced builds its whole segment again.
 SEGMENT_BYTES = 2**26
-SMALL_SEGMENTS = 8
-"""Consecutive segments of less text that are merged into one."""
-SETTLED_SECONDS = 2.0
-"""Age of a folder whose ranks have probably all written."""
+SMALL_SEGMENTS = 8  # consecutive segments of less text that are merged into one
+SETTLED_SECONDS = 2.0  # age of a folder whose ranks have probably all written
 
 
 class IndexBuilder:

@@ -28,19 +28,15 @@ NUMBERS = {
     "row": pa.int32(),
 }
 """Columns of numbers; NaN or NOTHING where a row has no value."""
-NAMES = ("source", "finish", "agent_error")
-"""Columns of few different texts; null where a row has no value."""
-TEXT = "text"
-"""Prompt and response in lower case, with SEPARATOR between them."""
+NAMES = ("source", "finish", "agent_error")  # columns of few different texts; null where a row has no value
+TEXT = "text"  # prompt and response in lower case, with SEPARATOR between them
 SEPARATOR = "\0"
 NOTHING = -1
 INDEXED = pa.schema(
     [*NUMBERS.items(), *((name, pa.dictionary(pa.int32(), pa.string())) for name in NAMES), (TEXT, pa.string())]
 )
-EXCERPT = 240
-"""Number of characters of a text in a list."""
-BEFORE = 16
-"""Characters that an excerpt has in front of a text that was searched."""
+EXCERPT = 240  # number of characters of a text in a list
+BEFORE = 16  # characters that an excerpt has in front of a text that was searched
 
 _TEXTS = ("prompt", "response")
 _STORED = ("iteration", "call", "sample_id", "group", "prompt_id", "policy_version", "reward", "source", "finish")
@@ -142,8 +138,7 @@ def excerpt(text: str, terms: Sequence[str]) -> str:
 
 
 COLUMN = "conversation"
-TRAJECTORY = ("iteration", "call", "trajectory")
-"""Columns that identify a trajectory."""
+TRAJECTORY = ("iteration", "call", "trajectory")  # columns that identify a trajectory
 COUNTS = pa.schema(
     [
         ("iteration", pa.int64()),

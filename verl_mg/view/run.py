@@ -15,8 +15,7 @@ from verl_mg.view.metrics import Metrics
 from verl_mg.view.samples import Samples
 
 CONFIG, METRICS, STATUS, TIMELINE, SAMPLES = "config.yaml", "metrics.jsonl", "status.json", "timeline", "samples"
-MARKS = (CONFIG, METRICS, STATUS, TIMELINE, SAMPLES)
-"""Every run has at least one of these."""
+MARKS = (CONFIG, METRICS, STATUS, TIMELINE, SAMPLES)  # every run has at least one of these
 
 
 class Run:
@@ -82,8 +81,7 @@ def _ranges(numbers: list[int]) -> list[list[int]]:
     return ranges
 
 
-REPEATED = ("job.seed", "job.output")
-"""Keys in which repetitions of a run differ."""
+REPEATED = ("job.seed", "job.output")  # keys in which repetitions of a run differ
 
 
 def read_configuration(file: Path) -> dict[str, Any]:

@@ -23,18 +23,15 @@ import pyarrow.compute as pc
 
 from verl_mg.view.rows import TEXT
 
-FORMAT = "1"
-"""Version of the files; a segment of another one is built again."""
-BLOCK_BYTES = 2**14
-"""Text of a block, at least; the last one of a segment may have less."""
+FORMAT = "1"  # version of the files; a segment of another one is built again
+BLOCK_BYTES = 2**14  # text of a block, at least; the last one of a segment may have less
 
 _ROWS, _TEXTS, _SIGNATURES = "rows.arrow", "texts.arrow", "signatures.npy"
 _METADATA = b"verl_mg.view"
 _COMPRESSED = pa.ipc.IpcWriteOptions(compression="zstd", use_threads=False)
 _SERIAL = pa.ipc.IpcReadOptions(use_threads=False)
 
-Versions = Mapping[int, int]
-"""Version of each iteration's folder, see `index.IterationFolders`."""
+Versions = Mapping[int, int]  # version of each iteration's folder, see `index.IterationFolders`
 
 
 class Segment:

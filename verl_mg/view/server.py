@@ -49,8 +49,7 @@ HEADERS = {
 JSON = "application/json"
 MAX_PAGE_ROWS = 1000
 MAX_PIXELS = 8000
-PHASES, ITERATION = "time/phase/", "time/iteration"
-"""Metrics with the seconds of each phase, and of all."""
+PHASES, ITERATION = "time/phase/", "time/iteration"  # metrics with the seconds of each phase, and of all
 
 Parameters = Mapping[str, str]
 

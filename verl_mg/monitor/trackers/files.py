@@ -11,8 +11,7 @@ import numpy as np
 
 from verl_mg.jsonl import keep_before, read_lines, replacing
 
-SERIES = ("reward/mean", "eval/reward")
-"""Metrics of the plot."""
+SERIES = ("reward/mean", "eval/reward")  # metrics of the plot
 
 
 class JsonlTracker:

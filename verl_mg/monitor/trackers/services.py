@@ -23,8 +23,7 @@ from verl_mg.jsonl import replacing
 from verl_mg.monitor.trackers.tracker import SampleTable, Tracker
 
 IDS = "trackers.json"
-MAX_PARAMS_PER_REQUEST = 100
-"""Limit of an MLflow server."""
+MAX_PARAMS_PER_REQUEST = 100  # limit of an MLflow server
 
 
 @dataclass(frozen=True)

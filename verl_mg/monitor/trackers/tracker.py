@@ -19,10 +19,8 @@ from typing import Protocol, runtime_checkable
 
 log = logging.getLogger(__name__)
 
-RETRY_SECONDS = 60.0
-"""Pause after a failure."""
-PAUSE_FACTOR = 10
-"""The pause is at least this many times the duration of the failed call."""
+RETRY_SECONDS = 60.0  # pause after a failure
+PAUSE_FACTOR = 10  # the pause is at least this many times the duration of the failed call
 
 
 @dataclass(frozen=True)
