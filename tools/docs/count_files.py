@@ -18,7 +18,7 @@ from tools.docs import record_files
 from tools.docs.record_files import FOLDER, ITERATION, MAX_RANKS, TREE, WEIGHTS, WINDOW_FILE
 
 Files = set[str]
-SGLANG = ["rollout.engine=sglang", "rollout.memory_fraction=0.1"]
+SGLANG = ["rollout.engine=sglang"]
 JOBS = {
     "hf": ["rollout.engine=hf"],
     "sglang": SGLANG,
