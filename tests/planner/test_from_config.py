@@ -2,10 +2,10 @@
 
 import pytest
 
-from recipes import gkd, ppo
 from verl_mg.config import load_config
 from verl_mg.layout import Layout
 from verl_mg.planner.from_config import PlanRequest, plan_request
+from verl_mg.recipes import gkd, ppo
 
 PLANNED = ["model.path=m", "data.train=t.jsonl", "model.dtype=bfloat16", "rollout.engine=sglang"]
 UNSEEN = {

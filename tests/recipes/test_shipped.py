@@ -11,7 +11,7 @@ from tests.recipes.tiny_runs import LETTERS, tiny_run
 from verl_mg.config import load_config
 from verl_mg.job.recipe import load_recipe, requested_roles
 
-FILES = sorted(RECIPES.glob("*.py"))
+FILES = sorted(RECIPES.glob("[!_]*.py"))
 README = (RECIPES / "README.md").read_text(encoding="utf-8")
 WITH_REFERENCE = {"dpo", "prime"}
 """Recipes that need the reference without a KL penalty."""
@@ -31,7 +31,7 @@ def test_recipe_in_readme_and_configs_is_listed_and_valid(file):
     "file", [*RECIPES.glob("common/*.py"), *RECIPES.glob("tasks/*.py")], ids=lambda file: file.stem
 )
 def test_helpers_and_tasks_import_no_recipe(file):
-    recipes = {f"recipes.{recipe.stem}" for recipe in FILES}
+    recipes = {f"verl_mg.recipes.{recipe.stem}" for recipe in FILES}
     assert not imported(file) & recipes
 
 

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from recipes.tasks.repeat_digit import DIGITS, LENGTH
 from tests.helpers.scoring_servers import scoring
 from tests.helpers.tiny_jobs import write_lines
 from tests.recipes.tiny_runs import TEACHER_OF, Goal, tiny_run
 from verl_mg.models.tiny_model import make_tiny_model
+from verl_mg.recipes.tasks.repeat_digit import DIGITS, LENGTH
 from verl_mg.run.loop import MODEL
 
 FIRST = ["job.iterations=1", "job.save=false", "algorithm.prompts_per_iteration=9", "algorithm.group_size=2"]

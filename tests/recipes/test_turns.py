@@ -4,8 +4,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from recipes import gigpo, mt_grpo
-from recipes.common.turns import anchor_states, turn_rewards
 from tests.helpers.tiny_jobs import RECIPES, logged, run_here
 from tests.recipes.scripted_job import ScriptedJob
 from tests.recipes.tiny_runs import Goal, placed
@@ -13,6 +11,8 @@ from verl_mg.algorithms.advantages import Turns
 from verl_mg.batch import Batch, ColumnKind
 from verl_mg.config import load_config
 from verl_mg.job.recipe import load_recipe
+from verl_mg.recipes import gigpo, mt_grpo
+from verl_mg.recipes.common.turns import anchor_states, turn_rewards
 
 NAN = float("nan")
 # Tokens of a row: of the policy if positive, else of the prompt or of a tool. The trajectory 4 has two rows.
