@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from verl_mg.agents.agent import Agent
 from verl_mg.agents.command import run_command
 from verl_mg.agents.engine import AgentEngine
-from verl_mg.agents.parsers import ReplyParser
 from verl_mg.agents.renderer import ConversationRenderer
 from verl_mg.agents.runner import AgentSettings
 from verl_mg.agents.sessions import Generate, Sessions
+from verl_mg.agents.tool_calls import ReplyParser
 from verl_mg.config.roles import RolloutConfig
 from verl_mg.data.images import ImageLimits
 from verl_mg.engines.engine import RolloutEngine
