@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from recipes import ppo
 from recipes.ppo import Config, policy_loss, roles
-from tests.run.kill_ranks import kill_ranks
+from tests.run.jobs import kill_ranks
 from verl_mg.distributed.collectives import all_gather_json
 from verl_mg.job.job import Job
 from verl_mg.run.checkpointer import PARTIAL
