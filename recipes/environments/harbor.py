@@ -27,7 +27,7 @@ from verl_mg.agents.agent import AgentError, Result, Session, read_options
 from verl_mg.agents.command import CommandOptions, OutputLog, read_untrusted_file, write_sample
 from verl_mg.errors import UserError
 from verl_mg.rewards.reward import Sample
-from verl_mg.sandbox.temporary import temporary_folder
+from verl_mg.sandbox.supervisor import temporary_folder
 
 BASH = {
     "type": "function",

@@ -10,12 +10,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from verl_mg.checkpoint.hf_safetensors import CheckpointReader, CheckpointWriter, load_shards, split_by_size
-from verl_mg.checkpoint.model_directory import INDEX, SINGLE, ModelDirectory
+from verl_mg.checkpoint.model_directory import ModelDirectory
 from verl_mg.checkpoint.reader_assignment import OVERLOAD, ReaderShardMap
 from verl_mg.checkpoint.safetensors_file import DTYPE_NAMES, DamagedFileError, SafetensorsFile
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout, Placement
-from verl_mg.models.hf_config import read_config
+from verl_mg.models.hf_config import INDEX, SINGLE, read_config
 from verl_mg.sharding.boxes import Piece, Shard, full_box, numel, slices
 from verl_mg.sharding.weight_table import weight_table
 

@@ -16,14 +16,14 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.helpers.tiny_models import tiny_model, unstacked
 from verl_mg.checkpoint.hf_safetensors import CheckpointReader
-from verl_mg.checkpoint.model_directory import SINGLE, ModelDirectory
+from verl_mg.checkpoint.model_directory import ModelDirectory
 from verl_mg.errors import UserError
 from verl_mg.fsdp.mesh import MeshGroups
 from verl_mg.fsdp.model_runner import ModuleRunner
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.model_runner import ModelRunner
 from verl_mg.megatron.process_groups import ParallelGroups
-from verl_mg.models.hf_config import read_config
+from verl_mg.models.hf_config import SINGLE, read_config
 from verl_mg.sharding.boxes import slices
 from verl_mg.sharding.weight_table import weight_table
 

@@ -137,15 +137,15 @@ def test_groups_of_a_process_share_one_event_loop(ranks):
 
 
 def sums_on_interfaces(interfaces):
-    from verl_mg.distributed import gloo
+    from verl_mg.distributed import world
 
-    gloo._devices.cache_clear()
+    world._devices.cache_clear()
     os.environ["GLOO_SOCKET_IFNAME"] = interfaces
     try:
         return sums_over_groups(2)
     finally:
         del os.environ["GLOO_SOCKET_IFNAME"]
-        gloo._devices.cache_clear()
+        world._devices.cache_clear()
 
 
 def test_groups_on_two_interfaces_have_one_event_loop_for_each(ranks):

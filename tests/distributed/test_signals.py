@@ -10,8 +10,8 @@ import time
 import torch.distributed as dist
 
 from verl_mg.distributed.launcher import VARIABLE, Launcher
-from verl_mg.distributed.main_thread import innermost_user_frame, main_stack, main_waits
 from verl_mg.distributed.signals import REPEATED_SIGTERM_SECONDS, Signals
+from verl_mg.distributed.stall_dump import innermost_user_frame, main_stack, main_waits
 
 STUCK = """
 import sys
@@ -92,7 +92,7 @@ def test_second_sigterm_ends_a_blocked_process():
 
 def test_main_stack_lists_innermost_frame_first():
     innermost, caller, *_ = main_stack()
-    assert innermost.startswith("verl_mg/distributed/main_thread.py:") and innermost.endswith(" _main_frame")
+    assert innermost.startswith("verl_mg/distributed/stall_dump.py:") and innermost.endswith(" _main_frame")
     assert caller.endswith(" main_stack")
     assert not main_waits()
 

@@ -19,9 +19,8 @@ from tests.oracles.plain_evaluation import greedy_responses, mean, pass_at
 from verl_mg.distributed.world import World
 from verl_mg.errors import UserError
 from verl_mg.evaluation.command import evaluate
-from verl_mg.evaluation.configuration import evaluation_config
+from verl_mg.evaluation.configuration import Target, evaluation_config
 from verl_mg.evaluation.results import Report
-from verl_mg.evaluation.target import Target
 from verl_mg.import_function import load_function
 from verl_mg.job.evaluation import evaluation_sets
 from verl_mg.job.recipe import load_recipe

@@ -28,8 +28,7 @@ import torch.distributed as dist
 
 from tests.helpers.machine import Machine
 from verl_mg import device
-from verl_mg.distributed.gloo import share_event_loop
-from verl_mg.distributed.world import init_process_group
+from verl_mg.distributed.world import init_process_group, share_event_loop
 from verl_mg.errors import UserError
 
 if TYPE_CHECKING:

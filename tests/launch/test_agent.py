@@ -22,7 +22,7 @@ from tests.helpers.launched import (
     write_inputs,
 )
 from tests.helpers.tiny_jobs import logged, metrics_of
-from verl_mg.launch.restarts import MAX_SAME_FAILURES, RestartPolicy
+from verl_mg.launch.agent import MAX_SAME_FAILURES, RestartPolicy
 
 RESTARTS = ("--max-restarts", "3")
 

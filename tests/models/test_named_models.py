@@ -20,8 +20,7 @@ from verl_mg.models.hf_tensors import model_spec
 from verl_mg.models.named_models import CONFIG_FILES, local_model, with_local_models
 from verl_mg.models.tensor_index import index_of
 from verl_mg.models.tiny_model import make_tiny_model
-from verl_mg.models.tokenizer import read_tokenizer
-from verl_mg.models.transformers_module import read_module_config
+from verl_mg.models.transformers_module import read_module_config, read_tokenizer
 from verl_mg.sharding.weight_table import weight_table
 
 

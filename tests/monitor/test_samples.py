@@ -17,9 +17,9 @@ from tests.run.jobs import job, lines_of, make_inputs, samples_of
 from verl_mg.batch import Batch, ColumnKind
 from verl_mg.data import PromptFeed, PromptSet
 from verl_mg.images import Image
+from verl_mg.monitor.run_logger import sample_table
 from verl_mg.monitor.sample_reader import SampleReader
 from verl_mg.monitor.sample_schema import FileMetadata, fingerprint
-from verl_mg.monitor.sample_table import sample_table
 from verl_mg.monitor.sample_writer import ROWS_PER_TABLE, SampleWriter, other_columns
 from verl_mg.rows.records import GeneratedRows, RolloutRecord
 
@@ -126,7 +126,7 @@ def test_sample_writer_on_a_failing_disk_warns_once(ranks, inputs, tmp_path):
     (tmp_path / "samples").write_text("")
     for reported in ranks.run(2, warned, inputs, tmp_path):
         assert len(reported) == 1 and "rank-" in reported[0] and "the run continues" in reported[0]
-    assert list(lines_of(tmp_path)) == [1, 2, 3] and not list(tmp_path.rglob("*.partial"))
+    assert list(lines_of(tmp_path)) == [1, 2, 3] and not list(tmp_path.rglob(".*"))
 
 
 def with_tools(inputs: Path, folder: Path) -> None:

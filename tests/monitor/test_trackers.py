@@ -18,9 +18,8 @@ from rich.console import Console
 from tests.helpers import warm_start
 from verl_mg.errors import UserError
 from verl_mg.monitor.progress import EtaEstimator
-from verl_mg.monitor.reward_curve import plot_reward_curve
 from verl_mg.monitor.trackers.console import ConsoleTracker
-from verl_mg.monitor.trackers.files import EvaluationTable, JsonlTracker, TensorBoardTracker
+from verl_mg.monitor.trackers.files import EvaluationTable, JsonlTracker, TensorBoardTracker, plot_reward_curve
 from verl_mg.monitor.trackers.services import check_services
 from verl_mg.monitor.trackers.tracker import RetryingTracker, Tracker
 from verl_mg.phase_timer import PhaseTimer
@@ -185,7 +184,7 @@ def test_plot_reward_curve_writes_an_image(tmp_path):
     tracker.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 30, "rew')
-    path = plot_reward_curve(tmp_path / "metrics.jsonl", tmp_path / "plots" / "curve.png", title="a run")
+    path = plot_reward_curve(tmp_path / "metrics.jsonl", tmp_path / "curve.png")
     assert path == tmp_path / "plots" / "curve.png"
     picture = imread(path)
     assert picture.shape[:2] == (675, 1200)
@@ -199,7 +198,7 @@ def test_plot_reward_curve_without_series_writes_nothing(tmp_path):
 
 
 def test_running_mean_equals_a_loop():
-    from verl_mg.monitor.reward_curve import _running_mean
+    from verl_mg.monitor.trackers.files import _running_mean
 
     values = np.random.default_rng(0).standard_normal(35)
     np.testing.assert_allclose(

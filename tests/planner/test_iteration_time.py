@@ -36,11 +36,14 @@ PARTS = ("rollout", "inference", "update", "sync", "offload", "overhead")
 
 def critic(ranks, offload=False):
     parts = {"weights": (GIGA,), "optimizer states": (6 * GIGA,), "gradients": (2 * GIGA,)}
-    return AuxiliaryRole("critic", Layout(), parts, 30.0, 3.0, ranks, offload)
+    return AuxiliaryRole(
+        "critic", Layout(), ranks=ranks, offload=offload, parts=parts, update_seconds=30.0, inference_seconds=3.0
+    )
 
 
 def reference(ranks, offload=False):
-    return AuxiliaryRole("reference", Layout(), {"weights": (GIGA,)}, 0.0, 4.0, ranks, offload)
+    parts = {"weights": (GIGA,)}
+    return AuxiliaryRole("reference", Layout(), ranks=ranks, offload=offload, parts=parts, inference_seconds=4.0)
 
 
 def seconds(offload=False, ranks=ALL, auxiliary_roles=()):

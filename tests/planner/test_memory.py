@@ -11,10 +11,10 @@ from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
 from verl_mg.models.hf_config import parse_config
 from verl_mg.planner.activation_memory import activation_bytes, chunks_in_flight
 from verl_mg.planner.activations import kept_elements
+from verl_mg.planner.command import auxiliary_role
 from verl_mg.planner.inputs import GIB, AuxiliaryRole
 from verl_mg.planner.memory import Elements, TrainMemory, elements, kv_bytes, rollout_memory, train_memory
 from verl_mg.planner.memory_phases import awake, engine_limit, problem, syncing, training
-from verl_mg.planner.roles import PlannedRole, auxiliary_role
 from verl_mg.sharding.weight_table import weight_table
 
 
@@ -217,7 +217,8 @@ def test_activation_bytes_shrink_with_tp_and_cp_and_grow_with_micro_batch():
 
 ACTOR = TrainMemory((), {"weights": (10, 20), "gradients": (20, 40), "optimizer states": (5, 5), "activations": (9, 1)})
 ALL = tuple(range(8))
-CRITIC = AuxiliaryRole("critic", Layout(pp=4), {"weights": (1, 2, 3, 40), "activations": (7, 8, 9, 10)}, 0.0, 0.0, ALL)
+PARTS = {"weights": (1, 2, 3, 40), "activations": (7, 8, 9, 10)}
+CRITIC = AuxiliaryRole("critic", Layout(pp=4), ranks=ALL, parts=PARTS)
 
 
 def size(parts):
@@ -269,15 +270,15 @@ def test_auxiliary_role_trained_and_frozen_parts():
     inputs, layout = tiny(DENSE), Layout.parse("tp2-pp2").fit(8)
     actor = train_memory(inputs, layout)
     value = weight_table(inputs.weights.config, "value")
-    critic = auxiliary_role(inputs, PlannedRole("critic", Layout.parse("tp2-pp2"), value, True, 64))
-    reference = auxiliary_role(inputs, PlannedRole("reference", Layout.parse("tp2-pp2"), inputs.weights, False, 64))
+    critic = auxiliary_role(inputs, AuxiliaryRole("critic", Layout.parse("tp2-pp2"), True, 64), value)
+    reference = auxiliary_role(inputs, AuxiliaryRole("reference", Layout.parse("tp2-pp2"), False, 64), inputs.weights)
     # The output layer's 32 of 64 rows of 32 elements, against one row of 32.
     assert actor.parts["weights"][1] - critic.parts["weights"][1] == 2 * (32 * 32 - 32)
     assert critic.parts["weights"][0] == actor.parts["weights"][0] == reference.parts["weights"][0]
     assert set(reference.parts) == {"weights", "activations"} and critic.update_seconds > 0 == reference.update_seconds
     assert max(reference.parts["activations"]) < max(actor.parts["activations"])
     with pytest.raises(UserError, match="^critic: layout pp3"):
-        auxiliary_role(inputs, PlannedRole("critic", Layout.parse("pp3"), value, True, 64))
+        auxiliary_role(inputs, AuxiliaryRole("critic", Layout.parse("pp3"), True, 64), value)
 
 
 def test_training_roles_on_disjoint_ranks_do_not_add_up():

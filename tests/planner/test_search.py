@@ -8,12 +8,12 @@ from tests.planner.tiny_inputs import DENSE, MIXTURE, published, tiny
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, Layout
 from verl_mg.layout.suggest import format_layout
-from verl_mg.planner.balance import balanced
 from verl_mg.planner.cost import bubble_share, train_seconds, update_parts, update_seconds_by_stage
 from verl_mg.planner.generation_time import rollout_seconds
 from verl_mg.planner.memory import rollout_memory, train_memory
 from verl_mg.planner.memory_phases import problem
 from verl_mg.planner.search import (
+    balanced,
     check_rollout,
     nearest_rollout,
     nearest_train,

@@ -8,7 +8,7 @@ from tests.helpers.rank_pool import RankError
 from tests.helpers.tiny_jobs import metrics_of
 from tests.helpers.tiny_models import tiny_model
 from tests.run.jobs import copy_interrupted, opened_files, resumable_job, without_weights
-from verl_mg.checkpoint.model_directory import SINGLE
+from verl_mg.models.hf_config import SINGLE
 
 # Two roles with an adaptive coefficient, offload and a curriculum; a buffer of batches on a pipeline; aborted samples
 # and a rollback; adapters in bfloat16; experts with moments on the host. Nightly, each alone.
