@@ -191,11 +191,7 @@ def _decorators(function: Function) -> set[str]:
 
 
 def _is_exempt(
-    file: Path,
-    owner: ast.ClassDef | None,
-    function: Function,
-    names: list[str],
-    classes: Mapping[str, list[ClassInfo]],
+    file: Path, owner: ast.ClassDef | None, function: Function, names: list[str], classes: Mapping[str, list[ClassInfo]]
 ) -> bool:
     if PRIVATE_CALLS & _decorators(function):
         return True

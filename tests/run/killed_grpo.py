@@ -7,6 +7,7 @@ import time
 
 import torch.distributed as dist
 
+from tests.run.jobs import kill_ranks
 from tests.run.kill_ranks import kill_ranks
 from verl_mg.distributed.collectives import all_gather_json
 from verl_mg.job.job import Job
