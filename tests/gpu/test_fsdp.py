@@ -22,8 +22,7 @@ from tests.megatron.training import (
 )
 from verl_mg import device
 from verl_mg.config import FsdpConfig
-from verl_mg.fsdp.attention import packed_attention
-from verl_mg.fsdp.packed_rows import PackedRows
+from verl_mg.fsdp.packed_rows import PackedRows, packed_attention
 from verl_mg.models.hf_config import read_config
 
 NAMES = ("dense", "mixture", "capped", "latent")

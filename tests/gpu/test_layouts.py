@@ -20,7 +20,7 @@ from tests.megatron.training import (
 )
 from verl_mg.config import MegatronConfig
 from verl_mg.layout import Layout
-from verl_mg.megatron.kernels import resolve_kernels
+from verl_mg.megatron.transformer_config import resolve_kernels
 from verl_mg.models.hf_config import read_config
 
 ROWS = 12

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers.rank_pool import job_context
+from tests.helpers.roles import build_role
 from tests.helpers.tiny_models import tiny_model
 from tests.helpers.traces import folder_of, needs_sglang, sglang_traces
 from verl_mg.config import Config, JobConfig, OptimizerConfig
@@ -55,12 +55,11 @@ def config(model, **rollout) -> Config:
 
 def sync_plans(model, table_file):
     """Chunks of a weight sync (shards, dtypes and schedule) with the built-in and with the traced table."""
-    actor = Actor(
+    actor = build_role(
+        Actor,
         model,
         ParallelGroups(Placement(Layout.parse("tp2"), (0, 1))),
-        job_context(),
         dtype=torch.bfloat16,
-        temperature=1.0,
         tokens_per_micro_batch=64,
         optimizer=OptimizerConfig(),
     )

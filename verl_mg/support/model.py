@@ -32,6 +32,7 @@ from verl_mg.sharding.module_table import module_table
 from verl_mg.sharding.traced_table import EngineName
 from verl_mg.sharding.weight_table import weight_table
 from verl_mg.support.answers import Answer, ask, ask_sizes, attempt
+from verl_mg.training.model_spec import ModelSpec
 
 LARGEST = 64
 """Largest size of a dimension that is tried, except pp and ep, which are tried up to all layers and experts."""
@@ -109,10 +110,12 @@ class ModelSupport:
             yield Answer("backend megatron", False, reason)
             return
 
+        spec = ModelSpec(self.model_dir, torch.bfloat16)
+
         def check(text: str) -> None:
             layout = Layout.parse(text)
-            check_layout(config, layout, megatron=MegatronConfig())
-            transformer_config(config, layout, torch.bfloat16, False)
+            check_layout(config, layout, spec)
+            transformer_config(config, layout, spec)
 
         yield ask("backend megatron", lambda: check("tp1"))
         largest = {"pp": config.layers, "ep": config.experts.count if config.experts else 1}
