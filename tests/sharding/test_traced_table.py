@@ -17,6 +17,7 @@ from tests.helpers.random_models import config, configs, engines, sources
 from tests.helpers.rank_pool import job_context
 from tests.helpers.tiny_models import tiny_model
 from tests.helpers.traces import folder_of, needs_sglang, sglang_traces
+from tests.helpers.roles import build_role
 from verl_mg.config import Config, JobConfig, OptimizerConfig
 from verl_mg.errors import UserError
 from verl_mg.job import build_engines
@@ -232,15 +233,7 @@ def job_config(model, **rollout) -> Config:
 
 def sync_plans(model, table_file):
     """Chunks of a weight sync (shards, dtypes and schedule) with the built-in and with the traced table."""
-    actor = Actor(
-        model,
-        ParallelGroups(Placement(Layout.parse("tp2"), (0, 1))),
-        job_context(),
-        dtype=torch.bfloat16,
-        temperature=1.0,
-        tokens_per_micro_batch=64,
-        optimizer=OptimizerConfig(),
-    )
+    actor = build_role(Actor, model, "tp2", dtype=torch.bfloat16, optimizer=OptimizerConfig())
     builtin, placement = actor.runner.table, EnginePlacement(TP2, (0, 1))
     plans = []
     for table in (builtin, builtin.with_traced_table(table_file)):

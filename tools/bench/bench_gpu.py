@@ -48,7 +48,7 @@ from verl_mg.engines import Sampling
 from verl_mg.job.build_engines import build_engine_group
 from verl_mg.job.build_models import ModelRoleBuilder
 from verl_mg.layout import Layout
-from verl_mg.megatron.kernels import resolve_kernels
+from verl_mg.megatron.transformer_config import resolve_kernels
 from verl_mg.models.flops import row_flops
 from verl_mg.models.hf_config import read_config
 from verl_mg.monitor.throughput import device_peak, model_flops
