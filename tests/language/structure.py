@@ -28,7 +28,7 @@ EXTERNAL_OVERRIDES = {
 }
 INTERFACES = (
     *("recipes", "verl_mg/api.py", "verl_mg/batch.py", "verl_mg/algorithms", "verl_mg/data", "verl_mg/rewards"),
-    *("verl_mg/job/job.py", "verl_mg/roles/models.py", "verl_mg/rollout/rollout.py", "verl_mg/agents/tools/builtin.py"),
+    *("verl_mg/job/job.py", "verl_mg/roles/models.py", "verl_mg/agents/tools/builtin.py"),
     *("verl_mg/reshard/plan.py", "verl_mg/reshard/schedule.py", "verl_mg/reshard/execute.py"),
     *("verl_mg/sharding/boxes.py", "verl_mg/sharding/param_spec.py", "verl_mg/sharding/shard_map.py"),
     "verl_mg/sharding/weight_table.py",
