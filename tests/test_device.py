@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.rank_pool import RankPool
 from verl_mg.device import without_expandable_segments
 from verl_mg.fsdp.mesh import MeshGroups
 from verl_mg.fsdp.model_runner import ModuleRunner
@@ -53,6 +52,6 @@ def tf32_allowed(model: Path, backend: str, dtype: torch.dtype) -> bool:
 
 @pytest.mark.parametrize("backend", ["megatron", "fsdp"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_model_in_float32_leaves_no_tf32(ranks: RankPool, tmp_path: Path, backend: str, dtype: torch.dtype) -> None:
+def test_model_in_float32_leaves_no_tf32(ranks, tmp_path, backend, dtype):
     model = make_tiny_model(tmp_path / "model", "qwen3", characters="abcd")
     assert ranks.run(1, tf32_allowed, model, backend, dtype) == [dtype != torch.float32]

@@ -12,17 +12,15 @@ from tests.helpers.engines import SGLANG, VLLM
 from tests.helpers.engines import overrides as of_engine
 from tests.helpers.rank_pool import job_store
 from tests.helpers.sglang_servers import RunningServer
-from tests.helpers.tiny_jobs import RECIPES, files_of, run_here, write_lines, write_sums
+from tests.helpers.tiny_jobs import RECIPES, files_of, run_recipe, write_lines, write_sums
 from tests.helpers.tiny_models import CHARACTERS
 from tests.helpers.traces import needs_sglang
 from tests.oracles.plain_evaluation import greedy_responses, mean, pass_at
-from verl_mg.config import load_config
 from verl_mg.distributed.world import World
 from verl_mg.errors import UserError
 from verl_mg.evaluation.command import evaluate
-from verl_mg.evaluation.configuration import evaluation_config
+from verl_mg.evaluation.configuration import Target, evaluation_config
 from verl_mg.evaluation.results import Report
-from verl_mg.evaluation.target import Target
 from verl_mg.import_function import load_function
 from verl_mg.job.evaluation import evaluation_sets
 from verl_mg.job.recipe import load_recipe
@@ -49,7 +47,7 @@ def train(folder: Path) -> None:
         "algorithm.prompts_per_iteration=6",
         "algorithm.group_size=4",
     ]
-    run_here(GRPO, load_config(None, overrides, GRPO.config))
+    run_recipe("grpo", overrides)
 
 
 def evaluated(text: str, sets: list[str], overrides: list[str], output: Path) -> Report:
@@ -59,7 +57,7 @@ def evaluated(text: str, sets: list[str], overrides: list[str], output: Path) ->
 
 
 @pytest.fixture(scope="module")
-def inputs(ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def inputs(ranks, tmp_path_factory) -> Path:
     """A model, sets, and a run whose weights differ from the model's."""
     folder = tmp_path_factory.mktemp("inputs")
     # Sizes that the engines compute with on a CPU.

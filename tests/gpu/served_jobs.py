@@ -107,11 +107,7 @@ def through_integers(weight: Tensor) -> Tensor:
     return ((groups / scales).clamp(-8, 7).round().float() * scales.float()).flatten(1)
 
 
-QUANTIZED: dict[str, Values] = {
-    "fp8_block": through_blocks,
-    "fp8_channel": through_channels,
-    "int4": through_integers,
-}
+QUANTIZED: dict[str, Values] = {"fp8_block": through_blocks, "fp8_channel": through_channels, "int4": through_integers}
 """Forms of weights in quantized engines, by `rollout.wire`."""
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.rank_pool import RankPool
 from tests.helpers.tiny_models import random_rows
 from tests.megatron.layout_models import HALF_HEAD_DIM, make_model
 from tools.bench.bench_gpu import policy_loss
@@ -37,5 +36,5 @@ def waits_for_a_micro_batch(model: Path) -> int:
 
 @pytest.mark.usefixtures("on_gpu")
 @pytest.mark.parametrize("name", ["dense", "mixture"])
-def test_update_waits_for_no_micro_batch(ranks: RankPool, tmp_path: Path, name: str) -> None:
+def test_update_waits_for_no_micro_batch(ranks, tmp_path, name):
     assert ranks.run(1, waits_for_a_micro_batch, make_model(tmp_path / "m", name, head_dim=HALF_HEAD_DIM)) == [0]

@@ -6,8 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.machine import Machine
-from tests.helpers.rank_pool import RankPool
 from tests.helpers.tiny_models import CHARACTERS, random_rows
 from tests.megatron.training import token_loss
 from verl_mg import device
@@ -88,9 +86,7 @@ def _free() -> int:
 
 
 @pytest.mark.parametrize("backend", ["megatron", "fsdp"])
-def test_offload_of_role_returns_its_memory_to_the_device(
-    ranks: RankPool, machine: Machine, tmp_path: Path, backend: str
-) -> None:
+def test_offload_of_role_returns_its_memory_to_the_device(ranks, machine, tmp_path, backend):
     sizes = SIZES["gpu" if machine.gpus else "cpu"]
     model = make_tiny_model(tmp_path / "model", "qwen3", characters=CHARACTERS, **sizes)
     ((found),) = ranks.run(1, offloaded, model, backend)
@@ -135,7 +131,7 @@ def in_host_memory(model: Path) -> InHostMemory:
     return InHostMemory(size, before - _free(), pinned, {tensor.device.type for tensor in stored})
 
 
-def test_weights_in_host_memory_take_none_of_the_device(ranks: RankPool, machine: Machine, tmp_path: Path) -> None:
+def test_weights_in_host_memory_take_none_of_the_device(ranks, machine, tmp_path):
     sizes = SIZES["gpu" if machine.gpus else "cpu"]
     model = make_tiny_model(tmp_path / "model", "qwen3", characters=CHARACTERS, **sizes)
     ((found),) = ranks.run(1, in_host_memory, model)

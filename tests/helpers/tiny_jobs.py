@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
 
 from tests.helpers.rank_pool import job_store
-from verl_mg.config import Config
+from verl_mg.config import Config, load_config
 from verl_mg.distributed.world import World
-from verl_mg.job.recipe import Recipe
+from verl_mg.job.recipe import Recipe, load_recipe
+from verl_mg.run.checkpointer import SUMS
 from verl_mg.run.loop import train
 from verl_mg.run.mode import FULL_RUN, RunMode
 
@@ -42,6 +44,22 @@ def files_of(inputs: Path, output: Path) -> list[str]:
     ]
 
 
+def run_recipe(
+    recipe: str | Path, overrides: Sequence[str], mode: RunMode = FULL_RUN, file: str | Path | None = None
+) -> Config:
+    """This rank's part of a job; the recipe is a file, or the name of one that is shipped."""
+    loaded = load_recipe(recipe)
+    configured = load_config(file, overrides, loaded.config)
+    run_here(loaded, configured, mode)
+    return configured
+
+
+def roles_of(recipe: str | Path) -> Collection[str]:
+    """Roles of a recipe without any setting."""
+    loaded = load_recipe(recipe)
+    return loaded.roles(loaded.config())
+
+
 def run_here(recipe: Recipe, config: Config, half: RunMode = FULL_RUN) -> None:
     """This rank's part."""
     train(recipe, config, World(dist.get_rank(), dist.get_world_size(), job_store()), half)
@@ -55,3 +73,10 @@ def logged(output: Path) -> Metrics:
 def metrics_of(output: Path) -> Metrics:
     """The same without seconds, which no two runs share."""
     return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in logged(output)]
+
+
+def rewrite_sums(checkpoint: Path) -> None:
+    """Makes SHA256SUMS agree with damaged files, so that their readers meet the damage."""
+    files = [path for path in sorted(checkpoint.iterdir()) if path.is_file() and path.name != SUMS]
+    lines = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in files]
+    (checkpoint / SUMS).write_text("".join(lines))

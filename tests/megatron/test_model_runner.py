@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tests.helpers.rank_pool import RankError
 from tests.helpers.tiny_models import LATENT, LINEAR, MIXTURES, TRAINED, oracle, oracle_outputs, random_rows, tiny_model
 from verl_mg.checkpoint.hf_safetensors import CheckpointReader
-from verl_mg.checkpoint.model_directory import INDEX, SINGLE, ModelDirectories, ModelDirectory
+from verl_mg.checkpoint.model_directory import ModelDirectories, ModelDirectory
 from verl_mg.checkpoint.reader_assignment import ReaderShardMap
 from verl_mg.checkpoint.safetensors_file import SafetensorsFile
 from verl_mg.errors import UserError
@@ -20,7 +20,7 @@ from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.microbatch import make_micro_batch
 from verl_mg.megatron.model_runner import ModelRunner, check_layout
 from verl_mg.megatron.process_groups import ParallelGroups
-from verl_mg.models.hf_config import read_config
+from verl_mg.models.hf_config import INDEX, SINGLE, read_config
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.sharding.boxes import numel, slices
 from verl_mg.sharding.weight_table import weight_table

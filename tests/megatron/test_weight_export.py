@@ -9,12 +9,12 @@ from safetensors.torch import load_file
 
 from tests.helpers.tiny_models import SPARSE, published_mixture, tiny_model
 from verl_mg.checkpoint.hf_safetensors import CheckpointWriter
-from verl_mg.checkpoint.model_directory import SINGLE
 from verl_mg.fsdp.mesh import MeshGroups
 from verl_mg.fsdp.model_runner import ModuleRunner
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.model_runner import ModelRunner
 from verl_mg.megatron.process_groups import ParallelGroups
+from verl_mg.models.hf_config import SINGLE
 from verl_mg.training import weight_export
 
 

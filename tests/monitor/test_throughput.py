@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from tests.helpers.rank_pool import job_store
 from tests.helpers.tiny_jobs import logged
-from tests.run.short_jobs import GRPO, job
+from tests.run.jobs import GRPO, job
 from verl_mg.batch import Batch
 from verl_mg.config import load_config
 from verl_mg.job.job import Job
@@ -73,7 +73,7 @@ def counted(inputs, layout):
     common = [
         f"model.path={inputs / 'model'}",
         f"data.train={inputs / 'sums.jsonl'}",
-        f"reward.function={inputs / 'reward.py'}:digits",
+        f"reward.function={inputs / 'reward.py'}:score",
         "rollout.max_new_tokens=5",
         "actor.tokens_per_micro_batch=64",
         f"actor.layout={layout}",

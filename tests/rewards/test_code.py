@@ -70,7 +70,7 @@ ADDS = "def add(a, b):\n    print('noise')\n    return a + b"
         ("import threading, time\nthreading.Thread(target=time.sleep, args=(600,)).start()\n" + ADDS, HUMAN_EVAL),
     ],
 )  # fmt: skip
-def test_score_right_program_returns_1(program: str, record: dict[str, Any]) -> None:
+def test_score_right_program_returns_1(program, record):
     assert score(program, record, memory_mb=4096) == Reward(1.0, parts(1.0, 1.0))
 
 
@@ -90,7 +90,7 @@ def test_score_right_program_returns_1(program: str, record: dict[str, Any]) -> 
         ("x = []\nx.append(x)\ndef add(a, b): return x", {"test_list": ASSERTIONS[:2]}, 0.0),
     ],
 )
-def test_score_wrong_program_returns_0_or_partial_credit(program: str, record: dict[str, Any], passed: float) -> None:
+def test_score_wrong_program_returns_0_or_partial_credit(program, record, passed):
     assert score(program, record).value == 0.0
     assert score(program, record, partial=True) == Reward(passed, parts(0.0, passed))
 
@@ -106,11 +106,11 @@ def test_score_wrong_program_returns_0_or_partial_credit(program: str, record: d
         ("no program", None),
     ],
 )
-def test_last_program_returns_the_last_python_block(response: str, program: str | None) -> None:
+def test_last_program_returns_the_last_python_block(response, program):
     assert last_program(response) == program
 
 
-def test_score_response_without_program_returns_0() -> None:
+def test_score_response_without_program_returns_0():
     sample = Sample("p", "I cannot.", None, {"input_output": DOUBLE}, "stop")
     assert reward()(sample) == Reward(0.0, parts(0.0, 0.0, answered=0.0))
 
@@ -128,7 +128,7 @@ def test_score_response_without_program_returns_0() -> None:
         ("", "", True),
     ],
 )
-def test_same_text_compares_words_and_fractions_by_value(written: str, expected: str, same: bool) -> None:
+def test_same_text_compares_words_and_fractions_by_value(written, expected, same):
     assert same_text(written, expected) is same
 
 
@@ -145,7 +145,7 @@ def test_same_text_compares_words_and_fractions_by_value(written: str, expected:
         ({"input_output": DOUBLE}, {"seconds": 0}, "seconds=0"),
     ],
 )
-def test_score_invalid_test_cases_raise(record: dict[str, Any], options: dict[str, Any], reason: str) -> None:
+def test_score_invalid_test_cases_raise(record, options, reason):
     with pytest.raises(UserError, match=reason):
         score("print(1)", record, **options)
 
@@ -169,11 +169,11 @@ FORGERIES = {
 
 @pytest.mark.parametrize("program", FORGERIES.values(), ids=FORGERIES)
 @pytest.mark.parametrize("record", [{"input_output": ADD}, {"test_list": ASSERTIONS[:2]}, {"input_output": DOUBLE}])
-def test_score_forged_results_return_0(program: str, record: dict[str, Any]) -> None:
+def test_score_forged_results_return_0(program, record):
     assert score(program, record, partial=True).value == 0.0
 
 
-def test_score_expected_values_are_not_in_the_sandbox() -> None:
+def test_score_expected_values_are_not_in_the_sandbox():
     search = (
         "import gc, sys\ntext = repr([o for o in gc.get_objects() if isinstance(o, (dict, list))])\n"
         "frame = sys._getframe()\nwhile frame: text += repr(frame.f_locals); frame = frame.f_back\n"
@@ -224,7 +224,7 @@ NAMESPACES_NEEDED = ("file deletion", "network")
 
 @pytest.mark.parametrize("kind", HOSTILE)
 @pytest.mark.parametrize("record", [{"input_output": DOUBLE}, {"test_list": ASSERTIONS}], ids=["stdin", "calls"])
-def test_score_hostile_program_returns_0_and_leaves_nothing(kind: str, record: dict[str, Any], tmp_path: Path) -> None:
+def test_score_hostile_program_returns_0_and_leaves_nothing(kind, record, tmp_path):
     if kind in NAMESPACES_NEEDED and not isolated():
         pytest.skip("no namespaces on this machine")
     canary, name = tmp_path / "canary", uuid.uuid4().hex[:12]
@@ -245,7 +245,7 @@ def test_score_hostile_program_returns_0_and_leaves_nothing(kind: str, record: d
     assert set(os.listdir(tmp_path)) == before
 
 
-def test_score_programs_concurrently_and_discard_kills() -> None:
+def test_score_programs_concurrently_and_discard_kills():
     def sample(program: str) -> Sample:
         return Sample("p", f"```python\n{program}\n```", None, {"tests": [{"input": "", "output": "3"}]}, "stop")
 

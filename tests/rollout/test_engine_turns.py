@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from recipes.tasks.calculator import make
 from tests.helpers.engines import SGLANG, VLLM_NIGHTLY, process_of
 from tests.rollout.engine_jobs import engine_job
 from verl_mg.agents.tool_calls import ToolCall
+from verl_mg.recipes.tasks.calculator import make
 
 TURNS = 3
 EXPRESSION = json.dumps({"expression": "20+22"})
