@@ -17,6 +17,7 @@ DAPO_PROMPT = (
     "$Answer (without quotes) where $Answer is the answer to the problem.\n\n{}\n\nRemember to put your answer on its "
     'own line after "Answer:".'
 )
+from tests.helpers.json_lines import write_lines
 
 
 def verl_row(problem: str, answer: str, index: str) -> Row:
@@ -91,7 +92,7 @@ def write_published(folder: Path) -> dict[str, list[Path]]:
     math = write_parquet(folder / "math.parquet", MATH_ROWS)
     lines = {"math_500": [MATH_500_ROW], "magicoder": MAGICODER_ROWS, "evol": EVOL_ROWS}
     for name, rows in lines.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(folder / f"{name}.jsonl", rows)
     code = [folder / "magicoder.jsonl", folder / "evol.jsonl"]
     return {
         "dapo_math_17k": [dapo],

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from recipes.tasks.repeat_digit import DIGITS, LENGTH
+from tests.helpers.json_lines import write_lines
 from tests.helpers.json_server import JsonRequest, JsonResponse, serving
-from tests.helpers.tiny_jobs import write_lines
 from tests.recipes.tiny_runs import TEACHER_OF, Goal, tiny_run
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.run.loop import MODEL
