@@ -15,7 +15,6 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from recipes.tasks import repeat_digit
 from tests.helpers import warm_start
 from tests.helpers.json_lines import read_lines
 from tests.helpers.tiny_jobs import run_recipe
@@ -26,6 +25,7 @@ from verl_mg.config.tree import Config
 from verl_mg.errors import UserError
 from verl_mg.job.job import Job
 from verl_mg.job.recipe import load_recipe
+from verl_mg.recipes.tasks import repeat_digit
 
 ROOT = Path(__file__).parents[1]
 TOP = [ROOT / name for name in ("AGENTS.md", "CONTRIBUTING.md", "README.md")]
@@ -96,7 +96,7 @@ MEGATRON_CORE = {
 
 
 def algorithms() -> list[type[ConfigSection]]:
-    return [load_recipe(file).config for file in sorted((ROOT / "recipes").glob("*.py"))]
+    return [load_recipe(file).config for file in sorted((ROOT / "recipes").glob("[!_]*.py"))]
 
 
 def is_key(key: str, kinds: list[type[ConfigSection]]) -> bool:

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from distutils.core import run_setup  # that of setuptools
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -75,20 +76,63 @@ def test_pins_are_those_that_sglang_shares_with_training():
 def wheel(tmp_path) -> Path:
     """The wheel of the checkout, built in a copy, as the build writes next to setup.py."""
     source = tmp_path / "source"
-    for name in ("verl_mg", "recipes"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "recipes", source / "recipes", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "verl_mg", source / "verl_mg", symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "setup.py", source)
-    subprocess.run([sys.executable, "setup.py", "-q", "bdist_wheel"], cwd=source, check=True, capture_output=True)
-    (file,) = (source / "dist").iterdir()
+    build = ["-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path), str(source)]
+    subprocess.run([sys.executable, *build], check=True, capture_output=True)
+    (file,) = tmp_path.glob("*.whl")
     return file
 
 
-def test_wheel_has_the_recipes_their_configurations_and_the_page(wheel):
-    packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+def test_wheel_has_the_recipes_their_configurations_and_the_page(wheel: Path) -> None:
+    packed = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
     tracked = subprocess.run(["git", "ls-files", "verl_mg", "recipes"], cwd=ROOT, capture_output=True, text=True).stdout
     if not tracked:
         pytest.skip("not a checkout")
-    assert packed >= {name for name in tracked.split() if not name.endswith(".md") and (ROOT / name).exists()}
+    files = [name for name in tracked.split() if not name.endswith(".md") and (ROOT / name).is_file()]
+    assert set(packed) >= {f"verl_mg/{name}" if name.startswith("recipes/") else name for name in files}
+    assert {name.split("/")[0] for name in packed} == {"verl_mg"}
+
+
+NAMES = """
+import site, sys
+site.addsitedir(sys.argv[1])
+sys.path.append(sys.argv[2])
+import verl_mg.recipes.common.kl, verl_mg.recipes.grpo
+from verl_mg.job.recipe import load_recipe
+from verl_mg.import_function import load_function
+assert load_recipe("grpo").config is verl_mg.recipes.grpo.Config is load_recipe("recipes/grpo.py").config
+assert load_recipe("mine.py").config.__module__ == "recipe_mine"
+assert load_function("verl_mg.recipes.environments.harbor:run", "agent")
+try:
+    import recipes.grpo
+except ImportError:
+    print(verl_mg.__file__, verl_mg.recipes.grpo.KLConfig.__module__)
+"""
+
+
+@pytest.mark.parametrize("installed", ["checkout", "editable", "wheel"])
+def test_recipes_have_one_name_however_the_package_is_installed(installed: str, tmp_path: Path, request) -> None:
+    site = source = ROOT
+    if installed == "wheel":
+        site = source = tmp_path / "site"
+        zipfile.ZipFile(request.getfixturevalue("wheel")).extractall(site)
+    elif installed == "editable":
+        site, source = tmp_path / "site", tmp_path / "checkout"
+        shutil.copytree(ROOT, source, symlinks=True, ignore=shutil.ignore_patterns(".*", "docs", "tests"))
+        options = ["--no-deps", "--no-build-isolation", "--target", str(site)]
+        subprocess.run([sys.executable, "-m", "pip", "install", "-q", *options, "-e", str(source)], check=True)
+    shutil.copy(ROOT / "recipes" / "grpo.py", tmp_path / "mine.py")
+    done = subprocess.run(
+        # Without the hooks of this environment, which may have the checkout installed already.
+        [sys.executable, "-S", "-c", NAMES, str(site), sysconfig.get_path("purelib")],
+        cwd=tmp_path,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.stderr, done.stdout.split()) == ("", [f"{source}/verl_mg/__init__.py", "verl_mg.recipes.common.kl"])
 
 
 @pytest.mark.nightly

@@ -11,13 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
-from tests.agents.logged_engine import LoggedEngine
+from tests.agents.agent_runs import LoggedEngine
 from tests.helpers.tiny_models import noise_image, vision_model
 from tests.helpers.traces import needs_sglang
 from verl_mg.agents.agent import Session
 from verl_mg.agents.call import Call, RequestError
 from verl_mg.agents.engine import AgentEngine
-from verl_mg.agents.parsers import ReplyParser
 from verl_mg.agents.protocols.chat_completions import ChatCompletions
 from verl_mg.agents.protocols.memory import SessionMemory
 from verl_mg.agents.protocols.messages import Messages
@@ -25,6 +24,7 @@ from verl_mg.agents.protocols.responses import Responses
 from verl_mg.agents.renderer import ConversationRenderer
 from verl_mg.agents.runner import AgentSettings
 from verl_mg.agents.sessions import Generate, Sessions
+from verl_mg.agents.tool_calls import ReplyParser
 from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.data.images import ImageLimits, ImageSource
 from verl_mg.data.prompts import Prompt

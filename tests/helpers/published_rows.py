@@ -10,6 +10,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 
+from tests.helpers.json_lines import write_lines
+
 Row = dict[str, Any]
 
 DAPO_PROMPT = (
@@ -17,7 +19,6 @@ DAPO_PROMPT = (
     "$Answer (without quotes) where $Answer is the answer to the problem.\n\n{}\n\nRemember to put your answer on its "
     'own line after "Answer:".'
 )
-from tests.helpers.json_lines import write_lines
 
 
 def verl_row(problem: str, answer: str, index: str) -> Row:

@@ -52,7 +52,7 @@ IMPORTED_IN_FUNCTIONS = (
     *(["pandas"] if find_spec("pandas") else []),
     "megatron.core.models.mimo",
     "transformers.models.qwen3.modeling_qwen3",
-    "recipes.common.kl",
+    "verl_mg.recipes.common.kl",
 )
 """Modules that every job imports late: in a function of the project or of a package."""
 IMPORTED_BY_JOBS = (

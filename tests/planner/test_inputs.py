@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from recipes import gkd, ppo
 from tests.planner.tiny_inputs import CONFIGS
 from verl_mg.cli import main
 from verl_mg.config import load_config
@@ -14,6 +13,7 @@ from verl_mg.monitor.throughput import peak_flops
 from verl_mg.planner.efficiency import FITTED, GPUS
 from verl_mg.planner.from_config import PlanRequest, plan_request
 from verl_mg.planner.inputs import FIGURES, read_hardware_profile
+from verl_mg.recipes import gkd, ppo
 
 PLAN = ["plan", "--model", str(CONFIGS / "qwen3_1_7b.json"), "--train", "tp1", "--rollout", "tp1", "--json"]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.tasks import repeat_digit
+from verl_mg.recipes.tasks import repeat_digit
 
 Tasks = Callable[[int], Path]
 

@@ -7,19 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from recipes.tasks import colored_squares
 from tests.helpers.engines import overrides as engine_overrides
 from tests.helpers.tiny_jobs import RECIPES, logged, metrics_of, run_recipe
 from tests.helpers.traces import needs_sglang, needs_vllm
 from tests.run.jobs import copy_interrupted
+from tests.run.resumed_jobs import copy_interrupted
+from verl_mg.recipes.tasks import colored_squares
 from verl_mg.run.mode import FULL_RUN, RunMode
 
 CONFIG = RECIPES / "configs" / "colored_squares_grpo.yaml"
 SHORT = ["algorithm.prompts_per_iteration=6", "algorithm.group_size=4", "evaluation.every=0"]
 OF_ENGINES = ("weight_sync/", "eval/", "rollout/load_imbalance", "rollout/engine_deaths")
 KEEPING = """
-from recipes import grpo
-from recipes.grpo import Config, roles
+from verl_mg.recipes import grpo
+from verl_mg.recipes.grpo import Config, roles
 from verl_mg.batch import Batch
 
 

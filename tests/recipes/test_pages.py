@@ -12,7 +12,7 @@ from tests.recipes.tiny_runs import LETTERS, tiny_run
 from verl_mg.config import RecipeConfig, load_config
 from verl_mg.job.recipe import load_recipe, requested_roles
 
-FILES = sorted(RECIPES.glob("*.py"))
+FILES = sorted(RECIPES.glob("[!_]*.py"))
 COMMON = sorted((RECIPES / "common").glob("*.py"))
 WITHOUT_SAMPLING = {"sft", "dpo", "reward_model"}
 BY_DIVERGENCE = {"gkd"}
@@ -92,11 +92,11 @@ def test_page_of_a_recipe_is_short_and_begins_with_paper_and_data_flow(file):
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_recipe_imports_no_other_recipe(file):
-    recipes = {f"recipes.{other.stem}" for other in FILES}
+    recipes = {f"verl_mg.recipes.{other.stem}" for other in FILES}
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom):
             assert node.module not in recipes
-            assert node.module != "recipes", ast.unparse(node)
+            assert node.module not in ("recipes", "verl_mg.recipes"), ast.unparse(node)
 
 
 README = (RECIPES / "README.md").read_text(encoding="utf-8")
@@ -118,7 +118,7 @@ def test_recipe_in_readme_and_configs_is_listed_and_valid(file):
     "file", [*RECIPES.glob("common/*.py"), *RECIPES.glob("tasks/*.py")], ids=lambda file: file.stem
 )
 def test_helpers_and_tasks_import_no_recipe(file):
-    recipes = {f"recipes.{recipe.stem}" for recipe in FILES}
+    recipes = {f"verl_mg.recipes.{recipe.stem}" for recipe in FILES}
     assert not imported(file) & recipes
 
 

@@ -25,7 +25,7 @@ from verl_mg.servers.info import ServerInfo, ServerRequirements, check
 SPY = """
 import os
 import torch
-from recipes.grpo import Config, iteration as learn, roles
+from verl_mg.recipes.grpo import Config, iteration as learn, roles
 
 def iteration(job, cfg):
     chunk = job.actor.runner.chunks[0]

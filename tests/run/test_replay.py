@@ -28,7 +28,7 @@ from verl_mg.run.replay import ReplayRollout
 ENGINES = ("weight_sync/", "eval/", "rollout/load_imbalance", "rollout/engine_deaths")
 """The metrics of engines, which a replay does not have."""
 CHANGING = """
-from recipes.grpo import Config, policy_loss, roles
+from verl_mg.recipes.grpo import Config, policy_loss, roles
 from functools import partial
 from verl_mg.algorithms.advantages import group_relative
 

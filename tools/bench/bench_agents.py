@@ -30,10 +30,10 @@ from transformers import AutoTokenizer
 from tools.bench.local_servers import running_servers
 from verl_mg.agents.agent import Session
 from verl_mg.agents.engine import AgentEngine
-from verl_mg.agents.parsers import ReplyParser
 from verl_mg.agents.renderer import ConversationRenderer
 from verl_mg.agents.runner import AgentSettings
 from verl_mg.agents.sessions import Generate, Sessions
+from verl_mg.agents.tool_calls import ReplyParser
 from verl_mg.data.prompts import Prompt
 from verl_mg.engines.engine import Request, RolloutEngine, Sampling
 from verl_mg.engines.hf.engine import HFEngine

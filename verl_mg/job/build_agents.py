@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 from verl_mg.agents.agent import Agent
 from verl_mg.agents.command import run_command
 from verl_mg.agents.engine import AgentEngine
-from verl_mg.agents.parsers import ReplyParser
 from verl_mg.agents.renderer import ConversationRenderer
 from verl_mg.agents.runner import AgentSettings
 from verl_mg.agents.sessions import Generate, Sessions
+from verl_mg.agents.tool_calls import ReplyParser
 from verl_mg.config.roles import RolloutConfig
 from verl_mg.data.images import ImageLimits
 from verl_mg.engines.engine import RolloutEngine
 from verl_mg.errors import UserError
-from verl_mg.import_function import load_function
+from verl_mg.import_function import RECIPES, load_function
 from verl_mg.rollout.engine_group import EngineWrapper
 
 if TYPE_CHECKING:
@@ -81,7 +81,9 @@ def _agent(rollout: RolloutConfig) -> Agent:
     if rollout.agent_command:
         return functools.partial(run_command, rollout.agent_command, timeout=rollout.agent_timeout_s)
     assert rollout.agent is not None
-    agent = load_function(rollout.agent, "agent")
+    shipped = RECIPES / "environments" / f"{rollout.agent}.py"
+    name = f"verl_mg.recipes.environments.{rollout.agent}:run" if shipped.is_file() else rollout.agent
+    agent = load_function(name, "agent")
     if not inspect.iscoroutinefunction(agent):
         raise UserError(
             f"rollout.agent={rollout.agent}: not an async function. Write it as `async def run(session, sample)`."

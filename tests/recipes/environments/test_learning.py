@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from recipes.tasks import repeat_digit
 from tests.helpers.json_lines import write_lines
 from tests.helpers.tiny_jobs import Metrics
 from tests.recipes.tiny_runs import Goal, tiny_run
 from verl_mg.models.tiny_model import make_tiny_model
+from verl_mg.recipes.tasks import repeat_digit
 
 NUMBERS = range(5)
 CALLS = [f'<tool_call>\n{{"name": "double", "arguments": {{"n": {n}}}}}\n</tool_call>' for n in NUMBERS]
@@ -81,7 +81,7 @@ def test_policy_learns_a_text_game_by_the_protocol_of_openenv(learn, start_serve
     lines = learn(
         "text game",
         [{"prompt": "=", "seed": number} for number in range(200)],
-        "rollout.agent=recipes.environments.openenv:run",
+        "rollout.agent=openenv",
         f"rollout.agent_options={json.dumps({'url': url, 'reset_fields': ['seed'], 'max_tokens': 3})}",
     )
     Goal("reward/mean", (0.0, 0.25), 1.0, 0.15).check(lines)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from recipes.environments import nemo_gym
 from tests.agents.scripted_session import Message, ScriptedSample, ScriptedSession, policy
 from tests.helpers.json_server import JsonRequest, JsonResponse, serving
 from verl_mg.agents.agent import AgentError
+from verl_mg.recipes.environments import nemo_gym
 
 SERVERS = Path(__file__).with_name("nemo_gym_servers.py")
 TOOL = {

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from recipes.environments import openenv
 from tests.agents.scripted_session import Message, ScriptedSample, ScriptedSession, policy
 from verl_mg.agents.agent import AgentError
 from verl_mg.errors import UserError
+from verl_mg.recipes.environments import openenv
 
 SERVERS = Path(__file__).with_name("openenv_servers.py")
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from recipes.environments import verifiers
 from tests.agents.scripted_session import Message, ScriptedSample, ScriptedSession, policy
 from tests.helpers.json_lines import read_lines
 from tests.helpers.json_server import JsonResponse, serving
 from verl_mg.agents.agent import AgentError
 from verl_mg.errors import UserError
+from verl_mg.recipes.environments import verifiers
 
 SCRIPT = Path(__file__).parents[3] / "tools" / "serve_verifiers.py"
 # Its harness `null` is a loop of chat completions; `uv` runs it.
