@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from recipes.common.off_policy import add_off_policy_weights
 from tests.helpers.rank_pool import job_context
 from tests.helpers.tiny_models import oracle, oracle_outputs, random_rows, tiny_model
 from verl_mg.config import OptimizerConfig
@@ -17,6 +16,7 @@ from verl_mg.job.recipe import load_recipe
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.hf_config import read_config
+from verl_mg.recipes.common.off_policy import add_off_policy_weights
 from verl_mg.roles.models import Actor
 from verl_mg.training.loss_inputs import LossInputs
 

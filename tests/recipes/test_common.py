@@ -7,22 +7,27 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from recipes.common.kl import KLConfig, adapt_kl, add_kl_loss, rewards_with_kl, token_rewards_with_kl, with_current_kl
-from recipes.common.off_policy import OffPolicyConfig, add_off_policy_weights, apply_off_policy_weights
-from recipes.common.reward_parts import weighted_parts
-from recipes.common.rows import concat_rollouts, is_turn_of_data, response_lengths
 from tests.helpers.tiny_jobs import RECIPES
 from tests.recipes.scripted_job import ScriptedJob, rows
 from tests.recipes.tiny_runs import tiny_run
-from verl_mg.algorithms.advantages.group import gdpo, maxrl
-from verl_mg.algorithms.advantages.turns import gigpo, mt_grpo
 from verl_mg.algorithms.kl import adapted
 from verl_mg.batch import Batch
 from verl_mg.config import load_config
 from verl_mg.distributed import collectives
 from verl_mg.errors import UserError
 from verl_mg.job.recipe import load_recipe
-from verl_mg.recipes import dapo, grpo, pf_ppo, prime
+from verl_mg.recipes import dapo, gdpo, gigpo, grpo, maxrl, mt_grpo, pf_ppo, prime
+from verl_mg.recipes.common.kl import (
+    KLConfig,
+    adapt_kl,
+    add_kl_loss,
+    rewards_with_kl,
+    token_rewards_with_kl,
+    with_current_kl,
+)
+from verl_mg.recipes.common.off_policy import OffPolicyConfig, add_off_policy_weights, apply_off_policy_weights
+from verl_mg.recipes.common.reward_parts import weighted_parts
+from verl_mg.recipes.common.rows import concat_rollouts, is_turn_of_data, response_lengths
 from verl_mg.training.loss_inputs import LossInputs
 
 COEFFICIENT = 0.5

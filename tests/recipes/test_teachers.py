@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from recipes.tasks.repeat_digit import LENGTH
 from tests.helpers.json_lines import write_lines
 from tests.helpers.json_server import JsonRequest, JsonResponse, serving
 from tests.recipes.tiny_runs import TEACHER_OF, Goal, tiny_run
 from verl_mg.models.tiny_model import make_tiny_model
-from verl_mg.recipes.tasks.repeat_digit import DIGITS
+from verl_mg.recipes.tasks.repeat_digit import DIGITS, LENGTH
 from verl_mg.run.loop import MODEL
 
 FIRST = ["job.iterations=1", "job.save=false", "algorithm.prompts_per_iteration=9", "algorithm.group_size=2"]

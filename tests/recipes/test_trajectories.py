@@ -18,11 +18,9 @@ import torch
 import torch.distributed as dist
 
 from tests.recipes.scripted_job import ScriptedJob, ScriptedRole
-from verl_mg.algorithms.advantages.group import gdpo, maxrl, opo, rloo
-from verl_mg.algorithms.advantages.tokens import reinforce_plus_plus
 from verl_mg.batch import Batch, ColumnKind
 from verl_mg.engines.trajectory import MAX_SEGMENTS, NOT_GENERATED
-from verl_mg.recipes import dapo, dr_grpo, gpg, grpo, ppo, prime, vapo
+from verl_mg.recipes import dapo, dr_grpo, gdpo, gpg, grpo, maxrl, opo, ppo, prime, reinforce_plus_plus, rloo, vapo
 
 SEEDS, LIMIT, KL = range(4), 8, 0.1
 GAMMA, LAM = 0.9, 0.8

@@ -9,15 +9,15 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipes.common.turns import anchor_states, turn_rewards
 from tests.helpers.json_lines import write_lines
 from tests.helpers.tiny_jobs import RECIPES, logged, run_recipe
 from tests.recipes.scripted_job import ScriptedJob
 from tests.recipes.tiny_runs import Goal, placed, tiny_run
 from verl_mg.algorithms.advantages import Turns
-from verl_mg.algorithms.advantages.turns import gigpo, mt_grpo
 from verl_mg.batch import Batch, ColumnKind
 from verl_mg.models.tiny_model import make_tiny_model
+from verl_mg.recipes import gigpo, mt_grpo
+from verl_mg.recipes.common.turns import anchor_states, turn_rewards
 
 NAN = float("nan")
 # Tokens of a row: of the policy if positive, else of the prompt or of a tool. The trajectory 4 has two rows.

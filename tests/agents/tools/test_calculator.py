@@ -10,7 +10,6 @@ import pytest
 from pyarrow import parquet
 from transformers import AutoTokenizer
 
-from recipes.tasks.calculator import CALL
 from tests.helpers import warm_start
 from tests.helpers.traces import needs_sglang
 from verl_mg.agents.tool_calls import ToolCall
@@ -19,7 +18,7 @@ from verl_mg.agents.tools.load import load_tools
 from verl_mg.config import load_config
 from verl_mg.job.recipe import load_recipe
 from verl_mg.quickstart import accuracies
-from verl_mg.recipes.tasks.calculator import make, score
+from verl_mg.recipes.tasks.calculator import CALL, make, score
 from verl_mg.rewards import Sample, load_reward
 
 ROOT = Path(__file__).parents[3]

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from recipes.environments.harbor import read_rewards
-from recipes.environments.harbor_tasks import read_task
 from tests.agents.scripted_session import Message, ScriptedSample, ScriptedSession, policy
 from tests.helpers.json_lines import read_lines
 from verl_mg.agents.agent import AgentError
 from verl_mg.data import read_records
 from verl_mg.errors import UserError
 from verl_mg.recipes.environments import harbor
+from verl_mg.recipes.environments.harbor import read_rewards
+from verl_mg.recipes.environments.harbor_tasks import read_task
 from verl_mg.sandbox import isolated
 
 CONFIG = """\
