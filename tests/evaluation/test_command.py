@@ -70,7 +70,7 @@ def inputs(ranks, tmp_path_factory) -> Path:
     return folder
 
 
-def test_evaluation_equals_a_plain_script_on_model_run_and_checkpoint_under_any_layout(ranks, inputs, tmp_path):
+def test_evaluation_of_any_target_and_layout_equals_a_plain_script(ranks, inputs, tmp_path):
     sums, letters = inputs / "sums.jsonl", inputs / "letters.jsonl"
     sets = [f"sums={sums}", f"letters={letters}"]
     changes = ["rollout.max_new_tokens=5", "data.test.letters.max_new_tokens=3"]
