@@ -90,7 +90,7 @@ def test_replay_on_the_same_ranks_is_bitwise_identical(ranks, inputs, tmp_path, 
     assert there[3]["actor/grad_norm"] > 0 and not (again / "checkpoints").exists()
 
 
-def test_replay_of_agents_trains_on_their_segments_and_records_their_conversations(ranks, inputs, tmp_path):
+def test_replay_of_agents_trains_on_segments_and_records_conversations(ranks, inputs, tmp_path):
     run, again = tmp_path / "run", tmp_path / "again"
     settings = ["job.iterations=2", f"data.test={inputs / 'sums.jsonl'}", "evaluation.every=2"]
     ranks.run(2, split_job, "grpo", inputs, run, settings)
