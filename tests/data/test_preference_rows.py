@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from verl_mg.data import Prompt, PromptSet, pairs_batch, preference
+from tests.helpers.prompts import prompt_set
+from verl_mg.data import Prompt, pairs_batch, preference
 from verl_mg.errors import UserError
 from verl_mg.models.tiny_model import character_tokenizer
 
@@ -24,7 +25,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def read(folder: Path, tokenizer: PreTrainedTokenizerFast, *records: dict[str, Any], **options: Any) -> list[Prompt]:
     path = folder / "pairs.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return list(PromptSet.from_file(path, tokenizer, max_prompt_tokens=100, **options))
+    return list(prompt_set(path, tokenizer, max_prompt_tokens=100, **options))
 
 
 @pytest.mark.parametrize(

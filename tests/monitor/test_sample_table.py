@@ -11,7 +11,8 @@ from transformers import AutoTokenizer
 from tests.helpers.tiny_jobs import write_sums
 from tests.helpers.tiny_models import tiny_model
 from verl_mg.batch import Batch
-from verl_mg.data import PromptFeed, PromptSet
+from verl_mg.config import DataConfig
+from verl_mg.data import PromptFeed, read_prompts
 from verl_mg.monitor.run_logger import sample_table
 
 
@@ -19,7 +20,8 @@ def test_sample_table_shows_samples_equally_far_apart(tmp_path: Path) -> None:
     tiny_model(tmp_path / "model", "qwen3")
     write_sums(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    prompts = PromptFeed(PromptSet.from_file(tmp_path / "sums.jsonl", tokenizer, max_prompt_tokens=9, source="sums"))
+    data = DataConfig(train={"sums": {"path": tmp_path / "sums.jsonl"}})
+    prompts = PromptFeed(read_prompts(data, "train", tokenizer))
     count = 8
     responses = tokenizer([str(i) for i in range(count)])["input_ids"]
     contexts = [list(prompts.by_id(i // 2).tokens) for i in range(count)]  # two samples of each prompt

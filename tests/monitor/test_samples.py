@@ -10,7 +10,8 @@ from transformers import AutoTokenizer
 
 from tests.run.recorded_runs import job, lines_of, make_inputs, samples_of
 from verl_mg.batch import Batch, ColumnKind
-from verl_mg.data import PromptFeed, PromptSet
+from verl_mg.config import DataConfig
+from verl_mg.data import PromptFeed, read_prompts
 from verl_mg.images import Image
 from verl_mg.monitor.sample_reader import SampleReader
 from verl_mg.monitor.sample_schema import FileMetadata, fingerprint
@@ -126,7 +127,7 @@ def test_sample_writer_on_a_failing_disk_warns_once(ranks, inputs, tmp_path):
 def with_tools(inputs: Path, folder: Path) -> None:
     """Rows of several tables: two tokens of prompt, two of the policy, one of a tool, and again two of the policy."""
     tokenizer = AutoTokenizer.from_pretrained(inputs / "model")
-    prompts = PromptSet.from_file(inputs / "sums.jsonl", tokenizer, max_prompt_tokens=9, source="sums")
+    prompts = read_prompts(DataConfig(train={"sums": {"path": inputs / "sums.jsonl"}}), "train", tokenizer)
     count, mask = 2 * ROWS_PER_TABLE + 3, [False, False, True, True, False, True, True]
     batch = Batch.from_rows([[3, 4, 5, 6, 7, 8, 9 + i % 3] for i in range(count)])
     batch["loss_mask"] = torch.tensor(mask * count)
