@@ -5,8 +5,7 @@ import pytest
 from tests.planner.tiny_inputs import DENSE, LATENT, MIXTURE, tiny
 from verl_mg.layout import Layout
 from verl_mg.models.hf_config import parse_config
-from verl_mg.planner.activation_memory import activation_bytes, chunks_in_flight
-from verl_mg.planner.activations import kept_elements
+from verl_mg.planner.activations import activation_bytes, chunks_in_flight, kept_elements
 
 
 def test_kept_elements_dense_layer_equals_korthikanti():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.planner.tiny_inputs import DENSE, IDEAL, MIXTURE, published, tiny
 from verl_mg.layout import EngineLayout
 from verl_mg.planner.efficiency import FITTED
-from verl_mg.planner.generation_time import decode_seconds, rollout_seconds, samples_at_once
+from verl_mg.planner.iteration_time import decode_seconds, rollout_seconds, samples_at_once
 from verl_mg.planner.memory import rollout_memory
 
 ENGINE = EngineLayout()

@@ -1,15 +1,21 @@
-"""Prompts of a file, tokenized once, in an order that depends only on the seed.
+"""Prompts of a file, tokenized once, in an order that depends only on the seed, and mixtures of several by weight.
 
 record {"prompt": "2+3=", "answer": "5"} in line 1 of train.jsonl
 Prompt(id=0, tokens=(8, 16, 9, 17), text="2+3=", answer="5", record={...}, place="train.jsonl:1",
        messages=[{"role": "user", "content": "2+3="}])        with a tokenizer of characters
+
+Mixture of weights a 3, b 1:   a a b a | a a b a | ...   of n prompts 3 n / 4 come from a, within one prompt
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from itertools import chain
+from math import lcm
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -23,6 +29,7 @@ from verl_mg.images import RowImages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+_FIELD = re.compile(r"\{(\w+)\}")
 
 
 @dataclass(frozen=True)
@@ -159,21 +166,13 @@ class PromptSet:
 
 
 def check_state(state: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    """Raises UserError if a checkpoint was written with other data.
-
-    Args:
-        state: state of the checkpoint.
-        ours: the part of the state that identifies the data of this run.
-    """
+    """Raises UserError if a checkpoint was written with other data."""
     for name, value in ours.items():
         if state.get(name) != value:
             raise UserError(
                 f"checkpoint: written with data of {name}={state.get(name)}, now {name}={value}. "
                 "Resume with the data settings of the first run, or start a new run."
             )
-
-
-_FIELD = re.compile(r"\{(\w+)\}")
 
 
 def teacher_prompt(
@@ -183,17 +182,9 @@ def teacher_prompt(
     key: str,
     tools: Sequence[dict[str, Any]] = (),
 ) -> list[int]:
-    """Returns the tokens of a prompt as a teacher reads it.
+    """Returns the tokens of a prompt as a teacher reads it: the template replaces its text, or its last message.
 
-    The template takes the place of the prompt's text, or of its last message, which the chat template then renders.
-
-    Args:
-        prompt: the prompt of the student; UserError if it has images or misses a field of the template.
-        template: text with {prompt}, {answer} and names of fields of the record in braces; None: the prompt as it
-            is.
-        tokenizer: tokenizer of the teacher.
-        key: configuration key of the template, for errors.
-        tools: schemas that a chat template describes to the model.
+    A template is text with {prompt}, {answer} and names of fields of the record in braces.
     """
     if prompt.images:
         raise UserError(f"{prompt.where}: {key} is for prompts without images. Leave such records out.")
@@ -225,3 +216,67 @@ def _filled(template: str | None, prompt: Prompt, text: str, key: str) -> str:
         return str(value)
 
     return _FIELD.sub(value_of, template)
+
+
+class Mixture:
+    """Sets by name, each with its share of the prompts and its separately shuffled epochs."""
+
+    def __init__(self, sets: Mapping[str, PromptSet], weights: Mapping[str, float]) -> None:
+        """Starts at the first epoch of every set; weights are above 0, and no prompt id is in two sets."""
+        self._sets = dict(sets)
+        self._given = [[name, float(weights[name])] for name in self._sets]
+        # As integers made from the decimal digits: 0.1 and 0.2 are then exactly 1 to 2, however long the run.
+        exact = {name: Fraction(str(weight)) for name, weight in self._given}
+        scale = lcm(*(weight.denominator for weight in exact.values()))
+        self._weights = {name: int(weight * scale) for name, weight in exact.items()}
+        self._taken = dict.fromkeys(self._sets, 0)
+        self._by_id = {prompt.id: prompt for prompt in self}
+        assert len(self._by_id) == len(self), "two sources share a prompt id"
+
+    @property
+    def dropped(self) -> int:
+        """Number of prompts of all sources left out for their length."""
+        return sum(prompts.dropped for prompts in self._sets.values())
+
+    def __len__(self) -> int:
+        return sum(map(len, self._sets.values()))
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return chain.from_iterable(self._sets.values())
+
+    def first(self, n: int) -> list[Prompt]:
+        """Returns the first `n` prompts of each source, in file order."""
+        return [prompt for prompts in self._sets.values() for prompt in prompts.first(n)]
+
+    def by_id(self, prompt_id: int) -> Prompt:
+        """Returns the prompt with that `id`. Raises KeyError if there is none or it was dropped."""
+        return self._by_id[prompt_id]
+
+    def take(self, n: int, draw: Callable[[PromptSet, int], list[Prompt]] = PromptSet.take) -> list[Prompt]:
+        """Returns the next `n` prompts, sources interleaved."""
+        order = [self._next_source() for _ in range(n)]
+        drawn = {name: iter(draw(self._sets[name], count)) for name, count in Counter(order).items()}
+        return [next(drawn[name]) for name in order]
+
+    def state(self) -> dict[str, Any]:
+        """Returns the position in every source as JSON, for `load_state` with the same sources and weights."""
+        sources = {name: prompts.state() for name, prompts in self._sets.items()}
+        return self._identity() | {"taken": dict(self._taken), "sources": sources}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Resumes every source from a `state()`; UserError for one of other sources, weights or seed."""
+        check_state(state, self._identity())
+        for name, prompts in self._sets.items():
+            prompts.load_state(state["sources"][name])
+        self._taken = dict(state["taken"])
+
+    def _identity(self) -> dict[str, Any]:
+        return {"kind": "mixture", "weights": self._given}
+
+    def _next_source(self) -> str:
+        turn, total = sum(self._taken.values()) + 1, sum(self._weights.values())
+        # The source that misses most of its share, of equals the first: none is ever a whole prompt ahead, and every
+        # iteration has the configured mixture, which random sampling has only on average.
+        name = max(self._sets, key=lambda name: self._weights[name] * turn - total * self._taken[name])
+        self._taken[name] += 1
+        return name

@@ -9,8 +9,7 @@ from verl_mg.config import DataConfig, SourceConfig
 from verl_mg.data.curriculum import Curriculum
 from verl_mg.data.fields import ANSWER, PROMPT, RecordFields, field_names, value_of
 from verl_mg.data.images import ImageLimits, ImageSource, images_of
-from verl_mg.data.mixture import Mixture
-from verl_mg.data.prompts import Prompt, Prompts, PromptSet
+from verl_mg.data.prompts import Mixture, Prompt, Prompts, PromptSet
 from verl_mg.data.records import Record, located_records, prepared
 from verl_mg.data.rendering import RenderedPrompt, has_image_parts, render, render_with_images, tokenize
 from verl_mg.data.trained_turns import TrainedRow, tools_of, trained_rows

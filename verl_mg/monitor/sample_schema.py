@@ -56,6 +56,7 @@ COLUMN_RENAMES = {"answer": "answer_key"}
 
 _METADATA = b"verl_mg"
 _EDGE_BYTES = 2**16  # bytes at the end of a weight file that a fingerprint reads, instead of all of them
+COLUMN = "images"  # column of a file of samples: keys of the images of a row; only where rows have images
 
 
 @dataclass(frozen=True)
@@ -146,9 +147,6 @@ def fingerprint(model: Path) -> str:
             weights.seek(-min(size, _EDGE_BYTES), os.SEEK_END)
             digest.update(f"{file.name} {size}".encode() + weights.read())
     return digest.hexdigest()
-
-
-COLUMN = "images"  # column of a file of samples: keys of the images of a row; only where rows have images
 
 
 class ImageFiles:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from enum import Enum
 
 from verl_mg.layout import Layout
-from verl_mg.planner.activation_memory import micro_batches
+from verl_mg.planner.activations import micro_batches
 from verl_mg.planner.inputs import GIGA, PlanInputs, model_size
 from verl_mg.planner.layer_time import (
     TERA,

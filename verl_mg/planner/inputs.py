@@ -31,6 +31,9 @@ GATHERED = "gathered weights"  # name of the part with weights and gradients of 
 TRANSIENT = frozenset((ACTIVATIONS, GATHERED))  # names of the parts that exist only while the role computes
 # Without --gpu a plan is for this GPU.
 _REACHED = FITTED.figures(GPUS[DEFAULT_GPU])
+WITH_VALUE_HEAD = ("critic", "reward_model", "frozen_reward_model")  # roles whose model has a value head
+FIGURES = ("flops", "memory", "memory_bandwidth", "intra_node", "inter_node", "host")
+"""Names of the figures of a hardware profile."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +61,6 @@ def model_size(weights: ModelTable) -> ModelSize:
         row_flops=row_flops(weights.config, index),
         muon_flops=orthogonalization_flops(index),
     )
-
-
-WITH_VALUE_HEAD = ("critic", "reward_model", "frozen_reward_model")  # roles whose model has a value head
 
 
 @dataclass(frozen=True)
@@ -232,10 +232,6 @@ class PlanInputs:
     def weight_bytes(self) -> int:
         """Bytes of all weights, without replicas."""
         return model_size(self.weights).bytes
-
-
-FIGURES = ("flops", "memory", "memory_bandwidth", "intra_node", "inter_node", "host")
-"""Names of the figures of a hardware profile."""
 
 
 def read_hardware_profile(path: str | Path) -> dict[str, float]:

@@ -17,11 +17,10 @@ from itertools import groupby
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout
 from verl_mg.layout.suggest import engine_layouts_on, is_valid, layouts_on, nearest, resolve_engine_layout
-from verl_mg.planner.activation_memory import micro_batches
+from verl_mg.planner.activations import micro_batches
 from verl_mg.planner.cost import inference_seconds, train_seconds, update_parts
-from verl_mg.planner.generation_time import rollout_seconds
 from verl_mg.planner.inputs import PlanInputs
-from verl_mg.planner.iteration_time import Seconds, Sync, iteration_seconds, weight_sync
+from verl_mg.planner.iteration_time import Seconds, Sync, iteration_seconds, rollout_seconds, weight_sync
 from verl_mg.planner.memory import (
     RolloutMemory,
     TrainMemory,
@@ -39,6 +38,8 @@ PARTNERS = 4  # number of rollout layouts whose weight sync is planned for each 
 MIN_TOKENS_PER_CP_RANK = 4096
 """Tokens of the longest micro-batch on a context-parallel rank, at least, in a layout that a search tries."""
 INTERLEAVINGS = (1, 2, 4)  # virtual pipeline sizes that a search tries
+BISECTIONS = 20  # halvings of the interval in which the seconds of the slowest stage are searched
+LEAST_GAIN = 0.01  # fraction of the slowest stage's seconds that chosen layers must save
 
 
 @dataclass(frozen=True)
@@ -278,10 +279,6 @@ def _may_fit(inputs: PlanInputs, layout: Layout) -> bool:
     states = (1 - options.offloaded_states) * options.state_bytes * inputs.elements / layout.ranks
     local = (options.weight_bytes + options.gradient_bytes) * (dense + experts) / layout.pp
     return local + states + others <= inputs.usable
-
-
-BISECTIONS = 20  # halvings of the interval in which the seconds of the slowest stage are searched
-LEAST_GAIN = 0.01  # fraction of the slowest stage's seconds that chosen layers must save
 
 
 def balanced(inputs: PlanInputs, layout: Layout) -> Layout | None:

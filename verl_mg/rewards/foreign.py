@@ -21,6 +21,13 @@ from typing import Any
 from verl_mg.errors import UserError
 from verl_mg.rewards.sample import Reward, Sample
 
+# Arguments of a function that scores one response (verl 0.9.1, NaiveRewardManager).
+ONE = ("data_source", "solution_str", "ground_truth", "extra_info")
+# Arguments of a function that scores several together (verl 0.9.1, utils/reward_score/math_batch.py).
+MANY = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+TYPES = "slime.utils.types"  # module of slime with the class `Sample`, which files of rewards import
+REWARD_KEY = "reward_key"  # option that names the value of the reward in a mapping, as slime's `--reward-key`
+
 
 def adapted(
     function: Callable[..., Any], arguments: Callable[[Any], dict[str, Any]], convert: Callable[[Any], Any]
@@ -72,12 +79,6 @@ def plain_number(value: Any) -> Any:
     return value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value
 
 
-# Arguments of a function that scores one response (verl 0.9.1, NaiveRewardManager).
-ONE = ("data_source", "solution_str", "ground_truth", "extra_info")
-# Arguments of a function that scores several together (verl 0.9.1, utils/reward_score/math_batch.py).
-MANY = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
-
-
 class VerlFunction:
     """Function of verl's `custom_reward_function` as a reward: `call`, of several samples if `batched`."""
 
@@ -125,10 +126,6 @@ def _values(sample: Sample) -> tuple[str, str, Any, dict[str, Any]]:
     # Entries of extra_info that verl adds itself.
     more: dict[str, Any] = {"num_turns": None, "rollout_reward_scores": {}}
     return str(record.get("data_source") or ""), sample.response, truth, entries | more
-
-
-TYPES = "slime.utils.types"  # module of slime with the class `Sample`, which files of rewards import
-REWARD_KEY = "reward_key"  # option that names the value of the reward in a mapping, as slime's `--reward-key`
 
 
 @dataclass

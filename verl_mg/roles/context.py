@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch.distributed import Store
 
 from verl_mg.checkpoint.model_directory import ModelDirectories
-from verl_mg.distributed.groups import ProcessGroups
+from verl_mg.distributed.collectives import ProcessGroups
 from verl_mg.phase_timer import PhaseTimer
 from verl_mg.roles.concurrent import RoleExecutor
 from verl_mg.rows.index import RowIndexer

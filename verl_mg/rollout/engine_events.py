@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from torch.distributed import PrefixStore, Store
 
-from verl_mg.distributed.groups import GROUP_TIMEOUT
+from verl_mg.distributed.collectives import GROUP_TIMEOUT
 
 # Kinds of event: an engine runs again, without weights; all engines have finished a call.
 RESTART, END = "restart", "end"
