@@ -192,7 +192,7 @@ def iteration(row: Row, inputs: PlanInputs, layout: Layout) -> Seconds:
     generation = rollout_seconds(inputs, engine, rollout_memory(inputs, engine, limit))
     memory = train_memory(replace(inputs, offload=not inputs.rollout_ranks), layout)
     links = min(inputs.intra_node, inputs.node * inputs.inter_node)
-    sync = inputs.weight_bytes / (inputs.efficiency.gathering * links * GIGA)
+    sync = inputs.size.bytes / (inputs.efficiency.gathering * links * GIGA)
     return iteration_seconds(
         inputs, memory, passes * inference_seconds(inputs, layout), train_seconds(inputs, layout), generation, sync
     )

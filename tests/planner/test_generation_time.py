@@ -23,7 +23,7 @@ def test_decode_seconds_equal_hand_count():
     """100 GB/s: all weights once, and the cache; 4 layers wait for latencies."""
     latencies = {"decode_step": 1e-3, "decode_sample": 1e-5, "decode_layer": 1e-4}
     inputs = tiny(DENSE, memory_bandwidth=100.0, flops=1e6, efficiency=replace(IDEAL, **latencies))
-    read = 2 * inputs.elements + 100 * 4 * 2 * 2 * 8 * 2
+    read = 2 * inputs.size.elements + 100 * 4 * 2 * 2 * 8 * 2
     assert decode_seconds(inputs, ENGINE, engine(inputs), 5, 100) == pytest.approx(read / 1e11 + 1e-3 + 5e-5 + 4 * 1e-4)
 
 

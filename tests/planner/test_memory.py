@@ -28,13 +28,13 @@ from verl_mg.planner.memory_phases import problem
     ],
 )
 def test_elements_of_published_models_equal_their_parameters(name, billions):
-    assert round(published(name, 8).elements / 1e9, 1) == billions
+    assert round(published(name, 8).size.elements / 1e9, 1) == billions
 
 
 @pytest.mark.parametrize(("name", "billions"), [("qwen3_30b_a3b", 3.0), ("qwen3_235b_a22b", 21.6), ("kimi_k2", 31.7)])
 def test_active_elements_of_mixtures_equal_published_numbers(name, billions):
     """3.3, 22.2 and 32.9 billion are activated, of which 0.3, 0.6 and 1.2 in the input embedding."""
-    assert round(published(name, 8).active_elements / 1e9, 1) == billions
+    assert round(published(name, 8).size.active / 1e9, 1) == billions
 
 
 def test_train_memory_dense_model_equals_hand_count():

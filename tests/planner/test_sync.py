@@ -22,7 +22,7 @@ def test_sync_seconds_is_that_of_the_slowest_rank():
 def test_gathered_bytes_is_model_minus_local_shards():
     inputs, layout = tiny(DENSE), Layout.parse("tp2-pp2").fit(8)
     memory = train_memory(inputs, layout)
-    assert gathered_bytes(inputs, memory) == tuple(2 * inputs.elements - held for held in memory.parts["weights"])
+    assert gathered_bytes(inputs, memory) == tuple(2 * inputs.size.elements - held for held in memory.parts["weights"])
     assert gathered_bytes(inputs, train_memory(inputs, Layout().fit(8))) == (0,)
 
 

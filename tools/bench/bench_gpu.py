@@ -147,7 +147,7 @@ class Bench:
 
     @property
     def weight_bytes(self) -> int:
-        return PlanInputs(self.weights, ranks=1, node=1).weight_bytes
+        return PlanInputs(self.weights, ranks=1, node=1).size.bytes
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -188,18 +188,15 @@ def teacher_prompt(
     """
     if prompt.images:
         raise UserError(f"{prompt.where}: {key} is for prompts without images. Leave such records out.")
-    if isinstance(prompt.messages[-1]["content"], str) and is_templated(prompt):
+    # A chat template rendered the prompt, unless its text is its only message's.
+    is_templated = len(prompt.messages) != 1 or prompt.messages[0]["content"] != prompt.text
+    if isinstance(prompt.messages[-1]["content"], str) and is_templated:
         *context, last = prompt.messages
         text = _filled(template, prompt, last["content"], key)
         rendered = render([*context, last | {"content": text}], tokenizer, True, "", prompt.where, tools)
     else:
         rendered = RenderedPrompt(_filled(template, prompt, prompt.text, key), False, [])
     return tokenize([rendered], tokenizer)[0]
-
-
-def is_templated(prompt: Prompt) -> bool:
-    """Returns whether a chat template rendered a prompt; otherwise its text is its only message's."""
-    return len(prompt.messages) != 1 or prompt.messages[0]["content"] != prompt.text
 
 
 def _filled(template: str | None, prompt: Prompt, text: str, key: str) -> str:

@@ -1,4 +1,4 @@
-"""What `transformers` makes of a model directory: module without weights, sizes, tokenizer; its code is never run."""
+"""Module of `transformers` for a model directory without its weights, its sizes, and the tokenizer."""
 
 from __future__ import annotations
 

@@ -90,14 +90,10 @@ class FileMetadata:
         tree: dict[str, Any] = json.loads(metadata[_METADATA])
         # JSON has lists for the tuples of the classes.
         tree["calls"] = tuple(
-            {name: ColumnSchema(kind, dtype, tuple(rest)) for name, (kind, dtype, rest) in _values(call)}
+            {name: ColumnSchema(c["kind"], c["dtype"], tuple(c["rest"])) for name, c in call.items()}
             for call in tree["calls"]
         )
         return cls(**tree)
-
-
-def _values(call: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, tuple[Any, ...]]]:
-    return [(name, (column["kind"], column["dtype"], column["rest"])) for name, column in call.items()]
 
 
 def iteration_folder(samples: Path, iteration: int) -> Path:

@@ -108,13 +108,8 @@ def over_ranks(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def peak_flops(device_name: str) -> float | None:
     """Returns the peak bf16 FLOP/s of a device; None where it is not in the table."""
     words = device_name.replace("-", " ").split()
-    matches = [name for name in PEAK_TERAFLOPS if _within(name.split(), words)]
+    matches = [name for name in PEAK_TERAFLOPS if set(name.split()) <= set(words)]
     return PEAK_TERAFLOPS[max(matches, key=len)] * 1e12 if matches else None
-
-
-def _within(part: Sequence[str], words: Sequence[str]) -> bool:
-    """Returns whether all words of `part` occur in a name: H100 NVL in NVIDIA H100 NVL, but not H20 in H200."""
-    return set(part) <= set(words)
 
 
 def device_peak() -> float | None:

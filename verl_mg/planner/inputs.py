@@ -209,29 +209,9 @@ class PlanInputs:
         return 1.0 if self.even_routing else self.efficiency.imbalance
 
     @property
-    def elements(self) -> int:
-        """Number of elements of all weights."""
-        return model_size(self.weights).elements
-
-    @property
-    def expert_elements(self) -> int:
-        """Number of elements of all experts' weights."""
-        return model_size(self.weights).experts
-
-    @property
-    def row_flops(self) -> RowFlops:
-        """FLOPs of a forward pass over a row, as a function of its length."""
-        return model_size(self.weights).row_flops
-
-    @property
-    def active_elements(self) -> float:
-        """Number of weight elements that a token is multiplied with."""
-        return model_size(self.weights).active
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of all weights, without replicas."""
-        return model_size(self.weights).bytes
+    def size(self) -> ModelSize:
+        """Sizes of the model."""
+        return model_size(self.weights)
 
 
 def read_hardware_profile(path: str | Path) -> dict[str, float]:

@@ -169,7 +169,7 @@ def gathered_bytes(inputs: PlanInputs, memory: TrainMemory) -> tuple[int, ...]:
     """Computes the bytes that a rank of each stage receives where full tensors are gathered, as verl and slime do."""
     # Every rank materializes every tensor of the model, one after the other, and slices its rollout shard from it: it
     # receives (bytes of the whole model) - (bytes of its shards), whatever the rollout layout is.
-    return tuple(inputs.weight_bytes - local.bytes(WEIGHT_BYTES) for local in memory.elements)
+    return tuple(inputs.size.bytes - local.bytes(WEIGHT_BYTES) for local in memory.elements)
 
 
 def rollout_seconds(inputs: PlanInputs, layout: EngineLayout, memory: RolloutMemory) -> float:
@@ -185,7 +185,7 @@ def rollout_seconds(inputs: PlanInputs, layout: EngineLayout, memory: RolloutMem
     full = decode_seconds(inputs, layout, memory, running, half_done)
     waiting = samples if flying else max(0.0, samples - running)
     # Prompts are computed at the speed of large products, without the latencies of decoding steps.
-    prefill = samples * inputs.row_flops(spread.prompt) / (layout.ranks * inputs.flops * TERA)
+    prefill = samples * inputs.size.row_flops(spread.prompt) / (layout.ranks * inputs.flops * TERA)
     steady = prefill + waiting / running * spread.mean_response * full
     return steady if flying else steady + _until_complete(inputs, layout, memory, running)
 
@@ -218,7 +218,7 @@ def decode_seconds(
         layout.pp * (part.dense + used * part.experts) + cached / layout.adp * each
         for part, each in zip(memory.stages, memory.per_token, strict=True)
     ]
-    compute = 2 * inputs.active_elements * running / (layout.ranks * inputs.flops * TERA)
+    compute = 2 * inputs.size.active * running / (layout.ranks * inputs.flops * TERA)
     reading = max(reads) / (inputs.memory_bandwidth * GIGA)
     waiting = (
         e.decode_step

@@ -74,7 +74,7 @@ def _frame(inputs: PlanInputs, pairs: Sequence[Pair]) -> Numbers:
     ]
     return {
         "model": inputs.weights.config.architecture,
-        "parameters": inputs.elements,
+        "parameters": inputs.size.elements,
         "ranks": inputs.ranks,
         "node": inputs.node,
         "peak": inputs.peak,

@@ -196,7 +196,10 @@ def search(
         if sides := _fitting_trains(inputs, candidates, cached_train_side, engines, top):
             return _pairs(inputs, sides, engines, top if train else PARTNERS, all_of_them=train is not None)
         too_large = "training"
-    raise _nothing_fits(inputs, too_large)
+    raise UserError(
+        f"--search: no layout of {too_large} fits {inputs.memory - inputs.reserve:g} GiB on {inputs.ranks} ranks. "
+        "Use more --ranks or --memory, a smaller --micro-batch or --sequence, or leave --train and --rollout out."
+    )
 
 
 def _pairs(
@@ -220,9 +223,9 @@ def _fitting_rollouts(inputs: PlanInputs, layouts: Iterable[EngineLayout]) -> It
 
     # A lower bound of the weights on a rank first: it spares the weight table of a layout that cannot fit.
     encoding = encoding_of(inputs.wire)
-    least = inputs.weight_bytes
+    least = inputs.size.bytes
     if encoding:
-        least = inputs.elements * encoding.dtype.itemsize // encoding.packed
+        least = inputs.size.elements * encoding.dtype.itemsize // encoding.packed
     for _, equal in groupby(sorted(layouts, key=nodes), key=nodes):
         may_fit = [layout for layout in equal if least / layout.ranks <= inputs.usable]
         sides = [rollout_side(inputs, layout) for layout in may_fit]
@@ -261,22 +264,15 @@ def _fitting_trains(
     return list(fitting.values())
 
 
-def _nothing_fits(inputs: PlanInputs, phase: str) -> UserError:
-    return UserError(
-        f"--search: no layout of {phase} fits {inputs.memory - inputs.reserve:g} GiB on {inputs.ranks} ranks. "
-        "Use more --ranks or --memory, a smaller --micro-batch or --sequence, or leave --train and --rollout out."
-    )
-
-
 def _may_fit(inputs: PlanInputs, layout: Layout) -> bool:
     """Returns whether a lower bound of weights, gradients and optimizer states fits, without a weight table."""
     if inputs.options.fsdp:
         return True
-    dense = (inputs.elements - inputs.expert_elements) / layout.tp
-    experts = inputs.expert_elements / (layout.ep * layout.etp)
+    dense = (inputs.size.elements - inputs.size.experts) / layout.tp
+    experts = inputs.size.experts / (layout.ep * layout.etp)
     others = sum(awake(inputs, None).values())
     options = inputs.options
-    states = (1 - options.offloaded_states) * options.state_bytes * inputs.elements / layout.ranks
+    states = (1 - options.offloaded_states) * options.state_bytes * inputs.size.elements / layout.ranks
     local = (options.weight_bytes + options.gradient_bytes) * (dense + experts) / layout.pp
     return local + states + others <= inputs.usable
 

@@ -58,18 +58,13 @@ ADDED = ("segment", "agent_turns", "agent_segments", "agent_error")
 """Columns that `join_counts` adds; null for samples without a conversation."""
 
 
-def rank_files(folder: Path) -> dict[int, Path]:
-    """Returns the files of an iteration's folder by rank."""
-    return {int(file.stem.removeprefix("rank-")): file for file in sorted(folder.glob("rank-*.parquet"))}
-
-
 def read_iteration(folder: Path) -> pa.Table:
     """Returns the rows of an iteration with the columns `INDEXED`, by IDENTITY; damaged files have none."""
     tables, files, agents = [], [], False
-    for rank, file in rank_files(folder).items():
+    for file in sorted(folder.glob("rank-*.parquet")):
         try:
             with pq.ParquetFile(file) as opened:
-                tables.append(_read(opened, rank))
+                tables.append(_read(opened, int(file.stem.removeprefix("rank-"))))
                 agents = agents or holds_conversation(opened.metadata)
                 files.append(file)
         except (OSError, pa.ArrowException):
