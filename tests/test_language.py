@@ -23,7 +23,7 @@ def test_language_of_the_repository_follows_rule(rule):
     assert not violations, f"{len(violations)} violations:\n" + "\n".join(violations)
 
 
-def rules_of(text: str, file: str = "verl_mg/data/prompts.py") -> list[str]:
+def rules_of(text: str, file: str = "verl_mg/batch.py") -> list[str]:
     """Rules that a text breaks, as a file of the repository."""
     if file.endswith(".py"):
         return [violation.rule for violation in check_python(Path(file), text, class_index([text]))]

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.rank_pool import job_context
-from verl_mg.distributed.groups import GROUP_TIMEOUT
+from verl_mg.distributed.collectives import GROUP_TIMEOUT
 from verl_mg.layout import Layout, Placement
 from verl_mg.layout.placement import group_ranks
 from verl_mg.megatron import process_groups

@@ -43,7 +43,7 @@ from verl_mg.batch import Batch
 from verl_mg.config import Config
 from verl_mg.data import Prompt, PromptFeed, PromptSet
 from verl_mg.distributed.world import World
-from verl_mg.doctor.machine import installed_versions
+from verl_mg.doctor import installed_versions
 from verl_mg.engines import Sampling
 from verl_mg.job.build_engines import build_engine_group
 from verl_mg.job.build_models import ModelRoleBuilder
@@ -148,7 +148,7 @@ class Bench:
 
     @property
     def weight_bytes(self) -> int:
-        return PlanInputs(self.weights, ranks=1, node=1).weight_bytes
+        return PlanInputs(self.weights, ranks=1, node=1).size.bytes
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -38,6 +38,9 @@ SCALE_DTYPES = tuple(
 )
 """Names of the dtypes of scales."""
 _SUFFIXES = ("_scale_inv", "_scale")
+MXFP4_BLOCK = 32  # elements of a row that have a common scale
+_BIAS, _NOT_A_NUMBER = 127, 255  # of E8M0, the format of scales
+_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def scale_name(tensor: str, names: Container[str]) -> str | None:
@@ -95,11 +98,6 @@ def dequantize(values: Tensor, scales: Tensor, box: Box, block: BlockSize) -> Te
         rows = slice(max(number * height - top, 0), (number + 1) * height - top)
         result[rows] *= factors[columns]
     return result
-
-
-MXFP4_BLOCK = 32  # elements of a row that have a common scale
-_BIAS, _NOT_A_NUMBER = 127, 255  # of E8M0, the format of scales
-_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def packed_names(stack: str) -> tuple[str, str]:

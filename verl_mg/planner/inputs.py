@@ -31,6 +31,9 @@ GATHERED = "gathered weights"  # name of the part with weights and gradients of 
 TRANSIENT = frozenset((ACTIVATIONS, GATHERED))  # names of the parts that exist only while the role computes
 # Without --gpu a plan is for this GPU.
 _REACHED = FITTED.figures(GPUS[DEFAULT_GPU])
+WITH_VALUE_HEAD = ("critic", "reward_model", "frozen_reward_model")  # roles whose model has a value head
+FIGURES = ("flops", "memory", "memory_bandwidth", "intra_node", "inter_node", "host")
+"""Names of the figures of a hardware profile."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +61,6 @@ def model_size(weights: ModelTable) -> ModelSize:
         row_flops=row_flops(weights.config, index),
         muon_flops=orthogonalization_flops(index),
     )
-
-
-WITH_VALUE_HEAD = ("critic", "reward_model", "frozen_reward_model")  # roles whose model has a value head
 
 
 @dataclass(frozen=True)
@@ -209,33 +209,9 @@ class PlanInputs:
         return 1.0 if self.even_routing else self.efficiency.imbalance
 
     @property
-    def elements(self) -> int:
-        """Number of elements of all weights."""
-        return model_size(self.weights).elements
-
-    @property
-    def expert_elements(self) -> int:
-        """Number of elements of all experts' weights."""
-        return model_size(self.weights).experts
-
-    @property
-    def row_flops(self) -> RowFlops:
-        """FLOPs of a forward pass over a row, as a function of its length."""
-        return model_size(self.weights).row_flops
-
-    @property
-    def active_elements(self) -> float:
-        """Number of weight elements that a token is multiplied with."""
-        return model_size(self.weights).active
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of all weights, without replicas."""
-        return model_size(self.weights).bytes
-
-
-FIGURES = ("flops", "memory", "memory_bandwidth", "intra_node", "inter_node", "host")
-"""Names of the figures of a hardware profile."""
+    def size(self) -> ModelSize:
+        """Sizes of the model that is planned."""
+        return model_size(self.weights)
 
 
 def read_hardware_profile(path: str | Path) -> dict[str, float]:

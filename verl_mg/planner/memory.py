@@ -11,7 +11,7 @@ import torch
 
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
 from verl_mg.layout.suggest import resolve_layout
-from verl_mg.planner.activation_memory import activation_bytes, inference_bytes
+from verl_mg.planner.activations import activation_bytes, inference_bytes
 from verl_mg.planner.inputs import ACTIVATIONS, OPTIMIZER_STATES, WEIGHT_BYTES, PlanInputs
 from verl_mg.planner.module_memory import module_parts, sharded_module
 from verl_mg.planner.training_options import TrainingOptions

@@ -13,7 +13,7 @@ from typing import Any
 from verl_mg.config import FsdpConfig
 from verl_mg.fsdp.sharded_module import ShardedModule, divided_module
 from verl_mg.layout import Layout
-from verl_mg.planner.activation_memory import activation_bytes, inference_bytes
+from verl_mg.planner.activations import activation_bytes, inference_bytes
 from verl_mg.planner.inputs import ACTIVATIONS, GATHERED, OPTIMIZER_STATES, PlanInputs
 from verl_mg.sharding.module_table import ModuleTable
 

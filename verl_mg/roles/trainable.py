@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 
 from verl_mg.batch import Batch, ColumnKind
-from verl_mg.checkpoint.hf_safetensors import CheckpointWriter
+from verl_mg.checkpoint.hf_safetensors import CheckpointWriter, UntrainedTensors
 from verl_mg.checkpoint.peft import AdapterWriter
 from verl_mg.checkpoint.sharded_safetensors import StoredBox
-from verl_mg.checkpoint.untrained_tensors import UntrainedTensors
 from verl_mg.config import ConfigSection, Count
 from verl_mg.distributed.collectives import all_gather_json, broadcast_bytes
 from verl_mg.layout.packing import MicroBatchPlan

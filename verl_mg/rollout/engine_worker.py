@@ -43,7 +43,7 @@ from typing import Protocol
 
 from torch.distributed import PrefixStore, Store
 
-from verl_mg.distributed.groups import GROUP_TIMEOUT
+from verl_mg.distributed.collectives import GROUP_TIMEOUT
 from verl_mg.engines.engine import EngineDiedError, Request, RolloutEngine, Sample
 from verl_mg.errors import UserError
 from verl_mg.rollout.groups import Group
