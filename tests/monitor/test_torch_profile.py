@@ -8,7 +8,7 @@ import pytest
 from tests.run.short_jobs import GRPO, job
 from verl_mg.config import ProfileConfig
 from verl_mg.errors import UserError
-from verl_mg.monitor.torch_profile import TorchProfile, check_profile
+from verl_mg.monitor.profile import TorchProfile, check_profile
 
 
 def test_job_writes_traces_of_selected_iterations(ranks, inputs, tmp_path):

@@ -6,7 +6,7 @@ import pytest
 
 from tests.planner.tiny_inputs import CONFIGS
 from verl_mg.cli import main
-from verl_mg.monitor.throughput import peak_flops
+from verl_mg.monitor.metrics import peak_flops
 from verl_mg.planner.efficiency import FITTED, GPUS
 
 PLAN = ["plan", "--model", str(CONFIGS / "qwen3_1_7b.json"), "--train", "tp1", "--rollout", "tp1", "--json"]

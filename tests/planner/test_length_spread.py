@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_mg.planner.length_spread import LengthSpread, packed
+from verl_mg.planner.inputs import LengthSpread, packed
 
 SPREADS = st.builds(
     lambda prompt, longest, share: LengthSpread(prompt + longest, prompt + share * longest, prompt),

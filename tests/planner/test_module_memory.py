@@ -24,8 +24,7 @@ from verl_mg.fsdp.trainer import ModuleTrainer
 from verl_mg.layout import Layout, Placement
 from verl_mg.models.hf_config import read_config
 from verl_mg.planner.inputs import OPTIMIZER_STATES, PlanInputs
-from verl_mg.planner.memory import train_memory
-from verl_mg.planner.module_memory import micro_batch_bytes, sharded_module
+from verl_mg.planner.memory import micro_batch_bytes, sharded_module, train_memory
 from verl_mg.planner.training_options import fsdp_options
 from verl_mg.sharding.module_table import module_table
 

@@ -15,7 +15,7 @@ from tests.rollout.engine_jobs import engine_job, inputs, settings
 from verl_mg.config import load_config
 from verl_mg.errors import UserError
 from verl_mg.job.recipe import load_recipe
-from verl_mg.monitor.rollout_metrics import mismatch_metrics, rollout_metrics
+from verl_mg.monitor.metrics import mismatch_metrics, rollout_metrics
 from verl_mg.run.loop import one_iteration
 
 ITERATIONS, PROMPTS, GROUP = 3, 6, 4

@@ -25,7 +25,7 @@ from verl_mg.megatron.optimizer_config import optimizer_config
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.megatron.transformer_config import check_balancing, check_recompute, transformer_config
 from verl_mg.models.hf_config import HFConfig, read_config
-from verl_mg.models.multi_token import with_multi_token_layer
+from verl_mg.models.hf_tensors import with_multi_token_layer
 from verl_mg.roles.backends import Groups
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import Actor, Critic, Policy, RewardModel, TrainableRewardModel, UnadaptedPolicy

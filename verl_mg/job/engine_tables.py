@@ -16,7 +16,7 @@ from verl_mg.engines.tracing.tracer import TracedEngine, write_trace
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import read_config
-from verl_mg.models.multi_token import with_multi_token_layer
+from verl_mg.models.hf_tensors import with_multi_token_layer
 from verl_mg.sharding.model_table import ModelTable
 from verl_mg.sharding.module_table import module_table
 from verl_mg.sharding.traced_table import EngineName, parse_traced_table
