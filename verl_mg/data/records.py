@@ -43,7 +43,7 @@ def located_records(path: str | Path) -> list[tuple[str, Record]]:
     if str(path).startswith(REASONING_GYM):
         return generated_records(str(path))
     if str(path).startswith(HARBOR):
-        records_of_tasks = load_function("recipes.environments.harbor_tasks:harbor_records", f"{path}: reader")
+        records_of_tasks = load_function("verl_mg.recipes.environments.harbor_tasks:harbor_records", f"{path}: reader")
         return list(records_of_tasks(str(path)))
     records = list(stored_records(path))
     if not records:
