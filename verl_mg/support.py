@@ -32,10 +32,10 @@ from verl_mg.layout import EngineLayout, Layout
 from verl_mg.megatron.model_runner import check_layout
 from verl_mg.megatron.multi_token import check_multi_token
 from verl_mg.megatron.transformer_config import transformer_config
-from verl_mg.models import multi_token, tiny_vision_model
+from verl_mg.models import tiny_vision_model
 from verl_mg.models.hf_config import HFConfig, read_config
 from verl_mg.models.hf_families import FAMILIES, SAME_AS, VISION_LANGUAGE
-from verl_mg.models.multi_token import with_multi_token_layer
+from verl_mg.models.hf_tensors import MULTI_TOKEN_ARCHITECTURES, with_multi_token_layer
 from verl_mg.models.named_models import MODEL_FILES, local_model
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.models.tiny_vision_model import make_tiny_vision_model
@@ -339,7 +339,7 @@ def _answers(model: Path) -> list[Answer]:
     """Returns the answers for a directory, in words that hold for the whole family."""
     # Reasons name the temporary directory and the model_type, and are joined where they are equal otherwise.
     kind = VISION_LANGUAGE.get(model.name, model.name)
-    with_layer = Answer(MULTI_TOKEN, kind in multi_token.ARCHITECTURES, "")
+    with_layer = Answer(MULTI_TOKEN, kind in MULTI_TOKEN_ARCHITECTURES, "")
     answers = [*ModelSupport(model).answers(), with_layer]
     texts = [a.text.replace(f"{model}/", "").replace(kind, "this family") for a in answers]
     return [replace(a, text=text.replace(model.name, "this family")) for a, text in zip(answers, texts, strict=True)]

@@ -13,7 +13,7 @@ from verl_mg.layout import EngineLayout, Layout
 from verl_mg.models.hf_config import parse_config
 from verl_mg.planner.cost import bubble_share, inference_seconds, optimizer_seconds, train_seconds
 from verl_mg.planner.efficiency import FITTED
-from verl_mg.planner.inputs import AuxiliaryRole, PlanInputs
+from verl_mg.planner.inputs import AuxiliaryRole, LengthSpread, PlanInputs, packed
 from verl_mg.planner.iteration_time import (
     busiest_rank_seconds,
     decode_seconds,
@@ -24,7 +24,6 @@ from verl_mg.planner.iteration_time import (
     sync_seconds,
     weight_sync,
 )
-from verl_mg.planner.length_spread import LengthSpread, packed
 from verl_mg.planner.memory import TrainMemory, check_engine, rollout_memory, train_memory
 from verl_mg.planner.search import pair_of, rollout_side, train_side
 from verl_mg.reshard import RankTraffic

@@ -51,7 +51,7 @@ from verl_mg.layout import Layout
 from verl_mg.megatron.transformer_config import resolve_kernels
 from verl_mg.models.flops import row_flops
 from verl_mg.models.hf_config import read_config
-from verl_mg.monitor.throughput import device_peak, model_flops
+from verl_mg.monitor.metrics import device_peak, model_flops
 from verl_mg.planner.inputs import GIB, PlanInputs
 from verl_mg.planner.memory import train_memory
 from verl_mg.roles.context import JobContext

@@ -30,7 +30,7 @@ from verl_mg.checkpoint.quantized import block_of, dequantize, misfit, packed_bo
 from verl_mg.checkpoint.safetensors_file import DTYPES, DamagedFileError, SafetensorsFile, header
 from verl_mg.errors import UserError
 from verl_mg.models.hf_config import INDEX, SINGLE
-from verl_mg.models.stacked_tensors import StackedTensor
+from verl_mg.models.tensor_tree import StackedTensor
 from verl_mg.sharding.boxes import Box, Shard, box_shape, full_box, numel, slices
 
 

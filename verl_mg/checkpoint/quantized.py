@@ -28,8 +28,8 @@ from torch import Tensor
 
 from verl_mg.checkpoint.safetensors_file import DTYPE_NAMES
 from verl_mg.errors import UserError
-from verl_mg.models.checkpoint_shapes import BLOCKS, SCALES
-from verl_mg.models.stacked_tensors import StackedTensor
+from verl_mg.models.tensor_tree import StackedTensor
+from verl_mg.models.transformers_module import BLOCKS, SCALES
 from verl_mg.sharding.boxes import BlockSize, Box, scale_grid
 
 FP8 = DTYPE_NAMES[torch.float8_e4m3fn]  # name of the dtype of FP8 tensors in safetensors files

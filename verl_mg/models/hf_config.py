@@ -131,7 +131,7 @@ class HFConfig:
     latent: LatentConfig | None = None  # latent attention; None for grouped-query attention
     experts: ExpertsConfig | None = None  # mixture of experts; None for a dense model
     multi_token: MultiTokenConfig | None = None
-    """Layer of multi-token prediction; None without, and where it is left out, see `multi_token`."""
+    """Layer of multi-token prediction; None without, and where it is left out, see `hf_tensors`."""
 
     def has_experts(self, layer: int) -> bool:
         """Returns whether a layer (from 0) is a mixture of experts; multi-token prediction is where others are."""

@@ -21,8 +21,7 @@ from typing import NamedTuple
 from verl_mg.layout import Layout
 from verl_mg.models.attention_config import LinearConfig
 from verl_mg.models.hf_config import HFConfig
-from verl_mg.planner.inputs import PlanInputs
-from verl_mg.planner.length_spread import packed
+from verl_mg.planner.inputs import PlanInputs, packed
 from verl_mg.planner.training_options import Recompute
 from verl_mg.sharding.weight_table import WeightTable
 

@@ -11,7 +11,7 @@ from enum import Enum
 
 from verl_mg.layout import Layout
 from verl_mg.planner.activations import micro_batches
-from verl_mg.planner.inputs import GIGA, PlanInputs
+from verl_mg.planner.inputs import GIGA, PlanInputs, packed
 from verl_mg.planner.layer_time import (
     TERA,
     LayerKind,
@@ -24,8 +24,7 @@ from verl_mg.planner.layer_time import (
     repeated_seconds,
     stage_layers,
 )
-from verl_mg.planner.length_spread import packed
-from verl_mg.planner.module_memory import FLOAT32_BYTES, micro_batch_bytes, sharded_module
+from verl_mg.planner.memory import FLOAT32_BYTES, micro_batch_bytes, sharded_module
 
 HEAD_UPDATE = 4
 """Products of the output layer in an update, relative to inference: logits twice, their gradient's two products."""

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
 from verl_mg.planner.inputs import GIGA, OPTIMIZER_STATES, WEIGHT_BYTES, PlanInputs
 from verl_mg.planner.layer_time import TERA, link_rate
-from verl_mg.planner.memory import RolloutMemory, TrainMemory
-from verl_mg.planner.module_memory import sharded_module
+from verl_mg.planner.memory import RolloutMemory, TrainMemory, sharded_module
 from verl_mg.reshard import RankTraffic, best_stride, plan
 from verl_mg.reshard.encode import encoded_maps
 from verl_mg.reshard.encoding import encoding_of

@@ -16,8 +16,8 @@ from verl_mg.planner.cost import bubble_share, update_seconds_by_stage, utilizat
 from verl_mg.planner.efficiency import CALIBRATION
 from verl_mg.planner.inputs import GIB, AuxiliaryRole, PlanInputs
 from verl_mg.planner.iteration_time import gathered_bytes, samples_at_once
+from verl_mg.planner.memory import micro_batch_bytes
 from verl_mg.planner.memory_phases import awake, problem, syncing, training
-from verl_mg.planner.module_memory import micro_batch_bytes
 from verl_mg.planner.search import Pair, RolloutSide, TrainSide
 from verl_mg.planner.training_options import Recompute, TrainingOptions
 

@@ -20,7 +20,7 @@ from verl_mg.config import ConfigSection, Count
 from verl_mg.distributed.collectives import all_gather_json, broadcast_bytes
 from verl_mg.layout.packing import MicroBatchPlan
 from verl_mg.models.hf_families import UNTRAINED
-from verl_mg.models.multi_token import copied_tensors
+from verl_mg.models.hf_tensors import copied_tensors
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.role import Batching, Role
 from verl_mg.rows.index import RowIndex

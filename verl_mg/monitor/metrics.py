@@ -1,4 +1,4 @@
-"""Tokens per second, the share of the devices' arithmetic that a job uses (MFU), memory and use of host and GPU."""
+"""Metrics of an iteration: samples, tokens per second, share of the arithmetic of devices (MFU), host and GPU."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from verl_mg import device
+from verl_mg.algorithms import mismatch
+from verl_mg.algorithms.segments import segment_totals
 from verl_mg.batch import Batch
-from verl_mg.distributed.collectives import all_gather_json
+from verl_mg.distributed.collectives import all_gather_json, sum_over_ranks
 from verl_mg.models.flops import RowFlops, row_flops
 from verl_mg.training.microbatch import SHARED_TOKENS, MicroBatch
 from verl_mg.training.runner import Runner
@@ -179,3 +182,55 @@ def weight_sync_rate(metrics: Mapping[str, float], ranks: int) -> dict[str, floa
 def _distinct_tokens(batch: Batch) -> int:
     """Returns the tokens of a batch without the prefixes that rows repeat."""
     return batch.total_tokens - (int(batch["prefix_length"].sum()) if "prefix_length" in batch else 0)
+
+
+def rollout_metrics(batches: Sequence[Batch], version: int) -> dict[str, float]:
+    """Computes means over all samples of all ranks; staleness in optimizer steps before `version`, which is trained."""
+    sums = sum_over_ranks([_sums(batch, version) for batch in batches])
+    if not sums.get("samples"):
+        return {}
+    samples = sums["samples"]
+    metrics = {
+        "response/length": sums["tokens"] / samples,
+        "response/truncated": sums["truncated"] / samples,
+        "response/samples": samples,
+        "rollout/staleness": sums["staleness"] / max(sums["tokens"], 1.0),
+    }
+    if "reward" in sums:
+        mean = sums["reward"] / samples
+        metrics["reward/mean"] = mean
+        metrics["reward/std"] = max(sums["reward_squared"] / samples - mean**2, 0.0) ** 0.5
+    for name in sums:
+        if name.startswith("reward."):
+            # Not every reward has every part: the mean is over those that have it.
+            metrics[f"reward/{name.removeprefix('reward.')}"] = sums[name] / max(sums[f"count.{name}"], 1.0)
+    return metrics
+
+
+def _sums(batch: Batch, version: int) -> dict[str, Tensor]:
+    mask, samples = batch["loss_mask"], batch.one_per_trajectory()
+    truncated = segment_totals(batch["truncated"], batch.trajectory_index)[batch.first_rows] > 0
+    # In double precision, since the variance is a difference of two sums.
+    sums = {
+        "samples": torch.tensor(float(len(samples))),
+        "tokens": mask.double().sum(),
+        "truncated": truncated.double().sum(),
+        "staleness": (version - batch["policy_versions"][mask]).double().sum(),
+    }
+    if "reward" in batch:
+        reward = samples["reward"].double()
+        sums |= {"reward": reward.sum(), "reward_squared": reward.square().sum()}
+        for name in (name for name in batch.names() if name.startswith("reward.")):
+            sums |= {name: samples[name].double().nansum(), f"count.{name}": (~samples[name].isnan()).sum()}
+    return sums
+
+
+def mismatch_metrics(batches: Sequence[Batch]) -> dict[str, float]:
+    """Computes the difference of `old_logprobs` and `rollout_logprobs` over all ranks, which all call it."""
+    parts = [
+        mismatch.statistics(batch["old_logprobs"], batch["rollout_logprobs"], batch["loss_mask"])
+        for batch in batches
+        if "old_logprobs" in batch and batch["old_logprobs"] is not batch["rollout_logprobs"]
+    ]
+    whole = mismatch.merge(all_gather_json(mismatch.merge(parts)))
+    return {f"mismatch/{name}": value for name, value in mismatch.summarize(whole).items()}
