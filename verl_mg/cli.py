@@ -210,9 +210,10 @@ def _train(arguments: argparse.Namespace) -> None:
 
 
 def _config_file(arguments: argparse.Namespace, folder: str = "configs") -> Path | None:
-    from verl_mg.job.recipe import SHIPPED, shipped_file
+    from verl_mg.import_function import RECIPES
+    from verl_mg.job.recipe import shipped_file
 
-    return shipped_file(arguments.config, SHIPPED / folder, ".yaml") if arguments.config else None
+    return shipped_file(arguments.config, RECIPES / folder, ".yaml") if arguments.config else None
 
 
 def _quickstart(arguments: argparse.Namespace) -> None:

@@ -9,12 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from torch.distributed import TCPStore
 
-from tests.agents.agent_runs import requests_of, trained_runs
-from tests.agents.logged_engine import LoggedEngine
+from tests.agents.agent_runs import RunAgents, ask, requests_of, trained_runs
 from tests.helpers.engines import SGLANG, VLLM_NIGHTLY, bring_weights, process_of
 from verl_mg.agents.agent import Session
 from verl_mg.agents.engine import AgentEngine
@@ -25,19 +23,6 @@ from verl_mg.engines.process_engine import ProcessEngine
 from verl_mg.rollout.engine_worker import EngineEvents, EngineWorker
 from verl_mg.rollout.groups import Group
 from verl_mg.rollout.work_queue import WorkQueue
-
-RunAgents = Callable[..., tuple[list[Sample], LoggedEngine]]
-
-
-async def ask(session: Session, messages: list[Any], max_tokens: int) -> dict[str, Any]:
-    async with httpx.AsyncClient(timeout=600.0) as client:
-        response = await client.post(
-            f"{session.base_url}/chat/completions",
-            headers={"authorization": f"Bearer {session.api_key}"},
-            json={"model": "policy", "messages": messages, "max_tokens": max_tokens},
-        )
-    message: dict[str, Any] = response.json()["choices"][0]["message"]
-    return message
 
 
 def wait_until(is_true: Callable[[], bool]) -> None:
@@ -54,11 +39,11 @@ def test_checkpoint_with_agents_in_flight_does_not_interrupt_them(hf_engine: HFE
     released = threading.Event()
 
     async def agent(session: Session, sample: Any) -> float:
-        reply = await ask(session, session.messages, 4)
+        reply = await ask(session, session.messages, max_tokens=4)
         asked.append(sample.record["n"])
         while sample.record["n"] and not released.is_set():
             await asyncio.sleep(0.01)
-        await ask(session, [*session.messages, reply, {"role": "user", "content": "on"}], 4)
+        await ask(session, [*session.messages, reply, {"role": "user", "content": "on"}], max_tokens=4)
         return 1.0
 
     def drive(engine: AgentEngine) -> list[Sample]:
@@ -95,7 +80,7 @@ def test_agents_continue_where_the_process_of_their_engine_has_died(
     async def agent(session: Session, sample: Any) -> float:
         messages = list(session.messages)
         for _ in range(3):
-            messages += [await ask(session, messages, 40), {"role": "user", "content": "on"}]
+            messages += [await ask(session, messages, max_tokens=40), {"role": "user", "content": "on"}]
         return 1.0
 
     def drive(engine: AgentEngine) -> list[Sample]:

@@ -6,7 +6,6 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 
-from recipes import ppo
 from tests.planner.tiny_inputs import DENSE, LATENT, MIXTURE, published, tiny
 from verl_mg.config import load_config
 from verl_mg.errors import UserError
@@ -17,6 +16,7 @@ from verl_mg.planner.cost import optimizer_seconds, train_seconds
 from verl_mg.planner.from_config import plan_request
 from verl_mg.planner.memory import train_memory
 from verl_mg.planner.training_options import OFFLOADABLE, RECOMPUTABLE, TrainingOptions, recompute, training_options
+from verl_mg.recipes import ppo
 from verl_mg.sharding.megatron import VOCABULARY
 
 PLANNED = ["model.path=m", "data.train=t.jsonl", "model.dtype=bfloat16", "rollout.engine=sglang"]
@@ -262,7 +262,7 @@ def test_offloaded_modules_leave_the_device():
     assert plain - away == 4 * (layer.dispatched + layer.heads) * 64 * 2 // 2
 
 
-def test_fp8_keeps_inputs_of_linear_layers_in_half_of_their_bytes_and_copies_of_weights():
+def test_fp8_halves_inputs_of_linear_layers_and_copies_weights():
     """Outputs of both norms and of attention, 32 each, two copies of 32, two products of 16; less without norms."""
     fp8 = options(transformer={"fp8": "hybrid"})
     c = tiny(MIXTURE).weights.config

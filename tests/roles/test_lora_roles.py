@@ -13,6 +13,7 @@ from torch.distributed import HashStore
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tests.helpers.rank_pool import job_context
+from tests.helpers.roles import build_role
 from tests.helpers.tiny_models import oracle, oracle_outputs, random_rows, tiny_model
 from tests.roles.updates import classifier, heads, square_loss
 from verl_mg.batch import Batch
@@ -66,16 +67,9 @@ def role_on(
     ranks: int = 0,
 ) -> TrainableRole:
     """A role on the first `ranks` ranks, all by default."""
-    return kind(
-        model,
-        ParallelGroups(Placement.on(Layout.parse(layout), ranks or dist.get_world_size())),
-        job_context(),
-        dtype=dtype,
-        temperature=0.9,
-        tokens_per_micro_batch=60,
-        optimizer=OPTIMIZER,
-        lora=lora,
-    )
+    groups = ParallelGroups(Placement.on(Layout.parse(layout), ranks or dist.get_world_size()))
+    options = {"temperature": 0.9, "tokens_per_micro_batch": 60, "optimizer": OPTIMIZER}
+    return build_role(kind, model, groups, dtype=dtype, lora=lora, **options)
 
 
 def learn(role: TrainableRole, batch: Batch) -> None:

@@ -4,17 +4,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch.distributed import PrefixStore
 from transformers import AutoTokenizer
 
 from tests.helpers.rank_pool import job_store
+from tests.helpers.roles import build_role
 from verl_mg.config import OptimizerConfig
 from verl_mg.data import Prompt, PromptFeed, PromptSet
 from verl_mg.engines import Sampling
 from verl_mg.engines.hf.engine import HFEngine
-from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.rewards import AsyncScorer, load_reward
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import Actor
@@ -53,14 +51,8 @@ def make_roles(
     """Roles on this rank; `reward` is MODULE:FUNCTION, `options` are those of `SyncRollout`."""
     # Several jobs on the same ranks must not share keys of the store.
     context = JobContext.create(PrefixStore(job, job_store()))
-    actor = Actor(
-        model,
-        ParallelGroups(Placement.on(Layout.parse(layout), dist.get_world_size())),
-        context,
-        dtype=torch.float32,
-        temperature=0.9,
-        tokens_per_micro_batch=60,
-        optimizer=OptimizerConfig(lr=3e-3),
+    actor = build_role(
+        Actor, model, layout, context, temperature=0.9, tokens_per_micro_batch=60, optimizer=OptimizerConfig(lr=3e-3)
     )
     feed, records = PromptFeed(PromptSet(make_prompts(model))), RolloutRecords()
     role = None

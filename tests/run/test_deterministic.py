@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers.rank_pool import job_context, job_store
-from tests.run.recorded_runs import job, lines_of, make_inputs, refusal
+from tests.helpers.rank_pool import job_context, job_store, refusal
+from tests.run.jobs import job, lines_of, make_inputs
 from verl_mg.data import Prompt
 from verl_mg.engines import Sampling
 from verl_mg.engines.process_engine import EngineSettings
@@ -28,7 +28,7 @@ from verl_mg.servers.info import ServerInfo, ServerRequirements, check
 SPY = """
 import os
 import torch
-from recipes.grpo import Config, iteration as learn, roles
+from verl_mg.recipes.grpo import Config, iteration as learn, roles
 
 def iteration(job, cfg):
     chunk = job.actor.runner.chunks[0]
@@ -70,7 +70,7 @@ def deterministic_job(inputs: Path, output: Path, overrides: list[str]) -> None:
 
 def refused(inputs: Path, output: Path) -> str:
     with restored_determinism():
-        return refusal("grpo", inputs, output, ["job.deterministic=true", "rollout.extra_prompts=2"])
+        return refusal(job, "grpo", inputs, output, ["job.deterministic=true", "rollout.extra_prompts=2"])
 
 
 def test_deterministic_runs_are_bitwise_identical(ranks, inputs, tmp_path):

@@ -50,7 +50,7 @@ def test_sample_state_in_json_gives_the_same_sample(sample):
     assert all(torch.equal(experts[name], tensor) for name, tensor in experts_of(again).items())
 
 
-def test_sample_state_highest_token_and_oldest_version_are_those_of_all_segments():
+def test_sample_state_has_highest_token_and_oldest_version_of_all_segments():
     sample = agent_sample()
     assert SampleState.of(sample).highest_token == 900 and SampleState.of(plain_sample()).highest_token == 2
     assert oldest_version(sample, 9) == 3 and oldest_version(Sample(1, (), (), (), "stop"), 9) == 9

@@ -43,12 +43,12 @@ from verl_mg.batch import Batch
 from verl_mg.config import Config
 from verl_mg.data import Prompt, PromptFeed, PromptSet
 from verl_mg.distributed.world import World
-from verl_mg.doctor.versions import installed_versions
+from verl_mg.doctor.machine import installed_versions
 from verl_mg.engines import Sampling
 from verl_mg.job.build_engines import build_engine_group
 from verl_mg.job.build_models import ModelRoleBuilder
 from verl_mg.layout import Layout
-from verl_mg.megatron.kernels import resolve_kernels
+from verl_mg.megatron.transformer_config import resolve_kernels
 from verl_mg.models.flops import row_flops
 from verl_mg.models.hf_config import read_config
 from verl_mg.monitor.throughput import device_peak, model_flops
