@@ -427,11 +427,10 @@ def group_rows(
     pairs = [(group, i) for group in groups for i in group.ids if i in completed]
     samples = [replace(completed[i], id=sample_number(i)) for _, i in pairs]
     batch = samples_to_batch([group.prompt for group, _ in pairs], samples, policy_version, routed_shape)
-    starts = {sample_number(i): sample_number(group.ids.start) for group, i in pairs}
-    trajectories = batch["trajectory"].tolist()
-    batch["group"] = torch.tensor([starts[i] for i in trajectories], dtype=torch.int64)
-    numbers = {sample_number(i): (score_ids or {}).get(i, NOT_SCORED) for _, i in pairs}
-    put_origin(batch, None if score_ids is None else [numbers[i] for i in trajectories])
+    pair_of = {sample_number(i): (group, i) for group, i in pairs}
+    of_rows = [pair_of[number] for number in batch["trajectory"].tolist()]
+    batch["group"] = torch.tensor([sample_number(group.ids.start) for group, _ in of_rows], dtype=torch.int64)
+    put_origin(batch, None if score_ids is None else [score_ids.get(i, NOT_SCORED) for _, i in of_rows])
     texts = {sample.id: to_text(conversation_of(sample.trajectory)) for sample in samples if sample.trajectory}
     return GeneratedRows(batch, texts)
 
