@@ -20,8 +20,6 @@ from verl_mg.batch import Batch
 from verl_mg.cli import main
 from verl_mg.config import FsdpConfig
 from verl_mg.fsdp.mesh import MeshGroups
-from verl_mg.training.model_spec import ModelSpec
-from verl_mg.training.trainer import MiniBatch, Objective
 from verl_mg.fsdp.model_runner import FsdpRunner
 from verl_mg.fsdp.trainer import FsdpTrainer
 from verl_mg.layout import EngineLayout, Layout, Placement
@@ -33,6 +31,8 @@ from verl_mg.planner.memory import train_memory
 from verl_mg.planner.module_memory import micro_batch_bytes, sharded_module
 from verl_mg.planner.training_options import fsdp_options
 from verl_mg.sharding.module_table import module_table
+from verl_mg.training.model_spec import ModelSpec
+from verl_mg.training.trainer import MiniBatch, Objective
 
 CONFIG = """
 model: {path: MODEL, dtype: bfloat16}

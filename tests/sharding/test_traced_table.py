@@ -14,17 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.random_models import config, configs, engines, sources
-from tests.helpers.rank_pool import job_context
+from tests.helpers.roles import build_role
 from tests.helpers.tiny_models import tiny_model
 from tests.helpers.traces import folder_of, needs_sglang, sglang_traces
-from tests.helpers.roles import build_role
 from verl_mg.config import Config, JobConfig, OptimizerConfig
 from verl_mg.errors import UserError
 from verl_mg.job import build_engines
 from verl_mg.job.build_engines import check_engines
 from verl_mg.job.engine_tables import with_engine_table
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
-from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.hf_config import read_config
 from verl_mg.models.tensor_index import TensorInfo
 from verl_mg.planner.from_config import plan_request
