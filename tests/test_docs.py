@@ -16,6 +16,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from tests.helpers import warm_start
+from tests.helpers.json_lines import read_lines
 from tests.helpers.tiny_jobs import run_recipe
 from tools.docs.draw_docs import DRAWN, PICTURES
 from verl_mg.cli import _parser
@@ -285,7 +286,7 @@ def _data_of_others(folder: Path, name: str, overrides: list[str]) -> list[dict[
         exec(compile(Path("write_data.py").read_text(), "write_data.py", "exec"), {})
         short = ["job.iterations=2", "job.console=false", "algorithm.prompts_per_iteration=8"]
         config = run_recipe(name, [*overrides, *short])
-        return [json.loads(line) for line in (config.job.output / "metrics.jsonl").read_text().splitlines()]
+        return read_lines(config.job.output / "metrics.jsonl")
 
 
 def test_agent_of_the_page_trains_with_the_command_shown(ranks, tmp_path):
@@ -303,7 +304,7 @@ def _with_agent(folder: Path, file: Path, overrides: list[str]) -> list[dict[str
         short = ["job.iterations=2", "job.console=false", "job.save=false", "algorithm.prompts_per_iteration=4"]
         score = f"reward.function={ROOT / 'recipes' / 'tasks' / 'repeat_digit.py'}:score"
         config = run_recipe("grpo", [*overrides, *short, score, "data.test=null"], file=file)
-        return [json.loads(line) for line in (config.job.output / "metrics.jsonl").read_text().splitlines()]
+        return read_lines(config.job.output / "metrics.jsonl")
 
 
 def test_first_run_script_from_python_trains(tmp_path):

@@ -49,7 +49,7 @@ def test_extras_for_gpus_resolve_to_the_pinned_versions(tmp_path):
     assert pins(Path(lock)) == pins(GPU_LOCK)
 
 
-def test_transformer_engine_has_the_range_and_the_extras_that_megatron_core_names():
+def test_transformer_engine_has_range_and_extras_of_megatron_core():
     (ours,) = extra("gpu")
     named = [Requirement(line) for line in requires("megatron-core") or ()]
     (theirs,) = [each for each in named if each.name == ours.name]

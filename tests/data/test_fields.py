@@ -10,6 +10,7 @@ import pytest
 from pyarrow import parquet
 from transformers import PreTrainedTokenizerFast
 
+from tests.helpers.json_lines import write_lines
 from verl_mg.data import PromptSet, demonstration, read_records
 from verl_mg.errors import UserError
 from verl_mg.models.tiny_model import character_tokenizer
@@ -40,14 +41,10 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def lines(folder: Path, *records: dict[str, Any]) -> Path:
-    path = folder / "data.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
+    return write_lines(folder / "data.jsonl", records)
 
 
 def parquet_file(folder: Path, *records: dict[str, Any]) -> Path:
-    import pyarrow as pa
-
     parquet.write_table(pa.Table.from_pylist(list(records)), folder / "data.parquet")
     return folder / "data.parquet"
 

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import ipc, parquet
 
+from tests.helpers.json_lines import write_lines
 from verl_mg.data import read_records
 from verl_mg.data.hub_files import select
 from verl_mg.data.records import located_records
@@ -15,10 +16,6 @@ from verl_mg.errors import UserError
 from verl_mg.hub import HubName
 
 ROWS = [{"prompt": f"p{i}", "messages": [{"role": "user", "content": f"c{i}"}]} for i in range(5)]
-
-
-def lines(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def table(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -41,7 +38,7 @@ def saved_by_hand(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("kind", "write"), [(".jsonl", lines), (".parquet", table)])
+@pytest.mark.parametrize(("kind", "write"), [(".jsonl", write_lines), (".parquet", table)])
 def test_read_records_folder_of_shards_is_read_by_name(tmp_path, kind, write):
     for number, part in ((1, ROWS[3:]), (0, ROWS[:3])):
         write(tmp_path / f"train-0000{number}-of-00002{kind}", part)
@@ -81,7 +78,7 @@ def test_read_records_datasets_of_hugging_face_are_read(tmp_path):
 
 def test_read_records_pattern_reads_matching_files(tmp_path):
     for name in ("train-1", "train-0", "test-0"):
-        lines(tmp_path / f"{name}.jsonl", [{"prompt": name}])
+        write_lines(tmp_path / f"{name}.jsonl", [{"prompt": name}])
     assert [row["prompt"] for row in read_records(tmp_path / "train-*.jsonl")] == ["train-0", "train-1"]
     assert len(read_records(tmp_path / "*.jsonl")) == 3
     with pytest.raises(UserError, match="no file matches"):
@@ -103,7 +100,7 @@ def test_read_records_pattern_reads_matching_files(tmp_path):
 )
 def test_read_records_folder_of_other_than_one_set_is_refused(tmp_path, names, reason):
     for name in names:
-        lines(tmp_path / name, ROWS)
+        write_lines(tmp_path / name, ROWS)
     with pytest.raises(UserError, match=reason) as caught:
         read_records(tmp_path)
     assert str(caught.value).startswith(f"{tmp_path}: ")
@@ -120,19 +117,19 @@ def test_read_records_folder_of_other_than_one_set_is_refused(tmp_path, names, r
 )
 def test_read_records_usual_shard_names_are_one_set(tmp_path, names):
     for name in names:
-        lines(tmp_path / f"{name}.jsonl", ROWS)
+        write_lines(tmp_path / f"{name}.jsonl", ROWS)
     assert len(read_records(tmp_path)) == len(names) * len(ROWS)
 
 
 def test_read_records_two_file_kinds_are_refused(tmp_path):
-    lines(tmp_path / "train.jsonl", ROWS)
+    write_lines(tmp_path / "train.jsonl", ROWS)
     table(tmp_path / "train.parquet", ROWS)
     with pytest.raises(UserError, match=r"train\*\.jsonl, train\*\.parquet"):
         read_records(tmp_path)
 
 
 def test_read_records_bad_line_of_a_shard_is_named(tmp_path):
-    lines(tmp_path / "a0.jsonl", ROWS)
+    write_lines(tmp_path / "a0.jsonl", ROWS)
     (tmp_path / "a1.jsonl").write_text('{"prompt": 1}\n{"prompt"\n')
     with pytest.raises(UserError, match="not JSON") as caught:
         read_records(tmp_path)

@@ -50,7 +50,7 @@ def test_score_of_a_response_is_that_of_its_task():
 
 
 @installed
-def test_score_of_answers_that_run_as_python_keeps_the_job_and_the_other_answers(tmp_path):
+def test_score_of_answers_that_run_as_python_keeps_other_answers(tmp_path):
     """The task evaluates the answer: a number without end, a file outside of the sandbox, the end of the harness.
 
     Without a tag the whole response is the answer.

@@ -1,7 +1,6 @@
 """Images of records in all their forms become the tokens and inputs that the model's own processor makes of them."""
 
 import base64
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from pyarrow import parquet
 from transformers import AutoProcessor, AutoTokenizer
 
+from tests.helpers.json_lines import write_lines
 from tests.helpers.tiny_models import noise_image, vision_model
 from verl_mg.data import PromptSet, demonstrations_batch
 from verl_mg.data.image_processor import ImageProcessor
@@ -30,7 +30,7 @@ def data_url(data: bytes) -> str:
 
 def as_lines(folder: Path, *records: dict[str, Any]) -> Path:
     file = folder / "data.jsonl"
-    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_lines(file, records)
     return file
 
 

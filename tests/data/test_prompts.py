@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from tests.helpers.json_lines import write_lines
 from verl_mg.data import PromptSet
 from verl_mg.errors import UserError
 from verl_mg.models.tiny_model import character_tokenizer
@@ -22,7 +23,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def file_of(folder: Path, *records: dict[str, Any]) -> Path:
     path = folder / "data.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_lines(path, records)
     return path
 
 

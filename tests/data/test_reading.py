@@ -11,6 +11,7 @@ import yaml
 from transformers import PreTrainedTokenizerFast
 
 from tests.data.walks import ids
+from tests.helpers.json_lines import write_lines
 from verl_mg.config import DataConfig, RecipeConfig, dump_config, load_config
 from verl_mg.data import Curriculum, Mixture, PromptSet, read_prompts
 from verl_mg.data.benchmarks import codeforces, gpqa, livecodebench
@@ -30,7 +31,7 @@ def files(tmp_path) -> Path:
         "two": [{"q": "c", "a": 1}, {"q": "d", "a": 2}],
     }
     for name, records in rows.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        write_lines(tmp_path / f"{name}.jsonl", records)
     return tmp_path
 
 

@@ -102,7 +102,7 @@ def test_trained_rows_equal_the_mask_of_the_template(name):
     assert all(theirs for ours, theirs in zip(row.mask, mask, strict=False) if ours)
 
 
-def test_trained_rows_of_a_template_that_removes_thinking_have_the_context_of_each_turn():
+def test_trained_rows_without_earlier_thinking_have_the_context_of_each_turn():
     tokenizer = tokenizer_of(peer("qwen3"))
     call = {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     conversation = [

@@ -1,6 +1,5 @@
 """Rows of demonstrations and of preference pairs."""
 
-import json
 import string
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from tests.helpers.json_lines import write_lines
 from verl_mg.data import Prompt, PromptSet, demonstration, demonstrations_batch, pairs_batch, preference
 from verl_mg.errors import UserError
 from verl_mg.models.tiny_model import character_tokenizer
@@ -78,8 +78,7 @@ def printable() -> PreTrainedTokenizerFast:
 
 
 def read(folder: Path, printable: PreTrainedTokenizerFast, *records: dict[str, Any], **options: Any) -> list[Prompt]:
-    path = folder / "pairs.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    path = write_lines(folder / "pairs.jsonl", records)
     return list(PromptSet.from_file(path, printable, max_prompt_tokens=100, **options))
 
 

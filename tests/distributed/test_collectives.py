@@ -98,7 +98,7 @@ def renumbered_trajectories() -> list[dict[str, int]]:
     return [dict(zip(names, row, strict=True)) | {"was": was} for row, was in zip(columns, rows, strict=True)]
 
 
-def test_reassign_sample_ids_of_repeated_trajectories_keeps_the_segments_of_each_copy_together(ranks):
+def test_reassign_sample_ids_keeps_segments_of_each_copy_together(ranks):
     rows = [row for part in ranks.run(2, renumbered_trajectories) for row in part]
     assert sorted(row["sample_id"] for row in rows) == list(range(9))
     copies: dict[int, list[dict]] = {}

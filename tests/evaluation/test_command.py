@@ -1,6 +1,5 @@
 """Evaluations of models, runs and checkpoints against a plain script, what they write, and their mistakes."""
 
-import json
 from pathlib import Path
 
 import pyarrow.dataset as ds
@@ -10,9 +9,10 @@ import yaml
 
 from tests.helpers.engines import SGLANG, VLLM
 from tests.helpers.engines import overrides as of_engine
+from tests.helpers.json_lines import read_lines, write_lines
 from tests.helpers.rank_pool import job_store
 from tests.helpers.sglang_servers import RunningServer
-from tests.helpers.tiny_jobs import RECIPES, files_of, run_recipe, write_lines, write_sums
+from tests.helpers.tiny_jobs import RECIPES, files_of, run_recipe, write_sums
 from tests.helpers.tiny_models import CHARACTERS
 from tests.helpers.traces import needs_sglang
 from tests.oracles.plain_evaluation import greedy_responses, mean, pass_at
@@ -70,7 +70,7 @@ def inputs(ranks, tmp_path_factory) -> Path:
     return folder
 
 
-def test_evaluation_equals_a_plain_script_on_model_run_and_checkpoint_under_any_layout(ranks, inputs, tmp_path):
+def test_evaluation_of_any_target_and_layout_equals_a_plain_script(ranks, inputs, tmp_path):
     sums, letters = inputs / "sums.jsonl", inputs / "letters.jsonl"
     sets = [f"sums={sums}", f"letters={letters}"]
     changes = ["rollout.max_new_tokens=5", "data.test.letters.max_new_tokens=3"]
@@ -170,7 +170,7 @@ def test_metrics_and_records_of_samples_belong_together(ranks, inputs, tmp_path)
     assert metrics["pass@3"].low < metrics["pass@3"].value < metrics["pass@3"].high
     stored = Report.model_validate_json((tmp_path / "out" / "evaluation.json").read_text())
     assert stored == report and stored.sets["sums"].sampling == {"temperature": 1, "top_p": 0.9, "max_new_tokens": 5}
-    lines = [json.loads(line) for line in (tmp_path / "out" / "prompts.jsonl").read_text().splitlines()]
+    lines = read_lines(tmp_path / "out" / "prompts.jsonl")
     assert [sorted(line["rewards"]) for line in lines] == [sorted(rewards) for rewards in groups.values()]
     assert Run(tmp_path / "out").about()["samples"] == [[0, 0]], "verl-mg view shows the samples"
 

@@ -66,13 +66,7 @@ def _train(folder: Path, file: Path | None, overrides: Sequence[str]) -> Reporte
 
 
 def errors(folder: Path, seen: dict[str, Any], values: Values | None = None) -> Tensor:
-    """Differences of the answers' log-probs from those of `transformers` in float32 with the saved weights.
-
-    Args:
-        folder: folder of the job.
-        seen: what the rank saw.
-        values: returns what an engine has of a matrix; None: the matrix.
-    """
+    """Differences of the answers' log-probs from `transformers` with the saved weights, passed through `values`."""
     model = AutoModelForCausalLM.from_pretrained(folder / seen["checkpoint"], dtype=torch.float32)
     for name, weight in model.named_parameters():
         if values and name.endswith("_proj.weight"):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
 
+from tests.helpers.json_lines import read_lines, write_lines
 from tests.helpers.rank_pool import job_store
 from verl_mg.config import Config, load_config
 from verl_mg.distributed.world import World
@@ -22,10 +22,6 @@ DIGITS = "def digits(sample): return sum(c.isdigit() for c in sample.response)\n
 """A random model never adds, so the reward is one that it can earn."""
 
 Metrics = list[dict[str, float]]
-
-
-def write_lines(file: Path, lines: Iterable[Mapping[str, object]]) -> None:
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def write_sums(folder: Path, left: int = 10, right: int = 4) -> None:
@@ -67,7 +63,7 @@ def run_here(recipe: Recipe, config: Config, half: RunMode = FULL_RUN) -> None:
 
 def logged(output: Path) -> Metrics:
     """The lines of metrics.jsonl."""
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return read_lines(output / "metrics.jsonl")
 
 
 def metrics_of(output: Path) -> Metrics:

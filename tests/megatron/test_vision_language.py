@@ -7,10 +7,11 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from tests.helpers.json_lines import write_lines
 from tests.helpers.qwen3_5_directories import published, tensors_of
 from tests.helpers.rank_pool import RankError
 from tests.helpers.roles import build_role
-from tests.helpers.tiny_jobs import DIGITS, write_lines, write_sums
+from tests.helpers.tiny_jobs import DIGITS, write_sums
 from tests.helpers.tiny_models import noise_image, oracle_outputs, random_rows
 from tests.megatron.training import token_loss
 from tests.rollout.engine_jobs import engine_job, trained_once

@@ -8,6 +8,7 @@ import re
 
 import pytest
 
+from tests.helpers.json_lines import read_lines
 from tests.run.jobs import GRPO, job
 from verl_mg import phase_timer as timer_module
 from verl_mg.config import ProfileConfig
@@ -138,7 +139,7 @@ def now(monkeypatch):
 
 
 def lines(folder, rank=0):
-    return [json.loads(line) for line in (folder / f"rank-{rank}.jsonl").read_text().splitlines()]
+    return read_lines(folder / f"rank-{rank}.jsonl")
 
 
 def iteration_of(now, timer, *phases):

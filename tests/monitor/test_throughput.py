@@ -49,7 +49,7 @@ def test_model_flops_backward_pass_is_twice_a_forward_pass():
     assert model_flops(rows, [], learns=True) == 0
 
 
-def test_model_flops_of_shared_prefixes_are_those_of_the_tokens_that_are_computed():
+def test_model_flops_of_shared_prefixes_count_computed_tokens():
     """A row of 5 tokens of which another computes 3: two tokens more, and the pairs that these have."""
     rows = RowFlops(per_token=10.0, per_pair=2.0)
     assert model_flops(rows, [4, 5], learns=True, shared=[0, 3]) == 3 * ((10 * 4 + 2 * 16) + (10 * 2 + 2 * (25 - 9)))

@@ -16,6 +16,7 @@ import pytest
 from rich.console import Console
 
 from tests.helpers import warm_start
+from tests.helpers.json_lines import read_lines
 from verl_mg.errors import UserError
 from verl_mg.monitor.progress import EtaEstimator
 from verl_mg.monitor.trackers.console import ConsoleTracker
@@ -26,7 +27,7 @@ from verl_mg.phase_timer import PhaseTimer
 
 
 def read(path: Path) -> list[dict[str, float | None]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return read_lines(path)
 
 
 def test_jsonl_tracker_floats_are_bitwise_identical(tmp_path):
@@ -228,7 +229,7 @@ def tracked(folder: Path, service: str, **environment: str) -> str:
         from pathlib import Path
         from verl_mg.phase_timer import PhaseTimer
         from verl_mg.config import Config
-        from verl_mg.monitor.sample_table import SampleTable
+        from verl_mg.monitor.trackers.tracker import SampleTable
         from verl_mg.monitor.trackers import build_trackers
 
         table = SampleTable(("prompt", "response", "reward"), [["1+2=", 'so "3"\\n', 1.0], ["4+4=", "9", None]])

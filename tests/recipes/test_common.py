@@ -119,7 +119,7 @@ def test_entropy_coefficient_of_every_recipe_subtracts_the_entropy(name):
 
 
 @pytest.mark.parametrize("name", CLIPPED)
-def test_dual_clip_of_every_clipped_recipe_bounds_the_loss_where_the_advantage_is_negative(name):
+def test_dual_clip_of_every_recipe_bounds_losses_of_negative_advantages(name):
     for advantage in (1.0, -1.0):
         (loss, gradient), (bounded, cut) = (policy_loss(name, advantage, dual_clip=dual) for dual in (None, 1.5))
         if advantage > 0:
@@ -136,7 +136,7 @@ def test_recipes_with_a_clip_have_a_dual_clip():
     assert all("entropy_coefficient" in recipe.Config.model_fields for recipe in POLICY_RECIPES.values())
 
 
-def test_off_policy_sequence_masking_excludes_drifted_responses_with_a_negative_advantage_and_reports_them():
+def test_off_policy_sequence_masking_excludes_bad_drifted_responses():
     rollout, advantages = torch.tensor([-0.2, -0.4]), torch.tensor([-1.0, -1.0])
     loss = torch.full((2,), 3.0)
     for delta, masked in ((0.5, 1.0), (0.8, 0.0)):  # the mean log-ratio is 0.7
@@ -145,7 +145,7 @@ def test_off_policy_sequence_masking_excludes_drifted_responses_with_a_negative_
         assert found.tolist() == [3.0 * (1 - masked)] * 2 and metrics["opsm_masked"].tolist() == [masked] * 2
 
 
-def test_off_policy_sequence_masking_in_a_run_excludes_responses_from_the_second_update_on(ranks, tasks, tmp_path):
+def test_off_policy_sequence_masking_in_a_run_begins_with_the_second_update(ranks, tasks, tmp_path):
     overrides = ["algorithm.prompts_per_iteration=8", "algorithm.group_size=4", "job.iterations=1", "job.save=false"]
     updates = ["algorithm.num_epochs=2", "algorithm.off_policy.opsm_delta=0.001", "actor.optimizer.warmup_steps=0"]
     (line,) = tiny_run(ranks, "grpo", tasks(0), tmp_path / "run", [*overrides, *updates])
@@ -153,7 +153,7 @@ def test_off_policy_sequence_masking_in_a_run_excludes_responses_from_the_second
     assert 0.05 < line["actor/opsm_masked"] < 0.5
 
 
-def test_parts_of_the_reward_without_weights_are_all_and_with_weights_the_named_ones():
+def test_parts_of_the_reward_are_all_or_those_with_weights():
     batch = rows([0, 1], [0, 0], [1.0, 0.0])
     with pytest.raises(UserError, match=r"^algorithm\.rewards: the reward has no parts"):
         weighted_parts(batch, {})
@@ -253,7 +253,7 @@ def test_concat_rollouts_with_other_reward_parts_keeps_common_columns():
     assert "reward.format" not in whole and "extra" not in whole and "loss_mask" in whole
 
 
-def test_concat_rollouts_keeps_the_columns_of_agents_where_a_rank_had_no_samples_in_a_round():
+def test_concat_rollouts_of_a_round_without_samples_keeps_columns_of_agents():
     nothing, agents = rows([], [], []), rows([1], [0], [0.0])
     agents["prefix_of"] = agents["sample_id"].clone()
     for batches in ([nothing, agents], [agents, nothing, nothing]):
@@ -261,7 +261,7 @@ def test_concat_rollouts_keeps_the_columns_of_agents_where_a_rank_had_no_samples
     assert not len(concat_rollouts([nothing, nothing]))
 
 
-def test_response_lengths_of_agents_are_those_of_generated_tokens_and_of_others_all_behind_the_prompt():
+def test_response_lengths_of_agents_count_generated_tokens():
     batch = Batch.from_rows([[1, 2, 3, 4], [1, 2, 5], [1, 6, 7, 8, 9]])
     batch["prompt_length"] = torch.tensor([1, 2, 2])
     assert response_lengths(batch).tolist() == [3, 1, 3]
@@ -422,7 +422,7 @@ def test_update_without_the_pass_for_old_logprobs_is_the_same(ranks, tasks, tmp_
     assert expected[0]["actor/grad_norm"] > 1e-3
 
 
-def test_skipped_old_logprobs_with_penalty_in_the_loss_report_the_divergence_of_the_rollout(ranks, tasks, tmp_path):
+def test_skipped_old_logprobs_with_penalty_report_its_divergence(ranks, tasks, tmp_path):
     kl = ["algorithm.kl.coefficient=0.05"]
     expected = run(ranks, "grpo", tasks(0), tmp_path / "recompute", "recompute", kl)
     found = run(ranks, "grpo", tasks(0), tmp_path / "skip", "skip", kl)

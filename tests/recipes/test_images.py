@@ -11,7 +11,6 @@ from tests.helpers.engines import overrides as engine_overrides
 from tests.helpers.tiny_jobs import RECIPES, logged, metrics_of, run_recipe
 from tests.helpers.traces import needs_sglang, needs_vllm
 from tests.run.jobs import copy_interrupted
-from tests.run.resumed_jobs import copy_interrupted
 from verl_mg.recipes.tasks import colored_squares
 from verl_mg.run.mode import FULL_RUN, RunMode
 

@@ -1,7 +1,6 @@
 """Folders of papers: the plan is that of today, the launch file starts it, and prepared data trains a tiny model."""
 
 import asyncio
-import json
 import math
 import os
 import re
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.json_lines import read_lines
 from tests.helpers.published_rows import write_published
 from tests.helpers.tiny_jobs import RECIPES, logged, run_recipe
 from tools import prepare_data
@@ -178,7 +178,7 @@ def test_reward_of_a_paper_knows_right_answers_to_its_prepared_prompts(prepared,
         pytest.skip("the reward is a model")
     reward = load_reward(config.reward.function, config.reward.options)
     template = next(text for name, text in RIGHT.items() if name in str(config.reward.function))
-    records = [json.loads(line) for line in (prepared / config.data.train).read_text().splitlines()]
+    records = read_lines(prepared / config.data.train)
     for record in records:
         responses = (
             [PROGRAM, "```python\nprint(5)\n```"] if "tests" in record else [template.format(record["answer"]), "?"]

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from tests.helpers.json_lines import write_lines
 from tests.helpers.json_server import JsonRequest, JsonResponse, serving
-from tests.helpers.scoring_servers import scoring
-from tests.helpers.tiny_jobs import write_lines
 from tests.recipes.tiny_runs import TEACHER_OF, Goal, tiny_run
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.recipes.tasks.repeat_digit import DIGITS, LENGTH

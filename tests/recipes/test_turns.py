@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.helpers.tiny_jobs import RECIPES, logged, run_recipe, write_lines
+from tests.helpers.json_lines import write_lines
+from tests.helpers.tiny_jobs import RECIPES, logged, run_recipe
 from tests.recipes.scripted_job import ScriptedJob
 from tests.recipes.tiny_runs import Goal, placed, tiny_run
 from verl_mg.algorithms.advantages import Turns

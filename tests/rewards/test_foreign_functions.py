@@ -64,7 +64,7 @@ def test_function_for_slime_scores_a_sample(slime_file, function, options, rewar
     assert SLIME_RECORD["metadata"] == {"rm_type": "math"}, "the function has changed the record"
 
 
-def test_function_for_slime_gets_the_label_of_the_record_and_leaves_the_record_as_it_is(slime_file):
+def test_function_for_slime_gets_the_label_and_changes_no_record(slime_file):
     record = {"prompt": "1+1=", "label": 2, "metadata": {"seen": []}}
     reward = load_reward(f"slime:{slime_file}:spoils")
     assert [reward(Sample("", "", "2", record, "stop")).value for _ in range(2)] == [1.0, 1.0]

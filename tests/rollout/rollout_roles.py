@@ -18,7 +18,8 @@ from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import Actor
 from verl_mg.roles.reward import RewardRole
 from verl_mg.rollout.engine_group import HFEngineGroup
-from verl_mg.rollout.rollout import Rollout
+from verl_mg.rollout.rollout import RolloutSetup
+from verl_mg.rollout.sync_rollout import SyncRollout
 from verl_mg.rows.records import RolloutRecords
 
 TEXTS = ["12+3=", "7*(8-2)=", "a b c", "(1)", "99-98+97="]
@@ -34,7 +35,7 @@ class Roles:
     """The roles around a rollout on this rank."""
 
     actor: Actor
-    rollout: Rollout
+    rollout: SyncRollout
     reward: RewardRole | None
     feed: PromptFeed
 
@@ -47,7 +48,7 @@ def make_roles(
     job: str = "job",
     **options: object,
 ) -> Roles:
-    """Roles on this rank; `reward` is MODULE:FUNCTION, `options` are those of `Rollout`."""
+    """Roles on this rank; `reward` is MODULE:FUNCTION, `options` are those of `SyncRollout`."""
     # Several jobs on the same ranks must not share keys of the store.
     context = JobContext.create(PrefixStore(job, job_store()))
     actor = build_role(
@@ -60,6 +61,7 @@ def make_roles(
         role = RewardRole(scorer, feed, AutoTokenizer.from_pretrained(model), context, records)
     engine = HFEngine(model, "cpu", torch.float32, max_running_requests=max_running_requests, load_weights=False)
     sampling = Sampling(max_new_tokens=9, temperature=0.9, stop_token_ids=(1,))
-    rollout = Rollout(HFEngineGroup(engine, context), sampling, 5, context, feed, records, role, **options)
+    setup = RolloutSetup(sampling=sampling, seed=5, context=context, prompts=feed, records=records, reward=role)
+    rollout = SyncRollout(HFEngineGroup(engine, context), setup, **options)
     rollout.update_weights(actor)
     return Roles(actor, rollout, role, feed)

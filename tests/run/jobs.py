@@ -144,11 +144,7 @@ def opened_files(recipe: str, inputs: Path, output: Path, iterations: int, overr
 
 
 def kill_ranks(pids: Sequence[int]) -> None:
-    """Kills all ranks, of which this process is one; none sees before it ends that another one has.
-
-    Args:
-        pids: their processes.
-    """
+    """Kills all ranks, of which this process is one; none sees before it ends that another one has."""
     others = [pid for pid in pids if pid != os.getpid()]
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for pid in others:

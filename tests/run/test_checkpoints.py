@@ -159,7 +159,7 @@ def test_resume_with_a_refreshed_reference_is_bitwise_identical(ranks, inputs, t
 
 
 @pytest.mark.nightly
-def test_checkpoint_of_a_refreshed_reference_is_refused_where_the_reference_is_the_actor(ranks, inputs, tmp_path):
+def test_checkpoint_of_a_refreshed_reference_without_a_reference_is_refused(ranks, inputs, tmp_path):
     overrides = ["actor={lora: {rank: 4}, layout: tp2}", "reference.layout=tp2", "algorithm.kl.coefficient=0.05"]
     ranks.run(2, resumable_job, "grpo", inputs, tmp_path / "run", 1, [*overrides, "reference.refresh_every=9"])
     with pytest.raises(RankError, match="reference.refresh_every: .*Set it as in the run before"):
@@ -256,7 +256,7 @@ def test_resume_with_another_optimizer_names_what_is_missing(ranks, inputs, befo
         ranks.run(4, resumable_job, "ppo", inputs, tmp_path / "run", 2, overrides)
 
 
-def test_resume_opens_the_file_of_the_rank_and_under_another_layout_those_with_needed_boxes(ranks, inputs, tmp_path):
+def test_resume_opens_only_files_with_needed_boxes(ranks, inputs, tmp_path):
     settings = ["algorithm.prompts_per_iteration=2", "checkpoint.every=1"]
     written = [*settings, "actor.layout=pp2"]  # two data-parallel ranks: 0 and 1 on the first stage
     opened = ranks.run(4, opened_files, "grpo", inputs, tmp_path / "run", 1, written)

@@ -20,8 +20,9 @@ from verl_mg.engines.trajectory import MAX_SEGMENTS
 from verl_mg.job.job import Job
 from verl_mg.job.recipe import load_recipe, requested_roles
 from verl_mg.monitor.sample_reader import SampleReader
-from verl_mg.rollout.rollout import Rollout
-from verl_mg.rollout.rollout_source import RolloutSource
+from verl_mg.rollout.async_rollout import AsyncRollout
+from verl_mg.rollout.rollout import RolloutSource
+from verl_mg.rollout.sync_rollout import SyncRollout
 from verl_mg.run.mode import RunMode
 from verl_mg.run.replay import ReplayRollout
 
@@ -89,7 +90,7 @@ def test_replay_on_the_same_ranks_is_bitwise_identical(ranks, inputs, tmp_path, 
     assert there[3]["actor/grad_norm"] > 0 and not (again / "checkpoints").exists()
 
 
-def test_replay_of_agents_trains_on_their_segments_and_records_their_conversations(ranks, inputs, tmp_path):
+def test_replay_of_agents_trains_on_segments_and_records_conversations(ranks, inputs, tmp_path):
     run, again = tmp_path / "run", tmp_path / "again"
     settings = ["job.iterations=2", f"data.test={inputs / 'sums.jsonl'}", "evaluation.every=2"]
     ranks.run(2, split_job, "grpo", inputs, run, settings)
@@ -147,11 +148,13 @@ def test_sample_reader_on_other_ranks_keeps_groups_together(ranks, first):
 
 
 def test_replay_rollout_methods_have_the_parameters_of_rollout():
-    methods = [name for name in vars(RolloutSource) if not name.startswith("_") and callable(getattr(Rollout, name))]
+    methods = [
+        name for name in vars(RolloutSource) if not name.startswith("_") and callable(getattr(SyncRollout, name))
+    ]
     assert len(methods) >= 10
     for name in methods:
-        signatures = [inspect.signature(getattr(kind, name)) for kind in (Rollout, ReplayRollout)]
-        assert signatures[0].parameters == signatures[1].parameters, name
+        sync, *others = [inspect.signature(getattr(kind, name)) for kind in (SyncRollout, AsyncRollout, ReplayRollout)]
+        assert all(other.parameters == sync.parameters for other in others), name
 
 
 def test_replay_with_other_settings_runs(ranks, inputs, first, tmp_path):

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.named_processes import named, processes_named
 from verl_mg.errors import UserError
 from verl_mg.sandbox import Outcome, isolated, run_python, run_python_async
 from verl_mg.sandbox import supervisor as module
@@ -52,21 +53,6 @@ def with_isolation(kind: module.Isolation, monkeypatch: pytest.MonkeyPatch) -> C
         except OSError as error:
             pytest.skip(f"no interpreter that every user can start: {error}")
     return run_python
-
-
-def processes_named(name: str) -> list[str]:
-    pids = []
-    for file in Path("/proc").glob("[0-9]*/comm"):
-        try:
-            pids += [file.parent.name] if file.read_text().strip() == name else []
-        except OSError:  # it has ended
-            continue
-    return pids
-
-
-def named(name: str, program: str) -> str:
-    """Returns a program whose processes, forked ones included, have a name."""
-    return f"import ctypes, os, time\nctypes.CDLL(None).prctl(15, b'{name}')\n{program}"
 
 
 def fresh_name() -> str:

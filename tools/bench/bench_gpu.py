@@ -56,7 +56,8 @@ from verl_mg.planner.inputs import GIB, PlanInputs
 from verl_mg.planner.memory import train_memory
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import Actor
-from verl_mg.rollout.rollout import Rollout
+from verl_mg.rollout.rollout import RolloutSetup
+from verl_mg.rollout.sync_rollout import SyncRollout
 from verl_mg.rows.records import RolloutRecords
 from verl_mg.sharding.megatron import Kernels
 from verl_mg.sharding.weight_table import WeightTable, weight_table
@@ -273,7 +274,9 @@ def rollout_part(bench: Bench) -> Iterator[Row]:
     texts = torch.randint(bench.weights.config.vocab, (work.prompts, work.prompt_tokens), generator=draw).tolist()
     prompts = [Prompt(i, tuple(tokens), "", None, {}) for i, tokens in enumerate(texts)]
     feed, records = PromptFeed(PromptSet(prompts)), RolloutRecords()
-    rollout = Rollout(engines, Sampling(max_new_tokens=work.new_tokens), 0, context, feed, records)
+    sampling = Sampling(max_new_tokens=work.new_tokens)
+    setup = RolloutSetup(sampling=sampling, seed=0, context=context, prompts=feed, records=records)
+    rollout = SyncRollout(engines, setup)
     try:
         seconds = bench.seconds(lambda: rollout.update_weights(actor))
         rate = bench.weight_bytes / seconds / 1e9

@@ -43,8 +43,8 @@ from torch import Tensor
 from verl_mg import device
 from verl_mg.config import OptimizerConfig
 from verl_mg.errors import UserError
+from verl_mg.megatron.core_version import main_shard
 from verl_mg.megatron.model_runner import MegatronRunner
-from verl_mg.megatron.optimizer_state import main_shard
 from verl_mg.megatron.streamed_adamw import MOMENTS, RandomAccessMemory, StreamedAdamW, dithered_to_bfloat16
 from verl_mg.models.flops import NEWTON_SCHULZ_STEPS
 from verl_mg.sharding.boxes import (

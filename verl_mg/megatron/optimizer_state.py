@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from verl_mg.checkpoint.sharded_safetensors import StoredBox
+from verl_mg.megatron.core_version import main_shard
 from verl_mg.megatron.model_runner import MegatronRunner
 from verl_mg.megatron.streamed_adamw import MOMENTS, StreamedAdamW
 from verl_mg.sharding.boxes import box_shape, contiguous_boxes, full_box, numel
@@ -139,16 +140,6 @@ def steps_taken(optimizer: Any) -> float | None:
                 if weight in inner.state:
                     return float(inner.state[weight].get("step", group.get("step", 0)))
     return None
-
-
-def main_shard(optimizer: Any, parameter: Tensor) -> tuple[Tensor, int] | None:
-    """Returns this rank's flat shard of a parameter in the optimizer's precision, and its start in the parameter."""
-    # megatron-core has no public way from a parameter of the model to the range of it that a rank optimizes.
-    if parameter not in optimizer.model_param_gbuf_map:
-        return None
-    group, position = optimizer.model_param_group_index_map[parameter]
-    start: int = optimizer._get_model_param_range_map(parameter)["param"].start
-    return optimizer.optimizer.param_groups[group]["params"][position], start
 
 
 def _local_ranges(optimizer: Any, parameter: Tensor) -> Iterator[tuple[str, Tensor, int]]:

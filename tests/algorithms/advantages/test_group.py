@@ -65,7 +65,7 @@ SEGMENTS = st.lists(st.tuples(st.floats(-10, 10), st.integers(0, 3), st.integers
 
 @settings(max_examples=50)
 @given(SEGMENTS, st.randoms(use_true_random=False))
-def test_group_advantages_of_samples_with_several_rows_equal_those_of_single_rows(samples, shuffler):
+def test_group_advantages_of_several_rows_equal_those_of_single_rows(samples, shuffler):
     """Samples (score, group, length, rows), whose rows are in any order: each has the advantage of a single row."""
     numbers = [i for i, (_, _, _, count) in enumerate(samples) for _ in range(count)]
     shuffler.shuffle(numbers)
@@ -267,7 +267,7 @@ def test_resampling_weights_by_rank_follow_the_filter_probability(kind, probabil
     assert weights.tolist() == pytest.approx(expected, abs=1e-7)
 
 
-def test_resampling_weights_of_equal_scores_are_the_mean_over_their_ranks_in_any_order():
+def test_resampling_weights_of_equal_scores_are_the_mean_of_their_ranks():
     scores, groups = torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0, 5.0]), torch.tensor([1, 1, 1, 1, 1, 2])
     expected = {"best_random": [0.25, 0.125] * 2 + [0.25, 1.0], "best_worst": [1 / 6, 0.25] * 2 + [1 / 6, 1.0]}
     for kind, weights in expected.items():

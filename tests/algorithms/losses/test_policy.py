@@ -133,7 +133,7 @@ def test_dppo_against_a_loop(kind, rows, largest):
         assert metrics["divergence"][i].item() == pytest.approx(divergence * counts, rel=1e-7, abs=1e-9)
 
 
-def test_dppo_leaves_rare_tokens_free_and_holds_frequent_ones_where_a_clip_does_the_opposite():
+def test_dppo_holds_frequent_tokens_where_a_clip_holds_rare_ones():
     new, old, advantages, mask = columns(
         [(math.log(0.01), math.log(0.001), 1.0, True), (math.log(0.9), math.log(0.76), 1.0, True)]
     )

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.agents.scripted_session import Message, ScriptedSample, ScriptedSession, policy
+from tests.helpers.json_lines import read_lines
 from verl_mg.agents.agent import AgentError
 from verl_mg.data import read_records
 from verl_mg.errors import UserError
@@ -294,7 +295,7 @@ def docker(tmp_path, task, monkeypatch) -> Path:
 
 
 def calls_of(folder: Path) -> list[list[str]]:
-    return [json.loads(line) for line in (folder / "calls.jsonl").read_text().splitlines()]
+    return read_lines(folder / "calls.jsonl")
 
 
 SOLVE = bash({"command": 'echo "$(cat greeting.txt) $COLOUR" >answer.txt'})

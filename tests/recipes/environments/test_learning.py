@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.tiny_jobs import Metrics, write_lines
+from tests.helpers.json_lines import write_lines
+from tests.helpers.tiny_jobs import Metrics
 from tests.recipes.tiny_runs import Goal, tiny_run
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.recipes.tasks import repeat_digit
