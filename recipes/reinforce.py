@@ -2,8 +2,8 @@
 
     prompts -> rollout -> reward -> advantages -> actor update -> weight sync
 
-Differences from GRPO: no groups, ratios, clips and reference; the plain policy gradient, one update in an iteration, and
-token losses summed over a response. The shortest recipe: read it first.
+Differences from GRPO: no groups, ratios, clips and reference; the plain policy gradient, one update in an iteration,
+and token losses summed over a response. The shortest recipe: read it first.
 """
 
 import torch

@@ -91,6 +91,7 @@ def test_page_of_a_recipe_is_short_and_begins_with_paper_and_data_flow(file):
     docstring = ast.get_docstring(ast.parse(text))
     assert docstring and "arXiv:" in docstring.splitlines()[0]
     assert " -> " in docstring.splitlines()[2]
+    assert "Differences from GRPO" in docstring or file.stem == "grpo"
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
