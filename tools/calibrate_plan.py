@@ -34,9 +34,8 @@ from scipy.optimize import least_squares
 from verl_mg.layout import EngineLayout, Layout
 from verl_mg.models.hf_config import read_config
 from verl_mg.planner.cost import inference_seconds, train_seconds, utilization
-from verl_mg.planner.efficiency import FITTED, Efficiency
+from verl_mg.planner.efficiency import FITTED, GPUS, Efficiency
 from verl_mg.planner.generation_time import rollout_seconds
-from verl_mg.planner.gpus import GPUS
 from verl_mg.planner.inputs import GIB, GIGA, PlanInputs
 from verl_mg.planner.iteration_time import Seconds, iteration_seconds, moved_seconds, sync_seconds
 from verl_mg.planner.memory import rollout_memory, train_memory

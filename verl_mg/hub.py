@@ -58,10 +58,7 @@ class HubName:
 
     @classmethod
     def parse(cls, path: str | Path) -> HubName | None:
-        """Returns the name that a path stands for; None where it is a path on this machine.
-
-        A path that exists is never a name, and without a prefix nothing else than `OWNER/NAME` is one.
-        """
+        """Returns the name that a path stands for, `OWNER/NAME` or with a prefix; None where the path exists."""
         text = str(path)
         match = _NAME.fullmatch(text)
         site = match["site"] if match else None
@@ -116,10 +113,7 @@ def _limit_waiting(request: Any) -> None:
 
 
 def files_of(name: HubName, folder: Path) -> list[str]:
-    """Returns the names of all files of a data set, downloaded or not, as the cache lists them in `folder`.
-
-    Without a list the files of the folder are returned; UserError where their names say that some are missing.
-    """
+    """Returns the names of all files of a data set, by its list in `folder`, or else the files there."""
     if name.site == "hf":
         from huggingface_hub import errors, get_cached_repo_tree
 

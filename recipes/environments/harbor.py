@@ -27,7 +27,7 @@ from verl_mg.recipes.environments.harbor_machines import DockerMachine, HarborMa
 from verl_mg.recipes.environments.harbor_tasks import HarborTask, read_task
 from verl_mg.recipes.environments.policy_client import Message, policy_of
 from verl_mg.rewards.reward import Sample
-from verl_mg.sandbox.temporary import temporary_folder
+from verl_mg.sandbox.supervisor import temporary_folder
 
 BASH = {
     "type": "function",

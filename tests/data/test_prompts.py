@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from tests.helpers.json_lines import write_lines
 from verl_mg.data import PromptSet
 from verl_mg.errors import UserError
 from verl_mg.models.tiny_model import character_tokenizer
@@ -22,7 +23,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def file_of(folder: Path, *records: dict[str, Any]) -> Path:
     path = folder / "data.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_lines(path, records)
     return path
 
 
@@ -31,7 +32,7 @@ def numbered(folder: Path, count: int, tokenizer: PreTrainedTokenizerFast, **opt
     return PromptSet.from_file(path, tokenizer, **{"max_prompt_tokens": 100} | options)
 
 
-def test_from_file_plain_prompt_is_tokenized(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_from_file_plain_prompt_is_tokenized(tmp_path, tokenizer):
     path = file_of(tmp_path, {"q": "ab", "a": 7}, {"q": "c"})
     prompts = PromptSet.from_file(
         path, tokenizer, prompt_field="q", answer_field="a", instruction="!", max_prompt_tokens=3
@@ -42,7 +43,7 @@ def test_from_file_plain_prompt_is_tokenized(tmp_path: Path, tokenizer: PreTrain
     assert (second.id, second.text, second.answer) == (1, "c!", None)
 
 
-def test_from_file_special_tokens_are_added_once(tmp_path: Path) -> None:
+def test_from_file_special_tokens_are_added_once(tmp_path):
     """A tokenizer that begins every text with a token does so for strings, not after a template."""
     from tokenizers.processors import TemplateProcessing
 
@@ -56,7 +57,7 @@ def test_from_file_special_tokens_are_added_once(tmp_path: Path) -> None:
     assert tokenizer.convert_ids_to_tokens(prompts[1].tokens) == ["<user>", "b", "<assistant>"]
 
 
-def test_from_file_system_prompt_begins_conversations_that_have_none(tmp_path: Path) -> None:
+def test_from_file_system_prompt_begins_conversations_that_have_none(tmp_path):
     tokenizer = character_tokenizer("abs")
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}|{% endfor %}"
     given = [{"role": "system", "content": "b"}, {"role": "user", "content": "a"}]
@@ -68,7 +69,7 @@ def test_from_file_system_prompt_begins_conversations_that_have_none(tmp_path: P
         PromptSet.from_file(path, tokenizer, **options)
 
 
-def test_from_file_chat_template_describes_the_tools(tmp_path: Path) -> None:
+def test_from_file_chat_template_describes_the_tools(tmp_path):
     tokenizer = character_tokenizer(string.printable)
     tokenizer.chat_template = (
         "{%- for tool in tools or [] -%}{{- tool['function']['name'] + ';' -}}{%- endfor -%}"
@@ -80,9 +81,7 @@ def test_from_file_chat_template_describes_the_tools(tmp_path: Path) -> None:
     assert prompt.text == "add;1+1"
 
 
-def test_from_file_chat_template_renders_strings_and_messages(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_from_file_chat_template_renders_strings_and_messages(tmp_path, tokenizer):
     conversation = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     path = file_of(tmp_path, {"prompt": conversation}, {"prompt": "u"})
     prompts = PromptSet.from_file(path, tokenizer, chat_template=True, instruction="!", max_prompt_tokens=10)
@@ -103,23 +102,21 @@ def test_from_file_chat_template_renders_strings_and_messages(
         ({"prompt": "a", "answer": ["b"]}, "'answer' is a list"),
     ],
 )
-def test_from_file_bad_prompt_is_named(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, record: dict[str, Any], reason: str
-) -> None:
+def test_from_file_bad_prompt_is_named(tmp_path, tokenizer, record, reason):
     path = file_of(tmp_path, {"prompt": "a"}, record)
     with pytest.raises(UserError, match=reason) as caught:
         PromptSet.from_file(path, tokenizer, max_prompt_tokens=5)
     assert str(caught.value).startswith(f"{path}:2: ")
 
 
-def test_from_file_missing_template_is_an_error(tmp_path: Path) -> None:
+def test_from_file_missing_template_is_an_error(tmp_path):
     tokenizer = character_tokenizer("a")
     tokenizer.chat_template = None
     with pytest.raises(UserError, match=r"no chat template.*data.chat_template=false"):
         PromptSet.from_file(file_of(tmp_path, {"prompt": "a"}), tokenizer, chat_template=True, max_prompt_tokens=5)
 
 
-def test_from_file_overlong_prompts_are_dropped(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_from_file_overlong_prompts_are_dropped(tmp_path, tokenizer):
     path = file_of(tmp_path, {"prompt": "aaaa"}, {"prompt": "b"}, {"prompt": "cc"})
     prompts = PromptSet.from_file(path, tokenizer, max_prompt_tokens=2, overlong_prompts="drop")
     assert (prompts.dropped, len(prompts), [prompt.id for prompt in prompts]) == (1, 2, [1, 2])
@@ -130,7 +127,7 @@ def test_from_file_overlong_prompts_are_dropped(tmp_path: Path, tokenizer: PreTr
         PromptSet.from_file(path, tokenizer, max_prompt_tokens=0, overlong_prompts="drop")
 
 
-def test_take_every_epoch_has_all_prompts_in_another_order(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_take_every_epoch_has_all_prompts_in_another_order(tmp_path, tokenizer):
     prompts, again = (numbered(tmp_path, 7, tokenizer) for _ in range(2))
     taken = [prompt.id for n in (3, 5, 0, 13) for prompt in prompts.take(n)]
     assert taken == [prompt.id for prompt in again.take(21)]
@@ -141,7 +138,7 @@ def test_take_every_epoch_has_all_prompts_in_another_order(tmp_path: Path, token
 
 
 @pytest.mark.parametrize("before", [0, 4, 7, 9])
-def test_load_state_resumed_sequence_continues(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, before: int) -> None:
+def test_load_state_resumed_sequence_continues(tmp_path, tokenizer, before):
     prompts, resumed = (numbered(tmp_path, 7, tokenizer, seed=3) for _ in range(2))
     prompts.take(before)
     resumed.load_state(json.loads(json.dumps(prompts.state())))
@@ -149,18 +146,14 @@ def test_load_state_resumed_sequence_continues(tmp_path: Path, tokenizer: PreTra
 
 
 @pytest.mark.parametrize(("count", "seed", "named"), [(6, 3, "prompts=7, now prompts=6"), (7, 4, "seed=3")])
-def test_load_state_of_other_data_is_refused(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, count: int, seed: int, named: str
-) -> None:
+def test_load_state_of_other_data_is_refused(tmp_path, tokenizer, count, seed, named):
     state = numbered(tmp_path, 7, tokenizer, seed=3).state()
     with pytest.raises(UserError, match=named):
         numbered(tmp_path, count, tokenizer, seed=seed).load_state(state)
 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason=f"GSM8K is not at {GSM8K}")
-def test_from_file_gsm8k_is_read_as_published(
-    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_from_file_gsm8k_is_read_as_published(tokenizer, monkeypatch):
     calls, call = list[int](), PreTrainedTokenizerFast.__call__
 
     def counted(self: PreTrainedTokenizerFast, texts: list[str], **options: Any) -> Any:

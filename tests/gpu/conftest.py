@@ -82,7 +82,7 @@ def machine() -> Machine:
 
 
 @pytest.fixture(autouse=True)
-def limited_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
+def limited_ranks(request) -> Iterator[None]:
     """Ranks end before their test does."""
     if "ranks" not in request.fixturenames:
         yield
@@ -98,7 +98,7 @@ def limited_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
-def on_gpu(machine: Machine) -> None:
+def on_gpu(machine) -> None:
     """Skips the test on the CPU; the test's docstring says what is missing there."""
     if not machine.gpus:
         pytest.skip("there is no GPU")

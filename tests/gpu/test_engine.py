@@ -8,8 +8,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.helpers.engines import bring_weights
-from tests.helpers.machine import Machine
-from tests.helpers.rank_pool import RankPool
 from tests.helpers.traces import needs_sglang
 from verl_mg import device
 from verl_mg.engines.engine import Request, Sample, Sampling
@@ -75,7 +73,7 @@ def _free() -> int:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def models(tmp_path_factory) -> list[Path]:
     """Two, with heads of a width that the kernels of every engine have."""
     folder = tmp_path_factory.mktemp("models")
     sizes = {"hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "ffn": 512, "max_positions": 128}
@@ -89,9 +87,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @needs_sglang
 @pytest.mark.timeout(START_S)
-def test_engine_serves_the_last_weights_and_sleeps_without_memory(
-    ranks: RankPool, machine: Machine, tmp_path: Path, models: list[Path]
-) -> None:
+def test_engine_serves_the_last_weights_and_sleeps_without_memory(ranks, machine, tmp_path, models):
     (found,) = ranks.run(1, served, models, tmp_path)
     for model, samples in zip([*models, models[-1]], found.answers, strict=True):
         assert_from(model, samples, half=bool(machine.gpus))

@@ -104,14 +104,7 @@ class WarmStart:
         environment: Mapping[str, str] | None = None,
         python: str | Path = sys.executable,
     ) -> None:
-        """Writes the executable.
-
-        Args:
-            name: name of the server.
-            imported: modules that the programs need not import, or MODULE:FUNCTION to call, in this order.
-            environment: variables that the modules read when they are imported.
-            python: path of the Python that runs the programs.
-        """
+        """Writes the executable, whose programs need not import the modules or call MODULE:FUNCTION in `imported`."""
         owner = os.environ.setdefault(OWNER, str(os.getpid()))
         # Folders of former sessions may remain, and process ids come again.
         started = int(psutil.Process(int(owner)).create_time() * 100)

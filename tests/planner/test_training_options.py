@@ -262,7 +262,7 @@ def test_offloaded_modules_leave_the_device():
     assert plain - away == 4 * (layer.dispatched + layer.heads) * 64 * 2 // 2
 
 
-def test_fp8_keeps_inputs_of_linear_layers_in_half_of_their_bytes_and_copies_of_weights():
+def test_fp8_halves_inputs_of_linear_layers_and_copies_weights():
     """Outputs of both norms and of attention, 32 each, two copies of 32, two products of 16; less without norms."""
     fp8 = options(transformer={"fp8": "hybrid"})
     c = tiny(MIXTURE).weights.config

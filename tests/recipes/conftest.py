@@ -12,7 +12,7 @@ Tasks = Callable[[int], Path]
 
 
 @pytest.fixture(scope="session")
-def tasks(tmp_path_factory: pytest.TempPathFactory) -> Tasks:
+def tasks(tmp_path_factory) -> Tasks:
     """The folder of the task with the model and the data of a seed."""
 
     @cache

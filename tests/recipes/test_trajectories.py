@@ -335,10 +335,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], Callable[[list[Whole]], dict[str, Ta
     "ppo": (
         ppo,
         IN_REWARD | STEPS | {"lam": LAM, "critic_lam": 0.5, "critic_warmup": 0},
-        lambda s: {
-            "advantages": white(episodes(s, lambda _: LAM)[0]),
-            "returns": episodes(s, lambda _: 0.5)[1],
-        },
+        lambda s: {"advantages": white(episodes(s, lambda _: LAM)[0]), "returns": episodes(s, lambda _: 0.5)[1]},
     ),
     "vapo": (
         vapo,

@@ -7,7 +7,7 @@ import time
 
 import torch.distributed as dist
 
-from tests.run.kill_ranks import kill_ranks
+from tests.run.jobs import kill_ranks
 from verl_mg.distributed.collectives import all_gather_json
 from verl_mg.job.job import Job
 from verl_mg.recipes import grpo

@@ -7,8 +7,8 @@ import pytest
 from tests.helpers.rank_pool import RankError
 from tests.helpers.tiny_jobs import metrics_of
 from tests.helpers.tiny_models import tiny_model
-from tests.run.resumed_jobs import copy_interrupted, job, opened_files, without_weights
-from verl_mg.checkpoint.model_directory import SINGLE
+from tests.run.jobs import copy_interrupted, opened_files, resumable_job, without_weights
+from verl_mg.models.hf_config import SINGLE
 
 # Two roles with an adaptive coefficient, offload and a curriculum; a buffer of batches on a pipeline; aborted samples
 # and a rollback; adapters in bfloat16; experts with moments on the host. Nightly, each alone.
@@ -113,11 +113,11 @@ def test_resume_under_the_same_layout_is_bitwise_identical(ranks, inputs, tmp_pa
     recipe, count, overrides = (CASES | NIGHTLY_CASES)[name]
     model = inputs / ("mixture" if "MIXTURE" in overrides else "model")
     overrides = [f"model.path={model}", *(text for text in overrides if text != "MIXTURE"), "checkpoint.every=1"]
-    ranks.run(count, job, recipe, inputs, tmp_path / "whole", 3, overrides)
+    ranks.run(count, resumable_job, recipe, inputs, tmp_path / "whole", 3, overrides)
     copy_interrupted(tmp_path / "whole", tmp_path / "parts", 2)
     if not name.startswith("lora"):  # what is trained is all in the checkpoint
         overrides += [f"model.path={without_weights(model)}", f"reference.path={model}"]
-    ranks.run(count, job, recipe, inputs, tmp_path / "parts", 3, overrides)
+    ranks.run(count, resumable_job, recipe, inputs, tmp_path / "parts", 3, overrides)
     whole = metrics_of(tmp_path / "whole")
     assert metrics_of(tmp_path / "parts") == whole
     assert len({line["actor/loss"] for line in whole}) == 3 and whole[-1]["actor/grad_norm"] > 0
@@ -128,10 +128,7 @@ REFRESHED = {
     "layouts": (2, ["actor.layout=tp2", "reference={layout: pp2, offload: true, refresh_every: 2}"]),
     "backends": (2, ["actor.backend=fsdp", "reference={layout: tp2, refresh_every: 2}"]),
     "adapters": (2, ["actor={lora: {rank: 4}, layout: tp2}", "reference={layout: tp2, refresh_every: 2}"]),
-    "apart": (
-        4,
-        ["actor={layout: tp2, ranks: 0-1}", "reference={backend: fsdp, ranks: 2-3, refresh_every: 2}"],
-    ),
+    "apart": (4, ["actor={layout: tp2, ranks: 0-1}", "reference={backend: fsdp, ranks: 2-3, refresh_every: 2}"]),
 }
 
 
@@ -141,7 +138,7 @@ REFRESHED = {
 def test_resume_with_a_refreshed_reference_is_bitwise_identical(ranks, inputs, tmp_path, name):
     count, overrides = REFRESHED[name]
     overrides = [*overrides, "algorithm.kl.coefficient=0.05", "algorithm.kl.placement=reward", "checkpoint.every=1"]
-    ranks.run(count, job, "grpo", inputs, tmp_path / "whole", 4, overrides)
+    ranks.run(count, resumable_job, "grpo", inputs, tmp_path / "whole", 4, overrides)
     whole = metrics_of(tmp_path / "whole")
     assert [line["reference/refreshed"] for line in whole] == [0, 0, 1, 0]
     divergences = [abs(line["kl/mean"]) for line in whole]
@@ -151,7 +148,7 @@ def test_resume_with_a_refreshed_reference_is_bitwise_identical(ranks, inputs, t
     def last_line(name: str, overrides: list[str]) -> dict[str, float]:
         """After a resume from the third iteration."""
         copy_interrupted(tmp_path / "whole", tmp_path / name, 3)
-        ranks.run(count, job, "grpo", inputs, tmp_path / name, 4, overrides)
+        ranks.run(count, resumable_job, "grpo", inputs, tmp_path / name, 4, overrides)
         return metrics_of(tmp_path / name)[-1]
 
     assert last_line("parts", overrides) == whole[-1]
@@ -162,18 +159,18 @@ def test_resume_with_a_refreshed_reference_is_bitwise_identical(ranks, inputs, t
 
 
 @pytest.mark.nightly
-def test_checkpoint_of_a_refreshed_reference_is_refused_where_the_reference_is_the_actor(ranks, inputs, tmp_path):
+def test_checkpoint_of_a_refreshed_reference_without_a_reference_is_refused(ranks, inputs, tmp_path):
     overrides = ["actor={lora: {rank: 4}, layout: tp2}", "reference.layout=tp2", "algorithm.kl.coefficient=0.05"]
-    ranks.run(2, job, "grpo", inputs, tmp_path / "run", 1, [*overrides, "reference.refresh_every=9"])
+    ranks.run(2, resumable_job, "grpo", inputs, tmp_path / "run", 1, [*overrides, "reference.refresh_every=9"])
     with pytest.raises(RankError, match="reference.refresh_every: .*Set it as in the run before"):
-        ranks.run(2, job, "grpo", inputs, tmp_path / "run", 2, overrides)
+        ranks.run(2, resumable_job, "grpo", inputs, tmp_path / "run", 2, overrides)
 
 
 @pytest.mark.nightly
 def test_refresh_of_a_reference_of_another_shape_is_refused(ranks, inputs, tmp_path):
     overrides = [f"reference.path={inputs / 'wide'}", "reference.refresh_every=2", "algorithm.kl.coefficient=0.05"]
     with pytest.raises(RankError, match="reference.refresh_every: the weights of the actor do not fit"):
-        ranks.run(1, job, "grpo", inputs, tmp_path / "run", 1, overrides)
+        ranks.run(1, resumable_job, "grpo", inputs, tmp_path / "run", 1, overrides)
 
 
 KINDS = {"dense": ["critic.optimizer.kind=muon"], "mixture": ["actor.optimizer.kind=muon"]}
@@ -187,7 +184,7 @@ def before(ranks, inputs, tmp_path_factory):
     for name, layout, model in (("dense", "tp2-pp2", "wide"), ("mixture", "tp2-ep2", "mixture")):
         overrides = [f"model.path={inputs / model}", f"actor.layout={layout}", f"critic.layout={layout}"]
         overrides += ["checkpoint.every=1", *KINDS[name]]
-        ranks.run(4, job, "ppo", inputs, folder / f"{name}-on", 2, overrides)
+        ranks.run(4, resumable_job, "ppo", inputs, folder / f"{name}-on", 2, overrides)
         copy_interrupted(folder / f"{name}-on", folder / name, 1)
     return folder
 
@@ -206,7 +203,7 @@ def before(ranks, inputs, tmp_path_factory):
 def test_resume_under_another_layout_is_the_same_to_1e5(ranks, inputs, before, tmp_path, name, model, layout, count):
     shutil.copytree(before / name, tmp_path / "run")
     overrides = [f"model.path={without_weights(inputs / model)}", f"actor.layout={layout}", f"critic.layout={layout}"]
-    ranks.run(count, job, "ppo", inputs, tmp_path / "run", 2, overrides + KINDS[name])
+    ranks.run(count, resumable_job, "ppo", inputs, tmp_path / "run", 2, overrides + KINDS[name])
     expected, found = metrics_of(before / f"{name}-on")[1:], metrics_of(tmp_path / "run")[1:]
     assert len(expected) == len(found) == 1
     for there, here in zip(expected, found, strict=True):
@@ -219,10 +216,10 @@ def test_resume_under_another_layout_is_the_same_to_1e5(ranks, inputs, before, t
 def test_resume_under_another_number_of_layers_of_stages_is_the_same_to_1e6(ranks, inputs, tmp_path, chosen):
     overrides = ["actor.layout=pp2", "critic={layout: pp2, offload: true}", "checkpoint.every=1"]
     written = [*overrides, "actor.pipeline_layers=[1, 3]", "critic.pipeline_layers=[2, 2]"]
-    ranks.run(2, job, "ppo", inputs, tmp_path / "whole", 2, written)
+    ranks.run(2, resumable_job, "ppo", inputs, tmp_path / "whole", 2, written)
     copy_interrupted(tmp_path / "whole", tmp_path / "other", 1)
     resumed = [f"model.path={without_weights(inputs / 'model')}", *overrides, *chosen]
-    ranks.run(2, job, "ppo", inputs, tmp_path / "other", 2, resumed)
+    ranks.run(2, resumable_job, "ppo", inputs, tmp_path / "other", 2, resumed)
     (expected,), (found,) = (metrics_of(tmp_path / name)[1:] for name in ("whole", "other"))
     for metric in ("actor/loss", "critic/loss", "actor/grad_norm", "critic/grad_norm", "reward/mean"):
         assert found[metric] == pytest.approx(expected[metric], abs=1e-6, rel=1e-6), metric
@@ -242,9 +239,9 @@ def test_resume_on_the_other_backend_is_the_same_to_1e5(ranks, inputs, tmp_path,
     overrides = [f"model.path={path}", *(["actor.lora={rank: 4}"] if lora else [])]
     written = [*overrides, "actor.backend=fsdp", "critic.layout=tp2", "checkpoint.every=1"]
     resumed = [*overrides, "actor.layout=pp2", "critic.backend=fsdp"]
-    ranks.run(2, job, "ppo", inputs, tmp_path / "same", 2, written)
+    ranks.run(2, resumable_job, "ppo", inputs, tmp_path / "same", 2, written)
     copy_interrupted(tmp_path / "same", tmp_path / "other", 1)
-    ranks.run(2, job, "ppo", inputs, tmp_path / "other", 2, resumed)
+    ranks.run(2, resumable_job, "ppo", inputs, tmp_path / "other", 2, resumed)
     (expected,), (found,) = (metrics_of(tmp_path / name)[1:] for name in ("same", "other"))
     for metric in ("actor/loss", "critic/loss", "actor/grad_norm", "critic/grad_norm", "reward/mean"):
         assert found[metric] == pytest.approx(expected[metric], abs=1e-5, rel=1e-5), metric
@@ -256,10 +253,10 @@ def test_resume_with_another_optimizer_names_what_is_missing(ranks, inputs, befo
     shutil.copytree(before / "mixture", tmp_path / "run")
     overrides = [f"model.path={inputs / 'mixture'}", "actor.layout=tp2-ep2", "critic.layout=tp2-ep2"]
     with pytest.raises(RankError, match=r"/exp_avg_sq' is incomplete: the checkpoint has another model or optimizer"):
-        ranks.run(4, job, "ppo", inputs, tmp_path / "run", 2, overrides)
+        ranks.run(4, resumable_job, "ppo", inputs, tmp_path / "run", 2, overrides)
 
 
-def test_resume_opens_the_file_of_the_rank_and_under_another_layout_those_with_needed_boxes(ranks, inputs, tmp_path):
+def test_resume_opens_only_files_with_needed_boxes(ranks, inputs, tmp_path):
     settings = ["algorithm.prompts_per_iteration=2", "checkpoint.every=1"]
     written = [*settings, "actor.layout=pp2"]  # two data-parallel ranks: 0 and 1 on the first stage
     opened = ranks.run(4, opened_files, "grpo", inputs, tmp_path / "run", 1, written)

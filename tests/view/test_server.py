@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from tests.helpers.json_lines import write_lines
 from tests.view.runs import GROUP, HOSTILE, PROMPTS, write_run, write_samples
 from tests.view.serving import fetch, serving
 
@@ -95,7 +96,7 @@ def test_curves_of_seeds_have_a_mean_and_a_band(tmp_path):
         text = f"job: {{seed: {number}, output: {folder}}}\nactor: {{optimizer: {{lr: {rate}}}}}\n"
         (folder / "config.yaml").write_text(text if folder.name != "none" else "{")
         lines = [{"step": 1, "x": float(number)}, {"step": 2, "x": 3.0 * number}, {"step": 3 + number, "x": 7.0}]
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_lines(folder / "metrics.jsonl", lines)
     with serving(*folders) as ask:
         groups = ask("groups")
         assert [group["runs"] for group in groups] == [[0, 1, 2], [3], [4]]

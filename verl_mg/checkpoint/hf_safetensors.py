@@ -24,22 +24,18 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from verl_mg.checkpoint import mxfp4
-from verl_mg.checkpoint.fp8 import block_of, dequantize, misfit
-from verl_mg.checkpoint.model_directory import INDEX, SINGLE, ModelDirectory
-from verl_mg.checkpoint.mxfp4 import packed_box, packed_names
+from verl_mg.checkpoint.model_directory import ModelDirectory
+from verl_mg.checkpoint.quantized import block_of, dequantize, misfit, packed_box, packed_names, unpack
 from verl_mg.checkpoint.safetensors_file import DamagedFileError, SafetensorsFile, header
 from verl_mg.checkpoint.untrained_tensors import UntrainedTensors
 from verl_mg.errors import UserError
+from verl_mg.models.hf_config import INDEX, SINGLE
 from verl_mg.models.stacked_tensors import StackedTensor
 from verl_mg.sharding.boxes import Box, Shard, box_shape, full_box, numel, slices
 
 
 class CheckpointReader:
-    """Reader of the tensors of a model directory; it opens the files that it reads from. Use it in a `with` block.
-
-    `initial_values` are for tensors that the directory does not contain, such as a new value head.
-    """
+    """Context manager that reads boxes of tensors of a directory; of those it does not have, of `initial_values`."""
 
     def __init__(self, directory: ModelDirectory, initial_values: Mapping[str, Tensor] | None = None) -> None:
         self._directory = directory
@@ -67,7 +63,7 @@ class CheckpointReader:
         names, needed = packed_names(place.name), packed_box(place, box)
         blocks, scales = (self._stored(name, needed) for name in names)
         try:
-            return mxfp4.dequantize(blocks, scales, box)
+            return unpack(blocks, scales, box)
         except ValueError as error:
             raise self._directory.unfit_scales(names[1], names[0], f"{error} in the box {needed}") from None
 
@@ -119,11 +115,7 @@ def load_shards(reader: CheckpointReader, shards: Mapping[str, Shard], parameter
 
 
 class CheckpointWriter:
-    """Writer of a model directory by many processes; the layout of the files is the same on each.
-
-    `shapes` are of `WeightTable.huggingface()`; tensors of `copies` get the values of another one, which is written for
-    both. Tensors of `float32` keep this type whatever `dtype` is: engines have them in float32.
-    """
+    """Writer of a model directory by many processes; `copies` repeat other tensors, `float32` keep this type."""
 
     def __init__(
         self,

@@ -59,10 +59,7 @@ class UntrainedTensors:
         return cls(ModelDirectory(folder, {}), {name: tuple(shape) for name, shape in shapes.items()}, dtypes)
 
     def copy(self, tensor: str, target: Path, offset: int) -> None:
-        """Copies a tensor in pieces into a file, from the byte `offset` on; UserError for a damaged source.
-
-        Tensors of one file should follow each other: only one file is open.
-        """
+        """Copies a tensor in pieces into a file; tensors of one source should follow each other: one is open."""
         name = self._directory.file_of[tensor]
         if self._file is None or self._file.path.name != name:
             self._file = self._directory.open(name, repr(tensor))

@@ -48,12 +48,7 @@ class Mixture:
         return self._by_id[prompt_id]
 
     def take(self, n: int, draw: Callable[[PromptSet, int], list[Prompt]] = PromptSet.take) -> list[Prompt]:
-        """Returns the next `n` prompts, sources interleaved.
-
-        Args:
-            n: number of prompts.
-            draw: takes a number of prompts from one source.
-        """
+        """Returns the next `n` prompts, sources interleaved."""
         order = [self._next_source() for _ in range(n)]
         drawn = {name: iter(draw(self._sets[name], count)) for name, count in Counter(order).items()}
         return [next(drawn[name]) for name in order]

@@ -5,6 +5,9 @@ Prompt(id=0, tokens=(8, 16, 9, 17), text="2+3=", answer="5", record={...}, place
        messages=[{"role": "user", "content": "2+3="}])        with a tokenizer of characters
 """
 
+from __future__ import annotations
+
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +18,7 @@ import numpy as np
 from verl_mg.data.fields import ANSWER, IMAGES, PROMPT, RecordFields, field_names, value_of
 from verl_mg.data.images import ImageLimits, ImageSource, images_of
 from verl_mg.data.records import Record, located_records, prepared
-from verl_mg.data.rendering import has_image_parts, render, render_with_images, tokenize
+from verl_mg.data.rendering import RenderedPrompt, has_image_parts, render, render_with_images, tokenize
 from verl_mg.data.trained_turns import TrainedRow, tools_of, trained_rows
 from verl_mg.errors import UserError
 from verl_mg.images import RowImages
@@ -108,7 +111,7 @@ class PromptSet:
     def from_file(
         cls,
         path: str | Path,
-        tokenizer: "PreTrainedTokenizerBase",
+        tokenizer: PreTrainedTokenizerBase,
         *,
         prompt_field: str | None = None,
         answer_field: str | None = None,
@@ -127,7 +130,7 @@ class PromptSet:
         reward: str = "",
         first_id: int = 0,
         report: Callable[[str], None] | None = None,
-        processor: "ImageProcessor | None" = None,
+        processor: ImageProcessor | None = None,
         image_field: str = IMAGES,
         max_image_pixels: int = 1 << 24,
         max_images: int = 8,
@@ -289,3 +292,60 @@ def _check_length(tokens: int, limit: int, overlong_prompts: str, place: str, wh
             f"{place}: the {what} has {tokens} tokens, data.max_prompt_tokens is {limit}. "
             f"Raise it, or leave such {what}s out with data.overlong_prompts=drop."
         )
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_FIELD = re.compile(r"\{(\w+)\}")
+
+
+def teacher_prompt(
+    prompt: Prompt,
+    template: str | None,
+    tokenizer: PreTrainedTokenizerBase,
+    key: str,
+    tools: Sequence[dict[str, Any]] = (),
+) -> list[int]:
+    """Returns the tokens of a prompt as a teacher reads it.
+
+    The template takes the place of the prompt's text, or of its last message, which the chat template then renders.
+
+    Args:
+        prompt: the prompt of the student; UserError if it has images or misses a field of the template.
+        template: text with {prompt}, {answer} and names of fields of the record in braces; None: the prompt as it
+            is.
+        tokenizer: tokenizer of the teacher.
+        key: configuration key of the template, for errors.
+        tools: schemas that a chat template describes to the model.
+    """
+    if prompt.images:
+        raise UserError(f"{prompt.where}: {key} is for prompts without images. Leave such records out.")
+    if isinstance(prompt.messages[-1]["content"], str) and is_templated(prompt):
+        *context, last = prompt.messages
+        text = _filled(template, prompt, last["content"], key)
+        rendered = render([*context, last | {"content": text}], tokenizer, True, "", prompt.where, tools)
+    else:
+        rendered = RenderedPrompt(_filled(template, prompt, prompt.text, key), False, [])
+    return tokenize([rendered], tokenizer)[0]
+
+
+def is_templated(prompt: Prompt) -> bool:
+    """Returns whether a chat template rendered a prompt; otherwise its text is its only message's."""
+    return len(prompt.messages) != 1 or prompt.messages[0]["content"] != prompt.text
+
+
+def _filled(template: str | None, prompt: Prompt, text: str, key: str) -> str:
+    # All fields are replaced in one pass: braces in a prompt are text.
+    if template is None:
+        return text
+
+    def value_of(match: re.Match[str]) -> str:
+        name = match[1]
+        value = {"prompt": text, "answer": prompt.answer}.get(name, prompt.record.get(name))
+        if value is None:
+            known = ", ".join(sorted({"prompt", "answer", *prompt.record}))
+            raise UserError(f"{prompt.where}: no field {name!r} for {key}. Write one of: {known}.")
+        return str(value)
+
+    return _FIELD.sub(value_of, template)

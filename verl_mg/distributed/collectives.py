@@ -76,10 +76,14 @@ def gather_bytes(values: bytes, group: dist.ProcessGroup | None = None) -> list[
     return [buffer[:count].numpy().tobytes() for buffer, count in zip(buffers or [], lengths, strict=False)]
 
 
-def all_to_all_bytes(outgoing: Sequence[Tensor], incoming_sizes: Sequence[int]) -> list[Tensor]:
-    """Sends a uint8 tensor from every rank to every rank of the job; the receivers know the sizes."""
-    received = torch.empty(sum(incoming_sizes), dtype=torch.uint8)
+def all_to_all_bytes(outgoing: Sequence[Tensor], incoming_sizes: Sequence[int] | None = None) -> list[Tensor]:
+    """Sends a uint8 tensor from every rank to every rank of the job; None: sizes are sent before."""
     sizes = [part.numel() for part in outgoing]
+    if incoming_sizes is None:
+        counts = torch.empty(len(sizes), dtype=torch.int64)
+        dist.all_to_all_single(counts, torch.tensor(sizes))
+        incoming_sizes = counts.tolist()
+    received = torch.empty(sum(incoming_sizes), dtype=torch.uint8)
     dist.all_to_all_single(received, torch.cat(list(outgoing)), list(incoming_sizes), sizes)
     return list(received.split(list(incoming_sizes)))
 
@@ -111,10 +115,7 @@ class ByteSender:
             self._bytes -= values.numel()
 
     def send(self, values: Tensor, ranks: Sequence[int], tag: int = 0) -> None:
-        """Starts the sends of a uint8 tensor, which must not be written to afterwards.
-
-        `tag` distinguishes sequences of messages between the same ranks.
-        """
+        """Starts the sends of a uint8 tensor, which must not be changed; `tag` is of a sequence of messages."""
         if not ranks:
             return
         self.make_free(values.numel())

@@ -13,10 +13,7 @@ GROUP_TIMEOUT = timedelta(days=7)
 
 
 def new_group(ranks: Sequence[int] | None, backend: str) -> dist.ProcessGroup:
-    """Creates a process group for a single purpose, of all ranks by default; a collective of all ranks of the job.
-
-    "nccl" is for tensors on GPUs only. A rank outside of the group gets torch's placeholder, which is of no use.
-    """
+    """Creates a process group for one purpose; a collective of all ranks of the job. "nccl" is for GPUs only."""
     group: Any = dist.new_group(ranks, GROUP_TIMEOUT, backend)
     return group
 

@@ -8,12 +8,10 @@ from typing import Any
 
 from verl_mg.distributed.collectives import all_gather_json
 from verl_mg.distributed.world import World
-from verl_mg.doctor.machine import describe_machine, machine_problems
+from verl_mg.doctor.machine import describe_machine, installed_versions, machine_problems, version_problems
 from verl_mg.doctor.network import bandwidth_problems, folder_problems, measure_bandwidth, port_problems
-from verl_mg.doctor.versions import installed_versions, version_problems
 
-EXIT_PROBLEMS = 1
-"""Exit code where there is something to fix."""
+EXIT_PROBLEMS = 1  # exit code where there is something to fix
 
 
 def check(folder: Path) -> int:

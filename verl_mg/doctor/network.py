@@ -21,11 +21,7 @@ SLOW_GPUS_OF_A_NODE, SLOW_NODES = 10e9, 2e9
 
 
 def measure_bandwidth() -> dict[str, float]:
-    """Measures transfers of all ranks at the same time; a collective of all ranks.
-
-    Returns bytes per second of the slowest rank: "all_reduce", as nccl-tests defines its bus bandwidth, and "p2p", from
-    each rank to the next; nothing for one rank.
-    """
+    """Returns bytes/s of the slowest rank: nccl-tests' bus bandwidth of all-reduce, "p2p" to the next; collective."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     if ranks == 1:
         return {}
@@ -79,10 +75,7 @@ def bandwidth_problems(measured: dict[str, float], nodes: int) -> Iterator[str]:
 
 
 def folder_problems(folder: Path) -> list[str]:
-    """Returns a problem if this rank does not see the folder of rank 0, which is created, under the same path.
-
-    A collective of all ranks.
-    """
+    """Creates the folder, and returns a problem if this rank does not see it as rank 0 does; a collective."""
     problem = None
     mark = folder / f".doctor-{broadcast_json(uuid.uuid4().hex if dist.get_rank() == 0 else None)}"
     if dist.get_rank() == 0:

@@ -63,19 +63,14 @@ class Stage:
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the parallel dimensions of a Megatron model.
-
-    An instance is always valid: its dense and its expert grid cover the same ranks.
-    """
+    """Sizes of the parallel dimensions of a Megatron model, whose dense and expert grids cover the same ranks."""
 
     tp: int = 1
     pp: int = 1
-    vpp: int = 1
-    """Virtual pipeline size: model chunks of each stage."""
+    vpp: int = 1  # virtual pipeline size: model chunks of each stage
     cp: int = 1
     ep: int = 1
-    etp: int = 0
-    """Expert-tensor-parallel size; 0 becomes tp, as in Megatron."""
+    etp: int = 0  # expert-tensor-parallel size; 0 becomes tp, as in Megatron
     dp: int = 0
     """Data-parallel size; 0 becomes the smallest that both grids allow (1 without experts), until `fit` sets it."""
     pipeline_layers: tuple[int, ...] = ()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 
 from verl_mg.errors import UserError
+from verl_mg.models.hf_config import weight_map
 from verl_mg.models.transformers_module import meta_module, read_module_config
 
 if TYPE_CHECKING:
@@ -20,10 +20,7 @@ ELEMENTS_OF_BYTE = 2  # elements of a byte of MXFP4
 
 
 def checkpoint_shapes(model_dir: str | Path, module: PreTrainedModel | None = None) -> Shapes:
-    """Returns names and shapes of the checkpoint's tensors, sorted by name.
-
-    Without safetensors files `module` has them, on the device "meta", or the module that `transformers` builds.
-    """
+    """Returns names and shapes of the checkpoint's tensors, sorted; the module's where no safetensors file exists."""
     model_dir = Path(model_dir)
     shapes: Shapes = {}
     for path in _files(model_dir):
@@ -52,14 +49,10 @@ def _unpacked(shapes: Shapes) -> Shapes:
 
 def _files(model_dir: Path) -> list[Path]:
     """Returns the files that the index names; without an index all."""
-    index = model_dir / "model.safetensors.index.json"
-    if not index.exists():
+    files = weight_map(model_dir)
+    if files is None:
         return sorted(model_dir.glob("*.safetensors"))
-    try:
-        files = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"]).values()
-        return [model_dir / name for name in sorted(set(files))]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{index}: not a safetensors index ({error}). Download the model again.") from None
+    return [model_dir / name for name in sorted(set(files.values()))]
 
 
 def _saved_shapes(module: PreTrainedModel) -> Shapes:

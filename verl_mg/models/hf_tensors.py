@@ -8,9 +8,8 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
+from verl_mg.models.attention_config import IndexerConfig, LinearConfig
 from verl_mg.models.hf_config import ExpertsConfig, HFConfig, LatentConfig, MultiTokenConfig
-from verl_mg.models.indexer_config import IndexerConfig
-from verl_mg.models.linear_config import LinearConfig
 from verl_mg.models.stacked_tensors import Stack
 from verl_mg.models.tensor_tree import (
     MLP,

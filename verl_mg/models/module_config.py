@@ -30,10 +30,7 @@ def read_any_config(model_dir: str | Path) -> HFConfig:
 
 
 def module_config(config: PretrainedConfig, where: str | Path, tied: bool, mixtures: frozenset[int]) -> HFConfig:
-    """Returns the sizes of a language model, of its text part where it has others.
-
-    `where` is the directory, for errors; `mixtures` are the indices of the layers with experts.
-    """
+    """Returns the sizes of a language model, of its text part where it has others."""
     text = config.get_text_config(decoder=True)
 
     def size(name: str) -> int:

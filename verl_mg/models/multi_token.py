@@ -6,9 +6,8 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
-from verl_mg.models.hf_config import HFConfig, MultiTokenConfig
+from verl_mg.models.hf_config import HFConfig, MultiTokenConfig, names_of_tensors, stacks_experts
 from verl_mg.models.hf_tensors import QWEN_MULTI_TOKEN
-from verl_mg.models.tensor_names import names_of_tensors, stacks_experts
 
 ARCHITECTURES = frozenset({"deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
 # {tensor of the layer: the tensor of the model that it repeats}. The layer shares them with the model

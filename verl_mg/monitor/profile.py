@@ -76,11 +76,7 @@ def format_table(ranks: list[Mapping[str, float]]) -> str:
 
 
 class Timeline:
-    """Writes the phases of this rank, one line of JSON per iteration; lines from `first_step` on are removed.
-
-    A line is `{"iteration": 3, "start": 1763772193.4, "spans": [["generate", 0.0, 1.25], ...]}`. `start` is in Unix
-    seconds; begin and end of a span are in seconds after it. A disk error ends the timeline but not the run.
-    """
+    """Writes the phases of this rank: `{"iteration": 3, "start": <Unix seconds>, "spans": [["update", 0.0, 1.2]]}`."""
 
     # An iteration starts where the line of the previous one was written, so evaluation and logging belong to it.
 

@@ -20,11 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class ResourceSampler:
-    """Samples from its construction until `close`, in the thread "resources".
-
-    A sample asks the driver (NVML, by torch) and the kernel; it starts and awaits nothing on the device. Memory is in
-    GiB, of all processes of the host and the GPU; the use of the GPU is the share of the time in which it computed.
-    """
+    """Samples host and GPU in a thread until `close`: GiB of all processes, share of time in which GPUs compute."""
 
     def __init__(self, interval_s: float = SAMPLE_SECONDS) -> None:
         self._interval, self._device = interval_s, device.current_device()

@@ -14,11 +14,7 @@ from verl_mg.distributed.collectives import all_gather_json, sum_over_ranks
 
 
 def rollout_metrics(batches: Sequence[Batch], version: int) -> dict[str, float]:
-    """Computes means over all samples of all ranks; of agents, a trajectory is one sample.
-
-    `rollout/staleness` is the mean number of optimizer steps between the version that generated a token and `version`,
-    the one that is trained with it. Empty where nothing was generated.
-    """
+    """Computes means over all samples of all ranks; staleness in optimizer steps before `version`, which is trained."""
     sums = sum_over_ranks([_sums(batch, version) for batch in batches])
     if not sums.get("samples"):
         return {}
@@ -59,11 +55,7 @@ def _sums(batch: Batch, version: int) -> dict[str, Tensor]:
 
 
 def mismatch_metrics(batches: Sequence[Batch]) -> dict[str, float]:
-    """Computes the difference of `old_logprobs` and `rollout_logprobs` over all ranks, see `mismatch.summarize`.
-
-    All ranks call it, also ranks without batches. Batches without `old_logprobs`, or with `rollout_logprobs` in their
-    place, are skipped.
-    """
+    """Computes the difference of `old_logprobs` and `rollout_logprobs` over all ranks, which all call it."""
     parts = [
         mismatch.statistics(batch["old_logprobs"], batch["rollout_logprobs"], batch["loss_mask"])
         for batch in batches

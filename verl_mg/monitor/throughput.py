@@ -58,11 +58,7 @@ def device_peak() -> float | None:
 def model_flops(
     rows: RowFlops, lengths: Sequence[int], learns: bool, adapters: bool = False, shared: Sequence[int] | None = None
 ) -> float:
-    """Computes the FLOPs of a model on rows, without recomputation.
-
-    `rows` has the FLOPs of a forward pass by length; `shared` is how many of each row's first tokens another row
-    computes.
-    """
+    """Computes the FLOPs of a model on rows, of which others compute the first `shared` tokens."""
     # A backward pass has twice the FLOPs of the forward pass, half of them for weight gradients, which adapters skip.
     passes = 1.0 if not learns else 2.0 if adapters else 3.0
     return passes * sum(map(rows, lengths, shared or [0] * len(lengths)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,13 +12,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from verl_mg.config import ProfileConfig
 from verl_mg.errors import UserError
+from verl_mg.jsonl import replacing
 from verl_mg.layout import parse_ranks
 
 log = logging.getLogger(__name__)
 
 FOLDER = "profile"
-MEMORY_EVENTS = 200_000
-"""Number of latest allocations in a snapshot, each with its stack."""
+MEMORY_EVENTS = 200_000  # number of latest allocations in a snapshot, each with its stack
 
 
 def check_profile(config: ProfileConfig, ranks: int, iterations: int) -> None:
@@ -72,11 +71,8 @@ class TorchProfile:
 
     def _export(self, name: str, recorded: profile) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        # The exporter compresses by the suffix, so an unfinished file has another prefix.
-        trace, partial = self._folder / f"{name}.json.gz", self._folder / f".{name}.json.gz"
-        recorded.export_chrome_trace(str(partial))
-        os.replace(partial, trace)
+        with replacing(self._folder / f"{name}.json.gz") as trace:
+            recorded.export_chrome_trace(str(trace))
         if self._memory:
-            snapshot, partial = self._folder / f"{name}-memory.pickle", self._folder / f".{name}-memory.pickle"
-            torch.cuda.memory._dump_snapshot(str(partial))
-            os.replace(partial, snapshot)
+            with replacing(self._folder / f"{name}-memory.pickle") as snapshot:
+                torch.cuda.memory._dump_snapshot(str(snapshot))

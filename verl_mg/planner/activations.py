@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from verl_mg.models.attention_config import LinearConfig
 from verl_mg.models.hf_config import HFConfig
-from verl_mg.models.linear_config import LinearConfig
 from verl_mg.planner.training_options import Recompute
 
 CHUNK = 64  # tokens of a chunk in the kernels of linear attention
@@ -74,10 +74,7 @@ class KeptElements:
         return sum(getattr(self, part) for part in self._discarded(modules))
 
     def on_device(self, modules: Recompute, offloaded: tuple[str, ...], fp8: bool) -> float:
-        """Returns the number of elements that wait on the device for the backward pass.
-
-        Inputs of `offloaded` modules are on the host; with FP8, inputs of linear layers take half of the bytes.
-        """
+        """Returns the number of elements that wait on the device for the backward pass, FP8 inputs counted as half."""
         elsewhere = self._discarded(modules) | {INPUTS[module] for module in offloaded}
         halves = LINEAR_INPUTS if fp8 else frozenset()
         return sum(size / (1 + (part in halves)) for part, size in vars(self).items() if part not in elsewhere)

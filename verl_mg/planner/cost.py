@@ -25,8 +25,7 @@ from verl_mg.planner.layer_time import (
     stage_layers,
 )
 from verl_mg.planner.length_spread import packed
-from verl_mg.planner.module_memory import sharded_module
-from verl_mg.planner.sharding_time import exposed_seconds
+from verl_mg.planner.module_memory import FLOAT32_BYTES, micro_batch_bytes, sharded_module
 
 HEAD_UPDATE = 4
 """Products of the output layer in an update, relative to inference: logits twice, their gradient's two products."""
@@ -42,10 +41,7 @@ class Work(Enum):
 
 
 def bubble_share(inputs: PlanInputs, layout: Layout) -> float:
-    """Returns the fraction of a step in which a pipeline stage is idle: (pp - 1) / (vpp m + pp - 1), m micro-batches.
-
-    Narayanan et al. (arXiv:2104.04473), section 2.2, as a fraction of the whole step.
-    """
+    """Returns the idle share of a step, (pp - 1) / (vpp m + pp - 1), m micro-batches (arXiv:2104.04473, 2.2)."""
     idle = layout.pp - 1
     return idle / (layout.vpp * micro_batches(inputs, layout) + idle)
 
@@ -202,3 +198,23 @@ def _step_seconds(inputs: PlanInputs, layout: Layout) -> float:
     muon = model_size(inputs.weights).muon_flops / layout.ranks if options.muon else 0.0
     products = muon / (inputs.flops * TERA)
     return (moved + norms) / (inputs.memory_bandwidth * GIGA) + on_host / (inputs.host * GIGA) + products
+
+
+def exposed_seconds(inputs: PlanInputs, layout: Layout, trains: bool, computed: float) -> float:
+    """Predicts the seconds of a micro-batch in which ranks wait for weights and gradients."""
+    # The first weights are needed before anything is computed; of all else what exceeds the `computed` seconds
+    # counts.
+    module, options = sharded_module(inputs, layout), inputs.options
+    sizes = micro_batch_bytes(inputs, layout, trains)
+    others = 1 - 1 / module.sharding
+    near, far = link_rate(inputs, module.sharding * layout.tp), link_rate(inputs, layout.ranks)
+    seconds = (sizes.gathered + sizes.reduced) * others / near
+    assert options.fsdp
+    # A sum over copies is a reduce-scatter and an all-gather.
+    if sizes.replicated:
+        seconds += 2 * sizes.replicated * (1 - 1 / options.fsdp.replicas) / far
+    if options.fsdp.cpu_offload:  # each gather begins with a copy from the host, and gradients end there
+        stored = FLOAT32_BYTES * sizes.gathered / options.weight_bytes + sizes.reduced
+        seconds += stored / module.sharding / (GIGA * inputs.host)
+    first = options.weight_bytes * module.sharding * module.rest.sharded * others / near
+    return min(seconds, first + max(0.0, seconds - first - computed))

@@ -9,19 +9,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout, format_ranks
 from verl_mg.models.flops import RowFlops, active_elements, orthogonalization_flops, row_flops
-from verl_mg.planner.efficiency import FITTED, Efficiency
-from verl_mg.planner.gpus import DEFAULT_GPU, GPUS
+from verl_mg.planner.efficiency import DEFAULT_GPU, FITTED, GPUS, Efficiency
 from verl_mg.planner.length_spread import LengthSpread
 from verl_mg.planner.training_options import DEFAULT_OPTIONS, Recompute, TrainingOptions
 from verl_mg.reshard.encoding import Wire
-from verl_mg.sharding.model_table import ModelTable
+from verl_mg.sharding.model_table import Head, ModelTable
 
 GIB = 2**30  # memory of devices is counted in GiB, rates are in GB/s
 GIGA = 10**9
@@ -61,18 +60,31 @@ def model_size(weights: ModelTable) -> ModelSize:
     )
 
 
+WITH_VALUE_HEAD = ("critic", "reward_model", "frozen_reward_model")  # roles whose model has a value head
+
+
 @dataclass(frozen=True)
 class AuxiliaryRole:
-    """Memory and predicted seconds of a role other than the actor."""
+    """Role other than the actor, as a job describes it; the last three fields are computed."""
 
     name: str
     layout: Layout
-    # Bytes of each part of its memory on a rank, one entry for each pipeline stage.
-    parts: Mapping[str, tuple[int, ...]]
-    update_seconds: float  # predicted seconds of its updates in an iteration; 0 where it is not trained
-    inference_seconds: float  # predicted seconds of a forward pass over an iteration's tokens
-    ranks: tuple[int, ...]  # ranks of the job that have it
+    is_trained: bool = True  # whether it has gradients and an optimizer, as a critic; a reference only runs inference
+    micro_batch: int = 0  # tokens of a micro-batch
+    recompute: Recompute = True  # parts of a layer computed again in the backward pass: all, none, or modules by name
+    model: str | None = None  # model directory; None: that of the actor
+    ranks: tuple[int, ...] = ()  # ranks of the job that have it; empty: all model ranks
     offload: bool = False  # whether it is on the host while other roles compute
+    options: TrainingOptions = DEFAULT_OPTIONS  # kernels, precision and overlap of training
+    # Bytes of each part of its memory on a rank, one entry for each pipeline stage.
+    parts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    update_seconds: float = 0.0  # predicted seconds of its updates in an iteration; 0 where it is not trained
+    inference_seconds: float = 0.0  # predicted seconds of a forward pass over an iteration's tokens
+
+    @property
+    def head(self) -> Head:
+        """Kind of output of its model."""
+        return "value" if self.name in WITH_VALUE_HEAD else "language"
 
 
 @dataclass(frozen=True)
@@ -227,17 +239,7 @@ FIGURES = ("flops", "memory", "memory_bandwidth", "intra_node", "inter_node", "h
 
 
 def read_hardware_profile(path: str | Path) -> dict[str, float]:
-    """Reads measured figures of devices and links from a JSON file; raises UserError where it is not such an object.
-
-    The file is an object with any of these figures, each a positive number; `verl-mg plan` has an option of the same
-    name for each:
-
-        {"flops": 410, "memory": 80, "memory_bandwidth": 2500, "intra_node": 380, "inter_node": 45, "host": 25}
-
-    `flops` is in TFLOP/s of bf16 matrix products, `memory` in GiB of a device, `memory_bandwidth` in GB/s of its
-    memory, `intra_node` and `inter_node` in GB/s of a rank to its node and to other nodes, `host` in GB/s to the
-    host.
-    """
+    """Reads measured figures from a JSON file such as {"flops": 410, "host": 25}, in the units of `PlanInputs`."""
     try:
         figures = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

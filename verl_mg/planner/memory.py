@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 
 import torch
 
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
+from verl_mg.layout.suggest import resolve_layout
 from verl_mg.planner.activation_memory import activation_bytes, inference_bytes
 from verl_mg.planner.inputs import ACTIVATIONS, OPTIMIZER_STATES, WEIGHT_BYTES, PlanInputs
 from verl_mg.planner.module_memory import module_parts, sharded_module
@@ -157,6 +158,25 @@ def _quantized_stages(weights: ModelTable, layout: EngineLayout, wire: Wire) -> 
             sizes[kind] += math.prod(shard.shape) * dtype.itemsize
         stages.append(EngineBytes(**sizes))
     return tuple(stages)
+
+
+def fit_layout(inputs: PlanInputs, layout: Layout) -> Layout:
+    """Completes a layout to all ranks of the role; the UserError lists the nearest ones that fit."""
+    layout.check_pipeline_layers(inputs.weights.config.layers)
+    ranks, experts = len(inputs.placement_ranks), inputs.weights.model_dims.experts
+    return resolve_layout(layout, ranks, experts, partial(check, inputs))
+
+
+def check(inputs: PlanInputs, layout: Layout) -> None:
+    """Raises a UserError where a parallel size does not divide what it shards of the role's model."""
+    if inputs.options.fsdp:
+        sharded_module(inputs, layout)  # divides the real module, and raises where that is not possible
+        return
+    assert isinstance(inputs.weights, WeightTable)
+    inputs.weights.check_layout(layout)
+    if inputs.options.exchanged == "heads":  # other exchanges leave the heads on their ranks
+        config = inputs.weights.config
+        layout.check_context(config.heads, config.linear_value_heads)
 
 
 def check_engine(inputs: PlanInputs, layout: EngineLayout) -> None:

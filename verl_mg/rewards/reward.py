@@ -14,9 +14,8 @@ from typing import Any
 
 from verl_mg.errors import UserError
 from verl_mg.import_function import load_function
+from verl_mg.rewards.foreign import SlimeFunction, VerlFunction
 from verl_mg.rewards.sample import Reward, Sample
-from verl_mg.rewards.slime_function import SlimeFunction
-from verl_mg.rewards.verl_function import VerlFunction
 
 BATCH_SIZE = 16  # default `batch_size` of a class with `score_many`
 FOREIGN: dict[str, type[VerlFunction] | type[SlimeFunction]] = {"verl": VerlFunction, "slime": SlimeFunction}

@@ -25,12 +25,10 @@ TMP_MB, FILE_MB, OPEN_FILES = 1024, 4096, 4096
 class Limits:
     """Limits of a command and its processes."""
 
-    seconds: float
-    """Time from start to end."""
+    seconds: float  # time from start to end
     memory_mb: int = 8192
     """Private memory of each process in MiB; reserved address space and shared memory do not count."""
-    processes: int = 512
-    """Processes and threads."""
+    processes: int = 512  # processes and threads
 
 
 async def run_command(

@@ -16,8 +16,7 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator
 
-CONNECTIONS = 64
-"""Connections of one program at the same time; further ones wait."""
+CONNECTIONS = 64  # connections of one program at the same time; further ones wait
 PIECE = 1 << 16
 
 

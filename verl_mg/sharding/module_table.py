@@ -35,10 +35,7 @@ class ModuleTable(ModelTable):
     """Weight table of the architecture, where the project has one with the same tensors."""
 
     def parameter_shards(self) -> dict[str, Shard]:
-        """Returns the parameters and the filled persistent buffers of the whole module by name; tied parameters once.
-
-        With a value head `score.weight` replaces the output layer's parameters.
-        """
+        """Returns parameters and filled persistent buffers of the whole module; tied ones once."""
         if self.head == "language":
             return dict(self.module.shards)
         shape = (1, self.config.hidden)
@@ -73,10 +70,7 @@ class ModuleTable(ModelTable):
         return frozenset(name for name, e in entries if e.is_layer_matrix and e.tensor.shape[0] == count)
 
     def linear_tensors(self, of_experts: bool = False) -> tuple[str, ...]:
-        """Returns the names of the weights of linear layers that text passes through; routers are not among them.
-
-        None are of experts where the module stacks them.
-        """
+        """Returns the names of the weights of linear layers for text; without routers and stacked experts."""
         if self.builtin:
             return self.builtin.linear_tensors(of_experts)
         linear, excluded = self._tensors_of(self.module.linear & self.module.text), self.routers

@@ -12,8 +12,6 @@ A piece is the name of a Hugging Face tensor, a box of the tensor, and the box o
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +20,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from verl_mg.errors import UserError
+from verl_mg.jsonl import replacing
 from verl_mg.layout import EngineLayout, EnginePlacement
 from verl_mg.models.tensor_index import TensorInfo
 from verl_mg.sharding.boxes import Piece, Shard, check_shard
@@ -214,10 +213,8 @@ def _shards(path: Path, key: str, parameters: Mapping[str, _Parameter]) -> dict[
 def _write(path: Path, content: BaseModel) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # In the same folder, for a rename is atomic only within a file system.
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            file.write(content.model_dump_json())
-        os.replace(file.name, path)
+        with replacing(path) as file:
+            file.write_text(content.model_dump_json())
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror}). Choose another path.") from None
 

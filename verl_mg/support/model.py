@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import groupby
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import torch
 
@@ -15,6 +16,7 @@ from verl_mg.checkpoint.model_directory import ModelDirectory
 from verl_mg.checkpoint.peft import adapted_tensors, module_name
 from verl_mg.config import Config, MegatronConfig
 from verl_mg.data.image_processor import ImageProcessor
+from verl_mg.errors import UserError
 from verl_mg.fsdp.mesh import check_mesh
 from verl_mg.fsdp.model import build_module, logit_scale_of, tensor_plan
 from verl_mg.fsdp.model_runner import check_module_layout
@@ -25,20 +27,65 @@ from verl_mg.megatron.multi_token import check_multi_token
 from verl_mg.megatron.transformer_config import transformer_config
 from verl_mg.models.hf_config import HFConfig, read_config
 from verl_mg.models.multi_token import with_multi_token_layer
-from verl_mg.models.tokenizer import read_tokenizer
-from verl_mg.models.transformers_module import has_images, meta_module, read_module_config
+from verl_mg.models.transformers_module import has_images, meta_module, read_module_config, read_tokenizer
 from verl_mg.sharding.model_table import ModelTable
 from verl_mg.sharding.module_table import module_table
 from verl_mg.sharding.traced_table import EngineName
 from verl_mg.sharding.weight_table import weight_table
-from verl_mg.support.answers import Answer, ask, ask_sizes, attempt
+from verl_mg.training.model_spec import ModelSpec
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Whether something works with a model."""
+
+    topic: str  # the question, such as "megatron tp"
+    works: bool  # whether it works
+    text: str  # sizes or names that work, or why nothing does
+
+    def __str__(self) -> str:
+        """Returns a line such as "yes: 2 4 8"."""
+        return f"{'yes' if self.works else 'no'}{': ' if self.text else ''}{self.text}"
+
+
+def attempt(work: Callable[[], T]) -> tuple[T | None, str]:
+    """Returns the result of a function and "", or None and the message of its UserError."""
+    try:
+        return work(), ""
+    except UserError as error:
+        return None, str(error)
+
+
+def ask(topic: str, check: Callable[[], object], text: str = "") -> Answer:
+    """Returns the answer of a check, which raises a UserError for no; `text` is the text of the answer yes."""
+    _, reason = attempt(check)
+    return Answer(topic, not reason, reason or text)
+
+
+def ask_sizes(topic: str, layout: str, largest: int, check: Callable[[str], object]) -> Answer:
+    """Returns which sizes of a dimension, up to `largest`, pass the check of a layout such as "tp{}", or why not 2."""
+    sizes = range(2, max(2, largest) + 1)
+    reasons = {size: attempt(partial(check, layout.format(size)))[1] for size in sizes}
+    possible = [size for size, reason in reasons.items() if not reason]
+    if possible:
+        return Answer(topic, True, format_sizes(possible))
+    return Answer(topic, False, next(iter(reasons.values())))
+
+
+def format_sizes(sizes: Sequence[int]) -> str:
+    """Returns sizes as text, neighbours as a range: "2 4 8", "2-28"."""
+    # Neighbours have the same difference between size and index.
+    runs = [[size for _, size in run] for _, run in groupby(enumerate(sizes), lambda pair: pair[1] - pair[0])]
+    return " ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else " ".join(map(str, run)) for run in runs)
+
 
 LARGEST = 64
 """Largest size of a dimension that is tried, except pp and ep, which are tried up to all layers and experts."""
 MEGATRON = {"tp": "tp{}", "pp": "pp{}", "vpp": "pp2-vpp{}", "cp": "cp{}", "ep": "ep{}"}
 """Layouts by which the sizes of Megatron's dimensions are tried."""
-FSDP = {"tp": "tp{}", "pp": "pp{}", "cp": "cp{}", "ep": "ep{}"}
-"""The same for the backend fsdp."""
+FSDP = {"tp": "tp{}", "pp": "pp{}", "cp": "cp{}", "ep": "ep{}"}  # the same for the backend fsdp
 ENGINES = {"tp": "tp{}", "pp": "pp{}", "ep": "tp{0}-ep{0}", "adp": "tp{0}-adp{0}"}
 """Layouts by which the sizes of an engine's dimensions are tried."""
 
@@ -47,10 +94,8 @@ ENGINES = {"tp": "tp{}", "pp": "pp{}", "ep": "tp{0}-ep{0}", "adp": "tp{0}-adp{0}
 class ModelSupport:
     """Answers for a model directory."""
 
-    model_dir: Path
-    """Hugging Face directory; config.json is enough for all answers except the ones about files."""
-    has_weights: bool = True
-    """Whether the weights should be in the directory."""
+    model_dir: Path  # Hugging Face directory; config.json is enough for all answers except the ones about files
+    has_weights: bool = True  # whether the weights should be in the directory
 
     # Each is an attempt: a directory that one part of the code refuses may work with another.
     @cached_property
@@ -109,10 +154,12 @@ class ModelSupport:
             yield Answer("backend megatron", False, reason)
             return
 
+        spec = ModelSpec(self.model_dir, torch.bfloat16)
+
         def check(text: str) -> None:
             layout = Layout.parse(text)
-            check_layout(config, layout, megatron=MegatronConfig())
-            transformer_config(config, layout, torch.bfloat16, False)
+            check_layout(config, layout, spec)
+            transformer_config(config, layout, spec)
 
         yield ask("backend megatron", lambda: check("tp1"))
         largest = {"pp": config.layers, "ep": config.experts.count if config.experts else 1}

@@ -29,9 +29,8 @@ import pyarrow as pa
 from verl_mg.errors import UserError
 from verl_mg.view.metrics import BANDS, View, band, every, points
 from verl_mg.view.rows import IDENTITY
-from verl_mg.view.run import Run
+from verl_mg.view.run import Run, groups_of
 from verl_mg.view.search import AGENT_OUTCOMES, SORTABLE, Query
-from verl_mg.view.seeds import groups_of
 
 KINDS = {
     ".html": "text/html; charset=utf-8",
@@ -50,8 +49,7 @@ HEADERS = {
 JSON = "application/json"
 MAX_PAGE_ROWS = 1000
 MAX_PIXELS = 8000
-PHASES, ITERATION = "time/phase/", "time/iteration"
-"""Metrics with the seconds of each phase, and of all."""
+PHASES, ITERATION = "time/phase/", "time/iteration"  # metrics with the seconds of each phase, and of all
 
 Parameters = Mapping[str, str]
 

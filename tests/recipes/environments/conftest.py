@@ -26,7 +26,7 @@ def python_of() -> Callable[[str], str]:
 
 
 @pytest.fixture(scope="session")
-def start_server(python_of: Callable[[str], str]) -> Iterator[Callable[..., str]]:
+def start_server(python_of) -> Iterator[Callable[..., str]]:
     """Starts a script in a project's environment and returns the URL in the first line of its output."""
     with ExitStack() as servers:
         yield lambda project, *command, variables=None: servers.enter_context(
