@@ -12,9 +12,8 @@ from transformers import AutoTokenizer
 from verl_mg.agents.agent import Session
 from verl_mg.agents.engine import AgentEngine
 from verl_mg.agents.renderer import ConversationRenderer
-from verl_mg.agents.runner import AgentSettings
-from verl_mg.agents.sessions import Generate, Sessions
 from verl_mg.agents.tool_calls import ReplyParser
+from verl_mg.config.roles import RolloutConfig
 from verl_mg.data.prompts import Prompt
 from verl_mg.engines.engine import EngineWrapper, Request, RolloutEngine, Sample, Sampling
 from verl_mg.engines.trajectory import NOT_GENERATED
@@ -92,11 +91,11 @@ def runner_of(model: Path, positions: int) -> RunAgents:
     ) -> tuple[list[Sample], LoggedEngine]:
         logged = LoggedEngine(inner)
 
-        def sessions(generate: Generate) -> Sessions:
-            return Sessions(renderer, parser, generate, positions, trained)
-
-        settings = AgentSettings(timeout=timeout, retries=retries, failure_reward=-1.0, options=options)
-        engine = AgentEngine(logged, agent, settings, sessions, concurrency=concurrency, host="127.0.0.1")
+        config = RolloutConfig(
+            agent_timeout_s=timeout, agent_retries=retries, agent_failure_reward=-1.0, agent_options=options,
+            agent_concurrency=concurrency, agent_trained=list(trained),
+        )  # fmt: skip
+        engine = AgentEngine(logged, agent, config, renderer, parser, positions)
         sampling = Sampling(max_new_tokens=tokens, stop_token_ids=tuple(stops))
         if drive is None:
             waiting, samples = requests_of(count), list[Sample]()

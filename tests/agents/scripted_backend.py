@@ -66,7 +66,6 @@ def serving(backend: ScriptedBackend, **options: object) -> Iterator[AgentServer
     """A running server."""
     given: Any = {"host": "127.0.0.1", "on_error": print} | options
     server = AgentServer(backend, **given)
-    server.start()
     try:
         yield server
     finally:

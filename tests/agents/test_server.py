@@ -121,7 +121,6 @@ def test_server_given_unexpected_exception_replies_500_and_reports_it(capfd: pyt
 def test_server_given_close_ends_running_calls_with_503() -> None:
     backend = ScriptedBackend(delay=6000)
     server = AgentServer(backend, "127.0.0.1", pytest.fail)
-    server.start()
     replies: list[httpx.Response] = []
     url = f"{base_url(server)}/chat/completions"
     thread = threading.Thread(target=lambda: replies.append(httpx.post(url, json=CHAT, headers=HEADERS, timeout=600)))

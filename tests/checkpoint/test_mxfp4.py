@@ -19,13 +19,14 @@ from verl_mg.checkpoint.hf_safetensors import CheckpointReader
 from verl_mg.checkpoint.model_directory import ModelDirectory
 from verl_mg.errors import UserError
 from verl_mg.fsdp.mesh import MeshGroups
-from verl_mg.fsdp.model_runner import ModuleRunner
+from verl_mg.fsdp.model_runner import FsdpRunner
 from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.model_runner import ModelRunner
+from verl_mg.megatron.model_runner import MegatronRunner
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.hf_config import SINGLE, read_config
 from verl_mg.sharding.boxes import slices
 from verl_mg.sharding.weight_table import weight_table
+from verl_mg.training.model_spec import ModelSpec
 
 STACK = "model.layers.1.mlp.experts.gate_up_proj"
 EXPERT = "model.layers.1.mlp.experts.2.gate_up_proj"
@@ -47,9 +48,9 @@ def different_boxes(model, backend, layout, expected):
     """Loads the model on these ranks; returns how many boxes this rank has, and the tensors that differ."""
     placement = Placement.on(Layout.parse(layout), dist.get_world_size())
     if backend == "fsdp":
-        runner = ModuleRunner(model, MeshGroups(placement), torch.bfloat16, trained=False)
+        runner = FsdpRunner(ModelSpec(model, torch.bfloat16, trained=False), MeshGroups(placement))
     else:
-        runner = ModelRunner(model, ParallelGroups(placement), torch.bfloat16)
+        runner = MegatronRunner(ModelSpec(model, torch.bfloat16), ParallelGroups(placement))
     parameters = runner.parameters()
     pieces = [(name, p) for name, shard in runner.shard_map().shards(dist.get_rank()).items() for p in shard.pieces]
     different = []

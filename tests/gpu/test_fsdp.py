@@ -16,8 +16,7 @@ from tests.megatron.layout_models import HALF_HEAD_DIM, make_model
 from tests.megatron.training import Expected, Trained, assert_equal, assert_near, train_in_plain_torch
 from verl_mg import device
 from verl_mg.config import FsdpConfig
-from verl_mg.fsdp.attention import packed_attention
-from verl_mg.fsdp.packed_rows import PackedRows
+from verl_mg.fsdp.packed_rows import PackedRows, packed_attention
 from verl_mg.models.hf_config import read_config
 
 NAMES = ("dense", "mixture", "capped", "latent")

@@ -13,7 +13,7 @@ from tests.megatron.layout_models import HALF_HEAD_DIM, MODELS, make_model
 from tests.megatron.training import Expected, Trained, assert_equal, assert_near, train, train_in_plain_torch
 from verl_mg.config import MegatronConfig
 from verl_mg.layout import Layout
-from verl_mg.megatron.kernels import resolve_kernels
+from verl_mg.megatron.transformer_config import resolve_kernels
 from verl_mg.models.hf_config import read_config
 
 ROWS = 12

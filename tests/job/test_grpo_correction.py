@@ -9,12 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers.rank_pool import job_context
+from tests.helpers.roles import build_role
 from tests.helpers.tiny_models import oracle, oracle_outputs, random_rows, tiny_model
 from verl_mg.config import OptimizerConfig
 from verl_mg.job.recipe import load_recipe
-from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.hf_config import read_config
 from verl_mg.recipes.common.off_policy import add_off_policy_weights
 from verl_mg.roles.models import Actor
@@ -62,15 +60,7 @@ def weights_by_hand(model, kind):
 
 def update(model, layout, budget, kind, scale=None):
     """One update; the advantages times `scale` (tokens,) where it is given."""
-    actor = Actor(
-        model,
-        ParallelGroups(Placement.on(Layout.parse(layout), dist.get_world_size())),
-        job_context(),
-        dtype=torch.float32,
-        temperature=1.0,
-        tokens_per_micro_batch=budget,
-        optimizer=OptimizerConfig(lr=1e-3),
-    )
+    actor = build_role(Actor, model, layout, tokens_per_micro_batch=budget, optimizer=OptimizerConfig(lr=1e-3))
     batch, recipe = rows(model), sys.modules["recipe_grpo"]
     if scale is not None:
         batch["advantages"] = batch["advantages"] * scale

@@ -32,7 +32,7 @@ INTERFACES = (
     *(f"verl_mg/rewards/{name}.py" for name in ("classifier", "code", "dapo", "gsm8k", "ifeval", "reasoning_gym")),
     *(f"verl_mg/rewards/{name}.py" for name in ("__init__", "choice", "regex_format", "reward", "service")),
     "verl_mg/rewards/sandbox_fusion.py",
-    *("verl_mg/job/job.py", "verl_mg/roles/models.py", "verl_mg/rollout/rollout.py", "verl_mg/agents/tools/builtin.py"),
+    *("verl_mg/job/job.py", "verl_mg/roles/models.py", "verl_mg/agents/tools/builtin.py"),
     *("verl_mg/reshard/plan.py", "verl_mg/reshard/schedule.py", "verl_mg/reshard/execute.py"),
     "verl_mg/sharding/weight_table.py",
 )

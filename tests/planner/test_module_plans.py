@@ -20,8 +20,8 @@ from verl_mg.batch import Batch
 from verl_mg.cli import main
 from verl_mg.config import FsdpConfig
 from verl_mg.fsdp.mesh import MeshGroups
-from verl_mg.fsdp.model_runner import ModuleRunner
-from verl_mg.fsdp.trainer import ModuleTrainer
+from verl_mg.fsdp.model_runner import FsdpRunner
+from verl_mg.fsdp.trainer import FsdpTrainer
 from verl_mg.layout import EngineLayout, Layout, Placement
 from verl_mg.models.hf_config import read_config
 from verl_mg.planner.cost import train_seconds
@@ -31,6 +31,8 @@ from verl_mg.planner.memory import train_memory
 from verl_mg.planner.module_memory import micro_batch_bytes, sharded_module
 from verl_mg.planner.training_options import fsdp_options
 from verl_mg.sharding.module_table import module_table
+from verl_mg.training.model_spec import ModelSpec
+from verl_mg.training.trainer import MiniBatch, Objective
 
 CONFIG = """
 model: {path: MODEL, dtype: bfloat16}
@@ -172,14 +174,14 @@ class Run:
 def run(model: Path, layout: str, options: FsdpConfig, rows: Batch) -> Run:
     """Two micro-batches in bfloat16, whose weights are gathered in it."""
     groups = MeshGroups(Placement.on(Layout.parse(layout), dist.get_world_size()), options.replicas)
-    runner = ModuleRunner(model, groups, torch.bfloat16, options=options)
+    runner = FsdpRunner(ModelSpec(model, torch.bfloat16, fsdp=options), groups)
     micro_batches = [rows] * MICRO_BATCHES
     with Collectives() as inference:
         runner.infer(micro_batches, 1.0)
-    trainer = ModuleTrainer(runner, OPTIMIZER)
+    trainer = FsdpTrainer(runner, OPTIMIZER)
     scored = int((rows["loss_mask"] & (rows.positions > 0)).sum())
     with Collectives() as update:
-        trainer.update(micro_batches, 1.0, token_loss, "token-mean", scored, scored)
+        trainer.update(MiniBatch(micro_batches, None, scored, 0), Objective(token_loss, "token-mean", 1.0))
     found = (runner.weight_storages(), trainer.gradient_storages(), trainer.state_storages())
     return Run(*(sum(storage.nbytes() for storage in part) for part in found), inference.bytes, update.bytes)
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tests.helpers.rank_pool import job_context
+from tests.helpers.roles import build_role
 from tests.helpers.tiny_models import oracle, oracle_outputs, random_rows
 from verl_mg.batch import Batch
 from verl_mg.config import OptimizerConfig
@@ -50,10 +50,10 @@ def actor_on(model, layout, budget, ranks=None):
 
 def role_on(kind, model, layout, budget, ranks=None, dtype=torch.float32, **options):
     ranks = ranks or range(dist.get_world_size())
-    return kind(
+    return build_role(
+        kind,
         model,
         ParallelGroups(Placement(Layout.parse(layout).fit(len(ranks)), tuple(ranks))),
-        job_context(),
         dtype=dtype,
         temperature=TEMPERATURE,
         tokens_per_micro_batch=budget,

@@ -13,8 +13,8 @@ from verl_mg.batch import Batch, ColumnKind
 from verl_mg.data.prompts import Prompt
 from verl_mg.distributed.collectives import all_gather_bytes
 from verl_mg.images import Image
-from verl_mg.rollout.group_rows import distribute_rows
-from verl_mg.rollout.pending_groups import PendingGroup
+from verl_mg.rollout.groups import Group
+from verl_mg.rollout.rollout import distribute_rows
 from verl_mg.rows import dispatch as row_dispatch
 from verl_mg.rows import images as row_images
 from verl_mg.rows import index as row_index
@@ -250,7 +250,7 @@ def test_row_index_of_distributed_rows_equals_the_one_that_is_gathered_for_them(
 def index_of_distributed_rows():
     batch, rows = rows_held_by(2 * dist.get_rank()), RowIndexer()
     prompt = Prompt(0, (1,), "", None, {})
-    groups = [PendingGroup(prompt, range(0, 3)), PendingGroup(prompt, range(3, 8))]
+    groups = [Group(prompt, range(0, 3)), Group(prompt, range(3, 8))]
     moved = distribute_rows(GeneratedRows(batch), groups, rows).batch
     with mock.patch.object(row_index, "_local_rows", side_effect=AssertionError("rows are sent")):
         kept = rows.index(moved)

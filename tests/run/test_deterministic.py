@@ -13,13 +13,16 @@ import torch.distributed as dist
 
 from tests.helpers.rank_pool import job_context, job_store, refusal
 from tests.run.jobs import job, lines_of, make_inputs
+from verl_mg.data import Prompt
+from verl_mg.engines import Sampling
 from verl_mg.engines.process_engine import EngineSettings
 from verl_mg.engines.sglang.arguments import engine_arguments
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import read_config
 from verl_mg.rollout.engine_group import ProcessEngineGroup
-from verl_mg.rollout.work_queue import Group
+from verl_mg.rollout.groups import Group
+from verl_mg.rollout.work_queue import WorkQueue
 from verl_mg.servers.info import ServerInfo, ServerRequirements, check
 
 SPY = """
@@ -90,8 +93,8 @@ def taken(fixed: bool) -> list[int]:
     """Of four groups of two samples, what this rank's engine takes; every second rank leads one."""
     leads = [rank % 2 == 0 for rank in range(dist.get_world_size())]
     engines = ProcessEngineGroup(None, None, leads, job_context(), sleep=False, disjoint=False, static=fixed)
-    groups = [Group((2 * g, 2 * g + 1)) for g in range(4)]
-    queue, mine = engines.make_queue(job_store(), "key", groups, 4), []
+    groups = [Group(Prompt(g, (1,), "", None, {}), range(2 * g, 2 * g + 2)) for g in range(4)]
+    queue, mine = WorkQueue(job_store(), "key", Sampling(max_new_tokens=1), groups, 4, share=engines.share), []
     if leads[dist.get_rank()]:
         while found := queue.pop(1):
             mine += found

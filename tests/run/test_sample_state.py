@@ -10,7 +10,7 @@ from verl_mg.engines.engine import Sample
 from verl_mg.engines.trajectory import ConversationTurn, Segment, Trajectory
 from verl_mg.images import Image
 from verl_mg.rewards import Reward
-from verl_mg.rollout.engine_stream import oldest_version
+from verl_mg.rollout.engine_worker import oldest_version
 from verl_mg.run.sample_state import SampleState, experts_of, images_of
 
 

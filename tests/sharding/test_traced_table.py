@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.random_models import config, configs, engines, sources
-from tests.helpers.rank_pool import job_context
+from tests.helpers.roles import build_role
 from tests.helpers.tiny_models import tiny_model
 from tests.helpers.traces import folder_of, needs_sglang, sglang_traces
 from verl_mg.config import Config, JobConfig, OptimizerConfig
@@ -23,7 +23,6 @@ from verl_mg.job import build_engines
 from verl_mg.job.build_engines import check_engines
 from verl_mg.job.engine_tables import with_engine_table
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
-from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.hf_config import read_config
 from verl_mg.models.tensor_index import TensorInfo
 from verl_mg.planner.from_config import plan_request
@@ -232,15 +231,7 @@ def job_config(model, **rollout) -> Config:
 
 def sync_plans(model, table_file):
     """Chunks of a weight sync (shards, dtypes and schedule) with the built-in and with the traced table."""
-    actor = Actor(
-        model,
-        ParallelGroups(Placement(Layout.parse("tp2"), (0, 1))),
-        job_context(),
-        dtype=torch.bfloat16,
-        temperature=1.0,
-        tokens_per_micro_batch=64,
-        optimizer=OptimizerConfig(),
-    )
+    actor = build_role(Actor, model, "tp2", dtype=torch.bfloat16, optimizer=OptimizerConfig())
     builtin, placement = actor.runner.table, EnginePlacement(TP2, (0, 1))
     plans = []
     for table in (builtin, builtin.with_traced_table(table_file)):

@@ -48,7 +48,7 @@ from verl_mg.engines import Sampling
 from verl_mg.job.build_engines import build_engine_group
 from verl_mg.job.build_models import ModelRoleBuilder
 from verl_mg.layout import Layout
-from verl_mg.megatron.kernels import resolve_kernels
+from verl_mg.megatron.transformer_config import resolve_kernels
 from verl_mg.models.flops import row_flops
 from verl_mg.models.hf_config import read_config
 from verl_mg.monitor.throughput import device_peak, model_flops
@@ -56,7 +56,8 @@ from verl_mg.planner.inputs import GIB, PlanInputs
 from verl_mg.planner.memory import train_memory
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import Actor
-from verl_mg.rollout.rollout import Rollout
+from verl_mg.rollout.rollout import RolloutSetup
+from verl_mg.rollout.sync_rollout import SyncRollout
 from verl_mg.rows.records import RolloutRecords
 from verl_mg.sharding.megatron import Kernels
 from verl_mg.sharding.weight_table import WeightTable, weight_table
@@ -273,7 +274,9 @@ def rollout_part(bench: Bench) -> Iterator[Row]:
     texts = torch.randint(bench.weights.config.vocab, (work.prompts, work.prompt_tokens), generator=draw).tolist()
     prompts = [Prompt(i, tuple(tokens), "", None, {}) for i, tokens in enumerate(texts)]
     feed, records = PromptFeed(PromptSet(prompts)), RolloutRecords()
-    rollout = Rollout(engines, Sampling(max_new_tokens=work.new_tokens), 0, context, feed, records)
+    sampling = Sampling(max_new_tokens=work.new_tokens)
+    setup = RolloutSetup(sampling=sampling, seed=0, context=context, prompts=feed, records=records)
+    rollout = SyncRollout(engines, setup)
     try:
         seconds = bench.seconds(lambda: rollout.update_weights(actor))
         rate = bench.weight_bytes / seconds / 1e9

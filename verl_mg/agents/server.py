@@ -62,14 +62,11 @@ class Backend(Protocol):
 
 
 class AgentServer:
-    """An HTTP server in a thread with its event loop.
+    """An HTTP server in a thread with its event loop, at a free port of `host`.
 
     `on_error` gets unexpected exceptions, in the server's thread, and their requests status 500. `/v1/models` lists
     POLICY; requests may name others. Without `image_limits` the policy reads text only.
     """
-
-    url: str  # address without a path, from `start` on
-    loop: asyncio.AbstractEventLoop  # event loop in which the backend's coroutines run, from `start` on
 
     def __init__(
         self,
@@ -78,17 +75,14 @@ class AgentServer:
         on_error: Callable[[BaseException], None],
         image_limits: ImageLimits | None = None,
     ) -> None:
-        self._backend, self._host, self._on_error, self._image_limits = backend, host, on_error, image_limits
+        self._backend, self._on_error, self._image_limits = backend, on_error, image_limits
         self._memories: dict[str, SessionMemory] = {}
         # asyncio refers to tasks only weakly, and `close` has to cancel them.
         self._tasks: set[asyncio.Task[JsonObject]] = set()
-
-    def start(self) -> None:
-        """Listens on a free port and serves in a thread."""
-        family = AF_INET6 if ":" in self._host else AF_INET
-        socket = create_server((self._host, 0), family=family, backlog=1024)
+        socket = create_server((host, 0), family=AF_INET6 if ":" in host else AF_INET, backlog=1024)
         # Clients cannot connect to an address that stands for all interfaces.
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._host, self._host)
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        # Address without a path.
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{socket.getsockname()[1]}"
         config = uvicorn.Config(
             self._application(),
@@ -102,7 +96,7 @@ class AgentServer:
             timeout_graceful_shutdown=5,
         )
         self._server = uvicorn.Server(config)
-        self.loop = _new_loop()
+        self.loop = _new_loop()  # the backend's coroutines run in it
         self._thread = threading.Thread(target=self._serve, args=([socket],), name="agent-server", daemon=True)
         self._thread.start()
 

@@ -11,8 +11,6 @@ from verl_mg.agents.agent import Agent
 from verl_mg.agents.command import run_command
 from verl_mg.agents.engine import AgentEngine
 from verl_mg.agents.renderer import ConversationRenderer
-from verl_mg.agents.runner import AgentSettings
-from verl_mg.agents.sessions import Generate, Sessions
 from verl_mg.agents.tool_calls import ReplyParser
 from verl_mg.config.roles import RolloutConfig
 from verl_mg.data.images import ImageLimits
@@ -53,26 +51,10 @@ def agent_wrapper(
     agent = _agent(rollout)
     renderer = ConversationRenderer(tokenizer, stop_token_ids, rollout.chat_template_options, processor)
     parser = ReplyParser(tokenizer, rollout.tool_call_parser, rollout.reasoning_parser)
-    settings = AgentSettings(
-        timeout=rollout.agent_timeout_s,
-        retries=rollout.agent_retries,
-        failure_reward=rollout.agent_failure_reward,
-        options=rollout.agent_options,
-    )
-
-    def sessions(generate: Generate) -> Sessions:
-        return Sessions(renderer, parser, generate, max_positions, rollout.agent_trained)
 
     def wrap(engine: RolloutEngine) -> RolloutEngine:
-        return AgentEngine(
-            engine,
-            agent,
-            settings,
-            sessions,
-            concurrency=rollout.agent_concurrency,
-            host=rollout.agent_host,
-            image_limits=image_limits if processor else None,
-        )
+        limits = image_limits if processor else None
+        return AgentEngine(engine, agent, rollout, renderer, parser, max_positions, limits)
 
     return wrap
 

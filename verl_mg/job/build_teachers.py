@@ -16,9 +16,8 @@ from verl_mg.models.module_config import read_any_config
 from verl_mg.models.transformers_module import read_tokenizer
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import Actor, Policy
-from verl_mg.roles.remote_teacher import RemoteTeacher
 from verl_mg.roles.role import Role
-from verl_mg.roles.teacher_rows import OtherPrompts, OtherTokens, ReadingTeacher, RowReader, Teacher
+from verl_mg.roles.teacher_rows import OtherPrompts, OtherTokens, ReadingTeacher, RemoteTeacher, RowReader, Teacher
 from verl_mg.roles.teachers import Teachers
 from verl_mg.servers.keys import read_key
 

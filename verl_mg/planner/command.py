@@ -77,7 +77,8 @@ def run(options: argparse.Namespace, job: PlanRequest | None = None) -> None:
     if model is None:
         raise UserError("--model: no model is given. Pass --model, or RECIPE and --config, a file with model.path.")
     if options.backend:
-        given["options"] = fsdp_options(FsdpConfig(), "bfloat16") if options.backend == "fsdp" else DEFAULT_OPTIONS
+        of_backend = {"megatron": DEFAULT_OPTIONS, "fsdp": fsdp_options(FsdpConfig(), "bfloat16")}
+        given["options"] = of_backend[options.backend]
     fields = {**job.fields, **sheet, **measured, **given}  # later ones win: what is measured replaces a data sheet
     table = _table(model, "language", fields.get("options", DEFAULT_OPTIONS))
     inputs = PlanInputs(table.for_engine(job.engine).with_traced_table(job.sharding_table), **fields)

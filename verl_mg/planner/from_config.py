@@ -134,15 +134,21 @@ def _notes(config: Config, sections: dict[str, str], roles: set[str]) -> Iterato
 
 
 def _options(config: Config, section: str, is_trained: bool = True) -> TrainingOptions:
-    role, dtype = config.section(section), config.dtype_of(section)
-    if role.backend == "fsdp":
-        if is_trained:
-            check_trainable(role, section)
-        return fsdp_options(config.fsdp, dtype)
+    by_backend = {"megatron": _megatron_options, "fsdp": _fsdp_options}
+    return by_backend[config.section(section).backend](config, section, is_trained)
+
+
+def _fsdp_options(config: Config, section: str, is_trained: bool) -> TrainingOptions:
+    if is_trained:
+        check_trainable(config.section(section), section)
+    return fsdp_options(config.fsdp, config.dtype_of(section))
+
+
+def _megatron_options(config: Config, section: str, is_trained: bool) -> TrainingOptions:
+    dtype = config.dtype_of(section)
     if not is_trained:
         return frozen_options(config.model.kernels, dtype)
-    optimizer = role.optimizer
-    megatron = config.megatron.model_dump()
+    optimizer, megatron = config.section(section).optimizer, config.megatron.model_dump()
     moments = (optimizer.cpu_offload, optimizer.moments_dtype)
     return training_options(config.model.kernels, megatron, *moments, optimizer.kind, dtype)
 

@@ -32,6 +32,7 @@ from verl_mg.sharding.model_table import ModelTable
 from verl_mg.sharding.module_table import module_table
 from verl_mg.sharding.traced_table import EngineName
 from verl_mg.sharding.weight_table import weight_table
+from verl_mg.training.model_spec import ModelSpec
 
 T = TypeVar("T")
 
@@ -153,10 +154,12 @@ class ModelSupport:
             yield Answer("backend megatron", False, reason)
             return
 
+        spec = ModelSpec(self.model_dir, torch.bfloat16)
+
         def check(text: str) -> None:
             layout = Layout.parse(text)
-            check_layout(config, layout, megatron=MegatronConfig())
-            transformer_config(config, layout, torch.bfloat16, False)
+            check_layout(config, layout, spec)
+            transformer_config(config, layout, spec)
 
         yield ask("backend megatron", lambda: check("tp1"))
         largest = {"pp": config.layers, "ep": config.experts.count if config.experts else 1}
