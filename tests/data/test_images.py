@@ -80,7 +80,6 @@ def test_prompt_with_images_has_tokens_and_inputs_of_the_processor(tmp_path, fam
     wanted = oracle(text=[text], images=[pixels], return_tensors="pt")
     assert prompt.tokens == tuple(wanted["input_ids"][0].tolist()) and prompt.text == text
     processor = ImageProcessor.read(vision_model(family))
-    assert processor is not None
     inputs = processor.model_inputs([prompt.load_images()])
     per_token = {"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"}
     assert inputs.keys() == wanted.keys() - per_token and "pixel_values" in inputs

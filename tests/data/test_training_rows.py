@@ -109,11 +109,7 @@ def test_preference_every_form_equals_the_rendered_conversation(tmp_path, printa
 def test_preference_plain_text_and_named_fields_are_read(tmp_path, printable):
     (prompt,) = read(tmp_path, printable, {"q": "ab", "yes": "c", "no": "de"}, prompt_field="q")
     chosen, rejected, length = preference(prompt, printable, 5, "yes", "no")
-    assert (printable.decode(chosen), printable.decode(rejected), length) == (
-        "abc<eos>",
-        "abde<eos>",
-        2,
-    )
+    assert (printable.decode(chosen), printable.decode(rejected), length) == ("abc<eos>", "abde<eos>", 2)
 
 
 def test_preference_conversations_answer_the_last_turn(tmp_path, printable):

@@ -235,7 +235,6 @@ def test_sample_table_shows_samples_equally_far_apart(tmp_path):
     batch["reward"] = torch.arange(count) / 4
     batch["reward.form"] = torch.where(torch.arange(count) % 4 == 0, math.nan, 0.5)
     table = sample_table([batch], 4, 7, prompts, tokenizer)
-    assert table is not None
     assert table.columns == ("iteration", "prompt", "response", "answer", "reward", "form")
     assert table.rows == [
         [7.0, "0+0=", "0", "0", 0.0, None],

@@ -167,41 +167,35 @@ def test_offloaded_states_move_over_the_host_link():
 
 
 @pytest.mark.parametrize(
-    "chosen",
+    "faster",
     [
-        {"transformer": {"fp8": "hybrid"}},
-        {"transformer": {"tp_comm_overlap": True}},
-        {"transformer": {"overlap_moe_expert_parallel_comm": True}},
-        {"transformer": {"moe_token_dispatcher_type": "flex"}},
-        {"ddp": {"overlap_grad_reduce": True}},
-        {"ddp": {"overlap_param_gather": True}},
+        options(transformer={"fp8": "hybrid"}),
+        options(transformer={"tp_comm_overlap": True}),
+        options(transformer={"overlap_moe_expert_parallel_comm": True}),
+        options(transformer={"moe_token_dispatcher_type": "flex"}),
+        options(ddp={"overlap_grad_reduce": True}),
+        options(ddp={"overlap_param_gather": True}),
     ],
-    ids=str,
+    ids=range(6),
 )
-def test_train_seconds_option_makes_training_faster(chosen):
+def test_train_seconds_option_makes_training_faster(faster):
     layout = Layout.parse("tp4-ep16-etp1").fit(16)
-    usual, better = (
-        train_seconds(published("qwen3_30b_a3b", 16, options=found), layout) for found in (options(), options(**chosen))
-    )
-    assert better < usual
+    seconds = [train_seconds(published("qwen3_30b_a3b", 16, options=chosen), layout) for chosen in (faster, options())]
+    assert seconds[0] < seconds[1]
 
 
-def test_train_seconds_shared_experts_hide_their_dispatch():
+@pytest.mark.parametrize(
+    ("model", "faster", "slower"),
+    [
+        ("deepseek_v3", TrainingOptions(shared_expert_overlap=True), TrainingOptions(shared_expert_overlap=False)),
+        ("qwen3_30b_a3b", training_options("auto", {}, False), training_options("torch", {}, False)),
+    ],
+    ids=["shared experts hide their dispatch", "kernels of torch"],
+)
+def test_train_seconds_of_a_mixture_depends_on_option(model, faster, slower):
     layout = Layout.parse("ep8").fit(8)
-    usual, hidden = (
-        train_seconds(published("deepseek_v3", 8, options=TrainingOptions(shared_expert_overlap=on)), layout)
-        for on in (False, True)
-    )
-    assert hidden < usual
-
-
-def test_train_seconds_torch_kernels_are_slower():
-    layout = Layout.parse("ep8").fit(8)
-    fused, torch_only = (
-        train_seconds(published("qwen3_30b_a3b", 8, options=training_options(kernels, {}, False)), layout)
-        for kernels in ("auto", "torch")
-    )
-    assert torch_only > fused
+    seconds = [train_seconds(published(model, 8, options=chosen), layout) for chosen in (faster, slower)]
+    assert seconds[0] < seconds[1]
 
 
 @pytest.mark.parametrize("raw", [DENSE, MIXTURE, LATENT], ids=["dense", "mixture", "latent"])
