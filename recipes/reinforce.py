@@ -37,4 +37,4 @@ def iteration(job: Job, cfg: Config) -> dict[str, float]:
     batch["advantages"] = batch.expand_to_tokens(batch["reward"] - total / count) * batch["loss_mask"]
     metrics = job.actor.update(batch, reinforce_loss, "seq-mean-token-sum")
     job.rollout.update_weights(job.actor)
-    return metrics
+    return dict(metrics)
