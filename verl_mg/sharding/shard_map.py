@@ -33,7 +33,7 @@ from typing import Protocol
 
 from verl_mg.models.tensor_index import TensorEntry, TensorIndex, TensorInfo
 from verl_mg.sharding.boxes import Box, Piece, Shard, check_shard
-from verl_mg.sharding.param_spec import Axis, ParamBlock, ParamSpec
+from verl_mg.sharding.param_spec import Axis, ParamBlock, ParamRow
 
 Ranks = tuple[int, ...]
 KEPT_TENSORS = 2**14
@@ -117,8 +117,8 @@ class DerivedShardMap:
         self.ranks = tuple(sorted(indices))
         self.tensors: Mapping[str, TensorInfo] = tensor_index.tensors
         # All layers and experts share the shards of a table row: only the names of their tensors differ.
-        self._templates: dict[tuple[ParamSpec, int], Shard] = {}
-        self._specs: dict[tuple[str, int | None], list[tuple[int, str, ParamSpec]]] = defaultdict(list)
+        self._templates: dict[tuple[ParamRow, int], Shard] = {}
+        self._specs: dict[tuple[str, int | None], list[tuple[int, str, ParamRow]]] = defaultdict(list)
         for stage, blocks in enumerate(stages):
             for block in blocks:
                 for param in block.params:
@@ -184,7 +184,7 @@ class DerivedShardMap:
         return tuple(self._box_replicas(box, result) for box, result in locations.items())
 
     def _locations(
-        self, entry: TensorEntry, stage: int, prefix: str, param: ParamSpec
+        self, entry: TensorEntry, stage: int, prefix: str, param: ParamRow
     ) -> Iterator[tuple[Box, BoxLocation]]:
         group, local = divmod(entry.expert, self._local_experts) if entry.expert is not None else (0, 0)
         name = prefix + (param.name if param.stacked else param.name.format(expert=local))
@@ -209,7 +209,7 @@ class DerivedShardMap:
             return BoxReplicas(box, ranks, (BoxLocation(ranks, *position),))
         return BoxReplicas(box, ranks, tuple(locations))
 
-    def _template(self, param: ParamSpec, index: int) -> Shard:
+    def _template(self, param: ParamRow, index: int) -> Shard:
         """Returns the shard at an axis index, with placeholders for layer and expert in the tensors' names."""
         key = (param, index)
         if key not in self._templates:
