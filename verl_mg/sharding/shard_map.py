@@ -242,7 +242,7 @@ class ExplicitShardMap:
         interned: dict[Ranks, Ranks] = {}
         return {
             tensor: _box_replicas(
-                {box: [BoxLocation(tuple(ranks), *at) for at, ranks in found.items()] for box, found in boxes.items()},
+                {box: [BoxLocation(tuple(ranks), *at) for at, ranks in places.items()] for box, places in boxes.items()},
                 interned,
             )
             for tensor, boxes in locations.items()
@@ -306,6 +306,6 @@ def _box_replicas(
         ranks = interned.setdefault(ranks, ranks)  # plans look sets of ranks up by identity
         # One location for all ranks where it is the same: plans then handle the ranks as one set.
         positions = {(location.parameter, location.parameter_box) for location in at}
-        one = (BoxLocation(ranks, *positions.pop()),) if len(positions) == 1 else tuple(at)
-        result.append(BoxReplicas(box, ranks, one))
+        locations_of = (BoxLocation(ranks, *positions.pop()),) if len(positions) == 1 else tuple(at)
+        result.append(BoxReplicas(box, ranks, locations_of))
     return tuple(result)
