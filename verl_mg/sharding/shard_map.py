@@ -242,7 +242,10 @@ class ExplicitShardMap:
         interned: dict[Ranks, Ranks] = {}
         return {
             tensor: _box_replicas(
-                {box: [BoxLocation(tuple(ranks), *at) for at, ranks in places.items()] for box, places in boxes.items()},
+                {
+                    box: [BoxLocation(tuple(at), *place) for place, at in places.items()]
+                    for box, places in boxes.items()
+                },
                 interned,
             )
             for tensor, boxes in locations.items()
