@@ -99,7 +99,6 @@ class Answer:
     text: str  # sizes or names that work, or why nothing does
 
     def __str__(self) -> str:
-        """Returns a line such as "yes: 2 4 8"."""
         return f"{'yes' if self.works else 'no'}{': ' if self.text else ''}{self.text}"
 
 
