@@ -18,7 +18,6 @@ from verl_mg.engines.engine import Request, RolloutEngine, Sample, Sampling
 from verl_mg.engines.ipc_payload import Staging
 from verl_mg.engines.process_engine import ProcessEngine
 from verl_mg.engines.sglang.arguments import has_multi_token_draft
-from verl_mg.engines.vllm.engine import VLLMEngine
 from verl_mg.models.hf_config import read_config
 from verl_mg.models.multi_token import with_multi_token_layer
 from verl_mg.sharding.boxes import Shard
@@ -38,7 +37,7 @@ def overrides(engine: str) -> list[str]:
 
 def process_of(engine: ProcessEngine) -> psutil.Process:
     """The process of an engine, of which the engine's own processes are children."""
-    warm = warm_start.vllm() if isinstance(engine, VLLMEngine) else warm_start.sglang()
+    warm = getattr(warm_start, engine.kind.name)()
     return psutil.Process(warm.program_of(engine.pid) or engine.pid)
 
 
@@ -54,7 +53,7 @@ def bring_weights(
     """As a sync does it, each rank's shard of the table, or of a trace, read from the checkpoint."""
     held = []
     for shards in traced or _shards_of_table(engine, model):
-        dtypes = dict.fromkeys(shards, engine.settings.dtype)
+        dtypes = dict.fromkeys(shards, engine.options.dtype)
         held.append(Staging(shards, dtypes, device.current_device()))
         with CheckpointReader(ModelDirectory.find(model)) as reader:
             load_shards(reader, shards, held[-1].tensors)  # from memory that is not pinned: complete when it returns
@@ -62,9 +61,9 @@ def bring_weights(
 
 
 def _shards_of_table(engine: ProcessEngine, model: Path) -> list[dict[str, Shard]]:
-    layout, config = engine.settings.layout, with_multi_token_layer(read_config(model), model)
-    table = weight_table(config).for_engine("vllm" if isinstance(engine, VLLMEngine) else "sglang")
-    if has_multi_token_draft(engine.settings.extra):
+    layout, config = engine.options.layout, with_multi_token_layer(read_config(model), model)
+    table = weight_table(config).for_engine(engine.kind.name)
+    if has_multi_token_draft(engine.options.extra):
         table = table.with_draft_model()
     return [dict(table.engine_shards(layout, rank)) for rank in range(layout.ranks)]
 

@@ -44,16 +44,15 @@ from verl_mg.engines import RolloutEngine, Sampling
 from verl_mg.engines.request_tracker import routed_shape
 from verl_mg.engines.stop_strings import decoder
 from verl_mg.errors import UserError
-from verl_mg.job.build_agents import agent_wrapper, check_agents
+from verl_mg.job.build_agents import agent_wrapper
 from verl_mg.job.build_engines import (
     build_engine_group,
-    check_engines,
     ends_at_strings,
-    num_training_ranks,
     with_stop_strings,
 )
 from verl_mg.job.build_models import TEACHERS, ModelRoleBuilder
 from verl_mg.job.build_teachers import build_teachers
+from verl_mg.job.engine_checks import check_engines, check_job
 from verl_mg.job.engine_tables import actor_table
 from verl_mg.job.evaluation import SetResults, evaluate, evaluation_sets, metrics_of
 from verl_mg.models.module_config import read_any_config
@@ -118,14 +117,12 @@ class Job:
         torch.manual_seed(config.job.seed)
         ranks = dist.get_world_size()
         engines = "rollout" in roles and rollout is None
-        training = num_training_ranks(config, ranks) if engines else ranks
+        training = ranks - check_job(config, ranks).separate_ranks if engines else ranks
         builder = ModelRoleBuilder(config, training, self.context, learns, from_checkpoint)
         # Checks come first, because a wrong key should cost seconds, not the time of loading models.
         builder.check(roles, f" with rollout.num_ranks={ranks - training}" if training < ranks else "")
         if engines:
             check_engines(config, actor_table(config), ranks)
-            if config.rollout.has_agents:
-                check_agents(config.rollout)
         self._sets, self._evaluates_only = evaluation_sets(config), evaluates_only
         self.tokenizer = read_tokenizer(config.model.path)
         self._tools = load_tools(config.rollout.tools)

@@ -31,8 +31,7 @@ from verl_mg.batch import Batch
 from verl_mg.data.prompt_feed import PromptFeed
 from verl_mg.data.prompts import Prompt
 from verl_mg.distributed.collectives import all_gather_json, sum_over_ranks
-from verl_mg.engines.engine import Request, Sample, Sampling
-from verl_mg.engines.engine_counts import count_metrics
+from verl_mg.engines.engine import Request, Sample, Sampling, count_metrics
 from verl_mg.errors import UserError
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import Actor

@@ -12,22 +12,21 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.helpers.engines import all_of, bring_weights, cut_short, late_and_other, process_of, requests, workers_of
-from tests.helpers.random_models import config
 from tests.helpers.traces import needs_sglang
 from verl_mg import device
-from verl_mg.engines.engine import EngineDiedError, Request, Sampling
-from verl_mg.engines.engine_counts import count_metrics
+from verl_mg.engines.engine import EngineDiedError, Request, Sampling, count_metrics
+from verl_mg.engines.engine_options import EngineOptions
 from verl_mg.engines.ipc_payload import Staging
-from verl_mg.engines.process_engine import EngineSettings
-from verl_mg.engines.sglang import SGLangEngine, check_on_cpu
+from verl_mg.engines.kinds import SGLANG
+from verl_mg.engines.process_engine import ProcessEngine
 from verl_mg.errors import UserError
-from verl_mg.layout import EngineLayout, ModelDims
+from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import read_config
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.sharding.weight_table import weight_table
 
 pytestmark = needs_sglang
-SETTINGS = EngineSettings(
+SETTINGS = EngineOptions(
     layout=EngineLayout(), dtype=torch.float32, max_running=16, max_positions=256, routed_experts=True
 )
 LENGTH = 100
@@ -44,8 +43,8 @@ def model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(model, tmp_path_factory) -> Iterator[SGLangEngine]:
-    engine = SGLangEngine(model, SETTINGS, tmp_path_factory.mktemp("log") / "0.log", request_timeout=1000.0)
+def engine(model, tmp_path_factory) -> Iterator[ProcessEngine]:
+    engine = ProcessEngine(SGLANG, model, SETTINGS, tmp_path_factory.mktemp("log") / "0.log")
     bring_weights(engine, model, version=7)
     yield engine
     engine.close()
@@ -159,7 +158,7 @@ def test_engine_updated_twice_in_flight_writes_what_each_version_gives(engine, m
     engine.submit(requests(), Sampling(max_new_tokens=250, temperature=0.0))
     for version in (22, 23):
         assert engine.collect(0.15) == []
-        engine.pause(keep_cache=False)
+        engine.pause()
         bring_weights(engine, models[version], version)
         engine.unpause()
     for request, sample in zip(requests(), all_of(engine, 6), strict=True):
@@ -188,7 +187,7 @@ def test_engine_updated_right_after_its_last_sample_flushes_its_cache(engine, mo
 @pytest.mark.nightly
 def test_engine_that_imports_its_libraries_late_is_updated_after_samples_with_experts(model, tmp_path):
     settings = dataclasses.replace(SETTINGS, python=Path(sys.executable))
-    engine = SGLangEngine(model, settings, tmp_path / "0.log", request_timeout=1000.0)
+    engine = ProcessEngine(SGLANG, model, settings, tmp_path / "0.log")
     try:
         for version in (1, 2):
             bring_weights(engine, model, version)
@@ -248,34 +247,4 @@ def test_engine_of_a_dead_rank_leaves_no_process(engine):
 def test_engine_that_cannot_start_raises_with_its_log(model, tmp_path):
     wrong = dataclasses.replace(SETTINGS, extra={"chunked_prefil_size": 512})
     with pytest.raises(UserError, match=r"cannot start. See its log .*0\.log, which ends: .*chunked_prefil_size"):
-        SGLangEngine(model, wrong, tmp_path / "0.log")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a rule of the CPU")
-@pytest.mark.parametrize(
-    ("layout", "sizes", "words"),
-    [
-        ("tp2", {"ffn": 96}, "pads the 96 columns of the feed-forward layer"),
-        ("tp2", {"expert_ffn": 32}, "pads the 32 columns of an expert"),
-        ("tp2", {"kv_heads": 1}, "pads 1 key-value heads"),
-        ("tp2-ep2", {}, "does not support ep and adp"),
-    ],
-)
-def test_check_on_cpu_given_padded_model_raises(layout, sizes, words):
-    model = ModelDims(**{"attention_heads": 4, "kv_heads": 2, "layers": 2, "ffn": 128, "expert_ffn": 64, **sizes})
-    with pytest.raises(UserError, match=words):
-        check_on_cpu(config("qwen3_moe"), model, EngineLayout.parse(layout))
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a rule of the CPU")
-def test_check_on_cpu_given_sparse_attention_raises():
-    table = weight_table(config("glm_moe_dsa"))
-    with pytest.raises(UserError, match=r"SGLang has no sparse attention on the CPU. Set rollout.engine=hf"):
-        check_on_cpu(table.config, table.model_dims, EngineLayout())
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a rule of the CPU")
-def test_check_on_cpu_given_attention_sinks_raises():
-    table = weight_table(config("gpt_oss", intermediate_size=32))
-    with pytest.raises(UserError, match=r"attention sinks only in kernels for AMX.* Set rollout.engine=hf"):
-        check_on_cpu(table.config, table.model_dims, EngineLayout())
+        ProcessEngine(SGLANG, model, wrong, tmp_path / "0.log")

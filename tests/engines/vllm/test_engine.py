@@ -14,12 +14,11 @@ from transformers import AutoModelForCausalLM
 from tests.helpers import warm_start
 from tests.helpers.engines import all_of, bring_weights, cut_short, late_and_other, process_of, requests, workers_of
 from tests.helpers.traces import needs_vllm
-from verl_mg.engines.engine import EngineDiedError, Request, Sample, Sampling
-from verl_mg.engines.engine_counts import count_metrics
+from verl_mg.engines.engine import EngineDiedError, Request, Sample, Sampling, count_metrics
+from verl_mg.engines.engine_options import EngineOptions
 from verl_mg.engines.ipc_payload import Staging
-from verl_mg.engines.process_engine import EngineSettings
-from verl_mg.engines.vllm.arguments import check_on_cpu
-from verl_mg.engines.vllm.engine import VLLMEngine
+from verl_mg.engines.kinds import VLLM
+from verl_mg.engines.process_engine import ProcessEngine
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import read_config
@@ -27,7 +26,7 @@ from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.sharding.weight_table import weight_table
 
 pytestmark = needs_vllm
-SETTINGS = EngineSettings(
+SETTINGS = EngineOptions(
     layout=EngineLayout(),
     dtype=torch.float32,
     max_running=16,
@@ -58,8 +57,8 @@ def model(models) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(model, tmp_path_factory) -> Iterator[VLLMEngine]:
-    engine = VLLMEngine(model, SETTINGS, tmp_path_factory.mktemp("log") / "0.log", request_timeout=1000.0)
+def engine(model, tmp_path_factory) -> Iterator[ProcessEngine]:
+    engine = ProcessEngine(VLLM, model, SETTINGS, tmp_path_factory.mktemp("log") / "0.log")
     bring_weights(engine, model, version=7)
     yield engine
     engine.close()
@@ -153,7 +152,7 @@ def updated_in_flight(engine, models, keep_cache: bool) -> list[Sample]:
         engine.submit([Request(version, (6, 7), 0)], SHORT)
         while version not in samples:
             samples |= {sample.id: sample for sample in engine.collect(0.1)}
-        engine.pause(keep_cache=keep_cache)
+        engine.pause()
         bring_weights(engine, models[version], version)
         engine.unpause()
     samples |= {sample.id: sample for sample in all_of(engine, 8 - len(samples))}
@@ -171,7 +170,7 @@ def test_engine_updated_in_flight_gives_each_token_the_version_that_wrote_it(eng
         pytest.fail("no sample spans the updates")
     order = (7, 1, 2).index
     assert all(list(sample.policy_versions) == sorted(sample.policy_versions, key=order) for sample in samples)
-    if keep_cache:
+    if engine.options.keep_cache:
         return  # the later tokens attend to keys and values of several versions
     for version, path in ((7, models[0]), (1, models[1]), (2, models[2])):
         whole = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -236,7 +235,7 @@ def test_engine_of_a_dead_rank_leaves_no_process(engine):
 
 
 def test_engine_whose_host_is_killed_leaves_no_process(model, tmp_path):
-    engine = VLLMEngine(model, SETTINGS, tmp_path / "0.log")
+    engine = ProcessEngine(VLLM, model, SETTINGS, tmp_path / "0.log")
     processes = process_of(engine).children(recursive=True)
     assert workers_of(engine)
     process_of(engine).kill()
@@ -250,7 +249,7 @@ def test_engine_whose_host_is_killed_leaves_no_process(model, tmp_path):
 def test_engine_that_cannot_start_raises_with_its_log(model, tmp_path):
     wrong = dataclasses.replace(SETTINGS, extra={"max_num_batched_token": 512})
     with pytest.raises(UserError, match=r"cannot start. See its log .*0\.log, which ends:[\s\S]*max_num_batched_token"):
-        VLLMEngine(model, wrong, tmp_path / "0.log")
+        ProcessEngine(VLLM, model, wrong, tmp_path / "0.log")
 
 
 @pytest.mark.nightly
@@ -268,7 +267,7 @@ def test_engine_updated_three_times_generates_as_transformers(tmp_path, architec
     before = set(glob.glob("/dev/shm/*"))
     paths = [made(tmp_path / str(seed), architecture, seed, layers=3, **fields) for seed in (1, 2)]
     settings = dataclasses.replace(SETTINGS, layout=EngineLayout.parse(layout), routed_experts=False)
-    engine = VLLMEngine(paths[0], settings, tmp_path / "0.log")
+    engine = ProcessEngine(VLLM, paths[0], settings, tmp_path / "0.log")
     try:
         for version, path in enumerate((paths[1], paths[0], paths[1])):
             bring_weights(engine, path, version)
@@ -293,7 +292,7 @@ def test_engine_with_latent_attention_recomputes_derived_weights(tmp_path):
     latent = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64}
     paths = [tiny_latent_model(tmp_path / str(seed), seed, latent) for seed in (1, 2)]
     settings = dataclasses.replace(SETTINGS, routed_experts=False)
-    engine = VLLMEngine(paths[0], settings, tmp_path / "0.log")
+    engine = ProcessEngine(VLLM, paths[0], settings, tmp_path / "0.log")
     try:
         for version, path in enumerate((paths[1], paths[0])):
             bring_weights(engine, path, version)
@@ -325,22 +324,3 @@ def tiny_latent_model(folder: Path, seed: int, latent: dict[str, int]) -> Path:
     )  # fmt: skip
     DeepseekV2ForCausalLM(config).eval().save_pretrained(folder)
     return folder
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a rule of the CPU")
-@pytest.mark.parametrize(
-    ("layout", "architecture", "sizes", "words"),
-    [
-        ("tp1", "qwen3", {"head_dim": 16}, "no attention with heads of size 16"),
-        ("tp2-ep2", "qwen3_moe", {}, "does not support ep on the CPU"),
-        ("tp4", "qwen3_moe", {"kv_heads": 4}, "the columns of an expert on each rank is 8"),
-        ("tp1", "qwen3_moe", {"hidden": 48}, "the hidden size is 48"),
-        ("tp1", "glm_moe_dsa", {"kv_heads": 4}, "vLLM has no sparse attention on the CPU"),
-        ("tp1", "deepseek_v2", {"kv_heads": 4}, "kv_lora_rank 512 and qk_rope_head_dim 64, but this model 32 and 16"),
-    ],
-)
-def test_check_on_cpu_given_unsupported_model_raises(tmp_path, layout, architecture, sizes, words):
-    fields = {"head_dim": 32, "ffn": 64, "hidden": 64} | sizes
-    config = read_config(make_tiny_model(tmp_path / "model", architecture, characters="abcdefgh", **fields))
-    with pytest.raises(UserError, match=words):
-        check_on_cpu(config, EngineLayout.parse(layout))
