@@ -10,14 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.helpers.engines import bring_weights, options_of
+from tests.helpers.engines import VERSION, bring_weights, options_of
 from verl_mg.engines.hf import HFEngine
 from verl_mg.engines.kinds import PROCESSES
 from verl_mg.engines.process_engine import ProcessEngine
 from verl_mg.models.tiny_model import make_tiny_model
-
-VERSION = 7
-"""Version of the weights that an engine has when a test begins: of the first of the `mixtures`."""
 
 
 @pytest.fixture(scope="package")
@@ -55,7 +52,7 @@ def started(
 
 @pytest.fixture
 def engine(started: Any, mixtures: list[Path]) -> Any:
-    """An engine that runs and has the weights of VERSION, whatever the test before has done to it."""
+    """An engine that runs and has the first of the `mixtures` as VERSION, whatever the test before has done to it."""
     if not started.health() and started.version >= 0:
         started.restart()
     if started.version != VERSION:

@@ -9,9 +9,9 @@ import psutil
 import pytest
 import torch
 
-from tests.engines.conftest import VERSION
 from tests.helpers.engines import (
     SGLANG,
+    VERSION,
     VLLM,
     all_of,
     bring_weights,

@@ -24,13 +24,15 @@ from verl_mg.engines.process_engine import ProcessEngine
 from verl_mg.engines.sglang.arguments import has_multi_token_draft
 from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import read_config
-from verl_mg.models.multi_token import with_multi_token_layer
+from verl_mg.models.hf_tensors import with_multi_token_layer
 from verl_mg.sharding.boxes import Shard
 from verl_mg.sharding.weight_table import weight_table
 
 SGLANG = pytest.param("sglang", marks=needs_sglang)
 VLLM = pytest.param("vllm", marks=needs_vllm)
 VLLM_NIGHTLY = pytest.param("vllm", marks=[needs_vllm, pytest.mark.nightly])
+VERSION = 7
+"""Version of the weights that an engine of `tests/engines/conftest.py` has when a test begins."""
 WORKERS = ("sglang::scheduler", "VLLM::Worker")
 """Titles of the processes that compute."""
 

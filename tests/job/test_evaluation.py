@@ -7,13 +7,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.helpers.json_lines import write_lines
 from tests.helpers.rank_pool import job_store
-from tests.helpers.tiny_jobs import files_of, logged, run_here, write_lines, write_sums
+from tests.helpers.tiny_jobs import files_of, logged, run_here, write_sums
 from tests.helpers.tiny_models import tiny_model
 from verl_mg.config import load_config
 from verl_mg.errors import UserError
 from verl_mg.job.evaluation import evaluation_sets
-from verl_mg.job.job import Job
+from verl_mg.job.job import RunningJob
 from verl_mg.job.prompt_scores import PromptResults, prompt_scores
 from verl_mg.job.recipe import load_recipe, requested_roles
 
@@ -158,7 +159,7 @@ def curriculum(inputs: Path, output: Path) -> tuple[list[list[str]], dict[str, f
         "actor.optimizer.lr=1e-12",
     ]
     config = config_of(inputs, output, overrides)
-    job = Job(config, requested_roles(GRPO, config), job_store())
+    job = RunningJob(config, requested_roles(GRPO, config), job_store())
     job.start()
     taken, metrics = [], {}
     take = job.prompts.next_batch
@@ -200,7 +201,7 @@ def reweighed(inputs: Path, output: Path) -> tuple[list[dict[str, float]], list[
     reported, errors = [], []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        job = Job(config, requested_roles(GRPO, config), job_store())
+        job = RunningJob(config, requested_roles(GRPO, config), job_store())
         job.start()
         for iteration, text in enumerate(texts, 1):
             if dist.get_rank() == 0:

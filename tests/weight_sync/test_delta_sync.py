@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.roles.updates import COUNT, job_context, rows, settings, with_entropy
+from tests.helpers.roles import build_role
+from tests.roles.updates import COUNT, rows, settings, with_entropy
 from verl_mg.config import OptimizerConfig
 from verl_mg.engines.ipc_payload import named_views, open_payload
 from verl_mg.engines.patch_payload import apply_payload, has_patches
-from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
-from verl_mg.megatron.process_groups import ParallelGroups
+from verl_mg.layout import EngineLayout, EnginePlacement
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.roles.models import Actor
 from verl_mg.weight_sync.engines import ProcessEngineSync, engine_groups
@@ -45,12 +45,11 @@ def same_bits(a, b):
 
 def run(model, layout, wire, lr):
     """Real updates of an actor on 4 ranks, and after each a sync of changes and one of all values."""
-    actor = Actor(
+    actor = build_role(
+        Actor,
         model,
-        ParallelGroups(Placement.on(Layout.parse(layout), 4)),
-        job_context(),
+        layout,
         dtype=torch.bfloat16,
-        temperature=1.0,
         tokens_per_micro_batch=200,
         optimizer=OptimizerConfig(lr=lr, weight_decay=0.0),
     )

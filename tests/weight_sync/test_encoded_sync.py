@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.helpers.roles import build_role
 from tests.oracles.installed_source import installed_functions
-from tests.roles.updates import job_context
 from verl_mg.config import OptimizerConfig
 from verl_mg.config.roles import LoraConfig
 from verl_mg.engines.ipc_payload import named_views, open_payload
@@ -39,12 +39,11 @@ class ReceivingEngine:
 
 def synced(model, wire, lora):
     """Transfers an actor of tp4 into two engines of tp2; returns the names of wrong parameters, and the metrics."""
-    actor = Actor(
+    actor = build_role(
+        Actor,
         model,
         ParallelGroups(Placement.on(Layout(tp=4), 4)),
-        job_context(),
         dtype=torch.bfloat16,
-        temperature=1.0,
         tokens_per_micro_batch=64,
         optimizer=OptimizerConfig(),
         lora=LoraConfig(rank=4) if lora else None,

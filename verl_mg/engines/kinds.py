@@ -24,7 +24,7 @@ from verl_mg.engines.sglang import arguments as sglang
 from verl_mg.engines.vllm import arguments as vllm
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout
-from verl_mg.models.module_config import read_any_config
+from verl_mg.models.transformers_module import read_any_config
 from verl_mg.sharding.traced_table import EngineName
 
 

@@ -34,8 +34,8 @@ from verl_mg.reshard.delta_transfer import SentValues
 from verl_mg.reshard.plan import Plan
 from verl_mg.servers.remote_engine import RemoteEngine
 from verl_mg.sharding.boxes import Box, cut, intersect, numel, slices, translate_box
-from verl_mg.sharding.joined_map import JoinedShardMap
 from verl_mg.sharding.model_table import ModelTable
+from verl_mg.sharding.shard_map import JoinedShardMap
 from verl_mg.weight_sync.engines import SourceChunk, chunk_sources
 from verl_mg.weight_sync.policy import Policy
 from verl_mg.weight_sync.remote import (

@@ -63,9 +63,8 @@ from verl_mg.reshard.encoding import Wire, encoding_of
 from verl_mg.reshard.schedule_json import pack_schedules
 from verl_mg.servers.remote_engine import RemoteEngine
 from verl_mg.sharding.boxes import Box
-from verl_mg.sharding.joined_map import JoinedShardMap
 from verl_mg.sharding.model_table import ModelTable
-from verl_mg.sharding.shard_map import ShardMap
+from verl_mg.sharding.shard_map import JoinedShardMap, ShardMap
 from verl_mg.weight_sync.broadcast import no_connection
 from verl_mg.weight_sync.engines import SourceChunk, chunk_sources
 from verl_mg.weight_sync.policy import Policy

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from verl_mg.engines.sglang.weight_loader import as_loaded, message_for_loader
+from verl_mg.jsonl import replacing
 from verl_mg.reshard.delta_files import ChangesFile, member_name
 from verl_mg.reshard.delta_transfer import apply_patches
 
@@ -58,10 +58,8 @@ def apply_folder(model: Any, request: FolderRequest, rank: int) -> None:
         log.exception("verl_mg: the changes were not applied")
         report = FolderReport(error=f"{type(error).__name__}: {error}")
     try:
-        path = request.report_path(rank)
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(asdict(report)))
-        os.replace(partial, path)  # the job, which polls for the report, never sees a part of it
+        with replacing(request.report_path(rank)) as file:  # the job polls for the report
+            file.write_text(json.dumps(asdict(report)))
     except OSError:
         log.exception("verl_mg: no report can be written")  # the job waits for it, and then sends all values
 

@@ -10,10 +10,10 @@ from verl_mg.monitor.progress import METRICS
 from verl_mg.monitor.trackers.console import ConsoleTracker
 from verl_mg.monitor.trackers.files import EvaluationTable, JsonlTracker, TensorBoardTracker
 from verl_mg.monitor.trackers.services import SERVICES, RunInfo, check_services
-from verl_mg.monitor.trackers.tracker import RetryingTracker, Tracker
+from verl_mg.monitor.trackers.tracker import RetryingTracker, SampleTable, Tracker
 from verl_mg.phase_timer import PhaseTimer
 
-__all__ = ["Tracker", "build_trackers", "check_services", "run_name"]
+__all__ = ["SampleTable", "Tracker", "build_trackers", "check_services", "run_name"]
 
 EVALUATIONS = "evaluation.md"
 
@@ -27,10 +27,7 @@ def build_trackers(title: str, config: Config, timer: PhaseTimer, first_step: in
     """Opens the trackers of a job; called on one rank. `first_step` is 0 in a new run, for the evaluation before it."""
     output = config.job.output
     run = RunInfo(
-        folder=output,
-        project=config.tracking.project,
-        name=run_name(config),
-        tree=config.model_dump(mode="json"),
+        folder=output, project=config.tracking.project, name=run_name(config), tree=config.model_dump(mode="json")
     )
     openers: dict[str, Callable[[], Tracker]] = {
         METRICS: partial(JsonlTracker, output / METRICS, first_step),
