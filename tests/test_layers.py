@@ -18,7 +18,7 @@ from tests.language.nodes import nodes_of, statements
 PACKAGE = Path(__file__).parents[1] / "verl_mg"
 
 PACKAGES = (
-    "errors device images batch jsonl phase_timer hub http_client import_function config layout",
+    "errors device images batch jsonl phase_timer hub http_client import_function library config layout",
     "models algorithms sandbox",
     "sharding distributed data rewards",
     "reshard checkpoint",
