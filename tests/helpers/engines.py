@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from tests.helpers import warm_start
 from tests.helpers.traces import needs_sglang, needs_vllm
@@ -15,9 +18,11 @@ from verl_mg import device
 from verl_mg.checkpoint.hf_safetensors import CheckpointReader, load_shards
 from verl_mg.checkpoint.model_directory import ModelDirectory
 from verl_mg.engines.engine import Request, RolloutEngine, Sample, Sampling
+from verl_mg.engines.engine_options import EngineOptions
 from verl_mg.engines.ipc_payload import Staging
 from verl_mg.engines.process_engine import ProcessEngine
 from verl_mg.engines.sglang.arguments import has_multi_token_draft
+from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import read_config
 from verl_mg.models.multi_token import with_multi_token_layer
 from verl_mg.sharding.boxes import Shard
@@ -33,6 +38,13 @@ WORKERS = ("sglang::scheduler", "VLLM::Worker")
 def overrides(engine: str) -> list[str]:
     """Configuration of a job with engines of this kind."""
     return [f"rollout.engine={engine}", *([f"rollout.python={warm_start.vllm().python}"] if engine == "vllm" else [])]
+
+
+def options_of(kind: str, **changes: Any) -> EngineOptions:
+    """Options of a small engine on the CPU."""
+    python = Path(warm_start.vllm().python) if kind == "vllm" else None
+    options: dict[str, Any] = {"max_running": 16, "max_positions": 256, "routed_experts": True, "python": python}
+    return EngineOptions(layout=EngineLayout(), dtype=torch.float32, **(options | changes))
 
 
 def process_of(engine: ProcessEngine) -> psutil.Process:
@@ -91,9 +103,10 @@ def cut_short(engine: RolloutEngine, requested: Sequence[Request], sampling: Sam
     seconds = 0.15
     for _ in range(50):
         engine.submit(requested, sampling)
-        samples = engine.collect(seconds)
-        engine.abort()
-        samples += all_of(engine, len(requested) - len(samples))
+        timer = threading.Timer(seconds, engine.abort)  # an engine in this process collects until it is aborted
+        timer.start()
+        samples = all_of(engine, len(requested))
+        timer.join()
         if {sample.finish for sample in samples} != {"abort"}:
             seconds /= 2
         elif not any(sample.tokens for sample in samples):
