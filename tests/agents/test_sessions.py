@@ -110,7 +110,7 @@ def test_reply_without_tokens_is_refused_and_not_recorded(finish: Finish, messag
 
 
 def test_tools_without_sglang_end_the_job_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tool_calls, "_sglang", lambda: None)
+    monkeypatch.setattr(tool_calls, "reply_parsers", lambda: None)
     sessions, session = opened(generate_two)
     assert asyncio.run(sessions.complete(session.id, CALL)).text == "two"
     tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import difflib
 import itertools
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from verl_mg.engines.sglang.internals import reply_parsers
 from verl_mg.errors import UserError
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class ReplyParser:
     ) -> None:
         self._tokenizer, self._tool_format, self._reasoning = tokenizer, tool_call_parser, reasoning_parser
         self._numbers = itertools.count()
-        self._sglang = _sglang()
+        self._sglang = reply_parsers()
         if self._sglang is not None:
             _check("rollout.tool_call_parser", tool_call_parser, self._sglang.tool_calls.ToolCallParserEnum)
             if reasoning_parser:
@@ -122,26 +122,6 @@ class ReplyParser:
     def _call_id(self) -> str:
         # Some templates require nine letters and digits.
         return f"call{next(self._numbers) % 100_000:05d}"
-
-
-class _SGLangParsers(NamedTuple):
-    tool_calls: Any
-    reasoning: Any
-    tool: Any
-    environment: Any  # SGLang's settings by environment variables
-
-
-def _sglang() -> _SGLangParsers | None:
-    try:
-        from sglang.srt.entrypoints.openai.protocol import Tool
-        from sglang.srt.environ import envs
-        from sglang.srt.function_call.function_call_parser import FunctionCallParser
-        from sglang.srt.parser.reasoning_parser import ReasoningParser
-    except ImportError:
-        return None
-    # Its warnings concern calls that cannot be parsed, and there are many.
-    logging.getLogger("sglang.srt.function_call").setLevel(logging.ERROR)
-    return _SGLangParsers(FunctionCallParser, ReasoningParser, Tool, envs)
 
 
 def _check(key: str, name: str, names: Mapping[str, Any]) -> None:

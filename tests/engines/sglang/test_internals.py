@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import verl_mg
 from tests.helpers import warm_start
 from tests.helpers.internals import missing_internals
 from tests.helpers.traces import needs_sglang
@@ -26,3 +27,8 @@ def test_internals_that_sglang_does_not_have_are_named_with_its_version(tmp_path
     names = [line.partition(" has no ")[2].removeprefix("sglang.srt.") for line in found]
     assert names == ["environ.nothing", "nowhere.it", "PauseGenerationReqInput.speed", "managers.io_struct.NoReqInput"]
     assert all(line.startswith("sglang 0.") for line in found)
+
+
+def test_internals_of_sglang_are_imported_in_one_file() -> None:
+    files = [file for file in Path(verl_mg.__file__).parent.rglob("*.py") if "from sglang.srt" in file.read_text()]
+    assert files == [FOLDER / "internals.py"]
