@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.tiny_models import daily_of
+from tests.planner.tiny_inputs import refused
 from verl_mg.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -41,14 +42,6 @@ def at_the_root(monkeypatch):
 def planned(capsys, *arguments):
     main([*arguments, "--json"])
     return json.loads(capsys.readouterr().out)
-
-
-def refused(capsys, *arguments) -> str:
-    with pytest.raises(SystemExit) as left:
-        main(list(arguments))
-    err = capsys.readouterr().err
-    assert left.value.code == 2 and err.startswith("error: ") and err.count("\n") == 1
-    return err
 
 
 @pytest.mark.parametrize("name", NAMES)
