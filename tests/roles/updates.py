@@ -19,7 +19,7 @@ from verl_mg.config import OptimizerConfig
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.hf_config import read_config
-from verl_mg.monitor.throughput import Throughput
+from verl_mg.monitor.metrics import Throughput
 from verl_mg.recipes import grpo
 from verl_mg.roles.models import Actor
 from verl_mg.training.loss_inputs import LossInputs
