@@ -13,7 +13,7 @@ from verl_mg.job.job import RunningJob
 from verl_mg.job.recipe import load_recipe, requested_roles
 from verl_mg.models.flops import RowFlops, row_flops
 from verl_mg.models.hf_config import read_config
-from verl_mg.monitor.throughput import Throughput, model_flops, peak_flops
+from verl_mg.monitor.metrics import Throughput, model_flops, peak_flops
 from verl_mg.sharding.weight_table import weight_table
 
 

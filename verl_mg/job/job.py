@@ -57,8 +57,7 @@ from verl_mg.job.build_models import TEACHERS, ModelRoleBuilder
 from verl_mg.job.build_teachers import build_teachers
 from verl_mg.job.engine_tables import actor_table
 from verl_mg.job.evaluation import SetResults, evaluate, evaluation_sets, metrics_of
-from verl_mg.models.module_config import read_any_config
-from verl_mg.models.transformers_module import read_tokenizer
+from verl_mg.models.transformers_module import read_any_config, read_tokenizer
 from verl_mg.phase_timer import PhaseTimer
 from verl_mg.rewards import load_rewards
 from verl_mg.roles.context import JobContext

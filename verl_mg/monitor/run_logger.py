@@ -29,15 +29,19 @@ from verl_mg.distributed.collectives import broadcast_json
 from verl_mg.job.job import RunningJob
 from verl_mg.jsonl import read_lines
 from verl_mg.monitor.alarms import Alarms, check_alarms
-from verl_mg.monitor.profile import Profile, Timeline
+from verl_mg.monitor.metrics import (
+    ResourceSampler,
+    Throughput,
+    device_peak,
+    mismatch_metrics,
+    rollout_metrics,
+    weight_sync_rate,
+)
+from verl_mg.monitor.profile import Profile, Timeline, TorchProfile, check_profile
 from verl_mg.monitor.progress import METRICS, summary
-from verl_mg.monitor.resources import ResourceSampler
-from verl_mg.monitor.rollout_metrics import mismatch_metrics, rollout_metrics
 from verl_mg.monitor.sample_schema import PART, SAMPLES, FileMetadata, fingerprint
 from verl_mg.monitor.sample_writer import SampleWriter
 from verl_mg.monitor.status import StatusFile
-from verl_mg.monitor.throughput import Throughput, device_peak, weight_sync_rate
-from verl_mg.monitor.torch_profile import TorchProfile, check_profile
 from verl_mg.monitor.trackers import SampleTable, Tracker, build_trackers, check_services, run_name
 from verl_mg.monitor.trackers.files import plot_reward_curve
 from verl_mg.roles.reward import row_to_sample
