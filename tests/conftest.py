@@ -1,7 +1,5 @@
 """Options and fixtures of all tests: the pool of ranks, the sandbox, the real GSM8K."""
 
-from __future__ import annotations
-
 import importlib
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Language of code, documents and test names, and the checker of `tests.language` on texts that break each rule."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 

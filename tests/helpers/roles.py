@@ -1,7 +1,5 @@
 """Roles of tests, each with a runner and a trainer of its own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, TypeVar
 
