@@ -141,7 +141,7 @@ def test_train_memory_with_muon_has_one_moment_outside_of_the_vocabulary(dtype, 
     expected = ((4 + size) * memory.elements[0].dense + size * vocabulary) / ranks
     assert memory.parts["optimizer states"][0] == pytest.approx(expected, abs=16)
     adam = tiny(DENSE, options=training_options("auto", {}, moments_dtype=dtype))
-    saved = 2 * size * inputs.elements / LAYOUT.ranks / (inputs.memory_bandwidth * 1e9)
+    saved = 2 * size * inputs.size.elements / LAYOUT.ranks / (inputs.memory_bandwidth * 1e9)
     products = orthogonalization_flops(inputs.weights.tensor_index) / LAYOUT.ranks / (inputs.flops * 1e12)
     difference = optimizer_seconds(inputs, LAYOUT) - optimizer_seconds(adam, LAYOUT)
     assert difference == pytest.approx(products - saved, rel=1e-3)
@@ -160,7 +160,7 @@ def test_offloaded_states_move_over_the_host_link():
         tiny(DENSE, options=chosen, host=1e-3)
         for chosen in (options(), options(optimizer={"optimizer_cpu_offload": True}))
     )
-    elements = inputs.elements / LAYOUT.tp / LAYOUT.dp
+    elements = inputs.size.elements / LAYOUT.tp / LAYOUT.dp
     assert optimizer_seconds(away, LAYOUT) - optimizer_seconds(inputs, LAYOUT) == pytest.approx(
         elements * (28 + 4 + 2) / 1e6, rel=1e-3
     )

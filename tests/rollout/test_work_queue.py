@@ -91,7 +91,7 @@ def test_work_queue_is_done_when_enough_groups_are_complete(sizes, engines, data
     for queue in queues:
         queue.refresh()
         assert queue.is_done()
-    orders = [queue.completion_order for queue in queues]
+    orders = [dict(queue.report()["order"]) for queue in queues]
     assert first_complete(groups, groups, orders, needed) == [groups[g] for g in sorted(complete[:needed])]
 
 
@@ -147,14 +147,15 @@ SIZE = 2
 
 
 def make_filtered_queues(store, passes, needed, num_extra, engines, scored):
-    """Groups of two samples, of which group i passes if `passes[i]`; a filter and a queue of each engine."""
+    """Groups of two samples, of which group i passes if `passes[i]`; and the queue of each engine."""
     groups = make_groups([(SIZE, 0)] * len(passes))
     score = {i: float(passes[g] and i == group.ids[0]) for g, group in enumerate(groups) for i in group.ids}
-    filters = [
-        ScoreFilter(lambda scores: max(scores) > min(scores), lambda i: score[i] if i in scored else None, num_extra)
-        for _ in range(engines)
-    ]
-    return groups, filters, [make_queue(store, groups, needed, score_filter=each) for each in filters]
+    differ = ScoreFilter(lambda s: max(s) > min(s), lambda i: score[i] if i in scored else None, num_extra)
+    return groups, [make_queue(store, groups, needed, score_filter=differ) for _ in range(engines)]
+
+
+def rejected_by(queues):
+    return sorted(i for queue in queues for i in queue.report()["rejected"])
 
 
 def run_filtered(queues, scored, draw):
@@ -186,28 +187,32 @@ def run_filtered(queues, scored, draw):
 )
 def test_filtered_queue_keeps_the_first_groups_that_pass_and_starts_no_others(passes, needed, engines, seed):
     scored: set[int] = set()
-    groups, filters, queues = make_filtered_queues(HashStore(), passes, needed, 0, engines, scored)
+    groups, queues = make_filtered_queues(HashStore(), passes, needed, 0, engines, scored)
     started = run_filtered(queues, scored, random.Random(seed))
     passing = [i for i, is_kept in enumerate(passes) if is_kept][:needed]
-    kept = first_complete(groups, groups, [queue.completion_order for queue in queues], needed)
+    kept = first_complete(groups, groups, [dict(queue.report()["order"]) for queue in queues], needed)
     assert kept == [groups[i] for i in passing]
     admitted = passing[-1] + 1 if len(passing) == needed else len(passes)
     assert sorted(started) == list(range(SIZE * admitted))
-    assert sorted(i for each in filters for i in each.rejected) == [i for i in range(admitted) if i not in passing]
+    assert sorted(i for queue in queues for i in queue.report()["rejected"]) == [
+        i for i in range(admitted) if i not in passing
+    ]
     for queue in queues:
         queue.refresh()
-        assert queue.num_started == admitted
+        assert queue.report()["started"] == admitted
 
 
 @given(st.lists(st.booleans(), min_size=3, max_size=8), st.integers(1, 2), st.integers(0, 2**32))
 def test_filtered_queue_with_extra_groups_keeps_those_that_pass_first(passes, num_extra, seed):
     scored: set[int] = set()
-    groups, filters, queues = make_filtered_queues(HashStore(), passes, 2, num_extra, 2, scored)
+    groups, queues = make_filtered_queues(HashStore(), passes, 2, num_extra, 2, scored)
     run_filtered(queues, scored, random.Random(seed))
-    orders = [queue.completion_order for queue in queues]
+    orders = [dict(queue.report()["order"]) for queue in queues]
     kept = first_complete(groups, groups, orders, 2)
     assert all(passes[groups.index(group)] for group in kept) and len(kept) == min(2, sum(passes))
-    assert not {i for each in filters for i in each.rejected} & {i for i, is_kept in enumerate(passes) if is_kept}
+    assert not {i for queue in queues for i in queue.report()["rejected"]} & {
+        i for i, is_kept in enumerate(passes) if is_kept
+    }
 
 
 def test_filtered_queue_requests_to_the_store_grow_with_samples_not_with_candidates():

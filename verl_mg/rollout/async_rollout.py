@@ -43,9 +43,6 @@ class AsyncRollout(Rollout):
     def __init__(self, engines: InFlightEngineGroup, setup: RolloutSetup, bound: StalenessBound) -> None:
         super().__init__(engines, setup)
         self._in_flight_engines, self._bound = engines, bound
-        self._ahead: list[int] = []
-        """Prompts that were submitted for later calls, in order."""
-        self._num_samples = 0
         self._num_waits = self._num_consumed = self._num_dropped = 0
         self._idle_since = time.perf_counter()
         self._queue = WorkQueue(self._store, "queue", self._sampling, is_open=True)
@@ -116,19 +113,11 @@ class AsyncRollout(Rollout):
 
     def state(self) -> RolloutState:
         """Returns what all ranks know of the samples at the last `local_state`."""
-        return RolloutState(
-            next_id=self._groups.next_id,
-            groups=[group.saved() for group in self._groups.training],
-            in_flight=None,
-            prefetched=self._ahead,
-            prefetched_samples=self._num_samples if self._ahead else 0,
-            versions=self._bound.recent,
-        )
+        return self._state(versions=self._bound.recent)
 
     def load(self, state: RolloutState, local: LocalRolloutState, prompt_of: Callable[[int], Prompt]) -> None:
         """Resumes from a checkpoint; unfinished samples continue, complete ones are scored again."""
         super().load(state, local, prompt_of)
-        self._ahead, self._num_samples = list(state.prefetched), state.prefetched_samples
         self._bound.recent = list(state.versions)
         queued = [group for group in self._groups.training if group.num_missing]
         # Groups that were complete in the checkpoint are missing in the queue's count of complete groups.
@@ -148,14 +137,14 @@ class AsyncRollout(Rollout):
         """Submits the prompts of this call that were not submitted in advance, and prompts of later calls."""
         requested = [prompt.id for prompt in prompts]
         known = self._ahead[: len(requested)]
-        if known != requested[: len(known)] or (known and num_samples != self._num_samples):
+        if known != requested[: len(known)] or (known and num_samples != self._num_samples_ahead):
             raise UserError(
-                f"rollout.mode=async: {self._num_samples} samples of each of {len(self._ahead)} prompts are generated "
-                f"in advance, but the recipe requests {num_samples} of {len(prompts)} other prompts. Request the "
-                "prompts of job.prompts.next_batch(n) with the same number of samples each time, or write "
+                f"rollout.mode=async: {self._num_samples_ahead} samples of each of {len(self._ahead)} prompts are "
+                f"generated in advance, but the recipe requests {num_samples} of {len(prompts)} other prompts. Request "
+                "the prompts of job.prompts.next_batch(n) with the same number of samples each time, or write "
                 "rollout.mode=sync."
             )
-        new, self._ahead, self._num_samples = list(prompts[len(known) :]), self._ahead[len(known) :], num_samples
+        new, self._ahead, self._num_samples_ahead = list(prompts[len(known) :]), self._ahead[len(known) :], num_samples
         if prompts and not self._is_last:
             self._all_complete()
             self._bound.adapt(sum(g.state is GroupState.COMPLETE for g in self._groups.training), len(prompts))
@@ -226,7 +215,7 @@ class AsyncRollout(Rollout):
             self._worker.discard(ids)
             self._queue.forget(ids)
             self._drop(groups)
-        self._append(self._groups.add(self._feed.draw_extra(len(groups)), self._num_samples))
+        self._append(self._groups.add(self._feed.draw_extra(len(groups)), self._num_samples_ahead))
 
     def _return_groups(self, groups: Sequence[Group], idle: float) -> Batch:
         """Returns the rows of complete groups, after `idle` seconds of waiting for them."""

@@ -116,24 +116,6 @@ class HFEngineGroup(EngineGroup):
         return self._sync.transfer(actor)
 
 
-class ProcessRestart:
-    """Restart of the engine in a process that this rank leads; `sleeps`: the engine shares its device with roles."""
-
-    def __init__(self, engine: ProcessEngine, number: int, sleeps: bool, events: EngineEvents) -> None:
-        self._engine, self.number, self._sleeps, self._events = engine, number, sleeps, events
-
-    def restart(self) -> None:
-        """Implements `EngineRestart.restart`."""
-        self._engine.restart()
-        if self._sleeps:
-            self._engine.sleep(weights=False, kv=True)  # the actor's weights have its place during the transfer
-        self._events.announce_restart(self.number)
-
-    def resume(self) -> None:
-        """Implements `EngineRestart.resume`."""
-        self._engine.resume()
-
-
 class ProcessEngineGroup(InFlightEngineGroup):
     """Engines in processes that this job has started, each on a group of ranks.
 
@@ -163,7 +145,7 @@ class ProcessEngineGroup(InFlightEngineGroup):
         self._sleep, self._is_asleep, self._disjoint = sleep, False, disjoint
         self.version = version
         if inner:
-            self.restart = ProcessRestart(inner, sync.number, sleep, self.events)
+            self.restart = EngineRestart(inner, sync.number, sleep, self.events)
         self._actor: Actor | None = None
 
     def update_weights(self, actor: Actor) -> dict[str, float]:

@@ -39,12 +39,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Protocol
 
 from torch.distributed import PrefixStore, Store
 
-from verl_mg.distributed.groups import GROUP_TIMEOUT
+from verl_mg.distributed.collectives import GROUP_TIMEOUT
 from verl_mg.engines.engine import EngineDiedError, Request, RolloutEngine, Sample
+from verl_mg.engines.process_engine import ProcessEngine
 from verl_mg.errors import UserError
 from verl_mg.rollout.groups import Group
 from verl_mg.rollout.work_queue import WorkQueue
@@ -114,19 +114,22 @@ class EngineEvents:
         self._store.set(f"event/{self._store.add('count', 1)}", event)
 
 
-class EngineRestart(Protocol):
-    """Restart of this rank's engine after its process has ended."""
+class EngineRestart:
+    """Restart of the engine in a process that this rank leads; `sleeps`: the engine shares its device with roles."""
 
-    number: int
-    """Number of the engine."""
+    def __init__(self, engine: ProcessEngine, number: int, sleeps: bool, events: EngineEvents) -> None:
+        self._engine, self.number, self._sleeps, self._events = engine, number, sleeps, events
 
     def restart(self) -> None:
         """Starts the process again, without weights, and announces it; EngineDiedError if it ends again."""
-        ...
+        self._engine.restart()
+        if self._sleeps:
+            self._engine.sleep(weights=False, kv=True)  # the actor's weights have its place during the transfer
+        self._events.announce_restart(self.number)
 
     def resume(self) -> None:
         """Submits the requests again that were in flight."""
-        ...
+        self._engine.resume()
 
 
 class EngineState(Enum):

@@ -190,7 +190,7 @@ class Call:
     """Groups in the queue: those with missing samples, and with a filter all."""
     queue: WorkQueue
     is_fresh: bool
-    """Whether no group was started in an earlier call."""
+    """Whether no group was started in an earlier call, and engines have whole groups where their shares are fixed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,6 +222,10 @@ class Rollout(RolloutSource):
         self._reward, self._store = setup.reward, PrefixStore("rollout", setup.context.store)
         self._num_calls = 0
         self._groups = GroupBuffer()
+        self._ahead: list[int] = []
+        """Prompts that were submitted for later calls, in order; the recipe must request them next."""
+        self._num_samples_ahead = 0
+        """Samples of each of these prompts."""
         # An engine in the rank's own process has no thread: only the main thread uses it.
         self._separate = engines if isinstance(engines, InFlightEngineGroup) else None
         restart = self._separate.restart if self._separate else None
@@ -288,7 +292,7 @@ class Rollout(RolloutSource):
         """Submits groups to the engines, which generate until `num_needed` are complete."""
         self._num_calls += 1
         queued = [group for group in groups if group.num_missing or score_filter]
-        is_fresh = not any(group.done or group.partial for group in groups)
+        is_fresh = not (score_filter or any(group.done or group.partial for group in groups))
         queue = WorkQueue(
             self._store,
             f"call/{self._num_calls}",
@@ -307,7 +311,7 @@ class Rollout(RolloutSource):
         self._worker.add(queue, self._resumed(queued))
         if self._separate:
             self._worker.start()
-        return Call(groups, num_needed, queued, queue, is_fresh)
+        return Call(list(groups), num_needed, queued, queue, is_fresh)
 
     def _resumed(self, groups: Iterable[Group]) -> list[int]:
         """Returns the aborted samples of groups of which this rank has the tokens, as no other has."""
@@ -339,8 +343,7 @@ class Rollout(RolloutSource):
         known = {i for group in call.groups for i in group.ids}
         with self._worker.stopped():
             completed, partial = (list(known & part.keys()) for part in (self._groups.completed, self._groups.partial))
-        order = list(call.queue.completion_order.items())
-        reports = all_gather_json({"completed": completed, "partial": partial, "order": order} | further)
+        reports = all_gather_json({"completed": completed, "partial": partial} | call.queue.report() | further)
         call.queue.delete_keys()  # after the exchange no rank reads the counters of the call
         everywhere = ({i for report in reports for i in report[name]} for name in ("completed", "partial"))
         self._groups.update(call.groups, *everywhere)
@@ -383,6 +386,16 @@ class Rollout(RolloutSource):
 
     # -- checkpoints
 
+    def _state(self, in_flight: int | None = None, versions: Sequence[int] = ()) -> RolloutState:
+        return RolloutState(
+            next_id=self._groups.next_id,
+            groups=[group.saved() for group in self._groups.training],
+            in_flight=in_flight,
+            prefetched=self._ahead,
+            prefetched_samples=self._num_samples_ahead if self._ahead else 0,
+            versions=list(versions),
+        )
+
     def load(self, state: RolloutState, local: LocalRolloutState, prompt_of: Callable[[int], Prompt]) -> None:
         """Restores the groups of a checkpoint; complete samples are scored again."""
         # Only a rank with an engine can continue samples; a resumed job may have engines on other ranks.
@@ -391,6 +404,7 @@ class Rollout(RolloutSource):
         reports = all_gather_json([list(local.completed), list(partial)])
         everywhere = ({i for report in reports for i in report[which]} for which in (0, 1))
         self._groups.load(state, prompt_of, local.completed, partial, *everywhere)
+        self._ahead, self._num_samples_ahead = list(state.prefetched), state.prefetched_samples
         for sample in self._groups.completed.values():
             self._score(sample)
 
@@ -413,11 +427,10 @@ def group_rows(
     pairs = [(group, i) for group in groups for i in group.ids if i in completed]
     samples = [replace(completed[i], id=sample_number(i)) for _, i in pairs]
     batch = samples_to_batch([group.prompt for group, _ in pairs], samples, policy_version, routed_shape)
-    starts = {sample_number(i): sample_number(group.ids.start) for group, i in pairs}
-    trajectories = batch["trajectory"].tolist()
-    batch["group"] = torch.tensor([starts[i] for i in trajectories], dtype=torch.int64)
-    numbers = {sample_number(i): (score_ids or {}).get(i, NOT_SCORED) for _, i in pairs}
-    put_origin(batch, None if score_ids is None else [numbers[i] for i in trajectories])
+    pair_of = {sample_number(i): (group, i) for group, i in pairs}
+    of_rows = [pair_of[number] for number in batch["trajectory"].tolist()]
+    batch["group"] = torch.tensor([sample_number(group.ids.start) for group, _ in of_rows], dtype=torch.int64)
+    put_origin(batch, None if score_ids is None else [score_ids.get(i, NOT_SCORED) for _, i in of_rows])
     texts = {sample.id: to_text(conversation_of(sample.trajectory)) for sample in samples if sample.trajectory}
     return GeneratedRows(batch, texts)
 

@@ -21,7 +21,7 @@ checkpoint of IN_FLIGHT contains the prompts; its samples are generated again af
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from verl_mg.batch import Batch
@@ -35,14 +35,6 @@ from verl_mg.rollout.groups import GroupState, RolloutState
 from verl_mg.rollout.rollout import Call, LocalRolloutState, Rollout, RolloutSetup, filter_metrics, put_origin
 from verl_mg.rollout.work_queue import GroupFilter, ScoreFilter
 from verl_mg.rows.records import GeneratedRows
-
-
-@dataclass(frozen=True)
-class _Prefetched:
-    """Arguments that the next `generate` must be called with."""
-
-    prompt_ids: list[int]
-    num_samples: int
 
 
 class SyncRollout(Rollout):
@@ -69,7 +61,6 @@ class SyncRollout(Rollout):
         self._deterministic = deterministic
         self._in_flight: Call | None = None
         self._ready: GeneratedRows | None = None
-        self._prefetched: _Prefetched | None = None
         self._deferred_actor: Actor | None = None
         """Actor whose weights are transferred when the samples in flight are complete."""
         self._num_resumed_groups: int | None = None
@@ -78,17 +69,17 @@ class SyncRollout(Rollout):
     def generate(self, prompts: Sequence[Prompt], num_samples: int = 1) -> Batch:
         """Implements `RolloutSource.generate`."""
         self._context.executor.require_outside_block("rollout.generate")
-        if self._prefetched is None:
+        if not self._ahead:
             rows = self._finish(self._submit(prompts, num_samples))
         else:
-            self._check_prefetched(prompts, num_samples)
+            self._check_ahead(prompts, num_samples)
             # A rank's batch may have no rows and is ready nevertheless.
             rows = self._wait_in_flight() if self._ready is None else self._ready
-            self._ready = self._prefetched = None
+            self._ready, self._ahead = None, []
         batch = self._return(rows)
         if self._prefetch and not self._is_last and prompts:
             later = self._feed.peek(len(prompts))  # the recipe still draws them, with its next `next_batch`
-            self._prefetched = _Prefetched([prompt.id for prompt in later], num_samples)
+            self._ahead, self._num_samples_ahead = [prompt.id for prompt in later], num_samples
             self._in_flight = self._submit(later, num_samples)
         return batch
 
@@ -115,8 +106,8 @@ class SyncRollout(Rollout):
         num_extra = max(self._extra_prompts, num_pending - num_groups)
         score_ids = self._groups.score_ids
         score_filter = ScoreFilter(keep, lambda sample: reward.poll(score_ids[sample]), num_extra)
-        call = self._start(list(self._groups.training), num_groups, self._sampling, score_filter)
-        return self._return(self._finish_filtered(call, score_filter, num_pending))
+        call = self._start(self._groups.training, num_groups, self._sampling, score_filter)
+        return self._return(self._finish(call, num_pending))
 
     def generate_for_eval(self, prompts: Sequence[Prompt], num_samples: int, **sampling: Any) -> Batch:
         """Waits for the samples in flight, then returns others; changes no ids and no seeds of training samples."""
@@ -141,13 +132,7 @@ class SyncRollout(Rollout):
     def state(self) -> RolloutState:
         """Returns the sample ids, the pending groups and the prefetched prompts."""
         # Of the groups in flight the state before their call: a resumed job generates their missing samples again.
-        return RolloutState(
-            next_id=self._groups.next_id,
-            groups=[group.saved() for group in self._groups.training],
-            in_flight=self._in_flight.num_needed if self._in_flight else None,
-            prefetched=self._prefetched.prompt_ids if self._prefetched else [],
-            prefetched_samples=self._prefetched.num_samples if self._prefetched else 0,
-        )
+        return self._state(in_flight=self._in_flight.num_needed if self._in_flight else None)
 
     def local_state(self) -> LocalRolloutState:
         """Returns the samples of this rank's engine that wait for their group, and the rows that are ready."""
@@ -160,8 +145,6 @@ class SyncRollout(Rollout):
         """Resumes from a checkpoint; samples that were in flight are generated again, complete ones scored again."""
         super().load(state, local, prompt_of)
         self._num_resumed_groups = state.in_flight
-        if state.prefetched:
-            self._prefetched = _Prefetched(list(state.prefetched), state.prefetched_samples)
         if local.ready is not None:
             # A copy: the rows get new columns.
             batch = local.ready.batch.select_columns(local.ready.batch.names())
@@ -172,7 +155,7 @@ class SyncRollout(Rollout):
     def resume_in_flight(self) -> None:
         """Submits the groups that were in flight at the checkpoint, after the first `update_weights`."""
         if self._num_resumed_groups is not None:
-            self._in_flight = self._start(list(self._groups.training), self._num_resumed_groups, self._sampling)
+            self._in_flight = self._start(self._groups.training, self._num_resumed_groups, self._sampling)
             self._num_resumed_groups = None
 
     # -- one call
@@ -187,62 +170,42 @@ class SyncRollout(Rollout):
         num_pending = len(self._groups.training)
         num_extra = max(0, self._extra_prompts - num_pending) if prompts else 0
         self._groups.add([*prompts, *self._feed.draw_extra(num_extra)], num_samples)
-        return self._start(list(self._groups.training), len(prompts) or num_pending, self._sampling)
+        return self._start(self._groups.training, len(prompts) or num_pending, self._sampling)
 
-    def _finish(self, call: Call) -> GeneratedRows:
-        """Waits for a call and returns this rank's rows of the groups that were complete first."""
+    def _finish(self, call: Call, num_pending: int | None = None) -> GeneratedRows:
+        """Waits for a call and returns this rank's rows of the groups that were complete first.
+
+        `num_pending` is given for a call with a filter: the number of groups that were there before its candidates.
+        """
         self._wait_for(call)
         with self._context.timer("row_dispatch"):
             reports = self._exchange(call, counts=self._take_counts())
             self._measure([report["counts"] for report in reports])
             selected = self._select(call, reports)
-            is_whole_call = call.is_fresh and len(selected) == len(call.groups)
-            rows = self._assemble(selected, is_whole_call)
-        self._keep_rest(call)
-        return rows
-
-    def _finish_filtered(self, call: Call, score_filter: ScoreFilter, num_pending: int) -> GeneratedRows:
-        """Does what `_finish` does for a call with a filter; draws the prompts of the groups that were started."""
-        self._wait_for(call)
-        with self._context.timer("row_dispatch"):
-            reports = self._exchange(
-                call,
-                counts=self._take_counts(),
-                rejected=list(score_filter.rejected),
-                started=call.queue.num_started,
-                scores=score_filter.scores,
-            )
-            self._measure([report["counts"] for report in reports])
-            num_started = max(report["started"] for report in reports)
-            self._feed.next_batch(num_started - num_pending)
-            self._groups.withdraw(call.groups[num_started:])
-            selected = self._select(call, reports)
             rejected = [call.groups[number] for report in reports for number in report["rejected"]]
-            for group in (*selected, *rejected):
-                group.state = GroupState.SCORED
-            self.metrics |= filter_metrics(len(rejected), [score for report in reports for score in report["scores"]])
-            rows = self._assemble(selected)
+            if num_pending is not None:
+                num_started = max(report["started"] for report in reports)
+                self._feed.next_batch(num_started - num_pending)
+                self._groups.withdraw(call.groups[num_started:])
+                for group in (*selected, *rejected):
+                    group.state = GroupState.SCORED
+                scores = [score for report in reports for score in report["scores"]]
+                self.metrics |= filter_metrics(len(rejected), scores)
+            rows = self._assemble(selected, call.is_fresh and len(selected) == len(call.groups))
         self._drop(rejected)
-        self._keep_rest(call)
+        if not self._partial_rollout:
+            self._drop(self._groups.training)
+        for group in self._groups.training:
+            group.state = GroupState.WAITING
         return rows
 
-    def _keep_rest(self, call: Call) -> None:
-        """Lets the groups that a call has not returned wait for the next one, or drops them."""
-        rest = list(self._groups.training)
-        if not self._partial_rollout:
-            self._drop(rest)
-        for group in rest:
-            group.state = GroupState.WAITING
-
-    def _check_prefetched(self, prompts: Sequence[Prompt], num_samples: int) -> None:
-        requested = _Prefetched([prompt.id for prompt in prompts], num_samples)
-        if requested != self._prefetched and self._prefetched:
+    def _check_ahead(self, prompts: Sequence[Prompt], num_samples: int) -> None:
+        if [prompt.id for prompt in prompts] != self._ahead or num_samples != self._num_samples_ahead:
             raise UserError(
-                f"rollout.mode=one_step_off: {self._prefetched.num_samples} samples of each of "
-                f"{len(self._prefetched.prompt_ids)} prompts were generated in advance, but the recipe requests "
-                f"{num_samples} of {len(prompts)} prompts, or other prompts. Request the prompts of "
-                "job.prompts.next_batch(n) with the same n and number of samples each time, or write "
-                "rollout.mode=sync."
+                f"rollout.mode=one_step_off: {self._num_samples_ahead} samples of each of {len(self._ahead)} prompts "
+                f"were generated in advance, but the recipe requests {num_samples} of {len(prompts)} prompts, or other "
+                "prompts. Request the prompts of job.prompts.next_batch(n) with the same n and number of samples each "
+                "time, or write rollout.mode=sync."
             )
 
     def _wait_in_flight(self) -> GeneratedRows:

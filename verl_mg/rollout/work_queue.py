@@ -33,13 +33,14 @@ the first groups in the order of the candidates that the filter keeps, whatever 
 
     needed: 2 groups of the candidates 0, 1 and 2 with the samples (0, 1), (2, 3), (4, 5), where scores differ
     started 0, 1    scores (1, 1): group 0 is rejected, 2 is started;  (0, 1): group 1 is kept
-    started 2       scores (1, 0): group 2 is kept;  done: completion_order {1: 0, 2: 1}, rejected {0}
+    started 2       scores (1, 0): group 2 is kept;  done: order {1: 0, 2: 1}, rejected {0}
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 from torch.distributed import Store
 
@@ -64,18 +65,15 @@ class StaticShare:
         return [i for group in groups[begin:end] for i in group.fresh]
 
 
-@dataclass
+@dataclass(frozen=True)
 class ScoreFilter:
-    """Filter of groups by the scores of their samples, and the decisions of this rank."""
+    """Filter of groups by the scores of their samples."""
 
     keep: GroupFilter
     score_of: Callable[[int], float | None]
     """Score of a complete sample of this rank, None while it is not scored."""
     num_extra: int
     """Number of groups that are started beyond the needed ones."""
-    rejected: set[int] = field(default_factory=set)
-    scores: list[float] = field(default_factory=list)
-    """Scores of the groups that this rank has kept or rejected."""
 
 
 class WorkQueue:
@@ -114,14 +112,11 @@ class WorkQueue:
         self._forgotten: list[int] = []
         self._unscored: list[int] = []
         # Groups that were completed on this rank, each with the number of groups completed before it on all ranks.
-        self.completion_order: dict[int, int] = {}
+        self._completion_order: dict[int, int] = {}
+        self._rejected: list[int] = []
+        self._scores: list[float] = []
         self._share = share.of(groups) if share else None
         self.append(groups[: self._num_admitted])
-
-    @property
-    def num_started(self) -> int:
-        """Returns how many groups, from the first one on, engines may start."""
-        return len(self._groups)
 
     def append(self, groups: Iterable[Group]) -> None:
         """Appends groups; ids of samples are distinct from all others."""
@@ -165,7 +160,7 @@ class WorkQueue:
         # The addition that returns the size belongs to the last sample, so a group is counted once.
         elif self._sizes[group] == 1 or self._add(f"done/{group}", 1) == self._sizes[group]:
             self._num_complete = self._add("complete", 1)
-            self.completion_order[group] = self._num_complete - 1
+            self._completion_order[group] = self._num_complete - 1
 
     def refresh(self) -> None:
         """Reads the counters upon which `is_done` and `can_queue` decide; starts candidates for rejected groups."""
@@ -181,7 +176,7 @@ class WorkQueue:
                 self._add_score(self._filter, sample, score)
         self._num_complete, self._num_rejected = self._read_counters("complete", "rejected")
         # The order of the candidates is fixed, so all ranks append the same groups, though not at the same time.
-        self.append(self._candidates[self.num_started : self._num_admitted])
+        self.append(self._candidates[len(self._groups) : self._num_admitted])
 
     def is_done(self) -> bool:
         """Returns whether enough groups were complete at the last `refresh` or `mark_done`, on all engines together."""
@@ -195,6 +190,16 @@ class WorkQueue:
     def is_first_to_see(self, event: str) -> bool:
         """Returns whether this engine is the first one to see that an open queue is as far as expected."""
         return int(self._store.add(f"{self.key}/{event}", 1)) == 1
+
+    def report(self) -> dict[str, Any]:
+        """Returns what all ranks must know of a call in the end, as far as this rank knows it.
+
+        `order`: pairs of a group that was completed here and the number of groups completed before; `rejected`: groups
+        that the filter has rejected here; `scores`: of the groups that it has kept or rejected here; `started`: number
+        of groups, from the first one on, that engines may start.
+        """
+        order = list(self._completion_order.items())
+        return {"order": order, "rejected": self._rejected, "scores": self._scores, "started": len(self._groups)}
 
     def forget(self, samples: Iterable[int]) -> None:
         """Removes the groups of samples that were returned or dropped from an open queue.
@@ -274,12 +279,12 @@ class WorkQueue:
         if self._add(f"scored/{group}", 1) < len(ids):
             return
         scores = [float(value) for value in self._store.multi_get([key + str(i) for i in ids])]
-        score_filter.scores += scores
+        self._scores += scores
         if score_filter.keep(scores):
-            self.completion_order[group] = self._add("complete", 1) - 1
+            self._completion_order[group] = self._add("complete", 1) - 1
         else:
             self._add("rejected", 1)
-            score_filter.rejected.add(group)
+            self._rejected.append(group)
 
     def _read_counters(self, *names: str) -> list[int]:
         """Returns counters in one request, also before the first addition to them."""

@@ -20,8 +20,7 @@ from verl_mg.job.build_models import ModelRoleBuilder
 from verl_mg.models.hf_families import FAMILIES
 from verl_mg.models.transformers_module import read_tokenizer
 from verl_mg.roles.context import JobContext
-from verl_mg.support.command import EXIT_PROBLEMS, markdown, show_model
-from verl_mg.support.model import MEGATRON, ModelSupport, format_sizes
+from verl_mg.support import EXIT_PROBLEMS, MEGATRON, ModelSupport, format_sizes, markdown, show_model
 
 
 @pytest.mark.nightly

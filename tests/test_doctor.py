@@ -8,9 +8,7 @@ import torch
 from packaging.requirements import Requirement
 
 from tests.helpers.launched import ended, started, torchrun
-from verl_mg.doctor.command import _differences
-from verl_mg.doctor.machine import describe_machine, machine_problems, unmet
-from verl_mg.doctor.network import bandwidth_problems
+from verl_mg.doctor import _differences, bandwidth_problems, describe_machine, machine_problems, unmet
 
 
 def doctor(output: Path, launcher: tuple[str, ...] = ()) -> tuple[int, str]:
