@@ -102,11 +102,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def _use_warm_starts_for_sglang() -> None:
     """Start engines and traces without the imports of SGLang, in this process and in the ranks forked from it."""
     from tests.helpers import warm_start
-    from verl_mg.engines import engine_python
-    from verl_mg.engines.sglang import engine as sglang_engine
+    from verl_mg.engines import kinds
 
-    for module in (sglang_engine, engine_python):
-        module.sys = SimpleNamespace(executable=warm_start.sglang().python)  # type: ignore[attr-defined]
+    kinds.sys = SimpleNamespace(executable=warm_start.sglang().python)  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="session")

@@ -62,7 +62,7 @@ IMPORTED_BY_JOBS = (
     "torch.utils.tensorboard",
     "transformers.models.qwen2.tokenization_qwen2",
 )
-HIDE = "verl_mg.engines.hidden_packages:hide_training_packages"
+HIDE = "verl_mg.engines.engine_host:hide_training_packages"
 """What the processes of engines call first."""
 IMPORTED_BY_SGLANG = (
     HIDE,

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 
-from verl_mg.engines.sglang.arguments import check_on_cpu
+from verl_mg.engines.engine_options import EngineCase
+from verl_mg.engines.kinds import SGLANG
 from verl_mg.engines.sglang.shard_receiver import RECEIVER
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement
@@ -84,11 +85,10 @@ class ProcessGroupSync:
 def table_obstacle(table: ModelTable, layout: EngineLayout, wire: Wire = "cast") -> str:
     """Returns why the shards of a server of some layout are not known; empty where they are."""
     try:
-        table.check_engine_layout(layout)
+        SGLANG.check_layout(EngineCase(table, layout))
         if encoding := encoding_of(wire):
             shards = table.shard_map_engine(EnginePlacement(layout, tuple(range(layout.ranks))))
             check_engine_blocks(table, shards, encoding, shards.ranks)
-        check_on_cpu(table.config, table.model_dims, layout)
     except UserError as error:
         return str(error).rstrip(".")
     return ""
