@@ -65,6 +65,14 @@ def test_packed_schedules_of_another_format_raise():
         unpack_schedules(zlib.compress(json.dumps(text).encode()))
 
 
+def test_packed_schedules_with_another_dtype_raise():
+    c = config("qwen3")
+    moves = plan(job(c, "tp1", 1), servers(c, ("tp1", (1,))))
+    text = zlib.decompress(pack_schedules([schedule(moves, 1, torch.bfloat16)]))
+    with pytest.raises(ValueError, match=r"would travel as save, this version of verl_mg reads float32, bfloat16"):
+        unpack_schedules(zlib.compress(text.replace(b'"bfloat16"', b'"save"')))
+
+
 def test_joined_map_with_a_rank_twice_raises():
     with pytest.raises(ValueError, match="two of the shard maps"):
         servers(config("qwen3"), ("tp2", (4, 5)), ("tp1", (5,)))

@@ -28,9 +28,9 @@ from verl_mg.servers.info import ServerRequirements
 from verl_mg.servers.remote_engine import RemoteEngine
 from verl_mg.sharding.boxes import slices
 from verl_mg.sharding.weight_table import weight_table
-from verl_mg.weight_sync.folder_changes import FolderChangesSync
+from verl_mg.weight_sync.folder import FolderChangesSync
 from verl_mg.weight_sync.process_group import ProcessGroupSync
-from verl_mg.weight_sync.remote import gather_views
+from verl_mg.weight_sync.servers import gather_views
 
 pytestmark = needs_sglang
 MODE = "seq-mean-token-mean"
@@ -88,7 +88,7 @@ class Sender:
 
     def send(self, export: Path, names: Sequence[str] = ("sent", "received", "lower_bound")) -> tuple[float, ...]:
         """These counts of bytes; the weights are exported too."""
-        result = self.sync.transfer(self.actor, self.engines, gather_views(self.engines))
+        result = self.sync.transfer(self.actor.weights, self.engines, gather_views(self.engines))
         assert not result.lost
         self.actor.save(export, self.model)
         return tuple(result.metrics[f"weight_sync/bytes_{name}"] for name in names)

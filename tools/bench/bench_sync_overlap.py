@@ -31,7 +31,6 @@ from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.megatron.trainer import Trainer
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.reshard import execute, plan, schedule
-from verl_mg.weight_sync.engines import sources_of
 
 RANKS = 4
 BUCKET = 2_000_000
@@ -73,8 +72,11 @@ def _rank(rank: int, folder: str, repeats: int) -> None:
         started = time.perf_counter()
         if way == "after":
             runner.gathers.wait_for_all()
-        parameters, wait_for = sources_of(runner)
-        received.add(execute(moves, parameters, engine, wait_for=wait_for).bytes_received)
+        parameters = runner.parameters(complete=False)
+        traffic = execute(
+            moves, parameters, engine, wait_for=lambda name, values=parameters: runner.wait_for([values[name]])
+        )
+        received.add(traffic.bytes_received)
         dist.barrier()
         seconds[way].append(time.perf_counter() - started)
         synced = {name: values.clone() for name, values in engine.items()}

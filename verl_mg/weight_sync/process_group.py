@@ -17,9 +17,9 @@ from verl_mg.reshard.encoding import Wire, encoding_of
 from verl_mg.servers.remote_engine import RemoteEngine
 from verl_mg.sharding.model_table import ModelTable
 from verl_mg.weight_sync.broadcast import BroadcastSync
-from verl_mg.weight_sync.policy import Policy
-from verl_mg.weight_sync.remote import SENDER, ServerView, SyncResult
+from verl_mg.weight_sync.servers import SENDER, ServerView, SyncResult
 from verl_mg.weight_sync.shards import ShardSync
+from verl_mg.weight_sync.transfer_plan import SourceWeights
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +39,10 @@ class ProcessGroupSync:
         self._shards, self._broadcast = ShardSync(table, wire, delta), BroadcastSync()
         self._warned: set[str] = set()
 
-    def transfer(self, actor: Policy, engines: Mapping[int, RemoteEngine], servers: Sequence[ServerView]) -> SyncResult:
-        """Transfers the actor's weights to some servers; UserError if one needs shards and cannot receive them."""
+    def transfer(
+        self, weights: SourceWeights, engines: Mapping[int, RemoteEngine], servers: Sequence[ServerView]
+    ) -> SyncResult:
+        """Implements `ServerTransport.transfer`; UserError if a server needs shards and cannot receive them."""
         obstacles = {view.number: self._obstacle(view) for view in servers}
         receiving = [view for view in servers if not obstacles[view.number]]
         others = [view for view in servers if obstacles[view.number]]
@@ -51,12 +53,12 @@ class ProcessGroupSync:
             )
         metrics: Counter[str] = Counter()
         if receiving:
-            result = self._shards.transfer(actor, engines, receiving)
+            result = self._shards.transfer(weights, engines, receiving)
             if result.lost:  # the caller repeats the transfer without them
                 return result
             metrics.update(result.metrics)
         if others:
-            result = self._broadcast.transfer(actor, engines, others)
+            result = self._broadcast.transfer(weights, engines, others)
             metrics.update(result.metrics)
             # Shards were configured, and a broadcast costs many times the bytes.
             if not self._broadcast_to_all and dist.get_rank() == SENDER:
