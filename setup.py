@@ -10,7 +10,8 @@ setup(
     version="0.1.0",
     description="Reinforcement learning of large language models as one SPMD program over Megatron.",
     python_requires=">=3.11,<3.14",
-    packages=find_namespace_packages(include=["verl_mg*", "recipes*"]),
+    # Follows the link verl_mg/recipes.
+    packages=find_namespace_packages(include=["verl_mg*"]),
     package_data={
         "": ["*.yaml", "*.csv", "*.sh", "*.txt"],
         "verl_mg.view.page": ["*"],

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 
 from pydantic import Field, PositiveInt
 
-from recipes.common.rows import is_turn_of_data
 from verl_mg.algorithms.divergence import Divergence
 from verl_mg.config import RecipeConfig
 from verl_mg.job.job import Job
+from verl_mg.recipes.common.rows import is_turn_of_data
 from verl_mg.training.loss_inputs import LossInputs, LossOutput
 
 

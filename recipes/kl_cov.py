@@ -15,14 +15,14 @@ from functools import partial
 
 from pydantic import Field, PositiveInt
 
-from recipes.common.entropy import add_entropy_bonus
-from recipes.common.kl import KLConfig, adapt_kl, add_kl_loss, kl_sums, rewards_with_kl, with_current_kl
-from recipes.common.off_policy import OffPolicyConfig, add_off_policy_weights, apply_off_policy_weights
-from recipes.common.old_logprobs import OldLogprobsInUse
 from verl_mg.algorithms.advantages import group_relative, moments
 from verl_mg.algorithms.losses import covariances, kl_cov_loss, share_count, tokens_at_least
 from verl_mg.config import RecipeConfig
 from verl_mg.job.job import Job
+from verl_mg.recipes.common.entropy import add_entropy_bonus
+from verl_mg.recipes.common.kl import KLConfig, adapt_kl, add_kl_loss, kl_sums, rewards_with_kl, with_current_kl
+from verl_mg.recipes.common.off_policy import OffPolicyConfig, add_off_policy_weights, apply_off_policy_weights
+from verl_mg.recipes.common.old_logprobs import OldLogprobsInUse
 from verl_mg.training.loss_inputs import LossInputs, LossOutput
 
 

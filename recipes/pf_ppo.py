@@ -14,15 +14,15 @@ from typing import Any, Literal, Self
 import torch
 from pydantic import Field, PositiveInt, model_validator
 
-from recipes.common.entropy import add_entropy_bonus
-from recipes.common.kl import KLConfig, adapt_kl, add_kl_loss, kl_sums, token_rewards_with_kl, with_current_kl
-from recipes.common.off_policy import OffPolicyConfig, add_off_policy_weights, apply_off_policy_weights
-from recipes.common.rows import concat_rollouts, oldest_of_newest
 from verl_mg.algorithms.advantages import gae, moments, resampling_weights, select, whiten
 from verl_mg.algorithms.losses import clipped_policy_loss, explained_variance, value_loss
 from verl_mg.batch import Batch
 from verl_mg.config import RecipeConfig
 from verl_mg.job.job import Job
+from verl_mg.recipes.common.entropy import add_entropy_bonus
+from verl_mg.recipes.common.kl import KLConfig, adapt_kl, add_kl_loss, kl_sums, token_rewards_with_kl, with_current_kl
+from verl_mg.recipes.common.off_policy import OffPolicyConfig, add_off_policy_weights, apply_off_policy_weights
+from verl_mg.recipes.common.rows import concat_rollouts, oldest_of_newest
 from verl_mg.training.loss_inputs import LossInputs, LossOutput
 
 

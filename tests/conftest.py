@@ -102,14 +102,14 @@ def _use_warm_starts_for_sglang() -> None:
 
 
 @pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def models(tmp_path_factory) -> dict[str, Path]:
     """A tiny model of each architecture."""
     folder = tmp_path_factory.mktemp("models")
     return {name: tiny_model(folder / name, name) for name in (*TRAINED, *MIXTURES)}
 
 
 @pytest.fixture(scope="session")
-def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+def ranks(request) -> Iterator[RankPool]:
     pool = request.config.stash[_POOL]
     yield pool
     pool.stop()

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 SCRIPT = """
 import sys
 
-from recipes import grpo
+from verl_mg.recipes import grpo
 from verl_mg.api import Job
 
 def digits(sample):

@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.helpers import warm_start
+from tests.helpers.json_lines import write_lines
 from tests.helpers.launched import PATIENCE_S
 from tests.helpers.tiny_jobs import logged
 from tests.helpers.tiny_models import daily_of, tiny_model
@@ -30,7 +31,7 @@ def inputs(tmp_path_factory):
     config = json.loads((folder / "rope" / "config.json").read_text())
     (folder / "rope" / "config.json").write_text(json.dumps(config | {"rope_parameters": {"rope_type": "spiral"}}))
     lines = [{"prompt": f"{a}+1=", "answer": str(a + 1)} for a in range(9)]
-    (folder / "good.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(folder / "good.jsonl", lines)
     (folder / "bad.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": "1+2=",\n')
     (folder / "long.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": "' + "1+" * 40 + '1="}\n')
     broken = folder / "broken"

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.rank_pool import RankPool
 from verl_mg.device import without_expandable_segments
 from verl_mg.fsdp.mesh import MeshGroups
-from verl_mg.fsdp.model_runner import ModuleRunner
+from verl_mg.fsdp.model_runner import FsdpRunner
 from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.model_runner import ModelRunner
+from verl_mg.megatron.model_runner import MegatronRunner
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.tiny_model import make_tiny_model
+from verl_mg.training.model_spec import ModelSpec
 
 
 @pytest.fixture
@@ -45,14 +45,14 @@ def tf32_allowed(model: Path, backend: str, dtype: torch.dtype) -> bool:
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
     placement = Placement.on(Layout(), 1)
     if backend == "megatron":
-        ModelRunner(model, ParallelGroups(placement), dtype)
+        MegatronRunner(ModelSpec(model, dtype), ParallelGroups(placement))
     else:
-        ModuleRunner(model, MeshGroups(placement), dtype)
+        FsdpRunner(ModelSpec(model, dtype), MeshGroups(placement))
     return torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32
 
 
 @pytest.mark.parametrize("backend", ["megatron", "fsdp"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_model_in_float32_leaves_no_tf32(ranks: RankPool, tmp_path: Path, backend: str, dtype: torch.dtype) -> None:
+def test_model_in_float32_leaves_no_tf32(ranks, tmp_path, backend, dtype):
     model = make_tiny_model(tmp_path / "model", "qwen3", characters="abcd")
     assert ranks.run(1, tf32_allowed, model, backend, dtype) == [dtype != torch.float32]

@@ -15,9 +15,9 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from recipes.tasks import repeat_digit
 from tests.helpers import warm_start
-from tests.helpers.tiny_jobs import run_here
+from tests.helpers.json_lines import read_lines
+from tests.helpers.tiny_jobs import run_recipe
 from tools.docs.draw_docs import DRAWN, PICTURES
 from verl_mg.cli import _parser
 from verl_mg.config import ConfigSection, MegatronConfig, load_config
@@ -25,6 +25,7 @@ from verl_mg.config.tree import Config
 from verl_mg.errors import UserError
 from verl_mg.job.job import Job
 from verl_mg.job.recipe import load_recipe
+from verl_mg.recipes.tasks import repeat_digit
 
 ROOT = Path(__file__).parents[1]
 TOP = [ROOT / name for name in ("AGENTS.md", "CONTRIBUTING.md", "README.md")]
@@ -95,7 +96,7 @@ MEGATRON_CORE = {
 
 
 def algorithms() -> list[type[ConfigSection]]:
-    return [load_recipe(file).config for file in sorted((ROOT / "recipes").glob("*.py"))]
+    return [load_recipe(file).config for file in sorted((ROOT / "recipes").glob("[!_]*.py"))]
 
 
 def is_key(key: str, kinds: list[type[ConfigSection]]) -> bool:
@@ -258,9 +259,7 @@ def _first_run(folder: Path, snippet: str) -> list[float]:
         if dist.get_rank() == 0:
             repeat_digit.make(Path("runs/repeat_digit"))
         dist.barrier()
-        recipe = load_recipe("mine.py")
-        config = load_config("mine.yaml", ["job.iterations=14", "job.console=false"], recipe.config)
-        run_here(recipe, config)
+        run_recipe("mine.py", ["job.iterations=14", "job.console=false"], file="mine.yaml")
         dist.barrier()
         if dist.get_rank() == 0:
             exec(compile(snippet, "docs/observing_a_run.md", "exec"), {})
@@ -285,11 +284,9 @@ def _data_of_others(folder: Path, name: str, overrides: list[str]) -> list[dict[
         for module in ("slime", "slime.utils", "slime.utils.types"):
             patch.delitem(sys.modules, module, raising=False)
         exec(compile(Path("write_data.py").read_text(), "write_data.py", "exec"), {})
-        recipe = load_recipe(name)
         short = ["job.iterations=2", "job.console=false", "algorithm.prompts_per_iteration=8"]
-        config = load_config(None, [*overrides, *short], recipe.config)
-        run_here(recipe, config)
-        return [json.loads(line) for line in (config.job.output / "metrics.jsonl").read_text().splitlines()]
+        config = run_recipe(name, [*overrides, *short])
+        return read_lines(config.job.output / "metrics.jsonl")
 
 
 def test_agent_of_the_page_trains_with_the_command_shown(ranks, tmp_path):
@@ -304,12 +301,10 @@ def test_agent_of_the_page_trains_with_the_command_shown(ranks, tmp_path):
 def _with_agent(folder: Path, file: Path, overrides: list[str]) -> list[dict[str, float]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        recipe = load_recipe("grpo")
         short = ["job.iterations=2", "job.console=false", "job.save=false", "algorithm.prompts_per_iteration=4"]
         score = f"reward.function={ROOT / 'recipes' / 'tasks' / 'repeat_digit.py'}:score"
-        config = load_config(file, [*overrides, *short, score, "data.test=null"], recipe.config)
-        run_here(recipe, config)
-        return [json.loads(line) for line in (config.job.output / "metrics.jsonl").read_text().splitlines()]
+        config = run_recipe("grpo", [*overrides, *short, score, "data.test=null"], file=file)
+        return read_lines(config.job.output / "metrics.jsonl")
 
 
 def test_first_run_script_from_python_trains(tmp_path):

@@ -82,7 +82,7 @@ def result(process: subprocess.Popen[str]) -> tuple[list[str], list[object]]:
     return models, data
 
 
-def test_names_on_a_hub_are_downloaded_once_and_then_read_from_the_cache(tmp_path: Path) -> None:
+def test_names_on_a_hub_are_downloaded_once_and_then_read_from_the_cache(tmp_path):
     """Two processes at once, as two ranks of a node; then one that cannot reach the hub, and one that must not."""
     models, data = ["a/model", "hf:a/model@v1", "a/none", "a/model@v2"], ["a/data:main:train", "a/data", "a/none"]
     with serving({"a/model": MODEL}, {"a/data": DATA}) as hub:
@@ -114,7 +114,7 @@ def test_names_on_a_hub_are_downloaded_once_and_then_read_from_the_cache(tmp_pat
         assert f"its cache {tmp_path}/hub has only a part of it" in str(again[1][1])
 
 
-def test_fetch_from_a_hub_that_does_not_answer_uses_the_cache(tmp_path: Path) -> None:
+def test_fetch_from_a_hub_that_does_not_answer_uses_the_cache(tmp_path):
     with serving({"a/model": MODEL}, {}) as hub:
         ((folder, *_), _) = result(started(hub.url, tmp_path, ["a/model"], []))
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -125,7 +125,7 @@ def test_fetch_from_a_hub_that_does_not_answer_uses_the_cache(tmp_path: Path) ->
     assert "cannot be reached (ReadTimeout: timed out) and its cache" in models[1]
 
 
-def test_fetch_of_a_gated_model_and_of_a_commit_in_the_cache_of_an_older_client(tmp_path: Path) -> None:
+def test_fetch_of_a_gated_model_and_of_a_commit_in_the_cache_of_an_older_client(tmp_path):
     """Older clients wrote no lists of files, which newer ones need for a commit."""
     commit = f"a/model@{COMMIT}"
     with serving(
@@ -142,7 +142,7 @@ def test_fetch_of_a_gated_model_and_of_a_commit_in_the_cache_of_an_older_client(
         assert result(started(hub.url, tmp_path, [commit], [], HF_HUB_OFFLINE=offline))[0] == models[:1]
 
 
-def test_files_of_a_cache_without_lists_are_those_of_the_folder_unless_some_are_missing(tmp_path: Path) -> None:
+def test_files_of_a_cache_without_lists_are_those_of_the_folder(tmp_path):
     """Caches of older clients, and ModelScope's."""
     name = HubName.parse("modelscope:a/b")
     assert name
@@ -164,7 +164,7 @@ def test_files_of_a_cache_without_lists_are_those_of_the_folder_unless_some_are_
         ("hf:a/b@refs/convert/parquet::train", ("hf", "a/b", "refs/convert/parquet", ":train")),
     ],
 )
-def test_hub_name_of_a_name_has_its_parts(text: str, name: tuple[str, str, str | None, str]) -> None:
+def test_hub_name_of_a_name_has_its_parts(text, name):
     parsed = HubName.parse(Path(text))
     assert parsed and (parsed.site, parsed.repository, parsed.revision, parsed.part) == name
 
@@ -173,30 +173,30 @@ def test_hub_name_of_a_name_has_its_parts(text: str, name: tuple[str, str, str |
     "path",
     ["model", "/a/b", "./a", "../a", "a/b/c", "a/b c", "a/train-*.parquet", "gpt2:main", "reasoning_gym:x", "~/a"],
 )
-def test_hub_name_of_a_path_is_none(path: str) -> None:
+def test_hub_name_of_a_path_is_none(path):
     assert HubName.parse(path) is None
 
 
-def test_hub_name_of_an_existing_path_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_name_of_an_existing_path_is_none(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert HubName.parse("runs/model") is not None
     Path("runs/model").mkdir(parents=True)
     assert HubName.parse("runs/model") is None
 
 
-def test_hub_name_with_a_prefix_and_no_name_raises() -> None:
+def test_hub_name_with_a_prefix_and_no_name_raises():
     with pytest.raises(UserError, match=r"hf:a//b: not the name of a repository. Write hf:OWNER/NAME"):
         HubName.parse("hf:a//b")
 
 
-def test_matching_patterns_reach_into_folders() -> None:
+def test_matching_patterns_reach_into_folders():
     assert matching(["main/train-0.parquet", "test.jsonl", "a/b/c.json"], ["main/train-*", "*.json"]) == [
         "main/train-0.parquet",
         "a/b/c.json",
     ]
 
 
-def test_fetch_from_modelscope_uses_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fetch_from_modelscope_uses_its_package(tmp_path, monkeypatch):
     """By contract: the functions and arguments are those of modelscope 1.40.2."""
     name = HubName.parse("modelscope:a/b@v1")
     assert name
@@ -229,7 +229,7 @@ def test_fetch_from_modelscope_uses_its_package(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.nightly
 @pytest.mark.skipif(importlib.util.find_spec("modelscope") is None, reason="pip install modelscope, which is optional")
-def test_fetch_from_modelscope_without_a_network_takes_what_its_cache_has(tmp_path: Path) -> None:
+def test_fetch_from_modelscope_without_a_network_takes_what_its_cache_has(tmp_path):
     """With the real package; nothing listens at its address."""
     for kind, path in (("models", "config.json"), ("datasets", "train.jsonl")):
         folder = tmp_path / kind / "a--b" / "snapshots" / "master"

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from distutils.core import run_setup  # that of setuptools
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -41,14 +42,14 @@ def uv(*arguments: str) -> str:
     return done.stdout
 
 
-def test_extras_for_gpus_resolve_to_the_pinned_versions(tmp_path: Path) -> None:
+def test_extras_for_gpus_resolve_to_the_pinned_versions(tmp_path):
     lock = shutil.copy(GPU_LOCK, tmp_path)
     platform = ["--python-platform", "x86_64-manylinux_2_39"]
     uv(*COMPILE, *OF_EXTRAS, *platform, "--output-file", lock)
     assert pins(Path(lock)) == pins(GPU_LOCK)
 
 
-def test_transformer_engine_has_the_range_and_the_extras_that_megatron_core_names() -> None:
+def test_transformer_engine_has_range_and_extras_of_megatron_core():
     (ours,) = extra("gpu")
     named = [Requirement(line) for line in requires("megatron-core") or ()]
     (theirs,) = [each for each in named if each.name == ours.name]
@@ -56,7 +57,7 @@ def test_transformer_engine_has_the_range_and_the_extras_that_megatron_core_name
     assert str(theirs.specifier) in ("", str(ours.specifier))
 
 
-def test_pins_are_those_that_sglang_shares_with_training() -> None:
+def test_pins_are_those_that_sglang_shares_with_training():
     try:
         version("sglang")
     except PackageNotFoundError:
@@ -72,27 +73,70 @@ def test_pins_are_those_that_sglang_shares_with_training() -> None:
 
 
 @pytest.fixture
-def wheel(tmp_path: Path) -> Path:
+def wheel(tmp_path) -> Path:
     """The wheel of the checkout, built in a copy, as the build writes next to setup.py."""
     source = tmp_path / "source"
-    for name in ("verl_mg", "recipes"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "recipes", source / "recipes", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "verl_mg", source / "verl_mg", symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "setup.py", source)
-    subprocess.run([sys.executable, "setup.py", "-q", "bdist_wheel"], cwd=source, check=True, capture_output=True)
-    (file,) = (source / "dist").iterdir()
+    build = ["-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path), str(source)]
+    subprocess.run([sys.executable, *build], check=True, capture_output=True)
+    (file,) = tmp_path.glob("*.whl")
     return file
 
 
 def test_wheel_has_the_recipes_their_configurations_and_the_page(wheel: Path) -> None:
-    packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    packed = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
     tracked = subprocess.run(["git", "ls-files", "verl_mg", "recipes"], cwd=ROOT, capture_output=True, text=True).stdout
     if not tracked:
         pytest.skip("not a checkout")
-    assert packed >= {name for name in tracked.split() if not name.endswith(".md") and (ROOT / name).exists()}
+    files = [name for name in tracked.split() if not name.endswith(".md") and (ROOT / name).is_file()]
+    assert set(packed) >= {f"verl_mg/{name}" if name.startswith("recipes/") else name for name in files}
+    assert {name.split("/")[0] for name in packed} == {"verl_mg"}
+
+
+NAMES = """
+import site, sys
+site.addsitedir(sys.argv[1])
+sys.path.append(sys.argv[2])
+import verl_mg.recipes.common.kl, verl_mg.recipes.grpo
+from verl_mg.job.recipe import load_recipe
+from verl_mg.import_function import load_function
+assert load_recipe("grpo").config is verl_mg.recipes.grpo.Config is load_recipe("recipes/grpo.py").config
+assert load_recipe("mine.py").config.__module__ == "recipe_mine"
+assert load_function("verl_mg.recipes.environments.harbor:run", "agent")
+try:
+    import recipes.grpo
+except ImportError:
+    print(verl_mg.__file__, verl_mg.recipes.grpo.KLConfig.__module__)
+"""
+
+
+@pytest.mark.parametrize("installed", ["checkout", "editable", "wheel"])
+def test_recipes_have_one_name_however_the_package_is_installed(installed: str, tmp_path: Path, request) -> None:
+    site = source = ROOT
+    if installed == "wheel":
+        site = source = tmp_path / "site"
+        zipfile.ZipFile(request.getfixturevalue("wheel")).extractall(site)
+    elif installed == "editable":
+        site, source = tmp_path / "site", tmp_path / "checkout"
+        shutil.copytree(ROOT, source, symlinks=True, ignore=shutil.ignore_patterns(".*", "docs", "tests"))
+        options = ["--no-deps", "--no-build-isolation", "--target", str(site)]
+        subprocess.run([sys.executable, "-m", "pip", "install", "-q", *options, "-e", str(source)], check=True)
+    shutil.copy(ROOT / "recipes" / "grpo.py", tmp_path / "mine.py")
+    done = subprocess.run(
+        # Without the hooks of this environment, which may have the checkout installed already.
+        [sys.executable, "-S", "-c", NAMES, str(site), sysconfig.get_path("purelib")],
+        cwd=tmp_path,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.stderr, done.stdout.split()) == ("", [f"{source}/verl_mg/__init__.py", "verl_mg.recipes.common.kl"])
 
 
 @pytest.mark.nightly
-def test_installed_wheel_in_an_empty_folder_trains_by_names_of_recipes(wheel: Path, tmp_path: Path) -> None:
+def test_installed_wheel_in_an_empty_folder_trains_by_names_of_recipes(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     (tmp_path / "empty").mkdir()
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "site"), "OMP_NUM_THREADS": "1"}
@@ -130,7 +174,7 @@ def pretend_python(file: Path, answer: str) -> Path:
     return file
 
 
-def test_python_of_pyenv_is_found_behind_a_shim_that_does_not_run(tmp_path: Path) -> None:
+def test_python_of_pyenv_is_found_behind_a_shim_that_does_not_run(tmp_path):
     pretend_python(tmp_path / "bin" / "python3.12", "echo command not found >&2; exit 127")
     pretend_python(tmp_path / "bin" / "python3", "echo 3.11")
     pretend_python(tmp_path / "pyenv/versions/3.11.9/bin/python3", "echo 3.11")
@@ -138,7 +182,7 @@ def test_python_of_pyenv_is_found_behind_a_shim_that_does_not_run(tmp_path: Path
     assert found_python(tmp_path / "bin", tmp_path / "pyenv") == str(of_pyenv)
 
 
-def test_python_311_is_taken_where_no_newer_one_is_found(tmp_path: Path) -> None:
+def test_python_311_is_taken_where_no_newer_one_is_found(tmp_path):
     pretend_python(tmp_path / "bin" / "python3.12", "exit 127")
     pretend_python(tmp_path / "bin" / "python3", "echo 3.14")
     pretend_python(tmp_path / "bin" / "python3.13", "exit 127")
@@ -146,14 +190,14 @@ def test_python_311_is_taken_where_no_newer_one_is_found(tmp_path: Path) -> None
     assert found_python(tmp_path / "bin", tmp_path / "pyenv") == str(old)
 
 
-def test_python_of_the_variable_comes_before_a_newer_one(tmp_path: Path) -> None:
+def test_python_of_the_variable_comes_before_a_newer_one(tmp_path):
     pretend_python(tmp_path / "bin" / "python3.12", "echo 3.12")
     chosen = pretend_python(tmp_path / "python", "echo 3.11")
     assert found_python(tmp_path / "bin", tmp_path / "pyenv", PYTHON=str(chosen)) == str(chosen)
     assert found_python(tmp_path / "bin", tmp_path / "pyenv", PYTHON="none").startswith("error: no Python 3.11, 3.12")
 
 
-def test_dockerfile_has_no_findings_of_the_linter() -> None:
+def test_dockerfile_has_no_findings_of_the_linter():
     linter = Path(sys.prefix) / "bin" / "hadolint"
     if not linter.exists():
         pytest.skip("hadolint is not installed")
@@ -161,7 +205,7 @@ def test_dockerfile_has_no_findings_of_the_linter() -> None:
     assert (done.returncode, done.stdout) == (0, "")
 
 
-def test_dockerfile_copies_what_the_build_reads() -> None:
+def test_dockerfile_copies_what_the_build_reads():
     lines = (ROOT / "launch" / "Dockerfile").read_text().splitlines()
     copied = [word for line in lines if line.startswith("COPY ") for word in line.split()[1:-1]]
     assert {"setup.py", "verl_mg", "recipes", "launch/requirements-gpu.txt"} == set(copied)
@@ -170,7 +214,7 @@ def test_dockerfile_copies_what_the_build_reads() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(7200)
-def test_fallback_environment_of_python_311_is_made_and_trains(tmp_path: Path) -> None:
+def test_fallback_environment_of_python_311_is_made_and_trains(tmp_path):
     python = shutil.which("python3.11") or pytest.skip("there is no Python 3.11")
     checkout = tmp_path / "checkout"
     subprocess.run(["git", "clone", "--quiet", "--local", ROOT, checkout], check=True)

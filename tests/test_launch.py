@@ -252,8 +252,7 @@ def kubernetes_worker() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("ends", "code"),
-    [("exit 0", 0), ("exit 2", 2), ("exit 3", 137), ("while true; do sleep 0.1; done", 143)],
+    ("ends", "code"), [("exit 0", 0), ("exit 2", 2), ("exit 3", 137), ("while true; do sleep 0.1; done", 143)]
 )
 def test_kubernetes_pod_forwards_signals_and_exits_with_retryable_code(tmp_path, ends, code):
     (tmp_path / "python").write_text(f"#!/usr/bin/env bash\ntrap 'exit 143' TERM\necho starts\n{ends}\n")

@@ -18,7 +18,7 @@ from tests.language.nodes import nodes_of, statements
 PACKAGE = Path(__file__).parents[1] / "verl_mg"
 
 PACKAGES = (
-    "errors device images batch jsonl phase_timer hub http_client import_function config layout",
+    "errors device images batch jsonl phase_timer hub http_client import_function library config layout",
     "models algorithms sandbox",
     "sharding distributed data rewards",
     "reshard checkpoint",
@@ -156,15 +156,15 @@ def _changed(node: ast.AST) -> str:
     return container.id if isinstance(container, ast.Name) else ""
 
 
-def test_package_imports_follow_the_layers() -> None:
+def test_package_imports_follow_the_layers():
     assert violations(PACKAGE) == []
 
 
-def test_package_changes_no_variable_of_a_module() -> None:
+def test_package_changes_no_variable_of_a_module():
     assert changed_globals(PACKAGE) == []
 
 
-def test_files_import_each_other_in_no_circle() -> None:
+def test_files_import_each_other_in_no_circle():
     files = {
         file.relative_to(PACKAGE.parent).with_suffix("").as_posix().replace("/", "."): file
         for file in PACKAGE.rglob("*.py")
@@ -188,19 +188,19 @@ def _modules(file: Path) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
 
 
-def test_layout_imports_only_the_standard_library() -> None:
+def test_layout_imports_only_the_standard_library():
     roots = {name.split(".")[0] for name in _foreign("layout")}
     assert roots and roots <= sys.stdlib_module_names
 
 
-def test_algorithms_import_nothing_of_distributed() -> None:
+def test_algorithms_import_nothing_of_distributed():
     names = _foreign("algorithms")
     assert "torch" in names
     assert not [name for name in names if name.startswith(("torch.distributed", "torch.multiprocessing"))]
 
 
 @pytest.fixture
-def package(tmp_path: Path) -> Path:
+def package(tmp_path) -> Path:
     """A tiny package without violations."""
     files = {
         "__init__.py": "__version__ = '1'\n",
@@ -223,7 +223,7 @@ def write(file: Path, text: str) -> None:
     file.write_text(text)
 
 
-def test_violations_of_sound_package_are_empty(package: Path) -> None:
+def test_violations_of_sound_package_are_empty(package):
     assert violations(package) == []
 
 
@@ -231,16 +231,8 @@ def test_violations_of_sound_package_are_empty(package: Path) -> None:
     ("file", "text", "complaint"),
     [
         ("layout/layout.py", "import verl_mg.reshard.plan", "layout imports verl_mg.reshard.plan"),
-        (
-            "reshard/plan.py",
-            "def f():\n    from verl_mg.roles.models import Actor",
-            "imports verl_mg.roles.models",
-        ),
-        (
-            "reshard/plan.py",
-            "if TYPE_CHECKING:\n    from verl_mg import job",
-            "plan.py:2: reshard imports verl_mg.job",
-        ),
+        ("reshard/plan.py", "def f():\n    from verl_mg.roles.models import Actor", "imports verl_mg.roles.models"),
+        ("reshard/plan.py", "if TYPE_CHECKING:\n    from verl_mg import job", "plan.py:2: reshard imports verl_mg.job"),
         ("reshard/plan.py", "from verl_mg.planner import math", "reshard imports verl_mg.planner"),
         ("reshard/plan.py", "from ..monitor import loader", "reshard imports verl_mg.monitor"),
         ("reshard/deep/plan.py", "from ...rollout import x", "reshard imports verl_mg.rollout"),
@@ -254,7 +246,7 @@ def test_violations_of_sound_package_are_empty(package: Path) -> None:
         ("cli.py", "from verl_mg.attic import x", "verl_mg.attic has no layer"),
     ],
 )
-def test_violations_of_changed_package_name_the_import(package: Path, file: str, text: str, complaint: str) -> None:
+def test_violations_of_changed_package_name_the_import(package, file, text, complaint):
     write(package / file, text)
     (violation,) = violations(package)
     assert complaint in violation
@@ -272,6 +264,6 @@ def test_violations_of_changed_package_name_the_import(package: Path, file: str,
         ("table = {}\ntable[1] = 2", []),
     ],
 )
-def test_changed_globals_of_changed_package_name_the_variable(package: Path, text: str, changed: list[str]) -> None:
+def test_changed_globals_of_changed_package_name_the_variable(package, text, changed):
     write(package / "batch.py", text)
     assert [line.rsplit(": ", 1)[1] for line in changed_globals(package)] == changed

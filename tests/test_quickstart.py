@@ -16,12 +16,7 @@ from verl_mg.quickstart import accuracies, grpo_command, quickstart, sft_command
 CONFIGS = Path(__file__).parents[1] / "recipes" / "configs"
 
 SHORT_SFT = ["job.iterations=2", "algorithm.examples_per_iteration=8"]
-SHORT_GRPO = [
-    "job.iterations=2",
-    "algorithm.prompts_per_iteration=4",
-    "algorithm.group_size=2",
-    "evaluation.prompts=8",
-]
+SHORT_GRPO = ["job.iterations=2", "algorithm.prompts_per_iteration=4", "algorithm.group_size=2", "evaluation.prompts=8"]
 
 
 def sums(file: Path) -> dict[str, str]:
@@ -36,7 +31,7 @@ def parsed(command: list[str]):
     return load_config(config, [word for word in words if "=" in word], load_recipe(recipe).config)
 
 
-def test_sums_of_quickstart_are_split_without_overlap(tmp_path: Path) -> None:
+def test_sums_of_quickstart_are_split_without_overlap(tmp_path):
     write_sums(tmp_path)
     train, test = sums(tmp_path / "train.jsonl"), sums(tmp_path / "test.jsonl")
     assert len(test) == 500
@@ -45,13 +40,13 @@ def test_sums_of_quickstart_are_split_without_overlap(tmp_path: Path) -> None:
     assert (train | test)["17+25="] == "42"
 
 
-def test_sums_written_twice_are_identical(tmp_path: Path) -> None:
+def test_sums_written_twice_are_identical(tmp_path):
     for name in ("one", "two"):
         write_sums(tmp_path / name)
     assert (tmp_path / "one/test.jsonl").read_bytes() == (tmp_path / "two/test.jsonl").read_bytes()
 
 
-def test_quickstart_commands_name_files_of_the_folder() -> None:
+def test_quickstart_commands_name_files_of_the_folder():
     folder = Path("some/folder")
     sft, grpo = parsed(sft_command(folder)), parsed(grpo_command(folder, ["job.iterations=7"]))
     assert (sft.model.path, sft.job.output) == (folder / "model", folder / "sft")
@@ -60,44 +55,41 @@ def test_quickstart_commands_name_files_of_the_folder() -> None:
     assert grpo.job.iterations == 7
 
 
-def test_grpo_command_decays_learning_rate_over_the_run() -> None:
+def test_grpo_command_decays_learning_rate_over_the_run():
     grpo = parsed(grpo_command(Path("x")))
     assert grpo.actor.optimizer.decay_steps == grpo.job.iterations * grpo.algorithm.num_minibatches
 
 
 @pytest.mark.parametrize(("gpus", "ranks"), [(0, 2), (1, 1), (8, 2)])
-def test_quickstart_commands_start_no_more_ranks_than_gpus(
-    monkeypatch: pytest.MonkeyPatch, gpus: int, ranks: int
-) -> None:
+def test_quickstart_commands_start_no_more_ranks_than_gpus(monkeypatch, gpus, ranks):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     for command in (sft_command(Path("x")), grpo_command(Path("x"))):
         assert command[command.index("--nproc-per-node") + 1] == str(ranks)
 
 
 @pytest.mark.parametrize(
-    ("recipe", "config"),
-    [("sft", "quickstart_sft"), ("grpo", "quickstart_grpo"), ("grpo", "grpo_gsm8k_tiny")],
+    ("recipe", "config"), [("sft", "quickstart_sft"), ("grpo", "quickstart_grpo"), ("grpo", "grpo_gsm8k_tiny")]
 )
-def test_quickstart_configuration_without_overrides_loads(recipe: str, config: str) -> None:
+def test_quickstart_configuration_without_overrides_loads(recipe, config):
     read = load_config(CONFIGS / f"{config}.yaml", [], load_recipe(CONFIGS.parent / f"{recipe}.py").config)
     assert read.model.path.parts[:2] == ("runs", "quickstart")
 
 
-def test_accuracies_of_a_run_are_first_and_last(tmp_path: Path) -> None:
+def test_accuracies_of_a_run_are_first_and_last(tmp_path):
     steps = [{"eval/reward": 0.25}, {"reward/mean": 0.5}, {"eval/reward": 0.5}, {"eval/reward": 0.75}]
     file = tmp_path / "metrics.jsonl"
     file.write_text("".join(json.dumps({"step": i} | step) + "\n" for i, step in enumerate(steps)))
     assert accuracies(file) == (0.25, 0.75)
 
 
-def test_quickstart_without_recipes_raises_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quickstart_without_recipes_raises_and_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "RECIPES", tmp_path / "recipes")
     with pytest.raises(UserError, match=r"sft\.py: no such file\. .* checkout"):
         quickstart(str(tmp_path / "output"))
     assert not (tmp_path / "output").exists()
 
 
-def test_quickstart_with_failing_job_exits_with_its_code(tmp_path: Path, warm_jobs: None) -> None:
+def test_quickstart_with_failing_job_exits_with_its_code(tmp_path, warm_jobs):
     with pytest.raises(SystemExit) as ended:
         quickstart(str(tmp_path), sft_overrides=["job.iterations=none"])
     assert ended.value.code == 2
@@ -105,16 +97,14 @@ def test_quickstart_with_failing_job_exits_with_its_code(tmp_path: Path, warm_jo
 
 
 @pytest.fixture
-def warm_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+def warm_jobs(monkeypatch) -> None:
     """Starts the jobs without their imports."""
     warm = warm_start.shared()
     monkeypatch.setattr(module.sys, "executable", warm.python)
     monkeypatch.setenv("PYTHON_EXEC", warm.python)
 
 
-def test_quickstart_with_short_jobs_writes_all_outputs(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], warm_jobs: None
-) -> None:
+def test_quickstart_with_short_jobs_writes_all_outputs(tmp_path, capfd, warm_jobs):
     (tmp_path / "sft").mkdir()
     (tmp_path / "sft" / "metrics.jsonl").write_text("of an earlier quickstart\n")
     (tmp_path / "notes.txt").write_text("of the user\n")

@@ -17,7 +17,7 @@ def meet_or_hang() -> int:
     return dist.get_rank()
 
 
-def test_ranks_that_hang_are_named_with_their_stacks_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_hang_are_named_with_their_stacks_and_replaced(monkeypatch):
     pool = RankPool(Machine(0, ()), 2)
 
     def until_both_hang(pipes: list[Connection], timeout: float) -> list[Connection]:
@@ -40,7 +40,7 @@ def test_ranks_that_hang_are_named_with_their_stacks_and_replaced(monkeypatch: p
 
 
 @pytest.mark.nightly
-def test_ranks_of_machine_with_gpus_are_spawned_and_know_functions_of_tests() -> None:
+def test_ranks_of_machine_with_gpus_are_spawned_and_know_functions_of_tests():
     pool = RankPool(Machine(1, (2, 30, 7)), 2)  # there is no GPU: they meet over gloo
     try:
         assert pool.run(2, dist.get_world_size) == [2, 2] and pool.run(1, meet_or_hang) == [0]
@@ -48,7 +48,7 @@ def test_ranks_of_machine_with_gpus_are_spawned_and_know_functions_of_tests() ->
         pool.stop()
 
 
-def test_more_ranks_than_gpus_skip_with_reason() -> None:
+def test_more_ranks_than_gpus_skip_with_reason():
     with pytest.raises(
         pytest.skip.Exception, match="4 ranks: this machine has 2 GPUs, .* from NCCL 2.30.3 on; .* 2.27.7"
     ):
@@ -65,5 +65,5 @@ def test_more_ranks_than_gpus_skip_with_reason() -> None:
         (Machine(8, (2, 30, 7)), MAX_RANKS, False),
     ],
 )
-def test_machine_with_new_nccl_has_several_ranks_for_each_gpu(machine: Machine, ranks: int, shares: bool) -> None:
+def test_machine_with_new_nccl_has_several_ranks_for_each_gpu(machine, ranks, shares):
     assert (machine.ranks, machine.shares_gpus) == (ranks, shares)

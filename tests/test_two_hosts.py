@@ -210,7 +210,7 @@ def test_job_on_two_hosts_given_a_signal_ends_both(hosts, tmp_path):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("engine", [SGLANG, VLLM])
-def test_engine_over_two_hosts_is_updated_across_the_cable_and_resumes_after_a_cut(hosts, tmp_path, engine):
+def test_engine_over_two_hosts_is_updated_and_resumes_after_a_cut(hosts, tmp_path, engine):
     inputs, output = engine_inputs(tmp_path, "qwen3"), tmp_path / "run"
     command = [
         *("-m", "verl_mg", "train", str(RECIPES / "grpo.py"), *settings(inputs, engine)),

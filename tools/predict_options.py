@@ -17,8 +17,7 @@ from typing import Any
 from verl_mg.layout import Layout
 from verl_mg.models.hf_config import read_config
 from verl_mg.planner.cost import train_seconds, utilization
-from verl_mg.planner.efficiency import FITTED
-from verl_mg.planner.gpus import DEFAULT_GPU, gpu
+from verl_mg.planner.efficiency import DEFAULT_GPU, FITTED, gpu
 from verl_mg.planner.inputs import GIB, PlanInputs
 from verl_mg.planner.memory import train_memory
 from verl_mg.planner.training_options import Recompute, training_options
@@ -94,7 +93,7 @@ CHANGES = (
 def main() -> None:
     """Prints a table for each job."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpu", default=DEFAULT_GPU, help="a name of verl_mg/planner/gpus.py (default: %(default)s)")
+    parser.add_argument("--gpu", default=DEFAULT_GPU, help="a GPU of planner/efficiency.py (default: %(default)s)")
     show(parser.parse_args().gpu)
 
 

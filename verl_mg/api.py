@@ -1,7 +1,7 @@
 """Python interface of a job: configuration sections as arguments, the reward as a function.
 
 # my_job.py, started by: python -m verl_mg.launch --nproc-per-node 2 my_job.py
-from recipes import grpo
+from verl_mg.recipes import grpo
 from verl_mg.api import Job
 
 def reward(sample):

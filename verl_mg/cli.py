@@ -210,9 +210,10 @@ def _train(arguments: argparse.Namespace) -> None:
 
 
 def _config_file(arguments: argparse.Namespace, folder: str = "configs") -> Path | None:
-    from verl_mg.job.recipe import SHIPPED, shipped_file
+    from verl_mg.import_function import RECIPES
+    from verl_mg.job.recipe import shipped_file
 
-    return shipped_file(arguments.config, SHIPPED / folder, ".yaml") if arguments.config else None
+    return shipped_file(arguments.config, RECIPES / folder, ".yaml") if arguments.config else None
 
 
 def _quickstart(arguments: argparse.Namespace) -> None:
@@ -247,7 +248,7 @@ def _status(arguments: argparse.Namespace) -> None:
 
 
 def _doctor(arguments: argparse.Namespace) -> None:
-    from verl_mg.doctor.command import check
+    from verl_mg.doctor import check
 
     sys.exit(check(arguments.output))
 
@@ -288,7 +289,7 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 
 def _models(arguments: argparse.Namespace) -> None:
-    from verl_mg.support.command import show_families, show_model
+    from verl_mg.support import show_families, show_model
 
     sys.exit(show_model(arguments.model) if arguments.model else show_families())
 

@@ -50,10 +50,7 @@ def set_default_variables() -> None:
 
 
 def compute_deterministically() -> None:
-    """Allows only bitwise repeatable kernels and collectives from here on. Call it before any of them has run.
-
-    torch raises an error for an operation without such a kernel.
-    """
+    """Allows only bitwise repeatable kernels and collectives from here on; torch raises an error for others."""
     # https://docs.nvidia.com/cuda/cublas/#results-reproducibility; Megatron requires them too.
     for name, value in {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}.items():
         os.environ.setdefault(name, value)

@@ -28,8 +28,7 @@ T = TypeVar("T")
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 """Seconds before the first retry, doubled for each further one; upper limit of the pause."""
-LONGEST_RETRY_AFTER = 600.0
-"""Seconds; a service whose `Retry-After` is longer counts as unavailable."""
+LONGEST_RETRY_AFTER = 600.0  # seconds; a service whose `Retry-After` is longer counts as unavailable
 # Statuses with `Retry-After`: RFC 6585, section 4, and RFC 9110, section 15.6.4.
 TOO_MANY_REQUESTS, UNAVAILABLE = 429, 503
 
@@ -80,10 +79,7 @@ class JsonService:
         self._tls = ssl.create_default_context()
 
     async def post(self, body: Mapping[str, Any], problem_of: Callable[[Any], str | None] = lambda _: None) -> Any:
-        """Posts a body and returns the parsed JSON response; UserError after the last retry, or where none may help.
-
-        `problem_of` returns what is wrong with a response that should be requested again; None for a good one.
-        """
+        """Posts a body and returns the response; UserError after the last retry, also of a `problem_of` it."""
         content = json.dumps(body, allow_nan=False).encode()
         # A client belongs to one event loop, and the next call may come from another.
         async with httpx.AsyncClient(
@@ -148,10 +144,7 @@ class JsonService:
 
 
 class RateLimiter:
-    """Token bucket: `rate` tokens per second on average, and at most the tokens of one second together.
-
-    Written here since aiolimiter's limiter belongs to one event loop, and calls of a service come from several.
-    """
+    """Token bucket of `rate` tokens per second for threads; aiolimiter's limiter belongs to one event loop."""
 
     def __init__(self, rate: float) -> None:
         self._rate, self._capacity = rate, max(1.0, rate)
@@ -180,11 +173,7 @@ class RefusedError(Exception):
 
 
 class JsonSession:
-    """Client of one server: httpx coroutines on an event loop in a daemon thread.
-
-    `start` runs a coroutine in the thread; `get` and `post` are coroutines for it. Requests are not retried, since
-    the server may have begun to work on them; only connecting is.
-    """
+    """Client of one server: httpx coroutines on an event loop in a daemon thread; only connecting is retried."""
 
     def __init__(self, url: str, headers_of: Callable[[str], Mapping[str, str]] = lambda path: {}) -> None:
         self.url, self._headers_of = url.rstrip("/"), headers_of

@@ -24,8 +24,7 @@ from typing import Any, Literal
 from verl_mg.errors import UserError
 
 Kind = Literal["model", "dataset"]
-SITES = {"hf": "the Hugging Face hub", "modelscope": "ModelScope"}
-"""Prefixes of names, and their sites."""
+SITES = {"hf": "the Hugging Face hub", "modelscope": "ModelScope"}  # prefixes of names, and their sites
 WORDS: dict[Kind, tuple[str, str]] = {
     "model": ("model", "model directory"),
     "dataset": ("data set", "data file or folder"),
@@ -33,8 +32,7 @@ WORDS: dict[Kind, tuple[str, str]] = {
 """Kinds of repositories, and what their names would be as paths, for messages."""
 IGNORED = ("consolidated*", "*/*.json", "*/*.safetensors", "*/*.model", "*/*.txt")
 """Second copies of a model in other formats, such as original/, onnx/ and metal/."""
-ANSWER_SECONDS = 30.0
-"""Time limit for connecting to the Hugging Face hub and for each part of its answer."""
+ANSWER_SECONDS = 30.0  # time limit for connecting to the Hugging Face hub and for each part of its answer
 
 _NAME = re.compile(
     r"(?:(?P<site>\w+):)?(?P<repository>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-]+))?(?::(?P<part>.*))?"
@@ -45,23 +43,15 @@ _NAME = re.compile(
 class HubName:
     """Name of a model or data set on a hub: `[hf:|modelscope:]OWNER/NAME[@REVISION][:PART]`."""
 
-    text: str
-    """The name as it was written."""
-    site: str
-    """Key of `SITES`."""
-    repository: str
-    """Owner and name."""
-    revision: str | None
-    """Branch, tag or commit; None for the main branch."""
-    part: str
-    """Configuration and split of a data set, as in `main:train`; "" for none."""
+    text: str  # the name as it was written
+    site: str  # key of `SITES`
+    repository: str  # owner and name
+    revision: str | None  # branch, tag or commit; None for the main branch
+    part: str  # configuration and split of a data set, as in `main:train`; "" for none
 
     @classmethod
     def parse(cls, path: str | Path) -> HubName | None:
-        """Returns the name that a path stands for; None where it is a path on this machine.
-
-        A path that exists is never a name, and without a prefix nothing else than `OWNER/NAME` is one.
-        """
+        """Returns the name that a path stands for, `OWNER/NAME` or with a prefix; None where the path exists."""
         text = str(path)
         match = _NAME.fullmatch(text)
         site = match["site"] if match else None
@@ -116,10 +106,7 @@ def _limit_waiting(request: Any) -> None:
 
 
 def files_of(name: HubName, folder: Path) -> list[str]:
-    """Returns the names of all files of a data set, downloaded or not, as the cache lists them in `folder`.
-
-    Without a list the files of the folder are returned; UserError where their names say that some are missing.
-    """
+    """Returns the names of all files of a data set, by its list in `folder`, or else the files there."""
     if name.site == "hf":
         from huggingface_hub import errors, get_cached_repo_tree
 

@@ -1,4 +1,4 @@
-"""Import of a user's function by its name."""
+"""Import of a user's function, or of a file, by its name."""
 
 import difflib
 import importlib
@@ -10,6 +10,9 @@ from types import ModuleType
 from typing import Any
 
 from verl_mg.errors import UserError
+
+RECIPES = (Path(__file__).parent / "recipes").resolve()
+"""Folder of the package's recipes; in a checkout `verl_mg/recipes` is a link to it."""
 
 
 def load_function(name: str, kind: str) -> Callable[..., Any]:
@@ -30,7 +33,11 @@ def load_function(name: str, kind: str) -> Callable[..., Any]:
 
 def _imported(where: str, name: str, kind: str) -> ModuleType:
     try:
-        return _from_file(Path(where), kind) if where.endswith(".py") else importlib.import_module(where)
+        return (
+            import_file(Path(where), f"verl_mg_{kind}_file_{Path(where).stem}")
+            if where.endswith(".py")
+            else importlib.import_module(where)
+        )
     except Exception as error:  # a module runs the user's code, which may raise anything
         raise UserError(
             f"{kind} '{name}': {where} cannot be imported ({type(error).__name__}: {error}). Fix it, or "
@@ -38,13 +45,16 @@ def _imported(where: str, name: str, kind: str) -> ModuleType:
         ) from error
 
 
-def _from_file(path: Path, kind: str) -> ModuleType:
-    module_name = f"verl_mg_{kind}_file_{path.stem}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
+def import_file(path: Path, name: str) -> ModuleType:
+    """Imports a file `.py` as module `name`; a file of the package's recipes has one name, `verl_mg.recipes...`."""
+    file = path.resolve()
+    if file.is_relative_to(RECIPES) and file.is_file():
+        return importlib.import_module(".".join(("verl_mg.recipes", *file.relative_to(RECIPES).with_suffix("").parts)))
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # the suffix .py gives both
     module = importlib.util.module_from_spec(spec)
-    # Dataclasses of the file look their module up by name.
-    sys.modules[module_name] = module
+    # Dataclasses and pydantic look the module of a class up by name.
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 

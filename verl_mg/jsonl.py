@@ -1,17 +1,33 @@
-"""Files of JSON lines: appended by a run, shortened by a resumed one, and read while another process writes them.
+"""Files that another process may read while they are written: replaced as a whole, or lines of JSON.
 
-A last line without a line break is incomplete, and ignored until it is complete.
+A run appends lines, a resumed one removes some. A last line without a line break is incomplete, and ignored until it is
+complete.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-MAX_READ_BYTES = 8 * 2**20
-"""Largest number of bytes that `read_new_lines` reads."""
+MAX_READ_BYTES = 8 * 2**20  # largest number of bytes that `read_new_lines` reads
+
+
+@contextmanager
+def replacing(file: Path) -> Iterator[Path]:
+    """Yields the hidden path of a new file, which becomes `file` at the end: no reader ever sees a part of it."""
+    # In the same folder, since a rename is atomic only within a file system; writers look at the suffix.
+    partial = file.with_name(f".{os.getpid()}.{file.name}")
+    try:
+        yield partial
+        os.replace(partial, file)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink()
+        raise
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
@@ -25,12 +41,10 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
 def keep_before(file: Path, key: str, first: int | None) -> None:
     """Removes lines whose `key` is `first` or more, and an incomplete last line; replaces the file atomically."""
     # A new file: a process that reads the old one has its lines to the end, and sees by the inode that it is replaced.
-    shorter = file.with_name(file.name + ".new")
-    with file.open(encoding="utf-8") as old, shorter.open("w", encoding="utf-8") as new:
+    with replacing(file) as shorter, file.open(encoding="utf-8") as old, shorter.open("w", encoding="utf-8") as new:
         for line in old:
             if line.endswith("\n") and (first is None or json.loads(line)[key] < first):
                 new.write(line)
-    os.replace(shorter, file)
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:

@@ -27,11 +27,7 @@ MERGE_GAP_SECONDS = 1e-5  # maximum gap, in seconds, between two spans of one ph
 
 
 class PhaseTimer:
-    """Stopwatch with nested phases: while an inner phase runs, the outer one is paused.
-
-    With `exact` the device is synchronized at each end of a phase and the ranks at each barrier, so that the seconds of
-    a phase contain no work of another phase.
-    """
+    """Stopwatch with nested phases, of which an inner one pauses the outer; with `exact` the device is synchronized."""
 
     def __init__(self, exact: bool = False) -> None:
         self._exact = exact

@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 
 from verl_mg.errors import UserError
+from verl_mg.import_function import RECIPES
 from verl_mg.models.tiny_model import make_tiny_model
 
-RECIPES = Path(__file__).parents[1] / "recipes"
 RANKS = 2
 """Number of ranks of a job, except on a machine with one GPU."""
 
@@ -37,10 +37,7 @@ FOLDERS = ("model", "data", "sft", "grpo")
 def quickstart(
     output: str, *, sft_overrides: Sequence[str] = (), grpo_overrides: Sequence[str] = (), model_seed: int = 0
 ) -> None:
-    """Makes a model and sums, warms the model up with SFT, improves it with GRPO, and prints the accuracies.
-
-    An earlier quickstart in `output` is replaced. A job that fails ends the process with its exit code.
-    """
+    """Makes a model and sums, warms the model up with SFT, improves it with GRPO, and prints the accuracies."""
     started = time.monotonic()
     folder = Path(output)
     # Made first: they raise an error if the recipes are missing, before anything is removed.

@@ -1,1 +1,1 @@
-"""Agents for environments of other projects, by servers or formats; `rollout.agent` names their `run`."""
+"""Agents for environments of other projects, by servers or formats; `rollout.agent` has the name of the file."""

@@ -20,14 +20,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from recipes.environments.harbor_machines import DockerMachine, HarborMachine, SandboxMachine
-from recipes.environments.harbor_tasks import HarborTask, read_task
-from recipes.environments.policy_client import Message, policy_of
 from verl_mg.agents.agent import AgentError, Result, Session, read_options
 from verl_mg.agents.command import CommandOptions, OutputLog, read_untrusted_file, write_sample
 from verl_mg.errors import UserError
+from verl_mg.recipes.environments.harbor_machines import DockerMachine, HarborMachine, SandboxMachine
+from verl_mg.recipes.environments.harbor_tasks import HarborTask, read_task
+from verl_mg.recipes.environments.policy_client import Message, policy_of
 from verl_mg.rewards.reward import Sample
-from verl_mg.sandbox.temporary import temporary_folder
+from verl_mg.sandbox.supervisor import temporary_folder
 
 BASH = {
     "type": "function",

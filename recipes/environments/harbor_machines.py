@@ -21,10 +21,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from recipes.environments.harbor_tasks import DEFAULT_FOLDER, DEFINITIONS, HarborTask
 from verl_mg.agents.agent import AgentError, Session
 from verl_mg.agents.command import CommandOptions, OutputLog, endpoint_variables, run_logged
 from verl_mg.errors import UserError
+from verl_mg.recipes.environments.harbor_tasks import DEFAULT_FOLDER, DEFINITIONS, HarborTask
 from verl_mg.sandbox import isolated
 from verl_mg.sandbox.command import Limits
 from verl_mg.sandbox.command import run_command as run_in_sandbox

@@ -13,8 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from recipes.environments.environment_server import post_run
 from verl_mg.agents.agent import AgentError, Result, Session, read_options
+from verl_mg.recipes.environments.environment_server import post_run
 from verl_mg.rewards.reward import Sample
 
 PARAMETERS = "responses_create_params"

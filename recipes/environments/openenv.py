@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import httpx
 
-from recipes.environments.policy_client import Message, PolicyClient, policy_of
 from verl_mg.agents.agent import AgentError, Result, Session, read_options
 from verl_mg.errors import UserError
+from verl_mg.recipes.environments.policy_client import Message, PolicyClient, policy_of
 from verl_mg.rewards.reward import Sample
 
 if TYPE_CHECKING:

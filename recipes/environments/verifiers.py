@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from recipes.environments.environment_server import post_run
 from verl_mg.agents.agent import AgentError, Result, Session, read_options
 from verl_mg.errors import UserError
+from verl_mg.recipes.environments.environment_server import post_run
 from verl_mg.rewards.reward import Sample
 
 

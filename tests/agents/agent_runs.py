@@ -6,17 +6,55 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 from transformers import AutoTokenizer
 
-from tests.agents.logged_engine import LoggedEngine
+from verl_mg.agents.agent import Session
 from verl_mg.agents.engine import AgentEngine
-from verl_mg.agents.parsers import ReplyParser
 from verl_mg.agents.renderer import ConversationRenderer
-from verl_mg.agents.runner import AgentSettings
-from verl_mg.agents.sessions import Generate, Sessions
+from verl_mg.agents.tool_calls import ReplyParser
+from verl_mg.config.roles import RolloutConfig
 from verl_mg.data.prompts import Prompt
-from verl_mg.engines.engine import Request, RolloutEngine, Sample, Sampling
+from verl_mg.engines.engine import EngineWrapper, Request, RolloutEngine, Sample, Sampling
 from verl_mg.engines.trajectory import NOT_GENERATED
+
+
+class LoggedEngine(EngineWrapper):
+    """An engine that notes what it was given and what it has generated."""
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        super().__init__(engine)
+        self.log: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+        self.most_at_once = 0
+        self._requests: dict[int, Request] = {}
+
+    def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
+        self._requests |= {request.id: request for request in requests}
+        self.most_at_once = max(self.most_at_once, len(self._requests))
+        self._engine.submit(requests, sampling)
+
+    def collect(self, timeout: float) -> list[Sample]:
+        samples = self._engine.collect(timeout)
+        for sample in samples:
+            self.log.append((self._requests.pop(sample.id).context, sample.tokens))
+        return samples
+
+
+RunAgents = Callable[..., tuple[list[Sample], LoggedEngine]]
+
+
+async def ask(session: Session, messages: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+    """Sends a conversation as any HTTP client does, and returns the reply's message."""
+    async with httpx.AsyncClient(timeout=600.0) as client:
+        response = await client.post(
+            f"{session.base_url}/chat/completions",
+            headers={"authorization": f"Bearer {session.api_key}"},
+            json={"model": "policy", "messages": messages, **fields},
+        )
+    if response.status_code != 200:
+        raise RuntimeError(f"{response.status_code}: {response.json()['error']['message']}")
+    message: dict[str, Any] = response.json()["choices"][0]["message"]
+    return {key: value for key, value in message.items() if value is not None}
 
 
 def requests_of(count: int) -> list[Request]:
@@ -31,7 +69,7 @@ def question(number: int) -> dict[str, Any]:
     return {"role": "user", "content": f"question {number % 10}"}
 
 
-def runner_of(model: Path, positions: int) -> Callable[..., tuple[list[Sample], LoggedEngine]]:
+def runner_of(model: Path, positions: int) -> RunAgents:
     """A function that runs an agent on requests, and returns the samples and the log of the engine."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     stops = tokenizer.convert_tokens_to_ids(["<|im_end|>"])
@@ -53,11 +91,11 @@ def runner_of(model: Path, positions: int) -> Callable[..., tuple[list[Sample], 
     ) -> tuple[list[Sample], LoggedEngine]:
         logged = LoggedEngine(inner)
 
-        def sessions(generate: Generate) -> Sessions:
-            return Sessions(renderer, parser, generate, positions, trained)
-
-        settings = AgentSettings(timeout=timeout, retries=retries, failure_reward=-1.0, options=options)
-        engine = AgentEngine(logged, agent, settings, sessions, concurrency=concurrency, host="127.0.0.1")
+        config = RolloutConfig(
+            agent_timeout_s=timeout, agent_retries=retries, agent_failure_reward=-1.0, agent_options=options,
+            agent_concurrency=concurrency, agent_trained=list(trained),
+        )  # fmt: skip
+        engine = AgentEngine(logged, agent, config, renderer, parser, positions)
         sampling = Sampling(max_new_tokens=tokens, stop_token_ids=tuple(stops))
         if drive is None:
             waiting, samples = requests_of(count), list[Sample]()

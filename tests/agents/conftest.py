@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.agents.agent_runs import runner_of
+from tests.agents.agent_runs import RunAgents, runner_of
 from tests.agents.conversations import KEEPING, MARKS
-from tests.agents.logged_engine import LoggedEngine
 from tests.helpers import warm_start
 from tests.helpers.engines import SGLANG, VLLM_NIGHTLY, bring_weights
-from verl_mg.engines.engine import RolloutEngine, Sample
+from verl_mg.engines.engine import RolloutEngine
 from verl_mg.engines.hf.engine import HFEngine
 from verl_mg.engines.process_engine import EngineSettings
 from verl_mg.engines.sglang import SGLangEngine
@@ -68,6 +67,6 @@ def any_engine(request: pytest.FixtureRequest, chat_model: Path, hf_engine: HFEn
 
 
 @pytest.fixture
-def run_agents(chat_model: Path) -> Callable[..., tuple[list[Sample], LoggedEngine]]:
+def run_agents(chat_model: Path) -> RunAgents:
     """Runs an agent on requests, and returns the samples and the log of the engine."""
     return runner_of(chat_model, POSITIONS)

@@ -13,90 +13,13 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from tests.agents.protocols.exchanges import RECORDED
+
 Json = dict[str, Any]
-PART = {"type": "text", "text": "Hello"}
-CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-CHAT: Json = {
-    "model": "policy",
-    "messages": [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": [PART]},
-        {"role": "assistant", "content": None, "tool_calls": [CALL]},
-        {"role": "tool", "tool_call_id": "c1", "content": "2"},
-    ],
-    "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
-    "max_tokens": 4,
-    "stop": ["end"],
-    "stream": False,
-}
-RESPONSE: Json = {
-    "model": "policy",
-    "input": [
-        {"role": "user", "content": [{"type": "input_text", "text": "Hello"}]},
-        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "I think."}]},
-        {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"},
-        {"type": "function_call_output", "call_id": "c1", "output": "2"},
-    ],
-    "instructions": "Be brief.",
-    "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}],
-    "max_output_tokens": 4,
-    "stream": False,
-}
-MESSAGE: Json = {
-    "model": "policy",
-    "max_tokens": 4,
-    "system": [PART],
-    "messages": [
-        {"role": "user", "content": [PART]},
-        {"role": "assistant", "content": [{"type": "tool_use", "id": "c1", "name": "f", "input": {}}]},
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": [PART]}]},
-    ],
-    "tools": [{"name": "f", "input_schema": {"type": "object"}}],
-    "stop_sequences": ["end"],
-    "stream": False,
-}
-BODIES = {"/chat/completions": CHAT, "/responses": RESPONSE, "/messages": MESSAGE, "/messages/count_tokens": MESSAGE}
+BODIES = {path: recorded["whole"] for path, recorded in RECORDED.items()}
+BODIES["/messages/count_tokens"] = BODIES["/messages"]
 UNUSED = {"/messages/count_tokens": ("max_tokens", "stop_sequences", "stream")}
 """Fields of a valid body that a route does not read."""
-REFUSED: dict[str, list[Json]] = {
-    "/chat/completions": [
-        {"n": 2},
-        {"top_logprobs": 1},
-        {"tool_choice": "any"},
-        {"tool_choice": {"function": {"name": "f"}}},
-        {"functions": [{"name": "f"}]},
-        {"modalities": ["text", "audio"]},
-        {"audio": {}},
-        {"logit_bias": {"7": 100}},
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-        {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
-        {"messages": [{"role": "function", "name": "f", "content": "2"}]},
-        {"stop": [""]},
-    ],
-    "/responses": [
-        {"tool_choice": "any"},
-        {"background": True},
-        {"conversation": "c"},
-        {"prompt": {"id": "p"}},
-        {"previous_response_id": "resp_unknown"},
-        {"input": []},
-        {"input": [{"type": "item_reference", "id": "msg_unknown"}]},
-        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-        {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]},
-        {"input": [{"type": "reasoning", "summary": [], "encrypted_content": "not ours"}]},
-        {"tools": [{"type": "code_interpreter"}]},
-    ],
-    "/messages": [
-        {"tool_choice": {"type": "required"}},
-        {"tool_choice": "auto"},
-        {"tools": [{"type": "bash_20250124", "name": "bash"}]},
-        {"mcp_servers": [{"url": "x"}]},
-        {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-        {"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]},
-        {"messages": [{"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]}]},
-        {"max_tokens": 10**30},
-    ],
-}
 WRONG: tuple[Any, ...] = (None, True, 7, -1, 2.5, 10**30, "", "text", [], [[]], [7], {}, {"a": 1})
 RAW = (
     b"\x00\x01\x02\r\n\r\n",
@@ -182,8 +105,9 @@ def _missing(source: random.Random) -> Malformed:
 
 
 def _refused(source: random.Random) -> Malformed:
-    path = source.choice(list(REFUSED))
-    return Malformed(path, json.dumps(BODIES[path] | source.choice(REFUSED[path])).encode())
+    path, recorded = source.choice(list(RECORDED.items()))
+    fields, _ = source.choice(recorded["refused"])
+    return Malformed(path, json.dumps(BODIES[path] | fields).encode())
 
 
 def _wrong_address(source: random.Random) -> Malformed:

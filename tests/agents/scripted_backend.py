@@ -6,9 +6,11 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
-from verl_mg.agents.call import Call, Reply, ReplyToken, RequestError, ToolCall
+from verl_mg.agents.call import Call, Reply, ReplyToken, RequestError
 from verl_mg.agents.server import AgentServer
+from verl_mg.agents.tool_calls import ToolCall
 
 SESSION, KEY = "sample-7", "key-of-sample-7"
 
@@ -47,14 +49,14 @@ class ScriptedBackend:
         if key != KEY:
             raise RequestError(401, "key: wrong. Send the key of the session.", code="invalid_api_key")
 
-    async def complete(self, session: str, key: str, call: Call) -> Reply:
+    async def complete(self, session: str, call: Call) -> Reply:
         self.calls.append(call)
         await asyncio.sleep(self.delay)
         reply = replace(self.reply(call), prompt_tokens=5 + 10 * len(call.messages))
         self.replies.append(reply)
         return reply
 
-    async def count_tokens(self, session: str, key: str, call: Call) -> int:
+    async def count_tokens(self, session: str, call: Call) -> int:
         self.calls.append(call)
         return sum(len(message["content"]) for message in call.messages)
 
@@ -62,8 +64,8 @@ class ScriptedBackend:
 @contextmanager
 def serving(backend: ScriptedBackend, **options: object) -> Iterator[AgentServer]:
     """A running server."""
-    server = AgentServer(backend, **options)  # type: ignore[arg-type]
-    server.start()
+    given: Any = {"host": "127.0.0.1", "on_error": print} | options
+    server = AgentServer(backend, **given)
     try:
         yield server
     finally:

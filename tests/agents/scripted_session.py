@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.agents.scripted_backend import KEY, ScriptedBackend, base_url, reply_of, serving
-from verl_mg.agents.call import Call, Reply, ToolCall
+from verl_mg.agents.call import Call, Reply
+from verl_mg.agents.tool_calls import ToolCall
 
 Message = dict[str, Any]
 

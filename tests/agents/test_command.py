@@ -21,6 +21,7 @@ import pytest
 
 from tests.agents.scripted_session import ScriptedSample, ScriptedSession, policy
 from tests.helpers.loop_clock import pass_time
+from tests.helpers.named_processes import named, processes_named
 from verl_mg.agents.agent import AgentError
 from verl_mg.agents.command import read_reward, run_command
 from verl_mg.errors import UserError
@@ -185,21 +186,6 @@ def test_run_command_failed_command_raises_with_its_last_line(kind: str) -> None
         run(["nothing-here"], "http://127.0.0.1:9999/v1")
 
 
-def named(name: str, program: str) -> str:
-    """Returns a program whose processes, forked ones included, have a name."""
-    return f"import ctypes, os, time\nctypes.CDLL(None).prctl(15, b'{name}')\n{program}"
-
-
-def processes_named(name: str) -> int:
-    def name_of(file: Path) -> str:
-        try:
-            return file.read_text().strip()
-        except OSError:  # it has ended
-            return ""
-
-    return sum(name_of(file) == name for file in Path("/proc").glob("[0-9]*/comm"))
-
-
 class Impatient(ScriptedSession):
     """A session whose time is over as soon as something is written."""
 
@@ -214,7 +200,7 @@ def test_run_command_time_limit_kills_every_process(kind: str) -> None:
     session = Impatient("http://127.0.0.1:9999/v1")
     with pytest.raises(TimeoutError):
         asyncio.run(run_command(["python3", "-c", program], session, ScriptedSample(), timeout=TIMEOUT))
-    assert (session.written, processes_named(name)) == (["before\n"], 0)
+    assert (session.written, processes_named(name)) == (["before\n"], [])
 
 
 @pytest.mark.usefixtures("jail")
@@ -239,7 +225,7 @@ def test_run_command_many_at_once_and_a_cancelled_one_leave_nothing(
 
     with policy(lambda body: "4") as url:
         assert asyncio.run(all_of_them(url)) == [4.0] * 6
-    assert (processes_named(name), list(tmp_path.iterdir())) == (0, [])
+    assert (processes_named(name), list(tmp_path.iterdir())) == ([], [])
 
 
 @pytest.mark.usefixtures("jail")

@@ -7,7 +7,6 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.agents import client_checks
-from tests.agents.agent_runs import trained_runs
-from tests.agents.logged_engine import LoggedEngine
+from tests.agents.agent_runs import RunAgents, ask, trained_runs
 from tests.agents.malformed_requests import check_malformed
 from tests.helpers.loop_clock import pass_time
 from verl_mg.agents.agent import Session
@@ -29,23 +27,8 @@ from verl_mg.engines.trajectory import NOT_GENERATED
 from verl_mg.rewards.reward import Reward
 
 CHECKS = [name for name in vars(client_checks) if name.startswith("check_")]
-RunAgents = Callable[..., tuple[list[Sample], LoggedEngine]]
 LIMIT = 600.0
 """Time limit of agents in seconds, which passes when they want it to."""
-
-
-async def ask(session: Session, messages: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
-    """Sends a conversation as any HTTP client does, and returns the reply's message."""
-    async with httpx.AsyncClient(timeout=600.0) as client:
-        response = await client.post(
-            f"{session.base_url}/chat/completions",
-            headers={"authorization": f"Bearer {session.api_key}"},
-            json={"model": "policy", "messages": messages, **fields},
-        )
-    if response.status_code != 200:
-        raise RuntimeError(f"{response.status_code}: {response.json()['error']['message']}")
-    message: dict[str, Any] = response.json()["choices"][0]["message"]
-    return {key: value for key, value in message.items() if value is not None}
 
 
 async def ask_by_socket(session: Session, messages: list[Any], **fields: Any) -> str:

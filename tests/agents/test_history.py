@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.agents.conversations import KEEPING, THINKING, chat_tokenizer, renderer_of, template_of
-from verl_mg.agents.call import Call, RequestError
+from verl_mg.agents.call import Call, RequestError, assistant_message
 from verl_mg.agents.history import Context, ConversationHistory
-from verl_mg.agents.parsers import ReplyParser
 from verl_mg.agents.renderer import ConversationRenderer
+from verl_mg.agents.tool_calls import ReplyParser
 from verl_mg.engines.engine import Sample
 from verl_mg.engines.trajectory import NOT_GENERATED
 
@@ -78,14 +78,7 @@ class Conversation:
             0, tokens, (-0.5 - number,) * len(tokens), (number,) * len(tokens), "stop" if ends else "length"
         )
         parsed = self.parser.parse(text, call.tools, context.rendered)
-        message: dict[str, Any] = {"role": "assistant", "content": parsed.text}
-        if parsed.reasoning:
-            message["reasoning_content"] = parsed.reasoning
-        if parsed.tool_calls:
-            message["tool_calls"] = [
-                {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
-                for c in parsed.tool_calls
-            ]
+        message = assistant_message(*parsed)
         self.history.add(call, context, sample, message, trained=trained, truncated=not ends)
         return message
 

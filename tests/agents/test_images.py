@@ -11,20 +11,19 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
-from tests.agents.logged_engine import LoggedEngine
+from tests.agents.agent_runs import LoggedEngine
 from tests.helpers.tiny_models import noise_image, vision_model
 from tests.helpers.traces import needs_sglang
 from verl_mg.agents.agent import Session
 from verl_mg.agents.call import Call, RequestError
 from verl_mg.agents.engine import AgentEngine
-from verl_mg.agents.parsers import ReplyParser
 from verl_mg.agents.protocols.chat_completions import ChatCompletions
 from verl_mg.agents.protocols.memory import SessionMemory
 from verl_mg.agents.protocols.messages import Messages
 from verl_mg.agents.protocols.responses import Responses
 from verl_mg.agents.renderer import ConversationRenderer
-from verl_mg.agents.runner import AgentSettings
-from verl_mg.agents.sessions import Generate, Sessions
+from verl_mg.agents.tool_calls import ReplyParser
+from verl_mg.config.roles import RolloutConfig
 from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.data.images import ImageLimits, ImageSource
 from verl_mg.data.prompts import Prompt
@@ -141,13 +140,8 @@ def test_conversations_with_images_are_rows_with_the_logprobs_of_transformers(fa
     renderer = ConversationRenderer(tokenizer, stops, {}, processor)
     engine = LoggedEngine(HFEngine(folder, "cpu", torch.float32, processor=processor))
 
-    def sessions(generate: Generate) -> Sessions:
-        return Sessions(renderer, ReplyParser(tokenizer, "qwen25", None), generate, 512, ())
-
-    settings = AgentSettings(timeout=600.0, retries=0, failure_reward=-1.0)
-    agents = AgentEngine(
-        engine, converse, settings, sessions, concurrency=1, host="127.0.0.1", image_limits=LIMITS
-    )  # fmt: skip
+    config = RolloutConfig(agent_timeout_s=600.0, agent_failure_reward=-1.0, agent_concurrency=1)
+    agents = AgentEngine(engine, converse, config, renderer, ReplyParser(tokenizer, "qwen25"), 512, LIMITS)
     asked = [{"role": "user", "content": [{"type": "image"}, TEXT]}]
     source = ImageSource("data:1", FIRST.size, data=FIRST.data)
     prompt = Prompt(0, (7,), "", None, {}, messages=asked, images=(source,))

@@ -9,34 +9,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from torch.distributed import TCPStore
 
-from tests.agents.agent_runs import requests_of, trained_runs
-from tests.agents.logged_engine import LoggedEngine
+from tests.agents.agent_runs import RunAgents, ask, requests_of, trained_runs
 from tests.helpers.engines import SGLANG, VLLM_NIGHTLY, bring_weights, process_of
 from verl_mg.agents.agent import Session
 from verl_mg.agents.engine import AgentEngine
+from verl_mg.data import Prompt
 from verl_mg.engines.engine import EngineDiedError, Sample, Sampling
 from verl_mg.engines.hf.engine import HFEngine
 from verl_mg.engines.process_engine import ProcessEngine
-from verl_mg.rollout.engine_events import EngineEvents
-from verl_mg.rollout.engine_stream import EngineStream
-from verl_mg.rollout.work_queue import Group, StreamingWorkQueue
-
-RunAgents = Callable[..., tuple[list[Sample], LoggedEngine]]
-
-
-async def ask(session: Session, messages: list[Any], max_tokens: int) -> dict[str, Any]:
-    async with httpx.AsyncClient(timeout=600.0) as client:
-        response = await client.post(
-            f"{session.base_url}/chat/completions",
-            headers={"authorization": f"Bearer {session.api_key}"},
-            json={"model": "policy", "messages": messages, "max_tokens": max_tokens},
-        )
-    message: dict[str, Any] = response.json()["choices"][0]["message"]
-    return message
+from verl_mg.rollout.engine_worker import EngineEvents, EngineWorker
+from verl_mg.rollout.groups import Group
+from verl_mg.rollout.work_queue import WorkQueue
 
 
 def wait_until(is_true: Callable[[], bool]) -> None:
@@ -48,36 +34,36 @@ def wait_until(is_true: Callable[[], bool]) -> None:
     pytest.fail("it takes longer than ten minutes")
 
 
-def test_snapshot_with_agents_in_flight_does_not_interrupt_them(hf_engine: HFEngine, run_agents: RunAgents) -> None:
+def test_checkpoint_with_agents_in_flight_does_not_interrupt_them(hf_engine: HFEngine, run_agents: RunAgents) -> None:
     asked: list[int] = []
     released = threading.Event()
 
     async def agent(session: Session, sample: Any) -> float:
-        reply = await ask(session, session.messages, 4)
+        reply = await ask(session, session.messages, max_tokens=4)
         asked.append(sample.record["n"])
         while sample.record["n"] and not released.is_set():
             await asyncio.sleep(0.01)
-        await ask(session, [*session.messages, reply, {"role": "user", "content": "on"}], 4)
+        await ask(session, [*session.messages, reply, {"role": "user", "content": "on"}], max_tokens=4)
         return 1.0
 
     def drive(engine: AgentEngine) -> list[Sample]:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         requests = {request.id: request for request in requests_of(3)}
-        stream = EngineStream(
-            engine, StreamingWorkQueue(store, "queue"), store, EngineEvents(store), lambda: None, lambda: None,
-            requests.__getitem__, lambda sample: None, Sampling(max_new_tokens=20),
-        )  # fmt: skip
-        stream.append([Group(tuple(requests))])
-        stream.start()
-        wait_until(lambda: len(asked) == 3 and len(stream.oldest_versions()) == 1)
-        with stream.stopped():
-            completed, partial = stream.snapshot()
-            stream.resubmit()
-        assert list(completed) == [0] and partial == {}
+        completed: list[Sample] = []
+        aborted: list[Sample] = []
+        worker = EngineWorker(engine, 1, EngineEvents(store), requests.__getitem__, completed.append, aborted.append)
+        queue = WorkQueue(store, "queue", Sampling(max_new_tokens=20), is_open=True)
+        worker.add(queue)
+        worker.append(queue, [Group(Prompt(0, (1,), "", None, {}), range(3))], [])
+        worker.start()
+        wait_until(lambda: len(asked) == 3 and len(completed) == 1)
+        with worker.stopped():
+            worker.interrupt()
+        assert [sample.id for sample in completed] == [0] and not aborted
         released.set()
-        wait_until(lambda: len(stream.oldest_versions()) == 3)
-        stream.close()
-        return list(stream.take(set(requests)).values())
+        wait_until(lambda: len(completed) == 3)
+        worker.close()
+        return completed
 
     samples, engine = run_agents(hf_engine, agent, 0, concurrency=3, drive=drive)
     assert sorted(asked) == [0, 1, 2], "each agent has begun once"
@@ -94,7 +80,7 @@ def test_agents_continue_where_the_process_of_their_engine_has_died(
     async def agent(session: Session, sample: Any) -> float:
         messages = list(session.messages)
         for _ in range(3):
-            messages += [await ask(session, messages, 40), {"role": "user", "content": "on"}]
+            messages += [await ask(session, messages, max_tokens=40), {"role": "user", "content": "on"}]
         return 1.0
 
     def drive(engine: AgentEngine) -> list[Sample]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.agents.conversations import KEEPING, chat_tokenizer
-from verl_mg.agents.parsers import ReplyParser
+from verl_mg.agents.tool_calls import ReplyParser
 
 QUESTION = "<|im_start|>assistant\n"
 OPENED, CLOSED = QUESTION + "<think>\n", QUESTION + "<think>\n\n</think>\n\n"

@@ -17,8 +17,9 @@ import pytest
 from tests.agents.malformed_requests import check_malformed
 from tests.agents.scripted_backend import KEY, ScriptedBackend, base_url, reply_of, serving
 from verl_mg.agents import server as agent_server
-from verl_mg.agents.call import Call, Reply, RequestError, ToolCall
+from verl_mg.agents.call import Call, Reply, RequestError
 from verl_mg.agents.server import AgentServer
+from verl_mg.agents.tool_calls import ToolCall
 
 CHAT = {"model": "policy", "messages": [{"role": "user", "content": "Hello"}]}
 HEADERS = {"authorization": f"Bearer {KEY}"}
@@ -119,8 +120,7 @@ def test_server_given_unexpected_exception_replies_500_and_reports_it(capfd: pyt
 
 def test_server_given_close_ends_running_calls_with_503() -> None:
     backend = ScriptedBackend(delay=6000)
-    server = AgentServer(backend)
-    server.start()
+    server = AgentServer(backend, "127.0.0.1", pytest.fail)
     replies: list[httpx.Response] = []
     url = f"{base_url(server)}/chat/completions"
     thread = threading.Thread(target=lambda: replies.append(httpx.post(url, json=CHAT, headers=HEADERS, timeout=600)))

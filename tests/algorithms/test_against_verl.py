@@ -3,7 +3,9 @@
 Random inputs of odd lengths in float64; masks have holes, as tool observations leave them. Skipped without verl.
 """
 
+import ast
 from collections.abc import Callable
+from textwrap import dedent
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -13,8 +15,10 @@ import torch
 from torch import Tensor
 
 from tests.algorithms import verl_peer
+from tests.algorithms.verl_peer import PEERS
 from verl_mg.algorithms import advantages, kl, losses
 from verl_mg.algorithms.aggregation import MODES, aggregate, normalizer
+from verl_mg.algorithms.correction import drifted_sequences
 
 ROWS, WIDTH = 8, 9
 GROUPS = torch.tensor([4, 4, 1, 4, 1, 7, 7, 1])
@@ -68,7 +72,7 @@ def same(found: Tensor, theirs: Tensor, mask: Tensor | None = None) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_group_advantages_of_random_rows_equal_verl(verl: ModuleType, seed: int) -> None:
+def test_group_advantages_of_random_rows_equal_verl(verl, seed):
     t = table(seed)
     scores, rewards = scores_of(t)
     mask, lengths, index = t["mask"].double(), t["mask"].sum(1), GROUPS.numpy()
@@ -91,7 +95,7 @@ def test_group_advantages_of_random_rows_equal_verl(verl: ModuleType, seed: int)
     same(advantages.remax(scores, greedy)[:, None].expand_as(mask), theirs, t["mask"])
 
 
-def test_gdpo_of_samples_of_one_token_equals_verl(verl: ModuleType) -> None:
+def test_gdpo_of_samples_of_one_token_equals_verl(verl):
     """Of more tokens verl whitens over all tokens, so a long sample counts more than a short one; ours over samples."""
     t = table(0)
     first, second = t["rewards"][:, 0], t["values"][:, 0]
@@ -109,7 +113,7 @@ def test_gdpo_of_samples_of_one_token_equals_verl(verl: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_token_advantages_of_random_rows_equal_verl(verl: ModuleType, seed: int) -> None:
+def test_token_advantages_of_random_rows_equal_verl(verl, seed):
     t = table(seed)
     rewards, mask = t["rewards"], t["mask"]
     ours, returns = advantages.gae(rewards, t["values"], mask, 0.9, 0.8)
@@ -134,7 +138,7 @@ def whitened(values: Tensor, mask: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["pow", "max_min", "max_random"])
-def test_resampling_weights_of_random_scores_equal_verl(verl: ModuleType, kind: str) -> None:
+def test_resampling_weights_of_random_scores_equal_verl(verl, kind):
     scores, rewards = scores_of(table(0))
     data = SimpleNamespace(batch=Columns(token_level_scores=rewards), non_tensor_batch={}, meta_info={})
     with mock.patch.object(torch, "multinomial", return_value=torch.arange(ROWS)) as draw:
@@ -146,7 +150,7 @@ class Columns(dict[str, Tensor]):
     batch_size = (ROWS,)
 
 
-def test_verl_loses_the_score_of_a_response_that_ends_in_an_observation(verl: ModuleType) -> None:
+def test_verl_loses_the_score_of_a_response_that_ends_in_an_observation(verl):
     """Its reward managers write the score on the last token of the response, and GAE skips that one if it is no
     token of the policy: a response that is cut after a tool's answer has no reward."""
     mask = torch.tensor([[True, True, False, False], [True, False, True, True]])
@@ -159,7 +163,7 @@ def test_verl_loses_the_score_of_a_response_that_ends_in_an_observation(verl: Mo
     assert ours[mask].tolist() == [1.0, 1.0, 2.0, 2.0, 2.0]
 
 
-def test_verl_gives_a_lone_sample_its_raw_score(verl: ModuleType) -> None:
+def test_verl_gives_a_lone_sample_its_raw_score(verl):
     """A prompt with one sample has nothing to compare with; two of verl's RLOO functions disagree about it."""
     rewards, mask, index = torch.tensor([[0.0, 5.0]]), torch.ones(1, 2), torch.tensor([0]).numpy()
     scores, groups = torch.tensor([5.0]), torch.tensor([0])
@@ -174,7 +178,7 @@ def test_verl_gives_a_lone_sample_its_raw_score(verl: ModuleType) -> None:
         assert ours.tolist() == [0.0]
 
 
-def test_verl_scales_gpg_by_scores_that_are_not_zero(verl: ModuleType) -> None:
+def test_verl_scales_gpg_by_scores_that_are_not_zero(verl):
     """GPG's factor is all samples over those of groups whose scores differ; verl counts scores other than 0.
 
     So verl's advantages change when a constant is added to all scores, and the paper's do not.
@@ -196,28 +200,27 @@ def test_verl_scales_gpg_by_scores_that_are_not_zero(verl: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("kind", ["k1", "abs", "k2", "k3", "k1+", "k3+"])
-def test_kl_penalty_of_each_estimator_equals_verl(verl: ModuleType, kind: str) -> None:
+def test_kl_penalty_of_each_estimator_equals_verl(verl, kind):
     t = table(1)
     ours, theirs = (t["logprobs"].clone().requires_grad_() for _ in range(2))
     values = kl.penalty(ours, t["old"], kind), verl.kl_penalty(theirs, t["old"], kind)
     same(*values)
     for value in values:
         value.sum().backward()
-    assert ours.grad is not None and theirs.grad is not None
+    assert theirs.grad is not None
     same(ours.grad, theirs.grad)
 
 
-def test_verl_takes_the_gradient_of_k3_where_it_is_large(verl: ModuleType) -> None:
+def test_verl_takes_the_gradient_of_k3_where_it_is_large(verl):
     """verl bounds "k3" by 10, so a token that the reference finds e^3 times likelier is not pulled back at all."""
     for function, value, slope in ((kl.penalty, 16.0855, -19.0855), (verl.kl_penalty, 10.0, 0.0)):
         logprob = torch.tensor([-4.0], requires_grad=True)
         penalty = function(logprob, torch.tensor([-1.0]), "k3")
         penalty.sum().backward()
-        assert logprob.grad is not None
         assert (penalty.item(), logprob.grad.item()) == pytest.approx((value, slope), rel=1e-4)
 
 
-def test_adaptive_kl_coefficient_over_iterations_equals_verl(verl: ModuleType) -> None:
+def test_adaptive_kl_coefficient_over_iterations_equals_verl(verl):
     controller = verl.AdaptiveKLController(0.2, 6.0, 10_000)
     ours = 0.2
     for observed in (3.0, 6.5, 20.0, 5.9):
@@ -280,7 +283,7 @@ def loss_modes() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("name", "mode"), loss_modes())
-def test_policy_losses_of_random_tokens_equal_verl(verl: ModuleType, name: str, mode: str) -> None:
+def test_policy_losses_of_random_tokens_equal_verl(verl, name, mode):
     for seed in range(3):
         t = table(seed)
         ours, theirs = (t["logprobs"].clone().requires_grad_() for _ in range(2))
@@ -288,7 +291,7 @@ def test_policy_losses_of_random_tokens_equal_verl(verl: ModuleType, name: str, 
         same(*values)
         for value in values:
             value.backward()
-        assert ours.grad is not None and theirs.grad is not None
+        assert theirs.grad is not None
         same(ours.grad, theirs.grad)
 
 
@@ -297,7 +300,7 @@ def in_two(verl: ModuleType, name: str, t: Table, mode: str) -> float:
     return sum(their_loss(verl, name, t, t["logprobs"], mode, rows).item() for rows in (slice(0, 3), slice(3, ROWS)))
 
 
-def test_verl_doubles_gmpo_on_two_micro_batches(verl: ModuleType) -> None:
+def test_verl_doubles_gmpo_on_two_micro_batches(verl):
     """Its mean is over the rows of the micro-batch, whatever the global batch is; the others keep their value."""
     mode, t = "seq-mean-token-mean", table(0)
     for name in (*LOSSES, "gpg"):
@@ -310,7 +313,7 @@ def test_verl_doubles_gmpo_on_two_micro_batches(verl: ModuleType) -> None:
     assert in_two(verl, "geo_mean", t, mode) == pytest.approx(-2.0)
 
 
-def test_value_loss_of_random_tokens_equals_verl(verl: ModuleType) -> None:
+def test_value_loss_of_random_tokens_equals_verl(verl):
     t = table(2)
     old = t["values"] + 0.3 * t["rewards"]
     mask = t["mask"].flatten()
@@ -322,12 +325,12 @@ def test_value_loss_of_random_tokens_equals_verl(verl: ModuleType) -> None:
     assert 0 < cut.item() == pytest.approx(metrics["value_clip_fraction"].sum().item() / int(mask.sum()))
     value.backward()
     their_value.backward()
-    assert ours.grad is not None and theirs.grad is not None
+    assert theirs.grad is not None
     same(ours.grad, theirs.grad)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_aggregation_of_each_mode_equals_verl(verl: ModuleType, mode: str) -> None:
+def test_aggregation_of_each_mode_equals_verl(verl, mode):
     t = table(0)
     mask, loss = t["mask"], t["rewards"]
     mask[3] = False
@@ -336,7 +339,7 @@ def test_aggregation_of_each_mode_equals_verl(verl: ModuleType, mode: str) -> No
     same(ours, verl.agg_loss(loss, mask.double(), mode, **whole_batch(mask)))
 
 
-def test_verl_normalises_dr_grpo_by_the_padding(verl: ModuleType) -> None:
+def test_verl_normalises_dr_grpo_by_the_padding(verl):
     """Without `loss_scale_factor`, its default, the constant length is the width to which the micro-batch is padded."""
     loss, mask = torch.ones(2, 3), torch.ones(2, 3)
     wide = [torch.nn.functional.pad(column, (0, 3)) for column in (loss, mask)]
@@ -359,7 +362,7 @@ def cov_loss(verl: ModuleType, name: str, t: Table, rows: slice = slice(None), *
     return verl.get_policy_loss_fn(name)(*(column[rows] for column in columns), "token-mean", config)[0]
 
 
-def test_kl_cov_of_random_tokens_equals_verl(verl: ModuleType) -> None:
+def test_kl_cov_of_random_tokens_equals_verl(verl):
     t = table(3)
     theirs = cov_loss(verl, "kl_cov", t, kl_cov_ratio=0.2, ppo_kl_coef=0.7)
     mask, found = t["mask"].flatten(), our_covariances(t)
@@ -370,7 +373,7 @@ def test_kl_cov_of_random_tokens_equals_verl(verl: ModuleType) -> None:
     same(aggregate(loss, mask, IDS, "token-mean", float(mask.sum())), theirs)
 
 
-def test_clip_cov_of_random_tokens_equals_verl(verl: ModuleType) -> None:
+def test_clip_cov_of_random_tokens_equals_verl(verl):
     # A share of all tokens: every candidate is cut, and no chance is left. verl does not cut what PPO clips already.
     t = table(3)
     theirs = cov_loss(verl, "clip_cov", t, clip_cov_ratio=1.0, clip_cov_lb=0.1, clip_cov_ub=0.8)
@@ -384,7 +387,7 @@ def test_clip_cov_of_random_tokens_equals_verl(verl: ModuleType) -> None:
     same(aggregate(loss, mask, IDS, "token-mean", float(mask.sum())), theirs)
 
 
-def test_verl_chooses_tokens_by_micro_batch(verl: ModuleType) -> None:
+def test_verl_chooses_tokens_by_micro_batch(verl):
     """Means and top k are of the micro-batch, so the loss of KL-Cov and Clip-Cov depends on how the rows are split."""
     t = table(3)
     for name, options in (
@@ -396,9 +399,39 @@ def test_verl_chooses_tokens_by_micro_batch(verl: ModuleType) -> None:
         assert abs(parts - whole) > 1e-3
 
 
-def test_verl_draws_the_tokens_of_clip_cov_without_a_seed_of_theirs(verl: ModuleType) -> None:
+def test_verl_draws_the_tokens_of_clip_cov_without_a_seed_of_theirs(verl):
     """The draw is from the process's generator: the same batch gives another loss the next time."""
     t, options = table(3), {"clip_cov_ratio": 0.05, "clip_cov_lb": 0.05, "clip_cov_ub": 5.0}
     assert len({cov_loss(verl, "clip_cov", t, **options).item() for _ in range(8)}) > 1
     ids, positions = IDS, torch.arange(WIDTH).repeat(ROWS)
     assert torch.equal(losses.priorities(ids, positions, 1), losses.priorities(ids, positions, 1))
+
+
+FILE = PEERS / "trl" / "trainer" / "grpo_trainer.py"
+
+
+def their_mask(*arguments: torch.Tensor, delta: float) -> torch.Tensor:
+    """GRPOTrainer.get_off_policy_mask, compiled from its source: to import TRL takes seconds."""
+    if not FILE.exists():
+        pytest.skip("TRL is not installed; run tools/install/peers.sh to compare with it")
+    source = FILE.read_text(encoding="utf-8")
+    (function,) = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef) and node.name == "get_off_policy_mask"
+    ]
+    namespace = {"torch": torch}
+    exec(dedent(ast.get_source_segment(source, function) or ""), namespace)
+    return SimpleNamespace(**namespace).get_off_policy_mask(*arguments, delta)
+
+
+def test_off_policy_sequence_masking_of_random_rows_equals_trl():
+    generator = torch.Generator().manual_seed(2)
+    new, noise = torch.randn(2, 40, 9, generator=generator, dtype=torch.float64)
+    rollout, advantages = new + 0.5 * noise, torch.randn(40, 1, generator=generator).expand(40, 9)
+    mask = torch.rand(40, 9, generator=generator) < 0.7
+    kept = their_mask(advantages[:, :1], new, rollout, mask.double(), delta=0.1).bool().expand(40, 9)
+    ids = torch.arange(40).repeat_interleave(9)
+    flat = (column.flatten() for column in (new, rollout, advantages, mask))
+    found = drifted_sequences(*flat, ids, 0.1).view(40, 9)
+    assert torch.equal(found, ~kept & mask) and 3 < found.any(1).sum() < 37

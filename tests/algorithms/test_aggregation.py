@@ -1,10 +1,19 @@
-"""Aggregation against loops over sequences, and the same loss and gradient under any split of the batch."""
+"""Means over tokens, sequences and trajectories, confidence intervals, and metrics of the best of k samples."""
 
+import itertools
+import statistics
+
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from verl_mg.algorithms.aggregation import MODES, aggregate, normalizer
+from verl_mg.algorithms.at_k import avg_at_k, maj_at_k, pass_at_k
+from verl_mg.algorithms.intervals import ENUMERATED, mean_interval, paired_p_value, student_quantile
+from verl_mg.algorithms.segments import segment_sums, segment_totals
 from verl_mg.errors import UserError
 
 LENGTHS = (5, 1, 7, 3, 4, 2)
@@ -55,7 +64,6 @@ def value_and_gradient(mode: str, parts: list[Tensor]) -> tuple[float, Tensor]:
         _, local_ids = torch.unique(ids[tokens], return_inverse=True)
         total = total + aggregate(loss[tokens], mask[tokens], local_ids, mode, global_normalizer(mode))
     total.backward()
-    assert loss.grad is not None
     return total.item(), loss.grad
 
 
@@ -78,7 +86,7 @@ def splits() -> dict[str, list[Tensor]]:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("split", splits())
-def test_any_split_gives_the_loss_of_the_batch(mode: str, split: str) -> None:
+def test_any_split_gives_the_loss_of_the_batch(mode, split):
     value, gradient = value_and_gradient(mode, splits()[split])
     expected, weights = by_hand(mode)
     assert abs(expected) > 1e-3
@@ -89,7 +97,7 @@ def test_any_split_gives_the_loss_of_the_batch(mode: str, split: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("seed", range(4))
-def test_trajectories_with_rows_in_several_micro_batches_are_one_sequence_each(mode: str, seed: int) -> None:
+def test_trajectories_with_rows_in_several_micro_batches_are_one_sequence_each(mode, seed):
     """The six sequences are trajectories: their tokens are rows of any lengths, in any micro-batches."""
     loss, mask, ids = batch()
     loss.requires_grad_()
@@ -104,26 +112,26 @@ def test_trajectories_with_rows_in_several_micro_batches_are_one_sequence_each(m
         total = total + aggregate(*columns, mode, global_normalizer(mode), counts[here])
     total.backward()
     expected, weights = by_hand(mode)
-    assert loss.grad is not None and abs(expected) > 1e-3 and (loss.grad != 0).sum() == mask.sum()
+    assert abs(expected) > 1e-3 and (loss.grad != 0).sum() == mask.sum()
     assert total.item() == pytest.approx(expected, rel=1e-12)
     torch.testing.assert_close(loss.grad, torch.tensor(weights, dtype=torch.float64), rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_an_empty_mask_is_zero_with_a_gradient(mode: str) -> None:
+def test_an_empty_mask_is_zero_with_a_gradient(mode):
     loss = torch.full((3,), torch.nan, requires_grad=True)
     ids = torch.zeros(3, dtype=torch.int64)
     total = aggregate(loss, torch.zeros(3, dtype=torch.bool), ids, mode, normalizer(mode, 0, 0, MAX_LENGTH))
     total.backward()
     assert total.item() == 0.0
-    assert loss.grad is not None and loss.grad.tolist() == [0.0, 0.0, 0.0]
+    assert loss.grad.tolist() == [0.0, 0.0, 0.0]
 
 
-def test_normalizer_of_each_mode_is_the_documented_count() -> None:
+def test_normalizer_of_each_mode_is_the_documented_count():
     assert [normalizer(mode, 100, 8, 32) for mode in MODES] == [100.0, 8.0, 8.0, 256.0]
 
 
-def test_aggregation_with_invalid_arguments_raises() -> None:
+def test_aggregation_with_invalid_arguments_raises():
     column = torch.zeros(1)
     for call in (
         lambda: normalizer("mean", 1, 1, None),
@@ -133,3 +141,135 @@ def test_aggregation_with_invalid_arguments_raises() -> None:
             call()
     with pytest.raises(UserError, match="max_length is None"):
         normalizer("seq-mean-token-sum-norm", 1, 1, None)
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(st.floats(-9, 9), st.sampled_from([-5, 0, 1, 3])), max_size=12))
+def test_segment_totals_of_random_ids_equal_loops(entries):
+    values = torch.tensor([value for value, _ in entries], dtype=torch.float64, requires_grad=True)
+    ids = torch.tensor([number for _, number in entries], dtype=torch.int64)
+    found = segment_totals(values, ids)
+    expected = [sum(value for value, other in entries if other == number) for _, number in entries]
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+    found.square().sum().backward()
+    shares = [sum(other == number for _, other in entries) for _, number in entries]
+    slopes = [2 * total * share for total, share in zip(expected, shares, strict=True)]
+    torch.testing.assert_close(values.grad, torch.tensor(slopes, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+
+
+def test_segments_and_counts_of_bools():
+    assert segment_sums(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([2, 1])).tolist() == [3.0, 4.0]
+    assert segment_totals(torch.tensor([True, True, False]), torch.tensor([9, 2, 9])).tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.fixture(scope="module")
+def stats():
+    return pytest.importorskip("scipy.stats")
+
+
+@pytest.mark.parametrize("degrees", [1, 2, 3, 4, 7, 30, 999])
+def test_student_quantile_equals_scipy(stats, degrees):
+    for probability in (0.9, 0.975, 0.9995):
+        assert student_quantile(probability, degrees) == pytest.approx(stats.t.ppf(probability, degrees), rel=1e-10)
+
+
+def test_mean_interval_equals_scipy_and_resampling_of_prompts(stats):
+    scores = torch.rand(60, generator=torch.Generator().manual_seed(1)) ** 2
+    found, values = mean_interval(scores), scores.double().numpy()
+    assert (found.low, found.high) == pytest.approx(stats.t.interval(0.95, 59, values.mean(), stats.sem(values)))
+    draws = np.random.default_rng(0).choice(values, (20_000, 60)).mean(1)
+    assert found.standard_error == pytest.approx(draws.std(), rel=0.03)
+    assert (found.low, found.high) == pytest.approx(np.quantile(draws, [0.025, 0.975]), abs=0.01)
+
+
+def test_standard_error_is_clustered_by_prompt():
+    """The formula for clusters of arXiv:2411.00640, section 2.2, written out."""
+    samples = (
+        torch.rand(12, 8, generator=torch.Generator().manual_seed(2)) < torch.linspace(0, 1, 12)[:, None]
+    ).double()
+    mean, total = samples.mean(), samples.numel()
+    pairs = sum(
+        float((samples[prompt, i] - mean) * (samples[prompt, j] - mean))
+        for prompt in range(12)
+        for i, j in itertools.product(range(8), repeat=2)
+    )
+    clustered = pairs**0.5 / total
+    assert mean_interval(samples.mean(1)).standard_error == pytest.approx(clustered * (12 / 11) ** 0.5)
+    independent = float(samples.std() / total**0.5)
+    assert clustered > 1.5 * independent
+
+
+def test_equal_scores_have_an_interval_only_where_they_are_bounded(stats):
+    none, every = mean_interval(torch.zeros(30), bounded=True), mean_interval(torch.ones(30), bounded=True)
+    assert (none.low, every.high) == (0.0, 1.0)
+    # With this rate of success 30 failures have a probability of 5 %.
+    assert stats.binom.pmf(0, 30, none.high) == pytest.approx(0.05) and every.low == pytest.approx(1 - none.high)
+    assert mean_interval(torch.zeros(30)).high == 0.0
+    assert mean_interval(torch.ones(1)).low is None
+    assert mean_interval(torch.tensor([0.0, 0.1, 0.9]), bounded=True).low == 0.0
+
+
+def test_paired_p_value_equals_enumeration_of_all_signs(stats):
+    values = torch.tensor([0.5, -0.25, 0.25, 1.0, 0.0, 0.125, -0.5, 0.75])
+    sums = [
+        abs(sum(s * v for s, v in zip(signs, values.tolist(), strict=True)))
+        for signs in itertools.product((1, -1), repeat=8)
+    ]
+    assert paired_p_value(values) == np.mean(np.array(sums) >= abs(float(values.sum())) - 1e-9)
+    found = stats.permutation_test((values.numpy(),), np.mean, permutation_type="samples", n_resamples=np.inf)
+    assert paired_p_value(values) == pytest.approx(found.pvalue)
+
+
+@pytest.mark.parametrize(("better", "worse"), [(9, 3), (30, 14), (0, 0), (5, 5)])
+def test_paired_p_value_of_right_and_wrong_is_the_exact_test_of_mcnemar(stats, better, worse):
+    values = torch.cat([torch.ones(better), -torch.ones(worse), torch.zeros(20)])
+    exact = stats.binomtest(better, better + worse).pvalue if better + worse else 1.0
+    assert paired_p_value(values) == pytest.approx(exact, abs=1e-12 if better + worse <= ENUMERATED else 0.006)
+
+
+def test_paired_p_values_are_uniform_if_both_models_are_equal(stats):
+    generator = torch.Generator().manual_seed(3)
+    found = [paired_p_value(torch.randn(10, generator=generator)) for _ in range(300)]
+    assert stats.kstest(found, "uniform").pvalue > 0.01
+
+
+CORRECT = torch.tensor([[0, 1, 0, 0, 1, 0], [0, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1], [1, 0, 1, 1, 1, 1]]).bool()
+
+
+@pytest.mark.parametrize("k", range(1, 7))
+def test_pass_and_mean_over_all_subsets(k):
+    for found, fold in ((pass_at_k(CORRECT, k), max), (avg_at_k(CORRECT, k), statistics.fmean)):
+        subsets = [itertools.combinations(row, k) for row in CORRECT.tolist()]
+        expected = [statistics.fmean(map(fold, tries)) for tries in subsets]
+        assert found.tolist() == pytest.approx(expected, rel=1e-12)
+
+
+def test_many_tries_lose_no_digits():
+    correct = torch.zeros(1, 2000, dtype=torch.bool)
+    correct[0, 0] = True
+    assert pass_at_k(correct, 1).item() == 1 / 2000
+    assert pass_at_k(correct, 1000).item() == 0.5
+
+
+def test_maj_at_k_of_known_answers_is_the_majority_reward():
+    answers = [
+        ["4", "5", "5", None],  # 5 has most votes
+        ["1", "2", "2", "1"],  # a tie: 1 came first
+        [None, None, None, None],
+        [None, "7", None, None],
+    ]
+    rewards = torch.tensor([[0, 1, 1, 0], [1, 0, 0, 1], [1, 1, 1, 1], [0, 0.5, 0, 0]])
+    assert maj_at_k(answers, rewards, 4).tolist() == [1, 1, 0, 0.5]
+    # Two blocks of two: (4, 5) is a tie, (5, None) is not; and so on.
+    assert maj_at_k(answers, rewards, 2).tolist() == [0.5, 0.5, 0, 0.25]
+    assert maj_at_k(answers, rewards, 3).tolist() == [1, 0, 0, 0.5]
+    assert maj_at_k(answers, rewards, 1).tolist() == [0.5, 0.5, 0, 0.125]
+    assert maj_at_k([], torch.zeros(0, 4), 2).shape == (0,)
+
+
+def test_at_k_with_invalid_arguments_raises():
+    for k in (0, 7):
+        with pytest.raises(UserError, match=f"k is {k}, but each problem has 6 tries"):
+            pass_at_k(CORRECT, k)
+    with pytest.raises(UserError, match="4 lists of 6"):
+        maj_at_k([["1"]], CORRECT, 2)

@@ -43,7 +43,7 @@ def pairs(old: Tensor, rollout: Tensor, mask: Tensor) -> list[tuple[float, float
     return list(zip(old[mask].tolist(), rollout[mask].tolist(), strict=True))
 
 
-def test_mismatch_of_random_parts_equals_loops() -> None:
+def test_mismatch_of_random_parts_equals_loops():
     found = summarize(statistics(*tokens()))
     expected = summary_by_hand(pairs(*tokens()))
     assert found.keys() == expected.keys()
@@ -53,7 +53,7 @@ def test_mismatch_of_random_parts_equals_loops() -> None:
 
 @pytest.mark.parametrize("cuts", [(), (1,), (4, 4, 19), tuple(range(1, 23))])
 @pytest.mark.parametrize("shuffled", [False, True])
-def test_any_split_gives_the_summary_of_the_whole(cuts: tuple[int, ...], shuffled: bool) -> None:
+def test_any_split_gives_the_summary_of_the_whole(cuts, shuffled):
     columns = tokens()
     order = torch.randperm(23, generator=torch.Generator().manual_seed(1)) if shuffled else torch.arange(23)
     parts = [statistics(*(column[part] for column in columns)) for part in order.tensor_split(cuts)]
@@ -62,7 +62,7 @@ def test_any_split_gives_the_summary_of_the_whole(cuts: tuple[int, ...], shuffle
     assert summarize(merge([merge(parts[:2]), {}, merge(parts[2:])])) == pytest.approx(expected, rel=1e-12)
 
 
-def test_equal_log_probs() -> None:
+def test_equal_log_probs():
     _, rollout, mask = tokens()
     found = summarize(statistics(rollout, rollout, mask))
     assert [found[name] for name in ("mean_abs", "max_abs", "k1", "k3")] == [0.0] * 4
@@ -71,7 +71,7 @@ def test_equal_log_probs() -> None:
     assert found["rollout_perplexity"] == found["trainer_perplexity"] > 1
 
 
-def test_k1_and_k3_estimate_the_divergence_of_the_rollout_from_the_trainer() -> None:
+def test_k1_and_k3_estimate_the_divergence_of_the_rollout_from_the_trainer():
     generator = torch.Generator().manual_seed(0)
     trainer, rollout = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.3, 0.3, 0.4])
     drawn = torch.multinomial(rollout, 200_000, replacement=True, generator=generator)
@@ -82,7 +82,7 @@ def test_k1_and_k3_estimate_the_divergence_of_the_rollout_from_the_trainer() -> 
 
 
 @pytest.mark.parametrize("difference", [50.0, -50.0, 1e4, -1e4, -math.inf])
-def test_extremes_stay_finite(difference: float) -> None:
+def test_extremes_stay_finite(difference):
     rollout = torch.tensor([-60.0, -1.0, -2.0])
     old = rollout + torch.tensor([difference, 0.1, -0.1])
     found = summarize(statistics(old, rollout, torch.ones(3, dtype=torch.bool)))
@@ -92,14 +92,14 @@ def test_extremes_stay_finite(difference: float) -> None:
 
 @pytest.mark.parametrize("count", [1, 7, 10, 1001])
 @pytest.mark.parametrize("value", [-0.3, -1.7, -20.1])
-def test_probabilities_that_do_not_vary_have_no_correlation(count: int, value: float) -> None:
+def test_probabilities_that_do_not_vary_have_no_correlation(count, value):
     column, mask = torch.full((count,), value), torch.ones(count, dtype=torch.bool)
     varied = torch.linspace(-3, -1, count)
     for old, rollout in ((column, column), (column, varied), (varied, column)):
         assert "correlation" not in summarize(statistics(old, rollout, mask))
 
 
-def test_mismatch_without_tokens_is_empty() -> None:
+def test_mismatch_without_tokens_is_empty():
     column = torch.full((3,), torch.nan)
     assert statistics(column, column, torch.zeros(3, dtype=torch.bool)) == {}
     assert statistics(column[:0], column[:0], torch.zeros(0, dtype=torch.bool)) == {}

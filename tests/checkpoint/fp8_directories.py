@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
-from verl_mg.checkpoint.model_directory import SINGLE
+from verl_mg.models.hf_config import SINGLE
 from verl_mg.sharding.boxes import slices
 from verl_mg.sharding.weight_table import WeightTable
 

@@ -10,16 +10,17 @@ from safetensors.torch import load_file, save_file
 from tests.checkpoint.fp8_directories import dequantized_by_transformers, quantize_directory
 from tests.helpers.tiny_models import tiny_model
 from tests.oracles.installed_source import installed_functions
-from verl_mg.checkpoint.fp8 import dequantize
 from verl_mg.checkpoint.hf_safetensors import CheckpointReader
-from verl_mg.checkpoint.model_directory import SINGLE, ModelDirectory
+from verl_mg.checkpoint.model_directory import ModelDirectory
+from verl_mg.checkpoint.quantized import dequantize
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.model_runner import ModelRunner
+from verl_mg.megatron.model_runner import MegatronRunner
 from verl_mg.megatron.process_groups import ParallelGroups
-from verl_mg.models.hf_config import read_config
+from verl_mg.models.hf_config import SINGLE, read_config
 from verl_mg.sharding.boxes import scale_grid, slices
 from verl_mg.sharding.weight_table import weight_table
+from verl_mg.training.model_spec import ModelSpec
 
 BLOCK = (4, 4)
 
@@ -39,7 +40,7 @@ def expected(model):
 def loaded_boxes(model, layout, expected):
     """Loads the model on these ranks; returns how many boxes this rank has, and the tensors that differ."""
     placement = Placement.on(Layout.parse(layout), dist.get_world_size())
-    runner = ModelRunner(model, ParallelGroups(placement), torch.bfloat16)
+    runner = MegatronRunner(ModelSpec(model, torch.bfloat16), ParallelGroups(placement))
     parameters = runner.parameters()
     pieces = [(name, p) for name, shard in runner.shard_map().shards(dist.get_rank()).items() for p in shard.pieces]
     different = []

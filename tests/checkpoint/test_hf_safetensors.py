@@ -1,15 +1,23 @@
 """Slices read from and boxes written to real safetensors files."""
 
 import json
+from math import prod
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from verl_mg.checkpoint.hf_safetensors import CheckpointReader, CheckpointWriter, load_shards
-from verl_mg.checkpoint.model_directory import INDEX, SINGLE, ModelDirectory
+from verl_mg.checkpoint.hf_safetensors import CheckpointReader, CheckpointWriter, load_shards, split_by_size
+from verl_mg.checkpoint.model_directory import ModelDirectory
+from verl_mg.checkpoint.reader_assignment import OVERLOAD, ReaderShardMap
+from verl_mg.checkpoint.safetensors_file import DTYPE_NAMES, DamagedFileError, SafetensorsFile
 from verl_mg.errors import UserError
-from verl_mg.sharding.boxes import Piece, Shard, full_box, slices
+from verl_mg.layout import Layout, Placement
+from verl_mg.models.hf_config import INDEX, SINGLE, read_config
+from verl_mg.sharding.boxes import Piece, Shard, full_box, numel, slices
+from verl_mg.sharding.weight_table import weight_table
 
 SHAPES = {"a": (6, 4), "b": (5,), "c": (2, 3, 4), "d": (7, 2)}
 WHOLE = {name: Shard(shape, (Piece(name, full_box(shape), full_box(shape)),)) for name, shape in SHAPES.items()}
@@ -106,3 +114,100 @@ def test_model_directory_unpacked_has_the_same_files(tmp_path, tensors):
     found = ModelDirectory.find(tmp_path)
     assert len(set(found.file_of.values())) > 1
     assert ModelDirectory.unpacked(tmp_path, found.packed()).file_of == found.file_of
+
+
+CONFIGS = Path(__file__).parents[2] / "tools" / "model_configs"
+
+
+def readers_of(model, layout, ranks, file_bytes):
+    """The assignment, and the number of files."""
+    table = weight_table(read_config(CONFIGS / f"{model}.json"))
+    files = split_by_size({name: info.shape for name, info in table.tensor_index.tensors.items()}, 2, file_bytes)
+    file_of = {tensor: str(number) for number, tensors in enumerate(files) for tensor in tensors}
+    whole = table.shard_map_megatron(Placement(Layout.parse(layout).fit(ranks), tuple(range(ranks))))
+    return ReaderShardMap(whole, file_of), whole, len(files)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "ranks"),
+    [
+        ("qwen2_5_7b", "tp4", 16),
+        ("qwen2_5_7b", "tp2-pp2", 32),
+        pytest.param("qwen3_30b_a3b", "tp2-ep8", 16, marks=pytest.mark.nightly),
+    ],
+)
+def test_each_box_has_one_reader_that_has_it_and_the_work_is_balanced(model, layout, ranks):
+    readers, whole, _ = readers_of(model, layout, ranks, 4 * 10**9)
+    total = sum(prod(info.shape) for info in whole.tensors.values())
+    load = []
+    for rank in range(ranks):
+        held = {(p.tensor, p.source, p.target) for shard in whole.shards(rank).values() for p in shard.pieces}
+        read = [(p.tensor, p.source, p.target) for shard in readers.shards(rank).values() for p in shard.pieces]
+        assert held.issuperset(read) and len(read) == len(set(read))
+        load.append(sum(numel(box) for _, box, _ in read))
+        assert load[-1] == sum(elements.get(rank, 0) for elements in readers.elements.values())
+    assert sum(load) == total  # boxes of a tensor are disjoint
+    assert max(load) < (OVERLOAD + 0.2) * total / ranks
+
+
+def test_deepseek_v3_on_1024_ranks_opens_few_files():
+    readers, _, files = readers_of("deepseek_v3", "tp8-pp32-ep16-etp1", 1024, 8_280_000_000)
+    assert len(readers.elements) == files == 163
+    assert sum(map(len, readers.elements.values())) < 1400
+
+
+@pytest.mark.parametrize("dtype", DTYPE_NAMES)
+def test_read_box_equals_the_slice_of_the_tensor(tmp_path, dtype):
+    values = torch.arange(60).view(3, 4, 5).to(dtype)
+    save_file({"first": torch.ones(3), "x": values, "none": torch.empty(0, 2), "last": torch.tensor(7)}, tmp_path / "f")
+    file = SafetensorsFile(tmp_path / "f")
+    assert torch.equal(file.read("x"), values) and file.read("x").dtype is dtype
+    assert torch.equal(file.read("x", ((1, 3), (0, 4), (2, 3))), values[1:3, :, 2:3])
+    assert file.read("none").shape == (0, 2) and file.read("last") == 7
+    with pytest.raises(KeyError):
+        file.read("y")
+
+
+def test_read_of_an_unknown_dtype_raises(tmp_path):
+    save_file({"x": torch.ones(4).to(torch.float8_e5m2)}, tmp_path / "f")
+    file = SafetensorsFile(tmp_path / "f")
+    assert file.tensors["x"].dtype == "F8_E5M2"
+    with pytest.raises(DamagedFileError, match="F8_E5M2 of 'x'"):
+        file.read("x")
+
+
+def entry(dtype="F32", shape=(2,), offsets=(0, 8)):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        [],
+        {"x": 1},
+        {"x": {"dtype": "F32"}},
+        {"x": entry(shape=(3,))},
+        {"x": entry(shape=(-2,))},
+        {"x": entry(shape="2")},
+        {"x": entry(dtype=["F32"])},
+        {"x": entry(offsets=(0, 4))},
+        {"x": entry(offsets=(8, 16))},
+        {"x": entry(offsets=(8, 0))},
+        {"x": entry(), "y": entry()},
+        {},
+    ],
+)
+def test_open_damaged_header_raises(tmp_path, fields):
+    text = json.dumps(fields).encode()
+    (tmp_path / "f").write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
+    with pytest.raises(SafetensorError):
+        safe_open(tmp_path / "f", framework="pt")
+    with pytest.raises(DamagedFileError):
+        SafetensorsFile(tmp_path / "f")
+
+
+@pytest.mark.parametrize("content", [b"", b"\x10" * 7, b"\xff" * 20, b"\x04\0\0\0\0\0\0\0{{{{"])
+def test_open_what_is_no_safetensors_file_raises(tmp_path, content):
+    (tmp_path / "f").write_bytes(content)
+    with pytest.raises(DamagedFileError):
+        SafetensorsFile(tmp_path / "f")

@@ -1,26 +1,32 @@
 """MXFP4 checkpoints, dequantized while boxes are read."""
 
+from __future__ import annotations
+
+import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from tests.checkpoint.mxfp4_directories import dequantized_by_transformers, quantize_directory
 from tests.helpers.tiny_models import tiny_model, unstacked
 from verl_mg.checkpoint.hf_safetensors import CheckpointReader
-from verl_mg.checkpoint.model_directory import SINGLE, ModelDirectory
+from verl_mg.checkpoint.model_directory import ModelDirectory
 from verl_mg.errors import UserError
 from verl_mg.fsdp.mesh import MeshGroups
-from verl_mg.fsdp.model_runner import ModuleRunner
+from verl_mg.fsdp.model_runner import FsdpRunner
 from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.model_runner import ModelRunner
+from verl_mg.megatron.model_runner import MegatronRunner
 from verl_mg.megatron.process_groups import ParallelGroups
-from verl_mg.models.hf_config import read_config
+from verl_mg.models.hf_config import SINGLE, read_config
 from verl_mg.sharding.boxes import slices
 from verl_mg.sharding.weight_table import weight_table
+from verl_mg.training.model_spec import ModelSpec
 
 STACK = "model.layers.1.mlp.experts.gate_up_proj"
 EXPERT = "model.layers.1.mlp.experts.2.gate_up_proj"
@@ -42,9 +48,9 @@ def different_boxes(model, backend, layout, expected):
     """Loads the model on these ranks; returns how many boxes this rank has, and the tensors that differ."""
     placement = Placement.on(Layout.parse(layout), dist.get_world_size())
     if backend == "fsdp":
-        runner = ModuleRunner(model, MeshGroups(placement), torch.bfloat16, trained=False)
+        runner = FsdpRunner(ModelSpec(model, torch.bfloat16, trained=False), MeshGroups(placement))
     else:
-        runner = ModelRunner(model, ParallelGroups(placement), torch.bfloat16)
+        runner = MegatronRunner(ModelSpec(model, torch.bfloat16), ParallelGroups(placement))
     parameters = runner.parameters()
     pieces = [(name, p) for name, shard in runner.shard_map().shards(dist.get_rank()).items() for p in shard.pieces]
     different = []
@@ -119,3 +125,34 @@ def test_checkpoint_reader_scale_that_is_no_number_is_named(model, tmp_path):
         reader.read(EXPERT, ((0, 6), (0, 32)))
         with pytest.raises(UserError, match=rf"scales '{STACK}_scales' .* \(a scale is not a number in the box"):
             reader.read(EXPERT, ((0, 7), (0, 32)))
+
+
+STACKS = ("gate_up_proj", "down_proj")
+
+
+def quantize_directory(folder: Path) -> None:
+    """Replaces the matrices of experts by random blocks and scales, and names the format in config.json."""
+    tensors, generator = load_file(folder / SINGLE), torch.Generator().manual_seed(5)
+    stored: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if not name.endswith(STACKS):
+            stored[name] = tensor.bfloat16()
+            continue
+        experts, columns, rows = tensor.shape
+        grid = (experts, rows, columns // 32)
+        stored[f"{name}_blocks"] = torch.randint(256, (*grid, 16), generator=generator, dtype=torch.uint8)
+        stored[f"{name}_scales"] = torch.randint(121, 126, grid, generator=generator, dtype=torch.uint8)
+    save_file(stored, folder / SINGLE, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def dequantized_by_transformers(folder: Path) -> dict[str, Tensor]:
+    """Returns the tensors of the unquantized format, as `transformers` computes them in bfloat16."""
+    stored = load_file(folder / SINGLE)
+    result = {name: tensor for name, tensor in stored.items() if not name.endswith(("_blocks", "_scales"))}
+    for name in stored:
+        if name.endswith("_blocks"):
+            stack = name.removesuffix("_blocks")
+            result[stack] = convert_moe_packed_tensors(stored[name], stored[f"{stack}_scales"])
+    return result

@@ -22,19 +22,19 @@ def observed(curriculum: Curriculum, rates: dict[int, float], answers: int = 4) 
     return curriculum
 
 
-def test_take_without_observations_equals_the_plain_set() -> None:
+def test_take_without_observations_equals_the_plain_set():
     curriculum, plain = Curriculum(some(7), **BAND), some(7)
     assert [prompt for n in (3, 0, 9, 2) for prompt in curriculum.take(n)] == plain.take(14)
     assert (len(curriculum), list(curriculum)) == (7, list(plain))
     assert (curriculum.by_id(2), curriculum.first(2), curriculum.dropped) == (plain.by_id(2), plain.first(2), 0)
 
 
-def test_take_prompts_outside_the_band_are_skipped_in_order() -> None:
+def test_take_prompts_outside_the_band_are_skipped_in_order():
     curriculum, plain = observed(Curriculum(some(8), **BAND), {1: 0.0, 2: 1.0, 3: 0.5, 4: 0.25, 5: 0.75}), some(8)
     assert ids(curriculum.take(6)) == [i for i in ids(plain.take(8)) if i not in (1, 2)]
 
 
-def test_observe_several_visits_give_a_running_average() -> None:
+def test_observe_several_visits_give_a_running_average():
     curriculum = Curriculum(some(3), **BAND, pass_threshold=0.8, decay=0.75)
     curriculum.observe([0, 1, 0, 0, 0], [0.8, 0.79, 1.0, -1.0, 0.0])
     assert [curriculum.rate(i) for i in range(3)] == [0.5, 0.0, None]
@@ -48,7 +48,7 @@ def test_observe_several_visits_give_a_running_average() -> None:
     assert Curriculum(some(3), **BAND).metrics() == {"curriculum/frac_observed": 0.0}
 
 
-def test_observe_any_order_of_answers_gives_the_same_state() -> None:
+def test_observe_any_order_of_answers_gives_the_same_state():
     answers = [(i % 5, float(i % 3 == 0)) for i in range(60)]
     curricula = []
     for seed in range(3):
@@ -59,7 +59,7 @@ def test_observe_any_order_of_answers_gives_the_same_state() -> None:
 
 
 @pytest.mark.parametrize("revisit", [1, 3])
-def test_take_skipped_prompt_returns_after_revisit_passes(revisit: int) -> None:
+def test_take_skipped_prompt_returns_after_revisit_passes(revisit):
     curriculum = observed(Curriculum(some(5), **BAND, revisit=revisit), {0: 1.0})
     expected, visits = [], 0
     for prompt in ids(some(5).take(100)):
@@ -69,14 +69,14 @@ def test_take_skipped_prompt_returns_after_revisit_passes(revisit: int) -> None:
     assert [i for _ in range(40) for i in ids(curriculum.take(2))] == expected[:80]
 
 
-def test_observe_better_rate_brings_a_prompt_back_inside() -> None:
+def test_observe_better_rate_brings_a_prompt_back_inside():
     curriculum = observed(Curriculum(some(5), **BAND, revisit=9), {0: 1.0})
     curriculum.take(4)
     observed(curriculum, {0: 0.0})  # the average is now 0.5
     assert sorted(ids(curriculum.take(5))) == [0, 1, 2, 3, 4]
 
 
-def test_take_too_few_inside_adds_the_nearest() -> None:
+def test_take_too_few_inside_adds_the_nearest():
     rates = {0: 0.0, 1: 0.1, 2: 0.5, 3: 0.9, 4: 1.0, 5: 0.2}
     curriculum = observed(Curriculum(some(6), **BAND, revisit=5), rates, answers=10)
     taken = ids(curriculum.take(4))
@@ -85,12 +85,12 @@ def test_take_too_few_inside_adds_the_nearest() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_take_added_prompt_is_skipped_again_afterwards(seed: int) -> None:
+def test_take_added_prompt_is_skipped_again_afterwards(seed):
     curriculum = observed(Curriculum(some(2, seed=seed), **BAND, revisit=2), {0: 0.2, 1: 0.0}, answers=10)
     assert [i for _ in range(3) for i in ids(curriculum.take(1))] == [0, 0, 1]
 
 
-def test_take_all_outside_still_returns_enough_prompts() -> None:
+def test_take_all_outside_still_returns_enough_prompts():
     """All outside, more requested than there are, for longer than any `revisit`."""
     curriculum = observed(Curriculum(some(4), **BAND, revisit=1000), dict.fromkeys(range(4), 0.0))
     seen = Counter(i for _ in range(20) for i in ids(curriculum.take(11)))
@@ -102,7 +102,7 @@ def test_take_all_outside_still_returns_enough_prompts() -> None:
 
 @given(st.integers(2, 9), st.integers(0, 20), st.integers(1, 3), st.data())
 @settings(max_examples=60, deadline=None)
-def test_take_pass_across_epochs_repeats_no_prompt(size: int, before: int, revisit: int, data: st.DataObject) -> None:
+def test_take_pass_across_epochs_repeats_no_prompt(size, before, revisit, data):
     """A turn that crosses an epoch meets prompts twice, skipped or due, and takes them once."""
     curriculum = observed(Curriculum(some(size), **BAND, revisit=revisit), dict.fromkeys(range(size), 0.0))
     for n in [before, *data.draw(st.lists(st.integers(1, size // 2), max_size=6))]:
@@ -110,14 +110,14 @@ def test_take_pass_across_epochs_repeats_no_prompt(size: int, before: int, revis
         assert n > size // 2 or len(set(taken)) == n
 
 
-def test_take_all_outside_returns_every_prompt_in_time() -> None:
+def test_take_all_outside_returns_every_prompt_in_time():
     """With every prompt at 0 and small takes, each comes again and again."""
     curriculum = observed(Curriculum(some(30), **BAND, revisit=2), dict.fromkeys(range(29), 0.0))
     seen = Counter(i for _ in range(200) for i in ids(curriculum.take(3)))
     assert set(seen) == set(range(30))
 
 
-def test_take_mixture_keeps_its_shares() -> None:
+def test_take_mixture_keeps_its_shares():
     curriculum = observed(
         Curriculum(mixed({"a": 10, "b": 10}, {"a": 3, "b": 1}), **BAND, revisit=50), dict.fromkeys(range(2, 10), 1.0)
     )
@@ -134,9 +134,7 @@ def source_of(seed: int, several: bool) -> PromptSet | Mixture:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 12), max_size=10), st.integers(0, 3), st.booleans(), st.randoms(use_true_random=False))
-def test_load_state_resumed_sequence_equals_uninterrupted_one(
-    takes: list[int], seed: int, several: bool, draw: random.Random
-) -> None:
+def test_load_state_resumed_sequence_equals_uninterrupted_one(takes, seed, several, draw):
     ever, walk = (Curriculum(source_of(seed, several), **BAND, revisit=2) for _ in range(2))
     for n in takes:
         taken = ever.take(n)
@@ -151,7 +149,7 @@ def test_load_state_resumed_sequence_equals_uninterrupted_one(
     assert ever.state() == walk.state()
 
 
-def test_load_state_of_other_data_is_refused() -> None:
+def test_load_state_of_other_data_is_refused():
     old = Curriculum(some(5), **BAND)
     with pytest.raises(UserError, match="kind=curriculum, now kind=set"):
         resume(some(5), old)

@@ -5,10 +5,14 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 from transformers import PreTrainedTokenizerFast
 
-from verl_mg.data import PromptSet, demonstration
+from tests.helpers.json_lines import write_lines
+from tests.helpers.prompts import prompt_set
+from verl_mg.data import demonstration, read_records
 from verl_mg.errors import UserError
 from verl_mg.models.tiny_model import character_tokenizer
 
@@ -38,15 +42,10 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def lines(folder: Path, *records: dict[str, Any]) -> Path:
-    path = folder / "data.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
+    return write_lines(folder / "data.jsonl", records)
 
 
-def parquet(folder: Path, *records: dict[str, Any]) -> Path:
-    import pyarrow as pa
-    from pyarrow import parquet
-
+def parquet_file(folder: Path, *records: dict[str, Any]) -> Path:
     parquet.write_table(pa.Table.from_pylist(list(records)), folder / "data.parquet")
     return folder / "data.parquet"
 
@@ -54,16 +53,16 @@ def parquet(folder: Path, *records: dict[str, Any]) -> Path:
 def read(path: Path, tokenizer: PreTrainedTokenizerFast, **options: Any) -> tuple[list[tuple[str, str | None]], str]:
     """Texts with answers, and the lines that were reported."""
     reported: list[str] = []
-    prompts = PromptSet.from_file(path, tokenizer, max_prompt_tokens=500, report=reported.append, **options)
+    prompts = prompt_set(path, tokenizer, max_prompt_tokens=500, report=reported.append, **options)
     return [(prompt.text, prompt.answer) for prompt in prompts], "; ".join(reported)
 
 
-def test_from_file_parquet_of_verl_is_read_without_options(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    path = parquet(tmp_path, VERL, VERL | {"prompt": [{"role": "system", "content": "s"}, USER]})
+def test_read_prompts_parquet_of_verl_is_read_without_options(tmp_path, tokenizer):
+    path = parquet_file(tmp_path, VERL, VERL | {"prompt": [{"role": "system", "content": "s"}, USER]})
     read_, reported = read(path, tokenizer)
     assert read_ == [("<user>1+1=<assistant>", "2"), ("<system>s<user>1+1=<assistant>", "2")]
     assert reported == f"{path}: prompts from 'prompt', answers from 'reward_model.ground_truth'"
-    assert PromptSet.from_file(path, tokenizer, max_prompt_tokens=50)[0].record == VERL
+    assert prompt_set(path, tokenizer, max_prompt_tokens=50)[0].record == VERL
 
 
 @pytest.mark.parametrize(
@@ -77,42 +76,36 @@ def test_from_file_parquet_of_verl_is_read_without_options(tmp_path: Path, token
         ("", ""),
     ],
 )
-def test_from_file_ground_truth_of_other_types_is_text(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, truth: Any, answer: str
-) -> None:
-    path = parquet(tmp_path, VERL | {"reward_model": {"style": "rule", "ground_truth": truth}})
+def test_read_prompts_ground_truth_of_other_types_is_text(tmp_path, tokenizer, truth, answer):
+    path = parquet_file(tmp_path, VERL | {"reward_model": {"style": "rule", "ground_truth": truth}})
     assert read(path, tokenizer)[0] == [("<user>1+1=<assistant>", answer)]
 
 
 @pytest.mark.parametrize("prompt", ["1+1=", [USER]])
-def test_from_file_jsonl_of_slime_is_read_without_options(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, prompt: Any
-) -> None:
+def test_read_prompts_jsonl_of_slime_is_read_without_options(tmp_path, tokenizer, prompt):
     path = lines(tmp_path, {"prompt": prompt, "label": "2", "metadata": {"rm_type": "math"}}, {"prompt": "x"})
     read_, reported = read(path, tokenizer)
     assert read_ == [("1+1=" if prompt == "1+1=" else "<user>1+1=<assistant>", "2"), ("x", None)]
     assert reported == f"{path}: prompts from 'prompt', answers from 'label'"
 
 
-def test_from_file_parquet_of_verl_without_images_in_its_column_is_read(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    assert read(parquet(tmp_path, VERL | {"images": []}, VERL | {"images": None}), tokenizer)[0][0][1] == "2"
+def test_read_prompts_parquet_of_verl_without_images_in_its_column_is_read(tmp_path, tokenizer):
+    assert read(parquet_file(tmp_path, VERL | {"images": []}, VERL | {"images": None}), tokenizer)[0][0][1] == "2"
 
 
-def test_from_file_messages_end_with_their_answer(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_read_prompts_messages_end_with_their_answer(tmp_path, tokenizer):
     path = lines(tmp_path, {"messages": [USER, ASSISTANT]}, {"messages": [USER, ASSISTANT, USER]})
     read_, reported = read(path, tokenizer)
     assert read_ == [("<user>1+1=<assistant>", "2"), ("<user>1+1=<assistant>2<user>1+1=<assistant>", None)]
     assert reported == f"{path}: prompts from 'messages', answers from the last assistant message of 'messages'"
-    first, second = PromptSet.from_file(path, tokenizer, max_prompt_tokens=50)
+    first, second = prompt_set(path, tokenizer, max_prompt_tokens=50)
     tokens, length = demonstration(first, tokenizer, 50)
     assert tokenizer.decode(tokens[length:-1]) == "2"
     with pytest.raises(UserError, match=r":2 .*no answer to learn from"):
         demonstration(second, tokenizer, 50)
 
 
-def test_from_file_messages_with_an_answer_field_keep_it(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_read_prompts_messages_with_an_answer_field_keep_it(tmp_path, tokenizer):
     path = lines(tmp_path, {"messages": [USER, ASSISTANT], "answer": "two"})
     assert read(path, tokenizer) == (
         [("<user>1+1=<assistant>", "two")],
@@ -120,14 +113,14 @@ def test_from_file_messages_with_an_answer_field_keep_it(tmp_path: Path, tokeniz
     )
 
 
-def test_from_file_usual_fields_take_precedence_silently(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_read_prompts_usual_fields_take_precedence_silently(tmp_path, tokenizer):
     path = lines(tmp_path, {"label": "l", "messages": [USER]}, VERL | {"prompt": "p", "answer": "a"})
     with pytest.raises(UserError, match=r":1: no field 'prompt'"):  # found for the file, not for each line
         read(path, tokenizer)
     assert read(lines(tmp_path, VERL | {"prompt": "p", "answer": "a", "label": "l"}), tokenizer) == ([("p", "a")], "")
 
 
-def test_from_file_configured_fields_are_never_replaced(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_read_prompts_configured_fields_are_never_replaced(tmp_path, tokenizer):
     path = lines(tmp_path, VERL | {"label": "l", "extra_info.answer": "literal"}, VERL | {"label": "l"})
     for answer_field, answers in (
         ("label", ["l", "l"]),
@@ -154,16 +147,14 @@ def test_from_file_configured_fields_are_never_replaced(tmp_path: Path, tokenize
         (VERL | {"images": [{"bytes": "a"}]}, {}, "the record has 'images', which the model does not read"),
     ],
 )
-def test_from_file_other_layout_is_named(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, record: dict[str, Any], options: dict[str, str], reason: str
-) -> None:
+def test_read_prompts_other_layout_is_named(tmp_path, tokenizer, record, options, reason):
     path = lines(tmp_path, record)
     with pytest.raises(UserError, match=reason) as caught:
         read(path, tokenizer, **options)
     assert str(caught.value).startswith(f"{path}:1: ")
 
 
-def test_from_file_parquet_messages_render_as_the_same_json(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_read_prompts_parquet_messages_render_as_the_same_json(tmp_path, tokenizer):
     """Parquet gives all messages the fields of each: those that are null there are absent in the JSON."""
     call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": null}'}}
     conversation = [
@@ -175,13 +166,67 @@ def test_from_file_parquet_messages_render_as_the_same_json(tmp_path: Path, toke
     records = [{"messages": conversation}, {"messages": other}]
     json_texts, _ = read(lines(tmp_path, *records), tokenizer)
     assert json_texts[0][0] == f"<user>ab[{json.dumps([call])}]<assistant>None<tool>3<assistant>"
-    path = parquet(tmp_path, *records)
+    path = parquet_file(tmp_path, *records)
     assert read(path, tokenizer)[0] == json_texts
-    for_agents = PromptSet.from_file(path, tokenizer, max_prompt_tokens=500)[0].messages
+    for_agents = prompt_set(path, tokenizer, max_prompt_tokens=500)[0].messages
     texts = [{"content": "ab"}, {"content": None}, {"content": "3"}]
     assert for_agents == [message | text for message, text in zip(conversation, texts, strict=True)]
 
 
-def test_from_file_calls_without_content_are_messages(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_read_prompts_calls_without_content_are_messages(tmp_path, tokenizer):
     path = lines(tmp_path, {"prompt": [USER, {"role": "assistant", "tool_calls": []}, USER]})
     assert read(path, tokenizer)[0][0][0] == "<user>1+1=[[]]<assistant>None<user>1+1=<assistant>"
+
+
+RECORDS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "ü\u2028\n", "answer": None}]
+
+
+def written(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+def test_read_records_blank_lines_are_skipped(tmp_path, suffix):
+    lines = "\n   \n\n".join(json.dumps(record, ensure_ascii=False) for record in RECORDS)
+    assert read_records(written(tmp_path / f"data{suffix}", lines + "\n")) == RECORDS
+
+
+def test_read_records_parquet_file_is_read(tmp_path):
+    records = [{"prompt": [{"role": "user", "content": "hi"}], "n": 3}, {"prompt": [], "n": 4}]
+    parquet.write_table(pa.Table.from_pylist(records), tmp_path / "data.parquet")
+    assert read_records(tmp_path / "data.parquet") == records
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "reason"),
+    [('{"a": 1}\n\n{"a": \n', 3, "not JSON"), ('{"a": 1}\n[1]\n', 2, "a JSON list, not an object")],
+)
+def test_read_records_bad_line_is_named(tmp_path, text, line, reason):
+    path = written(tmp_path / "data.jsonl", text)
+    with pytest.raises(UserError) as caught:
+        read_records(path)
+    assert str(caught.value).startswith(f"{path}:{line}: {reason}")
+    assert '{"prompt": "..."}' in str(caught.value)
+
+
+def test_read_records_invalid_utf8_is_named(tmp_path):
+    (tmp_path / "data.jsonl").write_bytes(b'{"a": 1}\n{"a": "\xff"}\n')
+    with pytest.raises(UserError, match=r"data\.jsonl:2: not UTF-8"):
+        read_records(tmp_path / "data.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("missing.jsonl", None, "no such data file"),
+        ("data.csv", "a,b\n", r"ends in '\.csv'"),
+        ("empty.jsonl", "\n \n", "contains no records"),
+        ("data.parquet", "no parquet", "not a readable Parquet file"),
+    ],
+)
+def test_read_records_bad_file_is_named(tmp_path, name, text, reason):
+    path = tmp_path / name if text is None else written(tmp_path / name, text)
+    with pytest.raises(UserError, match=reason) as caught:
+        read_records(path)
+    assert str(caught.value).startswith(str(path))

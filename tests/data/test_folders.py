@@ -1,7 +1,6 @@
 """A path is a file, the shards of a folder, a pattern, or a saved dataset; anything else is named with its remedy."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +8,14 @@ import pyarrow as pa
 import pytest
 from pyarrow import ipc, parquet
 
+from tests.helpers.json_lines import write_lines
 from verl_mg.data import read_records
+from verl_mg.data.hub_files import select
 from verl_mg.data.records import located_records
 from verl_mg.errors import UserError
+from verl_mg.hub import HubName
 
 ROWS = [{"prompt": f"p{i}", "messages": [{"role": "user", "content": f"c{i}"}]} for i in range(5)]
-
-
-def lines(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def table(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -40,8 +38,8 @@ def saved_by_hand(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("kind", "write"), [(".jsonl", lines), (".parquet", table)])
-def test_read_records_folder_of_shards_is_read_by_name(tmp_path: Path, kind: str, write: Callable[..., None]) -> None:
+@pytest.mark.parametrize(("kind", "write"), [(".jsonl", write_lines), (".parquet", table)])
+def test_read_records_folder_of_shards_is_read_by_name(tmp_path, kind, write):
     for number, part in ((1, ROWS[3:]), (0, ROWS[:3])):
         write(tmp_path / f"train-0000{number}-of-00002{kind}", part)
     (tmp_path / f".train-00002-of-00002{kind}").write_text("a copy half made")
@@ -51,16 +49,16 @@ def test_read_records_folder_of_shards_is_read_by_name(tmp_path: Path, kind: str
     assert last == f"{tmp_path}/train-00001-of-00002{kind}:2"
 
 
-def test_read_records_arrow_stream_is_read(tmp_path: Path) -> None:
+def test_read_records_arrow_stream_is_read(tmp_path):
     stream(tmp_path / "data.arrow", ROWS)
     assert read_records(tmp_path / "data.arrow") == ROWS
 
 
-def test_read_records_saved_dataset_has_the_order_of_its_state(tmp_path: Path) -> None:
+def test_read_records_saved_dataset_has_the_order_of_its_state(tmp_path):
     assert read_records(saved_by_hand(tmp_path / "d")) == ROWS
 
 
-def test_read_records_datasets_of_hugging_face_are_read(tmp_path: Path) -> None:
+def test_read_records_datasets_of_hugging_face_are_read(tmp_path):
     datasets = pytest.importorskip("datasets", reason="the package datasets is not installed")
     datasets.disable_progress_bars()
     whole = datasets.Dataset.from_list(ROWS)
@@ -78,9 +76,9 @@ def test_read_records_datasets_of_hugging_face_are_read(tmp_path: Path) -> None:
         read_records(tmp_path / "empty")
 
 
-def test_read_records_pattern_reads_matching_files(tmp_path: Path) -> None:
+def test_read_records_pattern_reads_matching_files(tmp_path):
     for name in ("train-1", "train-0", "test-0"):
-        lines(tmp_path / f"{name}.jsonl", [{"prompt": name}])
+        write_lines(tmp_path / f"{name}.jsonl", [{"prompt": name}])
     assert [row["prompt"] for row in read_records(tmp_path / "train-*.jsonl")] == ["train-0", "train-1"]
     assert len(read_records(tmp_path / "*.jsonl")) == 3
     with pytest.raises(UserError, match="no file matches"):
@@ -100,9 +98,9 @@ def test_read_records_pattern_reads_matching_files(tmp_path: Path) -> None:
         (["train-00000-of-00003.jsonl", "train-00002-of-00003.jsonl"], r"2 of 3 shards .*pattern .*/\*\.jsonl"),
     ],
 )
-def test_read_records_folder_of_other_than_one_set_is_refused(tmp_path: Path, names: list[str], reason: str) -> None:
+def test_read_records_folder_of_other_than_one_set_is_refused(tmp_path, names, reason):
     for name in names:
-        lines(tmp_path / name, ROWS)
+        write_lines(tmp_path / name, ROWS)
     with pytest.raises(UserError, match=reason) as caught:
         read_records(tmp_path)
     assert str(caught.value).startswith(f"{tmp_path}: ")
@@ -117,21 +115,21 @@ def test_read_records_folder_of_other_than_one_set_is_refused(tmp_path: Path, na
         ["train-00000-of-00002-ab12", "train-00001-of-00002-cd34"],
     ],
 )
-def test_read_records_usual_shard_names_are_one_set(tmp_path: Path, names: list[str]) -> None:
+def test_read_records_usual_shard_names_are_one_set(tmp_path, names):
     for name in names:
-        lines(tmp_path / f"{name}.jsonl", ROWS)
+        write_lines(tmp_path / f"{name}.jsonl", ROWS)
     assert len(read_records(tmp_path)) == len(names) * len(ROWS)
 
 
-def test_read_records_two_file_kinds_are_refused(tmp_path: Path) -> None:
-    lines(tmp_path / "train.jsonl", ROWS)
+def test_read_records_two_file_kinds_are_refused(tmp_path):
+    write_lines(tmp_path / "train.jsonl", ROWS)
     table(tmp_path / "train.parquet", ROWS)
     with pytest.raises(UserError, match=r"train\*\.jsonl, train\*\.parquet"):
         read_records(tmp_path)
 
 
-def test_read_records_bad_line_of_a_shard_is_named(tmp_path: Path) -> None:
-    lines(tmp_path / "a0.jsonl", ROWS)
+def test_read_records_bad_line_of_a_shard_is_named(tmp_path):
+    write_lines(tmp_path / "a0.jsonl", ROWS)
     (tmp_path / "a1.jsonl").write_text('{"prompt": 1}\n{"prompt"\n')
     with pytest.raises(UserError, match="not JSON") as caught:
         read_records(tmp_path)
@@ -148,9 +146,82 @@ def test_read_records_bad_line_of_a_shard_is_named(tmp_path: Path) -> None:
         ("dataset_dict.json", "{}", r"several splits .*/d/train"),
     ],
 )
-def test_read_records_broken_saved_dataset_is_named(tmp_path: Path, file: str, text: str, reason: str) -> None:
+def test_read_records_broken_saved_dataset_is_named(tmp_path, file, text, reason):
     folder = saved_by_hand(tmp_path / "d")
     (folder / file).write_text(text)
     with pytest.raises(UserError, match=reason) as caught:
         read_records(folder)
     assert "\n" not in str(caught.value)
+
+
+GSM8K = [f"{config}/{split}-00000-of-00001.parquet" for config in ("main", "socratic") for split in ("test", "train")]
+"""Files of openai/gsm8k."""
+GSM8K_CARD = {
+    "configs": [
+        {
+            "config_name": config,
+            "data_files": [{"split": split, "path": f"{config}/{split}-*"} for split in ("train", "test")],
+        }
+        for config in ("main", "socratic")
+    ]
+}
+DEFAULT = {"configs": [{"config_name": "default", "data_files": [{"split": "train", "path": ["./a.jsonl", "b/*"]}]}]}
+FOLDER = {"configs": [{"config_name": "x", "data_dir": "sub", "data_files": "*.jsonl"}]}
+
+
+def selected(text: str, files: list[str], card: dict[str, Any]) -> list[str]:
+    name = HubName.parse(text)
+    assert name
+    return select(name, files, card)
+
+
+@pytest.mark.parametrize("card", [GSM8K_CARD, {}], ids=["card", "no card"])
+def test_select_configuration_and_split_gives_their_files(card):
+    assert selected("openai/gsm8k:main:train", ["README.md", *GSM8K], card) == ["main/train-00000-of-00001.parquet"]
+    assert selected("hf:openai/gsm8k:socratic:test", GSM8K, card) == ["socratic/test-00000-of-00001.parquet"]
+
+
+@pytest.mark.parametrize(
+    ("text", "files", "card", "expected"),
+    [
+        ("a/b", ["train.jsonl", "README.md"], {}, ["train.jsonl"]),
+        ("a/b", ["data.jsonl"], {}, ["data.jsonl"]),
+        ("a/b::test", ["data/train-0.parquet", "data/test-0.parquet"], {}, ["data/test-0.parquet"]),
+        ("a/b:main:train", ["main/train/0000.parquet", "main/test/0000.parquet"], {}, ["main/train/0000.parquet"]),
+        ("a/b", ["train.jsonl", "train.parquet", ".x.jsonl"], {}, ["train.parquet"]),
+        ("a/b::train", ["train.parquet", "val.parquet", "eval.parquet", "Test.parquet"], {}, ["train.parquet"]),
+        ("a/b", ["dataset_infos.json", "train.json"], {}, ["train.json"]),
+        ("a/b", ["dataset_info.json", "state.json", "data-0-of-1.arrow"], {}, ["data-0-of-1.arrow"]),
+        ("a/b", ["a.jsonl", "b/0.jsonl", "c.jsonl"], DEFAULT, ["a.jsonl", "b/0.jsonl"]),
+        ("a/b", ["sub/1.jsonl", "0.jsonl"], FOLDER, ["sub/1.jsonl"]),
+        ("a/b", ["train.jsonl"], {"configs": [{"config_name": "x"}, "y"]}, ["train.jsonl"]),
+    ],
+)
+def test_select_of_the_only_set_needs_no_part(text, files, card, expected):
+    assert selected(text, files, card) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "files", "card", "reason"),
+    [
+        (
+            "a/b",
+            GSM8K,
+            GSM8K_CARD,
+            r"a/b: has several configurations \(main, socratic\). Write one of: a/b:main, a/b:so",
+        ),
+        (
+            "a/b:main",
+            GSM8K,
+            {},
+            r"a/b: has several splits \(test, train\). Write one of: a/b:main:test, a/b:main:train",
+        ),
+        ("a/b:other", GSM8K, {}, "a/b: has no configuration 'other'. Write one of: a/b:main, a/b:socratic"),
+        ("a/b@v1:main:dev", GSM8K, {}, "a/b@v1: has no split 'dev'. Write one of: a/b@v1:main:test, a/b@v1:main:train"),
+        ("a/b", ["a.csv", "b.zip", "README.md"], {}, r"kinds are: .csv, .zip\). Write hf:a/b@refs/convert/parquet"),
+        ("a/b", ["x.jsonl"], DEFAULT, "no readable file matches"),
+    ],
+)
+def test_select_of_an_unknown_part_names_the_known_ones(text, files, card, reason):
+    with pytest.raises(UserError, match=reason):
+        selected(text, files, card)

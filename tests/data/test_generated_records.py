@@ -3,11 +3,11 @@
 import asyncio
 import importlib.util
 import sys
-from pathlib import Path
 
 import pytest
 
-from verl_mg.data import PromptSet, read_records
+from tests.helpers.prompts import prompt_set
+from verl_mg.data import read_records
 from verl_mg.errors import UserError
 from verl_mg.models.tiny_model import character_tokenizer
 from verl_mg.rewards import Reward, Sample, load_reward
@@ -22,7 +22,7 @@ PARTS = {"no_answer": 0.0, "failed": 0.0}
 
 
 @installed
-def test_read_records_of_a_task_are_those_of_the_package() -> None:
+def test_read_records_of_a_task_are_those_of_the_package():
     import reasoning_gym
 
     theirs = reasoning_gym.create_dataset("chain_sum", size=3, seed=5, max_terms=3)
@@ -32,13 +32,13 @@ def test_read_records_of_a_task_are_those_of_the_package() -> None:
     ]
     assert len(read_records("reasoning_gym:chain_sum")) == 500
     tokenizer = character_tokenizer("".join(map(chr, range(32, 127))))
-    prompts = PromptSet.from_file(PATH, tokenizer, max_prompt_tokens=200, instruction=" Use <answer>.")
+    prompts = prompt_set(PATH, tokenizer, max_prompt_tokens=200, instruction=" Use <answer>.")
     assert [prompt.answer for prompt in prompts] == [entry["answer"] for entry in theirs]
     assert prompts[1].place == f"{PATH}:2" and prompts[1].text.endswith("= Use <answer>.")
 
 
 @installed
-def test_score_of_a_response_is_that_of_its_task() -> None:
+def test_score_of_a_response_is_that_of_its_task():
     record = read_records(PATH)[0]
     right = record["answer"]
     expected = {
@@ -51,7 +51,7 @@ def test_score_of_a_response_is_that_of_its_task() -> None:
 
 
 @installed
-def test_score_of_answers_that_run_as_python_keeps_the_job_and_the_other_answers(tmp_path: Path) -> None:
+def test_score_of_answers_that_run_as_python_keeps_other_answers(tmp_path):
     """The task evaluates the answer: a number without end, a file outside of the sandbox, the end of the harness.
 
     Without a tag the whole response is the answer.
@@ -73,7 +73,7 @@ def test_score_of_answers_that_run_as_python_keeps_the_job_and_the_other_answers
 
 @installed
 @pytest.mark.nightly
-def test_score_of_a_task_that_compares_tuples_is_that_of_its_function() -> None:
+def test_score_of_a_task_that_compares_tuples_is_that_of_its_function():
     record = read_records("reasoning_gym:arc_agi:size=1,seed=1")[0]
     sample = Sample("", record["answer"], record["answer"], record, "stop")
     assert load_reward(REWARD, {"tag": ""})(sample).value == 1.0
@@ -91,13 +91,13 @@ def test_score_of_a_task_that_compares_tuples_is_that_of_its_function() -> None:
         ("reasoning_gym:word_ladder", "depend on Python's hashes, .* Set PYTHONHASHSEED=0"),
     ],
 )
-def test_read_records_of_a_wrong_task_raises(path: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_records_of_a_wrong_task_raises(path, reason, monkeypatch):
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     with pytest.raises(UserError, match=reason):
         read_records(path)
 
 
-def test_read_records_without_the_package_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_records_without_the_package_names_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(UserError, match=r"reasoning-gym is not installed .*pip install reasoning-gym"):
         read_records(PATH)
@@ -105,7 +105,7 @@ def test_read_records_without_the_package_names_it(monkeypatch: pytest.MonkeyPat
         load_reward(REWARD, {"tag": ""})(Sample("", "", "", {"prompt": ""}, "stop"))
 
 
-def test_score_without_the_package_names_it() -> None:
+def test_score_without_the_package_names_it():
     if importlib.util.find_spec("reasoning_gym") is not None:
         pytest.skip("the package is installed")
     sample = Sample("", "1", None, {"entry": {}, "dataset": "chain_sum"}, "stop")

@@ -1,8 +1,6 @@
 """Images of records in all their forms become the tokens and inputs that the model's own processor makes of them."""
 
 import base64
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,8 @@ import torch
 from pyarrow import parquet
 from transformers import AutoProcessor, AutoTokenizer
 
+from tests.helpers.json_lines import write_lines
+from tests.helpers.prompts import prompt_set
 from tests.helpers.tiny_models import noise_image, vision_model
 from verl_mg.data import PromptSet, demonstrations_batch
 from verl_mg.data.image_processor import ImageProcessor
@@ -31,7 +31,7 @@ def data_url(data: bytes) -> str:
 
 def as_lines(folder: Path, *records: dict[str, Any]) -> Path:
     file = folder / "data.jsonl"
-    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_lines(file, records)
     return file
 
 
@@ -66,14 +66,12 @@ def datasets_parquet(folder: Path) -> Path:
 def read(file: Path, family: str = "qwen2_5_vl", **options: Any) -> PromptSet:
     folder = vision_model(family)
     tokenizer, processor = AutoTokenizer.from_pretrained(folder), ImageProcessor.read(folder)
-    return PromptSet.from_file(file, tokenizer, processor=processor, **{"max_prompt_tokens": 100} | options)
+    return prompt_set(file, tokenizer, processor=processor, **{"max_prompt_tokens": 100} | options)
 
 
 @pytest.mark.parametrize("form", [paths, urls, parquet_bytes, datasets_parquet])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_prompt_with_images_has_tokens_and_inputs_of_the_processor(
-    tmp_path: Path, family: str, form: Callable[[Path], Path]
-) -> None:
+def test_prompt_with_images_has_tokens_and_inputs_of_the_processor(tmp_path, family, form):
     (prompt,) = read(form(tmp_path), family)
     oracle = AutoProcessor.from_pretrained(vision_model(family))
     parts = [*PARTS, {"type": "text", "text": " c"}]
@@ -82,7 +80,6 @@ def test_prompt_with_images_has_tokens_and_inputs_of_the_processor(
     wanted = oracle(text=[text], images=[pixels], return_tensors="pt")
     assert prompt.tokens == tuple(wanted["input_ids"][0].tolist()) and prompt.text == text
     processor = ImageProcessor.read(vision_model(family))
-    assert processor is not None
     inputs = processor.model_inputs([prompt.load_images()])
     per_token = {"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"}
     assert inputs.keys() == wanted.keys() - per_token and "pixel_values" in inputs
@@ -91,7 +88,7 @@ def test_prompt_with_images_has_tokens_and_inputs_of_the_processor(
     assert processor.image_mask(torch.tensor(prompt.tokens)).tolist() == (kinds == 1).tolist()
 
 
-def test_images_are_loaded_once_for_all_samples_and_released(tmp_path: Path) -> None:
+def test_images_are_loaded_once_for_all_samples_and_released(tmp_path):
     (prompt,) = read(paths(tmp_path))
     first = prompt.load_images()
     assert prompt.load_images()[1] is first[1] and first == (WIDE, TALL)
@@ -101,14 +98,14 @@ def test_images_are_loaded_once_for_all_samples_and_released(tmp_path: Path) -> 
         prompt.load_images()
 
 
-def test_text_prompts_of_a_vision_model_are_as_before(tmp_path: Path) -> None:
+def test_text_prompts_of_a_vision_model_are_as_before(tmp_path):
     first, second = read(as_lines(tmp_path, {"prompt": "1 <image>"}, {"prompt": "2", "images": []}))
     tokenizer = AutoTokenizer.from_pretrained(vision_model("qwen2_5_vl"))
     assert [list(prompt.tokens) for prompt in (first, second)] == tokenizer(["1 <image>", "2"])["input_ids"]
     assert not first.images and not second.images
 
 
-def test_demonstrations_with_images_give_their_rows_the_images(tmp_path: Path) -> None:
+def test_demonstrations_with_images_give_their_rows_the_images(tmp_path):
     file = as_lines(
         tmp_path, {"prompt": "<image>", "image": data_url(WIDE.data), "answer": "1"}, {"prompt": "2", "answer": "3"}
     )
@@ -130,9 +127,7 @@ GOOD = data_url(WIDE.data)
     ({"images": ["data:image/png;base64,?"]}, {}, r"image 1 of 'images': not an image in base64"),
     ({"images": [7]}, {}, r"image 1 of 'images': 7 is not an image\. Write a path"),
 ])  # fmt: skip
-def test_images_that_cannot_be_used_are_one_line_with_the_row(
-    tmp_path: Path, record: dict[str, Any], options: dict[str, Any], message: str
-) -> None:
+def test_images_that_cannot_be_used_are_one_line_with_the_row(tmp_path, record, options, message):
     prompt = options.pop("prompt", "<image>")
     file = as_lines(tmp_path, {"prompt": prompt} | record)
     with pytest.raises(UserError, match=message) as error:
@@ -140,13 +135,13 @@ def test_images_that_cannot_be_used_are_one_line_with_the_row(
     assert "\n" not in str(error.value) and "data.jsonl:1: " in str(error.value)
 
 
-def test_image_that_is_cut_short_is_found_when_it_is_loaded(tmp_path: Path) -> None:
+def test_image_that_is_cut_short_is_found_when_it_is_loaded(tmp_path):
     (prompt,) = read(as_lines(tmp_path, {"prompt": "<image>", "images": data_url(WIDE.data[: len(WIDE.data) // 2])}))
     with pytest.raises(UserError, match=r"^\S*data\.jsonl:1: image 1 of 'images': not a readable image"):
         prompt.load_images()
 
 
-def test_images_of_a_text_model_are_refused(tmp_path: Path) -> None:
+def test_images_of_a_text_model_are_refused(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(vision_model("qwen2_5_vl"))
     with pytest.raises(UserError, match=r"data\.jsonl:1: the record has 'images', which the model does not read"):
-        PromptSet.from_file(as_lines(tmp_path, {"prompt": "1", "images": [GOOD]}), tokenizer, max_prompt_tokens=9)
+        prompt_set(as_lines(tmp_path, {"prompt": "1", "images": [GOOD]}), tokenizer, max_prompt_tokens=9)

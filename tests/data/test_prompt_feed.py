@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.data.walks import ids
 from verl_mg.data import Curriculum, Mixture, Prompt, PromptFeed, PromptSet
 from verl_mg.errors import UserError
 
@@ -19,10 +20,6 @@ def make_set(count: int, first_id: int = 0, source: str = "", seed: int = 3) -> 
 
 def make_mixture() -> Mixture:
     return Mixture({"a": make_set(7, 0, "a"), "b": make_set(5, 10, "b")}, {"a": 2.0, "b": 1.0})
-
-
-def ids(prompts: list[Prompt]) -> list[int]:
-    return [prompt.id for prompt in prompts]
 
 
 @pytest.mark.parametrize("make", [lambda: make_set(7), make_mixture])

@@ -1,6 +1,8 @@
 """The data section of a configuration, from YAML to prompts."""
 
 import json
+import string
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,10 @@ import yaml
 from transformers import PreTrainedTokenizerFast
 
 from tests.data.walks import ids
+from tests.helpers.json_lines import write_lines
 from verl_mg.config import DataConfig, RecipeConfig, dump_config, load_config
 from verl_mg.data import Curriculum, Mixture, PromptSet, read_prompts
+from verl_mg.data.benchmarks import codeforces, gpqa, livecodebench
 from verl_mg.errors import UserError
 from verl_mg.models.tiny_model import character_tokenizer
 
@@ -21,13 +25,13 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> Path:
+def files(tmp_path) -> Path:
     rows = {
         "one": [{"prompt": "aaaa", "answer": "b"}, {"prompt": "a"}, {"prompt": "aa"}],
         "two": [{"q": "c", "a": 1}, {"q": "d", "a": 2}],
     }
     for name, records in rows.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        write_lines(tmp_path / f"{name}.jsonl", records)
     return tmp_path
 
 
@@ -42,7 +46,7 @@ def config(**data: Any) -> DataConfig:
     return DataConfig.model_validate({"max_prompt_tokens": 3, "overlong_prompts": "drop", "instruction": "!"} | data)
 
 
-def test_read_prompts_path_gives_a_prompt_set(files: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_read_prompts_path_gives_a_prompt_set(files, tokenizer):
     prompts = read_prompts(config(train=files / "one.jsonl"), "train", tokenizer, seed=3)
     assert isinstance(prompts, PromptSet)
     assert [(p.id, p.text, p.source) for p in prompts] == [(1, "a!", ""), (2, "aa!", "")]
@@ -50,7 +54,7 @@ def test_read_prompts_path_gives_a_prompt_set(files: Path, tokenizer: PreTrained
     assert prompts.state()["seed"] == 3
 
 
-def test_read_prompts_sources_give_a_mixture(files: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_read_prompts_sources_give_a_mixture(files, tokenizer):
     data = config(train=both(files), test=both(files))
     prompts = read_prompts(data, "train", tokenizer)
     assert isinstance(prompts, Mixture)
@@ -63,7 +67,7 @@ def test_read_prompts_sources_give_a_mixture(files: Path, tokenizer: PreTrainedT
     assert ids(test.first(1)) == [1, 3]
 
 
-def test_read_prompts_band_gives_a_curriculum(files: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_read_prompts_band_gives_a_curriculum(files, tokenizer):
     data = config(train=both(files), test=files / "one.jsonl", curriculum={"low": 0.1, "revisit": 2})
     prompts = read_prompts(data, "train", tokenizer)
     assert isinstance(prompts, Curriculum)
@@ -71,7 +75,7 @@ def test_read_prompts_band_gives_a_curriculum(files: Path, tokenizer: PreTrained
     assert isinstance(read_prompts(data, "test", tokenizer), PromptSet)
 
 
-def test_read_prompts_bad_line_of_a_source_is_named(files: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_read_prompts_bad_line_of_a_source_is_named(files, tokenizer):
     sources = both(files)
     del sources["two"]["prompt_field"]
     with pytest.raises(UserError, match=r"two\.jsonl:1: no field 'prompt'.*: q, a"):
@@ -90,7 +94,7 @@ def loaded(folder: Path, data: Any, *overrides: str) -> DataConfig:
     return load_config(path, list(overrides), Nothing).data
 
 
-def test_load_config_sources_and_overrides_are_merged(tmp_path: Path) -> None:
+def test_load_config_sources_and_overrides_are_merged(tmp_path):
     data = loaded(tmp_path, {"train": {"a": {"path": "x.jsonl"}, "b": {"path": "y"}}}, "data.train.b.weight=0.5")
     assert isinstance(data.train, dict)
     assert [(name, s.path, s.weight, s.prompt_field) for name, s in data.train.items()] == [
@@ -100,7 +104,7 @@ def test_load_config_sources_and_overrides_are_merged(tmp_path: Path) -> None:
     assert loaded(tmp_path, {"train": {"a": {"path": "x"}}}, "data.train=z", "data.test=null").train == Path("z")
 
 
-def test_dump_config_sources_read_back_equal(tmp_path: Path) -> None:
+def test_dump_config_sources_read_back_equal(tmp_path):
     path = tmp_path / "c.yaml"
     data = {"train": {"a": {"path": "x", "weight": 0.3}}, "test": "t", "curriculum": {"high": 0.9}}
     path.write_text(yaml.safe_dump({"model": {"path": "m"}, "data": data}))
@@ -124,7 +128,71 @@ def test_dump_config_sources_read_back_equal(tmp_path: Path) -> None:
         ("data.rejected_field=chosen", "data.rejected_field: 'chosen' is invalid: the same as chosen_field"),
     ],
 )
-def test_load_config_wrong_setting_is_named(tmp_path: Path, override: str, message: str) -> None:
+def test_load_config_wrong_setting_is_named(tmp_path, override, message):
     with pytest.raises(UserError, match=message) as caught:
         loaded(tmp_path, {"train": "x.jsonl"}, override)
     assert "\n" not in str(caught.value)
+
+
+def question(i: int) -> dict[str, str]:
+    wrong = {f"Incorrect Answer {n}": f" wrong {n} of {i}\n" for n in (1, 2, 3)}
+    return {"Question": f"Question {i}?\n", "Correct Answer": f"right {i}", **wrong}
+
+
+def test_gpqa_choices_have_an_order_of_their_question():
+    records = [gpqa(question(i)) for i in range(200)]
+    for i, record in enumerate(records):
+        assert f"\n{record['answer']}) right {i}\n" in record["prompt"] + "\n"
+        assert sorted(record["choices"]) == sorted([f"right {i}", *(f"wrong {n} of {i}" for n in (1, 2, 3))])
+    counts = Counter(record["answer"] for record in records)
+    assert set(counts) == set("ABCD") and max(counts.values()) < 75
+    assert gpqa(question(7) | {"Record ID": "other"})["prompt"] == records[7]["prompt"]
+
+
+def test_contest_records_have_prompts_and_keep_their_tests():
+    record = {"question_content": "Double n. ", "starter_code": "", "public_test_cases": "[]"}
+    assert livecodebench(record)["prompt"].startswith("Double n.\n\nWrite a Python program")
+    assert livecodebench(record)["public_test_cases"] == "[]"
+    assert "def f(n):\n```" in livecodebench(record | {"starter_code": "def f(n):\n"})["prompt"]
+    problem = {
+        "description": "Double n.",
+        "input_format": "One number.",
+        "output_format": "Its double.",
+        "examples": [{"input": "1", "output": "2"}],
+        "official_tests": [{"input": "3", "output": "6"}],
+        "interaction_format": None,
+        "input_mode": "stdio",
+        "note": None,
+    }
+    prompt = codeforces(problem)["prompt"]
+    assert "Output of example 1\n2" in prompt and "6" not in prompt and "Note" not in prompt
+    for change in ({"input_mode": "file"}, {"interaction_format": "Ask."}, {"official_tests": []}):
+        assert codeforces(problem | change) is None
+
+
+def test_prepare_makes_the_records_of_a_source(tmp_path):
+    tokenizer = character_tokenizer(string.printable)
+    file, functions = tmp_path / "q.jsonl", tmp_path / "mine.py"
+    file.write_text("".join(json.dumps(question(i)) + "\n" for i in range(3)))
+    functions.write_text(
+        "def some(record):\n    n = record['Question'][9]\n    return {'prompt': n, 'answer': n} if n != '1' else None"
+        "\n"
+        "def none(record): return None\ndef number(record): return 1\ndef fails(record): return record['x']\n"
+    )
+
+    def read(name: str):
+        data = DataConfig(train=file, max_prompt_tokens=2000, test={"q": {"path": str(file), "prepare": name}})
+        return list(read_prompts(data, "test", tokenizer))
+
+    assert [(prompt.text, prompt.answer, prompt.place[-2:]) for prompt in read(f"{functions}:some")] == [
+        ("0", "0", ":1"),
+        ("2", "2", ":3"),
+    ]
+    assert read("verl_mg.data.benchmarks:gpqa")[0].record["Correct Answer"] == "right 0"
+    for name, message in (
+        ("none", "left out this"),
+        ("number", "returned a int"),
+        ("fails", "q.jsonl:1: .*KeyError: 'x'"),
+    ):
+        with pytest.raises(UserError, match=message):
+            read(f"{functions}:{name}")

@@ -73,7 +73,7 @@ def learned(conversation: Any, tokenizer: PreTrainedTokenizerFast, loss_on: Any 
         ("flagged", [{}, {"weight": 1.0}, {"weight": 0}], ["yyy<eos>"]),
     ],
 )
-def test_trained_rows_chosen_turns_are_learned_alone(loss_on: str, flags: list[Any], turns: list[str]) -> None:
+def test_trained_rows_chosen_turns_are_learned_alone(loss_on, flags, turns):
     conversation = talk(*flags)
     ((text, found),) = learned(conversation, tokenizer_of(MARKED), loss_on)
     assert found == turns
@@ -82,7 +82,7 @@ def test_trained_rows_chosen_turns_are_learned_alone(loss_on: str, flags: list[A
 
 
 @pytest.mark.parametrize("name", ["", "qwen2_5", "llama3", "gemma3", "qwen3_instruct_2507"])
-def test_trained_rows_equal_the_mask_of_the_template(name: str) -> None:
+def test_trained_rows_equal_the_mask_of_the_template(name):
     tokenizer = tokenizer_of(peer(name) if name else MARKED)
     conversation = talk()
     (row,) = trained_rows(conversation, "all", tokenizer, "here")
@@ -102,7 +102,7 @@ def test_trained_rows_equal_the_mask_of_the_template(name: str) -> None:
     assert all(theirs for ours, theirs in zip(row.mask, mask, strict=False) if ours)
 
 
-def test_trained_rows_of_a_template_that_removes_thinking_have_the_context_of_each_turn() -> None:
+def test_trained_rows_without_earlier_thinking_have_the_context_of_each_turn():
     tokenizer = tokenizer_of(peer("qwen3"))
     call = {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     conversation = [
@@ -129,7 +129,7 @@ def test_trained_rows_of_a_template_that_removes_thinking_have_the_context_of_ea
     assert '"name": "f", "parameters"' in learned(conversation, tokenizer, "last", tools=tools)[0][0]
 
 
-def test_trained_rows_where_a_token_spans_context_and_turn_keep_the_context() -> None:
+def test_trained_rows_where_a_token_spans_context_and_turn_keep_the_context():
     """A policy continues the tokens of its context, whatever the tokenizer makes of the whole text."""
     from tokenizers import Tokenizer, models
 
@@ -165,7 +165,7 @@ def test_trained_rows_where_a_token_spans_context_and_turn_keep_the_context() ->
         ),
     ],
 )
-def test_trained_rows_error_names_the_line_and_the_message(conversation: Any, loss_on: Any, wrong: str) -> None:
+def test_trained_rows_error_names_the_line_and_the_message(conversation, loss_on, wrong):
     with pytest.raises(UserError, match=rf"^train\.jsonl:3: {wrong}"):
         learned(conversation, tokenizer_of(MARKED), loss_on)
 
@@ -180,12 +180,12 @@ def test_trained_rows_error_names_the_line_and_the_message(conversation: Any, lo
         (MARKED.replace("+ eos_token", ""), "message 3 does not end with a special token"),
     ],
 )
-def test_trained_rows_template_that_does_not_fit_is_an_error(template: str, wrong: str) -> None:
+def test_trained_rows_template_that_does_not_fit_is_an_error(template, wrong):
     with pytest.raises(UserError, match=rf"^train\.jsonl:3: {wrong}"):
         learned(talk(), tokenizer_of(template), "all")
 
 
-def test_demonstrations_batch_of_turns_has_each_row_once(tmp_path: Path) -> None:
+def test_demonstrations_batch_of_turns_has_each_row_once(tmp_path):
     tokenizer = tokenizer_of(peer("qwen3"))
     thinking = [says("user", "a"), says("assistant", "x", reasoning_content="t")] * 2
     file = tmp_path / "train.jsonl"
@@ -206,7 +206,7 @@ def test_demonstrations_batch_of_turns_has_each_row_once(tmp_path: Path) -> None
         demonstrations_batch(prompts, tokenizer, 20, 5)
 
 
-def test_read_prompts_overlong_conversations_follow_the_key(tmp_path: Path) -> None:
+def test_read_prompts_overlong_conversations_follow_the_key(tmp_path):
     tokenizer = tokenizer_of(MARKED)
     file = tmp_path / "train.jsonl"
     file.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in (talk(), talk()[:3])))

@@ -1,5 +1,7 @@
 """Collectives over batches do not depend on the distribution of the rows."""
 
+import os
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -96,7 +98,7 @@ def renumbered_trajectories() -> list[dict[str, int]]:
     return [dict(zip(names, row, strict=True)) | {"was": was} for row, was in zip(columns, rows, strict=True)]
 
 
-def test_reassign_sample_ids_of_repeated_trajectories_keeps_the_segments_of_each_copy_together(ranks):
+def test_reassign_sample_ids_keeps_segments_of_each_copy_together(ranks):
     rows = [row for part in ranks.run(2, renumbered_trajectories) for row in part]
     assert sorted(row["sample_id"] for row in rows) == list(range(9))
     copies: dict[int, list[dict]] = {}
@@ -112,3 +114,40 @@ def test_reassign_sample_ids_of_repeated_trajectories_keeps_the_segments_of_each
             prefix = by_segment.get(row["was"][2])
             expected = (prefix["sample_id"], int(row["was"][1] > 0)) if prefix else (row["sample_id"], 0)
             assert (row["prefix_of"], row["prefix_length"]) == expected
+
+
+def threads_named(name):
+    return sum((task / "comm").read_text().strip() == name for task in Path(f"/proc/{os.getpid()}/task").iterdir())
+
+
+def sums_over_groups(groups):
+    """Adds rank + 1 in new groups of all ranks, and returns the sums and this process's gloo event loops."""
+    created = [dist.new_group(backend="gloo") for _ in range(groups)]
+    numbers = [torch.tensor(float(dist.get_rank() + 1)) for _ in created]
+    pending = [
+        dist.all_reduce(number, group=group, async_op=True) for number, group in zip(numbers, created, strict=True)
+    ]
+    for work in pending:
+        work.wait()
+    return [number.item() for number in numbers], threads_named("gloo_tcp_loop")
+
+
+def test_groups_of_a_process_share_one_event_loop(ranks):
+    assert ranks.run(3, sums_over_groups, 12) == [([6.0] * 12, 1)] * 3
+
+
+def sums_on_interfaces(interfaces):
+    from verl_mg.distributed import world
+
+    world._devices.cache_clear()
+    os.environ["GLOO_SOCKET_IFNAME"] = interfaces
+    try:
+        return sums_over_groups(2)
+    finally:
+        del os.environ["GLOO_SOCKET_IFNAME"]
+        world._devices.cache_clear()
+
+
+def test_groups_on_two_interfaces_have_one_event_loop_for_each(ranks):
+    # The default group was created before, on the default interface.
+    assert ranks.run(2, sums_on_interfaces, "lo,lo") == [([3.0, 3.0], 3)] * 2

@@ -25,7 +25,7 @@ from verl_mg.engines.vllm.engine import VLLMEngine
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout
 from verl_mg.models.tiny_model import make_tiny_model
-from verl_mg.models.tokenizer import read_tokenizer
+from verl_mg.models.transformers_module import read_tokenizer
 
 PIECES = (*"abcdef", "ab", "ba", "bc", "ca", "abc", "cab", "bca", "aa", "bb", "cc", "aab", "bbc", "cca", "acb", "cb")
 FREE = Sampling(max_new_tokens=50, temperature=0.0)

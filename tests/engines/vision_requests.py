@@ -32,13 +32,7 @@ def requests_with_images(processor: ImageProcessor) -> list[Request]:
 
 
 def check_images(engine: RolloutEngine, folder: Path, version: int) -> list[tuple[int, ...]]:
-    """Checks greedy tokens, log-probs and continuations of an engine with a model's weights; returns the tokens.
-
-    Args:
-        engine: the engine.
-        folder: the model.
-        version: policy version of its weights.
-    """
+    """Checks greedy tokens, log-probs and continuations of an engine with a model's weights; returns the tokens."""
     processor = ImageProcessor.read(folder)
     assert processor is not None
     requests, sampling = requests_with_images(processor), dataclasses.replace(GREEDY, max_new_tokens=1)

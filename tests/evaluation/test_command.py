@@ -1,6 +1,5 @@
 """Evaluations of models, runs and checkpoints against a plain script, what they write, and their mistakes."""
 
-import json
 from pathlib import Path
 
 import pyarrow.dataset as ds
@@ -10,19 +9,18 @@ import yaml
 
 from tests.helpers.engines import SGLANG, VLLM
 from tests.helpers.engines import overrides as of_engine
+from tests.helpers.json_lines import read_lines, write_lines
 from tests.helpers.rank_pool import job_store
 from tests.helpers.sglang_servers import RunningServer
-from tests.helpers.tiny_jobs import RECIPES, files_of, run_here, write_lines, write_sums
+from tests.helpers.tiny_jobs import RECIPES, files_of, run_recipe, write_sums
 from tests.helpers.tiny_models import CHARACTERS
 from tests.helpers.traces import needs_sglang
 from tests.oracles.plain_evaluation import greedy_responses, mean, pass_at
-from verl_mg.config import load_config
 from verl_mg.distributed.world import World
 from verl_mg.errors import UserError
 from verl_mg.evaluation.command import evaluate
-from verl_mg.evaluation.configuration import evaluation_config
+from verl_mg.evaluation.configuration import Target, evaluation_config
 from verl_mg.evaluation.results import Report
-from verl_mg.evaluation.target import Target
 from verl_mg.import_function import load_function
 from verl_mg.job.evaluation import evaluation_sets
 from verl_mg.job.recipe import load_recipe
@@ -49,7 +47,7 @@ def train(folder: Path) -> None:
         "algorithm.prompts_per_iteration=6",
         "algorithm.group_size=4",
     ]
-    run_here(GRPO, load_config(None, overrides, GRPO.config))
+    run_recipe("grpo", overrides)
 
 
 def evaluated(text: str, sets: list[str], overrides: list[str], output: Path) -> Report:
@@ -59,7 +57,7 @@ def evaluated(text: str, sets: list[str], overrides: list[str], output: Path) ->
 
 
 @pytest.fixture(scope="module")
-def inputs(ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def inputs(ranks, tmp_path_factory) -> Path:
     """A model, sets, and a run whose weights differ from the model's."""
     folder = tmp_path_factory.mktemp("inputs")
     # Sizes that the engines compute with on a CPU.
@@ -72,7 +70,7 @@ def inputs(ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_evaluation_equals_a_plain_script_on_model_run_and_checkpoint_under_any_layout(ranks, inputs, tmp_path):
+def test_evaluation_of_any_target_and_layout_equals_a_plain_script(ranks, inputs, tmp_path):
     sums, letters = inputs / "sums.jsonl", inputs / "letters.jsonl"
     sets = [f"sums={sums}", f"letters={letters}"]
     changes = ["rollout.max_new_tokens=5", "data.test.letters.max_new_tokens=3"]
@@ -172,7 +170,7 @@ def test_metrics_and_records_of_samples_belong_together(ranks, inputs, tmp_path)
     assert metrics["pass@3"].low < metrics["pass@3"].value < metrics["pass@3"].high
     stored = Report.model_validate_json((tmp_path / "out" / "evaluation.json").read_text())
     assert stored == report and stored.sets["sums"].sampling == {"temperature": 1, "top_p": 0.9, "max_new_tokens": 5}
-    lines = [json.loads(line) for line in (tmp_path / "out" / "prompts.jsonl").read_text().splitlines()]
+    lines = read_lines(tmp_path / "out" / "prompts.jsonl")
     assert [sorted(line["rewards"]) for line in lines] == [sorted(rewards) for rewards in groups.values()]
     assert Run(tmp_path / "out").about()["samples"] == [[0, 0]], "verl-mg view shows the samples"
 

@@ -18,9 +18,11 @@ from verl_mg import device
 from verl_mg.config import FsdpConfig, OptimizerConfig
 from verl_mg.fsdp import model_runner
 from verl_mg.fsdp.mesh import MeshGroups
-from verl_mg.fsdp.model_runner import ModuleRunner
-from verl_mg.fsdp.trainer import ModuleTrainer
+from verl_mg.fsdp.model_runner import FsdpRunner
+from verl_mg.fsdp.trainer import FsdpTrainer
 from verl_mg.layout import Layout, Placement
+from verl_mg.training.model_spec import ModelSpec
+from verl_mg.training.trainer import MiniBatch, Objective
 
 
 @dataclass
@@ -48,7 +50,7 @@ def train(_: FakeCuda, model: Path, layout: str, ranks: int, host: bool) -> Trai
     device.group_backend = lambda: "fake"  # this process ends with the case
     groups = MeshGroups(Placement.on(Layout.parse(layout), ranks))
     options = FsdpConfig(cpu_offload=host)
-    runner = ModuleRunner(model, groups, torch.bfloat16, directories=LocalDirectories(), options=options)
+    runner = FsdpRunner(ModelSpec(model, torch.bfloat16, fsdp=options), groups, LocalDirectories())
     if ranks > 1:  # ranks read parts of the weights and send them to each other
         generator = torch.Generator().manual_seed(0)
         for weight in runner.parameters().values():
@@ -56,11 +58,13 @@ def train(_: FakeCuda, model: Path, layout: str, ranks: int, host: bool) -> Trai
     rows = rows_of(model)
     inferred = runner.infer([rows], TEMPERATURE)
     assert inferred[0] is not None
-    trainer = ModuleTrainer(runner, OptimizerConfig())
+    trainer = FsdpTrainer(runner, OptimizerConfig())
     before = {name: weight.detach().clone() for name, weight in runner.parameters().items()}
     norms = []
     for _step in range(2):
-        metrics = trainer.update([rows, rows], TEMPERATURE, policy_loss, "seq-mean-token-mean", 6.0, 50)
+        metrics = trainer.update(
+            MiniBatch([rows, rows], None, 50, 6), Objective(policy_loss, "seq-mean-token-mean", TEMPERATURE)
+        )
         norms.append(metrics["grad_norm"])
     weights = runner.parameters()
     changed = sum(not torch.equal(weight, before[name]) for name, weight in weights.items())

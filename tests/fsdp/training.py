@@ -12,9 +12,11 @@ from verl_mg.batch import Batch
 from verl_mg.config import FsdpConfig
 from verl_mg.fsdp.mesh import MeshGroups
 from verl_mg.fsdp.model import local_part
-from verl_mg.fsdp.model_runner import ModuleRunner
-from verl_mg.fsdp.trainer import ModuleTrainer
+from verl_mg.fsdp.model_runner import FsdpRunner
+from verl_mg.fsdp.trainer import FsdpTrainer
 from verl_mg.layout import Layout, Placement
+from verl_mg.training.model_spec import ModelSpec
+from verl_mg.training.trainer import MiniBatch, Objective
 
 
 def train(
@@ -28,7 +30,7 @@ def train(
 ) -> Trained:
     """Every rank is given all rows."""
     groups = MeshGroups(Placement.on(Layout.parse(layout), dist.get_world_size()), replicas)
-    runner = ModuleRunner(model, groups, dtype, recompute, options=options)
+    runner = FsdpRunner(ModelSpec(model, dtype, recompute=recompute, fsdp=options or FsdpConfig()), groups)
     at = groups.coordinates
     assert at is not None
     own = list(range(at.dp, len(rows), groups.layout.dp))
@@ -36,7 +38,7 @@ def train(
     share = [own, [], []] if last else [own[:-2], own[-2:-1], own[-1:]]  # uneven, and empty ones
     micro_batches = [rows.select(numbers) for numbers in share]
     outputs = _outputs(runner, micro_batches, share)
-    trainer, gradients = ModuleTrainer(runner, OPTIMIZER), []
+    trainer, gradients = FsdpTrainer(runner, OPTIMIZER), []
     step = trainer._step
 
     def seen() -> float:
@@ -48,13 +50,14 @@ def train(
     trainer._step = seen  # type: ignore[method-assign]
     scored = int((rows["loss_mask"] & (rows.positions > 0)).sum())
     metrics = [
-        trainer.update(micro_batches, TEMPERATURE, token_loss, "token-mean", scored, scored) for _ in range(STEPS)
+        trainer.update(MiniBatch(micro_batches, None, scored, 0), Objective(token_loss, "token-mean", TEMPERATURE))
+        for _ in range(STEPS)
     ]
     norms, losses = ([of_step[name] for of_step in metrics] for name in ("grad_norm", "loss"))
     return Trained(outputs, gradients, parts_of(runner, runner.parameters()), norms, losses)
 
 
-def _outputs(runner: ModuleRunner, micro_batches: list[Batch], share: list[list[int]]) -> dict[int, Tensor]:
+def _outputs(runner: FsdpRunner, micro_batches: list[Batch], share: list[list[int]]) -> dict[int, Tensor]:
     def report(_: Any, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         return output.sum(), {"output": output.detach().cpu().clone()}
 

@@ -12,9 +12,11 @@ from verl_mg.batch import Batch
 from verl_mg.config import FsdpConfig
 from verl_mg.fsdp.mesh import MeshGroups
 from verl_mg.fsdp.model import local_part
-from verl_mg.fsdp.model_runner import ModuleRunner
-from verl_mg.fsdp.trainer import ModuleTrainer
+from verl_mg.fsdp.model_runner import FsdpRunner
+from verl_mg.fsdp.trainer import FsdpTrainer
 from verl_mg.layout import Layout, Placement
+from verl_mg.training.model_spec import ModelSpec
+from verl_mg.training.trainer import MiniBatch, Objective
 
 FIRST, SECOND, THIRD = noise_image(24, 16, 0), noise_image(9, 33, 1), noise_image(40, 40, 2)
 IMAGES = [(FIRST, SECOND), (), (THIRD,), (), (THIRD,), (), (SECOND, THIRD)]
@@ -73,7 +75,7 @@ def on_ranks(folder, layout, rows, frozen, dtype=torch.float32):
     """(log-probs by row, gradients, names of frozen tensors)."""
     groups = MeshGroups(Placement.on(Layout.parse(layout), dist.get_world_size()))
     options = FsdpConfig(freeze_vision_tower=frozen)
-    runner = ModuleRunner(folder, groups, dtype, options=options)
+    runner = FsdpRunner(ModelSpec(folder, dtype, fsdp=options), groups)
     share = list(range(groups.coordinates.dp, len(rows), groups.layout.dp))
     micro_batches = [rows.select(share[:1]), rows.select(share[1:])]
     results = runner.infer(micro_batches, TEMPERATURE)
@@ -82,7 +84,7 @@ def on_ranks(folder, layout, rows, frozen, dtype=torch.float32):
         if result is not None:
             counts = micro["loss_mask"].split(micro.lengths.tolist())
             found |= dict(zip(numbers, result[1].split([int(count.sum()) for count in counts]), strict=True))
-    trainer, gradients = ModuleTrainer(runner, OPTIMIZER), []
+    trainer, gradients = FsdpTrainer(runner, OPTIMIZER), []
     step = trainer._step
 
     def seen():
@@ -92,7 +94,7 @@ def on_ranks(folder, layout, rows, frozen, dtype=torch.float32):
 
     trainer._step = seen
     count = int(rows["loss_mask"].sum())
-    trainer.update(micro_batches, TEMPERATURE, policy_gradient, "token-mean", count, count)
+    trainer.update(MiniBatch(micro_batches, None, count, 0), Objective(policy_gradient, "token-mean", TEMPERATURE))
     return found, gradients
 
 

@@ -66,13 +66,7 @@ def _train(folder: Path, file: Path | None, overrides: Sequence[str]) -> Reporte
 
 
 def errors(folder: Path, seen: dict[str, Any], values: Values | None = None) -> Tensor:
-    """Differences of the answers' log-probs from those of `transformers` in float32 with the saved weights.
-
-    Args:
-        folder: folder of the job.
-        seen: what the rank saw.
-        values: returns what an engine has of a matrix; None: the matrix.
-    """
+    """Differences of the answers' log-probs from `transformers` with the saved weights, passed through `values`."""
     model = AutoModelForCausalLM.from_pretrained(folder / seen["checkpoint"], dtype=torch.float32)
     for name, weight in model.named_parameters():
         if values and name.endswith("_proj.weight"):
@@ -107,11 +101,7 @@ def through_integers(weight: Tensor) -> Tensor:
     return ((groups / scales).clamp(-8, 7).round().float() * scales.float()).flatten(1)
 
 
-QUANTIZED: dict[str, Values] = {
-    "fp8_block": through_blocks,
-    "fp8_channel": through_channels,
-    "int4": through_integers,
-}
+QUANTIZED: dict[str, Values] = {"fp8_block": through_blocks, "fp8_channel": through_channels, "int4": through_integers}
 """Forms of weights in quantized engines, by `rollout.wire`."""
 
 

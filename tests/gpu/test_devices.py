@@ -4,8 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers.machine import Machine
-from tests.helpers.rank_pool import RankError, RankPool
+from tests.helpers.rank_pool import RankError
 from verl_mg import device
 
 
@@ -16,7 +15,7 @@ def met() -> tuple[str, float]:
     return total.device.type, total.max().item()
 
 
-def test_ranks_meet_on_their_devices(ranks: RankPool, machine: Machine) -> None:
+def test_ranks_meet_on_their_devices(ranks, machine):
     """Where ranks cannot share a GPU after all, tests of more ranks than GPUs are skipped from here on."""
     kind, count = "cuda" if machine.gpus else "cpu", machine.ranks
     try:
@@ -28,7 +27,7 @@ def test_ranks_meet_on_their_devices(ranks: RankPool, machine: Machine) -> None:
 
 
 @pytest.mark.usefixtures("on_gpu")
-def test_each_gpu_meets_the_others_without_sharing(ranks: RankPool, machine: Machine) -> None:
+def test_each_gpu_meets_the_others_without_sharing(ranks, machine):
     """As jobs do."""
     count = min(machine.gpus, machine.ranks)
     assert ranks.run(count, met) == [("cuda", count * (count - 1) / 2)] * count

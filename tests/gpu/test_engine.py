@@ -8,8 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.helpers.engines import bring_weights
-from tests.helpers.machine import Machine
-from tests.helpers.rank_pool import RankPool
+from tests.helpers.machine import free_memory
 from tests.helpers.traces import needs_sglang
 from verl_mg import device
 from verl_mg.engines.engine import Request, Sample, Sampling
@@ -54,9 +53,9 @@ def served(models: list[Path], folder: Path) -> Served:
         for version, model in enumerate(models, start=1):
             bring_weights(engine, model, version)
             answers.append(engine.generate(REQUESTS, GREEDY))
-        free = [_free()]
+        free = [free_memory()]
         engine.sleep()
-        free += [_free(), device.total_memory() or 0]
+        free += [free_memory(), device.total_memory() or 0]
         if on_gpu:
             torch.empty(int(0.9 * free[1]), dtype=torch.uint8, device="cuda").fill_(1)
             device.release_unused_memory()
@@ -69,13 +68,8 @@ def served(models: list[Path], folder: Path) -> Served:
         engine.close()
 
 
-def _free() -> int:
-    device.release_unused_memory()
-    return device.free_memory() or 0
-
-
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def models(tmp_path_factory) -> list[Path]:
     """Two, with heads of a width that the kernels of every engine have."""
     folder = tmp_path_factory.mktemp("models")
     sizes = {"hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "ffn": 512, "max_positions": 128}
@@ -89,9 +83,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @needs_sglang
 @pytest.mark.timeout(START_S)
-def test_engine_serves_the_last_weights_and_sleeps_without_memory(
-    ranks: RankPool, machine: Machine, tmp_path: Path, models: list[Path]
-) -> None:
+def test_engine_serves_the_last_weights_and_sleeps_without_memory(ranks, machine, tmp_path, models):
     (found,) = ranks.run(1, served, models, tmp_path)
     for model, samples in zip([*models, models[-1]], found.answers, strict=True):
         assert_from(model, samples, half=bool(machine.gpus))

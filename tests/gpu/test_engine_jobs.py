@@ -39,7 +39,7 @@ BACKENDS = {
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def inputs(tmp_path_factory) -> Path:
     return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
@@ -70,9 +70,7 @@ def assert_serves(run: Path, reported: Reported, machine: Machine, name: str) ->
 @pytest.mark.timeout(JOB_S)
 @pytest.mark.parametrize("engine", [SGLANG, VLLM])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_colocated_engine_serves_the_saved_checkpoint(
-    ranks: RankPool, machine: Machine, inputs: Path, tmp_path: Path, engine: str, backend: str
-) -> None:
+def test_colocated_engine_serves_the_saved_checkpoint(ranks, machine, inputs, tmp_path, engine, backend):
     """The engine sleeps while the rank trains."""
     if engine == "vllm" and backend != "megatron":
         pytest.skip("what is sent does not depend on the engine")
@@ -83,9 +81,7 @@ def test_colocated_engine_serves_the_saved_checkpoint(
 @needs_sglang
 @pytest.mark.timeout(JOB_S)
 @pytest.mark.parametrize("attention", ["", "torch_native"], ids=["default", "torch_native"])
-def test_quickstart_configuration_with_sglang_serves_float32(
-    ranks: RankPool, machine: Machine, tmp_path: Path, attention: str
-) -> None:
+def test_quickstart_configuration_with_sglang_serves_float32(ranks, machine, tmp_path, attention):
     """The kernels that SGLang prefers on GPUs have no float32."""
     if attention and not machine.gpus:
         pytest.skip("SGLang has one kernel of attention on the CPU")
@@ -104,9 +100,7 @@ def test_quickstart_configuration_with_sglang_serves_float32(
 @pytest.mark.usefixtures("on_gpu")
 @pytest.mark.timeout(JOB_S)
 @pytest.mark.parametrize("wire", QUANTIZED)
-def test_engine_with_quantized_weights_serves_the_saved_checkpoint(
-    ranks: RankPool, machine: Machine, inputs: Path, tmp_path: Path, wire: str
-) -> None:
+def test_engine_with_quantized_weights_serves_the_saved_checkpoint(ranks, machine, inputs, tmp_path, wire):
     """SGLang has no kernels for quantized weights on the CPU."""
     reported = trained(ranks, machine, inputs, tmp_path, "sglang", f"rollout.wire={wire}")
     whole, found = ([errors(tmp_path, seen, values) for seen in reported] for values in (None, QUANTIZED[wire]))
@@ -128,9 +122,7 @@ def test_engine_with_quantized_weights_serves_the_saved_checkpoint(
         pytest.param("hf", [], id="merged-hf"),
     ],
 )
-def test_engine_serves_trained_adapters(
-    ranks: RankPool, machine: Machine, inputs: Path, tmp_path: Path, engine: str, overrides: list[str]
-) -> None:
+def test_engine_serves_trained_adapters(ranks, machine, inputs, tmp_path, engine, overrides):
     """Adapters that are sent alone, and adapters that are merged into the weights."""
     reported = trained(ranks, machine, inputs, tmp_path, engine, LORA, "actor.optimizer.lr=3e-2", *overrides)
     assert_serves(tmp_path, reported, machine, f"adapters, {engine}")

@@ -1,7 +1,5 @@
 """The FSDP backend on the devices: two updates, attention by ragged kernels, images, against `transformers`."""
 
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,19 +9,12 @@ import torch.nn.functional as F
 from tests.fsdp.training import train
 from tests.fsdp.vision_rows import in_plain_torch, on_ranks, rows_of
 from tests.helpers.rank_pool import RankPool
-from tests.helpers.tiny_models import oracle, random_rows, vision_model
+from tests.helpers.tiny_models import random_rows, vision_model
 from tests.megatron.layout_models import HALF_HEAD_DIM, make_model
-from tests.megatron.training import (
-    Expected,
-    Trained,
-    assert_equal,
-    assert_near,
-    train_in_plain_torch,
-)
+from tests.megatron.training import Trained, assert_equal, assert_near
 from verl_mg import device
 from verl_mg.config import FsdpConfig
-from verl_mg.fsdp.attention import packed_attention
-from verl_mg.fsdp.packed_rows import PackedRows
+from verl_mg.fsdp.packed_rows import PackedRows, packed_attention
 from verl_mg.models.hf_config import read_config
 
 NAMES = ("dense", "mixture", "capped", "latent")
@@ -44,27 +35,13 @@ HALF_CASES = [
     ("dense", "cp2-dp2", 4, FsdpConfig()),
 ]
 LENGTHS = (5, 1, 64, 64, 30)
-Oracle = Callable[[Path], Expected]
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def models(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     half = {f"half {name}": make_model(folder / f"half-{name}", name, head_dim=HALF_HEAD_DIM) for name in NAMES}
     return half | {name: make_model(folder / name, name) for name in NAMES}
-
-
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
-    """What `transformers` computes on the CPU in float32."""
-
-    @cache
-    def of(model: Path) -> Expected:
-        return train_in_plain_torch(
-            oracle(model), random_rows(12, read_config(model).vocab), tmp_path_factory.mktemp("x")
-        )
-
-    return of
 
 
 def trained(
@@ -80,28 +57,13 @@ def trained(
 
 @pytest.mark.parametrize(("name", "layout", "count", "options", "recompute"), CASES)
 def test_updates_in_float32_on_devices_equal_transformers(
-    ranks: RankPool,
-    models: dict[str, Path],
-    expected: Oracle,
-    name: str,
-    layout: str,
-    count: int,
-    options: FsdpConfig,
-    recompute: bool,
-) -> None:
+    ranks, models, expected, name, layout, count, options, recompute
+):
     assert_equal(trained(ranks, models[name], layout, count, options, recompute), expected(models[name]), 1e-4)
 
 
 @pytest.mark.parametrize(("name", "layout", "count", "options"), HALF_CASES)
-def test_updates_in_bfloat16_on_devices_are_near_transformers(
-    ranks: RankPool,
-    models: dict[str, Path],
-    expected: Oracle,
-    name: str,
-    layout: str,
-    count: int,
-    options: FsdpConfig,
-) -> None:
+def test_updates_in_bfloat16_on_devices_are_near_transformers(ranks, models, expected, name, layout, count, options):
     model = models[f"half {name}"]
     assert_near(trained(ranks, model, layout, count, options, False, torch.bfloat16), expected(model))
 
@@ -130,18 +92,14 @@ def attention_errors(window: int | None, softcap: float | None) -> list[float]:
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (16, None), (None, 20.0), (16, 20.0)])
-def test_attention_of_packed_rows_in_bfloat16_equals_sdpa_of_each_row(
-    ranks: RankPool, window: int | None, softcap: float | None
-) -> None:
+def test_attention_of_packed_rows_in_bfloat16_equals_sdpa_of_each_row(ranks, window, softcap):
     ((errors),) = ranks.run(1, attention_errors, window, softcap)
     assert max(errors) < 0.02
 
 
 @pytest.mark.parametrize("architecture", ["qwen2_5_vl", "qwen3_vl", "gemma3"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_rows_with_images_on_devices_have_log_probs_of_transformers(
-    ranks: RankPool, architecture: str, dtype: torch.dtype
-) -> None:
+def test_rows_with_images_on_devices_have_log_probs_of_transformers(ranks, architecture, dtype):
     wanted, _ = in_plain_torch(architecture, frozen=False)
     rows, folder = rows_of(architecture), vision_model(architecture)
     ((found, gradients),) = ranks.run(1, on_ranks, folder, "tp1", rows, False, dtype)

@@ -10,9 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.helpers.launched import ROOT
-from tests.helpers.machine import Machine
 from tests.helpers.random_models import checkpoint, config
-from tests.helpers.rank_pool import RankPool
 from tests.helpers.traces import needs_sglang
 from verl_mg import device
 from verl_mg.engines.ipc_payload import Staging
@@ -53,9 +51,7 @@ def read_by_another(payload: str, file: Path, here: torch.device) -> None:
 
 
 @pytest.mark.parametrize("expandable", [False, True])
-def test_payload_opened_by_another_process_is_the_same_memory(
-    ranks: RankPool, machine: Machine, tmp_path: Path, expandable: bool
-) -> None:
+def test_payload_opened_by_another_process_is_the_same_memory(ranks, machine, tmp_path, expandable):
     if expandable and not machine.gpus:
         pytest.skip("expandable segments are of the allocator for GPUs")
     assert ranks.run(1, handed_over, tmp_path, expandable) == [(True, True)]

@@ -6,28 +6,31 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.rank_pool import RankPool
 from tests.helpers.tiny_models import random_rows
 from tests.megatron.layout_models import HALF_HEAD_DIM, make_model
 from tools.bench.bench_gpu import policy_loss
 from tools.bench.update_profile import host_waits
 from verl_mg.config import OptimizerConfig
 from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.model_runner import ModelRunner
+from verl_mg.megatron.model_runner import MegatronRunner
 from verl_mg.megatron.process_groups import ParallelGroups
-from verl_mg.megatron.trainer import Trainer
+from verl_mg.megatron.trainer import MegatronTrainer
 from verl_mg.models.hf_config import read_config
+from verl_mg.training.model_spec import ModelSpec
+from verl_mg.training.trainer import MiniBatch, Objective
 
 
 def waits_for_a_micro_batch(model: Path) -> int:
     """More waits of an update with two micro-batches than of one with one."""
-    runner = ModelRunner(model, ParallelGroups(Placement.on(Layout(), 1)), torch.bfloat16)
-    trainer = Trainer(runner, OptimizerConfig())
+    runner = MegatronRunner(ModelSpec(model, torch.bfloat16), ParallelGroups(Placement.on(Layout(), 1)))
+    trainer = MegatronTrainer(runner, OptimizerConfig())
     rows = random_rows(6, read_config(model).vocab)
     rows["old_logprobs"] = rows["noise"]
 
     def update(count: int) -> Callable[[], object]:
-        return lambda: trainer.update([rows] * count, 1.0, policy_loss, "seq-mean-token-mean", 6.0, 50)
+        return lambda: trainer.update(
+            MiniBatch([rows] * count, None, 50, 6), Objective(policy_loss, "seq-mean-token-mean", 1.0)
+        )
 
     update(2)()  # what is compiled and allocated at the first use
     one, two = (host_waits(update(count)) for count in (1, 2))
@@ -37,5 +40,5 @@ def waits_for_a_micro_batch(model: Path) -> int:
 
 @pytest.mark.usefixtures("on_gpu")
 @pytest.mark.parametrize("name", ["dense", "mixture"])
-def test_update_waits_for_no_micro_batch(ranks: RankPool, tmp_path: Path, name: str) -> None:
+def test_update_waits_for_no_micro_batch(ranks, tmp_path, name):
     assert ranks.run(1, waits_for_a_micro_batch, make_model(tmp_path / "m", name, head_dim=HALF_HEAD_DIM)) == [0]

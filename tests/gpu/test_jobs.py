@@ -11,8 +11,6 @@ import pytest
 from tests.gpu.served_jobs import CACHE_TOKENS
 from tests.helpers import warm_start
 from tests.helpers.launched import ended, forked_rank, iterations_done, started, torchrun
-from tests.helpers.machine import Machine
-from tests.helpers.rank_pool import RankPool
 from tests.helpers.tiny_jobs import DIGITS, Metrics, files_of, metrics_of, write_sums
 from tests.helpers.traces import needs_sglang
 from tests.megatron.layout_models import HALF_HEAD_DIM, make_model
@@ -36,7 +34,7 @@ Run = Callable[..., Metrics]
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def inputs(tmp_path_factory) -> Path:
     """A model, prompts, and a reward that it can earn."""
     folder = tmp_path_factory.mktemp("inputs")
     make_model(folder / "model", "dense", head_dim=HALF_HEAD_DIM)
@@ -46,7 +44,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run(ranks: RankPool, machine: Machine, inputs: Path) -> Run:
+def run(ranks, machine, inputs) -> Run:
     """A function: recipe, folder, overrides -> the run's metrics after so many iterations.
 
     `options` are those of the launcher; `meanwhile` is called with it while the job runs.
@@ -76,40 +74,34 @@ def run(ranks: RankPool, machine: Machine, inputs: Path) -> Run:
 
 
 @pytest.fixture(scope="module")
-def deterministic(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Metrics]:
+def deterministic(run, tmp_path_factory) -> Callable[[], Metrics]:
     """A function that returns the metrics of a whole run, which is made once."""
     return cache(lambda: run("grpo", tmp_path_factory.mktemp("whole"), "job.deterministic=true"))
 
 
 @pytest.mark.timeout(JOB_S)
-def test_sft_job_on_all_ranks_lowers_its_loss(run: Run, tmp_path: Path) -> None:
+def test_sft_job_on_all_ranks_lowers_its_loss(run, tmp_path):
     settings = ("algorithm.examples_per_iteration=16", "actor.optimizer.lr=1e-2", "checkpoint.every=0")
     losses = [line["actor/loss"] for line in run("sft", tmp_path, *settings, iterations=12) if "actor/loss" in line]
     assert losses[-1] < 0.7 * losses[0]
 
 
 @pytest.mark.timeout(2 * JOB_S)
-def test_deterministic_job_run_twice_is_bitwise_identical(
-    run: Run, deterministic: Callable[[], Metrics], tmp_path: Path
-) -> None:
+def test_deterministic_job_run_twice_is_bitwise_identical(run, deterministic, tmp_path):
     first = deterministic()
     assert len(first) > ITERATIONS - 1 and first[-1]["actor/grad_norm"] > 0
     assert run("grpo", tmp_path, "job.deterministic=true") == first
 
 
 @pytest.mark.timeout(3 * JOB_S)
-def test_resumed_job_is_bitwise_identical_to_whole_one(
-    run: Run, deterministic: Callable[[], Metrics], tmp_path: Path
-) -> None:
+def test_resumed_job_is_bitwise_identical_to_whole_one(run, deterministic, tmp_path):
     whole = deterministic()
     assert len(run("grpo", tmp_path, "job.deterministic=true", iterations=2)) < len(whole)
     assert run("grpo", tmp_path, "job.deterministic=true") == whole
 
 
 @pytest.mark.timeout(2 * JOB_S)
-def test_killed_rank_is_replaced_and_the_job_is_bitwise_identical(
-    run: Run, deterministic: Callable[[], Metrics], tmp_path: Path
-) -> None:
+def test_killed_rank_is_replaced_and_the_job_is_bitwise_identical(run, deterministic, tmp_path):
     whole = deterministic()
 
     def kill_a_rank(launcher: subprocess.Popen[str]) -> None:
@@ -122,7 +114,7 @@ def test_killed_rank_is_replaced_and_the_job_is_bitwise_identical(
 
 @pytest.mark.timeout(JOB_S)
 @pytest.mark.parametrize("divergence", ["{kind: js}", "{kind: forward, top_k: 4}"])
-def test_gkd_job_on_all_ranks_lowers_its_divergence(run: Run, tmp_path: Path, divergence: str) -> None:
+def test_gkd_job_on_all_ranks_lowers_its_divergence(run, tmp_path, divergence):
     """The teacher has other sizes."""
     make_model(tmp_path / "teacher", "dense", head_dim=HALF_HEAD_DIM, ffn=128)
     settings = (f"reference.path={tmp_path / 'teacher'}", f"algorithm.divergence={divergence}", "checkpoint.every=0")
@@ -133,7 +125,7 @@ def test_gkd_job_on_all_ranks_lowers_its_divergence(run: Run, tmp_path: Path, di
 
 @pytest.mark.timeout(JOB_S)
 @pytest.mark.parametrize("settings", [[], ["fsdp.cpu_offload=true"]])
-def test_job_on_fsdp_agrees_with_its_engines(run: Run, tmp_path: Path, settings: list[str]) -> None:
+def test_job_on_fsdp_agrees_with_its_engines(run, tmp_path, settings):
     """One rank: log-probs of engines are those of training, before and after updates."""
     metrics = run("grpo", tmp_path, "actor.backend=fsdp", *settings, iterations=2, count=1)
     assert metrics[-1]["actor/grad_norm"] > 0
@@ -142,7 +134,7 @@ def test_job_on_fsdp_agrees_with_its_engines(run: Run, tmp_path: Path, settings:
 
 
 @pytest.fixture
-def run_with_sglang(run: Run, machine: Machine, tmp_path: Path) -> Run:
+def run_with_sglang(run, machine, tmp_path) -> Run:
     """A function: name of a folder, overrides -> metrics of a GRPO job with an engine of SGLang on each GPU.
 
     The model has heads of a width that its kernels have.
@@ -160,7 +152,7 @@ def run_with_sglang(run: Run, machine: Machine, tmp_path: Path) -> Run:
 
 @needs_sglang
 @pytest.mark.timeout(2 * JOB_S)
-def test_job_with_sglang_engines_agrees_with_them(run_with_sglang: Run) -> None:
+def test_job_with_sglang_engines_agrees_with_them(run_with_sglang):
     """Log-probs of the engines are those of training, before and after updates."""
     metrics = run_with_sglang("run")
     assert all(line["mismatch/mean_abs"] < 0.05 for line in metrics if "mismatch/mean_abs" in line)
@@ -168,7 +160,7 @@ def test_job_with_sglang_engines_agrees_with_them(run_with_sglang: Run) -> None:
 
 @needs_sglang
 @pytest.mark.timeout(3 * JOB_S)
-def test_deterministic_job_with_sglang_engines_repeats_and_resumes_bitwise(run_with_sglang: Run) -> None:
+def test_deterministic_job_with_sglang_engines_repeats_and_resumes_bitwise(run_with_sglang):
     """The job that is resumed repeats the first half in other processes."""
     whole = run_with_sglang("whole", "job.deterministic=true")
     assert len(run_with_sglang("resumed", "job.deterministic=true", iterations=2)) < len(whole)
@@ -177,7 +169,7 @@ def test_deterministic_job_with_sglang_engines_repeats_and_resumes_bitwise(run_w
 
 
 @pytest.mark.timeout(3 * JOB_S)
-def test_quickstart_raises_accuracy(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quickstart_raises_accuracy(machine, tmp_path, monkeypatch):
     if machine.gpus:
         quickstart(str(tmp_path))
     else:

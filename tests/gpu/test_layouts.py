@@ -1,26 +1,17 @@
 """Training on the devices: outputs, gradients and two steps under every kind of layout, against `transformers`."""
 
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.helpers.rank_pool import RankPool
-from tests.helpers.tiny_models import oracle, random_rows
+from tests.helpers.tiny_models import random_rows
 from tests.megatron.layout_models import HALF_HEAD_DIM, MODELS, make_model
-from tests.megatron.training import (
-    Expected,
-    Trained,
-    assert_equal,
-    assert_near,
-    train,
-    train_in_plain_torch,
-)
+from tests.megatron.training import Trained, assert_equal, assert_near, train
 from verl_mg.config import MegatronConfig
 from verl_mg.layout import Layout
-from verl_mg.megatron.kernels import resolve_kernels
+from verl_mg.megatron.transformer_config import resolve_kernels
 from verl_mg.models.hf_config import read_config
 
 ROWS = 12
@@ -61,26 +52,13 @@ WITH_TRANSFORMER_ENGINE = [
     ("dense", "tp2-cp2", "all_gather"),
     ("latent", "cp2", "p2p"),
 ]
-Oracle = Callable[[Path], Expected]
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def models(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     half = {f"half {name}": make_model(folder / f"half-{name}", name, head_dim=HALF_HEAD_DIM) for name, _ in HALF_CASES}
     return half | {name: make_model(folder / name, name) for name in MODELS}
-
-
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
-    """What `transformers` computes on the CPU in float32."""
-
-    @cache
-    def of(model: Path) -> Expected:
-        rows = random_rows(ROWS, read_config(model).vocab)
-        return train_in_plain_torch(oracle(model), rows, tmp_path_factory.mktemp("oracle"))
-
-    return of
 
 
 def trained_on_all(ranks: RankPool, model: Path, layout: str, *options: object) -> list[Trained]:
@@ -91,31 +69,20 @@ def trained_on_all(ranks: RankPool, model: Path, layout: str, *options: object) 
 
 
 @pytest.mark.parametrize(("name", "layout", "recompute"), CASES)
-def test_train_in_float32_on_devices_equals_transformers(
-    ranks: RankPool,
-    models: dict[str, Path],
-    expected: Oracle,
-    name: str,
-    layout: str,
-    recompute: bool,
-) -> None:
+def test_train_in_float32_on_devices_equals_transformers(ranks, models, expected, name, layout, recompute):
     results = trained_on_all(ranks, models[name], layout, recompute)
     assert_equal(results, expected(models[name]), 1e-4)
 
 
 @pytest.mark.parametrize(("name", "layout"), HALF_CASES)
-def test_train_in_bfloat16_on_devices_is_near_transformers(
-    ranks: RankPool, models: dict[str, Path], expected: Oracle, name: str, layout: str
-) -> None:
+def test_train_in_bfloat16_on_devices_is_near_transformers(ranks, models, expected, name, layout):
     model = models[f"half {name}"]
     options = (False, "language", 1, torch.bfloat16)
     assert_near(trained_on_all(ranks, model, layout, *options), expected(model))
 
 
 @pytest.mark.parametrize(("name", "layout", "exchange"), WITH_TRANSFORMER_ENGINE)
-def test_train_with_transformer_engine_on_devices_is_near_transformers(
-    ranks: RankPool, models: dict[str, Path], expected: Oracle, name: str, layout: str, exchange: str
-) -> None:
+def test_train_with_transformer_engine_on_devices_is_near_transformers(ranks, models, expected, name, layout, exchange):
     if resolve_kernels("auto", torch.bfloat16) == "torch":
         pytest.skip("no GPU, or Transformer Engine is not installed")
     model, fields = models[f"half {name}"], MegatronConfig(transformer={"cp_comm_type": exchange})

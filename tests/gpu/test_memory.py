@@ -6,24 +6,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.machine import Machine
-from tests.helpers.rank_pool import RankPool
+from tests.helpers.machine import free_memory
 from tests.helpers.tiny_models import CHARACTERS, random_rows
 from tests.megatron.training import token_loss
 from verl_mg import device
 from verl_mg.config import FsdpConfig, OptimizerConfig
 from verl_mg.fsdp.mesh import MeshGroups
-from verl_mg.fsdp.model_runner import ModuleRunner
-from verl_mg.fsdp.trainer import ModuleTrainer
+from verl_mg.fsdp.model_runner import FsdpRunner
+from verl_mg.fsdp.trainer import FsdpTrainer
 from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.model_runner import ModelRunner
+from verl_mg.megatron.model_runner import MegatronRunner
 from verl_mg.megatron.process_groups import ParallelGroups
-from verl_mg.megatron.trainer import Trainer as MegatronTrainer
+from verl_mg.megatron.trainer import MegatronTrainer
 from verl_mg.models.hf_config import read_config
 from verl_mg.models.tiny_model import make_tiny_model
+from verl_mg.training.model_spec import ModelSpec
 from verl_mg.training.offload import CpuOffload
 from verl_mg.training.runner import Runner
-from verl_mg.training.trainer import Trainer
+from verl_mg.training.trainer import MiniBatch, Objective, Trainer
 
 SIZES = {"gpu": {"hidden": 1024, "layers": 4, "ffn": 4096, "heads": 8}, "cpu": {"hidden": 64, "layers": 2}}
 ALLOWED = 2**28
@@ -49,21 +49,21 @@ def trained_role(model: Path, backend: str, host: bool = False) -> tuple[Runner,
     """A model and its trainer; `host`: with `fsdp.cpu_offload`."""
     placement, config = Placement.on(Layout(), 1), OptimizerConfig(lr=1e-3)
     if backend == "megatron":
-        runner = ModelRunner(model, ParallelGroups(placement), torch.bfloat16)
+        runner = MegatronRunner(ModelSpec(model, torch.bfloat16), ParallelGroups(placement))
         return runner, MegatronTrainer(runner, config)
-    module = ModuleRunner(model, MeshGroups(placement), torch.bfloat16, options=FsdpConfig(cpu_offload=host))
-    return module, ModuleTrainer(module, config)
+    module = FsdpRunner(ModelSpec(model, torch.bfloat16, fsdp=FsdpConfig(cpu_offload=host)), MeshGroups(placement))
+    return module, FsdpTrainer(module, config)
 
 
 def offloaded(model: Path, backend: str) -> Offloaded:
     """An update, the role to the host and back, another update."""
-    free = [_free()]
+    free = [free_memory()]
     runner, trainer = trained_role(model, backend)
     rows = random_rows(6, read_config(model).vocab)
     scored = int((rows["loss_mask"] & (rows.positions > 0)).sum())
 
     def update() -> float:
-        return trainer.update([rows], 1.0, token_loss, "token-mean", scored, scored)["loss"]
+        return trainer.update(MiniBatch([rows], None, scored, 0), Objective(token_loss, "token-mean", 1.0))["loss"]
 
     losses = [update()]
     offload = CpuOffload(runner, trainer)
@@ -71,26 +71,19 @@ def offloaded(model: Path, backend: str) -> Offloaded:
     held += trainer.gradient_storages()
     size = sum(storage.nbytes() for storage in held)
     weights = {name: weight.detach().cpu().clone() for name, weight in runner.parameters().items()}
-    free.append(_free())
+    free.append(free_memory())
     offload.to_host()
     assert not any(storage.nbytes() for storage in held)
-    free.append(_free())
+    free.append(free_memory())
     offload.to_device()
-    free.append(_free())
+    free.append(free_memory())
     same = all(torch.equal(weight.cpu(), weights[name]) for name, weight in runner.parameters().items())
     elements = sum(weight.numel() for weight in weights.values())
     return Offloaded(elements, size, free, same, [*losses, update()])
 
 
-def _free() -> int:
-    device.release_unused_memory()
-    return device.free_memory() or 0
-
-
 @pytest.mark.parametrize("backend", ["megatron", "fsdp"])
-def test_offload_of_role_returns_its_memory_to_the_device(
-    ranks: RankPool, machine: Machine, tmp_path: Path, backend: str
-) -> None:
+def test_offload_of_role_returns_its_memory_to_the_device(ranks, machine, tmp_path, backend):
     sizes = SIZES["gpu" if machine.gpus else "cpu"]
     model = make_tiny_model(tmp_path / "model", "qwen3", characters=CHARACTERS, **sizes)
     ((found),) = ranks.run(1, offloaded, model, backend)
@@ -116,11 +109,11 @@ class InHostMemory:
 
 def in_host_memory(model: Path) -> InHostMemory:
     """An update with weights, gradients and moments in host memory."""
-    before = _free()
+    before = free_memory()
     runner, trainer = trained_role(model, "fsdp", host=True)
     rows = random_rows(6, read_config(model).vocab)
     scored = int((rows["loss_mask"] & (rows.positions > 0)).sum())
-    trainer.update([rows, rows], 1.0, token_loss, "token-mean", scored, scored)
+    trainer.update(MiniBatch([rows, rows], None, scored, 0), Objective(token_loss, "token-mean", 1.0))
     parts = (runner.weight_storages(), trainer.state_storages(), trainer.gradient_storages())
     size = sum(storage.nbytes() for part in parts for storage in part)
     states = [value for state in trainer.optimizer.state.values() for value in state.values()]
@@ -131,11 +124,11 @@ def in_host_memory(model: Path) -> InHostMemory:
     offload.to_device()
     served = {tensor.device.type for tensor in dict(runner.served_parameters()).values()}
     assert served == {device.current_device().type}
-    trainer.update([rows], 1.0, token_loss, "token-mean", scored, scored)
-    return InHostMemory(size, before - _free(), pinned, {tensor.device.type for tensor in stored})
+    trainer.update(MiniBatch([rows], None, scored, 0), Objective(token_loss, "token-mean", 1.0))
+    return InHostMemory(size, before - free_memory(), pinned, {tensor.device.type for tensor in stored})
 
 
-def test_weights_in_host_memory_take_none_of_the_device(ranks: RankPool, machine: Machine, tmp_path: Path) -> None:
+def test_weights_in_host_memory_take_none_of_the_device(ranks, machine, tmp_path):
     sizes = SIZES["gpu" if machine.gpus else "cpu"]
     model = make_tiny_model(tmp_path / "model", "qwen3", characters=CHARACTERS, **sizes)
     ((found),) = ranks.run(1, in_host_memory, model)

@@ -4,7 +4,6 @@ import pytest
 import torch.distributed as dist
 
 from tests.helpers.random_models import config
-from tests.helpers.rank_pool import RankPool
 from tests.reshard.moves import CASES, RANKS, cast, move, move_all
 from verl_mg.layout import Layout, Placement
 from verl_mg.reshard.schedule import BUCKET_BYTES
@@ -28,11 +27,11 @@ def between_two_of_many() -> list[str]:
 
 
 @pytest.mark.parametrize(("source", "target"), [("tp2", "pp2"), ("pp2", "tp2"), ("tp1", "pp2")])
-def test_reshard_between_two_devices_is_bitwise_equal(ranks: RankPool, source: str, target: str) -> None:
+def test_reshard_between_two_devices_is_bitwise_equal(ranks, source, target):
     assert ranks.run(2, between_two, source, target) == [[]] * 2
 
 
-def test_reshard_with_silent_ranks_ends(ranks: RankPool) -> None:
+def test_reshard_with_silent_ranks_ends(ranks):
     """NCCL would wait for them if this were the first time that ranks meet."""
     count = max(ranks.size, 3)
     assert ranks.run(count, between_two_of_many) == [[]] * count
@@ -40,10 +39,10 @@ def test_reshard_with_silent_ranks_ends(ranks: RankPool) -> None:
 
 @pytest.mark.parametrize("family", CASES)
 @pytest.mark.parametrize(("node", "bucket_bytes"), [(RANKS, BUCKET_BYTES), (2, SMALL_BUCKET)])
-def test_reshard_on_devices_is_bitwise_equal(ranks: RankPool, family: str, node: int, bucket_bytes: int) -> None:
+def test_reshard_on_devices_is_bitwise_equal(ranks, family, node, bucket_bytes):
     assert ranks.run(RANKS, move_all, family, node, bucket_bytes) == [[]] * RANKS
 
 
-def test_reshard_on_devices_casts_before_sending_except_float32_router_bias(ranks: RankPool) -> None:
+def test_reshard_on_devices_casts_before_sending_except_float32_router_bias(ranks):
     for full, half, same, exact in ranks.run(RANKS, cast):
         assert full == 2 * half and same and exact

@@ -179,12 +179,7 @@ class FakeCuda(TorchDispatchMode):
 
 
 def compiled(function: Callable[..., Any], **_: Any) -> Callable[..., Any]:
-    """Stands for torch.compile: runs the function as it is and counts its kernels as those of a compiled one.
-
-    Args:
-        function: the function.
-        _: options of torch.compile.
-    """
+    """Stands for torch.compile: runs the function as it is and counts its kernels as those of a compiled one."""
 
     flexible = function.__name__ == "flex_attention"
     computed = _flex_attention if flexible else function

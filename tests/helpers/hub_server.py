@@ -43,14 +43,7 @@ def serving(
     held: str | None = None,
     gated: str | None = None,
 ) -> Iterator[HubServer]:
-    """Serves repositories by name, each with its files by path.
-
-    Args:
-        models: repositories of models.
-        datasets: repositories of data sets.
-        held: path of a file of which half is sent until `release` is set.
-        gated: repository whose files are restricted.
-    """
+    """Serves repositories as {name: {path: content}}: of file `held` half until `release` is set, `gated` to nobody."""
     repositories = {f"models/{name}": files for name, files in models.items()}
     repositories |= {f"datasets/{name}": files for name, files in datasets.items()}
     downloads: Counter[str] = Counter()

@@ -58,14 +58,7 @@ def torchrun(ranks: int, *options: str) -> list[str]:
 def started(
     arguments: Sequence[str], before: Sequence[str] = (), warm: bool = True, **environment: str
 ) -> Iterator[subprocess.Popen[str]]:
-    """`python ARGUMENTS` in the checkout, after the words `before`; all its processes are ended with the test.
-
-    Args:
-        arguments: of the interpreter.
-        before: a command that starts the interpreter.
-        warm: start it, and ranks of torchrun, as `tests.helpers.warm_start` does; otherwise with all its imports.
-        environment: additional variables.
-    """
+    """`BEFORE python ARGUMENTS` in the checkout, forked where it is warm; all its processes end with the test."""
     shared = warm_start.shared()
     variables = os.environ | {"OMP_NUM_THREADS": "1"} | (shared.environment if warm else {}) | environment
     process = subprocess.Popen(

@@ -10,6 +10,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 
+from tests.helpers.json_lines import write_lines
+
 Row = dict[str, Any]
 
 DAPO_PROMPT = (
@@ -91,7 +93,7 @@ def write_published(folder: Path) -> dict[str, list[Path]]:
     math = write_parquet(folder / "math.parquet", MATH_ROWS)
     lines = {"math_500": [MATH_500_ROW], "magicoder": MAGICODER_ROWS, "evol": EVOL_ROWS}
     for name, rows in lines.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(folder / f"{name}.jsonl", rows)
     code = [folder / "magicoder.jsonl", folder / "evol.jsonl"]
     return {
         "dapo_math_17k": [dapo],

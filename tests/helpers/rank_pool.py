@@ -28,8 +28,8 @@ import torch.distributed as dist
 
 from tests.helpers.machine import Machine
 from verl_mg import device
-from verl_mg.distributed.gloo import share_event_loop
-from verl_mg.distributed.world import init_process_group
+from verl_mg.distributed.world import init_process_group, share_event_loop
+from verl_mg.errors import UserError
 
 if TYPE_CHECKING:
     from verl_mg.roles.context import JobContext
@@ -132,6 +132,15 @@ def job_context() -> JobContext:
     from verl_mg.roles.context import JobContext
 
     return JobContext.create(job_store())
+
+
+def refusal(function: Callable[..., object], *arguments: Any) -> str:
+    """The message of the UserError that a function raises, "" where it raises none."""
+    try:
+        function(*arguments)
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 def _serve(pipe: Connection, stacks: Path) -> None:

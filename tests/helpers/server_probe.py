@@ -34,14 +34,7 @@ def probe(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
 
 
 def parameters_of(url: str, tp: int, folder: Path, damage: str = "") -> list[Mapping[str, Tensor]]:
-    """The parameters of each rank of a server.
-
-    Args:
-        url: address of the server.
-        tp: its ranks.
-        folder: where they are written.
-        damage: parameter of rank 0 of which one bit is changed first.
-    """
+    """The parameters of each rank of a server, by way of a folder; of `damage` on rank 0 one bit is changed first."""
     folder.mkdir(parents=True, exist_ok=True)
     for request in ({"folder": str(folder), "damage": damage}, {"folder": "", "damage": ""}):
         # Twice, because SGLang transposes some parameters at the end of each session.

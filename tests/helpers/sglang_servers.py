@@ -54,16 +54,7 @@ class RunningServer:
     def __init__(
         self, model: Path, log: Path, layout: str = "tp2", port: int | None = None, cold: bool = False, **arguments: Any
     ) -> None:
-        """Starts it; `wait_until_ready` before it is used.
-
-        Args:
-            model: Hugging Face directory.
-            log: file for its output.
-            layout: its parallel sizes.
-            port: of its address; a free one by default.
-            cold: whether it imports everything itself, as the environment says.
-            arguments: further arguments by SGLang's names.
-        """
+        """Starts it with further arguments by SGLang's names; a cold one does all imports, as the environment says."""
         self.port, self._log = port or free_port(), log
         settings = dataclasses.replace(SETTINGS, layout=EngineLayout.parse(layout))
         given = engine_arguments(model, settings) | {"host": "127.0.0.1", "port": self.port}

@@ -231,10 +231,7 @@ def vllm_layouts_of(family: str) -> list[EngineLayout]:
 def folder_of(family: str) -> Path:
     """A directory with the family's config.json and no weights: shapes are all that a trace needs."""
     from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING,
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    )
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
     model_type, own = (FAMILIES | WITH_VISION | WITHOUT_TABLE)[family]
     folder = Path(tempfile.mkdtemp(prefix=f"{family}-"))

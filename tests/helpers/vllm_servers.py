@@ -17,12 +17,7 @@ class RunningVllmServer:
     """A server of a model in float32, which serves it as `teacher`."""
 
     def __init__(self, model: Path, log: Path) -> None:
-        """Starts the server.
-
-        Args:
-            model: Hugging Face directory.
-            log: file for its output.
-        """
+        """Starts the server; its output goes to the log."""
         self._log, port = log, free_port()
         self.url = f"http://127.0.0.1:{port}"
         served = ["--model", str(model), "--served-model-name", "teacher", "--host", "127.0.0.1", "--port", str(port)]

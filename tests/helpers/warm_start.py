@@ -52,7 +52,7 @@ IMPORTED_IN_FUNCTIONS = (
     *(["pandas"] if find_spec("pandas") else []),
     "megatron.core.models.mimo",
     "transformers.models.qwen3.modeling_qwen3",
-    "recipes.common.kl",
+    "verl_mg.recipes.common.kl",
 )
 """Modules that every job imports late: in a function of the project or of a package."""
 IMPORTED_BY_JOBS = (
@@ -104,14 +104,7 @@ class WarmStart:
         environment: Mapping[str, str] | None = None,
         python: str | Path = sys.executable,
     ) -> None:
-        """Writes the executable.
-
-        Args:
-            name: name of the server.
-            imported: modules that the programs need not import, or MODULE:FUNCTION to call, in this order.
-            environment: variables that the modules read when they are imported.
-            python: path of the Python that runs the programs.
-        """
+        """Writes the executable, whose programs need not import the modules or call MODULE:FUNCTION in `imported`."""
         owner = os.environ.setdefault(OWNER, str(os.getpid()))
         # Folders of former sessions may remain, and process ids come again.
         started = int(psutil.Process(int(owner)).create_time() * 100)

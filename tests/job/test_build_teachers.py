@@ -2,10 +2,10 @@
 
 import pytest
 
-from recipes import gkd
 from verl_mg.config import load_config
 from verl_mg.errors import UserError
 from verl_mg.job.build_teachers import remote_teacher, teacher_numbers
+from verl_mg.recipes import gkd
 
 TWO = "data.train={math: {path: m.jsonl}, code: {path: c.jsonl}}"
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.helpers.json_lines import write_lines
 from tests.helpers.rank_pool import job_store
-from tests.helpers.tiny_jobs import files_of, logged, run_here, write_lines, write_sums
+from tests.helpers.tiny_jobs import files_of, logged, run_here, write_sums
 from tests.helpers.tiny_models import tiny_model
 from verl_mg.config import load_config
 from verl_mg.errors import UserError

@@ -25,7 +25,7 @@ def layouts(draw: st.DrawFn) -> Layout:
 
 
 @given(layouts())
-def test_layout_parse_inverts_str(layout: Layout) -> None:
+def test_layout_parse_inverts_str(layout):
     assert Layout.parse(str(layout)) == layout
 
 
@@ -43,36 +43,31 @@ def test_layout_parse_inverts_str(layout: Layout) -> None:
         ("ep2-dp4", "ep2-dp4"),
     ],
 )
-def test_layout_str_is_the_shortest_text(text: str, canonical: str) -> None:
+def test_layout_str_is_the_shortest_text(text, canonical):
     assert str(Layout.parse(text)) == canonical
 
 
-def test_layout_omitted_sizes_have_defaults() -> None:
+def test_layout_omitted_sizes_have_defaults():
     assert Layout.parse("tp2") == Layout(tp=2) == Layout(tp=2, pp=1, vpp=1, cp=1, ep=1, etp=2, dp=1)
     assert Layout.parse("tp2-pp2-cp1-ep2") == Layout(tp=2, pp=2, ep=2, etp=2, dp=2)
     assert Layout.parse("tp2-etp1").etp == 1
 
 
 @pytest.mark.parametrize("text", ["", "tp", "tp2-", "tp0", "tp2-xp3", "tp2-tp2", "tp2.5", "tp-2", "TP2", "tp²", "2"])
-def test_layout_parse_invalid_text_names_part_and_keys(text: str) -> None:
-    with pytest.raises(UserError, match=r"keys are tp, pp, vpp, cp, ep, etp, dp.*as in tp4-pp2-ep8"):
+def test_layout_parse_invalid_text_names_part_and_keys(text):
+    with pytest.raises(UserError, match=r"keys are tp, pp, vpp, cp, ep, etp, dp.*as in tp4-pp2-ep8") as caught:
         Layout.parse(text)
-
-
-def test_layout_parse_invalid_text_quotes_the_part() -> None:
-    with pytest.raises(UserError, match="'xp3' has an unknown key"):
-        Layout.parse("tp2-xp3")
-    with pytest.raises(UserError, match="'tp4' gives tp a second time"):
-        Layout.parse("tp2-tp4")
+    parts = {"tp2-xp3": "'xp3' has an unknown key", "tp2-tp2": "'tp2' gives tp a second time"}
+    assert parts.get(text, "") in str(caught.value)
 
 
 @pytest.mark.parametrize("sizes", [{"tp": 0}, {"tp": -1}, {"dp": -1}, {"vpp": 2}, {"ep": 4, "dp": 2}])
-def test_layout_invalid_sizes_are_user_errors(sizes: dict[str, int]) -> None:
+def test_layout_invalid_sizes_are_user_errors(sizes):
     with pytest.raises(UserError):
         Layout(**sizes)
 
 
-def test_layout_fit_sets_dp() -> None:
+def test_layout_fit_sets_dp():
     fitted = Layout.parse("tp2-pp2").fit(16)
     assert (fitted.dp, fitted.ranks, str(fitted)) == (4, 16, "tp2-pp2-dp4")
     assert fitted.fit(16) == fitted
@@ -82,7 +77,7 @@ def test_layout_fit_sets_dp() -> None:
 
 
 @given(layouts(), st.integers(1, 200))
-def test_layout_fit_agrees_with_division(layout: Layout, ranks: int) -> None:
+def test_layout_fit_agrees_with_division(layout, ranks):
     open_layout = Layout(layout.tp, layout.pp, layout.vpp, layout.cp, layout.ep, layout.etp)
     dense, expert = layout.tp * layout.pp * layout.cp, layout.etp * layout.ep * layout.pp
     if ranks % dense == 0 and ranks % expert == 0:
@@ -93,7 +88,7 @@ def test_layout_fit_agrees_with_division(layout: Layout, ranks: int) -> None:
             open_layout.fit(ranks)
 
 
-def test_layout_fit_error_names_valid_rank_counts() -> None:
+def test_layout_fit_error_names_valid_rank_counts():
     with pytest.raises(UserError, match=r"layout tp4-pp2 .* not 12\. Start 8 or 16\.$"):
         Layout.parse("tp4-pp2").fit(12)
     with pytest.raises(UserError, match=r"Start 8\.$"):
@@ -104,7 +99,7 @@ def test_layout_fit_error_names_valid_rank_counts() -> None:
         Layout.parse("tp2").fit(0)
 
 
-def test_layout_fit_other_dp_given_is_user_error() -> None:
+def test_layout_fit_other_dp_given_is_user_error():
     with pytest.raises(UserError, match="dp4 requires 8 ranks, not 6. Start 8, write dp3"):
         Layout.parse("tp2-dp4").fit(6)
     with pytest.raises(UserError, match="dp1 requires 2 ranks, not 6"):
@@ -115,7 +110,7 @@ def test_layout_fit_other_dp_given_is_user_error() -> None:
 
 @settings(max_examples=60)
 @given(layouts())
-def test_layout_coordinates_equal_megatrons(layout: Layout) -> None:
+def test_layout_coordinates_equal_megatrons(layout):
     from megatron.core.parallel_state import RankGenerator  # type: ignore[import-untyped]
 
     order = "tp-cp-ep-dp-pp"
@@ -135,7 +130,7 @@ def test_layout_coordinates_equal_megatrons(layout: Layout) -> None:
 
 
 @given(layouts())
-def test_layout_rank_of_inverts_coordinates(layout: Layout) -> None:
+def test_layout_rank_of_inverts_coordinates(layout):
     grid = itertools.product(*(range(size) for size in (layout.pp, layout.dp, layout.cp, layout.tp)))
     for rank, (pp, dp, cp, tp) in enumerate(grid):
         assert layout.rank_of(tp, cp, dp, pp) == rank
@@ -143,12 +138,12 @@ def test_layout_rank_of_inverts_coordinates(layout: Layout) -> None:
         assert (at.tp, at.cp, at.dp, at.pp) == (tp, cp, dp, pp)
 
 
-def test_layout_coordinates_of_known_example() -> None:
+def test_layout_coordinates_of_known_example():
     layout = Layout.parse("tp2-pp2-ep4-etp1").fit(8)
     assert layout.coordinates(7) == Coordinates(tp=1, cp=0, dp=1, pp=1, etp=0, ep=3, edp=0)
 
 
-def test_layout_outside_the_grid_is_index_error() -> None:
+def test_layout_outside_the_grid_is_index_error():
     layout = Layout(tp=2)
     for rank in (-1, 2):
         with pytest.raises(IndexError):
@@ -160,7 +155,7 @@ def test_layout_outside_the_grid_is_index_error() -> None:
 
 
 @given(SIZES, SIZES, SIZES)
-def test_layout_layers_chunks_cover_layers_in_order(pp: int, vpp: int, length: int) -> None:
+def test_layout_layers_chunks_cover_layers_in_order(pp, vpp, length):
     layout = Layout(pp=pp, vpp=vpp if pp > 1 else 1)
     total = layout.pp * layout.vpp * length
     walked = [layer for v in range(layout.vpp) for p in range(pp) for layer in layout.layers(total, p, v)]
@@ -171,7 +166,7 @@ def test_layout_layers_chunks_cover_layers_in_order(pp: int, vpp: int, length: i
 
 
 @given(SIZES, SIZES, st.integers(0, 30))
-def test_layout_layers_remainder_goes_to_the_middle(pp: int, vpp: int, more: int) -> None:
+def test_layout_layers_remainder_goes_to_the_middle(pp, vpp, more):
     layout = Layout(pp=pp, vpp=vpp if pp > 1 else 1)
     chunks = layout.pp * layout.vpp
     runs = [layout.layers(chunks + more, p, v) for v in range(layout.vpp) for p in range(pp)]
@@ -184,17 +179,17 @@ def test_layout_layers_remainder_goes_to_the_middle(pp: int, vpp: int, more: int
     assert from_an_end == sorted(k // 2 for k in range(len(short)))
 
 
-def test_layout_layers_61_layers_on_16_stages() -> None:
+def test_layout_layers_61_layers_on_16_stages():
     assert [len(Layout(pp=16).layers(61, stage)) for stage in range(16)] == [3, *[4] * 13, 3, 3]
 
 
-def test_layout_layers_fewer_than_chunks_is_user_error() -> None:
+def test_layout_layers_fewer_than_chunks_is_user_error():
     with pytest.raises(UserError, match="pp2-vpp2: 4 pipeline chunks are more than the model's 3 layers"):
         Layout(pp=2, vpp=2).layers(3, 0)
 
 
 @given(SIZES.filter(lambda pp: pp > 1), SIZES, st.data())
-def test_layout_layers_of_chosen_chunks_are_runs_in_order(pp: int, vpp: int, data: st.DataObject) -> None:
+def test_layout_layers_of_chosen_chunks_are_runs_in_order(pp, vpp, data):
     chunks = pp * vpp
     chosen = data.draw(st.lists(st.integers(1, 9), min_size=chunks, max_size=chunks))
     layout = Layout.parse(f"pp{pp}-vpp{vpp}", chosen).fit(2 * pp)
@@ -204,7 +199,7 @@ def test_layout_layers_of_chosen_chunks_are_runs_in_order(pp: int, vpp: int, dat
     assert sum(len(layout.stage(sum(chosen), p).layers) for p in range(pp)) == sum(chosen)
 
 
-def test_layout_chunks_without_layers_are_the_first_and_the_last() -> None:
+def test_layout_chunks_without_layers_are_the_first_and_the_last():
     layout = Layout(pp=4, pipeline_layers=(0, 3, 3, 0))
     assert [list(layout.layers(6, stage)) for stage in range(4)] == [[], [0, 1, 2], [3, 4, 5], []]
     assert layout.stage(6, 0).is_first and layout.stage(6, 3).is_last
@@ -221,19 +216,12 @@ def test_layout_chunks_without_layers_are_the_first_and_the_last() -> None:
         ("pp2", [2, 3], r"\[2, 3\] are 5 layers, and the model has 6. Distribute all of them"),
     ],
 )
-def test_layout_chosen_layers_that_are_not_possible_are_user_errors(text: str, chosen: list[int], message: str) -> None:
+def test_layout_chosen_layers_that_are_not_possible_are_user_errors(text, chosen, message):
     with pytest.raises(UserError, match=f"^pipeline_layers: .*{message}"):
         Layout.parse(text, chosen).layers(6, 0)
 
 
-QWEN3_30B = {
-    "attention_heads": 32,
-    "kv_heads": 4,
-    "layers": 48,
-    "ffn": 6144,
-    "experts": 128,
-    "expert_ffn": 768,
-}
+QWEN3_30B = {"attention_heads": 32, "kv_heads": 4, "layers": 48, "ffn": 6144, "experts": 128, "expert_ffn": 768}
 
 
 @pytest.mark.parametrize(
@@ -248,15 +236,15 @@ QWEN3_30B = {
         ("ep2", {"experts": 0}, "Leave out ep"),
     ],
 )
-def test_check_names_the_dimension(text: str, change: dict[str, int], message: str) -> None:
+def test_check_names_the_dimension(text, change, message):
     with pytest.raises(UserError, match=message):
         Layout.parse(text).check(ModelDims(**{**QWEN3_30B, **change}))
 
 
-def test_layout_check_accepts_divisible_model() -> None:
+def test_layout_check_accepts_divisible_model():
     Layout.parse("tp4-pp4-vpp3-ep8-etp1").check(ModelDims(**QWEN3_30B))
 
 
-def test_layout_package_does_not_import_torch() -> None:
+def test_layout_package_does_not_import_torch():
     program = "import verl_mg.layout, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -43,7 +43,7 @@ def test_sharing_rows_compute_each_token_once_whatever_rows_are_there(steps, shu
 
 
 @given(STEPS, st.integers(1, 4), st.integers(8, 80))
-def test_join_groups_keeps_each_row_once_within_the_budget_and_computes_no_more_than_rows_alone(steps, ranks, budget):
+def test_join_groups_keeps_each_row_once_within_the_budget(steps, ranks, budget):
     rows, links = rows_of(steps)
     units = join_groups([[row] for row in range(len(rows))], links, lambda n, s: n - s, FLOPS, ranks, budget)
     assert sorted(row for unit in units for row in unit.rows) == list(range(len(rows)))
@@ -55,7 +55,7 @@ def test_join_groups_keeps_each_row_once_within_the_budget_and_computes_no_more_
 
 
 @given(STEPS)
-def test_join_groups_on_one_rank_without_a_limit_computes_each_token_of_the_batch_once(steps):
+def test_join_groups_on_one_rank_computes_each_token_once(steps):
     rows, links = rows_of(steps)
     units = join_groups([[row] for row in range(len(rows))], links, lambda n, s: n - s, FLOPS, 1, 10**6)
     assert sum(unit.tokens for unit in units) == tokens_of_trie(rows)
@@ -63,7 +63,7 @@ def test_join_groups_on_one_rank_without_a_limit_computes_each_token_of_the_batc
 
 
 @pytest.mark.parametrize(("prefix", "units"), [(1000, 1), (10, 4)])
-def test_join_groups_divides_a_tree_among_ranks_unless_that_computes_a_long_prefix_again(prefix, units):
+def test_join_groups_divides_a_tree_unless_its_prefix_is_long(prefix, units):
     """One trajectory of 8 rows on 4 ranks: each row adds 100 tokens to the prefix."""
     links = PrefixLinks([prefix + 100] * 8, [0] * 8, [0] + [prefix] * 7)
     found = join_groups([[row] for row in range(8)], links, lambda n, s: n - s, FLOPS, 4, 10**6)

@@ -63,7 +63,7 @@ def suggested(message: str) -> list[str]:
 
 
 @given(layouts(), RANKS, models())
-def test_resolve_layout_suggestions_are_valid(layout: Layout, ranks: int, model: ModelDims) -> None:
+def test_resolve_layout_suggestions_are_valid(layout, ranks, model):
     try:
         assert resolve_layout(layout, ranks, model.experts, lambda fitted: check(model, fitted)).ranks == ranks
     except UserError as error:
@@ -77,7 +77,7 @@ def test_resolve_layout_suggestions_are_valid(layout: Layout, ranks: int, model:
 
 
 @given(layouts(), RANKS, models())
-def test_nearest_returns_the_nearest_valid_layouts(layout: Layout, ranks: int, model: ModelDims) -> None:
+def test_nearest_returns_the_nearest_valid_layouts(layout, ranks, model):
     candidates = list(layouts_on(ranks, model.experts, layout))
     found = nearest(layout, candidates, lambda other: check(model, other))
     others = [other for other in candidates if other not in found and is_valid(other, lambda o: check(model, o))]
@@ -87,7 +87,7 @@ def test_nearest_returns_the_nearest_valid_layouts(layout: Layout, ranks: int, m
 
 
 @given(engines(), RANKS, models())
-def test_resolve_engine_layout_suggestions_are_valid(layout: EngineLayout, ranks: int, model: ModelDims) -> None:
+def test_resolve_engine_layout_suggestions_are_valid(layout, ranks, model):
     try:
         resolve_engine_layout(layout, ranks, model.experts, lambda other: other.check(model))
     except UserError as error:
@@ -99,7 +99,7 @@ def test_resolve_engine_layout_suggestions_are_valid(layout: EngineLayout, ranks
 
 
 @given(RANKS, st.sampled_from([0, 4, 6]), layouts())
-def test_layouts_on_are_distinct_and_use_all_ranks(ranks: int, experts: int, up_to: Layout) -> None:
+def test_layouts_on_are_distinct_and_use_all_ranks(ranks, experts, up_to):
     found = list(layouts_on(ranks, experts, up_to))
     assert found and len(set(found)) == len(found)
     for layout in found:
@@ -134,13 +134,13 @@ QWEN3_30B = ModelDims(attention_heads=32, kv_heads=4, layers=48, ffn=6144, exper
         ("tp4-cp16", 64, "layout tp4-cp16: tp4-cp16 does not divide the 32 attention heads. "),
     ],
 )
-def test_resolve_layout_error_is_one_line_with_suggestions(text: str, ranks: int, message: str) -> None:
+def test_resolve_layout_error_is_one_line_with_suggestions(text, ranks, message):
     with pytest.raises(UserError) as error:
         resolve_layout(Layout.parse(text), ranks, 128, lambda fitted: check(QWEN3_30B, fitted))
     assert str(error.value).startswith(message)
 
 
-def test_distance_counts_doublings() -> None:
+def test_distance_counts_doublings():
     assert distance(Layout(tp=8, pp=2), Layout(tp=2)) == 2 + 1 == distance(Layout(tp=8, pp=2), Layout(tp=4, etp=2))
     assert distance(EngineLayout(tp=8), EngineLayout(tp=4, ep=2)) == 2
     assert format_suggestions([], 3) == "No other layout is valid on 3 ranks."

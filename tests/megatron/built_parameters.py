@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.hf_config import HFConfig
 from verl_mg.sharding.megatron import Kernels
 from verl_mg.sharding.weight_table import weight_table
+from verl_mg.training.model_spec import ModelSpec
 
 Shape = tuple[int, ...]
 
@@ -20,9 +21,9 @@ Shape = tuple[int, ...]
 def build(configs: dict[str, HFConfig], text: str, kernels: Kernels = "torch") -> dict[str, list[PackedModel]]:
     """{family: its chunks on this rank}, all on the same groups."""
     groups = ParallelGroups(Placement.on(Layout.parse(text), dist.get_world_size()))
-    options: Any = (groups, torch.bfloat16, False, kernels)
+    spec = ModelSpec(Path(), torch.bfloat16, kernels=kernels)
     with groups.active():
-        return {family: build_chunks(weight_table(c), *options) for family, c in configs.items()}
+        return {family: build_chunks(weight_table(c), groups, spec) for family, c in configs.items()}
 
 
 def differences(

@@ -27,16 +27,18 @@ from verl_mg.batch import Batch, ColumnKind
 from verl_mg.checkpoint.model_directory import ModelDirectories, ModelDirectory
 from verl_mg.config import MegatronConfig, OptimizerConfig
 from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.model_runner import ModelRunner
+from verl_mg.megatron.model_runner import MegatronRunner
 from verl_mg.megatron.process_groups import ParallelGroups
-from verl_mg.megatron.trainer import Trainer
+from verl_mg.megatron.trainer import MegatronTrainer
 from verl_mg.megatron.transformer_config import block_spec
 from verl_mg.models.hf_config import read_config
 from verl_mg.training import trainer as trainer_module
 from verl_mg.training.loss_inputs import LossInputs
 from verl_mg.training.microbatch import TEACHER, TEACHER_HIDDEN, TEACHER_TOP
-from verl_mg.training.teacher_layers import load_teacher_layer
+from verl_mg.training.model_spec import ModelSpec
+from verl_mg.training.output_layer import load_teacher_layer
 from verl_mg.training.token_outputs import TeacherDivergence, TokenOutputs
+from verl_mg.training.trainer import MiniBatch, Objective
 
 Waits = Counter[tuple[str, str]]
 TEMPERATURE = 0.8
@@ -90,8 +92,8 @@ def train(
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     device.group_backend = lambda: "fake"  # this process ends with the case
     groups = ParallelGroups(Placement(Layout.parse(layout).fit(ranks), tuple(range(ranks))))
-    options = {"directories": LocalDirectories(), "megatron": megatron}
-    runner = ModelRunner(model, groups, torch.bfloat16, recompute, **options)
+    spec = ModelSpec(model, torch.bfloat16, recompute=recompute, megatron=megatron or MegatronConfig())
+    runner = MegatronRunner(spec, groups, LocalDirectories())
     weights = runner.parameters()
     assert weights and all(isinstance(weight, CudaTensor) for weight in weights.values())
     if ranks > 1:  # ranks read parts of the weights and send them to each other
@@ -110,14 +112,16 @@ def train(
     inferred = runner.infer([rows, rows], TEMPERATURE)
     counted("infer")
     trained.logprobs = next((report[1] for report in inferred if report is not None), None)
-    trainer = Trainer(runner, OptimizerConfig())
+    trainer = MegatronTrainer(runner, OptimizerConfig())
     before = {name: weight.detach().clone() for name, weight in weights.items()}
     summed = trainer_module.sum_over_ranks
     # Losses are those of the last stage only.
     with mock.patch.object(trainer_module, "sum_over_ranks", lambda *given: {"loss": 0.0} | summed(*given)):
         for count in (1, 2):
             fake.waits.clear()
-            metrics = trainer.update([rows] * count, TEMPERATURE, policy_loss, "seq-mean-token-mean", 6.0, 50)
+            metrics = trainer.update(
+                MiniBatch([rows] * count, None, 50, 6), Objective(policy_loss, "seq-mean-token-mean", TEMPERATURE)
+            )
             counted(f"update {count}")
     trained.grad_norm = metrics["grad_norm"]
     trained.changed = sum(not torch.equal(weight, before[name]) for name, weight in runner.parameters().items())
@@ -133,7 +137,7 @@ def distill(fake: FakeCuda, model: Path, divergence: Divergence) -> dict[str, Wa
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     device.group_backend = lambda: "fake"
     groups = ParallelGroups(Placement(Layout.parse("tp1").fit(1), (0,)))
-    runner = ModelRunner(model, groups, torch.bfloat16, False, directories=LocalDirectories())
+    runner = MegatronRunner(ModelSpec(model, torch.bfloat16), groups, LocalDirectories())
     rows, head = rows_of(model), runner.output_head
     wanted = TokenOutputs(top=divergence.top_k or 0, hidden=0 if divergence.top_k else head.hidden)
     waits: dict[str, Waits] = {}
@@ -155,12 +159,13 @@ def distill(fake: FakeCuda, model: Path, divergence: Divergence) -> dict[str, Wa
         assert shard is not None
         layers = [load_teacher_layer(directory, head, runner.dtype, shard)]
         assert layers[0].weight.device == CUDA
-    trainer = Trainer(runner, OptimizerConfig())
+    trainer = MegatronTrainer(runner, OptimizerConfig())
     outputs = TokenOutputs(teacher=TeacherDivergence(divergence, layers))
     for count in (1, 2):
         fake.waits.clear()
         metrics = trainer.update(
-            [rows] * count, TEMPERATURE, lambda tokens: (tokens.divergence, {}), "token-mean", 50.0, 50, None, outputs
+            MiniBatch([rows] * count, None, 50, 0),
+            Objective(lambda tokens: (tokens.divergence, {}), "token-mean", TEMPERATURE, outputs),
         )
         waits[f"update {count}"] = Counter(fake.waits)
         # The student is its teacher, until its first update.
@@ -188,7 +193,7 @@ def passes_of_layers(fake: FakeCuda, model: Path) -> LayerPasses:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     device.group_backend = lambda: "fake"
     groups = ParallelGroups(Placement(Layout.parse("tp1").fit(1), (0,)))
-    runner = ModelRunner(model, groups, torch.bfloat16, False, directories=LocalDirectories())
+    runner = MegatronRunner(ModelSpec(model, torch.bfloat16), groups, LocalDirectories())
     passes = LayerPasses()
 
     def before(*_: object) -> None:
@@ -205,8 +210,8 @@ def passes_of_layers(fake: FakeCuda, model: Path) -> LayerPasses:
         layer.register_forward_hook(after)
     rows = rows_of(model)
     assert len(set(rows.lengths.tolist())) > 1
-    trainer = Trainer(runner, OptimizerConfig())
-    trainer.update([rows], TEMPERATURE, policy_loss, "seq-mean-token-mean", 6.0, 50)
+    trainer = MegatronTrainer(runner, OptimizerConfig())
+    trainer.update(MiniBatch([rows], None, 50, 6), Objective(policy_loss, "seq-mean-token-mean", TEMPERATURE))
     return passes
 
 

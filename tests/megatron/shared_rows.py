@@ -6,7 +6,7 @@ import torch
 
 from verl_mg.batch import Batch, ColumnKind
 from verl_mg.layout.shared_prefixes import PrefixLinks, SharingRows
-from verl_mg.roles.prefixes import mark_shared
+from verl_mg.roles.role import mark_shared
 
 MAX_SEGMENTS = 1024
 # Of each row: its parent or None, first tokens of it, and tokens of its own. A chain, siblings of which one shares a

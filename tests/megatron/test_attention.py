@@ -25,7 +25,7 @@ from tests.helpers.rank_pool import RankPool
 from verl_mg.megatron import attention as megatron_attention
 from verl_mg.megatron.attention import PackedAttention
 from verl_mg.megatron.packed_sequences import PackedSequences, describe_sequences
-from verl_mg.training import flash_attention
+from verl_mg.training import packed_attention
 from verl_mg.training.flex_attention import block_mask
 from verl_mg.training.packed_attention import (
     Scores,
@@ -245,9 +245,9 @@ def test_causal_mask_of_the_flash_kernel_in_torch_is_that_of_the_last_tokens(mon
 
 
 def test_installed_torch_has_flash_attention_3() -> None:
-    assert flash_attention.IMPLEMENTATION in torch_attention.list_flash_attention_impls()
-    register = torch_attention._registry._FLASH_ATTENTION_IMPLS[flash_attention.IMPLEMENTATION]
-    assert inspect.signature(register).parameters["module_path"].default == flash_attention.PACKAGE
+    assert packed_attention.IMPLEMENTATION in torch_attention.list_flash_attention_impls()
+    register = torch_attention._registry._FLASH_ATTENTION_IMPLS[packed_attention.IMPLEMENTATION]
+    assert inspect.signature(register).parameters["module_path"].default == packed_attention.PACKAGE
     assert list(inspect.signature(torch_attention.activate_flash_attention_impl).parameters) == ["impl"]
     assert torch_attention.current_flash_attention_impl() is None
 
@@ -267,4 +267,4 @@ def test_takes_value_width_is_that_of_the_active_kernel(
     monkeypatch: pytest.MonkeyPatch, width: int, value_width: int, implementation: str | None, expected: bool
 ) -> None:
     monkeypatch.setattr(torch_attention, "current_flash_attention_impl", lambda: implementation)
-    assert flash_attention.takes_value_width(width, value_width) is expected
+    assert packed_attention.takes_value_width(width, value_width) is expected

@@ -14,10 +14,12 @@ from verl_mg.config import MegatronConfig, OptimizerConfig
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.balance_losses import check_balance_losses
-from verl_mg.megatron.model_runner import ModelRunner
+from verl_mg.megatron.model_runner import MegatronRunner
 from verl_mg.megatron.process_groups import ParallelGroups
-from verl_mg.megatron.trainer import Trainer
+from verl_mg.megatron.trainer import MegatronTrainer
 from verl_mg.models.hf_config import read_config
+from verl_mg.training.model_spec import ModelSpec
+from verl_mg.training.trainer import MiniBatch, Objective
 
 TOP_K, BALANCE, Z = 2, 0.3, 0.02
 BOTH = {"moe_aux_loss_coeff": BALANCE, "moe_z_loss_coeff": Z}
@@ -79,8 +81,8 @@ def train(model, layout, fields, recompute, loss):
     """Metrics and gradients of an update of uneven micro-batches."""
     groups = ParallelGroups(Placement.on(Layout.parse(layout), dist.get_world_size()))
     megatron = MegatronConfig(transformer=fields)
-    runner = ModelRunner(model, groups, torch.float32, recompute, megatron=megatron)
-    trainer, batch, gradients = Trainer(runner, OPTIMIZER), rows(model), []
+    runner = MegatronRunner(ModelSpec(model, torch.float32, recompute=recompute, megatron=megatron), groups)
+    trainer, batch, gradients = MegatronTrainer(runner, OPTIMIZER), rows(model), []
     step = trainer.optimizer.step
 
     def seen():
@@ -91,7 +93,9 @@ def train(model, layout, fields, recompute, loss):
     own = list(range(groups.coordinates.dp, len(batch), runner.layout.dp))
     micro_batches = [batch.select(own[:-2]), batch.select(own[-2:]), batch.select([])]
     scored = int((batch["loss_mask"] & (batch.positions > 0)).sum())
-    return trainer.update(micro_batches, TEMPERATURE, loss, "token-mean", scored, scored), gradients
+    return trainer.update(
+        MiniBatch(micro_batches, None, scored, 0), Objective(loss, "token-mean", TEMPERATURE)
+    ), gradients
 
 
 def zero_loss(tokens):

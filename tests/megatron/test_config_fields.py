@@ -3,6 +3,7 @@
 import dataclasses
 from enum import Enum
 from fnmatch import fnmatchcase
+from pathlib import Path
 from types import UnionType
 from typing import Literal, Union, get_args, get_origin, get_type_hints
 
@@ -17,12 +18,13 @@ from tests.helpers.tiny_models import tiny_model
 from verl_mg.config import MegatronConfig, OptimizerConfig
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout
-from verl_mg.megatron import refused_fields
+from verl_mg.megatron import config_fields
 from verl_mg.megatron.config_fields import PACKAGES, REFUSED_VALUES
 from verl_mg.megatron.core_version import VERSION
-from verl_mg.megatron.optimizer_config import ddp_config, optimizer_config
+from verl_mg.megatron.trainer import ddp_config, optimizer_config
 from verl_mg.megatron.transformer_config import transformer_config
 from verl_mg.models.hf_config import read_config
+from verl_mg.training.model_spec import ModelSpec
 
 NEWEST = pytest.mark.skipif(not VERSION.startswith("0.19"), reason="of fields that megatron-core 0.16 does not have")
 FORMER = {"moe_use_legacy_grouped_gemm", "moe_extended_tp", "async_tensor_model_parallel_allreduce"}
@@ -55,11 +57,13 @@ def build(part, kind, models, given):
     if part == "optimizer":
         return optimizer_config(OptimizerConfig(), megatron, torch.float32)
     model = models["deepseek_v3" if kind is MLATransformerConfig else "qwen3"]
-    return transformer_config(model, Layout.parse("pp2-vpp2"), torch.float32, True, megatron=megatron)
+    return transformer_config(
+        model, Layout.parse("pp2-vpp2"), ModelSpec(Path(), torch.float32, recompute=True, megatron=megatron)
+    )
 
 
 def table_of(part):
-    return {"ddp": refused_fields.DDP, "optimizer": refused_fields.OPTIMIZER}.get(part, refused_fields.TRANSFORMER)
+    return {"ddp": config_fields.DDP, "optimizer": config_fields.OPTIMIZER}.get(part, config_fields.TRANSFORMER)
 
 
 PARTS = [
@@ -95,7 +99,7 @@ def another_value(name, kind, default):
 @pytest.mark.parametrize(("part", "kind"), PARTS, ids=lambda value: getattr(value, "__name__", value))
 def test_every_field_of_megatron_core_is_applied_or_refused_with_a_reason(models, part, kind):
     hints, applied, unchanged = get_type_hints(kind), set(), build(part, kind, models, {})
-    needs = refused_fields.NEEDS_TRANSFORMER_ENGINE if part == "transformer" else ()
+    needs = config_fields.NEEDS_TRANSFORMER_ENGINE if part == "transformer" else ()
     for field in dataclasses.fields(kind):
         value = another_value(field.name, hints[field.name], getattr(unchanged, field.name))
         listed = any(fnmatchcase(field.name, pattern) for pattern in (*table_of(part), *needs))
@@ -116,7 +120,7 @@ def test_every_field_of_megatron_core_is_applied_or_refused_with_a_reason(models
 def test_every_pattern_of_refused_fields_matches_a_field_of_megatron_core():
     for part, kinds in {"transformer": PARTS[:2], "optimizer": PARTS[2:3], "ddp": PARTS[3:]}.items():
         names = FORMER.union(field.name for _, kind in kinds for field in dataclasses.fields(kind))
-        patterns = [*table_of(part), *(refused_fields.NEEDS_TRANSFORMER_ENGINE if part == "transformer" else ())]
+        patterns = [*table_of(part), *(config_fields.NEEDS_TRANSFORMER_ENGINE if part == "transformer" else ())]
         assert not [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
 
 

@@ -6,12 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers.rank_pool import job_context
+from tests.helpers.roles import build_role
 from tests.helpers.tiny_models import oracle, random_rows, tiny_model
 from verl_mg.config import GuardConfig, MegatronConfig, OptimizerConfig
 from verl_mg.errors import UserError
-from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.megatron.transformer_config import check_balancing
 from verl_mg.models.hf_config import read_config
 from verl_mg.roles.models import Actor
@@ -47,13 +45,10 @@ def shared_rows(model):
 
 def actor_on(model, layout, recompute=False, guard=None, lr=1e-30, **options):
     """A learning rate at which no weight moves, so that the oracle need not train."""
-    return Actor(
+    return build_role(
+        Actor,
         model,
-        ParallelGroups(Placement.on(Layout.parse(layout), dist.get_world_size())),
-        job_context(),
-        dtype=torch.float32,
-        temperature=1.0,
-        tokens_per_micro_batch=40,
+        layout,
         optimizer=OptimizerConfig(lr=lr),
         recompute=recompute,
         guard=guard,

@@ -5,8 +5,8 @@ import torch
 
 from tests.helpers.random_models import config
 from verl_mg.errors import UserError
-from verl_mg.megatron import kernels
-from verl_mg.megatron.kernels import resolve_kernels
+from verl_mg.megatron import transformer_config
+from verl_mg.megatron.transformer_config import resolve_kernels
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def machine(monkeypatch):
 
     def choose(gpu, installed):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-        monkeypatch.setattr(kernels, "HAVE_TE", installed)
+        monkeypatch.setattr(transformer_config, "HAVE_TE", installed)
 
     return choose
 

@@ -20,16 +20,18 @@ from verl_mg.checkpoint.peft import adapted_tensors, adapter_shapes, initial_ada
 from verl_mg.config import GuardConfig, LoraConfig, MegatronConfig, Recompute
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.model_runner import ModelRunner
+from verl_mg.megatron.model_runner import MegatronRunner
+from verl_mg.megatron.optimizer_state import snapshot
 from verl_mg.megatron.process_groups import ParallelGroups
-from verl_mg.megatron.storages import snapshot
-from verl_mg.megatron.trainer import Trainer
+from verl_mg.megatron.trainer import MegatronTrainer
 from verl_mg.models.hf_config import read_config
 from verl_mg.sharding.boxes import full_box, slices
 from verl_mg.sharding.megatron import Kernels
 from verl_mg.sharding.weight_table import weight_table
 from verl_mg.training.loss_inputs import LossInputs
+from verl_mg.training.model_spec import ModelSpec
 from verl_mg.training.offload import CpuOffload
+from verl_mg.training.trainer import MiniBatch, Objective
 
 RANK, ALPHA, ROWS = 3, 5.0, 7
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -110,18 +112,28 @@ def network_on(
     recompute: Recompute = False,
     kernels: Kernels = "torch",
     megatron: MegatronConfig | None = None,
-) -> ModelRunner:
+) -> MegatronRunner:
     groups = ParallelGroups(Placement.on(Layout.parse(layout), dist.get_world_size()))
-    return ModelRunner(model, groups, torch.float32, recompute, lora=config, kernels=kernels, megatron=megatron)
+    return MegatronRunner(
+        ModelSpec(
+            model,
+            torch.float32,
+            recompute=recompute,
+            lora=config,
+            kernels=kernels,
+            megatron=megatron or MegatronConfig(),
+        ),
+        groups,
+    )
 
 
-def step(trainer: Trainer, batch: Batch) -> dict[str, float]:
+def step(trainer: MegatronTrainer, batch: Batch) -> dict[str, float]:
     """Two micro-batches of each data-parallel rank's share."""
     runner = trainer.runner
     own = list(range(runner.groups.coordinates.dp, len(batch), runner.layout.dp))
     scored = int((batch["loss_mask"] & (batch.positions > 0)).sum())
     micro_batches = [batch.select(own[:-1]), batch.select(own[-1:])]
-    return trainer.update(micro_batches, TEMPERATURE, token_loss, "token-mean", scored, scored)
+    return trainer.update(MiniBatch(micro_batches, None, scored, 0), Objective(token_loss, "token-mean", TEMPERATURE))
 
 
 def train(
@@ -134,7 +146,7 @@ def train(
 ) -> Trained:
     runner = network_on(model, layout, config, recompute, kernels, megatron)
     before = {name: values.detach().clone() for name, values in runner.parameters().items()}
-    metrics = step(Trainer(runner, OPTIMIZER), rows(model))
+    metrics = step(MegatronTrainer(runner, OPTIMIZER), rows(model))
     untouched = all(torch.equal(before[name], values) for name, values in runner.parameters().items())
     assert runner.lora and not any(values.requires_grad for values in runner.parameters().values())
     adapters = [
@@ -388,7 +400,7 @@ def test_lora_initialization_is_equal_under_every_layout(ranks, models) -> None:
 
 def moved_away(model: Path, folder: Path, away: bool) -> tuple[list[Tensor], list[Tensor], int]:
     runner = network_on(model, "tp2", lora(folder))
-    trainer = Trainer(runner, OPTIMIZER, GuardConfig())
+    trainer = MegatronTrainer(runner, OPTIMIZER, GuardConfig())
     copied, saved = CpuOffload(runner, trainer), snapshot(runner, trainer.optimizer)
     step(trainer, rows(model))
     if away:

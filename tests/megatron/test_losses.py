@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.helpers.rank_pool import job_context
+from tests.helpers.roles import build_role
 from tests.helpers.tiny_models import oracle, oracle_outputs, random_rows, tiny_model
 from tests.megatron.training import Parts, assembled, gradients_here
 from verl_mg.algorithms import losses
@@ -20,7 +20,7 @@ from verl_mg.algorithms.losses import Metrics
 from verl_mg.batch import Batch
 from verl_mg.config import OptimizerConfig
 from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.model_runner import ModelRunner
+from verl_mg.megatron.model_runner import MegatronRunner
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.hf_config import read_config
 from verl_mg.roles.models import Actor, Critic, TrainableRewardModel
@@ -133,18 +133,10 @@ def gradients_of_all(model: Path, layout: str, budget: int, turned: bool) -> dic
     mine = rows(model).select(order[dist.get_rank() :: dist.get_world_size()])
     found: dict[str, tuple[dict[str, float], Parts]] = {}
     for kind in (Actor, Critic, TrainableRewardModel):
-        role = kind(
-            model,
-            groups,
-            job_context(),
-            dtype=torch.float32,
-            temperature=1.0,
-            tokens_per_micro_batch=budget,
-            optimizer=OptimizerConfig(clip_grad=0.0),
-        )
+        role = build_role(kind, model, groups, tokens_per_micro_batch=budget, optimizer=OptimizerConfig(clip_grad=0.0))
         seen: list[Parts] = []
 
-        def look(runner: ModelRunner, seen: list[Parts]) -> tuple[bool, float, int]:
+        def look(runner: MegatronRunner, seen: list[Parts]) -> tuple[bool, float, int]:
             seen.append(gradients_here(runner))
             return True, 0.0, 0
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,19 +13,18 @@ from safetensors.torch import load_file, save_file
 from tests.helpers.rank_pool import RankError
 from tests.helpers.tiny_models import LATENT, LINEAR, MIXTURES, TRAINED, oracle, oracle_outputs, random_rows, tiny_model
 from verl_mg.checkpoint.hf_safetensors import CheckpointReader
-from verl_mg.checkpoint.model_directory import INDEX, SINGLE, ModelDirectories, ModelDirectory
+from verl_mg.checkpoint.model_directory import ModelDirectories, ModelDirectory
 from verl_mg.checkpoint.reader_assignment import ReaderShardMap
 from verl_mg.checkpoint.safetensors_file import SafetensorsFile
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.microbatch import make_micro_batch
-from verl_mg.megatron.model_runner import ModelRunner, check_layout
+from verl_mg.megatron.model_runner import MegatronRunner, check_layout
 from verl_mg.megatron.process_groups import ParallelGroups
-from verl_mg.models.hf_config import read_config
+from verl_mg.models.hf_config import INDEX, SINGLE, read_config
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.sharding.boxes import numel, slices
 from verl_mg.sharding.weight_table import weight_table
-from verl_mg.training.token_order import TokenShard
+from verl_mg.training.model_spec import ModelSpec
 
 LAYOUTS = [
     ("tp1", 1),
@@ -41,7 +41,7 @@ def model(request, tmp_path_factory):
 
 def runner(model, layout, **options):
     placement = Placement.on(Layout.parse(layout), dist.get_world_size())
-    return ModelRunner(model, ParallelGroups(placement), torch.float32, **options)
+    return MegatronRunner(ModelSpec(model, torch.float32, **options), ParallelGroups(placement))
 
 
 def all_logits(model, layout):
@@ -181,7 +181,7 @@ def load_counting(model, layout, dtype, roles):
     try:
         for head in roles:
             counts.append([0, 0])
-            net = ModelRunner(model, ParallelGroups(placement), dtype, head=head, directories=directories)
+            net = MegatronRunner(ModelSpec(model, dtype, head=head), ParallelGroups(placement), directories=directories)
     finally:
         CheckpointReader.read, SafetensorsFile.__init__ = read, opened
     readers = ReaderShardMap(net.shard_map(), ModelDirectory.find(model).file_of)
@@ -240,8 +240,8 @@ def empty_micro_batch(model):
     net = runner(model, "tp2")
     rows = random_rows(3, net.table.config.vocab).select([])
     reports = net.run([rows], 1.0, lambda micro, out: (out.sum(), {"n": out.shape[1]}), forward_only=True)
-    odd = random_rows(1, 9, longest=3)
-    micro = make_micro_batch(odd, torch.ones(4), 1.0, TokenShard(tp=2, cp=1), net.stage(0))
+    odd = random_rows(1, net.table.config.vocab, longest=3)
+    micro = net.pack(odd, 1, trains=False)
     return reports, micro.input_ids.shape[1]
 
 
@@ -265,4 +265,4 @@ def test_micro_batch_empty_runs_and_padding_is_below_tp(ranks, model):
 def test_check_layout_invalid_layout_raises(tmp_path, layout, message):
     config = read_config(tiny_model(tmp_path / "m", "qwen3"))
     with pytest.raises(UserError, match=message):
-        check_layout(config, Layout.parse(layout))
+        check_layout(config, Layout.parse(layout), ModelSpec(Path(), torch.float32))

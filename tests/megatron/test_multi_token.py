@@ -10,19 +10,21 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.helpers.rank_pool import job_context
+from tests.helpers.roles import build_role
 from tests.helpers.tiny_models import random_rows, tiny_model, tiny_model_with_multi_token_layer
 from tests.megatron.training import TEMPERATURE, assembled, gradients_here, token_loss
 from verl_mg.config import LoraConfig, MegatronConfig, OptimizerConfig
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.model_runner import ModelRunner
+from verl_mg.megatron.model_runner import MegatronRunner
 from verl_mg.megatron.multi_token import check_multi_token
 from verl_mg.megatron.process_groups import ParallelGroups
-from verl_mg.megatron.trainer import Trainer
+from verl_mg.megatron.trainer import MegatronTrainer
 from verl_mg.models.hf_config import read_config
-from verl_mg.models.multi_token import with_multi_token_layer
+from verl_mg.models.hf_tensors import with_multi_token_layer
 from verl_mg.roles.models import Actor
+from verl_mg.training.model_spec import ModelSpec
+from verl_mg.training.trainer import MiniBatch, Objective
 
 LAYERS, FACTOR = 2, 0.3
 LAYER = f"model.layers.{LAYERS}."
@@ -134,7 +136,10 @@ def expected(model, tmp_path_factory):
 def runner_on(model, layout, fields=TRAINED, recompute=False, **options):
     groups = ParallelGroups(Placement.on(Layout.parse(layout), dist.get_world_size()))
     megatron = MegatronConfig(transformer=fields)
-    return ModelRunner(model, groups, torch.float32, recompute, megatron=megatron, keeps_multi_token=True, **options)
+    return MegatronRunner(
+        ModelSpec(model, torch.float32, recompute=recompute, megatron=megatron, keeps_multi_token=True, **options),
+        groups,
+    )
 
 
 def zero_loss(tokens):
@@ -144,7 +149,7 @@ def zero_loss(tokens):
 def train(model, layout, fields, recompute, loss=zero_loss):
     """Metrics of two updates, and the gradients of the first."""
     runner, batch, gradients = runner_on(model, layout, fields, recompute), rows(model), []
-    trainer = Trainer(runner, OPTIMIZER)
+    trainer = MegatronTrainer(runner, OPTIMIZER)
     step = trainer.optimizer.step
 
     def seen():
@@ -156,7 +161,10 @@ def train(model, layout, fields, recompute, loss=zero_loss):
     own = list(range(at, len(batch), dp))
     micro_batches = [batch.select(own[:-2]), batch.select(own[-2:]), batch.select([])]
     scored = int((batch["loss_mask"] & (batch.positions > 0)).sum())
-    metrics = [trainer.update(micro_batches, TEMPERATURE, loss, "token-mean", scored, scored) for _ in range(2)]
+    metrics = [
+        trainer.update(MiniBatch(micro_batches, None, scored, 0), Objective(loss, "token-mean", TEMPERATURE))
+        for _ in range(2)
+    ]
     return metrics, gradients
 
 
@@ -226,17 +234,7 @@ def test_update_with_exchanged_keys_equals_plain_torch(ranks, model, expected):
 
 
 def actor_on(model, layout, fields, **options):
-    return Actor(
-        model,
-        ParallelGroups(Placement.on(Layout.parse(layout), dist.get_world_size())),
-        job_context(),
-        dtype=torch.float32,
-        temperature=1.0,
-        tokens_per_micro_batch=40,
-        optimizer=OPTIMIZER,
-        megatron=MegatronConfig(transformer=fields),
-        **options,
-    )
+    return build_role(Actor, model, layout, optimizer=OPTIMIZER, megatron=MegatronConfig(transformer=fields), **options)
 
 
 def own(batch):

@@ -22,14 +22,14 @@ from tests.megatron.training import (
 from verl_mg.config import GuardConfig, LoraConfig, MegatronConfig, OptimizerConfig
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout, Placement
-from verl_mg.megatron import matrix_exchange
-from verl_mg.megatron.matrix_exchange import assign
-from verl_mg.megatron.model_runner import ModelRunner
-from verl_mg.megatron.muon import orthogonalized
-from verl_mg.megatron.optimizer_config import optimizer_config
+from verl_mg.megatron import muon
+from verl_mg.megatron.model_runner import MegatronRunner
+from verl_mg.megatron.muon import assign, orthogonalized
+from verl_mg.megatron.optimizer_state import inner_optimizers
 from verl_mg.megatron.process_groups import ParallelGroups
-from verl_mg.megatron.storages import inner_optimizers
-from verl_mg.megatron.trainer import Trainer
+from verl_mg.megatron.trainer import MegatronTrainer, optimizer_config
+from verl_mg.training.model_spec import ModelSpec
+from verl_mg.training.trainer import MiniBatch, Objective
 
 RANKS, ROWS, STEPS = 8, 12, 3
 MUON = OptimizerConfig(kind="muon", lr=0.02, weight_decay=0.1, momentum=0.9, eps=1e-3, betas=(0.9, 0.99), clip_grad=0.0)
@@ -39,7 +39,7 @@ ELEMENTS_OF_A_ROUND = 3000
 
 def trainer_of(model, layout, dtype=torch.float32, config=MUON, guard=None, lora=None):
     groups = ParallelGroups(Placement.on(Layout.parse(layout), dist.get_world_size()))
-    return Trainer(ModelRunner(model, groups, dtype, lora=lora), config, guard)
+    return MegatronTrainer(MegatronRunner(ModelSpec(model, dtype, lora=lora), groups), config, guard)
 
 
 def update(trainer, approx_kl=0.0):
@@ -51,14 +51,14 @@ def update(trainer, approx_kl=0.0):
         values, _ = token_loss(tokens)
         return values, {"approx_kl": torch.full_like(values, approx_kl)}
 
-    return trainer.update([rows], TEMPERATURE, loss, "token-mean", scored, scored)
+    return trainer.update(MiniBatch([rows], None, scored, 0), Objective(loss, "token-mean", TEMPERATURE))
 
 
 def steps(model, layout, dtype, config):
     """The weights before each step and after the last, and the gradients of each step."""
     weights, gradients = [], []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(matrix_exchange, "ROUND_ELEMENTS", ELEMENTS_OF_A_ROUND)
+        patch.setattr(muon, "ROUND_ELEMENTS", ELEMENTS_OF_A_ROUND)
         trainer = trainer_of(model, layout, dtype, config)
     runner, step = trainer.runner, trainer.optimizer.step
 
@@ -128,7 +128,7 @@ def train_with_muon(model, layout, overlap=False):
     config = OPTIMIZER.model_copy(update={"kind": "muon"})
     fields = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 1000} if overlap else {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(matrix_exchange, "ROUND_ELEMENTS", ELEMENTS_OF_A_ROUND)
+        patch.setattr(muon, "ROUND_ELEMENTS", ELEMENTS_OF_A_ROUND)
         return train(model, layout, rows, "vpp" in layout, megatron=MegatronConfig(ddp=fields), optimizer=config)
 
 
@@ -239,7 +239,7 @@ def test_assign_gives_every_matrix_to_a_rank_that_has_a_part_and_balances_work(m
     shapes = {f"m{number}": (8, 8) for number in range(40)} | {"wide": (8, 64), "lonely": (4, 4)}
     held = [[(name, ((2 * rank, 2 * rank + 2), (0, 8))) for name in shapes if name != "lonely"] for rank in range(4)]
     held[3].append(("lonely", ((0, 4), (0, 4))))
-    monkeypatch.setattr(matrix_exchange, "ROUND_ELEMENTS", 256)
+    monkeypatch.setattr(muon, "ROUND_ELEMENTS", 256)
     assigned = assign(held, shapes)
     assert assigned.keys() == shapes.keys() and assigned["lonely"].owner == 3
     work = [sum(math.prod(shapes[name]) for name, to in assigned.items() if to.owner == rank) for rank in range(4)]

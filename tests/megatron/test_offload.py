@@ -6,11 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers.rank_pool import job_context
+from tests.helpers.roles import build_role
 from tests.helpers.tiny_models import random_rows, tiny_model
 from verl_mg.config import OptimizerConfig
-from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.roles.models import Actor
 from verl_mg.training.offload import CpuOffload
 
@@ -26,14 +24,8 @@ def held(actor: Actor) -> int:
 def updated(
     model: Path, layout: str, dtype: torch.dtype, kind: str, away: bool
 ) -> tuple[dict[str, torch.Tensor], list[int]]:
-    actor = Actor(
-        model,
-        ParallelGroups(Placement.on(Layout.parse(layout), dist.get_world_size())),
-        job_context(),
-        dtype=dtype,
-        temperature=1.0,
-        tokens_per_micro_batch=60,
-        optimizer=OptimizerConfig(kind=kind, lr=1e-2),
+    actor = build_role(
+        Actor, model, layout, dtype=dtype, tokens_per_micro_batch=60, optimizer=OptimizerConfig(kind=kind, lr=1e-2)
     )
     batch = random_rows(6, vocab=24, seed=dist.get_rank())
     batch["sample_id"] = batch["sample_id"] * 2 + dist.get_rank()

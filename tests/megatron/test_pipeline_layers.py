@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from tests.helpers.rank_pool import job_context
+from tests.helpers.roles import build_role
 from tests.helpers.tiny_models import random_rows, tiny_model_with_multi_token_layer
 from tests.megatron.layout_models import ModelFolders
 from tests.megatron.training import assert_equal, one_rank, train
@@ -70,14 +70,8 @@ def test_train_value_head_with_chosen_layers_equals_one_rank(ranks, models, laye
 
 
 def saved(model, layout, folder):
-    actor = Actor(
-        model,
-        ParallelGroups(Placement.on(layout, dist.get_world_size())),
-        job_context(),
-        dtype=torch.float32,
-        temperature=1.0,
-        tokens_per_micro_batch=40,
-        optimizer=OptimizerConfig(),
+    actor = build_role(
+        Actor, model, ParallelGroups(Placement.on(layout, dist.get_world_size())), optimizer=OptimizerConfig()
     )
     actor.cpu_offload.to_host()
     actor.cpu_offload.to_device()

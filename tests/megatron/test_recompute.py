@@ -10,11 +10,13 @@ from tests.helpers.tiny_models import random_rows, tiny_model
 from tests.megatron.training import OPTIMIZER, TEMPERATURE, token_loss
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.model_runner import ModelRunner
+from verl_mg.megatron.model_runner import MegatronRunner
 from verl_mg.megatron.process_groups import ParallelGroups
-from verl_mg.megatron.trainer import Trainer
+from verl_mg.megatron.trainer import MegatronTrainer
 from verl_mg.megatron.transformer_config import check_recompute
 from verl_mg.models.hf_config import read_config
+from verl_mg.training.model_spec import ModelSpec
+from verl_mg.training.trainer import MiniBatch, Objective
 
 LAYERS, DENSE = 4, 1
 PARTS = {
@@ -32,14 +34,14 @@ COUNTED = {module for parts in PARTS.values() for module in parts}
 def forward_calls(model, recompute):
     """How often modules of each name ran in one update."""
     groups = ParallelGroups(Placement.on(Layout(), dist.get_world_size()))
-    trainer = Trainer(ModelRunner(model, groups, torch.float32, recompute), OPTIMIZER)
+    trainer = MegatronTrainer(MegatronRunner(ModelSpec(model, torch.float32, recompute=recompute), groups), OPTIMIZER)
     calls = Counter()
     for name, module in trainer.runner.chunks[0].named_modules():
         last = name.rpartition(".")[2]
         if last in COUNTED and "layers" in name:
             module.register_forward_pre_hook(lambda *_, last=last: calls.update([last]))
     rows = random_rows(4, read_config(model).vocab)
-    trainer.update([rows], TEMPERATURE, token_loss, "token-mean", 10, 10)
+    trainer.update(MiniBatch([rows], None, 10, 0), Objective(token_loss, "token-mean", TEMPERATURE))
     return calls
 
 

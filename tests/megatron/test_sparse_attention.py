@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from verl_mg.megatron import sparse_attention
 from verl_mg.megatron.packed_sequences import PackedSequences, describe_sequences
 from verl_mg.megatron.sparse_attention import attend_to_selected, selected_bits
 from verl_mg.megatron.transformer_config import transformer_config
+from verl_mg.training.model_spec import ModelSpec
 
 TOP_K, HEADS, WIDTH = 5, 3, 8
 LENGTHS, KEYS = (19, 5, 9, 3), (19, 12, 9, 6)
@@ -72,7 +74,7 @@ def test_selected_bits_are_the_first_keys_with_the_highest_scores(
 def test_exchange_of_keys_is_refused() -> None:
     fields = MegatronConfig(transformer={"cp_comm_type": "all_gather"})
     with pytest.raises(UserError, match=r"cp_comm_type=all_gather: sparse attention, .* exchanges heads. Leave it out"):
-        transformer_config(config("deepseek_v32"), Layout(cp=2), torch.float32, False, megatron=fields)
+        transformer_config(config("deepseek_v32"), Layout(cp=2), ModelSpec(Path(), torch.float32, megatron=fields))
 
 
 @pytest.mark.parametrize("shares", [False, True])

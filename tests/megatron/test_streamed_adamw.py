@@ -8,11 +8,13 @@ from tests.helpers.tiny_models import random_rows, tiny_model
 from verl_mg.config import GuardConfig, OptimizerConfig
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.model_runner import ModelRunner
+from verl_mg.megatron.model_runner import MegatronRunner
+from verl_mg.megatron.optimizer_state import inner_optimizers
 from verl_mg.megatron.process_groups import ParallelGroups
-from verl_mg.megatron.storages import inner_optimizers
 from verl_mg.megatron.streamed_adamw import StreamedAdamW, dithered_to_bfloat16
-from verl_mg.megatron.trainer import Trainer
+from verl_mg.megatron.trainer import MegatronTrainer
+from verl_mg.training.model_spec import ModelSpec
+from verl_mg.training.trainer import MiniBatch, Objective
 
 OPTIMIZER = OptimizerConfig(lr=0.01, eps=1e-3, betas=(0.9, 0.99), weight_decay=0.1, warmup_steps=2)
 
@@ -27,15 +29,15 @@ ON_HOST = {"cpu_offload": True}
 def trained(model, layout, dtype, options, guard=None):
     """The weights after three steps, how far they went, and the number, type and bytes of the moments."""
     groups = ParallelGroups(Placement.on(Layout.parse(layout), dist.get_world_size()))
-    runner = ModelRunner(model, groups, dtype)
-    trainer = Trainer(runner, OPTIMIZER.model_copy(update=options), guard)
+    runner = MegatronRunner(ModelSpec(model, dtype), groups)
+    trainer = MegatronTrainer(runner, OPTIMIZER.model_copy(update=options), guard)
     inner = inner_optimizers(trainer.optimizer)
     assert inner and all(isinstance(one, StreamedAdamW) == bool(options) for one in inner)
     before = {name: weight.detach().clone() for name, weight in runner.parameters().items()}
     rows = random_rows(6, 24, seed=groups.coordinates.dp)
     scored = int(rows["loss_mask"].sum())
     for _ in range(3):
-        trainer.update([rows], 1.0, loss, "token-mean", scored, scored)
+        trainer.update(MiniBatch([rows], None, scored, 0), Objective(loss, "token-mean", 1.0))
     after = {name: weight.detach().clone() for name, weight in runner.parameters().items()}
     of_weights = [state["exp_avg_sq"] for one in inner for state in one.state.values()]
     moments = [(len(of_weights), of_weights[0].dtype, sum(values.nbytes for values in of_weights))]

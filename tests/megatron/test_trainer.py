@@ -13,14 +13,13 @@ from tests.megatron.training import TEMPERATURE, assembled, gradients_here, toke
 from verl_mg.config import OptimizerConfig
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.model_runner import ModelRunner
+from verl_mg.megatron.model_runner import MegatronRunner
+from verl_mg.megatron.optimizer_state import gradient_buffers, steps_taken
 from verl_mg.megatron.process_groups import ParallelGroups
-from verl_mg.megatron.sharded_state import steps_taken
-from verl_mg.megatron.storages import gradient_buffers
-from verl_mg.megatron.trainer import Trainer
+from verl_mg.megatron.trainer import MegatronTrainer
 from verl_mg.models.hf_config import read_config
-from verl_mg.training.learning_rate import LearningRateSchedule, check_schedule
-from verl_mg.training.token_outputs import EVERYTHING
+from verl_mg.training.model_spec import ModelSpec
+from verl_mg.training.trainer import LearningRateSchedule, MiniBatch, Objective, check_schedule
 from verl_mg.training.update_guard import count_non_finite
 
 ROWS = 16
@@ -99,7 +98,7 @@ def model(request, tmp_path_factory):
 
 def in_bfloat16(model, **config):
     groups = ParallelGroups(Placement.on(Layout.parse("tp1"), dist.get_world_size()))
-    return Trainer(ModelRunner(model, groups, torch.bfloat16), OptimizerConfig(**config))
+    return MegatronTrainer(MegatronRunner(ModelSpec(model, torch.bfloat16), groups), OptimizerConfig(**config))
 
 
 def rows(model):
@@ -107,7 +106,7 @@ def rows(model):
 
 
 def update(trainer, micro_batches, scored):
-    return trainer.update(micro_batches, TEMPERATURE, token_loss, "token-mean", scored, scored)
+    return trainer.update(MiniBatch(micro_batches, None, scored, 0), Objective(token_loss, "token-mean", TEMPERATURE))
 
 
 def two_small_steps(model, lr):
@@ -182,7 +181,9 @@ def watched_gradients(model):
             return loss, {f"metric {number}": loss.detach().double() for number in range(count)}
 
         with NewTensors(list(gradient_buffers(trainer.runner))) as watched:
-            trainer._compute_gradients([batch], TEMPERATURE, closure, None, EVERYTHING)
+            trainer._compute_gradients(
+                MiniBatch([batch], None, 0, 0), Objective(token_loss, "token-mean", TEMPERATURE), closure
+            )
         found.append((watched.operations, watched.host_reads))
     return found
 

@@ -7,6 +7,7 @@ import inspect
 import os
 import re
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
 from unittest import mock
@@ -32,16 +33,16 @@ from verl_mg.config import MegatronConfig
 from verl_mg.config.roles import RecomputeModule
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout, Placement
-from verl_mg.megatron import model_runner
-from verl_mg.megatron.microbatch import make_micro_batch
-from verl_mg.megatron.model_runner import ModelRunner
+from verl_mg.megatron.model_runner import MegatronRunner
 from verl_mg.megatron.process_groups import ParallelGroups
-from verl_mg.megatron.trainer import Trainer
+from verl_mg.megatron.trainer import MegatronTrainer
 from verl_mg.megatron.transformer_config import transformer_config
 from verl_mg.models.hf_config import read_config
 from verl_mg.sharding.boxes import slices
+from verl_mg.training.model_spec import ModelSpec
 from verl_mg.training.offload import CpuOffload
 from verl_mg.training.token_order import TokenShard, token_order
+from verl_mg.training.trainer import MiniBatch, Objective
 
 ROWS = 9
 LOW_RANK_QUERIES = "deepseek_v2 with low-rank queries"
@@ -223,15 +224,17 @@ def written_by_products(model, batch):
     """Weights of linear layers, and those of them whose float32 gradient is the output of a matrix product."""
     import transformer_engine_torch
 
-    runner = ModelRunner(model, ParallelGroups(Placement.on(Layout(), 1)), torch.float32, kernels="transformer_engine")
-    trainer, outputs, product = Trainer(runner, OPTIMIZER), set(), transformer_engine_torch.generic_gemm
+    runner = MegatronRunner(
+        ModelSpec(model, torch.float32, kernels="transformer_engine"), ParallelGroups(Placement.on(Layout(), 1))
+    )
+    trainer, outputs, product = MegatronTrainer(runner, OPTIMIZER), set(), transformer_engine_torch.generic_gemm
 
     def recorded(*arguments, **named):
         outputs.update([arguments[4].data_ptr()] if arguments[4] is not None else [])
         return product(*arguments, **named)
 
     with mock.patch.object(transformer_engine_torch, "generic_gemm", recorded):
-        trainer.update([batch, batch], TEMPERATURE, token_loss, "token-mean", 50, 50)
+        trainer.update(MiniBatch([batch, batch], None, 50, 0), Objective(token_loss, "token-mean", TEMPERATURE))
     linear = {name: weight for name, weight in runner.parameters().items() if re.search(r"linear_\w+\.weight$", name)}
     return sorted(linear), sorted(name for name, weight in linear.items() if weight.main_grad.data_ptr() in outputs)
 
@@ -258,15 +261,15 @@ BF16_LAYERS = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 1,
 
 def train_configured_for_fp8(model, layout, batch):
     """What `train` returns, and the tokens of this rank's micro-batches."""
-    tokens = []
+    tokens, pack = [], MegatronRunner.pack
 
-    def recorded(*arguments, **options):
-        micro = make_micro_batch(*arguments, **options)
+    def recorded(*arguments):
+        micro = pack(*arguments)
         tokens.append(micro.input_ids.shape[1])
         return micro
 
     fields = MegatronConfig(transformer={"fp8": "hybrid", "fp8_recipe": "tensorwise", **BF16_LAYERS})
-    with mock.patch.object(model_runner, "make_micro_batch", recorded):
+    with mock.patch.object(MegatronRunner, "pack", recorded):
         return train(model, layout, batch, False, "language", 1, torch.float32, fields, "transformer_engine"), tokens
 
 
@@ -281,7 +284,7 @@ def test_micro_batches_for_fp8_have_rows_for_its_products_and_the_same_outputs(t
 def copies_in_fp8(model):
     """Copies of weights in FP8 before and after a model is offloaded."""
     groups = ParallelGroups(Placement.on(Layout(), 1))
-    runner = ModelRunner(model, groups, torch.float32, kernels="transformer_engine")
+    runner = MegatronRunner(ModelSpec(model, torch.float32, kernels="transformer_engine"), groups)
     linears = [module for module in runner.chunks[0].modules() if hasattr(module, "_fp8_workspaces")]
     for linear in linears:
         linear._fp8_workspaces["weight"] = torch.zeros(1)  # as its forward pass does
@@ -371,18 +374,18 @@ def test_exchange_of_keys_missing_in_the_kernels_is_refused(transformer_engine, 
 def refusal(config, kernels, kind):
     fields = MegatronConfig(transformer={"cp_comm_type": kind})
     with pytest.raises(UserError) as error:
-        transformer_config(config, Layout(cp=2), torch.bfloat16, False, kernels, fields)
+        transformer_config(config, Layout(cp=2), ModelSpec(Path(), torch.bfloat16, kernels=kernels, megatron=fields))
     return str(error.value)
 
 
 def resumed_with_transformer_engine(model, batch):
     """Losses and norms of two steps with torch, and of the second one resumed from the state after the first."""
     groups = ParallelGroups(Placement.on(Layout(), 1))
-    first = Trainer(ModelRunner(model, groups, torch.float32), OPTIMIZER)
+    first = MegatronTrainer(MegatronRunner(ModelSpec(model, torch.float32), groups), OPTIMIZER)
 
     def step(trainer):
         scored = int((batch["loss_mask"] & (batch.positions > 0)).sum())
-        metrics = trainer.update([batch], TEMPERATURE, token_loss, "token-mean", scored, scored)
+        metrics = trainer.update(MiniBatch([batch], None, scored, 0), Objective(token_loss, "token-mean", TEMPERATURE))
         return metrics["loss"], metrics["grad_norm"]
 
     before, stored = step(first), {}
@@ -390,10 +393,10 @@ def resumed_with_transformer_engine(model, batch):
         shape = first.runner.table.tensor_index.tensors[part.tensor].shape
         stored.setdefault((part.namespace, part.tensor), torch.zeros(shape))[slices(part.box)] = part.values
     megatron = options(model)[4]
-    runner = ModelRunner(
-        model, groups, torch.float32, from_checkpoint=True, kernels="transformer_engine", megatron=megatron
+    runner = MegatronRunner(
+        ModelSpec(model, torch.float32, from_checkpoint=True, kernels="transformer_engine", megatron=megatron), groups
     )
-    second = Trainer(runner, OPTIMIZER)
+    second = MegatronTrainer(runner, OPTIMIZER)
     second.load(lambda part: part.values.copy_(stored[part.namespace, part.tensor][slices(part.box)]), first.counters())
     assert not runner.unrestored
     return before, step(first), step(second)

@@ -7,15 +7,15 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from tests.helpers.json_lines import write_lines
 from tests.helpers.qwen3_5_directories import published, tensors_of
-from tests.helpers.rank_pool import RankError, job_context
-from tests.helpers.tiny_jobs import DIGITS, write_lines, write_sums
+from tests.helpers.rank_pool import RankError
+from tests.helpers.roles import build_role
+from tests.helpers.tiny_jobs import DIGITS, write_sums
 from tests.helpers.tiny_models import noise_image, oracle_outputs, random_rows
 from tests.megatron.training import token_loss
 from tests.rollout.engine_jobs import engine_job, trained_once
 from verl_mg.config import LoraConfig, OptimizerConfig
-from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.hf_config import read_config
 from verl_mg.roles.models import Actor
 
@@ -24,16 +24,7 @@ VISION = "model.visual."
 
 def trained(model: Path, layout: str, folder: Path, lora: LoraConfig | None) -> list[torch.Tensor]:
     """Saves an actor before and after an update; log-probs of this rank's rows at both times."""
-    actor = Actor(
-        model,
-        ParallelGroups(Placement.on(Layout.parse(layout), dist.get_world_size())),
-        job_context(),
-        dtype=torch.float32,
-        temperature=1.0,
-        tokens_per_micro_batch=40,
-        optimizer=OptimizerConfig(lr=0.02),
-        lora=lora,
-    )
+    actor = build_role(Actor, model, layout, optimizer=OptimizerConfig(lr=0.02), lora=lora)
     batch = rows(model).select(range(dist.get_rank(), 8, dist.get_world_size()))
     found = []
     for name in ("before", "after"):

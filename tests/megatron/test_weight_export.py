@@ -9,38 +9,39 @@ from safetensors.torch import load_file
 
 from tests.helpers.tiny_models import SPARSE, published_mixture, tiny_model
 from verl_mg.checkpoint.hf_safetensors import CheckpointWriter
-from verl_mg.checkpoint.model_directory import SINGLE
 from verl_mg.fsdp.mesh import MeshGroups
-from verl_mg.fsdp.model_runner import ModuleRunner
+from verl_mg.fsdp.model_runner import FsdpRunner
 from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.model_runner import ModelRunner
+from verl_mg.megatron.model_runner import MegatronRunner
 from verl_mg.megatron.process_groups import ParallelGroups
-from verl_mg.training import weight_export
+from verl_mg.models.hf_config import SINGLE
+from verl_mg.training import weights
+from verl_mg.training.model_spec import ModelSpec
 
 
 def write_counting(model, target, layout, chunk_bytes, backend="megatron"):
     """Writes the model; returns the number of runs that this rank wrote."""
     placement = Placement.on(Layout.parse(layout), dist.get_world_size())
     if backend == "fsdp":
-        runner = ModuleRunner(model, MeshGroups(placement), torch.float32)
+        runner = FsdpRunner(ModelSpec(model, torch.float32), MeshGroups(placement))
     else:
-        runner = ModelRunner(model, ParallelGroups(placement), torch.float32)
+        runner = MegatronRunner(ModelSpec(model, torch.float32), ParallelGroups(placement))
     table = runner.table
     writer = CheckpointWriter(target, table.huggingface(), torch.float32, stacked=table.tensor_index.stacked)
     if dist.get_rank() == 0:
         writer.create()
     dist.barrier()
-    runs, write, limit = [], os.pwrite, weight_export.CHUNK_BYTES
+    runs, write, limit = [], os.pwrite, weights.CHUNK_BYTES
 
     def counting(descriptor, content, offset):
         runs.append(len(content))
         return write(descriptor, content, offset)
 
-    os.pwrite, weight_export.CHUNK_BYTES = counting, chunk_bytes
+    os.pwrite, weights.CHUNK_BYTES = counting, chunk_bytes
     try:
-        weight_export.write_weights(runner, writer)
+        weights.write_weights(runner, writer)
     finally:
-        os.pwrite, weight_export.CHUNK_BYTES = write, limit
+        os.pwrite, weights.CHUNK_BYTES = write, limit
     dist.barrier()
     return len(runs)
 

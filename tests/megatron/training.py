@@ -21,14 +21,16 @@ from tests.helpers.tiny_models import oracle_outputs, unstacked
 from verl_mg.batch import Batch
 from verl_mg.config import MegatronConfig, OptimizerConfig, Recompute
 from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.model_runner import ModelRunner
+from verl_mg.megatron.model_runner import MegatronRunner
 from verl_mg.megatron.process_groups import ParallelGroups
-from verl_mg.megatron.trainer import Trainer
+from verl_mg.megatron.trainer import MegatronTrainer
 from verl_mg.sharding.boxes import Box, slices
 from verl_mg.sharding.megatron import Kernels
 from verl_mg.sharding.weight_table import Head
 from verl_mg.training.loss_inputs import LossInputs
 from verl_mg.training.microbatch import MicroBatch
+from verl_mg.training.model_spec import ModelSpec
+from verl_mg.training.trainer import MiniBatch, Objective
 
 ROUTER_BIAS = "e_score_correction_bias"  # a buffer
 INDEXER = ".indexer."  # without gradients
@@ -98,13 +100,24 @@ def train(
     """On this rank and its device; every rank is given all rows."""
     sizes = Layout.parse(layout) if isinstance(layout, str) else layout
     groups = ParallelGroups(Placement.on(sizes, dist.get_world_size()))
-    runner = ModelRunner(model, groups, dtype, recompute, head, hidden_offset, kernels=kernels, megatron=megatron)
+    runner = MegatronRunner(
+        ModelSpec(
+            model,
+            dtype,
+            recompute=recompute,
+            head=head,
+            hidden_offset=hidden_offset,
+            kernels=kernels,
+            megatron=megatron or MegatronConfig(),
+        ),
+        groups,
+    )
     assert_built(runner, sizes.fit(dist.get_world_size()), recompute)
     share = _deal(len(rows), groups.layout.dp, groups.coordinates.dp)
     local = _with_experts_of_stage(rows, runner)
     micro_batches = [local.select(numbers) for numbers in share]
     outputs = _outputs(runner, micro_batches, share)
-    trainer = Trainer(runner, optimizer)
+    trainer = MegatronTrainer(runner, optimizer)
     gradients: Parts = []
     step = trainer.optimizer.step
 
@@ -115,13 +128,14 @@ def train(
     trainer.optimizer.step = seen
     scored = int((rows["loss_mask"] & (rows.positions > 0)).sum())
     seen_by = [
-        trainer.update(micro_batches, TEMPERATURE, token_loss, "token-mean", scored, scored) for _ in range(STEPS)
+        trainer.update(MiniBatch(micro_batches, None, scored, 0), Objective(token_loss, "token-mean", TEMPERATURE))
+        for _ in range(STEPS)
     ]
     norms, losses = ([metrics[name] for metrics in seen_by] for name in ("grad_norm", "loss"))
     return Trained(outputs, gradients, parts_of(runner, runner.parameters()), norms, losses)
 
 
-def _with_experts_of_stage(rows: Batch, runner: ModelRunner) -> Batch:
+def _with_experts_of_stage(rows: Batch, runner: MegatronRunner) -> Batch:
     """The rows as the ranks of a pipeline stage get them: with the prescribed experts of its layers only."""
     local = rows.select_columns(rows.names())
     if "routed_experts" in rows:
@@ -131,7 +145,7 @@ def _with_experts_of_stage(rows: Batch, runner: ModelRunner) -> Batch:
     return local
 
 
-def assert_built(runner: ModelRunner, layout: Layout, recompute: Recompute) -> None:
+def assert_built(runner: MegatronRunner, layout: Layout, recompute: Recompute) -> None:
     """The network, its groups and its modules are really those of the layout."""
     assert runner.layout == layout
     groups = runner.groups.collection
@@ -154,7 +168,7 @@ def _deal(rows: int, ranks: int, rank: int) -> list[list[int]]:
     return [own, [], []] if rank == ranks - 1 > 0 else [own[:-2], own[-2:-1], own[-1:]]
 
 
-def _outputs(runner: ModelRunner, micro_batches: list[Batch], share: list[list[int]]) -> dict[int, Tensor]:
+def _outputs(runner: MegatronRunner, micro_batches: list[Batch], share: list[list[int]]) -> dict[int, Tensor]:
     logits = _watch_logits(runner)
 
     def report(micro: MicroBatch, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -170,7 +184,7 @@ def _outputs(runner: ModelRunner, micro_batches: list[Batch], share: list[list[i
     return found
 
 
-def _watch_logits(runner: ModelRunner) -> list[Tensor]:
+def _watch_logits(runner: MegatronRunner) -> list[Tensor]:
     """A list that holds, after the last stage's forward pass, the (vocab, n) logits of the scored tokens."""
     chunk, groups, found = runner.chunks[-1], runner.groups.collection, []
     if not chunk.post_process or chunk.has_value_head:
@@ -191,7 +205,7 @@ def _watch_logits(runner: ModelRunner) -> list[Tensor]:
     return found
 
 
-def gradients_here(runner: ModelRunner) -> Parts:
+def gradients_here(runner: MegatronRunner) -> Parts:
     """Whole, as the optimizer will take them: the distributed one has left each rank a shard of every buffer."""
     for model in runner.model_chunks:
         for bucket_group in [*model.bucket_groups, *model.expert_parallel_bucket_groups]:
@@ -203,7 +217,7 @@ def gradients_here(runner: ModelRunner) -> Parts:
     return parts_of(runner, {name: weight.main_grad for name, weight in trained.items()})
 
 
-def parts_of(runner: ModelRunner, values: dict[str, Tensor]) -> Parts:
+def parts_of(runner: MegatronRunner, values: dict[str, Tensor]) -> Parts:
     shards = runner.shard_map().shards(dist.get_rank())
     return [
         (piece.tensor, piece.source, values[name][slices(piece.target)].detach().to("cpu", copy=True))

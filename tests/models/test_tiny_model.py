@@ -5,7 +5,6 @@ import importlib.util
 import json
 import string
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,7 +27,7 @@ TEXT = string.printable + "  a .b , 'c' n't \n\n  x"
 
 
 @pytest.mark.parametrize("text", [TEXT, "", " ", "\n\r\n"])
-def test_character_tokenizer_round_trip_has_one_token_per_character(text: str) -> None:
+def test_character_tokenizer_round_trip_has_one_token_per_character(text):
     tokenizer = character_tokenizer(string.printable)
     tokens = tokenizer.encode(text)
     assert len(tokens) == len(text)
@@ -36,7 +35,7 @@ def test_character_tokenizer_round_trip_has_one_token_per_character(text: str) -
     assert len(tokenizer) == 6 + len(string.printable)
 
 
-def test_character_tokenizer_beyond_ascii_restores_text() -> None:
+def test_character_tokenizer_beyond_ascii_restores_text():
     tokenizer = character_tokenizer("aé€😀üa")
     text = "é€😀aüaé"
     assert len(tokenizer.encode(text)) == len(text)
@@ -44,7 +43,7 @@ def test_character_tokenizer_beyond_ascii_restores_text() -> None:
     assert tokenizer.encode("b") == [tokenizer.unk_token_id]
 
 
-def test_character_tokenizer_words_are_single_tokens(tmp_path: Path) -> None:
+def test_character_tokenizer_words_are_single_tokens(tmp_path):
     words = ("<tool_call>", '{"name": "')
     make_tiny_model(tmp_path, "qwen2", characters="ab<", words=words, chat_template="{{ 'ab' }}", layers=1)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
@@ -55,7 +54,7 @@ def test_character_tokenizer_words_are_single_tokens(tmp_path: Path) -> None:
     assert tokenizer.apply_chat_template([{"role": "tool", "content": ""}], tokenize=False) == "ab"
 
 
-def test_character_tokenizer_special_tokens_have_fixed_ids() -> None:
+def test_character_tokenizer_special_tokens_have_fixed_ids():
     tokenizer = character_tokenizer("ab")
     assert [tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id] == [0, 1, 2]
     assert tokenizer.decode(tokenizer.encode("<user>a<eos>b"), skip_special_tokens=True) == "ab"
@@ -65,7 +64,7 @@ def test_character_tokenizer_special_tokens_have_fixed_ids() -> None:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_make_tiny_model_loads_and_computes(tmp_path: Path, architecture: str) -> None:
+def test_make_tiny_model_loads_and_computes(tmp_path, architecture):
     make_tiny_model(tmp_path, architecture, layers=4, perturb=True)  # linear attention in three of four
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert tokenizer.encode(TEXT) == character_tokenizer(string.printable).encode(TEXT)
@@ -90,14 +89,7 @@ def test_make_tiny_model_loads_and_computes(tmp_path: Path, architecture: str) -
         ("gemma2", {}, (64, 64), (32, 64), set()),
     ],
 )
-def test_make_tiny_model_options_set_shapes(
-    tmp_path: Path,
-    architecture: str,
-    options: dict[str, Any],
-    q_shape: tuple[int, int],
-    k_shape: tuple[int, int],
-    names: set[str],
-) -> None:
+def test_make_tiny_model_options_set_shapes(tmp_path, architecture, options, q_shape, k_shape, names):
     make_tiny_model(tmp_path, architecture, characters="abc", layers=1, **options)
     tensors = load_file(tmp_path / "model.safetensors")
     attention = "model.layers.0.self_attn."
@@ -143,9 +135,7 @@ EXPERTS = "model.layers.1.mlp.experts"
         ("gemma2", {}, {"model.layers.1.post_feedforward_layernorm.weight": (64,)}),
     ],
 )
-def test_make_tiny_model_has_published_tensor_names(
-    tmp_path: Path, architecture: str, options: dict[str, Any], shapes: dict[str, tuple[int, ...] | None]
-) -> None:
+def test_make_tiny_model_has_published_tensor_names(tmp_path, architecture, options, shapes):
     make_tiny_model(tmp_path, architecture, characters="abc", **options)
     found = {name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
     assert {name: found.get(name) for name in shapes} == shapes
@@ -153,7 +143,7 @@ def test_make_tiny_model_has_published_tensor_names(
     assert found == {name: shard.shape for name, shard in expected.items()}
 
 
-def test_make_tiny_model_options_reach_the_config(tmp_path: Path) -> None:
+def test_make_tiny_model_options_reach_the_config(tmp_path):
     make_tiny_model(tmp_path, "llama", layers=1, tie_embeddings=True, rope_scaling=LLAMA3, init_std=0.5)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["rope_parameters"] == LLAMA3 | {"rope_theta": 10000.0}
@@ -162,7 +152,7 @@ def test_make_tiny_model_options_reach_the_config(tmp_path: Path) -> None:
     assert tensors["model.layers.0.mlp.up_proj.weight"].std().item() == pytest.approx(0.5, rel=0.05)
 
 
-def test_make_tiny_model_perturb_changes_norms_and_biases(tmp_path: Path) -> None:
+def test_make_tiny_model_perturb_changes_norms_and_biases(tmp_path):
     make_tiny_model(tmp_path / "still", "qwen2", layers=1)
     make_tiny_model(tmp_path / "moved", "qwen2", layers=1, perturb=True)
     still, moved = (load_file(tmp_path / name / "model.safetensors") for name in ("still", "moved"))
@@ -170,7 +160,7 @@ def test_make_tiny_model_perturb_changes_norms_and_biases(tmp_path: Path) -> Non
         assert torch.equal(tensor, moved[name]) is (tensor.dim() > 1), name
 
 
-def test_make_tiny_model_seed_fixes_bytes_and_keeps_global_generator(tmp_path: Path) -> None:
+def test_make_tiny_model_seed_fixes_bytes_and_keeps_global_generator(tmp_path):
     state = torch.get_rng_state()
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         make_tiny_model(tmp_path / name, "qwen3", layers=1, perturb=True, seed=seed)
@@ -188,15 +178,13 @@ def test_make_tiny_model_seed_fixes_bytes_and_keeps_global_generator(tmp_path: P
         ("llama", {"hidden": 66}, "hidden=66"),
     ],
 )
-def test_make_tiny_model_invalid_arguments_write_nothing(
-    tmp_path: Path, architecture: str, options: dict[str, Any], reason: str
-) -> None:
+def test_make_tiny_model_invalid_arguments_write_nothing(tmp_path, architecture, options, reason):
     with pytest.raises(UserError, match=reason):
         make_tiny_model(tmp_path / "model", architecture, **options)
     assert not (tmp_path / "model").exists()
 
 
-def test_make_tiny_model_command_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_make_tiny_model_command_exit_codes(tmp_path, capsys):
     path = Path(__file__).parents[2] / "tools" / "make_tiny_model.py"
     spec = importlib.util.spec_from_file_location("make_tiny_model_command", path)
     assert spec is not None and spec.loader is not None

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.run.short_jobs import write_inputs
+from tests.run.jobs import make_inputs
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    return write_inputs(tmp_path_factory.mktemp("inputs"))
+    return make_inputs(tmp_path_factory.mktemp("inputs"))

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
+from tests.helpers.json_server import JsonRequest, JsonResponse, serving
 from tests.helpers.launched import ended, started, torchrun, train_command, write_inputs
 from tests.helpers.tiny_jobs import logged
 from verl_mg.config import AlarmConfig
@@ -24,34 +22,24 @@ from verl_mg.monitor.status import read_status
 from verl_mg.monitor.trackers.files import JsonlTracker
 
 
-class Receiver:
-    """Web server that keeps what it receives."""
+class Receiver(NamedTuple):
+    """A server, and the bodies that it has received."""
 
-    def __init__(self, status: int = 200) -> None:
-        self.received: list[dict[str, Any]] = []
-        received = self.received
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                received.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-                self.send_response(status)
-                self.end_headers()
-
-            def log_message(self, *arguments: Any) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}/alarm"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+    url: str
+    received: list[dict[str, Any]]
 
 
 @pytest.fixture
-def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
+def receiver(monkeypatch) -> Iterator[Receiver]:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    receiver = Receiver()
-    yield receiver
-    receiver.server.shutdown()
-    receiver.server.server_close()
+    received = []
+
+    def respond(request: JsonRequest) -> JsonResponse:
+        received.append(request.body)
+        return JsonResponse({})
+
+    with serving(respond) as url:
+        yield Receiver(f"{url}/alarm", received)
 
 
 def alarm(when: str, **fields: Any) -> AlarmConfig:
@@ -71,23 +59,23 @@ def checker(folder: Path, first_step: int = 0, **configured: AlarmConfig) -> Ala
         ("not finite for 3", Condition(None, 0.0, 3)),
     ],
 )
-def test_condition_is_parsed(text: str, condition: Condition) -> None:
+def test_condition_is_parsed(text, condition):
     assert Condition.parse(text) == condition
 
 
 @pytest.mark.parametrize("text", ["", "0.01", "=< 2", "= 2", "< low", "< nan", "> 1 for 0", "> 1 for", "not a number"])
-def test_condition_invalid_text_is_refused(text: str) -> None:
+def test_condition_invalid_text_is_refused(text):
     with pytest.raises(ValueError, match="not a condition"):
         Condition.parse(text)
 
 
-def test_condition_holds_for_values_that_are_not_finite() -> None:
+def test_condition_holds_for_values_that_are_not_finite():
     above = Condition.parse("> 2")
     assert [above.holds(value) for value in (2.0, 2.5, math.nan, -math.inf)] == [False, True, True, True]
     assert [Condition.parse("not finite").holds(value) for value in (2.0, math.nan, math.inf)] == [False, True, True]
 
 
-def test_alarm_fires_once_after_iterations_in_a_row(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_alarm_fires_once_after_iterations_in_a_row(tmp_path, caplog):
     checked = checker(tmp_path, std=alarm("< 0.5 for 2"))
     values = [0.1, 0.9, 0.1, None, math.nan, 0.1, 0.9, 0.2, 0.3]  # None: an iteration without the metric
     for step, value in enumerate(values, 1):
@@ -96,7 +84,7 @@ def test_alarm_fires_once_after_iterations_in_a_row(tmp_path: Path, caplog: pyte
     assert fired == ["alarm: std=nan in iteration 5 (< 0.5 for 2)", "alarm: std=0.3 in iteration 9 (< 0.5 for 2)"]
 
 
-def test_alarm_that_stops_fires_again_after_as_many_iterations(tmp_path: Path) -> None:
+def test_alarm_that_stops_fires_again_after_as_many_iterations(tmp_path):
     checked = checker(tmp_path, loss=alarm("> 1 for 2", action="stop"))
     reasons = [checked.check(step, {"loss": 2.0}) for step in range(1, 5)]
     message = "alarm: loss=2 in iteration {} (> 1 for 2)"
@@ -104,7 +92,7 @@ def test_alarm_that_stops_fires_again_after_as_many_iterations(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("action", ["log", "stop"])
-def test_alarm_state_follows_from_the_metrics_of_an_earlier_start(tmp_path: Path, action: str) -> None:
+def test_alarm_state_follows_from_the_metrics_of_an_earlier_start(tmp_path, action):
     values = [2.0, 0.5, math.inf, 2.0, 2.0, 2.0, 0.5, 2.0, 2.0, 2.0]
     whole = checker(tmp_path, loss=alarm("> 1 for 3", action=action))
     expected = [whole.check(step, {"loss": value}) for step, value in enumerate(values, 1)]
@@ -118,7 +106,7 @@ def test_alarm_state_follows_from_the_metrics_of_an_earlier_start(tmp_path: Path
         assert reasons == expected[first - 1 :], first
 
 
-def test_alarm_unknown_metric_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_alarm_unknown_metric_is_reported_once(tmp_path, caplog):
     names = ("reward/sdt", "eval/reward", "eval/rewrad")
     checked = Alarms({name: alarm("> 1") for name in names}, "mine", tmp_path / "metrics.jsonl", 0)
     for step in range(1, 7):
@@ -129,9 +117,7 @@ def test_alarm_unknown_metric_is_reported_once(tmp_path: Path, caplog: pytest.Lo
     ]
 
 
-def test_alarm_is_posted_to_its_url(
-    tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_alarm_is_posted_to_its_url(tmp_path, receiver, monkeypatch, caplog):
     monkeypatch.setenv("MY_ALARMS", receiver.url)
     monkeypatch.setattr(alarms, "PAUSE_SECONDS", 0.01)
     configured = {
@@ -157,14 +143,14 @@ def test_alarm_is_posted_to_its_url(
     assert "alarm.c.url: not delivered (ConnectError" in caplog.text
 
 
-def test_check_alarms_without_its_variable_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_alarms_without_its_variable_raises(monkeypatch):
     monkeypatch.delenv("MY_ALARMS", raising=False)
     with pytest.raises(UserError, match="alarm.a.url: the environment variable MY_ALARMS is not set"):
         check_alarms({"a": alarm("> 1", url="$MY_ALARMS")})
 
 
 @pytest.mark.parametrize("starts", [1, pytest.param(2, marks=pytest.mark.nightly)])
-def test_alarm_stops_a_run_with_its_exit_code_and_a_checkpoint(tmp_path: Path, receiver: Receiver, starts: int) -> None:
+def test_alarm_stops_a_run_with_its_exit_code_and_a_checkpoint(tmp_path, receiver, starts):
     """Two ranks under the launcher; then the same run on one rank without a launcher."""
     inputs, output = write_inputs(tmp_path / "inputs"), tmp_path / "run"
     stop = f"alarm={{actor/loss: {{when: '> 0 for 3', action: stop, url: '{receiver.url}'}}}}"

@@ -24,8 +24,8 @@ from verl_mg.distributed.world import World
 from verl_mg.engines.engine_counts import DRAFTED, PROMPT, VERIFIED, count_metrics, observed_load
 from verl_mg.engines.ports import PortBlock
 from verl_mg.errors import UserError
+from verl_mg.monitor.metrics import GPU_MEMORY, GPU_UTILIZATION, over_ranks
 from verl_mg.monitor.prometheus import Gauge, PrometheusEndpoint, exposition, metric_name
-from verl_mg.monitor.resources import GPU_MEMORY, GPU_UTILIZATION, over_ranks
 from verl_mg.monitor.status import StatusFile
 
 UNPACKED = ROOT / ".venv" / "prometheus" / "usr" / "bin" / "prometheus"
@@ -47,10 +47,7 @@ def configuration(folder: Path, port: int | None = 0) -> Config:
 @contextmanager
 def endpoint(folder: Path, port: int | None = 0, rank: int = 0) -> Iterator[PrometheusEndpoint]:
     config, world = configuration(folder, port), World(rank, 2, HashStore())
-    with (
-        StatusFile(folder, "grpo", 4, rank, 2) as status,
-        PrometheusEndpoint(config, "grpo", status, world) as served,
-    ):
+    with StatusFile(folder, "grpo", 4, rank, 2) as status, PrometheusEndpoint(config, "grpo", status, world) as served:
         yield served
 
 
@@ -59,7 +56,7 @@ def target(folder: Path) -> str:
     return str(address)
 
 
-def test_exposition_is_read_back_by_the_parser_of_prometheus() -> None:
+def test_exposition_is_read_back_by_the_parser_of_prometheus():
     parser = pytest.importorskip("prometheus_client.parser")
     odd = 'a "quoted" \\ and\nbroken'
     gauges = [
@@ -77,7 +74,7 @@ def test_exposition_is_read_back_by_the_parser_of_prometheus() -> None:
     assert two.labels == {"run": odd, "kind": "other"} and two.value == 1e-300
 
 
-def test_endpoint_serves_the_latest_value_of_each_metric(tmp_path: Path) -> None:
+def test_endpoint_serves_the_latest_value_of_each_metric(tmp_path):
     with endpoint(tmp_path) as served:
         address = target(tmp_path)
         assert address.startswith("127.0.0.1:")
@@ -96,12 +93,12 @@ def test_endpoint_serves_the_latest_value_of_each_metric(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("port", "rank"), [(None, 0), (0, 1)])
-def test_endpoint_without_a_port_or_on_other_ranks_listens_nowhere(tmp_path: Path, port: int | None, rank: int) -> None:
+def test_endpoint_without_a_port_or_on_other_ranks_listens_nowhere(tmp_path, port, rank):
     with endpoint(tmp_path, port, rank):
         assert not (tmp_path / "prometheus.json").exists()
 
 
-def test_endpoint_port_in_use_raises(tmp_path: Path) -> None:
+def test_endpoint_port_in_use_raises(tmp_path):
     with socket.socket() as used:
         used.bind(("127.0.0.1", 0))
         used.listen()
@@ -168,7 +165,7 @@ def prometheus(folder: Path, targets: Path) -> Iterator[Prometheus]:
 
 
 @pytest.mark.skipif(PROMETHEUS is None, reason="prometheus is not installed; tools/install/prometheus.sh unpacks it")
-def test_prometheus_reads_a_running_job_and_the_dashboard_finds_its_metrics(tmp_path: Path) -> None:
+def test_prometheus_reads_a_running_job_and_the_dashboard_finds_its_metrics(tmp_path):
     inputs, output = write_inputs(tmp_path / "inputs"), tmp_path / "run"
     (inputs / "reward.py").write_text(DIGITS)
     overrides = [

@@ -13,12 +13,11 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.cuda_tensors import FakeCuda
-from tests.helpers.fake_cuda import FakeCudaProcess, recorded_cuda_calls
-from verl_mg.monitor.resources import GIB, ResourceSampler, over_ranks
-from verl_mg.monitor.throughput import Throughput, weight_sync_rate
+from tests.helpers.fake_cuda import recorded_cuda_calls
+from verl_mg.monitor.metrics import GIB, ResourceSampler, Throughput, over_ranks, weight_sync_rate
 
 
-def test_sampler_returns_the_largest_memory_since_the_last_call() -> None:
+def test_sampler_returns_the_largest_memory_since_the_last_call():
     sampler = ResourceSampler(interval_s=0.01)
     time.sleep(0.1)
     first, second = sampler.take(), sampler.take()
@@ -52,14 +51,14 @@ def samples_of_a_gpu(_: FakeCuda) -> tuple[list[dict[str, float]], list[str]]:
 
 
 @pytest.mark.nightly  # starts the process with the fake GPU
-def test_sampler_with_a_gpu_asks_the_driver_and_awaits_nothing(fake_cuda: FakeCudaProcess) -> None:
+def test_sampler_with_a_gpu_asks_the_driver_and_awaits_nothing(fake_cuda):
     (first, second), calls = fake_cuda.run(samples_of_a_gpu)
     assert (first["gpu_memory_gib"], first["gpu_utilization"]) == (5.0, pytest.approx(0.3))
     assert (second["gpu_memory_gib"], second["gpu_utilization"]) == (3.0, pytest.approx(0.9))
     assert calls == []
 
 
-def test_over_ranks_has_the_smallest_mean_and_largest_value() -> None:
+def test_over_ranks_has_the_smallest_mean_and_largest_value():
     metrics = over_ranks([{"gpu_memory_gib": 2.0, "host_memory_gib": 8.0}, {"host_memory_gib": 4.0}])
     assert metrics == {
         **{f"time/gpu_memory_gib/{which}": 2.0 for which in ("min", "mean", "max")},
@@ -79,14 +78,14 @@ def gathered(measured: list[dict[str, float]]) -> tuple[dict[str, float], int]:
     return metrics, len(calls)
 
 
-def test_measurements_of_ranks_are_sent_with_the_counts_of_tokens(ranks: Any) -> None:
+def test_measurements_of_ranks_are_sent_with_the_counts_of_tokens(ranks):
     measured = [{"host_memory_gib": 1.25, "gpu_memory_gib": 70.5, "gpu_utilization": 0.5}, {"host_memory_gib": 3.75}]
     for metrics, collectives in ranks.run(2, gathered, measured):
         assert collectives == 1
         assert metrics["time/host_memory_gib/mean"] == 2.5 and metrics["time/gpu_utilization/max"] == 0.5
 
 
-def test_weight_sync_rate_is_that_of_a_rank() -> None:
+def test_weight_sync_rate_is_that_of_a_rank():
     metrics = {"weight_sync/bytes_received": 8e9, "time/weight_sync": 2.0}
     assert weight_sync_rate(metrics, ranks=4) == {"time/weight_sync_gb_per_s": 1.0}
     assert weight_sync_rate({"time/weight_sync": 2.0}, ranks=4) == {}

@@ -1,5 +1,8 @@
 """What a run writes down of its samples: all that its recipe was handed, and what the recipe made of it."""
 
+from __future__ import annotations
+
+import math
 import os
 from pathlib import Path
 
@@ -8,10 +11,14 @@ import torch
 from pyarrow import parquet
 from transformers import AutoTokenizer
 
-from tests.run.recorded_runs import job, lines_of, make_inputs, samples_of
+from tests.helpers.tiny_jobs import write_sums
+from tests.helpers.tiny_models import tiny_model
+from tests.run.jobs import job, lines_of, make_inputs, samples_of
 from verl_mg.batch import Batch, ColumnKind
-from verl_mg.data import PromptFeed, PromptSet
+from verl_mg.config import DataConfig
+from verl_mg.data import PromptFeed, read_prompts
 from verl_mg.images import Image
+from verl_mg.monitor.run_logger import sample_table
 from verl_mg.monitor.sample_reader import SampleReader
 from verl_mg.monitor.sample_schema import FileMetadata, fingerprint
 from verl_mg.monitor.sample_writer import ROWS_PER_TABLE, SampleWriter, other_columns
@@ -120,13 +127,13 @@ def test_sample_writer_on_a_failing_disk_warns_once(ranks, inputs, tmp_path):
     (tmp_path / "samples").write_text("")
     for reported in ranks.run(2, warned, inputs, tmp_path):
         assert len(reported) == 1 and "rank-" in reported[0] and "the run continues" in reported[0]
-    assert list(lines_of(tmp_path)) == [1, 2, 3] and not list(tmp_path.rglob("*.partial"))
+    assert list(lines_of(tmp_path)) == [1, 2, 3] and not list(tmp_path.rglob(".*"))
 
 
 def with_tools(inputs: Path, folder: Path) -> None:
     """Rows of several tables: two tokens of prompt, two of the policy, one of a tool, and again two of the policy."""
     tokenizer = AutoTokenizer.from_pretrained(inputs / "model")
-    prompts = PromptSet.from_file(inputs / "sums.jsonl", tokenizer, max_prompt_tokens=9, source="sums")
+    prompts = read_prompts(DataConfig(train={"sums": {"path": inputs / "sums.jsonl"}}), "train", tokenizer)
     count, mask = 2 * ROWS_PER_TABLE + 3, [False, False, True, True, False, True, True]
     batch = Batch.from_rows([[3, 4, 5, 6, 7, 8, 9 + i % 3] for i in range(count)])
     batch["loss_mask"] = torch.tensor(mask * count)
@@ -208,3 +215,33 @@ def test_fingerprint_depends_on_the_model_not_on_its_path(inputs, tmp_path):
         file.seek(-1, os.SEEK_END)
         file.write(bytes([last[0] ^ 1]))
     assert fingerprint(copied) == fingerprint(inputs / "model") != fingerprint(changed)
+
+
+def test_sample_table_shows_samples_equally_far_apart(tmp_path):
+    tiny_model(tmp_path / "model", "qwen3")
+    write_sums(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    data = DataConfig(train={"sums": {"path": tmp_path / "sums.jsonl"}})
+    prompts = PromptFeed(read_prompts(data, "train", tokenizer))
+    count = 8
+    responses = tokenizer([str(i) for i in range(count)])["input_ids"]
+    contexts = [list(prompts.by_id(i // 2).tokens) for i in range(count)]  # two samples of each prompt
+    batch = Batch.from_rows([context + response for context, response in zip(contexts, responses, strict=True)])
+    for name in ("group", "trajectory", "sample_id"):
+        batch[name] = torch.arange(count)
+    batch["prompt_id"] = torch.arange(count) // 2
+    batch["prompt_length"] = torch.tensor([len(context) for context in contexts])
+    batch["truncated"] = torch.zeros(count, dtype=torch.bool)
+    batch["reward"] = torch.arange(count) / 4
+    batch["reward.form"] = torch.where(torch.arange(count) % 4 == 0, math.nan, 0.5)
+    table = sample_table([batch], 4, 7, prompts, tokenizer)
+    assert table.columns == ("iteration", "prompt", "response", "answer", "reward", "form")
+    assert table.rows == [
+        [7.0, "0+0=", "0", "0", 0.0, None],
+        [7.0, "0+1=", "2", "1", 0.5, 0.5],
+        [7.0, "0+2=", "4", "2", 1.0, None],
+        [7.0, "0+3=", "6", "3", 1.5, 0.5],
+    ]
+    whole = sample_table([batch], 100, 7, prompts, tokenizer)
+    assert whole is not None and [row[2] for row in whole.rows] == [str(i) for i in range(count)]
+    assert sample_table([batch.select([])], 4, 7, prompts, tokenizer) is None

@@ -13,6 +13,8 @@ import pytest
 
 from tests.helpers import warm_start
 from verl_mg.errors import UserError
+from verl_mg.jsonl import read_lines
+from verl_mg.monitor.progress import summary
 from verl_mg.monitor.status import Status, StatusFile, format_status, read_status, show_status
 from verl_mg.phase_timer import PhaseTimer
 
@@ -23,7 +25,7 @@ def status_file(folder: Path, rank: int = 0) -> StatusFile:
     return StatusFile(folder, "grpo", iterations=4, rank=rank, ranks=2)
 
 
-def test_status_file_records_a_run_from_start_to_end(tmp_path: Path) -> None:
+def test_status_file_records_a_run_from_start_to_end(tmp_path):
     with status_file(tmp_path) as status:
         assert read_status(tmp_path).state == "starting"
         saved = [1]
@@ -41,7 +43,7 @@ def test_status_file_records_a_run_from_start_to_end(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["status.json"]
 
 
-def test_status_file_contains_the_current_phase(tmp_path: Path) -> None:
+def test_status_file_contains_the_current_phase(tmp_path):
     timer = PhaseTimer()
     with status_file(tmp_path) as status:
         status.running(timer)
@@ -53,7 +55,7 @@ def test_status_file_contains_the_current_phase(tmp_path: Path) -> None:
     assert read_status(tmp_path).phase == ""
 
 
-def test_status_file_other_ranks_write_nothing(tmp_path: Path) -> None:
+def test_status_file_other_ranks_write_nothing(tmp_path):
     with status_file(tmp_path, rank=1) as status:
         status.running(PhaseTimer())
         status.log(1, {})
@@ -63,13 +65,13 @@ def test_status_file_other_ranks_write_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("error", "message"), [(UserError("no such ruler"), "no such ruler"), (KeyError("a"), "KeyError: 'a'")]
 )
-def test_status_file_exception_is_recorded_and_raised(tmp_path: Path, error: Exception, message: str) -> None:
+def test_status_file_exception_is_recorded_and_raised(tmp_path, error, message):
     with pytest.raises(type(error)), status_file(tmp_path):
         raise error
     assert (read_status(tmp_path).state, read_status(tmp_path).message) == ("failed", message)
 
 
-def test_status_file_run_that_left_has_not_finished(tmp_path: Path) -> None:
+def test_status_file_run_that_left_has_not_finished(tmp_path):
     with status_file(tmp_path) as status:
         status.running(PhaseTimer())
         status.left("SIGTERM")
@@ -77,7 +79,7 @@ def test_status_file_run_that_left_has_not_finished(tmp_path: Path) -> None:
     assert show_status(tmp_path) == 3
 
 
-def test_status_file_of_a_killed_run_is_complete(tmp_path: Path) -> None:
+def test_status_file_of_a_killed_run_is_complete(tmp_path):
     program = f"""
         from pathlib import Path
         from types import SimpleNamespace
@@ -118,7 +120,7 @@ RUNNING = Status(
 )
 
 
-def test_format_status_running() -> None:
+def test_format_status_running():
     metrics = {"step": 12, "reward/mean": 0.25, "actor/loss": None, "critic/loss": 1.5, "time/weight_sync": 3.0}
     assert format_status(RUNNING, metrics, now=1003.0).splitlines() == [
         "grpo: running",
@@ -129,7 +131,7 @@ def test_format_status_running() -> None:
     ]
 
 
-def test_format_status_silent_run() -> None:
+def test_format_status_silent_run():
     assert format_status(RUNNING, {}, now=1121.0).splitlines()[:2] == [
         "grpo: no update for 0:02:01",
         "iteration 12 of 100, on 8 ranks",
@@ -149,7 +151,7 @@ def command(folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_status_command_returns_an_exit_code(tmp_path: Path) -> None:
+def test_status_command_returns_an_exit_code(tmp_path):
     with status_file(tmp_path) as status:
         status.running(PhaseTimer())
         status.log(1, {})
@@ -160,10 +162,37 @@ def test_status_command_returns_an_exit_code(tmp_path: Path) -> None:
     assert command(tmp_path).returncode == 0
 
 
-def test_read_status_without_run_raises(tmp_path: Path) -> None:
+def test_read_status_without_run_raises(tmp_path):
     missing = command(tmp_path)
     assert missing.returncode == 2
     assert missing.stderr == f"error: {tmp_path}: status.json is missing. Give the job.output of a run.\n"
     (tmp_path / "status.json").write_text(json.dumps({"recipe": "grpo"}))
     with pytest.raises(UserError, match="not the status of a run"):
         read_status(tmp_path)
+
+
+def test_summary_of_a_run_has_four_lines():
+    lines = [
+        {"step": 0, "eval/reward": 0.125},
+        {"step": 1, "time/iteration": 30.0, "time/tokens_per_second": 100.0, "reward/mean": 0.25},
+        {"step": 2, "time/iteration": 90.0, "time/tokens_per_second": 300.0, "reward/mean": 0.75, "eval/reward": 0.5},
+        {"step": 3, "time/iteration": 30.0, "time/tokens_per_second": 300.0, "reward/mean": None},
+        {"step": 4, "time/iteration": 30.0, "time/tokens_per_second": 300.0, "reward/mean": 0.5},
+    ]
+    assert summary(lines).splitlines() == [
+        "4 iterations in 0:03:00",
+        "tokens/s  267 on average",
+        "reward    0.25 in iteration 1, 0.5 in 4; best 0.75 in 2",
+        "eval      0.125 in iteration 0 -> 0.5 in 2",
+    ]
+
+
+def test_summary_without_metrics_omits_lines():
+    assert summary([{"step": 1, "time/iteration": 1.0, "actor/loss": 2.0}]) == "1 iteration in 0:00:01"
+    assert summary([]) == "0 iterations in 0:00:00"
+
+
+def test_read_lines_incomplete_line_is_ignored(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"ste')
+    assert read_lines(tmp_path / "metrics.jsonl") == [{"step": 1}]
+    assert read_lines(tmp_path / "none.jsonl") == []

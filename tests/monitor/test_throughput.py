@@ -6,14 +6,14 @@ import torch.distributed as dist
 
 from tests.helpers.rank_pool import job_store
 from tests.helpers.tiny_jobs import logged
-from tests.run.short_jobs import GRPO, job
+from tests.run.jobs import GRPO, job
 from verl_mg.batch import Batch
 from verl_mg.config import load_config
 from verl_mg.job.job import Job
 from verl_mg.job.recipe import load_recipe, requested_roles
 from verl_mg.models.flops import RowFlops, row_flops
 from verl_mg.models.hf_config import read_config
-from verl_mg.monitor.throughput import Throughput, model_flops, peak_flops
+from verl_mg.monitor.metrics import Throughput, model_flops, peak_flops
 from verl_mg.sharding.weight_table import weight_table
 
 
@@ -49,7 +49,7 @@ def test_model_flops_backward_pass_is_twice_a_forward_pass():
     assert model_flops(rows, [], learns=True) == 0
 
 
-def test_model_flops_of_shared_prefixes_are_those_of_the_tokens_that_are_computed():
+def test_model_flops_of_shared_prefixes_count_computed_tokens():
     """A row of 5 tokens of which another computes 3: two tokens more, and the pairs that these have."""
     rows = RowFlops(per_token=10.0, per_pair=2.0)
     assert model_flops(rows, [4, 5], learns=True, shared=[0, 3]) == 3 * ((10 * 4 + 2 * 16) + (10 * 2 + 2 * (25 - 9)))
@@ -73,7 +73,7 @@ def counted(inputs, layout):
     common = [
         f"model.path={inputs / 'model'}",
         f"data.train={inputs / 'sums.jsonl'}",
-        f"reward.function={inputs / 'reward.py'}:digits",
+        f"reward.function={inputs / 'reward.py'}:score",
         "rollout.max_new_tokens=5",
         "actor.tokens_per_micro_batch=64",
         f"actor.layout={layout}",

@@ -12,14 +12,7 @@ import pytest
 
 
 def installed_functions(package: str, file: str, *names: str, **known: Any) -> dict[str, Callable[..., Any]]:
-    """Returns functions of a file whose other imports need a GPU or take seconds; skips where the package is missing.
-
-    Args:
-        package: name of the package.
-        file: path of the file in the package.
-        names: names of the functions.
-        known: what they use beside each other.
-    """
+    """Functions of a file whose other imports need a GPU or take seconds; skips where the package is missing."""
     found = importlib.util.find_spec(package)
     if found is None or not found.submodule_search_locations:
         pytest.skip(f"{package} is not installed")

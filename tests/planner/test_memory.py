@@ -1,15 +1,20 @@
-"""Memory against numbers counted by hand, and against the shards of every rank."""
+"""Memory of a plan: activations, phases of an iteration, and the bytes of each part, counted by hand."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from tests.planner.tiny_inputs import DENSE, LATENT, MIXTURE, published, tiny
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
-from verl_mg.planner.inputs import GIB
-from verl_mg.planner.memory import Elements, elements, kv_bytes, rollout_memory, train_memory
-from verl_mg.planner.memory_phases import problem
+from verl_mg.models.hf_config import parse_config
+from verl_mg.planner.activations import activation_bytes, chunks_in_flight, kept_elements
+from verl_mg.planner.command import auxiliary_role
+from verl_mg.planner.inputs import GIB, AuxiliaryRole
+from verl_mg.planner.memory import Elements, TrainMemory, elements, kv_bytes, rollout_memory, train_memory
+from verl_mg.planner.memory_phases import awake, engine_limit, problem, syncing, training
+from verl_mg.sharding.weight_table import weight_table
 
 
 @pytest.mark.parametrize(
@@ -28,13 +33,13 @@ from verl_mg.planner.memory_phases import problem
     ],
 )
 def test_elements_of_published_models_equal_their_parameters(name, billions):
-    assert round(published(name, 8).elements / 1e9, 1) == billions
+    assert round(published(name, 8).size.elements / 1e9, 1) == billions
 
 
 @pytest.mark.parametrize(("name", "billions"), [("qwen3_30b_a3b", 3.0), ("qwen3_235b_a22b", 21.6), ("kimi_k2", 31.7)])
 def test_active_elements_of_mixtures_equal_published_numbers(name, billions):
     """3.3, 22.2 and 32.9 billion are activated, of which 0.3, 0.6 and 1.2 in the input embedding."""
-    assert round(published(name, 8).active_elements / 1e9, 1) == billions
+    assert round(published(name, 8).size.active / 1e9, 1) == billions
 
 
 def test_train_memory_dense_model_equals_hand_count():
@@ -148,3 +153,147 @@ def test_problem_too_large_names_phase_and_part():
 def test_plan_inputs_invalid_option_raises(options, words):
     with pytest.raises(UserError, match=words):
         tiny(DENSE, **options)
+
+
+def test_kept_elements_dense_layer_equals_korthikanti():
+    """His 34 h bytes a token, less 2 h of dropout masks; our gate adds an output of width 4 h."""
+    h = 64
+    raw = DENSE | {"hidden_size": h, "num_key_value_heads": 4, "intermediate_size": 4 * h}
+    gate = 2 * 4 * h
+    assert 2 * (kept_elements(parse_config(raw), False, 1).all - 2 * 4) == (34 - 2) * h + gate
+
+
+def test_kept_elements_layer_with_experts_equals_hand_count():
+    """Norms 4 x 32; q 32, k and v 16 each, before their norms 48, output 32, normalisers 8; router 2 x 8.
+
+    Two copies of the hidden state, whole on each rank that cuts the expert, and three widths of 16.
+    """
+    c = parse_config(MIXTURE)
+    assert kept_elements(c, True, 1).all == 128 + 32 + 32 + 48 + 32 + 8 + 16 + 2 * (32 + 48)
+    assert kept_elements(c, True, 2).all - kept_elements(c, True, 1).all == 2 * 32
+
+
+def test_kept_elements_latent_attention_equals_hand_count():
+    """Low ranks 2 x 24 + 2 x 12 + 4; queries and keys 4 heads x 10, values and output 4 x 8; normalisers 8."""
+    assert kept_elements(parse_config(LATENT), False, 1).all == 128 + (48 + 24 + 4) + 80 + 64 + 8 + 3 * 64
+
+
+def test_activation_bytes_of_a_stage_equal_hand_count():
+    """64 tokens over tp2, bf16; stage 0 of 2 has two micro-batches in flight, each of two layers."""
+    inputs, layout = tiny(DENSE, recompute=False), Layout.parse("tp2-pp2").fit(8)
+    each = kept_elements(inputs.weights.config, False, 2).all
+    assert activation_bytes(inputs, layout, 0) == 2 * 2 * each * 64 * 2 // 2
+    output = 2 * 2 * 64 * 32 + 4 * 32 * 32 + 3 * 4 * 32 * 64  # hidden states, the projection's gradient, logits
+    assert activation_bytes(inputs, layout, 1) == 1 * 2 * each * 64 * 2 // 2 + output
+
+
+def test_activation_bytes_with_recompute_keep_inputs_and_one_layer():
+    inputs, layout = tiny(DENSE), Layout.parse("tp2-pp2").fit(8)
+    each = kept_elements(inputs.weights.config, False, 2).all - 32
+    assert activation_bytes(inputs, layout, 0) == (2 * 2 * 32 + each) * 64 * 2 // 2
+
+
+@pytest.mark.parametrize("pp", [2, 4, 8])
+@pytest.mark.parametrize("vpp", [2, 3])
+def test_chunks_in_flight_interleaved_equals_korthikantis_factor(pp, vpp):
+    layout = Layout(pp=pp, vpp=vpp)
+    assert chunks_in_flight(layout, 0, 10**6) / vpp == pytest.approx(pp * (1 + (pp - 1) / (pp * vpp)))
+    assert chunks_in_flight(layout, 0, 1) == vpp
+
+
+def test_chunks_in_flight_few_micro_batches_is_bounded():
+    assert [chunks_in_flight(Layout(pp=4), stage, 3) for stage in range(4)] == [3, 3, 2, 1]
+
+
+def test_activation_bytes_shrink_with_tp_and_cp_and_grow_with_micro_batch():
+    def size(text, **options):
+        return activation_bytes(tiny(MIXTURE, **options), Layout.parse(text).fit(8), 0)
+
+    assert size("tp2-pp2") < size("pp2") > size("pp2-cp2")
+    assert size("pp2", micro_batch=128) > size("pp2") > size("pp2", tokens_per_iteration=1)
+    assert size("pp2", recompute=False) > size("pp2")
+
+
+ACTOR = TrainMemory((), {"weights": (10, 20), "gradients": (20, 40), "optimizer states": (5, 5), "activations": (9, 1)})
+ALL = tuple(range(8))
+PARTS = {"weights": (1, 2, 3, 40), "activations": (7, 8, 9, 10)}
+CRITIC = AuxiliaryRole("critic", Layout(pp=4), ranks=ALL, parts=PARTS)
+
+
+def size(parts):
+    return sum(parts.values())
+
+
+def test_training_counts_stages_of_each_rank_and_one_computing_role():
+    """Ranks 0 to 1, 2 to 3, ... of 8: actor's stages 0, 0, 1, 1, critic's 0, 1, 2, 3."""
+    inputs = replace(tiny(DENSE), auxiliary_roles=(CRITIC,))
+    assert size(training(replace(inputs, offload=False), ACTOR)) == 20 + 40 + 5 + 40 + max(1, 10)
+    assert size(training(inputs, ACTOR)) == 20 + 40 + 5 + 1 + 40, "the actor is away while the critic computes"
+    assert size(training(tiny(DENSE), ACTOR)) == 20 + 40 + 5 + 1
+
+
+def test_awake_excludes_only_offloaded_actor():
+    inputs = replace(tiny(DENSE), auxiliary_roles=(CRITIC,))
+    assert size(awake(inputs, ACTOR)) == 40
+    assert size(awake(replace(inputs, offload=False), ACTOR)) == 105
+    assert size(awake(replace(inputs, offload=False, rollout_ranks=4), ACTOR)) == 0
+
+
+def test_engine_limit_is_fraction_of_free_memory_at_start():
+    """The actor has left then; with offload=false it stays, with its optimizer states."""
+    inputs = replace(tiny(DENSE), auxiliary_roles=(CRITIC,))
+    assert engine_limit(inputs, ACTOR) == 74 * GIB - 40
+    assert engine_limit(replace(inputs, memory_fraction=0.5), ACTOR) == 0.5 * (80 * GIB - 40)
+    assert engine_limit(replace(inputs, memory_fraction=0.5, offload=False), ACTOR) == 0.5 * (80 * GIB - 105)
+    assert engine_limit(replace(inputs, memory_fraction=0.5, rollout_ranks=4), ACTOR) == 0.5 * 80 * GIB
+    assert engine_limit(replace(inputs, memory_fraction=0.99), ACTOR) == 74 * GIB - 40
+
+
+def test_problem_engines_without_sleep_add_to_training():
+    inputs, layout = tiny(DENSE, memory_fraction=0.95, reserve=1.0), Layout.parse("tp2").fit(8)
+    train, engine = train_memory(inputs, layout), rollout_memory(inputs, EngineLayout())
+    assert problem(inputs, train, engine) is None
+    message = problem(replace(inputs, sleep=False, memory=1.5), train, engine)
+    assert (
+        message is not None and message.startswith("training: it needs") and "the engine's weights and cache" in message
+    )
+
+
+def test_problem_memory_fraction_too_small_is_named():
+    inputs = tiny(DENSE, memory_fraction=1e-6)
+    message = problem(inputs, None, rollout_memory(inputs, EngineLayout()))
+    assert message is not None and message.endswith("engines take 1e-06 of the memory that is free when they start")
+
+
+def test_auxiliary_role_trained_and_frozen_parts():
+    inputs, layout = tiny(DENSE), Layout.parse("tp2-pp2").fit(8)
+    actor = train_memory(inputs, layout)
+    value = weight_table(inputs.weights.config, "value")
+    critic = auxiliary_role(inputs, AuxiliaryRole("critic", Layout.parse("tp2-pp2"), True, 64), value)
+    reference = auxiliary_role(inputs, AuxiliaryRole("reference", Layout.parse("tp2-pp2"), False, 64), inputs.weights)
+    # The output layer's 32 of 64 rows of 32 elements, against one row of 32.
+    assert actor.parts["weights"][1] - critic.parts["weights"][1] == 2 * (32 * 32 - 32)
+    assert critic.parts["weights"][0] == actor.parts["weights"][0] == reference.parts["weights"][0]
+    assert set(reference.parts) == {"weights", "activations"} and critic.update_seconds > 0 == reference.update_seconds
+    assert max(reference.parts["activations"]) < max(actor.parts["activations"])
+    with pytest.raises(UserError, match="^critic: layout pp3"):
+        auxiliary_role(inputs, AuxiliaryRole("critic", Layout.parse("pp3"), True, 64), value)
+
+
+def test_training_roles_on_disjoint_ranks_do_not_add_up():
+    """The critic is on ranks 4 to 7, the actor on 0 to 3."""
+    inputs = replace(
+        tiny(DENSE), auxiliary_roles=(replace(CRITIC, ranks=(4, 5, 6, 7)),), role_ranks=(0, 1, 2, 3), offload=False
+    )
+    assert size(training(inputs, ACTOR)) == 20 + 40 + 5 + 1
+    assert size(awake(replace(inputs, offload=True), ACTOR)) == 40, "the fullest rank is the critic's last"
+    half = replace(inputs, auxiliary_roles=(replace(CRITIC, ranks=(2, 3, 4, 5)),))
+    assert size(training(half, ACTOR)) == 20 + 40 + 5 + 2 + 8, "its second stage shares ranks with the actor's second"
+
+
+def test_training_offloaded_roles_share_a_rank_in_turns():
+    inputs = replace(tiny(DENSE), auxiliary_roles=(replace(CRITIC, offload=True),))
+    assert size(training(inputs, ACTOR)) == 20 + 40 + 5 + 1, "the critic waits on the host"
+    assert size(awake(inputs, ACTOR)) == 0
+    assert size(syncing(inputs, ACTOR)) == 20, "weights alone move to the engines"
+    assert size(syncing(replace(inputs, offload=False), ACTOR)) == 65

@@ -1,16 +1,19 @@
 """The search: what it tries, that it fits, and in which order it comes."""
 
+from itertools import combinations
+
 import pytest
 
 from tests.planner.tiny_inputs import DENSE, MIXTURE, published, tiny
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, Layout
 from verl_mg.layout.suggest import format_layout
-from verl_mg.planner.cost import bubble_share, train_seconds
-from verl_mg.planner.generation_time import rollout_seconds
+from verl_mg.planner.cost import bubble_share, train_seconds, update_parts, update_seconds_by_stage
+from verl_mg.planner.iteration_time import rollout_seconds
 from verl_mg.planner.memory import rollout_memory, train_memory
 from verl_mg.planner.memory_phases import problem
 from verl_mg.planner.search import (
+    balanced,
     check_rollout,
     nearest_rollout,
     nearest_train,
@@ -147,3 +150,40 @@ def test_rollout_seconds_grow_with_less_cache():
     engine = EngineLayout(tp=4)
     seconds = [rollout_seconds(inputs, engine, rollout_memory(inputs, engine)) for inputs in (large, small)]
     assert seconds[0] < seconds[1]
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [("qwen2_5_7b", "tp2-pp4"), ("qwen3_30b_a3b", "pp4-ep8"), ("deepseek_v3", "pp2"), ("qwen3_1_7b", "pp3")],
+)
+def test_balanced_layers_have_the_fastest_slowest_stage(model, text):
+    layout = Layout.parse(text)
+    inputs = published(model, layout.ranks)
+    layers, head = update_parts(inputs, layout)
+    slowest = []
+    for cuts in combinations(range(1, len(layers)), layout.pp - 1):
+        ends = zip((0, *cuts), (*cuts, len(layers)), strict=True)
+        stages = [sum(layers[first:end]) for first, end in ends]
+        slowest.append(max(*stages[:-1], stages[-1] + head))
+    even = max(update_seconds_by_stage(inputs, layout))
+    found = balanced(inputs, layout)
+    if found is None:
+        assert min(slowest) > 0.99 * even
+        return
+    assert max(update_seconds_by_stage(inputs, found)) == pytest.approx(min(slowest), rel=1e-4)
+    assert min(slowest) < 0.99 * even and train_seconds(inputs, found) < train_seconds(inputs, layout)
+
+
+def test_balanced_is_none_without_stages_and_with_several_chunks_of_a_stage():
+    inputs = published("qwen2_5_7b", 8)
+    assert balanced(inputs, Layout(dp=8)) is None and balanced(inputs, Layout(pp=2, vpp=2, dp=4)) is None
+
+
+def test_search_returns_a_layout_once_with_its_best_layers():
+    inputs = published("qwen2_5_32b", 32, memory=48.0)
+    pairs = search(inputs, None, None, 8)
+    assert len({str(pair.train.layout) for pair in pairs}) == len(pairs)
+    chosen = [pair.train for pair in pairs if pair.train.layout.pipeline_layers]
+    assert chosen
+    for side in chosen:
+        assert side.update_seconds < train_seconds(inputs, Layout.parse(str(side.layout)))

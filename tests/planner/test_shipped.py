@@ -82,12 +82,7 @@ def test_plan_file_equals_plan_of_its_options(capsys):
     lengths = ["--sequence", "22528", "--prompt", "2048", "--micro-batch", "22528"]
     options = [*lengths, "--tokens-per-iteration", str(512 * 16 * 22528)]
     options += ["--train", "tp2-pp8-ep2-etp1", "--rollout", "tp8-ep8-adp8", "--minibatches", "16"]
-    bare = planned(
-        capsys,
-        *SMALL,
-        *("--ranks", "64", "--memory-fraction", "0.85"),
-        *options,
-    )
+    bare = planned(capsys, *SMALL, *("--ranks", "64", "--memory-fraction", "0.85"), *options)
     assert bare == numbers
 
 
@@ -165,10 +160,7 @@ def test_plan_disjoint_roles_compute_at_the_same_time(capsys):
     ("overrides", "words"),
     [
         (["actor.ranks=60-71"], "ranks 60-71: rank 71 is out of range. Model roles can use ranks 0-63"),
-        (
-            ["algorithm.kl.coefficient=0.1", "reference.ranks=63-64"],
-            "reference: ranks 63-64: rank 64 is out of range",
-        ),
+        (["algorithm.kl.coefficient=0.1", "reference.ranks=63-64"], "reference: ranks 63-64: rank 64 is out of range"),
         (["rollout.engine=hf"], "rollout.engine=hf: only engines that are separate processes"),
         (["model.dtype=float32"], "model.dtype=float32: only a bf16 actor can be planned. Set model.dtype=bfloat16"),
         (["actor.dtype=float32"], "actor.dtype=float32: only a bf16 actor can be planned. Set actor.dtype=bfloat16"),

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from recipes.tasks import repeat_digit
+from verl_mg.recipes.tasks import repeat_digit
 
 Tasks = Callable[[int], Path]
 
 
 @pytest.fixture(scope="session")
-def tasks(tmp_path_factory: pytest.TempPathFactory) -> Tasks:
+def tasks(tmp_path_factory) -> Tasks:
     """The folder of the task with the model and the data of a seed."""
 
     @cache

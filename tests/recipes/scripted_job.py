@@ -36,11 +36,7 @@ class ScriptedRole:
 
 
 class ScriptedJob:
-    """Job with an actor, a critic, a reference, a process reward model, and rollouts that `generate(round)` makes.
-
-    Args:
-        generate: batch of this rank for the round, from 0, with the column `scripted_reward`.
-    """
+    """Job with an actor, a critic, a reference, a process reward model, and rollouts that `generate(round)` makes."""
 
     def __init__(self, generate: Callable[[int], Batch]) -> None:
         self.iteration, self.rounds = 1, 0

@@ -8,7 +8,6 @@ import pytest
 
 from tests.helpers.engines import SGLANG, VLLM
 from tests.helpers.engines import overrides as of_engine
-from tests.helpers.rank_pool import RankPool
 from tests.helpers.tiny_jobs import logged
 from tests.recipes.tiny_runs import tiny_run
 from tools.bench import wide_repeat_digit
@@ -46,13 +45,13 @@ def check(lines: list[dict], output: Path) -> None:
         assert trained == sum(turn["tokens"] for c in conversations for turn in c["turns"])
 
 
-def test_grpo_with_agents_trains_every_segment(ranks: RankPool, tasks, tmp_path: Path) -> None:
+def test_grpo_with_agents_trains_every_segment(ranks, tasks, tmp_path):
     lines = tiny_run(ranks, "grpo", tasks(0), tmp_path / "run", [*SETTINGS, "job.iterations=2"])
     check(lines, tmp_path / "run")
 
 
 @pytest.mark.parametrize("name", ["dapo", "gspo", "pf_ppo", "ppo", "prime"])
-def test_samples_of_agents_without_a_request_count_and_train_nothing(ranks: RankPool, tasks, tmp_path, name) -> None:
+def test_samples_of_agents_without_a_request_count_and_train_nothing(ranks, tasks, tmp_path, name):
     overrides = [*SETTINGS[1:], f"rollout.agent={AGENT.with_name('silent.py')}:run", "rollout.agent_failure_reward=-3"]
     if name == "dapo":
         overrides += ["algorithm.max_sampling_rounds=1", "algorithm.overlong_buffer=2"]
@@ -74,9 +73,7 @@ def test_samples_of_agents_without_a_request_count_and_train_nothing(ranks: Rank
 @pytest.mark.nightly
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("engine", [SGLANG, VLLM])
-def test_grpo_with_agents_and_real_engines_trains_every_segment(
-    ranks: RankPool, tmp_path: Path, engine: str, mode: str
-) -> None:
+def test_grpo_with_agents_and_real_engines_trains_every_segment(ranks, tmp_path, engine, mode):
     wide_repeat_digit.make(tmp_path / "task", hidden=64, layers=2)  # vLLM has no narrow heads on the CPU
     chosen = [*of_engine(engine), "rollout.num_ranks=1", "actor.layout=tp1", f"rollout.mode={mode}"]
     lines = tiny_run(ranks, "grpo", tmp_path / "task", tmp_path / "run", [*SETTINGS, *chosen, "job.iterations=2"])

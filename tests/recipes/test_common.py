@@ -7,18 +7,27 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from recipes import dapo, gdpo, gigpo, grpo, maxrl, mt_grpo, pf_ppo, prime
-from recipes.common.kl import KLConfig, adapt_kl, add_kl_loss, rewards_with_kl, token_rewards_with_kl, with_current_kl
-from recipes.common.off_policy import OffPolicyConfig, add_off_policy_weights, apply_off_policy_weights
-from recipes.common.reward_parts import weighted_parts
-from recipes.common.rows import concat_rollouts, is_turn_of_data, response_lengths
 from tests.helpers.tiny_jobs import RECIPES
 from tests.recipes.scripted_job import ScriptedJob, rows
 from tests.recipes.tiny_runs import tiny_run
 from verl_mg.algorithms.kl import adapted
 from verl_mg.batch import Batch
+from verl_mg.config import load_config
 from verl_mg.distributed import collectives
 from verl_mg.errors import UserError
+from verl_mg.job.recipe import load_recipe
+from verl_mg.recipes import dapo, gdpo, gigpo, grpo, maxrl, mt_grpo, pf_ppo, prime
+from verl_mg.recipes.common.kl import (
+    KLConfig,
+    adapt_kl,
+    add_kl_loss,
+    rewards_with_kl,
+    token_rewards_with_kl,
+    with_current_kl,
+)
+from verl_mg.recipes.common.off_policy import OffPolicyConfig, add_off_policy_weights, apply_off_policy_weights
+from verl_mg.recipes.common.reward_parts import weighted_parts
+from verl_mg.recipes.common.rows import concat_rollouts, is_turn_of_data, response_lengths
 from verl_mg.training.loss_inputs import LossInputs
 
 COEFFICIENT = 0.5
@@ -81,8 +90,8 @@ def test_off_policy_weights_enabled_scale_the_loss_and_are_reported():
 
 
 POLICY_RECIPES = {
-    file.stem: import_module(f"recipes.{file.stem}")
-    for file in sorted(RECIPES.glob("*.py"))
+    file.stem: import_module(f"verl_mg.recipes.{file.stem}")
+    for file in sorted(RECIPES.glob("[!_]*.py"))
     if "def policy_loss" in file.read_text()
 }
 CLIPPED = [name for name, recipe in POLICY_RECIPES.items() if "dual_clip" in recipe.Config.model_fields]
@@ -110,7 +119,7 @@ def test_entropy_coefficient_of_every_recipe_subtracts_the_entropy(name):
 
 
 @pytest.mark.parametrize("name", CLIPPED)
-def test_dual_clip_of_every_clipped_recipe_bounds_the_loss_where_the_advantage_is_negative(name):
+def test_dual_clip_of_every_recipe_bounds_losses_of_negative_advantages(name):
     for advantage in (1.0, -1.0):
         (loss, gradient), (bounded, cut) = (policy_loss(name, advantage, dual_clip=dual) for dual in (None, 1.5))
         if advantage > 0:
@@ -127,7 +136,7 @@ def test_recipes_with_a_clip_have_a_dual_clip():
     assert all("entropy_coefficient" in recipe.Config.model_fields for recipe in POLICY_RECIPES.values())
 
 
-def test_off_policy_sequence_masking_excludes_drifted_responses_with_a_negative_advantage_and_reports_them():
+def test_off_policy_sequence_masking_excludes_bad_drifted_responses():
     rollout, advantages = torch.tensor([-0.2, -0.4]), torch.tensor([-1.0, -1.0])
     loss = torch.full((2,), 3.0)
     for delta, masked in ((0.5, 1.0), (0.8, 0.0)):  # the mean log-ratio is 0.7
@@ -136,7 +145,7 @@ def test_off_policy_sequence_masking_excludes_drifted_responses_with_a_negative_
         assert found.tolist() == [3.0 * (1 - masked)] * 2 and metrics["opsm_masked"].tolist() == [masked] * 2
 
 
-def test_off_policy_sequence_masking_in_a_run_excludes_responses_from_the_second_update_on(ranks, tasks, tmp_path):
+def test_off_policy_sequence_masking_in_a_run_begins_with_the_second_update(ranks, tasks, tmp_path):
     overrides = ["algorithm.prompts_per_iteration=8", "algorithm.group_size=4", "job.iterations=1", "job.save=false"]
     updates = ["algorithm.num_epochs=2", "algorithm.off_policy.opsm_delta=0.001", "actor.optimizer.warmup_steps=0"]
     (line,) = tiny_run(ranks, "grpo", tasks(0), tmp_path / "run", [*overrides, *updates])
@@ -144,7 +153,7 @@ def test_off_policy_sequence_masking_in_a_run_excludes_responses_from_the_second
     assert 0.05 < line["actor/opsm_masked"] < 0.5
 
 
-def test_parts_of_the_reward_without_weights_are_all_and_with_weights_the_named_ones():
+def test_parts_of_the_reward_are_all_or_those_with_weights():
     batch = rows([0, 1], [0, 0], [1.0, 0.0])
     with pytest.raises(UserError, match=r"^algorithm\.rewards: the reward has no parts"):
         weighted_parts(batch, {})
@@ -244,7 +253,7 @@ def test_concat_rollouts_with_other_reward_parts_keeps_common_columns():
     assert "reward.format" not in whole and "extra" not in whole and "loss_mask" in whole
 
 
-def test_concat_rollouts_keeps_the_columns_of_agents_where_a_rank_had_no_samples_in_a_round():
+def test_concat_rollouts_of_a_round_without_samples_keeps_columns_of_agents():
     nothing, agents = rows([], [], []), rows([1], [0], [0.0])
     agents["prefix_of"] = agents["sample_id"].clone()
     for batches in ([nothing, agents], [agents, nothing, nothing]):
@@ -252,7 +261,7 @@ def test_concat_rollouts_keeps_the_columns_of_agents_where_a_rank_had_no_samples
     assert not len(concat_rollouts([nothing, nothing]))
 
 
-def test_response_lengths_of_agents_are_those_of_generated_tokens_and_of_others_all_behind_the_prompt():
+def test_response_lengths_of_agents_count_generated_tokens():
     batch = Batch.from_rows([[1, 2, 3, 4], [1, 2, 5], [1, 6, 7, 8, 9]])
     batch["prompt_length"] = torch.tensor([1, 2, 2])
     assert response_lengths(batch).tolist() == [3, 1, 3]
@@ -388,3 +397,52 @@ def test_turns_of_data_are_spread_evenly():
     with pytest.raises(UserError, match=r"data_fraction=0.5: turns of samples and data need rollout.mode=sync"):
         is_turn_of_data(1, 0.5, "async")
     assert is_turn_of_data(1, 1.0, "async") and not is_turn_of_data(1, 0.0, "async")
+
+
+SIZES = ["job.iterations=2", "job.save=false", "algorithm.prompts_per_iteration=8", "algorithm.group_size=4"]
+OTHER = ("time/", "weight_sync/", "mismatch/", "rollout/")
+
+
+def run(ranks, name, task, output, choice, overrides=()):
+    overrides = [*SIZES, f"algorithm.old_logprobs={choice}", *overrides]
+    return tiny_run(ranks, name, task, output, overrides, count=1)
+
+
+@pytest.mark.parametrize("choice", ["skip", "rollout"])
+def test_update_without_the_pass_for_old_logprobs_is_the_same(ranks, tasks, tmp_path, choice):
+    expected = run(ranks, "grpo", tasks(0), tmp_path / "recompute", "recompute")
+    found = run(ranks, "grpo", tasks(0), tmp_path / choice, choice)
+    for line, other in zip(found, expected, strict=True):
+        assert "time/phase/forward" in other and "time/phase/forward" not in line
+        assert "mismatch/max_abs" in other and "mismatch/max_abs" not in line
+        names = [name for name in other if not name.startswith(OTHER)]
+        assert {name: line[name] for name in names} == pytest.approx(
+            {name: other[name] for name in names}, rel=1e-3, abs=1e-4
+        )
+    assert expected[0]["actor/grad_norm"] > 1e-3
+
+
+def test_skipped_old_logprobs_with_penalty_report_its_divergence(ranks, tasks, tmp_path):
+    kl = ["algorithm.kl.coefficient=0.05"]
+    expected = run(ranks, "grpo", tasks(0), tmp_path / "recompute", "recompute", kl)
+    found = run(ranks, "grpo", tasks(0), tmp_path / "skip", "skip", kl)
+    for name in ("kl/mean", "actor/kl", "actor/loss", "actor/grad_norm"):
+        assert found[1][name] == pytest.approx(expected[1][name], rel=1e-2, abs=1e-5), name
+    assert abs(expected[1]["actor/kl"]) > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "message"),
+    [
+        ("grpo", ["old_logprobs=skip", "num_minibatches=2"], "num_minibatches and num_epochs must be 1"),
+        ("grpo", ["old_logprobs=skip", "num_epochs=3"], "num_minibatches and num_epochs must be 1"),
+        ("ppo", ["old_logprobs=skip", "kl.coefficient=0.1"], "kl.placement=reward needs log-probs before the update"),
+        ("grpo", ["old_logprobs=rollout", "off_policy.correction=icepop"], "off_policy.correction compares"),
+        ("clip_cov", ["old_logprobs=skip"], "'recompute' or 'rollout'"),
+    ],
+)
+def test_old_logprobs_that_do_not_fit_the_recipe_are_refused(name, overrides, message):
+    algorithm = load_recipe(RECIPES / f"{name}.py").config
+    needed = ["model.path=m", "data.train=d"]
+    with pytest.raises(UserError, match=rf"algorithm\.old_logprobs.*{message}"):
+        load_config(None, [*needed, *(f"algorithm.{override}" for override in overrides)], algorithm)

@@ -7,21 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from recipes.tasks import colored_squares
 from tests.helpers.engines import overrides as engine_overrides
-from tests.helpers.tiny_jobs import RECIPES, logged, metrics_of, run_here
+from tests.helpers.tiny_jobs import RECIPES, logged, metrics_of, run_recipe
 from tests.helpers.traces import needs_sglang, needs_vllm
-from tests.run.resumed_jobs import copy_interrupted
-from verl_mg.config import load_config
-from verl_mg.job.recipe import load_recipe
+from tests.run.jobs import copy_interrupted
+from verl_mg.recipes.tasks import colored_squares
 from verl_mg.run.mode import FULL_RUN, RunMode
 
 CONFIG = RECIPES / "configs" / "colored_squares_grpo.yaml"
 SHORT = ["algorithm.prompts_per_iteration=6", "algorithm.group_size=4", "evaluation.every=0"]
 OF_ENGINES = ("weight_sync/", "eval/", "rollout/load_imbalance", "rollout/engine_deaths")
 KEEPING = """
-from recipes import grpo
-from recipes.grpo import Config, roles
+from verl_mg.recipes import grpo
+from verl_mg.recipes.grpo import Config, roles
 from verl_mg.batch import Batch
 
 
@@ -37,14 +35,13 @@ def iteration(job, cfg):
 
 def job(recipe: Path, task: Path, output: Path, overrides: Sequence[str], mode: RunMode = FULL_RUN) -> None:
     """A run of the shipped configuration on this rank."""
-    loaded = load_recipe(recipe)
     files = [
         f"model.path={task / 'model'}",
         *(f"data.{part}={task / 'data' / part}.jsonl" for part in ("train", "test")),
     ]
     reward = f"reward.function={RECIPES / 'tasks' / 'colored_squares.py'}:score"
     common = [*files, reward, f"job.output={output}", "job.console=false", "job.save=false"]
-    run_here(loaded, load_config(CONFIG, [*common, *overrides], loaded.config), mode)
+    run_recipe(recipe, [*common, *overrides], mode, CONFIG)
 
 
 def task_of(folder: Path, architecture: str, seed: int = 0, heads: int = 4) -> Path:

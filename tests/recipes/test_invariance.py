@@ -11,7 +11,7 @@ from tests.helpers.tiny_jobs import RECIPES
 from tests.recipes.tiny_runs import TEACHER_OF, tiny_run
 from verl_mg.job.recipe import load_recipe
 
-NAMES = sorted(recipe.stem for recipe in RECIPES.glob("*.py"))
+NAMES = sorted(recipe.stem for recipe in RECIPES.glob("[!_]*.py"))
 # The others differ from these in a loss or an advantage alone, which have tests of their own.
 DAILY = {"dapo", "dpo", "gkd", "grpo", "gspo", "ppo", "prime", "reward_model", "sft"}
 # Those with a rollout. Clip-Cov draws tokens by their places in rows, the loss of PRIME's reward model is of rows, and

@@ -1,18 +1,22 @@
-"""Each recipe is one page: its iteration contains the whole data flow, its Config shows every key."""
+"""Each recipe is one page with the whole data flow, is listed, configured and documented, and imports no other one."""
 
 import ast
+import re
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.tiny_jobs import RECIPES
-from verl_mg.config import RecipeConfig
-from verl_mg.job.recipe import load_recipe
+from tests.recipes.tiny_runs import LETTERS, tiny_run
+from verl_mg.config import RecipeConfig, load_config
+from verl_mg.job.recipe import load_recipe, requested_roles
 
-FILES = sorted(RECIPES.glob("*.py"))
+FILES = sorted(RECIPES.glob("[!_]*.py"))
 COMMON = sorted((RECIPES / "common").glob("*.py"))
 WITHOUT_SAMPLING = {"sft", "dpo", "reward_model"}
+WITHOUT_LOGPROBS = {"reinforce"}
+"""Recipes whose update needs neither old log-probs nor a reference."""
 BY_DIVERGENCE = {"gkd"}
 """Recipes without old log-probs: their loss has no ratio."""
 MAX_LINES = 145
@@ -41,6 +45,9 @@ def test_iteration_of_a_recipe_contains_the_data_flow_in_order(file):
     if file.stem in WITHOUT_SAMPLING:
         updates = [name for name in calls if name.endswith(".update")]
         assert calls[0] == "prompts.next_batch" and calls[-1] == updates[0] and len(updates) == 1
+    elif file.stem in WITHOUT_LOGPROBS:
+        assert calls[:3] == ["prompts.next_batch", "rollout.generate", "reward.wait"]
+        assert calls[-2:] == ["actor.update", "rollout.update_weights"] and len(file.read_text().splitlines()) <= 40
     else:
         flow = ["prompts.next_batch", "rollout.generate", "reward.wait", "concurrent_roles"]
         flow += ["teachers.score" if file.stem in BY_DIVERGENCE else "actor.compute_logprobs"]
@@ -86,12 +93,64 @@ def test_page_of_a_recipe_is_short_and_begins_with_paper_and_data_flow(file):
     docstring = ast.get_docstring(ast.parse(text))
     assert docstring and "arXiv:" in docstring.splitlines()[0]
     assert " -> " in docstring.splitlines()[2]
+    assert "Differences from GRPO" in docstring or file.stem == "grpo"
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_recipe_imports_no_other_recipe(file):
-    recipes = {f"recipes.{other.stem}" for other in FILES}
+    recipes = {f"verl_mg.recipes.{other.stem}" for other in FILES}
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom):
             assert node.module not in recipes
-            assert node.module != "recipes", ast.unparse(node)
+            assert node.module not in ("recipes", "verl_mg.recipes"), ast.unparse(node)
+
+
+README = (RECIPES / "README.md").read_text(encoding="utf-8")
+WITH_REFERENCE = {"dpo", "prime"}
+"""Recipes that need the reference without a KL penalty."""
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_recipe_in_readme_and_configs_is_listed_and_valid(file):
+    assert README.count(f"[{file.name}]({file.name})") == 1
+    assert len(re.findall(rf"^\| {file.stem} \|.*→", README, flags=re.MULTILINE)) >= 1
+    recipe = load_recipe(file)
+    config = load_config(LETTERS / f"{file.stem}.yaml", [], recipe.config)
+    assert config.job.output == Path("runs/repeat_digit") / file.stem
+    requested_roles(recipe, config)
+
+
+@pytest.mark.parametrize(
+    "file", [*RECIPES.glob("common/*.py"), *RECIPES.glob("tasks/*.py")], ids=lambda file: file.stem
+)
+def test_helpers_and_tasks_import_no_recipe(file):
+    recipes = {f"verl_mg.recipes.{recipe.stem}" for recipe in FILES}
+    assert not imported(file) & recipes
+
+
+def imported(file: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+    return names
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_roles_with_a_kl_penalty_contain_the_reference(file):
+    recipe = load_recipe(file)
+    assert ("reference" in recipe.roles(recipe.config())) == (file.stem in WITH_REFERENCE)
+    if "kl" in recipe.config.model_fields:
+        assert "reference" in recipe.roles(recipe.config.model_validate({"kl": {"coefficient": 0.1}}))
+
+
+def test_recipe_of_the_readme_runs(ranks, tasks, tmp_path):
+    (source,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    assert len(source.splitlines()) <= 40
+    (tmp_path / "mine.py").write_text(source)
+    overrides = ["job.iterations=2", "job.save=false", "algorithm.prompts_per_iteration=8"]
+    lines = tiny_run(ranks, "grpo", tasks(0), tmp_path / "run", overrides, recipe=tmp_path / "mine.py")
+    assert [line["step"] for line in lines] == [1, 2]
+    assert all(line["actor/grad_norm"] > 0 for line in lines)

@@ -1,7 +1,6 @@
 """Folders of papers: the plan is that of today, the launch file starts it, and prepared data trains a tiny model."""
 
 import asyncio
-import json
 import math
 import os
 import re
@@ -11,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.json_lines import read_lines
 from tests.helpers.published_rows import write_published
-from tests.helpers.tiny_jobs import RECIPES, logged, run_here
+from tests.helpers.tiny_jobs import RECIPES, logged, run_recipe
 from tools import prepare_data
 from tools.docs.write_paper_plans import PAPERS, plan_command, plan_text
 from verl_mg.config import load_config
@@ -51,7 +51,7 @@ def some(names: tuple[str, ...]) -> list[object]:
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def prepared(tmp_path_factory) -> Path:
     """The folder `data` that a command of a README makes, of a few published rows."""
     folder = tmp_path_factory.mktemp("papers")
     options = ["--out", str(folder / "data"), "--without", str(folder / "math_500.jsonl")]
@@ -117,8 +117,7 @@ def test_launch_file_starts_the_planned_number_of_ranks(folder, tmp_path):
 
 
 def train(folder: Path, overrides: list[str]) -> None:
-    recipe = load_recipe(recipe_of(folder))
-    run_here(recipe, load_config(folder / "config.yaml", overrides, recipe.config))
+    run_recipe(recipe_of(folder), overrides, file=folder / "config.yaml")
 
 
 @pytest.mark.parametrize("folder", some(TRAINED_DAILY))
@@ -179,7 +178,7 @@ def test_reward_of_a_paper_knows_right_answers_to_its_prepared_prompts(prepared,
         pytest.skip("the reward is a model")
     reward = load_reward(config.reward.function, config.reward.options)
     template = next(text for name, text in RIGHT.items() if name in str(config.reward.function))
-    records = [json.loads(line) for line in (prepared / config.data.train).read_text().splitlines()]
+    records = read_lines(prepared / config.data.train)
     for record in records:
         responses = (
             [PROGRAM, "```python\nprint(5)\n```"] if "tests" in record else [template.format(record["answer"]), "?"]

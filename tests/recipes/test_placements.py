@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from recipes.tasks.repeat_digit import DIGITS, LENGTH
 from tests.recipes.tiny_runs import tiny_run
 from verl_mg.models.tiny_model import make_tiny_model
+from verl_mg.recipes.tasks.repeat_digit import DIGITS, LENGTH
 from verl_mg.run.loop import MODEL
 
 RANKS = 4

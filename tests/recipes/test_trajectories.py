@@ -17,10 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from recipes import dapo, dr_grpo, gdpo, gpg, grpo, maxrl, opo, ppo, prime, reinforce_plus_plus, rloo, vapo
 from tests.recipes.scripted_job import ScriptedJob, ScriptedRole
 from verl_mg.batch import Batch, ColumnKind
 from verl_mg.engines.trajectory import MAX_SEGMENTS, NOT_GENERATED
+from verl_mg.recipes import dapo, dr_grpo, gdpo, gpg, grpo, maxrl, opo, ppo, prime, reinforce_plus_plus, rloo, vapo
 
 SEEDS, LIMIT, KL = range(4), 8, 0.1
 GAMMA, LAM = 0.9, 0.8
@@ -335,10 +335,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], Callable[[list[Whole]], dict[str, Ta
     "ppo": (
         ppo,
         IN_REWARD | STEPS | {"lam": LAM, "critic_lam": 0.5, "critic_warmup": 0},
-        lambda s: {
-            "advantages": white(episodes(s, lambda _: LAM)[0]),
-            "returns": episodes(s, lambda _: 0.5)[1],
-        },
+        lambda s: {"advantages": white(episodes(s, lambda _: LAM)[0]), "returns": episodes(s, lambda _: 0.5)[1]},
     ),
     "vapo": (
         vapo,

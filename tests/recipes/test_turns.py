@@ -1,18 +1,23 @@
-"""Recipes with credit for single turns: their columns of turns, and runs whose first turn is rewarded by itself."""
+"""Credit for single turns: columns of turns, runs whose first turn is rewarded, and SFT on chosen turns."""
+
+import random
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipes import gigpo, mt_grpo
-from recipes.common.turns import anchor_states, turn_rewards
-from tests.helpers.tiny_jobs import RECIPES, logged, run_here
+from tests.helpers.json_lines import write_lines
+from tests.helpers.tiny_jobs import RECIPES, logged, run_recipe
 from tests.recipes.scripted_job import ScriptedJob
-from tests.recipes.tiny_runs import Goal, placed
+from tests.recipes.tiny_runs import Goal, placed, tiny_run
 from verl_mg.algorithms.advantages import Turns
 from verl_mg.batch import Batch, ColumnKind
-from verl_mg.config import load_config
-from verl_mg.job.recipe import load_recipe
+from verl_mg.models.tiny_model import make_tiny_model
+from verl_mg.recipes import gigpo, mt_grpo
+from verl_mg.recipes.common.turns import anchor_states, turn_rewards
 
 NAN = float("nan")
 # Tokens of a row: of the policy if positive, else of the prompt or of a tool. The trajectory 4 has two rows.
@@ -46,7 +51,7 @@ def columns_of_turns() -> tuple[list[list[float]], list[int], list[int]]:
     return turn_rewards(batch).nan_to_num(-1.0).tolist(), turns.line.tolist(), anchor_states(batch, turns).tolist()
 
 
-def test_turns_of_a_batch_have_their_rewards_and_the_states_that_they_begin_in(ranks) -> None:
+def test_turns_of_a_batch_have_their_rewards_and_the_states_that_they_begin_in(ranks):
     ((rewards, lines, states),) = ranks.run(1, columns_of_turns)
     assert rewards == [[1, -1], [1, -1], [0, -1], [0.5, 1], [0, 0.5]]
     assert lines == [0, 0, 1, 1, 2, 3, 3, 4, 4]
@@ -102,26 +107,23 @@ GIGPO = {
 
 
 @pytest.mark.parametrize(("name", "expected"), [("mt_grpo", MT_GRPO), ("gigpo", GIGPO)])
-def test_iteration_on_any_number_of_ranks_has_the_advantages_of_turns_by_hand(ranks, name, expected) -> None:
+def test_iteration_on_any_number_of_ranks_has_the_advantages_of_turns_by_hand(ranks, name, expected):
     for count, order in ((1, [0, 1, 2, 3, 4, 5]), (2, [4, 1, 5, 0, 2, 3])):
         found = {key: value for part in ranks.run(count, advantages_here, name, order) for key, value in part.items()}
         assert found == pytest.approx(expected, abs=1e-6)
 
 
 def train(recipe_name: str, text: str, output: str) -> None:
-    recipe = load_recipe(RECIPES / f"{recipe_name}.py")
-    known = recipe.config.model_fields
     overrides = [f"job.output={output}", "job.console=false", "job.save=false"]
     config = f"{output}-{dist.get_rank()}.yaml"
     with open(config, "w", encoding="utf-8") as file:
         file.write(text)
-    assert {"prompts_per_iteration", "group_size"} <= known.keys()
-    run_here(recipe, load_config(config, overrides, recipe.config))
+    run_recipe(recipe_name, overrides, file=config)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["mt_grpo", "gigpo", "grpo"])
-def test_first_turn_with_a_reward_learns(ranks, tasks, tmp_path, name) -> None:
+def test_first_turn_with_a_reward_learns(ranks, tasks, tmp_path, name):
     text = (RECIPES / "configs" / f"two_digits_{'mt_grpo' if name == 'grpo' else name}.yaml").read_text()
     ranks.run(2, train, name, placed(text, tasks(0)), str(tmp_path / "run"))
     lines = logged(tmp_path / "run")
@@ -131,3 +133,41 @@ def test_first_turn_with_a_reward_learns(ranks, tasks, tmp_path, name) -> None:
     else:
         Goal("reward/turn_1", (0.0, 0.25), 0.9, 0.2).check(lines)
     assert all(line["actor/grad_norm"] > 0 for line in lines)
+
+
+def conversation(chance: random.Random) -> list[dict[str, Any]]:
+    """Two digits and two answers: x and the digit, which is not learned, and y and the digit, which is."""
+    messages = []
+    for letter, learned in (("x", False), ("y", True)):
+        digit = chance.choice("0123456789")
+        messages += [
+            {"role": "user", "content": digit},
+            {"role": "assistant", "content": letter + digit, "train": learned},
+        ]
+    return messages
+
+
+def logprobs(model: Path, text: str) -> torch.Tensor:
+    """The log-prob of each token of a text but the first, by transformers."""
+    tokens = AutoTokenizer.from_pretrained(model)(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(tokens).logits[0, :-1]
+    return logits.log_softmax(-1).gather(-1, tokens[0, 1:, None])[:, 0]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout", ["dp2", "tp2"])
+def test_sft_on_flagged_turns_makes_them_alone_likelier(ranks, tmp_path, layout):
+    make_tiny_model(tmp_path / "model", "qwen3", hidden=64, layers=2, ffn=128, init_std=0.06, max_positions=64)
+    chance = random.Random(0)
+    write_lines(tmp_path / "train.jsonl", ({"messages": conversation(chance)} for _ in range(200)))
+    overrides = [f"model.path={tmp_path}/model", f"data.train={tmp_path}/train.jsonl", "data.loss_on=flagged"]
+    lines = tiny_run(ranks, "sft", tmp_path, tmp_path / "run", [*overrides, f"actor.layout={layout}"])
+    assert lines[-1]["actor/loss"] < 0.1 < 2 < lines[0]["actor/loss"]
+    before, after = (
+        logprobs(tmp_path / of / "model", "<user>3<assistant>x3<eos><user>7<assistant>y7<eos>") for of in (".", "run")
+    )
+    # The digit of a user gets likelier too, as any digit does, so it is not compared.
+    first, last = slice(2, 5), slice(8, 11)  # x3<eos> and y7<eos>
+    assert after[last].sum() > -0.5 > -6 > before[last].sum()
+    assert after[first].sum() < before[first].sum()  # the policy now writes y instead of x

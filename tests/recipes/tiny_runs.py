@@ -46,7 +46,7 @@ class Goal:
 
 def recipe_of(config: Path) -> Path:
     """A configuration bears the name of its recipe, or has it among its words."""
-    recipes = {recipe.stem: recipe for recipe in RECIPES.glob("*.py")}
+    recipes = {recipe.stem: recipe for recipe in RECIPES.glob("[!_]*.py")}
     if config.stem in recipes:
         return recipes[config.stem]
     named = [name for name in recipes if f"_{name}_" in f"_{config.stem}_"]

@@ -107,13 +107,7 @@ class Communicator:
 
 
 def stuck_ranks(groups: Groups, communicator: Communicator, buffer_bytes: float) -> dict[int, int]:
-    """Returns the ranks that never finish, and the number of the group in which each of them stays.
-
-    Args:
-        groups: the group calls of each rank.
-        communicator: that all of them use.
-        buffer_bytes: of each connection and channel.
-    """
+    """Returns the ranks that never finish, and the number of the group in which each of them stays."""
     return _Run(groups, communicator, buffer_bytes).run()
 
 

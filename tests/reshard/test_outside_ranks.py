@@ -14,7 +14,7 @@ from verl_mg.models.hf_config import HFConfig
 from verl_mg.reshard import Plan, execute, plan, schedule
 from verl_mg.reshard.schedule_json import pack_schedules, unpack_schedules
 from verl_mg.sharding.boxes import slices
-from verl_mg.sharding.joined_map import JoinedShardMap
+from verl_mg.sharding.shard_map import JoinedShardMap
 from verl_mg.sharding.weight_table import weight_table
 
 

@@ -8,13 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    BertConfig,
-    PreTrainedConfig,
-    Qwen2Config,
-)
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, PreTrainedConfig, Qwen2Config
 
 from verl_mg.errors import UserError
 from verl_mg.models.tiny_model import character_tokenizer
@@ -49,7 +43,7 @@ def saved(config: PreTrainedConfig, folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def models(tmp_path_factory) -> dict[str, Path]:
     return {name: saved(config, tmp_path_factory.mktemp(name)) for name, config in CONFIGS.items()}
 
 
@@ -68,7 +62,7 @@ def direct(folder: Path, text: str, special: bool = True) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["qwen2", "bert", "qwen2-unpadded"])
-def test_score_many_returns_the_logits_of_the_model(models: dict[str, Path], name: str) -> None:
+def test_score_many_returns_the_logits_of_the_model(models, name):
     classifier = Classifier(models[name], batch_size=4, device="cpu")
     rewards = classifier.score_many(samples(8))
     for sample, reward in zip(samples(8), rewards, strict=True):
@@ -77,7 +71,7 @@ def test_score_many_returns_the_logits_of_the_model(models: dict[str, Path], nam
 
 
 @pytest.mark.parametrize("name", ["qwen2", "bert"])
-def test_score_many_in_other_batches_is_bitwise_identical(models: dict[str, Path], name: str) -> None:
+def test_score_many_in_other_batches_is_bitwise_identical(models, name):
     classifier = Classifier(models[name], batch_size=4, device="cpu")
     alone = [classifier.score_many([sample])[0] for sample in samples()]
     order = list(range(20))
@@ -86,14 +80,14 @@ def test_score_many_in_other_batches_is_bitwise_identical(models: dict[str, Path
     assert together == [alone[number] for number in order]
 
 
-def test_classifier_in_async_scorer_equals_direct_calls(models: dict[str, Path]) -> None:
+def test_classifier_in_async_scorer_equals_direct_calls(models):
     options = {"path": str(models["qwen2"]), "batch_size": 3, "device": "cpu"}
     reward = load_reward("verl_mg.rewards.classifier:Classifier", options)
     with AsyncScorer({"": reward}) as scorer:
         assert scorer.score(samples()) == [reward(sample) for sample in samples()]
 
 
-def test_classifier_with_several_labels_returns_the_probability_of_the_label(models: dict[str, Path]) -> None:
+def test_classifier_with_several_labels_returns_the_probability_of_the_label(models):
     folder, sample = models["two-labels"], samples(1)[0]
     expected = direct(folder, sample.prompt + sample.response).softmax(-1)
     for label in ("good", 1):
@@ -104,7 +98,7 @@ def test_classifier_with_several_labels_returns_the_probability_of_the_label(mod
             Classifier(folder, label=wrong)
 
 
-def test_classifier_conversation_uses_the_chat_template(models: dict[str, Path]) -> None:
+def test_classifier_conversation_uses_the_chat_template(models):
     messages = [{"role": "user", "content": "why?"}]
     sample = Sample("<user>why?<assistant>", "because.", None, {"prompt": messages}, "stop")
     expected = direct(models["qwen2"], "<user>why?<assistant>because.<eos>", special=False)
@@ -112,17 +106,17 @@ def test_classifier_conversation_uses_the_chat_template(models: dict[str, Path])
     assert reward.value == pytest.approx(expected.item(), abs=2e-5)
 
 
-def test_classifier_long_text_is_cut_at_its_beginning(models: dict[str, Path]) -> None:
+def test_classifier_long_text_is_cut_at_its_beginning(models):
     sample = Sample("a" * 60, "the end.", None, {}, "stop")
     reward = Classifier(models["qwen2"], max_tokens=20, device="cpu").score_many([sample])[0]
     assert reward.value == pytest.approx(direct(models["qwen2"], "a" * 12 + "the end.").item(), abs=2e-5)
 
 
-def test_classifier_empty_text_is_scored(models: dict[str, Path]) -> None:
+def test_classifier_empty_text_is_scored(models):
     Classifier(models["qwen2"], device="cpu").score_many([Sample("", "", None, {}, "stop")])
 
 
-def test_classifier_invalid_directory_or_dtype_raises(models: dict[str, Path], tmp_path: Path) -> None:
+def test_classifier_invalid_directory_or_dtype_raises(models, tmp_path):
     with pytest.raises(UserError, match="config.json is missing"):
         Classifier(tmp_path / "nowhere")
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
@@ -132,7 +126,7 @@ def test_classifier_invalid_directory_or_dtype_raises(models: dict[str, Path], t
         Classifier(models["qwen2"], dtype="half")
 
 
-def test_classifier_language_model_raises(tmp_path: Path) -> None:
+def test_classifier_language_model_raises(tmp_path):
     from verl_mg.models.tiny_model import make_tiny_model
 
     with pytest.raises(UserError, match="tensor score.weight is missing"):

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
 import time
 import uuid
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.helpers.named_processes import named, processes_named
 from verl_mg.errors import UserError
 from verl_mg.rewards import AsyncScorer, LoadedReward, Reward, Sample, load_reward
 from verl_mg.rewards.code import last_program, same_text
-from verl_mg.sandbox import isolated
 
 pytestmark = pytest.mark.usefixtures("sandbox")
 
@@ -70,7 +67,7 @@ ADDS = "def add(a, b):\n    print('noise')\n    return a + b"
         ("import threading, time\nthreading.Thread(target=time.sleep, args=(600,)).start()\n" + ADDS, HUMAN_EVAL),
     ],
 )  # fmt: skip
-def test_score_right_program_returns_1(program: str, record: dict[str, Any]) -> None:
+def test_score_right_program_returns_1(program, record):
     assert score(program, record, memory_mb=4096) == Reward(1.0, parts(1.0, 1.0))
 
 
@@ -90,7 +87,7 @@ def test_score_right_program_returns_1(program: str, record: dict[str, Any]) -> 
         ("x = []\nx.append(x)\ndef add(a, b): return x", {"test_list": ASSERTIONS[:2]}, 0.0),
     ],
 )
-def test_score_wrong_program_returns_0_or_partial_credit(program: str, record: dict[str, Any], passed: float) -> None:
+def test_score_wrong_program_returns_0_or_partial_credit(program, record, passed):
     assert score(program, record).value == 0.0
     assert score(program, record, partial=True) == Reward(passed, parts(0.0, passed))
 
@@ -106,11 +103,11 @@ def test_score_wrong_program_returns_0_or_partial_credit(program: str, record: d
         ("no program", None),
     ],
 )
-def test_last_program_returns_the_last_python_block(response: str, program: str | None) -> None:
+def test_last_program_returns_the_last_python_block(response, program):
     assert last_program(response) == program
 
 
-def test_score_response_without_program_returns_0() -> None:
+def test_score_response_without_program_returns_0():
     sample = Sample("p", "I cannot.", None, {"input_output": DOUBLE}, "stop")
     assert reward()(sample) == Reward(0.0, parts(0.0, 0.0, answered=0.0))
 
@@ -128,7 +125,7 @@ def test_score_response_without_program_returns_0() -> None:
         ("", "", True),
     ],
 )
-def test_same_text_compares_words_and_fractions_by_value(written: str, expected: str, same: bool) -> None:
+def test_same_text_compares_words_and_fractions_by_value(written, expected, same):
     assert same_text(written, expected) is same
 
 
@@ -145,7 +142,7 @@ def test_same_text_compares_words_and_fractions_by_value(written: str, expected:
         ({"input_output": DOUBLE}, {"seconds": 0}, "seconds=0"),
     ],
 )
-def test_score_invalid_test_cases_raise(record: dict[str, Any], options: dict[str, Any], reason: str) -> None:
+def test_score_invalid_test_cases_raise(record, options, reason):
     with pytest.raises(UserError, match=reason):
         score("print(1)", record, **options)
 
@@ -169,11 +166,11 @@ FORGERIES = {
 
 @pytest.mark.parametrize("program", FORGERIES.values(), ids=FORGERIES)
 @pytest.mark.parametrize("record", [{"input_output": ADD}, {"test_list": ASSERTIONS[:2]}, {"input_output": DOUBLE}])
-def test_score_forged_results_return_0(program: str, record: dict[str, Any]) -> None:
+def test_score_forged_results_return_0(program, record):
     assert score(program, record, partial=True).value == 0.0
 
 
-def test_score_expected_values_are_not_in_the_sandbox() -> None:
+def test_score_expected_values_are_not_in_the_sandbox():
     search = (
         "import gc, sys\ntext = repr([o for o in gc.get_objects() if isinstance(o, (dict, list))])\n"
         "frame = sys._getframe()\nwhile frame: text += repr(frame.f_locals); frame = frame.f_back\n"
@@ -190,62 +187,26 @@ def test_score_expected_values_are_not_in_the_sandbox() -> None:
 # -- hostile programs
 
 
-def processes_named(name: str) -> list[str]:
-    pids = []
-    for file in Path("/proc").glob("[0-9]*/comm"):
-        try:
-            pids += [file.parent.name] if file.read_text().strip() == name else []
-        except OSError:  # it has ended
-            continue
-    return pids
-
-
 HOSTILE = {
-    "fork bomb": "while True:\n    try: os.fork()\n    except OSError: pass",
-    "memory bomb": "hoard = []\nwhile True: hoard.append(bytearray(1 << 20))",
     "endless loop": "while True:\n    try:\n        while True: pass\n    except BaseException: pass",
-    "file deletion": (
-        "import shutil\nfor path in ({canary!r}, {folder!r}, '/usr', '/tmp', '/'):\n"
-        "    shutil.rmtree(path, ignore_errors=True)\n"
-        "    try: os.remove(path)\n    except OSError: pass"
-    ),
-    "network": (
-        "import socket\ntry: socket.create_connection(('127.0.0.1', {port}), timeout=2).send(b'hello')\n"
-        "except OSError: pass"
-    ),
-    "output flood": "while True: os.write(1, b'x' * 65536)",
+    "memory bomb": "hoard = []\nwhile True: hoard.append(bytearray(1 << 20))",
     "daemon": (
         "if os.fork() == 0:\n    os.setsid()\n    if os.fork(): os._exit(0)\n    os.close(1); os.close(2)\n"
         "    time.sleep(600)\nos.wait()"
     ),
 }
-NAMESPACES_NEEDED = ("file deletion", "network")
+"""What else the sandbox holds back is tested where it is."""
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
 @pytest.mark.parametrize("record", [{"input_output": DOUBLE}, {"test_list": ASSERTIONS}], ids=["stdin", "calls"])
-def test_score_hostile_program_returns_0_and_leaves_nothing(kind: str, record: dict[str, Any], tmp_path: Path) -> None:
-    if kind in NAMESPACES_NEEDED and not isolated():
-        pytest.skip("no namespaces on this machine")
-    canary, name = tmp_path / "canary", uuid.uuid4().hex[:12]
-    canary.write_text("sings")
-    for folder in (tmp_path, tmp_path.parent):
-        folder.chmod(0o777)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(0.1)
-        fields = {"canary": str(canary), "folder": str(tmp_path), "port": server.getsockname()[1]}
-        hostile = HOSTILE[kind].format_map(fields)
-        program = f"import ctypes, os, time\nctypes.CDLL(None).prctl(15, b'{name}')\n{hostile}"
-        before = set(os.listdir(tmp_path))
-        assert score(program, record, seconds=1, memory_mb=256).value == 0.0
-        with pytest.raises(TimeoutError):
-            server.accept()
+def test_score_hostile_program_returns_0_and_leaves_nothing(kind, record):
+    name = uuid.uuid4().hex[:12]
+    assert score(named(name, HOSTILE[kind]), record, seconds=1, memory_mb=256).value == 0.0
     assert processes_named(name) == []
-    assert canary.read_text() == "sings"
-    assert set(os.listdir(tmp_path)) == before
 
 
-def test_score_programs_concurrently_and_discard_kills() -> None:
+def test_score_programs_concurrently_and_discard_kills():
     def sample(program: str) -> Sample:
         return Sample("p", f"```python\n{program}\n```", None, {"tests": [{"input": "", "output": "3"}]}, "stop")
 
@@ -253,7 +214,7 @@ def test_score_programs_concurrently_and_discard_kills() -> None:
         rewards = scorer.score([sample(f"print({number})") for number in range(6)])
         assert [reward.value for reward in rewards] == [0.0, 0.0, 0.0, 1.0, 0.0, 0.0]
         name = uuid.uuid4().hex[:12]
-        scorer.submit(1, sample(f"import ctypes\nctypes.CDLL(None).prctl(15, b'{name}')\nwhile True: pass"))
+        scorer.submit(1, sample(named(name, "while True: pass")))
         while not processes_named(name):
             time.sleep(0.05)
         scorer.discard(1)

@@ -38,7 +38,7 @@ def score(answer: str | None, response: str) -> Reward:
         ("yes", "#### yes"),
     ],
 )
-def test_score_equal_answers_return_1(answer: str, response: str) -> None:
+def test_score_equal_answers_return_1(answer, response):
     reward = score(answer, response)
     assert (reward.value, reward.parts) == (1.0, {"correct": 1.0, "answered": 1.0})
 
@@ -57,26 +57,26 @@ def test_score_equal_answers_return_1(answer: str, response: str) -> None:
         ("5", "#### " + "the sum of its parts " * 20),
     ],
 )
-def test_score_different_answers_return_0(answer: str, response: str) -> None:
+def test_score_different_answers_return_0(answer, response):
     assert score(answer, response).value == 0.0
 
 
 @pytest.mark.parametrize("response", ["", "I do not know", "####", "5 ####  \n"])
-def test_score_response_without_answer_returns_0(response: str) -> None:
+def test_score_response_without_answer_returns_0(response):
     assert score("5", response) == Reward(0.0, {"correct": 0.0, "answered": 0.0})
 
 
 @pytest.mark.parametrize("answer", [None, "", " \n"])
-def test_score_record_without_answer_raises(answer: str | None) -> None:
+def test_score_record_without_answer_raises(answer):
     with pytest.raises(UserError, match=r"data.answer_field to one of: solution"):
         score(answer, "5")
 
 
-def test_score_record_with_only_a_mark_returns_0() -> None:
+def test_score_record_with_only_a_mark_returns_0():
     assert score("####", "anything").value == 0.0
 
 
-def test_score_hard_formula_times_out_on_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_score_hard_formula_times_out_on_any_thread(monkeypatch):
     assert score("5", "5").value == 1.0  # what takes long the first time is done
     monkeypatch.setattr(math, "SECONDS", 1)  # here; that of the worker process follows
     limited = "from verl_mg.rewards import math\nmath.SECONDS = 2\nrun_worker("
@@ -94,7 +94,7 @@ def test_score_hard_formula_times_out_on_any_thread(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason=f"GSM8K is not at {GSM8K}")
-def test_score_real_gsm8k_answers_score_1() -> None:
+def test_score_real_gsm8k_answers_score_1():
     rows = [json.loads(line) for line in (GSM8K / "test.jsonl").open(encoding="utf-8")][:400]
     for number, row in enumerate(rows):
         answer = row["answer"]

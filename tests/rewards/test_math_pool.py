@@ -36,7 +36,7 @@ def children() -> set[str]:
     return found
 
 
-def test_score_many_threads_share_few_workers(workers: MathPool) -> None:
+def test_score_many_threads_share_few_workers(workers):
     before = children()
     with ThreadPoolExecutor(8) as threads:
         answers = [f"#### {number}/2" for number in range(40)]
@@ -47,7 +47,7 @@ def test_score_many_threads_share_few_workers(workers: MathPool) -> None:
     assert children() == before
 
 
-def test_score_timeout_kills_the_worker(workers: MathPool) -> None:
+def test_score_timeout_kills_the_worker(workers):
     before = children()
     assert workers.score("5", "5") is not None
     first = children() - before
@@ -61,7 +61,7 @@ def test_score_timeout_kills_the_worker(workers: MathPool) -> None:
     assert first != children() - before
 
 
-def test_score_dead_worker_is_replaced(workers: MathPool) -> None:
+def test_score_dead_worker_is_replaced(workers):
     before = children()
     assert workers.score("5", "5") is not None
     (process,) = children() - before
@@ -70,14 +70,14 @@ def test_score_dead_worker_is_replaced(workers: MathPool) -> None:
     assert workers.score("5", "5") is not None
 
 
-def test_score_worker_that_cannot_start_raises(workers: MathPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_score_worker_that_cannot_start_raises(workers, monkeypatch):
     monkeypatch.setattr(sys, "path", ["/nowhere"])
     for _ in range(3):  # more often than there may be workers
         with pytest.raises(OSError, match="a process for math-verify ended"):
             workers.score("5", "5")
 
 
-def test_workers_end_with_their_parent() -> None:
+def test_workers_end_with_their_parent():
     program = """
 import os, threading
 from verl_mg.rewards.math_pool import MathPool

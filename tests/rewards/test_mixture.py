@@ -14,7 +14,7 @@ from verl_mg.rewards import Mixture, Reward
 REWARDS = {"math": Reward(1.0, {"correct": 1.0}, "7"), "style": Reward(0.5)}
 
 
-def test_combine_returns_the_weighted_sum_and_parts() -> None:
+def test_combine_returns_the_weighted_sum_and_parts():
     mixture = Mixture({"style": 2.0, "math": 0.25})
     combined = mixture.combine(REWARDS)
     assert combined == Reward(1.25, {"style": 0.5, "math": 1.0, "math/correct": 1.0}, "7")
@@ -27,7 +27,7 @@ def test_combine_returns_the_weighted_sum_and_parts() -> None:
     ("weights", "reason"),
     [({"maths": 1.0}, "no reward is named 'maths'. Write one of: math, style"), ({"math": float("inf")}, "is inf")],
 )
-def test_use_invalid_weights_raises(weights: dict[str, float], reason: str) -> None:
+def test_use_invalid_weights_raises(weights, reason):
     with pytest.raises(UserError, match=reason):
         Mixture({"math": 1.0, "style": 1.0}).use(weights)
 
@@ -49,7 +49,7 @@ class Watched:
 
 
 @pytest.mark.parametrize(("name", "first"), [("w.json", '{"math": 3}'), ("w.yaml", "math: 3"), ("w", "math: 3")])
-def test_refresh_changed_file_is_read(tmp_path: Path, name: str, first: str) -> None:
+def test_refresh_changed_file_is_read(tmp_path, name, first):
     watched = Watched(tmp_path / name)
     assert watched.edit(first) == {"math": 3.0, "style": 1.0}
     assert watched.mixture.weights == {"math": 1.0, "style": 1.0}  # before `use`
@@ -74,7 +74,7 @@ def test_refresh_changed_file_is_read(tmp_path: Path, name: str, first: str) -> 
         ("", "neither JSON nor YAML"),
     ],
 )
-def test_refresh_invalid_file_is_reported_once_and_ignored(tmp_path: Path, text: str, reason: str) -> None:
+def test_refresh_invalid_file_is_reported_once_and_ignored(tmp_path, text, reason):
     watched = Watched(tmp_path / "weights.json")
     good = watched.edit('{"math": 4}')
     watched.file.write_bytes(text.encode(errors="surrogateescape"))
@@ -86,14 +86,14 @@ def test_refresh_invalid_file_is_reported_once_and_ignored(tmp_path: Path, text:
     assert watched.edit('{"math": 5}')["math"] == 5.0
 
 
-def test_refresh_missing_file_is_reported_once(tmp_path: Path) -> None:
+def test_refresh_missing_file_is_reported_once(tmp_path):
     watched = Watched(tmp_path / "weights.yaml")
     assert watched.mixture.refresh() == watched.mixture.refresh() == {"math": 1.0, "style": 1.0}
     assert len(watched.lines) == 1
     assert watched.edit("math: 2")["math"] == 2.0
 
 
-def test_refresh_default_report_is_a_warning(tmp_path: Path) -> None:
+def test_refresh_default_report_is_a_warning(tmp_path):
     mixture = Mixture({"math": 1.0}, tmp_path / "missing.json")
     with pytest.warns(UserWarning, match="cannot be read"):
         mixture.refresh()
@@ -110,7 +110,7 @@ reward:
 """
 
 
-def test_config_mixture_is_parsed(tmp_path: Path) -> None:
+def test_config_mixture_is_parsed(tmp_path):
     (tmp_path / "c.yaml").write_text(CONFIG)
     reward = load_config(tmp_path / "c.yaml", [], EvaluationConfig).reward
     assert {name: part.weight for name, part in reward.mixture.items()} == {"math": 1.0, "form": 0.1}
@@ -128,7 +128,7 @@ def test_config_mixture_is_parsed(tmp_path: Path) -> None:
         ("reward.workers=0", "reward.workers"),
     ],
 )
-def test_config_invalid_mixture_raises(tmp_path: Path, override: str, reason: str) -> None:
+def test_config_invalid_mixture_raises(tmp_path, override, reason):
     (tmp_path / "c.yaml").write_text(CONFIG)
     with pytest.raises(UserError, match=reason):
         load_config(tmp_path / "c.yaml", [override], EvaluationConfig)

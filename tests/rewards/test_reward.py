@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -53,7 +52,7 @@ class Mute: pass
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def file(tmp_path) -> Path:
     path = tmp_path / "own.py"
     path.write_text(REWARDS)
     return path
@@ -68,7 +67,7 @@ def file(tmp_path: Path) -> Path:
         ("numpy_number", Reward(0.25)),
     ],
 )
-def test_loaded_reward_converts_numbers_to_rewards(file: Path, function: str, reward: Reward) -> None:
+def test_loaded_reward_converts_numbers_to_rewards(file, function, reward):
     result = load_reward(f"{file}:{function}")(SAMPLE)
     assert result == reward
     assert type(result.value) is float
@@ -85,7 +84,7 @@ def test_loaded_reward_converts_numbers_to_rewards(file: Path, function: str, re
         ("Short", ":Short' returned 0 results for 1 samples"),
     ],
 )
-def test_loaded_reward_invalid_result_raises(file: Path, function: str, reason: str) -> None:
+def test_loaded_reward_invalid_result_raises(file, function, reason):
     reward = load_reward(f"{file}:{function}")
     with pytest.raises(UserError, match=reason):
         reward(SAMPLE)
@@ -101,7 +100,7 @@ def test_loaded_reward_invalid_result_raises(file: Path, function: str, reason: 
         ("nowhere/own.py:score", "FileNotFoundError"),
     ],
 )
-def test_load_reward_invalid_name_raises(name: str, reason: str) -> None:
+def test_load_reward_invalid_name_raises(name, reason):
     with pytest.raises(UserError, match=reason):
         load_reward(name)
 
@@ -116,7 +115,7 @@ def test_load_reward_invalid_name_raises(name: str, reason: str) -> None:
         ("Batched", {}, 3.0),
     ],
 )
-def test_load_reward_passes_options(file: Path, name: str, options: dict[str, Any], value: float) -> None:
+def test_load_reward_passes_options(file, name, options, value):
     assert load_reward(f"{file}:{name}", options)(SAMPLE) == Reward(value)
 
 
@@ -136,12 +135,12 @@ def test_load_reward_passes_options(file: Path, name: str, options: dict[str, An
         ("Mute", {}, "neither score"),
     ],
 )
-def test_load_reward_invalid_options_raises(file: Path, name: str, options: dict[str, Any], reason: str) -> None:
+def test_load_reward_invalid_options_raises(file, name, options, reason):
     with pytest.raises(UserError, match=reason):
         load_reward(f"{file}:{name}", options)
 
 
-def test_loaded_reward_attributes_describe_the_function(file: Path) -> None:
+def test_loaded_reward_attributes_describe_the_function(file):
     batched, later, plain = (load_reward(f"{file}:{name}") for name in ("Batched", "later", "truth"))
     assert (batched.batched, batched.batch_size, batched.asynchronous) == (True, 3, True)
     assert (later.batched, later.batch_size, later.asynchronous) == (False, 1, True)
@@ -150,11 +149,11 @@ def test_loaded_reward_attributes_describe_the_function(file: Path) -> None:
     plain.close()
 
 
-def test_load_reward_broken_file_raises(tmp_path: Path) -> None:
+def test_load_reward_broken_file_raises(tmp_path):
     (tmp_path / "broken.py").write_text("1 / 0")
     with pytest.raises(UserError, match="ZeroDivisionError: division by zero"):
         load_reward(f"{tmp_path}/broken.py:score")
 
 
-def test_load_reward_imports_a_module() -> None:
+def test_load_reward_imports_a_module():
     assert load_reward("verl_mg.rewards.exact:score")(SAMPLE) == exact.score(SAMPLE)

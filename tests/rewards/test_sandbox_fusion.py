@@ -39,7 +39,7 @@ def run_code(requested: JsonRequest) -> JsonResponse:
 
 
 @pytest.fixture(autouse=True)
-def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_pauses(monkeypatch) -> None:
     monkeypatch.setattr(http_client, "FIRST_PAUSE", 0.01)
 
 
@@ -49,7 +49,7 @@ def score(url: str, *programs: str, record: dict[str, Any], **options: Any) -> l
         return scorer.score([Sample("p", f"```python\n{text}\n```", None, record, "stop") for text in programs])
 
 
-def test_sandbox_fusion_scores_equal_those_of_the_local_sandbox() -> None:
+def test_sandbox_fusion_scores_equal_those_of_the_local_sandbox():
     with serving(run_code) as url:
         programs = ("print(int(input()) * 2)", "print(2)", "print(int(input()) * 2)\n1/0")
         rewards = score(f"{url}/", *programs, record={"tests": DOUBLE}, seconds=60, partial=True)
@@ -60,7 +60,7 @@ def test_sandbox_fusion_scores_equal_those_of_the_local_sandbox() -> None:
         assert [reward.value for reward in rewards] == [1.0, 0.0, 0.0]
 
 
-def test_sandbox_fusion_transient_failure_is_retried() -> None:
+def test_sandbox_fusion_transient_failure_is_retried():
     broken = [
         JsonResponse({"status": "SandboxError", "message": "no runner", "run_result": None}),
         JsonResponse("busy", 502),
@@ -70,7 +70,7 @@ def test_sandbox_fusion_transient_failure_is_retried() -> None:
     assert broken == []
 
 
-def test_sandbox_fusion_program_that_did_not_run_scores_0() -> None:
+def test_sandbox_fusion_program_that_did_not_run_scores_0():
     with serving(lambda _: JsonResponse({"status": "Failed", "run_result": None})) as url:
         assert score(url, "x = (", record={"tests": DOUBLE})[0].value == 0.0
 
@@ -78,6 +78,6 @@ def test_sandbox_fusion_program_that_did_not_run_scores_0() -> None:
 @pytest.mark.parametrize(
     "content", [{"status": "SandboxError", "message": "no runner"}, ["x"], {"status": "Success", "run_result": 3}]
 )
-def test_sandbox_fusion_permanent_failure_raises(content: Any) -> None:
+def test_sandbox_fusion_permanent_failure_raises(content):
     with serving(lambda _: JsonResponse(content)) as url, pytest.raises(UserError, match="/run_code: failed 2 times"):
         score(url, "print(2)", record={"tests": DOUBLE}, retries=1)

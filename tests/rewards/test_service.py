@@ -18,7 +18,7 @@ from verl_mg.rewards import AsyncScorer, Reward, Sample, load_reward
 
 
 @pytest.fixture(autouse=True)
-def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_pauses(monkeypatch) -> None:
     monkeypatch.setattr(http_client, "FIRST_PAUSE", 0.01)
 
 
@@ -36,7 +36,7 @@ def score(url: str, count: int = 1, workers: int = 4, **options: Any) -> list[Re
         return scorer.score(samples(count))
 
 
-def test_service_posts_batches_and_returns_rewards() -> None:
+def test_service_posts_batches_and_returns_rewards():
     seen: list[JsonRequest] = []
 
     def answer(request: JsonRequest) -> JsonResponse:
@@ -53,13 +53,13 @@ def test_service_posts_batches_and_returns_rewards() -> None:
     assert {(request.path, request.headers["x-key"]) for request in seen} == {("/score", "abc")}
 
 
-def test_service_returns_parts_and_answer() -> None:
+def test_service_returns_parts_and_answer():
     content = {"rewards": [{"value": 0.5, "parts": {"tone": 1}, "answer": "4"}]}
     with serving(lambda _: JsonResponse(content)) as url:
         assert score(url) == [Reward(0.5, {"tone": 1.0}, "4")]
 
 
-def test_service_headers_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_service_headers_are_read_from_the_environment(monkeypatch):
     monkeypatch.setenv("OWN_TOKEN", "s3cret")
     with serving(
         lambda request: JsonResponse({"rewards": [float(request.headers["authorization"] == "s3cret")]})
@@ -81,21 +81,21 @@ class Failing:
         return self.first.pop(0) if self.first else lengths(request)
 
 
-def test_service_transient_failures_are_retried() -> None:
+def test_service_transient_failures_are_retried():
     server = Failing(JsonResponse("busy", 500), JsonResponse("busy", 503), JsonResponse("busy", 429))
     with serving(server) as url:
         assert score(url) == [Reward(0.0)]
     assert len(server.times) == 4
 
 
-def test_service_permanent_failure_raises() -> None:
+def test_service_permanent_failure_raises():
     server = Failing(*[JsonResponse("out of order", 500)] * 9)
     with serving(server) as url, pytest.raises(UserError, match=f"{url}: failed 3 times, .*out of order"):
         score(url, retries=2)
     assert len(server.times) == 3
 
 
-def test_service_refusal_raises_without_retry() -> None:
+def test_service_refusal_raises_without_retry():
     server = Failing(JsonResponse("who are you?", 403))
     with serving(server) as url, pytest.raises(UserError, match="refused with status 403: .*who are you"):
         score(url)
@@ -103,7 +103,7 @@ def test_service_refusal_raises_without_retry() -> None:
 
 
 @pytest.mark.parametrize("date", [False, True])
-def test_service_retry_after_is_respected(date: bool) -> None:
+def test_service_retry_after_is_respected(date):
     # A date has no fractions of a second.
     latest = int(time.time() + 2)
     until = time.monotonic() + latest - time.time()
@@ -114,13 +114,13 @@ def test_service_retry_after_is_respected(date: bool) -> None:
     assert server.times[1] >= (until if date else server.times[0] + 1) - 0.1
 
 
-def test_service_long_retry_after_raises() -> None:
+def test_service_long_retry_after_raises():
     server = Failing(JsonResponse("later", 429, (("Retry-After", "86400"),)))
     with serving(server) as url, pytest.raises(UserError, match="requests a pause of 86400 s"):
         score(url)
 
 
-def test_service_timeout_is_retried() -> None:
+def test_service_timeout_is_retried():
     done = threading.Event()
     calls: list[int] = []
 
@@ -139,7 +139,7 @@ def test_service_timeout_is_retried() -> None:
     assert len(calls) == 2
 
 
-def test_service_without_server_raises() -> None:
+def test_service_without_server_raises():
     with serving(lengths) as url:
         pass
     with pytest.raises(UserError, match=f"{url}: failed 2 times, the last time with .*connect"):
@@ -163,7 +163,7 @@ def test_service_without_server_raises() -> None:
         (b'{"rewards": [NaN]}', "returned nan"),
     ],
 )
-def test_service_malformed_response_raises(content: Any, reason: str) -> None:
+def test_service_malformed_response_raises(content, reason):
     with serving(lambda _: JsonResponse(content)) as url, pytest.raises(UserError, match=reason) as caught:
         score(url)
     assert "\n" not in str(caught.value)
@@ -178,12 +178,12 @@ def test_service_malformed_response_raises(content: Any, reason: str) -> None:
         ({"url": "http://a", "batch_size": 0}, "Give at least 1"),
     ],
 )
-def test_service_invalid_options_raise(options: dict[str, Any], reason: str) -> None:
+def test_service_invalid_options_raise(options, reason):
     with pytest.raises(UserError, match=reason):
         load_reward("verl_mg.rewards.service:Service", options)
 
 
-def test_service_rate_limit_is_respected() -> None:
+def test_service_rate_limit_is_respected():
     server = Failing()
     with serving(server) as url:
         begin = time.monotonic()
@@ -193,7 +193,7 @@ def test_service_rate_limit_is_respected() -> None:
     assert len(server.times) == 12
 
 
-def test_rate_limiter_concurrent_callers_share_the_rate() -> None:
+def test_rate_limiter_concurrent_callers_share_the_rate():
     async def times() -> list[float]:
         limiter, begin = http_client.RateLimiter(20), time.monotonic()
         limiter._tokens = 0.0

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from verl_mg.batch import Batch, ColumnKind, PendingColumn
 from verl_mg.phase_timer import PhaseTimer
-from verl_mg.roles.concurrent import RoleExecutor
+from verl_mg.roles.context import RoleExecutor
 
 
 def request_column(executor, log, name, values):

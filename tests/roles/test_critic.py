@@ -9,14 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
-from tests.helpers.rank_pool import job_context
+from tests.helpers.roles import build_role
 from tests.helpers.tiny_models import random_rows
 from tests.roles.updates import classifier, heads, square_loss
 from verl_mg.algorithms.losses import bradley_terry_loss
 from verl_mg.batch import Batch
 from verl_mg.config import OptimizerConfig
-from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.hf_config import read_config
 from verl_mg.roles.models import Critic, TrainableRewardModel
 from verl_mg.roles.trainable import TrainableRole
@@ -40,15 +38,8 @@ def rows(model: Path) -> Batch:
 
 
 def role_on(kind: type[TrainableRole], model: Path, layout: str, budget: int) -> TrainableRole:
-    return kind(
-        model,
-        ParallelGroups(Placement.on(Layout.parse(layout), dist.get_world_size())),
-        job_context(),
-        dtype=torch.float32,
-        temperature=0.7,
-        tokens_per_micro_batch=budget,
-        optimizer=OPTIMIZER,
-        name="value_model",
+    return build_role(
+        kind, model, layout, temperature=0.7, tokens_per_micro_batch=budget, optimizer=OPTIMIZER, name="value_model"
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers.rank_pool import job_context
+from tests.helpers.roles import build_role
 from tests.helpers.tiny_models import oracle, oracle_outputs
 from tests.roles.updates import OPTIMIZER, TEMPERATURE, compare, oracle_update, settings, with_entropy
 from tests.roles.updates import rows as all_rows
@@ -23,11 +23,10 @@ MODE = "seq-mean-token-mean"
 
 def update(model, layout, folder, budget):
     placement = Placement.on(Layout.parse(layout), dist.get_world_size())
-    actor = Actor(
+    actor = build_role(
+        Actor,
         model,
         ParallelGroups(placement, dynamic_cp=True),
-        job_context(),
-        dtype=torch.float32,
         temperature=TEMPERATURE,
         tokens_per_micro_batch=budget,
         optimizer=OPTIMIZER,

@@ -13,6 +13,7 @@ from torch.distributed import HashStore
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tests.helpers.rank_pool import job_context
+from tests.helpers.roles import build_role
 from tests.helpers.tiny_models import oracle, oracle_outputs, random_rows, tiny_model
 from tests.roles.updates import classifier, heads, square_loss
 from verl_mg.batch import Batch
@@ -30,7 +31,8 @@ from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import Actor, Critic
 from verl_mg.roles.trainable import TrainableRole
 from verl_mg.rollout.engine_group import HFEngineGroup
-from verl_mg.rollout.rollout import Rollout
+from verl_mg.rollout.rollout import RolloutSetup
+from verl_mg.rollout.sync_rollout import SyncRollout
 from verl_mg.rows.records import RolloutRecords
 from verl_mg.weight_sync import transfer_plan
 
@@ -65,16 +67,9 @@ def role_on(
     ranks: int = 0,
 ) -> TrainableRole:
     """A role on the first `ranks` ranks, all by default."""
-    return kind(
-        model,
-        ParallelGroups(Placement.on(Layout.parse(layout), ranks or dist.get_world_size())),
-        job_context(),
-        dtype=dtype,
-        temperature=0.9,
-        tokens_per_micro_batch=60,
-        optimizer=OPTIMIZER,
-        lora=lora,
-    )
+    groups = ParallelGroups(Placement.on(Layout.parse(layout), ranks or dist.get_world_size()))
+    options = {"temperature": 0.9, "tokens_per_micro_batch": 60, "optimizer": OPTIMIZER}
+    return build_role(kind, model, groups, dtype=dtype, lora=lora, **options)
 
 
 def learn(role: TrainableRole, batch: Batch) -> None:
@@ -237,7 +232,8 @@ def synced(model: Path, layout: str, portion: int, dtype: torch.dtype) -> dict[s
     context = job_context()
     # The weight sync needs no prompts.
     feed, records = PromptFeed(PromptSet([Prompt(0, (2,), "", None, {})])), RolloutRecords()
-    rollout = Rollout(HFEngineGroup(engine, context), Sampling(max_new_tokens=4), 5, context, feed, records)
+    setup = RolloutSetup(sampling=Sampling(max_new_tokens=4), seed=5, context=context, prompts=feed, records=records)
+    rollout = SyncRollout(HFEngineGroup(engine, context), setup)
     own = actor.runner.parameters()
     before = {name: values.detach().clone() for name, values in own.items()}
     with mock.patch.object(transfer_plan, "CHUNK_BYTES", portion):

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.rank_pool import job_context
+from tests.helpers.roles import build_role
 from tests.helpers.tiny_models import random_rows
 from tests.roles.updates import COUNT, OPTIMIZER, TEMPERATURE
 from verl_mg.config import LoraConfig
@@ -37,9 +38,11 @@ def refreshed(
         return MeshGroups(placement) if backend == "fsdp" else ParallelGroups(placement)
 
     options = {"temperature": TEMPERATURE, "tokens_per_micro_batch": 60}
-    actor = Actor(model, groups(actor_on), context, dtype=torch.float32, optimizer=OPTIMIZER, lora=lora, **options)
+    actor = build_role(
+        Actor, model, groups(actor_on), context, dtype=torch.float32, optimizer=OPTIMIZER, lora=lora, **options
+    )
     where = groups(reference_on)
-    reference = Reference(model, where, context, dtype=dtype, name="reference", **options)
+    reference = build_role(Reference, model, where, context, dtype=dtype, name="reference", **options)
     context.offload.register(reference.cpu_offload)
     reference.cpu_offload.to_host()
     reference.follow(actor)
@@ -51,7 +54,7 @@ def refreshed(
         reference.refresh()
         now, wanted = reference.compute_logprobs(own), actor.compute_logprobs(own)
         actor.save(folder / str(number), model)
-        loaded = Reference(folder / str(number), where, context, dtype=dtype, name="loaded", **options)
+        loaded = build_role(Reference, folder / str(number), where, context, dtype=dtype, name="loaded", **options)
         same = torch.equal(now, loaded.compute_logprobs(own))
         found.append((float((wanted - before).abs().max()), float((wanted - now).abs().max()), same))
     return found

@@ -5,14 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from tests.helpers.rank_pool import RankPool, job_context
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.roles import build_role
 from tests.helpers.tiny_models import VARIANTS, tiny_model, tiny_model_with_multi_token_layer
 from verl_mg.config import OptimizerConfig
-from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.hf_config import read_config
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.roles.models import Actor
@@ -49,15 +47,7 @@ def directory(folder: Path, family: str) -> Path:
 
 
 def saved(model: Path, layout: str, folder: Path) -> None:
-    actor = Actor(
-        model,
-        ParallelGroups(Placement.on(Layout.parse(layout), dist.get_world_size())),
-        job_context(),
-        dtype=torch.bfloat16,
-        temperature=1.0,
-        tokens_per_micro_batch=40,
-        optimizer=OptimizerConfig(),
-    )
+    actor = build_role(Actor, model, layout, dtype=torch.bfloat16, optimizer=OptimizerConfig())
     actor.save(folder, model)
 
 

@@ -10,13 +10,14 @@ from tests.roles.shared_updates import assert_same, passes
 from tests.roles.updates import TEMPERATURE
 from verl_mg.config import LoraConfig, MegatronConfig
 from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.model_runner import ModelRunner
+from verl_mg.megatron.model_runner import MegatronRunner
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.flops import row_flops
 from verl_mg.models.hf_config import read_config
 from verl_mg.roles.models import Actor, Critic
-from verl_mg.roles.prefixes import can_share_prefixes
+from verl_mg.roles.role import can_share_prefixes
 from verl_mg.sharding.weight_table import weight_table
+from verl_mg.training.model_spec import ModelSpec
 
 ROOMY, TIGHT = 4096, 24
 LAYOUTS = [
@@ -108,7 +109,7 @@ def test_can_share_prefixes_depends_on_ranks_and_prescribed_experts(
 def sharing_on(model, layout, dynamic, fields, columns):
     """Whether a model shares the prefixes of rows with and without the columns of prefixes."""
     groups = ParallelGroups(Placement.on(Layout.parse(layout), 2), dynamic_cp=dynamic)
-    runner = ModelRunner(model, groups, torch.float32, megatron=MegatronConfig(transformer=fields))
+    runner = MegatronRunner(ModelSpec(model, torch.float32, megatron=MegatronConfig(transformer=fields)), groups)
     with_prefixes = {"tokens", "prefix_of", "prefix_length", *columns}
     return tuple(can_share_prefixes(runner, names) for names in (with_prefixes, {"tokens", *columns}))
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from verl_mg.batch import Batch
-from verl_mg.data.prompts import Prompt
-from verl_mg.data.teacher_prompts import teacher_prompt
+from verl_mg.data.prompts import Prompt, teacher_prompt
 from verl_mg.errors import UserError
 from verl_mg.models.tiny_model import character_tokenizer
 from verl_mg.roles.teacher_rows import OtherPrompts, OtherTokens

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from tests.helpers.rank_pool import job_context
+from tests.helpers.roles import build_role
 from tests.helpers.tiny_models import oracle, tiny_model
 from tests.roles.updates import COUNT, OPTIMIZER, TEMPERATURE, rows
 from verl_mg.algorithms.divergence import Divergence
@@ -63,8 +64,8 @@ def updates(models, layout, backend, folder):
     context = job_context()
     groups = ParallelGroups(placement) if backend == "megatron" else MeshGroups(placement, 1)
     options = {"dtype": torch.float32, "temperature": TEMPERATURE, "tokens_per_micro_batch": 40}
-    policies = {name: Policy(models[name], groups, context, name=name, **options) for name in TEACHERS}
-    actor = Actor(models[STUDENT], groups, context, optimizer=SMALL_STEPS, **options)
+    policies = {name: build_role(Policy, models[name], groups, context, name=name, **options) for name in TEACHERS}
+    actor = build_role(Actor, models[STUDENT], groups, context, optimizer=SMALL_STEPS, **options)
     teachers = Teachers(policies, policies, actor, teacher_number, context)
     mine = batch_of(models[STUDENT]).select(range(dist.get_rank(), COUNT, dist.get_world_size()))
     found = []

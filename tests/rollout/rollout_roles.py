@@ -4,23 +4,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch.distributed import PrefixStore
 from transformers import AutoTokenizer
 
 from tests.helpers.rank_pool import job_store
+from tests.helpers.roles import build_role
 from verl_mg.config import OptimizerConfig
 from verl_mg.data import Prompt, PromptFeed, PromptSet
 from verl_mg.engines import Sampling
 from verl_mg.engines.hf.engine import HFEngine
-from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.rewards import AsyncScorer, load_reward
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import Actor
 from verl_mg.roles.reward import RewardRole
 from verl_mg.rollout.engine_group import HFEngineGroup
-from verl_mg.rollout.rollout import Rollout
+from verl_mg.rollout.rollout import RolloutSetup
+from verl_mg.rollout.sync_rollout import SyncRollout
 from verl_mg.rows.records import RolloutRecords
 
 TEXTS = ["12+3=", "7*(8-2)=", "a b c", "(1)", "99-98+97="]
@@ -36,7 +35,7 @@ class Roles:
     """The roles around a rollout on this rank."""
 
     actor: Actor
-    rollout: Rollout
+    rollout: SyncRollout
     reward: RewardRole | None
     feed: PromptFeed
 
@@ -49,17 +48,11 @@ def make_roles(
     job: str = "job",
     **options: object,
 ) -> Roles:
-    """Roles on this rank; `reward` is MODULE:FUNCTION, `options` are those of `Rollout`."""
+    """Roles on this rank; `reward` is MODULE:FUNCTION, `options` are those of `SyncRollout`."""
     # Several jobs on the same ranks must not share keys of the store.
     context = JobContext.create(PrefixStore(job, job_store()))
-    actor = Actor(
-        model,
-        ParallelGroups(Placement.on(Layout.parse(layout), dist.get_world_size())),
-        context,
-        dtype=torch.float32,
-        temperature=0.9,
-        tokens_per_micro_batch=60,
-        optimizer=OptimizerConfig(lr=3e-3),
+    actor = build_role(
+        Actor, model, layout, context, temperature=0.9, tokens_per_micro_batch=60, optimizer=OptimizerConfig(lr=3e-3)
     )
     feed, records = PromptFeed(PromptSet(make_prompts(model))), RolloutRecords()
     role = None
@@ -68,6 +61,7 @@ def make_roles(
         role = RewardRole(scorer, feed, AutoTokenizer.from_pretrained(model), context, records)
     engine = HFEngine(model, "cpu", torch.float32, max_running_requests=max_running_requests, load_weights=False)
     sampling = Sampling(max_new_tokens=9, temperature=0.9, stop_token_ids=(1,))
-    rollout = Rollout(HFEngineGroup(engine, context), sampling, 5, context, feed, records, role, **options)
+    setup = RolloutSetup(sampling=sampling, seed=5, context=context, prompts=feed, records=records, reward=role)
+    rollout = SyncRollout(HFEngineGroup(engine, context), setup, **options)
     rollout.update_weights(actor)
     return Roles(actor, rollout, role, feed)

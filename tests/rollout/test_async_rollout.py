@@ -1,7 +1,8 @@
-"""Asynchronous rollouts on real engines: tokens of each version, checkpoints, killed engines."""
+"""Asynchronous rollouts on real engines: tokens of each version, evaluations during them, killed engines."""
 
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,12 +10,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.helpers.engines import SGLANG, VLLM_NIGHTLY
+from tests.helpers.engines import SGLANG
+from tests.helpers.traces import needs_sglang, needs_vllm
 from tests.rollout.engine_jobs import engine_job, inputs
 from verl_mg.engines.engine import RolloutEngine, Sample
+from verl_mg.engines.process_engine import ProcessEngine
+from verl_mg.rollout.groups import FIRST_EVALUATION_ID
 from verl_mg.run.loop import one_iteration
 
 ITERATIONS, PROMPTS, GROUP = 6, 1, 2
+EVALUATED = (2, 3)
+"""Iterations after which an evaluation runs."""
 ASYNC = [
     "rollout.mode=async",
     "rollout.max_staleness=2",
@@ -35,19 +41,23 @@ def rows_of(batch):
 
 
 def train(folder: Path, overrides: list[str], engine: str, engine_fault: str) -> list[dict[str, object]]:
-    """This rank's part of each iteration; weights are written after each."""
+    """This rank's part of each iteration; weights are written after each, and evaluations run after two of them."""
     job, recipe = engine_job(folder, *ASYNC, *overrides, engine=engine)
     job.actor.save(folder / "weights-0", folder / "model")
-    reported = []
-    if engine_fault == "late" and job.rollout._engines.engine is not None:
-        hold_back(job.rollout._engines.engine, 0, lambda: job.actor.num_updates >= 2)
+    reported, real = [], job.rollout._engines.engine
+    results = results_of(real) if real is not None else []
+    if engine_fault == "late" and real is not None:
+        hold_back(real, 0, lambda: job.actor.num_updates >= 2)
     for iteration in range(1, ITERATIONS + 1):
-        if iteration == 3 and engine_fault == "kill" and job.rollout._engines.engine is not None:
-            os.killpg(job.rollout._engines.engine.pid, signal.SIGKILL)
         metrics = one_iteration(recipe, job, iteration) | job.rollout.metrics
         job.actor.save(folder / f"weights-{job.actor.num_updates}", folder / "model")
         (batch,) = job.rollout.train_batches
-        greedy = job.rollout.generate_greedy(list(job.prompts)[:1]) if iteration == 2 else None
+        evaluated, in_flight = None, []
+        if iteration in EVALUATED:
+            if iteration == EVALUATED[-1] and engine_fault == "kill" and real is not None:
+                os.killpg(real.pid, signal.SIGKILL)
+            in_flight = list(real._running) if real is not None else []
+            evaluated = job.rollout.generate_for_eval(list(job.prompts)[:2], 2, temperature=0.7)
         reported.append(
             {
                 "ids": batch["sample_id"].tolist(),
@@ -55,11 +65,25 @@ def train(folder: Path, overrides: list[str], engine: str, engine_fault: str) ->
                 "rows": rows_of(batch),
                 "version": job.actor.num_updates - 1,
                 "metrics": metrics,
-                "greedy": None if greedy is None else rows_of(greedy),
+                "in_flight": in_flight,
+                "evaluated": None if evaluated is None else (evaluated["sample_id"].tolist(), rows_of(evaluated)),
+                "results": results,
             }
         )
     job.close()
     return reported
+
+
+def results_of(engine: ProcessEngine) -> list[tuple[str, str]]:
+    """(request, reason of its end) of each result that the engine's process sends from now on."""
+    results, complete = [], engine._complete
+
+    def completed(rid: str, result: dict[str, object]) -> None:
+        results.append((rid, result.get("finish", "error")))
+        complete(rid, result)
+
+    engine._complete = completed
+    return results
 
 
 def check_versions(folder: Path, rows, newest: int) -> set[int]:
@@ -80,13 +104,25 @@ def check_versions(folder: Path, rows, newest: int) -> set[int]:
     return spans
 
 
-@pytest.mark.parametrize("engine_fault", ["", pytest.param("kill", marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("engine", [SGLANG, VLLM_NIGHTLY])
-def test_async_rollout_trains_each_sample_once_with_tokens_of_their_versions(ranks, tmp_path, engine, engine_fault):
-    folder = inputs(tmp_path, "qwen3", positions=256, unused=1000)
-    results = ranks.run(3, train, folder, ["rollout.max_new_tokens=80", *SLOW], engine, engine_fault)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(("sglang", ""), marks=needs_sglang),
+        pytest.param(("sglang", "kill"), marks=[needs_sglang, pytest.mark.nightly]),
+        pytest.param(("vllm", ""), marks=[needs_vllm, pytest.mark.nightly]),
+        pytest.param(("vllm", "kill"), marks=[needs_vllm, pytest.mark.nightly]),
+    ],
+)
+def trained(ranks, tmp_path_factory, request):
+    folder = inputs(tmp_path_factory.mktemp("async"), "qwen3", positions=256, unused=1000)
+    results = ranks.run(3, train, folder, ["rollout.max_new_tokens=80", *SLOW], *request.param)
+    return folder, list(zip(*results, strict=True))
+
+
+def test_async_rollout_trains_each_sample_once_with_tokens_of_their_versions(trained):
+    folder, iterations = trained
     ids, spans, norms = [], set(), []
-    for reported in zip(*results, strict=True):
+    for reported in iterations:
         ids += [i for rank in reported for i in rank["ids"]]
         rows = [row for rank in reported for row in rank["rows"]]
         assert len(rows) == PROMPTS * GROUP
@@ -97,8 +133,23 @@ def test_async_rollout_trains_each_sample_once_with_tokens_of_their_versions(ran
     assert len(ids) == len(set(ids)) == ITERATIONS * PROMPTS * GROUP
     assert max(norms) > 0  # samples of a group may have equal rewards
     assert max(spans) >= 2, "no sample was in flight in an update"
-    greedy = [row for reported in results for rank in reported for row in rank["greedy"] or []]
-    assert len(greedy) == 1 and greedy[0]["policy_versions"].unique().tolist() == [-1, 2]
+
+
+def test_evaluation_during_asynchronous_generation_has_one_version_and_aborts_nothing(trained):
+    _, iterations = trained
+    for number, reported in enumerate(iterations, 1):
+        if number in EVALUATED:
+            evaluated = [rank["evaluated"] for rank in reported]
+            assert sorted(i for ids, _ in evaluated for i in ids) == [0, 1, 2, 3], "as where nothing else is generated"
+            versions = [row["policy_versions"] for _, rows in evaluated for row in rows]
+            assert {v for row in versions for v in row.tolist()} == {-1, number}
+            assert any(rank["in_flight"] for rank in reported), "nothing was generated during the evaluation"
+    (results,) = [rank["results"] for rank in iterations[-1] if rank["results"]]
+    assert {finish for _, finish in results} <= {"stop", "length"}
+    requests = Counter(rid.split(".")[0] for rid, _ in results)
+    # An evaluation begins with the same ids each time; a restarted engine gets its requests again.
+    of_training = {sample: count for sample, count in requests.items() if int(sample) < FIRST_EVALUATION_ID}
+    assert set(of_training.values()) == {1} and len(requests) - len(of_training) == 4
 
 
 def hold_back(engine: RolloutEngine, sample_id: int, is_late: Callable[[], bool]) -> None:

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from recipes.tasks.calculator import make
 from tests.helpers.engines import SGLANG, VLLM_NIGHTLY, process_of
 from tests.rollout.engine_jobs import engine_job
-from verl_mg.agents.tools.chat_format import ToolCall
+from verl_mg.agents.tool_calls import ToolCall
+from verl_mg.recipes.tasks.calculator import make
 
 TURNS = 3
 EXPRESSION = json.dumps({"expression": "20+22"})
@@ -35,7 +35,7 @@ def iteration(folder: Path, engine_name: str) -> dict[str, object]:
     rollout._sampling = replace(rollout._sampling, stop_token_ids=tuple(range(10, 40)))
     conversations = rollout._engines.engine
     if conversations is not None:
-        conversations._format.calls = lambda tokens: [ToolCall("calculator", EXPRESSION)]
+        conversations._format.calls = lambda tokens: [ToolCall("call00000", "calculator", EXPRESSION)]
         engine = conversations._engine
         requested: dict[str, list[int]] = {}
         generate, answered = engine._generate, engine._complete

@@ -9,13 +9,11 @@ from pyarrow import parquet
 from transformers import AutoModelForCausalLM
 
 from tests.helpers.engines import SGLANG, VLLM_NIGHTLY
-from tests.helpers.tiny_jobs import RECIPES, logged, run_here
+from tests.helpers.tiny_jobs import logged, run_recipe
 from tests.helpers.traces import needs_sglang
 from tests.rollout.engine_jobs import engine_job, inputs, settings
-from verl_mg.config import load_config
 from verl_mg.errors import UserError
-from verl_mg.job.recipe import load_recipe
-from verl_mg.monitor.rollout_metrics import mismatch_metrics, rollout_metrics
+from verl_mg.monitor.metrics import mismatch_metrics, rollout_metrics
 from verl_mg.run.loop import one_iteration
 
 ITERATIONS, PROMPTS, GROUP = 3, 6, 4
@@ -105,10 +103,8 @@ def test_prefetch_on_the_ranks_of_training_raises(ranks, tmp_path, overrides):
 
 
 def run_whole(folder):
-    recipe = load_recipe(RECIPES / "grpo.py")
     ahead = ["rollout.mode=one_step_off", "actor.layout=tp2", "rollout.num_ranks=1", "job.iterations=2"]
-    config = load_config(None, [*settings(folder), *ahead, "checkpoint.every=1", "job.console=false"], recipe.config)
-    run_here(recipe, config)
+    run_recipe("grpo", [*settings(folder), *ahead, "checkpoint.every=1", "job.console=false"])
 
 
 def drawn(folder, iteration):

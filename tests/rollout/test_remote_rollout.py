@@ -23,7 +23,7 @@ from verl_mg.engines.stop_strings import StopStringEngine, decoder
 from verl_mg.errors import UserError
 from verl_mg.models.hf_config import read_config
 from verl_mg.models.tiny_model import make_tiny_model
-from verl_mg.models.tokenizer import read_tokenizer
+from verl_mg.models.transformers_module import read_tokenizer
 from verl_mg.servers.info import ServerRequirements
 from verl_mg.servers.remote_engine import RemoteEngine
 from verl_mg.weight_sync import broadcast

@@ -19,7 +19,7 @@ from verl_mg.batch import Batch
 from verl_mg.data.prompts import Prompt
 from verl_mg.engines.engine import Request, Sampling
 from verl_mg.job.job import Job
-from verl_mg.rollout.work_queue import StaticWorkQueue
+from verl_mg.rollout.work_queue import StaticShare
 from verl_mg.weight_sync import transfer_plan
 
 TOKENS = 90
@@ -72,13 +72,9 @@ def rows(batch: Batch) -> list[dict[str, object]]:
 def generated(job: Job, prompts: list[Prompt], fixed: bool) -> dict[str, object]:
     """Generates the same prompts, from a shared queue or in fixed shares."""
     engines = job.rollout._engines
-    if fixed:
-        engines.make_queue = lambda store, key, groups, needed: StaticWorkQueue(  # type: ignore[method-assign]
-            store, key, groups, needed, dist.get_rank(), engines.num_engines
-        )
+    engines.share = StaticShare(dist.get_rank(), engines.num_engines) if fixed else None
     batch = job.rollout.generate(prompts, num_samples=4)
-    if fixed:
-        del engines.make_queue
+    engines.share = None
     names = ("time/busiest_engine", "rollout/load_imbalance")
     return {"rows": rows(batch), "busiest": [job.rollout.metrics[name] for name in names]}
 

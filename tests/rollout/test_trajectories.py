@@ -21,8 +21,8 @@ from verl_mg.rewards import AsyncScorer, Reward, load_reward
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.reward import RewardRole
 from verl_mg.rollout.engine_group import EngineGroup
-from verl_mg.rollout.rollout import Rollout
-from verl_mg.rollout.rollout_source import LocalRolloutState
+from verl_mg.rollout.rollout import LocalRolloutState, RolloutSetup
+from verl_mg.rollout.sync_rollout import SyncRollout
 from verl_mg.rows.records import RolloutRecords
 from verl_mg.run.sample_state import SampleState
 
@@ -65,13 +65,9 @@ class InstantEngine(RolloutEngine):
 class Group(EngineGroup):
     def __init__(self, engine: RolloutEngine, context: JobContext, rows_are_local: bool) -> None:
         super().__init__([True] * dist.get_world_size(), rows_are_local, context)
-        self.engine, self.rows_are_local, self.disjoint = engine, rows_are_local, False
+        self.engine, self.rows_are_local = engine, rows_are_local
 
     def update_weights(self, actor): ...
-
-    def restart_engine(self): ...
-
-    def recover(self, engine): ...
 
 
 class LengthModel:
@@ -83,7 +79,7 @@ class LengthModel:
 
 def make_rollout(
     model: Path, local: bool, name: str, by_model: bool = False, **options: object
-) -> tuple[Rollout, RewardRole, PromptFeed]:
+) -> tuple[SyncRollout, RewardRole, PromptFeed]:
     context = JobContext.create(PrefixStore(name, job_store()))
     tokenizer = AutoTokenizer.from_pretrained(model)
     feed = PromptFeed(PromptSet([Prompt(i, (2,) * (1 + i), f"p{i}", "", {}) for i in range(PROMPTS)]))
@@ -94,7 +90,8 @@ def make_rollout(
         role = RewardRole(scorer, feed, tokenizer, context, records, has_agents=True)
     engine = SplittingEngine(InstantEngine(), tokenizer.decode, reward=reward_of)
     sampling = Sampling(max_new_tokens=9)
-    return Rollout(Group(engine, context, local), sampling, 5, context, feed, records, role, **options), role, feed
+    setup = RolloutSetup(sampling=sampling, seed=5, context=context, prompts=feed, records=records, reward=role)
+    return SyncRollout(Group(engine, context, local), setup, **options), role, feed
 
 
 def score(sample) -> float:
@@ -102,7 +99,7 @@ def score(sample) -> float:
     return float(len(sample.response))
 
 
-def reported(rollout: Rollout, role: RewardRole, batch) -> dict[str, object]:
+def reported(rollout: SyncRollout, role: RewardRole, batch) -> dict[str, object]:
     rewards = role.wait(batch)
     columns = ("trajectory", "sample_id", "group", "prompt_id", "prefix_of", "prefix_length", "answer", "reward.own")
     (record,) = [record for record in rollout.records if record.batch is batch]

@@ -1,30 +1,44 @@
-"""Work queue over shared counters: every sample once, in any order of the engines, and groups to one engine first."""
+"""Work queue over shared counters: every sample once, in any order of the engines, and groups to one engine first.
+
+With a filter the first groups that pass are kept, in any order of engines and scores.
+"""
 
 import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed import HashStore
+from torch.distributed import HashStore, Store
 
 from tests.helpers.counted_store import CountedStore
-from verl_mg.rollout.work_queue import DynamicWorkQueue, Group, StaticWorkQueue, first_complete_groups
+from verl_mg.data import Prompt
+from verl_mg.engines import Sampling
+from verl_mg.rollout.groups import Group, first_complete
+from verl_mg.rollout.work_queue import ScoreFilter, StaticShare, WorkQueue
 
 GROUPS = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 3)).filter(any), min_size=1, max_size=9)
+
+
+PROMPT, SAMPLING = Prompt(0, (1,), "", None, {}), Sampling(max_new_tokens=1)
 
 
 def make_groups(sizes: list[tuple[int, int]]) -> list[Group]:
     groups, start = [], 0
     for fresh, partial in sizes:
-        groups.append(Group(tuple(range(start, start + fresh)), tuple(range(start + fresh, start + fresh + partial))))
-        start += fresh + partial
+        end = start + fresh + partial
+        groups.append(Group(PROMPT, range(start, end), partial=frozenset(range(start + fresh, end))))
+        start = end
     return groups
 
 
+def make_queue(store: Store, groups: list[Group], needed: int | None = None, key: str = "call", **options) -> WorkQueue:
+    return WorkQueue(store, key, SAMPLING, groups, len(groups) if needed is None else needed, **options)
+
+
 @given(GROUPS, st.integers(1, 4), st.integers(1, 5), st.randoms(use_true_random=False))
-def test_dynamic_queue_concurrent_engines_start_each_fresh_sample_once(sizes, engines, slots, draw):
+def test_work_queue_concurrent_engines_start_each_fresh_sample_once(sizes, engines, slots, draw):
     groups, store = make_groups(sizes), HashStore()
-    queues = [DynamicWorkQueue(store, "call", groups, len(groups)) for _ in range(engines)]
+    queues = [make_queue(store, groups) for _ in range(engines)]
     popped: list[int] = []
     idle: set[int] = set()
     while len(idle) < engines:
@@ -39,14 +53,14 @@ def test_dynamic_queue_concurrent_engines_start_each_fresh_sample_once(sizes, en
 @given(GROUPS, st.integers(1, 4))
 def test_static_queue_shares_cover_all_fresh_samples_once(sizes, engines):
     groups, store = make_groups(sizes), HashStore()
-    queues = [StaticWorkQueue(store, "call", groups, len(groups), engine, engines) for engine in range(engines)]
+    queues = [make_queue(store, groups, share=StaticShare(engine, engines)) for engine in range(engines)]
     popped = [i for queue in queues for i in (*queue.pop(2), *queue.pop(100))]
     assert popped == [i for group in groups for i in group.fresh]
 
 
-def test_dynamic_queue_prompt_stays_on_one_engine_until_all_groups_are_claimed():
+def test_work_queue_prompt_stays_on_one_engine_until_all_groups_are_claimed():
     groups, store = make_groups([(8, 0)] * 6), HashStore()
-    queues = [DynamicWorkQueue(store, "call", groups, 6) for _ in range(2)]
+    queues = [make_queue(store, groups) for _ in range(2)]
     engines_of: dict[int, set[int]] = {g: set() for g in range(6)}
     for _ in range(24):
         for engine, queue in enumerate(queues):
@@ -54,7 +68,7 @@ def test_dynamic_queue_prompt_stays_on_one_engine_until_all_groups_are_claimed()
                 engines_of[sample // 8].add(engine)
     assert all(len(engines) == 1 for engines in engines_of.values())
     # All engines pop from a single group.
-    both = [DynamicWorkQueue(store, "other", groups[:1], 1) for _ in range(2)]
+    both = [make_queue(store, groups[:1], key="other") for _ in range(2)]
     assert [len(queue.pop(4)) for queue in both] == [4, 4]
 
 
@@ -62,38 +76,38 @@ def test_dynamic_queue_prompt_stays_on_one_engine_until_all_groups_are_claimed()
 def test_work_queue_is_done_when_enough_groups_are_complete(sizes, engines, data, draw):
     groups, store = make_groups(sizes), HashStore()
     needed = data.draw(st.integers(1, len(groups)))
-    queues = [DynamicWorkQueue(store, "call", groups, needed) for _ in range(engines)]
-    samples = [i for group in groups for i in (*group.fresh, *group.partial)]
+    queues = [make_queue(store, groups, needed) for _ in range(engines)]
+    samples = [i for group in groups for i in group.ids]
     draw.shuffle(samples)
-    missing = {g: group.size for g, group in enumerate(groups)}
+    missing = {g: group.num_missing for g, group in enumerate(groups)}
     complete: list[int] = []
     for sample in samples:
         queues[0].refresh()
         assert queues[0].is_done() == (len(complete) >= needed)
         queues[draw.randrange(engines)].mark_done(sample)
-        (group,) = [g for g, members in enumerate(groups) if sample in members.fresh + members.partial]
+        (group,) = [g for g, members in enumerate(groups) if sample in members.ids]
         missing[group] -= 1
         complete += [group] if not missing[group] else []
     for queue in queues:
         queue.refresh()
         assert queue.is_done()
-    orders = [queue.completion_order for queue in queues]
-    assert first_complete_groups(orders, needed) == sorted(complete[:needed])
+    orders = [dict(queue.report()["order"]) for queue in queues]
+    assert first_complete(groups, groups, orders, needed) == [groups[g] for g in sorted(complete[:needed])]
 
 
-def test_dynamic_queue_forgets_groups_of_other_engines_in_one_request():
+def test_work_queue_forgets_groups_of_other_engines_in_one_request():
     store = CountedStore()
     groups = make_groups([(8, 0)] * 50)
-    first, second = (DynamicWorkQueue(store, "call", groups, 50) for _ in range(2))
+    first, second = (make_queue(store, groups) for _ in range(2))
     assert len(first.pop(400)) == 400
     store.requests.clear()
     assert second.pop(4) == []
     assert store.requests == ["add", "multi_get"]
 
 
-def test_dynamic_queue_single_samples_cost_two_requests_each():
+def test_work_queue_single_samples_cost_two_requests_each():
     store = CountedStore()
-    queue = DynamicWorkQueue(store, "call", make_groups([(1, 0)] * 9), 9)
+    queue = make_queue(store, make_groups([(1, 0)] * 9))
     for sample in queue.pop(9):
         queue.mark_done(sample)
     assert queue.is_done() and store.requests == ["add"] * 18
@@ -104,7 +118,7 @@ def test_dynamic_queue_single_samples_cost_two_requests_each():
 
 def test_work_queue_refresh_is_one_request():
     store = CountedStore()
-    queue = DynamicWorkQueue(store, "call", make_groups([(1, 0)] * 9), 1)
+    queue = make_queue(store, make_groups([(1, 0)] * 9), 1)
     queue.refresh()
     store.requests.clear()
     queue.refresh()
@@ -114,7 +128,7 @@ def test_work_queue_refresh_is_one_request():
 
 def test_work_queue_delete_keys_empties_the_store():
     groups, store = make_groups([(3, 0)] * 3), HashStore()
-    queue = DynamicWorkQueue(store, "call", groups, 3)
+    queue = make_queue(store, groups)
     for sample in queue.pop(9):
         queue.mark_done(sample)
     assert queue.is_done() and store.num_keys() > 0
@@ -124,4 +138,92 @@ def test_work_queue_delete_keys_empties_the_store():
 
 def test_work_queue_unknown_sample_raises():
     with pytest.raises(KeyError):
-        DynamicWorkQueue(HashStore(), "call", make_groups([(1, 0)]), 1).mark_done(random.randrange(5, 9))
+        make_queue(HashStore(), make_groups([(1, 0)])).mark_done(random.randrange(5, 9))
+
+
+# -- with a filter
+
+SIZE = 2
+
+
+def make_filtered_queues(store, passes, needed, num_extra, engines, scored):
+    """Groups of two samples, of which group i passes if `passes[i]`; and the queue of each engine."""
+    groups = make_groups([(SIZE, 0)] * len(passes))
+    score = {i: float(passes[g] and i == group.ids[0]) for g, group in enumerate(groups) for i in group.ids}
+    differ = ScoreFilter(lambda s: max(s) > min(s), lambda i: score[i] if i in scored else None, num_extra)
+    return groups, [make_queue(store, groups, needed, score_filter=differ) for _ in range(engines)]
+
+
+def rejected_by(queues):
+    return sorted(i for queue in queues for i in queue.report()["rejected"])
+
+
+def run_filtered(queues, scored, draw):
+    """Lets engines start, complete and score samples in random order until all are done; returns those started."""
+    started, in_flight, unscored = [], [], []
+    while not all(queue.is_done() for queue in queues):
+        step = draw.choice(["pop", "complete", "score", "refresh"])
+        queue = draw.choice(queues)
+        if step == "pop":
+            samples = queue.pop(draw.randint(1, 3))
+            started += samples
+            in_flight += [(queue, sample) for sample in samples]
+        elif step == "complete" and in_flight:
+            owner, sample = in_flight.pop(draw.randrange(len(in_flight)))
+            owner.mark_done(sample)
+            unscored.append(sample)
+        elif step == "score" and unscored:
+            scored.add(unscored.pop(draw.randrange(len(unscored))))
+        else:
+            queue.refresh()
+    return started
+
+
+@given(
+    st.lists(st.booleans(), min_size=1, max_size=8),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(0, 2**32),
+)
+def test_filtered_queue_keeps_the_first_groups_that_pass_and_starts_no_others(passes, needed, engines, seed):
+    scored: set[int] = set()
+    groups, queues = make_filtered_queues(HashStore(), passes, needed, 0, engines, scored)
+    started = run_filtered(queues, scored, random.Random(seed))
+    passing = [i for i, is_kept in enumerate(passes) if is_kept][:needed]
+    kept = first_complete(groups, groups, [dict(queue.report()["order"]) for queue in queues], needed)
+    assert kept == [groups[i] for i in passing]
+    admitted = passing[-1] + 1 if len(passing) == needed else len(passes)
+    assert sorted(started) == list(range(SIZE * admitted))
+    assert sorted(i for queue in queues for i in queue.report()["rejected"]) == [
+        i for i in range(admitted) if i not in passing
+    ]
+    for queue in queues:
+        queue.refresh()
+        assert queue.report()["started"] == admitted
+
+
+@given(st.lists(st.booleans(), min_size=3, max_size=8), st.integers(1, 2), st.integers(0, 2**32))
+def test_filtered_queue_with_extra_groups_keeps_those_that_pass_first(passes, num_extra, seed):
+    scored: set[int] = set()
+    groups, queues = make_filtered_queues(HashStore(), passes, 2, num_extra, 2, scored)
+    run_filtered(queues, scored, random.Random(seed))
+    orders = [dict(queue.report()["order"]) for queue in queues]
+    kept = first_complete(groups, groups, orders, 2)
+    assert all(passes[groups.index(group)] for group in kept) and len(kept) == min(2, sum(passes))
+    assert not {i for queue in queues for i in queue.report()["rejected"]} & {
+        i for i, is_kept in enumerate(passes) if is_kept
+    }
+
+
+def test_filtered_queue_requests_to_the_store_grow_with_samples_not_with_candidates():
+    requests = []
+    for candidates in (4, 400):
+        store, scored = CountedStore(), set(range(SIZE * candidates))
+        *_, (queue,) = make_filtered_queues(store, [True] * candidates, 2, 0, 1, scored)
+        for sample in queue.pop(SIZE * 2):
+            queue.mark_done(sample)
+        queue.refresh()
+        assert queue.is_done()
+        requests.append(len(store.requests))
+        queue.delete_keys()
+    assert requests[0] == requests[1] <= 24

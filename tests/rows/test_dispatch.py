@@ -13,8 +13,8 @@ from verl_mg.batch import Batch, ColumnKind
 from verl_mg.data.prompts import Prompt
 from verl_mg.distributed.collectives import all_gather_bytes
 from verl_mg.images import Image
-from verl_mg.rollout.group_rows import distribute_rows
-from verl_mg.rollout.pending_groups import PendingGroup
+from verl_mg.rollout.groups import Group
+from verl_mg.rollout.rollout import distribute_rows
 from verl_mg.rows import dispatch as row_dispatch
 from verl_mg.rows import images as row_images
 from verl_mg.rows import index as row_index
@@ -47,7 +47,7 @@ def gathered_and_scattered(wanted):
     return index.lengths, index.num_scored_tokens, fetched
 
 
-def test_gather_rows_returns_whole_rows_in_order_and_scatter_column_reaches_the_owners(ranks):
+def test_gathered_rows_are_in_order_and_scattered_columns_reach_their_owners(ranks):
     # Rows are numbered by sample id: 0, 2, 3, 5, 7 are rows 0 to 4.
     wanted = [[4, 0], [1], [3, 2]]
     for rank, (lengths, scored, fetched) in enumerate(ranks.run(3, gathered_and_scattered, wanted)):
@@ -104,7 +104,7 @@ def sent_bytes(wanted, layers):
     return fetched, gathered, planned, dict(sent), returned
 
 
-def test_gather_and_scatter_send_the_bytes_of_the_plan_between_ranks_with_rows_only(ranks):
+def test_gather_and_scatter_send_only_the_bytes_of_the_plan(ranks):
     # Owners are rank 0 (rows 2 and 3) and rank 2 (rows 0, 1, 4). Ranks 2 and 3 of node 1 want the same columns.
     results = ranks.run(4, sent_bytes, [[], [3], [0, 3, 4], [0, 3, 4]], [(), (1,), (0, 3), (0, 3)])
     for rank, (fetched, gathered, planned, scattered, returned) in enumerate(results):
@@ -155,15 +155,15 @@ def gathered_with_images(takes):
         batch.images = [(large, small) if i == 7 else (large,) for i in batch["sample_id"].tolist()]
     index, sent, exchange = RowIndexer().index(batch), [], row_images.all_to_all_bytes
 
-    def counting(outgoing, sizes):
+    def counting(outgoing):
         sent.append([part.numel() for part in outgoing])
-        return exchange(outgoing, sizes)
+        return exchange(outgoing)
 
     with mock.patch.object(row_images, "all_to_all_bytes", counting):
         fetched = gather_rows(batch, index, [[4, 2, 1], [3], [0, 4]], needs_images=takes)
     images = None if fetched.images is None else [[image.data[:1] for image in row] for row in fetched.images]
     same = fetched.images is None or len({id(i) for row in fetched.images for i in row if i.data == large.data}) <= 1
-    return images, sent[1], same
+    return images, sent[0], same
 
 
 def test_gather_rows_sends_an_image_once_to_each_rank_that_takes_them(ranks):
@@ -250,7 +250,7 @@ def test_row_index_of_distributed_rows_equals_the_one_that_is_gathered_for_them(
 def index_of_distributed_rows():
     batch, rows = rows_held_by(2 * dist.get_rank()), RowIndexer()
     prompt = Prompt(0, (1,), "", None, {})
-    groups = [PendingGroup(prompt, range(0, 3)), PendingGroup(prompt, range(3, 8))]
+    groups = [Group(prompt, range(0, 3)), Group(prompt, range(3, 8))]
     moved = distribute_rows(GeneratedRows(batch), groups, rows).batch
     with mock.patch.object(row_index, "_local_rows", side_effect=AssertionError("rows are sent")):
         kept = rows.index(moved)

@@ -31,7 +31,7 @@ def index(owners, lengths):
     return RowIndex(tuple(rows), tuple(owners), tuple(local), tuple(lengths), (), (), SCHEMA)
 
 
-def test_plan_deliveries_of_stages_on_two_nodes_equals_the_messages_written_by_hand():
+def test_plan_deliveries_of_stages_on_two_nodes_equals_hand_count():
     # tp2-pp2 on ranks 0 to 3 of node 0 and 4 to 7 of node 1, rows 0 and 2 for the first, row 1 for the second.
     rows = index(owners=[1, 1, 6], lengths=[10, 20, 30])
     wanted = [[0, 2]] * 4 + [[1]] * 4
@@ -108,7 +108,7 @@ def test_plan_deliveries_moves_each_wanted_byte_once_and_into_a_node_once(seed):
     assert set(entered) == across and set(entered.values()) <= {1}
 
 
-def test_plan_deliveries_divides_the_entry_of_rows_evenly_among_the_ranks_of_a_node():
+def test_plan_deliveries_divides_rows_evenly_among_ranks_of_a_node():
     owners = [owner for owner in range(16, 32) for _ in range(20)]
     rows = index(owners, [50 + 7 * i % 13 for i in range(320)])
     deliveries = plan_deliveries(rows, [range(320)] * 8 + [()] * 24, [[TOKENS]] * 32, ranks_per_node=8)

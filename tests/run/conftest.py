@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.run.resumed_jobs import write_inputs
+from tests.run.jobs import make_resumable_inputs
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    return write_inputs(tmp_path_factory.mktemp("inputs"))
+    return make_resumable_inputs(tmp_path_factory.mktemp("inputs"))

@@ -8,9 +8,9 @@ import time
 
 import torch.distributed as dist
 
-from recipes import sft
-from recipes.sft import Config, imitation_loss, roles
 from verl_mg.job.job import Job
+from verl_mg.recipes import sft
+from verl_mg.recipes.sft import Config, imitation_loss, roles
 
 __all__ = ["Config", "imitation_loss", "iteration", "roles"]
 

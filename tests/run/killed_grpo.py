@@ -7,11 +7,11 @@ import time
 
 import torch.distributed as dist
 
-from recipes import grpo
-from recipes.grpo import Config, policy_loss, roles
-from tests.run.kill_ranks import kill_ranks
+from tests.run.jobs import kill_ranks
 from verl_mg.distributed.collectives import all_gather_json
 from verl_mg.job.job import Job
+from verl_mg.recipes import grpo
+from verl_mg.recipes.grpo import Config, policy_loss, roles
 
 __all__ = ["Config", "iteration", "policy_loss", "roles"]
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from recipes import ppo
-from recipes.ppo import Config, policy_loss, roles
-from tests.run.kill_ranks import kill_ranks
+from tests.run.jobs import kill_ranks
 from verl_mg.distributed.collectives import all_gather_json
 from verl_mg.job.job import Job
+from verl_mg.recipes import ppo
+from verl_mg.recipes.ppo import Config, policy_loss, roles
 from verl_mg.run.checkpointer import PARTIAL
 
 __all__ = ["Config", "iteration", "policy_loss", "roles"]

@@ -9,11 +9,9 @@ from pyarrow import parquet
 
 from tests.helpers.machine import Machine
 from tests.helpers.rank_pool import RankError, RankPool
-from tests.helpers.tiny_jobs import logged, metrics_of, run_here
+from tests.helpers.tiny_jobs import logged, metrics_of, run_recipe
 from tests.helpers.traces import needs_sglang
 from tests.rollout.engine_jobs import inputs, settings
-from verl_mg.config import load_config
-from verl_mg.job.recipe import load_recipe
 from verl_mg.run.job_state import read_state
 from verl_mg.run.mode import RunMode
 
@@ -36,8 +34,7 @@ ASYNC = [
 
 
 def run_whole(folder: Path, mode: RunMode, *overrides: str) -> None:
-    recipe = load_recipe(RECIPE)
-    run_here(recipe, load_config(None, [*settings(folder), *ASYNC, *overrides], recipe.config), mode)
+    run_recipe(RECIPE, [*settings(folder), *ASYNC, *overrides], mode)
 
 
 def trained(run: Path, iteration: int) -> dict[int, tuple[int, list[int]]]:

@@ -10,10 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.helpers.fuzzing import rewrite_sums
 from tests.helpers.rank_pool import RankError, job_store
-from tests.helpers.tiny_jobs import RECIPES, files_of, metrics_of
-from tests.run.resumed_jobs import copy_interrupted, job
+from tests.helpers.tiny_jobs import RECIPES, files_of, metrics_of, rewrite_sums
+from tests.run.jobs import copy_interrupted, resumable_job
 from verl_mg.config import load_config
 from verl_mg.job.job import Job
 from verl_mg.job.recipe import load_recipe, requested_roles
@@ -25,7 +24,7 @@ SHORT = ["algorithm.prompts_per_iteration=2", "checkpoint.every=1"]
 def short(ranks, inputs, tmp_path_factory):
     """A run of three iterations with its last two checkpoints, to be copied."""
     folder = tmp_path_factory.mktemp("short") / "run"
-    ranks.run(2, job, "grpo", inputs, folder, 3, SHORT)
+    ranks.run(2, resumable_job, "grpo", inputs, folder, 3, SHORT)
     return folder
 
 
@@ -38,7 +37,7 @@ def test_resume_from_a_checkpoint_without_index_raises(ranks, inputs, short, tmp
         r"UserError: .*SUMS: index\.gz is missing, the checkpoint was written by an earlier version: no other .* Move"
     )
     with pytest.raises(RankError, match=message):
-        ranks.run(2, job, "grpo", inputs, tmp_path / "run", 3, SHORT)
+        ranks.run(2, resumable_job, "grpo", inputs, tmp_path / "run", 3, SHORT)
 
 
 def cut_short(file: Path) -> None:
@@ -79,11 +78,11 @@ def test_resume_with_a_damaged_checkpoint_uses_the_one_before_and_warns(ranks, i
     shutil.copytree(short, tmp_path / "run")
     file, damage = DAMAGES[name]
     damage(tmp_path / "run" / "checkpoints" / "000003" / file)
-    output, other = ranks.run(2, job, "grpo", inputs, tmp_path / "run", 3, SHORT)
+    output, other = ranks.run(2, resumable_job, "grpo", inputs, tmp_path / "run", 3, SHORT)
     assert metrics_of(tmp_path / "run") == metrics_of(short) and not other
     assert file in output and "skipped" in output and "resumes after iteration 2" in output
     # Done again, it is whole again.
-    output, _ = ranks.run(2, job, "grpo", inputs, tmp_path / "run", 3, SHORT)
+    output, _ = ranks.run(2, resumable_job, "grpo", inputs, tmp_path / "run", 3, SHORT)
     assert "resumes after iteration 3" in output
 
 
@@ -92,8 +91,8 @@ def test_prune_does_not_count_damaged_checkpoints(ranks, inputs, short, tmp_path
     checkpoints = tmp_path / "run" / "checkpoints"
     (checkpoints / "000003").rename(checkpoints / "000009")
     flip_a_byte(checkpoints / "000009" / "rank-00001.safetensors")
-    ranks.run(2, job, "grpo", inputs, tmp_path / "run", 3, [*SHORT, "checkpoint.keep=1"])
-    output, _ = ranks.run(2, job, "grpo", inputs, tmp_path / "run", 4, [*SHORT, "checkpoint.keep=1"])
+    ranks.run(2, resumable_job, "grpo", inputs, tmp_path / "run", 3, [*SHORT, "checkpoint.keep=1"])
+    output, _ = ranks.run(2, resumable_job, "grpo", inputs, tmp_path / "run", 4, [*SHORT, "checkpoint.keep=1"])
     assert "000009/rank-00001.safetensors: damaged" in output and "resumes after iteration 3" in output
 
 
@@ -102,7 +101,7 @@ def test_resume_with_only_damaged_checkpoints_raises(ranks, inputs, short, tmp_p
     for folder in (tmp_path / "run" / "checkpoints").iterdir():
         flip_a_byte(folder / "rank-00001.safetensors")
     with pytest.raises(RankError, match=r"UserError: .*SHA-256 .*: no other checkpoint is intact\. Move .* away"):
-        ranks.run(2, job, "grpo", inputs, tmp_path / "run", 3, SHORT)
+        ranks.run(2, resumable_job, "grpo", inputs, tmp_path / "run", 3, SHORT)
 
 
 def test_sha256sum_accepts_the_sums(short):
@@ -133,30 +132,30 @@ def test_checkpoint_on_a_full_disk_leaves_the_last_one_and_the_run_continues(
     (small_disk / "fill").write_bytes(bytes(shutil.disk_usage(small_disk).free - of_one // 2))
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     (tmp_path / "run" / "checkpoints").symlink_to(small_disk / "checkpoints")
-    output, _ = ranks.run(2, job, "grpo", inputs, tmp_path / "run", 4, SHORT)
+    output, _ = ranks.run(2, resumable_job, "grpo", inputs, tmp_path / "run", 4, SHORT)
     assert output.count("not written") == 2 and "No space left on device; the newest is that of iteration 2" in output
     assert [path.name for path in (small_disk / "checkpoints").iterdir()] == ["000002"]
     assert len(metrics_of(tmp_path / "run")) == 4
     (small_disk / "fill").unlink()
-    output, _ = ranks.run(2, job, "grpo", inputs, tmp_path / "run", 5, SHORT)
+    output, _ = ranks.run(2, resumable_job, "grpo", inputs, tmp_path / "run", 5, SHORT)
     assert "resumes after iteration 2" in output
     assert [line["step"] for line in metrics_of(tmp_path / "run")] == [1, 2, 3, 4, 5]
 
 
 def test_prune_with_best_keeps_the_best_and_the_last_checkpoints(ranks, inputs, tmp_path):
     overrides = [*SHORT, "checkpoint.keep=1", "checkpoint.best=reward/mean"]
-    ranks.run(1, job, "grpo", inputs, tmp_path / "run", 5, overrides)
+    ranks.run(1, resumable_job, "grpo", inputs, tmp_path / "run", 5, overrides)
     rewards = {line["step"]: line["reward/mean"] for line in metrics_of(tmp_path / "run")}
     best = max(rewards, key=lambda step: (rewards[step], step))
     kept = {int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir()}
     assert kept == {best, 5} and best != 5
     misspelt = [*SHORT, "checkpoint.keep=1", "checkpoint.best=reward/maen"]
-    (output,) = ranks.run(1, job, "grpo", inputs, tmp_path / "misspelt", 2, misspelt)
+    (output,) = ranks.run(1, resumable_job, "grpo", inputs, tmp_path / "misspelt", 2, misspelt)
     assert "checkpoint.best=reward/maen: iteration 2 has no such metric" in output
 
 
 def test_export_every_writes_models(ranks, inputs, tmp_path):
-    ranks.run(2, job, "grpo", inputs, tmp_path / "run", 4, [*SHORT, "checkpoint.export_every=2"])
+    ranks.run(2, resumable_job, "grpo", inputs, tmp_path / "run", 4, [*SHORT, "checkpoint.export_every=2"])
     folders = [tmp_path / "run" / "export" / name / "model" for name in ("000002", "000004")]
     first, second = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in folders)
     assert any(not torch.equal(first[name], second[name]) for name in first)
@@ -164,7 +163,7 @@ def test_export_every_writes_models(ranks, inputs, tmp_path):
 
 def test_resume_with_other_settings_names_them(ranks, inputs, short, tmp_path):
     shutil.copytree(short, tmp_path / "run")
-    output, _ = ranks.run(2, job, "grpo", inputs, tmp_path / "run", 4, [*SHORT, "actor.optimizer.lr=1e-4"])
+    output, _ = ranks.run(2, resumable_job, "grpo", inputs, tmp_path / "run", 4, [*SHORT, "actor.optimizer.lr=1e-4"])
     assert "job.iterations=4 instead of 3" in output and "actor.optimizer.lr=0.0001 instead of 0.002" in output
 
 
@@ -179,12 +178,12 @@ def test_resume_with_other_settings_names_them(ranks, inputs, short, tmp_path):
 def test_resume_of_another_job_raises(ranks, inputs, short, tmp_path, recipe, override, message):
     shutil.copytree(short, tmp_path / "run")
     with pytest.raises(RankError, match=message):
-        ranks.run(2, job, recipe, inputs, tmp_path / "run", 4, [*SHORT, override])
+        ranks.run(2, resumable_job, recipe, inputs, tmp_path / "run", 4, [*SHORT, override])
 
 
 def start_without_restoring(inputs: Path) -> str:
     recipe = load_recipe(RECIPES / "grpo.py")
-    options = [*files_of(inputs, inputs), f"reward.function={inputs / 'reward.py'}:digits", "rollout.max_new_tokens=5"]
+    options = [*files_of(inputs, inputs), f"reward.function={inputs / 'reward.py'}:score", "rollout.max_new_tokens=5"]
     config = load_config(None, options, recipe.config)
     built = Job(config, requested_roles(recipe, config), job_store(), from_checkpoint=True)
     with pytest.raises(RuntimeError) as caught:
@@ -198,26 +197,22 @@ def test_job_that_nothing_restores_raises_at_its_start(ranks, inputs):
 
 
 def test_run_without_checkpoint_starts_from_the_beginning(ranks, inputs, tmp_path):
-    ranks.run(2, job, "grpo", inputs, tmp_path / "run", 3, [*SHORT, "checkpoint.every=0"])
+    ranks.run(2, resumable_job, "grpo", inputs, tmp_path / "run", 3, [*SHORT, "checkpoint.every=0"])
     whole = metrics_of(tmp_path / "run")
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(lines[:2]) + lines[2][:20])
-    ranks.run(2, job, "grpo", inputs, tmp_path / "run", 3, [*SHORT, "checkpoint.every=0"])
+    ranks.run(2, resumable_job, "grpo", inputs, tmp_path / "run", 3, [*SHORT, "checkpoint.every=0"])
     assert metrics_of(tmp_path / "run") == whole
     # A finished run is not started again, and neither is another one.
     for override in ("checkpoint.every=0", "checkpoint.every=1"):
         with pytest.raises(RankError, match="holds an earlier run; choose another job.output"):
-            ranks.run(2, job, "grpo", inputs, tmp_path / "run", 3, [*SHORT, override])
+            ranks.run(2, resumable_job, "grpo", inputs, tmp_path / "run", 3, [*SHORT, override])
 
 
 @pytest.mark.parametrize(
     ("keys", "value", "message"),
     [
-        (
-            ("prompts", "prompts", "position"),
-            10**6,
-            r"damaged: position 1000000 .* with 30 prompts. Move it away",
-        ),
+        (("prompts", "prompts", "position"), 10**6, r"damaged: position 1000000 .* with 40 prompts. Move it away"),
         (("trained", "actor", "trainer", "moments"), -1.0, r"job\.json: trained\.actor\.trainer\.moments: .* damaged"),
         (("trained", "actor", "trainer", "last_good"), [-1.0], r"json: trained\.actor\.trainer\.last_good.* damaged"),
         (("rollout", "next_id"), "three", r"job\.json: rollout\.next_id: .*; the checkpoint is damaged"),
@@ -234,8 +229,8 @@ def test_resume_of_an_impossible_state_with_right_sums_raises(ranks, inputs, sho
     (folder / "job.json").write_text(json.dumps(tree))
     rewrite_sums(folder)
     if "json: " in message.replace("\\", ""):  # found where the sums are, so the one before is taken
-        output, _ = ranks.run(2, job, "grpo", inputs, tmp_path / "run", 3, SHORT)
+        output, _ = ranks.run(2, resumable_job, "grpo", inputs, tmp_path / "run", 3, SHORT)
         assert re.search(message, output) and "resumes after iteration 2" in output
     else:
         with pytest.raises(RankError, match=message):
-            ranks.run(2, job, "grpo", inputs, tmp_path / "run", 3, SHORT)
+            ranks.run(2, resumable_job, "grpo", inputs, tmp_path / "run", 3, SHORT)

@@ -11,21 +11,24 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers.rank_pool import job_context, job_store
-from tests.run.recorded_runs import job, lines_of, make_inputs, refusal
+from tests.helpers.rank_pool import job_context, job_store, refusal
+from tests.run.jobs import job, lines_of, make_inputs
+from verl_mg.data import Prompt
+from verl_mg.engines import Sampling
 from verl_mg.engines.process_engine import EngineSettings
 from verl_mg.engines.sglang.arguments import engine_arguments
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import read_config
 from verl_mg.rollout.engine_group import ProcessEngineGroup
-from verl_mg.rollout.work_queue import Group
+from verl_mg.rollout.groups import Group
+from verl_mg.rollout.work_queue import WorkQueue
 from verl_mg.servers.info import ServerInfo, ServerRequirements, check
 
 SPY = """
 import os
 import torch
-from recipes.grpo import Config, iteration as learn, roles
+from verl_mg.recipes.grpo import Config, iteration as learn, roles
 
 def iteration(job, cfg):
     chunk = job.actor.runner.chunks[0]
@@ -67,7 +70,7 @@ def deterministic_job(inputs: Path, output: Path, overrides: list[str]) -> None:
 
 def refused(inputs: Path, output: Path) -> str:
     with restored_determinism():
-        return refusal("grpo", inputs, output, ["job.deterministic=true", "rollout.extra_prompts=2"])
+        return refusal(job, "grpo", inputs, output, ["job.deterministic=true", "rollout.extra_prompts=2"])
 
 
 def test_deterministic_runs_are_bitwise_identical(ranks, inputs, tmp_path):
@@ -90,8 +93,8 @@ def taken(fixed: bool) -> list[int]:
     """Of four groups of two samples, what this rank's engine takes; every second rank leads one."""
     leads = [rank % 2 == 0 for rank in range(dist.get_world_size())]
     engines = ProcessEngineGroup(None, None, leads, job_context(), sleep=False, disjoint=False, static=fixed)
-    groups = [Group((2 * g, 2 * g + 1)) for g in range(4)]
-    queue, mine = engines.make_queue(job_store(), "key", groups, 4), []
+    groups = [Group(Prompt(g, (1,), "", None, {}), range(2 * g, 2 * g + 2)) for g in range(4)]
+    queue, mine = WorkQueue(job_store(), "key", Sampling(max_new_tokens=1), groups, 4, share=engines.share), []
     if leads[dist.get_rank()]:
         while found := queue.pop(1):
             mine += found

@@ -10,10 +10,10 @@ from pyarrow import parquet
 from tests.helpers.machine import Machine
 from tests.helpers.rank_pool import RankError, RankPool
 from tests.helpers.tiny_jobs import metrics_of
+from tests.run.jobs import resumable_job
 from tests.run.killed_ppo import WRITING
-from tests.run.resumed_jobs import job
 
-RECIPE, GRPO = (str(Path(__file__).with_name(name)) for name in ("killed_ppo", "killed_grpo"))
+RECIPE, GRPO = (Path(__file__).with_name(name) for name in ("killed_ppo.py", "killed_grpo.py"))
 AGENT = Path(__file__).parents[1] / "recipes" / "agents" / "two_questions.py"
 PHASES = (
     "update",
@@ -34,10 +34,10 @@ SETTINGS = ["checkpoint.every=2", "algorithm.kl.coefficient=0.05", "algorithm.kl
 def run(inputs):
     """A job on two ranks of its own, which may die."""
 
-    def started(output: Path, iterations: int, recipe: str = RECIPE, settings: list[str] = SETTINGS) -> None:
+    def started(output: Path, iterations: int, recipe: Path = RECIPE, settings: list[str] = SETTINGS) -> None:
         pool = RankPool(Machine.this(), 2)
         try:
-            pool.run(2, job, recipe, inputs, output, iterations, settings)
+            pool.run(2, resumable_job, recipe, inputs, output, iterations, settings)
         finally:
             pool.stop()
 

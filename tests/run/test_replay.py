@@ -10,25 +10,26 @@ import pytest
 import torch.distributed as dist
 
 from tests.helpers import warm_start
-from tests.helpers.rank_pool import job_store
+from tests.helpers.rank_pool import job_store, refusal
 from tests.helpers.tiny_jobs import RECIPES
 from tests.helpers.tiny_models import tiny_model
-from tests.run.recorded_runs import job, lines_of, make_inputs, refusal, samples_of, split_job
+from tests.run.jobs import job, lines_of, make_inputs, samples_of, split_job
 from verl_mg.config import load_config
 from verl_mg.distributed.collectives import all_gather_column
 from verl_mg.engines.trajectory import MAX_SEGMENTS
 from verl_mg.job.job import Job
 from verl_mg.job.recipe import load_recipe, requested_roles
 from verl_mg.monitor.sample_reader import SampleReader
-from verl_mg.rollout.rollout import Rollout
-from verl_mg.rollout.rollout_source import RolloutSource
+from verl_mg.rollout.async_rollout import AsyncRollout
+from verl_mg.rollout.rollout import RolloutSource
+from verl_mg.rollout.sync_rollout import SyncRollout
 from verl_mg.run.mode import RunMode
 from verl_mg.run.replay import ReplayRollout
 
 ENGINES = ("weight_sync/", "eval/", "rollout/load_imbalance", "rollout/engine_deaths")
 """The metrics of engines, which a replay does not have."""
 CHANGING = """
-from recipes.grpo import Config, policy_loss, roles
+from verl_mg.recipes.grpo import Config, policy_loss, roles
 from functools import partial
 from verl_mg.algorithms.advantages import group_relative
 
@@ -89,7 +90,7 @@ def test_replay_on_the_same_ranks_is_bitwise_identical(ranks, inputs, tmp_path, 
     assert there[3]["actor/grad_norm"] > 0 and not (again / "checkpoints").exists()
 
 
-def test_replay_of_agents_trains_on_their_segments_and_records_their_conversations(ranks, inputs, tmp_path):
+def test_replay_of_agents_trains_on_segments_and_records_conversations(ranks, inputs, tmp_path):
     run, again = tmp_path / "run", tmp_path / "again"
     settings = ["job.iterations=2", f"data.test={inputs / 'sums.jsonl'}", "evaluation.every=2"]
     ranks.run(2, split_job, "grpo", inputs, run, settings)
@@ -147,11 +148,13 @@ def test_sample_reader_on_other_ranks_keeps_groups_together(ranks, first):
 
 
 def test_replay_rollout_methods_have_the_parameters_of_rollout():
-    methods = [name for name in vars(RolloutSource) if not name.startswith("_") and callable(getattr(Rollout, name))]
+    methods = [
+        name for name in vars(RolloutSource) if not name.startswith("_") and callable(getattr(SyncRollout, name))
+    ]
     assert len(methods) >= 10
     for name in methods:
-        signatures = [inspect.signature(getattr(kind, name)) for kind in (Rollout, ReplayRollout)]
-        assert signatures[0].parameters == signatures[1].parameters, name
+        sync, *others = [inspect.signature(getattr(kind, name)) for kind in (SyncRollout, AsyncRollout, ReplayRollout)]
+        assert all(other.parameters == sync.parameters for other in others), name
 
 
 def test_replay_with_other_settings_runs(ranks, inputs, first, tmp_path):
@@ -161,9 +164,8 @@ def test_replay_with_other_settings_runs(ranks, inputs, first, tmp_path):
 
 def test_replay_of_an_unusable_run_raises(ranks, inputs, first, tmp_path):
     def refused(recipe: str, *overrides: str, of: str) -> str:
-        (output,) = set(
-            ranks.run(2, refusal, recipe, inputs, tmp_path / "again", list(overrides), RunMode(replayed=of))
-        )
+        again = (inputs, tmp_path / "again", list(overrides), RunMode(replayed=of))
+        (output,) = set(ranks.run(2, refusal, job, recipe, *again))
         assert not (tmp_path / "again").exists()
         return output
 
@@ -187,14 +189,9 @@ def test_replay_of_an_unusable_run_raises(ranks, inputs, first, tmp_path):
 
 def test_replay_of_too_few_batches_raises(ranks, inputs, tmp_path):
     ranks.run(1, job, "dapo", inputs, tmp_path / "run", ["algorithm.max_sampling_rounds=1", "job.iterations=1"])
+    mode = RunMode(replayed=f"{tmp_path / 'run'}@1")
     (output,) = ranks.run(
-        1,
-        refusal,
-        "dapo",
-        inputs,
-        tmp_path / "again",
-        ["algorithm.max_sampling_rounds=9"],
-        RunMode(replayed=f"{tmp_path / 'run'}@1"),
+        1, refusal, job, "dapo", inputs, tmp_path / "again", ["algorithm.max_sampling_rounds=9"], mode
     )
     assert output.startswith("iteration 1: the recipe requests more batches than were recorded")
 

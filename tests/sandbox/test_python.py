@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.named_processes import named, processes_named
 from verl_mg.errors import UserError
 from verl_mg.sandbox import Outcome, isolated, run_python, run_python_async
 from verl_mg.sandbox import supervisor as module
@@ -24,13 +25,13 @@ TIMEOUT = 600  # seconds for programs that are to end by themselves, on a machin
 
 
 @pytest.fixture(params=["bubblewrap", "namespaces"])
-def run_isolated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
+def run_isolated(request, monkeypatch) -> Callable[..., Outcome]:
     """`run_python` with each kind of namespaces that this machine has."""
     return with_isolation(request.param, monkeypatch)
 
 
 @pytest.fixture(params=["bubblewrap", "namespaces", "none"])
-def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
+def run(request, monkeypatch) -> Callable[..., Outcome]:
     """`run_python` with each kind of isolation that this machine has."""
     return with_isolation(request.param, monkeypatch)
 
@@ -54,31 +55,16 @@ def with_isolation(kind: module.Isolation, monkeypatch: pytest.MonkeyPatch) -> C
     return run_python
 
 
-def processes_named(name: str) -> list[str]:
-    pids = []
-    for file in Path("/proc").glob("[0-9]*/comm"):
-        try:
-            pids += [file.parent.name] if file.read_text().strip() == name else []
-        except OSError:  # it has ended
-            continue
-    return pids
-
-
-def named(name: str, program: str) -> str:
-    """Returns a program whose processes, forked ones included, have a name."""
-    return f"import ctypes, os, time\nctypes.CDLL(None).prctl(15, b'{name}')\n{program}"
-
-
 def fresh_name() -> str:
     return uuid.uuid4().hex[:12]
 
 
-def test_run_python_returns_output_and_status(run: Callable[..., Outcome]) -> None:
+def test_run_python_returns_output_and_status(run):
     program = "import sys\nprint('ä', 6 * 7)\nsys.stderr.write('two\\nlines')"
     assert run(program, seconds=TIMEOUT) == Outcome("ä 42\n", "two\nlines", "ok")
 
 
-def test_run_python_passes_stdin(run: Callable[..., Outcome]) -> None:
+def test_run_python_passes_stdin(run):
     text = "line\n" * 100_000
     program = "import sys\nprint(input(), len(sys.stdin.read()))"
     assert run(program, stdin=text, seconds=TIMEOUT) == Outcome(f"line {len(text) - 5}\n", "", "ok")
@@ -88,7 +74,7 @@ def test_run_python_passes_stdin(run: Callable[..., Outcome]) -> None:
     ("program", "error"),
     [("1/0", "ZeroDivisionError"), ("x = (", "SyntaxError"), ("raise SystemExit(3)", ""), ("a\0b", "")],
 )
-def test_run_python_failing_program_is_an_error(run: Callable[..., Outcome], program: str, error: str) -> None:
+def test_run_python_failing_program_is_an_error(run, program, error):
     outcome = run(program, seconds=TIMEOUT)
     assert outcome.ended == "error"
     assert error in outcome.stderr
@@ -96,7 +82,7 @@ def test_run_python_failing_program_is_an_error(run: Callable[..., Outcome], pro
 
 @pytest.mark.usefixtures("sandbox")
 @pytest.mark.parametrize("text", ["'\ud800'", "print('\ud800')"])
-def test_run_python_invalid_unicode_is_replaced(text: str) -> None:
+def test_run_python_invalid_unicode_is_replaced(text):
     assert run_python(text, stdin="\ud800", seconds=TIMEOUT).ended == "ok"
 
 
@@ -107,31 +93,31 @@ def seconds_for(run: Callable[..., Outcome], seconds: float) -> float:
     return max(seconds, 12 * (time.monotonic() - begin))
 
 
-def test_run_python_endless_loop_times_out_and_keeps_output(run: Callable[..., Outcome]) -> None:
+def test_run_python_endless_loop_times_out_and_keeps_output(run):
     name = fresh_name()
     program = named(name, "print('before')\nos.close(1)\nos.close(2)\nwhile True: pass")
     assert run(program, seconds=seconds_for(run, 1)) == Outcome("before\n", "", "timeout")
     assert processes_named(name) == []
 
 
-def test_run_python_memory_is_limited(run: Callable[..., Outcome]) -> None:
+def test_run_python_memory_is_limited(run):
     outcome = run("hoard = []\nwhile True: hoard.append(bytearray(1 << 20))", seconds=TIMEOUT, memory_mb=100)
     assert outcome.ended == "memory"
 
 
-def test_run_python_total_file_size_is_limited(run_isolated: Callable[..., Outcome]) -> None:
+def test_run_python_total_file_size_is_limited(run_isolated):
     program = "for i in range(100): open(f'{i}', 'wb').write(bytes(10 << 20))"
     outcome = run_isolated(program, seconds=TIMEOUT, memory_mb=100)
     assert (outcome.ended, "No space left" in outcome.stderr) == ("error", True)
 
 
-def test_run_python_output_is_limited(run: Callable[..., Outcome]) -> None:
+def test_run_python_output_is_limited(run):
     outcome = run("while True: print('x' * 100_000)", seconds=TIMEOUT, output_bytes=1000)
     assert outcome == Outcome("x" * 1000, "", "output")
     assert run("print('x' * 999)", seconds=TIMEOUT, output_bytes=1000).ended == "ok"
 
 
-def test_run_python_processes_are_limited(run: Callable[..., Outcome]) -> None:
+def test_run_python_processes_are_limited(run):
     name = fresh_name()
     bomb = "for _ in range(1000):\n try: os.fork()\n except OSError: print('no more'); break\ntime.sleep(600)"
     outcome = run(named(name, bomb), seconds=seconds_for(run, 1.5))
@@ -140,7 +126,7 @@ def test_run_python_processes_are_limited(run: Callable[..., Outcome]) -> None:
     assert processes_named(name) == []
 
 
-def test_run_python_daemon_ends_with_its_program(run: Callable[..., Outcome]) -> None:
+def test_run_python_daemon_ends_with_its_program(run):
     name = fresh_name()
     free = "print('free', flush=True); os.close(end); time.sleep(600)"
     escape = f"read, end = os.pipe()\nif os.fork() == 0:\n os.setsid()\n if os.fork() == 0: {free}\n os._exit(0)"
@@ -150,7 +136,7 @@ def test_run_python_daemon_ends_with_its_program(run: Callable[..., Outcome]) ->
     assert processes_named(name) == []
 
 
-def test_run_python_daemon_ends_at_the_timeout(run: Callable[..., Outcome]) -> None:
+def test_run_python_daemon_ends_at_the_timeout(run):
     name = fresh_name()
     program = named(name, "if os.fork() == 0:\n os.setsid()\n if os.fork(): os._exit(0)\ntime.sleep(600)")
     assert run(program, seconds=seconds_for(run, 1)).ended == "timeout"
@@ -158,7 +144,7 @@ def test_run_python_daemon_ends_at_the_timeout(run: Callable[..., Outcome]) -> N
 
 
 @pytest.mark.skipif(os.geteuid() != 0 and not isolated(), reason="the program has this user's rights")
-def test_run_python_program_cannot_kill_other_processes(run: Callable[..., Outcome]) -> None:
+def test_run_python_program_cannot_kill_other_processes(run):
     with subprocess.Popen(["sleep", "600"]) as victim:
         program = f"""
 import os
@@ -174,7 +160,7 @@ print("tried")
             victim.kill()
 
 
-def test_run_python_outside_files_are_invisible(run_isolated: Callable[..., Outcome], tmp_path: Path) -> None:
+def test_run_python_outside_files_are_invisible(run_isolated, tmp_path):
     file = tmp_path / "precious"
     file.write_text("kept")
     for folder in (tmp_path, tmp_path.parent):
@@ -200,7 +186,7 @@ except OSError: print("no way")
 """
 
 
-def test_run_python_has_no_network(run_isolated: Callable[..., Outcome]) -> None:
+def test_run_python_has_no_network(run_isolated):
     with socket.create_server(("127.0.0.1", 0)) as server:
         program = CONNECT.format(port=server.getsockname()[1])
         assert run_isolated(program, seconds=TIMEOUT).stdout == "no way\n"
@@ -208,24 +194,20 @@ def test_run_python_has_no_network(run_isolated: Callable[..., Outcome]) -> None
         assert server.accept()
 
 
-def test_run_python_environment_is_empty(run: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_python_environment_is_empty(run, monkeypatch):
     monkeypatch.setenv("SECRET_TOKEN", "s3cret")
     names = run("import os\nprint(*os.environ)", seconds=TIMEOUT).stdout.split()
     assert set(names) <= {"LC_CTYPE"}  # which the interpreter sets
 
 
-def test_run_python_leaves_no_files(
-    run_isolated: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_python_leaves_no_files(run_isolated, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     program = "import os\nos.makedirs('a/b')\nopen('a/b/c', 'w').write('x')\nos.chmod('a', 0)\nprint(os.listdir('.'))"
     assert "'a'" in run_isolated(program, seconds=TIMEOUT).stdout
     assert list(tmp_path.iterdir()) == []
 
 
-def test_run_python_started_under_another_umask_can_use_its_folders(
-    run: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_python_started_under_another_umask_can_use_its_folders(run, monkeypatch):
     """As where another thread changes it for a moment, to read it."""
     start, mask = asyncio.create_subprocess_exec, os.umask(0o022)
 
@@ -240,13 +222,13 @@ def test_run_python_started_under_another_umask_can_use_its_folders(
         os.umask(mask)
 
 
-def test_run_python_packages_can_be_imported(run_isolated: Callable[..., Outcome]) -> None:
+def test_run_python_packages_can_be_imported(run_isolated):
     program = "import numpy\nprint(int(numpy.arange(4).sum()))"
     assert run_isolated(program, seconds=TIMEOUT, memory_mb=2048) == Outcome("6\n", "", "ok")
 
 
 @pytest.mark.usefixtures("sandbox")
-def test_run_python_async_concurrent_programs_and_cancellation() -> None:
+def test_run_python_async_concurrent_programs_and_cancellation():
     name = fresh_name()
 
     async def all_of_them() -> list[Outcome]:
@@ -264,6 +246,6 @@ def test_run_python_async_concurrent_programs_and_cancellation() -> None:
 
 
 @pytest.mark.parametrize("limit", ["seconds", "memory_mb", "output_bytes"])
-def test_run_python_limit_of_zero_raises(limit: str) -> None:
+def test_run_python_limit_of_zero_raises(limit):
     with pytest.raises(UserError, match=f"{limit}=0"):
         run_python("", **{limit: 0})

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +11,7 @@ from tests.helpers.tiny_models import tiny_model
 
 
 @pytest.mark.nightly
-def test_models_of_a_name_on_a_hub_downloads_no_weights(tmp_path: Path) -> None:
+def test_models_of_a_name_on_a_hub_downloads_no_weights(tmp_path):
     model = tiny_model(tmp_path / "model", "qwen3")
     with serving({"a/model": {file.name: file.read_bytes() for file in model.iterdir()}}, {}) as hub:
         variables = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}

@@ -7,12 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers.rank_pool import job_context
+from tests.helpers.roles import build_role
 from tests.helpers.tiny_models import random_rows, tiny_model
 from verl_mg.config import GuardConfig, OptimizerConfig
 from verl_mg.errors import UserError
-from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.roles.models import Actor
 from verl_mg.training.update_guard import NON_FINITE_BUFFERS, UpdateGuard
 
@@ -20,16 +18,7 @@ OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=2)
 
 
 def actor_with(model, layout, guard):
-    return Actor(
-        model,
-        ParallelGroups(Placement.on(Layout.parse(layout), dist.get_world_size())),
-        job_context(),
-        dtype=torch.float32,
-        temperature=1.0,
-        tokens_per_micro_batch=40,
-        optimizer=OPTIMIZER,
-        guard=guard,
-    )
+    return build_role(Actor, model, layout, optimizer=OPTIMIZER, guard=guard)
 
 
 def rows():
@@ -143,13 +132,11 @@ def rolled_back_and_repeated(model):
     results = []
     for divergences in ((0.0, 0.0), (0.0, 0.0, 0.2, 0.0)):
         optimizer = OPTIMIZER.model_copy(update={"warmup_steps": 0})
-        actor = Actor(
+        actor = build_role(
+            Actor,
             model,
-            ParallelGroups(Placement.on(Layout.parse("tp2"), dist.get_world_size())),
-            job_context(),
+            "tp2",
             dtype=torch.bfloat16,
-            temperature=1.0,
-            tokens_per_micro_batch=40,
             optimizer=optimizer,
             guard=GuardConfig(max_kl=0.1, action="rollback"),
         )

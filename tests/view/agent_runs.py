@@ -56,12 +56,7 @@ def trajectory(iteration: int, number: int, draw: random.Random) -> list[dict[st
 
 
 def conversation(turns: int, words: int = 3) -> dict[str, Any]:
-    """A conversation in one segment; each turn but the last calls a tool.
-
-    Args:
-        turns: number of turns.
-        words: words of each text.
-    """
+    """A conversation in one segment; each turn but the last calls a tool."""
     text = " ".join(["word"] * words)
     listed = []
     for number in range(turns):

@@ -10,7 +10,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from tests.run.recorded_runs import job, make_inputs
+from tests.run.jobs import job, make_inputs
 from tests.view.runs import write_run
 from verl_mg.cli import main
 from verl_mg.view.run import Run

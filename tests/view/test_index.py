@@ -18,7 +18,7 @@ from verl_mg.view.index import FOLDER, TAIL, SampleIndex, stored_segments
 from verl_mg.view.index_builder import IndexBuilder
 from verl_mg.view.samples import Samples
 from verl_mg.view.search import Query
-from verl_mg.view.signatures import candidates, sign
+from verl_mg.view.segments import candidates, sign
 
 COUNT = PROMPTS * GROUP
 ITERATIONS = TAIL + 8

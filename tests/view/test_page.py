@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from tests.helpers.json_lines import read_lines, write_lines
 from tests.view.runs import GROUP, HOSTILE, PROMPTS, metrics_of, write_run, write_samples
 from verl_mg.view.index import TAIL
 
@@ -24,7 +25,7 @@ def folders(tmp_path_factory):
 
 
 def metrics(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return read_lines(folder / "metrics.jsonl")
 
 
 def slide(locator, value):
@@ -322,7 +323,7 @@ def seeds(tmp_path_factory):
         rate = 2 if name == "other" else 1
         (folder / "config.yaml").write_text(f"job: {{seed: {seed}}}\nactor: {{lr: {rate}}}\n")
         lines = [{"step": step, "x": seed + (9.0 if step == 1234 else 0.001 * step)} for step in range(1, 3001)]
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_lines(folder / "metrics.jsonl", lines)
         folders.append(folder)
     return folders
 

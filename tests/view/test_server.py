@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from tests.helpers.json_lines import write_lines
 from tests.view.runs import GROUP, HOSTILE, PROMPTS, write_run, write_samples
 from tests.view.serving import fetch, serving
 
@@ -15,12 +16,6 @@ COUNT = PROMPTS * GROUP
 def run(tmp_path_factory):
     """Three iterations that no test changes."""
     return write_run(tmp_path_factory.mktemp("runs") / "first", iterations=3)
-
-
-@pytest.fixture(scope="module")
-def ask(run):
-    with serving(run) as ask:
-        yield ask
 
 
 def ids(found):
@@ -95,7 +90,7 @@ def test_curves_of_seeds_have_a_mean_and_a_band(tmp_path):
         text = f"job: {{seed: {number}, output: {folder}}}\nactor: {{optimizer: {{lr: {rate}}}}}\n"
         (folder / "config.yaml").write_text(text if folder.name != "none" else "{")
         lines = [{"step": 1, "x": float(number)}, {"step": 2, "x": 3.0 * number}, {"step": 3 + number, "x": 7.0}]
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_lines(folder / "metrics.jsonl", lines)
     with serving(*folders) as ask:
         groups = ask("groups")
         assert [group["runs"] for group in groups] == [[0, 1, 2], [3], [4]]
@@ -270,8 +265,7 @@ def test_request_invalid_parameters_are_rejected(ask, name, parameters, status, 
 
 
 def test_page_has_a_content_security_policy(run):
-    server = serving(run)
-    with server:
+    with serving(run) as server:
         answer, body = fetch(server.viewer, "/")
         assert answer.status == 200 and b"<title>" in body
         policy = answer.getheader("Content-Security-Policy")
@@ -282,8 +276,7 @@ def test_page_has_a_content_security_policy(run):
 
 
 def test_request_foreign_host_name_is_rejected(run):
-    server = serving(run)
-    with server:
+    with serving(run) as server:
         assert fetch(server.viewer, "/api/runs", Host="evil.example")[0].status == 403
         assert fetch(server.viewer, "/api/runs", Host="[::1")[0].status == 400
         assert fetch(server.viewer, "/api/runs", Host="localhost:1234")[0].status == 200

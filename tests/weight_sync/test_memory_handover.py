@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.rank_pool import job_context, job_store
+from tests.helpers.roles import build_role
 from tests.helpers.tiny_jobs import RECIPES
 from tests.helpers.tiny_models import tiny_model
 from tests.helpers.traces import needs_sglang
@@ -22,8 +23,8 @@ from verl_mg.job.engine_parts import EnginePart
 from verl_mg.job.job import Job
 from verl_mg.job.recipe import load_recipe
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
+from verl_mg.megatron.optimizer_state import steps_taken
 from verl_mg.megatron.process_groups import ParallelGroups
-from verl_mg.megatron.sharded_state import steps_taken
 from verl_mg.models.hf_config import read_config
 from verl_mg.roles.models import Actor
 from verl_mg.roles.trainable import TrainableRole
@@ -109,12 +110,11 @@ class SlowOffload(CpuOffload):
 
 def group_of(model, history, layout, context, dies_in=None):
     """An actor on all ranks, offloaded, and engines of this layout, of which the last one dies."""
-    actor = Actor(
+    actor = build_role(
+        Actor,
         model,
         ParallelGroups(Placement.on(Layout(tp=2), dist.get_world_size())),
         context,
-        dtype=torch.float32,
-        temperature=1.0,
         tokens_per_micro_batch=60,
         optimizer=OptimizerConfig(lr=1e-2),
     )

@@ -10,16 +10,16 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.helpers.roles import build_role
 from tests.helpers.server_probe import PROBE, parameters_of
 from tests.helpers.sglang_servers import RunningServer
 from tests.helpers.traces import needs_sglang
 from tests.reshard.encoded_moves import sglang_channels
-from tests.roles.updates import COUNT, job_context, rows, settings, with_entropy
+from tests.roles.updates import COUNT, rows, settings, with_entropy
 from verl_mg.config import OptimizerConfig
 from verl_mg.engines.sglang.shard_receiver import RECEIVER
 from verl_mg.errors import UserError
-from verl_mg.layout import EngineLayout, Layout, Placement
-from verl_mg.megatron.process_groups import ParallelGroups
+from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import read_config
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.reshard.encoded_shard_map import quantized_tensors
@@ -68,11 +68,8 @@ class Sender:
     def __init__(
         self, model: Path, wire: str, delta: bool, shared: Path | None = None, dtype: torch.dtype = torch.bfloat16
     ) -> None:
-        self.model = model
-        self.actor = Actor(
-            model, ParallelGroups(Placement.on(Layout.parse("pp2"), 2)), job_context(), dtype=dtype,
-            temperature=1.0, tokens_per_micro_batch=200, optimizer=OptimizerConfig(lr=1e-6, weight_decay=0.0),
-        )  # fmt: skip
+        self.model, optimizer = model, OptimizerConfig(lr=1e-6, weight_decay=0.0)
+        self.actor = build_role(Actor, model, "pp2", dtype=dtype, tokens_per_micro_batch=200, optimizer=optimizer)
         table = self.actor.runner.table
         self.sync = FolderChangesSync(shared, model, table) if shared else ProcessGroupSync(table, False, wire, delta)
         self.requirements = ServerRequirements(read_config(model), 64, group_device="cpu", shards=True, wire=wire)

@@ -30,10 +30,9 @@ from transformers import AutoTokenizer
 from tools.bench.local_servers import running_servers
 from verl_mg.agents.agent import Session
 from verl_mg.agents.engine import AgentEngine
-from verl_mg.agents.parsers import ReplyParser
 from verl_mg.agents.renderer import ConversationRenderer
-from verl_mg.agents.runner import AgentSettings
-from verl_mg.agents.sessions import Generate, Sessions
+from verl_mg.agents.tool_calls import ReplyParser
+from verl_mg.config.roles import RolloutConfig
 from verl_mg.data.prompts import Prompt
 from verl_mg.engines.engine import Request, RolloutEngine, Sampling
 from verl_mg.engines.hf.engine import HFEngine
@@ -117,10 +116,6 @@ def _engine(folder: Path, chosen: argparse.Namespace) -> Iterator[tuple[Path, Ro
 def _agents_around(engine: RolloutEngine, model: Path, chosen: argparse.Namespace) -> AgentEngine:
     tokenizer = AutoTokenizer.from_pretrained(model)
     renderer = ConversationRenderer(tokenizer, [], {})
-    positions = read_config(model).max_positions
-
-    def sessions(generate: Generate) -> Sessions:
-        return Sessions(renderer, ReplyParser(tokenizer, "qwen25", None), generate, positions, [])
 
     async def converse(session: Session, sample: Task) -> float:
         messages = list(session.messages)
@@ -129,8 +124,8 @@ def _agents_around(engine: RolloutEngine, model: Path, chosen: argparse.Namespac
             messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": QUESTION}]
         return 1.0
 
-    settings = AgentSettings(timeout=600.0, retries=0, failure_reward=0.0)
-    return AgentEngine(engine, converse, settings, sessions, concurrency=None, host="127.0.0.1")
+    config, parser = RolloutConfig(agent_timeout_s=600.0), ReplyParser(tokenizer, "qwen25")
+    return AgentEngine(engine, converse, config, renderer, parser, read_config(model).max_positions)
 
 
 async def _chat(session: Session, messages: list[dict[str, Any]], tokens: int) -> str:

@@ -58,14 +58,14 @@ from verl_mg.config import load_config
 from verl_mg.job.job import Job
 from verl_mg.job.recipe import Recipe, load_recipe
 from verl_mg.layout import Layout
-from verl_mg.megatron.sharded_state import optimizer_state, steps_taken
+from verl_mg.megatron.optimizer_state import optimizer_state, steps_taken
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.roles.trainable import TrainableRole
 from verl_mg.run.checkpointer import AsyncCheckpointer, newest_intact
 from verl_mg.run.job_state import restore
 from verl_mg.run.loop import one_iteration
 from verl_mg.sharding.boxes import slices
-from verl_mg.training.stored_weights import weights
+from verl_mg.training.weights import weights
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "sft.py"
 RANKS = 4

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl_mg.distributed.gloo import share_event_loop
+from verl_mg.distributed.world import share_event_loop
 
 RANKS, REPEATS = 2, 1000
 

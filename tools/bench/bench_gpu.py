@@ -43,20 +43,21 @@ from verl_mg.batch import Batch
 from verl_mg.config import Config
 from verl_mg.data import Prompt, PromptFeed, PromptSet
 from verl_mg.distributed.world import World
-from verl_mg.doctor.versions import installed_versions
+from verl_mg.doctor import installed_versions
 from verl_mg.engines import Sampling
 from verl_mg.job.build_engines import build_engine_group
 from verl_mg.job.build_models import ModelRoleBuilder
 from verl_mg.layout import Layout
-from verl_mg.megatron.kernels import resolve_kernels
+from verl_mg.megatron.transformer_config import resolve_kernels
 from verl_mg.models.flops import row_flops
 from verl_mg.models.hf_config import read_config
-from verl_mg.monitor.throughput import device_peak, model_flops
+from verl_mg.monitor.metrics import device_peak, model_flops
 from verl_mg.planner.inputs import GIB, PlanInputs
 from verl_mg.planner.memory import train_memory
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import Actor
-from verl_mg.rollout.rollout import Rollout
+from verl_mg.rollout.rollout import RolloutSetup
+from verl_mg.rollout.sync_rollout import SyncRollout
 from verl_mg.rows.records import RolloutRecords
 from verl_mg.sharding.megatron import Kernels
 from verl_mg.sharding.weight_table import WeightTable, weight_table
@@ -147,7 +148,7 @@ class Bench:
 
     @property
     def weight_bytes(self) -> int:
-        return PlanInputs(self.weights, ranks=1, node=1).weight_bytes
+        return PlanInputs(self.weights, ranks=1, node=1).size.bytes
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -273,7 +274,9 @@ def rollout_part(bench: Bench) -> Iterator[Row]:
     texts = torch.randint(bench.weights.config.vocab, (work.prompts, work.prompt_tokens), generator=draw).tolist()
     prompts = [Prompt(i, tuple(tokens), "", None, {}) for i, tokens in enumerate(texts)]
     feed, records = PromptFeed(PromptSet(prompts)), RolloutRecords()
-    rollout = Rollout(engines, Sampling(max_new_tokens=work.new_tokens), 0, context, feed, records)
+    sampling = Sampling(max_new_tokens=work.new_tokens)
+    setup = RolloutSetup(sampling=sampling, seed=0, context=context, prompts=feed, records=records)
+    rollout = SyncRollout(engines, setup)
     try:
         seconds = bench.seconds(lambda: rollout.update_weights(actor))
         rate = bench.weight_bytes / seconds / 1e9

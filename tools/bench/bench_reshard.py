@@ -55,6 +55,7 @@ from verl_mg.reshard.encoding import Wire
 from verl_mg.sharding.boxes import Box, Shard, box_shape, slices
 from verl_mg.sharding.shard_map import ShardMap
 from verl_mg.sharding.weight_table import weight_table
+from verl_mg.training.model_spec import ModelSpec
 
 RANKS = 8
 SERVERS = "servers"
@@ -259,7 +260,7 @@ def model_config(kind: str, parameters: int) -> HFConfig:
 def _megatron(config: HFConfig, placement: Placement) -> tuple[PackedModel, ParallelGroups]:
     groups = ParallelGroups(placement)
     with groups.active():
-        (model,) = build_chunks(weight_table(config), groups, torch.bfloat16)
+        (model,) = build_chunks(weight_table(config), groups, ModelSpec(Path(), torch.bfloat16))
     return model, groups
 
 

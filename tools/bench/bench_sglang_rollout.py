@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import HashStore, Store
+from torch.distributed import HashStore
 
 from verl_mg.checkpoint.hf_safetensors import CheckpointReader, load_shards
 from verl_mg.checkpoint.model_directory import ModelDirectory
-from verl_mg.engines.engine import Request, Sampling
+from verl_mg.data.prompts import Prompt
+from verl_mg.engines.engine import Request, Sample, Sampling
 from verl_mg.engines.ipc_payload import Staging
 from verl_mg.engines.process_engine import EngineSettings
 from verl_mg.engines.sglang import SGLangEngine, engine_arguments
@@ -32,9 +33,9 @@ from verl_mg.engines.sglang.arguments import environment
 from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import read_config
 from verl_mg.models.tiny_model import make_tiny_model
-from verl_mg.rollout.engine_events import EngineEvents
-from verl_mg.rollout.engine_loop import EngineLoop
-from verl_mg.rollout.work_queue import DynamicWorkQueue, Group
+from verl_mg.rollout.engine_worker import EngineEvents, EngineWorker
+from verl_mg.rollout.groups import Group
+from verl_mg.rollout.work_queue import WorkQueue
 from verl_mg.sharding.weight_table import weight_table
 
 GROUP = 8
@@ -78,30 +79,20 @@ def direct(chosen: argparse.Namespace) -> None:
     engine.shutdown()
 
 
-class NoRecovery:
-    """Recovery of engines in a process without other ranks, whose engine must not fail."""
-
-    def __init__(self, store: Store) -> None:
-        self.events = EngineEvents(store)
-
-    def restart_engine(self) -> None:
-        raise RuntimeError("the engine died")
-
-    def recover(self, engine: int) -> None:
-        raise RuntimeError("no other rank has an engine")
-
-
 def by_list(engine: SGLangEngine, requests: list[Request], sampling: Sampling, key: str) -> int:
     return sum(len(sample.tokens) for sample in engine.generate(requests, sampling))
 
 
 def by_queue(engine: SGLangEngine, requests: list[Request], sampling: Sampling, key: str) -> int:
-    store, ids = HashStore(), [request.id for request in requests]
-    groups = [Group(tuple(ids[start : start + GROUP])) for start in range(0, len(ids), GROUP)]
-    queue = DynamicWorkQueue(store, key, groups, len(groups))
-    loop = EngineLoop(engine, 1, queue, store, key, NoRecovery(store))
-    loop.start([], requests.__getitem__, sampling)
-    return sum(len(sample.tokens) for sample in loop.run().completed.values())
+    store = HashStore()
+    samples: list[Sample] = []
+    prompt = Prompt(0, (), "", None, {})
+    groups = [Group(prompt, range(start, start + GROUP)) for start in range(0, len(requests), GROUP)]
+    queue = WorkQueue(store, key, sampling, groups, len(groups))
+    worker = EngineWorker(engine, 1, EngineEvents(store), requests.__getitem__, samples.append, samples.append)
+    worker.add(queue)
+    worker.work_off(queue)
+    return sum(len(sample.tokens) for sample in samples)
 
 
 def load_weights(engine: SGLangEngine, model: Path) -> None:

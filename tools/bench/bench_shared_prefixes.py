@@ -29,12 +29,14 @@ from verl_mg.distributed.world import World
 from verl_mg.layout import Layout, Placement
 from verl_mg.layout.packing import pack
 from verl_mg.layout.shared_prefixes import PrefixLinks, SharingRows, join_groups
-from verl_mg.megatron.model_runner import ModelRunner
+from verl_mg.megatron.model_runner import MegatronRunner
 from verl_mg.megatron.process_groups import ParallelGroups
-from verl_mg.megatron.trainer import Trainer
+from verl_mg.megatron.trainer import MegatronTrainer
 from verl_mg.models.flops import RowFlops, key_share, row_flops
-from verl_mg.roles.prefixes import mark_shared
+from verl_mg.roles.role import mark_shared
 from verl_mg.training.loss_inputs import LossInputs
+from verl_mg.training.model_spec import ModelSpec
+from verl_mg.training.trainer import MiniBatch, Objective
 
 ROWS = 16
 """Rows of an update."""
@@ -60,8 +62,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder) / options.model, *MODELS[options.model])
         groups = ParallelGroups(Placement(Layout.parse("tp1").fit(1), (0,)))
-        runner = ModelRunner(model, groups, torch.float32)
-    trainer = Trainer(runner, OptimizerConfig(lr=1e-12))
+        runner = MegatronRunner(ModelSpec(model, torch.float32), groups)
+    trainer = MegatronTrainer(runner, OptimizerConfig(lr=1e-12))
     print(
         f"{options.model}, {ROWS} rows of {options.prefix} shared and {options.suffix} other tokens, "
         f"micro-batches of up to {options.budget} tokens"
@@ -82,7 +84,7 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _report(segments: int, runner: ModelRunner, trainer: Trainer, options: argparse.Namespace) -> None:
+def _report(segments: int, runner: MegatronRunner, trainer: MegatronTrainer, options: argparse.Namespace) -> None:
     rows = _rows(segments, options.prefix, options.suffix, runner.table.config.vocab)
     length = options.prefix + options.suffix
     parents = [row // segments * segments for row in range(ROWS)]
@@ -136,7 +138,7 @@ def _side(
     return Side(micro_batches, tokens, work)
 
 
-def _update(trainer: Trainer, side: Side) -> tuple[float, float]:
+def _update(trainer: MegatronTrainer, side: Side) -> tuple[float, float]:
     """Returns the seconds that the process computed, and the gradient norm."""
 
     def loss(tokens: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -145,7 +147,7 @@ def _update(trainer: Trainer, side: Side) -> tuple[float, float]:
 
     scored = sum(int(micro["loss_mask"].sum()) for micro in side.micro_batches)
     begin = time.process_time()
-    metrics = trainer.update(side.micro_batches, 1.0, loss, "token-mean", scored, scored)
+    metrics = trainer.update(MiniBatch(side.micro_batches, None, scored, 0), Objective(loss, "token-mean", 1.0))
     return time.process_time() - begin, metrics["grad_norm"]
 
 

@@ -26,11 +26,12 @@ import torch.multiprocessing as multiprocessing
 import verl_mg.megatron  # noqa: F401
 from verl_mg.config import MegatronConfig, OptimizerConfig
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
-from verl_mg.megatron.model_runner import ModelRunner
+from verl_mg.megatron.model_runner import MegatronRunner
 from verl_mg.megatron.process_groups import ParallelGroups
-from verl_mg.megatron.trainer import Trainer
+from verl_mg.megatron.trainer import MegatronTrainer
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.reshard import execute, plan, schedule
+from verl_mg.training.model_spec import ModelSpec
 
 RANKS = 4
 BUCKET = 2_000_000
@@ -55,8 +56,8 @@ def _rank(rank: int, folder: str, repeats: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", RANKS), rank=rank, world_size=RANKS)
     groups = ParallelGroups(Placement.on(Layout.parse("tp2"), RANKS))
-    runner = ModelRunner(Path(folder) / "model", groups, torch.float32, megatron=OVERLAP)
-    trainer = Trainer(runner, OptimizerConfig(lr=1e-3, clip_grad=0.0))
+    runner = MegatronRunner(ModelSpec(Path(folder) / "model", torch.float32, megatron=OVERLAP), groups)
+    trainer = MegatronTrainer(runner, OptimizerConfig(lr=1e-3, clip_grad=0.0))
     whole = runner.table.shard_map_engine(EnginePlacement(EngineLayout.parse("tp4"), tuple(range(RANKS))))
     moves = schedule(plan(runner.shard_map(), whole, RANKS), rank, runner.dtype)
     engine = {name: torch.zeros(shard.shape) for name, shard in whole.shards(rank).items()}

@@ -131,16 +131,20 @@ def _serve(model: Path) -> None:
     from verl_mg.config import OptimizerConfig
     from verl_mg.distributed.world import World
     from verl_mg.layout import Layout, Placement
-    from verl_mg.megatron.model_runner import ModelRunner
+    from verl_mg.megatron.model_runner import MegatronRunner
     from verl_mg.megatron.process_groups import ParallelGroups
-    from verl_mg.megatron.trainer import Trainer
+    from verl_mg.megatron.trainer import MegatronTrainer
+    from verl_mg.training.model_spec import ModelSpec
+    from verl_mg.training.trainer import MiniBatch, Objective
 
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     World.join()  # takes all cores
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    runner = ModelRunner(model, ParallelGroups(Placement(Layout.parse("tp1").fit(1), (0,))), torch.float32)
-    trainer = Trainer(runner, OptimizerConfig(lr=1e-4))
+    runner = MegatronRunner(
+        ModelSpec(model, torch.float32), ParallelGroups(Placement(Layout.parse("tp1").fit(1), (0,)))
+    )
+    trainer = MegatronTrainer(runner, OptimizerConfig(lr=1e-4))
     draw = torch.Generator().manual_seed(0)
     lengths = (torch.rand(ROWS, generator=draw) ** 2 * (LONGEST - 64)).long() + 64
     total = int(lengths.sum())
@@ -160,7 +164,7 @@ def _serve(model: Path) -> None:
         begin = time.process_time()
         runner.infer(micro_batches, 1.0)
         middle = time.process_time()
-        metrics = trainer.update(micro_batches, 1.0, loss, "token-mean", scored, scored)
+        metrics = trainer.update(MiniBatch(micro_batches, None, scored, 0), Objective(loss, "token-mean", 1.0))
         end = time.process_time()
         figures = {"inference": middle - begin, "update": end - middle, "norm": metrics["grad_norm"], "tokens": total}
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from torch import Tensor
 
 from verl_mg.job.job import Job
-from verl_mg.megatron.sharded_state import make_moments
+from verl_mg.megatron.optimizer_state import make_moments
 from verl_mg.megatron.trainer import optimizer_calls
 from verl_mg.roles.trainable import TrainableRole
 

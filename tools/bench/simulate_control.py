@@ -25,13 +25,13 @@ from verl_mg.checkpoint.hf_safetensors import split_by_size
 from verl_mg.checkpoint.reader_assignment import ReaderShardMap
 from verl_mg.distributed.watchdog import REQUESTS_PER_HEARTBEAT, heartbeat_seconds
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
-from verl_mg.layout.group_ranks import group_ranks
 from verl_mg.layout.packing import plan_evenly
+from verl_mg.layout.placement import group_ranks
 from verl_mg.models.hf_config import read_config
 from verl_mg.reshard import plan
 from verl_mg.reshard.schedule import BUCKET_BYTES
 from verl_mg.roles.role import FORWARD_COLUMNS, columns_needed
-from verl_mg.rollout.engine_loop import REQUESTS_PER_POLL, poll_seconds
+from verl_mg.rollout.engine_worker import REQUESTS_PER_POLL, poll_seconds
 from verl_mg.rows.index import ColumnSchema, RowIndex
 from verl_mg.rows.plan import ColumnPart, plan_deliveries, row_bytes, whole_columns
 from verl_mg.sharding.weight_table import WeightTable, weight_table

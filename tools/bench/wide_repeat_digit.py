@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from recipes.tasks import repeat_digit
 from verl_mg.models.tiny_model import make_tiny_model
+from verl_mg.recipes.tasks import repeat_digit
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 

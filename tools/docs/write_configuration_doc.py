@@ -13,7 +13,7 @@ DOCUMENT = ROOT / "docs" / "configuration.md"
 
 def document() -> str:
     """Returns the text of docs/configuration.md."""
-    recipes = {file.stem: load_recipe(file).config for file in sorted((ROOT / "recipes").glob("*.py"))}
+    recipes = {file.stem: load_recipe(file).config for file in sorted((ROOT / "recipes").glob("[!_]*.py"))}
     return markdown(recipes)
 
 

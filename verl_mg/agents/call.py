@@ -1,21 +1,13 @@
-"""A request of an agent for one reply of the policy, and the reply, in whatever protocol they are written."""
+"""A request of an agent for one reply of the policy, and the reply, in whatever API they are written."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from verl_mg.agents.tool_calls import ToolCall
 from verl_mg.images import Image, RowImages
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """A call of a tool in a reply."""
-
-    id: str  # id by which the agent refers to the call in its result
-    name: str
-    arguments: str  # JSON text, which may be malformed
 
 
 @dataclass(frozen=True)
@@ -65,6 +57,16 @@ def for_people(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": "\n".join(texts)}
 
 
+def assistant_message(text: str, reasoning: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+    """Returns a message of the policy as one of `Call.messages`."""
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = [call.entry for call in calls]
+    return message
+
+
 @dataclass(frozen=True)
 class ReplyToken:
     """One generated token of a reply."""
@@ -90,15 +92,7 @@ class Reply:
     @property
     def message(self) -> dict[str, Any]:
         """Returns the reply as a message of `Call.messages`."""
-        message: dict[str, Any] = {"role": "assistant", "content": self.text}
-        if self.reasoning:
-            message["reasoning_content"] = self.reasoning
-        if self.tool_calls:
-            message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in self.tool_calls
-            ]
-        return message
+        return assistant_message(self.text, self.reasoning, self.tool_calls)
 
 
 class RequestError(Exception):

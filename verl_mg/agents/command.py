@@ -32,8 +32,7 @@ from verl_mg.rewards.reward import Sample
 from verl_mg.sandbox import isolated
 from verl_mg.sandbox.command import Limits
 from verl_mg.sandbox.command import run_command as run_in_sandbox
-from verl_mg.sandbox.supervisor import Visible
-from verl_mg.sandbox.temporary import temporary_folder
+from verl_mg.sandbox.supervisor import Visible, temporary_folder
 
 INSIDE = "/agent"  # path of the command's folder in the sandbox
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"

@@ -19,15 +19,18 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 from verl_mg.agents.agent import Agent
 from verl_mg.agents.history import Context
-from verl_mg.agents.runner import AgentRunner, AgentSettings
+from verl_mg.agents.renderer import ConversationRenderer
+from verl_mg.agents.runner import AgentRunner
 from verl_mg.agents.server import AgentServer
-from verl_mg.agents.sessions import Generate, OpenSession, Sessions
+from verl_mg.agents.sessions import OpenSession, Sessions
+from verl_mg.agents.tool_calls import ReplyParser
+from verl_mg.config.roles import RolloutConfig
 from verl_mg.data.images import ImageLimits
 from verl_mg.engines.engine import EngineWrapper, Request, RolloutEngine, Sample, Sampling
 from verl_mg.errors import UserError
@@ -59,8 +62,8 @@ class _Turn:
 class AgentEngine(EngineWrapper):
     """Wrapper around an engine: each request starts an agent, whose conversation is the sample.
 
-    An aborted sample begins again: the effects of an agent outside the job cannot be continued. `concurrency` limits
-    the agents that run at the same time; with None they are as many as the engine has free slots.
+    An aborted sample begins again: the effects of an agent outside the job cannot be continued. A context with its
+    reply has at most `max_positions` tokens; without `image_limits` the policy reads text only.
     """
 
     continues_aborted = False
@@ -69,15 +72,14 @@ class AgentEngine(EngineWrapper):
         self,
         engine: RolloutEngine,
         agent: Agent,
-        settings: AgentSettings,
-        sessions: Callable[[Generate], Sessions],
-        *,
-        concurrency: int | None,
-        host: str,
+        config: RolloutConfig,
+        renderer: ConversationRenderer,
+        parser: ReplyParser,
+        max_positions: int,
         image_limits: ImageLimits | None = None,
     ) -> None:
         super().__init__(engine)
-        self._concurrency = concurrency
+        self._concurrency = config.agent_concurrency
         self._events: queue.SimpleQueue[_Turn | Sample] = queue.SimpleQueue()
         self._turns: dict[int, _Turn] = {}
         self._numbers = itertools.count()
@@ -90,10 +92,9 @@ class AgentEngine(EngineWrapper):
         # `abort` may come from another thread, between any two steps of `collect`.
         self._lock = threading.RLock()
         self._error: BaseException | None = None
-        self._sessions = sessions(self._generate)
-        self._server = AgentServer(self._sessions, host, self._fail, image_limits=image_limits)
-        self._server.start()
-        self._runner = AgentRunner(agent, settings, self._sessions, self._server)
+        sessions = Sessions(renderer, parser, self._generate, max_positions, config.agent_trained)
+        server = AgentServer(sessions, config.agent_host, self._fail, image_limits)
+        self._runner = AgentRunner(agent, config, sessions, server)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._run_agents, name="agents", daemon=True).start()
 

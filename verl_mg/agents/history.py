@@ -276,15 +276,12 @@ def _prefix_keys(call: Call) -> tuple[bytes, ...]:
 def _next_key(key: bytes, message: Mapping[str, Any]) -> bytes:
     """Returns the key of messages and one more. Reasoning and spaces around a reply do not change it."""
     content = message.get("content") or ""
-    calls = [(call["function"]["name"], _canonical(call["function"]["arguments"])) for call in _calls(message)]
+    called = [call["function"] for call in message.get("tool_calls") or ()]
+    calls = [(function["name"], _canonical(function["arguments"])) for function in called]
     of_reply = message["role"] == "assistant"
     fields = [message["role"], content.strip() if of_reply else content, calls]
     fields += [message.get("tool_call_id"), message.get("name")]
     return _digest(key.hex() + json.dumps(fields))
-
-
-def _calls(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    return message.get("tool_calls") or ()
 
 
 def _canonical(arguments: str) -> str:

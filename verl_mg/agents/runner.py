@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
 from verl_mg.agents.agent import Agent, Session
 from verl_mg.agents.server import AgentServer
 from verl_mg.agents.sessions import OpenSession, Sessions
+from verl_mg.config.roles import RolloutConfig
 from verl_mg.engines.engine import Finish, Request, Sample, Sampling
 from verl_mg.errors import UserError
 from verl_mg.images import RowImages
@@ -23,25 +23,11 @@ REWARD = "reward"  # entry of a returned mapping that is the reward; the others 
 MAX_PARTS = 100
 
 
-@dataclass(frozen=True, kw_only=True)
-class AgentSettings:
-    """Settings of all agents of a job."""
-
-    timeout: float
-    """Seconds after which an attempt ends."""
-    retries: int
-    """Number of attempts after one that failed before its time limit."""
-    failure_reward: float
-    """Reward of a sample whose last attempt fails."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Options that each agent is given."""
-
-
 class AgentRunner:
     """Runs one agent for each sample."""
 
-    def __init__(self, agent: Agent, settings: AgentSettings, sessions: Sessions, server: AgentServer) -> None:
-        self._agent, self._settings, self._sessions, self._server = agent, settings, sessions, server
+    def __init__(self, agent: Agent, config: RolloutConfig, sessions: Sessions, server: AgentServer) -> None:
+        self._agent, self._config, self._sessions, self._server = agent, config, sessions, server
 
     async def run(self, request: Request, sampling: Sampling) -> Sample:
         """Runs the agent until an attempt succeeds, reaches the time limit, or none is left.
@@ -49,13 +35,13 @@ class AgentRunner:
         The sample has the trajectory of the last attempt; its own tokens are empty. Only `UserError`, an option that is
         wrong for all samples, and cancellation are raised.
         """
-        for attempt in range(self._settings.retries + 1):
+        for attempt in range(self._config.agent_retries + 1):
             session = self._sessions.open(request, sampling)
-            reward: Reward | None = Reward(self._settings.failure_reward)
+            reward: Reward | None = Reward(self._config.agent_failure_reward)
             error = ""
             finish: Finish = "stop"
             try:
-                async with asyncio.timeout(self._settings.timeout) as limit:
+                async with asyncio.timeout(self._config.agent_timeout_s) as limit:
                     reward = _as_reward(await self._call(session))
             except UserError:
                 raise  # an option of the job is wrong, so every agent would fail
@@ -63,7 +49,7 @@ class AgentRunner:
                 if _is_cancelled():  # the sample is aborted, whatever the agent makes of it
                     raise asyncio.CancelledError from failure
                 if limit.expired():
-                    error, finish = f"the agent took longer than {self._settings.timeout:g} s", "timeout"
+                    error, finish = f"the agent took longer than {self._config.agent_timeout_s:g} s", "timeout"
                 else:
                     error = " ".join(f"{type(failure).__name__}: {failure}".split())[:1000]
                 session.write_log(f"attempt {attempt + 1} failed: {error}")
@@ -71,7 +57,7 @@ class AgentRunner:
                 # Before the trajectory is read: requests that are still running can add nothing any more.
                 self._sessions.close(session)
                 self._server.loop.call_soon_threadsafe(self._server.forget, session.id)
-            if not error or finish == "timeout" or attempt == self._settings.retries:
+            if not error or finish == "timeout" or attempt == self._config.agent_retries:
                 break
         return Sample(request.id, (), (), (), finish, trajectory=session.trajectory(reward, error))
 
@@ -82,7 +68,7 @@ class AgentRunner:
             f"{self._server.url}/sessions/{session.id}/v1",
             session.key,
             _with_images(prompt.messages, prompt.load_images()),
-            self._settings.options,
+            self._config.agent_options,
             session.write_log,
         )
         task = Task(prompt.text, "", prompt.answer, prompt.record, "stop")

@@ -2,7 +2,7 @@
 
     client of the agent            thread "agent-server", one event loop
     POST /sessions/ID/v1/... ----> _endpoint   key of the session; then the body is read, and the key checked again
-                                   Protocol.read --> Exchange, with the Call
+                                   ChatApi.read --> Exchange, with the Call
                                    task _reply --> Backend.complete(Call)        waits for the engine
     JSON, or events <------------- Exchange.body, Exchange.events <-- Reply
 
@@ -14,13 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from socket import AF_INET, AF_INET6, create_server
-from typing import Any
-from typing import Protocol as Interface
+from typing import Any, Protocol
 
 import uvicorn
 from starlette.applications import Starlette
@@ -29,9 +27,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from verl_mg.agents.agent import POLICY
 from verl_mg.agents.call import Call, Reply, RequestError
+from verl_mg.agents.protocols import ChatApi, Exchange, JsonObject
 from verl_mg.agents.protocols.chat_completions import ChatCompletions
-from verl_mg.agents.protocols.exchange import Exchange, JsonObject, Protocol
 from verl_mg.agents.protocols.fields import parse
 from verl_mg.agents.protocols.memory import SessionMemory
 from verl_mg.agents.protocols.messages import Messages
@@ -42,11 +41,11 @@ MAX_BODY = 32 << 20  # largest size of a request's body, bytes
 KEEP_ALIVE_S = 10.0  # seconds between signs of life in a stream; clients give up after 60 to 300 seconds of silence
 # Seconds after which an idle connection is closed: later than any client does, or its next request would fail.
 IDLE_CONNECTION_S = 3600
-STREAM_HEADERS = {"cache-control": "no-cache"}
+EVENT_STREAM: Any = {"headers": {"cache-control": "no-cache"}, "media_type": "text/event-stream"}
 CHAT, RESPONSES, MESSAGES = ChatCompletions(), Responses(), Messages()
 
 
-class Backend(Interface):
+class Backend(Protocol):
     """Source of the replies. Its coroutines run in the server's event loop, and raise `RequestError` for the client.
 
     `session` is the id in the URL, `key` the one in the headers, "" where there is none.
@@ -55,44 +54,35 @@ class Backend(Interface):
     def authorize(self, session: str, key: str) -> None:
         """Raises `RequestError` with status 404 for an unknown session, 401 for a wrong key."""
 
-    async def complete(self, session: str, key: str, call: Call) -> Reply:
-        """Returns the policy's reply. It runs to its end also when the client disconnects."""
+    async def complete(self, session: str, call: Call) -> Reply:
+        """Returns the policy's reply, after `authorize`. It runs to its end also when the client disconnects."""
 
-    async def count_tokens(self, session: str, key: str, call: Call) -> int:
+    async def count_tokens(self, session: str, call: Call) -> int:
         """Returns the number of tokens that would be in front of the reply."""
 
 
 class AgentServer:
-    """An HTTP server in a thread with its event loop.
+    """An HTTP server in a thread with its event loop, at a free port of `host`.
 
-    `on_error` gets unexpected exceptions, in the server's thread, and their requests status 500. `models` are listed by
-    `/v1/models`; requests may name others. Without `image_limits` the policy reads text only.
+    `on_error` gets unexpected exceptions, in the server's thread, and their requests status 500. `/v1/models` lists
+    POLICY; requests may name others. Without `image_limits` the policy reads text only.
     """
-
-    url: str  # address without a path, from `start` on
-    loop: asyncio.AbstractEventLoop  # event loop in which the backend's coroutines run, from `start` on
 
     def __init__(
         self,
         backend: Backend,
-        host: str = "127.0.0.1",
-        on_error: Callable[[BaseException], None] | None = None,
-        models: tuple[str, ...] = ("policy",),
+        host: str,
+        on_error: Callable[[BaseException], None],
         image_limits: ImageLimits | None = None,
     ) -> None:
-        self._backend, self._host, self._models = backend, host, models
-        self._image_limits = image_limits
-        self._on_error = on_error or _print
+        self._backend, self._on_error, self._image_limits = backend, on_error, image_limits
         self._memories: dict[str, SessionMemory] = {}
         # asyncio refers to tasks only weakly, and `close` has to cancel them.
         self._tasks: set[asyncio.Task[JsonObject]] = set()
-
-    def start(self) -> None:
-        """Listens on a free port and serves in a thread."""
-        family = AF_INET6 if ":" in self._host else AF_INET
-        socket = create_server((self._host, 0), family=family, backlog=1024)
+        socket = create_server((host, 0), family=AF_INET6 if ":" in host else AF_INET, backlog=1024)
         # Clients cannot connect to an address that stands for all interfaces.
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._host, self._host)
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        # Address without a path.
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{socket.getsockname()[1]}"
         config = uvicorn.Config(
             self._application(),
@@ -106,7 +96,7 @@ class AgentServer:
             timeout_graceful_shutdown=5,
         )
         self._server = uvicorn.Server(config)
-        self.loop = _new_loop()
+        self.loop = _new_loop()  # the backend's coroutines run in it
         self._thread = threading.Thread(target=self._serve, args=([socket],), name="agent-server", daemon=True)
         self._thread.start()
 
@@ -150,19 +140,19 @@ class AgentServer:
         return application
 
     def _endpoint(
-        self, work: Callable[[Request, Protocol], Awaitable[Response]], protocol: Protocol
+        self, work: Callable[[Request, ChatApi], Awaitable[Response]], api: ChatApi
     ) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
             try:
                 # Before the body is read, which may have MAX_BODY bytes.
                 self._backend.authorize(request.path_params["session"], _key(request))
-                return await work(request, protocol)
+                return await work(request, api)
             except RequestError as error:
-                return _error_response(protocol, error)
+                return _error_response(api, error)
             except ClientDisconnect:
                 return Response(status_code=499)  # goes nowhere
             except Exception as error:
-                return _error_response(protocol, self._unexpected(error))
+                return _error_response(api, self._unexpected(error))
 
         return endpoint
 
@@ -170,9 +160,9 @@ class AgentServer:
         self._on_error(error)
         return RequestError(500, "server: unexpected error. See the log of the job.", code="server_error")
 
-    async def _complete(self, request: Request, protocol: Protocol) -> Response:
+    async def _complete(self, request: Request, api: ChatApi) -> Response:
         session = request.path_params["session"]
-        exchange = protocol.read(await self._json(request), self._memory(session))
+        exchange = api.read(await self._json(request), self._memory(session))
         # The reply is part of the session also when the client disconnects: the task does not depend on the request's.
         task = self.loop.create_task(self._reply(session, _key(request), exchange))
         self._tasks.add(task)
@@ -182,16 +172,16 @@ class AgentServer:
         # An error before the stream begins is an HTTP status; afterwards it can only be an event.
         done, _ = await asyncio.wait([task], timeout=KEEP_ALIVE_S if exchange.stream else None)
         if not done:
-            return StreamingResponse(_late_events(exchange, task), headers=STREAM_HEADERS, media_type=EVENTS)
+            return StreamingResponse(_late_events(exchange, task), **EVENT_STREAM)
         body = _result(task)
         if not exchange.stream:
             return JSONResponse(body)
-        return Response(b"".join(exchange.events(body)), headers=STREAM_HEADERS, media_type=EVENTS)
+        return Response(b"".join(exchange.events(body)), **EVENT_STREAM)
 
     async def _reply(self, session: str, key: str, exchange: Exchange) -> JsonObject:
         try:
             self._backend.authorize(session, key)
-            return exchange.body(_encodable(await self._backend.complete(session, key, exchange.call)))
+            return exchange.body(_encodable(await self._backend.complete(session, exchange.call)))
         except RequestError:
             raise
         except Exception as error:
@@ -206,21 +196,17 @@ class AgentServer:
         # Only after `authorize`: `forget` has dropped the memory of a session that has ended.
         return self._memories.setdefault(session, SessionMemory(self._image_limits))
 
-    async def _count(self, request: Request, protocol: Protocol) -> Response:
+    async def _count(self, request: Request, api: ChatApi) -> Response:
         session = request.path_params["session"]
         call = MESSAGES.read_context(await self._json(request), self._memory(session))
-        return JSONResponse({"input_tokens": await self._backend.count_tokens(session, _key(request), call)})
+        return JSONResponse({"input_tokens": await self._backend.count_tokens(session, call)})
 
-    async def _list_models(self, request: Request, protocol: Protocol) -> Response:
-        models = [_model(name) for name in self._models]
-        page = {"first_id": self._models[0], "last_id": self._models[-1], "has_more": False}
-        return JSONResponse({"object": "list", "data": models} | page)
+    async def _list_models(self, request: Request, api: ChatApi) -> Response:
+        page = {"first_id": POLICY, "last_id": POLICY, "has_more": False}
+        return JSONResponse({"object": "list", "data": [_model(POLICY)]} | page)
 
-    async def _show_model(self, request: Request, protocol: Protocol) -> Response:
+    async def _show_model(self, request: Request, api: ChatApi) -> Response:
         return JSONResponse(_model(request.path_params["name"]))
-
-
-EVENTS = "text/event-stream"
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
@@ -229,10 +215,6 @@ def _new_loop() -> asyncio.AbstractEventLoop:
     except ImportError:
         return asyncio.new_event_loop()
     return uvloop.new_event_loop()
-
-
-def _print(error: BaseException) -> None:
-    print(f"agent server: {type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
 
 
 def _encodable(reply: Reply) -> Reply:
@@ -290,8 +272,8 @@ async def _late_events(exchange: Exchange, task: asyncio.Task[JsonObject]) -> As
             yield event
 
 
-def _error_response(protocol: Protocol, error: RequestError) -> Response:
-    return JSONResponse(protocol.error(error), error.status)
+def _error_response(api: ChatApi, error: RequestError) -> Response:
+    return JSONResponse(api.error(error), error.status)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

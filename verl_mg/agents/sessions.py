@@ -20,8 +20,8 @@ from dataclasses import dataclass, field, replace
 
 from verl_mg.agents.call import Call, Reply, ReplyToken, RequestError, for_people
 from verl_mg.agents.history import Context, ConversationHistory
-from verl_mg.agents.parsers import ReplyParser
 from verl_mg.agents.renderer import ConversationRenderer
+from verl_mg.agents.tool_calls import ReplyParser
 from verl_mg.engines.engine import Request, Sample, Sampling
 from verl_mg.engines.stop_strings import cut_at_stop
 from verl_mg.engines.trajectory import ConversationTurn, Trajectory
@@ -100,7 +100,7 @@ class Sessions:
                 code="invalid_api_key",
             )  # fmt: skip
 
-    async def complete(self, session: str, key: str, call: Call) -> Reply:
+    async def complete(self, session: str, call: Call) -> Reply:
         """Returns the reply to a call that was authorized, and records its tokens."""
         state, started = self._session(session), time.monotonic()
         context = self._context(state, call)
@@ -121,7 +121,7 @@ class Sessions:
                 raise _aborted()
             return self._record(state, call, context, sample, stopped, truncated, started)
 
-    async def count_tokens(self, session: str, key: str, call: Call) -> int:
+    async def count_tokens(self, session: str, call: Call) -> int:
         """Returns the number of tokens in front of the reply to a call that was authorized."""
         return len(self._context(self._session(session), call).tokens)
 
@@ -208,14 +208,10 @@ class Sessions:
 
     def _text(self, sample: Sample, stopped: str | None) -> str:
         """Returns the text of a reply, without the token or text that ended it."""
-        if stopped is None:
-            return self._renderer.decode(self._without_stop(sample))
-        text = self._renderer.decode(sample.tokens)
-        return text[: text.index(stopped)]
-
-    def _without_stop(self, sample: Sample) -> tuple[int, ...]:
+        if stopped is not None:
+            return self._renderer.decode(sample.tokens).partition(stopped)[0]
         ended = sample.finish == "stop" and self._renderer.is_stop(sample.tokens[-1])
-        return sample.tokens[:-1] if ended else sample.tokens
+        return self._renderer.decode(sample.tokens[:-1] if ended else sample.tokens)
 
 
 def _aborted() -> RequestError:

@@ -15,16 +15,23 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from verl_mg.checkpoint.fp8 import FP8, SCALE_DTYPES, block_of, declared_block, misfit, scale_name
-from verl_mg.checkpoint.mxfp4 import packed_names, packed_shapes
+from verl_mg.checkpoint.quantized import (
+    FP8,
+    SCALE_DTYPES,
+    block_of,
+    declared_block,
+    misfit,
+    packed_names,
+    packed_shapes,
+    scale_name,
+)
 from verl_mg.checkpoint.safetensors_file import DTYPE_NAMES, DamagedFileError, SafetensorsFile, StoredTensor
 from verl_mg.distributed.collectives import broadcast_bytes
 from verl_mg.errors import UserError
-from verl_mg.models.stacked_tensors import StackedTensor
+from verl_mg.models.hf_config import INDEX, SINGLE, weight_map
+from verl_mg.models.tensor_tree import StackedTensor
 from verl_mg.sharding.boxes import BlockSize, Box, Shard, full_box
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 PACKED = DTYPE_NAMES[torch.uint8]  # name of the dtype of MXFP4 tensors in safetensors files
 _FLOATS = tuple(DTYPE_NAMES[dtype] for dtype in (torch.float32, torch.bfloat16, torch.float16))
 
@@ -53,13 +60,9 @@ class ModelDirectory:
     def find(cls, folder: str | Path, stacked: Mapping[str, StackedTensor] | None = None) -> ModelDirectory:
         """Reads the index of a directory, or the header of its only file; UserError where it has neither."""
         folder = Path(folder)
-        index, block = folder / INDEX, declared_block(folder)
-        if index.exists():
-            try:
-                weight_map = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                raise UserError(f"{index}: not a safetensors index ({error}). Download the model again.") from None
-            return cls(folder, weight_map, block, stacked)
+        block = declared_block(folder)
+        if (files := weight_map(folder)) is not None:
+            return cls(folder, files, block, stacked)
         if not (folder / SINGLE).exists():
             raise UserError(f"{folder}: no {SINGLE} and no {INDEX}. Convert the weights to safetensors files.")
         directory = cls(folder, {}, block, stacked)
@@ -214,10 +217,7 @@ class ModelDirectories:
         optional: frozenset[str] = frozenset(),
         stacked: Mapping[str, StackedTensor] | None = None,
     ) -> ModelDirectory:
-        """Returns the files of tensors after rank 0 has checked them; all ranks of the job call it together.
-
-        `optional`: tensors that the directory may not contain. Without tensors it is not read.
-        """
+        """Returns the files of tensors, of which some are `optional`, after rank 0 has checked them; a collective."""
         packed = self._checked(folder, shapes, optional, stacked).packed() if dist.get_rank() == 0 else b""
         # The others wait here, so they open no file of a directory that has not been checked.
         return ModelDirectory.unpacked(folder, broadcast_bytes(packed), stacked)

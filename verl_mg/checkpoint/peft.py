@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from verl_mg.checkpoint.hf_safetensors import CheckpointWriter
-from verl_mg.checkpoint.model_directory import SINGLE
 from verl_mg.checkpoint.safetensors_file import DamagedFileError, SafetensorsFile
 from verl_mg.config import LoraConfig
 from verl_mg.errors import UserError
+from verl_mg.models.hf_config import SINGLE
 from verl_mg.sharding.boxes import Box, Piece, Shard, full_box, slices
 from verl_mg.sharding.model_table import SCORE, ModelTable
 
@@ -69,10 +69,7 @@ def base_tensor(name: str) -> str:
 
 
 def adapted_tensors(table: ModelTable, targets: Sequence[str] | None, experts: bool = False) -> tuple[str, ...]:
-    """Returns the tensors with an adapter, in the order of the checkpoint; `targets`: such as q_proj, or None for all.
-
-    Routed experts have adapters only with `experts`: they would be most of the adapters of a mixture.
-    """
+    """Returns the tensors with an adapter, in the order of the checkpoint; of routed experts only with `experts`."""
     shared, routed = table.linear_tensors(), table.linear_tensors(of_experts=True)
     if experts and not routed:
         problem = "has stacked experts, which cannot have adapters" if table.config.experts else "has no experts"
@@ -183,10 +180,7 @@ def initial_adapters(shapes: Shapes, seed: int) -> ReadBox:
 
 
 def read_adapters(folder: Path, shapes: Shapes, lora: LoraConfig) -> ReadBox:
-    """Returns a function that reads boxes of the adapters in a folder in PEFT's format.
-
-    Raises UserError where the folder has other adapters than `lora` and the shapes describe.
-    """
+    """Returns a function that reads boxes of the adapters in a folder in PEFT's format; UserError for others."""
     _check_config(folder / CONFIG, lora)
     path = folder / WEIGHTS
     try:

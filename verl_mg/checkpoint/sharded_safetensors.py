@@ -146,11 +146,7 @@ class RankFile:
 
 
 class ShardedReader:
-    """Reader of the files of all ranks, opened when they are needed. Use it in a `with` block.
-
-    The file of `rank`, if it has one, is searched first. Only for boxes that it does not contain is the index read, and
-    the files of other ranks opened.
-    """
+    """Context manager that reads boxes from the file of `rank`; what it does not have, by the index from the others."""
 
     def __init__(self, folder: Path, rank: int | None) -> None:
         self._folder, self._rank = folder, rank

@@ -229,7 +229,8 @@ class EvaluationConfig(ConfigSection):
     """Evaluation on `data.test` with the job's reward."""
 
     every: int = Field(0, ge=0)
-    """Iterations between evaluations; one also runs before training. 0: never."""
+    """Iterations between evaluations; one also runs before training. 0: never. With `rollout.mode: async` they run
+    together with training's requests, and the next update waits for them."""
     prompts: PositiveInt | None = 256
     """Prompts of each source that are evaluated in training, from its beginning. null: all, as `verl-mg eval` does
     unless its arguments say otherwise."""

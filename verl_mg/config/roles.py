@@ -388,8 +388,8 @@ class RolloutConfig(ConfigSection):
     reasoning is part of the text."""
     agent: str | None = None
     """Agent that makes each sample: an async function `run(session, sample)` as `package.module:name` or
-    `file.py:name`, which calls the policy by the URL of its session and returns the reward. null: the policy's response
-    to the prompt is the sample."""
+    `file.py:name`, or the name of a file of recipes/environments/, such as harbor. It calls the policy by the URL of
+    its session and returns the reward. null: the policy's response to the prompt is the sample."""
     agent_command: str | list[str] = ""
     """Command that makes each sample, in place of `agent`: a program that runs in the sandbox, with the URL of its
     session in its environment. A line for the shell, or program and arguments."""

@@ -7,8 +7,7 @@ taken again with 2 of 8 right, it has 1.0 + 0.5 (0.25 - 1.0) = 0.625 and is insi
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from verl_mg.data.mixture import Mixture
-from verl_mg.data.prompts import Prompt, PromptSet, check_state
+from verl_mg.data.prompts import Mixture, Prompt, PromptSet, check_state
 
 
 class Curriculum:
@@ -30,15 +29,7 @@ class Curriculum:
         pass_threshold: float = 0.5,
         decay: float = 0.5,
     ) -> None:
-        """Starts without observations.
-
-        Args:
-            prompts: the prompts to select from.
-            low, high: smallest and largest pass rate of a prompt that is taken.
-            revisit: how many times in a row a prompt is skipped.
-            pass_threshold: smallest reward of an answer that passes.
-            decay: weight of the old rate against a new observation, in [0, 1).
-        """
+        """Starts without observations."""
         self._prompts = prompts
         self._low, self._high, self._revisit = low, high, revisit
         self._pass_threshold, self._decay = pass_threshold, decay
@@ -69,11 +60,7 @@ class Curriculum:
         return self._rates.get(prompt_id)
 
     def observe(self, prompt_ids: Sequence[int], rewards: Sequence[float]) -> None:
-        """Updates the pass rates. The answers to a prompt within a call are one observation, their mean.
-
-        Args:
-            prompt_ids, rewards: of each answer of all ranks, in any order; ranks with others would take other prompts.
-        """
+        """Updates the pass rates. The answers to a prompt within a call are one observation, their mean."""
         passes: dict[int, list[bool]] = {}
         for prompt_id, reward in zip(prompt_ids, rewards, strict=True):
             passes.setdefault(int(prompt_id), []).append(float(reward) >= self._pass_threshold)

@@ -33,10 +33,6 @@ class RecordFields:
 
         The prompt is `prompt`, or else `messages`. The answer is the first of `answer`, `reward_model.ground_truth`
         and `label` that a record has, or else the last assistant message of `messages`.
-
-        Args:
-            records: all records of the set.
-            prompt, answer: configured fields; None to find them.
         """
         # From all records: a field that only the first one misses must not change the layout of the set.
         prompt = prompt or next((name for name in (PROMPT, MESSAGES) if _is_in(records, name)), PROMPT)
@@ -57,12 +53,6 @@ class RecordFields:
         If the record has no such field but `chosen` and `rejected` are whole conversations, or if the prompt's field
         is `chosen`, the prompt is the messages of both before their last one. The prompt in `messages` is what comes
         before an assistant message at the end.
-
-        Args:
-            record: the record as read.
-            chosen, rejected: fields of the preferred answer and of the other one.
-            place: `file:line`, for errors.
-            media: fields with what the model reads in addition to text; others are an error where a record has them.
         """
         # A prompt whose image is dropped without a word would be trained as if it could be answered without.
         unread = (name for name in MEDIA if name not in media and isinstance(record.get(name), list) and record[name])
@@ -86,12 +76,7 @@ class RecordFields:
         return value
 
     def answer_of(self, record: Record, place: str) -> str | None:
-        """Returns the answer of a record as text; None if it has none.
-
-        Args:
-            record: the record as read.
-            place: `file:line`, for errors.
-        """
+        """Returns the answer of a record as text; None if it has none."""
         value = value_of(record, self.answer)
         if is_conversation(value):
             value = content_of(value[-1], place) if value[-1]["role"] == "assistant" else None
@@ -109,11 +94,7 @@ class RecordFields:
 
 
 def value_of(record: Record, name: str) -> Any:
-    """Returns the value of a field, None where there is none: `a.b` is the field `b` of `a` unless `a.b` is a field.
-
-    Args:
-        record, name: the record as read, and the name of the field.
-    """
+    """Returns the value of a field, None where there is none: `a.b` is the field `b` of `a` unless `a.b` is a field."""
     if name in record or "." not in name:
         return record.get(name)
     value: Any = record

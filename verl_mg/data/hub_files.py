@@ -44,11 +44,6 @@ def select(name: HubName, files: Sequence[str], card: Mapping[str, Any]) -> list
 
     Configurations and splits come from the header of the data set's card. Without one they follow from names of
     files and folders: `main/train-00000-of-00001.parquet` is of the split `train` of `main`.
-
-    Args:
-        name: the data set.
-        files: names of its files, relative to it.
-        card: header of its card; {} without one.
     """
     readable = [file for file in files if _is_readable(PurePosixPath(file))]
     if not readable:

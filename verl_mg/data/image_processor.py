@@ -82,34 +82,18 @@ class ImageProcessor:
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[dict[str, Any]] = (), **options: Any
     ) -> str:
-        """Returns the text of a conversation, with one placeholder for each image.
-
-        Args:
-            messages: messages, whose contents are text or parts of the types text and image.
-            tools: schemas of the tools that the template describes.
-            options: further variables of the template.
-        """
+        """Returns the text of a conversation, with one placeholder for each image."""
         described = {"tools": list(tools)} if tools else {}
         options = {"tokenize": False, "add_generation_prompt": True} | options
         return str(self._processor.apply_chat_template(list(messages), **described, **options))
 
     def expand(self, text: str, sizes: Sequence[tuple[int, int]]) -> str:
-        """Returns a text in which each placeholder is as many placeholders as its image has features.
-
-        Args:
-            text: text of a conversation.
-            sizes: width and height of each image, in the order of the placeholders.
-        """
+        """Returns a text in which each placeholder is as many placeholders as its image has features."""
         replacements = [self._replacement(size) for size in sizes]
         return str(self._processor.get_text_with_replacements([text], replacements)[0][0])
 
     def unexpanded(self, tokens: Sequence[int], images: RowImages) -> list[int]:
-        """Returns tokens with one placeholder for each image, for engines that expand them again.
-
-        Args:
-            tokens: token ids with one placeholder for each feature; ValueError if an image has none.
-            images: images of the tokens, in the order of their placeholders.
-        """
+        """Returns tokens with one placeholder for each image, for engines that expand them again."""
         left, result = list(tokens), list[int]()
         for number, image in enumerate(images, start=1):
             whole = self._token_ids(self._replacement(image.size))

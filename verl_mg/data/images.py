@@ -53,14 +53,7 @@ class ImageSource:
 
 
 def images_of(record: Record, name: str, place: str, limits: ImageLimits) -> tuple[ImageSource, ...]:
-    """Returns the images of a record, found and measured; none where it has no such field.
-
-    Args:
-        record: the record as read.
-        name: field of the images.
-        place: `file:line` of the record.
-        limits: limits of their number and sizes.
-    """
+    """Returns the images of a record, found and measured; none where it has no such field."""
     value = record.get(name)
     values = value if isinstance(value, list | tuple) else [] if value is None else [value]
     if len(values) > limits.max_images:
@@ -75,13 +68,7 @@ def images_of(record: Record, name: str, place: str, limits: ImageLimits) -> tup
 
 
 def check_markers(images: Sequence[ImageSource], markers: int, place: str) -> None:
-    """Raises UserError if a prompt does not have one place for each of its images.
-
-    Args:
-        images: images of the record.
-        markers: number of places for images in the prompt.
-        place: `file:line` of the record.
-    """
+    """Raises UserError if a prompt does not have one place for each of its images."""
     if len(images) != markers:
         raise UserError(
             f"{place}: the prompt has places for {markers} images, the record has {len(images)}. Write {MARKER} or a "
@@ -114,11 +101,7 @@ def _path_or_bytes(value: Any, place: str) -> tuple[Path | None, bytes]:
 
 
 def decode_data_url(text: str, place: str) -> bytes:
-    """Returns the bytes in `data:image/png;base64,...`; UserError where they are not base64.
-
-    Args:
-        text, place: the whole text, and where it is, for errors.
-    """
+    """Returns the bytes in `data:image/png;base64,...`; UserError where they are not base64."""
     head, _, body = text.partition(",")
     try:
         if not head.endswith(";base64"):
@@ -129,13 +112,7 @@ def decode_data_url(text: str, place: str) -> bytes:
 
 
 def checked_size(file: BytesIO | Path, place: str, limits: ImageLimits) -> tuple[int, int]:
-    """Returns width and height of an image from its header, without decoding it.
-
-    Args:
-        file: the encoded image; UserError where it is none, or too large.
-        place: where it is, for errors.
-        limits: limits of its size.
-    """
+    """Returns width and height of an image from its header, without decoding it."""
     import PIL.Image
 
     try:
@@ -155,11 +132,7 @@ def checked_size(file: BytesIO | Path, place: str, limits: ImageLimits) -> tuple
 
 
 def decoded(data: bytes, place: str) -> Image:
-    """Returns an image, after it was decoded once as a check.
-
-    Args:
-        data, place: the encoded image, and where it is, for errors.
-    """
+    """Returns an image, after it was decoded once as a check."""
     image = Image(data)
     try:
         image.pixels()

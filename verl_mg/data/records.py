@@ -1,23 +1,31 @@
 """Data files of a path, and their records."""
 
+from __future__ import annotations
+
+import difflib
 import json
+import os
 import re
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from verl_mg.data import generated_records
+import yaml
+
 from verl_mg.data.hub_files import hub_data_files
 from verl_mg.errors import UserError
 from verl_mg.hub import HubName
 from verl_mg.import_function import load_function
 
 Record = dict[str, Any]
-HARBOR = "harbor:"
-"""Beginning of a path that means task folders of Harbor."""
+HARBOR = "harbor:"  # beginning of a path that means task folders of Harbor
 FILE_KINDS = (".jsonl", ".json", ".parquet", ".arrow")
 SHARD_KINDS = (".jsonl", ".parquet")
+REASONING_GYM = "reasoning_gym:"  # beginning of a path of `data` that means generated prompts
+# Tasks of reasoning-gym 0.1.25 that generate other entries for the same seed if PYTHONHASHSEED differs; of its 105
+# tasks, 6 entries each, the others do not.
+HASH_DEPENDENT = ("isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder")
 
 
 def read_records(path: str | Path) -> list[Record]:
@@ -32,10 +40,10 @@ def read_records(path: str | Path) -> list[Record]:
 
 def located_records(path: str | Path) -> list[tuple[str, Record]]:
     """Returns the records of `path`, each with its place `file:line` (`file:row` for Parquet and Arrow), from 1."""
-    if str(path).startswith(generated_records.PREFIX):
-        return generated_records.generated_records(str(path))
+    if str(path).startswith(REASONING_GYM):
+        return generated_records(str(path))
     if str(path).startswith(HARBOR):
-        records_of_tasks = load_function("recipes.environments.harbor_tasks:harbor_records", f"{path}: reader")
+        records_of_tasks = load_function("verl_mg.recipes.environments.harbor_tasks:harbor_records", f"{path}: reader")
         return list(records_of_tasks(str(path)))
     records = list(stored_records(path))
     if not records:
@@ -239,3 +247,49 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: not readable JSON ({error}). Save the dataset again with save_to_disk.") from error
     return value if isinstance(value, dict) else {}
+
+
+def generated_records(path: str) -> list[tuple[str, dict[str, Any]]]:
+    """Generates the records of a task, each with its place; every rank and run has the same ones.
+
+    The path is `reasoning_gym:NAME:size=500,seed=1`, with the task's arguments; by default size is 500 and seed 0. A
+    record has `prompt`, `answer`, the task's name as `dataset`, and as `entry` what the reward of the package needs.
+    """
+    try:
+        import reasoning_gym
+    except ImportError as error:
+        raise UserError(
+            f"{path}: the package reasoning-gym is not installed ({error}). Run: pip install reasoning-gym."
+        ) from None
+    task, _, text = path.removeprefix(REASONING_GYM).partition(":")
+    options = {"size": 500, "seed": 0} | _options(path, text)
+    if task in HASH_DEPENDENT and os.environ.get("PYTHONHASHSEED", "random") == "random":
+        raise UserError(
+            f"{path}: the task's prompts depend on Python's hashes, which differ between ranks. Set PYTHONHASHSEED=0."
+        )
+    if task not in reasoning_gym.factory.DATASETS:
+        tasks = sorted(reasoning_gym.factory.DATASETS)
+        near = difflib.get_close_matches(task, tasks, 3, cutoff=0.5) or tasks[:3]
+        raise UserError(f"{path}: there is no task '{task}'. Write one of the package's, such as {', '.join(near)}.")
+    try:
+        dataset = reasoning_gym.create_dataset(task, **options)
+        entries = [dataset[i] for i in range(len(dataset))]
+    except Exception as error:  # tasks check their arguments by assertions, types and more
+        raise UserError(
+            f"{path}: the task rejects its arguments ({type(error).__name__}: {error}). Correct them."
+        ) from None
+    return [
+        (f"{path}:{number}", {"prompt": entry["question"], "answer": entry["answer"], "dataset": task, "entry": entry})
+        for number, entry in enumerate(entries, start=1)
+    ]
+
+
+def _options(path: str, text: str) -> dict[str, Any]:
+    """Returns the arguments in `size=500,operators=[+,-]`, whose values are YAML."""
+    try:
+        options = yaml.safe_load("{" + re.sub(r"(\w+)=", r"\1: ", text) + "}")
+    except yaml.YAMLError:
+        options = None
+    if not isinstance(options, dict) or None in options.values():
+        raise UserError(f"{path}: '{text}' are not arguments. Write them as size=500,seed=1 after the task's name.")
+    return options

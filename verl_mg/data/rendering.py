@@ -29,14 +29,7 @@ class RenderedPrompt(NamedTuple):
 
 
 def choice_of(record: Record, name: str, field: str, place: str) -> str:
-    """Returns the text of one answer of a preference: a string, or the content of the last of several messages.
-
-    Args:
-        record: the record as read.
-        name: field of the answer.
-        field: key of `data` that gives the name of the field, for errors.
-        place: `file:line`, for errors.
-    """
+    """Returns the text of one answer of a preference: a string, or the content of the last of several messages."""
     value = record.get(name)
     if value is None:
         raise UserError(f"{place}: no field '{name}'. Set data.{field} to one of: {', '.join(sorted(record))}.")
@@ -58,13 +51,7 @@ def context_of(value: Any) -> list[dict[str, Any]]:
 def check_same_context(
     contexts: tuple[list[dict[str, Any]], list[dict[str, Any]]], chosen: str, rejected: str, place: str
 ) -> None:
-    """Raises UserError if two conversations differ before their last message.
-
-    Args:
-        contexts: messages before the preferred answer, and before the other one.
-        chosen, rejected: fields of the preferred answer and of the other one.
-        place: `file:line`, for errors.
-    """
+    """Raises UserError if two conversations differ before their last message."""
     if contexts[0] != contexts[1]:
         raise UserError(
             f"{place}: '{chosen}' and '{rejected}' differ before their last message. "
@@ -81,17 +68,7 @@ def render(
     tools: Sequence[dict[str, Any]] = (),
     system_prompt: str = "",
 ) -> RenderedPrompt:
-    """Returns the text of a prompt field: a string, or a list of messages `{"role": ..., "content": ...}`.
-
-    Args:
-        value: the prompt field.
-        tokenizer: tokenizer whose chat template renders messages.
-        chat_template: render a string as the only user message of a conversation.
-        instruction: text appended to a string.
-        place: `file:line`, for errors.
-        tools: schemas of the tools that the template describes.
-        system_prompt: system message of a conversation that begins with none; "" for none.
-    """
+    """Returns the text of a prompt field: a string, or a list of messages `{"role": ..., "content": ...}`."""
     messages = [{"role": "user", "content": value + instruction}] if isinstance(value, str) else value
     if isinstance(value, str) and not chat_template:
         if system_prompt:
@@ -107,13 +84,7 @@ def render(
 
 
 def plain_conversation(messages: Sequence[dict[str, Any]], place: str, system_prompt: str = "") -> list[dict[str, Any]]:
-    """Returns messages as chat templates expect them: without fields that are null, and with contents as text.
-
-    Args:
-        messages: messages as read.
-        place: `file:line`, for errors.
-        system_prompt: system message if they begin with none; "" for none.
-    """
+    """Returns messages as chat templates expect them: without fields that are null, and with contents as text."""
     # Parquet gives every message, and every tool call, the fields of all others, as null where they do not exist.
     plain = [_without_nulls(message) | {"content": content_of(message, place)} for message in messages]
     return _with_system(plain, system_prompt)
@@ -126,15 +97,7 @@ def render_conversation(
     tools: Sequence[dict[str, Any]] = (),
     for_reply: bool = True,
 ) -> str:
-    """Returns the text of messages, as the chat template renders them; UserError where it rejects them.
-
-    Args:
-        messages: the messages of `plain_conversation`.
-        tokenizer: tokenizer with the chat template.
-        place: `file:line`, for errors.
-        tools: schemas of the tools that the template describes.
-        for_reply: whether the generation prompt follows the last message.
-    """
+    """Returns the text of messages, as the chat template renders them; UserError where it rejects them."""
     if tokenizer.chat_template is None:
         raise UserError(
             f"{place}: the tokenizer has no chat template. Use the tokenizer of an instruction-tuned model, "
@@ -179,14 +142,7 @@ def render_with_images(
     tools: Sequence[dict[str, Any]] = (),
     system_prompt: str = "",
 ) -> RenderedPrompt:
-    """Returns the text of a prompt with images, which the processor's chat template renders.
-
-    Args:
-        value: a string with `<image>` where images belong, or messages whose contents are such strings or parts.
-        images: images of the record.
-        processor: processor of the model.
-        instruction, place, tools, system_prompt: as in `render`.
-    """
+    """Returns the text of a prompt with images, which the processor's chat template renders."""
     messages = [{"role": "user", "content": value + instruction}] if isinstance(value, str) else value
     if not is_conversation(messages):
         raise _not_a_prompt(messages, place)
@@ -211,12 +167,7 @@ def has_image_parts(value: Any) -> bool:
 
 
 def tokenize(rendered: Sequence[RenderedPrompt], tokenizer: "PreTrainedTokenizerBase") -> list[list[int]]:
-    """Returns the token ids of each text, one ragged row per text.
-
-    Args:
-        rendered: the texts.
-        tokenizer: tokenizer of the model.
-    """
+    """Returns the token ids of each text, one ragged row per text."""
     rows: list[list[int]] = [[] for _ in rendered]
     # Two passes, because special tokens are an option of a whole call.
     for templated in (False, True):
@@ -237,11 +188,7 @@ def is_conversation(value: Any) -> bool:
 
 
 def content_of(message: dict[str, Any], place: str) -> str | None:
-    """Returns the text of a message, whose content is text or a list of parts as in OpenAI's API; None without text.
-
-    Args:
-        message, place: the message, and `file:line`, for errors.
-    """
+    """Returns the text of a message, whose content is text or a list of parts as in OpenAI's API; None without text."""
     content = message.get("content")
     if not isinstance(content, list):
         return content

@@ -23,12 +23,7 @@ INCOMPLETE = "\ufffd"  # character that decoders write for bytes that are no who
 
 
 def token_ends(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int | None]]:
-    """Decodes tokens; returns the text and for each token the characters up to its end, None within a character.
-
-    Args:
-        tokens: ids as a model has written them, which need not be what the tokenizer would choose.
-        tokenizer: their tokenizer.
-    """
+    """Decodes tokens; returns the text and for each token the characters up to its end, None within a character."""
     ends: list[int | None] = []
     text, start = "", 0
     for number in range(len(tokens)):
@@ -45,13 +40,7 @@ def token_ends(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> tup
 
 
 def retokenized(text: str, tokenizer: PreTrainedTokenizerBase, key: str) -> tuple[list[int], list[tuple[int, int]]]:
-    """Returns the tokens of a text, and where the text of each begins and ends.
-
-    Args:
-        text: the text.
-        tokenizer: a fast tokenizer; UserError for one that does not report places in the text.
-        key: configuration key of the tokenizer, for errors.
-    """
+    """Returns the tokens of a text, and where the text of each begins and ends."""
     if not tokenizer.is_fast:
         raise UserError(
             f"{key}: the tokenizer does not report places in the text. Use a model with a file tokenizer.json."
@@ -63,14 +52,7 @@ def retokenized(text: str, tokenizer: PreTrainedTokenizerBase, key: str) -> tupl
 def aligned_spans(
     ends: Sequence[int | None], places: Sequence[tuple[int, int]], length: int
 ) -> tuple[list[int], list[int]]:
-    """Returns the number of the span, from 0 on, of each token of both sides.
-
-    Args:
-        ends: of one side, where each token ends, see `token_ends`.
-        places: of the other side, where the text of each token begins and ends; a space between two may be of
-            neither.
-        length: characters of the text.
-    """
+    """Returns the number of the span, from 0 on, of each token of both sides."""
     starts = [start for start, _ in places[1:]] + [length]
     first: list[int] = []
     second: list[int] = []

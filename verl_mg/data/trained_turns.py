@@ -61,16 +61,6 @@ def trained_rows(
     with the generation prompt. It ends with the special token that ends the turn. Turns are in one row as long as each
     context begins with the row so far; where the template rewrites earlier turns, such as by leaving out their
     thinking, a new row begins.
-
-    Args:
-        value: the conversation, a list of messages; UserError if it has no such turn.
-        loss_on: the turns: the last one; all but turns with `train: false` or `weight: 0`; or only those with
-            `train: true` or `weight: 1`.
-        tokenizer: tokenizer of the model; UserError if its template renders a turn that cannot be generated.
-        place: `file:line`, for errors.
-        tools: schemas of the tools that the template describes.
-        system_prompt: system message of a conversation that begins with none; "" for none.
-        images: images of the record, with which a conversation is refused.
     """
     if not is_conversation(value):
         raise UserError(
@@ -119,11 +109,7 @@ def trained_rows(
 
 
 def tools_of(record: Record, place: str) -> list[dict[str, Any]]:
-    """Returns the schemas of the tools that a record describes: a list, or its JSON text; [] if it has none.
-
-    Args:
-        record, place: the record as read, and `file:line`, for errors.
-    """
+    """Returns the schemas of the tools that a record describes: a list, or its JSON text; [] if it has none."""
     tools = record.get("tools") or []
     if isinstance(tools, str):
         with suppress(ValueError, RecursionError):  # the error below shows the text

@@ -16,6 +16,8 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
+from verl_mg.jsonl import replacing
+
 VARIABLE = "VERL_MG_LAUNCHER"  # environment variable with the path of the folder
 
 
@@ -95,7 +97,5 @@ class Launcher:
         return int(path.read_text(encoding="ascii")) if path.exists() else 0
 
     def _write(self, name: str, number: int) -> None:
-        # Written under another name and renamed: a reader, at any moment, finds a whole number or none.
-        partial = self.folder / f"{name}.{os.getpid()}"
-        partial.write_text(str(number), encoding="ascii")
-        partial.rename(self.folder / name)
+        with replacing(self.folder / name) as file:
+            file.write_text(str(number), encoding="ascii")

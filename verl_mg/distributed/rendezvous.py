@@ -91,10 +91,7 @@ def started_by_mpi() -> bool:
 
 
 def join_mpi() -> tuple[Store, int, int]:
-    """Joins the ranks that mpirun or srun started: MPI is used for ranks and the store's address, and nothing else.
-
-    Sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun would.
-    """
+    """Joins the ranks that mpirun or srun started, and sets the variables that torchrun would."""
     mpi = _import_mpi()
     world = mpi.COMM_WORLD
     if world.size == 1:

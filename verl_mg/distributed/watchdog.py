@@ -35,8 +35,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
-from verl_mg.distributed.main_thread import innermost_user_frame, main_stack, main_waits
-from verl_mg.distributed.stall_dump import dump_lost_rank, dump_rank
+from verl_mg.distributed.stall_dump import dump_lost_rank, dump_rank, innermost_user_frame, main_stack, main_waits
 
 EXIT_RANK_LOST = 3  # exit code of every rank when one is lost or hangs
 HEARTBEAT_SECONDS = 1.0  # shortest interval between heartbeats, in seconds

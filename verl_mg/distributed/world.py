@@ -9,16 +9,17 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass, field
-from typing import NoReturn
+from datetime import timedelta
+from functools import cache
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore, Store, rendezvous
+from torch.distributed import HashStore, PrefixStore, ProcessGroupGloo, Store, distributed_c10d, rendezvous
 
 from verl_mg import device
 from verl_mg.config import JobConfig
-from verl_mg.distributed.gloo import share_event_loop
-from verl_mg.distributed.groups import GROUP_TIMEOUT
+from verl_mg.distributed.collectives import GROUP_TIMEOUT
 from verl_mg.distributed.launcher import Launcher
 from verl_mg.distributed.rendezvous import join_mpi, raise_open_files_limit, started_by_mpi, wait_for_fresh_store
 from verl_mg.distributed.signals import Signals
@@ -26,6 +27,8 @@ from verl_mg.distributed.stall_dump import STALLS
 from verl_mg.distributed.watchdog import RankWatchdog
 from verl_mg.errors import EXIT_CODE, UserError
 from verl_mg.phase_timer import PhaseTimer
+
+THREADS = 2  # threads of a group that run its collectives; torch's default for one device
 
 
 @dataclass(frozen=True)
@@ -116,3 +119,29 @@ def init_process_group(store: Store, rank: int, size: int) -> None:
     if on_gpu:
         dist.all_reduce(torch.zeros(1, device=device.current_device()))
         torch.cuda.synchronize()
+
+
+class _SharedLoopGroup(ProcessGroupGloo):
+    """Gloo group on the devices of this process. Options that torch 2.14 adds have their defaults."""
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, **_: bool) -> None:
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = list(_devices(os.getpid()))
+        options._threads = THREADS * len(options._devices)
+        options._timeout = timeout
+        super().__init__(store, rank, size, options)
+
+
+def share_event_loop() -> None:
+    """Makes torch create the gloo groups of this process on common devices."""
+    # `init_process_group` and `new_group` create gloo groups by this name of their module.
+    distributed_c10d.ProcessGroupGloo = _SharedLoopGroup  # type: ignore[misc,assignment]
+
+
+@cache
+def _devices(pid: int) -> tuple[Any, ...]:
+    """Returns gloo's devices: one per interface of GLOO_SOCKET_IFNAME, else one on the default interface."""
+    # They are kept for a process id, because a fork has no event loop.
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    create = ProcessGroupGloo.create_device
+    return tuple(create(interface=name) for name in names) or (ProcessGroupGloo.create_default_device(),)

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 from verl_mg.errors import UserError
 from verl_mg.http_client import JsonService
 
-Protocol = Literal["sglang", "openai"]
+ScoringApi = Literal["sglang", "openai"]
 PATHS: Mapping[str, str] = {"sglang": "/generate", "openai": "/v1/completions"}  # path of the requests, by protocol
 TIMEOUT_SECONDS, RETRIES = 600.0, 4
 
@@ -26,12 +26,12 @@ class ScoringServer:
     """Client of an SGLang server, or of one with OpenAI's completions and vLLM's field `prompt_logprobs` in them."""
 
     key: str  # configuration key of the address, for errors
-    protocol: Protocol
+    protocol: ScoringApi
     model: str  # name of the model in requests of the protocol openai
     service: JsonService  # connection to the path of the protocol
 
     @classmethod
-    def at(cls, key: str, url: str, protocol: Protocol, model: str = "", api_key: str = "") -> ScoringServer:
+    def at(cls, key: str, url: str, protocol: ScoringApi, model: str = "", api_key: str = "") -> ScoringServer:
         """Returns the client of a server; it connects with the first request."""
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         address = url.rstrip("/").removesuffix("/v1") + PATHS[protocol]

@@ -16,9 +16,8 @@ from verl_mg.distributed.collectives import broadcast_json
 from verl_mg.distributed.world import World
 from verl_mg.errors import UserError
 from verl_mg.evaluation.comparison import compare, format_comparison
-from verl_mg.evaluation.configuration import evaluation_config
+from verl_mg.evaluation.configuration import Target, evaluation_config
 from verl_mg.evaluation.results import Report, format_report, report_of, write_results
-from verl_mg.evaluation.target import Target
 from verl_mg.job.job import Job
 from verl_mg.monitor.progress import METRICS
 from verl_mg.monitor.sample_schema import SAMPLES, FileMetadata, fingerprint
@@ -29,8 +28,7 @@ from verl_mg.run.job_state import restore_actor
 from verl_mg.run.main import on_all_ranks
 from verl_mg.run.run_dir import CHECKPOINTS, CONFIG
 
-NAME = "eval"
-"""Name of the command where a run has the name of its recipe."""
+NAME = "eval"  # name of the command where a run has the name of its recipe
 
 
 def run_evaluation(
@@ -41,11 +39,7 @@ def run_evaluation(
     output: Path | None,
     as_json: bool,
 ) -> None:
-    """Evaluates on all ranks that the launcher has started, prints the table on one of them, and writes the results.
-
-    `text` is MODEL, RUN or RUN@ITERATION, `file` returns the path of a configuration, `sets` are NAME=PATH or NAME of
-    the configuration. Without `output` results are next to the run, or below runs/evaluation.
-    """
+    """Evaluates MODEL, RUN or RUN@ITERATION on all ranks of the launcher, writes the results, and prints them once."""
 
     def work(world: World) -> None:
         target = Target.parse(text)

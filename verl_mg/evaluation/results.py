@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -24,6 +23,7 @@ from verl_mg.data import Prompt
 from verl_mg.errors import UserError
 from verl_mg.job.evaluation import SetResults
 from verl_mg.job.prompt_scores import PromptResults, Scores, is_bounded, prompt_scores
+from verl_mg.jsonl import replacing
 
 REPORT, PROMPTS = "evaluation.json", "prompts.jsonl"
 
@@ -192,10 +192,9 @@ def _digest(prompt: Prompt) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".partial")
     try:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
+        with replacing(path) as file:
+            file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror}). Choose another --output.") from None
 

@@ -6,8 +6,7 @@ for each step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,22 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from verl_mg import device
-from verl_mg.checkpoint.peft import (
-    adapted_tensors,
-    adapter_shapes,
-    adapter_shards,
-    head_shard,
-    initial_adapters,
-    read_adapters,
-)
+from verl_mg.checkpoint.peft import adapter_shards, head_shard
 from verl_mg.config import LoraConfig
 from verl_mg.errors import UserError
-from verl_mg.models.tensor_index import TensorInfo
 from verl_mg.sharding.boxes import Box, Shard, slices
 from verl_mg.sharding.model_table import ModelTable
-from verl_mg.sharding.shard_map import ExplicitShardMap, ShardMap
-
-ADAPTER = "adapter"  # attribute name of the adapter in its layer
+from verl_mg.sharding.shard_map import ShardMap
+from verl_mg.training.lora import ADAPTER, Adapters
 
 
 class Adapter(nn.Module):
@@ -56,28 +46,15 @@ class Adapter(nn.Module):
         return self.scale * torch.cat(products)[rows]
 
 
-class ModuleAdapters:
-    """Adapters of a module, installed in its layers; all other weights but a value head are frozen.
-
-    Attributes:
-        config: LoRA settings.
-        parameters: trained parameters by name.
-        shards: for each trained parameter, its boxes of the tensors of PEFT's file.
-        shapes: shapes of the tensors of PEFT's file by name.
-        adapted: names of the checkpoint's tensors that have an adapter.
-        module_parameters: names of the trained parameters in the module, which are not sharded.
-    """
+class FsdpAdapters(Adapters):
+    """Adapters of a module of `transformers`."""
 
     def __init__(
         self, table: ModelTable, module: Any, whole: Mapping[str, Shard], lora: LoraConfig, trains: bool
     ) -> None:
-        self.config = lora
         if lora.experts:
             raise UserError("lora.experts: not with backend: fsdp. Write lora.experts=false, or backend: megatron.")
-        self.adapted = adapted_tensors(table, lora.targets, False)
-        self.shapes = adapter_shapes(table, self.adapted, lora.rank)
-        self.parameters: dict[str, nn.Parameter] = {}
-        self.shards: dict[str, Shard] = {}
+        super().__init__(table, lora)
         self._by_weight: dict[str, Adapter] = {}
         modules = dict(module.named_modules())
         # Everything but the adapters and a head, which are created below.
@@ -97,7 +74,6 @@ class ModuleAdapters:
                     self._install(modules[layer], name, local)
                     adapter = self._by_weight[name]
                     self.parameters |= dict(zip(names, [*adapter.a, *adapter.b], strict=True))
-        self.module_parameters = frozenset(self.shards)
 
     def _install(self, layer: Any, name: str, local: list[Any]) -> None:
         # The parts of an adapter are concatenated, in the order of the rows of the layer.
@@ -109,20 +85,10 @@ class ModuleAdapters:
         layer.register_forward_hook(_add_adapter)
         self._by_weight[name] = adapter
 
-    @torch.no_grad()
-    def initialize(self) -> None:
-        """Draws the values of the adapters, or reads them from `lora.path`."""
-        path = self.config.path
-        read = (
-            initial_adapters(self.shapes, self.config.seed)
-            if path is None
-            else read_adapters(path, self.shapes, self.config)
-        )
-        for name, parameter in self.parameters.items():
-            if path is None and ADAPTER not in name.split("."):
-                continue  # a head is loaded with the model
-            for piece in self.shards[name].pieces:
-                parameter[slices(piece.target)] = read(piece.tensor, piece.source)
+    @property
+    def module_parameters(self) -> frozenset[str]:
+        """Names of the trained parameters in the module, which are not sharded."""
+        return frozenset(self.shards)
 
     @property
     def adapted_parameters(self) -> frozenset[str]:
@@ -135,27 +101,17 @@ class ModuleAdapters:
             return weight
         return (weight.float() + self._by_weight[name].product(rows)).to(weight.dtype)
 
-    def shard_map(self, weights: ShardMap) -> ExplicitShardMap:
-        """Returns the shards of the adapters of every rank, all of them whole."""
-        infos = {name: TensorInfo(number, shape) for number, (name, shape) in enumerate(self.shapes.items())}
-        return ExplicitShardMap(dict.fromkeys(weights.ranks, self.shards), infos)
+    def _layers(self) -> Iterable[Adapter]:
+        return self._by_weight.values()
+
+    def _shards_of(self, rank: int, weights: ShardMap) -> dict[str, Shard]:
+        return self.shards  # every rank has all of them whole
 
     def boxes(self) -> Iterator[tuple[str, Box, Tensor]]:
         """Yields (tensor of PEFT's file, box in it, values) of all adapters."""
         for name, shard in self.shards.items():
             for piece in shard.pieces:
                 yield piece.tensor, piece.source, self.parameters[name].detach()[slices(piece.target)]
-
-    @contextmanager
-    def disabled(self) -> Iterator[None]:
-        """Returns a block in which the model is the one that the adapters are trained on."""
-        for adapter in self._by_weight.values():
-            adapter.enabled = False
-        try:
-            yield
-        finally:
-            for adapter in self._by_weight.values():
-                adapter.enabled = True
 
 
 def _add_adapter(layer: Any, inputs: tuple[Tensor], output: Tensor) -> Tensor:

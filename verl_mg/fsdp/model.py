@@ -1,4 +1,11 @@
-"""Module of `transformers` over packed rows, with its parameters sharded over ranks."""
+"""Module of `transformers` over packed rows, with its parameters sharded over ranks.
+
+Collectives between ranks that share tokens or tensors have gradients; without a group each is the identity:
+
+                     forward      backward
+    sum_values       all-reduce   identity      outputs of ranks with different tokens, the same loss on all
+    sum_gradients    identity     all-reduce    inputs that all ranks have, of which each uses a part
+"""
 
 from __future__ import annotations
 
@@ -7,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -17,18 +25,16 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 from verl_mg import device
 from verl_mg.config import FsdpConfig
 from verl_mg.errors import UserError
-from verl_mg.fsdp.attention import NAME as ATTENTION
-from verl_mg.fsdp.collectives import sum_gradients, sum_values
 from verl_mg.fsdp.mesh import MeshGroups
 from verl_mg.fsdp.output import LogitScale, read_logit_scale
+from verl_mg.fsdp.packed_rows import NAME as ATTENTION
 from verl_mg.fsdp.packed_rows import PackedRows
 from verl_mg.fsdp.shard_map import ParameterSplit
 from verl_mg.fsdp.vision import embed_and_run, marks_images
 from verl_mg.models.transformers_module import has_images, meta_module, read_module_config
 from verl_mg.sharding.model_table import Head
 from verl_mg.training.microbatch import MicroBatch
-from verl_mg.training.output_layer import OutputLayer
-from verl_mg.training.teacher_layers import VocabularyShard
+from verl_mg.training.output_layer import OutputLayer, VocabularyShard
 from verl_mg.training.token_outputs import EVERYTHING, TokenOutputs
 
 HEAD = "score"  # name of the value head's module
@@ -269,3 +275,41 @@ def sharded_blocks(module: Any) -> Iterator[nn.Module]:
     for child in module.modules():
         if type(child).__name__ in names and any(True for _ in child.parameters()):
             yield child
+
+
+class _SumForward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        # A copy, for autograd may still need the values.
+        total = values.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+class _SumBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        total = gradients[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+def sum_values(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Sums values over the ranks of a group; each rank's gradient is that of the sum."""
+    total: Tensor = _SumForward.apply(values, group) if group is not None else values
+    return total
+
+
+def sum_gradients(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Returns values as they are; the gradients of all ranks are summed in the backward pass."""
+    same: Tensor = _SumBackward.apply(values, group) if group is not None else values
+    return same

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,11 +12,10 @@ from torch import Tensor, UntypedStorage
 from verl_mg import device
 from verl_mg.batch import Batch
 from verl_mg.checkpoint.model_directory import ModelDirectories
-from verl_mg.config import FsdpConfig, LoraConfig
 from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.distributed.collectives import all_gather_json
 from verl_mg.errors import UserError
-from verl_mg.fsdp.lora import ModuleAdapters
+from verl_mg.fsdp.lora import FsdpAdapters
 from verl_mg.fsdp.mesh import MeshGroups
 from verl_mg.fsdp.model import (
     PackedModule,
@@ -38,21 +36,21 @@ from verl_mg.layout import Layout
 from verl_mg.models.transformers_module import has_images
 from verl_mg.phase_timer import PhaseTimer
 from verl_mg.sharding.boxes import Box, Shard
-from verl_mg.sharding.model_table import SCORE, Head
+from verl_mg.sharding.model_table import SCORE
 from verl_mg.sharding.module_table import ModuleTable, module_table
 from verl_mg.sharding.shard_map import ShardMap
-from verl_mg.training.runner import LossClosure, Report, Runner
+from verl_mg.training.model_spec import ModelSpec
+from verl_mg.training.output_layer import OutputHead, VocabularyShard
+from verl_mg.training.runner import ComputedParameters, LossClosure, Report, Runner
 from verl_mg.training.storages import storages
-from verl_mg.training.teacher_layers import OutputHead, VocabularyShard
 from verl_mg.training.token_outputs import TokenOutputs
-from verl_mg.training.weight_loading import load_directory
+from verl_mg.training.weights import load_directory
 
 
-class ModuleRunner(Runner):
+class FsdpRunner(Runner):
     """Model of the FSDP backend, see `Runner`.
 
-    Trained weights are float32, of which gathered copies in `dtype` compute; frozen weights are in `dtype`. With
-    `from_checkpoint` what is trained is left uninitialized, for a checkpoint that is restored before the first pass.
+    Trained weights are float32, of which gathered copies in `dtype` compute; frozen weights are in `dtype`.
 
         built on all ranks (no memory) -> tensor-parallel chunks -> shard map -> sharded, allocated -> loaded by the map
 
@@ -62,44 +60,37 @@ class ModuleRunner(Runner):
         summed_gradients: names of parameters whose gradients are summed over the tensor-parallel ranks.
     """
 
-    lora: ModuleAdapters | None
+    lora: FsdpAdapters | None
+    table: ModuleTable
 
     def __init__(
         self,
-        model_dir: Path,
+        spec: ModelSpec,
         groups: MeshGroups,
-        dtype: torch.dtype,
-        recompute: bool = False,
-        head: Head = "language",
-        hidden_offset: int = 1,
-        lora: LoraConfig | None = None,
-        timer: PhaseTimer | None = None,
         directories: ModelDirectories | None = None,
-        from_checkpoint: bool = False,
-        trained: bool = True,
-        options: FsdpConfig | None = None,
+        timer: PhaseTimer | None = None,
     ) -> None:
-        super().__init__(groups.placement, groups.host_group, groups.dynamic_cp, dtype, timer)
-        self.groups, self._hidden_offset = groups, hidden_offset
+        super().__init__(spec, groups, timer)
+        model_dir, head, lora = spec.path, spec.head, spec.lora
+        self.groups = groups
         self.table = module_table(model_dir, head)
-        self._stored_dtype = torch.float32 if trained and lora is None else dtype
+        stored_dtype = torch.float32 if spec.trained and lora is None else spec.dtype
         where = str(model_dir / "config.json")
         # Ranks outside the placement build it too, without memory: they know the shards of all others.
-        module = build_module(model_dir, head, self._stored_dtype)
+        module = build_module(model_dir, head, stored_dtype)
         processor = ImageProcessor.read(model_dir)
         self._packer = ImagePacker(module, processor) if processor else None
         scale = logit_scale_of(module, head, model_dir)
         self._head = None if scale is None else output_head(module, scale, self.table)
         whole = self.table.parameter_shards()
-        self._options = options or FsdpConfig()
-        self._frozen = self.table.vision_parameters if self._options.freeze_vision_tower else frozenset()
+        self._frozen = self.table.vision_parameters if spec.fsdp.freeze_vision_tower else frozenset()
         for name in self._frozen:
             module.get_parameter(name).requires_grad_(False)
         self.lora = None
         if lora:
             if groups.layout.tp > 1:
                 raise UserError(f"layout {groups.layout}: no tp with lora and backend: fsdp. Leave out tp.")
-            self.lora = ModuleAdapters(self.table, module, whole, lora, trains=self.is_member)
+            self.lora = FsdpAdapters(self.table, module, whole, lora, trains=self.is_member)
         apart = self.lora.module_parameters if self.lora else frozenset()
         self.packed: PackedModule | None = None
         self.summed_gradients: frozenset[str] = frozenset()
@@ -114,21 +105,21 @@ class ModuleRunner(Runner):
             splits = {name: ParameterSplit(*s) for name, s in first[self.placement.ranks[0]].items()}
         self._shard_map = fsdp_shard_map(whole, splits, groups.ranks, self.table.tensor_index.tensors)
         if self.is_member:
-            if recompute:
+            if spec.recompute:
                 recompute_layers(module)
             fit_expert_kernels(module)
             self.packed = PackedModule(module, groups, scale)
-            shard_over_data(self.packed, groups, self._options, dtype, apart)
-        stored = self._trained_tensors(lora) if from_checkpoint else frozenset()
-        self.unrestored = load_directory(self, model_dir, directories, self._stored_dtype, stored)
-        if self.lora and not from_checkpoint:
+            shard_over_data(self.packed, groups, spec.fsdp, spec.dtype, apart)
+        stored = self._trained_tensors() if spec.from_checkpoint else frozenset()
+        self.unrestored = load_directory(self, directories, stored_dtype, stored)
+        if self.lora and not spec.from_checkpoint:
             self.lora.initialize()
-        self.unrestored.update(self.adapters() if from_checkpoint else ())
+        self.unrestored.update(self.adapters() if spec.from_checkpoint else ())
 
-    def _trained_tensors(self, lora: LoraConfig | None) -> frozenset[str]:
+    def _trained_tensors(self) -> frozenset[str]:
         tensors = self.table.tensor_index.tensors.keys()
         frozen = {piece.tensor for name in self._frozen for piece in self.table.parameter_shards()[name].pieces}
-        return frozenset(tensors & {SCORE} if lora else tensors - self.table.router_biases - frozen)
+        return frozenset(tensors & {SCORE} if self.spec.lora else tensors - self.table.router_biases - frozen)
 
     def _run(
         self,
@@ -143,7 +134,7 @@ class ModuleRunner(Runner):
         reports, place = [], device.current_device()
         cp_sizes = cp_sizes or [self.layout.cp] * len(micro_batches)
         prepared = [
-            make_micro_batch(rows, self.groups.token_shard(cp_size), self._hidden_offset, place, self._packer)
+            make_micro_batch(rows, self.groups.token_shard(cp_size), self.spec.hidden_offset, place, self._packer)
             for rows, cp_size in zip(micro_batches, cp_sizes, strict=True)
         ]
         for number, micro in enumerate(prepared):
@@ -199,7 +190,7 @@ class ModuleRunner(Runner):
 
     def served_parameters(self) -> Mapping[str, Tensor]:
         """Returns the parameters on the device, in `dtype` and with adapters merged into them, computed on access."""
-        return _ServedParameters(self.parameters(), self._served)
+        return ComputedParameters(self.parameters(), self._served)
 
     def _served(self, name: str, weight: Tensor) -> Tensor:
         # On the device also with `fsdp.cpu_offload`: a message never has values from two kinds of memory.
@@ -297,19 +288,3 @@ def storages_here(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
     """Returns the distinct storages of the tensors that are on this rank's device."""
     place = device.current_device().type
     return storages(tensor for tensor in tensors if tensor.device.type == place)
-
-
-class _ServedParameters(Mapping[str, Tensor]):
-    """Parameters as engines receive them, each computed on access and not cached."""
-
-    def __init__(self, parameters: Mapping[str, Tensor], served: Callable[[str, Tensor], Tensor]) -> None:
-        self._parameters, self._served = parameters, served
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._served(name, self._parameters[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parameters)
-
-    def __len__(self) -> int:
-        return len(self._parameters)

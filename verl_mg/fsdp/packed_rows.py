@@ -1,20 +1,28 @@
-"""Packed rows of a micro-batch as the module of `transformers` reads them."""
+"""Packed rows of a micro-batch as the module of `transformers` reads them, and the attention over them.
+
+`transformers` lets a model's attention call a function by its registered name. `packed_attention` attends within each
+packed sequence, so that no mask of all pairs of tokens exists, and exchanges tokens for heads between context-parallel
+ranks.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import AttentionInterface
 
 from verl_mg.batch import Batch
 from verl_mg.device import copy_to
 from verl_mg.fsdp.vision import ImagePacker, PackedImages
 from verl_mg.layout import Stage
+from verl_mg.training.head_exchange import heads_of_rank, to_heads, to_tokens
 from verl_mg.training.microbatch import MicroBatch, pack_rows
-from verl_mg.training.packed_attention import Sequences
+from verl_mg.training.packed_attention import Scores, Sequences, attend
 from verl_mg.training.token_order import TokenShard, token_order
 
 WHOLE = Stage((), is_first=True, is_last=True)  # the only pipeline stage
@@ -51,3 +59,36 @@ def make_micro_batch(
         images=packer.pack(rows, order, shard, device) if packer else None,
     )
     return pack_rows(rows, order, packed, WHOLE, hidden_offset, device)
+
+
+NAME = "packed_rows"  # name of the function in `transformers`' registry
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    packed: PackedRows | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Computes causal attention within each packed sequence: (1, heads, T / cp, d) -> (1, T / cp, heads, d_v).
+
+    The names of arguments are `transformers`': `s_aux` are attention sinks (heads,). There are no attention weights.
+    """
+    assert packed is not None and attention_mask is None and query.shape[0] == 1
+    heads, tokens, group = query.shape[1], query.shape[2], packed.cp_group
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    q, k, v = to_heads(q, k, v, group)
+    sinks = None if s_aux is None else heads_of_rank(s_aux, group)
+    context = to_tokens(attend(q, k, v, packed, Scores(scaling, sliding_window, softcap, sinks)), group)
+    return context.view(1, tokens, heads, -1), None
+
+
+# By name for the whole process; the sequences are an argument of `forward`, so that no model is patched.
+AttentionInterface.register(NAME, packed_attention)

@@ -29,7 +29,7 @@ class GatheredGroup:
 
 
 class ShardedModule:
-    """Module of a model directory under a layout, as `ModuleRunner` shards it.
+    """Module of a model directory under a layout, as `FsdpRunner` shards it.
 
     Attributes:
         sharding: number of ranks that divide a copy of the parameters.

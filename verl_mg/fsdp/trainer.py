@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -11,25 +11,22 @@ from torch import Tensor, UntypedStorage, nn
 from torch.distributed.tensor import DTensor
 
 from verl_mg import device
-from verl_mg.batch import Batch
 from verl_mg.checkpoint.sharded_safetensors import StoredBox
 from verl_mg.config import GuardConfig, OptimizerConfig, TrainableConfig
 from verl_mg.errors import UserError
 from verl_mg.fsdp.model import local_part
-from verl_mg.fsdp.model_runner import ModuleRunner, storages_here
+from verl_mg.fsdp.model_runner import FsdpRunner, storages_here
 from verl_mg.sharding.boxes import full_box
-from verl_mg.training.learning_rate import LearningRateSchedule
 from verl_mg.training.runner import LossClosure
 from verl_mg.training.storages import Snapshot, storages
-from verl_mg.training.stored_weights import WEIGHTS, stored_boxes
-from verl_mg.training.token_outputs import TokenOutputs
-from verl_mg.training.trainer import Trainer, to_host
+from verl_mg.training.trainer import LearningRateSchedule, MiniBatch, Objective, Trainer, to_host
 from verl_mg.training.update_guard import NON_FINITE_BUFFERS, count_non_finite
+from verl_mg.training.weights import WEIGHTS, stored_boxes
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's moments by their names in the optimizer's state, and in checkpoints
 
 
-class ModuleTrainer(Trainer):
+class FsdpTrainer(Trainer):
     """Trainer of the FSDP backend.
 
     Adam computes each element by itself, so every rank steps on plain tensors that share the memory of its parts, and
@@ -44,7 +41,7 @@ class ModuleTrainer(Trainer):
     optimizer: torch.optim.AdamW
 
     def __init__(
-        self, runner: ModuleRunner, config: OptimizerConfig, guard: GuardConfig | None = None, name: str = "actor"
+        self, runner: FsdpRunner, config: OptimizerConfig, guard: GuardConfig | None = None, name: str = "actor"
     ) -> None:
         super().__init__(runner, config, guard, name)
         check_optimizer(config, name)
@@ -120,16 +117,14 @@ class ModuleTrainer(Trainer):
         yield from (p.grad for p in self._parameters.values() if p.grad is not None)
 
     def _compute_gradients(
-        self,
-        micro_batches: Sequence[Batch],
-        temperature: float,
-        loss_closure: LossClosure,
-        cp_sizes: Sequence[int] | None,
-        outputs: TokenOutputs,
+        self, mini_batch: MiniBatch, objective: Objective, loss_closure: LossClosure
     ) -> list[dict[str, float]]:
         for parameter in self._parameters.values():
             parameter.grad = None
-        reports = self._module.run(micro_batches, temperature, loss_closure, False, cp_sizes, outputs)
+        micro_batches, cp_sizes = mini_batch.micro_batches, mini_batch.cp_sizes
+        reports = self._module.run(
+            micro_batches, objective.temperature, loss_closure, False, cp_sizes, objective.outputs
+        )
         selected = [report for report in self._module.select_outputs(reports, cp_sizes) if report is not None]
         with self._module.timer("optimizer"):
             self._sum_gradients()

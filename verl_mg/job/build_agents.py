@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING
 from verl_mg.agents.agent import Agent
 from verl_mg.agents.command import run_command
 from verl_mg.agents.engine import AgentEngine
-from verl_mg.agents.parsers import ReplyParser
 from verl_mg.agents.renderer import ConversationRenderer
-from verl_mg.agents.runner import AgentSettings
-from verl_mg.agents.sessions import Generate, Sessions
+from verl_mg.agents.tool_calls import ReplyParser
 from verl_mg.config.roles import RolloutConfig
 from verl_mg.data.images import ImageLimits
 from verl_mg.engines.engine import RolloutEngine
 from verl_mg.errors import UserError
-from verl_mg.import_function import load_function
+from verl_mg.import_function import RECIPES, load_function
 from verl_mg.rollout.engine_group import EngineWrapper
 
 if TYPE_CHECKING:
@@ -53,26 +51,10 @@ def agent_wrapper(
     agent = _agent(rollout)
     renderer = ConversationRenderer(tokenizer, stop_token_ids, rollout.chat_template_options, processor)
     parser = ReplyParser(tokenizer, rollout.tool_call_parser, rollout.reasoning_parser)
-    settings = AgentSettings(
-        timeout=rollout.agent_timeout_s,
-        retries=rollout.agent_retries,
-        failure_reward=rollout.agent_failure_reward,
-        options=rollout.agent_options,
-    )
-
-    def sessions(generate: Generate) -> Sessions:
-        return Sessions(renderer, parser, generate, max_positions, rollout.agent_trained)
 
     def wrap(engine: RolloutEngine) -> RolloutEngine:
-        return AgentEngine(
-            engine,
-            agent,
-            settings,
-            sessions,
-            concurrency=rollout.agent_concurrency,
-            host=rollout.agent_host,
-            image_limits=image_limits if processor else None,
-        )
+        limits = image_limits if processor else None
+        return AgentEngine(engine, agent, rollout, renderer, parser, max_positions, limits)
 
     return wrap
 
@@ -81,7 +63,9 @@ def _agent(rollout: RolloutConfig) -> Agent:
     if rollout.agent_command:
         return functools.partial(run_command, rollout.agent_command, timeout=rollout.agent_timeout_s)
     assert rollout.agent is not None
-    agent = load_function(rollout.agent, "agent")
+    shipped = RECIPES / "environments" / f"{rollout.agent}.py"
+    name = f"verl_mg.recipes.environments.{rollout.agent}:run" if shipped.is_file() else rollout.agent
+    agent = load_function(name, "agent")
     if not inspect.iscoroutinefunction(agent):
         raise UserError(
             f"rollout.agent={rollout.agent}: not an async function. Write it as `async def run(session, sample)`."

@@ -8,17 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from verl_mg.config import Config, TeacherConfig
 from verl_mg.data import PromptFeed
-from verl_mg.data.teacher_prompts import teacher_prompt
+from verl_mg.data.prompts import teacher_prompt
 from verl_mg.engines.scoring_server import ScoringServer
 from verl_mg.errors import UserError
 from verl_mg.job.build_models import TEACHERS
-from verl_mg.models.module_config import read_any_config
-from verl_mg.models.tokenizer import read_tokenizer
+from verl_mg.models.transformers_module import read_any_config, read_tokenizer
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import Actor, Policy
-from verl_mg.roles.remote_teacher import RemoteTeacher
 from verl_mg.roles.role import Role
-from verl_mg.roles.teacher_rows import OtherPrompts, OtherTokens, ReadingTeacher, RowReader, Teacher
+from verl_mg.roles.teacher_rows import OtherPrompts, OtherTokens, ReadingTeacher, RemoteTeacher, RowReader, Teacher
 from verl_mg.roles.teachers import Teachers
 from verl_mg.servers.keys import read_key
 

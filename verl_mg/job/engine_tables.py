@@ -14,13 +14,10 @@ from verl_mg.engines.engine_python import engine_version
 from verl_mg.engines.sglang.arguments import has_multi_token_draft
 from verl_mg.engines.tracing.tracer import TracedEngine, write_trace
 from verl_mg.errors import UserError
+from verl_mg.job.backends import BACKENDS
 from verl_mg.layout import EngineLayout
-from verl_mg.models.hf_config import read_config
-from verl_mg.models.multi_token import with_multi_token_layer
 from verl_mg.sharding.model_table import ModelTable
-from verl_mg.sharding.module_table import module_table
 from verl_mg.sharding.traced_table import EngineName, parse_traced_table
-from verl_mg.sharding.weight_table import weight_table
 
 FOLDER = "sharding_tables"
 """Folder of a run with the tables that were traced for it."""
@@ -28,9 +25,7 @@ FOLDER = "sharding_tables"
 
 def actor_table(config: Config) -> ModelTable:
     """Returns the weight table of the actor, by its backend; UserError if that does not have the architecture."""
-    if config.actor.backend == "fsdp":
-        return module_table(config.model.path)
-    return weight_table(with_multi_token_layer(read_config(config.model.path), config.model.path))
+    return BACKENDS[config.actor.backend].table(config.model.path)
 
 
 def with_engine_table(config: Config, table: ModelTable) -> ModelTable:

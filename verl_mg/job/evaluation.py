@@ -16,7 +16,7 @@ from verl_mg.distributed.collectives import all_gather_column
 from verl_mg.errors import UserError
 from verl_mg.job.prompt_scores import PromptResults, Scores, default_ks, prompt_scores
 from verl_mg.roles.reward import NO_ANSWER, PART, RewardRole
-from verl_mg.rollout.rollout_source import RolloutSource
+from verl_mg.rollout.rollout import RolloutSource
 
 
 @dataclass(frozen=True)

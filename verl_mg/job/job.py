@@ -13,6 +13,7 @@ All ranks take each step together.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -56,8 +57,7 @@ from verl_mg.job.build_models import TEACHERS, ModelRoleBuilder
 from verl_mg.job.build_teachers import build_teachers
 from verl_mg.job.engine_tables import actor_table
 from verl_mg.job.evaluation import SetResults, evaluate, evaluation_sets, metrics_of
-from verl_mg.models.module_config import read_any_config
-from verl_mg.models.tokenizer import read_tokenizer
+from verl_mg.models.transformers_module import read_any_config, read_tokenizer
 from verl_mg.phase_timer import PhaseTimer
 from verl_mg.rewards import load_rewards
 from verl_mg.roles.context import JobContext
@@ -69,8 +69,9 @@ from verl_mg.roles.teachers import Teachers
 from verl_mg.roles.trainable import TrainableRole
 from verl_mg.rollout.async_rollout import AsyncRollout
 from verl_mg.rollout.engine_group import EngineWrapper, InFlightEngineGroup
-from verl_mg.rollout.rollout import Rollout
-from verl_mg.rollout.rollout_source import RolloutSource
+from verl_mg.rollout.groups import StalenessBound
+from verl_mg.rollout.rollout import Rollout, RolloutSetup, RolloutSource
+from verl_mg.rollout.sync_rollout import SyncRollout
 from verl_mg.rows.records import RolloutRecords
 
 R = TypeVar("R", bound=Role)
@@ -344,7 +345,9 @@ class Job:
         """Evaluates the policy on the test prompts; returns {} without `data.test` or without engines."""
         if self.test_prompts is None or self.rollout.is_replay:
             return {}
-        return metrics_of(self.evaluate_sets())
+        started = time.perf_counter()
+        metrics = metrics_of(self.evaluate_sets())
+        return metrics | {"time/evaluation_wait": time.perf_counter() - started}
 
     def evaluate_sets(self) -> list[SetResults]:
         """Evaluates the policy on the sets of `data.test`; all ranks call it together and have all results."""
@@ -374,7 +377,7 @@ class Job:
         }
         return RewardRole(scorer, self.prompts, self.tokenizer, self.context, records, model, has_agents, of_sources)
 
-    def _build_rollout(self, records: RolloutRecords) -> Rollout | AsyncRollout:
+    def _build_rollout(self, records: RolloutRecords) -> Rollout:
         config, model = self.config.rollout, read_any_config(self.config.model.path)
         self._check_lengths(() if self._evaluates_only else self.prompts, model.max_positions)
         self._check_lengths(self.test_prompts or (), model.max_positions)
@@ -401,35 +404,25 @@ class Job:
         if ends_at_strings(self.config):
             wrap = with_stop_strings(decode, wrap)
         engines = build_engine_group(self.config, self.actor, self.context, wrap, self.processor, decode)
-        seed, context, prompts, reward = self.config.job.seed, self.context, self.prompts, self._reward
-        routed = routed_shape(self.config.model.path) if config.replay_routing else None
+        setup = RolloutSetup(
+            sampling=sampling,
+            seed=self.config.job.seed,
+            context=self.context,
+            prompts=self.prompts,
+            records=records,
+            reward=self._reward,
+            routed_shape=routed_shape(self.config.model.path) if config.replay_routing else None,
+        )
         if config.mode == "async":
             assert isinstance(engines, InFlightEngineGroup)  # `check_engines` has refused others
-            return AsyncRollout(
-                engines,
-                sampling,
-                seed,
-                context,
-                prompts,
-                records,
-                reward,
-                max_staleness=config.max_staleness,
-                stale=config.stale,
-                routed_shape=routed,
-            )
-        return Rollout(
+            return AsyncRollout(engines, setup, StalenessBound(config.max_staleness, config.stale))
+        return SyncRollout(
             engines,
-            sampling,
-            seed,
-            context,
-            prompts,
-            records,
-            reward,
+            setup,
             extra_prompts=config.extra_prompts,
             prefetch=config.mode == "one_step_off",
             partial_rollout=config.partial_rollout,
             deterministic=self.config.job.deterministic,
-            routed_shape=routed,
         )
 
     def _with_tools(self) -> EngineWrapper:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,10 +11,9 @@ from typing import Any
 
 from verl_mg.config import Config, RecipeConfig
 from verl_mg.errors import UserError
+from verl_mg.import_function import RECIPES, import_file
 from verl_mg.job.build_models import MODEL_ROLES, TEACHERS
 
-SHIPPED = Path(__file__).parents[2] / "recipes"
-"""Folder of the project's own recipes, next to the package in a checkout and in an installation."""
 ROLES = (*MODEL_ROLES, TEACHERS, "rollout", "reward")
 
 
@@ -37,7 +35,7 @@ def shipped_file(path: str, folder: Path, suffix: str) -> Path:
 
     The project's files are in `folder` and end with `suffix`. A path that is neither is returned as it is.
     """
-    for file in (Path(path), SHIPPED.parent / path, folder / f"{path}{suffix}"):
+    for file in (Path(path), RECIPES.parent / path, folder / f"{path}{suffix}"):
         if file.is_file():
             return file
     return Path(path)
@@ -45,20 +43,17 @@ def shipped_file(path: str, folder: Path, suffix: str) -> Path:
 
 def load_recipe(path: str | Path) -> Recipe:
     """Imports the recipe at `path`, or the project's recipe of this name; UserError if a definition is missing."""
-    file = shipped_file(str(path), SHIPPED, ".py")
+    file = shipped_file(str(path), RECIPES, ".py")
     if not file.is_file():
         raise UserError(f"{file}: no such recipe; give the path of a Python file such as recipes/grpo.py")
-    spec = importlib.util.spec_from_file_location(f"recipe_{file.stem}", file)
-    if spec is None or spec.loader is None:
+    if file.suffix != ".py":
         raise UserError(f"{file}: a recipe is a Python file, with the ending .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # pydantic looks up annotations of `Config` there
-    # A recipe imports modules of its folder as if the folder above were the working directory.
-    above = str(file.resolve().parents[1])
-    if above not in sys.path:
-        sys.path.append(above)
+    # A recipe of a user imports modules of its folder as if the folder above were the working directory.
+    above = file.resolve().parents[1]
+    if not (file.resolve().is_relative_to(RECIPES) or str(above) in sys.path):
+        sys.path.append(str(above))
     try:
-        spec.loader.exec_module(module)
+        module = import_file(file, f"recipe_{file.stem}")
     except Exception as error:
         raise UserError(f"{file}: the recipe cannot be imported ({type(error).__name__}: {error})") from error
     return recipe_from_module(module, str(file))

@@ -42,10 +42,8 @@ from verl_mg.launch.agent import create_agent, run_agent
 
 UNSEEN_SECONDS = 10
 """Seconds in which torchrun, which polls the ranks many times a second, should notice that they have ended."""
-RESTARTS_OF_CHANGING_NODES = 3
-"""Restarts of a job with spare nodes, or a range of nodes, that does not say how many."""
-MAX_ENGINES = 4096
-"""Connections of engines that may wait to be accepted by a launcher, which accepts none."""
+RESTARTS_OF_CHANGING_NODES = 3  # restarts of a job with spare nodes, or a range of nodes, that does not say how many
+MAX_ENGINES = 4096  # connections of engines that may wait to be accepted by a launcher, which accepts none
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -43,15 +43,16 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from verl_mg.distributed.launcher import Launcher
 from verl_mg.distributed.signals import SIGNAL_CODES
+from verl_mg.errors import EXIT_CODE
 from verl_mg.launch.program import run_program, start_server
-from verl_mg.launch.restarts import RestartPolicy
 
 VERDICT_SECONDS = 0.5
 """Time for ranks to end by themselves after the first of them: the one that prints why ends last."""
-LEAVE_SECONDS = 24 * 3600
-"""Time for ranks to save and leave when nodes arrive; hung ones are ended by the watchdog."""
-LOST = "lost"
-"""Key of the rendezvous: a node has lost a rank."""
+LEAVE_SECONDS = 24 * 3600  # time for ranks to save and leave when nodes arrive; hung ones are ended by the watchdog
+LOST = "lost"  # key of the rendezvous: a node has lost a rank
+FIRST_PAUSE_SECONDS = 1.0  # pause before a restart after the same failure as the time before; it doubles each time
+LONGEST_PAUSE_SECONDS = 60.0
+MAX_SAME_FAILURES = 3  # the job ends when the ranks have ended so often with the same code in the same iteration
 
 
 class RankAgent(LocalElasticAgent):
@@ -66,8 +67,7 @@ class RankAgent(LocalElasticAgent):
             shutdown_timeout=config.shutdown_timeout or 0,
         )
         self._launcher, self._policy = launcher, RestartPolicy()
-        self.stops = False
-        """Whether the ranks were asked to stop from outside."""
+        self.stops = False  # whether the ranks were asked to stop from outside
 
     @property
     def ranks(self) -> list[psutil.Process]:
@@ -187,11 +187,7 @@ def create_agent(arguments: argparse.Namespace, launcher: Launcher) -> RankAgent
 
 
 def run_agent(agent: RankAgent) -> None:
-    """Runs the ranks of this node until the job ends.
-
-    ChildFailedError: a rank has failed and there is no further restart. SignalException: a signal that is not
-    forwarded has ended this launcher.
-    """
+    """Runs the ranks of this node until the job ends; ChildFailedError where a rank has failed for the last time."""
     handler, closes = agent.get_worker_group().spec.rdzv_handler, True
     try:
         result = agent.run()
@@ -203,3 +199,25 @@ def run_agent(agent: RankAgent) -> None:
     finally:
         if closes:
             handler.shutdown()
+
+
+class RestartPolicy:
+    """The losses of a job so far."""
+
+    def __init__(self) -> None:
+        self._last: tuple[int, int] | None = None
+        self._num_same = 0
+
+    def pause(self, exit_code: int, iteration: int) -> float | None:
+        """Returns the seconds to wait before a restart; None where the job ends. A negative code is minus a signal."""
+        # Invalid input stays invalid, and a failure that comes again in the same iteration has a cause in the job.
+        if exit_code == EXIT_CODE:
+            return None
+        failure = exit_code, iteration
+        self._num_same = self._num_same + 1 if failure == self._last else 1
+        self._last = failure
+        if self._num_same >= MAX_SAME_FAILURES:
+            return None
+        if self._num_same == 1:
+            return 0.0
+        return min(FIRST_PAUSE_SECONDS * 2.0 ** (self._num_same - 2), LONGEST_PAUSE_SECONDS)

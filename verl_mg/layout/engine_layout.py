@@ -31,11 +31,7 @@ class EngineCoordinates:
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """Sizes of tensor, pipeline, expert and attention data parallelism of one SGLang engine.
-
-    As in SGLang, `ep` and `adp` divide the `tp` ranks of a stage: experts are sharded over tp / ep ranks, attention
-    over tp / adp. An instance is always valid.
-    """
+    """Valid sizes of an engine's parallelism: experts are sharded over tp / ep ranks of a stage, attention tp / adp."""
 
     tp: int = 1
     pp: int = 1
@@ -117,11 +113,7 @@ class EngineLayout:
 
 @dataclass(frozen=True)
 class EnginePlacement:
-    """Engines of one layout on ranks of a job.
-
-    The ranks form runs of `layout.ranks * stride`; in a run, every stride-th rank belongs to the same engine (SGLang's
-    `base_gpu_id` and `gpu_id_step`).
-    """
+    """Engines of a layout on ranks of a job: of a run of `layout.ranks * stride` every stride-th is of one engine."""
 
     layout: EngineLayout
     ranks: tuple[int, ...]  # global ranks of all engines

@@ -56,8 +56,7 @@ class MicroBatchPlan:
 
     rows: list[list[list[int]]]
     """Row numbers of the micro-batch rows[slot][step], with slot = dp index * cp + cp index."""
-    cp_sizes: list[int]
-    """Number of neighbouring slots that share their rows, for each step."""
+    cp_sizes: list[int]  # number of neighbouring slots that share their rows, for each step
     shared: Shared = field(default_factory=dict)
     """First tokens of rows that another row of their micro-batch computes."""
 

@@ -60,8 +60,7 @@ class PrefixLinks:
 class SharingRows:
     """Rows of one micro-batch, added one after the other."""
 
-    links: PrefixLinks
-    """Links of all rows of the batch."""
+    links: PrefixLinks  # links of all rows of the batch
     shared: Shared = field(default_factory=dict)
     """First tokens that the rows share with those added before, without rows that share none."""
     _nearest: Shared = field(default_factory=dict)
@@ -76,10 +75,7 @@ class SharingRows:
         return added
 
     def shared_with(self, row: int) -> tuple[int, int]:
-        """Returns the row that computes the last token that a further row would share, and how many it would share.
-
-        Without shared tokens, the row itself and 0.
-        """
+        """Returns the row that computes the last token that a further row would share, or itself, and how many."""
         # Up the tree from the row: it shares with a row that was added below an ancestor what both have of the
         # ancestor.
         other, count, limit = row, 0, self.links.lengths[row]

@@ -18,10 +18,7 @@ AnyLayout = TypeVar("AnyLayout", Layout, EngineLayout)
 
 
 def resolve_layout(layout: Layout, ranks: int, experts: int, check: Callable[[Layout], object]) -> Layout:
-    """Returns a layout with the dp that makes it use exactly `ranks` ranks; the UserError names the nearest valid ones.
-
-    `check` raises UserError for a layout that the model does not support.
-    """
+    """Returns a layout that `check` admits on exactly `ranks` ranks, by dp; the UserError names the nearest ones."""
     try:
         fitted = layout.fit(ranks)
         check(fitted)

@@ -23,8 +23,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from verl_mg.megatron.gathered_attention import attend_to_gathered, gather_tokens
-from verl_mg.megatron.packed_sequences import PackedSequences
+from verl_mg.megatron.packed_sequences import PackedSequences, attend_to_gathered, gather_tokens
 from verl_mg.megatron.rotary_embedding import rotate
 from verl_mg.training.head_exchange import heads_of_rank, to_heads, to_tokens
 from verl_mg.training.packed_attention import Scores, attend, attend_by_blocks, attend_where, has_ragged_kernel

@@ -1,46 +1,61 @@
-"""Differences between the two supported versions of megatron-core; all other modules are common to both.
+"""Internals of megatron-core that are used or replaced, and the differences between its two supported versions.
 
 0.19 needs Python 3.12 or newer and is the default. 0.16.1 runs on Python 3.11, the fallback for a machine without it.
+
+| what | why | would break where megatron-core |
+|---|---|---|
+| `HAVE_TE`, `te_general_gemm`, FP8 of checkpoints | 0.16.1 needs Transformer Engine for them | names them otherwise |
+| `_grad_accum_fusion_available` | kernel for gradient accumulation of torch, not Apex | calls another module |
+| `l2_norm_impl` | the gradient norm stays on the device | computes norms elsewhere |
+| `_resolve_qk_norm_config`, `_run_core_attention` | modules as in the specification | gives them other arguments |
+| `parallel_state` globals, `RankGenerator` | groups of several layouts in one process | has its groups in objects |
+| `_get_model_param_range_map` | a rank's range of a parameter | has a public way to it |
+| functions of `use_cpu` | they need CUDA, or copy without need | calls them by other modules |
+
+A change of a name is an error of the start, or of `tests/megatron/test_core_version.py`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from megatron.core import __version__ as VERSION
+from megatron.core import parallel_state
+from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.jit import jit_fuser
 from megatron.core.optimizer import clip_grads
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
+    mappings,
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.tensor_parallel import layers as linear_layers
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer import multi_latent_attention
-from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch import Tensor, nn
 
-from verl_mg.errors import UserError
+from verl_mg.library import Library
 from verl_mg.training import weight_gradients
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-SUPPORTED = ("0.16.1", "0.19.")  # beginnings of the versions with which the project is tested
-
-if not VERSION.startswith(SUPPORTED):
-    raise UserError(
-        f"megatron-core {VERSION}: not supported. Install megatron-core 0.19 with Python 3.12 or newer, or 0.16.1."
-    )
+MEGATRON = Library(
+    "megatron-core", VERSION, ("0.16.1", "0.19."), "Install megatron-core 0.19 with Python 3.12 or newer, or 0.16.1."
+)
+MEGATRON.check()
 
 # Without Transformer Engine 0.16.1 calls isinstance with mock objects, and routers read an undefined name.
-multi_latent_attention.HAVE_TE = isinstance(multi_latent_attention.TELinear, type)
+MEGATRON.replace(multi_latent_attention, HAVE_TE=isinstance(multi_latent_attention.TELinear, type))
 moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
 
 # Checkpoints that discard their output ask Transformer Engine about FP8 also where it is not installed.
@@ -53,7 +68,7 @@ if not megatron_random.HAVE_TE:
 # Linear layers call Apex's kernel for gradient accumulation where it is installed, otherwise torch's product.
 if not linear_layers._grad_accum_fusion_available:
     linear_layers.fused_weight_gradient_mlp_cuda = weight_gradients
-    linear_layers._grad_accum_fusion_available = True
+    MEGATRON.replace(linear_layers, _grad_accum_fusion_available=True)
 
 
 def _norm_on_device(
@@ -65,7 +80,7 @@ def _norm_on_device(
 
 # Without Transformer Engine and Apex megatron-core reads the norm of each gradient on the host.
 if clip_grads.l2_norm_impl is getattr(clip_grads, "local_multi_tensor_l2_norm", None):
-    clip_grads.l2_norm_impl = _norm_on_device
+    MEGATRON.replace(clip_grads, l2_norm_impl=_norm_on_device)
 
 
 def fused(function: Function) -> Function:
@@ -109,3 +124,94 @@ class MLASelfAttention(multi_latent_attention.MLASelfAttention):
         """Calls core attention with its arguments unchanged: 0.19 would pad values to the width of queries."""
         context: Tensor = self.core_attention(*arguments, **options)
         return context
+
+
+def group_globals() -> dict[str, Any]:
+    """Returns the globals in which megatron-core keeps its process groups, and what it derives from them."""
+    # Its list of all groups is replaced too: it would keep the groups of every layout, and their threads, alive.
+    every_group = "_global_process_group_list"
+    return {
+        name: value
+        for name, value in vars(parallel_state).items()
+        if (name.startswith("_") and name.isupper()) or name == every_group
+    }
+
+
+def set_group_globals(values: dict[str, Any]) -> None:
+    """Sets the globals that `group_globals` has returned."""
+    vars(parallel_state).update(values)
+
+
+def ranks_in_groups(ranks: Sequence[int]) -> AbstractContextManager[None]:
+    """Context manager: megatron-core forms groups of these ranks of the job, by their indices in the layout."""
+
+    class Generator(parallel_state.RankGenerator):
+        def get_ranks(self, token: str) -> list[list[int]]:
+            return [[ranks[index] for index in group] for group in super().get_ranks(token)]
+
+    return MEGATRON.replaced(parallel_state, RankGenerator=Generator)
+
+
+def main_shard(optimizer: Any, parameter: Tensor) -> tuple[Tensor, int] | None:
+    """Returns this rank's flat shard of a parameter in the optimizer's precision, and its start in the parameter."""
+    # megatron-core has no public way from a parameter of the model to the range of it that a rank optimizes.
+    if parameter not in optimizer.model_param_gbuf_map:
+        return None
+    group, position = optimizer.model_param_group_index_map[parameter]
+    start: int = optimizer._get_model_param_range_map(parameter)["param"].start
+    return optimizer.optimizer.param_groups[group]["params"][position], start
+
+
+def use_cpu() -> None:
+    """Replaces the functions of megatron-core that need CUDA, or copy over gloo without need."""
+    MEGATRON.replace(
+        megatron_random,
+        _get_cuda_rng_state=lambda *_, **__: torch.get_rng_state(),
+        _set_cuda_rng_state=lambda state, *_, **__: torch.set_rng_state(state),
+    )
+    megatron_random._get_share_storage = lambda: _copy_storage  # the original, of 0.19, compiles a function of C++
+    # It warns when the CPU generator advances inside a CUDA region; here they are the same generator.
+    logging.getLogger(megatron_random.__name__).setLevel(logging.ERROR)
+    MEGATRON.replace(token_dispatcher, maybe_move_tensor_to_cpu=_maybe_as_numpy)
+    for name in ("dist_reduce_scatter_func", "dist_all_gather_func"):
+        MEGATRON.replace(param_and_grad_buffer, **{name: _unless_alone(getattr(param_and_grad_buffer, name))})
+    gather = _with_uneven_sizes(mappings._gather_along_first_dim)
+    MEGATRON.replace(mappings, _gather_along_first_dim=gather)
+
+
+def _unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """Leaves out collectives of one rank whose result is in its place already: gloo would copy it there and back."""
+
+    @functools.wraps(collective)
+    def called(output: torch.Tensor, values: torch.Tensor, *, group: Any, async_op: bool, **options: Any) -> Any:
+        if group.size() == 1 and output.data_ptr() == values.data_ptr() and not async_op:
+            return None
+        return collective(output, values, group=group, async_op=async_op, **options)
+
+    return called
+
+
+def _copy_storage(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Allocates the storage of a tensor again, with the values of another tensor."""
+    storage, values = target.untyped_storage(), source.untyped_storage()
+    storage.resize_(values.nbytes())
+    storage.copy_(values)
+
+
+def _maybe_as_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Converts split sizes to numpy, as gloo needs: megatron-core converts only tensors that it moves to the CPU."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _with_uneven_sizes(gather: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Gathers parts of different sizes by all-to-all, because gloo's all-gather needs equal sizes."""
+
+    @functools.wraps(gather)
+    def gathered(part: torch.Tensor, group: Any, sizes: list[int] | None = None, *buffer: bool) -> torch.Tensor:
+        if sizes is None or len(sizes) == 1:
+            return gather(part, group, sizes, *buffer)
+        result = part.new_empty(sum(sizes), *part.shape[1:])
+        dist.all_to_all_single(result, torch.cat([part] * len(sizes)), sizes, [len(part)] * len(sizes), group=group)
+        return result
+
+    return gathered

@@ -2,8 +2,8 @@
 
 megatron-core uses CUDA devices, streams and generators unconditionally. `install` replaces those calls by CPU ones.
 Every patch replaces something that would raise without a GPU, except two: `tensor_types_named_cuda`, which is therefore
-active only during an optimizer's calls, and `_unless_alone`, which saves copies. With CUDA present this module is never
-imported.
+active only during an optimizer's calls, and the collectives of `core_version.use_cpu`, which saves copies. With CUDA
+present this module is never imported.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils._device import _device_constructors
 
 CPU = torch.device("cpu")
@@ -61,7 +60,9 @@ def install() -> None:
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     _patch_torch()
     with _quick_import():
-        _patch_megatron()
+        from verl_mg.megatron import core_version
+
+    core_version.use_cpu()
 
 
 @contextmanager
@@ -112,65 +113,6 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
         return factory(*args, **kwargs)
 
     return create
-
-
-def _patch_megatron() -> None:
-    from megatron.core.distributed import param_and_grad_buffer
-    from megatron.core.tensor_parallel import mappings
-    from megatron.core.tensor_parallel import random as megatron_random
-    from megatron.core.transformer.moe import token_dispatcher
-
-    rng: Any = megatron_random
-    rng._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
-    rng._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-    rng._get_share_storage = lambda: _copy_storage  # the original compiles a function of C++
-    # It warns when the CPU generator advances inside a CUDA region; here they are the same generator.
-    logging.getLogger(megatron_random.__name__).setLevel(logging.ERROR)
-    dispatcher: Any = token_dispatcher
-    dispatcher.maybe_move_tensor_to_cpu = _maybe_as_numpy
-    buffers: Any = param_and_grad_buffer
-    for name in ("dist_reduce_scatter_func", "dist_all_gather_func"):
-        setattr(buffers, name, _unless_alone(getattr(buffers, name)))
-    regions: Any = mappings
-    regions._gather_along_first_dim = _with_uneven_sizes(regions._gather_along_first_dim)
-
-
-def _unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """Leaves out collectives of one rank whose result is in its place already: gloo would copy it there and back."""
-
-    @functools.wraps(collective)
-    def called(output: torch.Tensor, values: torch.Tensor, *, group: Any, async_op: bool, **options: Any) -> Any:
-        if group.size() == 1 and output.data_ptr() == values.data_ptr() and not async_op:
-            return None
-        return collective(output, values, group=group, async_op=async_op, **options)
-
-    return called
-
-
-def _copy_storage(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Allocates the storage of a tensor again, with the values of another tensor."""
-    storage, values = target.untyped_storage(), source.untyped_storage()
-    storage.resize_(values.nbytes())
-    storage.copy_(values)
-
-
-def _maybe_as_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Converts split sizes to numpy, as gloo needs: megatron-core converts only tensors that it moves to the CPU."""
-    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
-
-
-def _with_uneven_sizes(gather: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Gathers parts of different sizes by all-to-all, because gloo's all-gather needs equal sizes."""
-
-    @functools.wraps(gather)
-    def gathered(part: torch.Tensor, group: Any, sizes: list[int] | None = None, *buffer: bool) -> torch.Tensor:
-        if sizes is None or len(sizes) == 1:
-            return gather(part, group, sizes, *buffer)
-        result = part.new_empty(sum(sizes), *part.shape[1:])
-        dist.all_to_all_single(result, torch.cat([part] * len(sizes)), sizes, [len(part)] * len(sizes), group=group)
-        return result
-
-    return gathered
 
 
 @contextmanager

@@ -1,43 +1,55 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685) of a model on one rank: where they are, their values, merged weights.
+"""Low-rank adapters (LoRA, arXiv:2106.09685) of a Megatron model on one rank.
 
-The weights themselves are frozen: no gradients and no optimizer state. `lora_layers` computes with the adapters.
+T tokens, rank r; B's rows and A's columns are sharded like the layer:
+
+    column-parallel   (T / tp, in) -> A -> (T / tp, r)   all-gather   -> (T, r) -> rows of B -> (T, out / tp)
+    row-parallel      (T, in / tp) -> columns of A -> (T, r)   reduce-scatter   -> (T / tp, r) -> B -> (T / tp, out)
+    replicated        (T / tp, in) -> A -> (T / tp, r) -> B -> (T / tp, out)
+    experts           (n, in) or (n, in / etp) -> A of the token's expert -> (n, r) -> B of the expert -> (n, out)
+
+An unsharded factor processes a part of the tokens on each tensor-parallel rank, so its gradient is summed over them
+like that of a norm (`sequence_parallel`). Experts, and shared experts that compute while tokens are dispatched, get
+all tokens, and return parts of sums that the dispatcher adds up. There each rank adds its part of the low-rank product,
+and the backward pass sums the gradient of the unsharded factor. A linear layer of Transformer Engine that contains a
+norm returns the normalized hidden states too, which are the input of its adapters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module, Parameter, ParameterDict
 
 from verl_mg.checkpoint.peft import (
     AdapterShard,
     Shapes,
-    adapted_tensors,
-    adapter_shapes,
     adapter_shards,
     base_tensor,
     head_shard,
-    initial_adapters,
     module_name,
-    read_adapters,
     stacked_shards,
 )
 from verl_mg.config import LoraConfig
 from verl_mg.layout import Coordinates
-from verl_mg.megatron.lora_layers import Adapter, ExpertAdapter
-from verl_mg.models.tensor_index import TensorEntry, TensorInfo
+from verl_mg.megatron.experts import grouped_product
+from verl_mg.models.tensor_index import TensorEntry
 from verl_mg.sharding.boxes import Box, Shard, box_shape, full_box, slices
-from verl_mg.sharding.shard_map import ExplicitShardMap, ShardMap
+from verl_mg.sharding.shard_map import ShardMap
 from verl_mg.sharding.weight_table import WeightTable
-
-ADAPTER = "adapter"  # attribute name of the adapters in their layer
+from verl_mg.training.lora import ADAPTER, Adapters
+from verl_mg.training.runner import ComputedParameters
 
 
 @dataclass(frozen=True)
@@ -73,16 +85,8 @@ def _adapted_layers(
     return layers
 
 
-class Adapters:
-    """Adapters of a model on one rank, installed in its chunks; all other weights but a value head are frozen.
-
-    Attributes:
-        config: LoRA settings.
-        parameters: trained parameters by name.
-        shards: for each trained parameter, its boxes of the tensors of PEFT's file.
-        shapes: shapes of the tensors of PEFT's file by name.
-        adapted: names of the checkpoint's tensors that have an adapter.
-    """
+class MegatronAdapters(Adapters):
+    """Adapters of this rank's chunks, by the names of their parameters in the weight table."""
 
     def __init__(
         self,
@@ -91,13 +95,8 @@ class Adapters:
         shards: Mapping[str, Shard],
         lora: LoraConfig,
         expert_group: dist.ProcessGroup | None,
-        initialize: bool = True,
     ) -> None:
-        self.config = lora
-        self.adapted = adapted_tensors(table, lora.targets, lora.experts)
-        self.shapes = adapter_shapes(table, self.adapted, lora.rank)
-        self.parameters: dict[str, Parameter] = {}
-        self.shards: dict[str, Shard] = {}
+        super().__init__(table, lora)
         self._adapters: list[Adapter | ExpertAdapter] = []
         self._merge: dict[str, Callable[[Tensor], Tensor]] = {}
         self._entries = table.tensor_index.entries
@@ -111,8 +110,6 @@ class Adapters:
                 self.parameters[name], self.shards[name] = module.weight.requires_grad_(True), head
         for layer in _adapted_layers(shards, self.shapes, self._entries):
             self._install(modules[layer.name], layer, expert_group)
-        if initialize:
-            self._initialize()
 
     def _install(self, module: Any, layer: _AdaptedLayer, expert_group: dist.ProcessGroup | None) -> None:
         scale = self.config.alpha / self.config.rank
@@ -140,42 +137,20 @@ class Adapters:
             name_a, name_b = layer.names(tensor)
             self.parameters |= {name_a: adapter.a[tensor], name_b: adapter.b[tensor]}
 
-    def _initialize(self) -> None:
-        is_fresh = self.config.path is None
-        read = (
-            initial_adapters(self.shapes, self.config.seed)
-            if self.config.path is None
-            else read_adapters(self.config.path, self.shapes, self.config)
-        )
-        for name, shard in self.shards.items():
-            if is_fresh and ADAPTER not in name.split("."):
-                continue  # a head is loaded with the model
-            for piece in shard.pieces:
-                self.parameters[name].detach()[slices(piece.target)] = read(piece.tensor, piece.source)
+    def _layers(self) -> Iterable[Adapter | ExpertAdapter]:
+        return self._adapters
 
-    def shard_map(self, weights: ShardMap) -> ExplicitShardMap:
-        """Returns the shards of the adapters of every rank, by the names of `parameters` and of PEFT's tensors."""
-        shards: dict[int, dict[str, Shard]] = {}
-        for rank in weights.ranks:
-            layers = _adapted_layers(weights.shards(rank), self.shapes, self._entries)
-            shards[rank] = {name: shard for layer in layers for name, shard in layer.adapter_shards().items()}
-        infos = {name: TensorInfo(number, shape) for number, (name, shape) in enumerate(self.shapes.items())}
-        return ExplicitShardMap(shards, infos)
-
-    @contextmanager
-    def disabled(self) -> Iterator[None]:
-        """Returns a block in which the model is the one that the adapters are trained on."""
-        for adapter in self._adapters:
-            adapter.enabled = False
-        try:
-            yield
-        finally:
-            for adapter in self._adapters:
-                adapter.enabled = True
+    def _shards_of(self, rank: int, weights: ShardMap) -> dict[str, Shard]:
+        layers = _adapted_layers(weights.shards(rank), self.shapes, self._entries)
+        return {name: shard for layer in layers for name, shard in layer.adapter_shards().items()}
 
     def merge_into(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Returns the parameters with their adapters merged into them, see `ModelRunner.merged_parameters`."""
-        return _MergedParameters(parameters, self._merge)
+        """Returns the parameters with their adapters merged into them, each computed on access."""
+
+        def merged(name: str, weight: Tensor) -> Tensor:
+            return self._merge[name](weight) if name in self._merge else weight
+
+        return ComputedParameters(parameters, merged)
 
     @property
     def adapted_parameters(self) -> frozenset[str]:
@@ -194,23 +169,6 @@ class Adapters:
                 replica, part = (at.edp, at.etp) if of_expert else (at.dp or at.cp, at.tp)
                 if not replica and (part == 0 or piece.source != full_box(self.shapes[piece.tensor])):
                     yield piece.tensor, piece.source, values[slices(piece.target)].view(box_shape(piece.source))
-
-
-class _MergedParameters(Mapping[str, Tensor]):
-    """Parameters with their adapters merged into them, each computed on access and not cached."""
-
-    def __init__(self, parameters: Mapping[str, Tensor], merge: Mapping[str, Callable[[Tensor], Tensor]]) -> None:
-        self._parameters, self._merge = parameters, merge
-
-    def __getitem__(self, name: str) -> Tensor:
-        weight = self._parameters[name]
-        return self._merge[name](weight) if name in self._merge else weight
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parameters)
-
-    def __len__(self) -> int:
-        return len(self._parameters)
 
 
 def _freeze(chunk: Any) -> None:
@@ -239,3 +197,122 @@ def _add_to_experts(layer: Any, inputs: tuple[Tensor, Any], output: Any) -> Any:
 
 def _require_gradient(_: Module, inputs: Any, output: Tensor) -> Tensor:
     return output.requires_grad_() if torch.is_grad_enabled() else output
+
+
+class _Factors(Module):
+    """A and B of the tensors of a layer, by the last part of their names: `a` (..., r, in), `b` (..., out, r)."""
+
+    def __init__(self, weight: Tensor, shards: Sequence[AdapterShard], scale: float) -> None:
+        super().__init__()
+        self._splits_a = any(shard.splits_a for shard in shards)
+        self._splits_b = any(shard.splits_b for shard in shards)
+        self._scale, self._height = scale, weight.shape[-2]
+        self.enabled = True  # whether the layer adds its adapters
+        self.a, self.b = ParameterDict(), ParameterDict()
+        for shard in shards:
+            name = module_name(shard.tensor)
+            self.a[name], self.b[name] = (Parameter(weight.new_empty(factor.shape)) for factor in (shard.a, shard.b))
+            self.register_buffer(_rows(name), torch.tensor(shard.rows, device=weight.device), persistent=False)
+
+    def _kinds(self) -> Iterator[tuple[Any, int, bool]]:
+        """Yields each factor with the dimension that ranks divide, and whether they do."""
+        yield from ((factor, factor.dim() - 1, self._splits_a) for factor in self.a.values())
+        yield from ((factor, factor.dim() - 2, self._splits_b) for factor in self.b.values())
+
+    def _joined(self, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+        """Returns all A, and all B as one matrix (..., rows of the layer, r * tensors): one product applies them.
+
+        `group`: ranks over which the gradient of an unsharded factor is summed, since it sees only a part of the other.
+        """
+        a, blocks = torch.cat(list(self.a.values()), dim=-2), []
+        for name, b in self.b.items():
+            empty = b.new_zeros(*b.shape[:-2], self._height, b.shape[-1])
+            blocks.append(empty.index_copy(b.dim() - 2, getattr(self, _rows(name)), b))
+        b = torch.cat(blocks, dim=-1)
+        if group is not None:
+            a = a if self._splits_a else copy_to_tensor_model_parallel_region(a, group=group)
+            b = b if self._splits_b else copy_to_tensor_model_parallel_region(b, group=group)
+        return a, b
+
+    def _add_products(self, matrix: Tensor, expert: int | None = None) -> None:
+        """Adds the adapters to a matrix of the layer, in float32 and rounded to its dtype."""
+        for name, b in self.b.items():
+            a, rows = self.a[name], getattr(self, _rows(name))
+            a, b = (a, b) if expert is None else (a[expert], b[expert])
+            product = torch.addmm(matrix[rows].float(), b.float(), a.float(), alpha=self._scale)
+            matrix[rows] = product.to(matrix.dtype)
+
+
+class Adapter(_Factors):
+    """Adapters of the tensors of one linear layer: `a` (r, in), `b` (out, r)."""
+
+    def __init__(self, linear: Any, shards: Sequence[AdapterShard], scale: float) -> None:
+        super().__init__(linear.weight, shards, scale)
+        shares_tokens = linear.config.sequence_parallel
+        self._group = linear.tp_group if self._splits_a or self._splits_b else None
+        self._exchanges = shares_tokens and self._group is not None and not _leaves_communication(linear)
+        self._sums_gradients = self._group is not None and not self._exchanges
+        for factor, dim, splits in self._kinds():
+            if splits:
+                set_tensor_model_parallel_attributes(factor, is_parallel=True, dim=dim, stride=1)
+            elif not self._sums_gradients:
+                # megatron-core sums such gradients over the tensor-parallel ranks, as of norms.
+                factor.sequence_parallel = shares_tokens
+
+    def forward(self, hidden: Tensor, output: Tensor) -> Tensor:
+        """Adds the adapters' product with the layer's input (tokens, 1, in), after a norm in it, to its output."""
+        a, b = self._joined(self._group if self._sums_gradients else None)
+        low_rank = hidden @ a.T * self._scale
+        # The narrow product travels, r numbers a token, and not the input or the output of the layer.
+        if self._exchanges:
+            exchange = (
+                reduce_scatter_to_sequence_parallel_region if self._splits_a else gather_from_sequence_parallel_region
+            )
+            low_rank = exchange(low_rank, group=self._group)
+        return output + low_rank @ b.T
+
+    @torch.no_grad()
+    def merged(self, weight: Tensor) -> Tensor:
+        """Returns a copy of the layer's weight plus the adapters, summed in float32 and rounded to its dtype."""
+        result = weight.detach().clone()
+        self._add_products(result)
+        return result
+
+
+class ExpertAdapter(_Factors):
+    """Adapters of a rank's experts: `a` (experts, r, in), `b` (experts, out, r)."""
+
+    def __init__(self, weight: Tensor, shards: Sequence[AdapterShard], scale: float, group: dist.ProcessGroup) -> None:
+        super().__init__(weight, shards, scale)
+        self._group = group
+        for factor, dim, splits in self._kinds():
+            # A factor that several ranks have is counted once in the norm of the gradient.
+            if splits or group.rank() == 0:
+                set_tensor_model_parallel_attributes(factor, is_parallel=True, dim=dim, stride=1)
+            factor.allreduce = False  # summed over the expert-data-parallel ranks
+
+    def forward(self, tokens: Tensor, ends: Tensor, output: Tensor) -> Tensor:
+        """Adds the adapters' products with tokens (n, in), sorted by expert, to the output (n, out) of the layer.
+
+        `ends` (experts,) int32: where the tokens of each expert end.
+        """
+        a, b = self._joined(self._group if self._group.size() > 1 else None)
+        low_rank = grouped_product(tokens, a, ends) * self._scale
+        return output + grouped_product(low_rank, b, ends)
+
+    @torch.no_grad()
+    def merged(self, weight: Tensor, expert: int | None = None) -> Tensor:
+        """Returns a copy of weights plus the adapters, summed in float32 and rounded to their dtype."""
+        result = weight.detach().clone()
+        for number, matrix in [(expert, result)] if expert is not None else enumerate(result):
+            self._add_products(matrix, number)
+        return result
+
+
+def _leaves_communication(linear: Any) -> bool:
+    """Returns whether others exchange the tokens of a sharded layer, as with `moe_shared_expert_overlap`."""
+    return getattr(linear, "parallel_mode", "") is None or getattr(linear, "explicit_expert_comm", False)
+
+
+def _rows(name: str) -> str:
+    return f"rows_{name}"

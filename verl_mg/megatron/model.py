@@ -16,19 +16,19 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from verl_mg import device
-from verl_mg.config import MegatronConfig, Recompute
+from verl_mg.config import MegatronConfig
 from verl_mg.errors import UserError
 from verl_mg.megatron.core_version import sharded_linear_weights
-from verl_mg.megatron.lora import ADAPTER
 from verl_mg.megatron.multi_token import MultiTokenPrediction, NextTokens, loss_factor
 from verl_mg.megatron.packed_sequences import PackedSequences
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.megatron.transformer_config import block_spec, transformer_config
 from verl_mg.models.transformers_module import read_module_config
-from verl_mg.sharding.megatron import Kernels
 from verl_mg.sharding.weight_table import WeightTable
 from verl_mg.training.logprobs import vocab_parallel_logprobs
+from verl_mg.training.lora import ADAPTER
 from verl_mg.training.microbatch import MicroBatch
+from verl_mg.training.model_spec import ModelSpec
 from verl_mg.training.output_layer import OutputLayer
 from verl_mg.training.token_outputs import EVERYTHING, TokenOutputs
 
@@ -136,17 +136,10 @@ def _scaled(_: torch.nn.Module, inputs: Any, embedded: Tensor) -> Tensor:
     return embedded * torch.tensor(embedded.shape[-1] ** 0.5, dtype=embedded.dtype)
 
 
-def build_chunks(
-    weights: WeightTable,
-    groups: ParallelGroups,
-    dtype: torch.dtype,
-    recompute: Recompute = False,
-    kernels: Kernels = "torch",
-    megatron: MegatronConfig | None = None,
-) -> list[PackedModel]:
+def build_chunks(weights: WeightTable, groups: ParallelGroups, spec: ModelSpec) -> list[PackedModel]:
     """Builds this rank's pipeline chunks on its device, with uninitialized weights; `groups` must be active."""
     layout = groups.layout
-    config = transformer_config(weights.config, layout, dtype, recompute, kernels, megatron)
+    config = transformer_config(weights.config, layout, spec)
     chunks = []
     for chunk in range(layout.vpp):
         stage = chunk if layout.vpp > 1 else None
@@ -157,7 +150,7 @@ def build_chunks(
             weights,
             groups,
             config=config,
-            transformer_layer_spec=block_spec(weights.config, layers, kernels),
+            transformer_layer_spec=block_spec(weights.config, layers, spec.kernels),
             vocab_size=weights.padded_vocab(layout.tp),
             max_sequence_length=weights.config.max_positions,
             pre_process=first,
@@ -166,8 +159,9 @@ def build_chunks(
             vp_stage=stage,
         )
         if last and weights.model.multi_token:
-            behind = block_spec(weights.config, range(weights.config.layers, weights.config.layers + 1), kernels)
-            model.add_multi_token_layer(behind.layer_specs[0], groups, megatron or MegatronConfig())
+            behind = range(weights.config.layers, weights.config.layers + 1)
+            (layer,) = block_spec(weights.config, behind, spec.kernels).layer_specs
+            model.add_multi_token_layer(layer, groups, spec.megatron)
         _mark_experts(model)
         _accumulate_gradients(model)
         chunks.append(model.to(device.current_device()))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,11 +13,10 @@ from torch import Tensor, UntypedStorage
 from verl_mg import device
 from verl_mg.batch import Batch
 from verl_mg.checkpoint.model_directory import ModelDirectories
-from verl_mg.config import LoraConfig, MegatronConfig, Recompute
+from verl_mg.device import copy_to
 from verl_mg.layout import Layout
-from verl_mg.megatron.balance_losses import factors
-from verl_mg.megatron.lora import Adapters
-from verl_mg.megatron.microbatch import make_micro_batch
+from verl_mg.megatron.balance_losses import RowsOfTokens, factors
+from verl_mg.megatron.lora import MegatronAdapters
 from verl_mg.megatron.model import (
     ROUTER_BIAS,
     build_chunks,
@@ -26,35 +24,33 @@ from verl_mg.megatron.model import (
     parameters_by_name,
     rotary_frequencies,
 )
-from verl_mg.megatron.multi_token import loss_factor
+from verl_mg.megatron.multi_token import loss_factor, next_tokens
+from verl_mg.megatron.packed_sequences import PackedSequences, describe_sequences
 from verl_mg.megatron.parameter_gathers import ParameterGathers
 from verl_mg.megatron.process_groups import ParallelGroups
-from verl_mg.megatron.routing import replayed_layers
+from verl_mg.megatron.routing import replayed_layers, routed_experts
 from verl_mg.megatron.transformer_config import bias_update_rate, exchanges_keys, token_multiple
 from verl_mg.models.hf_config import HFConfig, read_config
-from verl_mg.models.multi_token import with_multi_token_layer
+from verl_mg.models.hf_tensors import with_multi_token_layer
 from verl_mg.phase_timer import PhaseTimer
 from verl_mg.sharding.boxes import Box, Shard
-from verl_mg.sharding.megatron import Kernels
 from verl_mg.sharding.shard_map import ShardMap
-from verl_mg.sharding.weight_table import SCORE, Head, weight_table
-from verl_mg.training.microbatch import MicroBatch
+from verl_mg.sharding.weight_table import SCORE, WeightTable, weight_table
+from verl_mg.training.microbatch import SHARED_TOKENS, SHARED_WITH, MicroBatch, pack_rows
+from verl_mg.training.model_spec import ModelSpec
+from verl_mg.training.output_layer import OutputHead, VocabularyShard
 from verl_mg.training.runner import LossClosure, Report, Runner
 from verl_mg.training.storages import storages
-from verl_mg.training.teacher_layers import OutputHead, VocabularyShard
+from verl_mg.training.token_order import SharedTokens, token_order
 from verl_mg.training.token_outputs import TokenOutputs
-from verl_mg.training.weight_loading import load_directory
+from verl_mg.training.weights import load_directory
 
 
-class ModelRunner(Runner):
+class MegatronRunner(Runner):
     """Model of the Megatron backend, see `Runner`.
-
-    Its constructor is a collective of all ranks of the job. With `from_checkpoint` what is trained is left
-    uninitialized, for a checkpoint that is restored before the first pass.
 
     Attributes:
         groups: process groups of the placement.
-        megatron: fields of megatron-core's configurations.
         chunks: this rank's pipeline chunks.
         model_chunks: the same as megatron-core runs them, wrapped in its DDP where they are trained.
         bias_update_rate: change of routers' biases in an update of the model, see `ExpertLoads`; 0: they are frozen.
@@ -63,54 +59,47 @@ class ModelRunner(Runner):
         gathers: gathers in flight of weights that were updated.
     """
 
+    lora: MegatronAdapters | None = None
+    table: WeightTable
+
     def __init__(
         self,
-        model_dir: Path,
+        spec: ModelSpec,
         groups: ParallelGroups,
-        dtype: torch.dtype,
-        recompute: Recompute = False,
-        head: Head = "language",
-        hidden_offset: int = 1,
-        lora: LoraConfig | None = None,
-        timer: PhaseTimer | None = None,
         directories: ModelDirectories | None = None,
-        from_checkpoint: bool = False,
-        kernels: Kernels = "torch",
-        megatron: MegatronConfig | None = None,
-        keeps_multi_token: bool = False,
+        timer: PhaseTimer | None = None,
     ) -> None:
-        config = read_config(model_dir)
-        self.table = weight_table(with_multi_token_layer(config, model_dir) if keeps_multi_token else config, head)
-        super().__init__(groups.placement, groups.host_group, groups.dynamic_cp, dtype, timer)
-        self._hidden_offset = hidden_offset
-        self.groups, self._kernels = groups, kernels
-        self.megatron = megatron or MegatronConfig()
-        check_layout(self.table.config, groups.layout, kernels, self.megatron)
-        frequencies, self._attention_scaling = rotary_frequencies(model_dir, self.table.config.rotary_dim)
+        config = read_config(spec.path)
+        config = with_multi_token_layer(config, spec.path) if spec.keeps_multi_token else config
+        self.table = weight_table(config, spec.head)
+        super().__init__(spec, groups, timer)
+        self.groups = groups
+        check_layout(config, groups.layout, spec)
+        frequencies, self._attention_scaling = rotary_frequencies(spec.path, config.rotary_dim)
         self._frequencies = frequencies.to(device.current_device())
         # megatron-core's modules read their groups from module globals when they are built.
         with groups.active():
-            options = (groups, dtype, recompute, kernels, self.megatron)
-            self.chunks = build_chunks(self.table, *options) if self.is_member else []
+            self.chunks = build_chunks(self.table, groups, spec) if self.is_member else []
         self.model_chunks: list[torch.nn.Module] = list(self.chunks)
         self.gathers = ParameterGathers()
-        self.bias_update_rate = bias_update_rate(self.megatron, self.table.config)
-        self.balance_factors = factors(self.megatron, self.table.config)
-        self.multi_token_factor = loss_factor(self.megatron) if self.table.model.multi_token else 0.0
-        stored = self._trained_tensors(lora) if from_checkpoint else frozenset()
+        self.bias_update_rate = bias_update_rate(spec.megatron, config)
+        self.balance_factors = factors(spec.megatron, config)
+        self.multi_token_factor = loss_factor(spec.megatron) if self.table.model.multi_token else 0.0
         # What a checkpoint restores is not read from the model directory.
-        self.unrestored = load_directory(self, model_dir, directories, dtype, stored)
-        self.lora: Adapters | None = None
-        if lora:
+        stored = self._trained_tensors() if spec.from_checkpoint else frozenset()
+        self.unrestored = load_directory(self, directories, spec.dtype, stored)
+        if spec.lora:
             chunks, expert_group = chunks_by_prefix(self.chunks), getattr(groups.collection, "expt_tp", None)
             shards = self.shard_map().shards(torch.distributed.get_rank())
-            self.lora = Adapters(self.table, chunks, shards, lora, expert_group, not from_checkpoint)
-        self.unrestored.update(self.adapters() if from_checkpoint else ())
+            self.lora = MegatronAdapters(self.table, chunks, shards, spec.lora, expert_group)
+            if not spec.from_checkpoint:
+                self.lora.initialize()
+        self.unrestored.update(self.adapters() if spec.from_checkpoint else ())
 
-    def _trained_tensors(self, lora: LoraConfig | None) -> frozenset[str]:
+    def _trained_tensors(self) -> frozenset[str]:
         """Returns the tensors of the table that are trained, which checkpoints contain; it has no adapters."""
         tensors = self.table.tensor_index.tensors.keys()
-        if lora:
+        if self.spec.lora:
             return frozenset(tensors & {SCORE})
         frozen = set(self.table.indexers)
         if not self.bias_update_rate:
@@ -143,7 +132,7 @@ class ModelRunner(Runner):
 
     def shard_map(self) -> ShardMap:
         """Returns the shards of every rank, by the weight table."""
-        return self.table.shard_map_megatron(self.placement, self._kernels)
+        return self.table.shard_map_megatron(self.placement, self.spec.kernels)
 
     def trained(self) -> Mapping[str, Tensor]:
         """Returns the trained parameters of this rank, or the adapters that are trained instead."""
@@ -170,7 +159,7 @@ class ModelRunner(Runner):
         """Whether shared prefixes can be computed once."""
         # Not where a rank has two chunks of each sequence, nor where a token's next one is embedded with it: rows
         # that share a prefix differ in the token after it. A balance loss needs the row of each token.
-        exchanged = self.layout.cp > 1 and exchanges_keys(self.megatron)
+        exchanged = self.layout.cp > 1 and exchanges_keys(self.spec.megatron)
         return not (self.multi_token_factor or self.balance_factors[0] or self.dynamic_cp or exchanged)
 
     @property
@@ -215,6 +204,38 @@ class ModelRunner(Runner):
             for module in chunk.modules():
                 getattr(module, "_fp8_workspaces", {}).clear()
 
+    def pack(self, rows: Batch, cp_size: int, trains: bool) -> MicroBatch[PackedSequences]:
+        """Packs rows into a micro-batch that this rank shares with `cp_size` context-parallel ranks in all.
+
+        Each stage reads the columns `routed_experts`, `shared_with` and `shared_tokens` if they are there, for others
+        see `pack_rows`.
+        """
+        place, shard = self._frequencies.device, self.groups.token_shard(cp_size)
+        stage = self.stage(self.groups.coordinates.pp)
+        shared = SharedTokens(rows[SHARED_WITH], rows[SHARED_TOKENS]) if SHARED_TOKENS in rows and len(rows) else None
+        zigzag = exchanges_keys(self.spec.megatron)
+        order = token_order(rows.lengths, shard, token_multiple(self.chunks[0].config), zigzag, shared)
+        packed = describe_sequences(
+            order.lengths, self._frequencies, self._attention_scaling, order.key_lengths, order.keys
+        )
+        if order.zigzag:
+            packed.keep(copy_to(place, order.local))
+        packed.experts = routed_experts(rows, order, shard, replayed_layers(self.table.config, stage), place)
+        # Routers see the tokens of one tensor-parallel rank.
+        occurrences = order.occurrences[order.local].chunk(shard.tp)[shard.tp_index]
+        packed.occurrences = copy_to(place, occurrences)
+        packed.cp_group = shard.group
+        if trains and self.balance_factors[0]:
+            row_of = torch.full((order.total,), len(rows))
+            row_of[order.places] = rows.sequence_ids
+            # Padding counts as a row of infinite length, so its share in every mean is 0.
+            lengths = torch.cat([rows.lengths.float(), torch.tensor([torch.inf])])
+            of_rank = row_of[order.local].chunk(shard.tp)[shard.tp_index]
+            packed.rows_of_tokens = RowsOfTokens(copy_to(place, of_rank), copy_to(place, lengths))
+        if trains and self.multi_token_factor and stage.is_last:
+            packed.next_tokens = next_tokens(rows, order, place)
+        return pack_rows(rows, order, packed, stage, self.spec.hidden_offset, place)
+
     def _run(
         self,
         micro_batches: Sequence[Batch],
@@ -226,23 +247,8 @@ class ModelRunner(Runner):
     ) -> list[Report]:
         filled = [*micro_batches, *_fillers(micro_batches, self.layout)]
         cp_sizes = [*(cp_sizes or []), *[self.layout.cp] * (len(filled) - len(cp_sizes or []))]
-        token_shards = [self.groups.token_shard(cp_size) for cp_size in cp_sizes]
-        description = (self._frequencies, self._attention_scaling)
-        stage = self.stage(self.groups.coordinates.pp)
         trains = not forward_only
-        make = partial(
-            make_micro_batch,
-            stage=stage,
-            hidden_offset=self._hidden_offset,
-            replayed=replayed_layers(self.table.config, stage),
-            multiple=token_multiple(self.chunks[0].config),
-            zigzag=exchanges_keys(self.megatron),
-            multi_token=trains and self.multi_token_factor > 0,
-            balanced=trains and self.balance_factors[0] > 0,
-        )
-        prepared = [
-            make(rows, *description, token_shard) for rows, token_shard in zip(filled, token_shards, strict=True)
-        ]
+        prepared = [self.pack(rows, cp_size, trains) for rows, cp_size in zip(filled, cp_sizes, strict=True)]
 
         def step(iterator: Any, model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
             micro = next(iterator)
@@ -276,10 +282,8 @@ def _without_division(
     return loss, torch.zeros((), dtype=torch.int, device=output.device), report
 
 
-def check_layout(
-    config: HFConfig, layout: Layout, kernels: Kernels = "torch", megatron: MegatronConfig | None = None
-) -> None:
+def check_layout(config: HFConfig, layout: Layout, spec: ModelSpec) -> None:
     """Checks that a model can be trained on a layout."""
-    weight_table(config).check_layout(layout, kernels)
-    if megatron is None or not exchanges_keys(megatron):
+    weight_table(config).check_layout(layout, spec.kernels)
+    if not exchanges_keys(spec.megatron):
         layout.check_context(config.heads, config.linear_value_heads)

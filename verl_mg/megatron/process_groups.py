@@ -31,9 +31,10 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from verl_mg import device
-from verl_mg.distributed.groups import ProcessGroups
+from verl_mg.distributed.collectives import ProcessGroups
 from verl_mg.layout import Coordinates, Layout, Placement
-from verl_mg.layout.group_ranks import group_ranks, proper_divisors, smaller_cp_groups
+from verl_mg.layout.placement import group_ranks, proper_divisors, smaller_cp_groups
+from verl_mg.megatron.core_version import MEGATRON, group_globals, ranks_in_groups, set_group_globals
 from verl_mg.training.token_order import TokenShard
 
 
@@ -66,16 +67,16 @@ class ParallelGroups:
         is_whole_job = len(placement.ranks) == dist.get_world_size()
         # The other groups have only NCCL on GPUs: a gloo half would connect each pair of their ranks.
         self.host_group = None if is_whole_job else process_groups.of(placement.ranks, "gloo")
-        previous = _globals()
-        _set_globals(dict.fromkeys(previous, None) | {"_HYBRID_DP_CP_GROUPS": {}})
+        previous = group_globals()
+        set_group_globals(dict.fromkeys(previous, None) | {"_HYBRID_DP_CP_GROUPS": {}})
         try:
             _initialize_model_parallel(placement, made)
             if self.is_member:
                 tensor_parallel.random.model_parallel_cuda_manual_seed(seed)
                 self.collection = ProcessGroupCollection.use_mpu_process_groups()
-            self._stored = _globals()
+            self._stored = group_globals()
         finally:
-            _set_globals(previous)
+            set_group_globals(previous)
         self.dynamic_cp = dynamic_cp
         self._cp_groups = {placement.layout.cp: getattr(self.collection, "cp", None)}
         if dynamic_cp:
@@ -106,13 +107,13 @@ class ParallelGroups:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Context manager: `parallel_state` returns the groups of this placement inside."""
-        previous = _globals()
-        _set_globals(self._stored)
+        previous = group_globals()
+        set_group_globals(self._stored)
         try:
             yield
         finally:
-            self._stored = _globals()
-            _set_globals(previous)
+            self._stored = group_globals()
+            set_group_globals(previous)
 
     def placement_as_world(self) -> AbstractContextManager[None]:
         """Context manager: object collectives without a group cover the placement's ranks only."""
@@ -121,7 +122,8 @@ class ParallelGroups:
         def gather_members(objects: list[Any], local: Any, group: dist.ProcessGroup | None = None) -> None:
             gather(objects, local, all_members if group is None else group)
 
-        return _replaced(dist, get_world_size=_world_size_of(self.placement.ranks), all_gather_object=gather_members)
+        size = _world_size_of(self.placement.ranks)
+        return MEGATRON.replaced(dist, get_world_size=size, all_gather_object=gather_members)
 
 
 def _local_cp_groups(placement: Placement, made: Mapping[tuple[int, ...], Any]) -> dict[int, dist.ProcessGroup]:
@@ -140,14 +142,8 @@ def _initialize_model_parallel(placement: Placement, made: Mapping[tuple[int, ..
         group = made[tuple(sorted(ranks))]
         return dist.GroupMember.NON_GROUP_MEMBER if group is None else group
 
-    class Generator(parallel_state.RankGenerator):
-        """Maps indices in the layout to ranks of the job."""
-
-        def get_ranks(self, token: str) -> list[list[int]]:
-            return [[placement.ranks[index] for index in group] for group in super().get_ranks(token)]
-
     size = _world_size_of(placement.ranks)
-    with _replaced(dist, get_world_size=size, new_group=group_of), _replaced(parallel_state, RankGenerator=Generator):
+    with MEGATRON.replaced(dist, get_world_size=size, new_group=group_of), ranks_in_groups(placement.ranks):
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tp,
             pipeline_model_parallel_size=layout.pp,
@@ -163,27 +159,3 @@ def _world_size_of(ranks: Sequence[int]) -> Callable[..., int]:
     """Returns a `get_world_size` for which the given ranks are the world."""
     get_world_size = dist.get_world_size
     return lambda group=None: len(ranks) if group is None else get_world_size(group)
-
-
-@contextmanager
-def _replaced(owner: Any, **values: Any) -> Iterator[None]:
-    previous = {name: getattr(owner, name) for name in values}
-    vars(owner).update(values)
-    try:
-        yield
-    finally:
-        vars(owner).update(previous)
-
-
-def _globals() -> dict[str, Any]:
-    # Its list of all groups is replaced too: it would keep the groups of every layout, and their threads, alive.
-    every_group = "_global_process_group_list"
-    return {
-        name: value
-        for name, value in vars(parallel_state).items()
-        if (name.startswith("_") and name.isupper()) or name == every_group
-    }
-
-
-def _set_globals(values: dict[str, Any]) -> None:
-    vars(parallel_state).update(values)

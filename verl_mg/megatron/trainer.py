@@ -5,51 +5,67 @@ An update on this backend, see `training.trainer` for what surrounds it:
     micro-batches     gradients are added to DDP's float32 buffers, flat memory of many weights
     end of the pass   buffers are summed over data-parallel ranks, each of which has a range of the sum
     step              each rank updates its range, in float32; ranges are gathered into the weights of the model
+
+Without an auxiliary loss (DeepSeek-V3, arXiv:2412.19437, section 2.1.2; arXiv:2408.15664, algorithm 1) experts are
+balanced by the bias that a router adds to the scores for the choice of experts: after each optimizer step
+
+    b_i += u * sign(mean load - load_i)
+
+with the loads over all tokens of the mini-batch, on whatever ranks and in whatever micro-batches they are. Counts are
+integers, so biases are bitwise the same under every layout that routes tokens alike.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from torch import Tensor, UntypedStorage
 
-from verl_mg.batch import Batch
 from verl_mg.checkpoint.sharded_safetensors import StoredBox
-from verl_mg.config import GuardConfig, OptimizerConfig
+from verl_mg.config import GuardConfig, MegatronConfig, OptimizerConfig
 from verl_mg.distributed.collectives import sum_over_ranks
-from verl_mg.megatron.expert_loads import ExpertLoads
-from verl_mg.megatron.model_runner import ModelRunner
+from verl_mg.megatron.balance_losses import BalanceLosses
+from verl_mg.megatron.config_fields import DDP, OPTIMIZER, build_config, given_fields
+from verl_mg.megatron.model_runner import MegatronRunner
 from verl_mg.megatron.multi_token import copy_embedding, count_predicted
 from verl_mg.megatron.muon import use_muon
-from verl_mg.megatron.optimizer_config import ddp_config, optimizer_config
+from verl_mg.megatron.optimizer_state import (
+    gradient_buffers,
+    inner_optimizers,
+    make_moments,
+    optimizer_state,
+    optimizer_storages,
+    snapshot,
+    steps_taken,
+    use_fused_step,
+    weights_from_optimizer,
+)
 from verl_mg.megatron.parameter_gathers import ParameterGathers
-from verl_mg.megatron.sharded_state import make_moments, optimizer_state, steps_taken, weights_from_optimizer
-from verl_mg.megatron.storages import gradient_buffers, inner_optimizers, optimizer_storages, snapshot, use_fused_step
+from verl_mg.megatron.routing import Router
 from verl_mg.megatron.streamed_adamw import stream_weights
-from verl_mg.training.learning_rate import LearningRateSchedule
 from verl_mg.training.microbatch import MicroBatch
 from verl_mg.training.runner import LossClosure, Report
 from verl_mg.training.storages import storages
-from verl_mg.training.token_outputs import TokenOutputs
-from verl_mg.training.trainer import Trainer as BaseTrainer
-from verl_mg.training.trainer import to_host
+from verl_mg.training.trainer import LearningRateSchedule, MiniBatch, Objective, Trainer, to_host
 from verl_mg.training.update_guard import NON_FINITE_BUFFERS, count_non_finite
 
 MULTI_TOKEN_LOSS = "mtp_loss"
 """Metric: the loss of multi-token prediction in nats, without its factor; it is not a part of `loss`."""
 
 
-class Trainer(BaseTrainer):
+class MegatronTrainer(Trainer):
     """Model with gradients and an optimizer, both only on the ranks of its placement."""
 
     def __init__(
-        self, runner: ModelRunner, config: OptimizerConfig, guard: GuardConfig | None = None, name: str = "actor"
+        self, runner: MegatronRunner, config: OptimizerConfig, guard: GuardConfig | None = None, name: str = "actor"
     ) -> None:
         super().__init__(runner, config, guard, name)
         self.runner = runner
@@ -57,8 +73,8 @@ class Trainer(BaseTrainer):
             self._build(runner, config)
             self._last_good = snapshot(runner, self.optimizer) if self._guard.rolls_back else None
 
-    def _build(self, runner: ModelRunner, config: OptimizerConfig) -> None:
-        ddp = ddp_config(runner.megatron)
+    def _build(self, runner: MegatronRunner, config: OptimizerConfig) -> None:
+        ddp = ddp_config(runner.spec.megatron)
         with runner.groups.active(), runner.groups.placement_as_world(), optimizer_calls():
             runner.model_chunks = [
                 # As in Megatron-LM's training loop: reductions of later chunks overlap with passes of others anyway.
@@ -66,7 +82,7 @@ class Trainer(BaseTrainer):
                 for number, chunk in enumerate(runner.chunks)
             ]
             self.optimizer = get_megatron_optimizer(
-                optimizer_config(config, runner.megatron, runner.dtype),
+                optimizer_config(config, runner.spec.megatron, runner.dtype),
                 runner.model_chunks,
                 use_gloo_process_groups=False,
             )
@@ -100,38 +116,40 @@ class Trainer(BaseTrainer):
         return storages(gradient_buffers(self.runner))
 
     def _compute_gradients(
-        self,
-        micro_batches: Sequence[Batch],
-        temperature: float,
-        loss_closure: LossClosure,
-        cp_sizes: Sequence[int] | None,
-        outputs: TokenOutputs,
+        self, mini_batch: MiniBatch, objective: Objective, loss_closure: LossClosure
     ) -> list[dict[str, float]]:
         with self.runner.timer("optimizer"):
             for chunk in self.runner.model_chunks:
                 chunk.zero_grad_buffer()  # type: ignore[operator]
             self.optimizer.zero_grad()
             self._expert_loads.clear()
-            counts = self._count(micro_batches, cp_sizes)
+            counts = self._count(mini_batch)
             if self._expert_loads.losses:
                 self._expert_loads.losses.num_rows, self._expert_loads.losses.num_tokens = counts[:2]
             # With pipeline stages the last one has a copy of the embedding, which the last step has changed.
             if self.runner.multi_token_factor:
                 copy_embedding(self.runner.chunks, self.runner.groups)
                 loss_closure = self._with_multi_token_loss(loss_closure, counts[2])
-        reports = self.runner.run(micro_batches, temperature, loss_closure, False, cp_sizes, outputs)
+        micro_batches, cp_sizes = mini_batch.micro_batches, mini_batch.cp_sizes
+        reports = self.runner.run(
+            micro_batches, objective.temperature, loss_closure, False, cp_sizes, objective.outputs
+        )
         selected = [report for report in self.runner.select_outputs(reports, cp_sizes) if report is not None]
         with self.runner.timer("optimizer"):
             non_finite = count_non_finite(gradient_buffers(self.runner))
             loads = self._expert_loads.sum_over_ranks()
         return to_host([*selected, {NON_FINITE_BUFFERS: non_finite} | loads])
 
-    def _count(self, micro_batches: Sequence[Batch], cp_sizes: Sequence[int] | None) -> tuple[float, float, float]:
+    def _count(self, mini_batch: MiniBatch) -> tuple[float, float, float]:
         """Returns the rows of a mini-batch, their tokens, and those that multi-token prediction predicts."""
         # They are at least 1, and not counted where no loss has them as its divisor.
         if not (self.runner.multi_token_factor or self._expert_loads.losses):
             return 1.0, 1.0, 1.0
-        selected = [rows for rows in self.runner.select_outputs(micro_batches, cp_sizes) if rows is not None]
+        selected = [
+            rows
+            for rows in self.runner.select_outputs(mini_batch.micro_batches, mini_batch.cp_sizes)
+            if rows is not None
+        ]
         counts = [
             {"rows": len(rows), "tokens": rows.total_tokens, "predicted": count_predicted(rows)} for rows in selected
         ]
@@ -198,3 +216,89 @@ def _unhook(models: list[Any]) -> None:
         model.grad_accs.clear()
         # Methods of the optimizer, whose shards reference the same nodes, and of the model.
         model.config.grad_scale_func = model.config.no_sync_func = None
+
+
+def ddp_config(megatron: MegatronConfig) -> DistributedDataParallelConfig:
+    """Creates the configuration of gradient buffers and their reduction."""
+    given = given_fields("ddp", DistributedDataParallelConfig, megatron.ddp, DDP)
+    # Gradients of bfloat16 weights are summed in float32 too, over micro-batches and over ranks.
+    fields = {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True}
+    return build_config("ddp", DistributedDataParallelConfig, fields, given)
+
+
+def optimizer_config(config: OptimizerConfig, megatron: MegatronConfig, dtype: torch.dtype) -> MegatronOptimizerConfig:
+    """Creates the configuration of the optimizer."""
+    given = given_fields("optimizer", MegatronOptimizerConfig, megatron.optimizer, OPTIMIZER)
+    fields = {
+        "optimizer": "adam",
+        "lr": config.lr,
+        "min_lr": config.min_lr,
+        "weight_decay": config.weight_decay,
+        "adam_beta1": config.betas[0],
+        "adam_beta2": config.betas[1],
+        "adam_eps": config.eps,
+        "clip_grad": config.clip_grad,
+        "use_distributed_optimizer": True,
+        "bf16": dtype is torch.bfloat16,
+        "params_dtype": dtype,
+        "overlap_param_gather": ddp_config(megatron).overlap_param_gather,
+    }
+    if megatron.transformer.get("fp8"):
+        fields["fp8_recipe"] = megatron.transformer.get("fp8_recipe", "delayed")
+    return build_config("optimizer", MegatronOptimizerConfig, fields, given)
+
+
+MAX_LOAD = "max_expert_load"
+"""Metric: the largest load of an expert as a multiple of the mean load, averaged over the layers with experts."""
+
+
+class ExpertLoads:
+    """Loads of all experts of a trained model on a rank of its placement.
+
+    Attributes:
+        losses: auxiliary losses that the routers compute; None without.
+    """
+
+    def __init__(self, runner: MegatronRunner) -> None:
+        self._routers = [m for chunk in runner.chunks for m in chunk.modules() if isinstance(m, Router)]
+        self._rate = runner.bias_update_rate
+        self._group = runner.groups.collection.tp_dp_cp
+        at = runner.groups.coordinates
+        self._reports = at.tp == at.cp == at.dp == 0
+        experts = runner.table.config.experts
+        self._layers = len(experts.layers) + (runner.multi_token_factor > 0) if experts else 0
+        self._loads = torch.empty(0)  # (layers of this rank with experts, experts) int64
+        balance, z = runner.balance_factors
+        self.losses = BalanceLosses(balance, z, runner.groups.collection.tp) if balance or z else None
+
+    def clear(self) -> None:
+        """Sets the sums to 0, for the next mini-batch."""
+        if self.losses:
+            self.losses.sums = None
+        if self._routers:
+            first = self._routers[0]
+            shape = len(self._routers), first.config.num_moe_experts
+            self._loads = torch.zeros(shape, dtype=torch.int64, device=first.weight.device)
+        for router, load in zip(self._routers, self._loads, strict=True):
+            router.losses, router.load = self.losses, load
+
+    def sum_over_ranks(self) -> dict[str, Tensor]:
+        """Completes the loads and returns this rank's part of the metrics, to be summed; a collective."""
+        if not self._routers:
+            return {}
+        losses = {} if self.losses is None else self.losses.report(self._layers)
+        dist.all_reduce(self._loads, group=self._group)
+        # All ranks of a pipeline stage have the same sums now: one of them reports.
+        if not self._reports:
+            return losses
+        loads = self._loads.double()
+        mean = loads.mean(1).clamp_min(1 / loads.shape[1])  # a mini-batch without tokens has no loads
+        return losses | {MAX_LOAD: (loads.amax(1) / mean).sum() / self._layers}
+
+    def update_biases(self) -> None:
+        """Raises the biases of experts below the mean load, and lowers them above it."""
+        if not self._rate:
+            return
+        for router, load in zip(self._routers, self._loads, strict=True):
+            # The sign of mean - load, in integers: a rounded mean could differ from a load that equals it.
+            router.expert_bias += self._rate * (load.sum() - load * len(load)).sign()

@@ -6,9 +6,10 @@ Every family of the weight table can be built and trained.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.fp4_utils import get_fp4_align_size
 from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -22,19 +23,19 @@ from verl_mg.config import MegatronConfig, Recompute
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout
 from verl_mg.megatron.attention import PackedAttention
-from verl_mg.megatron.config_fields import build_config, check_values, given_fields
+from verl_mg.megatron.config_fields import TRANSFORMER, build_config, check_values, given_fields
 from verl_mg.megatron.core_version import submodules
 from verl_mg.megatron.experts import ExpertsLayer, GroupedExperts
 from verl_mg.megatron.joint_norms import JointlyNormedAttention
 from verl_mg.megatron.latent_attention import MultiLatentAttention, PackedMLA
 from verl_mg.megatron.layers import BiasedRowParallelLinear, NormedRowParallelLinear, RMSNorm
 from verl_mg.megatron.linear_attention import linear_attention_spec
-from verl_mg.megatron.refused_fields import TRANSFORMER
 from verl_mg.megatron.routing import IndexRouter, RoutedLayer
 from verl_mg.megatron.sparse_attention import PackedSparseMLA, SparseLatentAttention
 from verl_mg.models.hf_config import HFConfig
 from verl_mg.sharding.megatron import Kernels
-from verl_mg.training.flash_attention import use_fastest_kernels
+from verl_mg.training.model_spec import ModelSpec
+from verl_mg.training.packed_attention import use_fastest_kernels
 
 Fields = dict[str, Any]  # arguments of `TransformerConfig` by name
 
@@ -48,29 +49,22 @@ BIAS_UPDATE_RATE = "moe_router_bias_update_rate"
 """Field of `TransformerConfig` whose default would update the biases of routers; here they are frozen by default."""
 
 
-def transformer_config(
-    c: HFConfig,
-    layout: Layout,
-    dtype: torch.dtype,
-    recompute: Recompute,
-    kernels: Kernels = "torch",
-    megatron: MegatronConfig | None = None,
-) -> TransformerConfig:
+def transformer_config(c: HFConfig, layout: Layout, spec: ModelSpec) -> TransformerConfig:
     """Creates megatron-core's configuration; the fields of `megatron.transformer` replace the job's."""
     kind = MLATransformerConfig if c.latent else TransformerConfig
-    given = given_fields("transformer", kind, megatron.transformer if megatron else {}, TRANSFORMER)
-    check_values(given, transformer_engine=kernels == "transformer_engine")
-    _check_exchange(c, kernels, given.get("cp_comm_type", "a2a"))
+    given = given_fields("transformer", kind, spec.megatron.transformer, TRANSFORMER)
+    check_values(given, transformer_engine=spec.kernels == "transformer_engine")
+    _check_exchange(c, spec.kernels, given.get("cp_comm_type", "a2a"))
     on_gpu = torch.cuda.is_available()
     fields = {
         **_model_fields(c),
         **_latent_attention(c),
         **_experts(c, layout),
         **_parallelism(c, layout),
-        **_kernels(c, kernels),
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
-        "bf16": dtype is torch.bfloat16,
+        **_kernels(c, spec.kernels),
+        "params_dtype": spec.dtype,
+        "pipeline_dtype": spec.dtype,
+        "bf16": spec.dtype is torch.bfloat16,
         # Losses are normalized over the whole mini-batch: gradients are summed, never divided again.
         "calculate_per_token_loss": True,
         # Every weight is loaded.
@@ -80,7 +74,7 @@ def transformer_config(
         "bias_dropout_fusion": on_gpu,
         "bias_activation_fusion": on_gpu,
         "masked_softmax_fusion": False,
-        **_recomputation(recompute),
+        **_recomputation(spec.recompute),
     }
     if on_gpu and c.activation == "gelu_pytorch_tanh" and given.get("bias_activation_fusion", True):
         # megatron-core's fused product with a gate computes the tanh approximation under this name.
@@ -318,3 +312,40 @@ def _norms_inside_attention(c: HFConfig) -> bool:
     """Returns whether megatron-core builds norms in attention: of heads, or of the latents of latent attention."""
     # It sums the gradients of such norms over the tensor-parallel ranks; the weights in `joint_norms` are shards.
     return (c.qk_norm and not c.joint_qk_norm) or c.latent is not None
+
+
+def resolve_kernels(setting: Literal["auto", Kernels], dtype: torch.dtype, model: HFConfig | None = None) -> Kernels:
+    """Returns the kernels of a model."""
+    # With `auto` they are Transformer Engine's for bfloat16 on GPUs where it is installed. It multiplies float32
+    # matrices in TensorFloat-32, which has 10 bits of precision: models in float32 use torch's kernels unless it is
+    # requested.
+    if setting == "torch":
+        return "torch"
+    problem = _problem(model)
+    if setting == "auto":
+        return "torch" if problem or dtype is torch.float32 else "transformer_engine"
+    if problem:
+        raise UserError(f"model.kernels: {problem}")
+    return "transformer_engine"
+
+
+def _problem(model: HFConfig | None) -> str | None:
+    """Returns why Transformer Engine cannot be used, with the remedy; None where it can."""
+    if model and model.attention_sinks:
+        return (
+            f"the modules of Transformer Engine have no attention sinks and no biases of experts here, which "
+            f"{model.architecture} needs. Set model.kernels=auto or torch."
+        )
+    if model and model.indexer:
+        return (
+            f"the modules of Transformer Engine have no sparse attention here, which {model.architecture} needs. Set "
+            "model.kernels=auto or torch."
+        )
+    if not torch.cuda.is_available():
+        return "Transformer Engine needs a GPU, and torch finds none here. Set model.kernels=auto or torch."
+    if not HAVE_TE:
+        return (
+            "Transformer Engine cannot be imported. Install launch/requirements-gpu.txt, see docs/install_on_gpus.md, "
+            "or set model.kernels=torch."
+        )
+    return None

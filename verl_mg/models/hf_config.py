@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from verl_mg.errors import UserError
+from verl_mg.models.attention_config import IndexerConfig, LinearConfig, parse_indexer, parse_linear
 from verl_mg.models.hf_families import (
     DEFAULTS,
     FAMILIES,
@@ -21,9 +23,8 @@ from verl_mg.models.hf_families import (
     rope_fields,
     rope_type,
 )
-from verl_mg.models.indexer_config import IndexerConfig, parse_indexer
-from verl_mg.models.linear_config import LinearConfig, parse_linear
-from verl_mg.models.tensor_names import names_of_tensors, stacks_experts
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ class HFConfig:
     latent: LatentConfig | None = None  # latent attention; None for grouped-query attention
     experts: ExpertsConfig | None = None  # mixture of experts; None for a dense model
     multi_token: MultiTokenConfig | None = None
-    """Layer of multi-token prediction; None without, and where it is left out, see `multi_token`."""
+    """Layer of multi-token prediction; None without, and where it is left out, see `hf_tensors`."""
 
     def has_experts(self, layer: int) -> bool:
         """Returns whether a layer (from 0) is a mixture of experts; multi-token prediction is where others are."""
@@ -391,3 +392,31 @@ def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
     if value is None:
         return ()
     return tuple(value) if isinstance(value, list) else (int(value),)
+
+
+def weight_map(folder: Path) -> dict[str, str] | None:
+    """Returns {tensor: name of its file} of the index of a directory; None without an index."""
+    index = folder / INDEX
+    if not index.exists():
+        return None
+    try:
+        return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{index}: not a safetensors index ({error}). Download the model again.") from None
+
+
+def names_of_tensors(folder: Path) -> Collection[str]:
+    """Returns the names in the index of a directory, or in its only file; () where it has neither."""
+    try:
+        if (files := weight_map(folder)) is not None:
+            return files
+        # Only the header, which follows its length of 8 bytes: the file may be many GB.
+        with open(folder / SINGLE, "rb") as file:
+            return frozenset(json.loads(file.read(int.from_bytes(file.read(8), "little"))))
+    except (UserError, OSError, ValueError, LookupError, TypeError):  # reported where the weights are read
+        return ()
+
+
+def stacks_experts(names: Collection[str], prefix: str) -> bool:
+    """Returns whether files stack the experts of layers with this prefix, by projection (Qwen3.5)."""
+    return any(name.startswith(prefix) and name.endswith(".mlp.experts.gate_up_proj") for name in names)

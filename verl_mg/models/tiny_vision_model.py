@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from verl_mg.errors import UserError
-from verl_mg.models.linear_config import LAYER_TYPES
+from verl_mg.models.attention_config import LAYER_TYPES
 from verl_mg.models.tiny_model import character_tokenizer, linear_attention_fields, mixture_fields, perturb_vectors
 
 if TYPE_CHECKING:

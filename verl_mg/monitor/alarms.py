@@ -26,13 +26,10 @@ from verl_mg.config.alarm import Condition
 from verl_mg.errors import UserError
 from verl_mg.jsonl import read_lines
 
-POST_SECONDS = 10.0
-"""Time limit of a request to the URL of an alarm."""
+POST_SECONDS = 10.0  # time limit of a request to the URL of an alarm
 POST_ATTEMPTS = 3
-PAUSE_SECONDS = 1.0
-"""Pause between two attempts."""
-EVALUATION = "eval/"
-"""Prefix of the metrics that only some iterations have."""
+PAUSE_SECONDS = 1.0  # pause between two attempts
+EVALUATION = "eval/"  # prefix of the metrics that only some iterations have
 
 log = logging.getLogger(__name__)
 
@@ -49,10 +46,8 @@ def check_alarms(alarms: Mapping[str, AlarmConfig]) -> None:
 class _Watch:
     config: AlarmConfig
     condition: Condition
-    count: int = 0
-    """Iterations in a row in which the condition holds."""
-    known: bool = False
-    """Whether the metric was seen, or reported as unknown."""
+    count: int = 0  # iterations in a row in which the condition holds
+    known: bool = False  # whether the metric was seen, or reported as unknown
 
     def update(self, value: float) -> bool:
         """Counts an iteration; returns whether the alarm fires, once until the condition does not hold any more."""
@@ -64,10 +59,7 @@ class _Watch:
 
 
 class Alarms:
-    """Checks the metrics of each iteration, logs alarms and sends them to their URLs.
-
-    `metrics` is the file with earlier iterations, which are counted up to `first_step`; `run` is the name in messages.
-    """
+    """Checks the metrics of each iteration, logs alarms and sends them to their URLs."""
 
     def __init__(self, alarms: Mapping[str, AlarmConfig], run: str, metrics: Path, first_step: int) -> None:
         self._run, self._posts = run, list[threading.Thread]()

@@ -10,8 +10,7 @@ from datetime import timedelta
 
 METRICS = "metrics.jsonl"
 
-Line = Mapping[str, float | None]
-"""Metrics of one step."""
+Line = Mapping[str, float | None]  # metrics of one step
 
 # Number of latest iterations in the estimate: response lengths change while a policy learns.
 WINDOW = 10

@@ -13,7 +13,6 @@ know metrics whose names come with the run.
 from __future__ import annotations
 
 import json
-import os
 import re
 import socket
 import threading
@@ -27,17 +26,15 @@ from types import TracebackType
 from verl_mg.config import Config
 from verl_mg.distributed.world import World
 from verl_mg.errors import UserError
+from verl_mg.jsonl import replacing
 from verl_mg.monitor.status import StatusFile
 from verl_mg.monitor.trackers import run_name
 
-TARGETS = "prometheus.json"
-"""File in the run folder with the address of the endpoint."""
-PATH = "/metrics"
-"""Path of the metrics, Prometheus's default."""
+TARGETS = "prometheus.json"  # file in the run folder with the address of the endpoint
+PATH = "/metrics"  # path of the metrics, Prometheus's default
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Type of the text format, see https://prometheus.io/docs/instrumenting/exposition_formats/."""
-PREFIX = "verl_mg_"
-"""Prefix of the names of all metrics."""
+PREFIX = "verl_mg_"  # prefix of the names of all metrics
 ANY_ADDRESS = ("0.0.0.0", "::")
 """Addresses that listen on all interfaces; other machines reach them by the name of the host."""
 
@@ -46,12 +43,10 @@ ANY_ADDRESS = ("0.0.0.0", "::")
 class Gauge:
     """A metric with its values by label values."""
 
-    name: str
-    """Name, as `metric_name` returns it."""
+    name: str  # name, as `metric_name` returns it
     help: str
     value: float
-    labels: Mapping[str, str] = field(default_factory=dict)
-    """Labels in addition to the labels that all metrics have."""
+    labels: Mapping[str, str] = field(default_factory=dict)  # labels in addition to the labels that all metrics have
 
 
 def metric_name(name: str) -> str:
@@ -76,7 +71,8 @@ def exposition(gauges: Iterable[Gauge], common: Mapping[str, str]) -> str:
     for name, family in families.items():
         text = next(iter(family.values())).help.replace("\\", "\\\\").replace("\n", "\\n")
         lines += [f"# HELP {name} {text}", f"# TYPE {name} gauge"]
-        lines += [f"{name}{{{labels}}} {_number(gauge.value)}" for labels, gauge in family.items()]
+        # `repr` writes all digits, and nan, inf and -inf as Prometheus reads them too.
+        lines += [f"{name}{{{labels}}} {float(gauge.value)!r}" for labels, gauge in family.items()]
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -148,11 +144,9 @@ class PrometheusEndpoint:
     def _write_target(self, port: int) -> None:
         host = socket.gethostname() if self._host in ANY_ADDRESS else self._host
         target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        # Renamed, since Prometheus may read the file at any time; without it, the run is only not found.
-        partial = self._file.with_name(TARGETS + ".new")
-        with suppress(OSError):
-            partial.write_text(json.dumps([{"targets": [target]}]) + "\n", encoding="utf-8")
-            os.replace(partial, self._file)
+        # Prometheus may read the file at any time; without it, the run is only not found.
+        with suppress(OSError), replacing(self._file) as file:
+            file.write_text(json.dumps([{"targets": [target]}]) + "\n", encoding="utf-8")
 
 
 class _Server(ThreadingHTTPServer):
@@ -190,8 +184,3 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _escaped(text: str) -> str:
     return text.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
-
-
-def _number(value: float) -> str:
-    """Returns a value with all digits; `repr` writes nan, inf and -inf as Prometheus reads them too."""
-    return repr(float(value))

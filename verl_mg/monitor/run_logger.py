@@ -18,27 +18,36 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from verl_mg.batch import Batch
 from verl_mg.config import Config
+from verl_mg.data import PromptFeed
 from verl_mg.distributed.collectives import broadcast_json
 from verl_mg.job.job import Job
 from verl_mg.jsonl import read_lines
 from verl_mg.monitor.alarms import Alarms, check_alarms
-from verl_mg.monitor.profile import Profile, Timeline
+from verl_mg.monitor.metrics import (
+    ResourceSampler,
+    Throughput,
+    device_peak,
+    mismatch_metrics,
+    rollout_metrics,
+    weight_sync_rate,
+)
+from verl_mg.monitor.profile import Profile, Timeline, TorchProfile, check_profile
 from verl_mg.monitor.progress import METRICS, summary
-from verl_mg.monitor.resources import ResourceSampler
-from verl_mg.monitor.reward_curve import plot_reward_curve
-from verl_mg.monitor.rollout_metrics import mismatch_metrics, rollout_metrics
-from verl_mg.monitor.sample_schema import SAMPLES, FileMetadata, fingerprint
-from verl_mg.monitor.sample_table import SampleTable, sample_table
+from verl_mg.monitor.sample_schema import PART, SAMPLES, FileMetadata, fingerprint
 from verl_mg.monitor.sample_writer import SampleWriter
 from verl_mg.monitor.status import StatusFile
-from verl_mg.monitor.throughput import Throughput, device_peak, weight_sync_rate
-from verl_mg.monitor.torch_profile import TorchProfile, check_profile
-from verl_mg.monitor.trackers import Tracker, build_trackers, check_services, run_name
+from verl_mg.monitor.trackers import SampleTable, Tracker, build_trackers, check_services, run_name
+from verl_mg.monitor.trackers.files import plot_reward_curve
+from verl_mg.roles.reward import row_to_sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 CURVE, TIMELINE = "reward_curve.png", "timeline"
 
@@ -53,11 +62,7 @@ def check_monitoring(config: Config, ranks: int) -> None:
 
 
 class RunLogger:
-    """Writes the metrics, samples, timelines and profiles of a job. Every rank has one; rank 0 writes shared files.
-
-    Entries of an earlier start from iteration `first` on are removed. On rank 0 `stop_reason` is the alarm for which
-    the run must stop; "" where there is none.
-    """
+    """Writes metrics, samples and timelines of a job from iteration `first` on; rank 0 writes shared files."""
 
     def __init__(self, recipe: str, job: Job, status: StatusFile, first: int, endpoint: Tracker) -> None:
         config, rank = job.config, dist.get_rank()
@@ -95,7 +100,9 @@ class RunLogger:
                 for batch in produced:
                     metrics |= self._job.observe(batch)
                 self._samples.write(iteration, self._job.rollout.records, self._job.trained_batches)
-                self._table = self._shown_samples(iteration, produced)
+                # Only rank 0, with rows that it has, so no collective is needed.
+                limit = self._job.config.tracking.samples if dist.get_rank() == 0 else 0
+                self._table = sample_table(produced, limit, iteration, self._job.prompts, self._job.tokenizer)
         seconds = time.perf_counter() - self._started
         rates = self._throughput.iteration(produced, seconds, self._resources.take())
         rates |= weight_sync_rate(metrics, dist.get_world_size())
@@ -115,11 +122,6 @@ class RunLogger:
             self._status.log(step, metrics)
             self._timeline.write(step)
 
-    def _shown_samples(self, iteration: int, produced: Sequence[Batch]) -> SampleTable | None:
-        """Returns the samples for services, only on rank 0 and from its own rows, so no collective is needed."""
-        limit = self._job.config.tracking.samples if dist.get_rank() == 0 else 0
-        return sample_table(produced, limit, iteration, self._job.prompts, self._job.tokenizer) if limit else None
-
     def close(self) -> None:
         """Closes trackers and alarms, and prints the summary on rank 0; collective."""
         self._resources.close()
@@ -133,6 +135,29 @@ class RunLogger:
             pictures = f", curve {curve}, samples {self._output / SAMPLES}" if curve else ""
             print(summary(read_lines(self._output / METRICS)), phases, sep="\n")
             print(f"metrics {self._output / METRICS}{pictures}", flush=True)
+
+
+def sample_table(
+    batches: Sequence[Batch], limit: int, iteration: int, prompts: PromptFeed, tokenizer: PreTrainedTokenizerBase
+) -> SampleTable | None:
+    """Makes a table for services of at most `limit` samples of this rank; None without samples."""
+    # Equally far apart, since neighbours have the same prompt.
+    # Of an agent's sample the last row, which contains the whole conversation unless it was rewritten.
+    samples = [(batch, int(row)) for batch in batches for row in batch.last_rows]
+    shown = [samples[i * len(samples) // limit] for i in range(limit)] if limit < len(samples) else samples
+    names = dict.fromkeys(name for batch in batches for name in batch.names() if name.startswith(PART))
+    columns = ("iteration", "prompt", "response", "answer", "reward", *(name.removeprefix(PART) for name in names))
+    rows: list[list[str | float | None]] = []
+    for batch, row in shown:
+        sample = row_to_sample(batch, row, prompts, tokenizer)
+        scores = [_number(batch, name, row) for name in ("reward", *names)]
+        rows.append([float(iteration), sample.prompt, sample.response, sample.answer, *scores])
+    return SampleTable(columns, rows) if rows else None
+
+
+def _number(batch: Batch, name: str, row: int) -> float | None:
+    value = float(batch[name][row]) if name in batch else float("nan")
+    return value if value == value else None
 
 
 def _sample_writer(job: Job, recipe: str) -> SampleWriter:

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from verl_mg.batch import Batch, ColumnKind
 from verl_mg.errors import UserError
-from verl_mg.monitor.image_files import COLUMN as IMAGES
-from verl_mg.monitor.image_files import ImageFiles
+from verl_mg.monitor.sample_schema import COLUMN as IMAGES
 from verl_mg.monitor.sample_schema import (
     COLUMN_RENAMES,
     CONVERSATION,
@@ -24,6 +23,7 @@ from verl_mg.monitor.sample_schema import (
     SAMPLES,
     ColumnSchema,
     FileMetadata,
+    ImageFiles,
     file_of,
     iteration_folder,
 )

@@ -18,15 +18,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import pyarrow as pa
 from torch import Tensor
 
 from verl_mg.batch import Batch, ColumnKind
+from verl_mg.errors import UserError
+from verl_mg.images import Image, RowImages, distinct_images
+from verl_mg.jsonl import replacing
 
 SAMPLES = "samples"
 NUMBERS = {
@@ -38,13 +42,11 @@ NUMBERS = {
 """Sequence columns of every file; `reward` is null where nothing was scored."""
 TOKENS = {"tokens": pa.int32(), "loss_mask": pa.bool_(), "policy_versions": pa.int64()}
 """Token columns of every batch."""
-TEXTS = ("prompt", "response", "answer", "source", "finish")
-"""Text columns of every file."""
+TEXTS = ("prompt", "response", "answer", "source", "finish")  # text columns of every file
 CONVERSATION = "conversation"
 """Text column with the conversation of an agent as JSON, in the first row of each trajectory; null in others and
 without agents. `rows.conversations.conversation_of` makes it."""
-PARTS = pa.map_(pa.string(), pa.float32())
-"""Type of the column `parts`: the parts of the reward by name."""
+PARTS = pa.map_(pa.string(), pa.float32())  # type of the column `parts`: the parts of the reward by name
 TURNS = pa.list_(pa.struct([("by", pa.string()), ("start", pa.int32()), ("end", pa.int32())]))
 """Type of the column `turns`: ranges of the response by the policy or by tools."""
 PART, RECEIVED = "reward.", "received."
@@ -53,19 +55,17 @@ COLUMN_RENAMES = {"answer": "answer_key"}
 """Columns of a batch that have another name in the file, in which `answer` is the correct answer."""
 
 _METADATA = b"verl_mg"
-_EDGE_BYTES = 2**16
-"""Bytes at the end of a weight file that a fingerprint reads, instead of all of them."""
+_EDGE_BYTES = 2**16  # bytes at the end of a weight file that a fingerprint reads, instead of all of them
+COLUMN = "images"  # column of a file of samples: keys of the images of a row; only where rows have images
 
 
 @dataclass(frozen=True)
 class ColumnSchema:
     """Type of a column of a batch."""
 
-    kind: int
-    """Unit of an entry (token, sequence, ...), a `ColumnKind`."""
+    kind: int  # unit of an entry (token, sequence, ...), a `ColumnKind`
     dtype: str
-    rest: tuple[int, ...]
-    """Its dimensions after the first."""
+    rest: tuple[int, ...]  # its dimensions after the first
 
 
 @dataclass(frozen=True)
@@ -73,13 +73,10 @@ class FileMetadata:
     """Facts about the samples that the columns of a file do not show."""
 
     recipe: str
-    model: str
-    """`fingerprint` of the initial model."""
+    model: str  # `fingerprint` of the initial model
     ranks: int
-    rows: int = 0
-    """Rows of the iteration on this rank, recorded or not."""
-    calls: tuple[Mapping[str, ColumnSchema], ...] = ()
-    """The columns of each batch as it was received."""
+    rows: int = 0  # rows of the iteration on this rank, recorded or not
+    calls: tuple[Mapping[str, ColumnSchema], ...] = ()  # the columns of each batch as it was received
 
     def metadata(self) -> dict[bytes, bytes]:
         """Returns the metadata of the Parquet file."""
@@ -93,14 +90,10 @@ class FileMetadata:
         tree: dict[str, Any] = json.loads(metadata[_METADATA])
         # JSON has lists for the tuples of the classes.
         tree["calls"] = tuple(
-            {name: ColumnSchema(kind, dtype, tuple(rest)) for name, (kind, dtype, rest) in _values(call)}
+            {name: ColumnSchema(c["kind"], c["dtype"], tuple(c["rest"])) for name, c in call.items()}
             for call in tree["calls"]
         )
         return cls(**tree)
-
-
-def _values(call: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, tuple[Any, ...]]]:
-    return [(name, (column["kind"], column["dtype"], column["rest"])) for name, column in call.items()]
 
 
 def iteration_folder(samples: Path, iteration: int) -> Path:
@@ -133,10 +126,7 @@ def schema(others: Mapping[str, pa.DataType], metadata: FileMetadata) -> pa.Sche
 
 
 def arrow_type(kind: ColumnKind, values: Tensor) -> pa.DataType:
-    """Returns the type of a column: sequences float32 or int64, tokens lists of float32 or of the integers themselves.
-
-    Several numbers per row or token are a flat list.
-    """
+    """Returns the type of a column; several numbers per row or token are a flat list."""
     is_float = values.dtype.is_floating_point
     if kind is ColumnKind.SEQUENCE and values.dim() == 1:
         return pa.float32() if is_float else pa.int64()
@@ -153,3 +143,38 @@ def fingerprint(model: Path) -> str:
             weights.seek(-min(size, _EDGE_BYTES), os.SEEK_END)
             digest.update(f"{file.name} {size}".encode() + weights.read())
     return digest.hexdigest()
+
+
+class ImageFiles:
+    """Folder of the images of a run's samples; the ranks write into it independently."""
+
+    def __init__(self, samples: Path) -> None:
+        self._folder = samples / COLUMN
+        # Weak, so that an image is in memory only as long as rows have it.
+        self._read: WeakValueDictionary[str, Image] = WeakValueDictionary()
+
+    def write(self, rows: Iterable[RowImages]) -> None:
+        """Writes the images of rows that are not there yet. OSError where the folder cannot be written."""
+        for key, image in distinct_images(rows).items():
+            file = self._folder / key
+            if not file.exists():
+                self._folder.mkdir(parents=True, exist_ok=True)
+                with replacing(file) as new:  # several ranks may write the same image at the same time
+                    new.write_bytes(image.data)
+
+    def read(self, keys: Iterable[Sequence[str]]) -> list[RowImages]:
+        """Returns the images of rows; UserError where a file is missing or has other contents."""
+        return [tuple(self._image(key) for key in row) for row in keys]
+
+    def _image(self, key: str) -> Image:
+        image = self._read.get(key)
+        if image is None:
+            file = self._folder / key
+            try:
+                image = Image(file.read_bytes())
+            except OSError as error:
+                raise UserError(f"{file}: cannot be read ({error.strerror}). Copy the whole folder again.") from None
+            if image.key != key:  # the key is a digest of the bytes
+                raise UserError(f"{file}: not the image that was recorded. Copy the whole folder again.")
+            self._read[key] = image
+        return image

@@ -2,7 +2,7 @@
 
     RolloutRecord (received, batch, conversations), trained batches
         --> other_columns: columns that the recipe has added or changed
-        --> _table: up to ROWS_PER_TABLE rows with the columns of the file --> .rank-R.parquet.partial
+        --> _table: up to ROWS_PER_TABLE rows with the columns of the file --> a hidden file
         --> renamed to rank-R.parquet
 
 Each rank writes its own file, in the caller's thread.
@@ -11,9 +11,7 @@ Each rank writes its own file, in the caller's thread.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -27,8 +25,8 @@ from torch import Tensor
 
 from verl_mg.batch import Batch, ColumnKind
 from verl_mg.data import PromptFeed
-from verl_mg.monitor.image_files import COLUMN as IMAGES
-from verl_mg.monitor.image_files import ImageFiles
+from verl_mg.jsonl import replacing
+from verl_mg.monitor.sample_schema import COLUMN as IMAGES
 from verl_mg.monitor.sample_schema import (
     COLUMN_RENAMES,
     CONVERSATION,
@@ -40,6 +38,7 @@ from verl_mg.monitor.sample_schema import (
     TOKENS,
     TURNS,
     FileMetadata,
+    ImageFiles,
     arrow_type,
     describe,
     file_of,
@@ -81,24 +80,17 @@ class SampleWriter:
         self._warned = False
 
     def write(self, iteration: int, records: Sequence[RolloutRecord], trained_batches: Sequence[Batch]) -> None:
-        """Writes the samples of an iteration; the file is complete when it returns.
-
-        `records` are the batches that the recipe received, `trained_batches` the batches that roles were trained on.
-        """
+        """Writes the samples of an iteration, as the recipe received them and as roles were trained on them."""
         if self._limit == 0:
             return
         file = file_of(iteration_folder(self._folder, iteration), self._rank)
-        # Readers of all files of a folder skip names that begin with a dot.
-        partial = file.with_name(f".{file.name}.partial")
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            self._write(partial, iteration, records, trained_batches)
-            os.replace(partial, file)
+            with replacing(file) as hidden:
+                self._write(hidden, iteration, records, trained_batches)
             if self._rank == 0:
                 _delete_files_of_further_ranks(file.parent, self._metadata.ranks)
         except (OSError, pa.ArrowException) as error:
-            with suppress(OSError):
-                partial.unlink()
             if not self._warned:
                 log.warning("%s: cannot be written (%s); the run continues without these samples", file, error)
             self._warned = True
@@ -192,8 +184,7 @@ class SampleWriter:
 class _Column:
     kind: ColumnKind
     values: Tensor
-    present: Tensor | None = None
-    """(n,) bool, the rows that have it; None: all."""
+    present: Tensor | None = None  # (n,) bool, the rows that have it; None: all
 
 
 def other_columns(record: RolloutRecord, trained_batches: Sequence[Batch]) -> dict[str, _Column]:

@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from verl_mg.errors import UserError
-from verl_mg.jsonl import read_lines
+from verl_mg.jsonl import read_lines, replacing
 from verl_mg.monitor.progress import METRICS, EtaEstimator, format_seconds
 
 if TYPE_CHECKING:  # it imports torch, and `verl-mg status` must respond immediately
@@ -34,14 +34,10 @@ if TYPE_CHECKING:  # it imports torch, and `verl-mg status` must respond immedia
 STATUS = "status.json"
 State = Literal["starting", "running", "finished", "left", "failed"]
 
-POLL_SECONDS = 1.0
-"""Interval at which the phase is polled; a change is written."""
-HEARTBEAT_SECONDS = 10.0
-"""Interval at which the file is written without a change."""
-SILENCE_SECONDS = 120.0
-"""A run that does not write for this time counts as dead."""
-NOT_FINISHED = 3
-"""Exit code of `verl-mg status`, for scripts that requeue a job."""
+POLL_SECONDS = 1.0  # interval at which the phase is polled; a change is written
+HEARTBEAT_SECONDS = 10.0  # interval at which the file is written without a change
+SILENCE_SECONDS = 120.0  # a run that does not write for this time counts as dead
+NOT_FINISHED = 3  # exit code of `verl-mg status`, for scripts that requeue a job
 
 
 @dataclass(frozen=True)
@@ -49,10 +45,8 @@ class Status:
     """Contents of the status file; `host` and `pid` are of rank 0, `started` and `updated` in Unix seconds."""
 
     recipe: str
-    state: State
-    """State of the run; "left": it ended before its last iteration and can be resumed."""
-    iteration: int
-    """The last iteration done."""
+    state: State  # state of the run; "left": it ended before its last iteration and can be resumed
+    iteration: int  # the last iteration done
     iterations: int
     phase: str
     started: float
@@ -60,14 +54,10 @@ class Status:
     host: str
     pid: int
     ranks: int
-    tokens_per_second: float | None
-    """Throughput of the last iteration."""
-    eta_seconds: float | None
-    """Seconds to the end of the last iteration."""
-    checkpoint: int | None
-    """Iteration of the last checkpoint."""
-    message: str
-    """Reason why the run left or failed."""
+    tokens_per_second: float | None  # throughput of the last iteration
+    eta_seconds: float | None  # seconds to the end of the last iteration
+    checkpoint: int | None  # iteration of the last checkpoint
+    message: str  # reason why the run left or failed
 
 
 class StatusFile:
@@ -172,11 +162,8 @@ class StatusFile:
     def _write(self) -> None:
         if not self._writes:
             return
-        # Both threads write; a reader sees the old file or the new one, never a part.
-        partial = self._path.with_name(STATUS + ".new")
-        with self._lock, suppress(OSError):
-            partial.write_text(json.dumps(asdict(self.current()), indent=2) + "\n", encoding="utf-8")
-            os.replace(partial, self._path)
+        with self._lock, suppress(OSError), replacing(self._path) as file:  # both threads write
+            file.write_text(json.dumps(asdict(self.current()), indent=2) + "\n", encoding="utf-8")
 
 
 def read_status(folder: Path) -> Status:
@@ -220,13 +207,10 @@ def format_status(status: Status, metrics: dict[str, Any], now: float) -> str:
 def show_status(folder: Path) -> int:
     """Prints the status of a run; returns 0 where it has finished, otherwise NOT_FINISHED."""
     status = read_status(folder)
-    print(format_status(status, _last_metrics(folder / METRICS), time.time()))
-    return 0 if status.state == "finished" else NOT_FINISHED
-
-
-def _last_metrics(file: Path) -> dict[str, Any]:
     # Not only of the last line: some metrics, such as an evaluation's, are not in every one.
-    return {name: value for line in read_lines(file) for name, value in line.items()}
+    metrics = {name: value for line in read_lines(folder / METRICS) for name, value in line.items()}
+    print(format_status(status, metrics, time.time()))
+    return 0 if status.state == "finished" else NOT_FINISHED
 
 
 def _is_headline(name: str) -> bool:

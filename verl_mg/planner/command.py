@@ -12,14 +12,13 @@ from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout
 from verl_mg.layout.suggest import format_suggestions
 from verl_mg.models.hf_config import read_config
-from verl_mg.planner.efficiency import FITTED
-from verl_mg.planner.from_config import PlanRequest, RoleRequest
-from verl_mg.planner.gpus import gpu
-from verl_mg.planner.inputs import PlanInputs, read_hardware_profile
-from verl_mg.planner.memory import check_engine
+from verl_mg.planner.cost import inference_seconds, train_seconds
+from verl_mg.planner.efficiency import FITTED, gpu
+from verl_mg.planner.from_config import PlanRequest
+from verl_mg.planner.inputs import AuxiliaryRole, PlanInputs, read_hardware_profile
+from verl_mg.planner.memory import check, check_engine, fit_layout, frozen_memory, train_memory
 from verl_mg.planner.memory_phases import problem
 from verl_mg.planner.report import Numbers, pair_numbers, search_numbers, show
-from verl_mg.planner.roles import PlannedRole, auxiliary_role, check
 from verl_mg.planner.search import (
     Pair,
     nearest_rollout,
@@ -63,10 +62,7 @@ ROLE_OPTIONS = {"reference": False, "critic": True}
 
 
 def run(options: argparse.Namespace, job: PlanRequest | None = None) -> None:
-    """Prints the report of a plan; options that were given have precedence over the job's configuration.
-
-    Raises UserError where nothing can be computed, and after the report where the layouts do not fit into memory.
-    """
+    """Prints the report of a plan; given options have precedence over the job's configuration."""
     job = job or PlanRequest()
     given = {name: getattr(options, name) for name in OPTIONS if getattr(options, name) is not None}
     if options.recompute:
@@ -81,12 +77,16 @@ def run(options: argparse.Namespace, job: PlanRequest | None = None) -> None:
     if model is None:
         raise UserError("--model: no model is given. Pass --model, or RECIPE and --config, a file with model.path.")
     if options.backend:
-        given["options"] = fsdp_options(FsdpConfig(), "bfloat16") if options.backend == "fsdp" else DEFAULT_OPTIONS
+        of_backend = {"megatron": DEFAULT_OPTIONS, "fsdp": fsdp_options(FsdpConfig(), "bfloat16")}
+        given["options"] = of_backend[options.backend]
     fields = {**job.fields, **sheet, **measured, **given}  # later ones win: what is measured replaces a data sheet
     table = _table(model, "language", fields.get("options", DEFAULT_OPTIONS))
     inputs = PlanInputs(table.for_engine(job.engine).with_traced_table(job.sharding_table), **fields)
-    roles = _roles(inputs, model, options, job)
-    inputs = replace(inputs, auxiliary_roles=tuple(auxiliary_role(inputs, role) for role in roles), notes=job.notes)
+    others = [
+        auxiliary_role(inputs, role, _table(role.model or model, role.head, role.options))
+        for role in _roles(inputs, options, job)
+    ]
+    inputs = replace(inputs, auxiliary_roles=tuple(others), notes=job.notes)
     # A search keeps layouts that options name, and not the configuration's, which it is to replace.
     train, rollout = _layouts(inputs, options, PlanRequest() if options.search else job)
     if options.search:
@@ -127,29 +127,41 @@ def _table(model: str, head: Head, options: TrainingOptions) -> ModelTable:
     return module_table(model, head) if options.fsdp else weight_table(read_config(Path(model)), head)
 
 
-def _roles(inputs: PlanInputs, model: str, options: argparse.Namespace, job: PlanRequest) -> list[PlannedRole]:
+def _roles(inputs: PlanInputs, options: argparse.Namespace, job: PlanRequest) -> list[AuxiliaryRole]:
     """Returns the auxiliary roles of the job, with layouts from options, and those only given by options."""
     described = {role.name: role for role in job.roles}
     like_actor = inputs.options if inputs.options.fsdp else DEFAULT_OPTIONS  # a role by option has the actor's backend
     for name, is_trained in ROLE_OPTIONS.items():
         if text := getattr(options, name):
             layout = Layout.parse(text)
-            new = RoleRequest(name, layout, is_trained, inputs.micro_batch, inputs.recompute, options=like_actor)
+            new = AuxiliaryRole(name, layout, is_trained, inputs.micro_batch, inputs.recompute, options=like_actor)
             described[name] = replace(described.get(name) or new, layout=layout)
-    return [
-        PlannedRole(
-            role.name,
-            role.layout,
-            _table(role.model or model, role.head, role.options),
-            role.is_trained,
-            role.micro_batch,
-            role.recompute,
-            role.ranks,
-            role.offload,
-            role.options,
+    return list(described.values())
+
+
+def auxiliary_role(inputs: PlanInputs, role: AuxiliaryRole, weights: ModelTable) -> AuxiliaryRole:
+    """Returns a role with its memory and predicted seconds; `weights` is the table of its model."""
+    # The inputs of the actor with the role's model, ranks and options: so the actor's functions compute any role.
+    try:
+        role_inputs = replace(
+            inputs,
+            weights=weights,
+            micro_batch=role.micro_batch,
+            recompute=role.recompute,
+            options=role.options,
+            role_ranks=role.ranks,
         )
-        for role in described.values()
-    ]
+        layout = fit_layout(role_inputs, role.layout)
+    except UserError as error:
+        raise UserError(f"{role.name}: {error}") from None
+    return replace(
+        role,
+        layout=layout,
+        ranks=role_inputs.placement_ranks,
+        parts=(train_memory if role.is_trained else frozen_memory)(role_inputs, layout).parts,
+        update_seconds=train_seconds(role_inputs, layout) if role.is_trained else 0.0,
+        inference_seconds=inference_seconds(role_inputs, layout),
+    )
 
 
 def _layouts(

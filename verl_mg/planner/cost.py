@@ -10,8 +10,8 @@ from __future__ import annotations
 from enum import Enum
 
 from verl_mg.layout import Layout
-from verl_mg.planner.activation_memory import micro_batches
-from verl_mg.planner.inputs import GIGA, PlanInputs, model_size
+from verl_mg.planner.activations import micro_batches
+from verl_mg.planner.inputs import GIGA, PlanInputs, packed
 from verl_mg.planner.layer_time import (
     TERA,
     LayerKind,
@@ -24,9 +24,7 @@ from verl_mg.planner.layer_time import (
     repeated_seconds,
     stage_layers,
 )
-from verl_mg.planner.length_spread import packed
-from verl_mg.planner.module_memory import sharded_module
-from verl_mg.planner.sharding_time import exposed_seconds
+from verl_mg.planner.memory import FLOAT32_BYTES, micro_batch_bytes, sharded_module
 
 HEAD_UPDATE = 4
 """Products of the output layer in an update, relative to inference: logits twice, their gradient's two products."""
@@ -42,10 +40,7 @@ class Work(Enum):
 
 
 def bubble_share(inputs: PlanInputs, layout: Layout) -> float:
-    """Returns the fraction of a step in which a pipeline stage is idle: (pp - 1) / (vpp m + pp - 1), m micro-batches.
-
-    Narayanan et al. (arXiv:2104.04473), section 2.2, as a fraction of the whole step.
-    """
+    """Returns the idle share of a step, (pp - 1) / (vpp m + pp - 1), m micro-batches (arXiv:2104.04473, 2.2)."""
     idle = layout.pp - 1
     return idle / (layout.vpp * micro_batches(inputs, layout) + idle)
 
@@ -62,7 +57,7 @@ def train_seconds(inputs: PlanInputs, layout: Layout) -> float:
 
 def utilization(inputs: PlanInputs, layout: Layout, seconds: float) -> float:
     """Returns the model FLOP/s of updates relative to the peak of their devices (MFU), without recomputation."""
-    samples, flops = inputs.tokens_per_iteration / inputs.lengths.mean, inputs.row_flops
+    samples, flops = inputs.tokens_per_iteration / inputs.lengths.mean, inputs.size.row_flops
     a_sample = flops.per_token * inputs.lengths.mean + flops.per_pair * inputs.lengths.mean_square
     # A backward pass has twice the FLOPs of a forward pass.
     return 3 * inputs.epochs * samples * a_sample / (seconds * layout.ranks * inputs.peak * TERA)
@@ -182,8 +177,8 @@ def _data_parallel(inputs: PlanInputs, layout: Layout, item: int) -> float:
 
 def _local_elements(inputs: PlanInputs, layout: Layout) -> tuple[float, float]:
     """Returns the mean number of elements on a rank, outside of experts and in them."""
-    dense = (inputs.elements - inputs.expert_elements) / (layout.pp * layout.tp)
-    return dense, inputs.expert_elements / (layout.pp * layout.ep * layout.etp)
+    dense = (inputs.size.elements - inputs.size.experts) / (layout.pp * layout.tp)
+    return dense, inputs.size.experts / (layout.pp * layout.ep * layout.etp)
 
 
 def _step_seconds(inputs: PlanInputs, layout: Layout) -> float:
@@ -199,6 +194,26 @@ def _step_seconds(inputs: PlanInputs, layout: Layout) -> float:
     norms = 2 * (dense + experts) * options.gradient_bytes
     on_host = states * options.host_steps * (HOST_STEP_BYTES + options.gradient_bytes + options.weight_bytes)
     # Data-parallel ranks distribute the matrices that they orthogonalize.
-    muon = model_size(inputs.weights).muon_flops / layout.ranks if options.muon else 0.0
+    muon = inputs.size.muon_flops / layout.ranks if options.muon else 0.0
     products = muon / (inputs.flops * TERA)
     return (moved + norms) / (inputs.memory_bandwidth * GIGA) + on_host / (inputs.host * GIGA) + products
+
+
+def exposed_seconds(inputs: PlanInputs, layout: Layout, trains: bool, computed: float) -> float:
+    """Predicts the seconds of a micro-batch in which ranks wait for weights and gradients."""
+    # The first weights are needed before anything is computed; of all else what exceeds the `computed` seconds
+    # counts.
+    module, options = sharded_module(inputs, layout), inputs.options
+    sizes = micro_batch_bytes(inputs, layout, trains)
+    others = 1 - 1 / module.sharding
+    near, far = link_rate(inputs, module.sharding * layout.tp), link_rate(inputs, layout.ranks)
+    seconds = (sizes.gathered + sizes.reduced) * others / near
+    assert options.fsdp
+    # A sum over copies is a reduce-scatter and an all-gather.
+    if sizes.replicated:
+        seconds += 2 * sizes.replicated * (1 - 1 / options.fsdp.replicas) / far
+    if options.fsdp.cpu_offload:  # each gather begins with a copy from the host, and gradients end there
+        stored = FLOAT32_BYTES * sizes.gathered / options.weight_bytes + sizes.reduced
+        seconds += stored / module.sharding / (GIGA * inputs.host)
+    first = options.weight_bytes * module.sharding * module.rest.sharded * others / near
+    return min(seconds, first + max(0.0, seconds - first - computed))

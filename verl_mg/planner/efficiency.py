@@ -1,4 +1,7 @@
-"""Fractions of data sheets that jobs reach, and latencies: the few constants of the cost model.
+"""Data sheets of GPUs, the fractions of them that jobs reach, and latencies: the few constants of the cost model.
+
+Data sheets are NVIDIA's of the product named, dense (without sparsity) and per GPU; links are counted in one direction.
+`network` is the adapter of the usual system: ConnectX-7 at 400 Gb/s for each GPU, HDR at 200 Gb/s for A100.
 
 `FITTED` is the fit of `tools/calibrate_plan.py` on published figures (`tools/published_steps.json`), which also prints
 the error of each row, with the row in the fit and without it. No constant belongs to a model, a system or a row. So the
@@ -10,25 +13,62 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl_mg.planner.gpus import GPU
+from verl_mg.errors import UserError
+
+DEFAULT_GPU = "h100"
+HOST_FRACTION = 0.8
+"""Fraction of the bandwidth to the host that pinned copies reach. Not fitted."""
+UNFUSED = 2.0
+"""Kernels and bytes of norms, rotary embedding and permutation by `torch`, relative to Transformer Engine. Not fitted:
+every published row uses Transformer Engine."""
+
+
+@dataclass(frozen=True)
+class GPU:
+    """Peak rates and memory of one GPU."""
+
+    bf16: float  # TFLOP/s of dense bf16 matrix products
+    fp8: float  # TFLOP/s of dense FP8 matrix products; 0: it has no FP8
+    memory: float  # GiB of its memory
+    bandwidth: float  # GB/s of its memory
+    link: float  # GB/s to other GPUs over NVLink
+    network: float  # GB/s to GPUs outside the NVLink domain
+    # GB/s to the host's memory: PCIe, or NVLink-C2C of Grace systems.
+    host: float
+    node: int = 8  # GPUs of an NVLink domain, as a number that divides powers of two
+
+
+GPUS = {
+    "a100": GPU(312, 0, 80, 2039, 300, 25, 32),
+    "h20": GPU(148, 296, 96, 4000, 450, 50, 64),
+    "h100": GPU(989, 1979, 80, 3350, 450, 50, 64),
+    "h200": GPU(989, 1979, 141, 4800, 450, 50, 64),
+    "b200": GPU(2250, 4500, 180, 8000, 900, 50, 64),
+    # 72 GPUs of an NVL72 rack share NVLink; jobs of powers of two use 64 of them.
+    "gb200": GPU(2500, 5000, 186, 8000, 900, 50, 450, node=64),
+    "gb300": GPU(2500, 5000, 288, 8000, 900, 100, 450, node=64),
+}
+"""GPUs that a plan knows, by the name of `verl-mg plan --gpu`."""
+
+
+def gpu(name: str) -> GPU:
+    """Returns the data sheet of a GPU by its name in `GPUS`."""
+    if name not in GPUS:
+        raise UserError(f"--gpu: {name!r} is unknown. Use {', '.join(GPUS)}, or give figures with --measured FILE.")
+    return GPUS[name]
 
 
 @dataclass(frozen=True)
 class Efficiency:
     """Constants of the cost model."""
 
-    gemm: float
-    """Fraction of the peak of matrix products with many rows."""
+    gemm: float  # fraction of the peak of matrix products with many rows
     half_rows: float
     """Rows (tokens) whose time each matrix product has in addition: reading its weights, filling tiles."""
-    attention: float
-    """Speed of fused attention, relative to matrix products with many rows."""
-    fp8: float
-    """Speed of FP8 matrix products with their casts, relative to bf16, where the peak is twice as high."""
-    memory: float
-    """Fraction of the bandwidth of a GPU's memory."""
-    link: float
-    """Fraction of the bandwidth of NVLink and network that collectives of training reach."""
+    attention: float  # speed of fused attention, relative to matrix products with many rows
+    fp8: float  # speed of FP8 matrix products with their casts, relative to bf16, where the peak is twice as high
+    memory: float  # fraction of the bandwidth of a GPU's memory
+    link: float  # fraction of the bandwidth of NVLink and network that collectives of training reach
     elementwise: float
     """Bytes that kernels other than matrix products and attention move, for each byte kept for the backward pass."""
     layer: float
@@ -38,20 +78,13 @@ class Efficiency:
     which has to know the tokens of each expert."""
     imbalance: float
     """Tokens of the fullest expert-parallel rank, relative to the mean, where routing is not forced to be even."""
-    decode_step: float
-    """Seconds of a decoding step outside of the layers: scheduling, sampling, output."""
-    decode_sample: float
-    """Seconds of a decoding step on the host for each running sample."""
-    decode_layer: float
-    """Seconds of a layer in a decoding step that do not depend on bytes or tokens."""
-    all_reduce_near: float
-    """Seconds of an all-reduce of a small message in a node."""
-    all_reduce_far: float
-    """The same between nodes."""
-    sync: float
-    """Fraction of the links that a weight sync reaches which sends shards."""
-    sync_start: float
-    """Seconds of a weight sync that do not depend on its bytes."""
+    decode_step: float  # seconds of a decoding step outside of the layers: scheduling, sampling, output
+    decode_sample: float  # seconds of a decoding step on the host for each running sample
+    decode_layer: float  # seconds of a layer in a decoding step that do not depend on bytes or tokens
+    all_reduce_near: float  # seconds of an all-reduce of a small message in a node
+    all_reduce_far: float  # the same between nodes
+    sync: float  # fraction of the links that a weight sync reaches which sends shards
+    sync_start: float  # seconds of a weight sync that do not depend on its bytes
     gathering: float
     """Fraction of the links that a weight sync with full tensors reaches (published systems; not this one)."""
     iteration: float
@@ -69,12 +102,6 @@ class Efficiency:
             "host": HOST_FRACTION * gpu.host,
         }
 
-
-HOST_FRACTION = 0.8
-"""Fraction of the bandwidth to the host that pinned copies reach. Not fitted."""
-UNFUSED = 2.0
-"""Kernels and bytes of norms, rotary embedding and permutation by `torch`, relative to Transformer Engine. Not fitted:
-every published row uses Transformer Engine."""
 
 FITTED = Efficiency(
     gemm=0.764,

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from verl_mg.config import Config, CriticConfig, FrozenConfig, TrainableConfig
 from verl_mg.errors import UserError
 from verl_mg.fsdp.trainer import check_trainable
 from verl_mg.layout import Layout, parse_ranks
+from verl_mg.planner.inputs import AuxiliaryRole
 from verl_mg.planner.training_options import (
-    DEFAULT_OPTIONS,
-    Recompute,
     TrainingOptions,
     frozen_options,
     fsdp_options,
@@ -30,7 +29,6 @@ AUXILIARY_SECTIONS = {
     "reference": "reference",
 }
 """Auxiliary roles and their sections of the configuration."""
-WITH_VALUE_HEAD = ("critic", "reward_model", "frozen_reward_model")  # roles whose model has a value head
 FROZEN = ("frozen_reward_model", "reference")  # roles that are not trained
 
 
@@ -40,34 +38,13 @@ def is_frozen(name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class RoleRequest:
-    """Auxiliary role as the configuration describes it."""
-
-    name: str
-    layout: Layout
-    is_trained: bool  # whether it has gradients and an optimizer
-    micro_batch: int  # tokens of a micro-batch
-    recompute: Recompute  # parts of a layer computed again in the backward pass: all, none, or modules by name
-    # Model directory; None for that of the actor.
-    model: str | None = None
-    ranks: tuple[int, ...] = ()  # ranks of the job; empty: all model ranks
-    offload: bool = False  # whether it is on the host while other roles compute
-    options: TrainingOptions = DEFAULT_OPTIONS  # kernels, precision and overlap of training
-
-    @property
-    def head(self) -> Literal["language", "value"]:
-        """Kind of output of its model."""
-        return "value" if self.name in WITH_VALUE_HEAD else "language"
-
-
-@dataclass(frozen=True)
 class PlanRequest:
     """Values of a configuration for a plan; empty without a configuration."""
 
     model: str | None = None  # model directory of the actor
     train: Layout | None = None
     rollout: str | None = None  # layout of an engine
-    roles: tuple[RoleRequest, ...] = ()
+    roles: tuple[AuxiliaryRole, ...] = ()
     fields: dict[str, Any] = field(default_factory=dict)  # fields of `PlanInputs` by name
     notes: tuple[str, ...] = ()  # assumptions of the plan that differ from the job, one line each
     sharding_table: Path | None = None  # traced table of the rollout engine (`rollout.sharding_table`)
@@ -157,25 +134,31 @@ def _notes(config: Config, sections: dict[str, str], roles: set[str]) -> Iterato
 
 
 def _options(config: Config, section: str, is_trained: bool = True) -> TrainingOptions:
-    role, dtype = config.section(section), config.dtype_of(section)
-    if role.backend == "fsdp":
-        if is_trained:
-            check_trainable(role, section)
-        return fsdp_options(config.fsdp, dtype)
+    by_backend = {"megatron": _megatron_options, "fsdp": _fsdp_options}
+    return by_backend[config.section(section).backend](config, section, is_trained)
+
+
+def _fsdp_options(config: Config, section: str, is_trained: bool) -> TrainingOptions:
+    if is_trained:
+        check_trainable(config.section(section), section)
+    return fsdp_options(config.fsdp, config.dtype_of(section))
+
+
+def _megatron_options(config: Config, section: str, is_trained: bool) -> TrainingOptions:
+    dtype = config.dtype_of(section)
     if not is_trained:
         return frozen_options(config.model.kernels, dtype)
-    optimizer = role.optimizer
-    megatron = config.megatron.model_dump()
+    optimizer, megatron = config.section(section).optimizer, config.megatron.model_dump()
     moments = (optimizer.cpu_offload, optimizer.moments_dtype)
     return training_options(config.model.kernels, megatron, *moments, optimizer.kind, dtype)
 
 
-def _role(config: Config, name: str, key: str) -> RoleRequest:
+def _role(config: Config, name: str, key: str) -> AuxiliaryRole:
     section: TrainableConfig | FrozenConfig = config.section(key)
     path = section.path if isinstance(section, CriticConfig | FrozenConfig) else None
     is_trained = not is_frozen(name)
     trained = section if is_trained and isinstance(section, TrainableConfig) else None
-    return RoleRequest(
+    return AuxiliaryRole(
         name,
         section.parallel_sizes,
         is_trained,

@@ -3,6 +3,8 @@
 trains     training layouts x recomputation, fastest first: the first ones that fit with an engine
 engines    engine layouts, on the fewest nodes first: the first group with a layout that fits
 pairs      of both, each with its weight sync planned, best first
+
+Layers of pipeline stages are also tried in the numbers that make the slowest stage as fast as possible (`balanced`).
 """
 
 from __future__ import annotations
@@ -15,15 +17,20 @@ from itertools import groupby
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout
 from verl_mg.layout.suggest import engine_layouts_on, is_valid, layouts_on, nearest, resolve_engine_layout
-from verl_mg.planner.activation_memory import micro_batches
-from verl_mg.planner.balance import balanced
-from verl_mg.planner.cost import inference_seconds, train_seconds
-from verl_mg.planner.generation_time import rollout_seconds
+from verl_mg.planner.activations import micro_batches
+from verl_mg.planner.cost import inference_seconds, train_seconds, update_parts
 from verl_mg.planner.inputs import PlanInputs
-from verl_mg.planner.iteration_time import Seconds, Sync, iteration_seconds, weight_sync
-from verl_mg.planner.memory import RolloutMemory, TrainMemory, check_engine, rollout_memory, train_memory
+from verl_mg.planner.iteration_time import Seconds, Sync, iteration_seconds, rollout_seconds, weight_sync
+from verl_mg.planner.memory import (
+    RolloutMemory,
+    TrainMemory,
+    check,
+    check_engine,
+    fit_layout,
+    rollout_memory,
+    train_memory,
+)
 from verl_mg.planner.memory_phases import awake, engine_limit, problem
-from verl_mg.planner.roles import check, fit_layout
 from verl_mg.planner.training_options import Recompute, recompute
 from verl_mg.reshard.encoding import encoding_of
 
@@ -31,6 +38,8 @@ PARTNERS = 4  # number of rollout layouts whose weight sync is planned for each 
 MIN_TOKENS_PER_CP_RANK = 4096
 """Tokens of the longest micro-batch on a context-parallel rank, at least, in a layout that a search tries."""
 INTERLEAVINGS = (1, 2, 4)  # virtual pipeline sizes that a search tries
+BISECTIONS = 20  # halvings of the interval in which the seconds of the slowest stage are searched
+LEAST_GAIN = 0.01  # fraction of the slowest stage's seconds that chosen layers must save
 
 
 @dataclass(frozen=True)
@@ -170,13 +179,7 @@ def search(
     top: int,
     tried: Sequence[Recompute] | None = None,
 ) -> list[Pair]:
-    """Searches the pairs of layouts that fit into memory, best first.
-
-    Each side is ranked by its predicted seconds (`cost`), with engines on as few nodes as the model and training fit.
-    Where other numbers of layers make the slowest pipeline stage faster (`balanced`), these are tried too.
-    The weight sync is planned only for the best training layouts, each with PARTNERS of the best rollout layouts, of
-    which the best is returned; all of them are where the training layout is given.
-    """
+    """Searches the pairs of layouts that fit into memory, best first; all pairs of a given training layout."""
     planned = [replace(inputs, recompute=modules) for modules in tried] if tried else [inputs]
     rollouts = [check_rollout(inputs, rollout)] if rollout else rollout_layouts(inputs)
     trains = [fit_layout(inputs, train)] if train else list(train_layouts(inputs))
@@ -193,7 +196,10 @@ def search(
         if sides := _fitting_trains(inputs, candidates, cached_train_side, engines, top):
             return _pairs(inputs, sides, engines, top if train else PARTNERS, all_of_them=train is not None)
         too_large = "training"
-    raise _nothing_fits(inputs, too_large)
+    raise UserError(
+        f"--search: no layout of {too_large} fits {inputs.memory - inputs.reserve:g} GiB on {inputs.ranks} ranks. "
+        "Use more --ranks or --memory, a smaller --micro-batch or --sequence, or leave --train and --rollout out."
+    )
 
 
 def _pairs(
@@ -217,9 +223,9 @@ def _fitting_rollouts(inputs: PlanInputs, layouts: Iterable[EngineLayout]) -> It
 
     # A lower bound of the weights on a rank first: it spares the weight table of a layout that cannot fit.
     encoding = encoding_of(inputs.wire)
-    least = inputs.weight_bytes
+    least = inputs.size.bytes
     if encoding:
-        least = inputs.elements * encoding.dtype.itemsize // encoding.packed
+        least = inputs.size.elements * encoding.dtype.itemsize // encoding.packed
     for _, equal in groupby(sorted(layouts, key=nodes), key=nodes):
         may_fit = [layout for layout in equal if least / layout.ranks <= inputs.usable]
         sides = [rollout_side(inputs, layout) for layout in may_fit]
@@ -258,21 +264,52 @@ def _fitting_trains(
     return list(fitting.values())
 
 
-def _nothing_fits(inputs: PlanInputs, phase: str) -> UserError:
-    return UserError(
-        f"--search: no layout of {phase} fits {inputs.memory - inputs.reserve:g} GiB on {inputs.ranks} ranks. "
-        "Use more --ranks or --memory, a smaller --micro-batch or --sequence, or leave --train and --rollout out."
-    )
-
-
 def _may_fit(inputs: PlanInputs, layout: Layout) -> bool:
     """Returns whether a lower bound of weights, gradients and optimizer states fits, without a weight table."""
     if inputs.options.fsdp:
         return True
-    dense = (inputs.elements - inputs.expert_elements) / layout.tp
-    experts = inputs.expert_elements / (layout.ep * layout.etp)
+    dense = (inputs.size.elements - inputs.size.experts) / layout.tp
+    experts = inputs.size.experts / (layout.ep * layout.etp)
     others = sum(awake(inputs, None).values())
     options = inputs.options
-    states = (1 - options.offloaded_states) * options.state_bytes * inputs.elements / layout.ranks
+    states = (1 - options.offloaded_states) * options.state_bytes * inputs.size.elements / layout.ranks
     local = (options.weight_bytes + options.gradient_bytes) * (dense + experts) / layout.pp
     return local + states + others <= inputs.usable
+
+
+def balanced(inputs: PlanInputs, layout: Layout) -> Layout | None:
+    """Returns a layout with layers of its stages by predicted seconds; None where these save next to nothing."""
+    # Stages are filled from the last one, which has the output layer, so that the first one, with the activations of
+    # the most micro-batches, has what is left.
+    if layout.pp == 1 or layout.vpp > 1 or inputs.options.fsdp:
+        return None
+    # Bisection over the seconds of the slowest stage: whether stages of at most so many seconds exist is found in one
+    # pass over the layers.
+    layers, head = update_parts(inputs, layout)
+    stages = [[layers[layer] for layer in layout.layers(len(layers), stage)] for stage in range(layout.pp)]
+    # By identity: two stages may be equal lists, and only the last one has the output layer.
+    given = max(sum(stage) + head * (stage is stages[-1]) for stage in stages)
+    least, most = max(layers), given
+    best: list[int] | None = None
+    for _ in range(BISECTIONS):
+        middle = (least + most) / 2
+        if counts := _filled(layers, head, layout.pp, middle):
+            best, most = counts, middle
+        else:
+            least = middle
+    if best is None or most > (1 - LEAST_GAIN) * given:
+        return None
+    return replace(layout, pipeline_layers=tuple(best))
+
+
+def _filled(layers: list[float], head: float, stages: int, limit: float) -> list[int] | None:
+    """Returns numbers of layers of stages of at most `limit` seconds, each at least 1; None where there are none."""
+    counts, left = [], list(layers)
+    for stage in reversed(range(stages)):  # `len(left) > stage` leaves a layer for each earlier stage
+        seconds, count = head if stage == stages - 1 else 0.0, 0
+        while len(left) > stage and seconds + left[-1] <= limit:
+            seconds, count = seconds + left.pop(), count + 1
+        if not count:
+            return None
+        counts.append(count)
+    return None if left else counts[::-1]

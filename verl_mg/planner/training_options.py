@@ -21,6 +21,9 @@ OFFLOADABLE = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", 
 
 Recompute = bool | tuple[str, ...]
 """Parts of a layer computed again in the backward pass: all, none, or modules by name."""
+EXCHANGED: dict[str, Literal["heads", "keys", "ring"]] = {"a2a": "heads", "all_gather": "keys", "p2p": "ring"}
+"""Tensors that context-parallel ranks exchange, by the value of `transformer.cp_comm_type`."""
+BYTES = {"fp32": 4, "float32": 4, "torch.float32": 4, "bf16": 2, "bfloat16": 2, "torch.bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -29,8 +32,7 @@ class TrainingOptions:
 
     fused: bool = True
     """Whether norms, rotary embedding and permutation are kernels of Transformer Engine (`model.kernels`)."""
-    fp8: bool = False
-    """Whether matrix products of layers are FP8 (`transformer.fp8`)."""
+    fp8: bool = False  # whether matrix products of layers are FP8 (`transformer.fp8`)
     flex_dispatch: bool = False
     """Whether a token is sent once to each rank and node with its experts (`transformer.moe_token_dispatcher_type:
     flex`), not once for each expert."""
@@ -46,35 +48,23 @@ class TrainingOptions:
     """Whether collectives of tensor parallelism overlap with their matrix products (`transformer.tp_comm_overlap`)."""
     offload_modules: tuple[str, ...] = ()
     """Modules whose inputs wait on the host for the backward pass (`transformer.offload_modules`)."""
-    weight_bytes: int = 2
-    """Bytes of a weight, and of an element of activations (`dtype` of the role)."""
-    gradient_bytes: int = 4
-    """Bytes of a gradient in its buffer (`ddp.grad_reduce_in_fp32`)."""
+    weight_bytes: int = 2  # bytes of a weight, and of an element of activations (`dtype` of the role)
+    gradient_bytes: int = 4  # bytes of a gradient in its buffer (`ddp.grad_reduce_in_fp32`)
     overlap_gradients: bool = False
     """Whether gradients are reduced during the last backward pass (`ddp.overlap_grad_reduce`)."""
     overlap_weights: bool = False
     """Whether weights are gathered during the first forward pass (`ddp.overlap_param_gather`)."""
     state_bytes: int = 12
     """Bytes of the optimizer's states of a parameter: main weight, moments, main gradient where it is a copy."""
-    vocabulary_bytes: int = 0
-    """Bytes of the second moment of embedding and output layer, where only these have one."""
-    offloaded_states: float = 0.0
-    """Fraction of the bytes of the optimizer's states that are in host memory."""
-    host_steps: float = 0.0
-    """Fraction of the parameters whose step the host computes."""
-    sharded_states: bool = True
-    """Whether the optimizer's states are sharded over data-parallel ranks."""
-    muon: bool = False
-    """Whether matrices of layers are trained with Muon (arXiv:2502.16982)."""
-    fsdp: FsdpConfig | None = None
-    """Options of the FSDP backend; None with Megatron."""
+    vocabulary_bytes: int = 0  # bytes of the second moment of embedding and output layer, where only these have one
+    offloaded_states: float = 0.0  # fraction of the bytes of the optimizer's states that are in host memory
+    host_steps: float = 0.0  # fraction of the parameters whose step the host computes
+    sharded_states: bool = True  # whether the optimizer's states are sharded over data-parallel ranks
+    muon: bool = False  # whether matrices of layers are trained with Muon (arXiv:2502.16982)
+    fsdp: FsdpConfig | None = None  # options of the FSDP backend; None with Megatron
 
 
 DEFAULT_OPTIONS = TrainingOptions()  # options of a job without a section `megatron`
-
-
-EXCHANGED: dict[str, Literal["heads", "keys", "ring"]] = {"a2a": "heads", "all_gather": "keys", "p2p": "ring"}
-"""Tensors that context-parallel ranks exchange, by the value of `transformer.cp_comm_type`."""
 
 
 def training_options(
@@ -85,10 +75,7 @@ def training_options(
     kind: str = "adamw",
     dtype: str = "bfloat16",
 ) -> TrainingOptions:
-    """Reads the options of a role, from `model.kernels`, the section `megatron` and the role's optimizer and dtype.
-
-    `megatron` has the parts transformer, optimizer and ddp.
-    """
+    """Reads the options of a role from the sections `model`, `megatron` and the role's own."""
     transformer, optimizer, ddp = (dict(megatron.get(part) or {}) for part in ("transformer", "optimizer", "ddp"))
     weight_bytes = BYTES[dtype]
     gradient_bytes = 4 if ddp.get("grad_reduce_in_fp32", True) else weight_bytes
@@ -169,7 +156,6 @@ def _offload_modules(names: Any) -> tuple[str, ...]:
     return tuple(sorted(set(names or ())))
 
 
-BYTES = {"fp32": 4, "float32": 4, "torch.float32": 4, "bf16": 2, "bfloat16": 2, "torch.bfloat16": 2}
 BYTES |= {"fp16": 2, "float16": 2, "torch.float16": 2, "fp8": 1, "uint8": 1, "torch.uint8": 1}
 """Bytes of a number, by the ways to write its type."""
 

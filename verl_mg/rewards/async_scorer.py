@@ -37,15 +37,7 @@ class AsyncScorer:
     def __init__(
         self, rewards: Mapping[str, LoadedReward], *, workers: int = 8, mixture: Mixture | None = None
     ) -> None:
-        """Starts the event loop's thread.
-
-        Args:
-            rewards: rewards by name.
-            workers: calls of a reward that run at the same time, at least 1, in threads for rewards that block. A
-                reward with batches receives the samples that wait when it is free, and sets the number of concurrent
-                calls itself (`parallel`, 1 by default).
-            mixture: combines several rewards; required unless there is a single one.
-        """
+        """Starts the event loop's thread."""
         if workers < 1:
             raise UserError(f"reward.workers: {workers} is out of range. Give at least 1.")
         if mixture is None and len(rewards) != 1:
@@ -62,12 +54,7 @@ class AsyncScorer:
         self._thread.start()
 
     def submit(self, key: int, sample: Sample) -> None:
-        """Starts scoring a sample and returns immediately.
-
-        Args:
-            key: identifies the result: 0 or larger, and not in use.
-            sample: the sample.
-        """
+        """Starts scoring a sample and returns immediately."""
         if key < 0 or key in self._running:
             raise ValueError(f"key {key} is negative or in use")
         self._submit(key, sample)

@@ -37,11 +37,7 @@ def main() -> None:
 
 
 def result(call: dict[str, Any], space: dict[str, Any]) -> Any:
-    """Makes a call in a namespace and returns its value.
-
-    Args:
-        call, space: the call, and the global variables of the program.
-    """
+    """Makes a call in a namespace and returns its value."""
     if "function" in call:
         return function(call["function"], space)(*call["arguments"])
     exec(call["setup"], space)
@@ -52,11 +48,7 @@ def result(call: dict[str, Any], space: dict[str, Any]) -> Any:
 
 
 def function(name: str, space: dict[str, Any]) -> Any:
-    """Finds a function by name, or as a method of LeetCode's class Solution.
-
-    Args:
-        name, space: name of the function, and the global variables of the program.
-    """
+    """Finds a function by name, or as a method of LeetCode's class Solution."""
     return space[name] if name in space else getattr(space["Solution"](), name)
 
 

@@ -60,11 +60,7 @@ def score(sample: Sample) -> Reward:
 
 
 def is_equivalent(response: str, answer: str) -> Reward:
-    """Computes the reward of `score` in this thread, which must be a main thread: math-verify uses alarm signals.
-
-    Args:
-        response, answer: text of the response, and answer of the record.
-    """
+    """Computes the reward of `score` in this thread, which must be a main thread: math-verify uses alarm signals."""
     final = _final(response)
     parsed = _parsed(response) if final is None else _parsed_answer(final)
     gold = _gold(answer)

@@ -60,14 +60,7 @@ class MathPool:
     _starting: threading.Lock = field(default_factory=threading.Lock)
 
     def score(self, response: str, answer: str) -> Reward | None:
-        """Compares a response with the record's answer in a worker; callable from any thread.
-
-        Args:
-            response, answer: text of the response, and answer of the record.
-
-        Returns:
-            The reward of `math.is_equivalent`; None where the comparison took too long or too much memory.
-        """
+        """Compares a response with the record's answer in a worker; callable from any thread."""
         worker = self._acquire()
         try:
             result = worker.request([response, answer], self.seconds)

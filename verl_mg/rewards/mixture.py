@@ -36,14 +36,7 @@ class Mixture:
     def __init__(
         self, weights: Mapping[str, float], file: Path | None = None, report: Callable[[str], None] = warn
     ) -> None:
-        """Sets the initial weights.
-
-        Args:
-            weights: weight of each reward by name, finite.
-            file: JSON, or YAML where its name does not end in .json: a mapping of names to weights. Names that are
-                left out keep their weights. It need not exist on ranks that do not call `refresh`.
-            report: receives one line about a file that cannot be used; the weights then remain unchanged.
-        """
+        """Sets the initial weights."""
         self._weights, self._file, self._report = dict(weights), file, report
         self._read: dict[str, float] = {}
         self._seen: object = None
@@ -68,11 +61,7 @@ class Mixture:
         self._weights |= self._checked(weights, "weights of the rewards")
 
     def combine(self, rewards: Mapping[str, Reward]) -> Reward:
-        """Combines the rewards of one sample.
-
-        The value is the sum of weight * value; the parts are NAME, the value without its weight, and NAME/PART; the
-        answer is the first one in the order of the weights.
-        """
+        """Returns the weighted sum, parts NAME (unweighted) and NAME/PART, and the first answer that there is."""
         parts: dict[str, float] = {}
         for name in self._weights:
             parts[name] = rewards[name].value

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from verl_mg.batch import Batch
-from verl_mg.roles.role import Role
+from verl_mg.layout.packing import MicroBatchPlan
+from verl_mg.roles.context import JobContext
+from verl_mg.roles.role import Batching, Role
 from verl_mg.roles.trainable import TrainableRole
+from verl_mg.training.token_outputs import TokenOutputs
 from verl_mg.weight_sync.transfer_plan import SourceWeights
 
 
@@ -37,20 +38,16 @@ class Actor(TrainableRole, Policy):
 class UnadaptedPolicy(Policy):
     """Actor without its adapters (LoRA): the policy that training began with, without further memory."""
 
-    def __init__(self, actor: Actor, tokens_per_micro_batch: int, name: str) -> None:
-        """Shares the model of an actor.
+    def __init__(self, actor: Actor, batching: Batching, name: str, context: JobContext) -> None:
+        super().__init__(actor.runner, batching, name, context)
+        self.cpu_offload = actor.cpu_offload  # the memory is the actor's, which decides where it is
 
-        Args:
-            actor: actor with adapters.
-            tokens_per_micro_batch: tokens of a micro-batch on each rank of its context-parallel group together.
-            name: the role's name in metrics and messages.
-        """
-        self._share_model(actor, tokens_per_micro_batch, name)
-
-    def _compute_outputs(self, *arguments: Any) -> dict[int, Tensor]:
+    def _compute_outputs(
+        self, plan: MicroBatchPlan, micro_batches: list[Batch], outputs: TokenOutputs
+    ) -> dict[int, Tensor]:
         assert self.runner.lora is not None
         with self.runner.lora.disabled():
-            return super()._compute_outputs(*arguments)
+            return super()._compute_outputs(plan, micro_batches, outputs)
 
 
 class Critic(TrainableRole):

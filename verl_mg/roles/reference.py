@@ -2,15 +2,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch.distributed as dist
 
 from verl_mg.checkpoint.sharded_safetensors import StoredBox
 from verl_mg.reshard.routing import assign_writes
+from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import Actor, Policy
+from verl_mg.roles.role import Batching
 from verl_mg.sharding.boxes import full_box, slices
-from verl_mg.training.stored_weights import WEIGHTS, stored_boxes
+from verl_mg.training.runner import Runner
+from verl_mg.training.weights import WEIGHTS, stored_boxes
 from verl_mg.weight_sync.transfer_plan import TransferPlan, plan_transfer
 
 
@@ -21,8 +23,8 @@ class Reference(Policy):
     2.3). Where `is_refreshed`, the weights may differ from the model directory; checkpoints then contain them.
     """
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(self, runner: Runner, batching: Batching, name: str, context: JobContext) -> None:
+        super().__init__(runner, batching, name, context)
         self.is_refreshed = False
         self._actor: Actor | None = None
         self._plan: TransferPlan | None = None

@@ -207,7 +207,9 @@ class RewardRole:
         generated_by, score_ids = batch["generated_by"], batch["score_id"]
         scored = score_ids != NOT_SCORED
         rows = [(scored & (generated_by == rank)).nonzero().flatten() for rank in range(world_size)]
-        requested = _exchange([score_ids[index] for index in rows])
+        # A rank does not know how many of its scores others need.
+        needed = all_to_all_bytes([score_ids[index].contiguous().view(torch.uint8) for index in rows])
+        requested = [part.clone().view(torch.int64) for part in needed]
         rewards = [[self._result(i) for i in ids.tolist()] for ids in requested]
         self._collected += [i for ids in requested for i in ids.tolist()]
         local_parts = sorted({part for replies in rewards for reward in replies for part in reward.parts})
@@ -252,15 +254,6 @@ def _to_sample(prompt: Prompt, response: Sequence[int], truncated: bool, tokeniz
 def _sample_of(prompt: Prompt, response: str, truncated: bool, num_tokens: int | None = None) -> Sample:
     finish: Literal["length", "stop"] = "length" if truncated else "stop"
     return Sample(prompt.text, response, prompt.answer, prompt.record, finish, num_tokens)
-
-
-def _exchange(outgoing: Sequence[Tensor]) -> list[Tensor]:
-    """Sends int64 tensors of any lengths to all ranks; returns those received, in rank order."""
-    # Two exchanges: a rank does not know how many of its scores others need.
-    counts = [torch.tensor([len(part)], dtype=torch.int64).view(torch.uint8) for part in outgoing]
-    sizes = [8 * int(count.view(torch.int64)) for count in all_to_all_bytes(counts, [8] * len(outgoing))]
-    received = all_to_all_bytes([part.contiguous().view(torch.uint8) for part in outgoing], sizes)
-    return [part.clone().view(torch.int64) for part in received]
 
 
 def _num_bytes(num_rows: int, parts: Sequence[str]) -> int:

@@ -2,35 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl_mg.batch import Batch
-from verl_mg.config import FsdpConfig, LoraConfig, MegatronConfig, Recompute
+from verl_mg.batch import Batch, ColumnKind
+from verl_mg.distributed.collectives import all_gather_bytes
 from verl_mg.layout import Stage
 from verl_mg.layout.packing import MicroBatchPlan, plan_by_length, plan_evenly
 from verl_mg.layout.shared_prefixes import PrefixLinks, Shared, SharingRows, Unit, join_groups
 from verl_mg.megatron.routing import check_routed_experts, replayed_layers
 from verl_mg.models.flops import key_share, row_flops
 from verl_mg.models.hf_config import HFConfig
-from verl_mg.roles.backends import Groups, build_runner
 from verl_mg.roles.context import JobContext
-from verl_mg.roles.prefixes import PREFIX_COLUMNS, can_share_prefixes, gather_links, mark_shared
 from verl_mg.rows.dispatch import gather_rows, scatter_column
 from verl_mg.rows.index import INDEXED_COLUMNS, ColumnSchema, Fingerprint, RowIndex
 from verl_mg.rows.plan import ColumnPart
-from verl_mg.sharding.megatron import Kernels
-from verl_mg.sharding.weight_table import Head
-from verl_mg.training.microbatch import ROUTED_EXPERTS
+from verl_mg.sharding.model_table import Head
+from verl_mg.training.microbatch import ROUTED_EXPERTS, SHARED_TOKENS, SHARED_WITH
 from verl_mg.training.offload import CpuOffload
+from verl_mg.training.runner import Runner
 from verl_mg.training.token_outputs import LOGPROBS, TokenOutputs
+
+PREFIX_COLUMNS = ("prefix_of", "prefix_length")
+
+
+def can_share_prefixes(runner: Runner, columns: Container[str]) -> bool:
+    """Returns whether shared prefixes are computed once; otherwise every row is computed whole."""
+    # Prescribed experts may differ between rows for the same token. Context-parallel ranks that exchange keys and
+    # values have two chunks of a sequence each; other context-parallel ranks may share a row in numbers that depend on
+    # its length.
+    if not all(name in columns for name in PREFIX_COLUMNS):
+        return False
+    prescribed = ROUTED_EXPERTS in columns and runner.table.config.experts is not None
+    return runner.can_share_prefixes and not prescribed
+
+
+def gather_links(batch: Batch, index: RowIndex) -> PrefixLinks:
+    """Returns the prefixes that the rows of a batch share, by row number; all ranks call it together."""
+    names = ("sample_id", *PREFIX_COLUMNS)
+    rows = torch.empty(0, len(names), dtype=torch.int64)
+    if len(batch):  # a rank without rows may have columns of other types
+        rows = torch.stack([batch[name].long() for name in names], dim=1)
+    gathered = all_gather_bytes(rows.flatten().view(torch.uint8))
+    # A clone is aligned for the view as int64, which a slice of the received bytes need not be.
+    everything = torch.cat([part.clone().view(torch.int64) for part in gathered]).view(-1, len(names))
+    sample_ids, prefix_of, prefix_length = everything[everything[:, 0].argsort()].unbind(1)
+    # The index numbers rows in the order of their sample ids.
+    assert tuple(sample_ids.tolist()) == index.sample_ids
+    return PrefixLinks.from_columns(index.sample_ids, index.lengths, prefix_of.tolist(), prefix_length.tolist())
+
+
+def mark_shared(rows: Batch, numbers: Sequence[int], shared: Shared) -> Batch:
+    """Adds the columns of rows that share their first tokens, see `microbatch`; `numbers` are those in the index."""
+    # Rows 4 and 7, where `shared` has {7: (4, 10)}: SHARED_WITH is [0, 0] and SHARED_TOKENS [0, 10], so row 7 computes
+    # its first 10 tokens with row 4.
+    if any(number in shared for number in numbers):
+        place = {number: row for row, number in enumerate(numbers)}
+        sources = [shared.get(number, (number, 0)) for number in numbers]
+        rows.put(SHARED_WITH, torch.tensor([place[other] for other, _ in sources]), ColumnKind.SEQUENCE)
+        rows.put(SHARED_TOKENS, torch.tensor([count for _, count in sources]), ColumnKind.SEQUENCE)
+    return rows
+
 
 FORWARD_COLUMNS = ("tokens", "loss_mask", "routed_experts")
 """Columns that the result of a forward pass depends on."""
@@ -48,6 +86,16 @@ class ForwardPass:
     """Makes the token column of this rank's rows from the result of `work`, with all ranks."""
 
 
+@dataclass(frozen=True)
+class Batching:
+    """Settings by which a role computes the rows of a batch."""
+
+    temperature: float
+    """Sampling temperature, which divides the logits; 0 is greedy sampling."""
+    tokens_per_micro_batch: int
+    """On all ranks of a context-parallel group together."""
+
+
 class Role:
     """Model with its own layout and process groups.
 
@@ -57,8 +105,6 @@ class Role:
         all ranks              index the rows, plan micro-batches, send the rows to the ranks that compute them
         ranks of the role      load the weights if they were offloaded, compute the micro-batches      `work`
         all ranks              send the values to the owners of the rows                               `deliver`
-
-    `tokens_per_micro_batch` counts the tokens on all ranks of a context-parallel group together.
     """
 
     head: ClassVar[Head] = "language"
@@ -68,54 +114,12 @@ class Role:
     hidden_offset: ClassVar[int] = 1
     """Offset from a token to the hidden state that scores it: 1 for language-model heads, 0 for reward heads."""
 
-    def __init__(
-        self,
-        model_dir: Path,
-        groups: Groups,
-        context: JobContext,
-        *,
-        dtype: torch.dtype,
-        temperature: float,
-        tokens_per_micro_batch: int,
-        recompute: Recompute = False,
-        lora: LoraConfig | None = None,
-        from_checkpoint: bool = False,
-        kernels: Kernels = "torch",
-        megatron: MegatronConfig | None = None,
-        fsdp: FsdpConfig | None = None,
-        trained: bool = False,
-        name: str = "actor",
-    ) -> None:
-        self.model_dir, self.name = model_dir, name
-        self.runner = build_runner(
-            model_dir,
-            groups,
-            trained=trained,
-            kernels=kernels,
-            megatron=megatron,
-            keeps_multi_token=self.keeps_multi_token,
-            fsdp=fsdp,
-            dtype=dtype,
-            recompute=recompute,
-            head=self.head,
-            hidden_offset=self.hidden_offset,
-            lora=lora,
-            timer=context.timer,
-            directories=context.directories,
-            from_checkpoint=from_checkpoint,
-        )
-        self._context = context
-        self._temperature, self._tokens_per_micro_batch = temperature, tokens_per_micro_batch
-        self._flops = row_flops(self.runner.table.config, self.runner.table.tensor_index)
-        self._key_share = key_share(self.runner.table.config)
-        self.cpu_offload = CpuOffload(self.runner)
-
-    def _share_model(self, other: Role, tokens_per_micro_batch: int, name: str) -> None:
-        """Initializes a role that has the model of another one, in place of the constructor."""
-        self.model_dir, self.name = other.model_dir, name
-        self.runner, self.cpu_offload, self._context = other.runner, other.cpu_offload, other._context
-        self._temperature, self._tokens_per_micro_batch = other._temperature, tokens_per_micro_batch
-        self._flops, self._key_share = other._flops, other._key_share
+    def __init__(self, runner: Runner, batching: Batching, name: str, context: JobContext) -> None:
+        self.runner, self.name = runner, name
+        self._batching, self._context = batching, context
+        self._flops = row_flops(runner.table.config, runner.table.tensor_index)
+        self._key_share = key_share(runner.table.config)
+        self.cpu_offload = CpuOffload(runner)
 
     def forward(self, batch: Batch, call: str = "forward", mask: Tensor | None = None) -> Tensor:
         """Computes the output of the model for tokens, without gradients: float32 log-probs or values.
@@ -161,7 +165,7 @@ class Role:
         """Returns the outputs of the rows that this rank sends to their owners, by row number of the index."""
         self._context.offload.load_exclusively(self.cpu_offload, training=False)
         columns: dict[int, Tensor] = {}
-        results = self.runner.infer(micro_batches, self._temperature, plan.cp_sizes, outputs)
+        results = self.runner.infer(micro_batches, self._batching.temperature, plan.cp_sizes, outputs)
         rows = self._rows_of_rank(dist.get_rank(), plan)
         for numbers, micro, result in zip(rows, micro_batches, results, strict=bool(results)):
             if result is not None:
@@ -189,7 +193,7 @@ class Role:
         `row_groups` are rows of the index that must share a micro-batch. With `links` prefixes that rows share are
         computed once in a micro-batch. The plan is the same on every rank.
         """
-        layout, budget = self.runner.layout, self._tokens_per_micro_batch
+        layout, budget = self.runner.layout, self._batching.tokens_per_micro_batch
         if links:
             units = join_groups(row_groups, links, self._budgeted_tokens, self._flops, layout.dp, budget)
         else:

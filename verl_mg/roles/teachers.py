@@ -12,12 +12,10 @@ from verl_mg.batch import Batch, ColumnKind
 from verl_mg.errors import UserError
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import Actor, Policy
-from verl_mg.roles.prefixes import PREFIX_COLUMNS
-from verl_mg.roles.role import ForwardPass
+from verl_mg.roles.role import PREFIX_COLUMNS, ForwardPass
 from verl_mg.roles.teacher_rows import ReadingTeacher, Teacher
 from verl_mg.training.microbatch import TEACHER, TEACHER_HIDDEN, TEACHER_TOP
-from verl_mg.training.output_layer import OutputLayer
-from verl_mg.training.teacher_layers import check_vocabularies, load_teacher_layer
+from verl_mg.training.output_layer import OutputLayer, check_vocabularies, load_teacher_layer
 from verl_mg.training.token_outputs import LOGPROBS, TeacherDivergence, TokenOutputs
 
 # Columns of a batch that teachers are given, without `routed_experts`: these are experts of the student.
@@ -91,7 +89,7 @@ class Teachers:
             runner, head = policy.runner, policy.runner.output_head
             check_vocabularies(head, self._actor.runner.output_head, key)
             needed = {head.tensor: runner.table.huggingface()[head.tensor]}
-            directory = self._context.directories.open(policy.model_dir, needed)
+            directory = self._context.directories.open(policy.runner.spec.path, needed)
             if shard is not None:
                 yield load_teacher_layer(directory, head, runner.dtype, shard)
 

@@ -5,50 +5,34 @@ import os
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from verl_mg.algorithms.aggregation import normalizer
 from verl_mg.batch import Batch, ColumnKind
-from verl_mg.checkpoint.hf_safetensors import CheckpointWriter
+from verl_mg.checkpoint.hf_safetensors import CheckpointWriter, UntrainedTensors
 from verl_mg.checkpoint.peft import AdapterWriter
 from verl_mg.checkpoint.sharded_safetensors import StoredBox
-from verl_mg.checkpoint.untrained_tensors import UntrainedTensors
-from verl_mg.config import ConfigSection, Count, GuardConfig, OptimizerConfig
+from verl_mg.config import ConfigSection, Count
 from verl_mg.distributed.collectives import all_gather_json, broadcast_bytes
 from verl_mg.layout.packing import MicroBatchPlan
 from verl_mg.models.hf_families import UNTRAINED
-from verl_mg.models.multi_token import copied_tensors
-from verl_mg.roles.backends import build_trainer
-from verl_mg.roles.role import Role
+from verl_mg.models.hf_tensors import copied_tensors
+from verl_mg.roles.context import JobContext
+from verl_mg.roles.role import Batching, Role
 from verl_mg.rows.index import RowIndex
 from verl_mg.sharding.model_table import ModelTable
 from verl_mg.training.offload import CpuOffload
 from verl_mg.training.runner import Runner
-from verl_mg.training.stored_weights import restore_weights
 from verl_mg.training.token_outputs import TeacherDivergence, TokenOutputs
-from verl_mg.training.trainer import TRAJECTORY_TOKENS, TokenLoss, Trainer, TrainerCounters
-from verl_mg.training.weight_export import write_weights
+from verl_mg.training.trainer import TRAJECTORY_TOKENS, MiniBatch, Objective, TokenLoss, Trainer, TrainerCounters
+from verl_mg.training.weights import restore_weights, write_weights
 
 ADAPTER_FOLDER = "adapter"
 """Folder of adapters in PEFT's format, within the directory of a model into which they are merged."""
-
-
-@dataclass(frozen=True)
-class _MiniBatch:
-    """Rows of one optimizer step."""
-
-    micro_batches: list[Batch]
-    cp_sizes: list[int]
-    """Number of context-parallel ranks that share each micro-batch."""
-    num_tokens: int
-    """Scored tokens over all ranks."""
-    num_sequences: int
-    """Trajectories with scored tokens over all ranks."""
 
 
 class RoleCounters(ConfigSection):
@@ -65,23 +49,18 @@ class NoOptimizerError(Exception):
 
 
 class TrainableRole(Role):
-    """Role with an optimizer: updates, checkpoints and exports; without one in a rollout-only run, `learns=False`."""
+    """Role with an optimizer: updates, checkpoints and exports; without a trainer in a rollout-only run."""
 
     trainer: Trainer
 
     def __init__(
-        self,
-        *arguments: Any,
-        optimizer: OptimizerConfig,
-        guard: GuardConfig | None = None,
-        learns: bool = True,
-        **options: Any,
+        self, runner: Runner, batching: Batching, name: str, context: JobContext, trainer: Trainer | None
     ) -> None:
-        super().__init__(*arguments, trained=learns, **options)
-        self._learns = learns
-        if learns:
-            self.trainer = build_trainer(self.runner, optimizer, guard, self.name)
-            self.cpu_offload = CpuOffload(self.runner, self.trainer if self.runner.is_member else None)
+        super().__init__(runner, batching, name, context)
+        self._learns = trainer is not None
+        if trainer is not None:
+            self.trainer = trainer
+            self.cpu_offload = CpuOffload(runner, trainer if runner.is_member else None)
         self.num_updates = 0
         self.trained_batches: list[Batch] = []
         """Batches of this iteration's updates."""
@@ -117,45 +96,20 @@ class TrainableRole(Role):
         self.trained_batches.append(batch)
         self._context.offload.release_engines()
         with self._context.timer("row_dispatch"):
-            index = self._index(batch, batch)
-            whole = index.row_groups_by_trajectory
-            cuts = torch.arange(len(whole)).tensor_split(min(num_minibatches, max(len(whole), 1)))
-            cut_groups = [[group for i in cut.tolist() for group in whole[i]] for cut in cuts]
-            epoch = self._mini_batches(batch, index, cut_groups)
+            epoch = self._mini_batches(batch, num_minibatches)
         steps = epoch * num_epochs  # every epoch has the same mini-batches, so rows are transferred once
         self.num_updates += len(steps)  # on all ranks, here: it is the version of the weights in the next sync
+        outputs = TokenOutputs(teacher=teacher)
+        objective = Objective(loss, loss_aggregation, self._batching.temperature, outputs, max_length)
+        work = partial(self._take_steps, steps, objective)
+        return self._context.executor.metrics(f"{self.name}.update", work, self._share_metrics)
 
-        def work() -> dict[str, float]:
-            totals: dict[str, float] = defaultdict(float)
-            if self.runner.is_member:
-                self._context.offload.load_exclusively(self.cpu_offload)
-                for step in steps:
-                    divisor = normalizer(loss_aggregation, step.num_tokens, step.num_sequences, max_length)
-                    metrics = self.trainer.update(
-                        step.micro_batches,
-                        self._temperature,
-                        loss,
-                        loss_aggregation,
-                        divisor,
-                        step.num_tokens,
-                        step.cp_sizes,
-                        TokenOutputs(teacher=teacher),
-                    )
-                    for name, value in metrics.items():
-                        totals[f"{self.name}/{name}"] += value / len(steps)
-            return dict(totals)
-
-        def deliver(metrics: dict[str, float]) -> dict[str, float]:
-            # Ranks outside of the placement have computed nothing, and a recipe needs the same numbers on all.
-            from_first: dict[str, float] = all_gather_json(metrics)[self.runner.placement.ranks[0]]
-            return from_first
-
-        return self._context.executor.metrics(f"{self.name}.update", work, deliver)
-
-    def _mini_batches(
-        self, batch: Batch, index: RowIndex, row_groups: Sequence[Sequence[Sequence[int]]]
-    ) -> list[_MiniBatch]:
-        """Returns the mini-batches, whose rows are transferred together; `row_groups`: by mini-batch."""
+    def _mini_batches(self, batch: Batch, count: int) -> list[MiniBatch]:
+        """Returns the mini-batches, whose rows are transferred together; all ranks call it together."""
+        index = self._index(batch, batch)
+        whole = index.row_groups_by_trajectory
+        cuts = torch.arange(len(whole)).tensor_split(min(count, max(len(whole), 1)))
+        row_groups = [[group for i in cut.tolist() for group in whole[i]] for cut in cuts]
         links = self._prefix_links(batch, index)
         plans = [self.plan_micro_batches(index, groups, links) for groups in row_groups]
         every = self.gather_micro_batches(batch, index, plans)
@@ -163,9 +117,24 @@ class TrainableRole(Role):
         if len(set(index.trajectories)) < len(index):
             self._put_trajectory_tokens(index, plans, every)
         return [
-            _MiniBatch(micro_batches, plan.cp_sizes, *_count_scored(index, [row for group in groups for row in group]))
+            MiniBatch(micro_batches, plan.cp_sizes, *_count_scored(index, [row for group in groups for row in group]))
             for micro_batches, plan, groups in zip(every, plans, row_groups, strict=True)
         ]
+
+    def _take_steps(self, steps: Sequence[MiniBatch], objective: Objective) -> dict[str, float]:
+        """Makes an optimizer step on each mini-batch; returns means of their metrics, none outside the placement."""
+        totals: dict[str, float] = defaultdict(float)
+        if self.runner.is_member:
+            self._context.offload.load_exclusively(self.cpu_offload)
+            for step in steps:
+                for name, value in self.trainer.update(step, objective).items():
+                    totals[f"{self.name}/{name}"] += value / len(steps)
+        return dict(totals)
+
+    def _share_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Returns the metrics on all ranks, as a recipe needs them."""
+        from_first: dict[str, float] = all_gather_json(metrics)[self.runner.placement.ranks[0]]
+        return from_first
 
     def _put_trajectory_tokens(
         self, index: RowIndex, plans: Sequence[MicroBatchPlan], mini_batches: Sequence[Sequence[Batch]]
@@ -244,7 +213,7 @@ class TrainableRole(Role):
             _copy_small_files(model_dir, partial)
             _patch_config(partial / "config.json", self.runner)
             if lora and adapter_writer:
-                adapter_writer.create(lora.config, lora.adapted, self.model_dir)
+                adapter_writer.create(lora.config, lora.adapted, self.runner.spec.path)
         dist.barrier()  # the files exist, into which each rank writes its boxes
         write_weights(self.runner, writer)
         if adapter_writer:

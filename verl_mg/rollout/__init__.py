@@ -1,9 +1,8 @@
-"""The role that generates: groups of samples, the queue of their requests, and the loop of each engine.
+"""The role that generates: groups of samples, the queue of their requests, and the worker of each engine.
 
-rollout  async_rollout       what a recipe calls: synchronous and one step off, asynchronous
-pending_groups  staleness    groups in flight; how many may be
-work_queue  filtered_queue   distribution of requests over engines
-engine_loop  engine_stream   the loop of one engine within a call, and across calls
-engine_group                 engines of the job; remote_engine_group: servers outside of it
-group_rows  rollout_source   rows of a batch from samples; the interface of whatever gives a recipe its samples
+rollout                      the interface of whatever gives a recipe its samples, and the core of all modes
+sync_rollout  async_rollout  the modes: what is submitted, when `generate` returns, when weights arrive
+groups                       states of groups, the bound of staleness, what checkpoints contain
+work_queue  engine_worker    distribution of requests over engines; the worker that feeds one engine
+engine_group                 engines of the job; remote_engine_group, server_monitor: servers outside of it
 """

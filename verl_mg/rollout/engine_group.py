@@ -8,7 +8,7 @@ What occupies a device that a role and an engine share (`ProcessEngineGroup`), o
       |  offloads the actor, then wakes the key-value cache
     GENERATING    weights and cache of the engine
       |  release_memory, before a role computes: sleep                                                 -> TRAINING
-    an engine dies: its leader restarts it, with the cache asleep, and announces it; all ranks `recover` it: TRANSFER
+    an engine dies: its worker restarts it, with the cache asleep, and announces it; all ranks `recover` it: TRANSFER
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch.distributed as dist
-from torch.distributed import Store
 
 from verl_mg import device
 from verl_mg.engines.engine import EngineDiedError, RolloutEngine
@@ -28,8 +27,8 @@ from verl_mg.engines.hf.engine import HFEngine
 from verl_mg.engines.process_engine import ProcessEngine
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import Actor
-from verl_mg.rollout.engine_events import EngineEvents
-from verl_mg.rollout.work_queue import DynamicWorkQueue, Group, StaticWorkQueue, WorkQueue
+from verl_mg.rollout.engine_worker import EngineEvents, EngineRestart
+from verl_mg.rollout.work_queue import StaticShare
 from verl_mg.weight_sync.hf_module import HFEngineSync
 from verl_mg.weight_sync.ipc import ProcessEngineSync
 
@@ -38,43 +37,26 @@ EngineWrapper = Callable[[RolloutEngine], RolloutEngine]
 
 
 class EngineGroup(ABC):
-    """The engines of a job; all ranks call every method together unless it says otherwise."""
+    """The engines of a job; all ranks call every method together unless it says otherwise.
+
+    `is_leader` says for each rank whether it leads an engine. With `static` each engine has a fixed share of the work;
+    otherwise engines with free slots take samples.
+    """
 
     engine: RolloutEngine | None
     """This rank's engine, if it leads one."""
-    rows_are_local: bool
+    rows_are_local = False
     """Whether each rank has the rows that a recipe wants there as soon as they are generated."""
-    disjoint: bool
-    """Whether engines are on ranks without roles, so that they can generate while training computes."""
 
     def __init__(self, is_leader: Sequence[bool], static: bool, context: JobContext) -> None:
-        """Creates the group and registers its release of memory.
-
-        Args:
-            is_leader: for each rank, whether it leads an engine.
-            static: whether each engine has a fixed share of the work; otherwise engines with free slots take samples.
-            context: the shared services of the job.
-        """
-        self.is_leader, self._static, self._offload = tuple(is_leader), static, context.offload
+        self.is_leader, self._offload = tuple(is_leader), context.offload
         self.num_engines = sum(is_leader)
+        number = sum(is_leader[: dist.get_rank()])
+        self.share = StaticShare(number, self.num_engines) if static else None
         self.events = EngineEvents(context.store)
         self.version = -1
         """Version of the weights that the engines have."""
         context.offload.register_engines(self.release_memory)
-
-    def make_queue(self, store: Store, key: str, groups: Sequence[Group], num_groups_needed: int) -> WorkQueue:
-        """Returns the work queue of a call.
-
-        Args:
-            store: shared by all ranks.
-            key: prefix of the queue's counters.
-            groups: all samples of the call.
-            num_groups_needed: the call is done when this many groups are complete.
-        """
-        if self._static:
-            number = sum(self.is_leader[: dist.get_rank()])
-            return StaticWorkQueue(store, key, groups, num_groups_needed, number, self.num_engines)
-        return DynamicWorkQueue(store, key, groups, num_groups_needed)
 
     def acquire_memory(self) -> None:
         """Prepares the engines to generate: takes the device memory that was released."""
@@ -90,17 +72,12 @@ class EngineGroup(ABC):
     def close(self) -> None:  # noqa: B027, not all engines have processes
         """Ends this rank's engine if this job has started it."""
 
-    @abstractmethod
-    def restart_engine(self) -> None:
-        """Implements `EngineRecovery.restart_engine`; called only by the rank whose engine died."""
-
-    @abstractmethod
-    def recover(self, engine: int) -> None:
-        """Implements `EngineRecovery.recover`."""
-
 
 class InFlightEngineGroup(EngineGroup):
-    """Engines that are separate from training: their weights can be updated with requests in flight."""
+    """Engines outside of the ranks' processes: weights can be updated with requests in flight, and engines restart."""
+
+    restart: EngineRestart | None = None
+    """Restart of this rank's engine; None where this job has not started it."""
 
     def update_weights_in_flight(self, actor: Actor) -> dict[str, float]:
         """Transfers the weights between two tokens of the requests in flight, which continue; returns metrics."""
@@ -119,18 +96,14 @@ class InFlightEngineGroup(EngineGroup):
         """Continues the engines that this rank leads."""
 
     @abstractmethod
-    def restart_process(self) -> None:
-        """Restarts only this rank's engine, without weights, and announces it; from any thread."""
-
-    @abstractmethod
-    def resume_requests(self) -> None:
-        """Submits the requests again that were in flight when this rank's engine died."""
+    def recover(self, engine: int) -> None:
+        """Transfers weights to an engine that was restarted, while the others generate."""
 
 
 class HFEngineGroup(EngineGroup):
     """A module of `transformers` on every rank; each generates its fixed share, so that runs are bitwise repeatable."""
 
-    rows_are_local, disjoint = True, False
+    rows_are_local = True
 
     def __init__(self, engine: HFEngine, context: JobContext, wrap: EngineWrapper = lambda engine: engine) -> None:
         super().__init__([True] * dist.get_world_size(), static=True, context=context)
@@ -142,12 +115,6 @@ class HFEngineGroup(EngineGroup):
         self.version = actor.num_updates
         return self._sync.transfer(actor.weights)
 
-    def restart_engine(self) -> None:
-        """Does nothing: the engine is part of the rank's process."""
-
-    def recover(self, engine: int) -> None:
-        """Does nothing: no engine restarts."""
-
 
 class ProcessEngineGroup(InFlightEngineGroup):
     """Engines in processes that this job has started, each on a group of ranks.
@@ -156,8 +123,6 @@ class ProcessEngineGroup(InFlightEngineGroup):
     leads. `version` is the version of the weights that all engines have already, from ranks that were lost; -1: none.
     With `keep_cache` requests in flight keep keys and values of the old weights in an update.
     """
-
-    rows_are_local = False
 
     def __init__(
         self,
@@ -177,8 +142,10 @@ class ProcessEngineGroup(InFlightEngineGroup):
         super().__init__(is_leader, static, context)
         self.engine = wrap(inner) if inner else None
         self._inner, self._sync, self._keep_cache, self._follower = inner, sync, keep_cache, follower
-        self._sleep, self._is_asleep, self.disjoint = sleep, False, disjoint
+        self._sleep, self._is_asleep, self._disjoint = sleep, False, disjoint
         self.version = version
+        if inner:
+            self.restart = EngineRestart(inner, sync.number, sleep, self.events)
         self._actor: Actor | None = None
 
     def update_weights(self, actor: Actor) -> dict[str, float]:
@@ -213,7 +180,7 @@ class ProcessEngineGroup(InFlightEngineGroup):
             self.update_weights(self._actor)
             return
         super().acquire_memory()
-        if device.current_device().type == "cuda" and not self.disjoint:
+        if device.current_device().type == "cuda" and not self._disjoint:
             # An engine that is restarted sizes its cache by the memory that is free then.
             device.release_unused_memory()
             self._sync.barrier()
@@ -234,31 +201,6 @@ class ProcessEngineGroup(InFlightEngineGroup):
         if self._follower:
             self._follower.close()
 
-    def restart_engine(self) -> None:
-        """Restarts this rank's engine and waits until all ranks have transferred its weights."""
-        assert self._inner is not None
-        self.restart_process()
-        # This rank handles the events in the order in which all others do, its own restart among them: recoveries of
-        # two engines are collectives, and would deadlock in different orders.
-        for engine in self.events.unseen_restarts():
-            self.recover(engine)
-        if not self._inner.health():
-            raise EngineDiedError("the engine ended again before it had its weights")
-        self._inner.resume()
-
-    def restart_process(self) -> None:
-        """Restarts this rank's engine and announces it; it has no weights."""
-        assert self._inner is not None
-        self._inner.restart()
-        if self._sleep:
-            self._inner.sleep(weights=False, kv=True)  # the actor's weights have its place during the transfer
-        self.events.announce_restart(self._sync.number)
-
-    def resume_requests(self) -> None:
-        """Submits the requests again that were in flight when this rank's engine died."""
-        assert self._inner is not None
-        self._inner.resume()
-
     def pause_generation(self) -> None:
         """Pauses this rank's engine between two tokens."""
         if self._inner:
@@ -272,7 +214,7 @@ class ProcessEngineGroup(InFlightEngineGroup):
                 self._inner.unpause()
 
     def recover(self, engine: int) -> None:
-        """Transfers weights to an engine that was restarted."""
+        """Transfers the weights of the last update to an engine that was restarted."""
         assert self._actor is not None
         self._sync.barrier()  # the engine on this rank's devices may be starting, and sizes its cache by free memory
         self._offload.load_exclusively(self._actor.cpu_offload, training=False)

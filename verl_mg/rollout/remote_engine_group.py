@@ -46,8 +46,6 @@ class RemoteEngineGroup(InFlightEngineGroup):
     # The loss of a server is not the death of an engine: the pool gives its samples to others. A server that responds
     # again, or a new one, is announced as restarted, and all ranks transfer the weights to it.
 
-    rows_are_local, disjoint = False, True
-
     def __init__(
         self,
         sync: ServerTransport,
@@ -100,15 +98,6 @@ class RemoteEngineGroup(InFlightEngineGroup):
         """Continues the servers of this rank."""
         if self._pool:
             self._pool.unpause()
-
-    def restart_engine(self) -> None:
-        """Does nothing: a pool never dies."""
-
-    def restart_process(self) -> None:
-        """Does nothing: a pool never dies."""
-
-    def resume_requests(self) -> None:
-        """Does nothing: the pool gives the requests of a lost server to others."""
 
     def recover(self, engine: int) -> None:
         """Transfers weights to a server that is new or was restarted, unless it has received them since."""

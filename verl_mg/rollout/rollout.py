@@ -1,125 +1,107 @@
-"""The rollout as a recipe uses it: prompts in, a `Batch` distributed over the ranks out.
+"""The rollout: the interface of whatever gives a recipe its samples, and the core of all modes on engines.
 
-States between calls, and what leads from one to the other:
+One core generates in every mode; `SyncRollout` and `AsyncRollout` decide what is submitted, when `generate` returns,
+and when weights arrive:
 
-    IDLE       no samples in flight; `generate` generates its samples and waits for them
-      |  generate, with rollout.mode=one_step_off and not in the last iteration: submits the prompts of the next call
-      v
-    IN_FLIGHT  engines generate for the next call, served by a thread of each rank that leads one (`EngineLoop`), while
-      |        the main thread trains; `update_weights` only keeps the actor for later
-      |  generate, of exactly the prefetched prompts:   waits for the samples, unblocked by the engines;
-      |                                                 transfers the kept actor's weights                 -> IDLE
-      |  generate_greedy, generate_for_eval:            wait for the samples, unblocked by the engines;
-      v                                                 transfer the kept actor's weights; keep the batch
-    READY      the batch of the next call is in memory; `update_weights` transfers immediately
-         generate, of exactly the prefetched prompts:   returns the batch                                  -> IDLE
+    mode            groups submitted                        `generate` returns                weights arrive
+    sync            the groups of this call                 when they are complete            between calls
+    one_step_off    the groups of the next call, while      the same                          when they are complete
+                    this iteration trains
+    async           as many as the bound of staleness       the oldest complete groups        between two tokens of
+                    allows                                                                    running requests
 
-`generate` waits for samples, never for their scores (`RewardRole.wait`) nor for computation of other roles. A
-checkpoint of IN_FLIGHT contains the prompts; its samples are generated again after a resume (`resume_in_flight`).
+An evaluation is a call that ends, in every mode. In async its requests run together with training's: free slots go to
+it first, and nothing is stopped or aborted. It returns when its groups are complete, before the next update, so that
+its samples are of one policy version.
+
+    Rollout          _start: groups ──▶ WorkQueue ──▶ EngineWorker ──▶ engine
+      main thread    _wait for the event of the end                     │ samples
+                     _finish: rows of groups  ◀──  GroupBuffer  ◀── _on_sample, which submits them to the reward
+
+While a rank waits, it transfers weights to engines that were restarted: all ranks have a part of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import hashlib
+from abc import ABC, abstractmethod
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
-from torch.distributed import PrefixStore, Store
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore
 
-from verl_mg.batch import Batch
+from verl_mg.batch import Batch, ColumnKind
 from verl_mg.data.prompt_feed import PromptFeed
 from verl_mg.data.prompts import Prompt
 from verl_mg.distributed.collectives import all_gather_json
 from verl_mg.engines.engine import Request, Sample, Sampling
-from verl_mg.engines.engine_counts import count_metrics
-from verl_mg.errors import UserError
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import Actor
-from verl_mg.roles.reward import RewardRole, scoring_reward
-from verl_mg.rollout.engine_group import EngineGroup
-from verl_mg.rollout.engine_loop import EngineLoop
-from verl_mg.rollout.filtered_queue import FilteredWorkQueue, GroupFilter
-from verl_mg.rollout.group_rows import distribute_rows, group_rows, put_origin, sample_seed
-from verl_mg.rollout.pending_groups import GenerationCall, PendingGroup, PendingGroups, RolloutState
-from verl_mg.rollout.rollout_source import LocalRolloutState, RolloutSource, filter_metrics
-from verl_mg.rollout.work_queue import Group, WorkQueue
-from verl_mg.rows.records import GeneratedRows, RolloutRecords
-
-MakeQueue = Callable[[Store, str, Sequence[Group], int], WorkQueue]
-"""Makes the work queue of a call, from the arguments of `EngineGroup.make_queue`."""
+from verl_mg.roles.reward import NOT_SCORED, RewardRole
+from verl_mg.rollout.engine_group import EngineGroup, InFlightEngineGroup
+from verl_mg.rollout.engine_worker import EngineWorker
+from verl_mg.rollout.groups import Group, GroupBuffer, GroupState, RolloutState, first_complete, sample_number
+from verl_mg.rollout.work_queue import GroupFilter, ScoreFilter, WorkQueue
+from verl_mg.rows.conversations import conversation_of, exchange_conversations, to_text
+from verl_mg.rows.dispatch import gather_rows
+from verl_mg.rows.index import RowIndexer
+from verl_mg.rows.records import GeneratedRows, RolloutRecord, RolloutRecords
+from verl_mg.rows.samples import samples_to_batch
 
 
 @dataclass(frozen=True)
-class _InFlight:
-    call: GenerationCall
-    queue: WorkQueue
-    loop: EngineLoop
+class LocalRolloutState:
+    """The part of a rollout's state that only this rank has."""
+
+    completed: Mapping[int, Sample] = field(default_factory=dict)
+    """Complete samples by id, whose groups have not been returned."""
+    partial: Mapping[int, Sample] = field(default_factory=dict)
+    ready: GeneratedRows | None = None
+    """Rows that were generated in advance, and that the next `generate` returns."""
 
 
-@dataclass(frozen=True)
-class _Prefetched:
-    """Arguments that the next `generate` must be called with."""
+class RolloutSource(ABC):
+    """Source of samples, as a recipe and the training loop use it; all ranks call every method together."""
 
-    prompt_ids: list[int]
-    num_samples: int
+    is_replay = False
+    """Whether the samples were recorded in an earlier run: then there are no engines and no evaluation."""
 
+    def __init__(self, records: RolloutRecords) -> None:
+        self._records = records
+        self._train_batches: list[Batch] = []
+        self._is_last = True
+        self.metrics: dict[str, float] = {}
+        """Metrics of the last `generate` and the last transfer of weights."""
 
-class Rollout(RolloutSource):
-    """Generates samples on the engines of all ranks; all ranks call every method together."""
+    @property
+    def train_batches(self) -> Sequence[Batch]:
+        """Returns the batches of this iteration that `generate` returned."""
+        return self._train_batches
 
-    def __init__(
-        self,
-        engines: EngineGroup,
-        sampling: Sampling,
-        seed: int,
-        context: JobContext,
-        prompts: PromptFeed,
-        records: RolloutRecords,
-        reward: RewardRole | None = None,
-        *,
-        extra_prompts: int = 0,
-        prefetch: bool = False,
-        partial_rollout: bool = False,
-        deterministic: bool = False,
-        routed_shape: tuple[int, int] | None = None,
-    ) -> None:
-        """Creates the rollout of a job.
+    @property
+    def records(self) -> Sequence[RolloutRecord]:
+        """Returns the records of all batches of this iteration, in the order in which they were returned."""
+        return self._records.records
+
+    def start_iteration(self, iteration: int, is_last: bool) -> None:
+        """Starts the records of an iteration.
 
         Args:
-            engines: the engines of all ranks.
-            sampling: how tokens are drawn in training.
-            seed: of the job; with the sample id it is the seed of a sample.
-            context: the shared services of the job.
-            prompts: the prompts of the job, from which extra and prefetched ones are drawn.
-            records: receives the batches for the recording of samples.
-            reward: scores samples while others are generated; None: nothing is scored.
-            extra_prompts: this many prompts more than requested are submitted, pending ones included; the first
-                complete ones are returned.
-            prefetch: whether the samples of the next `generate` are generated while this iteration trains.
-            partial_rollout: whether groups that were not complete are resumed in the next call, not dropped.
-            deterministic: whether samples must not depend on the speed of engines.
-            routed_shape: (layers, experts per token) of the experts that engines report; None: they report none.
+            iteration: number of the iteration, from 1.
+            is_last: whether no iteration follows, so that no samples are generated in advance.
         """
-        super().__init__(records)
-        self._engines, self._sampling, self._seed, self._feed, self._reward = engines, sampling, seed, prompts, reward
-        self._extra_prompts, self._prefetch, self._partial_rollout = extra_prompts, prefetch, partial_rollout
-        self._deterministic = deterministic
-        self._context, self._store = context, PrefixStore("rollout", context.store)
-        self._routed_shape = routed_shape
-        self._num_calls = 0
-        self._pending = PendingGroups()
-        self._score_ids: dict[int, int] = {}
-        """Score of each complete sample of this rank's engine that has not been returned."""
-        self._in_flight: _InFlight | None = None
-        self._ready: GeneratedRows | None = None
-        self._prefetched: _Prefetched | None = None
-        self._deferred_actor: Actor | None = None
-        """Actor whose weights are transferred when the samples in flight are complete."""
-        self._num_resumed_groups: int | None = None
-        """Groups to return of the call that was in flight at the checkpoint."""
+        self._is_last, self._train_batches = is_last, []
+        self._records.clear()
 
+    @abstractmethod
     def generate(self, prompts: Sequence[Prompt], num_samples: int = 1) -> Batch:
-        """Returns samples of as many prompts as requested, different rows on each rank.
+        """Returns samples of prompts; each rank has other rows.
 
         With extra prompts or pending ones the groups that are complete first are returned, which may be others than
         those requested. Columns: tokens, loss_mask, rollout_logprobs, policy_versions, prompt_id, prompt_length, group,
@@ -132,277 +114,367 @@ class Rollout(RolloutSource):
             num_samples: samples of each prompt.
 
         Raises:
-            UserError: prefetched samples are ready, and `prompts` are not those prefetched.
+            UserError: samples are generated in advance, and `prompts` differ from `job.prompts.next_batch`.
         """
-        self._context.executor.require_outside_block("rollout.generate")
-        if self._prefetched is None:
-            rows = self._finish(self._start(self._new_call(prompts, num_samples), self._sampling))
-        else:
-            self._check_prefetched(prompts, num_samples)
-            # A rank's batch may have no rows and is ready nevertheless.
-            rows = self._wait_in_flight() if self._ready is None else self._ready
-            self._ready = self._prefetched = None
-        self._train_batches.append(rows.batch)
-        self._records.add(rows)
-        if self._prefetch and not self._is_last and prompts:
-            self._start_prefetch(len(prompts), num_samples)
-        return rows.batch
 
+    @abstractmethod
     def generate_filtered(self, num_groups: int, num_samples: int, keep: GroupFilter, max_groups: int) -> Batch:
-        """Returns groups that a filter keeps; each is filtered as soon as it is scored, while others are generated."""
-        # Without extra prompts these are the first such groups in the order of the prompts, whatever the speed of
-        # engines.
-        self._context.executor.require_outside_block("rollout.generate_filtered")
-        reward = scoring_reward(self._reward)
-        if self._prefetch:
-            raise UserError(
-                "rollout.mode=one_step_off: which prompts a filtered call generates is not known before it. Write "
-                "rollout.mode=sync or rollout.mode=async, or let the recipe sample in rounds."
-            )
-        if self._deterministic:
-            raise UserError(
-                "job.deterministic: which samples of a filtered call are computed together depends on the speed of "
-                "engines and rewards. Write job.deterministic=false, or let the recipe sample in rounds."
-            )
-        num_pending = len(self._pending)
-        # Peeked, not drawn: `_admitted` draws the prompts that were started, so none is skipped in vain.
-        candidates = self._feed.peek(max(0, max_groups - num_pending))
-        call = self._pending.new_call(candidates, num_samples, num_groups, is_filtered=True)
-        # Pending groups have been started already, so all of them are admitted, also beyond the extra prompts.
-        num_extra = max(self._extra_prompts, num_pending - num_groups)
+        """Draws prompts until enough groups pass a filter; each rejected group is replaced by a further prompt.
 
-        def make_queue(store: Store, key: str, groups: Sequence[Group], num_groups_needed: int) -> WorkQueue:
-            samples = [group.ids for group in call.groups]
-            queue = FilteredWorkQueue(
-                store, key, groups, samples, num_groups_needed, num_extra,
-                lambda sample: reward.poll(self._score_ids[sample]), keep,
-            )  # fmt: skip
-            # A group of an earlier call is filtered by all its scores, also of samples that were completed then.
-            for sample in sorted(self._pending.completed.keys() & call.prompt_of.keys()):
-                queue.mark_done(sample)
-            return queue
+        Args:
+            num_groups: number of groups that are returned; fewer if `max_groups` are not enough.
+            num_samples: samples of each prompt.
+            keep: whether a group is kept, from the rewards of its samples.
+            max_groups: largest number of groups that are generated.
 
-        rows = self._finish(self._start(call, self._sampling, make_queue))
-        self._train_batches.append(rows.batch)
-        self._records.add(rows)
-        return rows.batch
+        Returns:
+            samples of the groups that are kept; each rank has other rows.
+        """
+
+    @abstractmethod
+    def generate_for_eval(self, prompts: Sequence[Prompt], num_samples: int, **sampling: Any) -> Batch:
+        """Returns samples that are not trained on, of one policy version; they change no training sample.
+
+        Args:
+            prompts: the prompts, the same on every rank.
+            num_samples: samples of each prompt.
+            sampling: fields of `Sampling` that replace the values of training, such as temperature=0.0.
+        """
 
     def generate_greedy(self, prompts: Sequence[Prompt]) -> Batch:
-        """Returns the greedy response to each prompt; see `generate_for_eval`."""
+        """Returns the greedy response to each prompt.
+
+        Args:
+            prompts: the prompts, the same on every rank.
+        """
         return self.generate_for_eval(prompts, 1, temperature=0.0)
 
+    @abstractmethod
+    def update_weights(self, actor: Actor) -> None:
+        """Transfers the actor's weights to the engines."""
+
+    @abstractmethod
+    def state(self) -> RolloutState | None:
+        """Returns what all ranks know of unfinished samples, for a checkpoint; None where there is nothing to save."""
+
+    @abstractmethod
+    def local_state(self) -> LocalRolloutState:
+        """Returns what only this rank has of unfinished samples, for a checkpoint; called before `state`."""
+
+    @abstractmethod
+    def load(self, state: RolloutState, local: LocalRolloutState, prompt_of: Callable[[int], Prompt]) -> None:
+        """Resumes from a checkpoint, before the first `update_weights`.
+
+        Args:
+            state: of the checkpoint, the same on every rank.
+            local: this rank's share of the ranks' local states.
+            prompt_of: returns the prompt of an id.
+        """
+
+    @abstractmethod
+    def resume_in_flight(self) -> None:
+        """Starts the samples that were in flight at the checkpoint again, after the first `update_weights`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends the engines that this job has started."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """Groups of training or of an evaluation that engines generate until enough of them are complete."""
+
+    groups: Sequence[Group]
+    num_needed: int
+    queued: Sequence[Group]
+    """Groups in the queue: those with missing samples, and with a filter all."""
+    queue: WorkQueue
+    is_fresh: bool
+    """Whether no group was started in an earlier call, and engines have whole groups where their shares are fixed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutSetup:
+    """Everything that a rollout needs besides engines."""
+
+    sampling: Sampling
+    """Sampling parameters of training."""
+    seed: int
+    """Seed of the job; with the sample id it is the seed of a sample."""
+    context: JobContext
+    prompts: PromptFeed
+    """Prompts of the job, from which those beyond the requested ones are drawn."""
+    records: RolloutRecords
+    """Receives the batches for the recording of samples."""
+    reward: RewardRole | None = None
+    """Scores samples while others are generated; None: nothing is scored."""
+    routed_shape: tuple[int, int] | None = None
+    """(layers, experts per token) of the experts that engines report; None: they report none."""
+
+
+class Rollout(RolloutSource):
+    """Core of the modes; generates samples on the engines of all ranks."""
+
+    def __init__(self, engines: EngineGroup, setup: RolloutSetup) -> None:
+        super().__init__(setup.records)
+        self._engines, self._setup = engines, setup
+        self._sampling, self._context, self._feed = setup.sampling, setup.context, setup.prompts
+        self._reward, self._store = setup.reward, PrefixStore("rollout", setup.context.store)
+        self._num_calls = 0
+        self._groups = GroupBuffer()
+        self._ahead: list[int] = []
+        """Prompts that were submitted for later calls, in order; the recipe must request them next."""
+        self._num_samples_ahead = 0
+        """Samples of each of these prompts."""
+        # An engine in the rank's own process has no thread: only the main thread uses it.
+        self._separate = engines if isinstance(engines, InFlightEngineGroup) else None
+        restart = self._separate.restart if self._separate else None
+        self._worker = EngineWorker(
+            engines.engine,
+            engines.num_engines,
+            engines.events,
+            self._request_of,
+            self._on_sample,
+            self._on_abort,
+            restart,
+        )
+
     def generate_for_eval(self, prompts: Sequence[Prompt], num_samples: int, **sampling: Any) -> Batch:
-        """Waits for the samples in flight, then returns others; changes no ids and no seeds of training samples."""
+        """Implements `RolloutSource.generate_for_eval`, while samples of training may be in flight."""
         self._context.executor.require_outside_block("rollout.generate_for_eval")
-        if self._in_flight:
-            self._ready = self._wait_in_flight()
-        metrics = dict(self.metrics)  # the evaluation must not replace the metrics of the last training call
-        call = self._pending.new_evaluation_call(prompts, num_samples)
-        rows = self._finish(self._start(call, replace(self._sampling, **sampling)))
-        self.metrics = metrics
+        groups = self._groups.add_evaluation(prompts, num_samples, self._first_evaluation_number)
+        call = self._start(groups, len(groups), replace(self._sampling, **sampling))
+        self._wait_for(call)
+        with self._context.timer("row_dispatch"):
+            self._exchange(call)
+            rows = self._assemble(groups, is_whole_call=True)
         self._records.add(rows)
         return rows.batch
 
-    def update_weights(self, actor: Actor) -> None:
-        """Transfers the actor's weights to the engines; where samples are in flight, as soon as these are complete."""
-        self._context.executor.require_outside_block("rollout.update_weights")
-        # Weights do not change under the requests of a call: the transfer waits until its samples are complete.
-        if self._in_flight:
-            self._deferred_actor = actor
-            return
-        with self._context.timer("weight_sync"):
-            self.metrics |= self._engines.update_weights(actor)
-
     def close(self) -> None:
-        """Ends the engines that this job has started."""
+        """Ends the worker's thread, and the engines that this job has started."""
+        self._worker.close()
         self._engines.close()
 
-    # -- checkpoints
+    @property
+    @abstractmethod
+    def _first_evaluation_number(self) -> int:
+        """Number of the first sample of an evaluation, from which its seed is computed."""
 
-    def state(self) -> RolloutState:
-        """Returns the sample ids, the pending groups and the prefetched prompts."""
-        # The groups in flight have left `_pending`; a resumed job generates their missing samples again.
-        call = self._in_flight.call if self._in_flight else None
-        groups = call.groups if call else self._pending.groups
-        return RolloutState(
-            next_id=self._pending.next_id,
-            groups=[group.state() for group in groups],
-            in_flight=call.num_groups_needed if call else None,
-            prefetched=self._prefetched.prompt_ids if self._prefetched else [],
-            prefetched_samples=self._prefetched.num_samples if self._prefetched else 0,
-        )
+    # -- called by the worker, in its thread if it has one
 
-    def local_state(self) -> LocalRolloutState:
-        """Returns the samples of this rank's engine that wait for their group, and the rows that are ready."""
-        return LocalRolloutState(self._pending.completed, self._pending.partial, self._ready)
+    def _request_of(self, sample: int) -> Request:
+        prompt, seed = self._groups.prompt_of(sample), sample_seed(self._setup.seed, sample_number(sample))
+        # Popped: what becomes of the sample, complete or aborted again, replaces it.
+        partial = self._groups.partial.pop(sample, None)
+        return Request(sample, prompt.tokens, seed, partial, prompt, prompt.load_images())
 
-    def load(self, state: RolloutState, local: LocalRolloutState, prompt_of: Callable[[int], Prompt]) -> None:
-        """Resumes from a checkpoint; samples that were in flight are generated again, complete ones scored again."""
-        # A checkpoint may be resumed by fewer ranks: what no rank has loaded is missing, and generated again.
-        reports = all_gather_json([list(local.completed), list(local.partial)])
-        completed, partial = ({i for report in reports for i in report[which]} for which in (0, 1))
-        groups = [PendingGroup.from_state(group, prompt_of, completed, partial) for group in state.groups]
-        self._pending.load(state.next_id, groups, local.completed, local.partial)
-        self._num_resumed_groups = state.in_flight
-        if local.ready is not None:
-            # A copy: the rows get new columns.
-            batch = local.ready.batch.select_columns(local.ready.batch.names())
-            self._ready = replace(local.ready, batch=batch)
-        if state.prefetched:
-            self._prefetched = _Prefetched(list(state.prefetched), state.prefetched_samples)
-        if self._reward is None:
-            return
-        prompt_of_sample = {i: group.prompt for group in groups for i in group.ids}
-        for i, sample in self._pending.completed.items():
-            self._score_ids[i] = self._reward.submit(prompt_of_sample[i], sample)
-        if self._ready is not None:
-            put_origin(self._ready.batch, self._reward.submit_rows(self._ready))
+    def _on_sample(self, sample: Sample) -> None:
+        self._context.timer.progress += 1  # the watchdog sees that a long call progresses
+        self._groups.completed[sample.id] = sample
+        self._score(sample)
 
-    def resume_in_flight(self) -> None:
-        """Submits the groups that were in flight at the checkpoint, after the first `update_weights`."""
-        if self._num_resumed_groups is None:
-            return
-        call = self._pending.new_call([], 0, self._num_resumed_groups)
-        self._num_resumed_groups = None
-        self._in_flight = self._start(call, self._sampling)
-        self._in_flight.loop.start_background()
+    def _on_abort(self, sample: Sample) -> None:
+        # A sample without tokens has nothing to continue.
+        if sample.tokens:
+            self._groups.partial[sample.id] = sample
 
-    # -- prefetch
+    def _score(self, sample: Sample) -> None:
+        if self._reward:
+            prompt = self._groups.prompt_of(sample.id)
+            self._groups.score_ids[sample.id] = self._reward.submit(prompt, sample)
 
-    def _start_prefetch(self, num_prompts: int, num_samples: int) -> None:
-        """Submits the prompts that the next `job.prompts.next_batch(num_prompts)` returns."""
-        prompts = self._feed.peek(num_prompts)  # the recipe still draws them, with its next `next_batch`
-        self._prefetched = _Prefetched([prompt.id for prompt in prompts], num_samples)
-        self._in_flight = self._start(self._new_call(prompts, num_samples), self._sampling)
-        self._in_flight.loop.start_background()
+    # -- a call
 
-    def _check_prefetched(self, prompts: Sequence[Prompt], num_samples: int) -> None:
-        requested = _Prefetched([prompt.id for prompt in prompts], num_samples)
-        if requested != self._prefetched and self._prefetched:
-            raise UserError(
-                f"rollout.mode=one_step_off: {self._prefetched.num_samples} samples of each of "
-                f"{len(self._prefetched.prompt_ids)} prompts were generated in advance, but the recipe requests "
-                f"{num_samples} of {len(prompts)} prompts, or other prompts. Request the prompts of "
-                "job.prompts.next_batch(n) with the same n and number of samples each time, or write "
-                "rollout.mode=sync."
-            )
-
-    def _wait_in_flight(self) -> GeneratedRows:
-        """Returns the rows of the call in flight, and transfers the weights that waited for it."""
-        assert self._in_flight is not None
-        in_flight, self._in_flight = self._in_flight, None
-        rows = self._finish(in_flight)
-        if self._deferred_actor is not None:
-            actor, self._deferred_actor = self._deferred_actor, None
-            self.update_weights(actor)
-        return rows
-
-    # -- one call
-
-    def _new_call(self, prompts: Sequence[Prompt], num_samples: int) -> GenerationCall:
-        # Groups that wait from earlier calls count as extra ones, so that they do not become more with each call.
-        num_extra = max(0, self._extra_prompts - len(self._pending)) if prompts else 0
-        extra = self._feed.draw_extra(num_extra)
-        num_groups_needed = len(prompts) or len(self._pending)
-        return self._pending.new_call([*prompts, *extra], num_samples, num_groups_needed)
-
-    def _start(self, call: GenerationCall, sampling: Sampling, make_queue: MakeQueue | None = None) -> _InFlight:
-        """Submits the first requests to the engines; `make_queue` replaces the queue of the engines."""
+    def _start(
+        self, groups: Sequence[Group], num_needed: int, sampling: Sampling, score_filter: ScoreFilter | None = None
+    ) -> Call:
+        """Submits groups to the engines, which generate until `num_needed` are complete."""
         self._num_calls += 1
-        key = f"rollout/{self._num_calls}"
-        groups = [call.groups[i].missing for i in call.incomplete]
-        queue = (make_queue or self._engines.make_queue)(self._store, key, groups, call.num_missing_groups)
-        prompt_of, partial, reward = call.prompt_of, self._pending.partial, self._reward
-
-        def request_of(sample: int) -> Request:
-            prompt, seed = prompt_of[sample], sample_seed(self._seed, sample)
-            # Popped: what becomes of the sample, complete or aborted again, replaces it.
-            return Request(sample, prompt.tokens, seed, partial.pop(sample, None), prompt, prompt.load_images())
-
-        def on_sample(sample: Sample) -> None:
-            self._context.timer.progress += 1  # the watchdog sees that a long call progresses
-            if reward:
-                self._score_ids[sample.id] = reward.submit(prompt_of[sample.id], sample)
-
-        # Only this rank has the tokens of its partial samples; the queue gives fresh ones to any engine.
-        partial_requests = [request_of(i) for i in sorted(partial.keys() & prompt_of.keys())]
+        queued = [group for group in groups if group.num_missing or score_filter]
+        is_fresh = not (score_filter or any(group.done or group.partial for group in groups))
+        queue = WorkQueue(
+            self._store,
+            f"call/{self._num_calls}",
+            sampling,
+            queued,
+            max(0, num_needed - (len(groups) - len(queued))),
+            share=None if score_filter else self._engines.share,
+            score_filter=score_filter,
+        )
+        for group in queued:
+            group.state = GroupState.RUNNING
+            # A group of an earlier call is filtered by all its scores, also of samples that were completed then.
+            for i in group.done & self._groups.completed.keys() if score_filter else ():
+                queue.mark_done(i)
         self._engines.acquire_memory()
-        loop = EngineLoop(
-            self._engines.engine, self._engines.num_engines, queue, self._store, key, self._engines, on_sample
-        )
-        loop.start(partial_requests, request_of, sampling)
-        return _InFlight(call, queue, loop)
+        self._worker.add(queue, self._resumed(queued))
+        if self._separate:
+            self._worker.start()
+        return Call(list(groups), num_needed, queued, queue, is_fresh)
 
-    def _finish(self, in_flight: _InFlight) -> GeneratedRows:
-        """Waits for a call and returns this rank's rows of the groups that were complete first."""
-        call, timer = in_flight.call, self._context.timer
-        with timer("generate"):
-            result = in_flight.loop.run()
-        timer.barrier("generate")
-        self._pending.add_results(result.completed, result.aborted)
-        with timer("row_dispatch"):
-            # One exchange of everything that all ranks must agree on: the selection below is the same on each.
-            reports = all_gather_json(
-                {
-                    "completed": list(result.completed),
-                    "partial": list(self._pending.partial),
-                    "order": list(in_flight.queue.completion_order.items()),
-                    "rejected": list(in_flight.queue.rejected),
-                    "admitted": in_flight.queue.num_admitted,
-                    "scores": in_flight.queue.filtered_scores,
-                    "tokens": result.num_tokens,
-                    "busy": result.busy_seconds,
-                    "deaths": result.num_deaths,
-                    "counts": dict(self._engines.engine.take_counts()) if self._engines.engine else {},
-                }
-            )
-            in_flight.queue.delete_keys()  # after the exchange no rank reads the counters of the call
-            self._measure(reports)
-            rejected = {group for report in reports for group in report["rejected"]}
-            if call.is_filtered:
-                call = self._admitted(call, max(report["admitted"] for report in reports))
-                scores = [score for report in reports for score in report["scores"]]
-                self.metrics |= filter_metrics(len(rejected), scores)
-            selected = call.select([dict(report["order"]) for report in reports])
-            rows = self._assemble([call.groups[i] for i in selected], call.returns_fresh_groups_only(selected))
-        completed, partial = ({i for report in reports for i in report[name]} for name in ("completed", "partial"))
-        gone = self._pending.finish(
-            call, selected, completed, partial, keep_rest=self._partial_rollout, rejected=rejected
-        )
-        self._forget_scores(gone, {i for g in selected for i in call.groups[g].ids})
-        return rows
+    def _resumed(self, groups: Iterable[Group]) -> list[int]:
+        """Returns the aborted samples of groups of which this rank has the tokens, as no other has."""
+        return [i for group in groups for i in sorted(group.partial & self._groups.partial.keys())]
 
-    def _admitted(self, call: GenerationCall, num_admitted: int) -> GenerationCall:
-        """Returns the groups of the newest call that could be started; prompts of the others are drawn again."""
-        self._feed.next_batch(num_admitted - call.num_pending)
-        return self._pending.admitted(call, num_admitted)
+    def _wait_for(self, call: Call) -> None:
+        """Waits until enough groups of a call are complete and all engines have stopped to generate others."""
+        with self._context.timer("generate"):
+            if self._separate is None:
+                self._worker.work_off(call.queue)
+            self._wait(call.queue.key)
+        self._context.timer.barrier("generate")
 
-    def _forget_scores(self, gone: set[int], returned: set[int]) -> None:
-        """Drops the scores of samples that are neither returned nor pending."""
-        score_ids = {i: self._score_ids.pop(i) for i in gone if i in self._score_ids}
-        if self._reward:  # scores of returned samples stay until `RewardRole.wait`
-            self._reward.discard(score_id for i, score_id in score_ids.items() if i not in returned)
+    def _wait(self, event: str) -> None:
+        """Waits for the announcement of an end; weights are transferred to engines that were restarted meanwhile."""
+        events = self._engines.events
+        # Consumes the events of the job's store; woken by any of them, also by an error of this rank's worker; ends by
+        # the announcement.
+        while not events.has_ended(event):
+            for engine in events.wait():
+                assert self._separate is not None  # others do not restart
+                self._separate.recover(engine)
+                self._worker.weights_arrived(engine)
+            self._worker.check()
 
-    def _measure(self, reports: Sequence[Mapping[str, Any]]) -> None:
-        """Sets the metrics of a call: how evenly engines were loaded (the largest load over the mean), and counters."""
-        engines = [report for report, is_leader in zip(reports, self._engines.is_leader, strict=True) if is_leader]
-        self.metrics |= {
-            "time/busiest_engine": _max_over_mean([report["busy"] for report in engines]),
-            "rollout/load_imbalance": _max_over_mean([report["tokens"] for report in engines]),
-            "rollout/engine_deaths": sum(report["deaths"] for report in reports),
-            "time/rollout_busy": max(report["busy"] for report in reports),
-        } | count_metrics(report["counts"] for report in reports)
+    def _exchange(self, call: Call, **further: Any) -> list[dict[str, Any]]:
+        """Returns the reports of all ranks on a call that has ended, and updates its groups."""
+        # One exchange of everything that all ranks must agree on.
+        known = {i for group in call.groups for i in group.ids}
+        with self._worker.stopped():
+            completed, partial = (list(known & part.keys()) for part in (self._groups.completed, self._groups.partial))
+        reports = all_gather_json({"completed": completed, "partial": partial} | call.queue.report() | further)
+        call.queue.delete_keys()  # after the exchange no rank reads the counters of the call
+        everywhere = ({i for report in reports for i in report[name]} for name in ("completed", "partial"))
+        self._groups.update(call.groups, *everywhere)
+        return reports
 
-    def _assemble(self, groups: Sequence[PendingGroup], fresh_only: bool) -> GeneratedRows:
-        """Returns this rank's rows of groups, each sent by the rank that generated it."""
-        # `fresh_only`: all groups of the call are returned, and none was started in an earlier call.
-        score_ids = self._score_ids if self._reward else None
-        rows = group_rows(groups, self._pending.completed, score_ids, self._engines.version, self._routed_shape)
-        # Fixed shares give each rank whole groups. Pending or unselected groups would leave them uneven.
-        if fresh_only and self._engines.rows_are_local:
+    def _select(self, call: Call, reports: Sequence[Mapping[str, Any]]) -> list[Group]:
+        """Returns the groups of a call that were complete first, in the order of their ids."""
+        orders = [dict(report["order"]) for report in reports]
+        return first_complete(call.groups, call.queued, orders, call.num_needed)
+
+    def _assemble(self, groups: Sequence[Group], is_whole_call: bool = False) -> GeneratedRows:
+        """Returns this rank's rows of groups, each sent by the rank that generated it, and removes the groups."""
+        buffer = self._groups
+        score_ids = buffer.score_ids if self._reward else None
+        with self._worker.stopped():
+            rows = group_rows(groups, buffer.completed, score_ids, self._engines.version, self._setup.routed_shape)
+            buffer.remove(groups, GroupState.RETURNED)  # their scores stay until `RewardRole.wait`
+        # Fixed shares give each rank whole groups. Groups of earlier calls, or not all of a call, would be uneven.
+        if is_whole_call and self._engines.rows_are_local:
             return rows
         return distribute_rows(rows, groups, self._context.rows)
 
+    def _drop(self, groups: Sequence[Group]) -> None:
+        """Drops groups with their samples and scores."""
+        with self._worker.stopped():
+            scores = self._groups.remove(groups, GroupState.DROPPED)
+        if self._reward:
+            self._reward.discard(scores)
 
-def _max_over_mean(values: Sequence[float]) -> float:
-    return max(values) * len(values) / sum(values) if any(values) else 1.0
+    def _take_counts(self) -> dict[str, float]:
+        """Returns what this rank's engine has done since the last call."""
+        engine = self._engines.engine
+        return self._worker.take_counts() | (dict(engine.take_counts()) if engine else {})
+
+    def _return(self, rows: GeneratedRows) -> Batch:
+        """Records rows that `generate` returns."""
+        self._train_batches.append(rows.batch)
+        self._records.add(rows)
+        return rows.batch
+
+    # -- checkpoints
+
+    def _state(self, in_flight: int | None = None, versions: Sequence[int] = ()) -> RolloutState:
+        return RolloutState(
+            next_id=self._groups.next_id,
+            groups=[group.saved() for group in self._groups.training],
+            in_flight=in_flight,
+            prefetched=self._ahead,
+            prefetched_samples=self._num_samples_ahead if self._ahead else 0,
+            versions=list(versions),
+        )
+
+    def load(self, state: RolloutState, local: LocalRolloutState, prompt_of: Callable[[int], Prompt]) -> None:
+        """Restores the groups of a checkpoint; complete samples are scored again."""
+        # Only a rank with an engine can continue samples; a resumed job may have engines on other ranks.
+        partial = local.partial if self._engines.engine is not None else {}
+        # A checkpoint may be resumed by fewer ranks: what no rank has loaded is missing, and generated again.
+        reports = all_gather_json([list(local.completed), list(partial)])
+        everywhere = ({i for report in reports for i in report[which]} for which in (0, 1))
+        self._groups.load(state, prompt_of, local.completed, partial, *everywhere)
+        self._ahead, self._num_samples_ahead = list(state.prefetched), state.prefetched_samples
+        for sample in self._groups.completed.values():
+            self._score(sample)
+
+
+# -- rows
+
+
+def group_rows(
+    groups: Sequence[Group],
+    completed: Mapping[int, Sample],
+    score_ids: Mapping[int, int] | None,
+    policy_version: int,
+    routed_shape: tuple[int, int] | None = None,
+) -> GeneratedRows:
+    """Returns the rows of the samples that this rank's engine has generated; groups are in the order of their ids.
+
+    `score_ids` has the number of each sample's score on this rank, None where nothing is scored. See `samples_to_batch`
+    for the rest.
+    """
+    pairs = [(group, i) for group in groups for i in group.ids if i in completed]
+    samples = [replace(completed[i], id=sample_number(i)) for _, i in pairs]
+    batch = samples_to_batch([group.prompt for group, _ in pairs], samples, policy_version, routed_shape)
+    pair_of = {sample_number(i): (group, i) for group, i in pairs}
+    of_rows = [pair_of[number] for number in batch["trajectory"].tolist()]
+    batch["group"] = torch.tensor([sample_number(group.ids.start) for group, _ in of_rows], dtype=torch.int64)
+    put_origin(batch, None if score_ids is None else [score_ids.get(i, NOT_SCORED) for _, i in of_rows])
+    texts = {sample.id: to_text(conversation_of(sample.trajectory)) for sample in samples if sample.trajectory}
+    return GeneratedRows(batch, texts)
+
+
+def distribute_rows(generated: GeneratedRows, groups: Sequence[Group], rows: RowIndexer) -> GeneratedRows:
+    """Returns this rank's share of all rows: whole groups in the order of their ids, about equally many rows."""
+    # Group statistics and sums over trajectories then need no communication.
+    index = rows.index(generated.batch)
+    starts = [sample_number(group.ids.start) for group in groups]
+    shares = _shares(index.trajectories, starts, dist.get_world_size())
+    mine = gather_rows(generated.batch, index, shares)
+    rows.put(mine, index, shares)  # the rows are known, so the first role call need not index them again
+    conversations: Mapping[int, str] = {}
+    if "prefix_of" in index.schema:  # the rows are of agents, on all ranks
+        trajectories = [sorted({index.trajectories[row] for row in share}) for share in shares]
+        conversations = exchange_conversations(generated.conversations, trajectories)
+    return GeneratedRows(mine, conversations)
+
+
+def _shares(trajectories: Sequence[int], groups: Sequence[int], count: int) -> list[range]:
+    """Returns ranges of rows, each of whole groups, that end at the group's end nearest to an equal share."""
+    # Groups 0, 2 and 4 with 2, 3 and 2 rows on 2 ranks: rows 0 to 1, and 2 to 6. A rank may get none.
+    sizes = Counter(bisect_right(groups, trajectory) - 1 for trajectory in trajectories)
+    ends = [0, *accumulate(sizes[group] for group in range(len(groups)))]
+    # A group belongs to the share in which its middle is; integers, scaled by 2 * count, are exact on every rank.
+    middles = [count * (before + after) for before, after in pairwise(ends)]
+    edges = [ends[bisect_left(middles, 2 * rank * ends[-1])] for rank in range(count)]
+    return [range(*edge) for edge in pairwise([*edges, ends[-1]])]
+
+
+def put_origin(batch: Batch, score_ids: Sequence[int] | None) -> None:
+    """Sets the columns by which `RewardRole.wait` identifies the score of a row of this rank's engine."""
+    batch.put("generated_by", torch.full((len(batch),), dist.get_rank(), dtype=torch.int64), ColumnKind.SEQUENCE)
+    if score_ids is not None:
+        batch.put("score_id", torch.tensor(score_ids, dtype=torch.int64), ColumnKind.SEQUENCE)
+
+
+def sample_seed(seed: int, sample_id: int) -> int:
+    """Returns the seed of a sample, a hash of the job's seed and the sample id: it does not depend on the ranks."""
+    digest = hashlib.blake2b(f"{seed}:{sample_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1  # 63 bits, which fit a signed integer
+
+
+def filter_metrics(num_rejected: int, scores: Sequence[float]) -> dict[str, float]:
+    """Returns the metrics of a call that filters groups, from the scores of all kept or rejected samples."""
+    mean = sum(scores) / len(scores) if scores else float("nan")
+    return {"rollout/rejected_groups": float(num_rejected), "rollout/reward_before_filter": mean}

@@ -25,7 +25,7 @@ from typing import Any
 from torch.distributed import PrefixStore, Store
 
 from verl_mg.errors import UserError
-from verl_mg.rollout.engine_events import EngineEvents
+from verl_mg.rollout.engine_worker import EngineEvents
 from verl_mg.servers.paired_engine import check_addresses, parts_of
 from verl_mg.servers.pool import ServerPool
 from verl_mg.servers.pool_member import Server, State

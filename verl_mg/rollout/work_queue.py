@@ -5,13 +5,13 @@
     queue.refresh()            reads how far all engines are, in one request to the store
     queue.is_done()            whether enough groups were complete then, on all engines together
 
-`DynamicWorkQueue`: an engine claims a group and pops its samples as slots become free, so that samples of one prompt
-share a prefix cache; when every group is claimed, it pops what is left of the groups that other engines claimed.
-`StreamingWorkQueue`: a `DynamicWorkQueue` to which groups are appended while engines work.
-`FilteredWorkQueue` (`filtered_queue.py`): a `StreamingWorkQueue` in which rejected groups are replaced by others.
-`StaticWorkQueue`: an engine has its share from the start, which makes a run bitwise repeatable where its engine is.
+An engine claims a group and pops its samples as slots become free, so that samples of one prompt share a prefix cache;
+when every group is claimed, it pops what is left of the groups that other engines claimed. Groups are known from the
+start, as in a call, or appended to a queue that `is_open`, on every rank in the same order but not at the same time: an
+engine that has claimed a group before it is appended waits for it, and meanwhile helps with groups of others. With a
+`StaticShare` each engine has its share from the start, which makes a run bitwise repeatable where its engine is.
 
-Counters, each with the key of the call: `claimed` (attempts to claim a group), `popped/G` (samples that engines
+Counters, each with the key of the queue: `claimed` (attempts to claim a group), `popped/G` (samples that engines
 requested of group G, maybe more than it has), `done/G` (its complete samples), `complete` (groups). The number that an
 addition returns is what the engine gets:
 
@@ -20,115 +20,126 @@ addition returns is what the engine gets:
     B: pop(3) -> [4, 5, 6]       claimed 2: group 1 is B's; popped/1 is 3
     A: pop(3) -> [3, 7]          the rest of its group, then, as no group is left to claim, of B's
     B: pop(3) -> []
+
+With a `ScoreFilter` the groups are candidates, of which those whose scores it keeps count as complete:
+
+    sample complete                 waits for its score on the rank that generated it
+    score there, at a `refresh`     score and number of scores of the group ──▶ store
+    last score of a group           the rank that adds it reads all of them, and keeps or rejects the group
+    group rejected                  on each rank, at its next `refresh`, one more candidate can be started
+
+Candidates are started in order, and a group is replaced only when it is rejected: without extra groups the call returns
+the first groups in the order of the candidates that the filter keeps, whatever the speed of engines and of rewards.
+
+    needed: 2 groups of the candidates 0, 1 and 2 with the samples (0, 1), (2, 3), (4, 5), where scores differ
+    started 0, 1    scores (1, 1): group 0 is rejected, 2 is started;  (0, 1): group 1 is kept
+    started 2       scores (1, 0): group 2 is kept;  done: order {1: 0, 2: 1}, rejected {0}
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch.distributed import Store
 
+from verl_mg.engines.engine import Sampling
+from verl_mg.rollout.groups import Group
+
+# Whether a group is kept, from the scores of its samples in the order of their ids.
+GroupFilter = Callable[[Sequence[float]], bool]
+
 
 @dataclass(frozen=True)
-class Group:
-    """The missing samples of one prompt."""
+class StaticShare:
+    """Fixed, contiguous share of all groups: of three groups, the first of two engines starts one, the second two."""
 
-    fresh: tuple[int, ...]  # ids of samples that any engine may start
-    partial: tuple[int, ...] = ()  # ids of samples that were aborted earlier; the engine with their tokens resumes them
+    engine: int
+    """Number of the engine."""
+    num_engines: int
 
-    @property
-    def size(self) -> int:
-        """Returns how many samples are missing."""
-        return len(self.fresh) + len(self.partial)
+    def of(self, groups: Sequence[Group]) -> list[int]:
+        """Returns the samples that this engine starts."""
+        begin, end = ((self.engine + i) * len(groups) // self.num_engines for i in (0, 1))
+        return [i for group in groups[begin:end] for i in group.fresh]
 
 
-class WorkQueue(ABC):
-    """The work of one generation call, created with the same arguments on every rank."""
+@dataclass(frozen=True)
+class ScoreFilter:
+    """Filter of groups by the scores of their samples."""
 
-    def __init__(self, store: Store, key: str, groups: Sequence[Group], num_groups_needed: int) -> None:
-        """Creates this rank's view of the queue.
+    keep: GroupFilter
+    score_of: Callable[[int], float | None]
+    """Score of a complete sample of this rank, None while it is not scored."""
+    num_extra: int
+    """Number of groups that are started beyond the needed ones."""
 
-        Args:
-            store: shared by all ranks; has the counters.
-            key: prefix of the counters, unique for each call.
-            groups: all samples of the call.
-            num_groups_needed: number of complete groups with which the call is done.
-        """
-        self._store, self._key, self._groups, self._num_groups_needed = store, key, groups, num_groups_needed
-        self._group_of = {i: g for g, group in enumerate(groups) for i in (*group.fresh, *group.partial)}
+
+class WorkQueue:
+    """This rank's view of a queue; callers serialize the methods.
+
+    `key` is the prefix of the counters and unique; `sampling` says how tokens of its samples are drawn. The queue is
+    done when `num_needed` groups are complete.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        key: str,
+        sampling: Sampling,
+        groups: Sequence[Group] = (),
+        num_needed: int = 0,
+        *,
+        is_open: bool = False,
+        share: StaticShare | None = None,
+        score_filter: ScoreFilter | None = None,
+    ) -> None:
+        self._store, self.key, self.sampling, self.is_open = store, key, sampling, is_open
+        self._num_needed, self._candidates, self._filter = num_needed, groups, score_filter
+        self._grows = is_open or score_filter is not None
+        self._groups: list[Group] = []
+        self._fresh: list[tuple[int, ...]] = []
+        self._sizes: list[int] = []
+        self._group_of: dict[int, int] = {}
         self._used_keys: set[str] = set()
-        self._num_complete = self._num_claimed = 0
+        self._num_complete = self._num_claimed = self._num_rejected = 0
+        self._claimed: int | None = None
+        self._next_claim: int | None = None
+        self._has_unclaimed = True
+        # Groups that engines without a claim help with, the last one first.
+        self._remaining: list[int] = []
+        self._forgotten: list[int] = []
+        self._unscored: list[int] = []
         # Groups that were completed on this rank, each with the number of groups completed before it on all ranks.
-        self.completion_order: dict[int, int] = {}
-        self.rejected: set[int] = set()  # groups that this rank has rejected, where groups are filtered
-        self.filtered_scores: list[float] = []  # scores of the groups that this rank has kept or rejected
+        self._completion_order: dict[int, int] = {}
+        self._rejected: list[int] = []
+        self._scores: list[float] = []
+        self._share = share.of(groups) if share else None
+        self.append(groups[: self._num_admitted])
 
-    @property
-    def num_admitted(self) -> int:
-        """Returns how many groups, from the first one on, can be started."""
-        return len(self._groups)
+    def append(self, groups: Iterable[Group]) -> None:
+        """Appends groups; ids of samples are distinct from all others."""
+        for group in groups:
+            index = len(self._groups)
+            self._groups.append(group)
+            self._fresh.append(group.fresh)  # a copy: the group changes when its samples are complete
+            self._sizes.append(group.num_missing)
+            self._group_of |= dict.fromkeys(group.ids, index)
+            # In a call the last groups have most left in the end; else the oldest group is first in need.
+            self._remaining.insert(0 if self._grows else index, index)
 
-    @abstractmethod
+    def expect(self, num_groups: int) -> None:
+        """Makes an open queue done when this many groups were completed since its beginning."""
+        self._num_needed = num_groups
+
     def pop(self, max_samples: int) -> list[int]:
         """Returns up to `max_samples` ids of samples to start; no other engine gets them."""
-
-    def can_queue(self, num_engines: int) -> bool:
-        """Returns whether engines may pop samples before they have free slots, without others running out of work."""
-        return False
-
-    def mark_done(self, sample: int) -> None:
-        """Counts a completed sample; KeyError for an id that is not in the queue."""
-        group = self._group_of[sample]
-        size = self._groups[group].size
-        # The addition that returns the size belongs to the last sample, so a group is counted once.
-        if size == 1 or self._add(f"done/{group}", 1) == size:
-            self._num_complete = self._add("complete", 1)
-            self.completion_order[group] = self._num_complete - 1
-
-    def refresh(self) -> None:
-        """Reads the counters upon which `is_done` and `can_queue` decide."""
-        self._num_complete, self._num_claimed = self._read_counters("complete", "claimed")
-
-    def is_done(self) -> bool:
-        """Returns whether enough groups were complete at the last `refresh` or `mark_done`, on all engines together."""
-        return self._num_complete >= self._num_groups_needed
-
-    def delete_keys(self) -> None:
-        """Deletes the counters that this rank has used; called when no rank reads them any more."""
-        for name in self._used_keys:
-            self._store.delete_key(name)
-
-    def _read_counters(self, *names: str) -> list[int]:
-        """Returns counters in one request, also before the first addition to them."""
-        for name in names:
-            if f"{self._key}/{name}" not in self._used_keys:
-                self._add(name, 0)  # a counter exists from the first addition on
-        return self._read(names)
-
-    def _read(self, names: Iterable[str]) -> list[int]:
-        return [int(value) for value in self._store.multi_get([f"{self._key}/{name}" for name in names])]
-
-    def _add(self, name: str, count: int) -> int:
-        key = f"{self._key}/{name}"
-        self._used_keys.add(key)
-        return int(self._store.add(key, count))
-
-
-class DynamicWorkQueue(WorkQueue):
-    """Queue that gives samples to whichever engine has free slots."""
-
-    def __init__(self, store: Store, key: str, groups: Sequence[Group], num_groups_needed: int) -> None:
-        super().__init__(store, key, groups, num_groups_needed)
-        self._claimed: int | None = None
-        self._has_unclaimed = True
-        # In the end engines help with groups that others claimed, the last ones first: they have most left.
-        self._remaining = list(range(len(groups)))
-
-    def pop(self, max_samples: int) -> list[int]:
-        """Returns samples of the group that this engine has claimed, then of groups that others have."""
-        popped: list[int] = []
+        if self._share is not None:
+            count = max(max_samples, 0)
+            popped, self._share = self._share[:count], self._share[count:]
+            return popped
+        popped = []
         while len(popped) < max_samples and (group := self._current_group()) is not None:
             samples, is_exhausted = self._pop_from(group, max_samples - len(popped))
             popped += samples
@@ -137,23 +148,105 @@ class DynamicWorkQueue(WorkQueue):
         return popped
 
     def can_queue(self, num_engines: int) -> bool:
-        """Returns whether there were more unclaimed groups than engines at the last `refresh`."""
-        return self._has_unclaimed and self._num_claimed + num_engines < len(self._groups)
+        """Returns whether engines may pop samples before they have free slots, without others running out of work."""
+        is_shared = self._share is None and not self._grows and self._has_unclaimed
+        return is_shared and self._num_claimed + num_engines < len(self._groups)
+
+    def mark_done(self, sample: int) -> None:
+        """Counts a completed sample, with a filter when it is scored; KeyError for an id that is not in the queue."""
+        group = self._group_of[sample]
+        if self._filter:
+            self._unscored.append(sample)
+        # The addition that returns the size belongs to the last sample, so a group is counted once.
+        elif self._sizes[group] == 1 or self._add(f"done/{group}", 1) == self._sizes[group]:
+            self._num_complete = self._add("complete", 1)
+            self._completion_order[group] = self._num_complete - 1
+
+    def refresh(self) -> None:
+        """Reads the counters upon which `is_done` and `can_queue` decide; starts candidates for rejected groups."""
+        if self._filter is None:
+            self._num_complete, self._num_claimed = self._read_counters("complete", "claimed")
+            return
+        unscored, self._unscored = self._unscored, []
+        for sample in unscored:
+            score = self._filter.score_of(sample)
+            if score is None:
+                self._unscored.append(sample)
+            else:
+                self._add_score(self._filter, sample, score)
+        self._num_complete, self._num_rejected = self._read_counters("complete", "rejected")
+        # The order of the candidates is fixed, so all ranks append the same groups, though not at the same time.
+        self.append(self._candidates[len(self._groups) : self._num_admitted])
+
+    def is_done(self) -> bool:
+        """Returns whether enough groups were complete at the last `refresh` or `mark_done`, on all engines together."""
+        is_filtered = self._filter and self._num_complete + self._num_rejected >= len(self._candidates)
+        return self._num_complete >= self._num_needed or bool(is_filtered)
+
+    def count_end(self) -> int:
+        """Returns how many engines have finished, this one included."""
+        return self._add("engines finished", 1)
+
+    def is_first_to_see(self, event: str) -> bool:
+        """Returns whether this engine is the first one to see that an open queue is as far as expected."""
+        return int(self._store.add(f"{self.key}/{event}", 1)) == 1
+
+    def report(self) -> dict[str, Any]:
+        """Returns what all ranks must know of a call in the end, as far as this rank knows it.
+
+        `order`: pairs of a group that was completed here and the number of groups completed before; `rejected`: groups
+        that the filter has rejected here; `scores`: of the groups that it has kept or rejected here; `started`: number
+        of groups, from the first one on, that engines may start.
+        """
+        order = list(self._completion_order.items())
+        return {"order": order, "rejected": self._rejected, "scores": self._scores, "started": len(self._groups)}
+
+    def forget(self, samples: Iterable[int]) -> None:
+        """Removes the groups of samples that were returned or dropped from an open queue.
+
+        Their counters are deleted at the next call: until then another rank may look at them.
+        """
+        for index in self._forgotten:
+            for name in (f"{self.key}/done/{index}", f"{self.key}/popped/{index}"):
+                if name in self._used_keys:
+                    self._used_keys.remove(name)
+                    self._store.delete_key(name)
+        self._forgotten = sorted({self._group_of.pop(sample) for sample in samples if sample in self._group_of})
+        for index in self._forgotten:
+            self._fresh[index], self._sizes[index] = (), 0
+        self._remaining = [index for index in self._remaining if index not in self._forgotten]
+        if self._claimed in self._forgotten:
+            self._claimed = None
+
+    def delete_keys(self) -> None:
+        """Deletes the counters that this rank has used; called when no rank reads them any more."""
+        for name in self._used_keys:
+            self._store.delete_key(name)
+
+    @property
+    def _num_admitted(self) -> int:
+        if self._filter is None:
+            return len(self._candidates)
+        return self._num_needed + self._filter.num_extra + self._num_rejected
 
     def _current_group(self) -> int | None:
-        if self._claimed is None and self._has_unclaimed:
-            claimed = self._add("claimed", 1) - 1
-            self._has_unclaimed = claimed < len(self._groups)
-            self._claimed = claimed if self._has_unclaimed else None
-            if not self._has_unclaimed:
-                self._drop_exhausted()
+        while self._claimed is None and self._has_unclaimed:
+            if self._next_claim is None:
+                self._next_claim = self._add("claimed", 1) - 1
+            if self._next_claim >= len(self._groups):
+                if not self._grows:
+                    self._has_unclaimed = False
+                    self._drop_exhausted()
+                break
+            claimed, self._next_claim = self._next_claim, None
+            self._claimed = claimed if claimed in self._remaining else None
         if self._claimed is not None:
             return self._claimed
         return self._remaining[-1] if self._remaining else None
 
     def _pop_from(self, group: int, count: int) -> tuple[list[int], bool]:
         """Returns samples of a group, and whether none is left."""
-        fresh = self._groups[group].fresh
+        fresh = self._fresh[group]
         if self._only_claimer_starts(group):
             return list(fresh), True
         end = self._add(f"popped/{group}", count)  # the samples in front of `end` are this engine's, if they exist
@@ -161,7 +254,8 @@ class DynamicWorkQueue(WorkQueue):
 
     def _only_claimer_starts(self, group: int) -> bool:
         """Returns whether the engine that claims a group starts all of it: a single sample, which needs no counter."""
-        return len(self._groups[group].fresh) == 1  # others help only when all groups are claimed
+        # Where groups are appended, an engine may have to wait with one that it has claimed, while others have slots.
+        return len(self._fresh[group]) == 1 and not self._grows  # others help only when all groups are claimed
 
     def _drop_exhausted(self) -> None:
         # Forgets the groups without a sample left: one request instead of one for each of them from each engine.
@@ -169,94 +263,40 @@ class DynamicWorkQueue(WorkQueue):
         # The store answers when all counters exist: an engine adds to one right after its claim.
         popped = self._read(f"popped/{group}" for group in self._remaining) if self._remaining else []
         pairs = zip(self._remaining, popped, strict=True)
-        self._remaining = [group for group, count in pairs if count < len(self._groups[group].fresh)]
+        self._remaining = [group for group, count in pairs if count < len(self._fresh[group])]
 
     def _drop(self, group: int) -> None:
         self._remaining.remove(group)
         if group == self._claimed:
             self._claimed = None
 
+    def _add_score(self, score_filter: ScoreFilter, sample: int, score: float) -> None:
+        group, key = self._group_of[sample], f"{self.key}/score/"
+        ids = self._groups[group].ids
+        self._used_keys.add(key + str(sample))
+        # Written before it is counted: the rank that counts the last score reads all of them.
+        self._store.set(key + str(sample), repr(score))
+        if self._add(f"scored/{group}", 1) < len(ids):
+            return
+        scores = [float(value) for value in self._store.multi_get([key + str(i) for i in ids])]
+        self._scores += scores
+        if score_filter.keep(scores):
+            self._completion_order[group] = self._add("complete", 1) - 1
+        else:
+            self._add("rejected", 1)
+            self._rejected.append(group)
 
-class StreamingWorkQueue(DynamicWorkQueue):
-    """Queue to which groups are appended on every rank, in the same order but not at the same time.
+    def _read_counters(self, *names: str) -> list[int]:
+        """Returns counters in one request, also before the first addition to them."""
+        for name in names:
+            if f"{self.key}/{name}" not in self._used_keys:
+                self._add(name, 0)  # a counter exists from the first addition on
+        return self._read(names)
 
-    An engine that has claimed a group before it is appended waits for it; meanwhile it helps with groups of others.
-    `is_done` returns true with `num_groups_needed` complete groups. Callers serialize the methods.
-    """
+    def _read(self, names: Iterable[str]) -> list[int]:
+        return [int(value) for value in self._store.multi_get([f"{self.key}/{name}" for name in names])]
 
-    def __init__(self, store: Store, key: str, num_groups_needed: int = 0) -> None:
-        super().__init__(store, key, [], num_groups_needed)
-        self._appended: list[Group] = []
-        self._groups = self._appended
-        self._next_claim: int | None = None
-        self._forgotten: list[int] = []
-
-    @property
-    def num_complete(self) -> int:
-        """Returns how many groups were complete at the last `refresh` or `mark_done`, on all engines together."""
-        return self._num_complete
-
-    def append(self, groups: Iterable[Group]) -> None:
-        """Appends groups; ids of samples are distinct from all others."""
-        for group in groups:
-            index = len(self._appended)
-            self._appended.append(group)
-            self._group_of |= dict.fromkeys((*group.fresh, *group.partial), index)
-            # Engines without a claim help with the last of these first: the oldest group is first in need.
-            self._remaining.insert(0, index)
-
-    def forget(self, samples: Iterable[int]) -> None:
-        """Removes the groups of samples that were delivered or dropped.
-
-        Their counters are deleted at the next call: until then another rank may look at them.
-        """
-        for index in self._forgotten:
-            for name in (f"{self._key}/done/{index}", f"{self._key}/popped/{index}"):
-                if name in self._used_keys:
-                    self._used_keys.remove(name)
-                    self._store.delete_key(name)
-        self._forgotten = sorted({self._group_of.pop(sample) for sample in samples if sample in self._group_of})
-        for index in self._forgotten:
-            self._appended[index] = Group(())
-        self._remaining = [index for index in self._remaining if index not in self._forgotten]
-        if self._claimed in self._forgotten:
-            self._claimed = None
-
-    def _only_claimer_starts(self, group: int) -> bool:
-        return False  # an engine may have to wait with a group that it has claimed, while others have free slots
-
-    def _current_group(self) -> int | None:
-        while self._claimed is None:
-            if self._next_claim is None:
-                self._next_claim = self._add("claimed", 1) - 1
-            if self._next_claim >= len(self._appended):
-                return self._remaining[-1] if self._remaining else None
-            claimed, self._next_claim = self._next_claim, None
-            self._claimed = claimed if claimed in self._remaining else None
-        return self._claimed
-
-
-class StaticWorkQueue(WorkQueue):
-    """Queue in which each engine has a fixed, contiguous share of the groups.
-
-    Of three groups (0, 1), (2, 3), (4, 5) engine 0 of two has [0, 1], engine 1 has [2, 3, 4, 5].
-    """
-
-    def __init__(
-        self, store: Store, key: str, groups: Sequence[Group], num_groups_needed: int, engine: int, num_engines: int
-    ) -> None:
-        super().__init__(store, key, groups, num_groups_needed)
-        share = groups[engine * len(groups) // num_engines : (engine + 1) * len(groups) // num_engines]
-        self._remaining = [sample for group in share for sample in group.fresh]
-
-    def pop(self, max_samples: int) -> list[int]:
-        """Returns the next samples of this engine's share."""
-        count = max(max_samples, 0)
-        popped, self._remaining = self._remaining[:count], self._remaining[count:]
-        return popped
-
-
-def first_complete_groups(completion_orders: Iterable[dict[int, int]], count: int) -> list[int]:
-    """Returns the first `count` groups to be complete, sorted by number, from the `completion_order` of every rank."""
-    order = {group: place for completion in completion_orders for group, place in completion.items()}
-    return sorted(sorted(order, key=lambda group: order[group])[:count])
+    def _add(self, name: str, count: int) -> int:
+        key = f"{self.key}/{name}"
+        self._used_keys.add(key)
+        return int(self._store.add(key, count))

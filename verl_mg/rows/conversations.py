@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from verl_mg.distributed.collectives import all_to_all_bytes
 from verl_mg.engines.trajectory import NOT_GENERATED, ConversationTurn, Segment, Trajectory
@@ -71,9 +70,7 @@ def exchange_conversations(texts: Mapping[int, str], by_rank: Sequence[Sequence[
         torch.frombuffer(bytearray(json.dumps({i: texts[i] for i in wanted if i in texts}).encode()), dtype=torch.uint8)
         for wanted in by_rank
     ]
-    counts = [torch.tensor([part.numel()]).view(torch.uint8) for part in outgoing]
-    sizes = [int(count.clone().view(torch.int64)) for count in all_to_all_bytes(counts, [8] * dist.get_world_size())]
-    received = [json.loads(part.numpy().tobytes()) for part in all_to_all_bytes(outgoing, sizes)]
+    received = [json.loads(part.numpy().tobytes()) for part in all_to_all_bytes(outgoing)]
     return {int(i): text for part in received for i, text in part.items()}
 
 

@@ -30,10 +30,7 @@ def gather_images(
     takes = takes or [True] * ranks
     local = _Local(batch, index)
     outgoing = [local.pack(wanted[other] if takes[other] and other != rank else ()) for other in range(ranks)]
-    # Two exchanges, since a receiver cannot know the sizes of encoded images.
-    counts = [torch.tensor([part.numel()]).view(torch.uint8) for part in outgoing]
-    sizes = [int(count.clone().view(torch.int64)) for count in all_to_all_bytes(counts, [8] * ranks)]
-    received = all_to_all_bytes(outgoing, sizes)
+    received = all_to_all_bytes(outgoing)
     if not takes[rank]:
         return None
     images = local.of(wanted[rank])

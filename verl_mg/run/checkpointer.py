@@ -30,8 +30,7 @@ import torch.distributed as dist
 
 from verl_mg.checkpoint.sharded_safetensors import INDEX, index_entry, rank_file, write_tensors
 from verl_mg.config import CheckpointConfig
-from verl_mg.distributed.collectives import all_gather_json, broadcast_json, gather_bytes
-from verl_mg.distributed.groups import new_group
+from verl_mg.distributed.collectives import all_gather_json, broadcast_json, gather_bytes, new_group
 from verl_mg.errors import UserError
 from verl_mg.job.job import Job
 from verl_mg.run.job_state import JOB, CheckpointState, StateCollector, read_state

@@ -38,11 +38,11 @@ from verl_mg.engines.engine import Sample
 from verl_mg.errors import UserError
 from verl_mg.images import Image, distinct_images
 from verl_mg.job.job import Job
-from verl_mg.models.module_config import read_any_config
+from verl_mg.models.transformers_module import read_any_config
 from verl_mg.roles.reference import Reference
 from verl_mg.roles.trainable import RoleCounters
-from verl_mg.rollout.pending_groups import RolloutState
-from verl_mg.rollout.rollout_source import LocalRolloutState
+from verl_mg.rollout.groups import RolloutState
+from verl_mg.rollout.rollout import LocalRolloutState
 from verl_mg.rows.records import GeneratedRows
 from verl_mg.run.sample_state import SampleState, experts_of, images_of
 

@@ -125,7 +125,7 @@ def _save(job: Job, folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, role in job.trained.items():
-            role.save(folder / (MODEL if name == "actor" else name), role.model_dir)
+            role.save(folder / (MODEL if name == "actor" else name), role.runner.spec.path)
     except OSError as error:
         raise UserError(f"{error.filename or folder}: the model cannot be written ({error.strerror})") from None
 

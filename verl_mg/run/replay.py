@@ -27,9 +27,9 @@ from verl_mg.errors import UserError
 from verl_mg.monitor.sample_reader import SampleReader
 from verl_mg.monitor.sample_schema import fingerprint
 from verl_mg.roles.models import Actor
-from verl_mg.rollout.filtered_queue import GroupFilter
-from verl_mg.rollout.pending_groups import RolloutState
-from verl_mg.rollout.rollout_source import LocalRolloutState, RolloutSource
+from verl_mg.rollout.groups import RolloutState
+from verl_mg.rollout.rollout import LocalRolloutState, RolloutSource
+from verl_mg.rollout.work_queue import GroupFilter
 from verl_mg.rows.records import GeneratedRows, RolloutRecords
 from verl_mg.run.checkpointer import newest_intact
 from verl_mg.run.run_dir import CHECKPOINTS
@@ -91,10 +91,6 @@ class ReplayRollout(RolloutSource):
     def generate_filtered(self, num_groups: int, num_samples: int, keep: GroupFilter, max_groups: int) -> Batch:
         """Returns the next recorded batch."""
         return self.generate([])
-
-    def generate_greedy(self, prompts: Sequence[Prompt]) -> Batch:
-        """Returns the next recorded batch."""
-        return self._next()
 
     def generate_for_eval(self, prompts: Sequence[Prompt], num_samples: int, **sampling: Any) -> Batch:
         """Returns the next recorded batch."""

@@ -41,8 +41,7 @@ END_WITH_PARENT, ADOPT_ORPHANS, NO_NEW_PRIVILEGES = 1, 36, 38
 
 # User ids from here on are not in use; each program that root runs gets one.
 FIRST_UNUSED_USER = 2_000_000_000
-USER_INSIDE = 1000
-"""User id of a program inside of bubblewrap."""
+USER_INSIDE = 1000  # user id of a program inside of bubblewrap
 SET_INTERFACE_FLAGS, INTERFACE_UP = 0x8914, 1
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 # Links that programs expect where there is a /proc.

@@ -14,13 +14,11 @@ from typing import Literal
 
 from verl_mg.errors import UserError
 from verl_mg.sandbox import supervisor
-from verl_mg.sandbox.supervisor import Isolation, Program, Visible, interpreter_paths
-from verl_mg.sandbox.temporary import temporary_folder
+from verl_mg.sandbox.supervisor import Isolation, Program, Visible, interpreter_paths, temporary_folder
 
 Ended = Literal["ok", "error", "timeout", "memory", "output"]
 
-PROCESSES, OPEN_FILES, FILE_MB = 16, 64, 64
-"""Limits that are described at `run_python`."""
+PROCESSES, OPEN_FILES, FILE_MB = 16, 64, 64  # limits that are described at `run_python`
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,13 @@ import functools
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from contextlib import asynccontextmanager
+from dataclasses import astuple, dataclass, field
 from operator import itemgetter
 from pathlib import Path
 from typing import Literal
@@ -30,8 +32,7 @@ Isolation = Literal["bubblewrap", "namespaces", "none"]
 SUPERVISOR = Path(__file__).with_name("namespace_jail.py")
 SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin")
 """Folders with the libraries of an interpreter, in addition to its installation."""
-PROBE_SECONDS = 60.0
-"""Time limit of the empty program that shows whether an isolation works."""
+PROBE_SECONDS = 60.0  # time limit of the empty program that shows whether an isolation works
 
 
 @dataclass(frozen=True)
@@ -40,32 +41,24 @@ class Visible:
 
     source: str
     target: str
-    writable: bool = False
-    """Whether the program may change it; it then becomes its owner."""
+    writable: bool = False  # whether the program may change it; it then becomes its owner
 
 
 @dataclass(frozen=True)
 class Program:
     """A command with everything that it may use."""
 
-    command: Sequence[str]
-    """Arguments, the first one included."""
+    command: Sequence[str]  # arguments, the first one included
     binary: str
-    directory: str
-    """Working directory as the program sees it."""
-    memory_mb: int
-    """Limit in MiB of files that are kept in memory, such as those in /tmp."""
-    processes: int
-    """Largest number of processes and threads."""
+    directory: str  # working directory as the program sees it
+    memory_mb: int  # limit in MiB of files that are kept in memory, such as those in /tmp
+    processes: int  # largest number of processes and threads
     limits: Mapping[str, tuple[int, int]]
     """Limits of each process, soft and hard, by the name in `resource` without RLIMIT_."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    visible: Sequence[Visible] = ()
-    """Files and folders that it can reach where there is isolation."""
-    proc: bool = False
-    """Whether it has a /proc with its processes where there is isolation, and links that need it."""
-    channel: int | None = None
-    """Descriptor that the program inherits; its network then has a loopback interface."""
+    visible: Sequence[Visible] = ()  # files and folders that it can reach where there is isolation
+    proc: bool = False  # whether it has a /proc with its processes where there is isolation, and links that need it
+    channel: int | None = None  # descriptor that the program inherits; its network then has a loopback interface
 
 
 def isolated() -> bool:
@@ -132,21 +125,10 @@ async def run(
             "isolation": kind,
             "bubblewrap": shutil.which("bwrap"),
             "folder": folder,
-            "directory": program.directory,
             # Folders before those inside of them.
-            "visible": sorted(
-                ((item.source, item.target, item.writable) for item in program.visible), key=itemgetter(1)
-            ),
-            "binary": program.binary,
-            "command": list(program.command),
-            "environment": dict(program.environment),
-            "memory_mb": program.memory_mb,
-            "limits": dict(program.limits),
-            "processes": program.processes,
-            "proc": program.proc,
-            "channel": program.channel,
+            "visible": sorted(map(astuple, program.visible), key=itemgetter(1)),
         }
-        json.dump(request, request_file)
+        json.dump(vars(program) | request, request_file, default=dict)  # a mapping may be of another type
         request_file.seek(0)
         try:
             supervisor = await asyncio.create_subprocess_exec(
@@ -222,3 +204,20 @@ async def _pass_on(stream: asyncio.StreamReader, consume: Callable[[bytes], None
 async def _drain(stream: asyncio.StreamReader) -> None:
     while await stream.read(1 << 16):
         pass
+
+
+@asynccontextmanager
+async def temporary_folder(prefix: str) -> AsyncIterator[Path]:
+    """Yields a new folder, and removes it with all that programs have left there."""
+    folder = tempfile.mkdtemp(prefix=prefix)
+    try:
+        yield Path(folder)
+    finally:
+        await asyncio.to_thread(_remove, folder)
+
+
+def _remove(folder: str) -> None:
+    # `shutil.rmtree` holds a descriptor and a stack frame for each level, of which a program can make thousands.
+    if os.geteuid():  # root needs no permission
+        subprocess.run(["chmod", "-R", "u+rwx", "--", folder], stderr=subprocess.DEVNULL)
+    subprocess.run(["rm", "-rf", "--", folder], stderr=subprocess.DEVNULL)

@@ -59,12 +59,7 @@ def numel(box: Box) -> int:
 
 
 def scale_grid(shape: tuple[int, ...], block: BlockSize) -> tuple[int, ...]:
-    """Returns the number of blocks in each dimension of a matrix; the last ones may be incomplete.
-
-    Args:
-        shape: shape of the matrix.
-        block: rows and columns of a block.
-    """
+    """Returns the number of blocks in each dimension of a matrix; the last ones may be incomplete."""
     return tuple(-(-size // length) for size, length in zip(shape, block, strict=True))
 
 
@@ -74,15 +69,7 @@ def slices(box: Box) -> tuple[slice, ...]:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """Returns the elements that are in both boxes of one tensor.
-
-    Args:
-        a: box with as many dimensions as `b`.
-        b: the other box.
-
-    Returns:
-        The common box, or None where there is none.
-    """
+    """Returns the elements that are in both boxes of one tensor."""
     if a == b:
         return a
     # The innermost loop of plans: comparisons are faster than calls of min and max.
@@ -99,14 +86,6 @@ def translate_box(inner: Box, origin: Box, destination: Box) -> Box:
     """Moves a box from one frame of reference to another, for example from a tensor to a shard of it.
 
     Rows 2:3 of a box of rows 0:6 that is at rows 8:14 of a parameter are its rows 10:11.
-
-    Args:
-        inner: box inside `origin`.
-        origin: box in the first tensor.
-        destination: box of the same shape in the second tensor, which may have additional leading dimensions.
-
-    Returns:
-        The box that has the same offset in `destination` as `inner` has in `origin`.
     """
     stacked = len(destination) - len(origin)
     if inner == origin:  # most calls of a plan: boxes that move whole
@@ -121,13 +100,6 @@ def cut(box: Box, parts: int) -> Iterator[tuple[int, Box]]:
     """Cuts a box into parts of nearly equal size, along its first dimensions.
 
     Four rows in three parts: rows 0:1, 1:2 and 2:4.
-
-    Args:
-        box: box to cut.
-        parts: number of parts, at least 1.
-
-    Yields:
-        (number of the part, its box) in rising order; numbers are left out where there are fewer elements than parts.
     """
     axis = next((i for i, (start, stop) in enumerate(box) if stop - start > 1), None)
     if parts == 1 or axis is None:
@@ -151,11 +123,6 @@ def contiguous_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[
     """Yields a range of a flattened tensor as boxes, each contiguous in memory, in rising order.
 
     Elements 2:9 of a tensor (3, 4) are the end of row 0, row 1 and the start of row 2.
-
-    Args:
-        shape: shape of the tensor.
-        start: index of the first element in the flattened tensor.
-        stop: index after the last element.
     """
     inner = math.prod(shape[1:])
     while start < stop:
@@ -171,12 +138,7 @@ def contiguous_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[
 
 
 def uncovered(box: Box, covers: Sequence[Box]) -> list[Box]:
-    """Returns the parts of a box that no other box covers.
-
-    Args:
-        box: the box to cover.
-        covers: disjoint boxes of the same tensor.
-    """
+    """Returns the parts of a box that no other box covers."""
     overlaps = [common for cover in covers if (common := intersect(cover, box))]
     if sum(map(numel, overlaps)) == numel(box):  # disjoint, so their sizes add up
         return []
@@ -187,12 +149,7 @@ def uncovered(box: Box, covers: Sequence[Box]) -> list[Box]:
 
 
 def subtract(box: Box, hole: Box) -> list[Box]:
-    """Returns the parts of a box that are outside another one.
-
-    Args:
-        box: box with as many dimensions as `hole`.
-        hole: the other box.
-    """
+    """Returns the parts of a box that are outside another one."""
     common = intersect(box, hole)
     if common is None:
         return [box]
@@ -206,15 +163,7 @@ def subtract(box: Box, hole: Box) -> list[Box]:
 
 
 def check_shard(parameter: str, shard: Shard) -> None:
-    """Checks that every element of a shard is written exactly once.
-
-    Args:
-        parameter: name of the parameter, for the error.
-        shard: shard of the parameter.
-
-    Raises:
-        UserError: an element is written twice or never, or a piece does not fit; names the box.
-    """
+    """Checks that every element of a shard is written exactly once."""
     for piece in shard.pieces:
         stacked = len(piece.target) - len(piece.source)
         if stacked < 0 or box_shape(piece.target)[stacked:] != box_shape(piece.source):

@@ -25,8 +25,8 @@ from verl_mg.models.tensor_tree import (
     ModelSpec,
     MultiTokenSpec,
 )
-from verl_mg.sharding import linear_attention
-from verl_mg.sharding.indexer import indexer_params
+from verl_mg.sharding import attention
+from verl_mg.sharding.attention import indexer_params
 from verl_mg.sharding.param_spec import (
     Axis,
     HeadRows,
@@ -69,20 +69,15 @@ class PipelineEnds:
 class EngineRules:
     """Differences of an engine from the common table."""
 
-    name: str
-    """Name of the engine in messages."""
-    experts: str
-    """Prefix of the stacked experts in a layer's block of experts."""
-    expert_bias: str
-    """End of the name of the stacked experts' biases, after `w13_` and `w2_`."""
+    name: str  # name of the engine in messages
+    experts: str  # prefix of the stacked experts in a layer's block of experts
+    expert_bias: str  # end of the name of the stacked experts' biases, after `w13_` and `w2_`
     attention: Mapping[str, str]
     """Prefix of grouped-query attention in the model class of an architecture where it differs from `self_attn.`."""
     embedding: Mapping[str, str]
     """Name of the input embedding in the model class of an architecture where it differs from `embed_tokens`."""
-    fused_indexer: bool
-    """Whether an indexer's keys and head weights are one projection."""
-    latent_down: str
-    """Name of the fused down-projections of queries, keys and values of latent attention."""
+    fused_indexer: bool  # whether an indexer's keys and head weights are one projection
+    latent_down: str  # name of the fused down-projections of queries, keys and values of latent attention
     check_supported: Callable[[HFConfig, EngineLayout], None]
     """Raises a UserError for a layout that the model class of this architecture does not support."""
     pipeline_ends: Callable[[HFConfig, bool, bool, bool], PipelineEnds]
@@ -161,12 +156,12 @@ def _linear_attention(a: LinearAttention, config: HFConfig, axis: Axis) -> tuple
     assert config.linear
     linear = config.linear
     # The engines' modules compute with the checkpoint's order of rows: where that is by key head, a rank has a run.
-    qkvz = split_rows if linear.by_key_head else linear_attention.qkvz(linear)
-    ba = split_rows if linear.by_key_head else linear_attention.ba(linear)
+    qkvz = split_rows if linear.by_key_head else attention.qkvz(linear)
+    ba = split_rows if linear.by_key_head else attention.ba(linear)
     return (
         ParamSpec(LINEAR_ATTENTION + "in_proj_qkvz.weight", a.qkvz, qkvz, axis),
         ParamSpec(LINEAR_ATTENTION + "in_proj_ba.weight", a.ba, ba, axis),
-        ParamSpec(LINEAR_ATTENTION + "conv1d.weight", (a.conv,), linear_attention.convolved(linear), axis),
+        ParamSpec(LINEAR_ATTENTION + "conv1d.weight", (a.conv,), attention.convolved(linear), axis),
         ParamSpec(LINEAR_ATTENTION + "dt_bias", (a.dt_bias,), split_rows, axis),
         ParamSpec(LINEAR_ATTENTION + "A_log", (a.a_log,), split_rows, axis),
         ParamSpec(LINEAR_ATTENTION + "norm.weight", (a.norm,)),

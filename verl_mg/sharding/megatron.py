@@ -26,8 +26,8 @@ from verl_mg.models.tensor_tree import (
     MultiTokenSpec,
     TensorSpec,
 )
-from verl_mg.sharding import linear_attention
-from verl_mg.sharding.indexer import indexer_params
+from verl_mg.sharding import attention
+from verl_mg.sharding.attention import indexer_params
 from verl_mg.sharding.param_spec import (
     FusedRows,
     ParamSpec,
@@ -127,7 +127,7 @@ def _gated_query_groups(config: HFConfig) -> ShardRule:
 
 def _linear_attention(a: LinearAttention, config: HFConfig) -> tuple[ParamSpec, ...]:
     assert config.linear
-    inputs, convolved = linear_attention.inputs(config.linear), linear_attention.convolved(config.linear)
+    inputs, convolved = attention.inputs(config.linear), attention.convolved(config.linear)
     return (
         ParamSpec("self_attention.in_proj.weight", (*a.qkvz, *a.ba), inputs, "tensor"),
         ParamSpec("self_attention.conv1d.weight", (a.conv,), convolved, "tensor"),

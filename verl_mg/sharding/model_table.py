@@ -37,37 +37,18 @@ class ModelTable(ABC):
         return replace(self, engine=engine)
 
     def with_draft_model(self) -> Self:
-        """Returns this table with the draft model of SGLang, for speculative decoding.
-
-        Raises:
-            UserError: the model has no layer of multi-token prediction to draft with.
-        """
+        """Returns this table with the draft model of SGLang, for speculative decoding."""
         raise UserError(
             "rollout.sglang.speculative_algorithm: the actor's model has no layer of multi-token prediction to draft "
             "tokens with. Leave it out, or write speculative_draft_model_path too."
         )
 
     def with_traced_table(self, path: Path | None) -> Self:
-        """Returns this table with the engine's part read from a file of `verl-mg trace`.
-
-        Args:
-            path: value of `rollout.sharding_table`; None keeps the built-in table.
-
-        Raises:
-            UserError: the file cannot be read, is damaged, or was traced for another engine or model.
-        """
+        """Returns this table with the engine's part read from a file of `verl-mg trace`."""
         return self if path is None else self.with_traced(read_traced_table(path), path)
 
     def with_traced(self, traced: TracedTable, path: Path) -> Self:
-        """Returns this table with the engine's part from a traced table.
-
-        Args:
-            traced: table of `verl-mg trace`.
-            path: its file, for errors.
-
-        Raises:
-            UserError: it was traced for another engine or model.
-        """
+        """Returns this table with the engine's part from a traced table."""
         traced.check_engine(path, self.engine)
         traced.check_model(path, self.tensor_index.tensors)
         return replace(self, traced=traced)
@@ -94,11 +75,7 @@ class ModelTable(ABC):
 
     @abstractmethod
     def linear_tensors(self, of_experts: bool = False) -> tuple[str, ...]:
-        """Returns the names of the weights of linear layers, which adapters can adapt; routers are not among them.
-
-        Args:
-            of_experts: return the weights of routed experts instead of the others.
-        """
+        """Returns the names of the weights of linear layers, which adapters can adapt; routers are not among them."""
 
     @abstractmethod
     def shard_map_replicated(self, ranks: Sequence[int]) -> ShardMap:
@@ -123,25 +100,14 @@ class ModelTable(ABC):
         """Returns the shards of the ranks of engines by the built-in table."""
 
     def shard_map_engine(self, placement: EnginePlacement) -> ShardMap:
-        """Returns the shards of the ranks of engines, from the traced table where there is one.
-
-        Args:
-            placement: engine layout and its ranks.
-
-        Raises:
-            UserError: the engine cannot shard the model in this way, or the table was traced for another layout.
-        """
+        """Returns the shards of the ranks of engines, from the traced table where there is one."""
         self.check_engine_layout(placement.layout)
         if self.traced:
             return self.traced.shard_map(placement, self.tensor_index.tensors)
         return self._shard_map_by_rules(placement)
 
     def check_engine_layout(self, layout: EngineLayout) -> None:
-        """Checks that the engine can shard the model in this way.
-
-        Raises:
-            UserError: the engine does not support it, or the traced table has another layout.
-        """
+        """Checks that the engine can shard the model in this way."""
         if self.traced:
             # The engine has loaded the model in this layout, so what its model class supports needs no other check.
             self.traced.check_layout(layout)
@@ -150,12 +116,7 @@ class ModelTable(ABC):
         layout.check(self.model_dims)
 
     def engine_shards(self, layout: EngineLayout, rank: int) -> Mapping[str, Shard]:
-        """Returns the parameters of one rank of an engine by their name in the engine's model class.
-
-        Args:
-            layout: engine layout.
-            rank: 0 <= rank < layout.ranks.
-        """
+        """Returns the parameters of one rank of an engine by their name in the engine's model class."""
         return self.shard_map_engine(EnginePlacement(layout, tuple(range(layout.ranks)))).shards(rank)
 
     def transformers(self) -> Mapping[str, Shard]:

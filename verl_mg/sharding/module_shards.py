@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from verl_mg.errors import UserError
-from verl_mg.models.checkpoint_shapes import checkpoint_shapes
-from verl_mg.models.stacked_tensors import StackedTensor, expert_shapes
-from verl_mg.models.transformers_module import meta_module, read_module_config
+from verl_mg.models.tensor_tree import StackedTensor, expert_shapes
+from verl_mg.models.transformers_module import checkpoint_shapes, meta_module, read_module_config
 from verl_mg.sharding.boxes import Piece, Shard, box_shape, full_box
 from verl_mg.sharding.symbolic_tensor import SymbolicTensor, shard_of, transposed_stack
 
@@ -37,18 +36,13 @@ class ModuleShards:
     """{name: shape} of the checkpoint's tensors that the module uses, in the order of `shards`."""
     stacked: Mapping[str, StackedTensor]
     """Places of the tensors that the files stack transposed; the module stacks the matrices as they are."""
-    embedding: str
-    """Name in the module of the input embedding."""
+    embedding: str  # name in the module of the input embedding
     output: frozenset[str]
     """Names in the module of the output layer's parameters that are its own; empty where they are the embedding's."""
-    text: frozenset[str]
-    """Names of the shards that text passes through, without a vision tower and its projection."""
-    linear: frozenset[str]
-    """Names of the shards that are weights of linear layers, without the output layer."""
-    constant: frozenset[str]
-    """Names of the shards without a gradient."""
-    float32: frozenset[str]
-    """Names of the shards that are float32 in every runtime."""
+    text: frozenset[str]  # names of the shards that text passes through, without a vision tower and its projection
+    linear: frozenset[str]  # names of the shards that are weights of linear layers, without the output layer
+    constant: frozenset[str]  # names of the shards without a gradient
+    float32: frozenset[str]  # names of the shards that are float32 in every runtime
 
 
 def module_shards(model_dir: str | Path, headless: bool = False) -> ModuleShards:

@@ -11,10 +11,9 @@ from pathlib import Path
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement
 from verl_mg.models.hf_config import HFConfig, read_config
-from verl_mg.models.module_config import module_config
-from verl_mg.models.stacked_tensors import Stack, expert_shapes
 from verl_mg.models.tensor_index import TensorEntry, TensorIndex
-from verl_mg.models.tensor_tree import TensorSpec
+from verl_mg.models.tensor_tree import Stack, TensorSpec, expert_shapes
+from verl_mg.models.transformers_module import module_config
 from verl_mg.sharding.boxes import Piece, Shard, full_box
 from verl_mg.sharding.model_table import SCORE, Head, ModelTable
 from verl_mg.sharding.module_shards import ModuleShards, module_shards
@@ -35,10 +34,7 @@ class ModuleTable(ModelTable):
     """Weight table of the architecture, where the project has one with the same tensors."""
 
     def parameter_shards(self) -> dict[str, Shard]:
-        """Returns the parameters and the filled persistent buffers of the whole module by name; tied parameters once.
-
-        With a value head `score.weight` replaces the output layer's parameters.
-        """
+        """Returns parameters and filled persistent buffers of the whole module; tied ones once."""
         if self.head == "language":
             return dict(self.module.shards)
         shape = (1, self.config.hidden)
@@ -73,10 +69,7 @@ class ModuleTable(ModelTable):
         return frozenset(name for name, e in entries if e.is_layer_matrix and e.tensor.shape[0] == count)
 
     def linear_tensors(self, of_experts: bool = False) -> tuple[str, ...]:
-        """Returns the names of the weights of linear layers that text passes through; routers are not among them.
-
-        None are of experts where the module stacks them.
-        """
+        """Returns the names of the weights of linear layers for text; without routers and stacked experts."""
         if self.builtin:
             return self.builtin.linear_tensors(of_experts)
         linear, excluded = self._tensors_of(self.module.linear & self.module.text), self.routers

@@ -28,46 +28,22 @@ class ShardRule(Protocol):
     """Function that gives the shard of one rank of a parallel axis."""
 
     def __call__(self, tensors: tuple[TensorSpec, ...], rank: int, size: int) -> Shard:
-        """Returns the shard.
-
-        Args:
-            tensors: the Hugging Face tensors that form the parameter.
-            rank: index on the axis, from 0.
-            size: ranks on the axis. It must divide the tensors; layouts are checked before.
-        """
+        """Returns the shard."""
         ...
 
 
 def replicate(tensors: tuple[TensorSpec, ...], rank: int, size: int) -> Shard:
-    """Gives every rank the whole tensors, concatenated along their first dimension.
-
-    Args:
-        tensors: tensors with equal dimensions after the first.
-        rank: not used.
-        size: not used.
-    """
+    """Gives every rank the whole tensors, concatenated along their first dimension."""
     return FusedRows(1)(tensors, 0, 1)
 
 
 def split_rows(tensors: tuple[TensorSpec, ...], rank: int, size: int) -> Shard:
-    """Cuts each tensor along its first dimension; a shard concatenates its slab of every tensor.
-
-    Args:
-        tensors: tensors with equal dimensions after the first.
-        rank: index on the axis.
-        size: ranks on the axis.
-    """
+    """Cuts each tensor along its first dimension; a shard concatenates its slab of every tensor."""
     return FusedRows(size)(tensors, rank, size)
 
 
 def split_columns(tensors: tuple[TensorSpec, ...], rank: int, size: int) -> Shard:
-    """Cuts a single tensor along its second dimension.
-
-    Args:
-        tensors: one tensor.
-        rank: index on the axis.
-        size: ranks on the axis.
-    """
+    """Cuts a single tensor along its second dimension."""
     (tensor,) = tensors
     height, width = tensor.shape[0], tensor.shape[1] // size
     source: Box = ((0, height), (rank * width, (rank + 1) * width))
@@ -75,13 +51,7 @@ def split_columns(tensors: tuple[TensorSpec, ...], rank: int, size: int) -> Shar
 
 
 def on_first_rank(tensors: tuple[TensorSpec, ...], rank: int, size: int) -> Shard:
-    """Gives the first rank the whole tensor and the others zeros: a bias that is added before a sum over the ranks.
-
-    Args:
-        tensors: one tensor.
-        rank: index on the axis.
-        size: not used.
-    """
+    """Gives the first rank the whole tensor and the others zeros: a bias that is added before a sum over the ranks."""
     whole = replicate(tensors, 0, 1)
     return whole if rank == 0 else Shard(whole.shape, (), (full_box(whole.shape),))
 
@@ -114,10 +84,9 @@ class Section:
 
 @dataclass(frozen=True)
 class SectionRows:
-    """Rule for tensors whose rows are in another order than in the parameter; a rank has a run of units.
+    """Rule for rows in another order than in the parameter, section after section; a rank has a run of units.
 
-    The parameter is section after section, and in each the slabs of the rank's units. With `unit_major` it is unit
-    after unit, and in each a slab of every section.
+    With `unit_major` the parameter is unit after unit, and in each a slab of every section.
     """
 
     units: int  # number of units, a multiple of the ranks on the axis
@@ -140,10 +109,7 @@ class SectionRows:
 
 @dataclass(frozen=True)
 class HeadRows:
-    """Rule for q, k and v: a slab of each, where a rank has at least one key-value head.
-
-    With more ranks than heads, `size / kv_heads` neighbouring ranks have the same key-value head, as the engines do it.
-    """
+    """Rule for q, k and v: a slab of each; where ranks outnumber heads, `size / kv_heads` neighbours share a head."""
 
     kv_heads: int  # key-value heads of a layer
 
@@ -168,8 +134,7 @@ class KeyRows:
 class VocabularyRows:
     """Rule that splits the rows of a vocabulary, padded after the last token."""
 
-    multiple: int
-    """The padded number of rows is a multiple of this."""
+    multiple: int  # the padded number of rows is a multiple of this
     on_each_rank: bool = True
     """Whether the multiple applies to the rows of each rank (Megatron), or of all ranks together (engines)."""
 
@@ -185,12 +150,7 @@ class VocabularyRows:
         return Shard((height, *tensor.shape[1:]), pieces, padding)
 
     def padded(self, vocab: int, size: int) -> int:
-        """Returns the rows on all ranks together, including padding.
-
-        Args:
-            vocab: tokens of the vocabulary.
-            size: ranks on the axis.
-        """
+        """Returns the rows on all ranks together, including padding."""
         over_all = -(-vocab // self.multiple) * self.multiple
         # As SGLang does where the ranks do not divide the padded rows; vLLM refuses such a layout.
         if not self.on_each_rank and over_all % size == 0:
@@ -236,14 +196,7 @@ class ParamBlock:
 def optional_param(
     name: str, tensor: TensorSpec | None, rule: ShardRule = replicate, axis: Axis = "replicated"
 ) -> tuple[ParamSpec, ...]:
-    """Returns a parameter in a tuple, or an empty tuple.
-
-    Args:
-        name: name of the parameter.
-        tensor: its tensor; None where the model has no such tensor.
-        rule: function that gives the shard of each rank on the axis.
-        axis: the parallel axis that shards the parameter.
-    """
+    """Returns a parameter in a tuple, or an empty tuple."""
     return (ParamSpec(name, (tensor,), rule, axis),) if tensor else ()
 
 

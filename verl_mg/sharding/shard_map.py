@@ -111,15 +111,7 @@ class DerivedShardMap:
         local_experts: int,
         indices: Mapping[int, ParallelIndex],
     ) -> None:
-        """Indexes the table; shards are built when they are requested.
-
-        Args:
-            tensor_index: Hugging Face tensors of the model.
-            stages: parameter blocks of each pipeline stage.
-            axis_sizes: ranks on each axis.
-            local_experts: experts of a rank, in each layer.
-            indices: position of each global rank.
-        """
+        """Indexes the table; shards are built when they are requested."""
         self._tensor_index, self._stages, self._axis_sizes, self._indices = tensor_index, stages, axis_sizes, indices
         self._local_experts = local_experts
         self.ranks = tuple(sorted(indices))
@@ -229,15 +221,7 @@ class ExplicitShardMap:
     """Shard map that is given rank by rank, such as that of a traced table."""
 
     def __init__(self, shards: Mapping[int, Mapping[str, Shard]], tensors: Mapping[str, TensorInfo]) -> None:
-        """Stores the shards after checking them.
-
-        Args:
-            shards: {global rank: {parameter: shard}}; replicas may share one object, which is checked once.
-            tensors: Hugging Face tensors of the model.
-
-        Raises:
-            UserError: an element of a shard is written twice or never.
-        """
+        """Stores the shards after checking them."""
         self._shards, self.tensors = shards, tensors
         self.ranks = tuple(sorted(shards))
         checked: set[int] = set()
@@ -294,3 +278,41 @@ def _stack(parts: Sequence[Shard]) -> Shard:
     )
     padding = tuple(((0, len(parts)), *box) for box in parts[0].padding)  # the same in each
     return Shard((len(parts), *parts[0].shape), pieces, padding)
+
+
+class JoinedShardMap:
+    """The shards of all ranks of several shard maps of one model, whose ranks are disjoint."""
+
+    def __init__(self, parts: Sequence[ShardMap]) -> None:
+        self._parts = {rank: part for part in parts for rank in part.ranks}
+        if len(self._parts) < sum(len(part.ranks) for part in parts):
+            raise ValueError("a rank is in two of the shard maps")
+        self.ranks: Ranks = tuple(sorted(self._parts))
+        self.tensors: Mapping[str, TensorInfo] = parts[0].tensors
+        self._maps = tuple(parts)
+        self._interned: dict[Ranks, Ranks] = {}
+
+    def shards(self, rank: int) -> Mapping[str, Shard]:
+        """Returns the parameters of a rank; empty for a rank without any."""
+        return self._parts[rank].shards(rank) if rank in self._parts else {}
+
+    def replicas(self, tensor: str) -> Sequence[BoxReplicas]:
+        """Returns the distinct boxes of a tensor in all maps, each with the ranks of all of them."""
+        # One box for ranks of several maps: a plan then sends it once to each node, whatever the layouts on it.
+        locations: dict[Box, list[BoxLocation]] = defaultdict(list)
+        for part in self._maps:
+            for item in part.replicas(tensor):
+                locations[item.box] += item.locations
+        return [self._box_replicas(box, at) for box, at in locations.items()]
+
+    def sharding_key(self, tensor: str) -> Hashable:
+        """Returns the keys of all maps: tensors are equal where they are equal in each."""
+        return tuple(part.sharding_key(tensor) for part in self._maps)
+
+    def _box_replicas(self, box: Box, locations: Sequence[BoxLocation]) -> BoxReplicas:
+        ranks = tuple(sorted({rank for location in locations for rank in location.ranks}))
+        ranks = self._interned.setdefault(ranks, ranks)  # equal sets are one object: plans look them up by identity
+        positions = {(location.parameter, location.parameter_box) for location in locations}
+        if len(positions) == 1:
+            return BoxReplicas(box, ranks, (BoxLocation(ranks, *positions.pop()),))
+        return BoxReplicas(box, ranks, tuple(locations))

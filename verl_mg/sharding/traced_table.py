@@ -12,8 +12,6 @@ A piece is the name of a Hugging Face tensor, a box of the tensor, and the box o
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +20,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from verl_mg.errors import UserError
+from verl_mg.jsonl import replacing
 from verl_mg.layout import EngineLayout, EnginePlacement
 from verl_mg.models.tensor_index import TensorInfo
 from verl_mg.sharding.boxes import Piece, Shard, check_shard
@@ -29,6 +28,9 @@ from verl_mg.sharding.shard_map import ExplicitShardMap
 
 EngineName = Literal["sglang", "vllm"]
 """Rollout engines that run as separate processes, by their names in `rollout.engine`."""
+Content = TypeVar("Content", bound=BaseModel)
+_Size = Annotated[int, Field(ge=0)]
+_Box = tuple[tuple[_Size, _Size], ...]
 
 
 @dataclass(frozen=True)
@@ -106,16 +108,9 @@ class TracedTable:
         return shapes
 
 
-Content = TypeVar("Content", bound=BaseModel)
-
-
 # An unknown key, or a number that is a text, means a damaged file or another format: neither is converted.
 class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
-
-_Size = Annotated[int, Field(ge=0)]
-_Box = tuple[tuple[_Size, _Size], ...]
 
 
 class _Parameter(_Strict):
@@ -214,10 +209,8 @@ def _shards(path: Path, key: str, parameters: Mapping[str, _Parameter]) -> dict[
 def _write(path: Path, content: BaseModel) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # In the same folder, for a rename is atomic only within a file system.
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            file.write(content.model_dump_json())
-        os.replace(file.name, path)
+        with replacing(path) as file:
+            file.write_text(content.model_dump_json())
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror}). Choose another path.") from None
 

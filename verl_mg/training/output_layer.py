@@ -1,4 +1,8 @@
-"""Output layer of a language model whose vocabulary is sharded over tensor-parallel ranks, in chunks of tokens."""
+"""Output layers of language models whose vocabulary is sharded over tensor-parallel ranks, in chunks of tokens.
+
+Teachers' output layers are on the ranks that train the student, with the vocabulary sharded as the student's: a rank
+reads the rows of its part of the vocabulary from the teacher's directory, and nothing else of the teacher.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from verl_mg import device
+from verl_mg.checkpoint.hf_safetensors import CheckpointReader
+from verl_mg.checkpoint.model_directory import ModelDirectory
+from verl_mg.errors import UserError
 
 CHUNK_BYTES = {"cuda": 2**30, "cpu": 2**24}
 """Bytes of one chunk of float32 logits on one rank, by the kind of device: large enough for efficient products."""
@@ -82,3 +91,49 @@ def log_normalizer(logits: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Returns the logarithm of the sum of exponentials over all shards: (n, real_rows) -> (n,)."""
     highest = row_max(logits, group)
     return highest + sum_over((logits - highest[:, None]).exp_().sum(-1), group).log()
+
+
+@dataclass(frozen=True)
+class OutputHead:
+    """Output layer of a language model in its directory."""
+
+    tensor: str
+    vocab: int  # number of tokens, padding of the tensor included
+    hidden: int  # width of the last hidden states
+    softcap: float | None = None  # bound of the logits, see `OutputLayer`
+    scale: float = 1.0  # factor of the products of hidden states and weights
+
+
+@dataclass(frozen=True)
+class VocabularyShard:
+    """Part of a vocabulary on one rank."""
+
+    first: int
+    """Id of its first token."""
+    rows: int
+    group: dist.ProcessGroup | None
+    """Ranks with the other parts; None: the rank has the whole vocabulary."""
+
+
+def load_teacher_layer(
+    directory: ModelDirectory, head: OutputHead, dtype: torch.dtype, shard: VocabularyShard
+) -> OutputLayer:
+    """Reads a rank's part of a teacher's output layer."""
+    place = device.current_device()
+    # Models of one family pad their vocabularies differently: rows after the student's are left out, and the teacher's
+    # distribution is over the student's tokens.
+    weight = torch.empty(shard.rows, head.hidden, dtype=dtype, device=place)
+    if shard.rows:
+        with CheckpointReader(directory) as reader:
+            box = ((shard.first, shard.first + shard.rows), (0, head.hidden))
+            weight.copy_(reader.read(head.tensor, box))
+    return OutputLayer(weight, shard.first, shard.rows, shard.group, head.softcap, scale=head.scale)
+
+
+def check_vocabularies(teacher: OutputHead, student: OutputHead, key: str) -> None:
+    """Checks that a teacher has all tokens of the student."""
+    if teacher.vocab < student.vocab:
+        raise UserError(
+            f"{key}: the teacher has {teacher.vocab} tokens and the student {student.vocab}, to some of which it gives "
+            "no probability. Write algorithm.divergence.top_k, or take another teacher."
+        )

@@ -2,6 +2,8 @@
 
 On GPUs in half precision torch's variable-length kernel, with a softcap or sinks a kernel of FlexAttention. Elsewhere
 scaled-dot-product attention once for each run of sequences of one length, with a softcap or sinks matrix products.
+FlashAttention-3 (arXiv:2407.08608) replaces torch's FlashAttention-2 on Hopper GPUs where its separate package is
+installed; torch registers its kernels for the whole process. Neither has a softcap in torch, see `flex_attention`.
 
 Shapes: query (T, heads, d), key (K, kv_heads, d), value (K, kv_heads, d_v) -> (T, heads, d_v), with all sequences one
 after another and kv_heads a divisor of the heads.
@@ -9,6 +11,7 @@ after another and kv_heads a divisor of the heads.
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import signature
@@ -17,9 +20,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import attention
 from torch.nn.attention.flex_attention import BlockMask
 
-from verl_mg.training.flash_attention import takes_value_width
 from verl_mg.training.flex_attention import attend_with_block_mask, block_mask
 
 
@@ -163,3 +166,31 @@ def _run_by_run(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences,
             context = attend_where(q, k, v, visible, scores)
         outputs.append(context.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs)
+
+
+IMPLEMENTATION = "FA3"
+PACKAGE = "flash_attn_interface"
+HOPPER = (9, 0)
+
+
+def use_fastest_kernels() -> None:
+    """Activates FlashAttention-3 in this process where the GPU is a Hopper and the package is installed."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != HOPPER:
+        return
+    known = IMPLEMENTATION in attention.list_flash_attention_impls()
+    if known and _active() is None and importlib.util.find_spec(PACKAGE):
+        attention.activate_flash_attention_impl(IMPLEMENTATION)
+
+
+def takes_value_width(width: int, value_width: int) -> bool:
+    """Returns whether the kernel takes values of another width than queries and keys."""
+    # FlashAttention-2 requires one width; FlashAttention-3 has kernels for the widths of DeepSeek's latent attention.
+    if width == value_width:
+        return True
+    # The condition of its forward pass; its backward pass takes any widths up to its maximum.
+    has_kernel = (128 < width <= 192 and 96 < value_width <= 128) or (width <= 64 and value_width <= 512)
+    return has_kernel and _active() == IMPLEMENTATION
+
+
+def _active() -> str | None:
+    return attention.current_flash_attention_impl()

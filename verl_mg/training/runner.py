@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,9 +15,12 @@ from verl_mg.batch import Batch
 from verl_mg.layout import Coordinates, Layout, Placement, Stage
 from verl_mg.phase_timer import PhaseTimer
 from verl_mg.sharding.boxes import Box, Shard
+from verl_mg.sharding.model_table import ModelTable
 from verl_mg.sharding.shard_map import ShardMap
+from verl_mg.training.lora import Adapters
 from verl_mg.training.microbatch import MicroBatch
-from verl_mg.training.teacher_layers import OutputHead, VocabularyShard
+from verl_mg.training.model_spec import ModelSpec
+from verl_mg.training.output_layer import OutputHead, VocabularyShard
 from verl_mg.training.token_outputs import EVERYTHING, LOGPROBS, TokenOutputs
 
 T = TypeVar("T")
@@ -26,13 +29,23 @@ LossClosure = Callable[[MicroBatch[Any], Tensor], tuple[Tensor, Report]]
 """(micro-batch, output of the last stage) -> (scalar to differentiate, report)."""
 
 
+class RoleGroups(Protocol):
+    """Process groups of a placement, of either backend."""
+
+    placement: Placement
+    host_group: dist.ProcessGroup | None
+    dynamic_cp: bool
+
+
 class Runner(ABC):
     """Model on the ranks of a placement. Methods that compute are called by all ranks of the placement together.
 
-    Ranks of the job outside the placement have the weight table, but no parameter.
+    Ranks of the job outside the placement have the weight table, but no parameter. The constructor is a collective of
+    all ranks of the job.
 
     Attributes:
         table: weight table of the model.
+        spec: what it is built from.
         placement: layout of the model and the ranks of the job that have it.
         coordinates: this rank's coordinates in the layout; None outside the placement.
         host_group: all ranks of the placement, for messages in host memory; None where these are all ranks of the job.
@@ -43,23 +56,16 @@ class Runner(ABC):
         unrestored: names of this rank's parameters, adapters included, whose values a checkpoint still has to restore.
     """
 
-    table: Any
-    lora: Any
+    table: ModelTable
+    lora: Adapters | None
     unrestored: set[str]
 
-    def __init__(
-        self,
-        placement: Placement,
-        host_group: dist.ProcessGroup | None,
-        dynamic_cp: bool,
-        dtype: torch.dtype,
-        timer: PhaseTimer | None,
-    ) -> None:
-        self.placement, self.host_group, self.dynamic_cp, self.dtype = placement, host_group, dynamic_cp, dtype
-        if dtype == torch.float32:
+    def __init__(self, spec: ModelSpec, groups: RoleGroups, timer: PhaseTimer | None) -> None:
+        self.spec, self.dtype, self.timer = spec, spec.dtype, timer or PhaseTimer()
+        self.placement, self.host_group, self.dynamic_cp = groups.placement, groups.host_group, groups.dynamic_cp
+        if self.dtype == torch.float32:
             device.compute_in_float32()
-        self.timer = timer or PhaseTimer()
-        self.coordinates: Coordinates | None = placement.coordinates(dist.get_rank())
+        self.coordinates: Coordinates | None = self.placement.coordinates(dist.get_rank())
 
     @property
     def layout(self) -> Layout:
@@ -254,3 +260,19 @@ class Runner(ABC):
     @abstractmethod
     def drop_caches(self) -> None:
         """Frees what is derived from the weights and kept between passes; the next pass makes it again."""
+
+
+class ComputedParameters(Mapping[str, Tensor]):
+    """Parameters as engines receive them, each computed on access and not cached."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], compute: Callable[[str, Tensor], Tensor]) -> None:
+        self._parameters, self._compute = parameters, compute
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._compute(name, self._parameters[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)

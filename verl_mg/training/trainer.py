@@ -13,21 +13,22 @@ Moments: None -> created by the first step, by `allocate_moments`, or by `load` 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import torch
 from pydantic import Field
 from torch import Tensor, UntypedStorage
 
-from verl_mg.algorithms.aggregation import aggregate
+from verl_mg.algorithms.aggregation import aggregate, normalizer
 from verl_mg.batch import Batch
 from verl_mg.checkpoint.sharded_safetensors import StoredBox
 from verl_mg.config import ConfigSection, Count, GuardConfig, OptimizerConfig
 from verl_mg.distributed.collectives import sum_over_ranks
-from verl_mg.training.learning_rate import LearningRateSchedule, check_schedule
+from verl_mg.errors import UserError
 from verl_mg.training.loss_inputs import LossInputs, loss_tokens
 from verl_mg.training.microbatch import MicroBatch
 from verl_mg.training.runner import LossClosure, Report, Runner
@@ -59,6 +60,34 @@ TokenLoss = Callable[[LossInputs], tuple[Tensor, Mapping[str, Tensor]]]
 """(scored tokens of a micro-batch) -> (loss of each token (n,), metrics of each token (n,) to be averaged)."""
 
 
+@dataclass(frozen=True)
+class MiniBatch:
+    """Rows of one optimizer step: this rank's, and their numbers over all ranks."""
+
+    micro_batches: list[Batch]
+    """With TRAJECTORY_TOKENS where a trajectory has several rows."""
+    cp_sizes: list[int] | None
+    """Number of context-parallel ranks that share each micro-batch; None for all of them."""
+    num_tokens: int
+    """Scored tokens over all ranks."""
+    num_sequences: int
+    """Trajectories with scored tokens over all ranks."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Loss that an update minimizes."""
+
+    loss: TokenLoss
+    aggregation: str
+    """Aggregation of token losses, see `algorithms.aggregation`."""
+    temperature: float
+    outputs: TokenOutputs = EVERYTHING
+    """Outputs of a language model that the loss needs."""
+    max_length: int | None = None
+    """Tokens of the longest possible response, for "seq-mean-token-sum-norm"."""
+
+
 class Trainer(ABC):
     """Model with gradients and an optimizer, both only on the ranks of its placement.
 
@@ -77,53 +106,28 @@ class Trainer(ABC):
         is_first = torch.distributed.get_rank() == runner.placement.ranks[0]
         self._guard = UpdateGuard(guard or GuardConfig(), name, logs=is_first)
 
-    def update(
-        self,
-        micro_batches: Sequence[Batch],
-        temperature: float,
-        loss: TokenLoss,
-        mode: str,
-        normalizer: float,
-        total_tokens: int,
-        cp_sizes: Sequence[int] | None = None,
-        outputs: TokenOutputs = EVERYTHING,
-    ) -> dict[str, float]:
-        """Updates the model on one mini-batch; all ranks of the placement call it.
+    def update(self, mini_batch: MiniBatch, objective: Objective) -> dict[str, float]:
+        """Updates the model on one mini-batch; all ranks of the placement call it. UserError, see `UpdateGuard.check`.
 
-        The normalizer and the number of tokens count the whole mini-batch, so loss and gradient do not depend on its
-        division into micro-batches and ranks.
-
-        Args:
-            micro_batches: this rank's micro-batches; with TRAJECTORY_TOKENS where a trajectory has several rows.
-            temperature: sampling temperature.
-            loss: loss and metrics of each scored token.
-            mode: how token losses are aggregated, see `algorithms.aggregation`.
-            normalizer: divisor of the aggregated loss over all ranks, see `aggregation.normalizer`.
-            total_tokens: number of scored tokens of the mini-batch over all ranks.
-            cp_sizes: number of context-parallel ranks that share each micro-batch, see `Runner.run`.
-            outputs: what a language model computes for the loss.
-
-        Returns:
-            The same metrics on every rank: `loss`; the loss's metrics and `entropy` as means over all scored tokens,
-            or over sequences where pairs are compared; `grad_norm`, `lr`, and the metrics of `UpdateGuard` and of the
-            backend.
-
-        Raises:
-            UserError: see `UpdateGuard.check`.
+        The metrics are the same on every rank: `loss`; the loss's metrics and `entropy` as means over all scored
+        tokens, or over sequences where pairs are compared; `grad_norm`, `lr`, and the metrics of guard and backend.
         """
+        mode = objective.aggregation
+        # Of the whole mini-batch: loss and gradient do not depend on its division into micro-batches and ranks.
+        divisor = normalizer(mode, mini_batch.num_tokens, mini_batch.num_sequences, objective.max_length)
 
         def loss_closure(micro: MicroBatch[Any], output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            tokens = loss_tokens(micro, output, outputs.teacher)
+            tokens = loss_tokens(micro, output, objective.outputs.teacher)
             of_trajectory = tokens.columns.get(TRAJECTORY_TOKENS)
 
             def mean(values: Tensor) -> Tensor:
                 # In float64: parts of a mean from many micro-batches and ranks are added up.
                 if "pair" in tokens and mode == "seq-mean-token-mean":
-                    return aggregate(values.double(), tokens.mask, tokens.sequence_ids, mode, normalizer)
-                return values.double().sum() / max(total_tokens, 1)
+                    return aggregate(values.double(), tokens.mask, tokens.sequence_ids, mode, divisor)
+                return values.double().sum() / max(mini_batch.num_tokens, 1)
 
-            per_token, metrics = loss(tokens)
-            total = aggregate(per_token, tokens.mask, tokens.sequence_ids, mode, normalizer, of_trajectory)
+            per_token, metrics = objective.loss(tokens)
+            total = aggregate(per_token, tokens.mask, tokens.sequence_ids, mode, divisor, of_trajectory)
             if len(output) > 1:
                 metrics = {"entropy": tokens.entropy, **metrics}
             means = {name: mean(values.detach()) for name, values in metrics.items()}
@@ -131,7 +135,7 @@ class Trainer(ABC):
 
         host_group = self._runner.host_group
         with self._runner.timer("update"):
-            reports = self._compute_gradients(micro_batches, temperature, loss_closure, cp_sizes, outputs)
+            reports = self._compute_gradients(mini_batch, objective, loss_closure)
             self._runner.timer.barrier("update", host_group)
             # In host memory, where every rank adds the same numbers in the same order: the verdict must be one for all.
             sums = sum_over_ranks(reports, host_group)
@@ -217,12 +221,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def _compute_gradients(
-        self,
-        micro_batches: Sequence[Batch],
-        temperature: float,
-        loss_closure: LossClosure,
-        cp_sizes: Sequence[int] | None,
-        outputs: TokenOutputs,
+        self, mini_batch: MiniBatch, objective: Objective, loss_closure: LossClosure
     ) -> list[dict[str, float]]:
         """Runs forward and backward passes and returns this rank's reports, to be summed over all ranks."""
 
@@ -256,3 +255,45 @@ def to_host(reports: Sequence[Report]) -> list[dict[str, float]]:
     scalars = [torch.as_tensor(value).detach().double() for report in reports for value in report.values()]
     values = iter(torch.stack([scalar.to(scalars[0].device) for scalar in scalars]).tolist())
     return [{name: next(values) for name in report} for report in reports]
+
+
+class LearningRateSchedule:
+    """Schedule of an optimizer, to be stepped before each optimizer step.
+
+    Step k of the warm-up, counted from 1, has the learning rate lr * k / warmup_steps.
+
+    Attributes:
+        num_steps: steps so far.
+    """
+
+    def __init__(self, optimizer: Any, config: OptimizerConfig) -> None:
+        self._optimizer, self._config, self.num_steps = optimizer, config, 0
+        self.step(0)
+
+    def step(self, steps: int) -> None:
+        """Counts steps and sets learning rate and weight decay of the parameter groups."""
+        self.num_steps += steps
+        rate = self._rate()
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+            # megatron-core's factor: 0 for biases and norms.
+            group["weight_decay"] = self._config.weight_decay * group.get("wd_mult", 1.0)
+
+    def _rate(self) -> float:
+        c, step = self._config, self.num_steps
+        if c.warmup_steps > 0 and step <= c.warmup_steps:
+            return c.lr * step / c.warmup_steps
+        if c.schedule == "constant" or c.decay_steps is None:
+            return c.lr
+        done = min(1.0, (step - c.warmup_steps) / (c.decay_steps - c.warmup_steps))
+        left = 1 - done if c.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+        return c.min_lr + left * (c.lr - c.min_lr)
+
+
+def check_schedule(config: OptimizerConfig, name: str = "actor") -> None:
+    """Checks that a decaying schedule has a number of steps."""
+    if config.schedule != "constant" and config.decay_steps is None:
+        raise UserError(
+            f"{name}.optimizer.schedule: {config.schedule!r} needs a number of steps. Set "
+            f"{name}.optimizer.decay_steps, the optimizer steps over which the learning rate falls to min_lr."
+        )

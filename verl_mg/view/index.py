@@ -32,16 +32,11 @@ import pyarrow as pa
 from verl_mg.view.rows import read_iteration
 from verl_mg.view.segments import Segment, Versions
 
-FOLDER = ".view"
-"""Folder of the index in the folder of a run."""
-TAIL = 16
-"""Newest iterations that may remain in memory: a segment of less would be merged too often."""
-PERIOD = 2.0
-"""Seconds between two looks at the run."""
-READ_SECONDS = 0.5
-"""Seconds that a request spends on iterations that are not in the index yet."""
-MEMORY_BYTES = 2**27
-"""Text of iterations that are kept in memory."""
+FOLDER = ".view"  # folder of the index in the folder of a run
+TAIL = 16  # newest iterations that may remain in memory: a segment of less would be merged too often
+PERIOD = 2.0  # seconds between two looks at the run
+READ_SECONDS = 0.5  # seconds that a request spends on iterations that are not in the index yet
+MEMORY_BYTES = 2**27  # text of iterations that are kept in memory
 
 
 class IterationFolders:

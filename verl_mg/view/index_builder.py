@@ -23,10 +23,8 @@ from verl_mg.view.segments import Segment, Versions
 
 # Text of a segment. Larger ones are fewer files, but an iteration that is replaced builds its whole segment again.
 SEGMENT_BYTES = 2**26
-SMALL_SEGMENTS = 8
-"""Consecutive segments of less text that are merged into one."""
-SETTLED_SECONDS = 2.0
-"""Age of a folder whose ranks have probably all written."""
+SMALL_SEGMENTS = 8  # consecutive segments of less text that are merged into one
+SETTLED_SECONDS = 2.0  # age of a folder whose ranks have probably all written
 
 
 class IndexBuilder:
@@ -103,11 +101,7 @@ class IndexBuilder:
 
 
 def follow(samples: Path, folder: Path) -> None:
-    """Builds an index and follows the run.
-
-    The loop waits for the lock, which another viewer may have, then looks for new iterations every PERIOD; it ends
-    when the parent process has ended, also by a kill: the process then has another parent.
-    """
+    """Builds an index and follows the run until the parent process ends, holding the lock that other viewers await."""
     parent = os.getppid()
     pa.set_cpu_count(1)
     with (folder / "lock").open("w") as lock:

@@ -15,34 +15,26 @@ from verl_mg.jsonl import read_new_lines
 
 BANDS = ("range", "error")
 """Bands around a mean of runs: from the least to the largest of them, or the standard error of the mean."""
-DIGITS = 8
-"""Significant digits of values in an answer."""
-TINY = 1e-290
-"""Smaller numbers are not rounded: the power of ten that scales them would exceed the range of float64."""
+DIGITS = 8  # significant digits of values in an answer
+TINY = 1e-290  # smaller numbers are not rounded: the power of ten that scales them would exceed the range of float64
 
 
 @dataclass(frozen=True)
 class View:
     """Part of a curve that the page shows, and its resolution."""
 
-    first: int | None = None
-    """First step; None for the first of all."""
-    last: int | None = None
-    """Last step; None for the last of all."""
-    pixels: int = 400
-    """Width; of each pixel, the least and the largest value are returned."""
-    smoothing: float = 0.0
-    """Weight of a step in the running mean relative to the next one; 0: none."""
+    first: int | None = None  # first step; None for the first of all
+    last: int | None = None  # last step; None for the last of all
+    pixels: int = 400  # width; of each pixel, the least and the largest value are returned
+    smoothing: float = 0.0  # weight of a step in the running mean relative to the next one; 0: none
 
 
 @dataclass(frozen=True)
 class Curve:
     """Values of a metric by step; NaN where a step has none."""
 
-    steps: np.ndarray
-    """(n,) int64."""
-    values: np.ndarray
-    """(n,) float64."""
+    steps: np.ndarray  # (n,) int64
+    values: np.ndarray  # (n,) float64
 
 
 class Metrics:

@@ -5,15 +5,14 @@ A row is where `iteration`, `rank` and `row` say, the row's number in the file o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-
-from verl_mg.view.conversations import ADDED, holds_conversation, join_counts
 
 IDENTITY = ("iteration", "call", "sample_id")
 NUMBERS = {
@@ -29,36 +28,43 @@ NUMBERS = {
     "row": pa.int32(),
 }
 """Columns of numbers; NaN or NOTHING where a row has no value."""
-NAMES = ("source", "finish", "agent_error")
-"""Columns of few different texts; null where a row has no value."""
-TEXT = "text"
-"""Prompt and response in lower case, with SEPARATOR between them."""
+NAMES = ("source", "finish", "agent_error")  # columns of few different texts; null where a row has no value
+TEXT = "text"  # prompt and response in lower case, with SEPARATOR between them
 SEPARATOR = "\0"
 NOTHING = -1
 INDEXED = pa.schema(
     [*NUMBERS.items(), *((name, pa.dictionary(pa.int32(), pa.string())) for name in NAMES), (TEXT, pa.string())]
 )
-EXCERPT = 240
-"""Number of characters of a text in a list."""
-BEFORE = 16
-"""Characters that an excerpt has in front of a text that was searched."""
+EXCERPT = 240  # number of characters of a text in a list
+BEFORE = 16  # characters that an excerpt has in front of a text that was searched
 
 _TEXTS = ("prompt", "response")
 _STORED = ("iteration", "call", "sample_id", "group", "prompt_id", "policy_version", "reward", "source", "finish")
-
-
-def rank_files(folder: Path) -> dict[int, Path]:
-    """Returns the files of an iteration's folder by rank."""
-    return {int(file.stem.removeprefix("rank-")): file for file in sorted(folder.glob("rank-*.parquet"))}
+COLUMN = "conversation"
+TRAJECTORY = ("iteration", "call", "trajectory")  # columns that identify a trajectory
+COUNTS = pa.schema(
+    [
+        ("iteration", pa.int64()),
+        ("call", pa.int32()),
+        ("trajectory", pa.int64()),
+        ("first_sample", pa.int64()),
+        ("agent_turns", pa.int32()),
+        ("agent_segments", pa.int32()),
+        ("agent_error", pa.string()),
+    ]
+)
+"""A row per conversation: the row of its first segment, numbers of turns and segments, and why the agent failed."""
+ADDED = ("segment", "agent_turns", "agent_segments", "agent_error")
+"""Columns that `join_counts` adds; null for samples without a conversation."""
 
 
 def read_iteration(folder: Path) -> pa.Table:
     """Returns the rows of an iteration with the columns `INDEXED`, by IDENTITY; damaged files have none."""
     tables, files, agents = [], [], False
-    for rank, file in rank_files(folder).items():
+    for file in sorted(folder.glob("rank-*.parquet")):
         try:
             with pq.ParquetFile(file) as opened:
-                tables.append(_read(opened, rank))
+                tables.append(_read(opened, int(file.stem.removeprefix("rank-"))))
                 agents = agents or holds_conversation(opened.metadata)
                 files.append(file)
         except (OSError, pa.ArrowException):
@@ -104,10 +110,7 @@ def _indexed(table: pa.Table) -> pa.Table:
 
 
 def read_excerpts(samples: Path, rows: Sequence[Mapping[str, Any]], terms: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yields excerpts of the prompt and the response of rows; nothing for a row whose file has been replaced.
-
-    `rows` have IDENTITY, `rank` and `row`. An excerpt begins shortly before the first of the `terms` in lower case.
-    """
+    """Yields excerpts around the first of the `terms`, of prompts and responses; nothing where a file was replaced."""
     # By file, so that each is opened once.
     places: dict[tuple[int, int], list[Mapping[str, Any]]] = {}
     for row in rows:
@@ -143,3 +146,62 @@ def excerpt(text: str, terms: Sequence[str]) -> str:
     first = min((place for term in terms if (place := lower.find(term)) >= 0), default=0)
     begin = first - BEFORE if first > 2 * BEFORE else 0
     return ("… " if begin else "") + text[begin : begin + EXCERPT]
+
+
+def join_counts(rows: pa.Table, files: Iterable[Path]) -> pa.Table:
+    """Returns rows of an iteration, whose `files` have the conversations, with the columns `ADDED`, in any order."""
+    counts = pa.Table.from_pylist([row for file in files for row in _count(file)], COUNTS)
+    # The rows of a trajectory may be on several ranks, each of which then has the conversation.
+    merged = counts.group_by(list(TRAJECTORY)).aggregate([(name, "min") for name in COUNTS.names[3:]])
+    counts = merged.rename_columns([name.removesuffix("_min") for name in merged.column_names])
+    joined = rows.join(counts, keys=list(TRAJECTORY))
+    # Segments of a trajectory have consecutive ids.
+    joined = joined.append_column("segment", pc.subtract(joined["sample_id"], joined["first_sample"]))
+    return joined.drop_columns("first_sample")
+
+
+def holds_conversation(metadata: pq.FileMetaData) -> bool:
+    """Returns whether a file has a conversation; reads only its metadata."""
+    if COLUMN not in metadata.schema.to_arrow_schema().names:
+        return False
+    # A row group lists primitive columns, of which nested ones have several.
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        columns = (group.column(place) for place in range(group.num_columns))
+        statistics = next(column.statistics for column in columns if column.path_in_schema == COLUMN)
+        if statistics is None or not statistics.has_null_count or statistics.null_count < group.num_rows:
+            return True
+    return False
+
+
+def parse_conversation(text: str) -> dict[str, Any] | None:
+    """Returns `turns`, `segments`, `log` and `error` of a conversation; None where the text is damaged."""
+    try:
+        parsed = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(parsed, dict):
+        return None
+    complete = {"turns": [], "segments": [], "log": "", "error": ""} | parsed
+    lists = [complete["turns"], complete["segments"]]
+    if not all(isinstance(item, list) and all(isinstance(entry, dict) for entry in item) for item in lists):
+        return None
+    return complete
+
+
+def _count(file: Path) -> Iterator[dict[str, Any]]:
+    """Yields the rows of `COUNTS` of a file."""
+    with pq.ParquetFile(file) as opened:
+        if not holds_conversation(opened.metadata):
+            return
+        # In small batches: each conversation is a text that may be as long as a trajectory.
+        for batch in opened.iter_batches(64, columns=[*TRAJECTORY, "sample_id", COLUMN]):
+            for row in batch.filter(batch[COLUMN].is_valid()).to_pylist():
+                conversation = parse_conversation(row[COLUMN])
+                if conversation is not None:
+                    yield {name: row[name] for name in TRAJECTORY} | {
+                        "first_sample": row["sample_id"],
+                        "agent_turns": len(conversation["turns"]),
+                        "agent_segments": len(conversation["segments"]),
+                        "agent_error": str(conversation["error"]) or None,
+                    }

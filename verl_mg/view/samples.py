@@ -15,9 +15,18 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
-from verl_mg.view.conversations import ADDED, COLUMN, TRAJECTORY, join_counts, parse_conversation
 from verl_mg.view.index import SampleIndex
-from verl_mg.view.rows import EXCERPT, IDENTITY, NOTHING, read_excerpts
+from verl_mg.view.rows import (
+    ADDED,
+    COLUMN,
+    EXCERPT,
+    IDENTITY,
+    NOTHING,
+    TRAJECTORY,
+    join_counts,
+    parse_conversation,
+    read_excerpts,
+)
 from verl_mg.view.search import Query, Search
 
 SCHEMA = pa.schema(
@@ -93,11 +102,7 @@ class Samples:
         return {name: sorted(known) for name, known in texts.items()} | {"agents": agents}
 
     def find(self, query: Query) -> dict[str, Any]:
-        """Returns `total`, the number of matching samples, and `rows`, the requested page with excerpts of texts.
-
-        Where texts are searched, these are the ones found in SEARCH_SECONDS and by earlier calls, and `share` the part
-        of the texts that has been searched. `index` is the progress of the index in the range of iterations.
-        """
+        """Returns the number of matching samples, a page of them with excerpts, and the progress of the index."""
         with self._lock:
             search = self._search(query)
             search.advance(SEARCH_SECONDS)
@@ -139,10 +144,7 @@ class Samples:
         return self._row(iteration, call, sample_id, lambda field: field.name != COLUMN)
 
     def conversation(self, iteration: int, call: int, sample_id: int) -> dict[str, Any] | None:
-        """Returns a sample without its token columns, and the conversation of its trajectory; None without one.
-
-        `conversation` has `turns`, `segments`, `log` and `error`; `rows` are the recorded rows of the trajectory.
-        """
+        """Returns a sample without its token columns, its trajectory's conversation, or None, and the rows of it."""
         # A row has hundreds of thousands of tokens, which the conversation does not need.
         sample = self._row(iteration, call, sample_id, lambda f: f.name != COLUMN and not pa.types.is_list(f.type))
         if sample is None:

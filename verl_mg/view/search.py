@@ -23,8 +23,7 @@ from verl_mg.view.segments import Segment
 FAILED, COMPLETED = "failed", "completed"
 AGENT_OUTCOMES = (FAILED, COMPLETED)
 SORTABLE = (*(name for name in NUMBERS if name not in ("rank", "row", "segment")), "source", "finish")
-OPTIONAL = ("segment", "agent_turns", "agent_segments")
-"""Columns that are NOTHING for samples without an agent."""
+OPTIONAL = ("segment", "agent_turns", "agent_segments")  # columns that are NOTHING for samples without an agent
 _PAGING = ("sort", "descending", "offset", "limit")
 
 
@@ -34,28 +33,21 @@ class Query:
 
     first: int | None = None
     last: int | None = None
-    call: int | None = None
-    """Call of the rollout within the iteration."""
+    call: int | None = None  # call of the rollout within the iteration
     group: int | None = None
     prompt_id: int | None = None
     reward_from: float | None = None
     reward_to: float | None = None
-    length_from: int | None = None
-    """Smallest number of response tokens."""
+    length_from: int | None = None  # smallest number of response tokens
     length_to: int | None = None
     finish: str | None = None
     source: str | None = None
-    text: str | None = None
-    """Text in prompt or response; upper and lower case are equal."""
-    words: bool = False
-    """Whether the parts of `text` between spaces are searched each for itself; all must occur."""
-    turns_from: int | None = None
-    """Smallest number of turns of an agent's conversation."""
+    text: str | None = None  # text in prompt or response; upper and lower case are equal
+    words: bool = False  # whether the parts of `text` between spaces are searched each for itself; all must occur
+    turns_from: int | None = None  # smallest number of turns of an agent's conversation
     turns_to: int | None = None
-    agent: str | None = None
-    """Outcome of the agent, one of `AGENT_OUTCOMES`."""
-    trajectories: bool = False
-    """Whether to return only the first matching row of each trajectory."""
+    agent: str | None = None  # outcome of the agent, one of `AGENT_OUTCOMES`
+    trajectories: bool = False  # whether to return only the first matching row of each trajectory
     sort: str = "sample_id"
     descending: bool = False
     offset: int = 0
@@ -114,8 +106,7 @@ class Search:
         self._matches = [np.zeros(0, np.int32) if self.terms else query.rows(item) for item in segments]
         self._reading: tuple[int, list[int]] = -1, []
         self._steps = self._read_texts() if self.terms else iter(())
-        self.share = 0.0 if self.terms else 1.0
-        """Share of the segments whose texts have been read."""
+        self.share = 0.0 if self.terms else 1.0  # share of the segments whose texts have been read
 
     def advance(self, seconds: float) -> None:
         """Reads texts for about `seconds`, or until all have been read."""

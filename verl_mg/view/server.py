@@ -29,9 +29,8 @@ import pyarrow as pa
 from verl_mg.errors import UserError
 from verl_mg.view.metrics import BANDS, View, band, every, points
 from verl_mg.view.rows import IDENTITY
-from verl_mg.view.run import Run
+from verl_mg.view.run import Run, groups_of
 from verl_mg.view.search import AGENT_OUTCOMES, SORTABLE, Query
-from verl_mg.view.seeds import groups_of
 
 KINDS = {
     ".html": "text/html; charset=utf-8",
@@ -50,8 +49,7 @@ HEADERS = {
 JSON = "application/json"
 MAX_PAGE_ROWS = 1000
 MAX_PIXELS = 8000
-PHASES, ITERATION = "time/phase/", "time/iteration"
-"""Metrics with the seconds of each phase, and of all."""
+PHASES, ITERATION = "time/phase/", "time/iteration"  # metrics with the seconds of each phase, and of all
 
 Parameters = Mapping[str, str]
 
@@ -247,10 +245,6 @@ def _strip(run: Run, parameters: Parameters) -> Any:
     return {name: every(run.metrics.curve(name), first, stride) for name in names}
 
 
-def _timeline(run: Run, parameters: Parameters) -> Any:
-    return run.timeline(_needed(parameters, "iteration"))
-
-
 def _facets(run: Run, parameters: Parameters) -> Any:
     return run.samples.facets(_number(parameters, "first", int), _number(parameters, "last", int))
 
@@ -275,10 +269,6 @@ def _samples(run: Run, parameters: Parameters) -> Any:
     return run.samples.find(query)
 
 
-def _prompts(run: Run, parameters: Parameters) -> Any:
-    return run.samples.prompts(_needed(parameters, "iteration"))
-
-
 def _sample(run: Run, parameters: Parameters) -> Any:
     iteration, call, number = (_needed(parameters, name) for name in IDENTITY)
     sample = run.samples.get(iteration, call, number)
@@ -297,10 +287,10 @@ def _conversation(run: Run, parameters: Parameters) -> Any:
 
 _ENDPOINTS: dict[str, Callable[[Run, Parameters], Any]] = {
     "strip": _strip,
-    "timeline": _timeline,
+    "timeline": lambda run, parameters: run.timeline(_needed(parameters, "iteration")),
     "facets": _facets,
     "samples": _samples,
-    "prompts": _prompts,
+    "prompts": lambda run, parameters: run.samples.prompts(_needed(parameters, "iteration")),
     "sample": _sample,
     "conversation": _conversation,
 }

@@ -74,6 +74,7 @@ class AdapterSync(ProcessEngineSync):
     def _load(self, engine: ProcessEngine, weights: SourceWeights, received: Mapping[str, torch.Tensor]) -> None:
         """Loads adapters into the engine that this rank leads, from host memory, as engines take them."""
         lora, table, dtype = weights.runner.lora, weights.runner.table, weights.runner.dtype
+        assert lora
         # Engines fuse projections and read adapters of all of a fused one; untrained ones are 0.
         complete = adapter_shapes(table, adapted_tensors(table, self._adapters.targets), lora.config.rank)
         shards = {name: _whole(name, shape) for name, shape in complete.items()}
@@ -89,8 +90,10 @@ class AdapterSync(ProcessEngineSync):
             log.warning("rollout: an engine ended before it had its adapters; it will be restarted: %s", error)
 
     def _plan_adapters(self, runner: Runner, engines: tuple[int, ...]) -> TransferPlan:
-        source = runner.lora.shard_map(runner.shard_map())
-        whole = {name: _whole(name, shape) for name, shape in runner.lora.shapes.items()}
+        lora = runner.lora
+        assert lora
+        source = lora.shard_map(runner.shard_map())
+        whole = {name: _whole(name, shape) for name, shape in lora.shapes.items()}
         leaders = [self._ranks_of[engine][0] for engine in engines]
         return plan_transfer(source, ExplicitShardMap(dict.fromkeys(leaders, whole), source.tensors), runner.dtype)
 

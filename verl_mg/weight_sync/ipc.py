@@ -24,8 +24,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from verl_mg import device
-from verl_mg.distributed.collectives import all_gather_json
-from verl_mg.distributed.groups import new_group
+from verl_mg.distributed.collectives import all_gather_json, new_group
 from verl_mg.engines.engine import EngineDiedError
 from verl_mg.engines.ipc_payload import Staging
 from verl_mg.engines.patch_payload import PatchStaging

@@ -33,9 +33,8 @@ from verl_mg.reshard.delta_transfer import Patch, SentValues, transfer_changes
 from verl_mg.reshard.encode import EncodedMaps, Encoder, encoded_maps
 from verl_mg.reshard.encoding import Wire, encoding_of
 from verl_mg.sharding.boxes import Shard
-from verl_mg.sharding.joined_map import JoinedShardMap
 from verl_mg.sharding.model_table import ModelTable
-from verl_mg.sharding.shard_map import ShardMap
+from verl_mg.sharding.shard_map import JoinedShardMap, ShardMap
 from verl_mg.training.runner import Runner
 
 CHUNK_BYTES = 2**30

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_mg.agents.call import Reply, ReplyToken, ToolCall
+from tests.agents.protocols.exchanges import sent_events
+from verl_mg.agents.call import Reply, ReplyToken
+from verl_mg.agents.protocols import ChatApi, Exchange
 from verl_mg.agents.protocols.chat_completions import ChatCompletions
-from verl_mg.agents.protocols.exchange import Exchange, Protocol
 from verl_mg.agents.protocols.fields import json_object, parse
 from verl_mg.agents.protocols.memory import SessionMemory
 from verl_mg.agents.protocols.messages import Messages
 from verl_mg.agents.protocols.responses import Responses
+from verl_mg.agents.tool_calls import ToolCall
 
 Json = dict[str, Any]
 QUESTION = {"role": "user", "content": "Question"}
@@ -72,16 +73,8 @@ def message_body(**fields: Any) -> Json:
     return {"model": "policy", "max_tokens": 9, "messages": [QUESTION]} | fields
 
 
-def exchange_of(protocol: Protocol, body: Json, memory: SessionMemory) -> Exchange:
-    return protocol.read(through_json(body), memory)
-
-
-def sent_events(exchange: Exchange, body: Json, earlier: int = 0) -> Iterator[Json]:
-    """The data of a reply's events."""
-    for event in b"".join(exchange.events(body, earlier)).decode().split("\n\n"):
-        data = event.partition("data: ")[2]
-        if data and data != "[DONE]":
-            yield json.loads(data)
+def exchange_of(api: ChatApi, body: Json, memory: SessionMemory) -> Exchange:
+    return api.read(through_json(body), memory)
 
 
 def written_again(call: Json) -> Json:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from pydantic import BaseModel, TypeAdapter
 
-from verl_mg.agents.call import Reply, ReplyToken, RequestError, ToolCall
+from tests.agents.protocols.exchanges import sent_events
+from verl_mg.agents.call import Reply, ReplyToken, RequestError
+from verl_mg.agents.protocols import ChatApi, Exchange
 from verl_mg.agents.protocols.chat_completions import ChatCompletions
-from verl_mg.agents.protocols.exchange import Exchange, Protocol
 from verl_mg.agents.protocols.memory import SessionMemory
 from verl_mg.agents.protocols.messages import Messages
 from verl_mg.agents.protocols.responses import Responses
+from verl_mg.agents.tool_calls import ToolCall
 
 anthropic_types = pytest.importorskip("anthropic.types")
 chat_types = pytest.importorskip("openai.types.chat")
@@ -53,18 +54,9 @@ REPLIES = {
 }
 
 
-def exchange_of(protocol: Protocol, fields: Json, stream: bool) -> Exchange:
+def exchange_of(api: ChatApi, fields: Json, stream: bool) -> Exchange:
     options = {"stream_options": {"include_usage": True}} if "logprobs" in fields else {}
-    return protocol.read({"model": "policy", "stream": stream} | options | fields, SessionMemory())
-
-
-def events_of(exchange: Exchange, body: Json) -> Iterator[Json]:
-    for event in b"".join(exchange.events(body)).decode().split("\n\n"):
-        name, _, data = event.partition("data: ")
-        if data and data != "[DONE]":
-            sent = json.loads(data)
-            assert name in ("", f"event: {sent.get('type')}\n")
-            yield sent
+    return api.read({"model": "policy", "stream": stream} | options | fields, SessionMemory())
 
 
 def unwritten(value: Any) -> set[str]:
@@ -77,13 +69,13 @@ def unwritten(value: Any) -> set[str]:
     return set().union(*map(unwritten, inner))
 
 
-def check(protocol: Protocol, fields: Json, whole: Any, event: Any, reply: Reply, absent: set[str]) -> None:
+def check(api: ChatApi, fields: Json, whole: Any, event: Any, reply: Reply, absent: set[str]) -> None:
     """Validates the reply and its events, whose absent fields are among some that a policy has no values for."""
-    exchange = exchange_of(protocol, fields, stream=False)
+    exchange = exchange_of(api, fields, stream=False)
     body = json.loads(json.dumps(exchange.body(reply)))
     found = unwritten(TypeAdapter(whole).validate_python(body, strict=True))
-    streamed = exchange_of(protocol, fields, stream=True)
-    events, adapter = list(events_of(streamed, streamed.body(reply))), TypeAdapter(event)
+    streamed = exchange_of(api, fields, stream=True)
+    events, adapter = list(sent_events(streamed, streamed.body(reply))), TypeAdapter(event)
     for sent in events:
         found |= unwritten(adapter.validate_python(sent, strict=True))
     assert events and found <= absent, sorted(found - absent)
@@ -142,8 +134,8 @@ def test_error_satisfies_the_types_of_both_clients(status: int) -> None:
     from openai.types.shared import ErrorObject
 
     error = RequestError(status, "messages: too long. Send fewer.", "messages", "context_length_exceeded")
-    for protocol in (ChatCompletions(), Responses()):
-        written = protocol.error(error)["error"]
+    for api in (ChatCompletions(), Responses()):
+        written = api.error(error)["error"]
         assert unwritten(TypeAdapter(ErrorObject).validate_python(written, strict=True)) == set()
         # What litellm recognizes.
         assert "this model's maximum context length is" in written["message"].lower()

@@ -5,8 +5,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from verl_mg.agents.tools.chat_format import ToolCall
-from verl_mg.agents.tools.class_tools import ClassTools
+from verl_mg.agents.tool_calls import ToolCall
+from verl_mg.agents.tools.load import ClassTools
 from verl_mg.agents.tools.tool import ToolSample
 
 SAMPLE = ToolSample("6*7?", "42", {"user": "ada"})
@@ -82,7 +82,7 @@ def tools_of(kind: type) -> ClassTools:
 
 
 def call(name: str, arguments: str = "{}") -> ToolCall:
-    return ToolCall(name, arguments)
+    return ToolCall("c1", name, arguments)
 
 
 def counts(events: list[tuple[int, str]], event: str) -> list[int]:

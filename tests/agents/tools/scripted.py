@@ -1,11 +1,12 @@
-"""Engine whose turns follow a script, and tools around it."""
+"""Engine whose turns follow a script, tools around it, and the chat template and tool calls of its tests."""
 
+import json
+import string
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from tests.agents.tools.tool_calls import tokenizer_with
 from verl_mg.agents.tools.builtin import calculator
 from verl_mg.agents.tools.chat_format import ToolCallFormat
 from verl_mg.agents.tools.multi_turn import MultiTurnEngine
@@ -13,6 +14,31 @@ from verl_mg.agents.tools.tool import Tool
 from verl_mg.engines import Request, RolloutEngine, Sample, Sampling
 from verl_mg.engines.engine import Finish
 from verl_mg.engines.trajectory import NOT_GENERATED
+from verl_mg.models.tiny_model import character_tokenizer
+
+# Like Qwen's template: adjacent results share a user turn, and a line break follows the end of a turn.
+TEMPLATE = """\
+{%- for m in messages -%}
+{%- if m.role == 'tool' -%}
+{%- if messages[loop.index0 - 1].role != 'tool' -%}{{- '<user>' -}}{%- endif -%}
+{{- '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' -}}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' -%}{{- '<eos>\\n' -}}{%- endif -%}
+{%- else -%}{{- '<' + m.role + '>' + m.content + '<eos>\\n' -}}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<assistant>' -}}{%- endif -%}"""
+
+
+def tokenizer_with(template: str | None = TEMPLATE) -> Any:
+    """Returns a tokenizer of characters with a chat template."""
+    tokenizer: Any = character_tokenizer(string.printable)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def qwen(name: str, **arguments: Any) -> str:
+    """Returns a tool call in Qwen's format."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
 
 TOKENIZER = tokenizer_with()
 TOKENIZER.add_tokens(["42"])  # an engine that writes 4 and 2 must not find this in the next context

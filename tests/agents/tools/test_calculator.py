@@ -10,14 +10,15 @@ import pytest
 from pyarrow import parquet
 from transformers import AutoTokenizer
 
-from recipes.tasks.calculator import CALL, make, score
 from tests.helpers import warm_start
 from tests.helpers.traces import needs_sglang
-from verl_mg.agents.tools.chat_format import ToolCall, ToolCallFormat, ToolResult
+from verl_mg.agents.tool_calls import ToolCall
+from verl_mg.agents.tools.chat_format import ToolCallFormat, ToolResult
 from verl_mg.agents.tools.load import load_tools
 from verl_mg.config import load_config
 from verl_mg.job.recipe import load_recipe
 from verl_mg.quickstart import accuracies
+from verl_mg.recipes.tasks.calculator import CALL, make, score
 from verl_mg.rewards import Sample, load_reward
 
 ROOT = Path(__file__).parents[3]
@@ -61,7 +62,7 @@ def test_calculator_demonstrations_equal_the_rollout_tokens(folder: Path) -> Non
     tokens = tokenizer(continued["prompt"][1]["content"])["input_ids"]
     assert len(tokens) == len(tokenizer(requested["answer"])["input_ids"]) == 15
     assert chat_format.calls(tokens) == [
-        ToolCall("calculator", json.dumps({"expression": continued["prompt"][0]["content"]}))
+        ToolCall("call00000", "calculator", json.dumps({"expression": continued["prompt"][0]["content"]}))
     ]  # fmt: skip
     begin = tokenizer.apply_chat_template(continued["prompt"][:1], tokenize=False, add_generation_prompt=True)
     seen = chat_format.observation(tokenizer.eos_token_id, [ToolResult("calculator", continued["answer"])])

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from tests.agents.tools.tool_calls import TEMPLATE, qwen, tokenizer_with
+from tests.agents.tools.scripted import TEMPLATE, qwen, tokenizer_with
 from tests.helpers.traces import needs_sglang
+from verl_mg.agents.tool_calls import MALFORMED, ToolCall
 from verl_mg.agents.tools.builtin import calculator
-from verl_mg.agents.tools.chat_format import MALFORMED, ToolCall, ToolCallFormat, ToolResult
+from verl_mg.agents.tools.chat_format import ToolCallFormat, ToolResult
 from verl_mg.agents.tools.tool import Tool
 from verl_mg.errors import UserError
 
@@ -115,5 +116,5 @@ def test_tool_call_format_unknown_parser_raises() -> None:
 
 def test_tool_call_format_without_sglang_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sglang.srt.function_call.function_call_parser", None)
-    with pytest.raises(UserError, match=r"rollout.tools: .*tools/install/sglang_cpu.sh"):
+    with pytest.raises(UserError, match=r"rollout.tool_call_parser=qwen25: .*tools/install/sglang_cpu.sh"):
         ToolCallFormat(tokenizer_with(), TOOLS, "qwen25")

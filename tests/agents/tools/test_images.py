@@ -7,8 +7,7 @@ import pytest
 import torch
 from transformers import AutoProcessor, AutoTokenizer
 
-from tests.agents.tools.scripted import Scripted
-from tests.agents.tools.tool_calls import qwen
+from tests.agents.tools.scripted import Scripted, qwen
 from tests.helpers.tiny_models import noise_image
 from tests.helpers.traces import needs_sglang
 from verl_mg.agents.tools.chat_format import ToolCallFormat

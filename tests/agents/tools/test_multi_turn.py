@@ -21,13 +21,14 @@ from tests.agents.tools.scripted import (
     conversations,
     encode,
     observations,
+    qwen,
     turns_of,
     worded,
 )
-from tests.agents.tools.tool_calls import qwen
 from tests.helpers.traces import needs_sglang
+from verl_mg.agents.tool_calls import ToolCall
 from verl_mg.agents.tools.builtin import calculator, python
-from verl_mg.agents.tools.chat_format import ToolCall, ToolResult
+from verl_mg.agents.tools.chat_format import ToolResult
 from verl_mg.agents.tools.multi_turn import MultiTurnEngine
 from verl_mg.agents.tools.tool import Tool
 from verl_mg.agents.tools.tool_runner import UNREADABLE
@@ -298,7 +299,7 @@ class EveryTurnCalls:
     """In place of a `ToolCallFormat`, for models that write nothing sensible."""
 
     def calls(self, tokens: Sequence[int]) -> list[ToolCall]:
-        return [ToolCall("add", json.dumps({"numbers": list(tokens)}))]
+        return [ToolCall("c1", "add", json.dumps({"numbers": list(tokens)}))]
 
     def result(self, name: str, output: str) -> ToolResult:
         return ToolResult(name, output)

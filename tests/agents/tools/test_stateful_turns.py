@@ -13,10 +13,10 @@ from tests.agents.tools.scripted import (
     conversations,
     encode,
     observations,
+    qwen,
     turns_of,
     worded,
 )
-from tests.agents.tools.tool_calls import qwen
 from tests.helpers.traces import needs_sglang
 from verl_mg.agents.tools.multi_turn import MultiTurnEngine
 from verl_mg.data.prompts import Prompt

@@ -1,6 +1,7 @@
 """Token rewards, GAE and returns against a loop over the tokens that count, one row at a time."""
 
 import math
+import statistics
 
 import pytest
 import torch
@@ -11,8 +12,11 @@ from verl_mg.algorithms.advantages import (
     discounted_returns,
     gae,
     length_adaptive_lambda,
+    moments,
     reinforce_plus_plus,
+    soft_overlong_penalty,
     token_rewards,
+    whiten,
 )
 from verl_mg.errors import UserError
 
@@ -44,7 +48,7 @@ def tables(rows: list[list[tuple[float, float, bool]]], outside: float) -> Table
 
 @settings(max_examples=100)
 @given(st.lists(st.lists(TOKEN, min_size=1, max_size=8), min_size=1, max_size=3), st.floats(0, 1), st.floats(0, 1))
-def test_gae_against_loops(rows: list[list[tuple[float, float, bool]]], gamma: float, lam: float) -> None:
+def test_gae_against_loops(rows, gamma, lam):
     given_tables = tables(rows, math.nan)
     advantages, returns = gae(*given_tables, gamma, lam)
     plain = discounted_returns(given_tables[0], given_tables[2], gamma)
@@ -57,18 +61,7 @@ def test_gae_against_loops(rows: list[list[tuple[float, float, bool]]], gamma: f
     assert torch.equal(reinforce_plus_plus(given_tables[0], given_tables[2], gamma), plain)
 
 
-def test_observations_in_the_middle_change_nothing() -> None:
-    row = [(0.1, 0.5, True), (0.0, 0.4, True), (1.0, -0.3, True)]
-    tool = (9.0, 9.0, False)
-    whole = gae(*tables([row], 0.0), 0.9, 0.8)
-    holed = gae(*tables([[row[0], tool, tool, row[1], tool, row[2], tool]], 9.0), 0.9, 0.8)
-    for without, between in zip(whole, holed, strict=True):
-        assert torch.equal(between[:, [0, 3, 5]], without)
-        assert between[:, [1, 2, 4, 6]].tolist() == [[0.0] * 4]
-        assert without.abs().min() > 0.01
-
-
-def test_lam_by_row() -> None:
+def test_lam_by_row():
     rows = [[(1.0, 0.5, True), (0.0, -0.4, True), (2.0, 0.3, True)]] * 2
     together = gae(*tables(rows, 0.0), 1.0, torch.tensor([0.2, 1.0]))
     for i, lam in enumerate((0.2, 1.0)):
@@ -78,30 +71,86 @@ def test_lam_by_row() -> None:
     assert (together[0][0] - together[0][1]).abs().max() > 0.1
 
 
-def test_length_adaptive_lambda() -> None:
+def test_length_adaptive_lambda():
     # alpha l = 1 / (1 - lam), the sum of lam^k; shorter responses than 1 / alpha have lam 0, none a negative one.
     lengths = torch.tensor([1, 20, 40, 4000])
     assert length_adaptive_lambda(lengths, 0.05).tolist() == pytest.approx([0, 0, 0.5, 0.995])
     assert length_adaptive_lambda(torch.tensor([0]), 0.05).tolist() == [0]
 
 
-def test_token_rewards_with_gaps_in_the_mask_are_on_the_last_token() -> None:
+def test_token_rewards_with_gaps_in_the_mask_are_on_the_last_token():
     mask = torch.tensor([[1, 0, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0], [0, 1, 0, 0]]).bool()
     expected = [[0, 0, 2.0, 0], [0, 0, 0, -1.0], [0, 0, 0, 0], [0, 0.5, 0, 0]]
     assert token_rewards(torch.tensor([2.0, -1.0, math.nan, 0.5]), mask).tolist() == expected
 
 
-def test_dtype_and_gradient_stay_out() -> None:
+def test_dtype_and_gradient_stay_out():
     values = torch.ones(1, 2, requires_grad=True)
     advantages, returns = gae(torch.ones(1, 2), values, torch.ones(1, 2).bool(), 1.0, 1.0)
     assert advantages.dtype == returns.dtype == torch.float32
     assert not advantages.requires_grad and not returns.requires_grad
 
 
-def test_gae_with_invalid_arguments_raises() -> None:
+def test_gae_with_invalid_arguments_raises():
     column = torch.zeros(1, 1)
     for gamma, lam, name in ((1.1, 1.0, "gamma is 1.1"), (1.0, -0.1, "lam is -0.1"), (math.nan, 1.0, "gamma is nan")):
         with pytest.raises(UserError, match=name):
             gae(column, column, column.bool(), gamma, lam)
     with pytest.raises(UserError, match="alpha is 0"):
         length_adaptive_lambda(torch.tensor([3]), 0)
+
+
+TOKENS = st.lists(st.tuples(st.floats(-5, 5), st.booleans()), min_size=1, max_size=20)
+
+
+@settings(max_examples=100)
+@given(TOKENS, st.booleans())
+def test_whiten_of_random_values_equals_loops(tokens, shift_mean):
+    values = torch.tensor([value if counts else math.nan for value, counts in tokens], dtype=torch.float64)
+    mask = torch.tensor([counts for _, counts in tokens])
+    kept = [value for value, counts in tokens if counts]
+    found = whiten(values, mask, moments(values, mask), shift_mean).tolist()
+    mean = statistics.fmean(kept) if kept else 0.0
+    scale = math.sqrt((statistics.variance(kept) if len(kept) > 1 else 0.0) + 1e-8)
+    for whitened, (value, counts) in zip(found, tokens, strict=True):
+        expected = (value - mean) / scale + (0.0 if shift_mean else mean) if counts else 0.0
+        assert whitened == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+def test_moments_of_masked_values_are_count_and_sums():
+    values, mask = torch.tensor([[1.0, 2.0], [math.inf, -3.0]]), torch.tensor([[True, True], [False, True]])
+    found = moments(values, mask)
+    assert found.dtype == torch.float64 and found.tolist() == [3.0, 0.0, 14.0]
+
+
+def test_parts_add_up_and_the_shape_is_any():
+    generator = torch.Generator().manual_seed(0)
+    values, mask = torch.randn(6, 7, generator=generator) * 3 + 5, torch.rand(6, 7, generator=generator) < 0.6
+    whole = whiten(values, mask, moments(values, mask))
+    kept = whole[mask]
+    assert kept.mean().abs() < 1e-6 and kept.std() == pytest.approx(1, abs=1e-6) and not whole[~mask].any()
+    total = moments(values[:2], mask[:2]) + moments(values[2:].flatten(), mask[2:].flatten())
+    assert whole.dtype == torch.float32
+    torch.testing.assert_close(whiten(values[2:], mask[2:], total), whole[2:], rtol=1e-6, atol=1e-7)
+    # What whitening every rank by itself would give is another batch.
+    assert (whiten(values[:2], mask[:2], moments(values[:2], mask[:2])) - whole[:2]).abs().max() > 0.01
+
+
+def test_values_that_agree_become_zero():
+    values, mask = torch.full((4,), 0.1), torch.ones(4).bool()
+    torch.testing.assert_close(whiten(values, mask, moments(values, mask)), torch.zeros(4), rtol=0, atol=1e-9)
+    none = torch.zeros(4).bool()
+    assert whiten(values, none, moments(values, none)).tolist() == [0.0] * 4
+
+
+def test_soft_overlong_penalty_of_every_length_equals_the_formula():
+    for length in range(15):
+        sloping = (10 - 4 - length) / 4
+        expected = 0.0 if length <= 6 else sloping if length <= 10 else -1.0
+        assert soft_overlong_penalty(torch.tensor([length]), 10, 4).item() == expected
+
+
+@pytest.mark.parametrize("buffer", [0, 11, -1])
+def test_buffers_that_make_no_sense(buffer):
+    with pytest.raises(UserError, match=f"overlong buffer is {buffer} tokens of 10. Write 1 to 10"):
+        soft_overlong_penalty(torch.tensor([3]), 10, buffer)

@@ -2,14 +2,24 @@
 
 import itertools
 import statistics
-from random import Random
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_mg.algorithms.advantages import gdpo, group_means, group_relative, informative, maxrl, opo, remax, rloo
+from verl_mg.algorithms.advantages import (
+    gdpo,
+    group_means,
+    group_relative,
+    informative,
+    maxrl,
+    opo,
+    remax,
+    resampling_weights,
+    rloo,
+    select,
+)
 from verl_mg.errors import UserError
 
 ROWS = st.lists(st.tuples(st.floats(-10, 10), st.sampled_from([-3, 0, 1, 2, 700])), min_size=1, max_size=24)
@@ -33,7 +43,7 @@ def by_hand(rows: list[tuple[float, int]], normalize_by_std: bool) -> list[float
 
 @settings(max_examples=100)
 @given(ROWS, st.booleans())
-def test_group_relative_of_random_groups_equals_loops(rows: list[tuple[float, int]], normalize_by_std: bool) -> None:
+def test_group_relative_of_random_groups_equals_loops(rows, normalize_by_std):
     scores = torch.tensor([score for score, _ in rows], dtype=torch.float64)
     groups = torch.tensor([group for _, group in rows])
     expected = torch.tensor(by_hand(rows, normalize_by_std), dtype=torch.float64)
@@ -41,18 +51,7 @@ def test_group_relative_of_random_groups_equals_loops(rows: list[tuple[float, in
     torch.testing.assert_close(advantages, expected, rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.parametrize("normalize_by_std", [True, False])
-def test_row_order_changes_no_bit(normalize_by_std: bool) -> None:
-    generator = torch.Generator().manual_seed(0)
-    scores = torch.randn(200, generator=generator)
-    groups = torch.randint(0, 17, (200,), generator=generator)
-    order = torch.randperm(200, generator=generator)
-    advantages = group_relative(scores, groups, alone(groups), normalize_by_std)
-    assert torch.equal(group_relative(scores[order], groups[order], alone(groups), normalize_by_std), advantages[order])
-    assert advantages.abs().max() > 1
-
-
-def test_input_dtype_and_inputs_are_kept() -> None:
+def test_input_dtype_and_inputs_are_kept():
     scores, groups = torch.tensor([1.0, 0.0, 0.0, 5.0]), torch.tensor([4, 4, 4, 9])
     kept = scores.clone()
     advantages = group_relative(scores, groups, alone(groups))
@@ -66,9 +65,7 @@ SEGMENTS = st.lists(st.tuples(st.floats(-10, 10), st.integers(0, 3), st.integers
 
 @settings(max_examples=50)
 @given(SEGMENTS, st.randoms(use_true_random=False))
-def test_group_advantages_of_samples_with_several_rows_equal_those_of_single_rows(
-    samples: list[tuple[float, int, int, int]], shuffler: Random
-) -> None:
+def test_group_advantages_of_several_rows_equal_those_of_single_rows(samples, shuffler):
     """Samples (score, group, length, rows), whose rows are in any order: each has the advantage of a single row."""
     numbers = [i for i, (_, _, _, count) in enumerate(samples) for _ in range(count)]
     shuffler.shuffle(numbers)
@@ -86,21 +83,12 @@ def test_group_advantages_of_samples_with_several_rows_equal_those_of_single_row
         assert torch.equal(repeated, once[rows])
 
 
-def test_group_advantages_count_a_sample_of_three_rows_once() -> None:
-    scores, samples = torch.tensor([6.0, 0.0, 6.0, 3.0, 6.0]), torch.tensor([8, 2, 8, 5, 8])
-    groups = torch.zeros(5, dtype=torch.int64)
-    assert group_relative(scores, groups, samples, normalize_by_std=False).tolist() == [3, -3, 3, 0, 3]
-    assert rloo(scores, groups, samples).tolist() == [4.5, -4.5, 4.5, 0, 4.5]
-    lengths = torch.tensor([4, 1, 4, 1, 4])
-    assert opo(scores, lengths, groups, samples).tolist() == [1.5, -4.5, 1.5, -1.5, 1.5]
-
-
-def test_groups_that_teach_nothing_are_exactly_zero() -> None:
+def test_groups_that_teach_nothing_are_exactly_zero():
     scores = torch.tensor([0.1, 0.1, 0.1, 7.3])
     assert group_relative(scores, torch.tensor([0, 0, 0, 1]), torch.arange(4)).tolist() == [0.0, 0.0, 0.0, 0.0]
 
 
-def test_a_large_offset_does_not_swallow_the_spread() -> None:
+def test_a_large_offset_does_not_swallow_the_spread():
     scores = torch.tensor([1e6, 1e6 + 1, 1e6, 1e6 + 1])
     torch.testing.assert_close(
         group_relative(scores, torch.zeros(4, dtype=torch.int64), torch.arange(4)),
@@ -110,7 +98,7 @@ def test_a_large_offset_does_not_swallow_the_spread() -> None:
 
 @settings(max_examples=100)
 @given(ROWS)
-def test_rloo_against_loops(rows: list[tuple[float, int]]) -> None:
+def test_rloo_against_loops(rows):
     scores, groups = torch.tensor([row[0] for row in rows]).double(), torch.tensor([row[1] for row in rows])
     for i, found in enumerate(rloo(scores, groups, alone(groups)).tolist()):
         others = [float(scores[j]) for j in range(len(rows)) if j != i and groups[j] == groups[i]]
@@ -120,7 +108,7 @@ def test_rloo_against_loops(rows: list[tuple[float, int]]) -> None:
 
 @settings(max_examples=100)
 @given(ROWS, st.data())
-def test_opo_against_loops(rows: list[tuple[float, int]], data: st.DataObject) -> None:
+def test_opo_against_loops(rows, data):
     scores, groups = torch.tensor([row[0] for row in rows]).double(), torch.tensor([row[1] for row in rows])
     lengths = data.draw(st.lists(st.integers(1, 9), min_size=len(rows), max_size=len(rows)))
     for i, found in enumerate(opo(scores, torch.tensor(lengths), groups, alone(groups)).tolist()):
@@ -129,7 +117,7 @@ def test_opo_against_loops(rows: list[tuple[float, int]], data: st.DataObject) -
         assert found == pytest.approx(float(scores[i]) - baseline if len(peers) > 1 else 0.0, rel=1e-9, abs=1e-9)
 
 
-def test_opo_row_order_changes_no_bit_where_scores_agree() -> None:
+def test_opo_row_order_changes_no_bit_where_scores_agree():
     generator = torch.Generator().manual_seed(0)
     scores = torch.randint(0, 3, (60,), generator=generator).double() / 7
     lengths = torch.rand(60, generator=generator, dtype=torch.float64) * 1000  # whole numbers would add up exactly
@@ -140,7 +128,7 @@ def test_opo_row_order_changes_no_bit_where_scores_agree() -> None:
         assert torch.equal(opo(scores[order], lengths[order], groups[order], alone(groups)), advantages[order])
 
 
-def test_opo_baseline_has_the_least_variance() -> None:
+def test_opo_baseline_has_the_least_variance():
     # With squared gradient norm l, the variance of (r - b) times the gradient grows with sum l (r - b)^2.
     scores, lengths = torch.tensor([1.0, 0.0, 3.0]).double(), torch.tensor([2, 5, 1])
     baseline = float(scores[0] - opo(scores, lengths, torch.zeros(3).long(), torch.arange(3))[0])
@@ -148,13 +136,13 @@ def test_opo_baseline_has_the_least_variance() -> None:
     assert around[1] < min(around[0], around[2]) and baseline == pytest.approx(5 / 8)
 
 
-def test_remax_of_two_rows_subtracts_greedy_scores() -> None:
+def test_remax_of_two_rows_subtracts_greedy_scores():
     assert remax(torch.tensor([1.0, 0.0]), torch.tensor([0.25, 0.75])).tolist() == [0.75, -0.75]
 
 
 @settings(max_examples=100)
 @given(st.lists(st.tuples(st.sampled_from([0.0, 0.5, 1.0]), st.integers(0, 3)), min_size=1, max_size=12))
-def test_informative_against_loops(rows: list[tuple[float, int]]) -> None:
+def test_informative_against_loops(rows):
     scores, groups = torch.tensor([row[0] for row in rows]), torch.tensor([row[1] for row in rows])
     expected = [len({score for score, theirs in rows if theirs == group}) > 1 for _, group in rows]
     assert informative(scores, groups, alone(groups)).tolist() == expected
@@ -162,14 +150,14 @@ def test_informative_against_loops(rows: list[tuple[float, int]]) -> None:
     assert group_means(scores, groups, alone(groups)).tolist() == [sum(same) / len(same) for same in of_group]
 
 
-def test_group_means_of_decimal_fractions_are_exact() -> None:
+def test_group_means_of_decimal_fractions_are_exact():
     """One and four of five right: 0.2 and 0.8, PRIME's bounds."""
     scores, groups = torch.tensor([1.0, 0, 0, 0, 0, 1, 1, 1, 1, 0]), torch.tensor([1] * 5 + [2] * 5)
     means = group_means(scores, groups, torch.arange(10))
     assert means.tolist() == [0.2] * 5 + [0.8] * 5 and ((means >= 0.2) & (means <= 0.8)).all()
 
 
-def test_rows_without_tokens_and_no_rows() -> None:
+def test_rows_without_tokens_and_no_rows():
     empty, groups = torch.empty(0), torch.empty(0, dtype=torch.int64)
     for function in (group_relative, rloo):
         assert function(empty, groups, groups).shape == (0,)
@@ -182,7 +170,7 @@ def test_rows_without_tokens_and_no_rows() -> None:
 
 @settings(max_examples=100)
 @given(st.lists(st.tuples(st.just(0.0) | st.floats(1e-3, 10), st.integers(0, 3)), min_size=1, max_size=24))
-def test_maxrl_of_random_groups_equals_loops(rows: list[tuple[float, int]]) -> None:
+def test_maxrl_of_random_groups_equals_loops(rows):
     scores = torch.tensor([score for score, _ in rows], dtype=torch.float64)
     groups = torch.tensor([group for _, group in rows])
     expected = []
@@ -194,7 +182,7 @@ def test_maxrl_of_random_groups_equals_loops(rows: list[tuple[float, int]]) -> N
 
 
 @pytest.mark.parametrize("count", [2, 3, 6])
-def test_maxrl_in_expectation_is_the_gradient_of_the_truncated_logarithm(count: int) -> None:
+def test_maxrl_in_expectation_is_the_gradient_of_the_truncated_logarithm(count):
     """All 2^N outcomes of a group under a policy that is right with probability p = sigmoid(x), by d/dx."""
     p = 0.3
     expected = 0.0
@@ -208,7 +196,7 @@ def test_maxrl_in_expectation_is_the_gradient_of_the_truncated_logarithm(count: 
     assert expected == pytest.approx(slope, rel=1e-12)
 
 
-def test_maxrl_with_a_reward_below_0_is_refused() -> None:
+def test_maxrl_with_a_reward_below_0_is_refused():
     with pytest.raises(UserError, match=r"^reward: it is -0\.5 for a sample.*Return rewards from 0 to 1$"):
         maxrl(torch.tensor([1.0, -0.5]), torch.zeros(2, dtype=torch.int64), torch.arange(2))
 
@@ -218,7 +206,7 @@ REWARDS = st.tuples(st.floats(-10, 10), st.none() | st.floats(-1, 1), st.sampled
 
 @settings(max_examples=100)
 @given(st.lists(REWARDS, min_size=1, max_size=24))
-def test_gdpo_of_random_groups_equals_loops(rows: list[tuple[float, float | None, int]]) -> None:
+def test_gdpo_of_random_groups_equals_loops(rows):
     groups = torch.tensor([row[2] for row in rows])
     rewards = [torch.tensor([row[k] for row in rows], dtype=torch.float64) for k in (0,)]
     rewards.append(torch.tensor([float("nan") if row[1] is None else row[1] for row in rows], dtype=torch.float64))
@@ -230,7 +218,7 @@ def test_gdpo_of_random_groups_equals_loops(rows: list[tuple[float, float | None
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-8, atol=1e-7)
 
 
-def test_gdpo_of_rewards_that_are_the_same_to_grpo_differs() -> None:
+def test_gdpo_of_rewards_that_are_the_same_to_grpo_differs():
     """The paper's example: (0, 1) and (0, 2) in two rewards are the same advantages under GRPO."""
     groups, samples = torch.tensor([0, 0, 1, 1]), torch.arange(4)
     rewards = [torch.tensor([0.0, 1.0, 0.0, 1.0]), torch.tensor([0.0, 0.0, 0.0, 1.0])]
@@ -238,3 +226,80 @@ def test_gdpo_of_rewards_that_are_the_same_to_grpo_differs() -> None:
     torch.testing.assert_close(summed[:2], summed[2:], rtol=1e-5, atol=0)
     found = gdpo(rewards, [1.0, 1.0], groups, samples)
     torch.testing.assert_close(found[2:], 2 * found[:2], rtol=1e-5, atol=0)
+
+
+SCORES = torch.tensor([-2.0, 0.5, 1.0, 1.0, 0.0])
+GROUPS = torch.tensor([7, 3, 7, 3, 7])
+WEIGHTS = {
+    # Group 7 has the scores -2, 1, 0, and group 3 has 0.5, 1.
+    "best_random": [0.25, 0.5, 0.5, 0.5, 0.25],
+    "best_worst": [0.5, 0.5, 0.5, 0.5, 0.0],
+    "pow": [4.0, 0.25, 1.0, 1.0, 0.0],
+    "max_min": [1.0, 0.0, 1.0, 1.0, 0.0],
+    "max_random": [0.1, 0.1, 0.4, 0.4, 0.1],
+}
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_weights_and_frequencies(kind):
+    weights = resampling_weights(SCORES, GROUPS, kind)
+    assert weights.tolist() == pytest.approx(WEIGHTS[kind], rel=1e-6, abs=1e-7) and weights.min() > 0
+    drawn = select(weights, 50_000, torch.Generator().manual_seed(0))
+    expected = torch.tensor(WEIGHTS[kind]) / sum(WEIGHTS[kind])
+    torch.testing.assert_close(torch.bincount(drawn, minlength=5) / 50_000, expected, rtol=0, atol=0.012)
+
+
+def test_resampling_weights_by_power_equal_the_formula():
+    weights = resampling_weights(SCORES, GROUPS, "pow", 1.0)
+    assert weights.tolist() == pytest.approx([2.0, 0.5, 1.0, 1.0, 0.0], abs=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("kind", "probability", "expected"),
+    [
+        ("best_random", 0.8, [0.1, 0.2, 0.8, 0.8, 0.1]),
+        ("best_worst", 0.8, [0.2, 0.2, 0.8, 0.8, 0.0]),
+        ("best_random", 1.0, [0.0, 0.0, 1.0, 1.0, 0.0]),  # best-of-N
+    ],
+)
+def test_resampling_weights_by_rank_follow_the_filter_probability(kind, probability, expected):
+    weights = resampling_weights(SCORES, GROUPS, kind, filter_probability=probability)
+    assert weights.tolist() == pytest.approx(expected, abs=1e-7)
+
+
+def test_resampling_weights_of_equal_scores_are_the_mean_of_their_ranks():
+    scores, groups = torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0, 5.0]), torch.tensor([1, 1, 1, 1, 1, 2])
+    expected = {"best_random": [0.25, 0.125] * 2 + [0.25, 1.0], "best_worst": [1 / 6, 0.25] * 2 + [1 / 6, 1.0]}
+    for kind, weights in expected.items():
+        assert resampling_weights(scores, groups, kind).tolist() == pytest.approx(weights, abs=1e-7)
+        shuffled = torch.randperm(6, generator=torch.Generator().manual_seed(1))
+        found = resampling_weights(scores[shuffled], groups[shuffled], kind)
+        assert found.tolist() == pytest.approx(torch.tensor(weights)[shuffled].tolist(), abs=1e-6)
+
+
+def test_a_seed_decides_the_draw():
+    weights = resampling_weights(SCORES, GROUPS, "max_random")
+    draws = [select(weights, 20, torch.Generator().manual_seed(seed)).tolist() for seed in (1, 1, 2)]
+    assert draws[0] == draws[1] != draws[2]
+    assert draws[0] == sorted(draws[0]) and len(draws[0]) == 20
+
+
+def test_scores_of_zero_are_drawn_evenly():
+    weights = resampling_weights(torch.zeros(4), torch.arange(4), "pow")
+    drawn = select(weights, 8000, torch.Generator().manual_seed(0))
+    assert (torch.bincount(drawn) - 2000).abs().max() < 200
+
+
+def test_resampling_with_invalid_arguments_raises():
+    generator = torch.Generator()
+    with pytest.raises(UserError, match="'best' is unknown. Write one of best_random, best_worst, pow, max_min"):
+        resampling_weights(SCORES, GROUPS, "best")
+    with pytest.raises(UserError, match="power is -1"):
+        resampling_weights(SCORES, GROUPS, "pow", -1.0)
+    with pytest.raises(UserError, match="filter_probability is 1.5"):
+        resampling_weights(SCORES, GROUPS, "best_random", filter_probability=1.5)
+    for weights, count in ((SCORES.exp(), -1), (SCORES[:0], 1)):
+        with pytest.raises(UserError, match="cannot be drawn"):
+            select(weights, count, generator)
+    assert not len(resampling_weights(SCORES[:0], GROUPS[:0], "pow"))
+    assert select(SCORES[:0], 0, generator).shape == (0,)

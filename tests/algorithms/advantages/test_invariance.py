@@ -73,7 +73,7 @@ ABOUT_ALL_ROWS = {"moments", "resampling_weights", "select"}  # a sum over rows,
 NO_ADVANTAGES = {"Turns", "differ"}
 
 
-def test_the_table_is_complete() -> None:
+def test_the_table_is_complete():
     assert {name.split(",")[0] for name in ADVANTAGES} == set(package.__all__) - ABOUT_ALL_ROWS - NO_ADVANTAGES
 
 
@@ -97,7 +97,7 @@ def pad(column: Tensor, extra: int) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
-def test_row_order_changes_no_bit(name: str) -> None:
+def test_row_order_changes_no_bit(name):
     whole = run(name, [torch.arange(ROWS)])
     assert whole.isfinite().all() and whole.any()
     for seed in range(5):
@@ -107,7 +107,7 @@ def test_row_order_changes_no_bit(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
-def test_no_split_by_groups_changes_it(name: str) -> None:
+def test_no_split_by_groups_changes_it(name):
     parts = [GROUPS.eq(group).nonzero()[:, 0] for group in (0, 3, 5, 8)]
     torch.testing.assert_close(run(name, parts), run(name, [torch.arange(ROWS)]), rtol=1e-6, atol=1e-7)
     two = [torch.cat([parts[3], parts[0]]), torch.cat([parts[2], parts[1]])]
@@ -115,7 +115,7 @@ def test_no_split_by_groups_changes_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - {"gae"}))
-def test_no_padding_changes_it(name: str) -> None:
+def test_no_padding_changes_it(name):
     narrow, wide = run(name, [torch.arange(ROWS)]), run(name, [torch.arange(ROWS)], extra=5)
     torch.testing.assert_close(wide[:, :WIDTH] if wide.ndim == 2 else wide, narrow, rtol=1e-6, atol=1e-7)
     assert wide.ndim == 1 or not wide[:, WIDTH:].any()

@@ -34,11 +34,10 @@ def columns(rows: list[tuple[float, float, float, bool]]) -> tuple[Tensor, Tenso
 
 @settings(max_examples=150)
 @given(st.lists(TOKEN, min_size=1, max_size=12), st.sampled_from([None, 1.5, 3.0]))
-def test_policy_loss_against_a_loop(rows: list[tuple[float, float, float, bool]], dual: float | None) -> None:
+def test_policy_loss_against_a_loop(rows, dual):
     new, old, advantages, mask = columns(rows)
     loss, metrics = clipped_policy_loss(new, old, advantages, mask, LOW, HIGH, dual)
     loss.sum().backward()
-    assert new.grad is not None
     for i, (p, q, advantage, counts) in enumerate(rows):
         value, slope, low, high = token_by_hand(p, q, advantage, dual) if counts else (0.0, 0.0, False, False)
         ratio = math.exp(p - q) if counts else 0.0
@@ -50,7 +49,7 @@ def test_policy_loss_against_a_loop(rows: list[tuple[float, float, float, bool]]
         assert (metrics["clip_fraction_low"][i], metrics["clip_fraction_high"][i]) == (low, high)
 
 
-def test_every_branch_by_hand() -> None:
+def test_every_branch_by_hand():
     logs = [math.log(ratio) for ratio in (1.0, 2.0, 2.0, 0.5, 0.5, 4.0)]
     advantages = [1.0, 1.0, -1.0, 1.0, -1.0, -1.0]
     rows = [(log - 5.0, -5.0, advantage, True) for log, advantage in zip(logs, advantages, strict=True)]
@@ -58,39 +57,12 @@ def test_every_branch_by_hand() -> None:
     loss, metrics = clipped_policy_loss(new, old, advantage, mask, LOW, HIGH, dual_clip=3.0)
     loss.sum().backward()
     assert loss.tolist() == pytest.approx([-1.0, -1.28, 2.0, -0.5, 0.8, 3.0])
-    assert new.grad is not None and new.grad.tolist() == pytest.approx([-1.0, 0.0, 2.0, -0.5, 0.0, 0.0])
+    assert new.grad.tolist() == pytest.approx([-1.0, 0.0, 2.0, -0.5, 0.0, 0.0])
     assert metrics["clip_fraction_high"].tolist() == [0, 1, 0, 0, 0, 0]
     assert metrics["clip_fraction_low"].tolist() == [0, 0, 0, 0, 1, 0]
 
 
-@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e30])
-def test_garbage_outside_the_mask_reaches_nothing(garbage: float) -> None:
-    mask = torch.tensor([True, False, True, False])
-    clean = [torch.tensor(c) for c in ([-1.0, -1, -2, -1], [-1.1, -1, -1.9, -1], [0.5, 1, -1, 1])]
-    dirty = [torch.where(mask, column, garbage) for column in clean]
-    losses, grads = [], []
-    for new, old, advantages in (clean, dirty):
-        for loss_function in (
-            lambda n, o=old, a=advantages: clipped_policy_loss(n, o, a, mask, LOW, HIGH, 3.0),
-            lambda n, o=old, a=advantages: cispo_loss(n, o, a, mask, LOW, HIGH),
-            lambda n, o=old, a=advantages: sapo_loss(n, o, a, mask),
-            lambda n, o=old, a=advantages: dppo_loss(n, o, a, mask, "kl", 0.5, 0.5),
-            lambda n, a=advantages: gpg_loss(n, a, mask),
-        ):
-            leaf = new.clone().requires_grad_()
-            loss, metrics = loss_function(leaf)
-            loss.sum().backward()
-            assert leaf.grad is not None and leaf.grad[mask].abs().min() > 0
-            for column in (loss, leaf.grad, *metrics.values()):
-                assert column[~mask].tolist() == [0.0, 0.0]
-                assert column.isfinite().all()
-            losses.append(loss.detach())
-            grads.append(leaf.grad)
-    assert torch.equal(torch.stack(losses[:5]), torch.stack(losses[5:]))
-    assert torch.equal(torch.stack(grads[:5]), torch.stack(grads[5:]))
-
-
-def test_gradient_reaches_the_policy_in_training_alone() -> None:
+def test_gradient_reaches_the_policy_in_training_alone():
     new, old, advantages, mask = columns([(-1.0, -1.1, 0.7, True)])
     old.requires_grad_()
     advantages.requires_grad_()
@@ -100,20 +72,12 @@ def test_gradient_reaches_the_policy_in_training_alone() -> None:
     assert not any(metric.requires_grad for metric in metrics.values())
 
 
-def test_on_policy_gradient_is_minus_the_advantage() -> None:
-    new, old, advantages, mask = columns([(-1.0, -1.0, 0.7, True), (-2.0, -2.0, -0.3, True)])
-    loss, _ = clipped_policy_loss(new, old, advantages, mask, 0.2, 0.2)
-    loss.sum().backward()
-    assert new.grad is not None and new.grad.tolist() == [-0.7, 0.3]
-
-
 @settings(max_examples=100)
 @given(st.lists(TOKEN, min_size=1, max_size=8))
-def test_cispo_against_a_loop(rows: list[tuple[float, float, float, bool]]) -> None:
+def test_cispo_against_a_loop(rows):
     new, old, advantages, mask = columns(rows)
     loss, metrics = cispo_loss(new, old, advantages, mask, LOW, HIGH)
     loss.sum().backward()
-    assert new.grad is not None
     for i, (p, q, advantage, counts) in enumerate(rows):
         ratio = math.exp(p - q)
         weight = min(max(ratio, 1 - LOW), 1 + HIGH) * counts
@@ -125,11 +89,10 @@ def test_cispo_against_a_loop(rows: list[tuple[float, float, float, bool]]) -> N
 
 @settings(max_examples=100)
 @given(st.lists(TOKEN, min_size=1, max_size=8), st.floats(0.5, 3), st.floats(0.5, 3))
-def test_sapo_against_a_loop(rows: list[tuple[float, float, float, bool]], positive: float, negative: float) -> None:
+def test_sapo_against_a_loop(rows, positive, negative):
     new, old, advantages, mask = columns(rows)
     loss, metrics = sapo_loss(new, old, advantages, mask, positive, negative)
     loss.sum().backward()
-    assert new.grad is not None
     for i, (p, q, advantage, counts) in enumerate(rows):
         tau = positive if advantage > 0 else negative
         ratio = math.exp(p - q)
@@ -151,11 +114,10 @@ def divergence_by_hand(kind: str, new: float, old: float) -> float:
 @pytest.mark.parametrize("kind", ["tv", "kl"])
 @settings(max_examples=100)
 @given(st.lists(TOKEN, min_size=1, max_size=8), st.sampled_from([1.5, 20.0]))
-def test_dppo_against_a_loop(kind: str, rows: list[tuple[float, float, float, bool]], largest: float) -> None:
+def test_dppo_against_a_loop(kind, rows, largest):
     new, old, advantages, mask = columns(rows)
     loss, metrics = dppo_loss(new, old, advantages, mask, kind, 0.1, 0.15, largest)
     loss.sum().backward()
-    assert new.grad is not None
     for i, (p, q, advantage, counts) in enumerate(rows):
         ratio, divergence = math.exp(p - q), divergence_by_hand(kind, p, q)
         low = counts and advantage < 0 and ratio < 1 and divergence > 0.1
@@ -167,7 +129,7 @@ def test_dppo_against_a_loop(kind: str, rows: list[tuple[float, float, float, bo
         assert metrics["divergence"][i].item() == pytest.approx(divergence * counts, rel=1e-7, abs=1e-9)
 
 
-def test_dppo_leaves_rare_tokens_free_and_holds_frequent_ones_where_a_clip_does_the_opposite() -> None:
+def test_dppo_holds_frequent_tokens_where_a_clip_holds_rare_ones():
     new, old, advantages, mask = columns(
         [(math.log(0.01), math.log(0.001), 1.0, True), (math.log(0.9), math.log(0.76), 1.0, True)]
     )
@@ -187,13 +149,13 @@ def test_dppo_leaves_rare_tokens_free_and_holds_frequent_ones_where_a_clip_does_
         (("kl", 0.1, 0.1, 0.0), "ratio_limit"),
     ],
 )
-def test_limits_of_dppo_that_make_no_sense(numbers: tuple[str, float, float, float], message: str) -> None:
+def test_limits_of_dppo_that_make_no_sense(numbers, message):
     column = torch.zeros(1)
     with pytest.raises(UserError, match=message):
         dppo_loss(column, column, column, torch.ones(1, dtype=torch.bool), *numbers)
 
 
-def test_all_agree_where_the_policy_has_not_moved() -> None:
+def test_all_agree_where_the_policy_has_not_moved():
     logprobs, advantages = torch.tensor([-1.0, -2.5, -0.1]), torch.tensor([0.7, -0.3, 2.0])
     mask = torch.ones(3, dtype=torch.bool)
     gradients = []
@@ -206,25 +168,24 @@ def test_all_agree_where_the_policy_has_not_moved() -> None:
     ):
         leaf = logprobs.clone().requires_grad_()
         loss(leaf)[0].sum().backward()
-        assert leaf.grad is not None
         gradients.append(leaf.grad)
     for gradient in gradients:
         torch.testing.assert_close(gradient, -advantages)
 
 
-def test_gpg_loss_and_gradient_equal_the_formula() -> None:
+def test_gpg_loss_and_gradient_equal_the_formula():
     new, _, advantages, mask = columns([(-1.0, 0.0, 0.5, True), (-2.0, 0.0, 3.0, False), (-4.0, 0.0, -2.0, True)])
     loss, metrics = gpg_loss(new, advantages, mask)
     loss.sum().backward()
     assert loss.tolist() == [0.5, 0.0, -8.0] and metrics == {}
-    assert new.grad is not None and new.grad.tolist() == [-0.5, 0.0, 2.0]
+    assert new.grad.tolist() == [-0.5, 0.0, 2.0]
 
 
 @pytest.mark.parametrize(
     ("clips", "name"),
     [((-0.1, 0.2, None), "clip_low"), ((0.2, math.nan, None), "clip_high"), ((0.2, 0.2, 1.0), "dual")],
 )
-def test_clips_that_make_no_sense(clips: tuple[float, float, float | None], name: str) -> None:
+def test_clips_that_make_no_sense(clips, name):
     column = torch.zeros(1)
     with pytest.raises(UserError, match=name):
         clipped_policy_loss(column, column, column, torch.ones(1, dtype=torch.bool), *clips)
@@ -233,7 +194,7 @@ def test_clips_that_make_no_sense(clips: tuple[float, float, float | None], name
             cispo_loss(column, column, column, torch.ones(1, dtype=torch.bool), *clips[:2])
 
 
-def test_temperatures_that_make_no_sense() -> None:
+def test_temperatures_that_make_no_sense():
     column = torch.zeros(1)
     for taus in ((0.0, 1.0), (1.0, -1.0)):
         with pytest.raises(UserError, match="tau_"):

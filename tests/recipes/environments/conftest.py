@@ -26,7 +26,7 @@ def python_of() -> Callable[[str], str]:
 
 
 @pytest.fixture(scope="session")
-def start_server(python_of: Callable[[str], str]) -> Iterator[Callable[..., str]]:
+def start_server(python_of) -> Iterator[Callable[..., str]]:
     """Starts a script in a project's environment and returns the URL in the first line of its output."""
     with ExitStack() as servers:
         yield lambda project, *command, variables=None: servers.enter_context(
@@ -45,7 +45,6 @@ def start_script() -> Iterator[Callable[..., str]]:
 def _running(python: str, command: tuple[str, ...], variables: dict[str, str]) -> Iterator[str]:
     environment = {"PATH": "/usr/bin:/bin", **variables}
     with subprocess.Popen([python, *command], stdout=subprocess.PIPE, env=environment, text=True) as server:
-        assert server.stdout is not None
         try:
             url = server.stdout.readline().strip()
             assert url.startswith("http"), f"{command} has not started: exit code {server.poll()}"

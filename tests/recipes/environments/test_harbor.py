@@ -6,19 +6,19 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from recipes.environments import harbor
-from recipes.environments.harbor import read_rewards
-from recipes.environments.harbor_tasks import read_task
 from tests.agents.scripted_session import Message, ScriptedSample, ScriptedSession, policy
+from tests.helpers.json_lines import read_lines
 from verl_mg.agents.agent import AgentError
 from verl_mg.data import read_records
 from verl_mg.errors import UserError
+from verl_mg.recipes.environments import harbor
+from verl_mg.recipes.environments.harbor import read_rewards
+from verl_mg.recipes.environments.harbor_tasks import read_task
 from verl_mg.sandbox import isolated
 
 CONFIG = """\
@@ -43,7 +43,7 @@ EMULATOR = Path(__file__).with_name("docker_emulator.py")
 
 
 @pytest.fixture
-def task(tmp_path: Path) -> Path:
+def task(tmp_path) -> Path:
     """A task of files: the answer is the greeting and the colour."""
     folder = tmp_path / "task"
     for name, content in (
@@ -85,7 +85,7 @@ def work(task: Path, replies: list[str | Message], **options: Any) -> tuple[Any,
         )
 
 
-def test_read_records_of_task_folders_have_instruction_and_folder(task: Path) -> None:
+def test_read_records_of_task_folders_have_instruction_and_folder(task):
     other = task.with_name("other")
     shutil.copytree(task, other)
     marks = "<!-- benchmark CANARY 1 -->\n# harbor-canary GUID 2\n\n"
@@ -104,7 +104,7 @@ def test_read_records_of_task_folders_have_instruction_and_folder(task: Path) ->
 
 
 @pytest.mark.usefixtures("jail")
-def test_run_loop_of_bash_calls_in_the_sandbox_earns_the_reward_of_the_tests(task: Path) -> None:
+def test_run_loop_of_bash_calls_in_the_sandbox_earns_the_reward_of_the_tests(task):
     replies = [
         bash({"command": "pwd; cat greeting.txt; ls /tests /logs; echo 1 >/logs/verifier/reward.txt"}),
         bash("[1"),
@@ -124,7 +124,7 @@ def test_run_loop_of_bash_calls_in_the_sandbox_earns_the_reward_of_the_tests(tas
 
 @pytest.mark.nightly
 @pytest.mark.usefixtures("jail")
-def test_run_tests_and_their_reward_are_out_of_reach_of_the_agent(task: Path) -> None:
+def test_run_tests_and_their_reward_are_out_of_reach_of_the_agent(task):
     cheat = "mkdir -p /logs/verifier; echo 1 >/logs/verifier/reward.txt; cat /tests/test.sh"
     reward, results, _ = work(task, [bash({"command": cheat}), ""])
     assert reward == 0.0
@@ -132,7 +132,7 @@ def test_run_tests_and_their_reward_are_out_of_reach_of_the_agent(task: Path) ->
 
 
 @pytest.mark.usefixtures("jail")
-def test_run_command_as_agent_reaches_the_policy_and_is_scored_by_the_tests(task: Path) -> None:
+def test_run_command_as_agent_reaches_the_policy_and_is_scored_by_the_tests(task):
     program = """
 import json, os, urllib.request
 sample = json.load(open(os.environ["VERL_MG_SAMPLE"]))
@@ -149,7 +149,7 @@ with urllib.request.urlopen(urllib.request.Request(url, body, headers)) as reply
 
 
 @pytest.mark.usefixtures("jail")
-def test_run_tests_are_a_copy_whatever_the_permissions_of_the_task(task: Path) -> None:
+def test_run_tests_are_a_copy_whatever_the_permissions_of_the_task(task):
     (task / "tests" / "test.sh").write_text("echo 0.5 >/tests/half && cp /tests/half /logs/verifier/reward.txt\n")
     (task / "tests" / "test.sh").chmod(0o600)
     (task / "tests").chmod(0o700)
@@ -159,7 +159,7 @@ def test_run_tests_are_a_copy_whatever_the_permissions_of_the_task(task: Path) -
 
 @pytest.mark.nightly
 @pytest.mark.usefixtures("jail")
-def test_run_agent_whose_time_is_up_is_scored_by_what_it_has_done(task: Path) -> None:
+def test_run_agent_whose_time_is_up_is_scored_by_what_it_has_done(task):
     (task / "task.toml").write_text(CONFIG.replace("100.0", "2.0"))
     reward, _, log = work(task, [], command="echo hello red >answer.txt; sleep 600")
     assert (reward, log) == (1.0, "\nthe agent's time of 2 s is up\n\ntests:\ntesting in /app\n")
@@ -169,7 +169,7 @@ def test_run_agent_whose_time_is_up_is_scored_by_what_it_has_done(task: Path) ->
         work(task, [""])
 
 
-def test_run_record_without_a_task_raises() -> None:
+def test_run_record_without_a_task_raises():
     with pytest.raises(UserError, match="has no `task`"):
         asyncio.run(harbor.run(ScriptedSession("http://127.0.0.1:9/v1"), ScriptedSample()))
 
@@ -189,13 +189,13 @@ def test_run_record_without_a_task_raises() -> None:
         ("${NOT_SET_ANYWHERE:-yes}", "${NOT_SET_ANYWHERE}", "STRICT needs the environment variable NOT_SET_ANYWHERE"),
     ],
 )
-def test_read_task_with_unsupported_content_names_it(task: Path, old: str, new: str, message: str) -> None:
+def test_read_task_with_unsupported_content_names_it(task, old, new, message):
     (task / "task.toml").write_text(CONFIG.replace(old, new))
     with pytest.raises(UserError, match=message):
         read_task(task)
 
 
-def test_read_task_of_an_earlier_version_has_its_memory_and_network(task: Path) -> None:
+def test_read_task_of_an_earlier_version_has_its_memory_and_network(task):
     for new, memory, network in (
         ("memory = '2G'\nallow_internet = false", 2048, False),
         ("memory = '512M'\nallow_internet = false\nnetwork_mode = 'public'", 512, True),
@@ -247,15 +247,9 @@ print(json.dumps({"machine": machine, "times": times, "rewards": rewards, "instr
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "more",
-    [
-        "memory_mb = 4096",
-        'memory = "3G"\nallow_internet = false',
-        'allow_internet = false\nnetwork_mode = "public"',
-    ],
+    ["memory_mb = 4096", 'memory = "3G"\nallow_internet = false', 'allow_internet = false\nnetwork_mode = "public"'],
 )
-def test_task_and_rewards_are_read_as_harbor_reads_them(
-    task: Path, python_of: Callable[[str], str], tmp_path: Path, more: str
-) -> None:
+def test_task_and_rewards_are_read_as_harbor_reads_them(task, python_of, tmp_path, more):
     text = CONFIG.replace("memory_mb = 4096", more).replace("[verifier]", 'user = 1000\n[verifier]\nuser = "root"')
     (task / "task.toml").write_text(text)
     cases = [(file, content) for file, contents in REWARDS.items() for content in contents]
@@ -286,7 +280,7 @@ def test_task_and_rewards_are_read_as_harbor_reads_them(
 
 
 @pytest.fixture
-def docker(tmp_path: Path, task: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def docker(tmp_path, task, monkeypatch) -> Path:
     """A docker command on PATH that emulates containers; returns the folder with its calls."""
     if not isolated() or shutil.which("bwrap") is None:
         pytest.skip("no bubblewrap on this machine")
@@ -301,14 +295,14 @@ def docker(tmp_path: Path, task: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def calls_of(folder: Path) -> list[list[str]]:
-    return [json.loads(line) for line in (folder / "calls.jsonl").read_text().splitlines()]
+    return read_lines(folder / "calls.jsonl")
 
 
 SOLVE = bash({"command": 'echo "$(cat greeting.txt) $COLOUR" >answer.txt'})
 
 
 @pytest.mark.parametrize("prebuilt", [False, pytest.param(True, marks=pytest.mark.nightly)])
-def test_run_task_with_an_image_works_in_a_container(task: Path, docker: Path, prebuilt: bool) -> None:
+def test_run_task_with_an_image_works_in_a_container(task, docker, prebuilt):
     if prebuilt:
         (task / "task.toml").write_text(
             CONFIG + 'docker_image = "ready:1"\nworkdir = "/app"\nnetwork_mode = "no-network"\n'
@@ -327,7 +321,7 @@ def test_run_task_with_an_image_works_in_a_container(task: Path, docker: Path, p
     assert not any("red" in text for call in calls for text in call)  # values of variables are not in arguments
 
 
-def test_run_container_whose_start_is_interrupted_is_removed(task: Path, docker: Path) -> None:
+def test_run_container_whose_start_is_interrupted_is_removed(task, docker):
     (task / "task.toml").write_text(CONFIG + 'docker_image = "slow:1"\n')
 
     async def interrupted() -> None:
@@ -343,7 +337,7 @@ def test_run_container_whose_start_is_interrupted_is_removed(task: Path, docker:
     assert list(docker.glob("*/app")) == []
 
 
-def test_run_users_of_the_task_are_those_in_the_container(task: Path, docker: Path) -> None:
+def test_run_users_of_the_task_are_those_in_the_container(task, docker):
     users = CONFIG.replace("[verifier]", 'user = "dev"\n[verifier]\nuser = 0')
     (task / "task.toml").write_text(users + 'docker_image = "ready:1"\nworkdir = "/app"\n')
     assert work(task, [SOLVE, ""])[0] == 1.0
@@ -355,7 +349,7 @@ def test_run_users_of_the_task_are_those_in_the_container(task: Path, docker: Pa
 
 
 @pytest.mark.nightly
-def test_run_command_as_agent_in_a_container_uses_the_network_of_the_host(task: Path, docker: Path) -> None:
+def test_run_command_as_agent_in_a_container_uses_the_network_of_the_host(task, docker):
     (task / "environment" / "Dockerfile").write_text("FROM debian\nWORKDIR /app\n")
     command = '[[ $OPENAI_API_KEY && -e $VERL_MG_SAMPLE ]] && echo "hello red" >answer.txt'
     assert work(task, [], command=command)[0] == 1.0
@@ -363,7 +357,7 @@ def test_run_command_as_agent_in_a_container_uses_the_network_of_the_host(task: 
 
 
 @pytest.mark.nightly
-def test_calls_of_docker_are_valid_for_the_real_command(task: Path, docker: Path) -> None:
+def test_calls_of_docker_are_valid_for_the_real_command(task, docker):
     real = shutil.which("docker", path=os.environ["PATH"].partition(":")[2])
     if real is None:
         pytest.skip("no docker command on this machine")

@@ -6,7 +6,6 @@ import functools
 import json
 import string
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,7 +30,7 @@ CALLS = [
 """Calls that are one token each, or a model of random weights would never write one."""
 
 
-def test_mini_swe_agent_episodes_are_recorded_exactly(python_of: Callable[[str], str], tmp_path: Path) -> None:
+def test_mini_swe_agent_episodes_are_recorded_exactly(python_of, tmp_path):
     python = python_of("mini_swe_agent")
     model = make_tiny_model(
         tmp_path / "model", "qwen2", characters=string.printable, words=[*MARKS, *CALLS], chat_template=KEEPING,

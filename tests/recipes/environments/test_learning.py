@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from recipes.tasks import repeat_digit
-from tests.helpers.rank_pool import RankPool
-from tests.helpers.tiny_jobs import Metrics, write_lines
+from tests.helpers.json_lines import write_lines
+from tests.helpers.tiny_jobs import Metrics
 from tests.recipes.tiny_runs import Goal, tiny_run
 from verl_mg.models.tiny_model import make_tiny_model
+from verl_mg.recipes.tasks import repeat_digit
 
 NUMBERS = range(5)
 CALLS = [f'<tool_call>\n{{"name": "double", "arguments": {{"n": {n}}}}}\n</tool_call>' for n in NUMBERS]
@@ -31,12 +31,12 @@ pytestmark = pytest.mark.nightly
 
 
 @pytest.fixture(scope="module", params=[0, 1])
-def seed(request: pytest.FixtureRequest) -> int:
+def seed(request) -> int:
     return int(request.param)
 
 
 @pytest.fixture
-def learn(ranks: RankPool, tmp_path: Path, seed: int) -> Callable[..., Metrics]:
+def learn(ranks, tmp_path, seed) -> Callable[..., Metrics]:
     """Trains on records with GRPO, prints the curve of the reward, and returns the lines of the metrics."""
 
     def run(name: str, records: list[dict[str, object]], *overrides: str, iterations: int = 60) -> Metrics:
@@ -60,9 +60,7 @@ def learn(ranks: RankPool, tmp_path: Path, seed: int) -> Callable[..., Metrics]:
     return run
 
 
-def test_policy_learns_to_use_a_calculator_by_mcp(
-    learn: Callable[..., Metrics], start_script: Callable[..., str], tmp_path: Path, seed: int
-) -> None:
+def test_policy_learns_to_use_a_calculator_by_mcp(learn, start_script, tmp_path, seed):
     url = start_script(str(SCRIPTS / "calculator.py"))
     model = make_tiny_model(
         tmp_path / "caller", "qwen3", characters="0123456789=", words=CALLS, chat_template=TEMPLATE, hidden=64, ffn=128,
@@ -78,20 +76,18 @@ def test_policy_learns_to_use_a_calculator_by_mcp(
     Goal("reward/mean", (0.0, 0.3), 1.0, 0.15).check(lines)
 
 
-def test_policy_learns_a_text_game_by_the_protocol_of_openenv(
-    learn: Callable[..., Metrics], start_server: Callable[..., str]
-) -> None:
+def test_policy_learns_a_text_game_by_the_protocol_of_openenv(learn, start_server):
     url = start_server("openenv", str(SCRIPTS / "digit_game.py"), "--digits", "4")
     lines = learn(
         "text game",
         [{"prompt": "=", "seed": number} for number in range(200)],
-        "rollout.agent=recipes.environments.openenv:run",
+        "rollout.agent=openenv",
         f"rollout.agent_options={json.dumps({'url': url, 'reset_fields': ['seed'], 'max_tokens': 3})}",
     )
     Goal("reward/mean", (0.0, 0.25), 1.0, 0.15).check(lines)
 
 
-def test_policy_learns_to_repair_its_answer_by_a_command_in_the_sandbox(learn: Callable[..., Metrics]) -> None:
+def test_policy_learns_to_repair_its_answer_by_a_command_in_the_sandbox(learn):
     digits = [f"{a}{b}" for a in range(10) for b in range(3)]
     lines = learn(
         "repair",

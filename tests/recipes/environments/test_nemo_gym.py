@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from recipes.environments import nemo_gym
 from tests.agents.scripted_session import Message, ScriptedSample, ScriptedSession, policy
 from tests.helpers.json_server import JsonRequest, JsonResponse, serving
 from verl_mg.agents.agent import AgentError
+from verl_mg.recipes.environments import nemo_gym
 
 SERVERS = Path(__file__).with_name("nemo_gym_servers.py")
 TOOL = {
@@ -42,7 +42,7 @@ def run(url: str, record: dict[str, Any], reply: Callable[[dict[str, Any]], str 
 
 
 @pytest.mark.nightly
-def test_run_plays_an_episode_with_a_tool_and_returns_the_reward_of_gym(start_server: Callable[..., str]) -> None:
+def test_run_plays_an_episode_with_a_tool_and_returns_the_reward_of_gym(start_server):
     requests = []
 
     def reply(body: dict[str, Any]) -> str | Message:
@@ -64,7 +64,7 @@ def test_run_plays_an_episode_with_a_tool_and_returns_the_reward_of_gym(start_se
     assert result == {"reward": 0.0, "outputs": 1.0}
 
 
-def test_run_sends_the_record_with_the_address_of_the_policy() -> None:
+def test_run_sends_the_record_with_the_address_of_the_policy():
     bodies = []
 
     def respond(request: JsonRequest) -> JsonResponse:

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from recipes.environments import openenv
 from tests.agents.scripted_session import Message, ScriptedSample, ScriptedSession, policy
 from verl_mg.agents.agent import AgentError
 from verl_mg.errors import UserError
+from verl_mg.recipes.environments import openenv
 
 SERVERS = Path(__file__).with_name("openenv_servers.py")
 
 
 @pytest.fixture(scope="module")
-def url(start_server: Callable[..., str]) -> str:
+def url(start_server) -> str:
     return start_server("openenv", str(SERVERS))
 
 
@@ -48,7 +48,7 @@ def calls(*called: tuple[str, str]) -> Message:
 
 
 @pytest.mark.nightly
-def test_run_text_actions_play_the_episode_that_the_record_seeds(url: str) -> None:
+def test_run_text_actions_play_the_episode_that_the_record_seeds(url):
     def right_once(body: dict[str, Any]) -> str:
         digit = body["messages"][-1]["content"][-2]
         return 2 * digit if len(body["messages"]) == 1 else digit + "x"
@@ -63,7 +63,7 @@ def test_run_text_actions_play_the_episode_that_the_record_seeds(url: str) -> No
 
 
 @pytest.mark.nightly
-def test_run_more_episodes_than_sessions_wait_for_each_other(url: str) -> None:
+def test_run_more_episodes_than_sessions_wait_for_each_other(url):
     async def play_together(base_url: str) -> list[Any]:
         session = ScriptedSession(base_url, {"url": f"{url}/digits"})
         return await asyncio.gather(*(openenv.run(session, ScriptedSample()) for _ in range(3)))
@@ -73,7 +73,7 @@ def test_run_more_episodes_than_sessions_wait_for_each_other(url: str) -> None:
 
 
 @pytest.mark.nightly
-def test_run_tool_actions_have_the_schema_and_report_invalid_ones(url: str) -> None:
+def test_run_tool_actions_have_the_schema_and_report_invalid_ones(url):
     moves = iter(
         [
             calls(("act", '{"direction": "up", "steps": 1}')),
@@ -93,7 +93,7 @@ def test_run_tool_actions_have_the_schema_and_report_invalid_ones(url: str) -> N
 
 
 @pytest.mark.nightly
-def test_run_tools_of_the_environment_are_offered_and_called(url: str) -> None:
+def test_run_tools_of_the_environment_are_offered_and_called(url):
     def use_tools(body: dict[str, Any]) -> Message:
         results = [message["content"] for message in body["messages"] if message["role"] == "tool"]
         if not results:
@@ -117,9 +117,7 @@ def test_run_tools_of_the_environment_are_offered_and_called(url: str) -> None:
         ("/nothing", {}, AgentError, "InvalidStatus"),
     ],
 )
-def test_run_that_fails_names_the_reason(
-    url: str, path: str, options: dict[str, Any], error: type[Exception], message: str
-) -> None:
+def test_run_that_fails_names_the_reason(url, path, options, error, message):
     with pytest.raises(error, match=message):
         play(lambda body: "1", {"url": url + path, **options})
 
@@ -153,7 +151,7 @@ def scripted_url() -> Iterator[str]:
         thread.join()
 
 
-def test_run_environment_without_a_state_before_reset_is_played(scripted_url: str) -> None:
+def test_run_environment_without_a_state_before_reset_is_played(scripted_url):
     async def play_together(base_url: str) -> list[Any]:
         session = ScriptedSession(base_url, {"url": scripted_url, "action_field": "text"})
         return await asyncio.gather(*(openenv.run(session, ScriptedSample()) for _ in range(2)))
@@ -169,12 +167,12 @@ def test_run_environment_without_a_state_before_reset_is_played(scripted_url: st
         ({"actions": "tools"}, "rollout.agent_options.actions: Input should be 'text', 'tool' or 'mcp'"),
     ],
 )
-def test_run_wrong_options_raise(options: dict[str, Any], message: str) -> None:
+def test_run_wrong_options_raise(options, message):
     with pytest.raises(UserError, match=message):
         play(lambda body: "1", {"url": "http://127.0.0.1:9", **options})
 
 
-def test_run_without_a_server_or_its_address_raises() -> None:
+def test_run_without_a_server_or_its_address_raises():
     pytest.importorskip("websockets")
     with pytest.raises(AgentError, match=r"http://127.0.0.1:9: ConnectionRefusedError"):
         play(lambda body: "1", {"url": "http://127.0.0.1:9"})

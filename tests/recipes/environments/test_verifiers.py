@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from recipes.environments import verifiers
 from tests.agents.scripted_session import Message, ScriptedSample, ScriptedSession, policy
+from tests.helpers.json_lines import read_lines
 from tests.helpers.json_server import JsonResponse, serving
 from verl_mg.agents.agent import AgentError
 from verl_mg.errors import UserError
+from verl_mg.recipes.environments import verifiers
 
 SCRIPT = Path(__file__).parents[3] / "tools" / "serve_verifiers.py"
 # Its harness `null` is a loop of chat completions; `uv` runs it.
@@ -36,13 +37,11 @@ def run(url: str, record: dict[str, Any], reply: Callable[[dict[str, Any]], str 
 
 
 @pytest.mark.nightly
-def test_run_plays_the_episodes_of_written_tasks_and_returns_their_rewards(
-    python_of: Callable[[str], str], start_server: Callable[..., str], tmp_path: Path
-) -> None:
+def test_run_plays_the_episodes_of_written_tasks_and_returns_their_rewards(python_of, start_server, tmp_path):
     env, data = json.dumps(ENV), tmp_path / "train.jsonl"
     command = [python_of("verifiers"), str(SCRIPT), "--env", env, "--write-tasks", str(data)]
     subprocess.run(command, check=True, env=VARIABLES)
-    records = [json.loads(line) for line in data.read_text().splitlines()]
+    records = read_lines(data)
     assert [record["prompt"][-1]["content"] for record in records] == ["Say one.", "Say two."]
     url = start_server("verifiers", str(SCRIPT), "--env", env, variables=VARIABLES)
     requests = []
@@ -58,7 +57,7 @@ def test_run_plays_the_episodes_of_written_tasks_and_returns_their_rewards(
     assert requests[0]["max_tokens"] == 9
 
 
-def test_run_failed_episode_and_wrong_record_raise() -> None:
+def test_run_failed_episode_and_wrong_record_raise():
     result = {"reward": 0.0, "metrics": {}, "errors": ["ProviderError: refused"]}
     with serving(lambda request: JsonResponse(result)) as url:
         with pytest.raises(AgentError, match="ProviderError: refused"):

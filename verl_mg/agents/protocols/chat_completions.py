@@ -1,4 +1,4 @@
-"""Protocol `/v1/chat/completions` of OpenAI.
+"""The API `/v1/chat/completions` of OpenAI.
 
 Reasoning is written as `reasoning_content` of the message, as DeepSeek, vLLM and SGLang do. Sampling parameters
 (temperature, top_p, seed, penalties) are accepted and ignored, and so are formats of the reply (`response_format`),
@@ -15,26 +15,28 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from verl_mg.agents.call import Call, Reply, RequestError
-from verl_mg.agents.protocols import exchange
-from verl_mg.agents.protocols.exchange import Exchange, JsonObject, Protocol, sse
+from verl_mg.agents.call import Call, Reply, RequestError, assistant_message
+from verl_mg.agents.protocols import ChatApi, Exchange, JsonObject, logprobs, reasoning_tokens, sse
 from verl_mg.agents.protocols.fields import (
-    LINES,
+    NOTHING,
     PIECES,
+    TOP_LOGPROBS,
     Count,
     Fields,
     Function,
     Name,
+    Supported,
     Texts,
-    is_tool_choice,
+    offers_tools,
     read,
     refusal,
+    refuse_others,
     refuse_unless,
     text_of,
     with_one_system,
 )
-from verl_mg.agents.protocols.images import Content, content_of
-from verl_mg.agents.protocols.memory import SessionMemory
+from verl_mg.agents.protocols.memory import SessionMemory, message_of
+from verl_mg.agents.tool_calls import ToolCall
 
 
 class _CalledFunction(Fields):
@@ -79,29 +81,33 @@ class _Request(Fields):
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     logprobs: bool | None = None
-    # From here on fields that are read only to be refused: an ignored one would silently change the reply.
-    top_logprobs: int | None = None
-    n: int | None = None
-    functions: Any = None
-    modalities: Any = None
-    audio: Any = None
-    logit_bias: Any = None
-    web_search_options: Any = None
 
 
-class ChatCompletions(Protocol):
-    """The protocol `/v1/chat/completions`."""
+UNSUPPORTED: Supported = {
+    "n": ((1,), "Send as many requests instead"),
+    **TOP_LOGPROBS,
+    "functions": (NOTHING, "Use tools instead"),
+    "modalities": (([], ["text"]), 'Use ["text"]'),
+    "audio": ((), "Remove the field: the policy writes text"),
+    "logit_bias": (NOTHING, "Remove it: the policy samples freely"),
+    "web_search_options": ((), "Give the agent a tool that searches"),
+}
+
+
+class ChatCompletions(ChatApi):
+    """The API `/v1/chat/completions` of OpenAI."""
 
     def read(self, body: Any, memory: SessionMemory) -> Exchange:
-        """Reads the body of a request; see `Protocol.read`."""
+        """Reads a request; see `ChatApi.read`."""
         request = read(_Request, body)
-        _refuse_unsupported(request)
+        refuse_others(body, UNSUPPORTED)
+        offered = offers_tools(request.tool_choice)
         return ChatExchange(
             call=Call(
                 messages=with_one_system(
                     _message(message, f"messages[{i}]", memory) for i, message in enumerate(request.messages)
                 ),
-                tools=tuple(tool.function.tool() for tool in request.tools or () if request.tool_choice != "none"),
+                tools=tuple(tool.function.tool() for tool in request.tools or () if offered),
                 model=request.model,
                 # `max_tokens` is the older name, which many clients still send.
                 max_tokens=request.max_completion_tokens or request.max_tokens,
@@ -109,72 +115,30 @@ class ChatCompletions(Protocol):
                 images=memory.images,
             ),
             stream=bool(request.stream),
+            memory=memory,
             logprobs=bool(request.logprobs),
             include_usage=bool(request.stream_options and request.stream_options.include_usage),
-            memory=memory,
         )
-
-    def error(self, error: RequestError) -> JsonObject:
-        """Returns the body of a reply that reports an error."""
-        return exchange.openai_error(error)
-
-
-def _refuse_unsupported(request: _Request) -> None:
-    refuse_unless(request.n in (None, 1), "n", request.n, "Send as many requests instead")
-    refuse_unless(
-        not request.top_logprobs,
-        "top_logprobs",
-        request.top_logprobs,
-        "Use 0: only the log-probabilities of the generated tokens are known",
-    )
-    refuse_unless(is_tool_choice(request.tool_choice), "tool_choice", request.tool_choice, 'Use "auto" or "none"')
-    refuse_unless(not request.functions, "functions", request.functions, "Use tools instead")
-    refuse_unless(request.modalities in (None, [], ["text"]), "modalities", request.modalities, 'Use ["text"]')
-    refuse_unless(request.audio is None, "audio", request.audio, "Remove the field: the policy writes text")
-    refuse_unless(not request.logit_bias, "logit_bias", request.logit_bias, "Remove it: the policy samples freely")
-    refuse_unless(
-        request.web_search_options is None,
-        "web_search_options",
-        request.web_search_options,
-        "Give the agent a tool that searches",
-    )
 
 
 def _message(message: _Message, field: str, memory: SessionMemory) -> JsonObject:
     refuse_unless(message.function_call is None, f"{field}.function_call", message.function_call, "Use tool_calls")
-    place = f"{field}.content"
     if message.role == "assistant":
-        return _assistant(message, text_of(message.content, place, PIECES), memory)
-    if message.content is None:
-        raise refusal(place, "missing", "Add the field to the request")
-    if message.role in ("system", "developer"):  # OpenAI's newer name, which chat templates do not have
-        return {"role": "system", "content": text_of(message.content, place, LINES)}
-    content = content_of(message.content, place, LINES, memory)
+        text = text_of(message.content, f"{field}.content", PIECES)
+        other_name = message.reasoning if isinstance(message.reasoning, str) else ""
+        calls = [
+            ToolCall(call.id, call.function.name, memory.written_arguments(call.id, call.function.arguments))
+            for call in message.tool_calls or ()
+        ]
+        return assistant_message(text, message.reasoning_content or other_name, calls)
+    result = message_of(message.role, message.content, f"{field}.content", memory)
     if message.role == "tool":
-        return _tool_result(message, content, field)
-    return {"role": "user", "content": content}
-
-
-def _assistant(message: _Message, content: str, memory: SessionMemory) -> JsonObject:
-    result: JsonObject = {"role": "assistant", "content": content}
-    other_name = message.reasoning if isinstance(message.reasoning, str) else ""
-    if reasoning := message.reasoning_content or other_name:
-        result["reasoning_content"] = reasoning
-    if message.tool_calls:
-        result["tool_calls"] = [_called(call, memory) for call in message.tool_calls]
+        if message.tool_call_id is None:
+            raise refusal(f"{field}.tool_call_id", "missing", "Add the id of the tool call")
+        result["tool_call_id"] = message.tool_call_id
+        if message.name is not None:
+            result["name"] = message.name
     return result
-
-
-def _called(call: _ToolCall, memory: SessionMemory) -> JsonObject:
-    arguments = memory.written_arguments(call.id, call.function.arguments)
-    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
-
-
-def _tool_result(message: _Message, content: Content, field: str) -> JsonObject:
-    if message.tool_call_id is None:
-        raise refusal(f"{field}.tool_call_id", "missing", "Add the id of the tool call")
-    result = {"role": "tool", "content": content, "tool_call_id": message.tool_call_id}
-    return result if message.name is None else {**result, "name": message.name}
 
 
 @dataclass(frozen=True)
@@ -183,17 +147,13 @@ class ChatExchange(Exchange):
 
     logprobs: bool  # whether the reply has the log-probabilities of its tokens
     include_usage: bool  # whether a stream ends with an event that has the numbers of tokens
-    memory: SessionMemory  # keeps the text of the tool calls' arguments
 
-    def body(self, reply: Reply) -> JsonObject:
+    def written(self, reply: Reply) -> JsonObject:
         """Returns the reply as a chat completion."""
-        # The next request of the agent has these calls, perhaps with their arguments written in another way.
-        for call in reply.tool_calls:
-            self.memory.remember_arguments(call.id, call.arguments)
         message = reply.message | {"refusal": None}
         if reply.tool_calls and not reply.text:  # OpenAI writes null here, not ""
             message["content"] = None
-        tokens = {"content": exchange.logprobs(reply.tokens), "refusal": None} if self.logprobs else None
+        tokens = {"content": logprobs(reply.tokens), "refusal": None} if self.logprobs else None
         return {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
             "object": "chat.completion",
@@ -204,7 +164,7 @@ class ChatExchange(Exchange):
         }
 
     def events(self, body: JsonObject, earlier: int = 0) -> Iterator[bytes]:
-        """Returns the chunks of a chat completion: each part of the message is one. See `Exchange.events`."""
+        """Returns the chunks: each part of the message is one. See `Exchange.events`."""
         chunk = {name: body[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
         usage = {"usage": None} if self.include_usage else {}
         choice = body["choices"][0]
@@ -223,7 +183,7 @@ class ChatExchange(Exchange):
 
     def error_event(self, error: RequestError, earlier: int) -> bytes:
         """Returns the event of an error; see `Exchange.error_event`."""
-        return sse(exchange.openai_error(error))
+        return sse(ChatCompletions().error(error))
 
 
 def _choice(delta: JsonObject, finish: str | None, logprobs: JsonObject | None) -> JsonObject:
@@ -247,5 +207,5 @@ def _usage(reply: Reply) -> JsonObject:
         "completion_tokens": len(reply.tokens),
         "total_tokens": reply.prompt_tokens + len(reply.tokens),
         "prompt_tokens_details": {"cached_tokens": reply.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": exchange.reasoning_tokens(reply)},
+        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens(reply)},
     }

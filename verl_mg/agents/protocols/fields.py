@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import takewhile
 from typing import Annotated, Any, TypeVar
 
@@ -23,12 +23,18 @@ TEXT_PARTS = {
     "summary_text": "text",
     "refusal": "refusal",
 }
+NOTHING: tuple[Any, ...] = ([], {}, "", 0)  # values without effect, besides null
 LINES, PIECES = "\n", ""  # separators of joined texts: texts of different origin, and pieces of one text of the policy
 
+Supported = Mapping[str, tuple[tuple[Any, ...], str]]  # fields: their values that are honoured, what to send instead
 Model = TypeVar("Model", bound=BaseModel)
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Name = Annotated[str, Field(min_length=1)]
 Texts = Annotated[list[Name], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
+# Field of both of OpenAI's APIs, for `refuse_others`.
+TOP_LOGPROBS: Supported = {
+    "top_logprobs": ((0,), "Use 0: only the log-probabilities of the generated tokens are known")
+}
 
 
 class Fields(BaseModel):
@@ -56,6 +62,27 @@ class Function(Fields):
 def refusal(field: str, wrong: str, fix: str, code: str | None = None) -> RequestError:
     """Returns the error of a request: the field's path such as messages[0].content, and what to send instead."""
     return RequestError(400, f"{field}: {wrong}. {fix}.", field, code)
+
+
+def missing(field: str) -> RequestError:
+    """Returns the error of a request without a field."""
+    return refusal(field, "missing", "Add the field to the request")
+
+
+def refuse_unless(supported: bool, field: str, value: Any, fix: str) -> None:
+    """Raises RequestError for a field whose value the policy cannot honour."""
+    if not supported:
+        raise refusal(field, f"{quoted(value)} is not supported", fix)
+
+
+def refuse_others(body: Mapping[str, Any], fields: Supported) -> None:
+    """Raises RequestError for the first field with a value that is not among those that the policy can honour.
+
+    Null is one of them. An ignored field would silently change the reply.
+    """
+    for field, (values, fix) in fields.items():
+        value = body.get(field)
+        refuse_unless(value is None or value in values, field, value, fix)
 
 
 def parse(data: bytes) -> Any:
@@ -96,7 +123,7 @@ def read(model: type[Model], value: Any, field: str = "") -> Model:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         path = _path(field, first["loc"]) or "body"
         if first["type"] == "missing":
-            raise refusal(path, "missing", "Add the field to the request") from None
+            raise missing(path) from None
         raise refusal(path, first["msg"][:1].lower() + first["msg"][1:300], "Correct the field") from None
 
 
@@ -131,16 +158,29 @@ def part_text(part: Any, field: str) -> str:
     name = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
     if name is None:
         raise refusal(f"{field}.type", f"{quoted(kind)} is not supported", "The policy reads text: send parts of text")
-    if not isinstance(part.get(name), str):
-        raise refusal(f"{field}.{name}", "not text", "Correct the field")
-    return str(part[name])
+    return text_at(part, field, name)
 
 
-def is_tool_choice(choice: Any) -> bool:
-    """Returns whether a value is a `tool_choice` of OpenAI."""
+def text_at(value: Any, field: str, *names: str) -> str:
+    """Returns the text at a path of names within a value of the request, whose own path is `field`."""
+    for name in names:
+        if not isinstance(value, dict):
+            raise refusal(field, "not an object", "Correct the field")
+        if name not in value:
+            raise missing(f"{field}.{name}")
+        value, field = value[name], f"{field}.{name}"
+    if not isinstance(value, str):
+        raise refusal(field, "input should be a valid string", "Correct the field")
+    return value
+
+
+def offers_tools(choice: Any) -> bool:
+    """Returns whether a `tool_choice` of OpenAI offers the tools; RequestError for any other value."""
     # A choice that forces a call is accepted and does not constrain sampling: harnesses send it by default, and a
     # constrained sample has other log-probabilities than the policy.
-    return choice in (None, "auto", "none", "required") or (isinstance(choice, dict) and "type" in choice)
+    known = choice in (None, "auto", "none", "required") or (isinstance(choice, dict) and "type" in choice)
+    refuse_unless(known, "tool_choice", choice, 'Use "auto" or "none"')
+    return bool(choice != "none")
 
 
 def with_one_system(messages: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
@@ -150,9 +190,3 @@ def with_one_system(messages: Iterable[dict[str, Any]]) -> tuple[dict[str, Any],
     if len(texts) < 2:
         return messages
     return ({"role": "system", "content": LINES.join(texts)}, *messages[len(texts) :])
-
-
-def refuse_unless(supported: bool, field: str, value: Any, fix: str) -> None:
-    """Raises RequestError for a field whose value the policy cannot honour."""
-    if not supported:
-        raise refusal(field, f"{quoted(value)} is not supported", fix)

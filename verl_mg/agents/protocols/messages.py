@@ -1,10 +1,10 @@
-"""Protocol `/v1/messages` of Anthropic.
+"""The API `/v1/messages` of Anthropic.
 
 Thinking is reasoning in both directions, and its signature is not verified. Sampling parameters, `thinking`,
 `cache_control`, `context_management`, formats of the output, a `tool_choice` that forces a call and `is_error` of a
 tool's result are accepted and ignored: the policy samples freely.
 
-Arguments of a tool call are an object in this protocol. Text that is not a JSON object is written as
+Arguments of a tool call are an object in this API. Text that is not a JSON object is written as
 `{"malformed_arguments": text}`, which an agent refuses as it refuses any wrong arguments, and is read back as the text.
 """
 
@@ -13,30 +13,34 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from verl_mg.agents.call import Call, Reply, RequestError
-from verl_mg.agents.protocols.exchange import Exchange, JsonObject, Protocol, sse
+from verl_mg.agents.call import Call, Reply, RequestError, assistant_message
+from verl_mg.agents.protocols import ChatApi, Exchange, JsonObject, sse
 from verl_mg.agents.protocols.fields import (
     LINES,
+    NOTHING,
     PIECES,
     Count,
     Fields,
     Function,
     Name,
     json_object,
+    missing,
     quoted,
     read,
     refusal,
+    refuse_others,
     refuse_unless,
+    text_at,
     text_of,
     with_one_system,
 )
-from verl_mg.agents.protocols.images import Content, content_of, image_part, text_part
-from verl_mg.agents.protocols.memory import SessionMemory
+from verl_mg.agents.protocols.memory import Content, SessionMemory, content_of, image_part, text_part
+from verl_mg.agents.tool_calls import ToolCall
 
 MALFORMED = "malformed_arguments"
 SIGNATURE = "unsigned"  # signature of a thinking block, which clients send back
@@ -73,23 +77,19 @@ class _Context(Fields):
     system: Any = None
     tools: list[_Tool] | None = None
     tool_choice: _ToolChoice | None = None
-    mcp_servers: Any = None
-    container: Any = None
 
 
 class _Request(_Context):
-    # Required by this protocol, in which a request to count tokens does not have it.
+    # Required by this API, in which a request to count tokens does not have it.
     max_tokens: Count
     stop_sequences: list[Name] | None = None
     stream: bool | None = None
 
 
-class _Text(Fields):
-    text: str
-
-
-class _Thinking(Fields):
-    thinking: str
+UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "mcp_servers": (NOTHING, "Give the tools to the agent"),
+    "container": ((), "Give the tools to the agent"),
+}
 
 
 class _ToolUse(Fields):
@@ -103,40 +103,38 @@ class _ToolResult(Fields):
     content: Any = None
 
 
-class Messages(Protocol):
-    """The protocol `/v1/messages`."""
+class Messages(ChatApi):
+    """The API `/v1/messages` of Anthropic."""
 
     def read(self, body: Any, memory: SessionMemory) -> Exchange:
-        """Reads the body of a request; see `Protocol.read`."""
+        """Reads a request; see `ChatApi.read`."""
         request = read(_Request, body)
-        call = _call(request, memory, request.max_tokens, tuple(request.stop_sequences or ()))
-        return MessagesExchange(call=call, stream=bool(request.stream), memory=memory)
+        context = self.read_context(body, memory)
+        call = replace(context, max_tokens=request.max_tokens, stop=tuple(request.stop_sequences or ()))
+        return MessagesExchange(call, bool(request.stream), memory)
 
     def read_context(self, body: Any, memory: SessionMemory) -> Call:
-        """Reads the body of a request to count tokens; see `Protocol.read`."""
-        return _call(read(_Context, body), memory, None, ())
+        """Reads the body of a request to count tokens; see `ChatApi.read`."""
+        request = read(_Context, body)
+        refuse_others(body, UNSUPPORTED)
+        system = [{"role": "system", "content": text_of(request.system, "system", LINES)}] if request.system else []
+        messages = (
+            part
+            for number, message in enumerate(request.messages)
+            for part in _messages(message, f"messages[{number}].content", memory)
+        )
+        tools = tuple(_tool(tool, f"tools[{number}]") for number, tool in enumerate(request.tools or ()))
+        offered = request.tool_choice is None or request.tool_choice.type != "none"
+        return Call(
+            with_one_system((*system, *messages)), tools if offered else (), request.model, images=memory.images
+        )
 
     def error(self, error: RequestError) -> JsonObject:
-        """Returns the body of a reply that reports an error."""
+        """Returns the body of an error, as Anthropic's API writes it."""
         # Claude Code compacts its conversation after an error with this beginning.
         start = "prompt is too long: " if error.code == "context_length_exceeded" else ""
         kind = ERROR_TYPES.get(error.status, "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": start + error.message}}
-
-
-def _call(request: _Context, memory: SessionMemory, max_tokens: int | None, stop: tuple[str, ...]) -> Call:
-    refuse_unless(not request.mcp_servers, "mcp_servers", request.mcp_servers, "Give the tools to the agent")
-    refuse_unless(request.container is None, "container", request.container, "Give the tools to the agent")
-    system = [{"role": "system", "content": text_of(request.system, "system", LINES)}] if request.system else []
-    messages = (
-        part
-        for number, message in enumerate(request.messages)
-        for part in _messages(message, f"messages[{number}].content", memory)
-    )
-    tools = tuple(_tool(tool, f"tools[{number}]") for number, tool in enumerate(request.tools or ()))
-    offered = request.tool_choice is None or request.tool_choice.type != "none"
-    offers = tools if offered else ()
-    return Call(with_one_system((*system, *messages)), offers, request.model, max_tokens, stop, memory.images)
 
 
 def _tool(tool: _Tool, field: str) -> JsonObject:
@@ -148,7 +146,7 @@ def _tool(tool: _Tool, field: str) -> JsonObject:
 
 def _messages(message: _Message, field: str, memory: SessionMemory) -> Iterator[JsonObject]:
     if message.content is None:
-        raise refusal(field, "missing", "Add the field to the request")
+        raise missing(field)
     blocks = [{"type": "text", "text": message.content}] if isinstance(message.content, str) else message.content
     if not isinstance(blocks, list):
         raise refusal(field, "neither text nor a list of blocks", "Send text")
@@ -174,21 +172,15 @@ def _assistant(blocks: list[tuple[Any, str]], memory: SessionMemory) -> JsonObje
     for block, field in blocks:
         match _kind(block, field):
             case "text":
-                texts.append(read(_Text, block, field).text)
+                texts.append(text_at(block, field, "text"))
             case "thinking":
-                thoughts.append(read(_Thinking, block, field).thinking)
+                thoughts.append(text_at(block, field, "thinking"))
             case "tool_use":
                 use = read(_ToolUse, block, field)
-                function = {"name": use.name, "arguments": _arguments(use, memory)}
-                calls.append({"id": use.id, "type": "function", "function": function})
+                calls.append(ToolCall(use.id, use.name, _arguments(use, memory)))
             case kind:
                 raise _unsupported(kind, field, "blocks of type text, thinking or tool_use")
-    message: JsonObject = {"role": "assistant", "content": PIECES.join(texts)}
-    if reasoning := PIECES.join(thoughts):
-        message["reasoning_content"] = reasoning
-    if calls:
-        message["tool_calls"] = calls
-    return message
+    return assistant_message(PIECES.join(texts), PIECES.join(thoughts), calls)
 
 
 def _others(role: str, blocks: list[tuple[Any, str]], memory: SessionMemory) -> Iterator[JsonObject]:
@@ -197,7 +189,7 @@ def _others(role: str, blocks: list[tuple[Any, str]], memory: SessionMemory) -> 
     for block, field in blocks:
         match _kind(block, field):
             case "text":
-                parts.append(text_part(read(_Text, block, field).text))
+                parts.append(text_part(text_at(block, field, "text")))
             case "image" if role == "user" and memory.image_limits:
                 parts.append(image_part(block, field, memory))
             case "tool_result" if role == "user":
@@ -243,12 +235,8 @@ def _is_malformed(value: JsonObject) -> bool:
 class MessagesExchange(Exchange):
     """A request for a message of Anthropic's."""
 
-    memory: SessionMemory  # keeps the text of the tool calls' arguments
-
-    def body(self, reply: Reply) -> JsonObject:
+    def written(self, reply: Reply) -> JsonObject:
         """Returns the reply as a message."""
-        for call in reply.tool_calls:
-            self.memory.remember_arguments(call.id, call.arguments)
         return {
             "id": f"msg_{uuid.uuid4().hex}",
             "type": "message",
@@ -257,7 +245,7 @@ class MessagesExchange(Exchange):
             "content": _blocks(reply),
             "stop_reason": _stop_reason(reply),
             "stop_sequence": reply.stopped if reply.finish == "stop" else None,
-            # Cached tokens are counted separately here; in OpenAI's protocols they are part of the prompt.
+            # Cached tokens are counted separately here; in OpenAI's APIs they are part of the prompt.
             "usage": {
                 "input_tokens": reply.prompt_tokens - reply.cached_tokens,
                 "cache_creation_input_tokens": 0,

@@ -1,36 +1,76 @@
-"""Protocol `/v1/responses` of OpenAI.
+"""The API `/v1/responses` of OpenAI.
 
 Responses are stored for `previous_response_id` and references to items while their session runs, unless `store` is
 false. Sampling parameters, `reasoning`, `text` (its format too), `truncation`, `max_tool_calls`, `parallel_tool_calls`
 and a `tool_choice` that forces a call are accepted and ignored: the policy samples freely.
+
+Items of a request become messages, and a reply becomes items; when they come back they are one message again:
+
+    {"role": "assistant", "reasoning_content": R, "content": T, "tool_calls": [C, D]}
+        <--> items  reasoning R, message T, function_call C, function_call D
+
+The text of the reasoning is also in `encrypted_content`, in Base64, because clients without stored responses send only
+this back. A tool of type `custom` takes free text; the policy sees it as a function with the argument `input`. Tools in
+a namespace, as Codex sends tools of MCP servers, have its name in front of theirs.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
+import json
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from verl_mg.agents.call import Call, Reply, RequestError
-from verl_mg.agents.protocols import exchange, response_events
-from verl_mg.agents.protocols.exchange import Exchange, JsonObject, Protocol
+from verl_mg.agents.call import Call, Reply, RequestError, assistant_message
+from verl_mg.agents.protocols import ChatApi, Exchange, JsonObject, logprobs, reasoning_tokens, sse
 from verl_mg.agents.protocols.fields import (
+    LINES,
+    NOTHING,
+    PIECES,
+    TOP_LOGPROBS,
     Count,
     Fields,
-    is_tool_choice,
+    Function,
+    Name,
+    Supported,
+    json_object,
+    missing,
+    offers_tools,
     quoted,
     read,
     refusal,
-    refuse_unless,
+    refuse_others,
+    text_at,
+    text_of,
     with_one_system,
 )
-from verl_mg.agents.protocols.memory import SessionMemory, StoredResponse
-from verl_mg.agents.protocols.response_items import items_of, messages_of
-from verl_mg.agents.protocols.response_tools import OfferedTool, offered_tools
+from verl_mg.agents.protocols.memory import SessionMemory, StoredResponse, content_of, message_of
+from verl_mg.agents.tool_calls import ToolCall
 
 LOGPROBS = "message.output_text.logprobs"
+UNSUPPORTED: Supported = {
+    **TOP_LOGPROBS,
+    "background": (NOTHING, "Wait for the reply"),
+    "conversation": ((), "Use previous_response_id"),
+    "prompt": ((), "Send the text of the prompt as input"),
+}
+# Tools that the provider runs and Codex offers by default: they are not offered to the policy. Others are refused.
+NOT_OFFERED = ("web_search", "web_search_preview", "image_generation", "tool_search")
+INPUT = "input"
+CUSTOM_PARAMETERS = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
+PARTS = ("reasoning_content", "content", "tool_calls")  # parts of an assistant's message in the order of their items
+# Fields of an item before its text, in the events of a stream.
+BEGUN: dict[str, JsonObject] = {
+    "message": {"content": [], "status": "in_progress"},
+    "reasoning": {"content": [], "encrypted_content": None},
+    "function_call": {"arguments": "", "status": "in_progress"},
+    "custom_tool_call": {"input": ""},
+}
+Event = tuple[str, JsonObject]  # type of an event after "response.", and its fields
 
 
 class _Request(Fields):
@@ -44,70 +84,104 @@ class _Request(Fields):
     max_output_tokens: Count | None = None
     stream: bool | None = None
     include: list[str] | None = None
-    top_logprobs: int | None = None
     parallel_tool_calls: bool | None = None
     metadata: dict[str, str] | None = None
     reasoning: dict[str, Any] | None = None
     text: dict[str, Any] | None = None
-    background: bool | None = None
-    conversation: Any = None
-    prompt: Any = None
 
 
-class Responses(Protocol):
-    """The protocol `/v1/responses`."""
+class _Grammar(Fields):
+    type: str = "text"
+    syntax: str | None = None
+    definition: str | None = None
+
+
+class _Custom(Fields):
+    name: Name
+    description: str | None = None
+    format: _Grammar | None = None
+
+
+class _Namespace(Fields):
+    name: Name
+    tools: list[Any]
+
+
+class _Call(Fields):
+    call_id: Name
+    name: Name
+    namespace: str | None = None
+
+
+class _FunctionCall(_Call):
+    arguments: str
+
+
+class _CustomCall(_Call):
+    input: str
+
+
+class _Message(Fields):
+    role: str
+    content: Any
+
+
+class _Reasoning(Fields):
+    content: Any = None
+    summary: Any = None
+    encrypted_content: str | None = None
+
+
+class _Output(Fields):
+    call_id: Name
+    output: Any
+
+
+@dataclass(frozen=True)
+class OfferedTool:
+    """A tool that the policy may call."""
+
+    schema: JsonObject  # the tool as one of `Call.tools`
+    name: str  # its name in the agent
+    namespace: str | None  # its namespace in the agent
+    takes_text: bool  # whether it takes free text instead of arguments
+
+
+class Responses(ChatApi):
+    """The API `/v1/responses` of OpenAI."""
 
     def read(self, body: Any, memory: SessionMemory) -> Exchange:
-        """Reads the body of a request; see `Protocol.read`."""
+        """Reads a request; see `ChatApi.read`."""
         request = read(_Request, body)
-        _refuse_unsupported(request)
-        earlier = _earlier(request, memory)
-        new = messages_of(request.input, memory)
+        refuse_others(body, UNSUPPORTED)
+        offered = offers_tools(request.tool_choice)
+        earlier = _earlier(request.previous_response_id, memory)
+        new = _messages(request.input, memory)
         if not earlier + new:
             raise refusal("input", "empty", "Send text or items")
         # Instructions hold for one response: `earlier` has none, so that a continued one may replace them.
         instructions = () if request.instructions is None else ({"role": "system", "content": request.instructions},)
-        tools = tuple(offered_tools(request.tools or []))
+        tools = tuple(_offered_tools(request.tools or []))
         return ResponseExchange(
             call=Call(
                 messages=with_one_system(instructions + earlier + new),
-                tools=tuple(tool.schema for tool in tools if request.tool_choice != "none"),
+                tools=tuple(tool.schema for tool in tools if offered),
                 model=request.model,
                 max_tokens=request.max_output_tokens,
                 images=memory.images,
             ),
             stream=bool(request.stream),
+            memory=memory,
             id=f"resp_{uuid.uuid4().hex}",
             created=int(time.time()),
             request=request,
             earlier=earlier,
             new=new,
             tools={tool.schema["function"]["name"]: tool for tool in tools},
-            memory=memory,
         )
 
-    def error(self, error: RequestError) -> JsonObject:
-        """Returns the body of a reply that reports an error."""
-        return exchange.openai_error(error)
 
-
-def _refuse_unsupported(request: _Request) -> None:
-    refuse_unless(
-        not request.top_logprobs,
-        "top_logprobs",
-        request.top_logprobs,
-        "Use 0: only the log-probabilities of the generated tokens are known",
-    )
-    refuse_unless(is_tool_choice(request.tool_choice), "tool_choice", request.tool_choice, 'Use "auto" or "none"')
-    refuse_unless(not request.background, "background", request.background, "Wait for the reply")
-    refuse_unless(request.conversation is None, "conversation", request.conversation, "Use previous_response_id")
-    refuse_unless(request.prompt is None, "prompt", request.prompt, "Send the text of the prompt as input")
-    if not isinstance(request.input, str | list):
-        raise refusal("input", "neither text nor a list of items", "Send text or items")
-
-
-def _earlier(request: _Request, memory: SessionMemory) -> tuple[JsonObject, ...]:
-    name = request.previous_response_id
+def _earlier(name: str | None, memory: SessionMemory) -> tuple[JsonObject, ...]:
     if name is None:
         return ()
     stored = memory.response(name)
@@ -115,6 +189,133 @@ def _earlier(request: _Request, memory: SessionMemory) -> tuple[JsonObject, ...]
         wrong = f"{quoted(name)} is not stored in this session"
         raise refusal("previous_response_id", wrong, "Send the whole input", "previous_response_not_found")
     return stored.messages
+
+
+def _messages(items: Any, memory: SessionMemory) -> tuple[JsonObject, ...]:
+    """Reads the input of a request, text of a user or items; `memory` has the items that it refers to."""
+    if isinstance(items, str):
+        return ({"role": "user", "content": items},)
+    if not isinstance(items, list):
+        raise refusal("input", "neither text nor a list of items", "Send text or items")
+    messages: list[JsonObject] = []
+    for number, item in enumerate(items):
+        message = _read_item(item, f"input[{number}]", memory)
+        if messages and _continues(messages[-1], message):
+            part = next(part for part in PARTS if part in message)
+            messages[-1][part] = messages[-1].get(part, []) + message[part] if part == "tool_calls" else message[part]
+        elif len(message) > 1:  # not only a role, as reasoning without a text
+            messages.append(message)
+    for message in messages:
+        message.setdefault("content", "")
+    return tuple(messages)
+
+
+def _continues(message: JsonObject, part: JsonObject) -> bool:
+    """Returns whether a part belongs to the same message of the assistant: nothing that it has comes after the part."""
+    last = max((PARTS.index(name) for name in PARTS if name in message), default=-1)
+    (new,) = [PARTS.index(name) for name in PARTS if name in part] or [-1]
+    follows = new > last or new == last == PARTS.index("tool_calls")
+    return message["role"] == part["role"] == "assistant" and new >= 0 and follows
+
+
+def _read_item(item: Any, field: str, memory: SessionMemory) -> JsonObject:
+    """Returns an item as a message; an assistant's message has one part."""
+    if not isinstance(item, dict):
+        raise refusal(field, "not an object", "Send items of a response")
+    # The type of a message and of a reference may be left out in OpenAI's API.
+    match item.get("type") or ("message" if "role" in item else "item_reference"):
+        case "message":
+            return _read_message(read(_Message, item, field), field, memory)
+        case "reasoning":
+            text = _reasoning(read(_Reasoning, item, field), field)
+            return {"role": "assistant", "reasoning_content": text} if text else {"role": "assistant"}
+        case "function_call" | "custom_tool_call":
+            return {"role": "assistant", "tool_calls": [_read_call(item, field, memory).entry]}
+        case "function_call_output" | "custom_tool_call_output":
+            output = read(_Output, item, field)
+            content = content_of(output.output, f"{field}.output", LINES, memory)
+            return {"role": "tool", "content": content, "tool_call_id": output.call_id}
+        case "item_reference":
+            name = text_at(item, field, "id")
+            stored = memory.item(name)
+            if stored is None:
+                raise refusal(f"{field}.id", f"{quoted(name)} is not stored", "Send the item itself")
+            return _read_item(stored, field, memory)
+        case kind:
+            raise refusal(f"{field}.type", f"{quoted(kind)} is not supported", "The policy reads text and tool calls")
+
+
+def _read_message(message: _Message, field: str, memory: SessionMemory) -> JsonObject:
+    place = f"{field}.content"
+    if message.role == "assistant":
+        if message.content is None:
+            raise missing(place)
+        return assistant_message(text_of(message.content, place, PIECES), "", ())
+    if message.role not in ("user", "system", "developer"):
+        raise refusal(f"{field}.role", f"{quoted(message.role)} is not a role", "Use user, assistant or system")
+    return message_of(message.role, message.content, place, memory)
+
+
+def _reasoning(item: _Reasoning, field: str) -> str:
+    if text := text_of(item.content, f"{field}.content", PIECES):
+        return text
+    if not item.encrypted_content:
+        return text_of(item.summary, f"{field}.summary", LINES)
+    try:
+        return base64.b64decode(item.encrypted_content, validate=True).decode()
+    except (binascii.Error, ValueError):
+        fix = "Send it as you have got it from this endpoint, or remove the item"
+        raise refusal(f"{field}.encrypted_content", "cannot be read", fix) from None
+
+
+def _read_call(item: JsonObject, field: str, memory: SessionMemory) -> ToolCall:
+    if item["type"] == "function_call":
+        called = read(_FunctionCall, item, field)
+        arguments = memory.written_arguments(called.call_id, called.arguments)
+        return ToolCall(called.call_id, _full_name(called.namespace, called.name), arguments)
+    # The policy has written free text as the argument of a function, and its tokens stay only for the same text.
+    custom = read(_CustomCall, item, field)
+    written = memory.arguments(custom.call_id)
+    if written is None or _free_text(written) != custom.input:
+        written = json.dumps({INPUT: custom.input}, ensure_ascii=False)
+    return ToolCall(custom.call_id, _full_name(custom.namespace, custom.name), written)
+
+
+def _free_text(arguments: str) -> str:
+    """Returns the free text in a call's arguments, or the arguments where they are malformed."""
+    value = json_object(arguments)
+    return value[INPUT] if value and set(value) == {INPUT} and isinstance(value[INPUT], str) else arguments
+
+
+def _full_name(namespace: str | None, name: str) -> str:
+    """Returns the name by which the policy knows a tool, such as files__read for read in the namespace files."""
+    return f"{namespace.removesuffix('__')}__{name}" if namespace else name
+
+
+def _offered_tools(tools: list[Any], field: str = "tools", namespace: str | None = None) -> Iterator[OfferedTool]:
+    """Reads the tools of a request; RequestError for one that is invalid or runs at a provider."""
+    for number, tool in enumerate(tools):
+        place = f"{field}[{number}]"
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if kind == "namespace" and namespace is None:
+            inner = read(_Namespace, tool, place)
+            yield from _offered_tools(inner.tools, f"{place}.tools", inner.name)
+        elif kind in ("function", "custom"):
+            function = read(Function, tool, place) if kind == "function" else _as_function(read(_Custom, tool, place))
+            schema = function.model_copy(update={"name": _full_name(namespace, function.name)}).tool()
+            yield OfferedTool(schema, function.name, namespace, takes_text=kind == "custom")
+        elif kind not in NOT_OFFERED:
+            fix = "Give the agent a function that does it"
+            raise refusal(f"{place}.type", f"{quoted(kind)} is not supported", fix)
+
+
+def _as_function(tool: _Custom) -> Function:
+    description = tool.description
+    if tool.format is not None and tool.format.definition is not None:
+        # A grammar does not constrain sampling, so the policy has to read it.
+        grammar = f"The input follows this {tool.format.syntax or ''} grammar:\n{tool.format.definition}"
+        description = f"{description}\n\n{grammar}" if description else grammar
+    return Function(name=tool.name, description=description, parameters=CUSTOM_PARAMETERS)
 
 
 @dataclass(frozen=True)
@@ -127,12 +328,10 @@ class ResponseExchange(Exchange):
     earlier: tuple[JsonObject, ...]  # messages of the stored response that this one continues
     new: tuple[JsonObject, ...]  # messages of the input
     tools: dict[str, OfferedTool]  # tools by the name that the policy knows
-    memory: SessionMemory  # stores the response
 
-    def body(self, reply: Reply) -> JsonObject:
+    def written(self, reply: Reply) -> JsonObject:
         """Returns the reply as a response, and stores it."""
-        logprobs = exchange.logprobs(reply.tokens) if LOGPROBS in (self.request.include or ()) else []
-        items = list(items_of(reply, self.tools, logprobs, self.memory))
+        items = list(self._items(reply))
         if self.request.store is not False:
             # The size is of the added messages only, since `earlier` is shared with the response before.
             added = (*self.new, reply.message)
@@ -148,10 +347,36 @@ class ResponseExchange(Exchange):
                 "input_tokens": reply.prompt_tokens,
                 "input_tokens_details": {"cached_tokens": reply.cached_tokens, "cache_write_tokens": 0},
                 "output_tokens": len(reply.tokens),
-                "output_tokens_details": {"reasoning_tokens": exchange.reasoning_tokens(reply)},
+                "output_tokens_details": {"reasoning_tokens": reasoning_tokens(reply)},
                 "total_tokens": reply.prompt_tokens + len(reply.tokens),
             },
         }
+
+    def _items(self, reply: Reply) -> Iterator[JsonObject]:
+        if reply.reasoning:
+            yield {
+                "type": "reasoning",
+                "id": _id("rs"),
+                "summary": [],
+                "content": [{"type": "reasoning_text", "text": reply.reasoning}],
+                "encrypted_content": base64.b64encode(reply.reasoning.encode()).decode(),
+            }
+        # A response without calls has a message, also an empty one: clients read its text.
+        if reply.text or not reply.tool_calls:
+            tokens = logprobs(reply.tokens) if LOGPROBS in (self.request.include or ()) else []
+            text = {"type": "output_text", "text": reply.text, "annotations": [], "logprobs": tokens}
+            status = "incomplete" if reply.finish == "length" else "completed"
+            yield {"type": "message", "id": _id("msg"), "role": "assistant", "status": status, "content": [text]}
+        for call in reply.tool_calls:
+            tool = self.tools.get(call.name)  # None for one that was not offered
+            named: JsonObject = {"call_id": call.id, "name": tool.name if tool else call.name}
+            if tool and tool.namespace:
+                named["namespace"] = tool.namespace
+            if tool and tool.takes_text:
+                yield {"type": "custom_tool_call", "id": _id("ctc"), "input": _free_text(call.arguments)} | named
+            else:
+                arguments = {"arguments": call.arguments, "status": "completed"}
+                yield {"type": "function_call", "id": _id("fc")} | named | arguments
 
     def _response(self) -> JsonObject:
         request = self.request
@@ -181,25 +406,55 @@ class ResponseExchange(Exchange):
 
     def events(self, body: JsonObject, earlier: int = 0) -> Iterator[bytes]:
         """Returns the events of a response; see `Exchange.events`."""
-        return response_events.numbered(self._events(body, begun=earlier > 0), earlier + 1 if earlier else 0)
-
-    def _events(self, body: JsonObject, begun: bool) -> Iterator[response_events.Event]:
-        if not begun:
-            yield from response_events.begin(self._response())
-        for index, item in enumerate(body["output"]):
-            yield from response_events.of_item(item, index)
-        yield body["status"], {"response": body}
+        begin = [] if earlier else self._begin()
+        items = [event for index, item in enumerate(body["output"]) for event in _item_events(item, index)]
+        return _numbered([*begin, *items, (body["status"], {"response": body})], earlier + 1 if earlier else 0)
 
     def keep_alive(self, earlier: int) -> bytes:
         """Returns the first two events, then the second one again. See `Exchange.keep_alive`."""
         # Clients count events, so each one gets the next sequence number.
-        events = list(response_events.begin(self._response()))
-        if earlier == 0:
-            return b"".join(response_events.numbered(iter(events), 0))
-        return b"".join(response_events.numbered(iter(events[1:]), earlier + 1))
+        created, in_progress = self._begin()
+        return b"".join(_numbered([in_progress], earlier + 1) if earlier else _numbered([created, in_progress], 0))
 
     def error_event(self, error: RequestError, earlier: int) -> bytes:
         """Returns the event of a failed response; see `Exchange.error_event`."""
         reason = {"code": error.code or "server_error", "message": error.message}
         failed = self._response() | {"status": "failed", "error": reason}
-        return b"".join(response_events.numbered(iter([("failed", {"response": failed})]), earlier + 1))
+        return b"".join(_numbered([("failed", {"response": failed})], earlier + 1))
+
+    def _begin(self) -> list[Event]:
+        return [(kind, {"response": self._response()}) for kind in ("created", "in_progress")]
+
+
+def _id(prefix: str) -> str:
+    return f"{prefix}_{uuid.uuid4().hex}"
+
+
+def _numbered(events: Iterable[Event], first: int) -> Iterator[bytes]:
+    """Yields server-sent events with their sequence numbers, from `first` on."""
+    for number, (kind, fields) in enumerate(events, first):
+        yield sse({"type": f"response.{kind}", "sequence_number": number} | fields, f"response.{kind}")
+
+
+def _item_events(item: JsonObject, index: int) -> Iterator[Event]:
+    """Yields the events of the complete item at position `index` of the output; each of its parts has one delta."""
+    place = {"output_index": index}
+    inside = place | {"item_id": item["id"]}
+    yield "output_item.added", place | {"item": item | BEGUN[item["type"]]}
+    match item["type"]:
+        case "function_call":
+            done = {"arguments": item["arguments"], "name": item["name"]}
+            yield "function_call_arguments.delta", inside | {"delta": item["arguments"]}
+            yield "function_call_arguments.done", inside | done
+        case "custom_tool_call":
+            yield "custom_tool_call_input.delta", inside | {"delta": item["input"]}
+            yield "custom_tool_call_input.done", inside | {"input": item["input"]}
+        case _:
+            (part,) = item["content"]  # of type output_text or reasoning_text
+            inside |= {"content_index": 0}
+            tokens = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
+            yield "content_part.added", inside | {"part": part | {"text": ""} | {name: [] for name in tokens}}
+            yield f"{part['type']}.delta", inside | {"delta": part["text"]} | tokens
+            yield f"{part['type']}.done", inside | {"text": part["text"]} | tokens
+            yield "content_part.done", inside | {"part": part}
+    yield "output_item.done", place | {"item": item}

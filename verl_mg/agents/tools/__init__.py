@@ -1,6 +1,6 @@
 """Multi-turn generation with tools, around any engine.
 
-tool, class_tools, mcp_tools   functions, the methods of a class, and servers as tools
-tool_state, tool_runner        the states that tools have for a sample, and its calls
-multi_turn, chat_format        engine whose samples call tools; calls and results as tokens
+tool, load, mcp_tools     functions, the methods of a class, and servers as tools
+tool_runner               the calls of a sample, and the states that its tools have
+multi_turn, chat_format   engine whose samples call tools; calls and results as tokens
 """

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from verl_mg.agents.tool_calls import ReplyParser, ToolCall
 from verl_mg.agents.tools.tool import Tool, ToolOutput
 from verl_mg.errors import UserError
 from verl_mg.images import RowImages
@@ -20,17 +19,6 @@ if TYPE_CHECKING:
 # Contents of messages that are found again in the text that a chat template makes.
 ANSWER, RESULT = "THE-ANSWER-OF-THE-ASSISTANT", "THE-RESULT-OF-THE-TOOL"
 CALL_ID = "call00000"  # some templates require nine letters and digits
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """A call of a tool that the policy has written."""
-
-    name: str  # name of the tool; empty where the call cannot be parsed
-    arguments: str  # JSON
-
-
-MALFORMED = ToolCall("", "")
 
 
 @dataclass(frozen=True)
@@ -65,32 +53,16 @@ class ToolCallFormat:
         tool_call_parser: str,
         processor: ImageProcessor | None = None,
     ) -> None:
-        self._tokenizer, self._format, self._processor = tokenizer, tool_call_parser, processor
+        self._tokenizer, self._processor = tokenizer, processor
         self._schemas = [tool.schema for tool in tools]
-        self._parsers, self._environment, kind = _sglang()
-        formats = self._parsers.ToolCallParserEnum
-        if tool_call_parser not in formats:
-            near = difflib.get_close_matches(tool_call_parser, formats, 3) or sorted(formats)
-            raise UserError(
-                f"rollout.tool_call_parser={tool_call_parser}: SGLang has no such format. Write one of: "
-                f"{', '.join(near)}."
-            )
-        self._tools = [kind.model_validate(schema) for schema in self._schemas]
+        self._parser = ReplyParser(tokenizer, tool_call_parser)
+        self._parser.check_tools(self._schemas)
         self._check_template()
 
     def calls(self, tokens: Sequence[int]) -> list[ToolCall]:
         """Parses the calls of a turn, given without its end token; calls that cannot be parsed give MALFORMED."""
         text = self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        parser = self._parsers(self._tools, self._format, tokenizer=self._tokenizer)  # parsers have state
-        if not parser.has_tool_call(text):
-            return []
-        # Unknown names are returned too, and get an error message. The parser drops what it cannot parse, or raises.
-        with self._environment.SGLANG_FORWARD_UNKNOWN_TOOLS.override(True):
-            calls = _parsed(parser, text)
-        # A call that was dropped leaves its mark in the text; the policy gets an error for it, not silence.
-        begin: str = getattr(parser.detector, "bot_token", "")
-        unread = not calls or (begin and text.count(begin) > len(calls))
-        return [*calls, MALFORMED] if unread else calls
+        return self._parser.parse_calls(text, self._schemas)[1]
 
     def result(self, name: str, output: str | ToolOutput) -> ToolResult:
         """Returns the result of a call; a policy that reads only text gets "(an image)" for each image."""
@@ -134,25 +106,3 @@ class ToolCallFormat:
             ) from error
         if RESULT not in text:
             raise UserError("rollout.tools: the chat template omits tool messages. Use a model that supports tools.")
-
-
-def _parsed(parser: Any, text: str) -> list[ToolCall]:
-    try:
-        return [ToolCall(item.name or "", item.parameters) for item in parser.parse_non_stream(text)[1]]
-    except Exception:  # parsers fail on some malformed text
-        return []
-
-
-def _sglang() -> tuple[Any, Any, Any]:
-    try:
-        from sglang.srt.entrypoints.openai.protocol import Tool as SGLangTool
-        from sglang.srt.environ import envs
-        from sglang.srt.function_call.function_call_parser import FunctionCallParser
-    except ImportError as error:
-        raise UserError(
-            f"rollout.tools: SGLang, whose parsers read tool calls, cannot be imported ({error}). Install it, "
-            "on a CPU with tools/install/sglang_cpu.sh."
-        ) from error
-    # Its warnings concern calls that cannot be parsed: the policy gets an error message, and there are many.
-    logging.getLogger("sglang.srt.function_call").setLevel(logging.ERROR)
-    return FunctionCallParser, envs, SGLangTool

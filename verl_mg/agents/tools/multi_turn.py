@@ -25,7 +25,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
 
-from verl_mg.agents.tools.chat_format import ToolCall, ToolCallFormat
+from verl_mg.agents.tool_calls import ToolCall
+from verl_mg.agents.tools.chat_format import ToolCallFormat
 from verl_mg.agents.tools.tool import Tool, ToolOutput, ToolSample
 from verl_mg.agents.tools.tool_runner import ToolRunner
 from verl_mg.engines.engine import EngineWrapper, Request, RolloutEngine, Sample, Sampling

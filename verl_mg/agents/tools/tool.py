@@ -67,13 +67,9 @@ class ToolOwner(ABC):
 
     @abstractmethod
     def open(self, sample: ToolSample) -> AbstractAsyncContextManager[Mapping[str, Callable[..., Any]]]:
-        """Opens a state, and closes it at the end of the block, in the same task.
+        """Opens a state, and closes it at the end of the block, in the same task; gives the tools' functions by name.
 
-        Args:
-            sample: the sample whose state it is; with a shared state, the first one that calls a tool.
-
-        Returns:
-            A context manager that gives the functions of the tools, by the tools' names.
+        `sample` is the one whose state it is; with a shared state, the first one that calls a tool.
         """
 
 

@@ -5,14 +5,6 @@ them. Tokens outside an (n, T) mask are no step of the policy: they are skipped,
 there may be anything, NaN too; every result is 0 there.
 """
 
-from verl_mg.algorithms.advantages.distillation import distillation_advantages
-from verl_mg.algorithms.advantages.gae import (
-    discounted_returns,
-    gae,
-    length_adaptive_lambda,
-    reinforce_plus_plus,
-    token_rewards,
-)
 from verl_mg.algorithms.advantages.group import (
     differ,
     gdpo,
@@ -23,12 +15,22 @@ from verl_mg.algorithms.advantages.group import (
     opo,
     remax,
     rloo,
+    soft_overlong_penalty,
 )
-from verl_mg.algorithms.advantages.prime import implicit_rewards, prime_advantages
 from verl_mg.algorithms.advantages.resampling import resampling_weights, select
-from verl_mg.algorithms.advantages.shaping import soft_overlong_penalty
+from verl_mg.algorithms.advantages.tokens import (
+    discounted_returns,
+    distillation_advantages,
+    gae,
+    implicit_rewards,
+    length_adaptive_lambda,
+    moments,
+    prime_advantages,
+    reinforce_plus_plus,
+    token_rewards,
+    whiten,
+)
 from verl_mg.algorithms.advantages.turns import Turns, gigpo, mt_grpo
-from verl_mg.algorithms.advantages.whitening import moments, whiten
 
 __all__ = [
     "Turns",

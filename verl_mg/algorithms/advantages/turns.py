@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verl_mg.algorithms.advantages.gae import discounted_returns
 from verl_mg.algorithms.advantages.group import group_relative
+from verl_mg.algorithms.advantages.tokens import discounted_returns
 from verl_mg.errors import UserError
 
 

@@ -19,11 +19,10 @@ from verl_mg.algorithms.losses.covariance import (
     tokens_at_least,
     tokens_between,
 )
-from verl_mg.algorithms.losses.imitation import imitation_loss, sft_loss
 from verl_mg.algorithms.losses.policy import cispo_loss, clipped_policy_loss, dppo_loss, gpg_loss, sapo_loss
 from verl_mg.algorithms.losses.preference import bradley_terry_loss, dpo_loss, prime_loss
 from verl_mg.algorithms.losses.sequence import gmpo_loss, gspo_loss
-from verl_mg.algorithms.losses.value import explained_variance, value_loss
+from verl_mg.algorithms.losses.targets import explained_variance, imitation_loss, sft_loss, value_loss
 
 __all__ = [
     "Metrics",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from verl_mg.engines.sglang.weight_loader import check_dtypes, loaded_parameters, message_for_loader
+from verl_mg.jsonl import replacing
 from verl_mg.reshard.delta_files import member_name, open_changes
 from verl_mg.reshard.delta_transfer import apply_patches
 
@@ -59,10 +59,8 @@ def apply_folder(model: Any, request: FolderRequest, rank: int) -> None:
         log.exception("verl_mg: the changes were not applied")
         report = FolderReport(error=f"{type(error).__name__}: {error}")
     try:
-        path = request.report_path(rank)
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(asdict(report)))
-        os.replace(partial, path)  # the job, which polls for the report, never sees a part of it
+        with replacing(request.report_path(rank)) as file:  # the job polls for the report
+            file.write_text(json.dumps(asdict(report)))
     except OSError:
         log.exception("verl_mg: no report can be written")  # the job waits for it, and then sends all values
 

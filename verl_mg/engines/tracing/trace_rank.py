@@ -22,6 +22,7 @@ from torch import Tensor
 from verl_mg.engines.hidden_packages import hide_training_packages
 from verl_mg.engines.tracing.position_codes import UNWRITTEN, PositionCodes, decode, is_written
 from verl_mg.errors import UserError
+from verl_mg.jsonl import replacing
 from verl_mg.layout import EngineLayout
 from verl_mg.sharding.boxes import Shard
 from verl_mg.sharding.traced_table import EngineName, write_rank_shards
@@ -76,10 +77,8 @@ def main(engine: EngineName, folder: Path, rank: int) -> int:
                 write_rank_shards(result_file(folder, number, rank), _traced(model, codes, job["stacks"]))
         except Exception as error:
             traceback.print_exc()
-            # Renamed when it is complete: the tracer polls for it.
-            unfinished = error_file(folder, number, rank).with_suffix(".unfinished")
-            unfinished.write_text(_reason(error), encoding="utf-8")
-            unfinished.rename(error_file(folder, number, rank))
+            with replacing(error_file(folder, number, rank)) as file:  # the tracer polls for it
+                file.write_text(_reason(error), encoding="utf-8")
             return 1
     return 0
 

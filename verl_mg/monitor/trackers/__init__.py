@@ -10,10 +10,10 @@ from verl_mg.monitor.progress import METRICS
 from verl_mg.monitor.trackers.console import ConsoleTracker
 from verl_mg.monitor.trackers.files import EvaluationTable, JsonlTracker, TensorBoardTracker
 from verl_mg.monitor.trackers.services import SERVICES, RunInfo, check_services
-from verl_mg.monitor.trackers.tracker import RetryingTracker, Tracker
+from verl_mg.monitor.trackers.tracker import RetryingTracker, SampleTable, Tracker
 from verl_mg.phase_timer import PhaseTimer
 
-__all__ = ["Tracker", "build_trackers", "check_services", "run_name"]
+__all__ = ["SampleTable", "Tracker", "build_trackers", "check_services", "run_name"]
 
 EVALUATIONS = "evaluation.md"
 

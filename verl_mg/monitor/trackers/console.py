@@ -20,8 +20,7 @@ HEADLINES: Mapping[str, tuple[str, ...]] = {
     "tokens/s": ("time/tokens_per_second",),
 }
 """Label on the console -> metrics; the first one present is shown."""
-PHASE_WIDTH = 17
-"""Characters, so that the text after a phase does not move when it changes."""
+PHASE_WIDTH = 17  # characters, so that the text after a phase does not move when it changes
 
 
 class ConsoleTracker:

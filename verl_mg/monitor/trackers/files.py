@@ -1,14 +1,17 @@
-"""Trackers that write files: metrics.jsonl, TensorBoard events, and the table of evaluations."""
+"""Trackers that write files: metrics.jsonl, TensorBoard events, the table of evaluations; and the plot of rewards."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
-from verl_mg.jsonl import keep_before
+import numpy as np
+
+from verl_mg.jsonl import keep_before, read_lines, replacing
+
+SERIES = ("reward/mean", "eval/reward")  # metrics of the plot
 
 
 class JsonlTracker:
@@ -68,9 +71,8 @@ class EvaluationTable:
             head, rule, *rows = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
             self._columns = _cells(head)[1:]
             kept = [row for row in rows if row.endswith("\n") and int(_cells(row)[0]) < first_step]
-            shorter = self._path.with_name(self._path.name + ".new")
-            shorter.write_text("".join([head, rule, *kept]), encoding="utf-8")
-            os.replace(shorter, self._path)
+            with replacing(self._path) as shorter:
+                shorter.write_text("".join([head, rule, *kept]), encoding="utf-8")
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         values = {name.removeprefix("eval/"): value for name, value in metrics.items() if name.startswith("eval/")}
@@ -94,3 +96,49 @@ def _cells(row: str) -> list[str]:
 def _finite_or_none(value: float) -> float | None:
     number = float(value)
     return number if math.isfinite(number) else None
+
+
+def plot_reward_curve(metrics: Path, image: Path) -> Path | None:
+    """Plots the rewards over the steps, each with its running mean; None, without an image, where all are missing."""
+    # Without pyplot, which has a global state and may look for a display.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    lines = read_lines(metrics)
+    curves = {name: points for name in SERIES if len(points := _points(lines, name))}
+    if not curves:
+        return None
+    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for number, (name, points) in enumerate(curves.items()):
+        color = f"C{number}"
+        steps, values = points.T
+        marker = "." if len(points) < 50 else None
+        axes.plot(steps, values, color=color, alpha=0.3, linewidth=1, marker=marker)
+        axes.plot(steps, _running_mean(values), color=color, linewidth=2, label=name)
+    axes.set_xlabel("step")
+    axes.set_ylabel(next(iter(curves)) if len(curves) == 1 else "value")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(image)
+    return image
+
+
+def _points(lines: list[dict[str, float | None]], name: str) -> np.ndarray:
+    """Returns step and value, `(points, 2)`, in the order of the steps."""
+    points = {line["step"]: line[name] for line in lines if line.get(name) is not None}
+    return np.array(sorted(points.items()), dtype=float)
+
+
+def _running_mean(values: np.ndarray) -> np.ndarray:
+    """Returns the mean of each value and those before it, over a tenth of the curve, `(n,)`."""
+    width = max(1, len(values) // 10)
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    ends = np.arange(1, len(values) + 1)
+    starts = np.maximum(ends - width, 0)
+    means: np.ndarray = (sums[ends] - sums[starts]) / (ends - starts)
+    return means

@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from verl_mg.errors import UserError
-from verl_mg.monitor.sample_table import SampleTable
-from verl_mg.monitor.trackers.tracker import Tracker
+from verl_mg.jsonl import replacing
+from verl_mg.monitor.trackers.tracker import SampleTable, Tracker
 
 IDS = "trackers.json"
-MAX_PARAMS_PER_REQUEST = 100
-"""Limit of an MLflow server."""
+MAX_PARAMS_PER_REQUEST = 100  # limit of an MLflow server
 
 
 @dataclass(frozen=True)
@@ -45,9 +44,8 @@ class RunInfo:
         """Saves the id of this run in a service for a resumed run, and returns it."""
         file = self.folder / IDS
         ids = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        partial = file.with_name(file.name + ".new")
-        partial.write_text(json.dumps(ids | {service: identity}) + "\n", encoding="utf-8")
-        os.replace(partial, file)
+        with replacing(file) as new:
+            new.write_text(json.dumps(ids | {service: identity}) + "\n", encoding="utf-8")
         return identity
 
 

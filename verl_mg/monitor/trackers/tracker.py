@@ -14,32 +14,28 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
-
-from verl_mg.monitor.sample_table import SampleTable
 
 log = logging.getLogger(__name__)
 
-RETRY_SECONDS = 60.0
-"""Pause after a failure."""
-PAUSE_FACTOR = 10
-"""The pause is at least this many times the duration of the failed call."""
+RETRY_SECONDS = 60.0  # pause after a failure
+PAUSE_FACTOR = 10  # the pause is at least this many times the duration of the failed call
+
+
+@dataclass(frozen=True)
+class SampleTable:
+    """Table with a row per sample, None where a sample has no value."""
+
+    columns: tuple[str, ...]
+    rows: list[list[str | float | None]]
 
 
 class Tracker(Protocol):
-    """Receives the metrics of iterations. `step` counts the iterations done, so the first one logs step 1.
-
-    Trackers that are opened with `first_step`, the step that is logged next, remove entries of later steps where that
-    is possible: a run that was killed leaves some.
-    """
+    """Receives the metrics of iterations. When it opens, it removes later steps, which a killed run may have left."""
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Writes the metrics of one iteration immediately.
-
-        Args:
-            step: number of iterations done.
-            metrics: values by name.
-        """
+        """Writes the metrics of one iteration immediately; `step` iterations are done."""
 
     def close(self) -> None:
         """Closes the tracker; nothing is logged afterwards."""
@@ -50,12 +46,7 @@ class SampleTracker(Tracker, Protocol):
     """Tracker that also receives samples."""
 
     def log_samples(self, step: int, table: SampleTable) -> None:
-        """Writes samples of one iteration immediately.
-
-        Args:
-            step: number of iterations done.
-            table: the samples.
-        """
+        """Writes samples of one iteration immediately."""
 
 
 class RetryingTracker:

@@ -3,7 +3,7 @@
     cd tools/nemo_gym
     gym env start "+config_paths=[responses_api_models/verl_mg_policy/configs/verl_mg_policy.yaml,MY_RESOURCES.yaml]"
 
-Gym's own model servers have one URL for all requests. The agent `recipes.environments.nemo_gym` writes
+Gym's own model servers have one URL for all requests. The agent `verl_mg.recipes.environments.nemo_gym` writes
 the sample's URL and key into the metadata of the request, which agents of Gym pass on to their model server.
 """
 

@@ -1,0 +1,124 @@
+"""Workers of engines: events in one order, few requests to the store, an evaluation during training."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+from torch.distributed import HashStore
+
+from tests.helpers.counted_store import CountedStore
+from verl_mg.data import Prompt
+from verl_mg.engines.engine import Sampling
+from verl_mg.rollout import engine_worker
+from verl_mg.rollout.engine_worker import EngineEvents, EngineWorker
+from verl_mg.rollout.groups import Group
+from verl_mg.rollout.work_queue import WorkQueue
+
+SECONDS = 2.0
+PROMPT = Prompt(0, (1,), "", None, {})
+
+
+class SlowEngine:
+    """Has two slots and completes a sample in SECONDS, and not before it may."""
+
+    def __init__(self, may_complete):
+        self._ends, self._may_complete = {}, may_complete
+
+    def num_free_slots(self):
+        return 2 - len(self._ends)
+
+    def num_queue_slots(self):
+        return 0
+
+    def submit(self, requests, sampling):
+        self._ends |= {request.id: time.monotonic() + SECONDS for request in requests}
+
+    def collect(self, seconds):
+        time.sleep(seconds)
+        ends = self._ends.items() if self._may_complete.is_set() else ()
+        complete = [request for request, end in ends if end < time.monotonic()]
+        for request in complete:
+            del self._ends[request]
+        return [SimpleNamespace(id=request, finish="stop", generated_versions=[0]) for request in complete]
+
+    def abort(self):
+        raise AssertionError("all groups are needed")
+
+
+class Rank:
+    """One rank of a call, with a view of its own of the store."""
+
+    def __init__(self, store, engine, num_engines):
+        self.store, self.restarted, self._completed = CountedStore(store), [], []
+        self.events = EngineEvents(self.store)
+        groups = [Group(PROMPT, range(0, 2)), Group(PROMPT, range(2, 3)), Group(PROMPT, range(3, 4))]
+        self._queue = WorkQueue(self.store, "call", Sampling(max_new_tokens=1), groups, len(groups))
+        on_sample = self._completed.append
+        self._worker = EngineWorker(
+            engine, num_engines, self.events, lambda i: SimpleNamespace(id=i, partial=None), on_sample, on_sample
+        )
+
+    def run(self):
+        self._worker.add(self._queue)
+        self._worker.start()
+        while not self.events.has_ended("call"):
+            self.restarted += self.events.wait()
+            self._worker.check()
+        self._worker.close()
+        return sorted(sample.id for sample in self._completed)
+
+
+def test_workers_of_a_call_need_few_requests_and_all_ranks_see_restarts_in_order(monkeypatch):
+    monkeypatch.setattr(engine_worker, "POLL_FRACTION", 0.5)  # the interval of a long call, in a short one
+    store, announced = HashStore(), threading.Event()
+    ranks = [Rank(store, SlowEngine(announced) if i < 2 else None, 2) for i in range(4)]
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        started = [threads.submit(rank.run) for rank in ranks]
+        time.sleep(SECONDS / 4)
+        for engine in (7, 1, 7):
+            ranks[3].events.announce_restart(engine)
+        announced.set()
+        completed = [running.result(timeout=600) for running in started]
+    assert sorted(i for samples in completed for i in samples) == [0, 1, 2, 3] and completed[2:] == [[], []]
+    assert [rank.restarted for rank in ranks] == [[7, 1, 7]] * 4
+    # An idle rank: a `wait` and a `get` for each of four events, and what the announcements here add.
+    assert ranks[2].store.requests == ["wait", "get"] * 4
+    for rank in ranks[:2]:
+        assert len(rank.store.requests) < 75, rank.store.requests
+
+
+def test_worker_gives_free_slots_to_an_evaluation_first_and_aborts_nothing():
+    class Engine(SlowEngine):
+        def __init__(self):
+            super().__init__(threading.Event())
+            self.submitted = []
+
+        def submit(self, requests, sampling):
+            super().submit(requests, sampling)
+            self.submitted += [(request.id, sampling.temperature) for request in requests]
+
+        def collect(self, seconds):
+            """Completes the sample that was submitted first."""
+            first = next(iter(self._ends))
+            del self._ends[first]
+            return [SimpleNamespace(id=first, finish="stop", generated_versions=[0])]
+
+    store, engine, completed = HashStore(), Engine(), []
+    events = EngineEvents(store)
+    worker = EngineWorker(
+        engine, 1, events, lambda i: SimpleNamespace(id=i, partial=None), completed.append, completed.append
+    )
+    training = WorkQueue(store, "queue", Sampling(max_new_tokens=1), is_open=True)
+    worker.add(training)
+    worker.append(training, [Group(PROMPT, range(2 * g, 2 * g + 2)) for g in range(4)], [])
+    evaluation = WorkQueue(
+        store, "call", Sampling(max_new_tokens=1, temperature=0.0), [Group(PROMPT, range(100, 103))], 1
+    )
+    worker._step(engine)
+    worker.add(evaluation)
+    worker.work_off(evaluation)
+    assert engine.submitted == [(0, 1.0), (1, 1.0), (100, 0.0), (101, 0.0), (102, 0.0), (2, 1.0)]
+    assert [sample.id for sample in completed] == [0, 1, 100, 101, 102]
+    while not events.has_ended("call"):
+        events.wait()

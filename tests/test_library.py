@@ -1,0 +1,37 @@
+"""Libraries whose internals are used: other versions, and parts that are missing, are errors of one line."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from verl_mg.errors import UserError
+from verl_mg.library import Library
+
+
+def library(version: str = "1.2.3") -> Library:
+    return Library("Some", version, ("1.2.", "0.9.1"), "Install Some 1.2.")
+
+
+@pytest.mark.parametrize(("version", "accepted"), [("1.2.9", True), ("0.9.1", True), ("1.3.0", False), ("0.9", False)])
+def test_library_check_accepts_the_versions_of_the_tests_alone(version: str, accepted: bool) -> None:
+    if accepted:
+        library(version).check()
+        return
+    with pytest.raises(UserError, match=rf"^Some {version}: not supported. Install Some 1.2.$"):
+        library(version).check()
+
+
+def test_library_replace_given_missing_attribute_names_the_version() -> None:
+    module = SimpleNamespace(old=1)
+    library().replace(module, old=2)
+    with pytest.raises(UserError, match=r"^Some 1.2.3: .* has no new. Install Some 1.2.$"):
+        library().replace(module, new=3)
+    assert vars(module) == {"old": 2}
+
+
+def test_library_replaced_restores_after_an_error() -> None:
+    module = SimpleNamespace(old=1)
+    with pytest.raises(KeyError), library().replaced(module, old=2):
+        assert module.old == 2
+        raise KeyError
+    assert module.old == 1

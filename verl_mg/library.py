@@ -1,0 +1,46 @@
+"""Libraries of which this project uses and replaces internals, for the versions that it is tested with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from verl_mg.errors import UserError
+
+
+@dataclass(frozen=True)
+class Library:
+    """A library, of which other versions are refused: what is used of it may have another place or meaning there.
+
+    Library("SGLang", "0.5.30", ("0.5.23",), "Install SGLang 0.5.23.").check()
+    UserError: SGLang 0.5.30: not supported. Install SGLang 0.5.23.
+    """
+
+    name: str
+    version: str  # version that is installed
+    supported: tuple[str, ...]  # beginnings of the versions that the project is tested with
+    remedy: str  # what to install instead
+
+    def check(self) -> None:
+        """Raises UserError where another version is installed."""
+        if not self.version.startswith(self.supported):
+            raise UserError(f"{self.name} {self.version}: not supported. {self.remedy}")
+
+    def replace(self, owner: Any, **values: Any) -> None:
+        """Replaces attributes of a module, class or object; UserError where it has none of that name."""
+        for name, value in values.items():
+            if not hasattr(owner, name):
+                raise UserError(f"{self.name} {self.version}: {owner!r:.99} has no {name}. {self.remedy}")
+            setattr(owner, name, value)
+
+    @contextmanager
+    def replaced(self, owner: Any, **values: Any) -> Iterator[None]:
+        """Context manager: attributes of a module or class are replaced, and restored at the end."""
+        previous = {name: vars(owner).get(name) for name in values}
+        self.replace(owner, **values)
+        try:
+            yield
+        finally:
+            self.replace(owner, **previous)
