@@ -28,9 +28,9 @@ from verl_mg.servers.info import ServerRequirements
 from verl_mg.servers.remote_engine import RemoteEngine
 from verl_mg.sharding.boxes import slices
 from verl_mg.sharding.weight_table import weight_table
-from verl_mg.weight_sync.folder import FolderChangesSync
-from verl_mg.weight_sync.process_group import ProcessGroupSync
+from verl_mg.weight_sync.folder import FolderSync
 from verl_mg.weight_sync.servers import gather_views
+from verl_mg.weight_sync.shards import ProcessGroupSync
 
 pytestmark = needs_sglang
 MODE = "seq-mean-token-mean"
@@ -71,7 +71,7 @@ class Sender:
         self.model, optimizer = model, OptimizerConfig(lr=1e-6, weight_decay=0.0)
         self.actor = build_role(Actor, model, "pp2", dtype=dtype, tokens_per_micro_batch=200, optimizer=optimizer)
         table = self.actor.runner.table
-        self.sync = FolderChangesSync(shared, model, table) if shared else ProcessGroupSync(table, False, wire, delta)
+        self.sync = FolderSync(shared, model, table) if shared else ProcessGroupSync(table, False, wire, delta)
         self.requirements = ServerRequirements(read_config(model), 64, group_device="cpu", shards=True, wire=wire)
         self.engines: dict[int, RemoteEngine] = {}
 

@@ -40,7 +40,7 @@ from verl_mg.sharding.shard_map import ExplicitShardMap, ShardMap
 from verl_mg.weight_sync import broadcast, transfer_plan
 from verl_mg.weight_sync.adapters import AdapterSync
 from verl_mg.weight_sync.broadcast import BroadcastSync
-from verl_mg.weight_sync.folder import FolderChangesSync, SharedFolderSync
+from verl_mg.weight_sync.folder import FolderSync
 from verl_mg.weight_sync.hf_module import HFEngineSync
 from verl_mg.weight_sync.ipc import ProcessEngineSync, engine_groups
 from verl_mg.weight_sync.servers import ServerTransport, gather_views
@@ -229,8 +229,8 @@ def transport(way: str, wire: str, folder: Path) -> ServerTransport:
         case "broadcast":
             return BroadcastSync()
         case "folder, changes":
-            return FolderChangesSync(folder, folder, TABLE)
-    return SharedFolderSync(folder, folder)
+            return FolderSync(folder, folder, TABLE)
+    return FolderSync(folder, folder)
 
 
 def into_servers(way: str, wire: str, folder: Path) -> Steps | None:

@@ -28,9 +28,9 @@ from verl_mg.servers.pool import ServerPool
 from verl_mg.servers.pool_member import LOST_SECONDS
 from verl_mg.servers.remote_engine import RemoteEngine
 from verl_mg.sharding.model_table import ModelTable
-from verl_mg.weight_sync.folder import FolderChangesSync, SharedFolderSync
-from verl_mg.weight_sync.process_group import ProcessGroupSync, table_obstacle
+from verl_mg.weight_sync.folder import FolderSync
 from verl_mg.weight_sync.servers import SENDER, ServerTransport, gather_views
+from verl_mg.weight_sync.shards import ProcessGroupSync, table_obstacle
 
 # Most ranks that lead servers of `rollout.urls_file`: each leader reads the counters of the work queue repeatedly.
 MAX_LEADERS = 64
@@ -207,10 +207,7 @@ def build_remote_engines(
 def _weight_sync(config: Config, table: ModelTable) -> ServerTransport:
     rollout = config.rollout
     if rollout.weight_transfer == "disk":
-        folder = rollout.shared_folder or Path()
-        if rollout.delta:
-            return FolderChangesSync(folder, config.model.path, table)
-        return SharedFolderSync(folder, config.model.path)
+        return FolderSync(rollout.shared_folder or Path(), config.model.path, table if rollout.delta else None)
     return ProcessGroupSync(table, rollout.weight_transfer == "broadcast", rollout.wire, rollout.delta)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import cache, partial
 from math import prod
@@ -28,11 +28,10 @@ from verl_mg.distributed.collectives import all_gather_json
 from verl_mg.distributed.outside_group import join_outside_group
 from verl_mg.engines.engine import EngineDiedError
 from verl_mg.layout import EngineLayout
-from verl_mg.servers.remote_engine import RemoteEngine
 from verl_mg.sharding.model_table import ModelTable
 from verl_mg.sharding.shard_map import ExplicitShardMap
 from verl_mg.training.runner import Runner
-from verl_mg.weight_sync.servers import SENDER, Meeting, ServerView, SyncResult, all_lost, no_connection
+from verl_mg.weight_sync.servers import SENDER, Engines, Meeting, Servers, SyncResult, all_lost, no_connection
 from verl_mg.weight_sync.transfer_plan import Chunk, SourceWeights, TransferPlan, plan_transfer, transfer_metrics
 
 BUFFER_BYTES = 2**29
@@ -55,9 +54,7 @@ class BroadcastSync:
         self._lost: set[int] = set()
         """Servers of this rank that were lost in the current transfer."""
 
-    def transfer(
-        self, weights: SourceWeights, engines: Mapping[int, RemoteEngine], servers: Sequence[ServerView]
-    ) -> SyncResult:
+    def transfer(self, weights: SourceWeights, engines: Engines, servers: Servers) -> SyncResult:
         """Implements `ServerTransport.transfer`."""
         started, sending = time.perf_counter(), 0.0
         mine = {view.number: engines[view.number] for view in servers if view.number in engines}
@@ -90,7 +87,7 @@ class BroadcastSync:
 
     def _broadcast(
         self,
-        engines: Mapping[int, RemoteEngine],
+        engines: Engines,
         tensors: Sequence[_WholeTensor],
         flat: Tensor | None,
         version: int | None,
@@ -123,7 +120,7 @@ class BroadcastSync:
 
     # -- the process group
 
-    def _ensure_group(self, engines: Mapping[int, RemoteEngine], servers: Sequence[ServerView]) -> None:
+    def _ensure_group(self, engines: Engines, servers: Servers) -> None:
         """Creates a group of the sender and the ranks of `servers` unless it exists since their last start."""
         if self._meeting and self._meeting.is_of(servers):
             return
@@ -146,7 +143,7 @@ class BroadcastSync:
             self._wait(number, partial(engines[number].wait, future))
         self._meeting = meeting
 
-    def _leave(self, engines: Mapping[int, RemoteEngine]) -> None:
+    def _leave(self, engines: Engines) -> None:
         """Leaves the group on both sides, as a collective; errors of a server that is gone do not matter."""
         if not self._meeting:
             return

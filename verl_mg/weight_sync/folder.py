@@ -30,11 +30,10 @@ from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement
 from verl_mg.reshard.delta_files import Place, member_name, write_changes
 from verl_mg.reshard.delta_transfer import SentValues
-from verl_mg.servers.remote_engine import RemoteEngine
 from verl_mg.sharding.boxes import Box, cut, intersect, slices, translate_box
 from verl_mg.sharding.model_table import ModelTable
 from verl_mg.training.runner import Runner
-from verl_mg.weight_sync.servers import SENDER, ServerView, SyncResult, all_lost, wait_for_servers
+from verl_mg.weight_sync.servers import SENDER, Engines, Servers, ServerView, SyncResult, all_lost, wait_for_servers
 from verl_mg.weight_sync.transfer_plan import Chunk, SourceWeights, TransferPlan, plan_to_engines
 
 BOX_BYTES = 2**26
@@ -43,43 +42,12 @@ BOX_BYTES = 2**26
 REPORT_SECONDS = 60.0
 REPORT_POLL_SECONDS = 0.02
 
+Sent = tuple[dict[str, float], frozenset[int]]
+"""Metrics, and the servers that were lost."""
 Places = Mapping[tuple[str, Box], Sequence[Place]]
 """Places in members of the boxes that this rank writes, by parameter of this rank and box in it."""
 
 log = logging.getLogger(__name__)
-
-
-class SharedFolderSync:
-    """Transfer through a Hugging Face directory that all ranks write their parts of, and that the servers then load.
-
-    Configuration and tokenizer are copied from `model_dir`.
-    """
-
-    def __init__(self, folder: Path, model_dir: Path) -> None:
-        self._folder, self._model_dir = folder.resolve(), model_dir
-        self._saved = -1
-
-    def transfer(
-        self, weights: SourceWeights, engines: Mapping[int, RemoteEngine], servers: Sequence[ServerView]
-    ) -> SyncResult:
-        """Implements `ServerTransport.transfer`."""
-        started = time.perf_counter()
-        directory = self._folder / f"weights-{weights.version}"
-        if weights.version != self._saved:  # a server that joins later loads the directory that is there
-            weights.save(directory, self._model_dir)
-            self._saved = weights.version
-        saved, lost = time.perf_counter(), []
-        for view in servers:
-            if view.number in engines:
-                try:
-                    engines[view.number].load_folder(directory, weights.version)
-                except EngineDiedError:
-                    lost.append(view.number)
-        lost_by_all = all_lost(lost)
-        _remove(self._folder, "weights-*", directory.name)  # after the exchange: no server still loads an older one
-        now = time.perf_counter()
-        times = {"": now - started, "_writing": saved - started, "_loading": now - saved}
-        return SyncResult({f"time/weight_sync{name}": seconds for name, seconds in times.items()}, lost_by_all)
 
 
 @dataclass
@@ -103,22 +71,49 @@ class _Written:
         return self.held.get((view.number, view.start)) in versions
 
 
-class FolderChangesSync:
-    """Transfer in which each rank writes what the last update has changed in its boxes."""
+class FolderSync:
+    """Transfer through files; with `table` servers that have the last version receive what has changed since.
 
-    # A file has what each rank of a server needs, so servers need no tables.
+    A Hugging Face directory has all weights; configuration and tokenizer are copied from `model_dir`.
+    """
 
-    def __init__(self, folder: Path, model_dir: Path, table: ModelTable) -> None:
-        self._folder, self._table = folder.resolve(), table
-        self._whole = SharedFolderSync(folder, model_dir)
+    # A file of changes has what each rank of a server needs, so servers need no tables.
+
+    def __init__(self, folder: Path, model_dir: Path, table: ModelTable | None = None) -> None:
+        self._folder, self._model_dir, self._table = folder.resolve(), model_dir, table
+        self._saved = -1  # version of the directory
         self._written: _Written | None = None
 
-    def transfer(
-        self, weights: SourceWeights, engines: Mapping[int, RemoteEngine], servers: Sequence[ServerView]
-    ) -> SyncResult:
-        """Has servers apply the changes; a server without the last version loads all weights instead."""
-        started, version = time.perf_counter(), weights.version
-        written = self._prepare(weights.runner, servers)
+    def transfer(self, weights: SourceWeights, engines: Engines, servers: Servers) -> SyncResult:
+        """Implements `ServerTransport.transfer`; UserError if a server has not applied the changes."""
+        started = time.perf_counter()
+        send = self._send_changes if self._table else self._send_all
+        metrics, lost = send(weights, engines, servers)
+        if dist.get_rank() == SENDER:  # after all have answered: no server still loads an older one
+            kept = f"changes-{weights.version}", f"weights-{weights.version}"
+            for old in [*self._folder.glob("changes-*"), *self._folder.glob("weights-*")]:
+                if old.name not in kept:
+                    shutil.rmtree(old)
+        return SyncResult(metrics | {"time/weight_sync": time.perf_counter() - started}, lost)
+
+    def _send_all(self, weights: SourceWeights, engines: Engines, servers: Servers) -> Sent:
+        started, directory = time.perf_counter(), self._folder / f"weights-{weights.version}"
+        if weights.version != self._saved:  # a server that joins later loads the directory that is there
+            weights.save(directory, self._model_dir)
+            self._saved = weights.version
+        saved, lost = time.perf_counter(), []
+        for view in servers:
+            if view.number in engines:
+                try:
+                    engines[view.number].load_folder(directory, weights.version)
+                except EngineDiedError:
+                    lost.append(view.number)
+        lost_by_all = all_lost(lost)
+        loading = time.perf_counter() - saved
+        return {"time/weight_sync_writing": saved - started, "time/weight_sync_loading": loading}, lost_by_all
+
+    def _send_changes(self, weights: SourceWeights, engines: Engines, servers: Servers) -> Sent:
+        version, written = weights.version, self._prepare(weights.runner, servers)
         lost, bytes_written, bytes_read = frozenset[int](), 0, 0
         waiting = [view for view in servers if written.version != version and written.holds(view, written.version)]
         if written.version != version:
@@ -129,19 +124,16 @@ class FolderChangesSync:
         rest = [view for view in servers if view.number not in lost and not written.holds(view, version)]
         seconds: dict[str, float] = {}
         if rest:
-            result = self._whole.transfer(weights, engines, rest)
-            lost, seconds = lost | result.lost, result.metrics
+            seconds, lost_in_rest = self._send_all(weights, engines, rest)
+            lost |= lost_in_rest
             if dist.get_rank() == SENDER:
                 bytes_written += _size(self._folder / f"weights-{version}")
-            written.held |= {(view.number, view.start): version for view in rest if view.number not in result.lost}
-        for kind in ("changes", "weights"):
-            _remove(self._folder, f"{kind}-*", f"{kind}-{version}")
+            written.held |= {(view.number, view.start): version for view in rest if view.number not in lost}
         counted = {"weight_sync/bytes_written": bytes_written, "weight_sync/bytes_received": bytes_read}
-        metrics = sum_over_ranks([counted]) | seconds
-        metrics["weight_sync/bytes_lower_bound"] = sum(written.bytes_of[view.layout] for view in servers)
-        return SyncResult(metrics | {"time/weight_sync": time.perf_counter() - started}, lost)
+        bound = {"weight_sync/bytes_lower_bound": sum(written.bytes_of[view.layout] for view in servers)}
+        return sum_over_ranks([counted]) | bound | seconds, lost
 
-    def _prepare(self, runner: Runner, servers: Sequence[ServerView]) -> _Written:
+    def _prepare(self, runner: Runner, servers: Servers) -> _Written:
         """Returns the state of the last transfer; a new one for another runner or new layouts."""
         before = self._written
         layouts = tuple(sorted({view.layout for view in servers} | set(before.layouts if before else ())))
@@ -176,9 +168,7 @@ class FolderChangesSync:
         written.version = version
         return size
 
-    def _apply(
-        self, written: _Written, engines: Mapping[int, RemoteEngine], servers: Sequence[ServerView]
-    ) -> tuple[frozenset[int], int]:
+    def _apply(self, written: _Written, engines: Engines, servers: Servers) -> tuple[frozenset[int], int]:
         """Has servers apply the changes; returns the lost ones, and the bytes that servers of this rank have read."""
         version = written.version
         requests: dict[ServerView, FolderRequest] = {}
@@ -216,6 +206,7 @@ class FolderChangesSync:
 
     def _plan(self, runner: Runner, layouts: tuple[str, ...]) -> _Written:
         """Plans for one server of each layout; this covers servers that join later."""
+        assert self._table
         # Servers follow the ranks of the job. A node has 1 rank, so every box is written by its source.
         first = dist.get_world_size()
         placements: list[EnginePlacement] = []
@@ -260,14 +251,6 @@ def _report(path: Path) -> FolderReport:
     while not path.exists() and time.monotonic() < until:
         time.sleep(REPORT_POLL_SECONDS)
     return FolderReport(**json.loads(path.read_text())) if path.exists() else FolderReport()
-
-
-def _remove(folder: Path, pattern: str, kept: str) -> None:
-    """Removes the directories of other versions."""
-    if dist.get_rank() == SENDER:
-        for old in folder.glob(pattern):
-            if old.name != kept:
-                shutil.rmtree(old)
 
 
 def _size(folder: Path) -> int:

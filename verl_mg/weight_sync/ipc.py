@@ -98,13 +98,12 @@ class ProcessEngineSync:
         traffic: list[Traffic] = []
         # Copies are of what all engines have: a transfer to one engine cannot use or replace them.
         keeps = self._delta and target == self._placement
-        intact = False
-        if keeps and self._all_have and self._all_have[0] is weights.runner:
-            intact = self._load_changes(weights, plan, update, traffic)
-            if not intact:
-                log.warning("rollout: the weights of an engine differ from those that were sent; all are sent again")
-        if not intact:
-            self._load_all(weights, plan, update, keeps, traffic)
+        changes = keeps and self._all_have is not None and self._all_have[0] is weights.runner
+        if changes and not self._send(weights, plan, update, traffic, keeps, changes):
+            log.warning("rollout: the weights of an engine differ from those that were sent; all are sent again")
+            changes = False
+        if not changes:
+            self._send(weights, plan, update, traffic, keeps, changes)
         if keeps:
             self._all_have = version
         elif self._all_have != version:
@@ -112,36 +111,37 @@ class ProcessEngineSync:
         # All ranks report here, so that none releases memory that an engine still reads.
         return transfer_metrics(traffic, plan.lower_bound, started)
 
-    def _load_all(
-        self, weights: SourceWeights, plan: TransferPlan, update: _EngineUpdate, keeps: bool, traffic: list[Traffic]
-    ) -> None:
-        """Sends all values and loads them into the engines; `keeps` them to find changes in the next transfer."""
-        if keeps:
+    def _send(
+        self,
+        weights: SourceWeights,
+        plan: TransferPlan,
+        update: _EngineUpdate,
+        traffic: list[Traffic],
+        keeps: bool,
+        changes: bool,
+    ) -> bool:
+        """Sends all values or `changes`; returns whether all engines have the values of the senders then."""
+        here, patched = device.current_device(), list[PatchStaging]()
+        if keeps and not changes:
             self._sent = [SentValues() for _ in plan.chunks]
-        for number, values in enumerate(plan.values(weights.runner, self._merges), 1):
+        for number, values in enumerate(plan.values(weights.runner, self._merges)):
             # One buffer for a chunk, so that an engine opens one handle; of one size for all chunks, so that torch's
             # allocator gives back the memory that the engine has closed.
-            chunk = values.chunk
-            filled = Staging(chunk.shards, chunk.dtypes, device.current_device(), plan.staging_bytes)
-            traffic.append(values.send(filled.tensors))
-            if keeps:
-                values.keep(self._sent[number - 1])
-            update.load(filled, is_last=number == len(plan.chunks))
-        update.finish()
-
-    def _load_changes(
-        self, weights: SourceWeights, plan: TransferPlan, update: _EngineUpdate, traffic: list[Traffic]
-    ) -> bool:
-        """Sends what has changed; returns whether all engines have the values of the senders then."""
-        patched = []
-        for number, values in enumerate(plan.values(weights.runner, self._merges), 1):
-            patches, counted = values.send_changes(self._sent[number - 1])
+            staging: Staging | PatchStaging
+            if changes:
+                patches, counted = values.send_changes(self._sent[number])
+                staging = PatchStaging(patches, here)
+                patched.append(staging)
+            else:
+                staging = Staging(values.chunk.shards, values.chunk.dtypes, here, plan.staging_bytes)
+                counted = values.send(staging.tensors)
+                if keeps:
+                    values.keep(self._sent[number])
             traffic.append(counted)
-            patched.append(PatchStaging(patches, device.current_device()))
-            update.load(patched[-1], is_last=number == len(plan.chunks))
+            update.load(staging, is_last=number == len(plan.chunks) - 1)
         update.finish()
         # An engine that died is restarted, and then receives all values.
-        return all(all_gather_json(not update.is_loaded() or all(part.intact() for part in patched)))
+        return not changes or all(all_gather_json(not update.is_loaded() or all(part.intact() for part in patched)))
 
     def _plan(self, runner: Runner, placement: EnginePlacement) -> TransferPlan:
         # Memory is measured as it is during transfers: with the weights on the device, and torch's cache empty.

@@ -55,23 +55,21 @@ class SyncResult:
     """Numbers of servers that were lost in the transfer; then no server has the weights for certain."""
 
 
+Engines = Mapping[int, RemoteEngine]
+"""Servers that a rank leads, by number."""
+Servers = Sequence[ServerView]
+"""Servers that receive weights; the same on all ranks."""
+
+
 class ServerTransport(Protocol):
     """Transfer of weights to servers; all ranks call it together."""
 
-    def transfer(
-        self, weights: SourceWeights, engines: Mapping[int, RemoteEngine], servers: Sequence[ServerView]
-    ) -> SyncResult:
-        """Transfers weights to some servers; others continue to generate.
-
-        Args:
-            weights: what is transferred.
-            engines: servers that this rank leads, by number.
-            servers: those that receive weights; the same on all ranks.
-        """
+    def transfer(self, weights: SourceWeights, engines: Engines, servers: Servers) -> SyncResult:
+        """Transfers weights to some servers; others continue to generate."""
         ...
 
 
-def gather_views(engines: Mapping[int, RemoteEngine]) -> list[ServerView]:
+def gather_views(engines: Engines) -> list[ServerView]:
     """Returns the servers of all ranks, sorted by number, from each rank's own; all ranks call it together."""
     mine = [
         asdict(ServerView(number, engine.url, engine.info.start, engine.info.layout, engine.info.shard_obstacle))
@@ -119,7 +117,7 @@ class Meeting:
     """On the rank that has the store."""
 
     @classmethod
-    def arrange(cls, servers: Sequence[ServerView], timeout: timedelta) -> Meeting:
+    def arrange(cls, servers: Servers, timeout: timedelta) -> Meeting:
         """Makes a store for a new group; all ranks call it together."""
         rendezvous = None
         if dist.get_rank() == SENDER:
@@ -129,7 +127,7 @@ class Meeting:
         backend: Literal["nccl", "gloo"] = "nccl" if device.current_device().type == "cuda" else "gloo"
         return cls([(view.number, view.start) for view in servers], name, address, port, backend, rendezvous)
 
-    def is_of(self, servers: Sequence[ServerView]) -> bool:
+    def is_of(self, servers: Servers) -> bool:
         """Returns whether it is with these servers, which have not been restarted since."""
         return self.members == [(view.number, view.start) for view in servers]
 

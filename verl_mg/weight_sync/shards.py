@@ -1,5 +1,7 @@
 """Weight sync from every rank of the job straight into the ranks of SGLang servers outside the job.
 
+Servers that cannot receive shards receive broadcasts (`ProcessGroupSync`).
+
 The ranks of the servers are further ranks of one plan, after the ranks of the job. Each rank of the job computes its
 own schedule and the schedules of some ranks of servers, which it puts into a store; `engines.sglang.shard_receiver`
 executes them at the other end. Servers on one host count as a node, into which a byte is sent once.
@@ -20,7 +22,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -34,10 +36,12 @@ from torch.distributed import TCPStore
 from verl_mg import device
 from verl_mg.distributed.collectives import all_gather_json, sum_over_ranks
 from verl_mg.distributed.outside_group import all_true, connect_all, connect_store, join_outside_group
+from verl_mg.engines.sglang.arguments import check_on_cpu
 from verl_mg.engines.sglang.shard_receiver import (
     ARRIVAL_POLL_SECONDS,
     GO_KEY,
     GROUP_SECONDS,
+    RECEIVER,
     AbortWatch,
     Report,
     ShardRequest,
@@ -50,11 +54,21 @@ from verl_mg.engines.sglang.shard_receiver import (
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement
 from verl_mg.reshard.delta_transfer import SentValues
-from verl_mg.reshard.encoding import Wire
-from verl_mg.servers.remote_engine import RemoteEngine
+from verl_mg.reshard.encode import check_engine_blocks
+from verl_mg.reshard.encoding import Wire, encoding_of
 from verl_mg.sharding.model_table import ModelTable
 from verl_mg.training.runner import Runner
-from verl_mg.weight_sync.servers import Meeting, ServerView, SyncResult, no_connection, wait_for_servers
+from verl_mg.weight_sync.broadcast import BroadcastSync
+from verl_mg.weight_sync.servers import (
+    SENDER,
+    Engines,
+    Meeting,
+    Servers,
+    ServerView,
+    SyncResult,
+    no_connection,
+    wait_for_servers,
+)
 from verl_mg.weight_sync.transfer_plan import SourceWeights, TransferPlan, plan_to_engines, wire_dtypes
 
 TIMEOUT = timedelta(seconds=GROUP_SECONDS)
@@ -62,6 +76,76 @@ NUM_PLANS = 4
 """Plans that are kept: when servers come and go, the remaining ones are often the same as before."""
 
 log = logging.getLogger(__name__)
+
+
+class ProcessGroupSync:
+    """Transfer over process groups, by the way that each server supports.
+
+    `broadcast_to_all` broadcasts also to servers that could receive shards. Quantized weights (`wire`) and changes
+    (`delta`) are sent only as shards.
+    """
+
+    def __init__(
+        self, table: ModelTable, broadcast_to_all: bool = False, wire: Wire = "cast", delta: bool = False
+    ) -> None:
+        self._table, self._broadcast_to_all, self._wire = table, broadcast_to_all, wire
+        self._shards_only = delta or wire != "cast"
+        self._shards, self._broadcast = ShardSync(table, wire, delta), BroadcastSync()
+        self._warned: set[str] = set()
+
+    def transfer(self, weights: SourceWeights, engines: Engines, servers: Servers) -> SyncResult:
+        """Implements `ServerTransport.transfer`; UserError if a server needs shards and cannot receive them."""
+        obstacles = {view.number: self._obstacle(view) for view in servers}
+        receiving = [view for view in servers if not obstacles[view.number]]
+        others = [view for view in servers if obstacles[view.number]]
+        if others and self._shards_only:
+            raise UserError(
+                f"{others[0].url}: {obstacles[others[0].number]}; with rollout.wire and rollout.delta servers receive "
+                "only shards. Start it otherwise, or leave both out."
+            )
+        metrics: Counter[str] = Counter()
+        if receiving:
+            result = self._shards.transfer(weights, engines, receiving)
+            if result.lost:  # the caller repeats the transfer without them
+                return result
+            metrics.update(result.metrics)
+        if others:
+            result = self._broadcast.transfer(weights, engines, others)
+            metrics.update(result.metrics)
+            # Shards were configured, and a broadcast costs many times the bytes.
+            if not self._broadcast_to_all and dist.get_rank() == SENDER:
+                self._warn(others, obstacles, result.metrics)
+        return SyncResult(dict(metrics))
+
+    def _obstacle(self, view: ServerView) -> str:
+        """Returns why a server receives the whole model; empty where its ranks receive their shards."""
+        if self._broadcast_to_all:
+            return "rollout.weight_transfer=broadcast"
+        return view.shard_obstacle or table_obstacle(self._table, EngineLayout.parse(view.layout), self._wire)
+
+    def _warn(self, views: Sequence[ServerView], obstacles: Mapping[int, str], metrics: Mapping[str, float]) -> None:
+        new = [view for view in views if view.url not in self._warned]
+        self._warned |= {view.url for view in new}
+        if new:
+            received, needed = metrics["weight_sync/bytes_received"], metrics["weight_sync/bytes_lower_bound"]
+            log.warning(
+                "%s: %s. Each rank of %d servers receives the whole model through one rank: %.3g GB per update instead "
+                "of about %.3g GB. Start servers with --custom-weight-loader %s where verl_mg can be imported.",
+                new[0].url, obstacles[new[0].number], len(views), received / 1e9, needed / 1e9, RECEIVER,
+            )  # fmt: skip
+
+
+def table_obstacle(table: ModelTable, layout: EngineLayout, wire: Wire = "cast") -> str:
+    """Returns why the shards of a server of some layout are not known; empty where they are."""
+    try:
+        table.check_engine_layout(layout)
+        if encoding := encoding_of(wire):
+            shards = table.shard_map_engine(EnginePlacement(layout, tuple(range(layout.ranks))))
+            check_engine_blocks(table, shards, encoding, shards.ranks)
+        check_on_cpu(table.config, table.model_dims, layout)
+    except UserError as error:
+        return str(error).rstrip(".")
+    return ""
 
 
 @dataclass
@@ -120,9 +204,7 @@ class ShardSync:
         self._session: _Session | None = None
         self._planned = lru_cache(NUM_PLANS)(self._plan)
 
-    def transfer(
-        self, weights: SourceWeights, engines: Mapping[int, RemoteEngine], servers: Sequence[ServerView]
-    ) -> SyncResult:
+    def transfer(self, weights: SourceWeights, engines: Engines, servers: Servers) -> SyncResult:
         """Implements `ServerTransport.transfer`; UserError if a running server has not received its shards."""
         started = time.perf_counter()
         session = self._open(weights.runner, servers)
@@ -220,7 +302,7 @@ class ShardSync:
 
     # -- the group
 
-    def _open(self, runner: Runner, servers: Sequence[ServerView]) -> _Session:
+    def _open(self, runner: Runner, servers: Servers) -> _Session:
         """Returns the session of these servers: the last one, unless others took part or one was restarted."""
         if self._session and self._session.meeting.is_of(servers):
             return self._session
@@ -265,7 +347,7 @@ class ShardSync:
         return plan_to_engines(runner, self._table, placements, self._wire, receivers=mine)
 
 
-def _place(servers: Sequence[ServerView], world_size: int, node: int) -> dict[int, range]:
+def _place(servers: Servers, world_size: int, node: int) -> dict[int, range]:
     """Returns the ranks of each server in the plan, after the ranks of the job; servers of one host begin a node."""
     # A job of 4 ranks, 8 ranks a node; servers 0 and 1 on host a and 2 on host b, of 2 ranks each, get the ranks 8-9,
     # 10-11 and 16-17. The numbers in between are unused.
