@@ -50,7 +50,7 @@ from verl_mg.servers import remote_engine
 from verl_mg.servers.info import ServerRequirements
 from verl_mg.servers.remote_engine import RemoteEngine
 from verl_mg.sharding.boxes import Shard, slices
-from verl_mg.sharding.weight_table import weight_table
+from verl_mg.sharding.weight_table import WeightTable, weight_table
 from verl_mg.weight_sync.transfer_plan import SourceWeights
 
 CONFIG = fields(
@@ -125,34 +125,29 @@ class Source:
 # -- the oracle
 
 
-@lru_cache(maxsize=2)
-def _quantized(version: int, wire: str) -> Mapping[str, tuple[Tensor, Tensor]]:
-    """The whole tensors of a version as SGLang quantizes them: values and scales."""
+def expected(
+    layout: str, rank: int, tensors: Mapping[str, Tensor], wire: str = "cast", table: WeightTable = TABLE
+) -> dict[str, Tensor]:
+    """The parameters of a rank of an engine, cut from whole tensors that SGLang has quantized as a whole."""
     quantize: Callable[[Tensor], tuple[Tensor, Tensor]] = sglang_channels
-    if wire == "fp8_block":
+    if in_blocks := wire == "fp8_block":
         file, name = "srt/layers/quantization/mxfp8_block_convert.py", "bf16_to_block_fp8_128"
         quantize = installed_functions("sglang", file, name, torch=torch)[name]
-    return {name: quantize(tensors_of(version)[name]) for name in quantized_tensors(TABLE)}
-
-
-def expected(layout: str, rank: int, version: int, wire: str = "cast") -> dict[str, Tensor]:
-    """The parameters of a rank of an engine, cut from whole tensors that were quantized as a whole."""
+    quantized = {} if wire == "cast" else {name: quantize(tensors[name]) for name in quantized_tensors(table)}
+    rows, suffix = (128, "_scale_inv") if in_blocks else (1, "_scale")
     result = {}
-    quantized = _quantized(version, wire) if wire != "cast" else {}
-    for name, shard in TABLE.engine_shards(EngineLayout.parse(layout), rank).items():
+    for name, shard in table.engine_shards(EngineLayout.parse(layout), rank).items():
         if not shard.pieces or shard.pieces[0].tensor not in quantized:
-            result[name] = assemble(shard, tensors_of(version))
+            result[name] = assemble(shard, tensors)
             continue
-        rows = 128 if wire == "fp8_block" else 1
-        suffix, width = ("_scale_inv", ceil(shard.shape[1] / 128)) if wire == "fp8_block" else ("_scale", 1)
         result[name] = torch.empty(shard.shape, dtype=torch.float8_e4m3fn)
-        result[name + suffix] = torch.empty(shard.shape[0] // rows, width)
+        result[name + suffix] = torch.empty(shard.shape[0] // rows, ceil(shard.shape[1] / 128) if in_blocks else 1)
         for piece in shard.pieces:
             values, scales = quantized[piece.tensor]
             result[name][slices(piece.target)] = values[slices(piece.source)]
             (top, bottom), (left, right) = piece.source
             first, last = piece.target[0]
-            columns = slice(left // 128, ceil(right / 128)) if wire == "fp8_block" else slice(None)
+            columns = slice(left // 128, ceil(right / 128)) if in_blocks else slice(None)
             result[name + suffix][first // rows : last // rows] = scales[top // rows : bottom // rows, columns]
     return result
 
@@ -214,7 +209,9 @@ class EngineProcess:
         """What is not as it has to be in a version."""
         found = [] if self.version == version else [f"version {self.version}"]
         for rank, held in enumerate(self.parameters):
-            found += [f"{name} on {rank}" for name in differing(held, expected(self._layout, rank, version, wire))]
+            found += [
+                f"{name} on {rank}" for name in differing(held, expected(self._layout, rank, tensors_of(version), wire))
+            ]
         return found
 
 
@@ -241,7 +238,7 @@ class ServerRank:
         self._version = "default"
         self._parameters = {
             name: torch.full(values.shape, 7.0).to(values.dtype)
-            for name, values in expected(self._layout, self._rank, 0, self._wire).items()
+            for name, values in expected(self._layout, self._rank, tensors_of(0), self._wire).items()
         }
 
     def named_parameters(self) -> Iterable[tuple[str, Tensor]]:
@@ -308,7 +305,7 @@ class ServerRank:
                     self._parameters[name][slices(piece.target)] = tensors[piece.tensor][slices(piece.source)]
 
     def _wrong(self, body: Mapping[str, Any]) -> list[str]:
-        wanted = expected(self._layout, self._rank, body["version"], self._wire)
+        wanted = expected(self._layout, self._rank, tensors_of(body["version"]), self._wire)
         found = [] if self._version == str(body["version"]) else [f"version {self._version}"]
         return found + [f"{name} on {self._rank} of {self._layout}" for name in differing(self._parameters, wanted)]
 
