@@ -45,7 +45,7 @@ from verl_mg.engines.sglang import shard_receiver
 from verl_mg.http_client import UnreachableError
 from verl_mg.layout import EngineLayout, Layout, Placement
 from verl_mg.models.hf_config import parse_config
-from verl_mg.reshard.encoded_shard_map import quantized_tensors
+from verl_mg.reshard.encode import quantized_tensors
 from verl_mg.servers import remote_engine
 from verl_mg.servers.info import ServerRequirements
 from verl_mg.servers.remote_engine import RemoteEngine

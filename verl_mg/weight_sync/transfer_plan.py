@@ -116,7 +116,7 @@ class TransferPlan:
             needed = (chunk.encoder or chunk.schedule).source_parameters & computed
             tensors: Mapping[str, Tensor] = parameters | {name: served[name] for name in needed}
             if chunk.encoder:
-                yield ChunkValues(chunk, chunk.encoder.run(tensors, wait_for).tensors)
+                yield ChunkValues(chunk, chunk.encoder.run(tensors, wait_for))
             else:
                 yield ChunkValues(chunk, tensors, wait_for)
 
