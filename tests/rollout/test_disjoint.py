@@ -14,7 +14,7 @@ from tests.rollout.engine_jobs import checked_answers, engine_job, inputs, train
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.process_groups import ParallelGroups
-from verl_mg.weight_sync import engines as engines_sync
+from verl_mg.weight_sync import transfer_plan
 
 # (layout, its ranks, ranks of the job, architecture)
 PLACEMENTS = [
@@ -137,7 +137,7 @@ def test_job_with_unfit_ranks_is_refused_with_a_remedy(ranks, tmp_path, override
 
 def train_with_engines(folder, engine):
     """Two iterations with a reference under another layout; this rank's results and bytes received in each transfer."""
-    received, execute = [], engines_sync.execute
+    received, execute = [], transfer_plan.execute
 
     def counting(*arguments, **options):
         traffic = execute(*arguments, **options)
@@ -145,7 +145,7 @@ def train_with_engines(folder, engine):
         return traffic
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engines_sync, "execute", counting)
+        patch.setattr(transfer_plan, "execute", counting)
         job, recipe = engine_job(
             folder,
             *("actor.layout=tp2", "reference.layout=pp2", "algorithm.kl.coefficient=0.01"),

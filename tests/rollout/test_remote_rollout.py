@@ -51,9 +51,8 @@ class FailingGroup:
 
 def test_process_group_that_nccl_cannot_connect_raises_with_its_version(monkeypatch):
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
-    group = broadcast._RemoteProcessGroup(None, FailingGroup())  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"NCCL 2\.28\.9 cannot connect .*22809 vs 23003.*weight_transfer=disk"):
-        group.send(torch.zeros(1))
+        broadcast.start_broadcast(FailingGroup(), torch.zeros(1))  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -185,11 +184,11 @@ def test_shared_folder_sync_serves_the_exported_checkpoint(server, ranks, tmp_pa
 
 
 def in_portions(server: Server) -> list[dict[str, object]]:
-    whole, broadcast.CHUNK_BYTES = broadcast.CHUNK_BYTES, 2**14
+    whole, broadcast.BUFFER_BYTES = broadcast.BUFFER_BYTES, 2**14
     try:
         return train(server, 1, ["actor.layout=tp2"])
     finally:
-        broadcast.CHUNK_BYTES = whole
+        broadcast.BUFFER_BYTES = whole
 
 
 def test_process_group_sync_in_many_chunks_serves_the_same_weights(server, ranks):

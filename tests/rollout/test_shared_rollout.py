@@ -20,7 +20,7 @@ from verl_mg.data.prompts import Prompt
 from verl_mg.engines.engine import Request, Sampling
 from verl_mg.job.job import RunningJob
 from verl_mg.rollout.work_queue import StaticShare
-from verl_mg.weight_sync import engines as engines_sync
+from verl_mg.weight_sync import transfer_plan
 
 TOKENS = 90
 LOGIT = 9.0
@@ -106,7 +106,7 @@ def updated_with_death(job: RunningJob) -> int:
         return loads[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engines_sync, "CHUNK_BYTES", 2**14)
+        patch.setattr(transfer_plan, "CHUNK_BYTES", 2**14)
         patch.setattr(engines.engine, "load", load_and_die)
         engines._sync._planned.cache_clear()
         job.rollout.update_weights(job.actor)

@@ -23,7 +23,7 @@ from verl_mg.job.job import RunningJob
 from verl_mg.job.recipe import load_recipe
 from verl_mg.layout import EngineLayout
 from verl_mg.models.tiny_model import make_tiny_model
-from verl_mg.weight_sync.process_group import ProcessGroupSync
+from verl_mg.weight_sync.shards import ProcessGroupSync
 
 RANKS, ACTOR, SERVERS = 8, "tp4-pp2", 2
 HIDDEN, PARAMETERS_OF_A_LAYER = 512, 4.2e6
