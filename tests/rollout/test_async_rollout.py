@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from tests.helpers.engines import SGLANG
 from tests.helpers.traces import needs_sglang, needs_vllm
-from tests.rollout.engine_jobs import engine_job, inputs
+from tests.rollout.engine_jobs import engine_job, inputs, token_logprobs
 from verl_mg.engines.engine import RolloutEngine, Sample
 from verl_mg.engines.process_engine import ProcessEngine
 from verl_mg.rollout.groups import FIRST_EVALUATION_ID
@@ -95,12 +94,12 @@ def check_versions(folder: Path, rows, newest: int) -> set[int]:
         assert versions[written].max() <= newest
         assert torch.equal(row["loss_mask"], written & (versions >= newest - 2))
         for version in versions[written].unique().tolist():
-            model = AutoModelForCausalLM.from_pretrained(folder / f"weights-{version}", dtype=torch.float32)
-            with torch.no_grad():
-                scores = model(row["tokens"][None]).logits[0].log_softmax(-1)[:-1]
-            own = scores.gather(1, row["tokens"][1:, None])[:, 0]
-            of_version = (versions == version)[1:]
-            torch.testing.assert_close(row["rollout_logprobs"][1:][of_version], own[of_version], atol=1e-4, rtol=0)
+            expected, of_version = (
+                token_logprobs(folder / f"weights-{version}", row["tokens"]),
+                (versions == version)[1:],
+            )
+            found = row["rollout_logprobs"][1:]
+            torch.testing.assert_close(found[of_version], expected[of_version], atol=1e-4, rtol=0)
     return spans
 
 
