@@ -23,7 +23,7 @@ from verl_mg.cli import _parser
 from verl_mg.config import ConfigSection, MegatronConfig, load_config
 from verl_mg.config.tree import Config
 from verl_mg.errors import UserError
-from verl_mg.job.job import Job
+from verl_mg.job.job import RunningJob
 from verl_mg.job.recipe import load_recipe
 from verl_mg.recipes.tasks import repeat_digit
 
@@ -132,7 +132,13 @@ def test_page_with_configuration_keys_names_existing_keys(name):
 
 
 def _is_of_job(name: str) -> bool:
-    return hasattr(Job, name) or name in (*Job.__annotations__, "iteration", "state", "prompts", "tokenizer")
+    return hasattr(RunningJob, name) or name in (
+        *RunningJob.__annotations__,
+        "iteration",
+        "state",
+        "prompts",
+        "tokenizer",
+    )
 
 
 @pytest.mark.skipif(not MEGATRON.exists(), reason="verl is installed by tools/install/peers.sh")

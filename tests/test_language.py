@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import collections.abc
+import contextlib
 import functools
+import re
+import typing
 from pathlib import Path
 
 import pytest
@@ -23,7 +28,7 @@ def test_language_of_the_repository_follows_rule(rule):
     assert not violations, f"{len(violations)} violations:\n" + "\n".join(violations)
 
 
-def rules_of(text: str, file: str = "verl_mg/data/prompts.py") -> list[str]:
+def rules_of(text: str, file: str = "verl_mg/batch.py") -> list[str]:
     """Rules that a text breaks, as a file of the repository."""
     if file.endswith(".py"):
         return [violation.rule for violation in check_python(Path(file), text, class_index([text]))]
@@ -144,3 +149,14 @@ def test_checker_given_test_module_reports_rule(source, rule):
 )
 def test_checker_given_markdown_reports_rule(text, rule):
     assert rules_of(text, "docs/guide.md") == rule.split()
+
+
+def test_names_of_typing_are_given_to_nothing_else() -> None:
+    elsewhere = {name for module in (collections.abc, contextlib, re) for name in dir(module)}  # typing repeats them
+    reserved, found = {name for name in typing.__all__ if name[0].isupper()} - elsewhere, []
+    for file in (file for folder in ("verl_mg", "recipes", "tools") for file in (REPOSITORY / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            targets = node.targets if isinstance(node, ast.Assign) else [node] if isinstance(node, ast.ClassDef) else []
+            names = {getattr(target, "id", None) or getattr(target, "name", "") for target in targets}
+            found += [f"{file}:{node.lineno}: {name}" for name in names & reserved]
+    assert not found, found

@@ -35,9 +35,8 @@ from verl_mg.layout import EngineLayout, Layout
 from verl_mg.models.hf_config import read_config
 from verl_mg.planner.cost import inference_seconds, train_seconds, utilization
 from verl_mg.planner.efficiency import FITTED, GPUS, Efficiency
-from verl_mg.planner.generation_time import rollout_seconds
 from verl_mg.planner.inputs import GIB, GIGA, PlanInputs
-from verl_mg.planner.iteration_time import Seconds, iteration_seconds, moved_seconds, sync_seconds
+from verl_mg.planner.iteration_time import Seconds, iteration_seconds, moved_seconds, rollout_seconds, sync_seconds
 from verl_mg.planner.memory import rollout_memory, train_memory
 from verl_mg.planner.training_options import TrainingOptions, recompute
 from verl_mg.reshard import RankTraffic
@@ -193,7 +192,7 @@ def iteration(row: Row, inputs: PlanInputs, layout: Layout) -> Seconds:
     generation = rollout_seconds(inputs, engine, rollout_memory(inputs, engine, limit))
     memory = train_memory(replace(inputs, offload=not inputs.rollout_ranks), layout)
     links = min(inputs.intra_node, inputs.node * inputs.inter_node)
-    sync = inputs.weight_bytes / (inputs.efficiency.gathering * links * GIGA)
+    sync = inputs.size.bytes / (inputs.efficiency.gathering * links * GIGA)
     return iteration_seconds(
         inputs, memory, passes * inference_seconds(inputs, layout), train_seconds(inputs, layout), generation, sync
     )

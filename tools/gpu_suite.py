@@ -118,8 +118,8 @@ def missing() -> str | None:
 def described() -> tuple[dict[str, Any], dict[str, str]]:
     """Returns the machine and the versions, asked in a process that does not keep memory of the GPU."""
     code = (
-        "import json; from verl_mg.doctor.machine import describe_machine as m; "
-        "from verl_mg.doctor.machine import installed_versions as v; print(json.dumps([m(), v()]))"
+        "import json; from verl_mg.doctor import describe_machine as m; "
+        "from verl_mg.doctor import installed_versions as v; print(json.dumps([m(), v()]))"
     )
     printed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     machine, versions = json.loads(printed.stdout.splitlines()[-1])

@@ -248,7 +248,7 @@ def _status(arguments: argparse.Namespace) -> None:
 
 
 def _doctor(arguments: argparse.Namespace) -> None:
-    from verl_mg.doctor.command import check
+    from verl_mg.doctor import check
 
     sys.exit(check(arguments.output))
 
@@ -289,7 +289,7 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 
 def _models(arguments: argparse.Namespace) -> None:
-    from verl_mg.support.command import show_families, show_model
+    from verl_mg.support import show_families, show_model
 
     sys.exit(show_model(arguments.model) if arguments.model else show_families())
 

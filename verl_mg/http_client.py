@@ -28,8 +28,7 @@ T = TypeVar("T")
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 """Seconds before the first retry, doubled for each further one; upper limit of the pause."""
-LONGEST_RETRY_AFTER = 600.0
-"""Seconds; a service whose `Retry-After` is longer counts as unavailable."""
+LONGEST_RETRY_AFTER = 600.0  # seconds; a service whose `Retry-After` is longer counts as unavailable
 # Statuses with `Retry-After`: RFC 6585, section 4, and RFC 9110, section 15.6.4.
 TOO_MANY_REQUESTS, UNAVAILABLE = 429, 503
 

@@ -24,8 +24,7 @@ from typing import Any, Literal
 from verl_mg.errors import UserError
 
 Kind = Literal["model", "dataset"]
-SITES = {"hf": "the Hugging Face hub", "modelscope": "ModelScope"}
-"""Prefixes of names, and their sites."""
+SITES = {"hf": "the Hugging Face hub", "modelscope": "ModelScope"}  # prefixes of names, and their sites
 WORDS: dict[Kind, tuple[str, str]] = {
     "model": ("model", "model directory"),
     "dataset": ("data set", "data file or folder"),
@@ -33,8 +32,7 @@ WORDS: dict[Kind, tuple[str, str]] = {
 """Kinds of repositories, and what their names would be as paths, for messages."""
 IGNORED = ("consolidated*", "*/*.json", "*/*.safetensors", "*/*.model", "*/*.txt")
 """Second copies of a model in other formats, such as original/, onnx/ and metal/."""
-ANSWER_SECONDS = 30.0
-"""Time limit for connecting to the Hugging Face hub and for each part of its answer."""
+ANSWER_SECONDS = 30.0  # time limit for connecting to the Hugging Face hub and for each part of its answer
 
 _NAME = re.compile(
     r"(?:(?P<site>\w+):)?(?P<repository>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-]+))?(?::(?P<part>.*))?"
@@ -45,16 +43,11 @@ _NAME = re.compile(
 class HubName:
     """Name of a model or data set on a hub: `[hf:|modelscope:]OWNER/NAME[@REVISION][:PART]`."""
 
-    text: str
-    """The name as it was written."""
-    site: str
-    """Key of `SITES`."""
-    repository: str
-    """Owner and name."""
-    revision: str | None
-    """Branch, tag or commit; None for the main branch."""
-    part: str
-    """Configuration and split of a data set, as in `main:train`; "" for none."""
+    text: str  # the name as it was written
+    site: str  # key of `SITES`
+    repository: str  # owner and name
+    revision: str | None  # branch, tag or commit; None for the main branch
+    part: str  # configuration and split of a data set, as in `main:train`; "" for none
 
     @classmethod
     def parse(cls, path: str | Path) -> HubName | None:

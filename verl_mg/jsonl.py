@@ -13,8 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-MAX_READ_BYTES = 8 * 2**20
-"""Largest number of bytes that `read_new_lines` reads."""
+MAX_READ_BYTES = 8 * 2**20  # largest number of bytes that `read_new_lines` reads
 
 
 @contextmanager

@@ -207,7 +207,7 @@ def test_kl_penalty_of_each_estimator_equals_verl(verl, kind):
     same(*values)
     for value in values:
         value.sum().backward()
-    assert ours.grad is not None and theirs.grad is not None
+    assert theirs.grad is not None
     same(ours.grad, theirs.grad)
 
 
@@ -217,7 +217,6 @@ def test_verl_takes_the_gradient_of_k3_where_it_is_large(verl):
         logprob = torch.tensor([-4.0], requires_grad=True)
         penalty = function(logprob, torch.tensor([-1.0]), "k3")
         penalty.sum().backward()
-        assert logprob.grad is not None
         assert (penalty.item(), logprob.grad.item()) == pytest.approx((value, slope), rel=1e-4)
 
 
@@ -292,7 +291,7 @@ def test_policy_losses_of_random_tokens_equal_verl(verl, name, mode):
         same(*values)
         for value in values:
             value.backward()
-        assert ours.grad is not None and theirs.grad is not None
+        assert theirs.grad is not None
         same(ours.grad, theirs.grad)
 
 
@@ -326,7 +325,7 @@ def test_value_loss_of_random_tokens_equals_verl(verl):
     assert 0 < cut.item() == pytest.approx(metrics["value_clip_fraction"].sum().item() / int(mask.sum()))
     value.backward()
     their_value.backward()
-    assert ours.grad is not None and theirs.grad is not None
+    assert theirs.grad is not None
     same(ours.grad, theirs.grad)
 
 

@@ -64,7 +64,6 @@ def value_and_gradient(mode: str, parts: list[Tensor]) -> tuple[float, Tensor]:
         _, local_ids = torch.unique(ids[tokens], return_inverse=True)
         total = total + aggregate(loss[tokens], mask[tokens], local_ids, mode, global_normalizer(mode))
     total.backward()
-    assert loss.grad is not None
     return total.item(), loss.grad
 
 
@@ -113,7 +112,7 @@ def test_trajectories_with_rows_in_several_micro_batches_are_one_sequence_each(m
         total = total + aggregate(*columns, mode, global_normalizer(mode), counts[here])
     total.backward()
     expected, weights = by_hand(mode)
-    assert loss.grad is not None and abs(expected) > 1e-3 and (loss.grad != 0).sum() == mask.sum()
+    assert abs(expected) > 1e-3 and (loss.grad != 0).sum() == mask.sum()
     assert total.item() == pytest.approx(expected, rel=1e-12)
     torch.testing.assert_close(loss.grad, torch.tensor(weights, dtype=torch.float64), rtol=1e-12, atol=1e-15)
 
@@ -125,7 +124,7 @@ def test_an_empty_mask_is_zero_with_a_gradient(mode):
     total = aggregate(loss, torch.zeros(3, dtype=torch.bool), ids, mode, normalizer(mode, 0, 0, MAX_LENGTH))
     total.backward()
     assert total.item() == 0.0
-    assert loss.grad is not None and loss.grad.tolist() == [0.0, 0.0, 0.0]
+    assert loss.grad.tolist() == [0.0, 0.0, 0.0]
 
 
 def test_normalizer_of_each_mode_is_the_documented_count():
@@ -155,7 +154,6 @@ def test_segment_totals_of_random_ids_equal_loops(entries):
     found.square().sum().backward()
     shares = [sum(other == number for _, other in entries) for _, number in entries]
     slopes = [2 * total * share for total, share in zip(expected, shares, strict=True)]
-    assert values.grad is not None
     torch.testing.assert_close(values.grad, torch.tensor(slopes, dtype=torch.float64), rtol=1e-12, atol=1e-12)
 
 

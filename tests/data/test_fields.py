@@ -11,7 +11,8 @@ from pyarrow import parquet
 from transformers import PreTrainedTokenizerFast
 
 from tests.helpers.json_lines import write_lines
-from verl_mg.data import PromptSet, demonstration, read_records
+from tests.helpers.prompts import prompt_set
+from verl_mg.data import demonstration, read_records
 from verl_mg.errors import UserError
 from verl_mg.models.tiny_model import character_tokenizer
 
@@ -52,16 +53,16 @@ def parquet_file(folder: Path, *records: dict[str, Any]) -> Path:
 def read(path: Path, tokenizer: PreTrainedTokenizerFast, **options: Any) -> tuple[list[tuple[str, str | None]], str]:
     """Texts with answers, and the lines that were reported."""
     reported: list[str] = []
-    prompts = PromptSet.from_file(path, tokenizer, max_prompt_tokens=500, report=reported.append, **options)
+    prompts = prompt_set(path, tokenizer, max_prompt_tokens=500, report=reported.append, **options)
     return [(prompt.text, prompt.answer) for prompt in prompts], "; ".join(reported)
 
 
-def test_from_file_parquet_of_verl_is_read_without_options(tmp_path, tokenizer):
+def test_read_prompts_parquet_of_verl_is_read_without_options(tmp_path, tokenizer):
     path = parquet_file(tmp_path, VERL, VERL | {"prompt": [{"role": "system", "content": "s"}, USER]})
     read_, reported = read(path, tokenizer)
     assert read_ == [("<user>1+1=<assistant>", "2"), ("<system>s<user>1+1=<assistant>", "2")]
     assert reported == f"{path}: prompts from 'prompt', answers from 'reward_model.ground_truth'"
-    assert PromptSet.from_file(path, tokenizer, max_prompt_tokens=50)[0].record == VERL
+    assert prompt_set(path, tokenizer, max_prompt_tokens=50)[0].record == VERL
 
 
 @pytest.mark.parametrize(
@@ -75,36 +76,36 @@ def test_from_file_parquet_of_verl_is_read_without_options(tmp_path, tokenizer):
         ("", ""),
     ],
 )
-def test_from_file_ground_truth_of_other_types_is_text(tmp_path, tokenizer, truth, answer):
+def test_read_prompts_ground_truth_of_other_types_is_text(tmp_path, tokenizer, truth, answer):
     path = parquet_file(tmp_path, VERL | {"reward_model": {"style": "rule", "ground_truth": truth}})
     assert read(path, tokenizer)[0] == [("<user>1+1=<assistant>", answer)]
 
 
 @pytest.mark.parametrize("prompt", ["1+1=", [USER]])
-def test_from_file_jsonl_of_slime_is_read_without_options(tmp_path, tokenizer, prompt):
+def test_read_prompts_jsonl_of_slime_is_read_without_options(tmp_path, tokenizer, prompt):
     path = lines(tmp_path, {"prompt": prompt, "label": "2", "metadata": {"rm_type": "math"}}, {"prompt": "x"})
     read_, reported = read(path, tokenizer)
     assert read_ == [("1+1=" if prompt == "1+1=" else "<user>1+1=<assistant>", "2"), ("x", None)]
     assert reported == f"{path}: prompts from 'prompt', answers from 'label'"
 
 
-def test_from_file_parquet_of_verl_without_images_in_its_column_is_read(tmp_path, tokenizer):
+def test_read_prompts_parquet_of_verl_without_images_in_its_column_is_read(tmp_path, tokenizer):
     assert read(parquet_file(tmp_path, VERL | {"images": []}, VERL | {"images": None}), tokenizer)[0][0][1] == "2"
 
 
-def test_from_file_messages_end_with_their_answer(tmp_path, tokenizer):
+def test_read_prompts_messages_end_with_their_answer(tmp_path, tokenizer):
     path = lines(tmp_path, {"messages": [USER, ASSISTANT]}, {"messages": [USER, ASSISTANT, USER]})
     read_, reported = read(path, tokenizer)
     assert read_ == [("<user>1+1=<assistant>", "2"), ("<user>1+1=<assistant>2<user>1+1=<assistant>", None)]
     assert reported == f"{path}: prompts from 'messages', answers from the last assistant message of 'messages'"
-    first, second = PromptSet.from_file(path, tokenizer, max_prompt_tokens=50)
+    first, second = prompt_set(path, tokenizer, max_prompt_tokens=50)
     tokens, length = demonstration(first, tokenizer, 50)
     assert tokenizer.decode(tokens[length:-1]) == "2"
     with pytest.raises(UserError, match=r":2 .*no answer to learn from"):
         demonstration(second, tokenizer, 50)
 
 
-def test_from_file_messages_with_an_answer_field_keep_it(tmp_path, tokenizer):
+def test_read_prompts_messages_with_an_answer_field_keep_it(tmp_path, tokenizer):
     path = lines(tmp_path, {"messages": [USER, ASSISTANT], "answer": "two"})
     assert read(path, tokenizer) == (
         [("<user>1+1=<assistant>", "two")],
@@ -112,14 +113,14 @@ def test_from_file_messages_with_an_answer_field_keep_it(tmp_path, tokenizer):
     )
 
 
-def test_from_file_usual_fields_take_precedence_silently(tmp_path, tokenizer):
+def test_read_prompts_usual_fields_take_precedence_silently(tmp_path, tokenizer):
     path = lines(tmp_path, {"label": "l", "messages": [USER]}, VERL | {"prompt": "p", "answer": "a"})
     with pytest.raises(UserError, match=r":1: no field 'prompt'"):  # found for the file, not for each line
         read(path, tokenizer)
     assert read(lines(tmp_path, VERL | {"prompt": "p", "answer": "a", "label": "l"}), tokenizer) == ([("p", "a")], "")
 
 
-def test_from_file_configured_fields_are_never_replaced(tmp_path, tokenizer):
+def test_read_prompts_configured_fields_are_never_replaced(tmp_path, tokenizer):
     path = lines(tmp_path, VERL | {"label": "l", "extra_info.answer": "literal"}, VERL | {"label": "l"})
     for answer_field, answers in (
         ("label", ["l", "l"]),
@@ -146,14 +147,14 @@ def test_from_file_configured_fields_are_never_replaced(tmp_path, tokenizer):
         (VERL | {"images": [{"bytes": "a"}]}, {}, "the record has 'images', which the model does not read"),
     ],
 )
-def test_from_file_other_layout_is_named(tmp_path, tokenizer, record, options, reason):
+def test_read_prompts_other_layout_is_named(tmp_path, tokenizer, record, options, reason):
     path = lines(tmp_path, record)
     with pytest.raises(UserError, match=reason) as caught:
         read(path, tokenizer, **options)
     assert str(caught.value).startswith(f"{path}:1: ")
 
 
-def test_from_file_parquet_messages_render_as_the_same_json(tmp_path, tokenizer):
+def test_read_prompts_parquet_messages_render_as_the_same_json(tmp_path, tokenizer):
     """Parquet gives all messages the fields of each: those that are null there are absent in the JSON."""
     call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": null}'}}
     conversation = [
@@ -167,12 +168,12 @@ def test_from_file_parquet_messages_render_as_the_same_json(tmp_path, tokenizer)
     assert json_texts[0][0] == f"<user>ab[{json.dumps([call])}]<assistant>None<tool>3<assistant>"
     path = parquet_file(tmp_path, *records)
     assert read(path, tokenizer)[0] == json_texts
-    for_agents = PromptSet.from_file(path, tokenizer, max_prompt_tokens=500)[0].messages
+    for_agents = prompt_set(path, tokenizer, max_prompt_tokens=500)[0].messages
     texts = [{"content": "ab"}, {"content": None}, {"content": "3"}]
     assert for_agents == [message | text for message, text in zip(conversation, texts, strict=True)]
 
 
-def test_from_file_calls_without_content_are_messages(tmp_path, tokenizer):
+def test_read_prompts_calls_without_content_are_messages(tmp_path, tokenizer):
     path = lines(tmp_path, {"prompt": [USER, {"role": "assistant", "tool_calls": []}, USER]})
     assert read(path, tokenizer)[0][0][0] == "<user>1+1=[[]]<assistant>None<user>1+1=<assistant>"
 

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from verl_mg.data import PromptSet, read_records
+from tests.helpers.prompts import prompt_set
+from verl_mg.data import read_records
 from verl_mg.errors import UserError
 from verl_mg.models.tiny_model import character_tokenizer
 from verl_mg.rewards import Reward, Sample, load_reward
@@ -31,7 +32,7 @@ def test_read_records_of_a_task_are_those_of_the_package():
     ]
     assert len(read_records("reasoning_gym:chain_sum")) == 500
     tokenizer = character_tokenizer("".join(map(chr, range(32, 127))))
-    prompts = PromptSet.from_file(PATH, tokenizer, max_prompt_tokens=200, instruction=" Use <answer>.")
+    prompts = prompt_set(PATH, tokenizer, max_prompt_tokens=200, instruction=" Use <answer>.")
     assert [prompt.answer for prompt in prompts] == [entry["answer"] for entry in theirs]
     assert prompts[1].place == f"{PATH}:2" and prompts[1].text.endswith("= Use <answer>.")
 

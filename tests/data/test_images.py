@@ -11,6 +11,7 @@ from pyarrow import parquet
 from transformers import AutoProcessor, AutoTokenizer
 
 from tests.helpers.json_lines import write_lines
+from tests.helpers.prompts import prompt_set
 from tests.helpers.tiny_models import noise_image, vision_model
 from verl_mg.data import PromptSet, demonstrations_batch
 from verl_mg.data.image_processor import ImageProcessor
@@ -65,7 +66,7 @@ def datasets_parquet(folder: Path) -> Path:
 def read(file: Path, family: str = "qwen2_5_vl", **options: Any) -> PromptSet:
     folder = vision_model(family)
     tokenizer, processor = AutoTokenizer.from_pretrained(folder), ImageProcessor.read(folder)
-    return PromptSet.from_file(file, tokenizer, processor=processor, **{"max_prompt_tokens": 100} | options)
+    return prompt_set(file, tokenizer, processor=processor, **{"max_prompt_tokens": 100} | options)
 
 
 @pytest.mark.parametrize("form", [paths, urls, parquet_bytes, datasets_parquet])
@@ -79,7 +80,6 @@ def test_prompt_with_images_has_tokens_and_inputs_of_the_processor(tmp_path, fam
     wanted = oracle(text=[text], images=[pixels], return_tensors="pt")
     assert prompt.tokens == tuple(wanted["input_ids"][0].tolist()) and prompt.text == text
     processor = ImageProcessor.read(vision_model(family))
-    assert processor is not None
     inputs = processor.model_inputs([prompt.load_images()])
     per_token = {"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"}
     assert inputs.keys() == wanted.keys() - per_token and "pixel_values" in inputs
@@ -144,4 +144,4 @@ def test_image_that_is_cut_short_is_found_when_it_is_loaded(tmp_path):
 def test_images_of_a_text_model_are_refused(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(vision_model("qwen2_5_vl"))
     with pytest.raises(UserError, match=r"data\.jsonl:1: the record has 'images', which the model does not read"):
-        PromptSet.from_file(as_lines(tmp_path, {"prompt": "1", "images": [GOOD]}), tokenizer, max_prompt_tokens=9)
+        prompt_set(as_lines(tmp_path, {"prompt": "1", "images": [GOOD]}), tokenizer, max_prompt_tokens=9)

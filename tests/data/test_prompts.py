@@ -9,6 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from tests.helpers.json_lines import write_lines
+from tests.helpers.prompts import prompt_set
 from verl_mg.data import PromptSet
 from verl_mg.errors import UserError
 from verl_mg.models.tiny_model import character_tokenizer
@@ -29,47 +30,43 @@ def file_of(folder: Path, *records: dict[str, Any]) -> Path:
 
 def numbered(folder: Path, count: int, tokenizer: PreTrainedTokenizerFast, **options: Any) -> PromptSet:
     path = file_of(folder, *({"prompt": "x" * (i + 1)} for i in range(count)))
-    return PromptSet.from_file(path, tokenizer, **{"max_prompt_tokens": 100} | options)
+    return prompt_set(path, tokenizer, **{"max_prompt_tokens": 100} | options)
 
 
-def test_from_file_plain_prompt_is_tokenized(tmp_path, tokenizer):
+def test_read_prompts_plain_prompt_is_tokenized(tmp_path, tokenizer):
     path = file_of(tmp_path, {"q": "ab", "a": 7}, {"q": "c"})
-    prompts = PromptSet.from_file(
-        path, tokenizer, prompt_field="q", answer_field="a", instruction="!", max_prompt_tokens=3
-    )
+    prompts = prompt_set(path, tokenizer, prompt_field="q", answer_field="a", instruction="!", max_prompt_tokens=3)
     first, second = prompts
     assert first.tokens == tuple(tokenizer.convert_tokens_to_ids(list("ab!")))
     assert (first.id, first.text, first.answer, first.record) == (0, "ab!", "7", {"q": "ab", "a": 7})
     assert (second.id, second.text, second.answer) == (1, "c!", None)
 
 
-def test_from_file_special_tokens_are_added_once(tmp_path):
+def test_read_prompts_special_tokens_are_added_once(tmp_path):
     """A tokenizer that begins every text with a token does so for strings, not after a template."""
     from tokenizers.processors import TemplateProcessing
 
     tokenizer = character_tokenizer("ab")
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<pad> $A", special_tokens=[("<pad>", 0)])
     messages = [{"role": "user", "content": "b"}]
-    prompts = PromptSet.from_file(
-        file_of(tmp_path, {"prompt": "a"}, {"prompt": messages}), tokenizer, max_prompt_tokens=9
-    )
+    prompts = prompt_set(file_of(tmp_path, {"prompt": "a"}, {"prompt": messages}), tokenizer, max_prompt_tokens=9)
     assert tokenizer.convert_ids_to_tokens(prompts[0].tokens) == ["<pad>", "a"]
     assert tokenizer.convert_ids_to_tokens(prompts[1].tokens) == ["<user>", "b", "<assistant>"]
 
 
-def test_from_file_system_prompt_begins_conversations_that_have_none(tmp_path):
+def test_read_prompts_system_prompt_begins_conversations_that_have_none(tmp_path):
     tokenizer = character_tokenizer("abs")
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}|{% endfor %}"
     given = [{"role": "system", "content": "b"}, {"role": "user", "content": "a"}]
     path = file_of(tmp_path, {"prompt": "a"}, {"prompt": given[1:]}, {"prompt": given})
     options = {"max_prompt_tokens": 9, "system_prompt": "s"}
-    texts = [prompt.text for prompt in PromptSet.from_file(path, tokenizer, chat_template=True, **options)]
+    texts = [prompt.text for prompt in prompt_set(path, tokenizer, chat_template=True, **options)]
     assert texts == ["s|a|", "s|a|", "b|a|"]
     with pytest.raises(UserError, match=r"data\.jsonl:1: data\.system_prompt .* Set data\.chat_template=true"):
-        PromptSet.from_file(path, tokenizer, **options)
+        prompt_set(path, tokenizer, **options)
 
 
-def test_from_file_chat_template_describes_the_tools(tmp_path):
+def test_read_prompts_chat_template_describes_the_tools(tmp_path):
     tokenizer = character_tokenizer(string.printable)
     tokenizer.chat_template = (
         "{%- for tool in tools or [] -%}{{- tool['function']['name'] + ';' -}}{%- endfor -%}"
@@ -77,14 +74,14 @@ def test_from_file_chat_template_describes_the_tools(tmp_path):
     )
     tools = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}]
     path = file_of(tmp_path, {"prompt": "1+1"})
-    (prompt,) = PromptSet.from_file(path, tokenizer, chat_template=True, max_prompt_tokens=10, tools=tools)
+    (prompt,) = prompt_set(path, tokenizer, chat_template=True, max_prompt_tokens=10, tools=tools)
     assert prompt.text == "add;1+1"
 
 
-def test_from_file_chat_template_renders_strings_and_messages(tmp_path, tokenizer):
+def test_read_prompts_chat_template_renders_strings_and_messages(tmp_path, tokenizer):
     conversation = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     path = file_of(tmp_path, {"prompt": conversation}, {"prompt": "u"})
-    prompts = PromptSet.from_file(path, tokenizer, chat_template=True, instruction="!", max_prompt_tokens=10)
+    prompts = prompt_set(path, tokenizer, chat_template=True, instruction="!", max_prompt_tokens=10)
     assert [prompt.text for prompt in prompts] == ["<system>s<user>u<assistant>", "<user>u!<assistant>"]
     ours = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=True)
     assert prompts[0].tokens == tuple(ours["input_ids"])
@@ -102,29 +99,30 @@ def test_from_file_chat_template_renders_strings_and_messages(tmp_path, tokenize
         ({"prompt": "a", "answer": ["b"]}, "'answer' is a list"),
     ],
 )
-def test_from_file_bad_prompt_is_named(tmp_path, tokenizer, record, reason):
+def test_read_prompts_bad_prompt_is_named(tmp_path, tokenizer, record, reason):
     path = file_of(tmp_path, {"prompt": "a"}, record)
     with pytest.raises(UserError, match=reason) as caught:
-        PromptSet.from_file(path, tokenizer, max_prompt_tokens=5)
+        prompt_set(path, tokenizer, max_prompt_tokens=5)
     assert str(caught.value).startswith(f"{path}:2: ")
 
 
-def test_from_file_missing_template_is_an_error(tmp_path):
+def test_read_prompts_missing_template_is_an_error(tmp_path):
     tokenizer = character_tokenizer("a")
     tokenizer.chat_template = None
     with pytest.raises(UserError, match=r"no chat template.*data.chat_template=false"):
-        PromptSet.from_file(file_of(tmp_path, {"prompt": "a"}), tokenizer, chat_template=True, max_prompt_tokens=5)
+        prompt_set(file_of(tmp_path, {"prompt": "a"}), tokenizer, chat_template=True, max_prompt_tokens=5)
 
 
-def test_from_file_overlong_prompts_are_dropped(tmp_path, tokenizer):
+def test_read_prompts_overlong_prompts_are_dropped(tmp_path, tokenizer):
     path = file_of(tmp_path, {"prompt": "aaaa"}, {"prompt": "b"}, {"prompt": "cc"})
-    prompts = PromptSet.from_file(path, tokenizer, max_prompt_tokens=2, overlong_prompts="drop")
+    prompts = prompt_set(path, tokenizer, max_prompt_tokens=2, overlong_prompts="drop")
     assert (prompts.dropped, len(prompts), [prompt.id for prompt in prompts]) == (1, 2, [1, 2])
     assert prompts[0] is prompts.by_id(1)
     with pytest.raises(KeyError):
         prompts.by_id(0)
-    with pytest.raises(UserError, match=r"the shortest has 1\. .*max_prompt_tokens"):
-        PromptSet.from_file(path, tokenizer, max_prompt_tokens=0, overlong_prompts="drop")
+    path = file_of(tmp_path, {"prompt": "aaaa"}, {"prompt": "cc"})
+    with pytest.raises(UserError, match=r"the shortest has 2\. .*max_prompt_tokens"):
+        prompt_set(path, tokenizer, max_prompt_tokens=1, overlong_prompts="drop")
 
 
 def test_take_every_epoch_has_all_prompts_in_another_order(tmp_path, tokenizer):
@@ -153,7 +151,7 @@ def test_load_state_of_other_data_is_refused(tmp_path, tokenizer, count, seed, n
 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason=f"GSM8K is not at {GSM8K}")
-def test_from_file_gsm8k_is_read_as_published(tokenizer, monkeypatch):
+def test_read_prompts_gsm8k_is_read_as_published(tokenizer, monkeypatch):
     calls, call = list[int](), PreTrainedTokenizerFast.__call__
 
     def counted(self: PreTrainedTokenizerFast, texts: list[str], **options: Any) -> Any:
@@ -161,7 +159,7 @@ def test_from_file_gsm8k_is_read_as_published(tokenizer, monkeypatch):
         return call(self, texts, **options)
 
     monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", counted)
-    prompts = PromptSet.from_file(GSM8K / "train.jsonl", tokenizer, prompt_field="question", max_prompt_tokens=2000)
+    prompts = prompt_set(GSM8K / "train.jsonl", tokenizer, prompt_field="question", max_prompt_tokens=2000)
     assert sum(calls) == 7473 and len(calls) < 100  # one by one takes long
     assert len(prompts) == 7473
     assert all("####" in (prompt.answer or "") for prompt in prompts)

@@ -8,7 +8,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from tests.helpers.json_lines import write_lines
-from verl_mg.data import Prompt, PromptSet, demonstration, demonstrations_batch, pairs_batch, preference
+from tests.helpers.prompts import prompt_set
+from verl_mg.data import Prompt, demonstration, demonstrations_batch, pairs_batch, preference
 from verl_mg.errors import UserError
 from verl_mg.models.tiny_model import character_tokenizer
 
@@ -79,7 +80,7 @@ def printable() -> PreTrainedTokenizerFast:
 
 def read(folder: Path, printable: PreTrainedTokenizerFast, *records: dict[str, Any], **options: Any) -> list[Prompt]:
     path = write_lines(folder / "pairs.jsonl", records)
-    return list(PromptSet.from_file(path, printable, max_prompt_tokens=100, **options))
+    return list(prompt_set(path, printable, max_prompt_tokens=100, **options))
 
 
 @pytest.mark.parametrize(
@@ -108,11 +109,7 @@ def test_preference_every_form_equals_the_rendered_conversation(tmp_path, printa
 def test_preference_plain_text_and_named_fields_are_read(tmp_path, printable):
     (prompt,) = read(tmp_path, printable, {"q": "ab", "yes": "c", "no": "de"}, prompt_field="q")
     chosen, rejected, length = preference(prompt, printable, 5, "yes", "no")
-    assert (printable.decode(chosen), printable.decode(rejected), length) == (
-        "abc<eos>",
-        "abde<eos>",
-        2,
-    )
+    assert (printable.decode(chosen), printable.decode(rejected), length) == ("abc<eos>", "abde<eos>", 2)
 
 
 def test_preference_conversations_answer_the_last_turn(tmp_path, printable):

@@ -6,9 +6,7 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-from verl_mg.doctor.command import _differences
-from verl_mg.doctor.machine import describe_machine, machine_problems, unmet
-from verl_mg.doctor.network import bandwidth_problems
+from verl_mg.doctor import _differences, bandwidth_problems, describe_machine, machine_problems, unmet
 
 
 def test_requirement_that_no_installed_version_meets_is_reported_with_both():

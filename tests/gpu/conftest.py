@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,21 @@ def limited_ranks(request) -> Iterator[None]:
     pool.timeout_s = marker.args[0] - STACKS_S
     yield
     pool.timeout_s = before
+
+
+@pytest.fixture(scope="session")
+def expected(tmp_path_factory) -> Callable[[Path], object]:
+    """What `transformers` computes on the CPU in float32, of twelve random rows."""
+    from tests.helpers.tiny_models import oracle, random_rows
+    from tests.megatron.training import train_in_plain_torch  # every run imports this file
+    from verl_mg.models.hf_config import read_config
+
+    @cache
+    def of(model: Path) -> object:
+        rows = random_rows(12, read_config(model).vocab)
+        return train_in_plain_torch(oracle(model), rows, tmp_path_factory.mktemp("oracle"))
+
+    return of
 
 
 @pytest.fixture

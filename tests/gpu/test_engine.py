@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.helpers.engines import bring_weights
+from tests.helpers.machine import free_memory
 from tests.helpers.traces import needs_sglang
 from verl_mg import device
 from verl_mg.engines.engine import Request, Sample, Sampling
@@ -52,9 +53,9 @@ def served(models: list[Path], folder: Path) -> Served:
         for version, model in enumerate(models, start=1):
             bring_weights(engine, model, version)
             answers.append(engine.generate(REQUESTS, GREEDY))
-        free = [_free()]
+        free = [free_memory()]
         engine.sleep()
-        free += [_free(), device.total_memory() or 0]
+        free += [free_memory(), device.total_memory() or 0]
         if on_gpu:
             torch.empty(int(0.9 * free[1]), dtype=torch.uint8, device="cuda").fill_(1)
             device.release_unused_memory()
@@ -65,11 +66,6 @@ def served(models: list[Path], folder: Path) -> Served:
         return Served(answers, free)
     finally:
         engine.close()
-
-
-def _free() -> int:
-    device.release_unused_memory()
-    return device.free_memory() or 0
 
 
 @pytest.fixture(scope="module")

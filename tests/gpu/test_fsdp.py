@@ -1,7 +1,5 @@
 """The FSDP backend on the devices: two updates, attention by ragged kernels, images, against `transformers`."""
 
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,9 +9,9 @@ import torch.nn.functional as F
 from tests.fsdp.training import train
 from tests.fsdp.vision_rows import in_plain_torch, on_ranks, rows_of
 from tests.helpers.rank_pool import RankPool
-from tests.helpers.tiny_models import oracle, random_rows, vision_model
+from tests.helpers.tiny_models import random_rows, vision_model
 from tests.megatron.layout_models import HALF_HEAD_DIM, make_model
-from tests.megatron.training import Expected, Trained, assert_equal, assert_near, train_in_plain_torch
+from tests.megatron.training import Trained, assert_equal, assert_near
 from verl_mg import device
 from verl_mg.config import FsdpConfig
 from verl_mg.fsdp.packed_rows import PackedRows, packed_attention
@@ -37,7 +35,6 @@ HALF_CASES = [
     ("dense", "cp2-dp2", 4, FsdpConfig()),
 ]
 LENGTHS = (5, 1, 64, 64, 30)
-Oracle = Callable[[Path], Expected]
 
 
 @pytest.fixture(scope="module")
@@ -45,19 +42,6 @@ def models(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     half = {f"half {name}": make_model(folder / f"half-{name}", name, head_dim=HALF_HEAD_DIM) for name in NAMES}
     return half | {name: make_model(folder / name, name) for name in NAMES}
-
-
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory) -> Oracle:
-    """What `transformers` computes on the CPU in float32."""
-
-    @cache
-    def of(model: Path) -> Expected:
-        return train_in_plain_torch(
-            oracle(model), random_rows(12, read_config(model).vocab), tmp_path_factory.mktemp("x")
-        )
-
-    return of
 
 
 def trained(

@@ -1,16 +1,14 @@
 """Training on the devices: outputs, gradients and two steps under every kind of layout, against `transformers`."""
 
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.helpers.rank_pool import RankPool
-from tests.helpers.tiny_models import oracle, random_rows
+from tests.helpers.tiny_models import random_rows
 from tests.megatron.layout_models import HALF_HEAD_DIM, MODELS, make_model
-from tests.megatron.training import Expected, Trained, assert_equal, assert_near, train, train_in_plain_torch
+from tests.megatron.training import Trained, assert_equal, assert_near, train
 from verl_mg.config import MegatronConfig
 from verl_mg.layout import Layout
 from verl_mg.megatron.transformer_config import resolve_kernels
@@ -54,7 +52,6 @@ WITH_TRANSFORMER_ENGINE = [
     ("dense", "tp2-cp2", "all_gather"),
     ("latent", "cp2", "p2p"),
 ]
-Oracle = Callable[[Path], Expected]
 
 
 @pytest.fixture(scope="module")
@@ -62,18 +59,6 @@ def models(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     half = {f"half {name}": make_model(folder / f"half-{name}", name, head_dim=HALF_HEAD_DIM) for name, _ in HALF_CASES}
     return half | {name: make_model(folder / name, name) for name in MODELS}
-
-
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory) -> Oracle:
-    """What `transformers` computes on the CPU in float32."""
-
-    @cache
-    def of(model: Path) -> Expected:
-        rows = random_rows(ROWS, read_config(model).vocab)
-        return train_in_plain_torch(oracle(model), rows, tmp_path_factory.mktemp("oracle"))
-
-    return of
 
 
 def trained_on_all(ranks: RankPool, model: Path, layout: str, *options: object) -> list[Trained]:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.machine import free_memory
 from tests.helpers.tiny_models import CHARACTERS, random_rows
 from tests.megatron.training import token_loss
 from verl_mg import device
@@ -56,7 +57,7 @@ def trained_role(model: Path, backend: str, host: bool = False) -> tuple[Runner,
 
 def offloaded(model: Path, backend: str) -> Offloaded:
     """An update, the role to the host and back, another update."""
-    free = [_free()]
+    free = [free_memory()]
     runner, trainer = trained_role(model, backend)
     rows = random_rows(6, read_config(model).vocab)
     scored = int((rows["loss_mask"] & (rows.positions > 0)).sum())
@@ -70,20 +71,15 @@ def offloaded(model: Path, backend: str) -> Offloaded:
     held += trainer.gradient_storages()
     size = sum(storage.nbytes() for storage in held)
     weights = {name: weight.detach().cpu().clone() for name, weight in runner.parameters().items()}
-    free.append(_free())
+    free.append(free_memory())
     offload.to_host()
     assert not any(storage.nbytes() for storage in held)
-    free.append(_free())
+    free.append(free_memory())
     offload.to_device()
-    free.append(_free())
+    free.append(free_memory())
     same = all(torch.equal(weight.cpu(), weights[name]) for name, weight in runner.parameters().items())
     elements = sum(weight.numel() for weight in weights.values())
     return Offloaded(elements, size, free, same, [*losses, update()])
-
-
-def _free() -> int:
-    device.release_unused_memory()
-    return device.free_memory() or 0
 
 
 @pytest.mark.parametrize("backend", ["megatron", "fsdp"])
@@ -113,7 +109,7 @@ class InHostMemory:
 
 def in_host_memory(model: Path) -> InHostMemory:
     """An update with weights, gradients and moments in host memory."""
-    before = _free()
+    before = free_memory()
     runner, trainer = trained_role(model, "fsdp", host=True)
     rows = random_rows(6, read_config(model).vocab)
     scored = int((rows["loss_mask"] & (rows.positions > 0)).sum())
@@ -129,7 +125,7 @@ def in_host_memory(model: Path) -> InHostMemory:
     served = {tensor.device.type for tensor in dict(runner.served_parameters()).values()}
     assert served == {device.current_device().type}
     trainer.update(MiniBatch([rows], None, scored, 0), Objective(token_loss, "token-mean", 1.0))
-    return InHostMemory(size, before - _free(), pinned, {tensor.device.type for tensor in stored})
+    return InHostMemory(size, before - free_memory(), pinned, {tensor.device.type for tensor in stored})
 
 
 def test_weights_in_host_memory_take_none_of_the_device(ranks, machine, tmp_path):

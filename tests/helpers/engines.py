@@ -20,7 +20,7 @@ from verl_mg.engines.process_engine import ProcessEngine
 from verl_mg.engines.sglang.arguments import has_multi_token_draft
 from verl_mg.engines.vllm.engine import VLLMEngine
 from verl_mg.models.hf_config import read_config
-from verl_mg.models.multi_token import with_multi_token_layer
+from verl_mg.models.hf_tensors import with_multi_token_layer
 from verl_mg.sharding.boxes import Shard
 from verl_mg.sharding.weight_table import weight_table
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from verl_mg import device
+
 MAX_RANKS = 8
 SHARING = (2, 30, 3)
 """First version of NCCL whose ranks can share a GPU."""
@@ -45,3 +47,9 @@ class Machine:
         """For ranks, and jobs that tests start."""
         if self.shares_gpus:
             os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+
+
+def free_memory() -> int:
+    """Bytes of this rank's GPU that are free once nothing is kept for later; 0 on the CPU."""
+    device.release_unused_memory()
+    return device.free_memory() or 0

@@ -1,9 +1,7 @@
 """GRPO with an off-policy correction: what it does to an update on the tiny model, under any layout."""
 
 import math
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,13 +10,12 @@ import torch.distributed as dist
 from tests.helpers.roles import build_role
 from tests.helpers.tiny_models import oracle, oracle_outputs, random_rows, tiny_model
 from verl_mg.config import OptimizerConfig
-from verl_mg.job.recipe import load_recipe
 from verl_mg.models.hf_config import read_config
+from verl_mg.recipes import grpo
 from verl_mg.recipes.common.off_policy import add_off_policy_weights
 from verl_mg.roles.models import Actor
 from verl_mg.training.loss_inputs import LossInputs
 
-GRPO = load_recipe(Path(__file__).parents[2] / "recipes" / "grpo.py")
 COUNT, LOW, HIGH = 9, 0.8, 1.3
 
 
@@ -61,16 +58,16 @@ def weights_by_hand(model, kind):
 def update(model, layout, budget, kind, scale=None):
     """One update; the advantages times `scale` (tokens,) where it is given."""
     actor = build_role(Actor, model, layout, tokens_per_micro_batch=budget, optimizer=OptimizerConfig(lr=1e-3))
-    batch, recipe = rows(model), sys.modules["recipe_grpo"]
+    batch = rows(model)
     if scale is not None:
         batch["advantages"] = batch["advantages"] * scale
     # The last of several ranks holds no rows at all.
     rank, holders = dist.get_rank(), max(dist.get_world_size() - 1, 1)
     mine = batch.select(range(rank, COUNT, holders) if rank < holders else [])
-    cfg = GRPO.config.model_validate({"off_policy": {"correction": kind, "low": LOW, "high": HIGH}})
+    cfg = grpo.Config.model_validate({"off_policy": {"correction": kind, "low": LOW, "high": HIGH}})
     if kind != "none":
         add_off_policy_weights(mine, cfg.off_policy)
-    return actor.update(mine, partial(recipe.policy_loss, cfg=cfg), "seq-mean-token-mean")
+    return actor.update(mine, partial(grpo.policy_loss, cfg=cfg), "seq-mean-token-mean")
 
 
 @pytest.mark.parametrize(
@@ -99,7 +96,7 @@ def test_the_kl_term_is_not_weighed():
     names = ("old_logprobs", "advantages", "correction", "correction_below", "correction_above")
     columns = {**dict.fromkeys(names, torch.zeros(2)), "ref_logprobs": column - 0.5}
     tokens = LossInputs(torch.stack([column, column]), torch.tensor([True, True]), torch.tensor([0, 1]), columns)
-    cfg = GRPO.config.model_validate({"off_policy": {"correction": "icepop"}, "kl": {"coefficient": 0.1}})
-    loss, metrics = sys.modules["recipe_grpo"].policy_loss(tokens, cfg)
+    cfg = grpo.Config.model_validate({"off_policy": {"correction": "icepop"}, "kl": {"coefficient": 0.1}})
+    loss, metrics = grpo.policy_loss(tokens, cfg)
     assert loss.tolist() == pytest.approx([0.1 * (math.exp(-0.5) - 0.5)] * 2)
     assert set(names[2:]) | {"kl", "ratio"} <= metrics.keys()

@@ -28,7 +28,7 @@ EXTERNAL_OVERRIDES = {
 }
 INTERFACES = (
     *("recipes", "verl_mg/api.py", "verl_mg/batch.py", "verl_mg/algorithms"),
-    *(f"verl_mg/data/{name}.py" for name in ("prompt_feed", "prompts", "reading", "records", "training_rows")),
+    *(f"verl_mg/data/{name}.py" for name in ("prompt_feed", "reading", "records", "training_rows")),
     *(f"verl_mg/rewards/{name}.py" for name in ("classifier", "code", "dapo", "gsm8k", "ifeval", "reasoning_gym")),
     *(f"verl_mg/rewards/{name}.py" for name in ("__init__", "choice", "regex_format", "reward", "service")),
     "verl_mg/rewards/sandbox_fusion.py",

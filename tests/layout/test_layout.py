@@ -55,15 +55,10 @@ def test_layout_omitted_sizes_have_defaults():
 
 @pytest.mark.parametrize("text", ["", "tp", "tp2-", "tp0", "tp2-xp3", "tp2-tp2", "tp2.5", "tp-2", "TP2", "tp²", "2"])
 def test_layout_parse_invalid_text_names_part_and_keys(text):
-    with pytest.raises(UserError, match=r"keys are tp, pp, vpp, cp, ep, etp, dp.*as in tp4-pp2-ep8"):
+    with pytest.raises(UserError, match=r"keys are tp, pp, vpp, cp, ep, etp, dp.*as in tp4-pp2-ep8") as caught:
         Layout.parse(text)
-
-
-def test_layout_parse_invalid_text_quotes_the_part():
-    with pytest.raises(UserError, match="'xp3' has an unknown key"):
-        Layout.parse("tp2-xp3")
-    with pytest.raises(UserError, match="'tp4' gives tp a second time"):
-        Layout.parse("tp2-tp4")
+    parts = {"tp2-xp3": "'xp3' has an unknown key", "tp2-tp2": "'tp2' gives tp a second time"}
+    assert parts.get(text, "") in str(caught.value)
 
 
 @pytest.mark.parametrize("sizes", [{"tp": 0}, {"tp": -1}, {"dp": -1}, {"vpp": 2}, {"ep": 4, "dp": 2}])

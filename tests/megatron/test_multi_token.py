@@ -21,7 +21,7 @@ from verl_mg.megatron.multi_token import check_multi_token
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.megatron.trainer import MegatronTrainer
 from verl_mg.models.hf_config import read_config
-from verl_mg.models.multi_token import with_multi_token_layer
+from verl_mg.models.hf_tensors import with_multi_token_layer
 from verl_mg.roles.models import Actor
 from verl_mg.training.model_spec import ModelSpec
 from verl_mg.training.trainer import MiniBatch, Objective

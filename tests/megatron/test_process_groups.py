@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.rank_pool import job_context
-from verl_mg.distributed.groups import GROUP_TIMEOUT
+from verl_mg.distributed.collectives import GROUP_TIMEOUT
 from verl_mg.layout import Layout, Placement
 from verl_mg.layout.placement import group_ranks
-from verl_mg.megatron import process_groups
+from verl_mg.megatron import core_version, process_groups
 from verl_mg.megatron.process_groups import ParallelGroups
 
 DEEPSEEK_V3 = ("tp8-pp16-ep8-etp1", "tp1-pp16-ep64-etp1", "tp4-pp8-ep32-etp1", "tp2-pp16-cp2-ep64-etp1")
@@ -27,8 +27,8 @@ class Requested(dict):
 
 def requested_by_megatron(placement):
     """Ranks of the groups that the installed megatron-core requests on rank 0."""
-    requested, previous = Requested(), process_groups._globals()
-    process_groups._set_globals(dict.fromkeys(previous, None) | {"_HYBRID_DP_CP_GROUPS": {}})
+    requested, previous = Requested(), core_version.group_globals()
+    core_version.set_group_globals(dict.fromkeys(previous, None) | {"_HYBRID_DP_CP_GROUPS": {}})
     size = len(placement.ranks)
     try:
         with (
@@ -38,7 +38,7 @@ def requested_by_megatron(placement):
         ):
             process_groups._initialize_model_parallel(placement, requested)
     finally:
-        process_groups._set_globals(previous)
+        core_version.set_group_globals(previous)
     return set(requested)
 
 

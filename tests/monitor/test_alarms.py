@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
+from tests.helpers.json_server import JsonRequest, JsonResponse, serving
 from tests.helpers.launched import ended, started, torchrun, train_command, write_inputs
 from tests.helpers.tiny_jobs import logged
 from verl_mg.config import AlarmConfig
@@ -24,34 +22,24 @@ from verl_mg.monitor.status import read_status
 from verl_mg.monitor.trackers.files import JsonlTracker
 
 
-class Receiver:
-    """Web server that keeps what it receives."""
+class Receiver(NamedTuple):
+    """A server, and the bodies that it has received."""
 
-    def __init__(self, status: int = 200) -> None:
-        self.received: list[dict[str, Any]] = []
-        received = self.received
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                received.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-                self.send_response(status)
-                self.end_headers()
-
-            def log_message(self, *arguments: Any) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}/alarm"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+    url: str
+    received: list[dict[str, Any]]
 
 
 @pytest.fixture
 def receiver(monkeypatch) -> Iterator[Receiver]:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    receiver = Receiver()
-    yield receiver
-    receiver.server.shutdown()
-    receiver.server.server_close()
+    received = []
+
+    def respond(request: JsonRequest) -> JsonResponse:
+        received.append(request.body)
+        return JsonResponse({})
+
+    with serving(respond) as url:
+        yield Receiver(f"{url}/alarm", received)
 
 
 def alarm(when: str, **fields: Any) -> AlarmConfig:

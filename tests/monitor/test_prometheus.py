@@ -24,8 +24,8 @@ from verl_mg.distributed.world import World
 from verl_mg.engines.engine_counts import DRAFTED, PROMPT, VERIFIED, count_metrics, observed_load
 from verl_mg.engines.ports import PortBlock
 from verl_mg.errors import UserError
+from verl_mg.monitor.metrics import GPU_MEMORY, GPU_UTILIZATION, over_ranks
 from verl_mg.monitor.prometheus import Gauge, PrometheusEndpoint, exposition, metric_name
-from verl_mg.monitor.resources import GPU_MEMORY, GPU_UTILIZATION, over_ranks
 from verl_mg.monitor.status import StatusFile
 
 UNPACKED = ROOT / ".venv" / "prometheus" / "usr" / "bin" / "prometheus"

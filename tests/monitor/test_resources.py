@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 from tests.helpers.cuda_tensors import FakeCuda
 from tests.helpers.fake_cuda import recorded_cuda_calls
-from verl_mg.monitor.resources import GIB, ResourceSampler, over_ranks
-from verl_mg.monitor.throughput import Throughput, weight_sync_rate
+from verl_mg.monitor.metrics import GIB, ResourceSampler, Throughput, over_ranks, weight_sync_rate
 
 
 def test_sampler_returns_the_largest_memory_since_the_last_call():

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from verl_mg.batch import Batch
-from verl_mg.monitor.rollout_metrics import mismatch_metrics, rollout_metrics
+from verl_mg.monitor.metrics import mismatch_metrics, rollout_metrics
 
 ROWS, VERSION = 11, 6
 

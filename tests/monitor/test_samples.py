@@ -15,7 +15,8 @@ from tests.helpers.tiny_jobs import write_sums
 from tests.helpers.tiny_models import tiny_model
 from tests.run.jobs import job, lines_of, make_inputs, samples_of
 from verl_mg.batch import Batch, ColumnKind
-from verl_mg.data import PromptFeed, PromptSet
+from verl_mg.config import DataConfig
+from verl_mg.data import PromptFeed, read_prompts
 from verl_mg.images import Image
 from verl_mg.monitor.run_logger import sample_table
 from verl_mg.monitor.sample_reader import SampleReader
@@ -132,7 +133,7 @@ def test_sample_writer_on_a_failing_disk_warns_once(ranks, inputs, tmp_path):
 def with_tools(inputs: Path, folder: Path) -> None:
     """Rows of several tables: two tokens of prompt, two of the policy, one of a tool, and again two of the policy."""
     tokenizer = AutoTokenizer.from_pretrained(inputs / "model")
-    prompts = PromptSet.from_file(inputs / "sums.jsonl", tokenizer, max_prompt_tokens=9, source="sums")
+    prompts = read_prompts(DataConfig(train={"sums": {"path": inputs / "sums.jsonl"}}), "train", tokenizer)
     count, mask = 2 * ROWS_PER_TABLE + 3, [False, False, True, True, False, True, True]
     batch = Batch.from_rows([[3, 4, 5, 6, 7, 8, 9 + i % 3] for i in range(count)])
     batch["loss_mask"] = torch.tensor(mask * count)
@@ -220,7 +221,8 @@ def test_sample_table_shows_samples_equally_far_apart(tmp_path):
     tiny_model(tmp_path / "model", "qwen3")
     write_sums(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    prompts = PromptFeed(PromptSet.from_file(tmp_path / "sums.jsonl", tokenizer, max_prompt_tokens=9, source="sums"))
+    data = DataConfig(train={"sums": {"path": tmp_path / "sums.jsonl"}})
+    prompts = PromptFeed(read_prompts(data, "train", tokenizer))
     count = 8
     responses = tokenizer([str(i) for i in range(count)])["input_ids"]
     contexts = [list(prompts.by_id(i // 2).tokens) for i in range(count)]  # two samples of each prompt
@@ -233,7 +235,6 @@ def test_sample_table_shows_samples_equally_far_apart(tmp_path):
     batch["reward"] = torch.arange(count) / 4
     batch["reward.form"] = torch.where(torch.arange(count) % 4 == 0, math.nan, 0.5)
     table = sample_table([batch], 4, 7, prompts, tokenizer)
-    assert table is not None
     assert table.columns == ("iteration", "prompt", "response", "answer", "reward", "form")
     assert table.rows == [
         [7.0, "0+0=", "0", "0", 0.0, None],

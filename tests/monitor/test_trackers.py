@@ -186,7 +186,7 @@ def test_plot_reward_curve_writes_an_image(tmp_path):
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 30, "rew')
     path = plot_reward_curve(tmp_path / "metrics.jsonl", tmp_path / "curve.png")
-    assert path == tmp_path / "plots" / "curve.png"
+    assert path == tmp_path / "curve.png"
     picture = imread(path)
     assert picture.shape[:2] == (675, 1200)
     assert picture[..., :3].min() < 0.5 < picture[..., :3].mean()  # ink on a light ground

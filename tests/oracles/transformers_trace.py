@@ -17,8 +17,8 @@ from torch import Tensor
 from verl_mg.engines.tracing.position_codes import PositionCodes, decode
 from verl_mg.engines.tracing.trace_rank import checkpoint
 from verl_mg.engines.tracing.tracer import stacked_tensors
-from verl_mg.models.checkpoint_shapes import checkpoint_shapes
-from verl_mg.models.stacked_tensors import expert_shapes
+from verl_mg.models.tensor_tree import expert_shapes
+from verl_mg.models.transformers_module import checkpoint_shapes
 from verl_mg.sharding.boxes import Shard
 
 

@@ -9,7 +9,7 @@ from verl_mg.cli import main
 from verl_mg.config import load_config
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout
-from verl_mg.monitor.throughput import peak_flops
+from verl_mg.monitor.metrics import peak_flops
 from verl_mg.planner.efficiency import FITTED, GPUS
 from verl_mg.planner.from_config import PlanRequest, plan_request
 from verl_mg.planner.inputs import FIGURES, read_hardware_profile

@@ -13,16 +13,17 @@ from verl_mg.layout import EngineLayout, Layout
 from verl_mg.models.hf_config import parse_config
 from verl_mg.planner.cost import bubble_share, inference_seconds, optimizer_seconds, train_seconds
 from verl_mg.planner.efficiency import FITTED
-from verl_mg.planner.generation_time import decode_seconds, rollout_seconds, samples_at_once
-from verl_mg.planner.inputs import AuxiliaryRole, PlanInputs
+from verl_mg.planner.inputs import AuxiliaryRole, LengthSpread, PlanInputs, packed
 from verl_mg.planner.iteration_time import (
     busiest_rank_seconds,
+    decode_seconds,
     gathered_bytes,
     iteration_seconds,
+    rollout_seconds,
+    samples_at_once,
     sync_seconds,
     weight_sync,
 )
-from verl_mg.planner.length_spread import LengthSpread, packed
 from verl_mg.planner.memory import TrainMemory, check_engine, rollout_memory, train_memory
 from verl_mg.planner.search import pair_of, rollout_side, train_side
 from verl_mg.reshard import RankTraffic
@@ -149,7 +150,7 @@ def test_decode_seconds_equal_hand_count():
     """100 GB/s: all weights once, and the cache; 4 layers wait for latencies."""
     latencies = {"decode_step": 1e-3, "decode_sample": 1e-5, "decode_layer": 1e-4}
     inputs = tiny(DENSE, memory_bandwidth=100.0, flops=1e6, efficiency=replace(IDEAL, **latencies))
-    read = 2 * inputs.elements + 100 * 4 * 2 * 2 * 8 * 2
+    read = 2 * inputs.size.elements + 100 * 4 * 2 * 2 * 8 * 2
     assert decode_seconds(inputs, ENGINE, engine(inputs), 5, 100) == pytest.approx(read / 1e11 + 1e-3 + 5e-5 + 4 * 1e-4)
 
 
@@ -212,7 +213,7 @@ def test_sync_seconds_is_that_of_the_slowest_rank():
 def test_gathered_bytes_is_model_minus_local_shards():
     inputs, layout = tiny(DENSE), Layout.parse("tp2-pp2").fit(8)
     memory = train_memory(inputs, layout)
-    assert gathered_bytes(inputs, memory) == tuple(2 * inputs.elements - held for held in memory.parts["weights"])
+    assert gathered_bytes(inputs, memory) == tuple(2 * inputs.size.elements - held for held in memory.parts["weights"])
     assert gathered_bytes(inputs, train_memory(inputs, Layout().fit(8))) == (0,)
 
 

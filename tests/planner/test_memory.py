@@ -9,8 +9,7 @@ from tests.planner.tiny_inputs import DENSE, LATENT, MIXTURE, published, tiny
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
 from verl_mg.models.hf_config import parse_config
-from verl_mg.planner.activation_memory import activation_bytes, chunks_in_flight
-from verl_mg.planner.activations import kept_elements
+from verl_mg.planner.activations import activation_bytes, chunks_in_flight, kept_elements
 from verl_mg.planner.command import auxiliary_role
 from verl_mg.planner.inputs import GIB, AuxiliaryRole
 from verl_mg.planner.memory import Elements, TrainMemory, elements, kv_bytes, rollout_memory, train_memory
@@ -34,13 +33,13 @@ from verl_mg.sharding.weight_table import weight_table
     ],
 )
 def test_elements_of_published_models_equal_their_parameters(name, billions):
-    assert round(published(name, 8).elements / 1e9, 1) == billions
+    assert round(published(name, 8).size.elements / 1e9, 1) == billions
 
 
 @pytest.mark.parametrize(("name", "billions"), [("qwen3_30b_a3b", 3.0), ("qwen3_235b_a22b", 21.6), ("kimi_k2", 31.7)])
 def test_active_elements_of_mixtures_equal_published_numbers(name, billions):
     """3.3, 22.2 and 32.9 billion are activated, of which 0.3, 0.6 and 1.2 in the input embedding."""
-    assert round(published(name, 8).active_elements / 1e9, 1) == billions
+    assert round(published(name, 8).size.active / 1e9, 1) == billions
 
 
 def test_train_memory_dense_model_equals_hand_count():

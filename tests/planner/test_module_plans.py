@@ -27,8 +27,7 @@ from verl_mg.models.hf_config import read_config
 from verl_mg.planner.cost import train_seconds
 from verl_mg.planner.inputs import OPTIMIZER_STATES, PlanInputs
 from verl_mg.planner.iteration_time import weight_sync
-from verl_mg.planner.memory import train_memory
-from verl_mg.planner.module_memory import micro_batch_bytes, sharded_module
+from verl_mg.planner.memory import micro_batch_bytes, sharded_module, train_memory
 from verl_mg.planner.training_options import fsdp_options
 from verl_mg.sharding.module_table import module_table
 from verl_mg.training.model_spec import ModelSpec

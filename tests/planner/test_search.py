@@ -9,7 +9,7 @@ from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, Layout
 from verl_mg.layout.suggest import format_layout
 from verl_mg.planner.cost import bubble_share, train_seconds, update_parts, update_seconds_by_stage
-from verl_mg.planner.generation_time import rollout_seconds
+from verl_mg.planner.iteration_time import rollout_seconds
 from verl_mg.planner.memory import rollout_memory, train_memory
 from verl_mg.planner.memory_phases import problem
 from verl_mg.planner.search import (

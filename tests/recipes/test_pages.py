@@ -15,6 +15,8 @@ from verl_mg.job.recipe import load_recipe, requested_roles
 FILES = sorted(RECIPES.glob("[!_]*.py"))
 COMMON = sorted((RECIPES / "common").glob("*.py"))
 WITHOUT_SAMPLING = {"sft", "dpo", "reward_model"}
+WITHOUT_LOGPROBS = {"reinforce"}
+"""Recipes whose update needs neither old log-probs nor a reference."""
 BY_DIVERGENCE = {"gkd"}
 """Recipes without old log-probs: their loss has no ratio."""
 MAX_LINES = 145
@@ -43,6 +45,9 @@ def test_iteration_of_a_recipe_contains_the_data_flow_in_order(file):
     if file.stem in WITHOUT_SAMPLING:
         updates = [name for name in calls if name.endswith(".update")]
         assert calls[0] == "prompts.next_batch" and calls[-1] == updates[0] and len(updates) == 1
+    elif file.stem in WITHOUT_LOGPROBS:
+        assert calls[:3] == ["prompts.next_batch", "rollout.generate", "reward.wait"]
+        assert calls[-2:] == ["actor.update", "rollout.update_weights"] and len(file.read_text().splitlines()) <= 40
     else:
         flow = ["prompts.next_batch", "rollout.generate", "reward.wait", "concurrent_roles"]
         flow += ["teachers.score" if file.stem in BY_DIVERGENCE else "actor.compute_logprobs"]
@@ -88,6 +93,7 @@ def test_page_of_a_recipe_is_short_and_begins_with_paper_and_data_flow(file):
     docstring = ast.get_docstring(ast.parse(text))
     assert docstring and "arXiv:" in docstring.splitlines()[0]
     assert " -> " in docstring.splitlines()[2]
+    assert "Differences from GRPO" in docstring or file.stem == "grpo"
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)

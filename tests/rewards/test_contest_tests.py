@@ -11,8 +11,7 @@ import pytest
 
 from verl_mg.errors import UserError
 from verl_mg.rewards import Sample
-from verl_mg.rewards.code import read_tests, score
-from verl_mg.rewards.contest_tests import contest_tests, pickled_text
+from verl_mg.rewards.code import contest_tests, pickled_text, read_tests, score
 
 DOUBLE = "```python\nprint(2 * int(input()))\n```"
 

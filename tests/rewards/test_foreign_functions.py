@@ -42,7 +42,7 @@ async def label(args, sample): return {"score": 1.0, "pred": repr(sample.label)}
 
 @pytest.fixture
 def slime_file(tmp_path) -> Iterator[Path]:
-    path = tmp_path / "own.py"
+    path = tmp_path / "slime_own.py"
     path.write_text(SLIME_FUNCTIONS)
     yield path
     for name in ("slime", "slime.utils", "slime.utils.types"):
@@ -81,25 +81,6 @@ def test_function_for_slime_gets_the_label_and_changes_no_record(slime_file):
 )
 def test_function_for_slime_gets_the_answer_that_is_configured(slime_file, record, answer, label):
     assert load_reward(f"slime:{slime_file}:label")(Sample("", "", answer, record, "stop")).answer == label
-
-
-def test_function_for_slime_of_batches_scores_what_waits(slime_file):
-    samples = [Sample("", "x" * length, "2", {}, "stop") for length in range(40)]
-    with AsyncScorer({"": load_reward(f"slime:{slime_file}:batched_rm")}) as scorer:
-        assert [reward.value for reward in scorer.score(samples)] == list(range(40))
-
-
-@pytest.mark.parametrize(
-    ("function", "options", "reason"),
-    [
-        ("missing", {}, "AttributeError: args.rm_url is not set, write it in the reward's options"),
-        ("plain", {"reward_key": "x"}, r"mapping without 'x' \(acc, score, pred\). Name .* by the option reward_key"),
-        ("other", {}, r"does not take \(args, sample\). Define it as slime does"),
-    ],
-)
-def test_function_for_slime_that_does_not_fit_raises(slime_file, function, options, reason):
-    with pytest.raises(UserError, match=reason):
-        load_reward(f"slime:{slime_file}:{function}", options)(SLIME_SAMPLE)
 
 
 def test_function_for_slime_that_is_installed_gets_samples_of_its_class(slime_file, monkeypatch):
@@ -205,29 +186,6 @@ def test_function_for_verl_gets_the_answer_that_is_configured(file, truth, answe
     assert load_reward(f"verl:{file}:truth")(Sample("", "", answer, record, "stop")).answer == given
 
 
-def test_function_for_verl_of_batches_scores_what_waits(file):
-    samples = [Sample("", "x" * length, "2", {}, "stop") for length in range(40)]
-    with AsyncScorer({"": load_reward(f"verl:{file}:batch")}) as scorer:
-        assert [reward.value for reward in scorer.score(samples)] == list(range(40))
-
-
-@pytest.mark.parametrize(
-    ("function", "options", "reason"),
-    [
-        ("sample", {}, r"takes no argument 'data_source'. Define it as verl does: compute_score\(data_source, sol"),
-        ("later", {"scael": 1}, r"unknown option 'scael'. Did you mean 'scale'\? Its options are: scale"),
-        ("compute_score", {"a": 1}, "unknown option 'a'. Its options are: none"),
-        ("without_score", {}, r"a mapping without 'score' \(acc\). Return a number, or a mapping with 'score'"),
-        ("nothing", {}, "returned None. Return a finite number"),
-        ("short", {}, "returned 0 results for 1 samples"),
-        ("other", {}, "no function 'other'"),
-    ],
-)
-def test_function_for_verl_that_does_not_fit_raises(file, function, options, reason):
-    with pytest.raises(UserError, match=reason):
-        load_reward(f"verl:{file}:{function}", options)(SAMPLE)
-
-
 @pytest.mark.skipif(not PEERS.exists(), reason="verl is installed by tools/install/peers.sh")
 def test_function_of_verl_itself_scores_gsm8k(monkeypatch):
     """Its file for GSM8K has a function without data_source; the wrapper is what verl's documents show."""
@@ -244,3 +202,32 @@ def test_function_of_verl_itself_scores_gsm8k(monkeypatch):
     reward = load_reward("verl:verl_gsm8k:wrapped")
     record = {"data_source": "openai/gsm8k", "reward_model": {"ground_truth": "72"}}
     assert [reward(Sample("", text, "72", record, "stop")).value for text in ("#### 72", "#### 71")] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("function", ["slime:{slime_file}:batched_rm", "verl:{file}:batch"])
+def test_function_of_batches_scores_what_waits(slime_file, file, function):
+    samples = [Sample("", "x" * length, "2", {}, "stop") for length in range(40)]
+    with AsyncScorer({"": load_reward(function.format(slime_file=slime_file, file=file))}) as scorer:
+        assert [reward.value for reward in scorer.score(samples)] == list(range(40))
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "reason"),
+    [
+        ("slime:missing", {}, "AttributeError: args.rm_url is not set, write it in the reward's options"),
+        ("slime:plain", {"reward_key": "x"}, r"mapping without 'x' \(acc, score, pred\). .* by the option reward_key"),
+        ("slime:other", {}, r"does not take \(args, sample\). Define it as slime does"),
+        ("verl:sample", {}, r"takes no argument 'data_source'. Define it as verl does: compute_score\(data_source, s"),
+        ("verl:later", {"scael": 1}, r"unknown option 'scael'. Did you mean 'scale'\? Its options are: scale"),
+        ("verl:compute_score", {"a": 1}, "unknown option 'a'. Its options are: none"),
+        ("verl:without_score", {}, r"a mapping without 'score' \(acc\). Return a number, or a mapping with 'score'"),
+        ("verl:nothing", {}, "returned None. Return a finite number"),
+        ("verl:short", {}, "returned 0 results for 1 samples"),
+        ("verl:other", {}, "no function 'other'"),
+    ],
+)
+def test_function_that_does_not_fit_raises(slime_file, file, function, options, reason):
+    framework, name = function.split(":")
+    path, sample = (slime_file, SLIME_SAMPLE) if framework == "slime" else (file, SAMPLE)
+    with pytest.raises(UserError, match=reason):
+        load_reward(f"{framework}:{path}:{name}", options)(sample)

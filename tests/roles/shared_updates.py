@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from tests.megatron.training import assembled, gradients_here, token_loss
 from tests.roles.updates import role_on
-from verl_mg.monitor.throughput import Throughput
+from verl_mg.monitor.metrics import Throughput
 from verl_mg.roles.models import Actor
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,21 +15,20 @@ from tests.helpers.roles import build_role
 from tests.helpers.tiny_models import oracle, oracle_outputs, random_rows
 from verl_mg.batch import Batch
 from verl_mg.config import OptimizerConfig
-from verl_mg.job.recipe import load_recipe
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.hf_config import read_config
+from verl_mg.recipes import grpo
 from verl_mg.roles.models import Actor
 from verl_mg.training.loss_inputs import LossInputs
 
-GRPO = load_recipe(Path(__file__).parents[2] / "recipes" / "grpo.py")
 TEMPERATURE, COUNT = 0.8, 13
 # A large eps makes Adam's step proportional to small gradients, so that weights compare like gradients do.
 OPTIMIZER = OptimizerConfig(lr=0.1, eps=0.1, betas=(0.9, 0.99), clip_grad=0.5, weight_decay=0.0)
 
 
 def settings(mode):
-    return GRPO.config.model_validate({"kl": {"coefficient": 0.05}, "loss_aggregation": mode, "clip_high": 0.3})
+    return grpo.Config.model_validate({"kl": {"coefficient": 0.05}, "loss_aggregation": mode, "clip_high": 0.3})
 
 
 def rows(model):
@@ -64,7 +62,7 @@ def role_on(kind, model, layout, budget, ranks=None, dtype=torch.float32, **opti
 
 def with_entropy(cfg, inputs):
     """Loss of the recipe with an entropy bonus, so that the gradient of the entropy is compared too."""
-    loss, metrics = sys.modules["recipe_grpo"].policy_loss(inputs, cfg)
+    loss, metrics = grpo.policy_loss(inputs, cfg)
     return loss - 0.01 * inputs.entropy, metrics
 
 

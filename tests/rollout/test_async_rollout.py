@@ -18,11 +18,12 @@ from verl_mg.rollout.groups import FIRST_EVALUATION_ID
 from verl_mg.run.loop import one_iteration
 
 ITERATIONS, PROMPTS, GROUP = 6, 1, 2
+MAX_STALENESS = 2
 EVALUATED = (2, 3)
 """Iterations after which an evaluation runs."""
 ASYNC = [
     "rollout.mode=async",
-    "rollout.max_staleness=2",
+    f"rollout.max_staleness={MAX_STALENESS}",
     "actor.layout=tp2",
     "rollout.num_ranks=1",
     f"algorithm.prompts_per_iteration={PROMPTS}",
@@ -65,6 +66,7 @@ def train(folder: Path, overrides: list[str], engine: str, engine_fault: str) ->
                 "version": job.actor.num_updates - 1,
                 "metrics": metrics,
                 "in_flight": in_flight,
+                "outstanding": len(job.rollout.state().groups),
                 "evaluated": None if evaluated is None else (evaluated["sample_id"].tolist(), rows_of(evaluated)),
                 "results": results,
             }
@@ -92,7 +94,7 @@ def check_versions(folder: Path, rows, newest: int) -> set[int]:
         versions, written = row["policy_versions"], row["policy_versions"] >= 0
         spans.add(len(versions[written].unique()))
         assert versions[written].max() <= newest
-        assert torch.equal(row["loss_mask"], written & (versions >= newest - 2))
+        assert torch.equal(row["loss_mask"], written & (versions >= newest - MAX_STALENESS))
         for version in versions[written].unique().tolist():
             expected, of_version = (
                 token_logprobs(folder / f"weights-{version}", row["tokens"]),
@@ -143,6 +145,7 @@ def test_evaluation_during_asynchronous_generation_has_one_version_and_aborts_no
             versions = [row["policy_versions"] for _, rows in evaluated for row in rows]
             assert {v for row in versions for v in row.tolist()} == {-1, number}
             assert any(rank["in_flight"] for rank in reported), "nothing was generated during the evaluation"
+            assert {rank["outstanding"] for rank in reported} == {MAX_STALENESS * PROMPTS}, "engines may work ahead"
     (results,) = [rank["results"] for rank in iterations[-1] if rank["results"]]
     assert {finish for _, finish in results} <= {"stop", "length"}
     requests = Counter(rid.split(".")[0] for rid, _ in results)

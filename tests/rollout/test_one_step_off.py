@@ -11,7 +11,7 @@ from tests.helpers.tiny_jobs import logged, run_recipe
 from tests.helpers.traces import needs_sglang
 from tests.rollout.engine_jobs import engine_job, inputs, settings, token_logprobs
 from verl_mg.errors import UserError
-from verl_mg.monitor.rollout_metrics import mismatch_metrics, rollout_metrics
+from verl_mg.monitor.metrics import mismatch_metrics, rollout_metrics
 from verl_mg.run.loop import one_iteration
 
 ITERATIONS, PROMPTS, GROUP = 3, 6, 4

@@ -1,122 +1,76 @@
 """Jobs that resume from checkpoints: bitwise under the same layout, to 1e-5 under another one."""
 
 import shutil
+from typing import Any
 
 import pytest
 
 from tests.helpers.rank_pool import RankError
 from tests.helpers.tiny_jobs import metrics_of
-from tests.helpers.tiny_models import tiny_model
+from tests.helpers.tiny_models import daily_of, tiny_model
 from tests.run.jobs import copy_interrupted, opened_files, resumable_job, without_weights
 from verl_mg.models.hf_config import SINGLE
 
-# Two roles with an adaptive coefficient, offload and a curriculum; a buffer of batches on a pipeline; aborted samples
-# and a rollback; adapters in bfloat16; experts with moments on the host. Nightly, each alone.
-CASES = {
-    "pipeline": (
-        "pf_ppo",
-        2,
-        [
-            "actor.layout=pp2",
-            "critic.layout=tp2",
-            "critic.recompute=true",
-            "job.seed=1",
+BUSY = ("rollout.extra_prompts=2", "rollout.partial_rollout=true", "rollout.max_running_requests=2")
+ROLLBACK = "actor.guard={max_kl: 1e-3, action: rollback}"
+HALF = "model.dtype=bfloat16"
+KL = "algorithm.kl.coefficient=0.05"
+
+
+def case(name: str, recipe: str, ranks: int, *overrides: str, model: str = "model", daily: bool = False) -> Any:
+    return pytest.param(recipe, ranks, model, overrides, id=name, marks=[] if daily else pytest.mark.nightly)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "count", "model", "overrides"),
+    [
+        case(
+            *("pipeline", "pf_ppo", 2, "actor.layout=pp2", "critic.layout=tp2", "critic.recompute=true", "job.seed=1"),
             "critic.optimizer={kind: muon, moments_dtype: bfloat16}",
-        ],
-    ),
-    "partial": (
-        "grpo",
-        1,
-        [
-            "rollout.extra_prompts=2",
-            "rollout.partial_rollout=true",
-            "rollout.max_running_requests=2",
-            "actor.guard={max_kl: 1e-3, action: rollback}",
+            daily=True,
+        ),
+        case(
+            *("partial", "grpo", 1, *BUSY, ROLLBACK),
             "actor.optimizer={warmup_steps: 9, cpu_offload: true, nvme_folder: /tmp, moments_dtype: bfloat16}",
-        ],
-    ),
-    "fsdp": (
-        "ppo",
-        2,
-        [
-            "model.dtype=bfloat16",
-            "actor.backend=fsdp",
-            "actor.guard={max_kl: 1e-3, action: rollback}",
-            "actor.optimizer.warmup_steps=9",
+            daily=True,
+        ),
+        case(
+            *("fsdp", "ppo", 2, HALF, ROLLBACK, "actor.backend=fsdp", "actor.optimizer.warmup_steps=9"),
             "critic={backend: fsdp, offload: true, recompute: true}",
-        ],
-    ),
-}
-NIGHTLY_CASES = {
-    "lora_fsdp": ("grpo", 2, ["actor.backend=fsdp", "actor.lora={rank: 4}", "actor.recompute=true"]),
-    "fsdp_mixture": ("grpo", 4, ["actor.backend=fsdp", "actor.layout=tp2", "MIXTURE"]),
-    "ppo": (
-        "ppo",
-        2,
-        [
-            "algorithm.kl.coefficient=0.05",
-            "algorithm.kl.target=0.01",
-            "critic.offload=true",
-            "reference.offload=true",
-            "data.curriculum={low: 0.1, high: 0.9}",
-        ],
-    ),
-    "experts": ("grpo", 2, ["actor.layout=ep2", "actor.optimizer.cpu_offload=true", "MIXTURE"]),
-    "lora_experts": ("grpo", 2, ["actor.lora={rank: 4, experts: true}", "actor.layout=ep2", "MIXTURE"]),
-    "lora": ("grpo", 2, ["actor.lora={rank: 4}", "actor.layout=tp2", "model.dtype=bfloat16"]),
-    "kl": ("ppo", 2, ["algorithm.kl.coefficient=0.05", "algorithm.kl.target=0.01"]),
-    "pf_ppo": ("pf_ppo", 2, ["algorithm.group_size=4"]),
-    "aborted": (
-        "grpo",
-        1,
-        ["rollout.extra_prompts=2", "rollout.partial_rollout=true", "rollout.max_running_requests=2"],
-    ),
-    "offload": ("ppo", 2, ["critic.offload=true", "reference.offload=true", "algorithm.kl.coefficient=0.05"]),
-    "cpu_offload": ("grpo", 2, ["actor.optimizer.cpu_offload=true", "model.dtype=bfloat16"]),
-    "half_moments": ("grpo", 2, ["actor.optimizer.moments_dtype=bfloat16", "model.dtype=bfloat16"]),
-    "overlap": (
-        "ppo",
-        2,
-        [
+            daily=True,
+        ),
+        case("lora_fsdp", "grpo", 2, "actor.backend=fsdp", "actor.lora={rank: 4}", "actor.recompute=true"),
+        case("fsdp_mixture", "grpo", 4, "actor.backend=fsdp", "actor.layout=tp2", model="mixture"),
+        case(
+            *("ppo", "ppo", 2, KL, "algorithm.kl.target=0.01", "critic.offload=true"),
+            *("reference.offload=true", "data.curriculum={low: 0.1, high: 0.9}"),
+        ),
+        case("experts", "grpo", 2, "actor.layout=ep2", "actor.optimizer.cpu_offload=true", model="mixture"),
+        case("lora_experts", "grpo", 2, "actor.lora={rank: 4, experts: true}", "actor.layout=ep2", model="mixture"),
+        case("lora", "grpo", 2, "actor.lora={rank: 4}", "actor.layout=tp2", HALF),
+        case("pf_ppo", "pf_ppo", 2, "algorithm.group_size=4"),
+        case("cpu_offload", "grpo", 2, "actor.optimizer.cpu_offload=true", HALF),
+        case("half_moments", "grpo", 2, "actor.optimizer.moments_dtype=bfloat16", HALF),
+        case(
+            *("overlap", "ppo", 2, "critic.offload=true"),
             "megatron.ddp={overlap_grad_reduce: true, overlap_param_gather: true, bucket_size: 1000}",
-            "actor.optimizer.nvme_folder=/tmp",
-            "actor.optimizer.cpu_offload=true",
-            "critic.offload=true",
+            *("actor.optimizer.nvme_folder=/tmp", "actor.optimizer.cpu_offload=true"),
             "actor.recompute=[core_attn, layernorm]",
-        ],
-    ),
-    "mixture": ("grpo", 2, ["actor.layout=ep2", "MIXTURE"]),
-    "muon": (
-        "grpo",
-        4,
-        [
-            "actor.layout=tp2",
-            "actor.optimizer.kind=muon",
-            "actor.guard={max_kl: 1e-3, action: rollback}",
-            "model.dtype=bfloat16",
-        ],
-    ),
-    "dtypes": (
-        "ppo",
-        2,
-        ["model.dtype=bfloat16", "critic.dtype=float32", "critic.layout=tp2", "algorithm.kl.coefficient=0.05"],
-    ),
-    "critic_pipeline": ("ppo", 4, ["actor.layout=tp2-pp2", "critic.layout=pp2", "critic.recompute=true"]),
-    "curriculum": ("grpo", 2, ["data.curriculum={low: 0.1, high: 0.9}", "actor.guard.max_kl=1e-4"]),
-    "rollback": ("grpo", 2, ["actor.guard={max_kl: 1e-3, action: rollback}", "actor.optimizer.warmup_steps=9"]),
-    "sft": ("sft", 2, ["algorithm.examples_per_iteration=7"]),
-}
-
-
-@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.nightly) for name in NIGHTLY_CASES)])
-def test_resume_under_the_same_layout_is_bitwise_identical(ranks, inputs, tmp_path, name):
-    recipe, count, overrides = (CASES | NIGHTLY_CASES)[name]
-    model = inputs / ("mixture" if "MIXTURE" in overrides else "model")
-    overrides = [f"model.path={model}", *(text for text in overrides if text != "MIXTURE"), "checkpoint.every=1"]
+        ),
+        case("mixture", "grpo", 2, "actor.layout=ep2", model="mixture"),
+        case("muon", "grpo", 4, "actor.layout=tp2", "actor.optimizer.kind=muon", ROLLBACK, HALF),
+        case("dtypes", "ppo", 2, HALF, "critic.dtype=float32", "critic.layout=tp2", KL),
+        case("critic_pipeline", "ppo", 4, "actor.layout=tp2-pp2", "critic.layout=pp2", "critic.recompute=true"),
+        case("curriculum", "grpo", 2, "data.curriculum={low: 0.1, high: 0.9}", "actor.guard.max_kl=1e-4"),
+        case("sft", "sft", 2, "algorithm.examples_per_iteration=7"),
+    ],
+)
+def test_resume_under_the_same_layout_is_bitwise_identical(ranks, inputs, tmp_path, recipe, count, model, overrides):
+    overrides = [f"model.path={inputs / model}", *overrides, "checkpoint.every=1"]
     ranks.run(count, resumable_job, recipe, inputs, tmp_path / "whole", 3, overrides)
     copy_interrupted(tmp_path / "whole", tmp_path / "parts", 2)
-    if not name.startswith("lora"):  # what is trained is all in the checkpoint
-        overrides += [f"model.path={without_weights(model)}", f"reference.path={model}"]
+    if not any("lora" in text for text in overrides):  # what is trained is all in the checkpoint
+        overrides += [f"model.path={without_weights(inputs / model)}", f"reference.path={inputs / model}"]
     ranks.run(count, resumable_job, recipe, inputs, tmp_path / "parts", 3, overrides)
     whole = metrics_of(tmp_path / "whole")
     assert metrics_of(tmp_path / "parts") == whole
@@ -125,18 +79,16 @@ def test_resume_under_the_same_layout_is_bitwise_identical(ranks, inputs, tmp_pa
 
 
 REFRESHED = {
-    "layouts": (2, ["actor.layout=tp2", "reference={layout: pp2, offload: true, refresh_every: 2}"]),
-    "backends": (2, ["actor.backend=fsdp", "reference={layout: tp2, refresh_every: 2}"]),
-    "adapters": (2, ["actor={lora: {rank: 4}, layout: tp2}", "reference={layout: tp2, refresh_every: 2}"]),
-    "apart": (4, ["actor={layout: tp2, ranks: 0-1}", "reference={backend: fsdp, ranks: 2-3, refresh_every: 2}"]),
+    "layouts": (2, "actor.layout=tp2", "reference={layout: pp2, offload: true, refresh_every: 2}"),
+    "backends": (2, "actor.backend=fsdp", "reference={layout: tp2, refresh_every: 2}"),
+    "adapters": (2, "actor={lora: {rank: 4}, layout: tp2}", "reference={layout: tp2, refresh_every: 2}"),
+    "apart": (4, "actor={layout: tp2, ranks: 0-1}", "reference={backend: fsdp, ranks: 2-3, refresh_every: 2}"),
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.nightly] if name != "layouts" else []) for name in REFRESHED]
-)
+@pytest.mark.parametrize("name", daily_of(REFRESHED, "layouts"))
 def test_resume_with_a_refreshed_reference_is_bitwise_identical(ranks, inputs, tmp_path, name):
-    count, overrides = REFRESHED[name]
+    count, *overrides = REFRESHED[name]
     overrides = [*overrides, "algorithm.kl.coefficient=0.05", "algorithm.kl.placement=reward", "checkpoint.every=1"]
     ranks.run(count, resumable_job, "grpo", inputs, tmp_path / "whole", 4, overrides)
     whole = metrics_of(tmp_path / "whole")

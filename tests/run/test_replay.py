@@ -17,7 +17,7 @@ from tests.run.jobs import job, lines_of, make_inputs, samples_of, split_job
 from verl_mg.config import load_config
 from verl_mg.distributed.collectives import all_gather_column
 from verl_mg.engines.trajectory import MAX_SEGMENTS
-from verl_mg.job.job import Job
+from verl_mg.job.job import RunningJob
 from verl_mg.job.recipe import load_recipe, requested_roles
 from verl_mg.monitor.sample_reader import SampleReader
 from verl_mg.rollout.async_rollout import AsyncRollout
@@ -247,7 +247,7 @@ def what_is_built(inputs: Path) -> tuple[bool, int, int]:
     options = [f"model.path={inputs / 'model'}", f"data.train={inputs / 'sums.jsonl'}"]
     options += [f"reward.function={inputs / 'reward.py'}:score", "rollout.max_new_tokens=6"]
     config = load_config(None, options, recipe.config)
-    built = Job(config, requested_roles(recipe, config), job_store(), learns=False)
+    built = RunningJob(config, requested_roles(recipe, config), job_store(), learns=False)
     gradients = sum(getattr(p, "main_grad", p.grad) is not None for p in built.actor.runner.parameters().values())
     return hasattr(built.actor, "trainer"), gradients, dist.get_rank()
 

@@ -10,7 +10,7 @@ from tests.helpers.sglang_servers import RunningServer
 from tests.helpers.tiny_models import vision_model
 from tests.helpers.traces import needs_sglang
 from verl_mg.data.image_processor import ImageProcessor
-from verl_mg.models.module_config import read_any_config
+from verl_mg.models.transformers_module import read_any_config
 from verl_mg.servers.info import ServerRequirements
 from verl_mg.servers.remote_engine import RemoteEngine
 

@@ -2,7 +2,7 @@
 
 from tools.docs.write_models_doc import DOCUMENT
 from verl_mg.models.hf_families import FAMILIES
-from verl_mg.support.command import markdown
+from verl_mg.support import markdown
 
 
 def test_models_document_is_current():

@@ -14,8 +14,7 @@ from verl_mg.errors import UserError
 from verl_mg.job.build_models import ModelRoleBuilder
 from verl_mg.models.transformers_module import read_tokenizer
 from verl_mg.roles.context import JobContext
-from verl_mg.support.command import EXIT_PROBLEMS, show_model
-from verl_mg.support.model import MEGATRON, ModelSupport, format_sizes
+from verl_mg.support import EXIT_PROBLEMS, MEGATRON, ModelSupport, format_sizes, show_model
 
 
 @pytest.fixture(scope="module")

@@ -1,16 +1,22 @@
-"""A browser, and pages in it."""
+"""A server of a run, a browser, and pages in it."""
 
 import os
 import shutil
-import threading
+from contextlib import ExitStack
 
 import pytest
 
-from verl_mg.view.run import Run
-from verl_mg.view.server import Viewer
+from tests.view.serving import serving
 
 PATIENCE = 120_000
 """Milliseconds; the machine may be busy."""
+
+
+@pytest.fixture(scope="module")
+def ask(run):
+    """Asks a server of the module's run."""
+    with serving(run) as ask:
+        yield ask
 
 
 @pytest.fixture(scope="module")
@@ -35,24 +41,20 @@ def visit(browser):
     opened = []
 
     def visit(*folders):
-        viewer = Viewer([Run(folder) for folder in folders])
-        thread = threading.Thread(target=viewer.serve_forever, args=(0.05,))
-        thread.start()
+        server = servers.enter_context(serving(*folders))
         page = browser.new_page(viewport={"width": 1360, "height": 900})
-        opened.append((page, viewer, thread))
+        opened.append(page)
         page.set_default_timeout(PATIENCE)
-        page.complaints, page.viewer = [], viewer
+        page.complaints, page.viewer = [], server.viewer
         page.on("console", lambda said: page.complaints.append(said.text) if said.type == "error" else None)
         page.on("pageerror", lambda error: page.complaints.append(str(error)))
-        page.goto(viewer.url)
+        page.goto(page.viewer.url)
         page.locator("main > section:visible").wait_for()
         return page
 
-    yield visit
-    for page, viewer, thread in opened:
-        complaints, injected = page.complaints, page.evaluate("window.injected")
-        page.close()
-        viewer.shutdown()
-        viewer.server_close()
-        thread.join()
-        assert complaints == [] and injected is None
+    with ExitStack() as servers:
+        yield visit
+        for page in opened:
+            complaints, injected = page.complaints, page.evaluate("window.injected")
+            page.close()
+            assert complaints == [] and injected is None

@@ -3,32 +3,36 @@
 import http.client
 import json
 import threading
+from contextlib import contextmanager
 from urllib.parse import urlencode, urlsplit
 
 from verl_mg.view.run import Run
 from verl_mg.view.server import Viewer
 
 
-class serving:  # noqa: N801
-    """In it, a function that asks a server of these runs and returns the JSON of its answer."""
+class Served:
+    """A server of runs; called, it asks for JSON and returns the answer."""
 
-    def __init__(self, *folders):
+    def __init__(self, folders):
         self.viewer = Viewer([Run(folder) for folder in folders])
-        self.thread = threading.Thread(target=self.viewer.serve_forever, args=(0.05,))
 
-    def __enter__(self):
-        self.thread.start()
-        return self.json
-
-    def __exit__(self, *error):
-        self.viewer.shutdown()
-        self.viewer.server_close()
-        self.thread.join()
-
-    def json(self, name, status=200, **parameters):
+    def __call__(self, name, status=200, **parameters):
         answer, body = fetch(self.viewer, f"/api/{name}?{urlencode(parameters)}")
         assert answer.status == status, body
         return json.loads(body)
+
+
+@contextmanager
+def serving(*folders):
+    served = Served(folders)
+    thread = threading.Thread(target=served.viewer.serve_forever, args=(0.05,))
+    thread.start()
+    try:
+        yield served
+    finally:
+        served.viewer.shutdown()
+        served.viewer.server_close()
+        thread.join()
 
 
 def fetch(viewer, path, method="GET", **headers):

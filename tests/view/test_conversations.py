@@ -31,12 +31,6 @@ def run(tmp_path_factory):
     return write_agent_run(tmp_path_factory.mktemp("runs") / "agents")
 
 
-@pytest.fixture(scope="module")
-def ask(run):
-    with serving(run) as ask:
-        yield ask
-
-
 def trajectories(found):
     return [row["trajectory"] for row in found["rows"]]
 

@@ -18,12 +18,6 @@ def run(tmp_path_factory):
     return write_run(tmp_path_factory.mktemp("runs") / "first", iterations=3)
 
 
-@pytest.fixture(scope="module")
-def ask(run):
-    with serving(run) as ask:
-        yield ask
-
-
 def ids(found):
     return [row["sample_id"] for row in found["rows"]]
 
@@ -271,8 +265,7 @@ def test_request_invalid_parameters_are_rejected(ask, name, parameters, status, 
 
 
 def test_page_has_a_content_security_policy(run):
-    server = serving(run)
-    with server:
+    with serving(run) as server:
         answer, body = fetch(server.viewer, "/")
         assert answer.status == 200 and b"<title>" in body
         policy = answer.getheader("Content-Security-Policy")
@@ -283,8 +276,7 @@ def test_page_has_a_content_security_policy(run):
 
 
 def test_request_foreign_host_name_is_rejected(run):
-    server = serving(run)
-    with server:
+    with serving(run) as server:
         assert fetch(server.viewer, "/api/runs", Host="evil.example")[0].status == 403
         assert fetch(server.viewer, "/api/runs", Host="[::1")[0].status == 400
         assert fetch(server.viewer, "/api/runs", Host="localhost:1234")[0].status == 200

@@ -20,7 +20,7 @@ from verl_mg.engines.ipc_payload import Staging
 from verl_mg.job import build_engines
 from verl_mg.job.build_models import ModelRoleBuilder
 from verl_mg.job.engine_parts import EnginePart
-from verl_mg.job.job import Job
+from verl_mg.job.job import RunningJob
 from verl_mg.job.recipe import load_recipe
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
 from verl_mg.megatron.optimizer_state import steps_taken
@@ -239,7 +239,7 @@ def built(folder):
         patch.setattr(ModelRoleBuilder, "build", noted_build)
         patch.setitem(build_engines.ENGINES, "sglang", engine)
         patch.setattr(torch.cuda, "empty_cache", slow_empty_cache)
-        Job(config, recipe.roles(config.algorithm), job_store())
+        RunningJob(config, recipe.roles(config.algorithm), job_store())
     return after_builds, at_start, history.of_all_ranks()
 
 

@@ -55,7 +55,7 @@ from transformers.utils.logging import disable_progress_bar
 from tools.bench.dist_checkpoints import DistCheckpoints, adapt
 from verl_mg.checkpoint.sharded_safetensors import StoredBox
 from verl_mg.config import load_config
-from verl_mg.job.job import Job
+from verl_mg.job.job import RunningJob
 from verl_mg.job.recipe import Recipe, load_recipe
 from verl_mg.layout import Layout
 from verl_mg.megatron.optimizer_state import optimizer_state, steps_taken
@@ -92,13 +92,13 @@ class Cost:
 class Method(Protocol):
     """Method of saving and reading; all ranks call it together."""
 
-    def begin(self, job: Job, folder: Path) -> None:
+    def begin(self, job: RunningJob, folder: Path) -> None:
         """Starts to save; training may continue when this returns."""
 
     def finish(self) -> None:
         """Completes the save: the checkpoint is on disk when this returns."""
 
-    def load(self, job: Job, folder: Path) -> None:
+    def load(self, job: RunningJob, folder: Path) -> None:
         """Reads into a job that may have another layout."""
 
 
@@ -172,7 +172,7 @@ def _write_inputs(folder: Path, hidden: int, layers: int) -> None:
     (folder / "sums.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def _job(recipe: Recipe, folder: Path, layout: str, store: dist.Store) -> Job:
+def _job(recipe: Recipe, folder: Path, layout: str, store: dist.Store) -> RunningJob:
     overrides = [
         f"model.path={folder / 'model'}",
         "model.dtype=float32",
@@ -182,7 +182,7 @@ def _job(recipe: Recipe, folder: Path, layout: str, store: dist.Store) -> Job:
         "algorithm.examples_per_iteration=8",
     ]
     config = load_config(None, overrides, recipe.config)
-    job = Job(config, recipe.roles(config.algorithm), store)
+    job = RunningJob(config, recipe.roles(config.algorithm), store)
     for optimizer in job.actor.trainer.optimizer.chained_optimizers:
         adapt(optimizer)
     return job
@@ -194,17 +194,17 @@ def _job(recipe: Recipe, folder: Path, layout: str, store: dist.Store) -> Job:
 class Ours:
     """Checkpoints of the job, as its loop writes and reads them."""
 
-    def __init__(self, recipe: Recipe, job: Job, folder: Path) -> None:
+    def __init__(self, recipe: Recipe, job: RunningJob, folder: Path) -> None:
         self._recipe, self._saver = recipe.name, AsyncCheckpointer(folder, job.config.checkpoint, recipe.name)
 
-    def begin(self, job: Job, folder: Path) -> None:
+    def begin(self, job: RunningJob, folder: Path) -> None:
         self._saver.begin(job, {})
 
     def finish(self) -> None:
         if problem := self._saver.finish():
             raise RuntimeError(problem)
 
-    def load(self, job: Job, folder: Path) -> None:
+    def load(self, job: RunningJob, folder: Path) -> None:
         checkpoint = newest_intact(folder)
         assert checkpoint is not None
         restore(job, checkpoint, self._recipe)
@@ -213,7 +213,7 @@ class Ours:
 # -- measuring
 
 
-def _saves(methods: dict[str, Method], job: Job, folder: Path, rounds: int) -> dict[str, Cost]:
+def _saves(methods: dict[str, Method], job: RunningJob, folder: Path, rounds: int) -> dict[str, Cost]:
     measured: dict[str, list[Cost]] = defaultdict(list)
     for _ in range(rounds):
         for name, method in methods.items():
@@ -223,7 +223,7 @@ def _saves(methods: dict[str, Method], job: Job, folder: Path, rounds: int) -> d
     return {name: _median(costs) for name, costs in measured.items()}
 
 
-def _reads(methods: dict[str, Method], job: Job, folder: Path, rounds: int) -> dict[str, Cost]:
+def _reads(methods: dict[str, Method], job: RunningJob, folder: Path, rounds: int) -> dict[str, Cost]:
     measured: dict[str, list[Cost]] = defaultdict(list)
     for _ in range(rounds):
         for name, method in methods.items():

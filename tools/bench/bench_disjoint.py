@@ -20,7 +20,7 @@ import torch.multiprocessing as multiprocessing
 
 from tools.bench import wide_repeat_digit
 from verl_mg.config import load_config
-from verl_mg.job.job import Job
+from verl_mg.job.job import RunningJob
 from verl_mg.job.recipe import load_recipe
 from verl_mg.run.loop import one_iteration
 
@@ -48,7 +48,7 @@ def _rank(rank: int, folder: Path, options: argparse.Namespace) -> None:
     placement = ["actor.ranks=0", "critic.ranks=1", "reference.ranks=1"]
     task = wide_repeat_digit.overrides(folder, "ppo", options.prompts, options.tokens)
     config = load_config(None, [*task, *placement], recipe.config)
-    job = Job(config, recipe.roles(config.algorithm), store)
+    job = RunningJob(config, recipe.roles(config.algorithm), store)
     job.start()
     seconds: dict[bool, list[float]] = {True: [], False: []}
     concurrent = job.context.executor.concurrent

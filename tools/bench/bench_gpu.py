@@ -43,7 +43,7 @@ from verl_mg.batch import Batch
 from verl_mg.config import Config
 from verl_mg.data import Prompt, PromptFeed, PromptSet
 from verl_mg.distributed.world import World
-from verl_mg.doctor.machine import installed_versions
+from verl_mg.doctor import installed_versions
 from verl_mg.engines import Sampling
 from verl_mg.job.build_engines import build_engine_group
 from verl_mg.job.build_models import ModelRoleBuilder
@@ -51,7 +51,7 @@ from verl_mg.layout import Layout
 from verl_mg.megatron.transformer_config import resolve_kernels
 from verl_mg.models.flops import row_flops
 from verl_mg.models.hf_config import read_config
-from verl_mg.monitor.throughput import device_peak, model_flops
+from verl_mg.monitor.metrics import device_peak, model_flops
 from verl_mg.planner.inputs import GIB, PlanInputs
 from verl_mg.planner.memory import train_memory
 from verl_mg.roles.context import JobContext
@@ -148,7 +148,7 @@ class Bench:
 
     @property
     def weight_bytes(self) -> int:
-        return PlanInputs(self.weights, ranks=1, node=1).weight_bytes
+        return PlanInputs(self.weights, ranks=1, node=1).size.bytes
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from tools.bench import wide_repeat_digit
 from verl_mg.config import Config, load_config
 from verl_mg.distributed.world import World
-from verl_mg.job.job import Job
+from verl_mg.job.job import RunningJob
 from verl_mg.job.recipe import Recipe, load_recipe, requested_roles
 from verl_mg.run.loop import one_iteration
 
@@ -104,9 +104,9 @@ def _config(recipe: Recipe, options: argparse.Namespace, folder: Path) -> Config
     return load_config(None, [*task, *layouts, "algorithm.group_size=2"], recipe.config)
 
 
-def _job(recipe: Recipe, config: Config, world: World) -> Job:
+def _job(recipe: Recipe, config: Config, world: World) -> RunningJob:
     world.set_timeouts(config.job)
-    job = Job(config, requested_roles(recipe, config), world.store, None, True, recipe.name)
+    job = RunningJob(config, requested_roles(recipe, config), world.store, None, True, recipe.name)
     world.watch_progress(job.timer)
     return job
 

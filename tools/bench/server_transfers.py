@@ -19,7 +19,7 @@ from tools.bench.local_servers import free_port, running_servers
 from verl_mg.config import load_config
 from verl_mg.engines.process_engine import EngineSettings
 from verl_mg.engines.sglang.shard_receiver import RECEIVER
-from verl_mg.job.job import Job
+from verl_mg.job.job import RunningJob
 from verl_mg.job.recipe import load_recipe
 from verl_mg.layout import EngineLayout
 from verl_mg.models.tiny_model import make_tiny_model
@@ -92,7 +92,7 @@ def _rank(rank: int, folder: Path, urls: Sequence[str], port: int, repeats: int,
         f"rollout.urls=[{','.join(urls)}]",
     ]
     config = load_config(None, overrides, recipe.config)
-    job = Job(config, recipe.roles(config.algorithm), store)
+    job = RunningJob(config, recipe.roles(config.algorithm), store)
     job.start()
     group = job.rollout._engines
     table = job.actor.runner.table

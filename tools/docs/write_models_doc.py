@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from verl_mg.support.command import markdown
+from verl_mg.support import markdown
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 

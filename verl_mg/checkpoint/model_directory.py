@@ -29,7 +29,7 @@ from verl_mg.checkpoint.safetensors_file import DTYPE_NAMES, DamagedFileError, S
 from verl_mg.distributed.collectives import broadcast_bytes
 from verl_mg.errors import UserError
 from verl_mg.models.hf_config import INDEX, SINGLE, weight_map
-from verl_mg.models.stacked_tensors import StackedTensor
+from verl_mg.models.tensor_tree import StackedTensor
 from verl_mg.sharding.boxes import BlockSize, Box, Shard, full_box
 
 PACKED = DTYPE_NAMES[torch.uint8]  # name of the dtype of MXFP4 tensors in safetensors files

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from verl_mg.checkpoint.safetensors_file import DTYPE_NAMES
 from verl_mg.errors import UserError
-from verl_mg.models.checkpoint_shapes import BLOCKS, SCALES
-from verl_mg.models.stacked_tensors import StackedTensor
+from verl_mg.models.tensor_tree import StackedTensor
+from verl_mg.models.transformers_module import BLOCKS, SCALES
 from verl_mg.sharding.boxes import BlockSize, Box, scale_grid
 
 FP8 = DTYPE_NAMES[torch.float8_e4m3fn]  # name of the dtype of FP8 tensors in safetensors files
@@ -38,6 +38,9 @@ SCALE_DTYPES = tuple(
 )
 """Names of the dtypes of scales."""
 _SUFFIXES = ("_scale_inv", "_scale")
+MXFP4_BLOCK = 32  # elements of a row that have a common scale
+_BIAS, _NOT_A_NUMBER = 127, 255  # of E8M0, the format of scales
+_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def scale_name(tensor: str, names: Container[str]) -> str | None:
@@ -95,11 +98,6 @@ def dequantize(values: Tensor, scales: Tensor, box: Box, block: BlockSize) -> Te
         rows = slice(max(number * height - top, 0), (number + 1) * height - top)
         result[rows] *= factors[columns]
     return result
-
-
-MXFP4_BLOCK = 32  # elements of a row that have a common scale
-_BIAS, _NOT_A_NUMBER = 127, 255  # of E8M0, the format of scales
-_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def packed_names(stack: str) -> tuple[str, str]:

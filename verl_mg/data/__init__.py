@@ -1,9 +1,8 @@
 """Prompts, demonstrations and preferences from data files; no processes, no training."""
 
 from verl_mg.data.curriculum import Curriculum
-from verl_mg.data.mixture import Mixture
 from verl_mg.data.prompt_feed import PromptFeed
-from verl_mg.data.prompts import Prompt, Prompts, PromptSet
+from verl_mg.data.prompts import Mixture, Prompt, Prompts, PromptSet
 from verl_mg.data.reading import read_prompts, reward_key
 from verl_mg.data.records import read_records
 from verl_mg.data.training_rows import demonstration, demonstrations_batch, num_demonstrations, pairs_batch, preference

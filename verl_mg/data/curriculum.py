@@ -7,8 +7,7 @@ taken again with 2 of 8 right, it has 1.0 + 0.5 (0.25 - 1.0) = 0.625 and is insi
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from verl_mg.data.mixture import Mixture
-from verl_mg.data.prompts import Prompt, PromptSet, check_state
+from verl_mg.data.prompts import Mixture, Prompt, PromptSet, check_state
 
 
 class Curriculum:

@@ -1,32 +1,35 @@
-"""Prompts of a file, tokenized once, in an order that depends only on the seed.
+"""Prompts of a file, tokenized once, in an order that depends only on the seed, and mixtures of several by weight.
 
 record {"prompt": "2+3=", "answer": "5"} in line 1 of train.jsonl
 Prompt(id=0, tokens=(8, 16, 9, 17), text="2+3=", answer="5", record={...}, place="train.jsonl:1",
        messages=[{"role": "user", "content": "2+3="}])        with a tokenizer of characters
+
+Mixture of weights a 3, b 1:   a a b a | a a b a | ...   of n prompts 3 n / 4 come from a, within one prompt
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+from fractions import Fraction
+from itertools import chain
+from math import lcm
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from verl_mg.data.fields import ANSWER, IMAGES, PROMPT, RecordFields, field_names, value_of
-from verl_mg.data.images import ImageLimits, ImageSource, images_of
-from verl_mg.data.records import Record, located_records, prepared
-from verl_mg.data.rendering import RenderedPrompt, has_image_parts, render, render_with_images, tokenize
-from verl_mg.data.trained_turns import TrainedRow, tools_of, trained_rows
+from verl_mg.data.images import ImageSource
+from verl_mg.data.records import Record
+from verl_mg.data.rendering import RenderedPrompt, render, tokenize
+from verl_mg.data.trained_turns import TrainedRow
 from verl_mg.errors import UserError
 from verl_mg.images import RowImages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from verl_mg.data.image_processor import ImageProcessor
+_FIELD = re.compile(r"\{(\w+)\}")
 
 
 @dataclass(frozen=True)
@@ -107,113 +110,6 @@ class PromptSet:
         self._epoch, self._position = 0, 0
         self._order = self._permutation(0)
 
-    @classmethod
-    def from_file(
-        cls,
-        path: str | Path,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        prompt_field: str | None = None,
-        answer_field: str | None = None,
-        chosen_field: str = "chosen",
-        rejected_field: str = "rejected",
-        chat_template: bool = False,
-        instruction: str = "",
-        system_prompt: str = "",
-        prepare: str | None = None,
-        max_prompt_tokens: int,
-        overlong_prompts: Literal["error", "drop"] = "error",
-        loss_on: Literal["answer", "last", "all", "flagged"] = "answer",
-        seed: int = 0,
-        tools: Sequence[dict[str, Any]] = (),
-        source: str = "",
-        reward: str = "",
-        first_id: int = 0,
-        report: Callable[[str], None] | None = None,
-        processor: ImageProcessor | None = None,
-        image_field: str = IMAGES,
-        max_image_pixels: int = 1 << 24,
-        max_images: int = 8,
-    ) -> Self:
-        """Reads and tokenizes the prompts of a file or folder. Errors name `file:line` and the remedy.
-
-        A list of messages is rendered by the tokenizer's chat template; with `chat_template` a string is too, as one
-        user message, and so is any prompt with images. Any other string is tokenized unchanged, with the special
-        tokens that the tokenizer adds.
-
-        Args:
-            path: file or folder as in `read_records`.
-            tokenizer, processor: of the model; None: a model that reads no images.
-            prompt_field, answer_field: fields of prompt and answer; None: as `RecordFields.find` chooses.
-            chosen_field, rejected_field: fields of a preference's answers. If both are conversations, a record needs
-                no prompt field.
-            chat_template: render strings as a user message.
-            instruction, system_prompt: text appended to strings, and first message of conversations without a system's.
-            prepare: name of a function of a record that returns the one to use, or None to leave it out.
-            max_prompt_tokens, overlong_prompts: longest prompt, in tokens; a longer one is an error or is dropped.
-            loss_on: what demonstrations train: the answer, or turns of the conversation in the prompt's field, which
-                `max_prompt_tokens` then limits as a whole.
-            seed, source, first_id: random seed of the order, name of the source, and id of the first row.
-            tools: schemas that a chat template describes to the model.
-            reward: key of the section with the source's reward; "" for the job's.
-            report: receives one line about fields that were found and not configured, unless they are the usual ones.
-            image_field: field of the images.
-            max_image_pixels, max_images: largest width times height of an image, and number of images of a prompt.
-        """
-        located = located_records(path)
-        if prepare is not None:
-            located = prepared(located, prepare)
-        ended = prompt_field if loss_on != "answer" else None  # the prompt is what is before the last turn
-        fields = RecordFields.find([record for _, record in located], prompt_field, answer_field or ended)
-        if report and fields != RecordFields(prompt_field or PROMPT, answer_field or ANSWER):
-            report(f"{path}: {fields.description}")
-        answers = [fields.answer_of(record, place) for place, record in located]
-        if answer_field not in (None, ANSWER) and all(answer is None for answer in answers):
-            place, record = located[0]
-            raise UserError(
-                f"{place}: no field '{answer_field}', here and in all lines below. Set data.answer_field to one of: "
-                f"{', '.join(sorted(field_names(record)))}."
-            )
-        # All lists below have one entry for each record; too long ones are dropped at the end, when ids are given.
-        media = (image_field,) if processor else ()
-        values = [fields.prompt_of(record, chosen_field, rejected_field, place, media) for place, record in located]
-        limits = ImageLimits(max_image_pixels, max_images)
-        images = [images_of(record, image_field, place, limits) if processor else () for place, record in located]
-        rendered = [
-            render_with_images(value, of_prompt, processor, instruction, place, tools, system_prompt)
-            if processor and (of_prompt or has_image_parts(value))
-            else render(value, tokenizer, chat_template, instruction, place, tools, system_prompt)
-            for value, of_prompt, (place, _) in zip(values, images, located, strict=True)
-        ]
-        rows = tokenize(rendered, tokenizer)
-        turns: list[Sequence[TrainedRow]] = [() for _ in located]
-        if loss_on != "answer":
-            conversations = [value_of(record, fields.prompt) for _, record in located]
-            turns = [
-                trained_rows(
-                    value, loss_on, tokenizer, place, tools_of(record, place) or tools, system_prompt, of_prompt
-                )
-                for value, of_prompt, (place, record) in zip(conversations, images, located, strict=True)
-            ]
-        lengths = [
-            max(len(row), *(len(turn.tokens) for turn in of_row), 0) for row, of_row in zip(rows, turns, strict=True)
-        ]
-        what = "prompt" if loss_on == "answer" else "conversation"
-        for (place, _), length in zip(located, lengths, strict=True):
-            _check_length(length, max_prompt_tokens, overlong_prompts, place, what)
-        columns = zip(lengths, rows, rendered, answers, images, turns, located, strict=True)
-        prompts = [
-            Prompt(i, tuple(row), text.text, answer, record, source, place, text.messages, of_prompt, reward, of_row)
-            for i, (length, row, text, answer, of_prompt, of_row, (place, record)) in enumerate(columns, start=first_id)
-            if length <= max_prompt_tokens
-        ]
-        if not prompts:
-            raise UserError(
-                f"{path}: all {len(located)} prompts are longer than {max_prompt_tokens} tokens; the "
-                f"shortest has {min(lengths)}. Raise data.max_prompt_tokens to that or more."
-            )
-        return cls(prompts, seed=seed, dropped=len(located) - len(prompts), source=source)
-
     def __len__(self) -> int:
         return len(self._prompts)
 
@@ -270,34 +166,13 @@ class PromptSet:
 
 
 def check_state(state: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    """Raises UserError if a checkpoint was written with other data.
-
-    Args:
-        state: state of the checkpoint.
-        ours: the part of the state that identifies the data of this run.
-    """
+    """Raises UserError if a checkpoint was written with other data."""
     for name, value in ours.items():
         if state.get(name) != value:
             raise UserError(
                 f"checkpoint: written with data of {name}={state.get(name)}, now {name}={value}. "
                 "Resume with the data settings of the first run, or start a new run."
             )
-
-
-def _check_length(tokens: int, limit: int, overlong_prompts: str, place: str, what: str) -> None:
-    if tokens == 0:
-        raise UserError(f"{place}: the prompt has no tokens. Write at least one character or remove the line.")
-    if tokens > limit and overlong_prompts == "error":
-        raise UserError(
-            f"{place}: the {what} has {tokens} tokens, data.max_prompt_tokens is {limit}. "
-            f"Raise it, or leave such {what}s out with data.overlong_prompts=drop."
-        )
-
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-_FIELD = re.compile(r"\{(\w+)\}")
 
 
 def teacher_prompt(
@@ -307,32 +182,21 @@ def teacher_prompt(
     key: str,
     tools: Sequence[dict[str, Any]] = (),
 ) -> list[int]:
-    """Returns the tokens of a prompt as a teacher reads it.
+    """Returns the tokens of a prompt as a teacher reads it: the template replaces its text, or its last message.
 
-    The template takes the place of the prompt's text, or of its last message, which the chat template then renders.
-
-    Args:
-        prompt: the prompt of the student; UserError if it has images or misses a field of the template.
-        template: text with {prompt}, {answer} and names of fields of the record in braces; None: the prompt as it
-            is.
-        tokenizer: tokenizer of the teacher.
-        key: configuration key of the template, for errors.
-        tools: schemas that a chat template describes to the model.
+    A template is text with {prompt}, {answer} and names of fields of the record in braces.
     """
     if prompt.images:
         raise UserError(f"{prompt.where}: {key} is for prompts without images. Leave such records out.")
-    if isinstance(prompt.messages[-1]["content"], str) and is_templated(prompt):
+    # A chat template rendered the prompt, unless its text is its only message's.
+    is_templated = len(prompt.messages) != 1 or prompt.messages[0]["content"] != prompt.text
+    if isinstance(prompt.messages[-1]["content"], str) and is_templated:
         *context, last = prompt.messages
         text = _filled(template, prompt, last["content"], key)
         rendered = render([*context, last | {"content": text}], tokenizer, True, "", prompt.where, tools)
     else:
         rendered = RenderedPrompt(_filled(template, prompt, prompt.text, key), False, [])
     return tokenize([rendered], tokenizer)[0]
-
-
-def is_templated(prompt: Prompt) -> bool:
-    """Returns whether a chat template rendered a prompt; otherwise its text is its only message's."""
-    return len(prompt.messages) != 1 or prompt.messages[0]["content"] != prompt.text
 
 
 def _filled(template: str | None, prompt: Prompt, text: str, key: str) -> str:
@@ -349,3 +213,67 @@ def _filled(template: str | None, prompt: Prompt, text: str, key: str) -> str:
         return str(value)
 
     return _FIELD.sub(value_of, template)
+
+
+class Mixture:
+    """Sets by name, each with its share of the prompts and its separately shuffled epochs."""
+
+    def __init__(self, sets: Mapping[str, PromptSet], weights: Mapping[str, float]) -> None:
+        """Starts at the first epoch of every set; weights are above 0, and no prompt id is in two sets."""
+        self._sets = dict(sets)
+        self._given = [[name, float(weights[name])] for name in self._sets]
+        # As integers made from the decimal digits: 0.1 and 0.2 are then exactly 1 to 2, however long the run.
+        exact = {name: Fraction(str(weight)) for name, weight in self._given}
+        scale = lcm(*(weight.denominator for weight in exact.values()))
+        self._weights = {name: int(weight * scale) for name, weight in exact.items()}
+        self._taken = dict.fromkeys(self._sets, 0)
+        self._by_id = {prompt.id: prompt for prompt in self}
+        assert len(self._by_id) == len(self), "two sources share a prompt id"
+
+    @property
+    def dropped(self) -> int:
+        """Number of prompts of all sources left out for their length."""
+        return sum(prompts.dropped for prompts in self._sets.values())
+
+    def __len__(self) -> int:
+        return sum(map(len, self._sets.values()))
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return chain.from_iterable(self._sets.values())
+
+    def first(self, n: int) -> list[Prompt]:
+        """Returns the first `n` prompts of each source, in file order."""
+        return [prompt for prompts in self._sets.values() for prompt in prompts.first(n)]
+
+    def by_id(self, prompt_id: int) -> Prompt:
+        """Returns the prompt with that `id`. Raises KeyError if there is none or it was dropped."""
+        return self._by_id[prompt_id]
+
+    def take(self, n: int, draw: Callable[[PromptSet, int], list[Prompt]] = PromptSet.take) -> list[Prompt]:
+        """Returns the next `n` prompts, sources interleaved."""
+        order = [self._next_source() for _ in range(n)]
+        drawn = {name: iter(draw(self._sets[name], count)) for name, count in Counter(order).items()}
+        return [next(drawn[name]) for name in order]
+
+    def state(self) -> dict[str, Any]:
+        """Returns the position in every source as JSON, for `load_state` with the same sources and weights."""
+        sources = {name: prompts.state() for name, prompts in self._sets.items()}
+        return self._identity() | {"taken": dict(self._taken), "sources": sources}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Resumes every source from a `state()`; UserError for one of other sources, weights or seed."""
+        check_state(state, self._identity())
+        for name, prompts in self._sets.items():
+            prompts.load_state(state["sources"][name])
+        self._taken = dict(state["taken"])
+
+    def _identity(self) -> dict[str, Any]:
+        return {"kind": "mixture", "weights": self._given}
+
+    def _next_source(self) -> str:
+        turn, total = sum(self._taken.values()) + 1, sum(self._weights.values())
+        # The source that misses most of its share, of equals the first: none is ever a whole prompt ahead, and every
+        # iteration has the configured mixture, which random sampling has only on average.
+        name = max(self._sets, key=lambda name: self._weights[name] * turn - total * self._taken[name])
+        self._taken[name] += 1
+        return name

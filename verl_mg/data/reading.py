@@ -1,12 +1,18 @@
 """Prompts of a job, from the section `data` of the configuration."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from verl_mg.config import DataConfig, SourceConfig
 from verl_mg.data.curriculum import Curriculum
-from verl_mg.data.mixture import Mixture
-from verl_mg.data.prompts import Prompts, PromptSet
+from verl_mg.data.fields import ANSWER, PROMPT, RecordFields, field_names, value_of
+from verl_mg.data.images import ImageLimits, ImageSource, images_of
+from verl_mg.data.prompts import Mixture, Prompt, Prompts, PromptSet
+from verl_mg.data.records import Record, located_records, prepared
+from verl_mg.data.rendering import RenderedPrompt, has_image_parts, render, render_with_images, tokenize
+from verl_mg.data.trained_turns import TrainedRow, tools_of, trained_rows
 from verl_mg.errors import UserError
 
 if TYPE_CHECKING:
@@ -14,6 +20,7 @@ if TYPE_CHECKING:
 
     from verl_mg.data.image_processor import ImageProcessor
 
+Located = tuple[str, Record]
 OF_SOURCE = {"prompt_field", "answer_field", "instruction", "chat_template", "system_prompt", "prepare"}
 """Keys of a source that replace the same keys of `data`."""
 
@@ -53,61 +60,120 @@ def read_prompts(
     where = data.train if which == "train" else data.test
     if where is None:
         raise UserError("data.test: not set. Write data.test=FILE.")
+    reader = _Reader(data, which, tokenizer, processor, seed, tools, report)
     if not isinstance(where, dict):
-        prompts: PromptSet | Mixture = _read_set(
-            data, "", SourceConfig(path=where), which, 0, tokenizer, seed, tools, report, processor
-        )
+        prompts: PromptSet | Mixture = reader.read("", SourceConfig(path=where))
     else:
-        prompts = _read_mixture(data, where, which, tokenizer, seed, tools, report, processor)
+        sets: dict[str, PromptSet] = {}
+        for name, source in where.items():
+            # Ids do not change with the limit of length.
+            rows = sum(len(part) + part.dropped for part in sets.values())
+            sets[name] = reader.read(name, source, rows)
+        prompts = Mixture(sets, {name: source.weight for name, source in where.items()})
     band = data.curriculum
     if which == "test" or (band.low <= 0 and band.high >= 1):
         return prompts
     return Curriculum(prompts, **band.model_dump())
 
 
-def _read_mixture(
-    data: DataConfig,
-    sources: Mapping[str, SourceConfig],
-    which: str,
-    tokenizer: "PreTrainedTokenizerBase",
-    seed: int,
-    tools: Sequence[dict[str, Any]],
-    report: Callable[[str], None] | None,
-    processor: "ImageProcessor | None",
-) -> Mixture:
-    sets: dict[str, PromptSet] = {}
-    rows = 0
-    for name, source in sources.items():
-        sets[name] = _read_set(data, name, source, which, rows, tokenizer, seed, tools, report, processor)
-        rows += len(sets[name]) + sets[name].dropped  # ids do not change with the limit of length
-    return Mixture(sets, {name: source.weight for name, source in sources.items()})
+@dataclass(frozen=True)
+class _Reader:
+    """Reads and tokenizes the prompts of sources, with the arguments of `read_prompts`."""
 
+    data: DataConfig
+    which: str
+    tokenizer: "PreTrainedTokenizerBase"
+    processor: "ImageProcessor | None"
+    seed: int
+    tools: Sequence[dict[str, Any]]
+    report: Callable[[str], None] | None
 
-def _read_set(
-    data: DataConfig,
-    name: str,
-    source: SourceConfig,
-    which: str,
-    first_id: int,
-    tokenizer: "PreTrainedTokenizerBase",
-    seed: int,
-    tools: Sequence[dict[str, Any]],
-    report: Callable[[str], None] | None,
-    processor: "ImageProcessor | None",
-) -> PromptSet:
-    source_fields = source.model_dump(include=OF_SOURCE, exclude_none=True)
-    common = data.model_dump(exclude={"train", "test", "curriculum"})
-    # An evaluation generates answers; it trains no turns.
-    options = common | source_fields | ({"loss_on": "answer"} if which == "test" else {})
-    return PromptSet.from_file(
-        source.path,
-        tokenizer,
-        **options,
-        seed=seed,
-        tools=tools,
-        source=name,
-        reward=reward_key(which, name) if source.reward else "",
-        first_id=first_id,
-        report=report,
-        processor=processor,
-    )
+    def read(self, name: str, source: SourceConfig, first_id: int = 0) -> PromptSet:
+        """Reads the prompts of a source, whose ids begin with `first_id`."""
+        data = self.data.model_copy(update=source.model_dump(include=OF_SOURCE, exclude_none=True))
+        # An evaluation generates answers; it trains no turns.
+        loss_on = data.loss_on if self.which == "train" else "answer"
+        located = located_records(source.path)
+        if data.prepare is not None:
+            located = prepared(located, data.prepare)
+        fields = self._fields(data, loss_on, source.path, located)
+        # All lists have one entry for each record; too long ones are dropped at the end, when ids are given.
+        answers = [fields.answer_of(record, place) for place, record in located]
+        if data.answer_field not in (None, ANSWER) and all(answer is None for answer in answers):
+            place, record = located[0]
+            raise UserError(
+                f"{place}: no field '{data.answer_field}', here and in all lines below. Set data.answer_field to one "
+                f"of: {', '.join(sorted(field_names(record)))}."
+            )
+        limits = ImageLimits(data.max_image_pixels, data.max_images)
+        images = [
+            images_of(record, data.image_field, place, limits) if self.processor else () for place, record in located
+        ]
+        texts = self._texts(data, fields, located, images)
+        rows = tokenize(texts, self.tokenizer)
+        turns: list[Sequence[TrainedRow]] = [() for _ in located]
+        if loss_on != "answer":
+            turns = [
+                trained_rows(
+                    value_of(record, fields.prompt),
+                    loss_on,
+                    self.tokenizer,
+                    place,
+                    tools_of(record, place) or self.tools,
+                    data.system_prompt,
+                    of_prompt,
+                )
+                for of_prompt, (place, record) in zip(images, located, strict=True)
+            ]
+        lengths = [
+            max(len(row), *(len(turn.tokens) for turn in of_row), 0) for row, of_row in zip(rows, turns, strict=True)
+        ]
+        limit, what = data.max_prompt_tokens, "prompt" if loss_on == "answer" else "conversation"
+        for (place, _), length in zip(located, lengths, strict=True):
+            if length == 0:
+                raise UserError(f"{place}: the prompt has no tokens. Write at least one character or remove the line.")
+            if length > limit and data.overlong_prompts == "error":
+                raise UserError(
+                    f"{place}: the {what} has {length} tokens, data.max_prompt_tokens is {limit}. "
+                    f"Raise it, or leave such {what}s out with data.overlong_prompts=drop."
+                )
+        reward = reward_key(self.which, name) if source.reward else ""
+        columns = zip(lengths, rows, texts, answers, images, turns, located, strict=True)
+        prompts = [
+            Prompt(i, tuple(row), text.text, answer, record, name, place, text.messages, of_prompt, reward, of_row)
+            for i, (length, row, text, answer, of_prompt, of_row, (place, record)) in enumerate(columns, start=first_id)
+            if length <= limit
+        ]
+        if not prompts:
+            raise UserError(
+                f"{source.path}: all {len(located)} prompts are longer than {limit} tokens; the shortest has "
+                f"{min(lengths)}. Raise data.max_prompt_tokens to that or more."
+            )
+        return PromptSet(prompts, seed=self.seed, dropped=len(located) - len(prompts), source=name)
+
+    def _fields(self, data: DataConfig, loss_on: str, path: Path, located: Sequence[Located]) -> RecordFields:
+        ended = data.prompt_field if loss_on != "answer" else None  # the prompt is what is before the last turn
+        records = [record for _, record in located]
+        fields = RecordFields.find(records, data.prompt_field, data.answer_field or ended)
+        if self.report and fields != RecordFields(data.prompt_field or PROMPT, data.answer_field or ANSWER):
+            self.report(f"{path}: {fields.description}")
+        return fields
+
+    def _texts(
+        self,
+        data: DataConfig,
+        fields: RecordFields,
+        located: Sequence[Located],
+        images: Sequence[Sequence[ImageSource]],
+    ) -> list[RenderedPrompt]:
+        """Renders messages by the chat template, strings too if they have images or with `chat_template`."""
+        media = (data.image_field,) if self.processor else ()
+        texts = []
+        for (place, record), of_prompt in zip(located, images, strict=True):
+            value = fields.prompt_of(record, data.chosen_field, data.rejected_field, place, media)
+            common = (data.instruction, place, self.tools, data.system_prompt)
+            if self.processor and (of_prompt or has_image_parts(value)):
+                texts.append(render_with_images(value, of_prompt, self.processor, *common))
+            else:
+                texts.append(render(value, self.tokenizer, data.chat_template, *common))
+        return texts

@@ -22,6 +22,10 @@ Record = dict[str, Any]
 HARBOR = "harbor:"  # beginning of a path that means task folders of Harbor
 FILE_KINDS = (".jsonl", ".json", ".parquet", ".arrow")
 SHARD_KINDS = (".jsonl", ".parquet")
+REASONING_GYM = "reasoning_gym:"  # beginning of a path of `data` that means generated prompts
+# Tasks of reasoning-gym 0.1.25 that generate other entries for the same seed if PYTHONHASHSEED differs; of its 105
+# tasks, 6 entries each, the others do not.
+HASH_DEPENDENT = ("isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder")
 
 
 def read_records(path: str | Path) -> list[Record]:
@@ -243,12 +247,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: not readable JSON ({error}). Save the dataset again with save_to_disk.") from error
     return value if isinstance(value, dict) else {}
-
-
-REASONING_GYM = "reasoning_gym:"  # beginning of a path of `data` that means generated prompts
-# Tasks of reasoning-gym 0.1.25 that generate other entries for the same seed if PYTHONHASHSEED differs; of its 105
-# tasks, 6 entries each, the others do not.
-HASH_DEPENDENT = ("isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder")
 
 
 def generated_records(path: str) -> list[tuple[str, dict[str, Any]]]:

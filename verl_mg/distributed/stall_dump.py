@@ -19,6 +19,12 @@ import torch
 
 STALLS = "stalls"  # folder inside a run's folder, with one folder for each time that a job ended so
 RECORD_SECONDS = 2.0  # time limit of the records of collectives: NCCL can be blocked in what they describe
+STACK_DEPTH = 12
+"""Innermost frames that are reported, library frames included; the heartbeat writes them at each interval."""
+LIBRARIES = re.compile(r"(site|dist)-packages/|lib/python3|<frozen ")  # pattern of the paths of library files
+WORKING_DIR = os.getcwd() + os.sep
+WAITING_LINE = re.compile(r"\.(wait|barrier|synchronize)\(|\bstore\.|IDLE_SECONDS")
+"""Pattern of a source line on which a rank waits for other ranks."""
 
 
 def dump_rank(folder: Path, rank: int) -> None:
@@ -65,14 +71,6 @@ def _write_records(folder: Path, rank: int) -> None:
     for name, dump in recorders.items():
         with suppress(OSError, RuntimeError):
             (folder / f"rank-{rank}.{name}.json").write_bytes(dump())
-
-
-STACK_DEPTH = 12
-"""Innermost frames that are reported, library frames included; the heartbeat writes them at each interval."""
-LIBRARIES = re.compile(r"(site|dist)-packages/|lib/python3|<frozen ")  # pattern of the paths of library files
-WORKING_DIR = os.getcwd() + os.sep
-WAITING_LINE = re.compile(r"\.(wait|barrier|synchronize)\(|\bstore\.|IDLE_SECONDS")
-"""Pattern of a source line on which a rank waits for other ranks."""
 
 
 def main_stack() -> list[str]:

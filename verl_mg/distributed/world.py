@@ -19,7 +19,7 @@ from torch.distributed import HashStore, PrefixStore, ProcessGroupGloo, Store, d
 
 from verl_mg import device
 from verl_mg.config import JobConfig
-from verl_mg.distributed.groups import GROUP_TIMEOUT
+from verl_mg.distributed.collectives import GROUP_TIMEOUT
 from verl_mg.distributed.launcher import Launcher
 from verl_mg.distributed.rendezvous import join_mpi, raise_open_files_limit, started_by_mpi, wait_for_fresh_store
 from verl_mg.distributed.signals import Signals
@@ -27,6 +27,8 @@ from verl_mg.distributed.stall_dump import STALLS
 from verl_mg.distributed.watchdog import RankWatchdog
 from verl_mg.errors import EXIT_CODE, UserError
 from verl_mg.phase_timer import PhaseTimer
+
+THREADS = 2  # threads of a group that run its collectives; torch's default for one device
 
 
 @dataclass(frozen=True)
@@ -117,9 +119,6 @@ def init_process_group(store: Store, rank: int, size: int) -> None:
     if on_gpu:
         dist.all_reduce(torch.zeros(1, device=device.current_device()))
         torch.cuda.synchronize()
-
-
-THREADS = 2  # threads of a group that run its collectives; torch's default for one device
 
 
 class _SharedLoopGroup(ProcessGroupGloo):

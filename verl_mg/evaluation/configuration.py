@@ -14,6 +14,17 @@ from verl_mg.run.checkpointer import newest_intact
 from verl_mg.run.loop import EXPORTS, MODEL
 from verl_mg.run.run_dir import CHECKPOINTS, CONFIG
 
+FOR_TRAINING = {
+    "": ("algorithm", "critic", "process_reward", "reference", "checkpoint", "tracking", "profile", "record"),
+    "data": ("train", "curriculum"),
+    "rollout": ("mode", "extra_prompts", "partial_rollout", "replay_routing", "max_staleness", "stale", "delta"),
+    "evaluation": ("every", "prompts"),
+    "job": ("iterations", "save"),
+}
+"""Keys by section that only describe training: a file's values are left out, overrides are not."""
+# Name of the set where `data.test` is a path.
+UNNAMED = "test"
+
 
 @dataclass(frozen=True)
 class Target:
@@ -62,18 +73,6 @@ class Target:
         has = f"has iterations {', '.join(str(int(name)) for name in written)}" if written else "has none"
         what = "model" if self.iteration is None else f"intact checkpoint or export of iteration {self.iteration}"
         raise UserError(f"{self.text}: no {what}; the run {has}. Write RUN@ITERATION with one of them.")
-
-
-FOR_TRAINING = {
-    "": ("algorithm", "critic", "process_reward", "reference", "checkpoint", "tracking", "profile", "record"),
-    "data": ("train", "curriculum"),
-    "rollout": ("mode", "extra_prompts", "partial_rollout", "replay_routing", "max_staleness", "stale", "delta"),
-    "evaluation": ("every", "prompts"),
-    "job": ("iterations", "save"),
-}
-"""Keys by section that only describe training: a file's values are left out, overrides are not."""
-# Name of the set where `data.test` is a path.
-UNNAMED = "test"
 
 
 def evaluation_config(

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from verl_mg import device
-from verl_mg.distributed.groups import ProcessGroups
+from verl_mg.distributed.collectives import ProcessGroups
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout, Placement
 from verl_mg.layout.placement import proper_divisors, smaller_cp_groups

@@ -31,7 +31,7 @@ from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.megatron.trainer import MegatronTrainer, optimizer_config
 from verl_mg.megatron.transformer_config import check_balancing, check_recompute, resolve_kernels, transformer_config
 from verl_mg.models.hf_config import read_config
-from verl_mg.models.multi_token import with_multi_token_layer
+from verl_mg.models.hf_tensors import with_multi_token_layer
 from verl_mg.roles.context import JobContext
 from verl_mg.sharding.megatron import Kernels
 from verl_mg.sharding.model_table import ModelTable

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +48,13 @@ class ModelRoleBuilder:
         self._built: dict[str, Any] = {}
         self._context = context
 
-    def model_roles(self, roles: set[str]) -> list[str]:
+    def model_roles(self, roles: Set[str]) -> list[str]:
         """Returns the names of the model roles among requested ones, in the order in which they are built."""
         teachers = self._config.teachers.items() if TEACHERS in roles else ()
         local = [f"{TEACHERS}.{name}" for name, teacher in teachers if teacher.has_model]
         return [*(role for role in MODEL_ROLES if role in roles), *local]
 
-    def check(self, roles: set[str], remark: str = "") -> None:
+    def check(self, roles: Set[str], remark: str = "") -> None:
         """Checks the layouts of roles before anything is built; UserError, with `remark`, if one does not fit."""
         for role in sorted(self.model_roles(roles)):
             section, key = self._section(role), config_section_of(role)
@@ -62,7 +62,7 @@ class ModelRoleBuilder:
             check = RoleCheck(self._spec(role), section, key, len(self._ranks_of(role)), where)
             self._backends[section.backend].check(check)
 
-    def check_images(self, roles: set[str], prompts: Iterable[Prompt]) -> None:
+    def check_images(self, roles: Set[str], prompts: Iterable[Prompt]) -> None:
         """Checks that the backends of roles take the images of prompts; Megatron trains only language models."""
         sections = {config_section_of(role): self._section(role) for role in sorted(self.model_roles(roles))}
         refuses = next((name for name, s in sections.items() if not self._backends[s.backend].takes_images), None)

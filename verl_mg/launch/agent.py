@@ -50,6 +50,9 @@ VERDICT_SECONDS = 0.5
 """Time for ranks to end by themselves after the first of them: the one that prints why ends last."""
 LEAVE_SECONDS = 24 * 3600  # time for ranks to save and leave when nodes arrive; hung ones are ended by the watchdog
 LOST = "lost"  # key of the rendezvous: a node has lost a rank
+FIRST_PAUSE_SECONDS = 1.0  # pause before a restart after the same failure as the time before; it doubles each time
+LONGEST_PAUSE_SECONDS = 60.0
+MAX_SAME_FAILURES = 3  # the job ends when the ranks have ended so often with the same code in the same iteration
 
 
 class RankAgent(LocalElasticAgent):
@@ -196,11 +199,6 @@ def run_agent(agent: RankAgent) -> None:
     finally:
         if closes:
             handler.shutdown()
-
-
-FIRST_PAUSE_SECONDS = 1.0  # pause before a restart after the same failure as the time before; it doubles each time
-LONGEST_PAUSE_SECONDS = 60.0
-MAX_SAME_FAILURES = 3  # the job ends when the ranks have ended so often with the same code in the same iteration
 
 
 class RestartPolicy:

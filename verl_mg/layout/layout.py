@@ -16,7 +16,7 @@ Both cover the same ranks, so TP*CP*DP == ETP*EP*EDP, and a rank has the same `p
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from verl_mg.errors import UserError
@@ -131,9 +131,9 @@ class Layout:
         """Returns this layout with the dp that makes it use exactly `ranks` ranks."""
         unit = self.tp * self.pp * self.cp * self._smallest_dp  # any other dp is a multiple of the smallest
         if ranks < 1 or ranks % unit:
-            counts = [self.ranks] if self.dp_given else _multiples_around(unit, ranks)
+            counts = map(str, [self.ranks] if self.dp_given else _multiples_around(unit, ranks))
             raise UserError(
-                f"layout {self} requires a multiple of {unit} ranks, not {ranks}. Start {_or(map(str, counts))}."
+                f"layout {self} requires a multiple of {unit} ranks, not {ranks}. Start {' or '.join(counts)}."
             )
         fitted = self._with(dp=ranks // (self.tp * self.pp * self.cp))
         if self.dp_given and fitted != self:
@@ -296,7 +296,3 @@ def _multiples_around(unit: int, ranks: int) -> list[int]:
 def _divisors(number: int) -> set[int]:
     small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
     return {*small, *(number // divisor for divisor in small)}
-
-
-def _or(choices: Iterable[str]) -> str:
-    return " or ".join(choices)

@@ -12,6 +12,11 @@ from itertools import product
 from verl_mg.errors import UserError
 from verl_mg.layout.layout import Coordinates, Layout
 
+DENSE_GROUPS = ("cp dp", "dp", "cp", "tp pp", "tp", "pp", "tp cp dp", "tp dp", "tp cp")
+"""Coordinates of the dense grid that vary within a group, for each kind of group."""
+EXPERT_GROUPS = ("ep", "etp", "etp ep", "etp ep pp", "edp")
+"""Coordinates of the expert grid that vary within a group, for each kind of group."""
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -72,12 +77,6 @@ def format_ranks(ranks: tuple[int, ...]) -> str:
         else:
             runs.append([rank])
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-
-
-DENSE_GROUPS = ("cp dp", "dp", "cp", "tp pp", "tp", "pp", "tp cp dp", "tp dp", "tp cp")
-"""Coordinates of the dense grid that vary within a group, for each kind of group."""
-EXPERT_GROUPS = ("ep", "etp", "etp ep", "etp ep pp", "edp")
-"""Coordinates of the expert grid that vary within a group, for each kind of group."""
 
 
 def group_ranks(placement: Placement, dynamic_cp: bool = False) -> list[tuple[int, ...]]:

@@ -31,7 +31,7 @@ from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.megatron.routing import replayed_layers, routed_experts
 from verl_mg.megatron.transformer_config import bias_update_rate, exchanges_keys, token_multiple
 from verl_mg.models.hf_config import HFConfig, read_config
-from verl_mg.models.multi_token import with_multi_token_layer
+from verl_mg.models.hf_tensors import with_multi_token_layer
 from verl_mg.phase_timer import PhaseTimer
 from verl_mg.sharding.boxes import Box, Shard
 from verl_mg.sharding.shard_map import ShardMap

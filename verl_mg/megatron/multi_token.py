@@ -30,7 +30,7 @@ from verl_mg.errors import UserError
 from verl_mg.megatron.layers import RMSNorm
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.hf_config import HFConfig
-from verl_mg.models.multi_token import projection
+from verl_mg.models.hf_tensors import projection
 from verl_mg.training.token_order import TokenOrder
 
 

@@ -131,7 +131,7 @@ class HFConfig:
     latent: LatentConfig | None = None  # latent attention; None for grouped-query attention
     experts: ExpertsConfig | None = None  # mixture of experts; None for a dense model
     multi_token: MultiTokenConfig | None = None
-    """Layer of multi-token prediction; None without, and where it is left out, see `multi_token`."""
+    """Layer of multi-token prediction; None without, and where it is left out, see `hf_tensors`."""
 
     def has_experts(self, layer: int) -> bool:
         """Returns whether a layer (from 0) is a mixture of experts; multi-token prediction is where others are."""
@@ -298,11 +298,7 @@ def _gemma(raw: Fields, layers: int, where: str) -> Fields:
 
 def _gpt_oss(raw: Fields, layers: int, where: str) -> Fields:
     """Returns the fields of gpt-oss (arXiv:2508.10925) that other architectures do not have."""
-    return {
-        "output_bias": True,
-        "attention_sinks": True,
-        "sliding_windows": _sliding_windows(raw, layers, where),
-    }
+    return {"output_bias": True, "attention_sinks": True, "sliding_windows": _sliding_windows(raw, layers, where)}
 
 
 def _sliding_windows(raw: Fields, layers: int, where: str) -> tuple[int | None, ...]:

@@ -8,8 +8,7 @@ from functools import cached_property
 
 import torch
 
-from verl_mg.models.stacked_tensors import StackedTensor
-from verl_mg.models.tensor_tree import ModelSpec, TensorSpec, tensors_of
+from verl_mg.models.tensor_tree import ModelSpec, StackedTensor, TensorSpec, tensors_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
-"""Module of `transformers` for a model directory, without its weights."""
+"""Module of `transformers` for a model directory without its weights, its sizes, and the tokenizer."""
 
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,13 +11,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from verl_mg.errors import UserError
+from verl_mg.models.hf_config import ExpertsConfig, HFConfig, read_config, weight_map
 from verl_mg.models.hf_families import SAME_AS
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
+# A vocabulary by itself, as Kimi-K2 and Moonlight have it, and a whole tokenizer.
+RANKS_FILE, WHOLE_FILE = "tiktoken.model", "tokenizer.json"
+# Names of fields that configurations use for the same size, the more common ones first.
+COUNT_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+EXPERTS_OF_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
+WIDTH_OF_EXPERT = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
+Shapes = dict[str, tuple[int, ...]]
+BLOCKS, SCALES = "_blocks", "_scales"  # ends of the names of the two tensors that are one in MXFP4
+ELEMENTS_OF_BYTE = 2  # elements of a byte of MXFP4
 
 
 def read_module_config(model: str | Path) -> PretrainedConfig:
@@ -68,10 +80,6 @@ def _as_user_error(path: Path) -> Iterator[None]:
         ) from error
 
 
-# A vocabulary by itself, as Kimi-K2 and Moonlight have it, and a whole tokenizer.
-RANKS_FILE, WHOLE_FILE = "tiktoken.model", "tokenizer.json"
-
-
 def read_tokenizer(model_dir: Path) -> PreTrainedTokenizerBase:
     """Reads the tokenizer and the chat template of a Hugging Face directory."""
     # `transformers` has only the vocabulary then, and splits texts by a general pattern: the model's own is in code.
@@ -92,3 +100,120 @@ def read_tokenizer(model_dir: Path) -> PreTrainedTokenizerBase:
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # what transformers makes of a folder without one
         raise UserError(f"{model_dir}: no tokenizer. Add {WHOLE_FILE} to it.")
     return tokenizer
+
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def read_any_config(model_dir: str | Path) -> HFConfig:
+    """Reads the sizes of a model directory: of a family with a weight table, or of any model of `transformers`."""
+    try:
+        return read_config(model_dir)
+    except UserError:  # of another family, or a variant that only `transformers` has
+        config = read_module_config(model_dir)
+    layers = frozenset(range(getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0)))
+    return module_config(config, model_dir, bool(getattr(config, "tie_word_embeddings", False)), layers)
+
+
+def module_config(config: PretrainedConfig, where: str | Path, tied: bool, mixtures: frozenset[int]) -> HFConfig:
+    """Returns the sizes of a language model, of its text part where it has others."""
+    text = config.get_text_config(decoder=True)
+
+    def size(name: str) -> int:
+        value = getattr(text, name, None)
+        if not isinstance(value, int):
+            raise UserError(
+                f"{Path(where) / 'config.json'}: {name} is {value!r} in the configuration of "
+                f"{config.model_type!r}, not a number. Use a language model."
+            )
+        return value
+
+    hidden, heads = size("hidden_size"), size("num_attention_heads")
+    head_dim = getattr(text, "head_dim", None) or hidden // heads
+    kv_heads = getattr(text, "num_key_value_heads", None)
+    ends = getattr(config, "eos_token_id", None) or getattr(text, "eos_token_id", None)
+    return HFConfig(
+        architecture=config.model_type,
+        layers=size("num_hidden_layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads if isinstance(kv_heads, int) else heads,
+        head_dim=head_dim,
+        rotary_dim=int(head_dim * (getattr(text, "partial_rotary_factor", None) or 1.0)),
+        ffn=_first(text, ("intermediate_size", "ffn_dim", "n_inner")) or 4 * hidden,
+        vocab=size("vocab_size"),
+        tied=tied,
+        qkv_bias=False,
+        qk_norm=False,
+        norm_eps=getattr(text, "rms_norm_eps", None) or getattr(text, "layer_norm_eps", None) or 1e-6,
+        max_positions=_first(text, ("max_position_embeddings", "n_positions")) or 2048,
+        eos_token_ids=tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,),
+        attention_scale=1 / math.sqrt(head_dim),
+        experts=_experts(text, mixtures),
+    )
+
+
+def _experts(text: Any, mixtures: frozenset[int]) -> ExpertsConfig | None:
+    count, top_k, width = (_first(text, names) for names in (COUNT_OF_EXPERTS, EXPERTS_OF_TOKEN, WIDTH_OF_EXPERT))
+    if not (count and top_k and width and mixtures):
+        return None
+    shared = getattr(text, "shared_expert_intermediate_size", None)
+    shared = shared or width * (_first(text, ("n_shared_experts", "moe_num_shared_experts")) or 0)
+    return ExpertsConfig(
+        count=count, ffn=width, top_k=top_k, shared_ffn=shared, router_bias=False, normalized=False, layers=mixtures
+    )
+
+
+def _first(text: Any, names: tuple[str, ...]) -> int | None:
+    # By type: a field may be None, or a list with a value for each layer.
+    return next((value for name in names if isinstance(value := getattr(text, name, None), int)), None)
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def checkpoint_shapes(model_dir: str | Path, module: PreTrainedModel | None = None) -> Shapes:
+    """Returns names and shapes of the checkpoint's tensors, sorted; the module's where no safetensors file exists."""
+    model_dir = Path(model_dir)
+    shapes: Shapes = {}
+    for path in _files(model_dir):
+        try:
+            with safe_open(path, framework="pt") as file:
+                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path}: not a readable safetensors file ({error}). Download the model again.") from None
+    # Tensors in MXFP4 have the name and shape that they have after dequantization.
+    shapes = _unpacked(shapes)
+    if not shapes:
+        shapes = _saved_shapes(module if module is not None else meta_module(read_module_config(model_dir), model_dir))
+    return dict(sorted(shapes.items()))
+
+
+def _unpacked(shapes: Shapes) -> Shapes:
+    """Replaces blocks (experts, rows, n, bytes) of MXFP4 and their scales by (experts, columns, rows)."""
+    result = dict(shapes)
+    for name, shape in shapes.items():
+        stack = name.removesuffix(BLOCKS)
+        if stack != name and len(shape) == 4 and stack + SCALES in shapes:
+            del result[name], result[stack + SCALES]
+            result[stack] = (shape[0], shape[2] * shape[3] * ELEMENTS_OF_BYTE, shape[1])
+    return result
+
+
+def _files(model_dir: Path) -> list[Path]:
+    """Returns the files that the index names; without an index all."""
+    files = weight_map(model_dir)
+    if files is None:
+        return sorted(model_dir.glob("*.safetensors"))
+    return [model_dir / name for name in sorted(set(files.values()))]
+
+
+def _saved_shapes(module: PreTrainedModel) -> Shapes:
+    """Returns the tensors that `save_pretrained` would write: it does the same to the state dict."""
+    from transformers.core_model_loading import revert_weight_conversion
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    kept = remove_tied_weights_from_state_dict(module.state_dict(), module)
+    return {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(module, kept).items()}

@@ -71,7 +71,8 @@ def exposition(gauges: Iterable[Gauge], common: Mapping[str, str]) -> str:
     for name, family in families.items():
         text = next(iter(family.values())).help.replace("\\", "\\\\").replace("\n", "\\n")
         lines += [f"# HELP {name} {text}", f"# TYPE {name} gauge"]
-        lines += [f"{name}{{{labels}}} {_number(gauge.value)}" for labels, gauge in family.items()]
+        # `repr` writes all digits, and nan, inf and -inf as Prometheus reads them too.
+        lines += [f"{name}{{{labels}}} {float(gauge.value)!r}" for labels, gauge in family.items()]
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -183,8 +184,3 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _escaped(text: str) -> str:
     return text.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
-
-
-def _number(value: float) -> str:
-    """Returns a value with all digits; `repr` writes nan, inf and -inf as Prometheus reads them too."""
-    return repr(float(value))

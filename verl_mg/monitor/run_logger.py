@@ -26,18 +26,22 @@ from verl_mg.batch import Batch
 from verl_mg.config import Config
 from verl_mg.data import PromptFeed
 from verl_mg.distributed.collectives import broadcast_json
-from verl_mg.job.job import Job
+from verl_mg.job.job import RunningJob
 from verl_mg.jsonl import read_lines
 from verl_mg.monitor.alarms import Alarms, check_alarms
-from verl_mg.monitor.profile import Profile, Timeline
+from verl_mg.monitor.metrics import (
+    ResourceSampler,
+    Throughput,
+    device_peak,
+    mismatch_metrics,
+    rollout_metrics,
+    weight_sync_rate,
+)
+from verl_mg.monitor.profile import Profile, Timeline, TorchProfile, check_profile
 from verl_mg.monitor.progress import METRICS, summary
-from verl_mg.monitor.resources import ResourceSampler
-from verl_mg.monitor.rollout_metrics import mismatch_metrics, rollout_metrics
 from verl_mg.monitor.sample_schema import PART, SAMPLES, FileMetadata, fingerprint
 from verl_mg.monitor.sample_writer import SampleWriter
 from verl_mg.monitor.status import StatusFile
-from verl_mg.monitor.throughput import Throughput, device_peak, weight_sync_rate
-from verl_mg.monitor.torch_profile import TorchProfile, check_profile
 from verl_mg.monitor.trackers import SampleTable, Tracker, build_trackers, check_services, run_name
 from verl_mg.monitor.trackers.files import plot_reward_curve
 from verl_mg.roles.reward import row_to_sample
@@ -60,7 +64,7 @@ def check_monitoring(config: Config, ranks: int) -> None:
 class RunLogger:
     """Writes metrics, samples and timelines of a job from iteration `first` on; rank 0 writes shared files."""
 
-    def __init__(self, recipe: str, job: Job, status: StatusFile, first: int, endpoint: Tracker) -> None:
+    def __init__(self, recipe: str, job: RunningJob, status: StatusFile, first: int, endpoint: Tracker) -> None:
         config, rank = job.config, dist.get_rank()
         self._job, self._output, self._status = job, config.job.output, status
         if rank == 0:
@@ -156,7 +160,7 @@ def _number(batch: Batch, name: str, row: int) -> float | None:
     return value if value == value else None
 
 
-def _sample_writer(job: Job, recipe: str) -> SampleWriter:
+def _sample_writer(job: RunningJob, recipe: str) -> SampleWriter:
     config = job.config
     # One rank reads the files, which may be on a file system that all ranks share.
     model = broadcast_json(fingerprint(config.model.path) if dist.get_rank() == 0 else None)
@@ -165,7 +169,7 @@ def _sample_writer(job: Job, recipe: str) -> SampleWriter:
     return SampleWriter(folder, dist.get_rank(), about, job.prompts, job.tokenizer, limit)
 
 
-def _warn_dropped_prompts(job: Job) -> None:
+def _warn_dropped_prompts(job: RunningJob) -> None:
     for which, prompts in (("train", job.prompts), ("test", job.test_prompts)):
         if prompts is not None and prompts.dropped:
             limit = job.config.data.max_prompt_tokens

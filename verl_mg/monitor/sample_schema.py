@@ -56,6 +56,7 @@ COLUMN_RENAMES = {"answer": "answer_key"}
 
 _METADATA = b"verl_mg"
 _EDGE_BYTES = 2**16  # bytes at the end of a weight file that a fingerprint reads, instead of all of them
+COLUMN = "images"  # column of a file of samples: keys of the images of a row; only where rows have images
 
 
 @dataclass(frozen=True)
@@ -89,14 +90,10 @@ class FileMetadata:
         tree: dict[str, Any] = json.loads(metadata[_METADATA])
         # JSON has lists for the tuples of the classes.
         tree["calls"] = tuple(
-            {name: ColumnSchema(kind, dtype, tuple(rest)) for name, (kind, dtype, rest) in _values(call)}
+            {name: ColumnSchema(c["kind"], c["dtype"], tuple(c["rest"])) for name, c in call.items()}
             for call in tree["calls"]
         )
         return cls(**tree)
-
-
-def _values(call: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, tuple[Any, ...]]]:
-    return [(name, (column["kind"], column["dtype"], column["rest"])) for name, column in call.items()]
 
 
 def iteration_folder(samples: Path, iteration: int) -> Path:
@@ -146,9 +143,6 @@ def fingerprint(model: Path) -> str:
             weights.seek(-min(size, _EDGE_BYTES), os.SEEK_END)
             digest.update(f"{file.name} {size}".encode() + weights.read())
     return digest.hexdigest()
-
-
-COLUMN = "images"  # column of a file of samples: keys of the images of a row; only where rows have images
 
 
 class ImageFiles:

@@ -207,13 +207,10 @@ def format_status(status: Status, metrics: dict[str, Any], now: float) -> str:
 def show_status(folder: Path) -> int:
     """Prints the status of a run; returns 0 where it has finished, otherwise NOT_FINISHED."""
     status = read_status(folder)
-    print(format_status(status, _last_metrics(folder / METRICS), time.time()))
-    return 0 if status.state == "finished" else NOT_FINISHED
-
-
-def _last_metrics(file: Path) -> dict[str, Any]:
     # Not only of the last line: some metrics, such as an evaluation's, are not in every one.
-    return {name: value for line in read_lines(file) for name, value in line.items()}
+    metrics = {name: value for line in read_lines(folder / METRICS) for name, value in line.items()}
+    print(format_status(status, metrics, time.time()))
+    return 0 if status.state == "finished" else NOT_FINISHED
 
 
 def _is_headline(name: str) -> bool:

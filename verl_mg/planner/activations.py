@@ -13,16 +13,51 @@ flash attention keeps one float32 normalizer per head in place of the matrix.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from verl_mg.layout import Layout
 from verl_mg.models.attention_config import LinearConfig
 from verl_mg.models.hf_config import HFConfig
+from verl_mg.planner.inputs import PlanInputs, packed
 from verl_mg.planner.training_options import Recompute
+from verl_mg.sharding.weight_table import WeightTable
 
 CHUNK = 64  # tokens of a chunk in the kernels of linear attention
 FLOAT32_ELEMENTS = 2  # number of bf16 elements with the bytes of one float32 element
+DISCARDED: Mapping[str, tuple[str, ...]] = {
+    "core_attn": ("normalizer",),  # its output is the input of the projection, which keeps it
+    "layernorm": ("attention_norm_output", "norm_outputs"),
+    "mla_up_proj": ("heads",),
+    "mlp": ("mlp_hidden", "mlp_product"),
+    "moe": ("router", "dispatched", "expert_hidden", "expert_product", "shared_hidden", "shared_product"),
+    "moe_act": ("expert_product",),
+    "shared_experts": ("shared_hidden", "shared_product"),
+}
+"""Parts that a recomputed module does not keep, by megatron-core's names of modules."""
+INPUTS: Mapping[str, str] = {
+    "attn_norm": "layer_input",
+    "qkv_linear": "attention_norm_output",
+    "core_attn": "heads",
+    "attn_proj": "attention_output",
+    "mlp_norm": "norm_inputs",
+    "expert_fc1": "dispatched",
+    "moe_act": "expert_hidden",
+}
+"""Parts that are the input of an offloaded module, by megatron-core's names of modules."""
+TOKENS = ("layer_input", "norm_inputs", "attention_norm_output", "norm_outputs", "compressed", "router")
+"""Parts that tensor-parallel ranks divide by tokens, and only with sequence parallelism."""
+LINEAR_INPUTS = frozenset(
+    (
+        *("attention_norm_output", "norm_outputs", "attention_output", "dispatched"),
+        *("mlp_product", "expert_product", "shared_product"),
+    )
+)
+"""Parts that are inputs of linear layers, which Transformer Engine keeps in FP8 where it multiplies in FP8."""
+LOGIT_CHUNK_BYTES = 2**30  # bytes of a chunk of float32 logits, at most
+LOGIT_COPIES = 3  # tensors of a chunk's size at the same time: float32 logits, their exponentials and their gradient
 
 
 class LayerKind(NamedTuple):
@@ -85,38 +120,6 @@ class KeptElements:
         return {part for module in modules for part in DISCARDED[module]}
 
 
-DISCARDED: Mapping[str, tuple[str, ...]] = {
-    "core_attn": ("normalizer",),  # its output is the input of the projection, which keeps it
-    "layernorm": ("attention_norm_output", "norm_outputs"),
-    "mla_up_proj": ("heads",),
-    "mlp": ("mlp_hidden", "mlp_product"),
-    "moe": ("router", "dispatched", "expert_hidden", "expert_product", "shared_hidden", "shared_product"),
-    "moe_act": ("expert_product",),
-    "shared_experts": ("shared_hidden", "shared_product"),
-}
-"""Parts that a recomputed module does not keep, by megatron-core's names of modules."""
-INPUTS: Mapping[str, str] = {
-    "attn_norm": "layer_input",
-    "qkv_linear": "attention_norm_output",
-    "core_attn": "heads",
-    "attn_proj": "attention_output",
-    "mlp_norm": "norm_inputs",
-    "expert_fc1": "dispatched",
-    "moe_act": "expert_hidden",
-}
-"""Parts that are the input of an offloaded module, by megatron-core's names of modules."""
-
-TOKENS = ("layer_input", "norm_inputs", "attention_norm_output", "norm_outputs", "compressed", "router")
-"""Parts that tensor-parallel ranks divide by tokens, and only with sequence parallelism."""
-LINEAR_INPUTS = frozenset(
-    (
-        *("attention_norm_output", "norm_outputs", "attention_output", "dispatched"),
-        *("mlp_product", "expert_product", "shared_product"),
-    )
-)
-"""Parts that are inputs of linear layers, which Transformer Engine keeps in FP8 where it multiplies in FP8."""
-
-
 def kept_elements(c: HFConfig, with_experts: bool, etp: int, linear: bool = False) -> KeptElements:
     """Counts the elements that one token keeps in one layer, over all ranks of a tensor-parallel group."""
     # A token is copied whole to each of the etp ranks that shard one of its experts.
@@ -161,3 +164,80 @@ def _attention(c: HFConfig) -> tuple[int, int, int, int]:
     compressed = 2 * latent.q_rank + 2 * latent.kv_rank + latent.rope_dim  # before and after their norms
     values = c.heads * latent.v_dim
     return compressed, 2 * c.heads * (latent.qk_nope_head_dim + latent.rope_dim) + values, values, normalizer
+
+
+def micro_batches(inputs: PlanInputs, layout: Layout) -> int:
+    """Returns the number of micro-batches of a rank in an optimizer step."""
+    samples = inputs.tokens_per_iteration / inputs.lengths.mean / (inputs.minibatches * layout.dp)
+    # Less than a rounding error of the products before is not another micro-batch.
+    return max(1, math.ceil(samples * packed(inputs.lengths, inputs.micro_batch).per_sample - 1e-9))
+
+
+def chunks_in_flight(layout: Layout, stage: int, micros: int) -> int:
+    """Returns the number of model chunks of a stage that have activations at the same time, each of one micro-batch."""
+    # One-forward-one-backward: min(pp - stage, micro-batches). Interleaved with vpp chunks, stage 0 has
+    # pp * vpp + pp - 1, which is Korthikanti's factor 1 + (pp - 1) / (pp * vpp) over pp micro-batches.
+    if layout.vpp == 1:
+        return min(layout.pp - stage, micros)
+    return min(2 * (layout.pp - stage - 1) + (layout.vpp - 1) * layout.pp + 1, micros * layout.vpp)
+
+
+def activation_bytes(inputs: PlanInputs, layout: Layout, stage: int) -> int:
+    """Computes the peak bytes of activations in training: layers in flight, one being recomputed, the output layer."""
+    every, options = _kept_by_layers(inputs, layout, stage), inputs.options
+    kept = sum(layer.on_device(inputs.recompute, options.offload_modules, options.fp8) for layer in every)
+    recomputed = max(layer.recomputed(inputs.recompute) for layer in every)
+    # Chunks in flight are of 1 / vpp of the stage's layers.
+    in_flight = chunks_in_flight(layout, stage, micro_batches(inputs, layout)) / layout.vpp
+    tokens = inputs.longest_micro_batch / layout.cp
+    in_layers = options.weight_bytes * tokens / layout.tp * (in_flight * kept + recomputed)
+    return round(in_layers + (_output_bytes(inputs, layout, tokens) if stage == layout.pp - 1 else 0))
+
+
+def inference_bytes(inputs: PlanInputs, layout: Layout, stage: int) -> int:
+    """Computes the peak bytes of activations in inference: one layer at a time, and a chunk of logits."""
+    widest = max(layer.all for layer in _kept_by_layers(inputs, layout, stage))
+    tokens = inputs.longest_micro_batch / layout.cp
+    item, hidden = inputs.options.weight_bytes, inputs.weights.config.hidden
+    output = item * tokens * hidden + _logit_bytes(inputs, layout, tokens) if stage == layout.pp - 1 else 0
+    return round(item * tokens / layout.tp * widest + output)
+
+
+def _kept_by_layers(inputs: PlanInputs, layout: Layout, stage: int) -> list[KeptElements]:
+    """Counts the elements that one token keeps in each layer of a stage, of all its chunks."""
+    c = inputs.weights.config
+    layers = [layer for chunk in range(layout.vpp) for layer in layout.layers(c.layers, stage, chunk)]
+    return [kept_on_ranks(inputs, layout, LayerKind.of(c, layer)) for layer in layers]
+
+
+def _output_bytes(inputs: PlanInputs, layout: Layout, tokens: float) -> float:
+    """Computes bytes of the output layer."""
+    # Hidden states of all tokens and their gradient; of a language model also the projection's float32 gradient and
+    # chunks of logits.
+    hidden = inputs.weights.config.hidden
+    states = 2 * inputs.options.weight_bytes * tokens * hidden
+    if inputs.weights.head == "value":
+        return states
+    rows = _vocabulary_rows(inputs, layout)
+    return states + 4 * rows * hidden + _logit_bytes(inputs, layout, tokens)
+
+
+def _logit_bytes(inputs: PlanInputs, layout: Layout, tokens: float) -> float:
+    """Computes bytes of the logits of a chunk of tokens and of what is computed from them."""
+    if inputs.weights.head == "value":
+        return 0.0
+    rows = _vocabulary_rows(inputs, layout)
+    return LOGIT_COPIES * min(LOGIT_CHUNK_BYTES, 4.0 * rows * tokens)
+
+
+def _vocabulary_rows(inputs: PlanInputs, layout: Layout) -> float:
+    weights, tp = inputs.weights, layout.tp
+    if isinstance(weights, WeightTable) and not inputs.options.fsdp:
+        return weights.padded_vocab(tp) / tp
+    return -(-weights.config.vocab // tp)
+
+
+def kept_on_ranks(inputs: PlanInputs, layout: Layout, kind: LayerKind) -> KeptElements:
+    """Counts the elements that one token keeps in one layer, over all ranks of a tensor-parallel group."""
+    kept = kept_elements(inputs.weights.config, kind.experts, layout.etp, kind.linear)
+    return kept.without_sequence_parallelism(layout.tp) if inputs.options.fsdp else kept

@@ -10,8 +10,8 @@ from __future__ import annotations
 from enum import Enum
 
 from verl_mg.layout import Layout
-from verl_mg.planner.activation_memory import micro_batches
-from verl_mg.planner.inputs import GIGA, PlanInputs, model_size
+from verl_mg.planner.activations import micro_batches
+from verl_mg.planner.inputs import GIGA, PlanInputs, packed
 from verl_mg.planner.layer_time import (
     TERA,
     LayerKind,
@@ -24,8 +24,7 @@ from verl_mg.planner.layer_time import (
     repeated_seconds,
     stage_layers,
 )
-from verl_mg.planner.length_spread import packed
-from verl_mg.planner.module_memory import FLOAT32_BYTES, micro_batch_bytes, sharded_module
+from verl_mg.planner.memory import FLOAT32_BYTES, micro_batch_bytes, sharded_module
 
 HEAD_UPDATE = 4
 """Products of the output layer in an update, relative to inference: logits twice, their gradient's two products."""
@@ -58,7 +57,7 @@ def train_seconds(inputs: PlanInputs, layout: Layout) -> float:
 
 def utilization(inputs: PlanInputs, layout: Layout, seconds: float) -> float:
     """Returns the model FLOP/s of updates relative to the peak of their devices (MFU), without recomputation."""
-    samples, flops = inputs.tokens_per_iteration / inputs.lengths.mean, inputs.row_flops
+    samples, flops = inputs.tokens_per_iteration / inputs.lengths.mean, inputs.size.row_flops
     a_sample = flops.per_token * inputs.lengths.mean + flops.per_pair * inputs.lengths.mean_square
     # A backward pass has twice the FLOPs of a forward pass.
     return 3 * inputs.epochs * samples * a_sample / (seconds * layout.ranks * inputs.peak * TERA)
@@ -178,8 +177,8 @@ def _data_parallel(inputs: PlanInputs, layout: Layout, item: int) -> float:
 
 def _local_elements(inputs: PlanInputs, layout: Layout) -> tuple[float, float]:
     """Returns the mean number of elements on a rank, outside of experts and in them."""
-    dense = (inputs.elements - inputs.expert_elements) / (layout.pp * layout.tp)
-    return dense, inputs.expert_elements / (layout.pp * layout.ep * layout.etp)
+    dense = (inputs.size.elements - inputs.size.experts) / (layout.pp * layout.tp)
+    return dense, inputs.size.experts / (layout.pp * layout.ep * layout.etp)
 
 
 def _step_seconds(inputs: PlanInputs, layout: Layout) -> float:
@@ -195,7 +194,7 @@ def _step_seconds(inputs: PlanInputs, layout: Layout) -> float:
     norms = 2 * (dense + experts) * options.gradient_bytes
     on_host = states * options.host_steps * (HOST_STEP_BYTES + options.gradient_bytes + options.weight_bytes)
     # Data-parallel ranks distribute the matrices that they orthogonalize.
-    muon = model_size(inputs.weights).muon_flops / layout.ranks if options.muon else 0.0
+    muon = inputs.size.muon_flops / layout.ranks if options.muon else 0.0
     products = muon / (inputs.flops * TERA)
     return (moved + norms) / (inputs.memory_bandwidth * GIGA) + on_host / (inputs.host * GIGA) + products
 

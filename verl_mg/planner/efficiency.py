@@ -15,6 +15,13 @@ from dataclasses import dataclass
 
 from verl_mg.errors import UserError
 
+DEFAULT_GPU = "h100"
+HOST_FRACTION = 0.8
+"""Fraction of the bandwidth to the host that pinned copies reach. Not fitted."""
+UNFUSED = 2.0
+"""Kernels and bytes of norms, rotary embedding and permutation by `torch`, relative to Transformer Engine. Not fitted:
+every published row uses Transformer Engine."""
+
 
 @dataclass(frozen=True)
 class GPU:
@@ -42,7 +49,6 @@ GPUS = {
     "gb300": GPU(2500, 5000, 288, 8000, 900, 100, 450, node=64),
 }
 """GPUs that a plan knows, by the name of `verl-mg plan --gpu`."""
-DEFAULT_GPU = "h100"
 
 
 def gpu(name: str) -> GPU:
@@ -96,12 +102,6 @@ class Efficiency:
             "host": HOST_FRACTION * gpu.host,
         }
 
-
-HOST_FRACTION = 0.8
-"""Fraction of the bandwidth to the host that pinned copies reach. Not fitted."""
-UNFUSED = 2.0
-"""Kernels and bytes of norms, rotary embedding and permutation by `torch`, relative to Transformer Engine. Not fitted:
-every published row uses Transformer Engine."""
 
 FITTED = Efficiency(
     gemm=0.764,

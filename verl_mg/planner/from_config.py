@@ -12,13 +12,7 @@ from verl_mg.errors import UserError
 from verl_mg.fsdp.trainer import check_trainable
 from verl_mg.layout import Layout, parse_ranks
 from verl_mg.planner.inputs import AuxiliaryRole
-from verl_mg.planner.training_options import (
-    TrainingOptions,
-    frozen_options,
-    fsdp_options,
-    recompute,
-    training_options,
-)
+from verl_mg.planner.training_options import TrainingOptions, frozen_options, fsdp_options, recompute, training_options
 from verl_mg.sharding.traced_table import EngineName
 
 AUXILIARY_SECTIONS = {

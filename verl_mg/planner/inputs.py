@@ -15,13 +15,14 @@ from pathlib import Path
 
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout, format_ranks
+from verl_mg.layout.packing import pack
 from verl_mg.models.flops import RowFlops, active_elements, orthogonalization_flops, row_flops
 from verl_mg.planner.efficiency import DEFAULT_GPU, FITTED, GPUS, Efficiency
-from verl_mg.planner.length_spread import LengthSpread
 from verl_mg.planner.training_options import DEFAULT_OPTIONS, Recompute, TrainingOptions
 from verl_mg.reshard.encoding import Wire
 from verl_mg.sharding.model_table import Head, ModelTable
 
+QUANTILES = 96  # number of samples that represent a spread
 GIB = 2**30  # memory of devices is counted in GiB, rates are in GB/s
 GIGA = 10**9
 WEIGHT_BYTES = 2  # bytes of a bf16 weight
@@ -31,6 +32,84 @@ GATHERED = "gathered weights"  # name of the part with weights and gradients of 
 TRANSIENT = frozenset((ACTIVATIONS, GATHERED))  # names of the parts that exist only while the role computes
 # Without --gpu a plan is for this GPU.
 _REACHED = FITTED.figures(GPUS[DEFAULT_GPU])
+WITH_VALUE_HEAD = ("critic", "reward_model", "frozen_reward_model")  # roles whose model has a value head
+FIGURES = ("flops", "memory", "memory_bandwidth", "intra_node", "inter_node", "host")
+"""Names of the figures of a hardware profile."""
+
+
+@dataclass(frozen=True)
+class LengthSpread:
+    """Spread of the lengths of samples, in tokens."""
+
+    longest: int  # prompt and longest response
+    mean: float  # prompt and mean response
+    prompt: int = 0  # prompt
+
+    @property
+    def exponent(self) -> float:
+        """Exponent a; infinite where all responses have the same length."""
+        return math.inf if self.mean >= self.longest else (self.mean - self.prompt) / (self.longest - self.mean)
+
+    @property
+    def longest_response(self) -> int:
+        """Tokens of the longest response: decoding steps until all samples are complete."""
+        return self.longest - self.prompt
+
+    @property
+    def mean_response(self) -> float:
+        """Mean tokens of a response."""
+        return self.mean - self.prompt
+
+    def unfinished(self, step: float) -> float:
+        """Returns the fraction of samples that are longer than `step` tokens of response."""
+        share = step / self.longest_response
+        return 1.0 if math.isinf(self.exponent) else 1 - share**self.exponent
+
+    @property
+    def mean_square(self) -> float:
+        """Mean of the squared lengths, on which attention depends."""
+        if math.isinf(self.exponent):
+            return float(self.longest) ** 2
+        a, r, p = self.exponent, self.longest_response, self.prompt
+        return p * p + 2 * p * r * a / (a + 1) + r * r * a / (a + 2)
+
+    def samples(self) -> tuple[int, ...]:
+        """Returns QUANTILES lengths that represent the spread."""
+        power = 0.0 if math.isinf(self.exponent) else 1 / self.exponent
+        shares = (((number + 0.5) / QUANTILES) ** power for number in range(QUANTILES))
+        return tuple(max(1, round(self.prompt + self.longest_response * share)) for share in shares)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Micro-batches that a spread is packed into."""
+
+    per_sample: float  # micro-batches of a sample
+    tokens: tuple[int, ...]  # tokens of representative micro-batches, in increasing order
+
+    def longest_of(self, count: int) -> float:
+        """Returns the expected tokens of the longest of `count` micro-batches, relative to their mean."""
+        mean = sum(self.tokens) / len(self.tokens)
+        size = len(self.tokens)
+        # The chance that the longest of `count` is among the first k of `size` is (k / size) ** count.
+        expected = sum(
+            tokens * (((k + 1) / size) ** count - (k / size) ** count) for k, tokens in enumerate(self.tokens)
+        )
+        return expected / mean
+
+
+@cache  # equal for all layouts of a search
+def packed(spread: LengthSpread, budget: int) -> Packed:
+    """Packs a spread into micro-batches of at most `budget` tokens, as a job packs its rows."""
+    if math.isinf(spread.exponent):
+        # In closed form: packing equal rows in any number gives this, without the remainder of QUANTILES of them.
+        together = max(1, budget // spread.longest)
+        return Packed(1 / together, (together * spread.longest,))
+    rows = spread.samples()
+    (micro_batches,) = pack(rows, [float(row) for row in rows], 1, budget)
+    return Packed(
+        len(micro_batches) / QUANTILES, tuple(sorted(sum(rows[row] for row in micro) for micro in micro_batches))
+    )
 
 
 @dataclass(frozen=True)
@@ -58,9 +137,6 @@ def model_size(weights: ModelTable) -> ModelSize:
         row_flops=row_flops(weights.config, index),
         muon_flops=orthogonalization_flops(index),
     )
-
-
-WITH_VALUE_HEAD = ("critic", "reward_model", "frozen_reward_model")  # roles whose model has a value head
 
 
 @dataclass(frozen=True)
@@ -209,33 +285,9 @@ class PlanInputs:
         return 1.0 if self.even_routing else self.efficiency.imbalance
 
     @property
-    def elements(self) -> int:
-        """Number of elements of all weights."""
-        return model_size(self.weights).elements
-
-    @property
-    def expert_elements(self) -> int:
-        """Number of elements of all experts' weights."""
-        return model_size(self.weights).experts
-
-    @property
-    def row_flops(self) -> RowFlops:
-        """FLOPs of a forward pass over a row, as a function of its length."""
-        return model_size(self.weights).row_flops
-
-    @property
-    def active_elements(self) -> float:
-        """Number of weight elements that a token is multiplied with."""
-        return model_size(self.weights).active
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of all weights, without replicas."""
-        return model_size(self.weights).bytes
-
-
-FIGURES = ("flops", "memory", "memory_bandwidth", "intra_node", "inter_node", "host")
-"""Names of the figures of a hardware profile."""
+    def size(self) -> ModelSize:
+        """Sizes of the model, sums over all of its tensors."""
+        return model_size(self.weights)
 
 
 def read_hardware_profile(path: str | Path) -> dict[str, float]:

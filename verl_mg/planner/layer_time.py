@@ -17,8 +17,7 @@ from functools import cache
 from verl_mg.layout import Layout
 from verl_mg.models.flops import layer_elements, pair_flops, state_flops
 from verl_mg.models.hf_config import HFConfig
-from verl_mg.planner.activation_memory import kept_on_ranks
-from verl_mg.planner.activations import LayerKind
+from verl_mg.planner.activations import LayerKind, kept_on_ranks
 from verl_mg.planner.efficiency import UNFUSED
 from verl_mg.planner.inputs import GIGA, PlanInputs
 

@@ -90,13 +90,12 @@ def _ranks(inputs: PlanInputs, train: TrainMemory | None) -> list[Rank]:
         for index, rank in enumerate(ranks):
             stages[rank].append((number, index // each))
     distinct = dict.fromkeys(tuple(on_rank) for on_rank in stages.values())
-    return [tuple(_resident(*roles[number], stage) for number, stage in on_rank) for on_rank in distinct]
 
+    def resident(number: int, stage: int) -> _Resident:
+        name, _, parts, offload = roles[number]
+        return _Resident(name, {part: float(sizes[stage]) for part, sizes in parts.items()}, offload)
 
-def _resident(
-    name: str, ranks: tuple[int, ...], parts: Mapping[str, tuple[int, ...]], offload: bool, stage: int
-) -> _Resident:
-    return _Resident(name, {part: float(sizes[stage]) for part, sizes in parts.items()}, offload)
+    return [tuple(resident(*of_role) for of_role in on_rank) for on_rank in distinct]
 
 
 def _resident_parts(rank: Rank, excluding: _Resident | None = None) -> Parts:

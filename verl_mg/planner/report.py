@@ -11,14 +11,13 @@ from rich.table import Table
 
 from verl_mg.layout import EnginePlacement, format_ranks
 from verl_mg.layout.suggest import format_layout
-from verl_mg.planner.activation_memory import micro_batches
+from verl_mg.planner.activations import micro_batches
 from verl_mg.planner.cost import bubble_share, update_seconds_by_stage, utilization
 from verl_mg.planner.efficiency import CALIBRATION
-from verl_mg.planner.generation_time import samples_at_once
 from verl_mg.planner.inputs import GIB, AuxiliaryRole, PlanInputs
-from verl_mg.planner.iteration_time import gathered_bytes
+from verl_mg.planner.iteration_time import gathered_bytes, samples_at_once
+from verl_mg.planner.memory import micro_batch_bytes
 from verl_mg.planner.memory_phases import awake, problem, syncing, training
-from verl_mg.planner.module_memory import micro_batch_bytes
 from verl_mg.planner.search import Pair, RolloutSide, TrainSide
 from verl_mg.planner.training_options import Recompute, TrainingOptions
 
@@ -75,7 +74,7 @@ def _frame(inputs: PlanInputs, pairs: Sequence[Pair]) -> Numbers:
     ]
     return {
         "model": inputs.weights.config.architecture,
-        "parameters": inputs.elements,
+        "parameters": inputs.size.elements,
         "ranks": inputs.ranks,
         "node": inputs.node,
         "peak": inputs.peak,

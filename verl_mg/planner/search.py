@@ -17,11 +17,10 @@ from itertools import groupby
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout
 from verl_mg.layout.suggest import engine_layouts_on, is_valid, layouts_on, nearest, resolve_engine_layout
-from verl_mg.planner.activation_memory import micro_batches
+from verl_mg.planner.activations import micro_batches
 from verl_mg.planner.cost import inference_seconds, train_seconds, update_parts
-from verl_mg.planner.generation_time import rollout_seconds
 from verl_mg.planner.inputs import PlanInputs
-from verl_mg.planner.iteration_time import Seconds, Sync, iteration_seconds, weight_sync
+from verl_mg.planner.iteration_time import Seconds, Sync, iteration_seconds, rollout_seconds, weight_sync
 from verl_mg.planner.memory import (
     RolloutMemory,
     TrainMemory,
@@ -39,6 +38,8 @@ PARTNERS = 4  # number of rollout layouts whose weight sync is planned for each 
 MIN_TOKENS_PER_CP_RANK = 4096
 """Tokens of the longest micro-batch on a context-parallel rank, at least, in a layout that a search tries."""
 INTERLEAVINGS = (1, 2, 4)  # virtual pipeline sizes that a search tries
+BISECTIONS = 20  # halvings of the interval in which the seconds of the slowest stage are searched
+LEAST_GAIN = 0.01  # fraction of the slowest stage's seconds that chosen layers must save
 
 
 @dataclass(frozen=True)
@@ -195,7 +196,10 @@ def search(
         if sides := _fitting_trains(inputs, candidates, cached_train_side, engines, top):
             return _pairs(inputs, sides, engines, top if train else PARTNERS, all_of_them=train is not None)
         too_large = "training"
-    raise _nothing_fits(inputs, too_large)
+    raise UserError(
+        f"--search: no layout of {too_large} fits {inputs.memory - inputs.reserve:g} GiB on {inputs.ranks} ranks. "
+        "Use more --ranks or --memory, a smaller --micro-batch or --sequence, or leave --train and --rollout out."
+    )
 
 
 def _pairs(
@@ -219,9 +223,9 @@ def _fitting_rollouts(inputs: PlanInputs, layouts: Iterable[EngineLayout]) -> It
 
     # A lower bound of the weights on a rank first: it spares the weight table of a layout that cannot fit.
     encoding = encoding_of(inputs.wire)
-    least = inputs.weight_bytes
+    least = inputs.size.bytes
     if encoding:
-        least = inputs.elements * encoding.dtype.itemsize // encoding.packed
+        least = inputs.size.elements * encoding.dtype.itemsize // encoding.packed
     for _, equal in groupby(sorted(layouts, key=nodes), key=nodes):
         may_fit = [layout for layout in equal if least / layout.ranks <= inputs.usable]
         sides = [rollout_side(inputs, layout) for layout in may_fit]
@@ -260,28 +264,17 @@ def _fitting_trains(
     return list(fitting.values())
 
 
-def _nothing_fits(inputs: PlanInputs, phase: str) -> UserError:
-    return UserError(
-        f"--search: no layout of {phase} fits {inputs.memory - inputs.reserve:g} GiB on {inputs.ranks} ranks. "
-        "Use more --ranks or --memory, a smaller --micro-batch or --sequence, or leave --train and --rollout out."
-    )
-
-
 def _may_fit(inputs: PlanInputs, layout: Layout) -> bool:
     """Returns whether a lower bound of weights, gradients and optimizer states fits, without a weight table."""
     if inputs.options.fsdp:
         return True
-    dense = (inputs.elements - inputs.expert_elements) / layout.tp
-    experts = inputs.expert_elements / (layout.ep * layout.etp)
+    dense = (inputs.size.elements - inputs.size.experts) / layout.tp
+    experts = inputs.size.experts / (layout.ep * layout.etp)
     others = sum(awake(inputs, None).values())
     options = inputs.options
-    states = (1 - options.offloaded_states) * options.state_bytes * inputs.elements / layout.ranks
+    states = (1 - options.offloaded_states) * options.state_bytes * inputs.size.elements / layout.ranks
     local = (options.weight_bytes + options.gradient_bytes) * (dense + experts) / layout.pp
     return local + states + others <= inputs.usable
-
-
-BISECTIONS = 20  # halvings of the interval in which the seconds of the slowest stage are searched
-LEAST_GAIN = 0.01  # fraction of the slowest stage's seconds that chosen layers must save
 
 
 def balanced(inputs: PlanInputs, layout: Layout) -> Layout | None:

@@ -21,6 +21,9 @@ OFFLOADABLE = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", 
 
 Recompute = bool | tuple[str, ...]
 """Parts of a layer computed again in the backward pass: all, none, or modules by name."""
+EXCHANGED: dict[str, Literal["heads", "keys", "ring"]] = {"a2a": "heads", "all_gather": "keys", "p2p": "ring"}
+"""Tensors that context-parallel ranks exchange, by the value of `transformer.cp_comm_type`."""
+BYTES = {"fp32": 4, "float32": 4, "torch.float32": 4, "bf16": 2, "bfloat16": 2, "torch.bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -62,10 +65,6 @@ class TrainingOptions:
 
 
 DEFAULT_OPTIONS = TrainingOptions()  # options of a job without a section `megatron`
-
-
-EXCHANGED: dict[str, Literal["heads", "keys", "ring"]] = {"a2a": "heads", "all_gather": "keys", "p2p": "ring"}
-"""Tensors that context-parallel ranks exchange, by the value of `transformer.cp_comm_type`."""
 
 
 def training_options(
@@ -157,7 +156,6 @@ def _offload_modules(names: Any) -> tuple[str, ...]:
     return tuple(sorted(set(names or ())))
 
 
-BYTES = {"fp32": 4, "float32": 4, "torch.float32": 4, "bf16": 2, "bfloat16": 2, "torch.bfloat16": 2}
 BYTES |= {"fp16": 2, "float16": 2, "torch.float16": 2, "fp8": 1, "uint8": 1, "torch.uint8": 1}
 """Bytes of a number, by the ways to write its type."""
 

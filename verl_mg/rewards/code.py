@@ -15,17 +15,20 @@ are published, see `contest_tests`.
 from __future__ import annotations
 
 import ast
+import base64
+import binascii
 import json
 import math
+import pickletools
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+import zlib
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from verl_mg.errors import UserError
-from verl_mg.rewards.contest_tests import CHECKER, contest_tests
 from verl_mg.rewards.reward import Reward, Sample
 from verl_mg.sandbox import Outcome, run_python_async
 
@@ -40,6 +43,10 @@ TOLERANCE = 1e-6
 OUTPUT_BYTES = 1 << 20  # largest output of a program
 
 Run = Callable[[str, str], Awaitable[Outcome]]  # runs a program, given its source and its stdin
+MAX_BYTES = 1 << 30  # largest size of the private test cases of a problem, decompressed
+CHECKER = "generated_checker"  # field with a program that compares outputs, of problems with several right ones
+_TEXTS = {"SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "UNICODE"}
+_WITHOUT_EFFECT = {"PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT", "STOP"}
 
 
 @dataclass(frozen=True)
@@ -304,3 +311,58 @@ def _assertion(source: str, setup: str) -> CallCase:
                     continue
                 return CallCase({"setup": setup, "expression": ast.unparse(expression)}, expected, exact=True)
     return CallCase({"setup": setup, "test": source.strip()}, True, exact=True)
+
+
+def contest_tests(record: Mapping[str, Any]) -> Any:
+    """Returns the test cases of a record in a form of `verl_mg.rewards.code`, None where it is of no such set."""
+    if record.get("public_test_cases"):
+        return _livecodebench(record)
+    if record.get("official_tests") or (record.get("examples") and "input_format" in record):
+        cases = record.get("official_tests") or record["examples"]
+        return [{"input": case["input"], "output": case["output"]} for case in cases]
+    return None
+
+
+def _livecodebench(record: Mapping[str, Any]) -> Any:
+    cases = json.loads(record["public_test_cases"]) + _private(record.get("private_test_cases") or "[]")
+    if all(case["testtype"] == "stdin" for case in cases):
+        return [{"input": case["input"], "output": case["output"]} for case in cases]
+    metadata = record.get("metadata") or "{}"
+    name = (json.loads(metadata) if isinstance(metadata, str) else metadata).get("func_name")
+    if not name:
+        raise ValueError("metadata has no func_name")
+    return {"fn_name": name, "inputs": [case["input"] for case in cases], "outputs": [case["output"] for case in cases]}
+
+
+def _private(text: str) -> list[dict[str, Any]]:
+    try:
+        cases: list[dict[str, Any]] = json.loads(text)
+    except ValueError:
+        cases = json.loads(pickled_text(_decompressed(text)))
+    return cases
+
+
+def _decompressed(text: str) -> bytes:
+    # Not `zlib.decompress`, which has no limit: a few KiB of a record can become all of a host's memory.
+    stream = zlib.decompressobj()
+    try:
+        data = stream.decompress(base64.b64decode(text, validate=True), MAX_BYTES)
+    except (binascii.Error, zlib.error) as error:
+        raise ValueError(f"private_test_cases are neither JSON nor compressed ({error})") from None
+    if stream.unconsumed_tail:
+        raise ValueError(f"private_test_cases are larger than {MAX_BYTES} bytes")
+    return data
+
+
+def pickled_text(data: bytes) -> str:
+    """Returns the text that a pickle consists of, without executing it; ValueError for anything but one text."""
+    # A pickle is never loaded, since it can run anything: its instructions are listed.
+    texts: list[str] = []
+    for instruction, argument, _ in pickletools.genops(data):
+        if instruction.name in _TEXTS:
+            texts.append(str(argument))
+        elif instruction.name not in _WITHOUT_EFFECT:
+            raise ValueError(f"private_test_cases are a pickle of more than a text ({instruction.name})")
+    if len(texts) != 1:
+        raise ValueError(f"private_test_cases are a pickle of {len(texts)} texts")
+    return texts[0]

@@ -14,11 +14,11 @@ from typing import Any
 
 from verl_mg.errors import UserError
 from verl_mg.import_function import load_function
-from verl_mg.rewards.foreign import SlimeFunction, VerlFunction
+from verl_mg.rewards.foreign import Foreign, slime_function, verl_function
 from verl_mg.rewards.sample import Reward, Sample
 
 BATCH_SIZE = 16  # default `batch_size` of a class with `score_many`
-FOREIGN: dict[str, type[VerlFunction] | type[SlimeFunction]] = {"verl": VerlFunction, "slime": SlimeFunction}
+FOREIGN: dict[str, Callable[[str, str, Mapping[str, Any]], Foreign]] = {"verl": verl_function, "slime": slime_function}
 """Prefixes of functions with the interface of another framework, and what calls them."""
 
 
@@ -96,7 +96,10 @@ def load_reward(name: str | Callable[..., Any], options: Mapping[str, Any] | Non
     options = dict(options or {})
     prefix, _, foreign = name.partition(":") if isinstance(name, str) else ("", "", "")
     if isinstance(name, str) and prefix in FOREIGN and ":" in foreign:
-        return _load_foreign(name, FOREIGN[prefix], foreign, options)
+        adapted = FOREIGN[prefix](name, foreign, options)
+        if adapted.given is not None:
+            _check_options(name, adapted.function, options, skip=0, given=adapted.given)
+        return LoadedReward(name, adapted.call, batched=adapted.batched)
     target = load_function(name, "reward") if isinstance(name, str) else name
     name = name if isinstance(name, str) else target.__qualname__
     if not inspect.isclass(target):
@@ -118,17 +121,6 @@ def load_reward(name: str | Callable[..., Any], options: Mapping[str, Any] | Non
             f"reward '{name}': the options are not accepted ({type(error).__name__}: {error}). Correct them."
         ) from error
     return LoadedReward(name, owner.score_many if batched else owner.score, batched=batched, owner=owner)
-
-
-def _load_foreign(
-    name: str, adapter: type[VerlFunction] | type[SlimeFunction], function_name: str, options: dict[str, Any]
-) -> LoadedReward:
-    adapter.prepare_import()
-    function = load_function(function_name, "reward")
-    adapted = adapter(name, function, options)
-    if adapted.given is not None:
-        _check_options(name, function, options, skip=0, given=adapted.given)
-    return LoadedReward(name, adapted.call, batched=adapted.batched)
 
 
 def _without_stop_iteration(call: Callable[[], Any]) -> Any:

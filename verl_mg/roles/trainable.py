@@ -13,15 +13,14 @@ import torch
 import torch.distributed as dist
 
 from verl_mg.batch import Batch, ColumnKind
-from verl_mg.checkpoint.hf_safetensors import CheckpointWriter
+from verl_mg.checkpoint.hf_safetensors import CheckpointWriter, UntrainedTensors
 from verl_mg.checkpoint.peft import AdapterWriter
 from verl_mg.checkpoint.sharded_safetensors import StoredBox
-from verl_mg.checkpoint.untrained_tensors import UntrainedTensors
 from verl_mg.config import ConfigSection, Count
 from verl_mg.distributed.collectives import all_gather_json, broadcast_bytes
 from verl_mg.layout.packing import MicroBatchPlan
 from verl_mg.models.hf_families import UNTRAINED
-from verl_mg.models.multi_token import copied_tensors
+from verl_mg.models.hf_tensors import copied_tensors
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.role import Batching, Role
 from verl_mg.rows.index import RowIndex

@@ -42,7 +42,7 @@ from enum import Enum, auto
 
 from torch.distributed import PrefixStore, Store
 
-from verl_mg.distributed.groups import GROUP_TIMEOUT
+from verl_mg.distributed.collectives import GROUP_TIMEOUT
 from verl_mg.engines.engine import EngineDiedError, Request, RolloutEngine, Sample
 from verl_mg.engines.process_engine import ProcessEngine
 from verl_mg.errors import UserError

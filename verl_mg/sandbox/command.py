@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -10,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl_mg.sandbox import supervisor
-from verl_mg.sandbox.relay import relay_to
+from verl_mg.sandbox.relay import open_listener, relay_to
 from verl_mg.sandbox.supervisor import Isolation, Program, Visible, interpreter_paths
 
-OPEN_LISTENER = Path(__file__).with_name("open_listener.py")
+OPEN_LISTENER = f"{inspect.getsource(open_listener)}\n{open_listener.__name__}()\n"
 SETTINGS = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime", "/etc/nsswitch.conf", "/etc/ssl/certs")
 """Files of the system that programs expect and that contain no secrets."""
 OVERFLOW_USER, USER_INSIDE = 65534, 1000
@@ -63,7 +64,7 @@ async def run_command(
         # DATA rather than AS: many programs reserve much more address space than they use.
         memory = limits.memory_mb << 20
         program = Program(
-            command=[sys.executable, "-I", "-S", "-c", OPEN_LISTENER.read_text(encoding="utf-8"), *connect, *command],
+            command=[sys.executable, "-I", "-S", "-c", OPEN_LISTENER, *connect, *command],
             binary=os.path.realpath(sys.executable),
             directory=directory,
             memory_mb=TMP_MB,

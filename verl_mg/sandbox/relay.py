@@ -1,7 +1,7 @@
 """Passes connections out of a sandbox without a network on to one address.
 
     sandbox, with a loopback interface only             this process, in the network of the machine
-    open_listener.py: listens at 127.0.0.1:PORT
+    open_listener: listens at 127.0.0.1:PORT
         the socket, through the channel --------------> _received --> _serve: accepts, up to CONNECTIONS
     program: connects to PORT ------------------------> _connect: near <-- _pass_on, _pass_on --> far, the address
 
@@ -80,3 +80,23 @@ async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
         writer.write(piece)
         await writer.drain()
     writer.write_eof()  # the other direction may still have bytes
+
+
+def open_listener() -> None:
+    """Starts a command once a socket listens; its source is sent into the sandbox, so it imports what it uses."""
+    # Arguments: the descriptor of the channel and a port, or two dashes; then the command.
+    import os
+    import socket
+    import sys
+
+    channel, port, *command = sys.argv[1:]
+    # The relay keeps the socket open; the program inherits neither the socket nor the channel.
+    if port != "-":
+        listener = socket.create_server(("127.0.0.1", int(port)), backlog=128)
+        with listener, socket.socket(fileno=int(channel)) as connection:
+            socket.send_fds(connection, [b"listener"], [listener.fileno()])
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        print(f"{command[0]}: {error.strerror}", file=sys.stderr)
+        sys.exit(127)  # as in a shell

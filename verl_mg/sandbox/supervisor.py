@@ -22,7 +22,7 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from operator import itemgetter
 from pathlib import Path
 from typing import Literal
@@ -125,21 +125,10 @@ async def run(
             "isolation": kind,
             "bubblewrap": shutil.which("bwrap"),
             "folder": folder,
-            "directory": program.directory,
             # Folders before those inside of them.
-            "visible": sorted(
-                ((item.source, item.target, item.writable) for item in program.visible), key=itemgetter(1)
-            ),
-            "binary": program.binary,
-            "command": list(program.command),
-            "environment": dict(program.environment),
-            "memory_mb": program.memory_mb,
-            "limits": dict(program.limits),
-            "processes": program.processes,
-            "proc": program.proc,
-            "channel": program.channel,
+            "visible": sorted(map(astuple, program.visible), key=itemgetter(1)),
         }
-        json.dump(request, request_file)
+        json.dump(vars(program) | request, request_file, default=dict)  # a mapping may be of another type
         request_file.seek(0)
         try:
             supervisor = await asyncio.create_subprocess_exec(

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from verl_mg.errors import UserError
-from verl_mg.models.checkpoint_shapes import checkpoint_shapes
-from verl_mg.models.stacked_tensors import StackedTensor, expert_shapes
-from verl_mg.models.transformers_module import meta_module, read_module_config
+from verl_mg.models.tensor_tree import StackedTensor, expert_shapes
+from verl_mg.models.transformers_module import checkpoint_shapes, meta_module, read_module_config
 from verl_mg.sharding.boxes import Piece, Shard, box_shape, full_box
 from verl_mg.sharding.symbolic_tensor import SymbolicTensor, shard_of, transposed_stack
 

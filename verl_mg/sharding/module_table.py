@@ -11,10 +11,9 @@ from pathlib import Path
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement
 from verl_mg.models.hf_config import HFConfig, read_config
-from verl_mg.models.module_config import module_config
-from verl_mg.models.stacked_tensors import Stack, expert_shapes
 from verl_mg.models.tensor_index import TensorEntry, TensorIndex
-from verl_mg.models.tensor_tree import TensorSpec
+from verl_mg.models.tensor_tree import Stack, TensorSpec, expert_shapes
+from verl_mg.models.transformers_module import module_config
 from verl_mg.sharding.boxes import Piece, Shard, full_box
 from verl_mg.sharding.model_table import SCORE, Head, ModelTable
 from verl_mg.sharding.module_shards import ModuleShards, module_shards

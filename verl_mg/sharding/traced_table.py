@@ -28,6 +28,9 @@ from verl_mg.sharding.shard_map import ExplicitShardMap
 
 EngineName = Literal["sglang", "vllm"]
 """Rollout engines that run as separate processes, by their names in `rollout.engine`."""
+Content = TypeVar("Content", bound=BaseModel)
+_Size = Annotated[int, Field(ge=0)]
+_Box = tuple[tuple[_Size, _Size], ...]
 
 
 @dataclass(frozen=True)
@@ -105,16 +108,9 @@ class TracedTable:
         return shapes
 
 
-Content = TypeVar("Content", bound=BaseModel)
-
-
 # An unknown key, or a number that is a text, means a damaged file or another format: neither is converted.
 class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
-
-_Size = Annotated[int, Field(ge=0)]
-_Box = tuple[tuple[_Size, _Size], ...]
 
 
 class _Parameter(_Strict):

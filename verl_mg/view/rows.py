@@ -40,20 +40,31 @@ BEFORE = 16  # characters that an excerpt has in front of a text that was search
 
 _TEXTS = ("prompt", "response")
 _STORED = ("iteration", "call", "sample_id", "group", "prompt_id", "policy_version", "reward", "source", "finish")
-
-
-def rank_files(folder: Path) -> dict[int, Path]:
-    """Returns the files of an iteration's folder by rank."""
-    return {int(file.stem.removeprefix("rank-")): file for file in sorted(folder.glob("rank-*.parquet"))}
+COLUMN = "conversation"
+TRAJECTORY = ("iteration", "call", "trajectory")  # columns that identify a trajectory
+COUNTS = pa.schema(
+    [
+        ("iteration", pa.int64()),
+        ("call", pa.int32()),
+        ("trajectory", pa.int64()),
+        ("first_sample", pa.int64()),
+        ("agent_turns", pa.int32()),
+        ("agent_segments", pa.int32()),
+        ("agent_error", pa.string()),
+    ]
+)
+"""A row per conversation: the row of its first segment, numbers of turns and segments, and why the agent failed."""
+ADDED = ("segment", "agent_turns", "agent_segments", "agent_error")
+"""Columns that `join_counts` adds; null for samples without a conversation."""
 
 
 def read_iteration(folder: Path) -> pa.Table:
     """Returns the rows of an iteration with the columns `INDEXED`, by IDENTITY; damaged files have none."""
     tables, files, agents = [], [], False
-    for rank, file in rank_files(folder).items():
+    for file in sorted(folder.glob("rank-*.parquet")):
         try:
             with pq.ParquetFile(file) as opened:
-                tables.append(_read(opened, rank))
+                tables.append(_read(opened, int(file.stem.removeprefix("rank-"))))
                 agents = agents or holds_conversation(opened.metadata)
                 files.append(file)
         except (OSError, pa.ArrowException):
@@ -135,24 +146,6 @@ def excerpt(text: str, terms: Sequence[str]) -> str:
     first = min((place for term in terms if (place := lower.find(term)) >= 0), default=0)
     begin = first - BEFORE if first > 2 * BEFORE else 0
     return ("… " if begin else "") + text[begin : begin + EXCERPT]
-
-
-COLUMN = "conversation"
-TRAJECTORY = ("iteration", "call", "trajectory")  # columns that identify a trajectory
-COUNTS = pa.schema(
-    [
-        ("iteration", pa.int64()),
-        ("call", pa.int32()),
-        ("trajectory", pa.int64()),
-        ("first_sample", pa.int64()),
-        ("agent_turns", pa.int32()),
-        ("agent_segments", pa.int32()),
-        ("agent_error", pa.string()),
-    ]
-)
-"""A row per conversation: the row of its first segment, numbers of turns and segments, and why the agent failed."""
-ADDED = ("segment", "agent_turns", "agent_segments", "agent_error")
-"""Columns that `join_counts` adds; null for samples without a conversation."""
 
 
 def join_counts(rows: pa.Table, files: Iterable[Path]) -> pa.Table:

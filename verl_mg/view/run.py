@@ -16,6 +16,7 @@ from verl_mg.view.samples import Samples
 
 CONFIG, METRICS, STATUS, TIMELINE, SAMPLES = "config.yaml", "metrics.jsonl", "status.json", "timeline", "samples"
 MARKS = (CONFIG, METRICS, STATUS, TIMELINE, SAMPLES)  # every run has at least one of these
+REPEATED = ("job.seed", "job.output")  # keys in which repetitions of a run differ
 
 
 class Run:
@@ -79,9 +80,6 @@ def _ranges(numbers: list[int]) -> list[list[int]]:
         else:
             ranges.append([number, number])
     return ranges
-
-
-REPEATED = ("job.seed", "job.output")  # keys in which repetitions of a run differ
 
 
 def read_configuration(file: Path) -> dict[str, Any]:

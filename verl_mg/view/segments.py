@@ -32,6 +32,12 @@ _COMPRESSED = pa.ipc.IpcWriteOptions(compression="zstd", use_threads=False)
 _SERIAL = pa.ipc.IpcReadOptions(use_threads=False)
 
 Versions = Mapping[int, int]  # version of each iteration's folder, see `index.IterationFolders`
+SIZES = (3, 5)
+"""Bytes of the n-grams. Long ones distinguish texts of common syllables, short ones are for short texts."""
+HASH_BITS = 15
+"""Logarithm of the number of bits per block: 4 KB for a block of 16 KB, which sets about a fourth of them."""
+# Odd constants of multiplicative hashing (Knuth, The Art of Computer Programming 3, section 6.4).
+_FACTORS = tuple(np.uint32(factor) for factor in (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1))
 
 
 class Segment:
@@ -183,15 +189,6 @@ def _content(texts: pa.Array) -> tuple[bytes, list[int]]:
         return b"", [0] * len(texts)
     bounds = np.frombuffer(offsets, np.int32)[texts.offset : texts.offset + len(texts) + 1]
     return memoryview(data)[bounds[0] : bounds[-1]].tobytes(), (bounds[1:] - bounds[0]).tolist()
-
-
-SIZES = (3, 5)
-"""Bytes of the n-grams. Long ones distinguish texts of common syllables, short ones are for short texts."""
-HASH_BITS = 15
-"""Logarithm of the number of bits per block: 4 KB for a block of 16 KB, which sets about a fourth of them."""
-
-# Odd constants of multiplicative hashing (Knuth, The Art of Computer Programming 3, section 6.4).
-_FACTORS = tuple(np.uint32(factor) for factor in (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1))
 
 
 def sign(blocks: Iterable[bytes]) -> np.ndarray:

@@ -245,10 +245,6 @@ def _strip(run: Run, parameters: Parameters) -> Any:
     return {name: every(run.metrics.curve(name), first, stride) for name in names}
 
 
-def _timeline(run: Run, parameters: Parameters) -> Any:
-    return run.timeline(_needed(parameters, "iteration"))
-
-
 def _facets(run: Run, parameters: Parameters) -> Any:
     return run.samples.facets(_number(parameters, "first", int), _number(parameters, "last", int))
 
@@ -273,10 +269,6 @@ def _samples(run: Run, parameters: Parameters) -> Any:
     return run.samples.find(query)
 
 
-def _prompts(run: Run, parameters: Parameters) -> Any:
-    return run.samples.prompts(_needed(parameters, "iteration"))
-
-
 def _sample(run: Run, parameters: Parameters) -> Any:
     iteration, call, number = (_needed(parameters, name) for name in IDENTITY)
     sample = run.samples.get(iteration, call, number)
@@ -295,10 +287,10 @@ def _conversation(run: Run, parameters: Parameters) -> Any:
 
 _ENDPOINTS: dict[str, Callable[[Run, Parameters], Any]] = {
     "strip": _strip,
-    "timeline": _timeline,
+    "timeline": lambda run, parameters: run.timeline(_needed(parameters, "iteration")),
     "facets": _facets,
     "samples": _samples,
-    "prompts": _prompts,
+    "prompts": lambda run, parameters: run.samples.prompts(_needed(parameters, "iteration")),
     "sample": _sample,
     "conversation": _conversation,
 }

@@ -24,8 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl_mg import device
-from verl_mg.distributed.collectives import all_gather_json, sum_over_ranks
-from verl_mg.distributed.groups import new_group
+from verl_mg.distributed.collectives import all_gather_json, new_group, sum_over_ranks
 from verl_mg.engines.hf.engine import HFEngine
 from verl_mg.engines.ipc_payload import Staging, staging_bytes
 from verl_mg.engines.patch_payload import PatchStaging

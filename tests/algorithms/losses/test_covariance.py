@@ -99,7 +99,7 @@ def test_clip_cov_is_ppo_without_the_cut_tokens():
     other, others = clipped_policy_loss(ppo, old, advantages, mask, 0.2, 0.3, 3.0)
     loss.sum().backward()
     other.sum().backward()
-    assert found.grad is not None and ppo.grad is not None and ppo.grad[0] != 0
+    assert ppo.grad is not None and ppo.grad[0] != 0
     assert torch.equal(loss, torch.where(cut, 0.0, other))
     assert torch.equal(found.grad, torch.where(cut, 0.0, ppo.grad)) and found.grad.any()
     assert metrics["cut"].tolist() == [1, 0, 0, 0, 0]
@@ -112,7 +112,6 @@ def test_kl_cov_against_a_loop():
     given = column(OLD), column(ADVANTAGES), mask, torch.tensor(penalized)
     loss, metrics = kl_cov_loss(leaf, *given, 0.5)
     loss.sum().backward()
-    assert leaf.grad is not None
     for i, (p, q, a, counts, chosen) in enumerate(zip(NEW, OLD, ADVANTAGES, MASK, penalized, strict=True)):
         value = -a * math.exp(p - q) + 0.5 * chosen * abs(p - q)
         slope = -a * math.exp(p - q) + 0.5 * chosen * math.copysign(1, p - q)

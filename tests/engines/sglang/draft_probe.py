@@ -22,7 +22,7 @@ from verl_mg.engines.sglang.unloaded_model import unloaded_model
 from verl_mg.engines.sglang.weight_loader import load_chunk, merge_stages
 from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import read_config
-from verl_mg.models.multi_token import with_multi_token_layer
+from verl_mg.models.hf_tensors import with_multi_token_layer
 from verl_mg.sharding.weight_table import weight_table
 
 QWEN = {

@@ -16,7 +16,7 @@ from verl_mg.engines.sglang.arguments import has_multi_token_draft
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import read_config
-from verl_mg.models.multi_token import with_multi_token_layer
+from verl_mg.models.hf_tensors import with_multi_token_layer
 from verl_mg.sharding.weight_table import weight_table
 
 FIELDS = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}

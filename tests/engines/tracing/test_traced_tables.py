@@ -18,8 +18,8 @@ from tests.helpers.traces import (
 )
 from tests.oracles.transformers_trace import trace_transformers
 from verl_mg.layout import EngineLayout, EnginePlacement
-from verl_mg.models.checkpoint_shapes import checkpoint_shapes
 from verl_mg.models.hf_config import read_config
+from verl_mg.models.transformers_module import checkpoint_shapes
 from verl_mg.sharding.boxes import Shard
 from verl_mg.sharding.traced_table import TracedTable
 from verl_mg.sharding.weight_table import weight_table

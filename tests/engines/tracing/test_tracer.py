@@ -19,8 +19,8 @@ from verl_mg.engines.tracing.position_codes import PositionCodes
 from verl_mg.engines.tracing.tracer import TracedEngine, trace, write_trace
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
-from verl_mg.models.checkpoint_shapes import checkpoint_shapes
 from verl_mg.models.hf_config import read_config
+from verl_mg.models.transformers_module import checkpoint_shapes
 from verl_mg.reshard import plan
 from verl_mg.sharding.boxes import Piece, Shard, full_box
 from verl_mg.sharding.traced_table import read_traced_table

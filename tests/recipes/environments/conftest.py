@@ -45,7 +45,6 @@ def start_script() -> Iterator[Callable[..., str]]:
 def _running(python: str, command: tuple[str, ...], variables: dict[str, str]) -> Iterator[str]:
     environment = {"PATH": "/usr/bin:/bin", **variables}
     with subprocess.Popen([python, *command], stdout=subprocess.PIPE, env=environment, text=True) as server:
-        assert server.stdout is not None
         try:
             url = server.stdout.readline().strip()
             assert url.startswith("http"), f"{command} has not started: exit code {server.poll()}"

@@ -34,12 +34,12 @@ from verl_mg.engines.tracing.trace_rank import TraceJob, error_file, jobs_file, 
 from verl_mg.engines.vllm.arguments import ON_CPU as VLLM_ON_CPU
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout
-from verl_mg.models.checkpoint_shapes import checkpoint_shapes
 from verl_mg.models.hf_config import read_config
 from verl_mg.models.hf_families import FAMILIES, VISION_LANGUAGE
 from verl_mg.models.hf_tensors import model_spec
-from verl_mg.models.stacked_tensors import StackedTensor, expert_shapes
 from verl_mg.models.tensor_index import index_of
+from verl_mg.models.tensor_tree import StackedTensor, expert_shapes
+from verl_mg.models.transformers_module import checkpoint_shapes
 from verl_mg.sharding.boxes import Shard
 from verl_mg.sharding.module_shards import module_shards
 from verl_mg.sharding.traced_table import EngineName, TracedTable, read_rank_shards, write_traced_table

@@ -12,8 +12,7 @@ from verl_mg.engines.process_engine import EngineSettings
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import HFConfig
-from verl_mg.models.module_config import read_any_config
-from verl_mg.models.transformers_module import has_images, read_module_config
+from verl_mg.models.transformers_module import has_images, read_any_config, read_module_config
 
 WORKER_EXTENSION = "verl_mg.engines.vllm.worker.WorkerExtension"  # class whose methods vLLM adds to its workers
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # ranks of adapters for which vLLM allocates memory

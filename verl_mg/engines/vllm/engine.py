@@ -17,7 +17,7 @@ from verl_mg.engines.process_engine import EngineSettings, ProcessEngine
 from verl_mg.engines.request_tracker import EngineLimits, routed_shape
 from verl_mg.engines.vllm.arguments import engine_arguments, environment, node_arguments
 from verl_mg.errors import UserError
-from verl_mg.models.module_config import read_any_config
+from verl_mg.models.transformers_module import read_any_config
 
 HOST = "verl_mg.engines.vllm.host"  # module that the engine's process runs
 

@@ -1,0 +1,40 @@
+"""REINFORCE with the mean reward of all responses as baseline (Williams 1992, arXiv:2402.14740).
+
+    prompts -> rollout -> reward -> advantages -> actor update -> weight sync
+
+Differences from GRPO: no groups, ratios, clips and reference; the plain policy gradient, one update in an iteration,
+and token losses summed over a response. The shortest recipe: read it first.
+"""
+
+import torch
+from pydantic import PositiveInt
+
+from verl_mg.algorithms.losses import gpg_loss
+from verl_mg.config import RecipeConfig
+from verl_mg.job.job import RunningJob
+from verl_mg.training.loss_inputs import LossInputs, LossOutput
+
+
+class Config(RecipeConfig):
+    prompts_per_iteration: PositiveInt = 64
+    """Number of prompts of an iteration, with one response to each."""
+
+
+def roles(cfg: Config) -> set[str]:
+    return {"actor", "rollout", "reward"}
+
+
+def reinforce_loss(inputs: LossInputs) -> LossOutput:
+    return gpg_loss(inputs.logprobs, inputs.advantages, inputs.mask)
+
+
+def iteration(job: RunningJob, cfg: Config) -> dict[str, float]:
+    prompts = job.prompts.next_batch(cfg.prompts_per_iteration)
+    batch = job.rollout.generate(prompts, num_samples=1)
+    batch["reward"] = job.reward.wait(batch)
+    rewards = batch["reward"][batch.first_rows]  # one of each response, which of an agent is several rows
+    total, count = job.all_reduce_sum(torch.tensor([rewards.sum(), len(rewards)])).tolist()
+    batch["advantages"] = batch.expand_to_tokens(batch["reward"] - total / count) * batch["loss_mask"]
+    metrics = job.actor.update(batch, reinforce_loss, "seq-mean-token-sum")
+    job.rollout.update_weights(job.actor)
+    return dict(metrics)
