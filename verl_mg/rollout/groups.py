@@ -5,8 +5,8 @@
        └───────────┤            └─────────────────▶ DROPPED    too old, with rollout.stale=drop
                    └──────────────────────────────▶ DROPPED    not needed by its call; too old
 
-    WAITING    no engine has it: it is left over from a call (`partial_rollout`), or the candidate of a filtered call
-    RUNNING    in the queue of the engines
+    WAITING    no engine has it: it is new, or left over from a call (`partial_rollout`)
+    RUNNING    in a queue of the engines, also as the candidate of a filtered call
     COMPLETE   the samples are complete; their scores are computed, and `generate` does not wait for them
     SCORED     a filter has seen the scores of all its samples; without a filter complete groups are returned
     RETURNED   `generate` has returned its rows; DROPPED: its samples are not needed
