@@ -18,7 +18,7 @@ from verl_mg.rollout.groups import FIRST_EVALUATION_ID
 from verl_mg.run.loop import one_iteration
 
 ITERATIONS, PROMPTS, GROUP = 6, 1, 2
-MAX_STALENESS = 2
+MAX_STALENESS = 4
 EVALUATED = (2, 3)
 """Iterations after which an evaluation runs."""
 ASYNC = [
@@ -45,7 +45,7 @@ def train(folder: Path, overrides: list[str], engine: str, engine_fault: str) ->
     job, recipe = engine_job(folder, *ASYNC, *overrides, engine=engine)
     job.actor.save(folder / "weights-0", folder / "model")
     reported, real = [], job.rollout._engines.engine
-    results = results_of(real) if real is not None else []
+    started, results = requests_and_results(real) if real is not None else ([], [])
     if engine_fault == "late" and real is not None:
         hold_back(real, 0, lambda: job.actor.num_updates >= 2)
     for iteration in range(1, ITERATIONS + 1):
@@ -56,8 +56,9 @@ def train(folder: Path, overrides: list[str], engine: str, engine_fault: str) ->
         if iteration in EVALUATED:
             if iteration == EVALUATED[-1] and engine_fault == "kill" and real is not None:
                 os.killpg(real.pid, signal.SIGKILL)
-            in_flight = list(real._running) if real is not None else []
+            in_flight, before = list(real._running) if real is not None else [], len(started)
             evaluated = job.rollout.generate_for_eval(list(job.prompts)[:2], 2, temperature=0.7)
+            in_flight += started[before:]
         reported.append(
             {
                 "ids": batch["sample_id"].tolist(),
@@ -65,7 +66,7 @@ def train(folder: Path, overrides: list[str], engine: str, engine_fault: str) ->
                 "rows": rows_of(batch),
                 "version": job.actor.num_updates - 1,
                 "metrics": metrics,
-                "in_flight": in_flight,
+                "in_flight": [rid for rid in in_flight if int(rid.split(".")[0]) < FIRST_EVALUATION_ID],
                 "outstanding": len(job.rollout.state().groups),
                 "evaluated": None if evaluated is None else (evaluated["sample_id"].tolist(), rows_of(evaluated)),
                 "results": results,
@@ -75,16 +76,20 @@ def train(folder: Path, overrides: list[str], engine: str, engine_fault: str) ->
     return reported
 
 
-def results_of(engine: ProcessEngine) -> list[tuple[str, str]]:
-    """(request, reason of its end) of each result that the engine's process sends from now on."""
-    results, complete = [], engine._complete
+def requests_and_results(engine: ProcessEngine) -> tuple[list[str], list[tuple[str, str]]]:
+    """Requests that the engine's process gets from now on, and (request, reason of its end) of the results it sends."""
+    started, results, generate, complete = [], [], engine._generate, engine._complete
+
+    def started_here(rid: str, request: dict[str, object]) -> None:
+        started.append(rid)
+        generate(rid, request)
 
     def completed(rid: str, result: dict[str, object]) -> None:
         results.append((rid, result.get("finish", "error")))
         complete(rid, result)
 
-    engine._complete = completed
-    return results
+    engine._generate, engine._complete = started_here, completed
+    return started, results
 
 
 def check_versions(folder: Path, rows, newest: int) -> set[int]:
