@@ -11,8 +11,6 @@ forks of the program. A start takes a tenth of a second instead of the ten secon
 the pid of the program itself.
 """
 
-from __future__ import annotations
-
 import array
 import atexit
 import contextlib

@@ -23,6 +23,7 @@ from verl_mg.sharding.engine_table import DRAFT
 
 # Name of the loader, for the server argument `custom_weight_loader` and as load format.
 LOADER = f"{__name__}.load_chunk"
+CASTABLE = {"float32", "bfloat16", "float16"}  # dtypes of weights that are not quantized
 
 
 def merge_stages(payloads: Sequence[str], is_last: bool, for_draft: bool = False) -> str:
@@ -96,6 +97,22 @@ def restore_shapes(model: Any) -> None:
     for module in model.modules():
         if internals.is_transposed(module):
             module.weight.data = as_loaded(module.weight)
+
+
+def loaded_parameters(model: Any) -> dict[str, Tensor]:
+    """Returns the memory of a model's parameters, as `as_loaded`."""
+    return {name: as_loaded(parameter) for name, parameter in model.named_parameters()}
+
+
+def check_dtypes(parameters: Mapping[str, Tensor], dtypes: Mapping[str, str], exact: bool) -> None:
+    """Checks that parameters have the dtypes that the job sends, or dtypes that can be cast to them if not `exact`."""
+    for name, dtype in dtypes.items():
+        actual = str(parameters[name].dtype).removeprefix("torch.") if name in parameters else "missing"
+        if actual != dtype and (exact or not {actual, dtype} <= CASTABLE):
+            raise TypeError(
+                f"{name} is {actual}, and the job sends {dtype}: the server's --dtype and quantization_config have to "
+                "follow actor.dtype and rollout.wire"
+            )
 
 
 def as_loaded(parameter: Tensor) -> Tensor:
