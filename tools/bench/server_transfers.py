@@ -35,12 +35,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 
 
 def measure(parameters: int, repeats: int) -> dict[str, Any]:
-    """Returns the bytes and the seconds of each way.
-
-    Args:
-        parameters: of the model, at least about so many.
-        repeats: transfers by each way, after one that warms up.
-    """
+    """Returns the bytes and the seconds of each way."""
     torch.set_num_threads(1)  # ranks are forked, which threads do not survive
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -60,11 +55,7 @@ def measure(parameters: int, repeats: int) -> dict[str, Any]:
 
 
 def lines(report: dict[str, Any]) -> Iterator[str]:
-    """Yields the lines of a report as a table.
-
-    Args:
-        report: result of `measure`.
-    """
+    """Yields the lines of a report as a table."""
     ours = report["shards"]
     for way in ("shards", "broadcast"):
         received, seconds = report[way]["received"], report[way]["seconds"]
