@@ -344,17 +344,10 @@ JSON_LINES = (
     b'\xef\xbb\xbf{"prompt": "1", "answer": "1"}', b"1",
 )  # fmt: skip
 COLUMNS = (
-    [b"\xff", b""],
-    [datetime.date(2026, 8, 1), None],
-    [datetime.datetime(2026, 8, 1), datetime.datetime(1, 1, 1)],
-    [datetime.timedelta(1), None],
-    [{"role": "user"}, {"content": "1"}],
-    [["1", None], []],
-    [2**63, 0],
-    [None, None],
-    [float("nan"), 1.5],
-    [True, False],
-)
+    [b"\xff", b""], [datetime.date(2026, 8, 1), None], [datetime.datetime(2026, 8, 1), datetime.datetime(1, 1, 1)],
+    [datetime.timedelta(1), None], [{"role": "user"}, {"content": "1"}], [["1", None], []], [2**63, 0], [None, None],
+    [float("nan"), 1.5], [True, False],
+)  # fmt: skip
 
 
 @st.composite

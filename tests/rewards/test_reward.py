@@ -1,7 +1,5 @@
 """Rewards are loaded by name with options, and only finite numbers are accepted from them."""
 
-from __future__ import annotations
-
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
