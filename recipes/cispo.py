@@ -16,7 +16,7 @@ from pydantic import Field, PositiveInt
 from verl_mg.algorithms.advantages import group_relative
 from verl_mg.algorithms.losses import cispo_loss
 from verl_mg.config import RecipeConfig
-from verl_mg.job.job import Job
+from verl_mg.job.job import RunningJob
 from verl_mg.recipes.common.entropy import add_entropy_bonus
 from verl_mg.recipes.common.kl import KLConfig, adapt_kl, add_kl_loss, kl_sums, rewards_with_kl, with_current_kl
 from verl_mg.recipes.common.off_policy import OffPolicyConfig, add_off_policy_weights, apply_off_policy_weights
@@ -58,7 +58,7 @@ def policy_loss(inputs: LossInputs, cfg: Config) -> LossOutput:
     return add_kl_loss(loss, inputs, cfg.kl)
 
 
-def iteration(job: Job, cfg: Config) -> dict[str, float]:
+def iteration(job: RunningJob, cfg: Config) -> dict[str, float]:
     cfg = with_current_kl(cfg, job.state)
     prompts = job.prompts.next_batch(cfg.prompts_per_iteration)
     batch = job.rollout.generate(prompts, num_samples=cfg.group_size)  # responses are scored as they complete

@@ -17,7 +17,7 @@ from pydantic import Field, PositiveInt
 
 from verl_mg.algorithms.losses import dpo_loss
 from verl_mg.config import RecipeConfig
-from verl_mg.job.job import Job
+from verl_mg.job.job import RunningJob
 from verl_mg.training.loss_inputs import LossInputs, LossOutput
 
 
@@ -41,7 +41,7 @@ def preference_loss(inputs: LossInputs, cfg: Config) -> LossOutput:
     return dpo_loss(inputs.logprobs, *columns, cfg.beta, cfg.label_smoothing, cfg.loss_type)
 
 
-def iteration(job: Job, cfg: Config) -> Mapping[str, float]:
+def iteration(job: RunningJob, cfg: Config) -> Mapping[str, float]:
     prompts = job.prompts.next_batch(cfg.pairs_per_iteration)
     batch = job.preference_batch(prompts)
     batch["ref_logprobs"] = job.reference.compute_logprobs(batch)

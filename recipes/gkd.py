@@ -15,7 +15,7 @@ from pydantic import Field, PositiveInt
 
 from verl_mg.algorithms.divergence import Divergence
 from verl_mg.config import RecipeConfig
-from verl_mg.job.job import Job
+from verl_mg.job.job import RunningJob
 from verl_mg.recipes.common.rows import is_turn_of_data
 from verl_mg.training.loss_inputs import LossInputs, LossOutput
 
@@ -41,7 +41,7 @@ def divergence_loss(inputs: LossInputs) -> LossOutput:
     return inputs.divergence, {"divergence": inputs.divergence}
 
 
-def iteration(job: Job, cfg: Config) -> Mapping[str, float]:
+def iteration(job: RunningJob, cfg: Config) -> Mapping[str, float]:
     prompts = job.prompts.next_batch(cfg.prompts_per_iteration)
     if is_turn_of_data(job.iteration, cfg.data_fraction, job.config.rollout.mode):
         batch = job.sft_batch(prompts)

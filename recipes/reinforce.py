@@ -11,7 +11,7 @@ from pydantic import PositiveInt
 
 from verl_mg.algorithms.losses import gpg_loss
 from verl_mg.config import RecipeConfig
-from verl_mg.job.job import Job
+from verl_mg.job.job import RunningJob
 from verl_mg.training.loss_inputs import LossInputs, LossOutput
 
 
@@ -28,7 +28,7 @@ def reinforce_loss(inputs: LossInputs) -> LossOutput:
     return gpg_loss(inputs.logprobs, inputs.advantages, inputs.mask)
 
 
-def iteration(job: Job, cfg: Config) -> dict[str, float]:
+def iteration(job: RunningJob, cfg: Config) -> dict[str, float]:
     prompts = job.prompts.next_batch(cfg.prompts_per_iteration)
     batch = job.rollout.generate(prompts, num_samples=1)
     batch["reward"] = job.reward.wait(batch)

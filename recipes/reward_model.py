@@ -14,7 +14,7 @@ from pydantic import PositiveInt
 
 from verl_mg.algorithms.losses import bradley_terry_loss
 from verl_mg.config import RecipeConfig
-from verl_mg.job.job import Job
+from verl_mg.job.job import RunningJob
 from verl_mg.training.loss_inputs import LossInputs, LossOutput
 
 
@@ -31,7 +31,7 @@ def ranking_loss(inputs: LossInputs) -> LossOutput:
     return bradley_terry_loss(inputs.values, inputs.mask, inputs["pair"], inputs["chosen"])
 
 
-def iteration(job: Job, cfg: Config) -> Mapping[str, float]:
+def iteration(job: RunningJob, cfg: Config) -> Mapping[str, float]:
     prompts = job.prompts.next_batch(cfg.pairs_per_iteration)
     batch = job.preference_batch(prompts)
     batch["loss_mask"] = batch.last

@@ -13,7 +13,7 @@ from pydantic import PositiveInt
 
 from verl_mg.algorithms.losses import sft_loss
 from verl_mg.config import RecipeConfig
-from verl_mg.job.job import Job
+from verl_mg.job.job import RunningJob
 from verl_mg.training.loss_inputs import LossInputs, LossOutput
 
 
@@ -30,7 +30,7 @@ def imitation_loss(inputs: LossInputs) -> LossOutput:
     return sft_loss(inputs.logprobs, inputs.mask)
 
 
-def iteration(job: Job, cfg: Config) -> Mapping[str, float]:
+def iteration(job: RunningJob, cfg: Config) -> Mapping[str, float]:
     prompts = job.prompts.next_batch(cfg.examples_per_iteration)
     batch = job.sft_batch(prompts)
     return job.actor.update(batch, imitation_loss, "token-mean")

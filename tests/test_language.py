@@ -1,8 +1,11 @@
 """Language of code, documents and test names, and the checker of `tests.language` on texts that break each rule."""
 
-from __future__ import annotations
-
+import ast
+import collections.abc
+import contextlib
 import functools
+import re
+import typing
 from pathlib import Path
 
 import pytest
@@ -127,6 +130,9 @@ def test_checker_given_sections_outside_the_interfaces_reports_rule(section):
         ("from tests.roles import test_rollout", "test-import"),
         ("from tests.conftest import ranks", "test-import"),
         ("from tests.helpers.tiny_models import ranks", ""),
+        ("assert job.rollout._engines" + "._sync", "private"),
+        ("assert job.rollout._engines.engine.restart()._sync == 1", ""),
+        ("import torch\nassert torch._C._get_allocator()", ""),
     ],
 )
 def test_checker_given_test_module_reports_rule(source, rule):
@@ -144,3 +150,14 @@ def test_checker_given_test_module_reports_rule(source, rule):
 )
 def test_checker_given_markdown_reports_rule(text, rule):
     assert rules_of(text, "docs/guide.md") == rule.split()
+
+
+def test_names_of_typing_are_given_to_nothing_else() -> None:
+    elsewhere = {name for module in (collections.abc, contextlib, re) for name in dir(module)}  # typing repeats them
+    reserved, found = {name for name in typing.__all__ if name[0].isupper()} - elsewhere, []
+    for file in (file for folder in ("verl_mg", "recipes", "tools") for file in (REPOSITORY / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            targets = node.targets if isinstance(node, ast.Assign) else [node] if isinstance(node, ast.ClassDef) else []
+            names = {getattr(target, "id", None) or getattr(target, "name", "") for target in targets}
+            found += [f"{file}:{node.lineno}: {name}" for name in names & reserved]
+    assert not found, found

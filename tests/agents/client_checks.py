@@ -34,18 +34,6 @@ STRICT_TOOLS: list[Any] = [
 """The helper for streams takes no other tools."""
 RESPONSE_TOOLS: list[Any] = [{"type": "function", "name": "get_weather", "parameters": SCHEMA, "strict": False}]
 MESSAGE_TOOLS: list[Any] = [{"name": "get_weather", "description": "Forecast.", "input_schema": SCHEMA}]
-CHECKS = (
-    "check_chat",
-    "check_chat_async",
-    "check_responses",
-    "check_responses_async",
-    "check_messages",
-    "check_messages_async",
-    "check_models",
-    "check_errors",
-    "check_anthropic_models_and_errors",
-)
-"""Names of all checks; those of the asynchronous clients return a coroutine."""
 
 
 def valid(kind: Any, value: Any) -> Any:
@@ -286,3 +274,7 @@ def check_anthropic_models_and_errors(base_url: str, key: str) -> None:
         client.messages.create(model=MODEL, messages=[{"role": "user", "content": [image]}], max_tokens=64)
     assert caught.value.body["error"]["type"] == "invalid_request_error"
     assert caught.value.body["error"]["message"].startswith('messages[0].content[0].type: "image" is not supported. ')
+
+
+CHECKS = [name for name in dir() if name.startswith("check_")]
+"""Names of all checks; those of the asynchronous clients return a coroutine."""

@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +25,35 @@ from verl_mg.engines.hf.engine import HFEngine
 from verl_mg.engines.trajectory import NOT_GENERATED
 from verl_mg.rewards.reward import Reward
 
-CHECKS = [name for name in vars(client_checks) if name.startswith("check_")]
 LIMIT = 600.0
 """Time limit of agents in seconds, which passes when they want it to."""
 
 
-async def ask_by_socket(session: Session, messages: list[Any], **fields: Any) -> str:
-    """The text of a reply by a connection of its own; httpx searches all of its connections for each request."""
+async def send_by_socket(session: Session, messages: list[Any], **fields: Any) -> tuple[Any, Any]:
+    """Sends a conversation by a connection of its own; httpx searches all of its connections for each request."""
     host, port, path = re.fullmatch(r"http://(.+):(\d+)(/.+)", session.base_url).groups()  # type: ignore[union-attr]
     reader, writer = await asyncio.open_connection(host, int(port))
     body = json.dumps({"model": "policy", "messages": messages, **fields}).encode()
     head = f"POST {path}/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {session.api_key}\r\n"
     writer.write(f"{head}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+    return reader, writer
+
+
+async def ask_by_socket(session: Session, messages: list[Any], **fields: Any) -> str:
+    """The text of a reply by a connection of its own."""
+    reader, writer = await send_by_socket(session, messages, **fields)
     reply = await reader.read()
     writer.close()
     assert reply.startswith(b"HTTP/1.1 200"), reply[:300]
     return str(json.loads(reply.partition(b"\r\n\r\n")[2])["choices"][0]["message"]["content"])
+
+
+def collected(engine: AgentEngine, count: int) -> list[Sample]:
+    """Collects samples until there are as many."""
+    samples: list[Sample] = []
+    while len(samples) < count:
+        samples += engine.collect(1.0)
+    return samples
 
 
 async def three_turns(session: Session, sample: Any) -> float:
@@ -69,7 +81,7 @@ def test_agents_trained_tokens_are_those_of_the_engine(
         assert not torch.tensor(segment.logprobs)[~mask].any() and 0 < mask.sum() < len(mask)
 
 
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("name", client_checks.CHECKS)
 def test_endpoint_of_real_engine_satisfies_official_client(
     any_engine: RolloutEngine, run_agents: RunAgents, name: str
 ) -> None:
@@ -110,12 +122,8 @@ def test_request_of_a_client_that_leaves_is_trained_like_the_one_that_follows(
 
     async def leave(session: Session) -> None:
         """Closes the connection once the engine has the request, or one of another agent."""
-        host, port, path = re.fullmatch(r"http://(.+):(\d+)(/.+)", session.base_url).groups()  # type: ignore[union-attr]
-        body = json.dumps({"model": "policy", "messages": session.messages, "max_tokens": 9}).encode()
-        head = f"POST {path}/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {session.api_key}\r\n"
-        _, writer = await asyncio.open_connection(host, int(port))
         before = len(submitted)
-        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        _, writer = await send_by_socket(session, session.messages, max_tokens=9)
         await writer.drain()
         while len(submitted) == before:
             await asyncio.sleep(0.01)
@@ -276,11 +284,7 @@ def test_abort_cancels_agents_and_their_requests(any_engine: RolloutEngine, run_
             engine.collect(0.05)
         engine.collect(0.3)
         engine.abort()
-        samples: list[Sample] = []
-        until = time.monotonic() + 600
-        while len(samples) < 4 and time.monotonic() < until:
-            samples += engine.collect(0.1)
-        return samples
+        return collected(engine, 4)
 
     samples, _ = run_agents(any_engine, agent, 4, tokens=100_000, drive=drive)
     assert [(s.finish, s.trajectory, s.tokens) for s in samples] == [("abort", None, ())] * 4
@@ -291,10 +295,7 @@ def test_abort_cancels_agents_and_their_requests(any_engine: RolloutEngine, run_
 def test_abort_right_after_submit_returns_every_sample(hf_engine: HFEngine, run_agents: RunAgents) -> None:
     def drive(engine: AgentEngine) -> list[Sample]:
         engine.abort()
-        samples: list[Sample] = []
-        while len(samples) < 50:
-            samples += engine.collect(1.0)
-        return samples
+        return collected(engine, 50)
 
     samples, _ = run_agents(hf_engine, three_turns, 50, drive=drive)
     assert sorted(s.id for s in samples) == list(range(50)) and {s.finish for s in samples} == {"abort"}
@@ -305,9 +306,7 @@ def test_agents_run_up_to_the_limit_at_once(hf_engine: HFEngine, run_agents: Run
 
     def drive(engine: AgentEngine) -> list[Sample]:
         slots.append(engine.num_free_slots())
-        samples: list[Sample] = []
-        while len(samples) < 3:
-            samples += engine.collect(1.0)
+        samples = collected(engine, 3)
         slots.append(engine.num_free_slots())
         return samples
 

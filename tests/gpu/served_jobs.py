@@ -1,7 +1,5 @@
 """GRPO jobs with an engine on one rank, and how far the engine's answers are from those of `transformers`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from tests.helpers.tiny_jobs import DIGITS, RECIPES, write_sums
 from tests.rollout.engine_jobs import settings, trained_once
 from verl_mg import quickstart
 from verl_mg.config import load_config
-from verl_mg.job.job import Job
+from verl_mg.job.job import RunningJob
 from verl_mg.job.recipe import load_recipe
 from verl_mg.models.tiny_model import make_tiny_model
 
@@ -57,7 +55,7 @@ def updates_of_quickstart(folder: Path, overrides: Sequence[str]) -> Reported:
 def _train(folder: Path, file: Path | None, overrides: Sequence[str]) -> Reported:
     recipe = load_recipe(RECIPES / "grpo.py")
     config = load_config(file, [*overrides, "job.console=false"], recipe.config)
-    job = Job(config, recipe.roles(config.algorithm), job_store())
+    job = RunningJob(config, recipe.roles(config.algorithm), job_store())
     try:
         job.start()
         return [trained_once(job, recipe, folder, f"update-{number}") for number in range(UPDATES)]

@@ -11,8 +11,6 @@ forks of the program. A start takes a tenth of a second instead of the ten secon
 the pid of the program itself.
 """
 
-from __future__ import annotations
-
 import array
 import atexit
 import contextlib
@@ -64,7 +62,7 @@ IMPORTED_BY_JOBS = (
     "torch.utils.tensorboard",
     "transformers.models.qwen2.tokenization_qwen2",
 )
-HIDE = "verl_mg.engines.hidden_packages:hide_training_packages"
+HIDE = "verl_mg.engines.engine_host:hide_training_packages"
 """What the processes of engines call first."""
 IMPORTED_BY_SGLANG = (
     HIDE,

@@ -14,7 +14,7 @@ from tests.helpers.tiny_models import tiny_model
 from verl_mg.config import load_config
 from verl_mg.errors import UserError
 from verl_mg.job.evaluation import evaluation_sets
-from verl_mg.job.job import Job
+from verl_mg.job.job import RunningJob
 from verl_mg.job.prompt_scores import PromptResults, prompt_scores
 from verl_mg.job.recipe import load_recipe, requested_roles
 
@@ -159,7 +159,7 @@ def curriculum(inputs: Path, output: Path) -> tuple[list[list[str]], dict[str, f
         "actor.optimizer.lr=1e-12",
     ]
     config = config_of(inputs, output, overrides)
-    job = Job(config, requested_roles(GRPO, config), job_store())
+    job = RunningJob(config, requested_roles(GRPO, config), job_store())
     job.start()
     taken, metrics = [], {}
     take = job.prompts.next_batch
@@ -201,7 +201,7 @@ def reweighed(inputs: Path, output: Path) -> tuple[list[dict[str, float]], list[
     reported, errors = [], []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        job = Job(config, requested_roles(GRPO, config), job_store())
+        job = RunningJob(config, requested_roles(GRPO, config), job_store())
         job.start()
         for iteration, text in enumerate(texts, 1):
             if dist.get_rank() == 0:

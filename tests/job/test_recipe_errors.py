@@ -10,7 +10,7 @@ from tests.helpers.tiny_jobs import files_of, write_sums
 from tests.helpers.tiny_models import tiny_model
 from verl_mg.config import load_config
 from verl_mg.errors import UserError
-from verl_mg.job.job import Job
+from verl_mg.job.job import RunningJob
 from verl_mg.job.recipe import load_recipe, requested_roles
 from verl_mg.run.loop import one_iteration
 
@@ -50,7 +50,7 @@ def run_iteration(
     recipe = load_recipe(recipe_file)
     options = [*files_of(inputs, recipe_file.parent), "actor.ranks=0", *overrides]
     config = load_config(None, options, recipe.config)
-    job = Job(config, requested_roles(recipe, config), job_store(), recipe=recipe.name)
+    job = RunningJob(config, requested_roles(recipe, config), job_store(), recipe=recipe.name)
     try:
         one_iteration(recipe, job, 1)
     except Exception as error:
@@ -163,7 +163,7 @@ def building_error(inputs: Path, folder: Path, *overrides: str) -> str:
     recipe = load_recipe(Path(__file__).parents[2] / "recipes" / "sft.py")
     config = load_config(None, [*files_of(inputs, folder), *overrides], recipe.config)
     with pytest.raises(UserError) as caught:
-        Job(config, {"actor"}, job_store(), recipe=recipe.name)
+        RunningJob(config, {"actor"}, job_store(), recipe=recipe.name)
     return str(caught.value)
 
 

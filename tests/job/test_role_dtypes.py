@@ -13,7 +13,7 @@ from tests.helpers.rank_pool import job_store
 from tests.helpers.tiny_jobs import DIGITS, RECIPES, files_of, write_sums
 from tests.helpers.tiny_models import random_rows, tiny_model
 from verl_mg.config import load_config
-from verl_mg.job.job import Job
+from verl_mg.job.job import RunningJob
 from verl_mg.job.recipe import load_recipe, requested_roles
 from verl_mg.models.hf_config import read_config
 from verl_mg.run.loop import MODEL
@@ -42,7 +42,7 @@ def computed(inputs: Path, output: Path, overrides: list[str]) -> tuple[dict[str
     given = [*files_of(inputs, output), "reward.from_model=true", "rollout.max_new_tokens=5", "critic.layout=tp2"]
     given += ["algorithm.kl.coefficient=0.1", "critic.optimizer.lr=0.1", "critic.optimizer.eps=0.1"]
     config = load_config(None, [*given, f"reward_model.path={inputs / 'model'}", *overrides], recipe.config)
-    job = Job(config, requested_roles(recipe, config), job_store())
+    job = RunningJob(config, requested_roles(recipe, config), job_store())
     job.start()
     every = random_rows(ROWS, read_config(inputs / "model").vocab)
     batch = every.select(torch.arange(ROWS)[dist.get_rank() :: dist.get_world_size()])

@@ -9,7 +9,7 @@ from tests.helpers.tiny_jobs import logged
 from tests.run.jobs import GRPO, job
 from verl_mg.batch import Batch
 from verl_mg.config import load_config
-from verl_mg.job.job import Job
+from verl_mg.job.job import RunningJob
 from verl_mg.job.recipe import load_recipe, requested_roles
 from verl_mg.models.flops import RowFlops, row_flops
 from verl_mg.models.hf_config import read_config
@@ -81,7 +81,7 @@ def counted(inputs, layout):
         "algorithm.num_epochs=2",
     ]
     config = load_config(None, [*common, *GRPO], recipe.config)
-    run = Job(config, requested_roles(recipe, config), job_store())
+    run = RunningJob(config, requested_roles(recipe, config), job_store())
     run.start()
     throughput = Throughput([run.actor.runner, run.reference.runner], peak=1e12)
     run.begin(1)

@@ -12,7 +12,7 @@ from tests.helpers.rank_pool import RankPool
 from tests.helpers.split_engine import SplittingEngine
 from tests.helpers.tiny_jobs import RECIPES, Metrics, logged, run_here
 from verl_mg.config import load_config
-from verl_mg.job.job import Job
+from verl_mg.job.job import RunningJob
 from verl_mg.job.recipe import load_recipe
 from verl_mg.run.loop import MODEL
 
@@ -84,11 +84,11 @@ def _job(recipe_file: Path, text: str, output: Path, overrides: Sequence[str], s
     tree = load_config(config, [f"job.output={output}", "job.console=false", *overrides], recipe.config)
     with pytest.MonkeyPatch.context() as patch:
         if split:
-            patch.setattr(Job, "_with_tools", lambda job: partial(SplittingEngine, decode=decoder(job)))
+            patch.setattr(RunningJob, "_with_tools", lambda job: partial(SplittingEngine, decode=decoder(job)))
         run_here(recipe, tree)
 
 
-def decoder(job: Job) -> Callable[[Sequence[int]], str]:
+def decoder(job: RunningJob) -> Callable[[Sequence[int]], str]:
     return partial(job.tokenizer.decode, skip_special_tokens=True)
 
 

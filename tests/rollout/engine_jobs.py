@@ -10,7 +10,7 @@ from tests.helpers import engines
 from tests.helpers.rank_pool import job_store
 from tests.helpers.tiny_jobs import DIGITS, RECIPES, write_sums
 from verl_mg.config import load_config
-from verl_mg.job.job import Job
+from verl_mg.job.job import RunningJob
 from verl_mg.job.recipe import Recipe, load_recipe
 from verl_mg.models.tiny_model import make_tiny_model
 
@@ -65,16 +65,18 @@ def settings(folder: Path, engine: str = "sglang") -> list[str]:
     ]
 
 
-def engine_job(folder: Path, *overrides: str, engine: str = "sglang", recipe_name: str = "grpo") -> tuple[Job, Recipe]:
+def engine_job(
+    folder: Path, *overrides: str, engine: str = "sglang", recipe_name: str = "grpo"
+) -> tuple[RunningJob, Recipe]:
     """The job, as the command line builds it."""
     recipe = load_recipe(RECIPES / f"{recipe_name}.py")
     config = load_config(None, [*settings(folder, engine), *overrides], recipe.config)
-    job = Job(config, recipe.roles(config.algorithm), job_store())
+    job = RunningJob(config, recipe.roles(config.algorithm), job_store())
     job.start()
     return job, recipe
 
 
-def trained_once(job: Job, recipe: Recipe, folder: Path, checkpoint: str) -> dict[str, object]:
+def trained_once(job: RunningJob, recipe: Recipe, folder: Path, checkpoint: str) -> dict[str, object]:
     """One iteration, then a checkpoint of this name and the engine's greedy answers: what this rank saw."""
     metrics = recipe.iteration(job, job.config.algorithm)
     produced = job.rollout.train_batches.pop()

@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from tests.helpers.engines import all_of, cut_short, late_and_other, requests
-from tests.helpers.sglang_servers import RunningServer, free_port
+from tests.helpers.sglang_servers import SETTINGS, RunningServer, free_port
 from tests.helpers.traces import needs_sglang
 from tests.rollout.engine_jobs import NEW_TOKENS, engine_job, inputs
 from verl_mg.engines.engine import EngineDiedError, Request, Sampling
@@ -248,7 +248,8 @@ def test_lost_server_requests_are_submitted_again(server, ranks):
 
 @pytest.fixture
 def engine(server) -> Iterator[RemoteEngine]:
-    engine = RemoteEngine(server.url, ServerRequirements(read_config(server.folder / "model"), 64), max_running=16)
+    requirements = ServerRequirements(read_config(server.folder / "model"), 64)
+    engine = RemoteEngine(server.url, requirements, replace(SETTINGS, max_running=16))
     engine.load_folder(server.folder / "model", 7)
     yield engine
     engine.close()
@@ -290,7 +291,8 @@ def test_remote_engine_timeout_aborts_one_request(engine, monkeypatch):
 
 def test_remote_engine_server_that_stays_away_raises(server):
     door = Door(port := free_port(), server.port)
-    engine = RemoteEngine(f"http://127.0.0.1:{port}", ServerRequirements(read_config(server.folder / "model"), 64))
+    requirements = ServerRequirements(read_config(server.folder / "model"), 64)
+    engine = RemoteEngine(f"http://127.0.0.1:{port}", requirements, SETTINGS)
     engine.load_folder(server.folder / "model", 7)
     door.holds = True
     engine.submit(requests(6), LONG)

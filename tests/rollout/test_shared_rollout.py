@@ -18,7 +18,7 @@ from tests.rollout.engine_jobs import engine_job, inputs
 from verl_mg.batch import Batch
 from verl_mg.data.prompts import Prompt
 from verl_mg.engines.engine import Request, Sampling
-from verl_mg.job.job import Job
+from verl_mg.job.job import RunningJob
 from verl_mg.rollout.work_queue import StaticShare
 from verl_mg.weight_sync import transfer_plan
 
@@ -69,7 +69,7 @@ def rows(batch: Batch) -> list[dict[str, object]]:
     ]
 
 
-def generated(job: Job, prompts: list[Prompt], fixed: bool) -> dict[str, object]:
+def generated(job: RunningJob, prompts: list[Prompt], fixed: bool) -> dict[str, object]:
     """Generates the same prompts, from a shared queue or in fixed shares."""
     engines = job.rollout._engines
     engines.share = StaticShare(dist.get_rank(), engines.num_engines) if fixed else None
@@ -79,7 +79,7 @@ def generated(job: Job, prompts: list[Prompt], fixed: bool) -> dict[str, object]
     return {"rows": rows(batch), "busiest": [job.rollout.metrics[name] for name in names]}
 
 
-def partial(job: Job) -> list[list[dict[str, object]]]:
+def partial(job: RunningJob) -> list[list[dict[str, object]]]:
     """Prompts beyond those that are kept; then an update of the weights; then the rest continues."""
     calls = []
     for number in range(3):
@@ -94,7 +94,7 @@ def partial(job: Job) -> list[list[dict[str, object]]]:
     return calls
 
 
-def updated_with_death(job: Job) -> int:
+def updated_with_death(job: RunningJob) -> int:
     """The engine of rank 0 is killed in the middle of a transfer in chunks: how many of them this rank's engine got."""
     engines, loads = job.rollout._engines, []
     load = engines.engine.load
@@ -113,7 +113,7 @@ def updated_with_death(job: Job) -> int:
     return len(loads)
 
 
-def killed(job: Job) -> dict[str, object]:
+def killed(job: RunningJob) -> dict[str, object]:
     """The process of rank 1's engine that computes is killed with samples half drawn; rank 0 starts none before."""
     engine, store = job.rollout._engines.engine, job_store()
     submit, victims = engine.submit, workers_of(engine)

@@ -8,14 +8,14 @@ import time
 
 import torch.distributed as dist
 
-from verl_mg.job.job import Job
+from verl_mg.job.job import RunningJob
 from verl_mg.recipes import sft
 from verl_mg.recipes.sft import Config, imitation_loss, roles
 
 __all__ = ["Config", "imitation_loss", "iteration", "roles"]
 
 
-def iteration(job: Job, cfg: Config) -> dict[str, float]:
+def iteration(job: RunningJob, cfg: Config) -> dict[str, float]:
     held, number = job.config.job.output.with_suffix(".held"), str(job.iteration)
     while dist.get_rank() == 0 and held.exists() and held.read_text() == number and not _stop_requested():
         time.sleep(0.02)

@@ -1,7 +1,5 @@
 """Tiny jobs of three iterations: recorded, trained on again, interrupted and resumed."""
 
-from __future__ import annotations
-
 import io
 import logging
 import os
@@ -18,11 +16,11 @@ from tests.helpers.split_engine import SplittingEngine
 from tests.helpers.tiny_jobs import files_of, metrics_of, roles_of, run_recipe, write_sums
 from tests.helpers.tiny_models import CHARACTERS, tiny_model, uninitialized_memory_is_nan
 from verl_mg.data import read_records
-from verl_mg.job.job import Job
+from verl_mg.job.job import RunningJob
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.rewards import Reward
 from verl_mg.rollout.engine_group import EngineWrapper
-from verl_mg.run.mode import FULL_RUN, RunMode
+from verl_mg.run.loop import FULL_RUN, RunMode
 
 GRPO = ["algorithm.prompts_per_iteration=6", "algorithm.group_size=4", "algorithm.kl.coefficient=0.01"]
 # A random model never adds, so the reward is one that it can earn, with a part that only some answers have.
@@ -62,12 +60,12 @@ def job(recipe: str | Path, inputs: Path, output: Path, overrides: list[str], mo
 def split_job(recipe: str, inputs: Path, output: Path, overrides: list[str], mode: RunMode = FULL_RUN) -> None:
     """A `job` whose responses are cut into the segments of trajectories, some with rewards."""
 
-    def wrapper(of: Job) -> EngineWrapper:
+    def wrapper(of: RunningJob) -> EngineWrapper:
         decode = partial(of.tokenizer.decode, skip_special_tokens=True)
         return partial(SplittingEngine, decode=decode, reward=lambda s: Reward(9.0) if s.id % 4 == 0 else None)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Job, "_with_tools", wrapper)
+        patch.setattr(RunningJob, "_with_tools", wrapper)
         job(recipe, inputs, output, overrides, mode)
 
 

@@ -9,14 +9,14 @@ import torch.distributed as dist
 
 from tests.run.jobs import kill_ranks
 from verl_mg.distributed.collectives import all_gather_json
-from verl_mg.job.job import Job
+from verl_mg.job.job import RunningJob
 from verl_mg.recipes import grpo
 from verl_mg.recipes.grpo import Config, policy_loss, roles
 
 __all__ = ["Config", "iteration", "policy_loss", "roles"]
 
 
-def iteration(job: Job, cfg: Config) -> dict[str, float]:
+def iteration(job: RunningJob, cfg: Config) -> dict[str, float]:
     file = job.config.job.output.parent / "kill.json"
     plan = json.loads(file.read_text()) if file.exists() else {"iteration": None}
     if plan["iteration"] == job.iteration:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tests.run.jobs import kill_ranks
 from verl_mg.distributed.collectives import all_gather_json
-from verl_mg.job.job import Job
+from verl_mg.job.job import RunningJob
 from verl_mg.recipes import ppo
 from verl_mg.recipes.ppo import Config, policy_loss, roles
 from verl_mg.run.checkpointer import PARTIAL
@@ -22,7 +22,7 @@ __all__ = ["Config", "iteration", "policy_loss", "roles"]
 WRITING = "writing a checkpoint"
 
 
-def iteration(job: Job, cfg: Config) -> dict[str, float]:
+def iteration(job: RunningJob, cfg: Config) -> dict[str, float]:
     plan = job.config.job.output.parent / "kill.json"
     if plan.exists() and not hasattr(job, "watched"):
         job.watched, pids = True, all_gather_json(os.getpid())
@@ -43,7 +43,7 @@ class _Phases(list[str]):
         self._begins(phase)
 
 
-def _kill_in_phase(job: Job, plan: dict[str, Any], pids: list[int]) -> None:
+def _kill_in_phase(job: RunningJob, plan: dict[str, Any], pids: list[int]) -> None:
     due = threading.Event()
 
     def begins(phase: str) -> None:

@@ -12,9 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers.rank_pool import RankError, job_store
 from tests.helpers.tiny_jobs import RECIPES, files_of, metrics_of, rewrite_sums
+from tests.helpers.tiny_models import daily_of
 from tests.run.jobs import copy_interrupted, resumable_job
 from verl_mg.config import load_config
-from verl_mg.job.job import Job
+from verl_mg.job.job import RunningJob
 from verl_mg.job.recipe import load_recipe, requested_roles
 
 SHORT = ["algorithm.prompts_per_iteration=2", "checkpoint.every=1"]
@@ -63,16 +64,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name,
-            marks=[pytest.mark.nightly]
-            if name not in ("weights cut short", "a flipped byte in the state", "sums that are none")
-            else [],
-        )
-        for name in DAMAGES
-    ],
+    "name", daily_of(DAMAGES, "weights cut short", "a flipped byte in the state", "sums that are none")
 )
 def test_resume_with_a_damaged_checkpoint_uses_the_one_before_and_warns(ranks, inputs, short, tmp_path, name):
     shutil.copytree(short, tmp_path / "run")
@@ -185,7 +177,7 @@ def start_without_restoring(inputs: Path) -> str:
     recipe = load_recipe(RECIPES / "grpo.py")
     options = [*files_of(inputs, inputs), f"reward.function={inputs / 'reward.py'}:score", "rollout.max_new_tokens=5"]
     config = load_config(None, options, recipe.config)
-    built = Job(config, requested_roles(recipe, config), job_store(), from_checkpoint=True)
+    built = RunningJob(config, requested_roles(recipe, config), job_store(), from_checkpoint=True)
     with pytest.raises(RuntimeError) as caught:
         built.start()
     return str(caught.value)

@@ -12,18 +12,18 @@ import torch.distributed as dist
 from tests.helpers import warm_start
 from tests.helpers.rank_pool import job_store, refusal
 from tests.helpers.tiny_jobs import RECIPES
-from tests.helpers.tiny_models import tiny_model
+from tests.helpers.tiny_models import daily_of, tiny_model
 from tests.run.jobs import job, lines_of, make_inputs, samples_of, split_job
 from verl_mg.config import load_config
 from verl_mg.distributed.collectives import all_gather_column
 from verl_mg.engines.trajectory import MAX_SEGMENTS
-from verl_mg.job.job import Job
+from verl_mg.job.job import RunningJob
 from verl_mg.job.recipe import load_recipe, requested_roles
 from verl_mg.monitor.sample_reader import SampleReader
 from verl_mg.rollout.async_rollout import AsyncRollout
 from verl_mg.rollout.rollout import RolloutSource
 from verl_mg.rollout.sync_rollout import SyncRollout
-from verl_mg.run.mode import RunMode
+from verl_mg.run.loop import RunMode
 from verl_mg.run.replay import ReplayRollout
 
 ENGINES = ("weight_sync/", "eval/", "rollout/load_imbalance", "rollout/engine_deaths")
@@ -69,14 +69,7 @@ def of_training(output: Path) -> dict[int, dict[str, float]]:
     return {step: {k: v for k, v in line.items() if not k.startswith(ENGINES)} for step, line in lines.items()}
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        "ppo",
-        "changing",
-        *(pytest.param(recipe, marks=pytest.mark.nightly) for recipe in ("dapo", "grpo", "remax", "pf_ppo")),
-    ],
-)
+@pytest.mark.parametrize("recipe", daily_of(("ppo", "changing", "dapo", "grpo", "remax", "pf_ppo"), "ppo", "changing"))
 def test_replay_on_the_same_ranks_is_bitwise_identical(ranks, inputs, tmp_path, recipe):
     run, again = tmp_path / "run", tmp_path / "again"
     of = inputs / "changing.py" if recipe == "changing" else recipe
@@ -247,7 +240,7 @@ def what_is_built(inputs: Path) -> tuple[bool, int, int]:
     options = [f"model.path={inputs / 'model'}", f"data.train={inputs / 'sums.jsonl'}"]
     options += [f"reward.function={inputs / 'reward.py'}:score", "rollout.max_new_tokens=6"]
     config = load_config(None, options, recipe.config)
-    built = Job(config, requested_roles(recipe, config), job_store(), learns=False)
+    built = RunningJob(config, requested_roles(recipe, config), job_store(), learns=False)
     gradients = sum(getattr(p, "main_grad", p.grad) is not None for p in built.actor.runner.parameters().values())
     return hasattr(built.actor, "trainer"), gradients, dist.get_rank()
 

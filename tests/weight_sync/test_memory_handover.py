@@ -15,12 +15,10 @@ from tests.helpers.traces import needs_sglang
 from tests.rollout.engine_jobs import inputs, settings
 from verl_mg.config import OptimizerConfig, load_config
 from verl_mg.engines.engine import EngineDiedError, RolloutEngine
-from verl_mg.engines.engine_nodes import ONE_NODE
 from verl_mg.engines.ipc_payload import Staging
 from verl_mg.job import build_engines
 from verl_mg.job.build_models import ModelRoleBuilder
-from verl_mg.job.engine_parts import EnginePart
-from verl_mg.job.job import Job
+from verl_mg.job.job import RunningJob
 from verl_mg.job.recipe import load_recipe
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
 from verl_mg.megatron.optimizer_state import steps_taken
@@ -212,7 +210,7 @@ def built(folder):
         time.sleep(SLOW_S * dist.get_rank())
         history.note("empty")
 
-    def engine(*_):
+    def engine(*_, **__):
         history.note("engine")
         sizes = {name: bytes_held(role) for name, role in roles.items()}
         at_start.append((sizes, steps_taken(roles["critic"].trainer.optimizer)))
@@ -223,9 +221,9 @@ def built(folder):
     config = load_config(None, [*settings(folder), "rollout.layout=tp2", *offload], recipe.config)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ModelRoleBuilder, "build", noted_build)
-        patch.setitem(build_engines.ENGINES, "sglang", engine)
+        patch.setattr(build_engines, "ProcessEngine", engine)
         patch.setattr(torch.cuda, "empty_cache", slow_empty_cache)
-        Job(config, recipe.roles(config.algorithm), job_store())
+        RunningJob(config, recipe.roles(config.algorithm), job_store())
     return after_builds, at_start, history.of_all_ranks()
 
 
@@ -242,7 +240,7 @@ def test_job_starts_engine_when_offloaded_roles_have_left_all_devices(ranks, tmp
 
 
 @pytest.mark.parametrize(("num_ranks", "expected"), [(0, 0.95), (2, 0.925)])
-def test_engine_settings_on_disjoint_ranks_leave_6_gib(ranks, tmp_path, num_ranks, expected):
+def test_engine_options_on_disjoint_ranks_leave_6_gib(ranks, tmp_path, num_ranks, expected):
     overrides = ["rollout.memory_fraction=0.95", f"rollout.num_ranks={num_ranks}"]
     found = ranks.run(2, fraction_of_80_gib, inputs(tmp_path, "qwen3"), overrides)
     assert found == [expected] * 2
@@ -252,9 +250,6 @@ def fraction_of_80_gib(folder, overrides):
     recipe = load_recipe(RECIPES / "grpo.py")
     config = load_config(None, [*settings(folder), *overrides], recipe.config)
     table = weight_table(read_config(folder / "model"))
-    placement = EnginePlacement(EngineLayout(), (0, 1))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build_engines.device, "total_memory", lambda: 80 * 2**30)
-        return build_engines._settings(
-            config, torch.bfloat16, placement, table, EnginePart(0, ONE_NODE)
-        ).memory_fraction
+        return build_engines.engine_options(config, torch.bfloat16, table).memory_fraction

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.helpers.roles import build_role
 from tests.helpers.server_probe import PROBE, parameters_of
-from tests.helpers.sglang_servers import RunningServer
+from tests.helpers.sglang_servers import SETTINGS, RunningServer
 from tests.helpers.traces import needs_sglang
 from tests.roles.updates import COUNT, rows, settings, with_entropy
 from tests.weight_sync.receivers import differing, expected
@@ -74,7 +74,7 @@ class Sender:
 
     def connect(self, number: int, url: str) -> None:
         if dist.get_rank() == 0:
-            self.engines[number] = RemoteEngine(url, self.requirements)
+            self.engines[number] = RemoteEngine(url, self.requirements, SETTINGS)
 
     def update(self) -> None:
         mine = rows(self.model).select(range(dist.get_rank(), COUNT, 2))

@@ -27,7 +27,7 @@ from tests.weight_sync.receivers import (
 )
 from verl_mg.checkpoint.peft import adapted_tensors, adapter_shapes
 from verl_mg.config.roles import LoraConfig
-from verl_mg.engines.engine_adapters import AdapterSettings
+from verl_mg.engines.engine_options import AdapterSettings
 from verl_mg.engines.hf.engine import HFEngine
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout
 from verl_mg.models.tensor_index import TensorInfo

@@ -53,9 +53,10 @@ from torch.distributed import ProcessGroup
 from transformers.utils.logging import disable_progress_bar
 
 from tools.bench.dist_checkpoints import DistCheckpoints, adapt
+from tools.bench.harness import options_of
 from verl_mg.checkpoint.sharded_safetensors import StoredBox
 from verl_mg.config import load_config
-from verl_mg.job.job import Job
+from verl_mg.job.job import RunningJob
 from verl_mg.job.recipe import Recipe, load_recipe
 from verl_mg.layout import Layout
 from verl_mg.megatron.optimizer_state import optimizer_state, steps_taken
@@ -92,19 +93,19 @@ class Cost:
 class Method(Protocol):
     """Method of saving and reading; all ranks call it together."""
 
-    def begin(self, job: Job, folder: Path) -> None:
+    def begin(self, job: RunningJob, folder: Path) -> None:
         """Starts to save; training may continue when this returns."""
 
     def finish(self) -> None:
         """Completes the save: the checkpoint is on disk when this returns."""
 
-    def load(self, job: Job, folder: Path) -> None:
+    def load(self, job: RunningJob, folder: Path) -> None:
         """Reads into a job that may have another layout."""
 
 
 def main() -> None:
     """Writes the model and starts the ranks."""
-    options = _options()
+    options = options_of(__doc__, hidden=768, layers=12, rounds=6).parse_args()
     disable_progress_bar()
     torch.set_num_threads(1)  # before the fork: threads of OpenMP do not outlive it
     folder = Path(tempfile.mkdtemp(prefix="bench-checkpoint-"))
@@ -113,13 +114,6 @@ def main() -> None:
         multiprocessing.start_processes(_rank, (folder, options), nprocs=RANKS, start_method="fork")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in {"hidden": 768, "layers": 12, "rounds": 6}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    return parser.parse_args()
 
 
 def _rank(rank: int, folder: Path, options: argparse.Namespace) -> None:
@@ -172,7 +166,7 @@ def _write_inputs(folder: Path, hidden: int, layers: int) -> None:
     (folder / "sums.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def _job(recipe: Recipe, folder: Path, layout: str, store: dist.Store) -> Job:
+def _job(recipe: Recipe, folder: Path, layout: str, store: dist.Store) -> RunningJob:
     overrides = [
         f"model.path={folder / 'model'}",
         "model.dtype=float32",
@@ -182,7 +176,7 @@ def _job(recipe: Recipe, folder: Path, layout: str, store: dist.Store) -> Job:
         "algorithm.examples_per_iteration=8",
     ]
     config = load_config(None, overrides, recipe.config)
-    job = Job(config, recipe.roles(config.algorithm), store)
+    job = RunningJob(config, recipe.roles(config.algorithm), store)
     for optimizer in job.actor.trainer.optimizer.chained_optimizers:
         adapt(optimizer)
     return job
@@ -194,17 +188,17 @@ def _job(recipe: Recipe, folder: Path, layout: str, store: dist.Store) -> Job:
 class Ours:
     """Checkpoints of the job, as its loop writes and reads them."""
 
-    def __init__(self, recipe: Recipe, job: Job, folder: Path) -> None:
+    def __init__(self, recipe: Recipe, job: RunningJob, folder: Path) -> None:
         self._recipe, self._saver = recipe.name, AsyncCheckpointer(folder, job.config.checkpoint, recipe.name)
 
-    def begin(self, job: Job, folder: Path) -> None:
+    def begin(self, job: RunningJob, folder: Path) -> None:
         self._saver.begin(job, {})
 
     def finish(self) -> None:
         if problem := self._saver.finish():
             raise RuntimeError(problem)
 
-    def load(self, job: Job, folder: Path) -> None:
+    def load(self, job: RunningJob, folder: Path) -> None:
         checkpoint = newest_intact(folder)
         assert checkpoint is not None
         restore(job, checkpoint, self._recipe)
@@ -213,7 +207,7 @@ class Ours:
 # -- measuring
 
 
-def _saves(methods: dict[str, Method], job: Job, folder: Path, rounds: int) -> dict[str, Cost]:
+def _saves(methods: dict[str, Method], job: RunningJob, folder: Path, rounds: int) -> dict[str, Cost]:
     measured: dict[str, list[Cost]] = defaultdict(list)
     for _ in range(rounds):
         for name, method in methods.items():
@@ -223,7 +217,7 @@ def _saves(methods: dict[str, Method], job: Job, folder: Path, rounds: int) -> d
     return {name: _median(costs) for name, costs in measured.items()}
 
 
-def _reads(methods: dict[str, Method], job: Job, folder: Path, rounds: int) -> dict[str, Cost]:
+def _reads(methods: dict[str, Method], job: RunningJob, folder: Path, rounds: int) -> dict[str, Cost]:
     measured: dict[str, list[Cost]] = defaultdict(list)
     for _ in range(rounds):
         for name, method in methods.items():

@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 )
 from torch import Tensor
 
-from verl_mg.job.job import Job
+from verl_mg.job.job import RunningJob
 from verl_mg.megatron.optimizer_state import make_moments
 from verl_mg.megatron.trainer import optimizer_calls
 from verl_mg.roles.trainable import TrainableRole
@@ -37,7 +37,7 @@ class DistCheckpoints:
         among = role.runner.groups.collection.dp_cp
         self._strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), among)
 
-    def begin(self, job: Job, folder: Path) -> None:
+    def begin(self, job: RunningJob, folder: Path) -> None:
         if dist.get_rank() == 0:
             folder.mkdir()
         dist.barrier()
@@ -50,7 +50,7 @@ class DistCheckpoints:
     def finish(self) -> None:
         self._queue.maybe_finalize_async_calls(blocking=True)
 
-    def load(self, job: Job, folder: Path) -> None:
+    def load(self, job: RunningJob, folder: Path) -> None:
         runner, optimizer = job.actor.runner, job.actor.trainer.optimizer
         strategy = FullyParallelLoadStrategyWrapper(
             get_default_load_sharded_strategy(str(folder)), runner.groups.collection.dp_cp

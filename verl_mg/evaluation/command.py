@@ -1,7 +1,7 @@
 """The job of `verl-mg eval`, started by itself or under a launcher."""
 
-# It is a `Job` that does not learn, so that every engine, layout and checkpoint of training is evaluated by the code
-# that training runs; the price is that the training backend loads the weights first.
+# It is a `RunningJob` that does not learn, so that every engine, layout and checkpoint of training is evaluated by the
+# code that training runs; the price is that the training backend loads the weights first.
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from verl_mg.errors import UserError
 from verl_mg.evaluation.comparison import compare, format_comparison
 from verl_mg.evaluation.configuration import Target, evaluation_config
 from verl_mg.evaluation.results import Report, format_report, report_of, write_results
-from verl_mg.job.job import Job
+from verl_mg.job.job import RunningJob
 from verl_mg.monitor.progress import METRICS
 from verl_mg.monitor.sample_schema import SAMPLES, FileMetadata, fingerprint
 from verl_mg.monitor.sample_writer import SampleWriter
@@ -63,7 +63,7 @@ def evaluate(target: Target, config: Config, world: World) -> Report:
     _open(output, config)
     roles = {"actor", "rollout", "reward"} | ({"frozen_reward_model"} if config.reward.from_model else set())
     with StatusFile(output, NAME, 1, world.rank, world.size) as status:
-        job = Job(
+        job = RunningJob(
             config,
             roles,
             world.store,

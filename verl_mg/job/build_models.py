@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from verl_mg.config import Config, FrozenConfig, TrainableConfig
 from verl_mg.data.prompts import Prompt
 from verl_mg.errors import UserError
-from verl_mg.job.backends import BACKENDS, RoleCheck, Training
+from verl_mg.job.backends import BACKENDS, Training
 from verl_mg.layout import Placement, parse_ranks
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import Actor, Critic, Policy, RewardModel, TrainableRewardModel, UnadaptedPolicy
@@ -48,21 +48,20 @@ class ModelRoleBuilder:
         self._built: dict[str, Any] = {}
         self._context = context
 
-    def model_roles(self, roles: set[str]) -> list[str]:
+    def model_roles(self, roles: Set[str]) -> list[str]:
         """Returns the names of the model roles among requested ones, in the order in which they are built."""
         teachers = self._config.teachers.items() if TEACHERS in roles else ()
         local = [f"{TEACHERS}.{name}" for name, teacher in teachers if teacher.has_model]
         return [*(role for role in MODEL_ROLES if role in roles), *local]
 
-    def check(self, roles: set[str], remark: str = "") -> None:
+    def check(self, roles: Set[str], remark: str = "") -> None:
         """Checks the layouts of roles before anything is built; UserError, with `remark`, if one does not fit."""
         for role in sorted(self.model_roles(roles)):
             section, key = self._section(role), config_section_of(role)
             where = f" on {key}.ranks={section.ranks}" if section.ranks else remark
-            check = RoleCheck(self._spec(role), section, key, len(self._ranks_of(role)), where)
-            self._backends[section.backend].check(check)
+            self._backends[section.backend].check(self._spec(role), section, len(self._ranks_of(role)), key, where)
 
-    def check_images(self, roles: set[str], prompts: Iterable[Prompt]) -> None:
+    def check_images(self, roles: Set[str], prompts: Iterable[Prompt]) -> None:
         """Checks that the backends of roles take the images of prompts; Megatron trains only language models."""
         sections = {config_section_of(role): self._section(role) for role in sorted(self.model_roles(roles))}
         refuses = next((name for name, s in sections.items() if not self._backends[s.backend].takes_images), None)

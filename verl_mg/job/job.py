@@ -1,6 +1,6 @@
-"""Job that a recipe works on: its roles, data and state.
+"""The job that a recipe works on: its roles, data and state.
 
-    Job(...)         checks the configuration, reads the data, then builds models, teachers, rewards and engines
+    RunningJob(...)  checks the configuration, reads the data, then builds models, teachers, rewards and engines
       |  a checkpoint is restored, if there is one
     start()          the engines get their first weights; samples in flight at the checkpoint are submitted again
       |
@@ -45,16 +45,15 @@ from verl_mg.engines import RolloutEngine, Sampling
 from verl_mg.engines.request_tracker import routed_shape
 from verl_mg.engines.stop_strings import decoder
 from verl_mg.errors import UserError
-from verl_mg.job.build_agents import agent_wrapper, check_agents
+from verl_mg.job.build_agents import agent_wrapper
 from verl_mg.job.build_engines import (
     build_engine_group,
-    check_engines,
     ends_at_strings,
-    num_training_ranks,
     with_stop_strings,
 )
 from verl_mg.job.build_models import TEACHERS, ModelRoleBuilder
 from verl_mg.job.build_teachers import build_teachers
+from verl_mg.job.engine_checks import check_engines, check_job
 from verl_mg.job.engine_tables import actor_table
 from verl_mg.job.evaluation import SetResults, evaluate, evaluation_sets, metrics_of
 from verl_mg.models.transformers_module import read_any_config, read_tokenizer
@@ -77,7 +76,7 @@ from verl_mg.rows.records import RolloutRecords
 R = TypeVar("R", bound=Role)
 
 
-class Job:
+class RunningJob:
     """Roles that a recipe requests, and the data they work on; built by all ranks together.
 
     A role exists if the recipe's `roles` names it; `prompts` always exists.
@@ -113,47 +112,19 @@ class Job:
         """
         self.config, self.requested, self._recipe = config, frozenset(roles), recipe
         self.context = JobContext.create(store, PhaseTimer(config.profile.synchronize))
-        self.iteration = 0
+        self.iteration = self.next_row = 0
         self.state: dict[str, float | Batch] = {}
-        self.next_row = 0
         torch.manual_seed(config.job.seed)
-        ranks = dist.get_world_size()
-        engines = "rollout" in roles and rollout is None
-        training = num_training_ranks(config, ranks) if engines else ranks
-        builder = ModelRoleBuilder(config, training, self.context, learns, from_checkpoint)
         # Checks come first, because a wrong key should cost seconds, not the time of loading models.
-        builder.check(roles, f" with rollout.num_ranks={ranks - training}" if training < ranks else "")
-        if engines:
-            check_engines(config, actor_table(config), ranks)
-            if config.rollout.has_agents:
-                check_agents(config.rollout)
-        self._sets, self._evaluates_only = evaluation_sets(config), evaluates_only
-        self.tokenizer = read_tokenizer(config.model.path)
-        self._tools = load_tools(config.rollout.tools)
-        schemas, seed = [tool.schema for tool in self._tools], config.job.seed
-        report = print if config.job.console and dist.get_rank() == 0 else None
-        self.processor = ImageProcessor.read(config.model.path)
-        options: dict[str, Any] = {"seed": seed, "tools": schemas, "report": report, "processor": self.processor}
-        self.test_prompts: Prompts | None = None
-        if config.data.test is not None:
-            self.test_prompts = read_prompts(config.data, "test", self.tokenizer, **options)
-        if not evaluates_only:
-            self.prompts = PromptFeed(read_prompts(config.data, "train", self.tokenizer, **options))
-        else:
-            assert self.test_prompts is not None
-            self.prompts = PromptFeed(self.test_prompts)
-        builder.check_images(roles, self.prompts)
+        models = self._checked_models(learns, from_checkpoint, has_engines="rollout" in roles and rollout is None)
+        self._read_data(evaluates_only)
+        models.check_images(roles, self.prompts)
         # Models before engines: an engine sizes its cache by the memory that is free when it starts.
-        self.roles: Mapping[str, Role] = {name: builder.build(name) for name in builder.model_roles(roles)}
-        if config.reference.refresh_every and "reference" in roles:
-            self._follow_actor()
-        self._teachers: Teachers | None = None
-        if TEACHERS in roles:
-            self._teachers = build_teachers(config, self.roles, self.prompts, self.tokenizer, schemas, self.context)
+        self._build_models(models)
         records = RolloutRecords()
         self._reward = self._build_reward(records) if "reward" in roles else None
-        self._rollout: RolloutSource | None = None
         self._multi_turn: MultiTurnEngine | None = None
+        self._rollout: RolloutSource | None = None
         if "rollout" in roles:
             self._rollout = self._build_rollout(records) if rollout is None else rollout()
 
@@ -355,6 +326,46 @@ class Job:
 
     # -- building
 
+    def _checked_models(self, learns: bool, from_checkpoint: bool, has_engines: bool) -> ModelRoleBuilder:
+        """Checks what can be checked without data and models, and returns the builder of the models."""
+        config, ranks = self.config, dist.get_world_size()
+        training = ranks - check_job(config, ranks).separate_ranks if has_engines else ranks
+        models = ModelRoleBuilder(config, training, self.context, learns, from_checkpoint)
+        models.check(self.requested, f" with rollout.num_ranks={ranks - training}" if training < ranks else "")
+        if has_engines:
+            check_engines(config, actor_table(config), ranks)
+        return models
+
+    def _read_data(self, evaluates_only: bool) -> None:
+        config, path = self.config, self.config.model.path
+        self._sets, self._evaluates_only = evaluation_sets(config), evaluates_only
+        self.tokenizer, self.processor = read_tokenizer(path), ImageProcessor.read(path)
+        self._tools = load_tools(config.rollout.tools)
+        options: dict[str, Any] = {
+            "seed": config.job.seed,
+            "tools": self._schemas,
+            "report": print if config.job.console and dist.get_rank() == 0 else None,
+            "processor": self.processor,
+        }
+        self.test_prompts: Prompts | None = None
+        if config.data.test is not None:
+            self.test_prompts = read_prompts(config.data, "test", self.tokenizer, **options)
+        if not evaluates_only:
+            self.prompts = PromptFeed(read_prompts(config.data, "train", self.tokenizer, **options))
+        else:
+            assert self.test_prompts is not None
+            self.prompts = PromptFeed(self.test_prompts)
+
+    def _build_models(self, models: ModelRoleBuilder) -> None:
+        self.roles: Mapping[str, Role] = {name: models.build(name) for name in models.model_roles(self.requested)}
+        if self.config.reference.refresh_every and "reference" in self.requested:
+            self._follow_actor()
+        self._teachers: Teachers | None = None
+        if TEACHERS in self.requested:
+            self._teachers = build_teachers(
+                self.config, self.roles, self.prompts, self.tokenizer, self._schemas, self.context
+            )
+
     def _follow_actor(self) -> None:
         try:
             self._role("reference", Reference).follow(self.actor)
@@ -450,6 +461,10 @@ class Job:
                     f"more than the {positions} positions of the model; lower rollout.max_new_tokens or that of the "
                     "set, or lower data.max_prompt_tokens with data.overlong_prompts=drop"
                 )
+
+    @property
+    def _schemas(self) -> list[dict[str, Any]]:
+        return [tool.schema for tool in self._tools]
 
     @property
     def _longest(self) -> int:

@@ -148,12 +148,7 @@ def _even_out(shares: list[list[list[int]]], lengths: Sequence[int], costs: Sequ
 
 
 def _move(
-    src: list[list[int]],
-    dst: list[list[int]],
-    lengths: Sequence[int],
-    costs: Sequence[float],
-    budget: int,
-    gap: float,
+    src: list[list[int]], dst: list[list[int]], lengths: Sequence[int], costs: Sequence[float], budget: int, gap: float
 ) -> int | None:
     """Moves the row that best halves the gap, into the micro-batch of the same step if it fits, and returns it."""
     # A row of the gap's cost or more would only exchange the two ranks. A micro-batch keeps its last row, because empty

@@ -298,11 +298,7 @@ def _gemma(raw: Fields, layers: int, where: str) -> Fields:
 
 def _gpt_oss(raw: Fields, layers: int, where: str) -> Fields:
     """Returns the fields of gpt-oss (arXiv:2508.10925) that other architectures do not have."""
-    return {
-        "output_bias": True,
-        "attention_sinks": True,
-        "sliding_windows": _sliding_windows(raw, layers, where),
-    }
+    return {"output_bias": True, "attention_sinks": True, "sliding_windows": _sliding_windows(raw, layers, where)}
 
 
 def _sliding_windows(raw: Fields, layers: int, where: str) -> tuple[int | None, ...]:

@@ -161,13 +161,7 @@ def _experts(text: Any, mixtures: frozenset[int]) -> ExpertsConfig | None:
     shared = getattr(text, "shared_expert_intermediate_size", None)
     shared = shared or width * (_first(text, ("n_shared_experts", "moe_num_shared_experts")) or 0)
     return ExpertsConfig(
-        count=count,
-        ffn=width,
-        top_k=top_k,
-        shared_ffn=shared,
-        router_bias=False,
-        normalized=False,
-        layers=mixtures,
+        count=count, ffn=width, top_k=top_k, shared_ffn=shared, router_bias=False, normalized=False, layers=mixtures
     )
 
 

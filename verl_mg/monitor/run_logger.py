@@ -26,7 +26,7 @@ from verl_mg.batch import Batch
 from verl_mg.config import Config
 from verl_mg.data import PromptFeed
 from verl_mg.distributed.collectives import broadcast_json
-from verl_mg.job.job import Job
+from verl_mg.job.job import RunningJob
 from verl_mg.jsonl import read_lines
 from verl_mg.monitor.alarms import Alarms, check_alarms
 from verl_mg.monitor.metrics import (
@@ -64,7 +64,7 @@ def check_monitoring(config: Config, ranks: int) -> None:
 class RunLogger:
     """Writes metrics, samples and timelines of a job from iteration `first` on; rank 0 writes shared files."""
 
-    def __init__(self, recipe: str, job: Job, status: StatusFile, first: int, endpoint: Tracker) -> None:
+    def __init__(self, recipe: str, job: RunningJob, status: StatusFile, first: int, endpoint: Tracker) -> None:
         config, rank = job.config, dist.get_rank()
         self._job, self._output, self._status = job, config.job.output, status
         if rank == 0:
@@ -160,7 +160,7 @@ def _number(batch: Batch, name: str, row: int) -> float | None:
     return value if value == value else None
 
 
-def _sample_writer(job: Job, recipe: str) -> SampleWriter:
+def _sample_writer(job: RunningJob, recipe: str) -> SampleWriter:
     config = job.config
     # One rank reads the files, which may be on a file system that all ranks share.
     model = broadcast_json(fingerprint(config.model.path) if dist.get_rank() == 0 else None)
@@ -169,7 +169,7 @@ def _sample_writer(job: Job, recipe: str) -> SampleWriter:
     return SampleWriter(folder, dist.get_rank(), about, job.prompts, job.tokenizer, limit)
 
 
-def _warn_dropped_prompts(job: Job) -> None:
+def _warn_dropped_prompts(job: RunningJob) -> None:
     for which, prompts in (("train", job.prompts), ("test", job.test_prompts)):
         if prompts is not None and prompts.dropped:
             limit = job.config.data.max_prompt_tokens

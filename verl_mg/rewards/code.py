@@ -331,11 +331,7 @@ def _livecodebench(record: Mapping[str, Any]) -> Any:
     name = (json.loads(metadata) if isinstance(metadata, str) else metadata).get("func_name")
     if not name:
         raise ValueError("metadata has no func_name")
-    return {
-        "fn_name": name,
-        "inputs": [case["input"] for case in cases],
-        "outputs": [case["output"] for case in cases],
-    }
+    return {"fn_name": name, "inputs": [case["input"] for case in cases], "outputs": [case["output"] for case in cases]}
 
 
 def _private(text: str) -> list[dict[str, Any]]:

@@ -36,7 +36,6 @@ class Mixture:
     def __init__(
         self, weights: Mapping[str, float], file: Path | None = None, report: Callable[[str], None] = warn
     ) -> None:
-        """Sets the initial weights."""
         self._weights, self._file, self._report = dict(weights), file, report
         self._read: dict[str, float] = {}
         self._seen: object = None

@@ -26,7 +26,7 @@ import torch
 from verl_mg.batch import Batch
 from verl_mg.data.prompts import Prompt
 from verl_mg.distributed.collectives import all_gather_json, sum_over_ranks
-from verl_mg.engines.engine_counts import count_metrics
+from verl_mg.engines.engine import count_metrics
 from verl_mg.errors import UserError
 from verl_mg.roles.models import Actor
 from verl_mg.roles.reward import RewardRole, scoring_reward

@@ -121,7 +121,6 @@ class ProcessEngineGroup(InFlightEngineGroup):
 
     `inner` is the engine that this rank leads, `follower` this rank's part of an engine that a rank on another node
     leads. `version` is the version of the weights that all engines have already, from ranks that were lost; -1: none.
-    With `keep_cache` requests in flight keep keys and values of the old weights in an update.
     """
 
     def __init__(
@@ -135,13 +134,12 @@ class ProcessEngineGroup(InFlightEngineGroup):
         sleep: bool,
         disjoint: bool,
         static: bool = False,
-        keep_cache: bool = False,
         version: int = -1,
         wrap: EngineWrapper = lambda engine: engine,
     ) -> None:
         super().__init__(is_leader, static, context)
         self.engine = wrap(inner) if inner else None
-        self._inner, self._sync, self._keep_cache, self._follower = inner, sync, keep_cache, follower
+        self._inner, self._sync, self._follower = inner, sync, follower
         self._sleep, self._is_asleep, self._disjoint = sleep, False, disjoint
         self.version = version
         if inner:
@@ -205,7 +203,7 @@ class ProcessEngineGroup(InFlightEngineGroup):
         """Pauses this rank's engine between two tokens."""
         if self._inner:
             with suppress(EngineDiedError):  # it is restarted by whoever collects its samples
-                self._inner.pause(keep_cache=self._keep_cache)
+                self._inner.pause()
 
     def continue_generation(self) -> None:
         """Continues this rank's engine."""

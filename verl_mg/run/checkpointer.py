@@ -32,7 +32,7 @@ from verl_mg.checkpoint.sharded_safetensors import INDEX, index_entry, rank_file
 from verl_mg.config import CheckpointConfig
 from verl_mg.distributed.collectives import all_gather_json, broadcast_json, gather_bytes, new_group
 from verl_mg.errors import UserError
-from verl_mg.job.job import Job
+from verl_mg.job.job import RunningJob
 from verl_mg.run.job_state import JOB, CheckpointState, StateCollector, read_state
 
 SUMS = "SHA256SUMS"
@@ -66,7 +66,7 @@ class AsyncCheckpointer:
         every = self._config.every
         return bool(every) and (iteration % every == 0 or iteration == last)
 
-    def begin(self, job: Job, metrics: dict[str, float]) -> None:
+    def begin(self, job: RunningJob, metrics: dict[str, float]) -> None:
         """Copies the state of the job and writes it in a thread; `metrics` has the score for `checkpoint.best`."""
         # The thread of the checkpoint before still reads the buffers that `collect` fills.
         self._join()

@@ -37,7 +37,7 @@ from verl_mg.distributed.watchdog import is_peer_failure
 from verl_mg.engines.engine import Sample
 from verl_mg.errors import UserError
 from verl_mg.images import Image, distinct_images
-from verl_mg.job.job import Job
+from verl_mg.job.job import RunningJob
 from verl_mg.models.transformers_module import read_any_config
 from verl_mg.roles.reference import Reference
 from verl_mg.roles.trainable import RoleCounters
@@ -138,7 +138,7 @@ class StateCollector:
 
     _buffers: dict[str, Tensor] = field(default_factory=dict)
 
-    def collect(self, job: Job, recipe: str, score: float | None) -> CheckpointState:
+    def collect(self, job: RunningJob, recipe: str, score: float | None) -> CheckpointState:
         """Returns the state of a job after an iteration, with the `score` for `checkpoint.best`; a collective."""
         rollout = job.rollout if "rollout" in job.requested else None
         local = rollout.local_state() if rollout else LocalRolloutState()
@@ -180,7 +180,7 @@ class StateCollector:
         return buffer.copy_(values, non_blocking=True)
 
 
-def restore(job: Job, folder: Path, recipe: str) -> int:
+def restore(job: RunningJob, folder: Path, recipe: str) -> int:
     """Restores a checkpoint, written under any layout and on any number of ranks; all ranks call it together.
 
     Returns the iteration after which it was written. UserError for a checkpoint of another recipe, and for files that
@@ -213,7 +213,7 @@ def restore(job: Job, folder: Path, recipe: str) -> int:
     return state.iteration
 
 
-def restore_actor(job: Job, folder: Path) -> int:
+def restore_actor(job: RunningJob, folder: Path) -> int:
     """Restores only the actor's weights, written under any layout, and returns their iteration; all ranks call it."""
     text = _read(folder / JOB) if dist.get_rank() == 0 else b""
     state = _parse(folder / JOB, broadcast_bytes(text), JobState)
@@ -225,7 +225,7 @@ def restore_actor(job: Job, folder: Path) -> int:
     return state.iteration
 
 
-def _refreshed_role(job: Job, name: str, folder: Path) -> Reference:
+def _refreshed_role(job: RunningJob, name: str, folder: Path) -> Reference:
     role = job.roles[name]
     if not isinstance(role, Reference):
         raise UserError(
@@ -239,7 +239,7 @@ def read_state(folder: Path) -> JobState:
     return _parse(folder / JOB, _read(folder / JOB), JobState)
 
 
-def _restore_local(job: Job, stored: ShardedReader, state: JobState) -> None:
+def _restore_local(job: RunningJob, stored: ShardedReader, state: JobState) -> None:
     """Restores the states of ranks, distributed in turn where the job has another number of ranks."""
     # A checkpoint of 5 ranks on 2: rank 0 takes the states 0, 2 and 4, rank 1 the states 1 and 3. One of 2 ranks on 3:
     # rank 2 takes none, and has batches without rows with the columns of state 0.

@@ -1,8 +1,8 @@
 """Training loop: runs a recipe's iterations, from the newest checkpoint on.
 
-    open_run_dir ─▶ Job ─▶ restore, start ─▶ evaluation 0 of a new run ─▶ iterations ─▶ save the model ─▶ close
-                                                                              │
-                                        a signal or an alarm on any rank ─────┴─▶ checkpoint ─▶ close
+    open_run_dir ─▶ RunningJob ─▶ restore, start ─▶ evaluation 0 of a new run ─▶ iterations ─▶ save the model ─▶ close
+                                                                                     │
+                                               a signal or an alarm on any rank ─────┴─▶ checkpoint ─▶ close
 
 The loop consumes prompts and, in `one_iteration`, samples. It waits for the engines and for the other ranks, and ends
 after the last iteration or at the first stop that all ranks have agreed on.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from verl_mg.config import Config
 from verl_mg.distributed.signals import EXIT_ALARM
 from verl_mg.distributed.world import World
 from verl_mg.errors import UserError
-from verl_mg.job.job import Job
+from verl_mg.job.job import RunningJob
 from verl_mg.job.recipe import Recipe, requested_roles
 from verl_mg.monitor.prometheus import PrometheusEndpoint
 from verl_mg.monitor.run_logger import RunLogger, check_monitoring
@@ -30,13 +31,46 @@ from verl_mg.monitor.status import StatusFile
 from verl_mg.roles.trainable import NoOptimizerError
 from verl_mg.run.checkpointer import AsyncCheckpointer
 from verl_mg.run.job_state import restore
-from verl_mg.run.mode import FULL_RUN, RunMode
 from verl_mg.run.replay import Replay, ReplayRollout
 from verl_mg.run.run_dir import CHECKPOINTS, open_run_dir
 
 log = logging.getLogger(__name__)
 
 MODEL, EXPORTS = "model", "export"
+
+
+@dataclass(frozen=True)
+class RunMode:
+    """The part of a job that is run: all of it, only its rollouts, or only training on samples of an earlier run."""
+
+    learns: bool = True
+    """Whether roles have optimizers; without them an iteration ends where the recipe first requests an update."""
+    replayed: str | None = None
+    """RUN@ITERATION, whose samples are used in place of generated ones; see `verl_mg.run.replay`."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the whole job is run, so that another start can resume it."""
+        return self.learns and self.replayed is None
+
+    def check(self, recipe: str, roles: set[str]) -> None:
+        """Raises a UserError for a part of a recipe that generates no samples."""
+        if not self.is_full and "rollout" not in roles:
+            raise UserError(f"recipe {recipe}: it generates no samples. Leave --rollout-only and --replay out.")
+
+    def apply_to(self, config: Config) -> Config:
+        """Returns the configuration without what this part does not write: checkpoints, models that nothing trains."""
+        if self.is_full:
+            return config
+        checkpoint = config.checkpoint.model_copy(update={"every": 0, "best": None})
+        if self.learns:
+            return config.model_copy(update={"checkpoint": checkpoint})
+        checkpoint = checkpoint.model_copy(update={"export_every": 0})
+        job = config.job.model_copy(update={"save": False})
+        return config.model_copy(update={"checkpoint": checkpoint, "job": job})
+
+
+FULL_RUN = RunMode()
 
 
 def train(recipe: Recipe, config: Config, world: World, mode: RunMode = FULL_RUN) -> None:
@@ -56,42 +90,105 @@ def train(recipe: Recipe, config: Config, world: World, mode: RunMode = FULL_RUN
         PrometheusEndpoint(config, recipe.name, status, world) as endpoint,
     ):
         rollout = partial(ReplayRollout, replay.recording) if replay else None
-        job = Job(config, roles, world.store, rollout, mode.learns, recipe.name, from_checkpoint=checkpoint is not None)
+        resumes = checkpoint is not None
+        job = RunningJob(config, roles, world.store, rollout, mode.learns, recipe.name, from_checkpoint=resumes)
         world.watch_progress(job.timer)
         done = restore(job, checkpoint, recipe.name) if checkpoint else 0
         job.start()
-        saver = AsyncCheckpointer(config.job.output / CHECKPOINTS, config.checkpoint, recipe.name, done or None)
-        status.running(job.timer, done, lambda: saver.latest)
-        books = RunLogger(recipe.name, job, status, done + 1, endpoint)
-        if not done:
-            books.log(0, _evaluation(job, 0))
-        for iteration in range(done + 1, last + 1):
-            with books.traced(iteration), job.timer("other"):
-                metrics = one_iteration(recipe, job, iteration)
-            metrics |= books.iteration(iteration)
-            metrics |= _evaluation(job, iteration)
-            books.log(iteration, metrics)
-            world.report_iteration(iteration)
-            _keep(job, saver, iteration, last, metrics)
-            if books.stop_reason:
-                world.signals.request_stop(EXIT_ALARM)
-            # A collective: signals reach ranks at different times, and all have to leave after the same iteration.
-            if iteration < last and world.signals.any_rank_stop_requested():
-                reason = f"stopped {f'by {books.stop_reason}' if books.stop_reason else 'on request'}"
-                reason += f" after iteration {iteration}"
-                if mode.is_full:
-                    _leave(job, saver, iteration, last, metrics, reason)
-                status.left(reason)
-                break
-        else:
-            if config.job.save:
-                _save(job, config.job.output)
-            saver.finish()
-        books.close()
+        TrainingRun(recipe, job, world, done, last, status, endpoint).iterate(resumable=mode.is_full)
         job.close()
 
 
-def one_iteration(recipe: Recipe, job: Job, iteration: int) -> dict[str, float]:
+class TrainingRun:
+    """The iterations of a job after the `done` first ones, up to the `last`, and what is written after each."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        job: RunningJob,
+        world: World,
+        done: int,
+        last: int,
+        status: StatusFile,
+        endpoint: PrometheusEndpoint,
+    ) -> None:
+        self._recipe, self._job, self._world = recipe, job, world
+        self._done, self._last, self._status = done, last, status
+        self._saver = AsyncCheckpointer(
+            job.config.job.output / CHECKPOINTS, job.config.checkpoint, recipe.name, done or None
+        )
+        status.running(job.timer, done, lambda: self._saver.latest)
+        self._books = RunLogger(recipe.name, job, status, done + 1, endpoint)
+
+    def iterate(self, resumable: bool) -> None:
+        """Runs all iterations, or as many as until a stop; a `resumable` run leaves a checkpoint then."""
+        if not self._done:
+            self._books.log(0, self._evaluation(0))
+        for iteration in range(self._done + 1, self._last + 1):
+            metrics = self._iteration(iteration)
+            self._keep(iteration, metrics)
+            if reason := self._stop_reason(iteration):
+                if resumable:
+                    self._leave(iteration, metrics, reason)
+                self._status.left(reason)
+                break
+        else:
+            self._save_last()
+        self._books.close()
+
+    def _iteration(self, iteration: int) -> dict[str, float]:
+        with self._books.traced(iteration), self._job.timer("other"):
+            metrics = one_iteration(self._recipe, self._job, iteration)
+        metrics |= self._books.iteration(iteration)
+        metrics |= self._evaluation(iteration)
+        self._books.log(iteration, metrics)
+        self._world.report_iteration(iteration)
+        return metrics
+
+    def _evaluation(self, iteration: int) -> dict[str, float]:
+        # Recipes without a rollout, such as SFT, have no engine that could answer the prompts.
+        job = self._job
+        every, last = job.config.evaluation.every, job.config.job.iterations
+        if not (every and (iteration % every == 0 or iteration == last) and "rollout" in job.requested):
+            return {}
+        with job.timer("evaluation"):
+            return job.evaluate()
+
+    def _keep(self, iteration: int, metrics: dict[str, float]) -> None:
+        """Writes the checkpoint and the Hugging Face directory that are due after an iteration."""
+        job, every = self._job, self._job.config.checkpoint.export_every
+        if self._saver.due(iteration, self._last):
+            with job.timer("checkpoint"):
+                self._saver.begin(job, metrics)
+        if every and iteration % every == 0:
+            with job.timer("checkpoint"):
+                _save(job, job.config.job.output / EXPORTS / f"{iteration:06d}")
+
+    def _stop_reason(self, iteration: int) -> str | None:
+        alarm, signals = self._books.stop_reason, self._world.signals
+        if alarm:
+            signals.request_stop(EXIT_ALARM)
+        # A collective: signals reach ranks at different times, and all have to leave after the same iteration.
+        if iteration < self._last and signals.any_rank_stop_requested():
+            return f"stopped {f'by {alarm}' if alarm else 'on request'} after iteration {iteration}"
+        return None
+
+    def _leave(self, iteration: int, metrics: dict[str, float], reason: str) -> None:
+        """Completes a checkpoint of this iteration; UserError if it cannot be written."""
+        if not self._saver.due(iteration, self._last):
+            self._saver.begin(self._job, metrics)
+        if problem := self._saver.finish():
+            raise UserError(f"{reason}, but the checkpoint was not written: {problem}")
+        if dist.get_rank() == 0:
+            log.warning("%s; the same command resumes from there", reason)
+
+    def _save_last(self) -> None:
+        if self._job.config.job.save:
+            _save(self._job, self._job.config.job.output)
+        self._saver.finish()
+
+
+def one_iteration(recipe: Recipe, job: RunningJob, iteration: int) -> dict[str, float]:
     """Runs one iteration of the recipe, from 1, and returns its metrics, equal on every rank; all ranks call it."""
     metrics = dict(job.begin(iteration))
     # Without optimizers the recipe's first update ends the iteration.
@@ -100,27 +197,7 @@ def one_iteration(recipe: Recipe, job: Job, iteration: int) -> dict[str, float]:
     return metrics
 
 
-def _evaluation(job: Job, iteration: int) -> dict[str, float]:
-    # Recipes without a rollout, such as SFT, have no engine that could answer the prompts.
-    every, last = job.config.evaluation.every, job.config.job.iterations
-    if not (every and (iteration % every == 0 or iteration == last) and "rollout" in job.requested):
-        return {}
-    with job.timer("evaluation"):
-        return job.evaluate()
-
-
-def _keep(job: Job, saver: AsyncCheckpointer, iteration: int, last: int, metrics: dict[str, float]) -> None:
-    """Writes the checkpoint and the Hugging Face directory that are due after an iteration."""
-    every = job.config.checkpoint.export_every
-    if saver.due(iteration, last):
-        with job.timer("checkpoint"):
-            saver.begin(job, metrics)
-    if every and iteration % every == 0:
-        with job.timer("checkpoint"):
-            _save(job, job.config.job.output / EXPORTS / f"{iteration:06d}")
-
-
-def _save(job: Job, folder: Path) -> None:
+def _save(job: RunningJob, folder: Path) -> None:
     """Writes every trained model as a Hugging Face directory; UserError if they cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -128,15 +205,3 @@ def _save(job: Job, folder: Path) -> None:
             role.save(folder / (MODEL if name == "actor" else name), role.runner.spec.path)
     except OSError as error:
         raise UserError(f"{error.filename or folder}: the model cannot be written ({error.strerror})") from None
-
-
-def _leave(
-    job: Job, saver: AsyncCheckpointer, iteration: int, last: int, metrics: dict[str, float], reason: str
-) -> None:
-    """Completes a checkpoint of this iteration; UserError if it cannot be written."""
-    if not saver.due(iteration, last):
-        saver.begin(job, metrics)
-    if problem := saver.finish():
-        raise UserError(f"{reason}, but the checkpoint was not written: {problem}")
-    if dist.get_rank() == 0:
-        log.warning("%s; the same command resumes from there", reason)

@@ -66,22 +66,17 @@ async def run_python_async(
     for name, limit in (("seconds", seconds), ("memory_mb", memory_mb), ("output_bytes", output_bytes)):
         if limit <= 0:
             raise UserError(f"{name}={limit}: out of range. Give the sandbox a positive limit.")
-    return await _run(code, stdin, seconds, memory_mb, output_bytes, supervisor.isolation())
-
-
-async def _run(code: str, stdin: str, seconds: float, memory_mb: int, output_bytes: int, kind: Isolation) -> Outcome:
+    kind = supervisor.isolation()
     async with temporary_folder("sandbox-") as folder:
         # Half of a surrogate pair, which a model can write, is not valid UTF-8.
         (folder / "program.py").write_text(code, encoding="utf-8", errors="replace")
         with tempfile.TemporaryFile() as source:
             source.write(stdin.encode(errors="replace"))
             source.seek(0)
-            return await _run_in(str(folder), source.fileno(), seconds, memory_mb, output_bytes, kind)
+            return await _run(str(folder), source.fileno(), seconds, memory_mb, output_bytes, kind)
 
 
-async def _run_in(
-    folder: str, stdin: int, seconds: float, memory_mb: int, output_bytes: int, kind: Isolation
-) -> Outcome:
+async def _run(folder: str, stdin: int, seconds: float, memory_mb: int, output_bytes: int, kind: Isolation) -> Outcome:
     """Runs the program.py of a folder, with a descriptor as its standard input."""
     # SIGXCPU at the soft limit of CPU time, SIGKILL a second later for a program that ignores it.
     memory, cpu = memory_mb << 20, math.ceil(seconds)

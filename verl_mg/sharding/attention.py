@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from verl_mg.models.attention_config import LinearConfig
 from verl_mg.models.tensor_tree import Indexer
-from verl_mg.sharding.param_spec import ParamSpec, Section, SectionRows
+from verl_mg.sharding.param_spec import ParamRow, Section, SectionRows
 
 
 def inputs(linear: LinearConfig) -> SectionRows:
@@ -61,20 +61,20 @@ def _in_turns(tensor: int, *rows: int) -> tuple[Section, ...]:
     return tuple(Section(tensor, sum(rows[:number]), height, sum(rows)) for number, height in enumerate(rows))
 
 
-def indexer_params(prefix: str, indexer: Indexer, fused: bool = False) -> tuple[ParamSpec, ...]:
+def indexer_params(prefix: str, indexer: Indexer, fused: bool = False) -> tuple[ParamRow, ...]:
     """Returns the parameters of an indexer, whole on every rank; `fused`: keys and weights of heads are one."""
     weight, bias = indexer.k_norm
     projections = (
-        (ParamSpec(prefix + "wk_weights_proj.weight", (indexer.k, indexer.head_weights)),)
+        (ParamRow(prefix + "wk_weights_proj.weight", (indexer.k, indexer.head_weights)),)
         if fused
         else (
-            ParamSpec(prefix + "wk.weight", (indexer.k,)),
-            ParamSpec(prefix + "weights_proj.weight", (indexer.head_weights,)),
+            ParamRow(prefix + "wk.weight", (indexer.k,)),
+            ParamRow(prefix + "weights_proj.weight", (indexer.head_weights,)),
         )
     )
     return (
-        ParamSpec(prefix + "wq_b.weight", (indexer.q,)),
+        ParamRow(prefix + "wq_b.weight", (indexer.q,)),
         *projections,
-        ParamSpec(prefix + "k_norm.weight", (weight,)),
-        ParamSpec(prefix + "k_norm.bias", (bias,)),
+        ParamRow(prefix + "k_norm.weight", (weight,)),
+        ParamRow(prefix + "k_norm.bias", (bias,)),
     )

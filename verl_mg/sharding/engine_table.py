@@ -31,7 +31,7 @@ from verl_mg.sharding.param_spec import (
     Axis,
     HeadRows,
     KeyRows,
-    ParamSpec,
+    ParamRow,
     VocabularyRows,
     on_first_rank,
     optional_param,
@@ -84,28 +84,28 @@ class EngineRules:
     """(configuration, is the output layer tied, is it the first stage, is it the last) -> what the stage has."""
 
 
-def embedding_param(model: ModelSpec, config: HFConfig, rules: EngineRules, layout: EngineLayout) -> ParamSpec:
+def embedding_param(model: ModelSpec, config: HFConfig, rules: EngineRules, layout: EngineLayout) -> ParamRow:
     """Returns the input embedding, which some classes of SGLang replicate with data-parallel attention."""
     name = rules.embedding.get(config.architecture, "embed_tokens")
     whole = layout.adp > 1 and config.architecture in WHOLE_EMBEDDING
-    return ParamSpec(f"model.{name}.weight", (model.embedding,), VOCABULARY, "replicated" if whole else "vocabulary")
+    return ParamRow(f"model.{name}.weight", (model.embedding,), VOCABULARY, "replicated" if whole else "vocabulary")
 
 
-def output_params(model: ModelSpec) -> tuple[ParamSpec, ParamSpec]:
+def output_params(model: ModelSpec) -> tuple[ParamRow, ParamRow]:
     """Returns the final norm and the output layer."""
     return (
-        ParamSpec("model.norm.weight", (model.final_norm,)),
-        ParamSpec("lm_head.weight", (model.output,), VOCABULARY, "tensor"),
+        ParamRow("model.norm.weight", (model.final_norm,)),
+        ParamRow("lm_head.weight", (model.output,), VOCABULARY, "tensor"),
     )
 
 
-def draft_params(m: MultiTokenSpec, config: HFConfig) -> tuple[ParamSpec, ...]:
+def draft_params(m: MultiTokenSpec, config: HFConfig) -> tuple[ParamRow, ...]:
     """Returns what a draft model has besides its transformer layer, without what it shares with the policy."""
     names = ("model.enorm", "model.hnorm", "model.eh_proj", "model.shared_head.norm")
     if config.linear:
         names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "model.norm")
     tensors = (m.embedding_norm, m.hidden_norm, m.projection, m.final_norm)
-    return tuple(ParamSpec(f"{name}.weight", (tensor,)) for name, tensor in zip(names, tensors, strict=True))
+    return tuple(ParamRow(f"{name}.weight", (tensor,)) for name, tensor in zip(names, tensors, strict=True))
 
 
 def draft_layer(config: HFConfig) -> str:
@@ -113,21 +113,21 @@ def draft_layer(config: HFConfig) -> str:
     return "model.layers.0." if config.linear else "model.decoder."
 
 
-def layer_params(layer: LayerSpec, config: HFConfig, rules: EngineRules) -> tuple[ParamSpec, ...]:
+def layer_params(layer: LayerSpec, config: HFConfig, rules: EngineRules) -> tuple[ParamRow, ...]:
     """Returns the parameters of one transformer layer."""
     axis: Axis = "attention" if config.architecture in DATA_PARALLEL_ATTENTION else "tensor"
     mlp_norm = "pre_feedforward_layernorm" if config.sandwich_norms else "post_attention_layernorm"
     return (
-        ParamSpec("input_layernorm.weight", (layer.input_norm,)),
+        ParamRow("input_layernorm.weight", (layer.input_norm,)),
         *_attention(layer, config, rules, axis),
         *optional_param("post_attention_layernorm.weight", layer.after_attention_norm),
-        ParamSpec(f"{mlp_norm}.weight", (layer.mlp_norm,)),
+        ParamRow(f"{mlp_norm}.weight", (layer.mlp_norm,)),
         *(_mlp(FEED_FORWARD, layer.mlp) if isinstance(layer.mlp, MLP) else _experts(layer.mlp, config, rules)),
         *optional_param("post_feedforward_layernorm.weight", layer.after_mlp_norm),
     )
 
 
-def _attention(layer: LayerSpec, config: HFConfig, rules: EngineRules, axis: Axis) -> tuple[ParamSpec, ...]:
+def _attention(layer: LayerSpec, config: HFConfig, rules: EngineRules, axis: Axis) -> tuple[ParamRow, ...]:
     if isinstance(layer.attention, LatentAttention):
         return _latent_attention(layer.attention, rules)
     if isinstance(layer.attention, LinearAttention):
@@ -135,81 +135,81 @@ def _attention(layer: LayerSpec, config: HFConfig, rules: EngineRules, axis: Axi
     return _grouped_attention(layer.attention, config, rules, axis)
 
 
-def _grouped_attention(a: GroupedAttention, config: HFConfig, rules: EngineRules, axis: Axis) -> tuple[ParamSpec, ...]:
+def _grouped_attention(a: GroupedAttention, config: HFConfig, rules: EngineRules, axis: Axis) -> tuple[ParamRow, ...]:
     heads, prefix = HeadRows(config.kv_heads), rules.attention.get(config.architecture, ATTENTION)
     params = [
-        ParamSpec(prefix + "qkv_proj.weight", (a.q, a.k, a.v), heads, axis),
-        ParamSpec(prefix + "o_proj.weight", (a.out,), split_columns, axis),
+        ParamRow(prefix + "qkv_proj.weight", (a.q, a.k, a.v), heads, axis),
+        ParamRow(prefix + "o_proj.weight", (a.out,), split_columns, axis),
     ]
     if a.biases:
-        params.append(ParamSpec(prefix + "qkv_proj.bias", a.biases, heads, axis))
+        params.append(ParamRow(prefix + "qkv_proj.bias", a.biases, heads, axis))
     params += optional_param(prefix + "o_proj.bias", a.out_bias)
     params += optional_param(prefix + "sinks", a.sinks, split_rows, axis)
     for name, norm in zip("qk", a.norms, strict=bool(a.norms)):
         parameter = f"{prefix}{name}_norm.weight"
-        joint = ParamSpec(parameter, (norm,), split_rows if name == "q" else KeyRows(config.kv_heads), axis)
-        params.append(joint if config.joint_qk_norm else ParamSpec(parameter, (norm,)))
+        joint = ParamRow(parameter, (norm,), split_rows if name == "q" else KeyRows(config.kv_heads), axis)
+        params.append(joint if config.joint_qk_norm else ParamRow(parameter, (norm,)))
     return tuple(params)
 
 
-def _linear_attention(a: LinearAttention, config: HFConfig, axis: Axis) -> tuple[ParamSpec, ...]:
+def _linear_attention(a: LinearAttention, config: HFConfig, axis: Axis) -> tuple[ParamRow, ...]:
     assert config.linear
     linear = config.linear
     # The engines' modules compute with the checkpoint's order of rows: where that is by key head, a rank has a run.
     qkvz = split_rows if linear.by_key_head else attention.qkvz(linear)
     ba = split_rows if linear.by_key_head else attention.ba(linear)
     return (
-        ParamSpec(LINEAR_ATTENTION + "in_proj_qkvz.weight", a.qkvz, qkvz, axis),
-        ParamSpec(LINEAR_ATTENTION + "in_proj_ba.weight", a.ba, ba, axis),
-        ParamSpec(LINEAR_ATTENTION + "conv1d.weight", (a.conv,), attention.convolved(linear), axis),
-        ParamSpec(LINEAR_ATTENTION + "dt_bias", (a.dt_bias,), split_rows, axis),
-        ParamSpec(LINEAR_ATTENTION + "A_log", (a.a_log,), split_rows, axis),
-        ParamSpec(LINEAR_ATTENTION + "norm.weight", (a.norm,)),
-        ParamSpec(LINEAR_ATTENTION + "out_proj.weight", (a.out,), split_columns, axis),
+        ParamRow(LINEAR_ATTENTION + "in_proj_qkvz.weight", a.qkvz, qkvz, axis),
+        ParamRow(LINEAR_ATTENTION + "in_proj_ba.weight", a.ba, ba, axis),
+        ParamRow(LINEAR_ATTENTION + "conv1d.weight", (a.conv,), attention.convolved(linear), axis),
+        ParamRow(LINEAR_ATTENTION + "dt_bias", (a.dt_bias,), split_rows, axis),
+        ParamRow(LINEAR_ATTENTION + "A_log", (a.a_log,), split_rows, axis),
+        ParamRow(LINEAR_ATTENTION + "norm.weight", (a.norm,)),
+        ParamRow(LINEAR_ATTENTION + "out_proj.weight", (a.out,), split_columns, axis),
     )
 
 
-def _latent_attention(a: LatentAttention, rules: EngineRules) -> tuple[ParamSpec, ...]:
+def _latent_attention(a: LatentAttention, rules: EngineRules) -> tuple[ParamRow, ...]:
     params = [
-        ParamSpec(ATTENTION + "kv_a_layernorm.weight", (a.kv_norm,)),
-        ParamSpec(ATTENTION + "kv_b_proj.weight", (a.kv_up,), split_rows, "attention"),
-        ParamSpec(ATTENTION + "o_proj.weight", (a.out,), split_columns, "attention"),
+        ParamRow(ATTENTION + "kv_a_layernorm.weight", (a.kv_norm,)),
+        ParamRow(ATTENTION + "kv_b_proj.weight", (a.kv_up,), split_rows, "attention"),
+        ParamRow(ATTENTION + "o_proj.weight", (a.out,), split_columns, "attention"),
     ]
     if a.indexer:
         params += indexer_params(ATTENTION + "indexer.", a.indexer, rules.fused_indexer)
     if a.q_down is None or a.q_norm is None:
         return (
-            ParamSpec(ATTENTION + "q_proj.weight", (a.q,), split_rows, "attention"),
-            ParamSpec(ATTENTION + "kv_a_proj_with_mqa.weight", (a.kv_down,)),
+            ParamRow(ATTENTION + "q_proj.weight", (a.q,), split_rows, "attention"),
+            ParamRow(ATTENTION + "kv_a_proj_with_mqa.weight", (a.kv_down,)),
             *params,
         )
     return (
-        ParamSpec(f"{ATTENTION}{rules.latent_down}.weight", (a.q_down, a.kv_down)),
-        ParamSpec(ATTENTION + "q_a_layernorm.weight", (a.q_norm,)),
-        ParamSpec(ATTENTION + "q_b_proj.weight", (a.q,), split_rows, "attention"),
+        ParamRow(f"{ATTENTION}{rules.latent_down}.weight", (a.q_down, a.kv_down)),
+        ParamRow(ATTENTION + "q_a_layernorm.weight", (a.q_norm,)),
+        ParamRow(ATTENTION + "q_b_proj.weight", (a.q,), split_rows, "attention"),
         *params,
     )
 
 
-def _mlp(prefix: str, mlp: MLP) -> tuple[ParamSpec, ...]:
+def _mlp(prefix: str, mlp: MLP) -> tuple[ParamRow, ...]:
     return (
-        ParamSpec(prefix + "gate_up_proj.weight", mlp.gate_up, split_rows, "tensor"),
-        ParamSpec(prefix + "down_proj.weight", (mlp.down,), split_columns, "tensor"),
+        ParamRow(prefix + "gate_up_proj.weight", mlp.gate_up, split_rows, "tensor"),
+        ParamRow(prefix + "down_proj.weight", (mlp.down,), split_columns, "tensor"),
     )
 
 
-def _experts(e: Experts, config: HFConfig, rules: EngineRules) -> tuple[ParamSpec, ...]:
+def _experts(e: Experts, config: HFConfig, rules: EngineRules) -> tuple[ParamRow, ...]:
     prefix = EXPERT_BLOCK.get(config.architecture, FEED_FORWARD)
     stacked, router = prefix + rules.experts, prefix + ROUTER.get(config.architecture, "gate")
     shared = "shared_expert" if e.shared_gate else "shared_experts"
     bias = e.router_bias  # keeps the checkpoint's name in the model classes of both engines
     return (
-        ParamSpec(router + ".weight", (e.router,)),
-        *((ParamSpec(bias.name.removeprefix(LAYER), (bias,)),) if bias else ()),
+        ParamRow(router + ".weight", (e.router,)),
+        *((ParamRow(bias.name.removeprefix(LAYER), (bias,)),) if bias else ()),
         *optional_param(router + ".bias", e.logit_bias),
-        ParamSpec(stacked + "w13_weight", e.each.gate_up, split_rows, "expert"),
+        ParamRow(stacked + "w13_weight", e.each.gate_up, split_rows, "expert"),
         *optional_param(f"{stacked}w13_{rules.expert_bias}", e.each.gate_up_bias, split_rows, "expert"),
-        ParamSpec(stacked + "w2_weight", (e.each.down,), split_columns, "expert"),
+        ParamRow(stacked + "w2_weight", (e.each.down,), split_columns, "expert"),
         # The engines sum the outputs of the ranks of an expert, so a bias on each would count several times.
         *optional_param(f"{stacked}w2_{rules.expert_bias}", e.each.down_bias, on_first_rank, "expert"),
         *(_mlp(f"{prefix}{shared}.", e.shared) if e.shared else ()),

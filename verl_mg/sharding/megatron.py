@@ -30,7 +30,7 @@ from verl_mg.sharding import attention
 from verl_mg.sharding.attention import indexer_params
 from verl_mg.sharding.param_spec import (
     FusedRows,
-    ParamSpec,
+    ParamRow,
     Section,
     SectionRows,
     ShardRule,
@@ -47,31 +47,31 @@ MULTI_TOKEN = "multi_token."  # prefix of the parameters of the layer of multi-t
 VOCABULARY = VocabularyRows(8)  # a multiple of 8 rows for each shard, which suits the matrix units of GPUs
 
 
-def embedding_param(model: ModelSpec) -> ParamSpec:
+def embedding_param(model: ModelSpec) -> ParamRow:
     """Returns the input embedding, which is on the first stage."""
-    return ParamSpec("embedding.word_embeddings.weight", (model.embedding,), VOCABULARY, "vocabulary")
+    return ParamRow("embedding.word_embeddings.weight", (model.embedding,), VOCABULARY, "vocabulary")
 
 
-def output_params(model: ModelSpec) -> tuple[ParamSpec, ParamSpec]:
+def output_params(model: ModelSpec) -> tuple[ParamRow, ParamRow]:
     """Returns the final norm and the output layer, which are on the last stage."""
     return (
-        ParamSpec("decoder.final_layernorm.weight", (model.final_norm,)),
-        ParamSpec("output_layer.weight", (model.output,), VOCABULARY, "vocabulary"),
+        ParamRow("decoder.final_layernorm.weight", (model.final_norm,)),
+        ParamRow("output_layer.weight", (model.output,), VOCABULARY, "vocabulary"),
     )
 
 
-def multi_token_params(m: MultiTokenSpec) -> tuple[ParamSpec, ...]:
+def multi_token_params(m: MultiTokenSpec) -> tuple[ParamRow, ...]:
     """Returns what a layer of multi-token prediction has besides a transformer layer; it is on the last stage."""
     # Its projection is whole on every rank, which applies it to its own tokens.
     return (
-        ParamSpec("enorm.weight", (m.embedding_norm,)),
-        ParamSpec("hnorm.weight", (m.hidden_norm,)),
-        ParamSpec("eh_proj.weight", (m.projection,)),
-        ParamSpec("final_layernorm.weight", (m.final_norm,)),
+        ParamRow("enorm.weight", (m.embedding_norm,)),
+        ParamRow("hnorm.weight", (m.hidden_norm,)),
+        ParamRow("eh_proj.weight", (m.projection,)),
+        ParamRow("final_layernorm.weight", (m.final_norm,)),
     )
 
 
-def layer_params(layer: LayerSpec, config: HFConfig, kernels: Kernels) -> tuple[ParamSpec, ...]:
+def layer_params(layer: LayerSpec, config: HFConfig, kernels: Kernels) -> tuple[ParamRow, ...]:
     """Returns the parameters of one transformer layer, under the names that they have with these kernels."""
     fused = kernels == "transformer_engine"
     if isinstance(layer.attention, GroupedAttention):
@@ -86,32 +86,32 @@ def layer_params(layer: LayerSpec, config: HFConfig, kernels: Kernels) -> tuple[
     dense = isinstance(layer.mlp, MLP)
     mlp_norm = "mlp.linear_fc1.layer_norm_weight" if fused and dense else "pre_mlp_layernorm.weight"
     return (
-        ParamSpec(input_norm, (layer.input_norm,)),
+        ParamRow(input_norm, (layer.input_norm,)),
         *attention,
         *optional_param("self_attention.linear_proj.post_layernorm.weight", layer.after_attention_norm),
-        ParamSpec(mlp_norm, (layer.mlp_norm,)),
+        ParamRow(mlp_norm, (layer.mlp_norm,)),
         *(_mlp("mlp.", layer.mlp) if isinstance(layer.mlp, MLP) else _experts(layer.mlp, fused)),
         *optional_param("mlp.linear_fc2.post_layernorm.weight", layer.after_mlp_norm),
     )
 
 
-def _grouped_attention(a: GroupedAttention, config: HFConfig) -> tuple[ParamSpec, ...]:
+def _grouped_attention(a: GroupedAttention, config: HFConfig) -> tuple[ParamRow, ...]:
     # The fused QKV weight has queries, key and value of one query group after the other.
     by_query_group = FusedRows(config.kv_heads)
     with_gate = _gated_query_groups(config) if config.output_gate else by_query_group
     params = [
-        ParamSpec("self_attention.linear_qkv.weight", (a.q, a.k, a.v), with_gate, "tensor"),
-        ParamSpec("self_attention.linear_proj.weight", (a.out,), split_columns, "tensor"),
+        ParamRow("self_attention.linear_qkv.weight", (a.q, a.k, a.v), with_gate, "tensor"),
+        ParamRow("self_attention.linear_proj.weight", (a.out,), split_columns, "tensor"),
     ]
     if a.biases:
-        params.append(ParamSpec("self_attention.linear_qkv.bias", a.biases, by_query_group, "tensor"))
+        params.append(ParamRow("self_attention.linear_qkv.bias", a.biases, by_query_group, "tensor"))
     params += optional_param("self_attention.linear_proj.bias", a.out_bias)  # whole: added after the sum over ranks
     params += optional_param("self_attention.core_attention.softmax_offset", a.sinks, split_rows, "tensor")
     for name, norm in zip("qk", a.norms, strict=bool(a.norms)):
         parameter = f"self_attention.{name}_layernorm.weight"
         # A norm over all heads together (MiniMax-M2) has a weight for each of their elements, which is cut with them.
-        joint = ParamSpec(parameter, (norm,), split_rows, "tensor")
-        params.append(joint if config.joint_qk_norm else ParamSpec(parameter, (norm,)))
+        joint = ParamRow(parameter, (norm,), split_rows, "tensor")
+        params.append(joint if config.joint_qk_norm else ParamRow(parameter, (norm,)))
     return tuple(params)
 
 
@@ -125,63 +125,63 @@ def _gated_query_groups(config: HFConfig) -> ShardRule:
     return SectionRows(config.kv_heads, (*query, *gate, *key_value), unit_major=True)
 
 
-def _linear_attention(a: LinearAttention, config: HFConfig) -> tuple[ParamSpec, ...]:
+def _linear_attention(a: LinearAttention, config: HFConfig) -> tuple[ParamRow, ...]:
     assert config.linear
     inputs, convolved = attention.inputs(config.linear), attention.convolved(config.linear)
     return (
-        ParamSpec("self_attention.in_proj.weight", (*a.qkvz, *a.ba), inputs, "tensor"),
-        ParamSpec("self_attention.conv1d.weight", (a.conv,), convolved, "tensor"),
-        ParamSpec("self_attention.dt_bias", (a.dt_bias,), split_rows, "tensor"),
-        ParamSpec("self_attention.A_log", (a.a_log,), split_rows, "tensor"),
-        ParamSpec("self_attention.out_norm.weight", (a.norm,)),
-        ParamSpec("self_attention.out_proj.weight", (a.out,), split_columns, "tensor"),
+        ParamRow("self_attention.in_proj.weight", (*a.qkvz, *a.ba), inputs, "tensor"),
+        ParamRow("self_attention.conv1d.weight", (a.conv,), convolved, "tensor"),
+        ParamRow("self_attention.dt_bias", (a.dt_bias,), split_rows, "tensor"),
+        ParamRow("self_attention.A_log", (a.a_log,), split_rows, "tensor"),
+        ParamRow("self_attention.out_norm.weight", (a.norm,)),
+        ParamRow("self_attention.out_proj.weight", (a.out,), split_columns, "tensor"),
     )
 
 
-def _latent_attention(a: LatentAttention, fused: bool) -> tuple[ParamSpec, ...]:
-    def down(name: str, tensor: TensorSpec) -> ParamSpec:
+def _latent_attention(a: LatentAttention, fused: bool) -> tuple[ParamRow, ...]:
+    def down(name: str, tensor: TensorSpec) -> ParamRow:
         # Transformer Engine replicates the low-rank projections, the local specification splits their rows.
-        return ParamSpec(name, (tensor,)) if fused else ParamSpec(name, (tensor,), split_rows, "tensor")
+        return ParamRow(name, (tensor,)) if fused else ParamRow(name, (tensor,), split_rows, "tensor")
 
     params = [
         down("self_attention.linear_kv_down_proj.weight", a.kv_down),
-        ParamSpec("self_attention.linear_kv_up_proj.weight", (a.kv_up,), split_rows, "tensor"),
-        ParamSpec(
+        ParamRow("self_attention.linear_kv_up_proj.weight", (a.kv_up,), split_rows, "tensor"),
+        ParamRow(
             "self_attention.linear_kv_up_proj.layer_norm_weight" if fused else "self_attention.kv_layernorm.weight",
             (a.kv_norm,),
         ),
-        ParamSpec("self_attention.linear_proj.weight", (a.out,), split_columns, "tensor"),
+        ParamRow("self_attention.linear_proj.weight", (a.out,), split_columns, "tensor"),
     ]
     if a.indexer:
         params += indexer_params("self_attention.indexer.", a.indexer)
     if a.q_down is None or a.q_norm is None:
-        return (ParamSpec("self_attention.linear_q_proj.weight", (a.q,), split_rows, "tensor"), *params)
+        return (ParamRow("self_attention.linear_q_proj.weight", (a.q,), split_rows, "tensor"), *params)
     q_norm = "self_attention.linear_q_up_proj.layer_norm_weight" if fused else "self_attention.q_layernorm.weight"
     return (
         down("self_attention.linear_q_down_proj.weight", a.q_down),
-        ParamSpec("self_attention.linear_q_up_proj.weight", (a.q,), split_rows, "tensor"),
-        ParamSpec(q_norm, (a.q_norm,)),
+        ParamRow("self_attention.linear_q_up_proj.weight", (a.q,), split_rows, "tensor"),
+        ParamRow(q_norm, (a.q_norm,)),
         *params,
     )
 
 
-def _mlp(prefix: str, mlp: MLP) -> tuple[ParamSpec, ...]:
+def _mlp(prefix: str, mlp: MLP) -> tuple[ParamRow, ...]:
     return (
-        ParamSpec(prefix + "linear_fc1.weight", mlp.gate_up, split_rows, "tensor"),
-        ParamSpec(prefix + "linear_fc2.weight", (mlp.down,), split_columns, "tensor"),
+        ParamRow(prefix + "linear_fc1.weight", mlp.gate_up, split_rows, "tensor"),
+        ParamRow(prefix + "linear_fc2.weight", (mlp.down,), split_columns, "tensor"),
     )
 
 
-def _experts(e: Experts, fused: bool) -> tuple[ParamSpec, ...]:
+def _experts(e: Experts, fused: bool) -> tuple[ParamRow, ...]:
     # gate_up is one tensor for gpt-oss, whose rows alternate: a run of its rows has gates and ups in pairs.
     each = "mlp.experts.{}.weight{{expert}}" if fused else "mlp.experts.{}.weight"
     return (
-        ParamSpec("mlp.router.weight", (e.router,)),
+        ParamRow("mlp.router.weight", (e.router,)),
         *optional_param("mlp.router.expert_bias", e.router_bias),
         *optional_param("mlp.router.bias", e.logit_bias),
-        ParamSpec(each.format("linear_fc1"), e.each.gate_up, split_rows, "expert"),
+        ParamRow(each.format("linear_fc1"), e.each.gate_up, split_rows, "expert"),
         *optional_param("mlp.experts.linear_fc1.bias", e.each.gate_up_bias, split_rows, "expert"),
-        ParamSpec(each.format("linear_fc2"), (e.each.down,), split_columns, "expert"),
+        ParamRow(each.format("linear_fc2"), (e.each.down,), split_columns, "expert"),
         # Whole on every rank of the axis: only the first adds it, and each has its whole gradient.
         *optional_param("mlp.experts.linear_fc2.bias", e.each.down_bias, replicate, "expert"),
         *(_mlp("mlp.shared_experts.", e.shared) if e.shared else ()),

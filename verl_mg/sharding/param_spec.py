@@ -160,7 +160,7 @@ class VocabularyRows:
 
 # Compared by identity: shard maps have it as a key, and equal rows of different layers are one object.
 @dataclass(frozen=True, eq=False)
-class ParamSpec:
+class ParamRow:
     """One row of a runtime's table: a parameter, its Hugging Face tensors, and how they are sharded.
 
     For tensors of experts, a name with `{expert}` means one parameter for each local expert; a name without it means
@@ -188,16 +188,16 @@ class ParamBlock:
     """Parameters with a common prefix."""
 
     prefix: str  # prefix of the parameters' names, such as `decoder.layers.0.`
-    params: tuple[ParamSpec, ...]  # the parameters of the block
+    params: tuple[ParamRow, ...]  # the parameters of the block
     # Global index of the transformer layer; None outside the layers.
     layer: int | None = None
 
 
 def optional_param(
     name: str, tensor: TensorSpec | None, rule: ShardRule = replicate, axis: Axis = "replicated"
-) -> tuple[ParamSpec, ...]:
+) -> tuple[ParamRow, ...]:
     """Returns a parameter in a tuple, or an empty tuple."""
-    return (ParamSpec(name, (tensor,), rule, axis),) if tensor else ()
+    return (ParamRow(name, (tensor,), rule, axis),) if tensor else ()
 
 
 def _of_kv_heads(

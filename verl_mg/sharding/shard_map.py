@@ -33,7 +33,7 @@ from typing import Protocol
 
 from verl_mg.models.tensor_index import TensorEntry, TensorIndex, TensorInfo
 from verl_mg.sharding.boxes import Box, Piece, Shard, check_shard
-from verl_mg.sharding.param_spec import Axis, ParamBlock, ParamSpec
+from verl_mg.sharding.param_spec import Axis, ParamBlock, ParamRow
 
 Ranks = tuple[int, ...]
 KEPT_TENSORS = 2**14
@@ -111,14 +111,13 @@ class DerivedShardMap:
         local_experts: int,
         indices: Mapping[int, ParallelIndex],
     ) -> None:
-        """Indexes the table; shards are built when they are requested."""
         self._tensor_index, self._stages, self._axis_sizes, self._indices = tensor_index, stages, axis_sizes, indices
         self._local_experts = local_experts
         self.ranks = tuple(sorted(indices))
         self.tensors: Mapping[str, TensorInfo] = tensor_index.tensors
         # All layers and experts share the shards of a table row: only the names of their tensors differ.
-        self._templates: dict[tuple[ParamSpec, int], Shard] = {}
-        self._specs: dict[tuple[str, int | None], list[tuple[int, str, ParamSpec]]] = defaultdict(list)
+        self._templates: dict[tuple[ParamRow, int], Shard] = {}
+        self._specs: dict[tuple[str, int | None], list[tuple[int, str, ParamRow]]] = defaultdict(list)
         for stage, blocks in enumerate(stages):
             for block in blocks:
                 for param in block.params:
@@ -181,10 +180,10 @@ class DerivedShardMap:
         for stage, prefix, param in self._specs.get((entry.tensor.name, entry.layer), ()):
             for box, location in self._locations(entry, stage, prefix, param):
                 locations[box].append(location)
-        return tuple(self._box_replicas(box, result) for box, result in locations.items())
+        return _box_replicas(locations, self._interned)
 
     def _locations(
-        self, entry: TensorEntry, stage: int, prefix: str, param: ParamSpec
+        self, entry: TensorEntry, stage: int, prefix: str, param: ParamRow
     ) -> Iterator[tuple[Box, BoxLocation]]:
         group, local = divmod(entry.expert, self._local_experts) if entry.expert is not None else (0, 0)
         name = prefix + (param.name if param.stacked else param.name.format(expert=local))
@@ -197,19 +196,7 @@ class DerivedShardMap:
                 if piece.tensor == entry.tensor.name:
                     yield piece.source, BoxLocation(ranks, name, stacked + piece.target)
 
-    def _box_replicas(self, box: Box, locations: list[BoxLocation]) -> BoxReplicas:
-        first = locations[0]
-        ranks = (
-            tuple(sorted({r for location in locations for r in location.ranks})) if len(locations) > 1 else first.ranks
-        )
-        ranks = self._interned.setdefault(ranks, ranks)  # equal sets are one object: plans look them up by identity
-        # One location for all ranks where it is the same: plans then handle the ranks as one set.
-        position = (first.parameter, first.parameter_box)
-        if all((location.parameter, location.parameter_box) == position for location in locations):
-            return BoxReplicas(box, ranks, (BoxLocation(ranks, *position),))
-        return BoxReplicas(box, ranks, tuple(locations))
-
-    def _template(self, param: ParamSpec, index: int) -> Shard:
+    def _template(self, param: ParamRow, index: int) -> Shard:
         """Returns the shard at an axis index, with placeholders for layer and expert in the tensors' names."""
         key = (param, index)
         if key not in self._templates:
@@ -221,7 +208,6 @@ class ExplicitShardMap:
     """Shard map that is given rank by rank, such as that of a traced table."""
 
     def __init__(self, shards: Mapping[int, Mapping[str, Shard]], tensors: Mapping[str, TensorInfo]) -> None:
-        """Stores the shards after checking them."""
         self._shards, self.tensors = shards, tensors
         self.ranks = tuple(sorted(shards))
         checked: set[int] = set()
@@ -245,7 +231,7 @@ class ExplicitShardMap:
         return tensor
 
     @cached_property
-    def _index(self) -> dict[str, list[BoxReplicas]]:
+    def _index(self) -> dict[str, tuple[BoxReplicas, ...]]:
         locations: dict[str, dict[Box, dict[tuple[str, Box], list[int]]]] = defaultdict(
             lambda: defaultdict(lambda: defaultdict(list))
         )
@@ -254,13 +240,16 @@ class ExplicitShardMap:
                 for piece in shard.pieces:
                     locations[piece.tensor][piece.source][parameter, piece.target].append(rank)
         interned: dict[Ranks, Ranks] = {}
-
-        def box_replicas(box: Box, positions: Mapping[tuple[str, Box], list[int]]) -> BoxReplicas:
-            ranks = tuple(sorted({rank for members in positions.values() for rank in members}))
-            at = tuple(BoxLocation(tuple(members), *position) for position, members in positions.items())
-            return BoxReplicas(box, interned.setdefault(ranks, ranks), at)
-
-        return {tensor: [box_replicas(*item) for item in boxes.items()] for tensor, boxes in locations.items()}
+        return {
+            tensor: _box_replicas(
+                {
+                    box: [BoxLocation(tuple(at), *place) for place, at in places.items()]
+                    for box, places in boxes.items()
+                },
+                interned,
+            )
+            for tensor, boxes in locations.items()
+        }
 
 
 def _with_names(template: Shard, layer: int | None, expert: int | None = None) -> Shard:
@@ -303,16 +292,23 @@ class JoinedShardMap:
         for part in self._maps:
             for item in part.replicas(tensor):
                 locations[item.box] += item.locations
-        return [self._box_replicas(box, at) for box, at in locations.items()]
+        return _box_replicas(locations, self._interned)
 
     def sharding_key(self, tensor: str) -> Hashable:
         """Returns the keys of all maps: tensors are equal where they are equal in each."""
         return tuple(part.sharding_key(tensor) for part in self._maps)
 
-    def _box_replicas(self, box: Box, locations: Sequence[BoxLocation]) -> BoxReplicas:
-        ranks = tuple(sorted({rank for location in locations for rank in location.ranks}))
-        ranks = self._interned.setdefault(ranks, ranks)  # equal sets are one object: plans look them up by identity
-        positions = {(location.parameter, location.parameter_box) for location in locations}
-        if len(positions) == 1:
-            return BoxReplicas(box, ranks, (BoxLocation(ranks, *positions.pop()),))
-        return BoxReplicas(box, ranks, tuple(locations))
+
+def _box_replicas(
+    locations: Mapping[Box, Sequence[BoxLocation]], interned: dict[Ranks, Ranks]
+) -> tuple[BoxReplicas, ...]:
+    """Returns boxes with all ranks that have them, whose tuples are equal objects where they are equal."""
+    result = []
+    for box, at in locations.items():
+        ranks = at[0].ranks if len(at) == 1 else tuple(sorted({rank for location in at for rank in location.ranks}))
+        ranks = interned.setdefault(ranks, ranks)  # plans look sets of ranks up by identity
+        # One location for all ranks where it is the same: plans then handle the ranks as one set.
+        positions = {(location.parameter, location.parameter_box) for location in at}
+        locations_of = (BoxLocation(ranks, *positions.pop()),) if len(positions) == 1 else tuple(at)
+        result.append(BoxReplicas(box, ranks, locations_of))
+    return tuple(result)

@@ -19,7 +19,7 @@ from verl_mg.sharding.boxes import Shard
 from verl_mg.sharding.engine_table import EngineRules
 from verl_mg.sharding.megatron import Kernels
 from verl_mg.sharding.model_table import SCORE, Head, ModelTable
-from verl_mg.sharding.param_spec import Axis, ParamBlock, ParamSpec
+from verl_mg.sharding.param_spec import Axis, ParamBlock, ParamRow
 from verl_mg.sharding.shard_map import DerivedShardMap, ParallelIndex
 from verl_mg.sharding.traced_table import EngineName, TracedTable
 
@@ -134,7 +134,7 @@ class WeightTable(ModelTable):
         """
         layout, config = placement.layout, self.config
         self.check_layout(layout, kernels)
-        # Equal layers get the same ParamSpec objects, by whose identity a shard map shares templates.
+        # Equal layers get the same ParamRow objects, by whose identity a shard map shares templates.
         layer_params = cache(lambda layer: megatron.layer_params(layer, config, kernels))
         embedding, output = megatron.embedding_param(self.model), self._output_params()
         stages = []
@@ -268,10 +268,10 @@ class WeightTable(ModelTable):
         """Returns the rows of the vocabulary on all tensor-parallel ranks of Megatron, including padding."""
         return megatron.VOCABULARY.padded(self.config.vocab, tp)
 
-    def _output_params(self) -> tuple[ParamSpec, ...]:
+    def _output_params(self) -> tuple[ParamRow, ...]:
         """Returns Megatron's final norm and output layer; a value head is whole on every rank."""
         norm, output = megatron.output_params(self.model)
-        return (norm, ParamSpec(output.name, output.tensors)) if self.head == "value" else (norm, output)
+        return (norm, ParamRow(output.name, output.tensors)) if self.head == "value" else (norm, output)
 
     def _derive(
         self,

@@ -36,7 +36,8 @@ from torch.distributed import TCPStore
 from verl_mg import device
 from verl_mg.distributed.collectives import all_gather_json, sum_over_ranks
 from verl_mg.distributed.outside_group import all_true, connect_all, connect_store, join_outside_group
-from verl_mg.engines.sglang.arguments import check_on_cpu
+from verl_mg.engines.engine_options import EngineCase
+from verl_mg.engines.kinds import SGLANG
 from verl_mg.engines.sglang.shard_receiver import (
     ARRIVAL_POLL_SECONDS,
     GO_KEY,
@@ -140,11 +141,10 @@ class ProcessGroupSync:
 def table_obstacle(table: ModelTable, layout: EngineLayout, wire: Wire = "cast") -> str:
     """Returns why the shards of a server of some layout are not known; empty where they are."""
     try:
-        table.check_engine_layout(layout)
+        SGLANG.check_layout(EngineCase(table, layout))
         if encoding := encoding_of(wire):
             shards = table.shard_map_engine(EnginePlacement(layout, tuple(range(layout.ranks))))
             check_engine_blocks(table, shards, encoding, shards.ranks)
-        check_on_cpu(table.config, table.model_dims, layout)
     except UserError as error:
         return str(error).rstrip(".")
     return ""

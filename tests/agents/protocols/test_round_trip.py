@@ -9,18 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.agents.protocols.exchanges import sent_events
+from tests.agents.protocols.exchanges import CHAT, MESSAGES, RESPONSES, exchange_of, sent_events
 from verl_mg.agents.call import Reply, ReplyToken
-from verl_mg.agents.protocols import ChatApi, Exchange
-from verl_mg.agents.protocols.chat_completions import ChatCompletions
+from verl_mg.agents.protocols import Exchange
 from verl_mg.agents.protocols.fields import json_object, parse
 from verl_mg.agents.protocols.memory import SessionMemory
-from verl_mg.agents.protocols.messages import Messages
-from verl_mg.agents.protocols.responses import Responses
 from verl_mg.agents.tool_calls import ToolCall
 
 Json = dict[str, Any]
-QUESTION = {"role": "user", "content": "Question"}
+QUESTION = {"role": "user", "content": "Hello"}
 TOOLS = ("search", "patch", "mcp__files__read")
 RESPONSE_TOOLS = [
     {"type": "function", "name": "search", "parameters": {"type": "object"}},
@@ -61,20 +58,9 @@ def through_json(value: Any) -> Any:
     return parse(json.dumps(value, allow_nan=False).encode())
 
 
-def chat_body(**fields: Any) -> Json:
-    return {"model": "policy", "messages": [QUESTION]} | fields
-
-
-def response_body(**fields: Any) -> Json:
-    return {"model": "policy", "input": [QUESTION], "tools": RESPONSE_TOOLS} | fields
-
-
-def message_body(**fields: Any) -> Json:
-    return {"model": "policy", "max_tokens": 9, "messages": [QUESTION]} | fields
-
-
-def exchange_of(api: ChatApi, body: Json, memory: SessionMemory) -> Exchange:
-    return api.read(through_json(body), memory)
+def read(path: str, memory: SessionMemory, **fields: Any) -> Exchange:
+    """Reads a request with fields that have been sent."""
+    return exchange_of(path, through_json(fields), memory)
 
 
 def written_again(call: Json) -> Json:
@@ -99,7 +85,7 @@ def integers(value: Any) -> Any:
 @given(replies())
 def test_chat_completion_sent_back_is_the_message(reply: Reply) -> None:
     memory = SessionMemory()
-    exchange = exchange_of(ChatCompletions(), chat_body(logprobs=True), memory)
+    exchange = read(CHAT, memory, logprobs=True)
     body = through_json(exchange.body(reply))
     streamed: Json = {"content": "", "tool_calls": []}
     for event in sent_events(exchange, body):
@@ -109,7 +95,7 @@ def test_chat_completion_sent_back_is_the_message(reply: Reply) -> None:
             streamed |= {name: delta[name] for name in ("role", "reasoning_content") if name in delta}
     again = {"tool_calls": list(map(written_again, streamed["tool_calls"]))}
     for message in (body["choices"][0]["message"], streamed, streamed | again):
-        later = exchange_of(ChatCompletions(), chat_body(messages=[QUESTION, message, QUESTION]), memory)
+        later = read(CHAT, memory, messages=[QUESTION, message, QUESTION])
         assert later.call.messages == (QUESTION, reply.message, QUESTION)
 
 
@@ -117,7 +103,7 @@ def test_chat_completion_sent_back_is_the_message(reply: Reply) -> None:
 @given(replies())
 def test_response_sent_back_is_the_message(reply: Reply) -> None:
     memory = SessionMemory()
-    exchange = exchange_of(Responses(), response_body(), memory)
+    exchange = read(RESPONSES, memory, tools=RESPONSE_TOOLS)
     body = through_json(exchange.body(reply))
     events = list(sent_events(exchange, body))
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
@@ -129,9 +115,9 @@ def test_response_sent_back_is_the_message(reply: Reply) -> None:
     ]
     references = [{"type": "item_reference", "id": item["id"]} for item in done]
     for items in (done, dropped, references, list(map(written_again, done))):
-        again = exchange_of(Responses(), response_body(input=[QUESTION, *items, QUESTION]), memory)
+        again = read(RESPONSES, memory, tools=RESPONSE_TOOLS, input=[QUESTION, *items, QUESTION])
         assert again.call.messages == (QUESTION, reply.message, QUESTION)
-    continued = exchange_of(Responses(), response_body(previous_response_id=body["id"]), memory)
+    continued = read(RESPONSES, memory, tools=RESPONSE_TOOLS, previous_response_id=body["id"])
     assert continued.call.messages == (QUESTION, reply.message, QUESTION)
 
 
@@ -139,7 +125,7 @@ def test_response_sent_back_is_the_message(reply: Reply) -> None:
 @given(replies())
 def test_message_sent_back_is_the_message(reply: Reply) -> None:
     memory = SessionMemory()
-    exchange = exchange_of(Messages(), message_body(), memory)
+    exchange = read(MESSAGES, memory)
     body = through_json(exchange.body(reply))
     streamed: list[Json] = []
     for event in sent_events(exchange, body):
@@ -153,16 +139,16 @@ def test_message_sent_back_is_the_message(reply: Reply) -> None:
             streamed[event["index"]] |= delta
     assert streamed == body["content"]
     history = [QUESTION, {"role": "assistant", "content": streamed}, QUESTION]
-    again = exchange_of(Messages(), message_body(messages=history), memory)
+    again = read(MESSAGES, memory, messages=history)
     assert again.call.messages == (QUESTION, reply.message, QUESTION)
 
 
 @settings(max_examples=60, deadline=None)
 @given(replies())
 def test_message_sent_back_to_another_session_has_equal_arguments(reply: Reply) -> None:
-    body = through_json(exchange_of(Messages(), message_body(), SessionMemory()).body(reply))
+    body = through_json(read(MESSAGES, SessionMemory()).body(reply))
     history = [QUESTION, {"role": "assistant", "content": body["content"]}]
-    (_, message) = exchange_of(Messages(), message_body(messages=history), SessionMemory()).call.messages
+    (_, message) = read(MESSAGES, SessionMemory(), messages=history).call.messages
     for call, expected in zip(message.get("tool_calls", ()), reply.tool_calls, strict=True):
         written = call["function"]["arguments"]
         assert written == expected.arguments or json.loads(written) == json.loads(expected.arguments)
@@ -170,7 +156,7 @@ def test_message_sent_back_to_another_session_has_equal_arguments(reply: Reply) 
 
 @pytest.mark.parametrize("earlier", [0, 1, 3])
 def test_response_events_after_keep_alives_are_numbered_without_a_gap(earlier: int) -> None:
-    exchange = exchange_of(Responses(), response_body(), SessionMemory())
+    exchange = read(RESPONSES, SessionMemory(), tools=RESPONSE_TOOLS)
     text = b"".join(exchange.keep_alive(number) for number in range(earlier)).decode()
     kept = [json.loads(event.partition("data: ")[2]) for event in text.split("\n\n") if event]
     reply = Reply("Yes.", "", (), "stop", (), 9, 4)

@@ -8,13 +8,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, TypeAdapter
 
-from tests.agents.protocols.exchanges import sent_events
+from tests.agents.protocols.exchanges import APIS, CHAT, MESSAGES, RESPONSES, exchange_of, sent_events
 from verl_mg.agents.call import Reply, ReplyToken, RequestError
-from verl_mg.agents.protocols import ChatApi, Exchange
-from verl_mg.agents.protocols.chat_completions import ChatCompletions
-from verl_mg.agents.protocols.memory import SessionMemory
-from verl_mg.agents.protocols.messages import Messages
-from verl_mg.agents.protocols.responses import Responses
 from verl_mg.agents.tool_calls import ToolCall
 
 anthropic_types = pytest.importorskip("anthropic.types")
@@ -23,18 +18,17 @@ response_types = pytest.importorskip("openai.types.responses")
 
 Json = dict[str, Any]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
-MESSAGES = [{"role": "user", "content": "Hello"}]
 FUNCTION = {"name": "search", "description": "Searches.", "parameters": SCHEMA}
-CHAT = {"messages": MESSAGES, "tools": [{"type": "function", "function": FUNCTION}], "logprobs": True}
+STREAM = {"stream": True, "stream_options": {"include_usage": True}}
+CHAT_FIELDS = {"tools": [{"type": "function", "function": FUNCTION}], "logprobs": True}
 RESPONSE = {
-    "input": "Hello",
     "instructions": "Be brief.",
     "tools": [{"type": "function", "strict": False} | FUNCTION, {"type": "custom", "name": "patch"}],
     "include": ["message.output_text.logprobs"],
     "reasoning": {"effort": "low"},
     "metadata": {"a": "b"},
 }
-MESSAGE = {"messages": MESSAGES, "max_tokens": 9, "stop_sequences": ["end"]}
+MESSAGE = {"stop_sequences": ["end"]}
 
 
 def reply_of(text: str, reasoning: str, finish: Any, *calls: ToolCall, stopped: str | None = None) -> Reply:
@@ -54,11 +48,6 @@ REPLIES = {
 }
 
 
-def exchange_of(api: ChatApi, fields: Json, stream: bool) -> Exchange:
-    options = {"stream_options": {"include_usage": True}} if "logprobs" in fields else {}
-    return api.read({"model": "policy", "stream": stream} | options | fields, SessionMemory())
-
-
 def unwritten(value: Any) -> set[str]:
     """Fields that a client knows and that are absent, as "Type.field"."""
     if isinstance(value, BaseModel):
@@ -69,12 +58,11 @@ def unwritten(value: Any) -> set[str]:
     return set().union(*map(unwritten, inner))
 
 
-def check(api: ChatApi, fields: Json, whole: Any, event: Any, reply: Reply, absent: set[str]) -> None:
+def check(path: str, fields: Json, whole: Any, event: Any, reply: Reply, absent: set[str]) -> None:
     """Validates the reply and its events, whose absent fields are among some that a policy has no values for."""
-    exchange = exchange_of(api, fields, stream=False)
-    body = json.loads(json.dumps(exchange.body(reply)))
+    body = json.loads(json.dumps(exchange_of(path, fields).body(reply)))
     found = unwritten(TypeAdapter(whole).validate_python(body, strict=True))
-    streamed = exchange_of(api, fields, stream=True)
+    streamed = exchange_of(path, fields | STREAM)
     events, adapter = list(sent_events(streamed, streamed.body(reply))), TypeAdapter(event)
     for sent in events:
         found |= unwritten(adapter.validate_python(sent, strict=True))
@@ -90,7 +78,7 @@ def test_chat_completion_satisfies_the_types_of_openai(name: str) -> None:
     parts = ("accepted_prediction", "audio", "rejected_prediction")
     absent |= {f"CompletionTokensDetails.{part}_tokens" for part in parts} | {"PromptTokensDetails.audio_tokens"}
     whole, event = chat_types.ChatCompletion, chat_types.ChatCompletionChunk
-    check(ChatCompletions(), CHAT, whole, event, REPLIES[name], absent)
+    check(CHAT, CHAT_FIELDS, whole, event, REPLIES[name], absent)
 
 
 @pytest.mark.parametrize("name", REPLIES)
@@ -114,7 +102,7 @@ def test_response_satisfies_the_types_of_openai(name: str) -> None:
     absent |= {"CustomTool.description", "CustomTool.format", "ResponseReasoningItem.status"}
     absent |= {"Reasoning.generate_summary", "Reasoning.summary", "ResponseTextConfig.verbosity"}
     whole, event = response_types.Response, response_types.ResponseStreamEvent
-    check(Responses(), RESPONSE, whole, event, REPLIES[name], absent)
+    check(RESPONSES, RESPONSE, whole, event, REPLIES[name], absent)
 
 
 @pytest.mark.parametrize("name", REPLIES)
@@ -126,7 +114,7 @@ def test_message_satisfies_the_types_of_anthropic(name: str) -> None:
     absent |= {f"Usage.{field}" for field in (*both, "cache_creation", "inference_geo", "service_tier", "speed")}
     absent |= {f"MessageDeltaUsage.{field}" for field in both}
     whole, event = anthropic_types.Message, anthropic_types.RawMessageStreamEvent
-    check(Messages(), MESSAGE, whole, event, REPLIES[name], absent)
+    check(MESSAGES, MESSAGE, whole, event, REPLIES[name], absent)
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 413, 500, 503])
@@ -134,11 +122,11 @@ def test_error_satisfies_the_types_of_both_clients(status: int) -> None:
     from openai.types.shared import ErrorObject
 
     error = RequestError(status, "messages: too long. Send fewer.", "messages", "context_length_exceeded")
-    for api in (ChatCompletions(), Responses()):
-        written = api.error(error)["error"]
+    for path in (CHAT, RESPONSES):
+        written = APIS[path].error(error)["error"]
         assert unwritten(TypeAdapter(ErrorObject).validate_python(written, strict=True)) == set()
         # What litellm recognizes.
         assert "this model's maximum context length is" in written["message"].lower()
     if status != 413:  # request_too_large is in the API's documentation and not in its client
         kind = TypeAdapter(anthropic_types.ErrorResponse)
-        assert unwritten(kind.validate_python(Messages().error(error), strict=True)) <= {"ErrorResponse.request_id"}
+        assert unwritten(kind.validate_python(APIS[MESSAGES].error(error), strict=True)) <= {"ErrorResponse.request_id"}

@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers import warm_start
 from tests.helpers.traces import needs_sglang
-from verl_mg.engines.hidden_packages import HIDDEN, hide_training_packages
+from verl_mg.engines.engine_host import HIDDEN, hide_training_packages
 from verl_mg.engines.sglang.arguments import ON_CPU
 from verl_mg.engines.sglang.engine import HOST
 

@@ -104,12 +104,7 @@ def clip_cov_loss(
 
 
 def kl_cov_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    penalized: Tensor,
-    coefficient: float,
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, penalized: Tensor, coefficient: float
 ) -> tuple[Tensor, Metrics]:
     """Returns -A r, plus on the selected tokens a KL penalty to the old policy: KL-Cov, arXiv:2505.22617.
 

@@ -15,8 +15,8 @@ import torch
 from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.engines import engine_host
 from verl_mg.engines.engine_attachment import EngineListener
-from verl_mg.engines.engine_host import EngineHost
-from verl_mg.engines.hidden_packages import hide_training_packages
+from verl_mg.engines.engine_host import EngineHost, hide_training_packages
+from verl_mg.engines.engine_options import EngineOptions
 from verl_mg.engines.ipc_payload import named_views, open_payload
 from verl_mg.engines.sglang.arguments import has_multi_token_draft
 from verl_mg.engines.sglang.requests import load_counts, parse_response, request_fields
@@ -34,8 +34,10 @@ IDLE_RETRY_SECONDS = 0.01  # pause between two attempts to find the schedulers i
 class SGLangHost(EngineHost):
     """Runs SGLang's engine and its tokenizer manager."""
 
-    def __init__(self, engine: Any, processor: ImageProcessor | None, updates_draft: bool) -> None:
-        super().__init__()
+    def __init__(
+        self, options: EngineOptions, engine: Any, processor: ImageProcessor | None, updates_draft: bool
+    ) -> None:
+        super().__init__(options)
         self._processor, self._models = processor, (TARGET, DRAFT) if updates_draft else (TARGET,)
         self._engine, self._manager = engine, engine.tokenizer_manager
         self._tp: int = engine.server_args.tp_size
@@ -137,12 +139,12 @@ class SGLangHost(EngineHost):
         """Implements `EngineHost.wake`."""
         await self._request("resume_memory_occupation", "ResumeMemoryOccupationReqInput", tags=_tags(weights, kv))
 
-    async def pause(self, keep_cache: bool) -> None:
+    async def pause(self) -> None:
         """Pauses the schedulers, and puts running requests back into their queue unless the cache is kept."""
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
         # After "retract" keys and values are computed again: log-probs of later tokens are exactly of the new weights.
-        mode = "in_place" if keep_cache else "retract"
+        mode = "in_place" if self.options.keep_cache else "retract"
         await self._manager.pause_generation(PauseGenerationReqInput(mode=mode))
 
     async def unpause(self) -> None:
@@ -228,12 +230,12 @@ def _tags(weights: bool, kv: bool) -> list[str]:
     return [tag for tag, selected in (("cuda_graph", kv), ("kv_cache", kv), ("weights", weights)) if selected]
 
 
-def create(arguments: dict[str, Any], loop: asyncio.AbstractEventLoop) -> SGLangHost:
+def create(arguments: dict[str, Any], options: EngineOptions, loop: asyncio.AbstractEventLoop) -> SGLangHost:
     """Starts SGLang and returns its host."""
     from verl_mg.engines.sglang.scheduler import Engine
 
     processor = ImageProcessor.read(arguments["model_path"])
-    return SGLangHost(Engine(**arguments), processor, has_multi_token_draft(arguments))
+    return SGLangHost(options, Engine(**arguments), processor, has_multi_token_draft(arguments))
 
 
 if __name__ == "__mp_main__":  # in a process that SGLang spawns

@@ -10,7 +10,7 @@ import torch
 from sglang.srt.entrypoints.engine import Engine as SGLang
 from sglang.srt.managers.scheduler import run_scheduler_process
 
-from verl_mg.engines.sglang.default_device import default_to_the_cpu
+from verl_mg.engines.sglang.unloaded_model import default_to_the_cpu
 
 
 def run_scheduler(*arguments: Any) -> None:

@@ -9,8 +9,16 @@ from typing import Any
 
 import torch
 
-from verl_mg.engines.sglang.default_device import default_to_the_cpu
 from verl_mg.layout import EngineLayout
+
+
+def default_to_the_cpu() -> None:
+    """Makes the CPU's module torch's default, for machines without a GPU.
+
+    A torch that is built for CUDA returns CUDA's module there too, whose calls raise.
+    """
+    module_of = torch.get_device_module
+    torch.get_device_module = lambda device=None: module_of(device or "cpu")  # type: ignore[assignment]
 
 
 @contextmanager

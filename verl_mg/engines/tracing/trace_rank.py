@@ -19,7 +19,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from verl_mg.engines.hidden_packages import hide_training_packages
+from verl_mg.engines.engine_host import hide_training_packages
 from verl_mg.engines.tracing.position_codes import UNWRITTEN, PositionCodes, decode, is_written
 from verl_mg.errors import UserError
 from verl_mg.jsonl import replacing

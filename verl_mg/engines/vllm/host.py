@@ -15,10 +15,10 @@ from typing import Any, NoReturn, TypeVar
 from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.engines import engine_host
 from verl_mg.engines.engine_attachment import EngineListener
-from verl_mg.engines.engine_host import EngineHost
-from verl_mg.engines.hidden_packages import hide_training_packages
-from verl_mg.engines.vllm.model_registry import inspect_models_here
+from verl_mg.engines.engine_host import EngineHost, hide_training_packages
+from verl_mg.engines.engine_options import EngineOptions
 from verl_mg.engines.vllm.statistics import StepStatistics
+from verl_mg.engines.vllm.unloaded_model import inspect_models_here
 from verl_mg.images import Image
 
 SEED_STEP = 0x9E3779B97F4A7C15  # odd number that distributes the seeds of a request's continuations
@@ -33,9 +33,14 @@ class VLLMHost(EngineHost):
     """Runs vLLM's asynchronous engine."""
 
     def __init__(
-        self, engine: Any, captures_routing: bool, processor: ImageProcessor | None, statistics: StepStatistics
+        self,
+        options: EngineOptions,
+        engine: Any,
+        captures_routing: bool,
+        processor: ImageProcessor | None,
+        statistics: StepStatistics,
     ) -> None:
-        super().__init__()
+        super().__init__(options)
         self._statistics = statistics
         self._engine, self._captures_routing, self._processor = engine, captures_routing, processor
         self._adapters: Any = None  # vLLM's request for the adapters that all requests use
@@ -140,9 +145,9 @@ class VLLMHost(EngineHost):
         tags = [tag for tag, selected in (("weights", weights), ("kv_cache", kv)) if selected]
         await self._call_engine(self._engine.wake_up(tags))
 
-    async def pause(self, keep_cache: bool) -> None:
+    async def pause(self) -> None:
         """Implements `EngineHost.pause`."""
-        await self._call_engine(self._engine.pause_generation(mode="keep", clear_cache=not keep_cache))
+        await self._call_engine(self._engine.pause_generation(mode="keep", clear_cache=not self.options.keep_cache))
 
     async def unpause(self) -> None:
         """Implements `EngineHost.unpause`."""
@@ -241,7 +246,7 @@ def _begin_child(stream: int, nothing: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def create(arguments: dict[str, Any], loop: asyncio.AbstractEventLoop) -> VLLMHost | VLLMPart:
+def create(arguments: dict[str, Any], options: EngineOptions, loop: asyncio.AbstractEventLoop) -> VLLMHost | VLLMPart:
     """Starts vLLM, or its part on a further node, and returns its host."""
     from vllm.config import ModelConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -263,7 +268,7 @@ def create(arguments: dict[str, Any], loop: asyncio.AbstractEventLoop) -> VLLMHo
         return AsyncLLM.from_engine_args(engine_arguments, stat_loggers=[statistics])
 
     processor = ImageProcessor.read(arguments["model"])
-    return VLLMHost(loop.run_until_complete(start()), captures_routing, processor, statistics)
+    return VLLMHost(options, loop.run_until_complete(start()), captures_routing, processor, statistics)
 
 
 if __name__ == "__mp_main__":  # in a process that vLLM spawns

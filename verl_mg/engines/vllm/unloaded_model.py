@@ -12,11 +12,23 @@ from typing import Any
 import torch
 
 from verl_mg.engines.vllm.arguments import layer_partition
-from verl_mg.engines.vllm.model_registry import inspect_models_here
 from verl_mg.layout import EngineLayout
 
 # Kernels of sparse attention by their name in vLLM.
 SPARSE_BACKEND = "vllm.v1.attention.backends.mla.flashmla_sparse.FlashMLASparseBackend"
+
+
+def inspect_models_here() -> None:
+    """Inspects model classes in this process, on machines without a GPU.
+
+    For each class that its cache does not have, vLLM would start a process that imports vLLM again, lest CUDA starts in
+    this one: half a minute of a CPU.
+    """
+    from vllm.model_executor.models import registry
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        registry._run_in_subprocess = lambda inspect: inspect()  # there is no CUDA that could start
 
 
 @contextmanager

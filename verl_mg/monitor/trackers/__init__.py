@@ -27,10 +27,7 @@ def build_trackers(title: str, config: Config, timer: PhaseTimer, first_step: in
     """Opens the trackers of a job; called on one rank. `first_step` is 0 in a new run, for the evaluation before it."""
     output = config.job.output
     run = RunInfo(
-        folder=output,
-        project=config.tracking.project,
-        name=run_name(config),
-        tree=config.model_dump(mode="json"),
+        folder=output, project=config.tracking.project, name=run_name(config), tree=config.model_dump(mode="json")
     )
     openers: dict[str, Callable[[], Tracker]] = {
         METRICS: partial(JsonlTracker, output / METRICS, first_step),
