@@ -35,6 +35,7 @@ from torch import Tensor
 from torch.distributed import TCPStore
 
 from verl_mg.distributed.outside_group import all_true, connect_all, connect_store, join_outside_group
+from verl_mg.engines.sglang import internals
 from verl_mg.engines.sglang.folder_receiver import FolderRequest, apply_folder
 from verl_mg.engines.sglang.weight_loader import check_dtypes, loaded_parameters, message_for_loader
 from verl_mg.reshard import Schedule, Traffic, execute
@@ -224,11 +225,8 @@ def _receiver() -> ShardReceiver:
 
 def receive_shards(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     """Receives the shards of this rank in place, or applies the changes in a shared folder."""
-    from sglang.srt.runtime_context import get_parallel
-
     ((_, text),) = named_tensors
-    fields, parallel = json.loads(bytes(text.tolist())), get_parallel()
-    rank = parallel.pp_rank * parallel.tp_size + parallel.tp_rank
+    fields, rank = json.loads(bytes(text.tolist())), internals.position().rank
     if "folder" in fields:
         apply_folder(model, FolderRequest(**fields), rank)
         return
