@@ -34,6 +34,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.helpers.random_models import assemble, fields
+from tests.helpers.sglang_servers import SETTINGS
 from tests.oracles.installed_source import installed_functions
 from tests.reshard.encoded_moves import sglang_channels
 from verl_mg.distributed.outside_group import connect_store, join_outside_group
@@ -382,7 +383,7 @@ class Server:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(remote_engine, "probe_server", lambda *_: info)
             patch.setattr(remote_engine, "JsonSession", lambda *_: session)
-            self.engine = RemoteEngine(self._url, ServerRequirements(MODEL, 64))
+            self.engine = RemoteEngine(self._url, ServerRequirements(MODEL, 64), SETTINGS)
         return session
 
     def end(self) -> None:

@@ -39,12 +39,11 @@ from verl_mg.sharding.boxes import Piece, Shard, full_box
 from verl_mg.sharding.shard_map import ExplicitShardMap, ShardMap
 from verl_mg.weight_sync import broadcast, transfer_plan
 from verl_mg.weight_sync.adapters import AdapterSync
-from verl_mg.weight_sync.broadcast import BroadcastSync
 from verl_mg.weight_sync.folder import FolderSync
 from verl_mg.weight_sync.hf_module import HFEngineSync
 from verl_mg.weight_sync.ipc import ProcessEngineSync, engine_groups
 from verl_mg.weight_sync.servers import ServerTransport, gather_views
-from verl_mg.weight_sync.shards import ShardSync
+from verl_mg.weight_sync.shards import ProcessGroupSync
 
 CHUNK = 2**18
 """Bytes of a chunk, of which a model has several."""
@@ -223,11 +222,11 @@ JOB, LAYOUTS = 2, ("tp2", "tp1")
 def transport(way: str, wire: str, folder: Path) -> ServerTransport:
     match way:
         case "shards":
-            return ShardSync(TABLE, wire)
+            return ProcessGroupSync(TABLE, wire=wire)
         case "shards, changes":
-            return ShardSync(TABLE, wire, delta=True)
+            return ProcessGroupSync(TABLE, wire=wire, delta=True)
         case "broadcast":
-            return BroadcastSync()
+            return ProcessGroupSync(TABLE, broadcast_to_all=True)
         case "folder, changes":
             return FolderSync(folder, folder, TABLE)
     return FolderSync(folder, folder)

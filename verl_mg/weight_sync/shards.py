@@ -105,6 +105,7 @@ class ProcessGroupSync:
                 "only shards. Start it otherwise, or leave both out."
             )
         metrics: Counter[str] = Counter()
+        lost: frozenset[int] = frozenset()
         if receiving:
             result = self._shards.transfer(weights, engines, receiving)
             if result.lost:  # the caller repeats the transfer without them
@@ -112,11 +113,12 @@ class ProcessGroupSync:
             metrics.update(result.metrics)
         if others:
             result = self._broadcast.transfer(weights, engines, others)
+            lost = result.lost
             metrics.update(result.metrics)
             # Shards were configured, and a broadcast costs many times the bytes.
             if not self._broadcast_to_all and dist.get_rank() == SENDER:
                 self._warn(others, obstacles, result.metrics)
-        return SyncResult(dict(metrics))
+        return SyncResult(dict(metrics), lost)
 
     def _obstacle(self, view: ServerView) -> str:
         """Returns why a server receives the whole model; empty where its ranks receive their shards."""
