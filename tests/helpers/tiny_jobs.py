@@ -1,7 +1,5 @@
 """Whole jobs on ranks of the pool: what they are given, how one is run, and what it logged."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Collection, Sequence
 from pathlib import Path

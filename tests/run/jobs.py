@@ -1,7 +1,5 @@
 """Tiny jobs of three iterations: recorded, trained on again, interrupted and resumed."""
 
-from __future__ import annotations
-
 import io
 import logging
 import os

@@ -30,9 +30,8 @@ import torch
 
 from tools.bench.harness import options_of
 from tools.bench.local_servers import running_servers
-from verl_mg.engines.engine import Request, Sample, Sampling
-from verl_mg.engines.engine_counts import CACHED, PROMPT
-from verl_mg.engines.process_engine import EngineSettings
+from verl_mg.engines.engine import CACHED, PROMPT, Request, Sample, Sampling
+from verl_mg.engines.engine_options import EngineOptions
 from verl_mg.engines.trajectory import NOT_GENERATED
 from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import read_config
@@ -74,7 +73,7 @@ def main() -> None:
     parser.add_argument("--policy", default="fcfs", choices=("fcfs", "lpm"))
     chosen = parser.parse_args()
     longest = chosen.prompt_tokens + 2 * chosen.tokens + OBSERVATION
-    settings = EngineSettings(
+    settings = EngineOptions(
         layout=EngineLayout(), dtype=torch.float32, max_running=chosen.running, max_positions=longest + 8,
         extra={"skip_tokenizer_init": False, "schedule_policy": chosen.policy},
     )  # fmt: skip
@@ -88,7 +87,7 @@ def main() -> None:
         requirements = ServerRequirements(read_config(model), longest)
 
         def connect(url: str, borrowed: bool, on_arrival: Callable[[], None]) -> RemoteEngine:
-            return RemoteEngine(url, requirements, max_running=chosen.running, borrowed=borrowed, on_arrival=on_arrival)
+            return RemoteEngine(url, requirements, settings, borrowed=borrowed, on_arrival=on_arrival)
 
         with running_servers(model, settings, chosen.servers, Path(name)) as urls:
             for number in range(chosen.rounds + 1):

@@ -35,8 +35,8 @@ from verl_mg.agents.tool_calls import ReplyParser
 from verl_mg.config.roles import RolloutConfig
 from verl_mg.data.prompts import Prompt
 from verl_mg.engines.engine import Request, RolloutEngine, Sampling
+from verl_mg.engines.engine_options import EngineOptions
 from verl_mg.engines.hf.engine import HFEngine
-from verl_mg.engines.process_engine import EngineSettings
 from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import read_config
 from verl_mg.models.tiny_model import make_tiny_model
@@ -80,14 +80,14 @@ def _engine(folder: Path, chosen: argparse.Namespace) -> Iterator[tuple[Path, Ro
     if chosen.engine == "hf":
         yield model, HFEngine(model, "cpu", torch.float32, chosen.sessions), lambda: None
         return
-    settings = EngineSettings(
+    settings = EngineOptions(
         layout=EngineLayout(), dtype=torch.float32, max_running=chosen.sessions, max_positions=longest,
         extra={"skip_tokenizer_init": False},
     )  # fmt: skip
     requirements = ServerRequirements(read_config(model), longest - 8)
 
     def connect(url: str, borrowed: bool, on_arrival: Callable[[], None]) -> RemoteEngine:
-        return RemoteEngine(url, requirements, max_running=chosen.sessions, borrowed=borrowed, on_arrival=on_arrival)
+        return RemoteEngine(url, requirements, settings, borrowed=borrowed, on_arrival=on_arrival)
 
     with running_servers(model, settings, 1, folder) as urls:
         pool = ServerPool(connect)

@@ -48,10 +48,10 @@ class Quantized:
     def run(self) -> int:
         """Fills the target and returns the bytes received, which are the lower bound of the encoded form."""
         encoded = self._encoder.run(self._source, lambda _: None)
-        received = execute(self._schedule, encoded.tensors, self._target).bytes_received
+        received = execute(self._schedule, encoded, self._target).bytes_received
         if received != self._bound:
             raise SystemExit(f"{received} bytes received, the lower bound is {self._bound}")
-        return received + encoded.bytes_exchanged
+        return received + self._encoder.bytes_exchanged
 
 
 class Changes:

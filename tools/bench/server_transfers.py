@@ -17,17 +17,17 @@ import torch.multiprocessing as multiprocessing
 
 from tools.bench.local_servers import free_port, running_servers
 from verl_mg.config import load_config
-from verl_mg.engines.process_engine import EngineSettings
+from verl_mg.engines.engine_options import EngineOptions
 from verl_mg.engines.sglang.shard_receiver import RECEIVER
 from verl_mg.job.job import RunningJob
 from verl_mg.job.recipe import load_recipe
 from verl_mg.layout import EngineLayout
 from verl_mg.models.tiny_model import make_tiny_model
-from verl_mg.weight_sync.process_group import ProcessGroupSync
+from verl_mg.weight_sync.shards import ProcessGroupSync
 
 RANKS, ACTOR, SERVERS = 8, "tp4-pp2", 2
 HIDDEN, PARAMETERS_OF_A_LAYER = 512, 4.2e6
-SETTINGS = EngineSettings(
+SETTINGS = EngineOptions(
     layout=EngineLayout(tp=2), dtype=torch.float32, max_running=8, max_positions=128,
     extra={"skip_tokenizer_init": False, "custom_weight_loader": [RECEIVER]},
 )  # fmt: skip
