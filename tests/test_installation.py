@@ -101,10 +101,11 @@ site.addsitedir(sys.argv[1])
 sys.path.append(sys.argv[2])
 import verl_mg.recipes.common.kl, verl_mg.recipes.grpo
 from verl_mg.job.recipe import load_recipe
-from verl_mg.import_function import load_function
+from verl_mg.config.roles import RolloutConfig
+from verl_mg.job.build_agents import load_agent
 assert load_recipe("grpo").config is verl_mg.recipes.grpo.Config is load_recipe("recipes/grpo.py").config
 assert load_recipe("mine.py").config.__module__ == "recipe_mine"
-assert load_function("verl_mg.recipes.environments.harbor:run", "agent")
+assert load_agent(RolloutConfig(agent="harbor")).__module__ == "verl_mg.recipes.environments.harbor"
 try:
     import recipes.grpo
 except ImportError:

@@ -37,7 +37,7 @@ def agent_wrapper(
 
     UserError if there is no such agent, the tokenizer has no chat template, or SGLang no such parser.
     """
-    agent = _agent(rollout)
+    agent = load_agent(rollout)
     renderer = ConversationRenderer(tokenizer, stop_token_ids, rollout.chat_template_options, processor)
     parser = ReplyParser(tokenizer, rollout.tool_call_parser, rollout.reasoning_parser)
 
@@ -48,7 +48,8 @@ def agent_wrapper(
     return wrap
 
 
-def _agent(rollout: RolloutConfig) -> Agent:
+def load_agent(rollout: RolloutConfig) -> Agent:
+    """Returns the agent of `rollout.agent`, which may be a name of `recipes/environments/`, or of its command."""
     if rollout.agent_command:
         return functools.partial(run_command, rollout.agent_command, timeout=rollout.agent_timeout_s)
     assert rollout.agent is not None
