@@ -1,7 +1,5 @@
 """Language of code, documents and test names, and the checker of `tests.language` on texts that break each rule."""
 
-from __future__ import annotations
-
 import ast
 import collections.abc
 import contextlib

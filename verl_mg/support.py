@@ -21,13 +21,14 @@ import torch
 from verl_mg.checkpoint.model_directory import ModelDirectory
 from verl_mg.checkpoint.peft import adapted_tensors, module_name
 from verl_mg.config import Config, MegatronConfig
+from verl_mg.config.checks import refuse
 from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.errors import UserError
 from verl_mg.fsdp.mesh import check_mesh
 from verl_mg.fsdp.model import build_module, logit_scale_of, tensor_plan
 from verl_mg.fsdp.model_runner import check_module_layout
 from verl_mg.hub import HubName
-from verl_mg.job.engine_adapters import check_adapters
+from verl_mg.job.engine_checks import MODEL_REFUSALS, ModelCase, check_job
 from verl_mg.layout import EngineLayout, Layout
 from verl_mg.megatron.model_runner import check_layout
 from verl_mg.megatron.multi_token import check_multi_token
@@ -277,7 +278,7 @@ class ModelSupport:
                 "rollout": {"engine": engine, "adapters": True, "sleep": False},
             }
         )
-        check_adapters(config, table, 1)
+        refuse(MODEL_REFUSALS, ModelCase(check_job(config, 1), table))
 
     def parts(self) -> Iterator[Answer]:
         """Yields which parts the model has besides a language model."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import string
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,10 +14,10 @@ from tests.agents.conversations import KEEPING, MARKS
 from tests.helpers import warm_start
 from tests.helpers.engines import SGLANG, VLLM_NIGHTLY, bring_weights
 from verl_mg.engines.engine import RolloutEngine
+from verl_mg.engines.engine_options import EngineOptions
 from verl_mg.engines.hf.engine import HFEngine
-from verl_mg.engines.process_engine import EngineSettings
-from verl_mg.engines.sglang import SGLangEngine
-from verl_mg.engines.vllm.engine import VLLMEngine
+from verl_mg.engines.kinds import PROCESSES
+from verl_mg.engines.process_engine import ProcessEngine
 from verl_mg.layout import EngineLayout
 from verl_mg.models.tiny_model import make_tiny_model
 
@@ -56,11 +55,10 @@ def any_engine(request: pytest.FixtureRequest, chat_model: Path, hf_engine: HFEn
         yield hf_engine
         return
     python = warm_start.vllm().python if request.param == "vllm" else None
-    settings = EngineSettings(
+    settings = EngineOptions(
         layout=EngineLayout(), dtype=torch.float32, max_running=16, max_positions=POSITIONS, python=python
     )
-    kind: Any = {"sglang": SGLangEngine, "vllm": VLLMEngine}[request.param]
-    engine = kind(chat_model, settings, chat_model.parent / f"{request.param}.log", request_timeout=1000.0)
+    engine = ProcessEngine(PROCESSES[request.param], chat_model, settings, chat_model.parent / f"{request.param}.log")
     bring_weights(engine, chat_model, version=3)
     yield engine
     engine.close()

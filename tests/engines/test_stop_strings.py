@@ -16,12 +16,12 @@ from tests.helpers import warm_start
 from tests.helpers.engines import bring_weights
 from tests.helpers.traces import needs_sglang, needs_vllm
 from verl_mg.engines.engine import Request, RolloutEngine, Sample, Sampling
+from verl_mg.engines.engine_options import EngineOptions
 from verl_mg.engines.hf.engine import HFEngine
-from verl_mg.engines.process_engine import EngineSettings
-from verl_mg.engines.sglang import SGLangEngine
+from verl_mg.engines.kinds import SGLANG, VLLM
+from verl_mg.engines.process_engine import ProcessEngine
 from verl_mg.engines.stop_strings import StopStringEngine, cut_at_stop, decoder, num_tokens_to_stop
 from verl_mg.engines.trajectory import NOT_GENERATED
-from verl_mg.engines.vllm.engine import VLLMEngine
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout
 from verl_mg.models.tiny_model import make_tiny_model
@@ -109,18 +109,18 @@ def test_hf_decoding_itself_ends_where_transformers_ends(hf: HFEngine, model: Pa
     assert sample.finish == "stop" and len(sample.tokens) < 50
 
 
-SETTINGS = EngineSettings(
+SETTINGS = EngineOptions(
     layout=EngineLayout(), dtype=torch.float32, max_running=16, max_positions=256, routed_experts=True, reads_text=True
 )
 
 
 @pytest.fixture
-def started(request: pytest.FixtureRequest, model: Path, tmp_path: Path) -> Iterator[SGLangEngine | VLLMEngine]:
+def started(request: pytest.FixtureRequest, model: Path, tmp_path: Path) -> Iterator[ProcessEngine]:
     if request.param == "sglang":
-        engine: SGLangEngine | VLLMEngine = SGLangEngine(model, SETTINGS, tmp_path / "0.log", request_timeout=1000.0)
+        engine: ProcessEngine = ProcessEngine(SGLANG, model, SETTINGS, tmp_path / "0.log")
     else:
         settings = replace(SETTINGS, python=Path(warm_start.vllm().python))
-        engine = VLLMEngine(model, settings, tmp_path / "0.log", request_timeout=1000.0)
+        engine = ProcessEngine(VLLM, model, settings, tmp_path / "0.log")
     bring_weights(engine, model, version=7)
     yield engine
     engine.close()
@@ -130,9 +130,7 @@ def started(request: pytest.FixtureRequest, model: Path, tmp_path: Path) -> Iter
 @pytest.mark.parametrize(
     "started", [pytest.param("sglang", marks=needs_sglang), pytest.param("vllm", marks=needs_vllm)], indirect=True
 )
-def test_engine_samples_end_at_stop_strings_and_it_stops_by_itself(
-    started: SGLangEngine | VLLMEngine, model: Path
-) -> None:
+def test_engine_samples_end_at_stop_strings_and_it_stops_by_itself(started: ProcessEngine, model: Path) -> None:
     decode = decoder(read_tokenizer(model))
     check(StopStringEngine(started, decode), model)
     (free,) = started.generate(ask(1), FREE)

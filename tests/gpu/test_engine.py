@@ -12,8 +12,9 @@ from tests.helpers.machine import free_memory
 from tests.helpers.traces import needs_sglang
 from verl_mg import device
 from verl_mg.engines.engine import Request, Sample, Sampling
-from verl_mg.engines.process_engine import EngineSettings
-from verl_mg.engines.sglang import SGLangEngine
+from verl_mg.engines.engine_options import EngineOptions
+from verl_mg.engines.kinds import SGLANG
+from verl_mg.engines.process_engine import ProcessEngine
 from verl_mg.layout import EngineLayout
 from verl_mg.models.tiny_model import make_tiny_model
 
@@ -39,7 +40,7 @@ class Served:
 def served(models: list[Path], folder: Path) -> Served:
     """Two updates; then the engine sleeps, training takes the memory and returns it, and the engine wakes."""
     on_gpu = device.current_device().type == "cuda"
-    settings = EngineSettings(
+    settings = EngineOptions(
         layout=EngineLayout(),
         dtype=torch.bfloat16 if on_gpu else torch.float32,
         max_running=16,
@@ -47,7 +48,7 @@ def served(models: list[Path], folder: Path) -> Served:
         memory_fraction=SHARE,
         first_gpu=device.current_device().index or 0,
     )
-    engine = SGLangEngine(models[0], settings, folder / "0.log")
+    engine = ProcessEngine(SGLANG, models[0], settings, folder / "0.log")
     try:
         answers = []
         for version, model in enumerate(models, start=1):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from tests.helpers import warm_start
 from tests.helpers.traces import needs_sglang, needs_vllm
@@ -15,10 +18,11 @@ from verl_mg import device
 from verl_mg.checkpoint.hf_safetensors import CheckpointReader, load_shards
 from verl_mg.checkpoint.model_directory import ModelDirectory
 from verl_mg.engines.engine import Request, RolloutEngine, Sample, Sampling
+from verl_mg.engines.engine_options import EngineOptions
 from verl_mg.engines.ipc_payload import Staging
 from verl_mg.engines.process_engine import ProcessEngine
 from verl_mg.engines.sglang.arguments import has_multi_token_draft
-from verl_mg.engines.vllm.engine import VLLMEngine
+from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import read_config
 from verl_mg.models.hf_tensors import with_multi_token_layer
 from verl_mg.sharding.boxes import Shard
@@ -27,6 +31,8 @@ from verl_mg.sharding.weight_table import weight_table
 SGLANG = pytest.param("sglang", marks=needs_sglang)
 VLLM = pytest.param("vllm", marks=needs_vllm)
 VLLM_NIGHTLY = pytest.param("vllm", marks=[needs_vllm, pytest.mark.nightly])
+VERSION = 7
+"""Version of the weights that an engine of `tests/engines/conftest.py` has when a test begins."""
 WORKERS = ("sglang::scheduler", "VLLM::Worker")
 """Titles of the processes that compute."""
 
@@ -36,9 +42,16 @@ def overrides(engine: str) -> list[str]:
     return [f"rollout.engine={engine}", *([f"rollout.python={warm_start.vllm().python}"] if engine == "vllm" else [])]
 
 
+def options_of(kind: str, **changes: Any) -> EngineOptions:
+    """Options of a small engine on the CPU."""
+    python = Path(warm_start.vllm().python) if kind == "vllm" else None
+    options: dict[str, Any] = {"max_running": 16, "max_positions": 256, "routed_experts": True, "python": python}
+    return EngineOptions(layout=EngineLayout(), dtype=torch.float32, **(options | changes))
+
+
 def process_of(engine: ProcessEngine) -> psutil.Process:
     """The process of an engine, of which the engine's own processes are children."""
-    warm = warm_start.vllm() if isinstance(engine, VLLMEngine) else warm_start.sglang()
+    warm = getattr(warm_start, engine.kind.name)()
     return psutil.Process(warm.program_of(engine.pid) or engine.pid)
 
 
@@ -54,7 +67,7 @@ def bring_weights(
     """As a sync does it, each rank's shard of the table, or of a trace, read from the checkpoint."""
     held = []
     for shards in traced or _shards_of_table(engine, model):
-        dtypes = dict.fromkeys(shards, engine.settings.dtype)
+        dtypes = dict.fromkeys(shards, engine.options.dtype)
         held.append(Staging(shards, dtypes, device.current_device()))
         with CheckpointReader(ModelDirectory.find(model)) as reader:
             load_shards(reader, shards, held[-1].tensors)  # from memory that is not pinned: complete when it returns
@@ -62,9 +75,9 @@ def bring_weights(
 
 
 def _shards_of_table(engine: ProcessEngine, model: Path) -> list[dict[str, Shard]]:
-    layout, config = engine.settings.layout, with_multi_token_layer(read_config(model), model)
-    table = weight_table(config).for_engine("vllm" if isinstance(engine, VLLMEngine) else "sglang")
-    if has_multi_token_draft(engine.settings.extra):
+    layout, config = engine.options.layout, with_multi_token_layer(read_config(model), model)
+    table = weight_table(config).for_engine(engine.kind.name)
+    if has_multi_token_draft(engine.options.extra):
         table = table.with_draft_model()
     return [dict(table.engine_shards(layout, rank)) for rank in range(layout.ranks)]
 
@@ -92,9 +105,10 @@ def cut_short(engine: RolloutEngine, requested: Sequence[Request], sampling: Sam
     seconds = 0.15
     for _ in range(50):
         engine.submit(requested, sampling)
-        samples = engine.collect(seconds)
-        engine.abort()
-        samples += all_of(engine, len(requested) - len(samples))
+        timer = threading.Timer(seconds, engine.abort)  # an engine in this process collects until it is aborted
+        timer.start()
+        samples = all_of(engine, len(requested))
+        timer.join()
         if {sample.finish for sample in samples} != {"abort"}:
             seconds /= 2
         elif not any(sample.tokens for sample in samples):

@@ -1,7 +1,5 @@
 """Server on the loopback interface that speaks as much of the Hugging Face hub's protocol as its client needs."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

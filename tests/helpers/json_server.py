@@ -1,7 +1,5 @@
 """Real HTTP servers on the loopback interface."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Models and roles of tests, each with its own process groups."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, TypeVar
 

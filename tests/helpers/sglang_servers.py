@@ -18,14 +18,13 @@ from typing import Any
 import torch
 
 from tests.helpers import warm_start
-from verl_mg.engines.process_engine import EngineSettings
-from verl_mg.engines.sglang import engine_arguments
-from verl_mg.engines.sglang.arguments import environment
+from verl_mg.engines.engine_options import EngineOptions
+from verl_mg.engines.sglang.arguments import engine_arguments, environment
 from verl_mg.engines.sglang.shard_receiver import RECEIVER
 from verl_mg.layout import EngineLayout
 
 START_SECONDS = 900
-SETTINGS = EngineSettings(
+SETTINGS = EngineOptions(
     layout=EngineLayout(tp=2), dtype=torch.float32, max_running=32, max_positions=64,
     extra={"skip_tokenizer_init": False},
 )  # fmt: skip
@@ -65,7 +64,7 @@ class RunningServer:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                env=environment(settings),
+                env=environment(model, settings),
             )
 
     @property

@@ -14,8 +14,6 @@ Rules:
     private: a test that reaches through private attributes of two objects in one expression.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

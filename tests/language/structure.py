@@ -1,7 +1,5 @@
 """Rules about docstrings, fields and the names of tests, which read the syntax tree of a module."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """Endpoint for Prometheus: its format, what a real Prometheus reads from a running job, and the Grafana dashboard."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
@@ -21,7 +19,7 @@ from tests.helpers.launched import LONG, PATIENCE_S, ROOT, iterations_done, star
 from tests.helpers.tiny_jobs import DIGITS, files_of, logged
 from verl_mg.config import Config
 from verl_mg.distributed.world import World
-from verl_mg.engines.engine_counts import DRAFTED, PROMPT, VERIFIED, count_metrics, observed_load
+from verl_mg.engines.engine import DRAFTED, PROMPT, VERIFIED, count_metrics, observed_load
 from verl_mg.engines.ports import PortBlock
 from verl_mg.errors import UserError
 from verl_mg.monitor.metrics import GPU_MEMORY, GPU_UTILIZATION, over_ranks

@@ -1,7 +1,5 @@
 """Plans of the FSDP backend: the command, and bytes of what ranks store and of their collectives in real runs."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import dataclass, field

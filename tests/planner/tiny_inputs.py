@@ -1,7 +1,5 @@
 """Small models on paper, whose memory can be counted by hand, and the published ones."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

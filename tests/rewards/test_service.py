@@ -1,7 +1,5 @@
 """HTTP services: transient failures are retried, permanent ones and malformed responses raise one clear error."""
 
-from __future__ import annotations
-
 import asyncio
 import email.utils
 import threading

@@ -14,14 +14,13 @@ from tests.helpers.rank_pool import job_store
 from tests.helpers.sglang_servers import RunningServer, receiving_server
 from tests.helpers.traces import needs_sglang
 from tests.rollout.engine_jobs import checked_answers, engine_job, inputs, trained_once
-from verl_mg.engines.engine import Request, Sampling
-from verl_mg.engines.engine_counts import CAPACITY, OBSERVED, RUNNING, USED, WAITING
+from verl_mg.engines.engine import CAPACITY, OBSERVED, RUNNING, USED, WAITING, Request, Sampling
 from verl_mg.engines.sglang.requests import load_counts
 from verl_mg.errors import UserError
 from verl_mg.http_client import JsonSession
 from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import read_config
-from verl_mg.servers.keys import ServerKeys
+from verl_mg.servers.info import ServerKeys
 from verl_mg.servers.pool import ServerPool
 from verl_mg.servers.pool_member import State
 from verl_mg.servers.remote_engine import LOADS, RemoteEngine

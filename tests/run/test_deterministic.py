@@ -15,7 +15,7 @@ from tests.helpers.rank_pool import job_context, job_store, refusal
 from tests.run.jobs import job, lines_of, make_inputs
 from verl_mg.data import Prompt
 from verl_mg.engines import Sampling
-from verl_mg.engines.process_engine import EngineSettings
+from verl_mg.engines.engine_options import EngineOptions
 from verl_mg.engines.sglang.arguments import engine_arguments
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout
@@ -108,7 +108,7 @@ def test_static_engine_group_shares_do_not_depend_on_time(ranks):
 
 @pytest.mark.parametrize("wanted", [True, False])
 def test_engine_arguments_deterministic_enables_deterministic_inference(monkeypatch, wanted):
-    settings = EngineSettings(
+    settings = EngineOptions(
         layout=EngineLayout(), dtype=torch.bfloat16, max_running=4, max_positions=64, deterministic=wanted
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

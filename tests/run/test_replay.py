@@ -23,7 +23,7 @@ from verl_mg.monitor.sample_reader import SampleReader
 from verl_mg.rollout.async_rollout import AsyncRollout
 from verl_mg.rollout.rollout import RolloutSource
 from verl_mg.rollout.sync_rollout import SyncRollout
-from verl_mg.run.mode import RunMode
+from verl_mg.run.loop import RunMode
 from verl_mg.run.replay import ReplayRollout
 
 ENGINES = ("weight_sync/", "eval/", "rollout/load_imbalance", "rollout/engine_deaths")

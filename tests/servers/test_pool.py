@@ -12,7 +12,7 @@ from verl_mg.engines.engine import EngineDiedError, Request, Sample, Sampling
 from verl_mg.errors import UserError
 from verl_mg.servers import pool as server_pool
 from verl_mg.servers import pool_member
-from verl_mg.servers.keys import ServerKeys
+from verl_mg.servers.info import ServerKeys
 from verl_mg.servers.pool import ServerPool
 from verl_mg.servers.pool_member import Server, State
 

@@ -1,12 +1,13 @@
 """A real SGLang server that is given images over HTTP, against the hf engine."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.engines.vision_requests import check_images
-from tests.helpers.sglang_servers import RunningServer
+from tests.helpers.sglang_servers import SETTINGS, RunningServer
 from tests.helpers.tiny_models import vision_model
 from tests.helpers.traces import needs_sglang
 from verl_mg.data.image_processor import ImageProcessor
@@ -38,7 +39,7 @@ def test_server_given_images_writes_the_tokens_of_the_hf_engine_after_each_updat
 ) -> None:
     requirements = ServerRequirements(read_any_config(folders[0]), 200)
     processor = ImageProcessor.read(folders[0])
-    engine = RemoteEngine(server.url, requirements, max_running=16, processor=processor)
+    engine = RemoteEngine(server.url, requirements, replace(SETTINGS, max_running=16), processor=processor)
     try:
         written = []
         for version, folder in enumerate(folders):

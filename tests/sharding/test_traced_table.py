@@ -18,9 +18,9 @@ from tests.helpers.roles import build_role
 from tests.helpers.tiny_models import tiny_model
 from tests.helpers.traces import folder_of, needs_sglang, sglang_traces
 from verl_mg.config import Config, JobConfig, OptimizerConfig
+from verl_mg.engines.kinds import ProcessKind
 from verl_mg.errors import UserError
-from verl_mg.job import build_engines
-from verl_mg.job.build_engines import check_engines
+from verl_mg.job.engine_checks import check_engines
 from verl_mg.job.engine_tables import with_engine_table
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
 from verl_mg.models.hf_config import read_config
@@ -38,7 +38,7 @@ from verl_mg.sharding.traced_table import (
     write_traced_table,
 )
 from verl_mg.sharding.weight_table import WeightTable, weight_table
-from verl_mg.weight_sync.engines import ProcessEngineSync, engine_groups
+from verl_mg.weight_sync.transfer_plan import plan_to_engines
 
 SHARDS = {
     "lm_head.weight": Shard(
@@ -235,7 +235,7 @@ def sync_plans(model, table_file):
     builtin, placement = actor.runner.table, EnginePlacement(TP2, (0, 1))
     plans = []
     for table in (builtin, builtin.with_traced_table(table_file)):
-        transfer = ProcessEngineSync(placement, engine_groups(placement), None, table)._plan(actor, placement)
+        transfer = plan_to_engines(actor.runner, table, [placement])
         plans.append(([(dict(c.shards), c.dtypes, c.schedule) for c in transfer.chunks], transfer.lower_bound))
     dist.barrier()
     return plans[0] == plans[1], len(plans[0][0])
@@ -249,7 +249,7 @@ def test_weight_sync_with_traced_table_plans_as_builtin(ranks, model, table_file
 def sglang_installed(monkeypatch):
     """Configurations with rollout.engine=sglang can be checked without SGLang."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(build_engines, "check_sglang_on_cpu", lambda job_config, dims, layout: None)
+    monkeypatch.setattr(ProcessKind, "check_layout", lambda kind, case: case.table.check_engine_layout(case.layout))
 
 
 def test_check_engines_with_traced_table_accepts_its_model_and_layout(sglang_installed, model, table_file):

@@ -15,11 +15,9 @@ from tests.helpers.traces import needs_sglang
 from tests.rollout.engine_jobs import inputs, settings
 from verl_mg.config import OptimizerConfig, load_config
 from verl_mg.engines.engine import EngineDiedError, RolloutEngine
-from verl_mg.engines.engine_nodes import ONE_NODE
 from verl_mg.engines.ipc_payload import Staging
 from verl_mg.job import build_engines
 from verl_mg.job.build_models import ModelRoleBuilder
-from verl_mg.job.engine_parts import EnginePart
 from verl_mg.job.job import RunningJob
 from verl_mg.job.recipe import load_recipe
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
@@ -31,14 +29,8 @@ from verl_mg.roles.trainable import TrainableRole
 from verl_mg.rollout.engine_group import ProcessEngineGroup
 from verl_mg.sharding.weight_table import weight_table
 from verl_mg.training.offload import CpuOffload
-from verl_mg.weight_sync import engines as engines_sync
-from verl_mg.weight_sync.engines import (
-    CHUNK_BYTES,
-    KEPT_FREE_BYTES,
-    ProcessEngineSync,
-    engine_groups,
-    fitting_chunk_bytes,
-)
+from verl_mg.weight_sync import ipc, transfer_plan
+from verl_mg.weight_sync.ipc import ProcessEngineSync, engine_groups
 
 SLOW_S = 0.3
 
@@ -155,8 +147,8 @@ def handed_over(model):
         history.note("empty")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engines_sync, "Staging", Noted)
-        patch.setattr(engines_sync, "CHUNK_BYTES", 2**13)
+        patch.setattr(ipc, "Staging", Noted)
+        patch.setattr(transfer_plan, "CHUNK_BYTES", 2**13)
         actor, _, group = group_of(model, history, EngineLayout(tp=2), job_context())
         patch.setattr(torch.cuda, "empty_cache", empty_cache)
         group.update_weights(actor)
@@ -181,7 +173,7 @@ def with_death(model, dies_in):
     """Two engines, of which the second ends in the middle of a transfer: the groups' versions, and all events."""
     history = History()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engines_sync, "CHUNK_BYTES", 2**13)
+        patch.setattr(transfer_plan, "CHUNK_BYTES", 2**13)
         actor, engine, group = group_of(model, history, EngineLayout(), job_context(), dies_in)
         actor.num_updates = 3
         group.update_weights(actor)
@@ -193,14 +185,6 @@ def test_update_weights_of_engine_that_dies_reaches_the_other_engine(ranks, tmp_
     (version, events), (dead, _) = ranks.run(2, with_death, tiny_model(tmp_path / "model", "qwen3"), dies_in)
     assert (version, dead) == (3, -1)
     assert events.count("load") == dies_in + 1 and "loaded all" not in events
-
-
-def test_fitting_chunk_bytes_halves_until_two_fit_free_memory():
-    assert fitting_chunk_bytes([None, None]) == CHUNK_BYTES
-    assert fitting_chunk_bytes([80 * 2**30, KEPT_FREE_BYTES + 2 * CHUNK_BYTES]) == CHUNK_BYTES
-    assert fitting_chunk_bytes([80 * 2**30, KEPT_FREE_BYTES + 2 * CHUNK_BYTES - 1]) == CHUNK_BYTES // 2
-    assert fitting_chunk_bytes([KEPT_FREE_BYTES + CHUNK_BYTES // 4, 80 * 2**30]) == CHUNK_BYTES // 8
-    assert fitting_chunk_bytes([0]) == engines_sync.MIN_CHUNK_BYTES
 
 
 def bytes_held(role):
@@ -226,7 +210,7 @@ def built(folder):
         time.sleep(SLOW_S * dist.get_rank())
         history.note("empty")
 
-    def engine(*_):
+    def engine(*_, **__):
         history.note("engine")
         sizes = {name: bytes_held(role) for name, role in roles.items()}
         at_start.append((sizes, steps_taken(roles["critic"].trainer.optimizer)))
@@ -237,7 +221,7 @@ def built(folder):
     config = load_config(None, [*settings(folder), "rollout.layout=tp2", *offload], recipe.config)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ModelRoleBuilder, "build", noted_build)
-        patch.setitem(build_engines.ENGINES, "sglang", engine)
+        patch.setattr(build_engines, "ProcessEngine", engine)
         patch.setattr(torch.cuda, "empty_cache", slow_empty_cache)
         RunningJob(config, recipe.roles(config.algorithm), job_store())
     return after_builds, at_start, history.of_all_ranks()
@@ -256,7 +240,7 @@ def test_job_starts_engine_when_offloaded_roles_have_left_all_devices(ranks, tmp
 
 
 @pytest.mark.parametrize(("num_ranks", "expected"), [(0, 0.95), (2, 0.925)])
-def test_engine_settings_on_disjoint_ranks_leave_6_gib(ranks, tmp_path, num_ranks, expected):
+def test_engine_options_on_disjoint_ranks_leave_6_gib(ranks, tmp_path, num_ranks, expected):
     overrides = ["rollout.memory_fraction=0.95", f"rollout.num_ranks={num_ranks}"]
     found = ranks.run(2, fraction_of_80_gib, inputs(tmp_path, "qwen3"), overrides)
     assert found == [expected] * 2
@@ -266,9 +250,6 @@ def fraction_of_80_gib(folder, overrides):
     recipe = load_recipe(RECIPES / "grpo.py")
     config = load_config(None, [*settings(folder), *overrides], recipe.config)
     table = weight_table(read_config(folder / "model"))
-    placement = EnginePlacement(EngineLayout(), (0, 1))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build_engines.device, "total_memory", lambda: 80 * 2**30)
-        return build_engines._settings(
-            config, torch.bfloat16, placement, table, EnginePart(0, ONE_NODE)
-        ).memory_fraction
+        return build_engines.engine_options(config, torch.bfloat16, table).memory_fraction

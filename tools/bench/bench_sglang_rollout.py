@@ -3,7 +3,7 @@
     python -m tools.bench.bench_sglang_rollout [--requests 256] [--tokens 64] [--running 64] [--rounds 5] [--hidden 256]
 
 The same requests are generated in three ways, on engines with the same arguments: by `sglang.Engine.generate` with one
-list, in a separate process; by `SGLangEngine` with one list; and by `SGLangEngine` with a work queue, as in a job.
+list, in a separate process; by `ProcessEngine` with one list; and by `ProcessEngine` with a work queue, as in a job.
 Every sample has `--tokens` tokens. Prints medians over the rounds, after a warm-up round.
 """
 
@@ -22,14 +22,16 @@ from typing import Any
 import torch
 from torch.distributed import HashStore
 
+from tools.bench.harness import options_of
 from verl_mg.checkpoint.hf_safetensors import CheckpointReader, load_shards
 from verl_mg.checkpoint.model_directory import ModelDirectory
 from verl_mg.data.prompts import Prompt
 from verl_mg.engines.engine import Request, Sample, Sampling
+from verl_mg.engines.engine_options import EngineOptions
 from verl_mg.engines.ipc_payload import Staging
-from verl_mg.engines.process_engine import EngineSettings
-from verl_mg.engines.sglang import SGLangEngine, engine_arguments
-from verl_mg.engines.sglang.arguments import environment
+from verl_mg.engines.kinds import SGLANG
+from verl_mg.engines.process_engine import ProcessEngine
+from verl_mg.engines.sglang.arguments import engine_arguments, environment
 from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import read_config
 from verl_mg.models.tiny_model import make_tiny_model
@@ -43,15 +45,13 @@ PROMPT = 32
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in {"requests": 256, "tokens": 64, "running": 64, "rounds": 5, "hidden": 256}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser = options_of(__doc__, requests=256, tokens=64, running=64, rounds=5, hidden=256)
     parser.add_argument("--direct", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def settings_of(chosen: argparse.Namespace) -> EngineSettings:
-    return EngineSettings(
+def settings_of(chosen: argparse.Namespace) -> EngineOptions:
+    return EngineOptions(
         layout=EngineLayout(), dtype=torch.float32, max_running=chosen.running, max_positions=PROMPT + chosen.tokens + 8
     )
 
@@ -79,11 +79,11 @@ def direct(chosen: argparse.Namespace) -> None:
     engine.shutdown()
 
 
-def by_list(engine: SGLangEngine, requests: list[Request], sampling: Sampling, key: str) -> int:
+def by_list(engine: ProcessEngine, requests: list[Request], sampling: Sampling, key: str) -> int:
     return sum(len(sample.tokens) for sample in engine.generate(requests, sampling))
 
 
-def by_queue(engine: SGLangEngine, requests: list[Request], sampling: Sampling, key: str) -> int:
+def by_queue(engine: ProcessEngine, requests: list[Request], sampling: Sampling, key: str) -> int:
     store = HashStore()
     samples: list[Sample] = []
     prompt = Prompt(0, (), "", None, {})
@@ -95,7 +95,7 @@ def by_queue(engine: SGLangEngine, requests: list[Request], sampling: Sampling, 
     return sum(len(sample.tokens) for sample in samples)
 
 
-def load_weights(engine: SGLangEngine, model: Path) -> None:
+def load_weights(engine: ProcessEngine, model: Path) -> None:
     shards = weight_table(read_config(model)).engine_shards(EngineLayout(), 0)
     staging = Staging(shards, dict.fromkeys(shards, torch.float32), torch.device("cpu"))
     with CheckpointReader(ModelDirectory.find(model)) as reader:
@@ -120,12 +120,12 @@ def main() -> None:
         stdout=subprocess.PIPE,
         stderr=log,
         text=True,
-        env=environment(settings_of(chosen)),
+        env=environment(folder, settings_of(chosen)),
     )
     assert other.stdin and other.stdout
     while (line := other.stdout.readline()) and line.strip() != '"ready"':
         pass
-    engine = SGLangEngine(model, settings_of(chosen), folder / "engine.log")
+    engine = ProcessEngine(SGLANG, model, settings_of(chosen), folder / "engine.log")
     load_weights(engine, model)
     requests, sampling = requests_of(chosen), Sampling(max_new_tokens=chosen.tokens)
     seconds: dict[str, list[float]] = {"sglang.Engine.generate": [], "as one list": [], "from a work queue": []}

@@ -13,24 +13,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from verl_mg.engines.process_engine import EngineSettings
-from verl_mg.engines.sglang import engine_arguments
-from verl_mg.engines.sglang.arguments import environment
+from verl_mg.engines.engine_options import EngineOptions
+from verl_mg.engines.sglang.arguments import engine_arguments, environment
 
 START_SECONDS = 600.0
 """Time limit of a server for its start."""
 
 
 @contextmanager
-def running_servers(model: Path, settings: EngineSettings, count: int, logs: Path) -> Iterator[list[str]]:
-    """Yields the addresses of servers that are ready, and kills their processes in the end.
-
-    Args:
-        model: Hugging Face directory.
-        settings: settings of each server.
-        count: number of servers; their ranks take the cores of this machine in turn.
-        logs: folder for their outputs.
-    """
+def running_servers(model: Path, settings: EngineOptions, count: int, logs: Path) -> Iterator[list[str]]:
+    """Yields the addresses of servers that are ready, and kills their processes in the end."""
     ports = [free_port() for _ in range(count)]
     processes: list[subprocess.Popen[bytes]] = []
     try:
@@ -52,7 +44,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _start(model: Path, settings: EngineSettings, number: int, port: int, log: Path) -> subprocess.Popen[bytes]:
+def _start(model: Path, settings: EngineOptions, number: int, port: int, log: Path) -> subprocess.Popen[bytes]:
     options: list[str] = []
     for name, value in (engine_arguments(model, settings) | {"host": "127.0.0.1", "port": port}).items():
         values = [] if value is True else value if isinstance(value, list) else [value]
@@ -65,7 +57,7 @@ def _start(model: Path, settings: EngineSettings, number: int, port: int, log: P
     with log.open("wb") as output:
         return subprocess.Popen(
             command, stdout=output, stderr=output, start_new_session=True,
-            env=environment(settings) | {"SGLANG_CPU_OMP_THREADS_BIND": binding},
+            env=environment(model, settings) | {"SGLANG_CPU_OMP_THREADS_BIND": binding},
         )  # fmt: skip
 
 

@@ -19,8 +19,6 @@ from verl_mg.config.data import (
     SourceConfig,
     WeightedRewardConfig,
 )
-from verl_mg.config.fsdp import FsdpConfig
-from verl_mg.config.megatron import MegatronConfig
 from verl_mg.config.reading import apply_override, dump_config, load_config, read_tree, validate_config
 from verl_mg.config.roles import (
     CriticConfig,
@@ -32,14 +30,16 @@ from verl_mg.config.roles import (
     ReferenceConfig,
     RoleSection,
     RolloutConfig,
+    TeacherConfig,
     TrainableConfig,
 )
 from verl_mg.config.section import ConfigSection, Count, RecipeConfig
-from verl_mg.config.teachers import TeacherConfig
 from verl_mg.config.tree import (
     CheckpointConfig,
     Config,
+    FsdpConfig,
     JobConfig,
+    MegatronConfig,
     ModelConfig,
     ProfileConfig,
     RecordConfig,

@@ -9,11 +9,16 @@ from pydantic import Field, PositiveInt, create_model, field_validator
 
 from verl_mg.config.alarm import AlarmConfig
 from verl_mg.config.data import DataConfig, EvaluationConfig, RewardConfig
-from verl_mg.config.fsdp import FsdpConfig
-from verl_mg.config.megatron import MegatronConfig
-from verl_mg.config.roles import CriticConfig, Dtype, ReferenceConfig, RoleSection, RolloutConfig, TrainableConfig
+from verl_mg.config.roles import (
+    CriticConfig,
+    Dtype,
+    ReferenceConfig,
+    RoleSection,
+    RolloutConfig,
+    TeacherConfig,
+    TrainableConfig,
+)
 from verl_mg.config.section import ConfigSection, RecipeConfig
-from verl_mg.config.teachers import TeacherConfig
 
 
 class ModelConfig(ConfigSection):
@@ -29,6 +34,42 @@ class ModelConfig(ConfigSection):
     kernels: Literal["auto", "transformer_engine", "torch"] = "auto"
     """Kernels of training. transformer_engine: NVIDIA's Transformer Engine, which must be installed. torch: torch's,
     on GPUs and CPUs. auto: Transformer Engine for bfloat16 on GPUs where it is installed, otherwise torch."""
+
+
+class FsdpConfig(ConfigSection):
+    """Options of the roles with `backend: fsdp`."""
+
+    replicas: PositiveInt = 1
+    """Copies of the model, each sharded over its part of the ranks (HSDP): with as many as there are nodes, weights are
+    gathered within a node. Must divide the data-parallel size."""
+    reshard_after_forward: bool = True
+    """Free the gathered weights of a layer after its forward pass and gather them again in the backward pass. false:
+    more memory, less communication."""
+    freeze_vision_tower: bool = False
+    """Do not train the vision tower of vision-language models, nor what connects it with the language model."""
+    cpu_offload: bool = False
+    """Keep weights, gradients and optimizer state in host memory, where the optimizer step is computed as well."""
+
+
+class MegatronConfig(ConfigSection):
+    """Fields of megatron-core's configurations by their own names, for what no other key sets.
+
+    They are checked against the installed version. A field that another key sets, or that would change what a recipe
+    computes, is an error that names the reason.
+    """
+
+    transformer: dict[str, Any] = {}
+    """Fields of TransformerConfig for every model of the job, such as {fp8: hybrid, fp8_recipe: blockwise}. Updates
+    change the biases of DeepSeek-V3's routers by moe_router_bias_update_rate, which is 0 unless it is set: 0.001 as in
+    its pre-training balances the loads of experts. mtp_loss_scaling_factor trains the actor's layer of multi-token
+    prediction, and with mtp_detach_heads nothing but the layer. moe_aux_loss_coeff and moe_z_loss_coeff are factors of
+    losses for the balance of experts within each row, and for small logits of routers."""
+    optimizer: dict[str, Any] = {}
+    """Fields of OptimizerConfig for every trained model."""
+    # Off by default there: overlap_grad_reduce and overlap_param_gather sum gradients into the norm in another order,
+    # which changes the last bits of a run, and gain only where a step has few micro-batches.
+    ddp: dict[str, Any] = {}
+    """Fields of DistributedDataParallelConfig for every trained model, such as {overlap_grad_reduce: true}."""
 
 
 class JobConfig(ConfigSection):

@@ -17,7 +17,7 @@ A sample that was aborted under version 4 of the weights and continued under ver
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -25,12 +25,26 @@ import torch
 from torch import Tensor
 
 from verl_mg.data.prompts import Prompt
-from verl_mg.engines.engine_counts import Counts
 from verl_mg.engines.trajectory import NOT_GENERATED, Trajectory
 from verl_mg.errors import UserError
 from verl_mg.images import RowImages
 
 Finish = Literal["stop", "length", "abort", "timeout"]
+
+# Counters of an engine: its load, tokens that it found in its cache, drafted tokens that it accepted.
+# Tokens in front of the first new one, and how many of them had keys and values in the cache.
+PROMPT, CACHED = "prompt tokens", "cached tokens"
+# Tokens that speculative decoding proposed, and those that the policy accepted.
+DRAFTED, ACCEPTED = "drafted tokens", "accepted tokens"
+# Steps of the policy with drafted tokens, and the tokens that requests with such steps generated.
+VERIFIED, GENERATED = "verifications", "generated tokens"
+
+# Sums over observations of the load: requests that an engine computes, requests that wait; number of observations.
+RUNNING, WAITING, OBSERVED = "running requests", "waiting requests", "observations"
+# Sums over observations: tokens in the key-value cache, and its capacity in tokens.
+USED, CAPACITY = "used cache tokens", "cache capacity tokens"
+
+Counts = Mapping[str, int]  # sums over requests and observations, by the names above
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +171,32 @@ class Sample:
         """Returns the version of the weights for each token that the policy generated, in all segments."""
         parts = self.trajectory.segments if self.trajectory else (self,)
         return [version for part in parts for version in part.policy_versions if version != NOT_GENERATED]
+
+
+def observed_load(running: int, waiting: int, used: int, capacity: int) -> dict[str, int]:
+    """Returns the counts of an observation of the load: numbers of requests, and of tokens in the cache."""
+    return {RUNNING: running, WAITING: waiting, USED: used, CAPACITY: capacity, OBSERVED: 1}
+
+
+def count_metrics(counts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Returns the metrics of a call; {} for engines that count nothing.
+
+    They begin with `time/`, since load and cache depend on the moments at which requests arrive. 30 running requests in
+    10 observations of one engine and 10 in 10 of another give `time/engine_running` = 2.0.
+    """
+    total: dict[str, float] = {}
+    for part in counts:
+        for name, value in part.items():
+            total[name] = total.get(name, 0) + value
+    ratios = {
+        "time/engine_running": (RUNNING, OBSERVED),
+        "time/engine_waiting": (WAITING, OBSERVED),
+        "time/engine_cache_usage": (USED, CAPACITY),
+        "time/prompt_cache_hits": (CACHED, PROMPT),
+        "time/draft_acceptance": (ACCEPTED, DRAFTED),
+        "time/draft_tokens_per_step": (GENERATED, VERIFIED),
+    }
+    return {name: total.get(part, 0) / total[whole] for name, (part, whole) in ratios.items() if total.get(whole)}
 
 
 class EngineDiedError(Exception):

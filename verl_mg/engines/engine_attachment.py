@@ -40,13 +40,9 @@ class EngineAttachment:
     key: str
     digest: str  # digest of the engine's program without what differs between two starts of it
     pid: int  # process that the first rank has started
-    deterministic: bool  # whether ranks that resume compute the same weights again
-    sleeps: bool  # whether an engine without a rank releases its memory, on a device that it shares with training
 
     @classmethod
-    def of_rank(
-        cls, launcher: Launcher, digest: str, *, deterministic: bool = False, sleeps: bool = False
-    ) -> EngineAttachment:
+    def of_rank(cls, launcher: Launcher, digest: str) -> EngineAttachment:
         """Returns the attachment of the engine that this rank leads."""
         return cls(
             path=str(launcher.folder / f"engine-{os.environ['LOCAL_RANK']}"),
@@ -54,8 +50,6 @@ class EngineAttachment:
             key=launcher.key.read_text(encoding="ascii"),
             digest=digest,
             pid=0,  # known once the process runs, see `EngineProcess.start`
-            deterministic=deterministic,
-            sleeps=sleeps,
         )
 
     def find(self, timeout: float) -> tuple[socket.socket, dict[str, Any]] | None:

@@ -2,7 +2,7 @@
 
 Messages are lines of JSON (`process_engine` draws the two processes):
 
-    {"arguments": {...}, "attachment": {...}}                 first; the response is {"ready": true, ...}
+    {"arguments": {...}, "options": {...}, "attachment": {...}}     first; the response is {"ready": true, ...}
     {"generate": ID, "request": {...}}                  -> {"sample": ID, ...}, when it is complete
     {"abort": ID}, {"abort": null}                      one request, all of them
     {"call": NUMBER, "method": NAME, "fields": {...}}   -> {"call": NUMBER, "ok": ..., "message": ...}
@@ -17,9 +17,6 @@ All of it runs in one event loop, a task for each message. States of the process
                             waits for a rank; requests continue --launcher ends, or WAIT_SECONDS--> shutdown, exit
 
 The next rank repeats its requests, which `RequestLedger` answers (see `engine_attachment`).
-
-This module is imported by the engine's interpreter, which may have few packages: it needs no more than the standard
-library.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
 from verl_mg.engines.engine_attachment import EngineAttachment, EngineListener
-from verl_mg.engines.hidden_packages import hide_training_packages
+from verl_mg.engines.engine_options import EngineOptions
 from verl_mg.engines.request_ledger import Generation, RequestLedger, request_key
 
 LINE_LIMIT = 2**31  # largest length of a line, in bytes; asyncio's default of 64 KiB is less than a long prompt
@@ -44,6 +41,10 @@ ABORT_RETRY_SECONDS = 0.1
 METHODS = frozenset({"load", "load_adapters", "sleep", "wake", "pause", "unpause"})
 # Time limit of an engine for ending its requests when its rank is lost and it shares a device with training.
 PART_SECONDS = 60.0
+# Packages of training that an engine's processes do not find. SGLang imports megatron-core wherever it is installed
+# (`srt/debug_utils/dumper.py`), which imports Transformer Engine: seconds of each start, and megatron-core then sets
+# `torch_memory_saver.hook_mode = "torch"`, under which an engine that releases its memory dies at its start.
+HIDDEN = ("megatron", "transformer_engine", "transformer_engine_torch", "apex")
 
 T = TypeVar("T")
 
@@ -72,7 +73,8 @@ class EngineHost(ABC):
     Its methods raise where the engine refuses; the rank gets the text.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, options: EngineOptions) -> None:
+        self.options = options
         self._tasks: set[asyncio.Task[Any]] = set()
         self.open_requests: set[str] = set()  # ids of the requests that are not complete
         self._writer: asyncio.StreamWriter | None = None
@@ -95,7 +97,7 @@ class EngineHost(ABC):
         Returns:
             tokens, logprobs, finish ("stop", "length" or "abort"), spans (a list of {"start", "end", "version"} of
             tokens; others have the version of the last update), routed_experts (base64 of int32, or None) and counts
-            (of `engine_counts`, since the last sample).
+            (of `engine.Counts`, since the last sample).
         """
 
     @abstractmethod
@@ -143,12 +145,8 @@ class EngineHost(ABC):
         """
 
     @abstractmethod
-    async def pause(self, keep_cache: bool) -> None:
-        """Stops generation between two tokens, for an update of the weights with requests in flight.
-
-        Args:
-            keep_cache: whether requests continue on keys and values of the old weights; else these are recomputed.
-        """
+    async def pause(self) -> None:
+        """Stops generation between two tokens, for an update of the weights with requests in flight."""
 
     @abstractmethod
     async def unpause(self) -> None:
@@ -178,13 +176,12 @@ class EngineHost(ABC):
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, listener: EngineListener
     ) -> None:
         ranks = listener.ranks()
-        attachment = listener.attachment
         # Consumes ranks: serves one to the end of its stream, then waits for the next. Ends by {"end"}, or when no
         # further rank comes.
-        while await self._serve_rank(reader, writer, attachment.pid):
-            await self._part_from_rank(attachment.sleeps)
+        while await self._serve_rank(reader, writer, listener.attachment.pid):
+            await self._part_from_rank()
             # The rank that resumes from a checkpoint computes other weights under the same version numbers.
-            self._drops_newer = not attachment.deterministic
+            self._drops_newer = not self.options.deterministic
             try:
                 reader, writer = await anext(ranks)
             except StopAsyncIteration:
@@ -204,7 +201,7 @@ class EngineHost(ABC):
                 self._handle(message)
         return True
 
-    async def _part_from_rank(self, sleeps: bool) -> None:
+    async def _part_from_rank(self) -> None:
         assert self._writer and self._ledger
         self._writer.close()
         self._writer = None
@@ -212,7 +209,7 @@ class EngineHost(ABC):
         if self._is_paused:  # the rank was lost during an update
             await self.unpause()
             self._is_paused = False
-        if sleeps and self._asleep != {"weights", "kv"}:
+        if self.options.sleeps and self._asleep != {"weights", "kv"}:
             await self._apply("sleep", {"weights": True, "kv": True, "timeout_s": PART_SECONDS})
         self._ledger.hand_over()
 
@@ -307,10 +304,18 @@ class EngineHost(ABC):
                 self._version = -1
 
 
-def main(create: Callable[[dict[str, Any], asyncio.AbstractEventLoop], Host]) -> None:
+def hide_training_packages() -> None:
+    """Makes each import of HIDDEN raise ModuleNotFoundError in this process; to be called before the engine's first."""
+    for name in HIDDEN:
+        if sys.modules.get(name) is not None:
+            raise RuntimeError(f"{name} is imported already: the engine's packages were imported too early")
+        sys.modules[name] = None  # type: ignore[assignment]  # Python's import raises for such an entry
+
+
+def main(create: Callable[[dict[str, Any], EngineOptions, asyncio.AbstractEventLoop], Host]) -> None:
     """Main function of an engine process: serves messages until the stream ends.
 
-    `create` starts the engine from its arguments; the event loop does not run yet.
+    `create` starts the engine from its arguments and options; the event loop does not run yet.
     """
     hide_training_packages()
     connection = socket.socket(fileno=int(sys.argv[1]))
@@ -320,7 +325,7 @@ def main(create: Callable[[dict[str, Any], asyncio.AbstractEventLoop], Host]) ->
     first = json.loads(loop.run_until_complete(reader.readline()))
     # Before the engine starts: a rank that resumes meanwhile waits at the socket instead of starting another engine.
     listener = EngineListener(EngineAttachment(**first["attachment"]), LINE_LIMIT) if first["attachment"] else None
-    host = create(first["arguments"], loop)
+    host = create(first["arguments"], EngineOptions.from_json(first["options"]), loop)
     try:
         loop.run_until_complete(host.serve(reader, writer, listener))
     finally:

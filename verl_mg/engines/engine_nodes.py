@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from torch.distributed import PrefixStore, Store
@@ -26,18 +25,6 @@ POLL_SECONDS = 0.5  # interval at which each side looks into the store
 CLOSE_SECONDS = 20.0  # time limit of the leader for ending the parts on other nodes
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class EngineNodes:
-    """The nodes of one engine, as its processes know them."""
-
-    count: int
-    rank: int  # number of this node among them; the leader is on node 0
-    address: str = ""  # address of this node, where there are several
-
-
-ONE_NODE = EngineNodes(1, 0)
 
 
 class LeadingNode:

@@ -53,11 +53,13 @@ class EngineProgram:
     module: str  # module of the engine's host
     arguments: Mapping[str, Any]  # arguments of the engine by its own names, as JSON
     environment: Mapping[str, str]
+    options: Mapping[str, Any]  # `EngineOptions` as JSON
 
     @property
     def digest(self) -> str:
         """SHA-256 of the program, the same for two starts of it; variables of the environment do not count."""
-        text = json.dumps([self.engine, self.python, self.module, dict(self.arguments)], sort_keys=True)
+        parts = [self.engine, self.python, self.module, dict(self.arguments), dict(self.options)]
+        text = json.dumps(parts, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -116,7 +118,7 @@ class EngineProcess:
             )
         process = cls(program.engine, log, ours, child.pid, child)
         complete = asdict(replace(attachment, pid=child.pid)) if attachment else None
-        process.send({"arguments": dict(program.arguments), "attachment": complete})
+        process.send({"arguments": dict(program.arguments), "options": dict(program.options), "attachment": complete})
         return process
 
     @classmethod

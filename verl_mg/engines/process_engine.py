@@ -23,79 +23,50 @@ from __future__ import annotations
 
 import queue
 import time
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
+from torch.distributed import Store
 
 from verl_mg.distributed.launcher import Launcher
 from verl_mg.engines.engine import EngineDiedError
-from verl_mg.engines.engine_adapters import AdapterSettings
 from verl_mg.engines.engine_attachment import EngineAttachment
-from verl_mg.engines.engine_nodes import ONE_NODE, EngineNodes, LeadingNode
+from verl_mg.engines.engine_nodes import FollowingNode, LeadingNode
+from verl_mg.engines.engine_options import EngineOptions
 from verl_mg.engines.engine_process import EngineProcess, EngineProgram
+from verl_mg.engines.kinds import ProcessKind
 from verl_mg.engines.ports import BLOCK_SIZE, PortBlock
-from verl_mg.engines.request_tracker import EngineLimits, RequestTracker
-from verl_mg.layout import EngineLayout
+from verl_mg.engines.request_tracker import RequestTracker
 
 START_SECONDS = 1800.0
 CALL_SECONDS = 600.0  # time limits of the start of an engine, and of a call
 IDLE_SECONDS = 60.0  # time limit of an engine for ending its requests when they are aborted
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineSettings:
-    """Settings with which an engine is started."""
-
-    layout: EngineLayout
-    dtype: torch.dtype
-    quantization: Mapping[str, Any] | None = None
-    """Field `quantization_config` of the engine's weights; None: they are not quantized, whatever config.json says."""
-    max_running: int  # largest number of requests at the same time
-    max_positions: int  # largest number of tokens of a prompt with its response
-    memory_fraction: float = 0.6  # share of a GPU's memory for weights and key-value cache
-    first_gpu: int = 0
-    nodes: EngineNodes = ONE_NODE  # nodes over which the engine is spread
-    gpu_step: int = 1  # distance between the indices of two GPUs of the engine
-    sleeps: bool = True  # whether the engine can release its memory, which costs some speed; on GPUs
-    seed: int = 0
-    routed_experts: bool = False  # whether samples contain the experts of each token
-    deterministic: bool = False  # whether a sample depends only on its seed, and not on concurrent requests; on GPUs
-    reads_text: bool = False  # whether the engine has the tokenizer, to end responses at stop strings
-    adapters: AdapterSettings | None = None  # adapters that the engine receives; None: it has only weights
-    python: Path | None = None  # interpreter of the engine's process; None: this process's
-    extra: Mapping[str, Any] = field(default_factory=dict)  # further arguments by the engine's names, which win
-
-
 class ProcessEngine(RequestTracker):
-    """An engine in a separate process, started by this rank or by an earlier one; subclasses define what it runs.
+    """An engine in a separate process, started by this rank or by an earlier one.
 
     It starts with the object, UserError where it cannot. With a launcher it outlives this rank, otherwise it ends with
     the rank. When the process ends unexpectedly, methods raise `EngineDiedError`; then call `restart`, send the
     weights, and call `resume`.
     """
 
-    NAME: ClassVar[str]  # name of the kind of engine, in messages
-
-    @property
-    @abstractmethod
-    def num_adapter_readers(self) -> int:
-        """Number of processes that open the memory of `load_adapters`."""
-
     def __init__(
         self,
-        settings: EngineSettings,
-        limits: EngineLimits,
+        kind: ProcessKind,
+        model: Path,
+        options: EngineOptions,
         log: Path,
-        request_timeout: float,
         nodes: LeadingNode | None = None,
         launcher: Launcher | None = None,
     ) -> None:
-        super().__init__(limits, request_timeout)
-        self.settings, self._log, self._nodes = settings, log, nodes
+        super().__init__(kind.limits(model, options))
+        # On the CPU nothing is released.
+        self.options = options if torch.cuda.is_available() else replace(options, sleeps=False)
+        self.kind, self._model, self._log, self._nodes = kind, model, log, nodes
         self._results: dict[int, tuple[bool, str]] = {}
         self._loads: dict[int, int | None] = {}
         self._process: EngineProcess | None = None
@@ -106,9 +77,13 @@ class ProcessEngine(RequestTracker):
         if not self._find():
             self.restart()
 
-    @abstractmethod
+    @property
+    def num_adapter_readers(self) -> int:
+        """Number of processes that open the memory of `load_adapters`."""
+        return self.kind.adapter_readers(self.options.layout)
+
     def _program(self, ports: Sequence[int], address: str) -> EngineProgram:
-        """Returns what the process runs, with the engine's free ports and HOST:PORT at which its processes meet."""
+        return self.kind.program(self._model, self.options, ports, address)
 
     @property
     def version(self) -> int:
@@ -117,23 +92,17 @@ class ProcessEngine(RequestTracker):
 
     def _new_attachment(self, launcher: Launcher) -> EngineAttachment:
         # The digest must be the same for every start of the program: ports and address differ, so it has fixed ones.
-        digest = self._program(range(1, BLOCK_SIZE), "").digest
-        return EngineAttachment.of_rank(
-            launcher,
-            digest,
-            deterministic=self.settings.deterministic,
-            sleeps=self.settings.sleeps and torch.cuda.is_available(),
-        )
+        return EngineAttachment.of_rank(launcher, self._program(range(1, BLOCK_SIZE), "").digest)
 
     def _find(self) -> bool:
         """Adopts the process that an earlier rank has left; returns whether there is one."""
         if self._attachment is None:
             return False
-        existing = EngineProcess.find(self.NAME, self._log, self._attachment, START_SECONDS)
+        existing = EngineProcess.find(self.kind.title, self._log, self._attachment, START_SECONDS)
         if existing is None:
             return False
         self._process, state = existing
-        self._version, self._asleep, self._keeps_cache = state.version, set(state.asleep), False
+        self._version, self._asleep, self._is_paused = state.version, set(state.asleep), False
         return True
 
     def restart(self) -> None:
@@ -152,7 +121,7 @@ class ProcessEngine(RequestTracker):
             self._nodes.watch(self._process)
         self._process.wait_until_ready(START_SECONDS)
         self._version = -1
-        self._asleep, self._keeps_cache = set(), False
+        self._asleep, self._is_paused = set(), False
 
     def close(self) -> None:
         """Ends the engine's process, unless ranks leave only to start again with other nodes."""
@@ -197,18 +166,15 @@ class ProcessEngine(RequestTracker):
         else:
             self._complete(message["sample"], message)
 
-    def pause(self, *, keep_cache: bool) -> None:
-        """Stops generation between two tokens, for an update of the weights with requests in flight.
-
-        With `keep_cache` requests continue on keys and values of the old weights; else these are computed again.
-        """
-        self._keeps_cache = keep_cache
-        self._wait(self._call("pause", keep_cache=keep_cache))
+    def pause(self) -> None:
+        """Stops generation between two tokens, for an update of the weights with requests in flight."""
+        self._is_paused = True
+        self._wait(self._call("pause"))
 
     def unpause(self) -> None:
         """Continues generation after `pause`."""
         self._wait(self._call("unpause"))
-        self._keeps_cache = False
+        self._is_paused = False
 
     def load(self, payloads: Sequence[str], version: int | None) -> int:
         """Starts copying the tensors of the payloads into the parameters; returns a number for `loaded`.
@@ -217,7 +183,7 @@ class ProcessEngine(RequestTracker):
         in flight, unless the engine is paused.
         """
         # Keys and values of the old weights must serve no further request, unless the engine is paused to keep them.
-        flush = version is not None and not self._keeps_cache
+        flush = version is not None and not (self._is_paused and self.options.keep_cache)
         number = self._call("load", payloads=list(payloads), version=version, flush=flush)
         self._loads[number] = version
         return number
@@ -277,13 +243,21 @@ class ProcessEngine(RequestTracker):
                 ) from None
         ok, text = self._results.pop(number)
         if not ok:
-            raise RuntimeError(f"{self.NAME}: {text}")
+            raise RuntimeError(f"{self.kind.title}: {text}")
 
     @property
     def _running_process(self) -> EngineProcess:
         if self._process is None:
             raise RuntimeError("the engine is closed")
         return self._process
+
+
+def following_part(
+    kind: ProcessKind, model: Path, options: EngineOptions, log: Path, store: Store, number: int
+) -> FollowingNode:
+    """Starts this node's part of an engine that another node's rank leads."""
+    block = PortBlock()
+    return FollowingNode(store, number, lambda address: kind.program(model, options, block.ports, address), log)
 
 
 def _parts(weights: bool, kv: bool) -> set[str]:

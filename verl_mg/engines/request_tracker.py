@@ -25,8 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl_mg.engines.engine import Finish, Request, RolloutEngine, Sample, Sampling
-from verl_mg.engines.engine_counts import Counts
+from verl_mg.engines.engine import Counts, Finish, Request, RolloutEngine, Sample, Sampling
 from verl_mg.errors import UserError
 
 ABORT_SECONDS = 10.0  # time limit of an aborted request for returning its partial sample
@@ -59,6 +58,8 @@ class EngineLimits:
     seeded: bool = False  # whether a sample depends only on its seed
     reads_text: bool = False  # whether it has a tokenizer, and can end a response at a string
     routed: tuple[int, int] | None = None  # (layers, experts per token); None: samples have no experts
+    vocab: int | None = None  # size of the vocabulary, where a larger token would end the engine
+    request_timeout: float = 3600.0  # seconds after which a request is aborted, without the others
 
 
 @dataclass
@@ -72,13 +73,10 @@ class _Running:
 
 
 class RequestTracker(RolloutEngine):
-    """Keeps the requests in flight; subclasses implement the transport to the engine.
+    """Keeps the requests in flight; subclasses implement the transport to the engine."""
 
-    `request_timeout` is in seconds. A request that exceeds it is aborted without the others.
-    """
-
-    def __init__(self, limits: EngineLimits, request_timeout: float) -> None:
-        self._limits, self._request_timeout = limits, request_timeout
+    def __init__(self, limits: EngineLimits) -> None:
+        self._limits, self._request_timeout = limits, limits.request_timeout
         self._running: dict[str, _Running] = {}
         self._done: deque[Sample] = deque()
         self._numbers = itertools.count()
@@ -153,6 +151,11 @@ class RequestTracker(RolloutEngine):
             raise UserError(
                 f"request {request.id}: its {len(request.context)} tokens fill the {limit} positions of the model. "
                 "Shorten the prompt."
+            )
+        if self._limits.vocab is not None and (largest := max(request.prompt)) >= self._limits.vocab:
+            raise UserError(
+                f"request {request.id}: its token {largest} is not in the vocabulary of {self._limits.vocab}. Use the "
+                "tokenizer of the model."
             )
 
     def _send(self, running: _Running) -> None:

@@ -25,17 +25,6 @@ if TYPE_CHECKING:
     from verl_mg.data.image_processor import ImageProcessor
 
 
-def check_agents(rollout: RolloutConfig) -> None:
-    """Checks the options of agents before anything is built; UserError if they do not fit other options."""
-    if rollout.tools:
-        raise UserError("rollout.tools: agents call tools themselves. Leave it out, or leave rollout.agent out.")
-    # An agent has effects outside the job, which cannot be continued: an aborted one begins again.
-    if rollout.partial_rollout:
-        raise UserError(
-            "rollout.partial_rollout=true: an agent that was stopped cannot continue. Leave it out."
-        )  # fmt: skip
-
-
 def agent_wrapper(
     rollout: RolloutConfig,
     tokenizer: PreTrainedTokenizerBase,

@@ -18,7 +18,7 @@ from verl_mg.roles.models import Actor, Policy
 from verl_mg.roles.role import Role
 from verl_mg.roles.teacher_rows import OtherPrompts, OtherTokens, ReadingTeacher, RemoteTeacher, RowReader, Teacher
 from verl_mg.roles.teachers import Teachers
-from verl_mg.servers.keys import read_key
+from verl_mg.servers.info import read_key
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -10,14 +10,12 @@ import torch.distributed as dist
 
 from verl_mg.config import Config
 from verl_mg.distributed.collectives import broadcast_bytes
-from verl_mg.engines.engine_python import engine_version
-from verl_mg.engines.sglang.arguments import has_multi_token_draft
+from verl_mg.engines.kinds import ENGINES, ProcessKind
 from verl_mg.engines.tracing.tracer import TracedEngine, write_trace
-from verl_mg.errors import UserError
 from verl_mg.job.backends import BACKENDS
 from verl_mg.layout import EngineLayout
 from verl_mg.sharding.model_table import ModelTable
-from verl_mg.sharding.traced_table import EngineName, parse_traced_table
+from verl_mg.sharding.traced_table import parse_traced_table
 
 FOLDER = "sharding_tables"
 """Folder of a run with the tables that were traced for it."""
@@ -34,40 +32,28 @@ def with_engine_table(config: Config, table: ModelTable) -> ModelTable:
     An architecture without a built-in table is traced by rank 0, once for each run, version of the engine and layout.
     UserError if the file of `rollout.sharding_table` does not fit, or the engine cannot load the model.
     """
-    rollout = config.rollout
-    assert rollout.engine != "hf"
-    table = table.for_engine(rollout.engine).with_traced_table(rollout.sharding_table)
-    if rollout.engine == "sglang" and has_multi_token_draft(rollout.sglang):
-        _check_draft(config)
+    rollout, kind = config.rollout, ENGINES[config.rollout.engine]
+    assert kind.process is not None
+    table = table.for_engine(kind.process.name).with_traced_table(rollout.sharding_table)
+    if kind.abilities.has_draft(getattr(rollout, rollout.engine)):
         return table.with_draft_model()
     if table.traced or table.has_engine_rules:
         return table
     content, folder = b"", config.job.output / FOLDER
     if dist.get_rank() == 0:
         # In the run's folder, so that a resumed run does not trace again.
-        path = folder / _file_name(config, rollout.engine)
+        path = folder / _file_name(config, kind.process)
         if not path.exists():
             _trace(config, table, path)
         content = path.read_bytes()
     return table.with_traced(parse_traced_table(broadcast_bytes(content), folder), folder)
 
 
-def _check_draft(config: Config) -> None:
-    """Checks that weight sync reaches a draft model; raises UserError where it does not."""
-    rollout, key = config.rollout, "rollout.sglang.speculative_algorithm"
-    if rollout.sharding_table:
-        raise UserError(f"{key}: a file with a table has no draft model. Leave rollout.sharding_table out.")
-    if rollout.delta:
-        raise UserError(f"{key}: a draft model does not receive changes, only all weights. Leave rollout.delta out.")
-    if rollout.wire != "cast":
-        raise UserError(f"{key}: SGLang has no quantized projection of a draft model. Write rollout.wire=cast.")
-
-
-def _file_name(config: Config, engine: EngineName) -> str:
+def _file_name(config: Config, kind: ProcessKind) -> str:
     """Returns the name of the table's file, which has all that the table depends on."""
     content = (config.model.path / "config.json").read_bytes()
-    version, digest = engine_version(engine, config.rollout.python), hashlib.sha256(content).hexdigest()[:12]
-    return f"{engine}-{version}-{config.rollout.layout}-{digest}.json"
+    version, digest = kind.version(config.rollout.python), hashlib.sha256(content).hexdigest()[:12]
+    return f"{kind.name}-{version}-{config.rollout.layout}-{digest}.json"
 
 
 def _trace(config: Config, table: ModelTable, path: Path) -> None:

@@ -45,16 +45,15 @@ from verl_mg.engines import RolloutEngine, Sampling
 from verl_mg.engines.request_tracker import routed_shape
 from verl_mg.engines.stop_strings import decoder
 from verl_mg.errors import UserError
-from verl_mg.job.build_agents import agent_wrapper, check_agents
+from verl_mg.job.build_agents import agent_wrapper
 from verl_mg.job.build_engines import (
     build_engine_group,
-    check_engines,
     ends_at_strings,
-    num_training_ranks,
     with_stop_strings,
 )
 from verl_mg.job.build_models import TEACHERS, ModelRoleBuilder
 from verl_mg.job.build_teachers import build_teachers
+from verl_mg.job.engine_checks import check_engines, check_job
 from verl_mg.job.engine_tables import actor_table
 from verl_mg.job.evaluation import SetResults, evaluate, evaluation_sets, metrics_of
 from verl_mg.models.transformers_module import read_any_config, read_tokenizer
@@ -330,13 +329,11 @@ class RunningJob:
     def _checked_models(self, learns: bool, from_checkpoint: bool, has_engines: bool) -> ModelRoleBuilder:
         """Checks what can be checked without data and models, and returns the builder of the models."""
         config, ranks = self.config, dist.get_world_size()
-        training = num_training_ranks(config, ranks) if has_engines else ranks
+        training = ranks - check_job(config, ranks).separate_ranks if has_engines else ranks
         models = ModelRoleBuilder(config, training, self.context, learns, from_checkpoint)
         models.check(self.requested, f" with rollout.num_ranks={ranks - training}" if training < ranks else "")
         if has_engines:
             check_engines(config, actor_table(config), ranks)
-            if config.rollout.has_agents:
-                check_agents(config.rollout)
         return models
 
     def _read_data(self, evaluates_only: bool) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_mg.config import Config, CriticConfig, FrozenConfig, TrainableConfig
+from verl_mg.engines.kinds import ENGINES, ProcessKind
 from verl_mg.errors import UserError
 from verl_mg.fsdp.trainer import check_trainable
 from verl_mg.layout import Layout, parse_ranks
@@ -47,7 +48,7 @@ class PlanRequest:
 
 def plan_request(config: Config, roles: set[str]) -> PlanRequest:
     """Returns the values of a configuration for a plan with the roles that the recipe requests, by name."""
-    _check(config, roles)
+    kind = _check(config, roles)
     # Each recipe has another section `algorithm`, hence the defaults for keys that it may not have.
     actor, rollout, algorithm = config.actor, config.rollout, config.algorithm
     sequence = config.data.max_prompt_tokens + rollout.max_new_tokens
@@ -78,7 +79,6 @@ def plan_request(config: Config, roles: set[str]) -> PlanRequest:
     sections, roles = AUXILIARY_SECTIONS | teachers, roles | teachers.keys()
     auxiliary = tuple(_role(config, name, section) for name, section in sections.items() if name in roles)
     notes = tuple(_notes(config, {"actor": "actor", **sections}, roles))
-    assert rollout.engine != "hf"  # for the type checker: `_check` refuses it
     return PlanRequest(
         str(config.model.path),
         actor.parallel_sizes,
@@ -87,25 +87,28 @@ def plan_request(config: Config, roles: set[str]) -> PlanRequest:
         fields,
         notes,
         rollout.sharding_table,
-        rollout.engine,
+        kind.name,
     )
 
 
-def _check(config: Config, roles: set[str]) -> None:
+def _check(config: Config, roles: set[str]) -> ProcessKind:
+    """Returns the kind of the engines of a configuration that can be planned; UserError for others."""
     if "rollout" not in roles:
         raise UserError(
             "the recipe generates no samples, and a plan covers training and rollout. Name a recipe with a rollout."
         )
-    if config.rollout.engine == "hf":
+    kind = ENGINES[config.rollout.engine].process
+    if kind is None:
         raise UserError(
-            "rollout.engine=hf: only engines that are separate processes can be planned. Set rollout.engine=sglang or "
-            "vllm."
+            f"rollout.engine={config.rollout.engine}: only engines that are separate processes can be planned. Set "
+            "rollout.engine=sglang or vllm."
         )
     if config.rollout.has_servers:
         raise UserError("rollout.urls: servers outside the job cannot be planned. Leave the key out of the plan.")
     if (dtype := config.dtype_of("actor")) != "bfloat16":
         key = "actor.dtype" if config.actor.dtype else "model.dtype"
         raise UserError(f"{key}={dtype}: only a bf16 actor can be planned. Set {key}=bfloat16.")
+    return kind
 
 
 def _notes(config: Config, sections: dict[str, str], roles: set[str]) -> Iterator[str]:

@@ -29,8 +29,8 @@ from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import Actor
 from verl_mg.rollout.engine_worker import EngineEvents, EngineRestart
 from verl_mg.rollout.work_queue import StaticShare
-from verl_mg.weight_sync.adapters import AdapterSync
-from verl_mg.weight_sync.engines import HFEngineSync, ProcessEngineSync
+from verl_mg.weight_sync.hf_module import HFEngineSync
+from verl_mg.weight_sync.ipc import ProcessEngineSync
 
 EngineWrapper = Callable[[RolloutEngine], RolloutEngine]
 """Wraps an engine, for example with turns and tools."""
@@ -113,7 +113,7 @@ class HFEngineGroup(EngineGroup):
     def update_weights(self, actor: Actor) -> dict[str, float]:
         """Transfers the weights into the modules, which share the parameters that their rank has already."""
         self.version = actor.num_updates
-        return self._sync.transfer(actor)
+        return self._sync.transfer(actor.weights)
 
 
 class ProcessEngineGroup(InFlightEngineGroup):
@@ -121,12 +121,11 @@ class ProcessEngineGroup(InFlightEngineGroup):
 
     `inner` is the engine that this rank leads, `follower` this rank's part of an engine that a rank on another node
     leads. `version` is the version of the weights that all engines have already, from ranks that were lost; -1: none.
-    With `keep_cache` requests in flight keep keys and values of the old weights in an update.
     """
 
     def __init__(
         self,
-        sync: ProcessEngineSync | AdapterSync,
+        sync: ProcessEngineSync,
         inner: ProcessEngine | None,
         is_leader: Sequence[bool],
         context: JobContext,
@@ -135,13 +134,12 @@ class ProcessEngineGroup(InFlightEngineGroup):
         sleep: bool,
         disjoint: bool,
         static: bool = False,
-        keep_cache: bool = False,
         version: int = -1,
         wrap: EngineWrapper = lambda engine: engine,
     ) -> None:
         super().__init__(is_leader, static, context)
         self.engine = wrap(inner) if inner else None
-        self._inner, self._sync, self._keep_cache, self._follower = inner, sync, keep_cache, follower
+        self._inner, self._sync, self._follower = inner, sync, follower
         self._sleep, self._is_asleep, self._disjoint = sleep, False, disjoint
         self.version = version
         if inner:
@@ -157,7 +155,7 @@ class ProcessEngineGroup(InFlightEngineGroup):
         self.release_memory()  # the actor's weights take the memory of the cache
         self._offload.load_exclusively(actor.cpu_offload, training=False)
         self._wake(weights=True, kv=False)
-        report = self._sync.transfer(actor)
+        report = self._sync.transfer(actor.weights)
         self._offload.offload_all()
         self._wake(weights=False, kv=True)  # last: the cache takes the memory of the actor's weights
         self._is_asleep = False
@@ -205,7 +203,7 @@ class ProcessEngineGroup(InFlightEngineGroup):
         """Pauses this rank's engine between two tokens."""
         if self._inner:
             with suppress(EngineDiedError):  # it is restarted by whoever collects its samples
-                self._inner.pause(keep_cache=self._keep_cache)
+                self._inner.pause()
 
     def continue_generation(self) -> None:
         """Continues this rank's engine."""
@@ -218,6 +216,6 @@ class ProcessEngineGroup(InFlightEngineGroup):
         assert self._actor is not None
         self._sync.barrier()  # the engine on this rank's devices may be starting, and sizes its cache by free memory
         self._offload.load_exclusively(self._actor.cpu_offload, training=False)
-        self._sync.transfer_to_engine(self._actor, engine)
+        self._sync.transfer_to_engine(self._actor.weights, engine)
         self._offload.offload_all()
         self._wake(weights=False, kv=True)

@@ -14,23 +14,22 @@ from verl_mg import device
 from verl_mg.config import Config
 from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.distributed.collectives import all_gather_json, sum_over_ranks
+from verl_mg.engines.engine_options import EngineOptions
 from verl_mg.engines.request_tracker import routed_shape
 from verl_mg.errors import UserError
-from verl_mg.layout import EngineLayout
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import Actor
 from verl_mg.rollout.engine_group import EngineWrapper, InFlightEngineGroup
-from verl_mg.rollout.server_monitor import ServerList, ServerMonitor, read_urls
-from verl_mg.servers.info import ServerRequirements
-from verl_mg.servers.keys import ServerKeys
-from verl_mg.servers.paired_engine import check_addresses, connect_engine, probe_entry
+from verl_mg.rollout.server_monitor import ServerList, ServerMonitor
+from verl_mg.servers.info import ServerKeys, ServerRequirements
+from verl_mg.servers.paired_engine import connect_engine
 from verl_mg.servers.pool import ServerPool
 from verl_mg.servers.pool_member import LOST_SECONDS
 from verl_mg.servers.remote_engine import RemoteEngine
 from verl_mg.sharding.model_table import ModelTable
-from verl_mg.weight_sync.folder_changes import FolderChangesSync
-from verl_mg.weight_sync.process_group import ProcessGroupSync, table_obstacle
-from verl_mg.weight_sync.remote import SENDER, RemoteWeightSync, SharedFolderSync, gather_views
+from verl_mg.weight_sync.folder import FolderSync
+from verl_mg.weight_sync.servers import SENDER, ServerTransport, gather_views
+from verl_mg.weight_sync.shards import ProcessGroupSync
 
 # Most ranks that lead servers of `rollout.urls_file`: each leader reads the counters of the work queue repeatedly.
 MAX_LEADERS = 64
@@ -48,17 +47,16 @@ class RemoteEngineGroup(InFlightEngineGroup):
 
     def __init__(
         self,
-        sync: RemoteWeightSync,
+        sync: ServerTransport,
         pool: ServerPool | None,
         is_leader: Sequence[bool],
         context: JobContext,
         static: bool = False,
-        keep_cache: bool = False,
         wrap: EngineWrapper = lambda engine: engine,
     ) -> None:
         super().__init__(is_leader, static, context)
         self.engine = wrap(pool) if pool else None
-        self._pool, self._sync, self._keep_cache = pool, sync, keep_cache
+        self._pool, self._sync = pool, sync
         self._monitor: ServerMonitor | None = None
         self._actor: Actor | None = None
 
@@ -92,7 +90,7 @@ class RemoteEngineGroup(InFlightEngineGroup):
     def pause_generation(self) -> None:
         """Pauses the servers of this rank between two tokens."""
         if self._pool:
-            self._pool.pause(keep_cache=self._keep_cache)
+            self._pool.pause()
 
     def continue_generation(self) -> None:
         """Continues the servers of this rank."""
@@ -113,7 +111,7 @@ class RemoteEngineGroup(InFlightEngineGroup):
         # Repeats without the servers that were lost: after a loss no server has the weights for certain. All ranks make
         # the same passes, because they have the same views and losses.
         while views:
-            result = self._sync.transfer(actor, engines, views)
+            result = self._sync.transfer(actor.weights, engines, views)
             for number in result.lost & engines.keys():
                 assert self._pool is not None
                 self._pool.lose(number, f"{engines[number].url} was lost during a weight sync")
@@ -134,57 +132,21 @@ class RemoteEngineGroup(InFlightEngineGroup):
             )
 
 
-def check_servers(config: Config, table: ModelTable) -> None:
-    """Checks the section `rollout` and this rank's servers before anything is built; UserError if one does not fit."""
-    rollout = config.rollout
-    if rollout.engine != "sglang":
-        raise UserError(
-            f"rollout.urls: these are SGLang servers, but rollout.engine is {rollout.engine}. Write sglang."
-        )
-    check_addresses([*rollout.urls, *(read_urls(rollout.urls_file) if rollout.urls_file else ())])
-    if rollout.urls_file and config.job.deterministic:
-        raise UserError(
-            "job.deterministic=true: servers that come and go make samples depend on time. Write rollout.urls instead "
-            "of rollout.urls_file."
-        )
-    if rollout.urls_file and not (rollout.urls or read_urls(rollout.urls_file)):
-        raise UserError(f"rollout.urls_file={rollout.urls_file}: names no server. Write one address a line.")
-    if rollout.weight_transfer == "disk":
-        _check_folder(rollout.shared_folder)
-    keys = _keys(config)
-    leaders = _leaders(config)
-    for number, url in enumerate(rollout.urls):
-        # One rank probes each server. Which rank leads it later is decided by the `ServerList`.
-        if leaders[number % len(leaders)] == dist.get_rank():
-            layouts = probe_entry(url, _requirements(config, table), keys)
-            obstacle = "".join(table_obstacle(table, EngineLayout.parse(layout), rollout.wire) for layout in layouts)
-            if obstacle and (rollout.delta or rollout.wire != "cast"):
-                raise UserError(f"{url}: cannot receive shards: {obstacle}. Start the server with another layout.")
-
-
-def _check_folder(folder: Path | None) -> None:
-    remedy = "Name a folder that job and servers see under the same path."
-    if folder is None:
-        raise UserError(f"rollout.shared_folder: it is missing, for rollout.weight_transfer=disk. {remedy}")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"rollout.shared_folder={folder}: cannot be made ({error.strerror}). {remedy}") from None
-
-
 def build_remote_engines(
-    config: Config, table: ModelTable, context: JobContext, wrap: EngineWrapper, processor: ImageProcessor | None = None
+    config: Config,
+    options: EngineOptions,
+    table: ModelTable,
+    context: JobContext,
+    wrap: EngineWrapper,
+    processor: ImageProcessor | None = None,
 ) -> RemoteEngineGroup:
     """Returns the servers of the configuration, without weights of this job until the first transfer."""
-    rollout, rank, leaders = config.rollout, dist.get_rank(), _leaders(config)
-    requirements, keys = _requirements(config, table), _keys(config)
+    rollout, rank, leaders = config.rollout, dist.get_rank(), server_leaders(config)
+    requirements, keys = server_requirements(config, table), server_keys(config)
 
     # Called by the monitor's threads, for servers that the job may not know yet.
     def connect(url: str, borrowed: bool, on_arrival: Callable[[], None]) -> RemoteEngine:
-        return connect_engine(
-            url, requirements, keys, max_running=rollout.max_running_requests,
-            request_timeout=rollout.request_timeout_s, borrowed=borrowed, on_arrival=on_arrival, processor=processor,
-        )  # fmt: skip
+        return connect_engine(url, requirements, options, keys, processor, borrowed=borrowed, on_arrival=on_arrival)
 
     servers = None
     if rank == SENDER:
@@ -195,7 +157,7 @@ def build_remote_engines(
     is_leader = [other in leaders for other in range(dist.get_world_size())]
     group = RemoteEngineGroup(
         _weight_sync(config, table), pool, is_leader, context,
-        static=config.job.deterministic, keep_cache=rollout.keep_kv_cache, wrap=wrap,
+        static=config.job.deterministic, wrap=wrap,
     )  # fmt: skip
     if pool:
         # The monitor's thread has its own connection: while a thread waits for a key, its connection is blocked.
@@ -204,17 +166,15 @@ def build_remote_engines(
     return group
 
 
-def _weight_sync(config: Config, table: ModelTable) -> RemoteWeightSync:
+def _weight_sync(config: Config, table: ModelTable) -> ServerTransport:
     rollout = config.rollout
     if rollout.weight_transfer == "disk":
-        folder = rollout.shared_folder or Path()
-        if rollout.delta:
-            return FolderChangesSync(folder, config.model.path, table)
-        return SharedFolderSync(folder, config.model.path)
+        return FolderSync(rollout.shared_folder or Path(), config.model.path, table if rollout.delta else None)
     return ProcessGroupSync(table, rollout.weight_transfer == "broadcast", rollout.wire, rollout.delta)
 
 
-def _requirements(config: Config, table: ModelTable) -> ServerRequirements:
+def server_requirements(config: Config, table: ModelTable) -> ServerRequirements:
+    """Returns what the servers of a job must be able to do."""
     rollout = config.rollout
     return ServerRequirements(
         table.config,
@@ -228,11 +188,12 @@ def _requirements(config: Config, table: ModelTable) -> ServerRequirements:
     )
 
 
-def _keys(config: Config) -> ServerKeys:
+def server_keys(config: Config) -> ServerKeys:
+    """Returns the keys of the servers of a job."""
     return ServerKeys.from_environment(config.rollout.api_key_env, config.rollout.admin_key_env)
 
 
-def _leaders(config: Config) -> list[int]:
+def server_leaders(config: Config) -> list[int]:
     """Returns the ranks that lead servers, spread evenly over the ranks; the first one always does."""
     world_size = dist.get_world_size()
     most = MAX_LEADERS if config.rollout.urls_file else len(config.rollout.urls)

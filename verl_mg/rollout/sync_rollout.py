@@ -26,7 +26,7 @@ from typing import Any
 
 from verl_mg.batch import Batch
 from verl_mg.data.prompts import Prompt
-from verl_mg.engines.engine_counts import count_metrics
+from verl_mg.engines.engine import count_metrics
 from verl_mg.errors import UserError
 from verl_mg.roles.models import Actor
 from verl_mg.roles.reward import scoring_reward

@@ -1,10 +1,11 @@
-"""Properties of an SGLang server, and the check that a job can use it."""
+"""Properties of an SGLang server, the check that a job can use it, and the keys for it."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from verl_mg.engines.sglang.arguments import QUANTIZATIONS
@@ -14,12 +15,46 @@ from verl_mg.http_client import JsonSession, RefusedError, UnreachableError
 from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import HFConfig
 from verl_mg.reshard.encoding import Wire
-from verl_mg.servers.keys import ServerKeys
 
 QUERY_SECONDS = 60.0
 UNAUTHORIZED, FORBIDDEN = 401, 403
 Role = Literal["null", "prefill", "decode"]  # values of SGLang's `--disaggregation-mode`
 INVALID_TOKEN = 2**31 - 1  # token id outside of every vocabulary
+# Paths that SGLang protects with its `--api-key`; others that we use with `--admin-api-key`, where there is one.
+OPEN_TO_ALL = ("/generate", "/server_info", "/model_info", "/v1/")
+
+
+@dataclass(frozen=True)
+class ServerKeys:
+    """Keys of all servers of a job, which are in no message and no file; empty ones are not sent."""
+
+    api: str = field(default="", repr=False)  # key of SGLang's argument `--api-key`
+    admin: str = field(default="", repr=False)  # key of SGLang's argument `--admin-api-key`
+
+    @classmethod
+    def from_environment(cls, api_variable: str | None, admin_variable: str | None) -> ServerKeys:
+        """Reads the keys of a job from variables of its environment; None: servers without such a key."""
+        return cls(read_key("rollout.api_key_env", api_variable), read_key("rollout.admin_key_env", admin_variable))
+
+    def headers(self, path: str) -> dict[str, str]:
+        """Returns the HTTP headers of a request to a path."""
+        key = self.api if path.startswith(OPEN_TO_ALL) else self.admin or self.api
+        return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+NO_KEYS = ServerKeys()
+
+
+def read_key(key: str, variable: str | None) -> str:
+    """Returns the key in an environment variable, "" for None; UserError where it is not set or not printable."""
+    if variable is None:
+        return ""
+    value = os.environ.get(variable, "").strip()
+    if not value:
+        raise UserError(f"{key}={variable}: this environment variable is not set. Set it on every rank.")
+    if not (value.isascii() and value.isprintable()):
+        raise UserError(f"{key}={variable}: the value of this environment variable is not printable ASCII. Correct it.")
+    return value
 
 
 @dataclass(frozen=True)

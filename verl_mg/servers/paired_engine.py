@@ -17,8 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from verl_mg.errors import UserError
-from verl_mg.servers.info import Role, ServerRequirements, probe_server
-from verl_mg.servers.keys import ServerKeys
+from verl_mg.servers.info import Role, ServerKeys, ServerRequirements, probe_server
 from verl_mg.servers.remote_engine import RemoteEngine
 
 # Values of SGLang's `--disaggregation-mode` of the servers of a pair, in the order of their addresses.
@@ -51,23 +50,20 @@ def probe_entry(url: str, requirements: ServerRequirements, keys: ServerKeys) ->
     ]
 
 
-def connect_engine(url: str, requirements: ServerRequirements, keys: ServerKeys, **options: Any) -> RemoteEngine:
-    """Returns the client of an entry of `rollout.urls`."""
-    kind = PairedEngine if len(parts_of(url)) > 1 else RemoteEngine
-    return kind(url, requirements, keys, **options)
+def connect_engine(url: str, *arguments: Any, **keywords: Any) -> RemoteEngine:
+    """Returns the client of an entry of `rollout.urls`, with the arguments of `RemoteEngine`."""
+    return (PairedEngine if len(parts_of(url)) > 1 else RemoteEngine)(url, *arguments, **keywords)
 
 
 class PairedEngine(RemoteEngine):
     """Client of a decode server, and of the prefill server that it fetches keys and values from."""
 
-    def __init__(
-        self, url: str, requirements: ServerRequirements, keys: ServerKeys | None = None, **options: Any
-    ) -> None:
+    def __init__(self, url: str, requirements: ServerRequirements, *arguments: Any, **keywords: Any) -> None:
         prefill, decode = parts_of(url)
-        self._prefill = RemoteEngine(prefill, replace(requirements, role="prefill"), keys, **options)
+        self._prefill = RemoteEngine(prefill, replace(requirements, role="prefill"), *arguments, **keywords)
         # The client of the decode server tracks the requests; the other one only sends.
         try:
-            super().__init__(decode, replace(requirements, role="decode"), keys, **options)
+            super().__init__(decode, replace(requirements, role="decode"), *arguments, **keywords)
         except UserError:
             self._prefill.close()
             raise

@@ -22,8 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import replace
 
-from verl_mg.engines.engine import EngineDiedError, Request, RolloutEngine, Sample, Sampling
-from verl_mg.engines.engine_counts import Counts
+from verl_mg.engines.engine import Counts, EngineDiedError, Request, RolloutEngine, Sample, Sampling
 from verl_mg.errors import UserError
 from verl_mg.servers.pool_member import FIRST_PAUSE, Patience, Server, State
 from verl_mg.servers.remote_engine import RemoteEngine
@@ -111,7 +110,7 @@ class ServerPool(RolloutEngine):
             self._done += [_aborted(request) for request, _ in self._backlog if request.id in ids]
             self._backlog = [item for item in self._backlog if item[0].id not in ids]
 
-    def pause(self, *, keep_cache: bool) -> None:
+    def pause(self) -> None:
         """Stops generation between two tokens, for an update of the weights with requests in flight.
 
         Servers of other ranks are paused there, and those that drain keep the old weights.
@@ -121,7 +120,7 @@ class ServerPool(RolloutEngine):
             ready = self._local_ready()
         for server, client in ready:
             try:
-                client.pause(keep_cache=keep_cache)
+                client.pause()
             except EngineDiedError as error:
                 self.lose(server.number, str(error))
 

@@ -20,14 +20,14 @@ from typing import Any, TypeVar
 
 from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.engines.engine import EngineDiedError, Request, Sample, Sampling
+from verl_mg.engines.engine_options import EngineOptions
 from verl_mg.engines.request_tracker import EngineLimits, RequestTracker
 from verl_mg.engines.sglang.folder_receiver import FolderRequest
 from verl_mg.engines.sglang.requests import image_fields, load_counts, parse_response, request_fields
 from verl_mg.engines.sglang.shard_receiver import RECEIVER, ShardRequest
 from verl_mg.errors import UserError
 from verl_mg.http_client import JsonSession, RefusedError, UnreachableError
-from verl_mg.servers.info import QUERY_SECONDS, ServerRequirements, check, describe, probe_server
-from verl_mg.servers.keys import ServerKeys
+from verl_mg.servers.info import NO_KEYS, QUERY_SECONDS, ServerKeys, ServerRequirements, check, describe, probe_server
 
 T = TypeVar("T")
 
@@ -44,8 +44,8 @@ RETRY_SECONDS = 0.5
 class RemoteEngine(RequestTracker):
     """Client of a server whose weights this job sends; UserError where it does not respond or fit the job.
 
-    `max_running` is lowered to the server's limit. With `borrowed` another rank leads the server, and its requests are
-    left as they are. `on_arrival` is called in the client's thread when a result has arrived.
+    `options.max_running` is lowered to the server's limit. With `borrowed` another rank leads the server, and its
+    requests are left as they are. `on_arrival` is called in the client's thread when a result has arrived.
 
     When the server is lost, methods raise `EngineDiedError`; then `take_unfinished` returns what another server is to
     generate, and `reconnect` tries to reach it again.
@@ -55,30 +55,29 @@ class RemoteEngine(RequestTracker):
         self,
         url: str,
         requirements: ServerRequirements,
-        keys: ServerKeys | None = None,
+        options: EngineOptions,
+        keys: ServerKeys = NO_KEYS,
+        processor: ImageProcessor | None = None,
         *,
-        max_running: int = 256,
-        request_timeout: float = 3600.0,
         borrowed: bool = False,
         on_arrival: Callable[[], None] = lambda: None,
-        processor: ImageProcessor | None = None,
     ) -> None:
-        keys = keys or ServerKeys()
         self.info = probe_server(url, requirements, keys)
         self._client, self._requirements = JsonSession(url, keys.headers), requirements
         self.url = self._client.url
         limits = EngineLimits(
-            max_running=min(max_running, self.info.max_running),
+            max_running=min(options.max_running, self.info.max_running),
             max_positions=min(requirements.model.max_positions, self.info.context),
             seeded=self.info.seeded,
             reads_text=self.info.reads_text,
             routed=requirements.routed,
+            request_timeout=options.request_timeout,
         )
-        super().__init__(limits, request_timeout)
+        super().__init__(limits)
         self._inbox: queue.SimpleQueue[tuple[str, dict[str, Any]]] = queue.SimpleQueue()
         self._open: set[str] = set()  # used only by the client's thread
         self._on_arrival, self._processor = on_arrival, processor
-        self._keeps_cache = False
+        self._keep_cache, self._is_paused = options.keep_cache, False
         if not borrowed:
             self._reset()
 
@@ -245,15 +244,20 @@ class RemoteEngine(RequestTracker):
         """Starts to remove the group; refused by a server that was restarted since."""
         return self._post_change("/destroy_weights_update_group", {"group_name": name})
 
-    def pause(self, *, keep_cache: bool) -> None:
+    def pause(self) -> None:
         """Stops generation between two tokens; see `ProcessEngine.pause`. EngineDiedError where the server is lost."""
-        self._keeps_cache = keep_cache
-        self._change_generation("/pause_generation", {"mode": "in_place" if keep_cache else "retract"})
+        self._is_paused = True
+        self._change_generation("/pause_generation", {"mode": "in_place" if self._keep_cache else "retract"})
 
     def unpause(self) -> None:
         """Continues generation after `pause`; EngineDiedError where the server is lost."""
         self._change_generation("/continue_generation", CONTINUE)
-        self._keeps_cache = False
+        self._is_paused = False
+
+    @property
+    def _flushes(self) -> bool:
+        """Whether an update flushes the cache, which a paused server may have to keep."""
+        return not (self._is_paused and self._keep_cache)
 
     def _change_generation(self, path: str, body: dict[str, Any]) -> None:
         try:
@@ -284,7 +288,7 @@ class RemoteEngine(RequestTracker):
             "shapes": [list(shape) for shape in shapes],
             "load_format": "flattened_bucket",
             **TARGET,
-            "flush_cache": version is not None and not self._keeps_cache,
+            "flush_cache": version is not None and self._flushes,
         }
         if version is not None:
             body["weight_version"] = str(version)
@@ -303,7 +307,7 @@ class RemoteEngine(RequestTracker):
             "serialized_named_tensors": [request.payload()] * self.info.tp,
             "load_format": RECEIVER,
             **TARGET,
-            "flush_cache": not self._keeps_cache,
+            "flush_cache": self._flushes,
             "weight_version": str(version),
         }
         await self._checked_post("/begin_weight_update", TARGET)

@@ -20,30 +20,28 @@ from tests.helpers.traces import needs_sglang
 from verl_mg import device
 from verl_mg.config import Config
 from verl_mg.engines import ports as ports_module
-from verl_mg.engines.engine_adapters import AdapterSettings
+from verl_mg.engines.engine_options import AdapterSettings, EngineOptions
 from verl_mg.engines.ports import BLOCK_SIZE, PortBlock
-from verl_mg.engines.process_engine import EngineSettings
-from verl_mg.engines.sglang import engine_arguments
-from verl_mg.engines.sglang.arguments import environment, port_arguments
+from verl_mg.engines.sglang.arguments import engine_arguments, environment, place_arguments
 from verl_mg.engines.sglang.host import _tags
 from verl_mg.errors import UserError
 from verl_mg.job import build_engines
-from verl_mg.job.engine_parts import engine_part
+from verl_mg.job.build_engines import engine_part
 from verl_mg.layout import EngineLayout, EnginePlacement
 from verl_mg.models.tiny_model import make_tiny_model
 
 LIMITS = {"dtype": torch.bfloat16, "max_running": 16, "max_positions": 256}
 ENGINES = {
-    "tp2": EngineSettings(layout=EngineLayout(tp=2), **LIMITS),
-    "first adp": EngineSettings(layout=EngineLayout(tp=4, ep=4, adp=2), first_gpu=0, routed_experts=True, **LIMITS),
-    "second adp": EngineSettings(layout=EngineLayout(tp=4, ep=4, adp=2), first_gpu=4, routed_experts=True, **LIMITS),
-    "pp2": EngineSettings(layout=EngineLayout(tp=2, pp=2), first_gpu=4, **LIMITS),
-    "deterministic": EngineSettings(layout=EngineLayout(tp=2), gpu_step=2, deterministic=True, **LIMITS),
-    "adapters": EngineSettings(
+    "tp2": EngineOptions(layout=EngineLayout(tp=2), **LIMITS),
+    "first adp": EngineOptions(layout=EngineLayout(tp=4, ep=4, adp=2), first_gpu=0, routed_experts=True, **LIMITS),
+    "second adp": EngineOptions(layout=EngineLayout(tp=4, ep=4, adp=2), first_gpu=4, routed_experts=True, **LIMITS),
+    "pp2": EngineOptions(layout=EngineLayout(tp=2, pp=2), first_gpu=4, **LIMITS),
+    "deterministic": EngineOptions(layout=EngineLayout(tp=2), gpu_step=2, deterministic=True, **LIMITS),
+    "adapters": EngineOptions(
         layout=EngineLayout(tp=2), sleeps=False, adapters=AdapterSettings(16, ("q_proj", "k_proj", "v_proj")), **LIMITS
     ),
-    "awake": EngineSettings(layout=EngineLayout(), sleeps=False, **LIMITS),
-    "float32": EngineSettings(layout=EngineLayout(), **LIMITS | {"dtype": torch.float32}),
+    "awake": EngineOptions(layout=EngineLayout(), sleeps=False, **LIMITS),
+    "float32": EngineOptions(layout=EngineLayout(), **LIMITS | {"dtype": torch.float32}),
 }
 PER_NODE = 8
 
@@ -69,7 +67,7 @@ def arguments(tmp_path_factory, blocks) -> dict[str, dict[str, Any]]:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         made = {name: engine_arguments(model, settings) for name, settings in ENGINES.items()}
     meet = {name: f"127.0.0.1:{block.ports[1]}" for name, block in blocks.items()}
-    return {name: port_arguments(blocks[name].ports, meet[name]) | one for name, one in made.items()}
+    return {name: place_arguments(ENGINES[name], blocks[name].ports, meet[name]) | one for name, one in made.items()}
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +75,7 @@ def sglang_says(arguments) -> dict[str, Any]:
     """See tests/engines/sglang/contract_probe.py; what is by engine has the engine's name."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
-        variables = environment(ENGINES["float32"])
+        variables = environment(Path(), ENGINES["float32"])
     checked = " ".join(name for name in variables.keys() - os.environ.keys() if name.startswith("SGLANG_"))
     probe = subprocess.run(
         [warm_start.sglang().python, "-m", "tests.engines.sglang.contract_probe", json.dumps([*arguments.values()])],
@@ -93,21 +91,21 @@ def test_environment_on_gpus_leaves_out_what_is_for_the_rank(on_gpus, monkeypatc
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS", "RANK"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("HF_HOME", "/models")
-    variables = environment(ENGINES["tp2"])
+    variables = environment(Path(), ENGINES["tp2"])
     assert variables["HF_HOME"] == "/models" and variables["PATH"] == os.environ["PATH"]
     assert not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS", "RANK"} & set(variables)
 
 
 def test_environment_given_users_variable_keeps_it(on_gpus, monkeypatch):
-    assert environment(ENGINES["tp2"])["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] == "true"
+    assert environment(Path(), ENGINES["tp2"])["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] == "true"
     monkeypatch.setenv("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "false")
-    assert environment(ENGINES["tp2"])["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] == "false"
+    assert environment(Path(), ENGINES["tp2"])["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] == "false"
 
 
 def test_environment_on_gpus_has_exact_kernels_in_float32_only(on_gpus):
     exact = {"SGLANG_FORCE_FUSED_OP_BACKEND": "torch", "TRITON_F32_DEFAULT": "tf32x3"}
-    assert exact.items() <= environment(ENGINES["float32"]).items()
-    assert not exact.keys() & environment(ENGINES["tp2"]).keys()
+    assert exact.items() <= environment(Path(), ENGINES["float32"]).items()
+    assert not exact.keys() & environment(Path(), ENGINES["tp2"]).keys()
 
 
 @needs_sglang
@@ -148,7 +146,7 @@ def test_engine_that_sleeps_has_no_graphs_whose_memory_stays(sglang_says):
 
 
 @needs_sglang
-def test_port_arguments_of_engines_on_a_machine_are_disjoint(sglang_says, blocks):
+def test_place_arguments_of_engines_on_a_machine_are_disjoint(sglang_says, blocks):
     used = {}
     for name, ports in sglang_says["ports"].items():
         tcp = [int(address.rpartition(":")[2]) for address in ports["addresses"] if address.startswith("tcp:")]

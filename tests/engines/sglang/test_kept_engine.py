@@ -15,13 +15,14 @@ from tests.helpers.engines import bring_weights, process_of, requests
 from tests.helpers.traces import needs_sglang
 from verl_mg.distributed.launcher import Launcher
 from verl_mg.engines.engine import Sampling
-from verl_mg.engines.process_engine import EngineSettings
-from verl_mg.engines.sglang import SGLangEngine
+from verl_mg.engines.engine_options import EngineOptions
+from verl_mg.engines.kinds import SGLANG
+from verl_mg.engines.process_engine import ProcessEngine
 from verl_mg.layout import EngineLayout
 from verl_mg.models.tiny_model import make_tiny_model
 
 pytestmark = needs_sglang
-SETTINGS = EngineSettings(layout=EngineLayout(), dtype=torch.float32, max_running=2, max_positions=256)
+SETTINGS = EngineOptions(layout=EngineLayout(), dtype=torch.float32, max_running=2, max_positions=256)
 SAMPLING = Sampling(max_new_tokens=24)
 
 
@@ -37,7 +38,7 @@ def kept(monkeypatch) -> Iterator[tuple[Launcher, socket.socket]]:
         yield launcher, listener
 
 
-def leave(launcher: Launcher, engine: SGLangEngine) -> None:
+def leave(launcher: Launcher, engine: ProcessEngine) -> None:
     """Ends the rank's side, as the loss of the rank does."""
     launcher.set_regroups()
     engine.close()
@@ -50,8 +51,8 @@ def test_engine_left_by_its_rank_answers_the_next_one_and_ends_with_the_launcher
         tmp_path / "model", "qwen3", characters="abcdefgh", hidden=32, ffn=64, max_positions=256, init_std=0.2, seed=3
     )
 
-    def engine(settings: EngineSettings = SETTINGS) -> SGLangEngine:
-        return SGLangEngine(model, settings, tmp_path / "0.log", launcher=launcher)
+    def engine(settings: EngineOptions = SETTINGS) -> ProcessEngine:
+        return ProcessEngine(SGLANG, model, settings, tmp_path / "0.log", launcher=launcher)
 
     first = engine()
     bring_weights(first, model, version=4)

@@ -13,13 +13,14 @@ from tests.engines.sglang import probes
 from tests.helpers.engines import bring_weights
 from tests.helpers.traces import needs_sglang
 from verl_mg.engines.engine import Request, Sampling
-from verl_mg.engines.process_engine import EngineSettings
-from verl_mg.engines.sglang import SGLangEngine
+from verl_mg.engines.engine_options import EngineOptions
+from verl_mg.engines.kinds import SGLANG
+from verl_mg.engines.process_engine import ProcessEngine
 from verl_mg.layout import EngineLayout
 from verl_mg.models.tiny_model import make_tiny_model
 
 pytestmark = needs_sglang
-SETTINGS = EngineSettings(layout=EngineLayout(), dtype=torch.float32, max_running=16, max_positions=128)
+SETTINGS = EngineOptions(layout=EngineLayout(), dtype=torch.float32, max_running=16, max_positions=128)
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32, "beta_slow": 1,
         "mscale": 0.7, "mscale_all_dim": 0.7}  # fmt: skip
 
@@ -33,7 +34,7 @@ def made(folder: Path, architecture: str, **fields: object) -> Path:
 def test_weight_update_with_pipeline_stages_reaches_each(tmp_path, tied):
     model = made(tmp_path / "model", "qwen3", tie_embeddings=tied)
     settings = dataclasses.replace(SETTINGS, layout=EngineLayout(pp=2))
-    engine = SGLangEngine(model, settings, tmp_path / "0.log")
+    engine = ProcessEngine(SGLANG, model, settings, tmp_path / "0.log")
     try:
         bring_weights(engine, model, version=1)
         bring_weights(engine, model, version=2)
@@ -53,7 +54,7 @@ def test_weight_update_with_pipeline_stages_reaches_each(tmp_path, tied):
 def test_engine_of_an_fp8_checkpoint_computes_in_the_dtype_of_training(tmp_path):
     model = made(tmp_path / "model", "qwen3")
     quantize_directory(model, (16, 16))
-    engine = SGLangEngine(model, SETTINGS, tmp_path / "0.log")
+    engine = ProcessEngine(SGLANG, model, SETTINGS, tmp_path / "0.log")
     try:
         bring_weights(engine, model, version=1)
         (sample,) = engine.generate([Request(0, (6, 7, 9, 11), 0)], Sampling(max_new_tokens=12, temperature=0.0))
@@ -75,7 +76,7 @@ def test_weight_update_with_latent_attention_recomputes_derived_weights(tmp_path
     (model / "config.json").write_text(json.dumps(config))
     monkeypatch.setattr("verl_mg.engines.sglang.engine.HOST", probes.__name__)
     settings = dataclasses.replace(SETTINGS, extra={"custom_weight_loader": [probes.LOADER]})
-    engine = SGLangEngine(model, settings, tmp_path / "0.log")
+    engine = ProcessEngine(SGLANG, model, settings, tmp_path / "0.log")
     try:
         bring_weights(engine, model, version=1)
         bring_weights(engine, model, version=2)

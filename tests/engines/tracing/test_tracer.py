@@ -14,6 +14,7 @@ from tests.helpers.traces import change_config, folder_of, needs_sglang, needs_v
 from tests.oracles import transformers_trace
 from tests.oracles.transformers_trace import trace_transformers
 from verl_mg.cli import main
+from verl_mg.engines.kinds import ProcessKind
 from verl_mg.engines.tracing import tracer
 from verl_mg.engines.tracing.position_codes import PositionCodes
 from verl_mg.engines.tracing.tracer import TracedEngine, trace, write_trace
@@ -350,7 +351,7 @@ def test_trace_with_dead_rank_raises_its_last_lines(monkeypatch):
 
 
 def test_trace_without_architectures_names_the_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(tracer, "engine_python", lambda engine, python: sys.executable)
+    monkeypatch.setattr(ProcessKind, "python", lambda kind, python: sys.executable)
     with pytest.raises(UserError, match=r"config\.json: missing"):
         trace([(tmp_path, TP2)], SGLANG)
     with pytest.raises(UserError, match=r"config\.json: architectures is missing"):

@@ -11,18 +11,16 @@ import torch
 
 from tests.helpers import warm_start
 from tests.helpers.traces import needs_vllm
-from verl_mg.engines.engine_adapters import AdapterSettings
-from verl_mg.engines.engine_nodes import EngineNodes
-from verl_mg.engines.process_engine import EngineSettings
-from verl_mg.engines.vllm.arguments import engine_arguments, environment, node_arguments
+from verl_mg.engines.engine_options import AdapterSettings, EngineNodes, EngineOptions
+from verl_mg.engines.vllm.arguments import engine_arguments, environment, place_arguments
 from verl_mg.layout import EngineLayout
 from verl_mg.models.tiny_model import make_tiny_model
 
 LIMITS = {"dtype": torch.bfloat16, "max_running": 16, "max_positions": 256}
 ENGINES = {
-    "tp2": EngineSettings(layout=EngineLayout(tp=2), first_gpu=4, gpu_step=2, deterministic=True, **LIMITS),
-    "ep4": EngineSettings(layout=EngineLayout(tp=4, ep=4), routed_experts=True, sleeps=False, **LIMITS),
-    "adapters": EngineSettings(
+    "tp2": EngineOptions(layout=EngineLayout(tp=2), first_gpu=4, gpu_step=2, deterministic=True, **LIMITS),
+    "ep4": EngineOptions(layout=EngineLayout(tp=4, ep=4), routed_experts=True, sleeps=False, **LIMITS),
+    "adapters": EngineOptions(
         layout=EngineLayout(tp=2), sleeps=False, adapters=AdapterSettings(12, ("q_proj", "k_proj", "v_proj")), **LIMITS
     ),
 }
@@ -44,7 +42,7 @@ def vllm_says(model) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         arguments = [engine_arguments(model, settings) for settings in ENGINES.values()]
-        arguments[0] |= node_arguments(replace(ENGINES["tp2"], nodes=EngineNodes(2, 0)), "10.0.0.1:12001")
+        arguments[0] |= place_arguments(replace(ENGINES["tp2"], nodes=EngineNodes(2, 0)), range(1), "10.0.0.1:12001")
     probe = subprocess.run(
         [warm_start.vllm().python, "-m", "tests.engines.vllm.contract_probe", json.dumps(arguments)],
         capture_output=True,
@@ -69,19 +67,19 @@ def test_environment_of_a_deterministic_engine_asks_for_batch_invariance(on_gpus
     assert variables == ["1", None, None]
 
 
-def test_node_arguments_of_a_part_name_the_first_node(on_gpus, model):
+def test_place_arguments_of_a_part_name_the_first_node(on_gpus, model):
     nodes = EngineNodes(2, 1, "10.0.0.2")
-    settings = EngineSettings(layout=EngineLayout(tp=4), first_gpu=2, nodes=nodes, **LIMITS)
+    settings = EngineOptions(layout=EngineLayout(tp=4), first_gpu=2, nodes=nodes, **LIMITS)
     assert engine_arguments(model, settings)["device_ids"] == [2, 3]
     assert environment(model, settings)["VLLM_HOST_IP"] == "10.0.0.2"
-    assert node_arguments(settings, "10.0.0.1:12001") == {
+    assert place_arguments(settings, range(1), "10.0.0.1:12001") == {
         "distributed_executor_backend": "mp",
         "nnodes": 2,
         "node_rank": 1,
         "master_addr": "10.0.0.1",
         "master_port": 12001,
     }
-    assert node_arguments(ENGINES["tp2"], "10.0.0.1:12001") == {}
+    assert place_arguments(ENGINES["tp2"], range(1), "10.0.0.1:12001") == {}
 
 
 @needs_vllm

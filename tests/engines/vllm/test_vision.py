@@ -10,9 +10,10 @@ from tests.helpers import warm_start
 from tests.helpers.engines import bring_weights
 from tests.helpers.tiny_models import vision_model
 from tests.helpers.traces import needs_vllm
-from verl_mg.engines.process_engine import EngineSettings
+from verl_mg.engines.engine_options import EngineOptions
+from verl_mg.engines.kinds import VLLM
+from verl_mg.engines.process_engine import ProcessEngine
 from verl_mg.engines.tracing.tracer import TracedEngine, trace
-from verl_mg.engines.vllm.engine import VLLMEngine
 from verl_mg.layout import EngineLayout
 
 pytestmark = [needs_vllm, pytest.mark.nightly]
@@ -23,11 +24,11 @@ def test_engine_given_images_writes_the_tokens_of_the_hf_engine_after_each_updat
     # vLLM's attention on the CPU has no heads narrower than 32.
     folders = [vision_model(family, hidden=128, seed=seed) for seed in (3, 4)]
     python = Path(warm_start.vllm().python)
-    settings = EngineSettings(
+    settings = EngineOptions(
         layout=EngineLayout(), dtype=torch.float32, max_running=16, max_positions=256, python=python
     )
     (traced,) = trace([(folders[0], EngineLayout())], TracedEngine("vllm", python))
-    engine = VLLMEngine(folders[0], settings, tmp_path / "0.log")
+    engine = ProcessEngine(VLLM, folders[0], settings, tmp_path / "0.log")
     try:
         written = []
         for version, folder in enumerate(folders):

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
+from verl_mg.config.checks import Refusal, under
+from verl_mg.engines.engine_options import EngineCase, EngineOptions
 from verl_mg.engines.engine_process import inherited_environment
-from verl_mg.engines.process_engine import EngineSettings
 from verl_mg.engines.sglang.weight_loader import LOADER
-from verl_mg.errors import UserError
-from verl_mg.layout import EngineLayout, ModelDims
 from verl_mg.models.hf_config import HFConfig
 from verl_mg.reshard.encoding import Wire
 
@@ -60,10 +59,13 @@ ON_CPU = {
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",
 }
-
-
+PADDED = (  # what a row is to begin with, and the multiple of the condition
+    f"on the CPU SGLang pads the {{}} to a multiple of {CPU_TILE} * tp. Set rollout.engine=hf, or use a model with a "
+    "multiple of {{value}}."
+)
 # Attention backend of engines in float32 on GPUs, as SGLang's default there has 16 bits only.
 FLOAT32_ATTENTION = "triton"
+ATTENTION = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 WITH_FLOAT32 = (FLOAT32_ATTENTION, "torch_native", "flex_attention")  # attention backends that have float32
 # Largest width of a head in float32: tiles of wider ones may not fit into the memory of a block of Triton's kernel.
 FLOAT32_HEAD = 128
@@ -81,23 +83,23 @@ def has_multi_token_draft(arguments: Mapping[str, Any]) -> bool:
     return is_eagle and not arguments.get("speculative_draft_model_path")
 
 
-def engine_arguments(model: Path, settings: EngineSettings) -> dict[str, Any]:
+def engine_arguments(model: Path, options: EngineOptions) -> dict[str, Any]:
     """Returns the keyword arguments of `sglang.Engine`. It loads no weights: the first weight sync does."""
-    layout = settings.layout
+    layout = options.layout
     common: dict[str, Any] = {
         "model_path": str(model),
         "load_format": "dummy",  # random weights, without a read of the directory
         "custom_weight_loader": [LOADER],
-        "dtype": str(settings.dtype).removeprefix("torch."),
+        "dtype": options.dtype_name,
         "tp_size": layout.tp,
         "pp_size": layout.pp,
         "ep_size": layout.ep,
-        "max_running_requests": settings.max_running,
-        "random_seed": settings.seed,
+        "max_running_requests": options.max_running,
+        "random_seed": options.seed,
         # The weights arrive as training or the encoder has them, not as the checkpoint does.
-        "json_model_override_args": json.dumps({"quantization_config": settings.quantization}),
+        "json_model_override_args": json.dumps({"quantization_config": QUANTIZATIONS[options.wire]}),
         # Requests and samples are token ids; text is involved only in stop strings.
-        "skip_tokenizer_init": not settings.reads_text,
+        "skip_tokenizer_init": not options.reads_text,
         # A separate layer, as in the weight table.
         "disable_shared_experts_fusion": True,
         "skip_server_warmup": True,
@@ -105,21 +107,21 @@ def engine_arguments(model: Path, settings: EngineSettings) -> dict[str, Any]:
     }
     if layout.adp > 1:
         common["attn_dp_size"] = layout.adp
-    if settings.nodes.count > 1:
-        common |= {"nnodes": settings.nodes.count, "node_rank": settings.nodes.rank}
-    if settings.routed_experts:
+    if options.nodes.count > 1:
+        common |= {"nnodes": options.nodes.count, "node_rank": options.nodes.rank}
+    if options.routed_experts:
         common["enable_return_routed_experts"] = True
-    if settings.adapters:
+    if options.adapters:
         common |= {
             "enable_lora": True,
-            "max_lora_rank": settings.adapters.rank,
-            "lora_target_modules": list(settings.adapters.targets),
+            "max_lora_rank": options.adapters.rank,
+            "lora_target_modules": list(options.adapters.targets),
             "max_loras_per_batch": 2,  # no adapter counts as one of them, the policy's is the other
         }
     if _model_type(model) == "gpt_oss":
         common["moe_runner_backend"] = "triton"  # others have its experts transposed, or in another order
-    place = _on_gpus(settings) if torch.cuda.is_available() else _on_cpu(settings)
-    return common | place | dict(settings.extra)
+    place = _on_gpus(options) if torch.cuda.is_available() else _on_cpu(options)
+    return common | place | dict(options.extra)
 
 
 def _model_type(model: Path) -> Any:
@@ -127,70 +129,56 @@ def _model_type(model: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8")).get("model_type") if path.exists() else None
 
 
-def check_on_cpu(config: HFConfig, model: ModelDims, layout: EngineLayout) -> None:
-    """Checks that SGLang has the model on the CPU, and does not pad it, for which the weight table has no shards."""
-    if torch.cuda.is_available():
-        return
-    if config.attention_sinks:
-        raise UserError(
+# Models and layouts that SGLang does not have on the CPU, or pads there, for which the weight table has no shards.
+ON_CPU_REFUSED: tuple[Refusal[EngineCase], ...] = (
+    Refusal(lambda c: c.table.config.attention_sinks,
             "rollout.engine=sglang: on the CPU SGLang has attention sinks only in kernels for AMX, which this project "
-            "does not use. Set rollout.engine=hf, or use a GPU."
-        )
-    if config.indexer:
-        raise UserError(
-            "rollout.engine=sglang: SGLang has no sparse attention on the CPU. Set rollout.engine=hf, or use a GPU."
-        )
-    if layout.ep > 1 or layout.adp > 1:
-        raise UserError(f"rollout.layout={layout}: SGLang does not support ep and adp on the CPU. Remove them.")
-    if model.key_heads:
-        raise UserError(
+            "does not use. Set rollout.engine=hf, or use a GPU."),
+    Refusal(lambda c: c.table.config.indexer,
+            "rollout.engine=sglang: SGLang has no sparse attention on the CPU. Set rollout.engine=hf, or use a GPU."),
+    Refusal(lambda c: c.layout.ep > 1 or c.layout.adp > 1,
+            "rollout.layout={c.layout}: SGLang does not support ep and adp on the CPU. Remove them."),
+    Refusal(lambda c: c.table.model_dims.key_heads,
             "rollout.engine=sglang: on the CPU linear attention needs compiled kernels of SGLang that are not on PyPI. "
-            "Set rollout.engine=hf."
-        )
-    widths = {"columns of the feed-forward layer": model.ffn, "columns of an expert": model.expert_ffn}
-    for what, width in widths.items():
-        if width % (CPU_TILE * layout.tp):
-            raise UserError(
-                f"rollout.layout={layout}: on the CPU SGLang pads the {width} {what} to a multiple of "
-                f"{CPU_TILE} * tp. Set rollout.engine=hf, or use a model with a multiple of {CPU_TILE * layout.tp}."
-            )
-    if model.kv_heads % layout.tp:
-        raise UserError(
-            f"rollout.layout={layout}: on the CPU SGLang pads {model.kv_heads} key-value heads to a multiple of tp. "
-            "Set a tp that divides them."
-        )
+            "Set rollout.engine=hf."),
+    *under(
+        "rollout.layout={c.layout}", lambda c: CPU_TILE * c.layout.tp,
+        (lambda c: c.table.model_dims.ffn % (CPU_TILE * c.layout.tp) and CPU_TILE * c.layout.tp,
+         PADDED.format("{c.table.model_dims.ffn} columns of the feed-forward layer")),
+        (lambda c: c.table.model_dims.expert_ffn % (CPU_TILE * c.layout.tp) and CPU_TILE * c.layout.tp,
+         PADDED.format("{c.table.model_dims.expert_ffn} columns of an expert")),
+        (lambda c: c.table.model_dims.kv_heads % c.layout.tp,
+         "on the CPU SGLang pads {c.table.model_dims.kv_heads} key-value heads to a multiple of tp. Set a tp that "
+         "divides them."),
+    ),
+)  # fmt: skip
 
 
-def check_on_gpus(config: HFConfig, dtype: str, extra: Mapping[str, Any]) -> None:
-    """Checks that SGLang has kernels for the model and the dtype on GPUs; `extra` is `rollout.sglang`.
-
-    Refused is also what is not known to work.
-    """
-    if dtype != "float32" or not torch.cuda.is_available():
-        return
-    names = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
-    for name in names:
-        if extra.get(name) not in (None, *WITH_FLOAT32):
-            raise UserError(
-                f"rollout.sglang.{name}={extra[name]}: it has no kernels for float32, the dtype of the actor. Leave it "
-                "out, or set actor.dtype=bfloat16."
-            )
-    others = {
+def _not_in_float32(config: HFConfig) -> str:
+    """Returns what a model has of which SGLang's engines in float32 are not known to work on GPUs."""
+    parts = {
         "experts": config.experts,
         "latent attention": config.latent,
         "linear attention": config.linear,
         "images": config.with_vision,
         f"heads of {config.head_dim}": config.head_dim > FLOAT32_HEAD,
     }
-    for what, has in others.items():
-        if has:
-            raise UserError(
-                f"rollout.engine=sglang: on GPUs its engines in float32, the dtype of the actor, do not serve a model "
-                f"with {what}. Set actor.dtype=bfloat16, or rollout.engine=hf."
-            )
+    return next((part for part, has in parts.items() if has), "")
 
 
-def port_arguments(ports: Sequence[int], address: str) -> dict[str, Any]:
+# Models and arguments for which SGLang has no kernels on GPUs.
+ON_GPUS_REFUSED: tuple[Refusal[EngineCase], ...] = (
+    Refusal(lambda c: c.dtype == "float32" and next((f"{name}={c.extra[name]}" for name in ATTENTION
+                                                    if c.extra.get(name) not in (None, *WITH_FLOAT32)), ""),
+            "rollout.sglang.{value}: it has no kernels for float32, the dtype of the actor. Leave it out, or set "
+            "actor.dtype=bfloat16."),
+    Refusal(lambda c: c.dtype == "float32" and _not_in_float32(c.table.config),
+            "rollout.engine=sglang: on GPUs its engines in float32, the dtype of the actor, do not serve a model with "
+            "{value}. Set actor.dtype=bfloat16, or rollout.engine=hf."),
+)  # fmt: skip
+
+
+def place_arguments(options: EngineOptions, ports: Sequence[int], address: str) -> dict[str, Any]:
     """Returns the keyword arguments of `sglang.Engine` from which it derives its fixed ports.
 
     `address` is HOST:PORT at which the processes of the engine meet.
@@ -198,49 +186,49 @@ def port_arguments(ports: Sequence[int], address: str) -> dict[str, Any]:
     return {"nccl_port": ports[0], "dist_init_addr": address}
 
 
-def environment(settings: EngineSettings) -> dict[str, str]:
+def environment(model: Path, options: EngineOptions) -> dict[str, str]:
     """Returns the environment of an engine process: this one without what is only for the rank."""
     inherited = inherited_environment()
-    if settings.nodes.count > 1:
-        inherited.setdefault("SGLANG_HOST_IP", settings.nodes.address)  # SGLang would look for a route to the internet
-    if settings.nodes.rank:
+    if options.nodes.count > 1:
+        inherited.setdefault("SGLANG_HOST_IP", options.nodes.address)  # SGLang would look for a route to the internet
+    if options.nodes.rank:
         inherited["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"  # else `sglang.Engine` would not return on this node
     if torch.cuda.is_available():
-        return _variables_on_gpus(settings) | inherited | OF_ALL_ENGINES
+        return _variables_on_gpus(options) | inherited | OF_ALL_ENGINES
     # A core for each rank of the engine: SGLang's own binding needs a NUMA node for each.
     cores = sorted(os.sched_getaffinity(0))
-    binding = "|".join(str(cores[rank % len(cores)]) for rank in range(settings.layout.ranks))
+    binding = "|".join(str(cores[rank % len(cores)]) for rank in range(options.layout.ranks))
     return inherited | ON_CPU | OF_ALL_ENGINES | {"SGLANG_CPU_OMP_THREADS_BIND": binding}
 
 
-def _variables_on_gpus(settings: EngineSettings) -> dict[str, str]:
-    precision = IN_FLOAT32 if settings.dtype is torch.float32 else {}
+def _variables_on_gpus(options: EngineOptions) -> dict[str, str]:
+    precision = IN_FLOAT32 if options.dtype is torch.float32 else {}
     return precision | {
         # GPUs of a job have different amounts of free memory: stages of different size, a rank that is still loading.
         "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false",
         # An idle engine whose cache is released would fail it.
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "false",
         # Graphs release their memory too: some GiB.
-        "SGLANG_MEMORY_SAVER_CUDA_GRAPH": str(settings.sleeps).lower(),
+        "SGLANG_MEMORY_SAVER_CUDA_GRAPH": str(options.sleeps).lower(),
     }
 
 
-def _on_gpus(settings: EngineSettings) -> dict[str, Any]:
-    attention = {"attention_backend": FLOAT32_ATTENTION} if settings.dtype is torch.float32 else {}
+def _on_gpus(options: EngineOptions) -> dict[str, Any]:
+    attention = {"attention_backend": FLOAT32_ATTENTION} if options.dtype is torch.float32 else {}
     return attention | {
         "device": "cuda",
-        "base_gpu_id": settings.first_gpu,
-        "gpu_id_step": settings.gpu_step,
-        "enable_memory_saver": settings.sleeps,
+        "base_gpu_id": options.first_gpu,
+        "gpu_id_step": options.gpu_step,
+        "enable_memory_saver": options.sleeps,
         # SGLang's graphs of the prefill phase cannot release their memory, and refuse to start where others do.
-        "disable_prefill_cuda_graph": settings.sleeps,
-        "mem_fraction_static": settings.memory_fraction,
+        "disable_prefill_cuda_graph": options.sleeps,
+        "mem_fraction_static": options.memory_fraction,
         # Not on the CPU: SGLang permits it only with attention kernels for GPUs.
-        "enable_deterministic_inference": settings.deterministic,
+        "enable_deterministic_inference": options.deterministic,
     }
 
 
-def _on_cpu(settings: EngineSettings) -> dict[str, Any]:
+def _on_cpu(options: EngineOptions) -> dict[str, Any]:
     return {
         "device": "cpu",
         "attention_backend": "torch_native",
@@ -249,7 +237,7 @@ def _on_cpu(settings: EngineSettings) -> dict[str, Any]:
         "disable_cuda_graph": True,
         "disable_overlap_schedule": True,
         "mem_fraction_static": 0.1,
-        "max_total_tokens": min(settings.max_running * settings.max_positions, CPU_KEY_VALUE_TOKENS),
+        "max_total_tokens": min(options.max_running * options.max_positions, CPU_KEY_VALUE_TOKENS),
         # Idle engines share the cores with training.
         "sleep_on_idle": True,
         "lora_backend": "torch_native",

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl_mg.data.image_processor import ImageProcessor
-from verl_mg.engines.engine_counts import ACCEPTED, CACHED, DRAFTED, GENERATED, PROMPT, VERIFIED, observed_load
+from verl_mg.engines.engine import ACCEPTED, CACHED, DRAFTED, GENERATED, PROMPT, VERIFIED, observed_load
 from verl_mg.images import Image
 
 EXCLUDED = -1e4  # bias on the logits of tokens that are never drawn

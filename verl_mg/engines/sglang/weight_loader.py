@@ -18,11 +18,12 @@ from torch import Tensor
 
 from verl_mg.engines.ipc_payload import named_views, open_payload
 from verl_mg.engines.patch_payload import apply_payload, has_patches
-from verl_mg.engines.sglang.marlin_weights import keep_order, marlin_layers, write_marlin
+from verl_mg.engines.sglang import internals
 from verl_mg.sharding.engine_table import DRAFT
 
 # Name of the loader, for the server argument `custom_weight_loader` and as load format.
 LOADER = f"{__name__}.load_chunk"
+CASTABLE = {"float32", "bfloat16", "float16"}  # dtypes of weights that are not quantized
 
 
 def merge_stages(payloads: Sequence[str], is_last: bool, for_draft: bool = False) -> str:
@@ -54,14 +55,11 @@ def load_chunk(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
 
     The last one is followed by what SGLang's own loading ends with: weights are derived from others (MLA's w_kc, w_vc).
     """
-    from sglang.srt.model_loader.loader import post_load_weights
-    from sglang.srt.runtime_context import get_parallel
-
     ((_, text),) = named_tensors
     message = json.loads(bytes(text.tolist()))
     parameters = dict(model.named_parameters())
     device = next(iter(parameters.values())).device
-    places, memory = open_payload(message["payloads"][get_parallel().pp_rank], device)
+    places, memory = open_payload(message["payloads"][internals.position().stage], device)
     if has_patches(places):
         apply_payload(places, memory, lambda name: as_loaded(parameters[name]))
     else:
@@ -70,7 +68,7 @@ def load_chunk(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     if message["is_last"]:
         # SGLang processes weights at the end of the update, and expects the shapes with which it has created them.
         restore_shapes(model)
-        post_load_weights(model)
+        internals.finish_load(model)
 
 
 def _tensors_of(for_draft: bool, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -81,16 +79,14 @@ def _tensors_of(for_draft: bool, tensors: Iterable[tuple[str, Tensor]]) -> Itera
 
 
 def _write_tensors(model: Any, parameters: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]]) -> None:
-    from sglang.srt.model_loader.weight_utils import default_weight_loader
-
-    layers = marlin_layers(model)
+    layers = internals.marlin_layers(model)
     if layers:
-        keep_order(model)
+        internals.keep_order(model)
     for name, tensor in tensors:
         if name in layers:
-            write_marlin(layers[name], name, tensor)
+            internals.write_marlin(layers[name], name, tensor)
         else:
-            default_weight_loader(as_loaded(parameters[name]), tensor)
+            internals.write(as_loaded(parameters[name]), tensor)
 
 
 def restore_shapes(model: Any) -> None:
@@ -98,11 +94,25 @@ def restore_shapes(model: Any) -> None:
 
     SGLang transposes them whenever it processes weights, also at the end of an update, and its kernels need them so.
     """
-    from sglang.srt.layers.quantization.w8a8_fp8 import W8A8Fp8LinearMethod
-
     for module in model.modules():
-        if isinstance(getattr(module, "quant_method", None), W8A8Fp8LinearMethod):
+        if internals.is_transposed(module):
             module.weight.data = as_loaded(module.weight)
+
+
+def loaded_parameters(model: Any) -> dict[str, Tensor]:
+    """Returns the memory of a model's parameters, as `as_loaded`."""
+    return {name: as_loaded(parameter) for name, parameter in model.named_parameters()}
+
+
+def check_dtypes(parameters: Mapping[str, Tensor], dtypes: Mapping[str, str], exact: bool) -> None:
+    """Checks that parameters have the dtypes that the job sends, or dtypes that can be cast to them if not `exact`."""
+    for name, dtype in dtypes.items():
+        actual = str(parameters[name].dtype).removeprefix("torch.") if name in parameters else "missing"
+        if actual != dtype and (exact or not {actual, dtype} <= CASTABLE):
+            raise TypeError(
+                f"{name} is {actual}, and the job sends {dtype}: the server's --dtype and quantization_config have to "
+                "follow actor.dtype and rollout.wire"
+            )
 
 
 def as_loaded(parameter: Tensor) -> Tensor:

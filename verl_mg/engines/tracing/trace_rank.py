@@ -19,7 +19,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from verl_mg.engines.hidden_packages import hide_training_packages
+from verl_mg.engines.engine_host import hide_training_packages
 from verl_mg.engines.tracing.position_codes import UNWRITTEN, PositionCodes, decode, is_written
 from verl_mg.errors import UserError
 from verl_mg.jsonl import replacing
@@ -64,7 +64,7 @@ def main(engine: EngineName, folder: Path, rank: int) -> int:
     """Runs this rank's part of all jobs, and returns the exit status."""
     hide_training_packages()
     jobs: list[TraceJob] = json.loads(jobs_file(folder).read_text(encoding="utf-8"))
-    unloaded_model = importlib.import_module(f"verl_mg.engines.{engine}.unloaded_model").unloaded_model
+    unloaded_model = importlib.import_module(f"verl_mg.engines.{engine}.internals").unloaded_model
     if rank == 0:
         version_file(folder).write_text(importlib.import_module(engine).__version__, encoding="utf-8")
     for number, job in enumerate(jobs):

@@ -26,12 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import verl_mg
-from verl_mg.engines.engine_python import NAMES, engine_python
-from verl_mg.engines.sglang.arguments import OF_ALL_ENGINES
-from verl_mg.engines.sglang.arguments import ON_CPU as SGLANG_ON_CPU
+from verl_mg.engines.kinds import PROCESSES
 from verl_mg.engines.tracing.layer_kinds import layer_kinds, text_fields, write_first_layers
 from verl_mg.engines.tracing.trace_rank import TraceJob, error_file, jobs_file, result_file, version_file
-from verl_mg.engines.vllm.arguments import ON_CPU as VLLM_ON_CPU
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import read_config
@@ -45,9 +42,6 @@ from verl_mg.sharding.module_shards import module_shards
 from verl_mg.sharding.traced_table import EngineName, TracedTable, read_rank_shards, write_traced_table
 
 LOG_LINES = 8  # of a failed rank, in the error
-
-
-ON_CPU = {"sglang": SGLANG_ON_CPU | OF_ALL_ENGINES, "vllm": VLLM_ON_CPU}  # environment of the processes of each engine
 
 
 @dataclass(frozen=True)
@@ -66,7 +60,7 @@ def trace(jobs: Sequence[tuple[str | Path, EngineLayout]], engine: TracedEngine)
     weights. UserError where an engine is missing, cannot build or load a model, or changes values; the first job that
     fails ends all.
     """
-    engine_python(engine.name, engine.python)  # an engine that is missing is the first error
+    PROCESSES[engine.name].python(engine.python)  # an engine that is missing is the first error
     # A directory may have several layouts, and without weights its shapes take `transformers` some time.
     directories = dict.fromkeys(Path(model_dir) for model_dir, _ in jobs)
     tensors = {directory: (_shapes(directory), stacked_tensors(directory)) for directory in directories}
@@ -85,7 +79,7 @@ def write_trace(
 
     Of layers with equal tensors one is traced, see `layer_kinds`. Without `shapes` all tensors of the directory are.
     """
-    engine_python(engine.name, engine.python)
+    PROCESSES[engine.name].python(engine.python)
     architecture = _architecture(Path(model_dir))
     shapes = shapes or _shapes(model_dir)
     stacked = stacked_tensors(Path(model_dir))
@@ -125,7 +119,7 @@ def _traced_by_kinds(
 
 def _trace(jobs: Sequence[TraceJob], engine: TracedEngine) -> tuple[str, list[list[dict[str, Shard]]]]:
     """Returns the version of the engine, and the traces."""
-    python = engine_python(engine.name, engine.python)
+    python = PROCESSES[engine.name].python(engine.python)
     sizes = [_layout(job).ranks for job in jobs]
     with tempfile.TemporaryDirectory(prefix="trace-") as name:
         folder = Path(name)
@@ -197,7 +191,7 @@ def _layout(job: TraceJob) -> EngineLayout:
 def _run_ranks(folder: Path, jobs: Sequence[TraceJob], count: int, engine: EngineName, python: str) -> None:
     """Starts the ranks and waits for them; the first failure ends all with a UserError."""
     root = Path(verl_mg.__file__).parents[1]
-    variables = os.environ | ON_CPU[engine]
+    variables = os.environ | PROCESSES[engine].on_cpu
     variables |= {
         "CUDA_VISIBLE_DEVICES": "",  # engines trace on the CPU also where there are GPUs
         "HF_HUB_OFFLINE": "1",
@@ -235,7 +229,9 @@ def _raise_failure(
     if reasons:
         _, number, path = min(reasons)  # the others may have failed because this rank ended
         job = jobs[number]
-        raise UserError(f"{job['model']}: {NAMES[engine]} at {_layout(job)}: {path.read_text(encoding='utf-8')}")
+        raise UserError(
+            f"{job['model']}: {PROCESSES[engine].title} at {_layout(job)}: {path.read_text(encoding='utf-8')}"
+        )
     log = _log(folder, failed[0]).read_text(encoding="utf-8", errors="replace").splitlines()
     raise UserError(
         f"verl-mg trace: rank {failed[0]} ended with exit code {ranks[failed[0]].returncode}. Its last lines: "

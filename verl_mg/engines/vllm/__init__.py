@@ -4,11 +4,8 @@ vLLM pins another torch than SGLang, which training follows. What its process im
 pydantic; the two processes exchange JSON and names of memory.
 
 arguments        a layout and a device as vLLM's engine arguments and environment
-engine           an engine that this job starts
 host             the main object of such an engine's process
 worker           methods that vLLM adds to its workers: they write shards into the parameters
-model_registry   where model classes are inspected
-routing          experts of each token, recorded in a worker on the CPU
 statistics       load and caches, from what vLLM's schedulers report
-unloaded_model   vLLM's model of a rank, for traces of its weight loader
+internals        everything that is used or replaced in vLLM and is not public, for one version of it
 """

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from verl_mg.config.checks import Refusal, under
+from verl_mg.engines.engine_options import EngineCase, EngineOptions
 from verl_mg.engines.engine_process import inherited_environment
-from verl_mg.engines.process_engine import EngineSettings
-from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import HFConfig
 from verl_mg.models.transformers_module import has_images, read_any_config, read_module_config
@@ -21,6 +22,10 @@ CPU_KEY_VALUE_TOKENS = 2**16  # largest key-value cache of an engine on the CPU,
 CPU_BLOCK_TOKENS = 128  # tokens of a block of the key-value cache on the CPU, vLLM's default there
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # head sizes of vLLM's attention kernel for the CPU
 CPU_LATENT = (512, 64)  # rank of keys and values, and width of the rotary part, of vLLM's latent attention on the CPU
+EXPERT_SIZES = (
+    f"on the CPU vLLM needs multiples of {CPU_TILE} as sizes of experts, but {{value}}. Use another model or tp, or "
+    "rollout.engine=hf."
+)
 # Environment of vLLM's processes on the CPU. vLLM's own binding pins all engines to the same cores, and refuses more
 # tensor-parallel ranks than the machine has NUMA nodes. The few small functions that it compiles would delay the first
 # request by seconds.
@@ -31,23 +36,23 @@ ON_CPU = {
 }
 
 
-def engine_arguments(model: Path, settings: EngineSettings) -> dict[str, Any]:
+def engine_arguments(model: Path, options: EngineOptions) -> dict[str, Any]:
     """Returns the keyword arguments of vLLM's `AsyncEngineArgs`. It loads no weights: the first weight sync does."""
-    layout, config = settings.layout, read_any_config(model)
+    layout, config = options.layout, read_any_config(model)
     common: dict[str, Any] = {
         "model": str(model),
         "load_format": "dummy",  # random weights, without a read of the directory
         "worker_extension_cls": WORKER_EXTENSION,
-        "dtype": str(settings.dtype).removeprefix("torch."),
-        "hf_overrides": {"quantization_config": settings.quantization},
+        "dtype": options.dtype_name,
+        "hf_overrides": {"quantization_config": None},  # whatever config.json says: weights arrive as training has them
         "tensor_parallel_size": layout.tp,
         "pipeline_parallel_size": layout.pp,
         "enable_expert_parallel": layout.ep > 1,
-        "max_num_seqs": settings.max_running,
-        "max_model_len": settings.max_positions,
-        "seed": settings.seed,
+        "max_num_seqs": options.max_running,
+        "max_model_len": options.max_positions,
+        "seed": options.seed,
         # Requests and samples are token ids; text is involved only in stop strings.
-        "skip_tokenizer_init": not settings.reads_text,
+        "skip_tokenizer_init": not options.reads_text,
         "generation_config": "vllm",  # nothing from the model's generation_config.json
         # After temperature; the worker extension returns them before top-k and top-p.
         "logprobs_mode": "processed_logprobs",
@@ -57,75 +62,63 @@ def engine_arguments(model: Path, settings: EngineSettings) -> dict[str, Any]:
         # Its processor of images needs the tokenizer. It normalizes pixels as training does; in the model, mean and
         # standard deviation would be buffers, which random initial weights overwrite and no weight sync brings.
         common |= {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"video": 0}, "mm_device_do_normalize": False}
-    if settings.adapters:
-        common |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": served_rank(settings.adapters.rank)}
-        common["lora_target_modules"] = list(settings.adapters.targets)
-    place = _on_gpus(config, settings) if torch.cuda.is_available() else _on_cpu(config, settings)
-    return common | place | dict(settings.extra)
+    if options.adapters:
+        common |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _served_rank(options.adapters.rank)}
+        common["lora_target_modules"] = list(options.adapters.targets)
+    place = _on_gpus(config, options) if torch.cuda.is_available() else _on_cpu(config, options)
+    return common | place | dict(options.extra)
 
 
-def node_arguments(settings: EngineSettings, address: str) -> dict[str, Any]:
+def place_arguments(options: EngineOptions, ports: Sequence[int], address: str) -> dict[str, Any]:
     """Returns the arguments of the part of an engine on one of several nodes; none where it has only one."""
-    if settings.nodes.count == 1:
+    if options.nodes.count == 1:
         return {}
     host, port = address.rsplit(":", 1)
     return {
         "distributed_executor_backend": "mp",
-        "nnodes": settings.nodes.count,
-        "node_rank": settings.nodes.rank,
+        "nnodes": options.nodes.count,
+        "node_rank": options.nodes.rank,
         "master_addr": host,
         "master_port": int(port),
     }
 
 
-def served_rank(rank: int) -> int:
-    """Returns the smallest rank for which vLLM has memory that adapters of a rank fit in; UserError if none is."""
-    for largest in RANKS:
-        if rank <= largest:
-            return largest
-    raise UserError(f"actor.lora.rank={rank}: vLLM's adapters have ranks of {RANKS[-1]} at most. Lower it.")
-
-
-def check_on_cpu(config: HFConfig, layout: EngineLayout) -> None:
-    """Checks that vLLM can compute the model in the layout on the CPU; UserError where it cannot."""
-    if torch.cuda.is_available():
-        return
-    if layout.ep > 1:
-        raise UserError(f"rollout.layout={layout}: vLLM does not support ep on the CPU. Leave it out.")
-    if config.indexer:
-        raise UserError(
-            "rollout.engine=vllm: vLLM has no sparse attention on the CPU. Set rollout.engine=hf, or use a GPU."
-        )
-    if config.latent and (config.latent.kv_rank, config.latent.rope_dim) != CPU_LATENT:
-        raise UserError(
+# Models and layouts that vLLM does not have on the CPU.
+ON_CPU_REFUSED: tuple[Refusal[EngineCase], ...] = (
+    Refusal(lambda c: c.layout.ep > 1,
+            "rollout.layout={c.layout}: vLLM does not support ep on the CPU. Leave it out."),
+    Refusal(lambda c: c.table.config.indexer,
+            "rollout.engine=vllm: vLLM has no sparse attention on the CPU. Set rollout.engine=hf, or use a GPU."),
+    Refusal(lambda c: c.table.config.latent and (c.table.config.latent.kv_rank, c.table.config.latent.rope_dim)
+            != CPU_LATENT,
             "rollout.engine=vllm: on the CPU vLLM's latent attention has kv_lora_rank 512 and qk_rope_head_dim 64, but "
-            f"this model {config.latent.kv_rank} and {config.latent.rope_dim}. Use rollout.engine=hf."
-        )
-    if not config.latent and config.head_dim not in CPU_HEAD_DIMS:
-        raise UserError(
-            f"rollout.engine=vllm: on the CPU vLLM has no attention with heads of size {config.head_dim}. Use a model "
-            f"with one of {', '.join(map(str, CPU_HEAD_DIMS))}, or rollout.engine=hf."
-        )
-    if config.experts is None:
-        return
-    sizes = {"hidden size": config.hidden, "columns of an expert on each rank": config.experts.ffn // layout.tp}
-    for what, size in sizes.items():
-        if size % CPU_TILE:
-            raise UserError(
-                f"rollout.layout={layout}: on the CPU vLLM needs multiples of {CPU_TILE} as sizes of experts, but the "
-                f"{what} is {size}. Use another model or tp, or rollout.engine=hf."
-            )
+            "this model {c.table.config.latent.kv_rank} and {c.table.config.latent.rope_dim}. Use rollout.engine=hf."),
+    Refusal(lambda c: not c.table.config.latent and c.table.config.head_dim not in CPU_HEAD_DIMS,
+            "rollout.engine=vllm: on the CPU vLLM has no attention with heads of size {c.table.config.head_dim}. Use a "
+            f"model with one of {', '.join(map(str, CPU_HEAD_DIMS))}, or rollout.engine=hf."),
+    *under(
+        "rollout.layout={c.layout}", lambda c: c.table.config.experts,
+        (lambda c: c.table.config.hidden % CPU_TILE and f"the hidden size is {c.table.config.hidden}", EXPERT_SIZES),
+        (lambda c: c.table.config.experts.ffn // c.layout.tp % CPU_TILE
+         and f"the columns of an expert on each rank is {c.table.config.experts.ffn // c.layout.tp}", EXPERT_SIZES),
+    ),
+)  # fmt: skip
 
 
-def environment(model: Path, settings: EngineSettings) -> dict[str, str]:
+def _served_rank(rank: int) -> int:
+    """Returns the smallest rank for which vLLM has memory that adapters of a rank fit in."""
+    return next(largest for largest in RANKS if rank <= largest)
+
+
+def environment(model: Path, options: EngineOptions) -> dict[str, str]:
     """Returns the environment of an engine process: this one without what is only for the rank."""
     defaults = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-    fixed = layer_partition(read_any_config(model).layers, settings.layout)
-    if settings.nodes.count > 1:
-        fixed["VLLM_HOST_IP"] = settings.nodes.address
+    fixed = layer_partition(read_any_config(model).layers, options.layout)
+    if options.nodes.count > 1:
+        fixed["VLLM_HOST_IP"] = options.nodes.address
     if not torch.cuda.is_available():
         return defaults | inherited_environment() | fixed | ON_CPU
-    if settings.deterministic:
+    if options.deterministic:
         fixed["VLLM_BATCH_INVARIANT"] = "1"
     return defaults | inherited_environment() | fixed
 
@@ -139,13 +132,13 @@ def layer_partition(layers: int, layout: EngineLayout) -> dict[str, str]:
     return {"VLLM_PP_LAYER_PARTITION": ",".join(map(str, sizes))}
 
 
-def _on_gpus(config: HFConfig, settings: EngineSettings) -> dict[str, Any]:
-    on_node = settings.layout.ranks // settings.nodes.count  # a part names only the GPUs of its node
+def _on_gpus(config: HFConfig, options: EngineOptions) -> dict[str, Any]:
+    on_node = options.layout.ranks // options.nodes.count  # a part names only the GPUs of its node
     arguments: dict[str, Any] = {
-        "device_ids": [settings.first_gpu + settings.gpu_step * rank for rank in range(on_node)],
-        "enable_sleep_mode": settings.sleeps,
-        "gpu_memory_utilization": settings.memory_fraction,
-        "enable_return_routed_experts": settings.routed_experts,
+        "device_ids": [options.first_gpu + options.gpu_step * rank for rank in range(on_node)],
+        "enable_sleep_mode": options.sleeps,
+        "gpu_memory_utilization": options.memory_fraction,
+        "enable_return_routed_experts": options.routed_experts,
     }
     if config.experts:
         # The other kernels for experts swap, pad or permute rows of the weights after loading: shards that are written
@@ -154,12 +147,12 @@ def _on_gpus(config: HFConfig, settings: EngineSettings) -> dict[str, Any]:
     return arguments
 
 
-def _on_cpu(config: HFConfig, settings: EngineSettings) -> dict[str, Any]:
+def _on_cpu(config: HFConfig, options: EngineOptions) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "enforce_eager": True,
-        "kv_cache_memory_bytes": _key_value_bytes(config, settings),
+        "kv_cache_memory_bytes": _key_value_bytes(config, options),
         # The worker extension records the experts of each token that is computed, and a cached one is not.
-        "enable_prefix_caching": not settings.routed_experts,
+        "enable_prefix_caching": not options.routed_experts,
     }
     if config.latent:
         # vLLM's rotary embedding for the CPU takes queries of several heads wrongly.
@@ -167,12 +160,12 @@ def _on_cpu(config: HFConfig, settings: EngineSettings) -> dict[str, Any]:
     return arguments
 
 
-def _key_value_bytes(config: HFConfig, settings: EngineSettings) -> int:
+def _key_value_bytes(config: HFConfig, options: EngineOptions) -> int:
     """Returns the size of the key-value cache of a worker on the CPU."""
-    heads = max(1, config.kv_heads // settings.layout.tp)
+    heads = max(1, config.kv_heads // options.layout.tp)
     width = sum(CPU_LATENT) if config.latent else 2 * heads * config.head_dim
-    blocks = -(-settings.max_positions // CPU_BLOCK_TOKENS)
-    tokens = min(settings.max_running * blocks * CPU_BLOCK_TOKENS, CPU_KEY_VALUE_TOKENS)
+    blocks = -(-options.max_positions // CPU_BLOCK_TOKENS)
+    tokens = min(options.max_running * blocks * CPU_BLOCK_TOKENS, CPU_KEY_VALUE_TOKENS)
     # One block is vLLM's own.
     tokens = max(tokens, blocks * CPU_BLOCK_TOKENS) + CPU_BLOCK_TOKENS
-    return tokens * config.layers * width * settings.dtype.itemsize
+    return tokens * config.layers * width * options.dtype.itemsize

@@ -15,9 +15,9 @@ from typing import Any, NoReturn, TypeVar
 from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.engines import engine_host
 from verl_mg.engines.engine_attachment import EngineListener
-from verl_mg.engines.engine_host import EngineHost
-from verl_mg.engines.hidden_packages import hide_training_packages
-from verl_mg.engines.vllm.model_registry import inspect_models_here
+from verl_mg.engines.engine_host import EngineHost, hide_training_packages
+from verl_mg.engines.engine_options import EngineOptions
+from verl_mg.engines.vllm import internals
 from verl_mg.engines.vllm.statistics import StepStatistics
 from verl_mg.images import Image
 
@@ -33,9 +33,14 @@ class VLLMHost(EngineHost):
     """Runs vLLM's asynchronous engine."""
 
     def __init__(
-        self, engine: Any, captures_routing: bool, processor: ImageProcessor | None, statistics: StepStatistics
+        self,
+        options: EngineOptions,
+        engine: Any,
+        captures_routing: bool,
+        processor: ImageProcessor | None,
+        statistics: StepStatistics,
     ) -> None:
-        super().__init__()
+        super().__init__(options)
         self._statistics = statistics
         self._engine, self._captures_routing, self._processor = engine, captures_routing, processor
         self._adapters: Any = None  # vLLM's request for the adapters that all requests use
@@ -140,9 +145,9 @@ class VLLMHost(EngineHost):
         tags = [tag for tag, selected in (("weights", weights), ("kv_cache", kv)) if selected]
         await self._call_engine(self._engine.wake_up(tags))
 
-    async def pause(self, keep_cache: bool) -> None:
+    async def pause(self) -> None:
         """Implements `EngineHost.pause`."""
-        await self._call_engine(self._engine.pause_generation(mode="keep", clear_cache=not keep_cache))
+        await self._call_engine(self._engine.pause_generation(mode="keep", clear_cache=not self.options.keep_cache))
 
     async def unpause(self) -> None:
         """Implements `EngineHost.unpause`."""
@@ -186,11 +191,9 @@ class VLLMHost(EngineHost):
         return list(await self._call_engine(self._engine.collective_rpc(method, args=arguments)))
 
     async def _call_engine(self, call: Awaitable[Result]) -> Result:
-        from vllm.v1.engine.exceptions import EngineDeadError
-
         try:
             return await call
-        except EngineDeadError:
+        except internals.dead_engine_error():
             _end()
 
     async def _watch(self) -> None:
@@ -241,29 +244,27 @@ def _begin_child(stream: int, nothing: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def create(arguments: dict[str, Any], loop: asyncio.AbstractEventLoop) -> VLLMHost | VLLMPart:
+def create(arguments: dict[str, Any], options: EngineOptions, loop: asyncio.AbstractEventLoop) -> VLLMHost | VLLMPart:
     """Starts vLLM, or its part on a further node, and returns its host."""
-    from vllm.config import ModelConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-    inspect_models_here()
+    internals.library().check()
+    internals.inspect_models_here()
+    internals.keep_config_tying()
     os.register_at_fork(after_in_child=partial(_begin_child, int(sys.argv[1]), os.open(os.devnull, os.O_RDWR)))
-    # Training ties the output layer as config.json says, whatever else the checkpoint contains.
-    ModelConfig.maybe_untie_word_embeddings = lambda self: None
     # On GPUs vLLM returns the experts; on the CPU engines that need them run without prefix caching, see `arguments`.
     captures_routing = current_platform.is_cpu() and not arguments["enable_prefix_caching"]
     engine_arguments, statistics = AsyncEngineArgs(**arguments), StepStatistics()
     if arguments.get("node_rank"):
-        return VLLMPart(MultiprocExecutor(engine_arguments.create_engine_config(headless=True), monitor_workers=False))
+        return VLLMPart(internals.workers_of_node(engine_arguments))
 
     async def start() -> Any:
         return AsyncLLM.from_engine_args(engine_arguments, stat_loggers=[statistics])
 
     processor = ImageProcessor.read(arguments["model"])
-    return VLLMHost(loop.run_until_complete(start()), captures_routing, processor, statistics)
+    return VLLMHost(options, loop.run_until_complete(start()), captures_routing, processor, statistics)
 
 
 if __name__ == "__mp_main__":  # in a process that vLLM spawns

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from verl_mg.engines.engine_counts import (
+from verl_mg.engines.engine import (
     ACCEPTED,
     CACHED,
     DRAFTED,

@@ -1,0 +1,226 @@
+"""The promises of an engine (`verl_mg.engines.engine`), kept by every kind: real engines, one suite."""
+
+import socket
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from tests.helpers.engines import (
+    SGLANG,
+    VERSION,
+    VLLM,
+    all_of,
+    bring_weights,
+    cut_short,
+    late_and_other,
+    options_of,
+    process_of,
+    requests,
+    workers_of,
+)
+from verl_mg.engines.engine import EngineDiedError, Request, Sample, Sampling, count_metrics
+from verl_mg.engines.kinds import PROCESSES
+from verl_mg.engines.process_engine import ProcessEngine
+from verl_mg.errors import UserError
+
+LENGTH = 200
+LONG, SHORT = Sampling(max_new_tokens=LENGTH), Sampling(max_new_tokens=5)
+GREEDY = Sampling(max_new_tokens=LENGTH, temperature=0.0)
+
+of_all = pytest.mark.parametrize("started", ["hf", SGLANG, VLLM], indirect=True, scope="package")
+of_processes = pytest.mark.parametrize("started", [SGLANG, VLLM], indirect=True, scope="package")
+with_seeds = pytest.mark.parametrize("started", ["hf", VLLM], indirect=True, scope="package")
+
+
+def scores_of(whole: Any, request: Request, sample: Sample, temperature: float = 1.0) -> tuple[Any, Any]:
+    """Log-probs of all tokens at each place of a response, (n, vocabulary), and experts of all tokens but the last."""
+    with torch.no_grad():
+        out = whole(torch.tensor([[*request.prompt, *sample.tokens]]), output_router_logits=True)
+    experts = torch.stack([layer.topk(2).indices for layer in out.router_logits], dim=1)[:-1]
+    return (out.logits[0] / temperature).log_softmax(-1)[len(request.prompt) - 1 : -1], experts
+
+
+def at(scores: Any, tokens: Sequence[int]) -> Any:
+    return scores.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+@of_all
+@pytest.mark.parametrize("cut", [{}, {"top_k": 3, "top_p": 0.7}, {"min_p": 0.4}])
+def test_samples_have_the_logprobs_and_the_routing_of_transformers(engine, wholes, cut):
+    requested = requests()
+    samples = engine.generate(requested, Sampling(max_new_tokens=12, temperature=0.8, **cut))
+    for request, sample in zip(requested, samples, strict=True):
+        scores, experts = scores_of(wholes[0], request, sample, 0.8)
+        own = at(scores, sample.tokens)
+        torch.testing.assert_close(torch.tensor(sample.logprobs), own, atol=1e-4, rtol=0)
+        assert ((own - scores.amax(1)).exp() >= cut.get("min_p", 0.0) - 1e-4).all()
+        assert (scores > own[:, None] + 1e-4).sum(1).max() < cut.get("top_k", 1000)
+        assert sample.policy_versions == (VERSION,) * 12 and sample.finish == "length"
+        if isinstance(engine, ProcessEngine):
+            assert sample.routed_experts is not None
+            assert torch.equal(sample.routed_experts.long().sort(-1).values, experts.sort(-1).values)
+
+
+@of_all
+def test_greedy_samples_are_the_likeliest_tokens_and_end_at_stop_tokens(engine, wholes):
+    greedy = Sampling(max_new_tokens=30, temperature=0.0)
+    free = engine.generate(requests(), greedy)
+    for request, sample in zip(requests(), free, strict=True):
+        scores, _ = scores_of(wholes[0], request, sample)
+        assert sample.tokens == tuple(scores.argmax(-1).tolist()) and len(sample.tokens) == 30
+    stop = free[0].tokens[10]
+    stopped = engine.generate(requests(), replace(greedy, stop_token_ids=(stop,)))
+    assert stopped[0].tokens == free[0].tokens[: free[0].tokens.index(stop) + 1] and stopped[0].finish == "stop"
+
+
+@with_seeds
+def test_sample_depends_on_its_seed_alone(engine):
+    (alone,) = engine.generate(requests()[2:3], SHORT)
+    others = engine.generate(requests()[::-1], SHORT)
+    assert [sample.tokens for sample in others if sample.id == alone.id] == [alone.tokens]
+    seeds = engine.generate([replace(requests()[2], id=i, seed=i) for i in range(16)], SHORT)
+    assert len({sample.tokens for sample in seeds}) > 8
+
+
+@of_all
+def test_partial_samples_are_continued(engine):
+    whole = engine.generate(requests(), GREEDY)
+    cut = cut_short(engine, requests(), GREEDY)
+    assert all(len(sample.tokens) < LENGTH for sample in cut)
+    again = [Request(r.id, r.prompt, r.seed, partial=s) for r, s in zip(requests(), cut, strict=True)]
+    joined = engine.generate(again, GREEDY)
+    assert [sample.tokens for sample in joined] == [sample.tokens for sample in whole]
+    for one, other in zip(joined, whole, strict=True):
+        torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=1e-4, rtol=0)
+        assert len(one.policy_versions) == LENGTH
+        assert one.routed_experts is other.routed_experts or torch.equal(one.routed_experts, other.routed_experts)
+
+
+@of_all
+def test_abort_right_after_submit_cuts_requests(engine):
+    engine.submit(requests(), LONG)
+    engine.abort()
+    assert any(sample.finish == "abort" for sample in all_of(engine, 6))
+    assert [len(sample.tokens) for sample in engine.generate(requests(), SHORT)] == [5] * 6
+
+
+@of_all
+@pytest.mark.parametrize(("prompt", "words"), [((), "the prompt is empty"), ((6,) * 256, "the 256 positions")])
+def test_prompt_that_cannot_be_answered_raises(engine, prompt, words):
+    with pytest.raises(UserError, match=f"^request 5: .*{words}"):
+        engine.submit([Request(5, prompt, 0)], SHORT)
+
+
+@with_seeds
+def test_token_beyond_the_vocabulary_raises(engine):
+    with pytest.raises(UserError, match=r"^request 5: .* the vocabulary of \d"):
+        engine.submit([Request(5, (6, 500), 0)], SHORT)
+
+
+@of_processes
+def test_load_is_counted(engine):
+    engine.generate(requests(), LONG)
+    load = count_metrics([engine.take_counts()])
+    assert 0 < load["time/engine_running"] <= 6 and load["time/engine_waiting"] >= 0
+    assert 0 < load["time/engine_cache_usage"] < 1
+
+
+@of_processes
+def test_request_over_its_time_is_cut_alone(engine, monkeypatch):
+    late, other = late_and_other(engine, monkeypatch, LONG)
+    assert len(late.tokens) < LENGTH
+    assert other.finish == "length" and len(other.tokens) == LENGTH
+
+
+def updated_in_flight(engine, mixtures) -> list[Sample]:
+    """Samples of `requests`, of which the first tokens are of VERSION, the next of version 1, the others of 2."""
+    requested, samples = requests(), {}
+    bring_weights(engine, mixtures[0], VERSION)
+    engine.submit(requested, replace(GREEDY, max_new_tokens=250))
+    for version in (1, 2):
+        # When a short request is complete, the others have gone on too.
+        engine.submit([Request(version, (6, 7), 0)], SHORT)
+        while version not in samples:
+            samples |= {sample.id: sample for sample in engine.collect(0.1)}
+        engine.pause()
+        bring_weights(engine, mixtures[version], version)
+        engine.unpause()
+    samples |= {sample.id: sample for sample in all_of(engine, 8 - len(samples))}
+    return [samples[request.id] for request in requested]
+
+
+def check_updates_in_flight(engine, mixtures) -> list[Sample]:
+    for _ in range(20):  # on a machine under load, samples may be complete before the second update
+        samples = updated_in_flight(engine, mixtures)
+        if any(set(sample.policy_versions) == {VERSION, 1, 2} for sample in samples):
+            break
+    else:
+        pytest.fail("no sample spans the updates")
+    order = (VERSION, 1, 2).index
+    assert all(list(sample.policy_versions) == sorted(sample.policy_versions, key=order) for sample in samples)
+    return samples
+
+
+@of_processes
+def test_updates_in_flight_write_what_each_version_gives(engine, mixtures, wholes):
+    samples = check_updates_in_flight(engine, mixtures)
+    for version, whole in zip((VERSION, 1, 2), wholes, strict=True):
+        for request, sample in zip(requests(), samples, strict=True):
+            scores, _ = scores_of(whole, request, sample)
+            its, tokens = torch.tensor(sample.policy_versions) == version, torch.tensor(sample.tokens)
+            assert torch.equal(scores.argmax(-1)[its], tokens[its])
+            found = torch.tensor(sample.logprobs)[its]
+            torch.testing.assert_close(found, at(scores, sample.tokens)[its], atol=1e-4, rtol=0)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", [SGLANG, VLLM])
+def test_updates_in_flight_of_an_engine_that_keeps_its_cache_have_their_versions(mixtures, tmp_path, kind):
+    engine = ProcessEngine(PROCESSES[kind], mixtures[0], options_of(kind, keep_cache=True), tmp_path / "0.log")
+    try:
+        check_updates_in_flight(engine, mixtures)
+    finally:
+        engine.close()
+
+
+@of_processes
+def test_engine_killed_while_generating_restarts_and_finishes(engine, mixtures):
+    reason = {"sglang": "crashed with exit code -9", "vllm": "vLLM's processes have ended"}[engine.kind.name]
+    requested = requests(12)
+    engine.submit(requested, LONG)
+    finished = engine.collect(0.2)
+    workers_of(engine)[0].kill()
+    with pytest.raises(EngineDiedError, match=reason):
+        while len(finished) < 12:
+            finished += engine.collect(0.5)
+    assert not engine.health()
+    engine.restart()
+    bring_weights(engine, mixtures[0], version=9)
+    engine.resume()
+    samples = all_of(engine, 12 - len(finished))
+    assert samples and {v for sample in samples for v in sample.policy_versions} == {9}
+    assert sorted(sample.id for sample in [*samples, *finished]) == [request.id for request in requested]
+
+
+@of_processes
+def test_engine_of_a_dead_rank_leaves_no_process(engine, monkeypatch):
+    pairs, pair = [], socket.socketpair
+    monkeypatch.setattr(socket, "socketpair", lambda: pairs.append(pair()) or pairs[-1])
+    engine.restart()
+    processes = [psutil.Process(engine.pid), process_of(engine), *process_of(engine).children(recursive=True)]
+    assert len(processes) > 2
+    pairs[0][0].shutdown(socket.SHUT_RDWR)  # as the kernel does to the socket of a rank that is killed
+    _, alive = psutil.wait_procs(processes, timeout=600)
+    engine.close()
+    assert alive == []
+
+
+@pytest.mark.parametrize("kind", [SGLANG, VLLM])
+def test_engine_that_cannot_start_raises_with_its_log(mixtures, tmp_path, kind):
+    wrong = options_of(kind, extra={"no_such_argument": 512})
+    with pytest.raises(UserError, match=r"cannot start. See its log .*0\.log, which ends:[\s\S]*no_such_argument"):
+        ProcessEngine(PROCESSES[kind], mixtures[0], wrong, tmp_path / "0.log")

@@ -1,0 +1,203 @@
+"""Configurations of the section `rollout` that are refused: one case at least for each row of the tables of checks."""
+
+import importlib.util
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.helpers.random_models import config
+from verl_mg import device
+from verl_mg.config import Config
+from verl_mg.config.checks import REFUSALS, JobCase, Refusal
+from verl_mg.engines.engine_options import EngineCase
+from verl_mg.engines.kinds import ENGINES, PROCESSES
+from verl_mg.errors import UserError
+from verl_mg.job.engine_checks import MODEL_REFUSALS, ModelCase, check_engines
+from verl_mg.layout import EngineLayout
+from verl_mg.models.hf_config import parse_config
+from verl_mg.sharding.weight_table import weight_table
+
+SIZES = {"model_type": "qwen3", "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4}
+SIZES |= {"head_dim": 64, "hidden_size": 256, "vocab_size": 100, "intermediate_size": 512}
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+MIXED = EXPERTS | {"num_hidden_layers": 2, "mlp_only_layers": [0], "decoder_sparse_step": 1}
+LATENT = {"model_type": "deepseek_v3", "q_lora_rank": None, "kv_lora_rank": 32, "qk_rope_head_dim": 16}
+LATENT |= {"qk_nope_head_dim": 32, "v_head_dim": 32, "first_k_dense_replace": 1, "n_routed_experts": 4}
+LATENT |= {"n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "n_group": 1, "topk_group": 1}
+STACKED, INDEXED, LINEAR = "gpt_oss", "glm_moe_dsa", "qwen3_next"
+"""Sizes of models with experts, with experts in one of two layers, with latent, sparse and linear attention."""
+URLS = {"urls": ["http://a:1"]}
+DRAFT = {"sglang": {"speculative_algorithm": "EAGLE"}, "sleep": False}
+
+WITHOUT_MODEL = [
+    ({"num_ranks": 2}, {}, "rollout.num_ranks=2: none of the job's 2 ranks is left to train. Start at least 3."),
+    ({"num_ranks": 1, "engine": "hf"}, {}, "rollout.num_ranks=1: the engine hf works on the ranks of the actor."),
+    ({"engine": "hf"}, {"actor": {"offload": True}}, "actor.offload=true: the engine hf works on the actor's own mem"),
+    ({"mode": "one_step_off"}, {}, "rollout.mode=one_step_off: only engines on separate ranks generate while training"),
+    ({"mode": "async", "weight_transfer": "disk", **URLS}, {}, "rollout.mode=async: servers read a folder only betw"),
+    ({"mode": "async", "num_ranks": 1, "extra_prompts": 1}, {}, "rollout.mode=async: engines never wait for the last"),
+    ({"mode": "async", "num_ranks": 1}, {"job": {"deterministic": True}}, "job.deterministic=true: which samples of"),
+    ({"extra_prompts": 2}, {"job": {"deterministic": True}}, "job.deterministic=true: which prompts are complete fi"),
+    ({"urls_file": "f"}, {"job": {"deterministic": True}}, "job.deterministic=true: servers that come and go make"),
+    ({"sharding_table": "t", **URLS}, {}, "rollout.sharding_table: only engines inside the job that are separate"),
+    ({"engine": "hf", "wire": "fp8_block"}, {}, "rollout.wire=fp8_block: only SGLang has such weights. Write rollout."),
+    ({"wire": "fp8_block", **URLS}, {}, "rollout.wire=fp8_block: servers receive quantized weights only as shards,"),
+    ({"wire": "fp8_channel"}, {"gpus": False}, "rollout.wire=fp8_channel: SGLang computes with quantized weights on"),
+    ({"wire": "int4", "delta": True, "sleep": False}, {}, "rollout.wire=int4: SGLang stores INT4 weights in another"),
+    ({"wire": "int4", "weight_transfer": "shards", **URLS}, {}, "rollout.wire=int4: SGLang stores INT4 weights in ano"),
+    ({"wire": "fp8_block"}, {"model": {"dtype": "float32"}}, "rollout.wire=fp8_block: SGLang multiplies quantized"),
+    ({"engine": "hf", "delta": True}, {}, "rollout.delta=true: only SGLang can receive changes instead of all weights"),
+    ({"delta": True, **URLS}, {}, "rollout.delta=true: servers receive only shards or files so, and rollout.weight_tr"),
+    ({"delta": True}, {}, "rollout.delta=true: engines that sleep lose the weights that changes refer to."),
+    ({"adapters": True}, {}, "rollout.adapters=true: the actor has none. Set actor.lora, or leave it out."),
+    ({"adapters": True, "engine": "hf"}, {"lora": {}}, "rollout.adapters=true: the engine hf has merged weights. Wri"),
+    ({"adapters": True, **URLS}, {"lora": {}}, "rollout.adapters=true: servers outside the job receive merged weights"),
+    ({"adapters": True, "delta": True, "sleep": False}, {"lora": {}}, "rollout.adapters=true: rollout.delta is for"),
+    ({"adapters": True, "wire": "fp8_block"}, {"lora": {}}, "rollout.adapters=true: rollout.wire=fp8_block is for wei"),
+    ({"adapters": True, "mode": "async", "num_ranks": 1}, {"lora": {}}, "rollout.adapters=true: requests in flight"),
+    ({"adapters": True}, {"lora": {}}, "rollout.adapters=true: engines that sleep lose the weights under the adapters"),
+    ({"adapters": True, "sleep": False}, {"lora": {"experts": True}}, "rollout.adapters=true: engines receive no"),
+    ({"adapters": True, "sleep": False, "layout": "tp2-ep2-adp2"}, {"lora": {}}, "rollout.adapters=true: SGLang pins"),
+    ({"adapters": True, "sleep": False, "layout": "tp2"}, {"lora": {}, "node": 1}, "rollout.adapters=true: adapters"),
+    ({"adapters": True, "engine": "vllm", "sleep": False}, {"lora": {"rank": 600}}, "actor.lora.rank=600: vLLM's"),
+    ({"engine": "hf", **URLS}, {}, "rollout.urls: these are SGLang servers, but rollout.engine is hf. Write sglang."),
+    ({"weight_transfer": "disk", **URLS}, {}, "rollout.shared_folder: it is missing, for"),
+    ({"num_ranks": 1, "layout": "tp2"}, {}, "rollout.layout=tp2: an engine needs 2 ranks, but the rollout has 1 of the "
+     "job's 2. Write rollout.num_ranks as a multiple of 2."),
+    ({"layout": "tp4"}, {}, "rollout.layout=tp4: an engine needs 4 ranks, but the rollout has 2 of the job's 2. Start"),
+    (DRAFT | {"sharding_table": "t"}, {}, "rollout.sglang.speculative_algorithm: a file with a table has no draft"),
+    (DRAFT | {"delta": True}, {}, "rollout.sglang.speculative_algorithm: a draft model does not receive changes, only"),
+    (DRAFT | {"wire": "fp8_block"}, {}, "rollout.sglang.speculative_algorithm: SGLang has no quantized projection"),
+    ({"agent": "a:run", "tools": ["t:f"]}, {}, "rollout.tools: agents call tools themselves. Leave it out, or leave"),
+    ({"agent": "a:run", "partial_rollout": True}, {}, "rollout.partial_rollout=true: an agent that was stopped cannot"),
+]  # fmt: skip
+"""Keys of `rollout`, what else there is, and how the error begins."""
+WITH_MODEL = [
+    (STACKED, {"wire": "fp8_block"}, {}, "rollout.wire=fp8_block: quantized experts of gpt_oss are not supported."),
+    (STACKED, URLS, {}, "rollout.weight_transfer=process_group: servers of gpt_oss, whose experts are in stacked"),
+    (LATENT, {"sleep": False, "adapters": True}, {"lora": {}}, "rollout.adapters=true: engines compute latent"),
+    (MIXED, {"sleep": False, "adapters": True}, {"lora": {}}, "rollout.adapters=true: in a model with experts engines "
+     "take adapters of down_proj, gate_proj, up_proj for adapters of experts."),
+    (EXPERTS, {"adapters": True, "engine": "vllm"}, {"lora": {"targets": ["q_proj"]}, "gpus": False},
+     "rollout.adapters=true: vLLM then computes experts with kernels for GPUs only."),
+]  # fmt: skip
+OF_ENGINES = [
+    ("sglang", "cpu", STACKED, "tp1", {}, "rollout.engine=sglang: on the CPU SGLang has attention sinks only in"),
+    ("sglang", "cpu", INDEXED, "tp1", {}, "rollout.engine=sglang: SGLang has no sparse attention on the CPU."),
+    ("sglang", "cpu", EXPERTS, "tp2-ep2", {}, "rollout.layout=tp2-ep2: SGLang does not support ep and adp on the CPU."),
+    ("sglang", "cpu", LINEAR, "tp1", {}, "rollout.engine=sglang: on the CPU linear attention needs compiled kernels"),
+    ("sglang", "cpu", {"intermediate_size": 96}, "tp2", {}, "rollout.layout=tp2: on the CPU SGLang pads the 96 columns"
+     " of the feed-forward layer to a multiple of 32 * tp. Set rollout.engine=hf, or use a model with a multiple of"),
+    ("sglang", "cpu", EXPERTS | {"moe_intermediate_size": 32}, "tp2", {}, "rollout.layout=tp2: on the CPU SGLang pads "
+     "the 32 columns of an expert to a multiple of 32 * tp. Set rollout.engine=hf, or use a model with a multiple of"),
+    ("sglang", "cpu", {"num_key_value_heads": 1}, "tp2", {}, "rollout.layout=tp2: on the CPU SGLang pads 1 key-value"),
+    ("sglang", "gpu", {}, "tp1", {"attention_backend": "fa3"}, "rollout.sglang.attention_backend=fa3: it has no"),
+    ("sglang", "gpu", {}, "tp1", {"decode_attention_backend": "fi"}, "rollout.sglang.decode_attention_backend=fi: it "),
+    *(("sglang", "gpu", sizes, "tp1", {}, "rollout.engine=sglang: on GPUs its engines in float32, the dtype of the"
+       f" actor, do not serve a model with {what}. Set actor.dtype=bfloat16, or roll") for sizes, what in (
+          (EXPERTS, "experts"), (LATENT, "latent attention"), ({"head_dim": 256}, "heads of 256"))),
+    ("vllm", "cpu", EXPERTS, "tp2-ep2", {}, "rollout.layout=tp2-ep2: vLLM does not support ep on the CPU. Leave it"),
+    ("vllm", "cpu", INDEXED, "tp1", {}, "rollout.engine=vllm: vLLM has no sparse attention on the CPU."),
+    ("vllm", "cpu", LATENT, "tp1", {}, "rollout.engine=vllm: on the CPU vLLM's latent attention has kv_lora_rank 512"
+     " and qk_rope_head_dim 64, but this model 32 and 16."),
+    ("vllm", "cpu", {"head_dim": 16}, "tp1", {}, "rollout.engine=vllm: on the CPU vLLM has no attention with heads of"
+     " size 16. Use a model with one of 32, 64,"),
+    ("vllm", "cpu", EXPERTS | {"hidden_size": 48}, "tp1", {}, "rollout.layout=tp1: on the CPU vLLM needs multiples of"
+     " 32 as sizes of experts, but the hidden size is 48."),
+    ("vllm", "cpu", EXPERTS, "tp4", {}, "rollout.layout=tp4: on the CPU vLLM needs multiples of 32 as sizes of"
+     " experts, but the columns of an expert on each rank is 16."),
+]  # fmt: skip
+
+
+def table_of(sizes=()):
+    return weight_table(config(sizes) if isinstance(sizes, str) else parse_config(SIZES | dict(sizes)))
+
+
+def config_of(rollout, lora=None, **sections):
+    sections = {"model": {"dtype": "bfloat16"}, "actor": {}, **sections}
+    sections["model"] = {"path": "m"} | sections["model"]
+    sections["actor"] = {"lora": lora} | sections["actor"]
+    return Config.model_validate(sections | {"data": {"train": "d"}, "rollout": {"engine": "sglang", **rollout}})
+
+
+def case_of(rollout, gpus=True, node=2, **sections):
+    whole = config_of(rollout, **sections)
+    return JobCase(whole, ENGINES[whole.rollout.engine].abilities, 2, node, gpus)
+
+
+def first_row(rows, case):
+    """The row of a table that refuses a case, and its error."""
+    row: Refusal = next(row for row in rows if row.when(case))
+    return row, row.message.format(c=case, value=row.when(case))
+
+
+def without_model(rollout, others, _=""):
+    return first_row(REFUSALS, case_of(rollout, **others))
+
+
+def with_model(sizes, rollout, others, _=""):
+    return first_row(MODEL_REFUSALS, ModelCase(case_of(rollout, **others), table_of(sizes)))
+
+
+def of_engine(engine, place, sizes, layout, extra, _=""):
+    table = table_of(sizes).for_engine(engine)
+    case = EngineCase(table, EngineLayout.parse(layout), "float32", extra)
+    return first_row(getattr(PROCESSES[engine], f"{place}_refusals"), case)
+
+
+CASES = [(refusal, case) for refusal, cases in (
+    (without_model, WITHOUT_MODEL), (with_model, WITH_MODEL), (of_engine, OF_ENGINES)) for case in cases]  # fmt: skip
+
+
+@pytest.mark.parametrize(("refusal", "case"), CASES, ids=[case[-1][:50] for _, case in CASES])
+def test_configuration_that_no_job_can_have_is_refused_with_a_remedy(refusal, case):
+    error = refusal(*case)[1]
+    assert error.startswith(case[-1]) and error.endswith(".") and "{" not in error
+
+
+def test_tables_of_checks_have_a_refused_case_for_each_row():
+    seen = {id(refusal(*case)[0]) for refusal, case in CASES}
+    of_engines = [row for kind in PROCESSES.values() for row in (*kind.cpu_refusals, *kind.gpu_refusals)]
+    assert [row.message for row in (*REFUSALS, *MODEL_REFUSALS, *of_engines) if id(row) not in seen] == []
+
+
+@pytest.fixture
+def on_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace())
+
+
+def check(sizes=(), dtype="bfloat16", lora=None, **rollout):
+    check_engines(config_of(rollout, lora, model={"dtype": dtype}), table_of(sizes), 2)
+
+
+def test_check_engines_possible_configurations_are_accepted(on_gpus):
+    check(layout="tp2", wire="fp8_block", delta=True, sleep=False)
+    check({"intermediate_size": 320}, layout="tp2", wire="fp8_channel")
+    check(layout="tp2", wire="int4")
+    check(dtype="float32")
+    check(dtype="float32", sglang={"attention_backend": "torch_native"})
+    check(sglang={"attention_backend": "fa3"})
+    check(EXPERTS, dtype="float32", engine="hf")
+    check({"head_dim": 256}, dtype="float32", engine="vllm")
+    check(adapters=True, lora={"targets": ["q_proj"]}, num_ranks=1, mode="one_step_off")
+
+
+@pytest.mark.parametrize(
+    ("rollout", "ffn", "message"),
+    [
+        ({"layout": "tp2", "wire": "fp8_block"}, 320, r"gate_up_proj.weight: the box .* whole blocks of \(128"),
+        ({"layout": "tp2", "wire": "int4"}, 640, r"down_proj.weight: the box .* whole blocks of \(1, 128\)"),
+        ({"layout": "tp1", "wire": "int4"}, 544, "down_proj.weight: a rank of the engine has 256 x 544 of it"),
+    ],
+)
+def test_check_engines_parts_of_quantized_blocks_are_refused(on_gpus, rollout, ffn, message):
+    with pytest.raises(UserError, match=message):
+        check({"intermediate_size": ffn}, **rollout)
+
+
+def test_check_engines_reports_what_the_configuration_alone_forbids_first(on_gpus, monkeypatch):
+    monkeypatch.setattr(device, "ranks_of_a_node", lambda ranks: 1)
+    with pytest.raises(UserError, match=r"^rollout\.adapters=true: adapters are in the memory of one node"):
+        check(LATENT, adapters=True, lora={}, layout="tp2", sleep=False)

@@ -1,0 +1,230 @@
+"""Checks of the configuration that need no model: a table whose first row that holds is the error of the job.
+
+    Refusal(lambda c: c.rollout.mode == "async" and ..., "rollout.mode=async: servers read a folder. Write ...")
+    under("rollout.delta=true", lambda c: c.rollout.delta, (lambda c: c.loses_weights, "engines sleep. Write ..."), ...)
+
+Conditions and texts look at a case `c`, here a `JobCase`. Rows that need the model are in `verl_mg.job.engine_checks`,
+rows of an engine in its package.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from verl_mg.config.roles import RolloutConfig
+from verl_mg.config.tree import Config
+from verl_mg.errors import UserError
+from verl_mg.layout import EngineLayout
+
+C = TypeVar("C")
+
+
+@dataclass(frozen=True)
+class Refusal(Generic[C]):
+    """Row of a table of checks: when something is refused, and the error.
+
+    In the error `c` is the case, and `value` the value of the condition.
+    """
+
+    when: Callable[[C], object]
+    message: str
+
+
+Row = tuple[Callable[[C], object], str]  # when it is refused, and the error without its key
+
+
+def under(key: str, when: Callable[[C], object], *rows: Row[C]) -> Iterable[Refusal[C]]:
+    """Returns rows whose errors begin with a key, and which hold only under a condition that they have in common."""
+
+    def both(condition: Callable[[C], object]) -> Callable[[C], object]:
+        return lambda c: when(c) and condition(c)
+
+    return [Refusal(both(condition), f"{key}: {text}") for condition, text in rows]
+
+
+def refuse(rows: Iterable[Refusal[C]], case: C) -> None:
+    """Checks a case; UserError for the first row that holds."""
+    for row in rows:
+        if value := row.when(case):
+            raise UserError(row.message.format(c=case, value=value))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineAbilities:
+    """Abilities of an engine that the configuration can require."""
+
+    in_rank: bool = False  # whether it computes in the rank's process, with the actor's memory
+    delta: bool = False  # whether it receives changes instead of all weights
+    quantized: bool = False  # whether it receives quantized weights
+    servers: bool = False  # whether servers of it generate outside the job
+    largest_adapter_rank: float = math.inf  # 0: it has merged weights
+    expert_models_with_adapters: bool = True  # whether it computes them on the CPU
+    has_draft: Callable[[Mapping[str, Any]], bool] = lambda arguments: False
+    """Whether it decodes with the model's layer of multi-token prediction, by its further arguments."""
+
+
+@dataclass(frozen=True)
+class JobCase:
+    """A job whose configuration is checked."""
+
+    config: Config
+    engine: EngineAbilities
+    ranks: int
+    ranks_per_node: int
+    on_gpus: bool
+
+    @property
+    def rollout(self) -> RolloutConfig:
+        """Section `rollout` of the configuration."""
+        return self.config.rollout
+
+    @property
+    def layout(self) -> EngineLayout:
+        """Parallel sizes of an engine."""
+        return EngineLayout.parse(self.rollout.layout)
+
+    @property
+    def separate_ranks(self) -> int:
+        """Ranks that are only for engines."""
+        return 0 if self.rollout.has_servers else self.rollout.num_ranks
+
+    @property
+    def engine_ranks(self) -> int:
+        """Ranks of the job that compute engines in separate processes; 0 without such engines."""
+        return 0 if self.rollout.has_servers or self.engine.in_rank else self.rollout.num_ranks or self.ranks
+
+    @property
+    def extra(self) -> Mapping[str, Any]:
+        """Further arguments by the engine's names."""
+        return getattr(self.rollout, self.rollout.engine, {})
+
+    @property
+    def loses_weights(self) -> bool:
+        """Whether engines release their weights when they sleep; on the CPU nothing is released."""
+        return self.on_gpus and self.rollout.sleep and not self.rollout.num_ranks and not self.rollout.has_servers
+
+    @property
+    def has_draft(self) -> bool:
+        """Whether an engine of the job has a draft model that is a layer of the actor."""
+        return self.engine_ranks > 0 and self.engine.has_draft(self.extra)
+
+
+SIZE = "an engine needs {c.layout.ranks} ranks, but the rollout has {c.engine_ranks} of the job's {c.ranks}."
+
+REFUSALS: tuple[Refusal[JobCase], ...] = (
+    *under(
+        "rollout.num_ranks={c.separate_ranks}", lambda c: c.separate_ranks,
+        (lambda c: c.separate_ranks >= c.ranks and c.separate_ranks + 1,
+         "none of the job's {c.ranks} ranks is left to train. Start at least {value}."),
+        (lambda c: c.engine.in_rank,
+         "the engine {c.rollout.engine} works on the ranks of the actor. Leave it out, or write rollout.engine=sglang "
+         "or vllm."),
+    ),
+    Refusal(lambda c: c.config.actor.offload and c.engine.in_rank,
+            "actor.offload=true: the engine {c.rollout.engine} works on the actor's own memory. Leave it out."),
+    Refusal(lambda c: c.rollout.mode != "sync" and not (c.rollout.has_servers or c.rollout.num_ranks),
+            "rollout.mode={c.rollout.mode}: only engines on separate ranks generate while training computes. Write "
+            "rollout.engine=sglang and rollout.num_ranks, or rollout.urls, or rollout.mode=sync."),
+    *under(
+        "rollout.mode=async", lambda c: c.rollout.mode == "async",
+        (lambda c: c.rollout.has_servers and c.rollout.weight_transfer == "disk",
+         "servers read a folder only between requests. Write rollout.weight_transfer=process_group, or "
+         "rollout.mode=one_step_off."),
+        (lambda c: c.rollout.extra_prompts or c.rollout.partial_rollout,
+         "engines never wait for the last samples of a call, so rollout.extra_prompts and rollout.partial_rollout have "
+         "no use. Leave them out."),
+    ),
+    *under(
+        "job.deterministic=true", lambda c: c.config.job.deterministic,
+        (lambda c: c.rollout.mode == "async",
+         "which samples of rollout.mode=async are complete first depends on time. Write rollout.mode=one_step_off or "
+         "sync."),
+        (lambda c: c.rollout.extra_prompts,
+         "which prompts are complete first depends on time. Write rollout.extra_prompts=0, so that all are kept."),
+        (lambda c: c.rollout.urls_file,
+         "servers that come and go make samples depend on time. Write rollout.urls instead of rollout.urls_file."),
+    ),
+    Refusal(lambda c: c.rollout.sharding_table and (c.rollout.has_servers or c.engine.in_rank),
+            "rollout.sharding_table: only engines inside the job that are separate processes use a table. Leave it "
+            "out, or write rollout.engine=sglang or vllm without rollout.urls."),
+    *under(
+        "rollout.wire={c.rollout.wire}", lambda c: c.rollout.wire != "cast",
+        (lambda c: not c.engine.quantized, "only SGLang has such weights. Write rollout.wire=cast."),
+        (lambda c: c.rollout.has_servers and c.rollout.weight_transfer != "shards",
+         "servers receive quantized weights only as shards, and rollout.weight_transfer is "
+         "{c.rollout.weight_transfer}. Write rollout.weight_transfer=shards, or rollout.wire=cast."),
+        (lambda c: not c.on_gpus, "SGLang computes with quantized weights on GPUs only. Write rollout.wire=cast."),
+        (lambda c: c.rollout.wire == "int4" and (c.rollout.has_servers or c.rollout.delta),
+         "SGLang stores INT4 weights in another order than they are sent in, so they are not written to servers "
+         "outside the job, nor changed in parts. Leave rollout.urls and rollout.delta out."),
+        (lambda c: not c.rollout.has_servers and c.config.dtype_of("actor") == "float32",
+         "SGLang multiplies quantized weights with inputs of 16 bits, and the actor is in float32. Set "
+         "actor.dtype=bfloat16, or rollout.wire=cast."),
+    ),
+    *under(
+        "rollout.delta=true", lambda c: c.rollout.delta,
+        (lambda c: not c.engine.delta, "only SGLang can receive changes instead of all weights. Leave it out."),
+        (lambda c: c.rollout.has_servers and c.rollout.weight_transfer not in ("shards", "disk"),
+         "servers receive only shards or files so, and rollout.weight_transfer is {c.rollout.weight_transfer}. Write "
+         "rollout.weight_transfer=shards or disk, or leave rollout.delta out."),
+        (lambda c: c.loses_weights,
+         "engines that sleep lose the weights that changes refer to. Write rollout.sleep=false or rollout.num_ranks."),
+    ),
+    Refusal(lambda c: c.rollout.adapters and c.config.actor.lora is None,
+            "rollout.adapters=true: the actor has none. Set actor.lora, or leave it out."),
+    *under(
+        "rollout.adapters=true", lambda c: c.rollout.adapters,
+        (lambda c: not c.engine.largest_adapter_rank,
+         "the engine {c.rollout.engine} has merged weights. Write rollout.engine=sglang or vllm, or leave it out."),
+        (lambda c: c.rollout.has_servers,
+         "servers outside the job receive merged weights. Leave it out, or leave out rollout.urls."),
+        (lambda c: c.rollout.delta,
+         "rollout.delta is for weights that are sent again and again. Leave one of them out."),
+        (lambda c: c.rollout.wire != "cast",
+         "rollout.wire={c.rollout.wire} is for weights that are sent again and again. Leave one of them out."),
+        # SGLang unloads an adapter only when no request uses it, so `max_staleness` could not hold.
+        (lambda c: c.rollout.mode == "async",
+         "requests in flight keep the adapters with which they began. Write rollout.mode=one_step_off or sync."),
+        (lambda c: c.loses_weights,
+         "engines that sleep lose the weights under the adapters. Write rollout.sleep=false or rollout.num_ranks."),
+        (lambda c: c.config.actor.lora.experts,
+         "engines receive no adapters of experts. Leave it out, or leave out actor.lora.experts."),
+        (lambda c: c.layout.adp > 1,
+         "SGLang pins adapters with rollout.layout={c.layout}. Leave it out, or remove adp."),
+        (lambda c: c.layout.ranks > c.ranks_per_node,
+         "adapters are in the memory of one node, and engines of rollout.layout={c.layout} have several. Leave it "
+         "out."),
+    ),
+    *under(
+        "actor.lora.rank={c.config.actor.lora.rank}", lambda c: c.rollout.adapters,
+        (lambda c: c.config.actor.lora.rank > c.engine.largest_adapter_rank,
+         "vLLM's adapters have ranks of {c.engine.largest_adapter_rank} at most. Lower it."),
+    ),
+    Refusal(lambda c: c.rollout.has_servers and not c.engine.servers,
+            "rollout.urls: these are SGLang servers, but rollout.engine is {c.rollout.engine}. Write sglang."),
+    Refusal(lambda c: c.rollout.has_servers and c.rollout.weight_transfer == "disk" and not c.rollout.shared_folder,
+            "rollout.shared_folder: it is missing, for rollout.weight_transfer=disk. Name a folder that job and "
+            "servers see under the same path."),
+    *under(
+        "rollout.layout={c.layout}", lambda c: c.engine_ranks % c.layout.ranks,
+        (lambda c: c.rollout.num_ranks, f"{SIZE} Write rollout.num_ranks as a multiple of {{c.layout.ranks}}."),
+        (lambda c: True, f"{SIZE} Start a multiple of {{c.layout.ranks}}."),
+    ),
+    *under(
+        "rollout.{c.rollout.engine}.speculative_algorithm", lambda c: c.has_draft,
+        (lambda c: c.rollout.sharding_table,
+         "a file with a table has no draft model. Leave rollout.sharding_table out."),
+        (lambda c: c.rollout.delta,
+         "a draft model does not receive changes, only all weights. Leave rollout.delta out."),
+        (lambda c: c.rollout.wire != "cast",
+         "SGLang has no quantized projection of a draft model. Write rollout.wire=cast."),
+    ),
+    Refusal(lambda c: c.rollout.has_agents and c.rollout.tools,
+            "rollout.tools: agents call tools themselves. Leave it out, or leave rollout.agent out."),
+    # An agent has effects outside the job, which cannot be continued: an aborted one begins again.
+    Refusal(lambda c: c.rollout.has_agents and c.rollout.partial_rollout,
+            "rollout.partial_rollout=true: an agent that was stopped cannot continue. Leave it out."),
+)  # fmt: skip

@@ -1,0 +1,107 @@
+"""Options of an engine: one record from the job to the process of the engine, which gets it as JSON.
+
+    configuration ──▶ EngineOptions ──▶ ProcessEngine ──▶ arguments of SGLang or vLLM ──▶ engine's process
+                                    └─▶ RemoteEngine (a server)          as JSON ──▶ EngineHost.options
+
+A new option is a field here and the code that uses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl_mg.layout import EngineLayout
+from verl_mg.reshard.encoding import Wire
+from verl_mg.sharding.model_table import ModelTable
+
+# Linear layers that engines fuse: SGLang loads adapters of a part of them only together with the others.
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+@dataclass(frozen=True)
+class AdapterSettings:
+    """LoRA adapters that an engine receives, and computes with in addition to the weights."""
+
+    rank: int  # rank of A and B
+    targets: tuple[str, ...]  # names of the linear layers that have them
+
+
+def fused_targets(targets: Sequence[str]) -> tuple[str, ...]:
+    """Returns the targets, followed by all layers that engines fuse with one of them.
+
+    ("o_proj", "q_proj") gives ("o_proj", "q_proj", "k_proj", "v_proj").
+    """
+    added = [name for group in FUSED if set(group) & set(targets) for name in group]
+    return tuple(dict.fromkeys([*targets, *added]))
+
+
+@dataclass(frozen=True)
+class EngineNodes:
+    """The nodes of one engine, as its processes know them."""
+
+    count: int = 1
+    rank: int = 0  # number of this node among them; the leader is on node 0
+    address: str = ""  # address of this node, where there are several
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Options with which an engine is started and runs."""
+
+    layout: EngineLayout
+    dtype: torch.dtype
+    wire: Wire = "cast"  # form in which the engine has its weights; cast: in `dtype`, whatever config.json says
+    max_running: int  # largest number of requests at the same time
+    max_positions: int  # largest number of tokens of a prompt with its response
+    request_timeout: float = 3600.0  # seconds after which a request is aborted, without the others
+    keep_cache: bool = False  # whether requests in flight keep keys and values of the old weights in an update
+    memory_fraction: float = 0.6  # share of a GPU's memory for weights and key-value cache
+    first_gpu: int = 0
+    nodes: EngineNodes = EngineNodes()  # nodes over which the engine is spread
+    gpu_step: int = 1  # distance between the indices of two GPUs of the engine
+    sleeps: bool = True  # whether the engine can release its memory, which costs some speed; on GPUs
+    seed: int = 0
+    routed_experts: bool = False  # whether samples contain the experts of each token
+    deterministic: bool = False  # whether a sample depends only on its seed, and not on concurrent requests; on GPUs
+    reads_text: bool = False  # whether the engine has the tokenizer, to end responses at stop strings
+    adapters: AdapterSettings | None = None  # adapters that the engine receives; None: it has only weights
+    python: Path | None = None  # interpreter of the engine's process; None: this process's
+    extra: Mapping[str, Any] = field(default_factory=dict)  # further arguments by the engine's names, which win
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the options as JSON has them."""
+        plain = {"layout": str(self.layout), "dtype": self.dtype_name, "python": self.python and str(self.python)}
+        return asdict(self) | plain
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> EngineOptions:
+        """Returns the options from what `to_json` has returned."""
+        adapters, python = fields["adapters"], fields["python"]
+        typed = {
+            "layout": EngineLayout.parse(fields["layout"]),
+            "dtype": getattr(torch, fields["dtype"]),
+            "nodes": EngineNodes(**fields["nodes"]),
+            "adapters": adapters and AdapterSettings(adapters["rank"], tuple(adapters["targets"])),
+            "python": python and Path(python),
+        }
+        return cls(**{**fields, **typed})
+
+    @property
+    def dtype_name(self) -> str:
+        """Name of the dtype, such as bfloat16."""
+        return str(self.dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class EngineCase:
+    """A model and the options with which an engine is to compute it, for checks of the configuration."""
+
+    table: ModelTable
+    layout: EngineLayout
+    dtype: str = "float32"
+    extra: Mapping[str, Any] = field(default_factory=dict)  # further arguments by the engine's names
