@@ -105,14 +105,14 @@ class MegatronBackend(Backend):
     def check(self, spec: ModelSpec, section: RoleSection, ranks: int, key: str, where: str) -> None:
         """Checks layout, pipeline stages, adapters, and fields of megatron-core."""
         model, megatron = read_config(spec.path), spec.megatron
-        with _naming(f"{key}."):
+        with naming(f"{key}."):
             section.parallel_sizes.check_pipeline_layers(model.layers)
-        with _naming(f"{key}.layout={section.layout}{where}: "):
+        with naming(f"{key}.layout={section.layout}{where}: "):
             experts = model.experts.count if model.experts else 0
             check = partial(check_layout, model, spec=spec)
             layout = resolve_layout(section.parallel_sizes, ranks, experts, check)
         if isinstance(section, TrainableConfig):
-            with _naming(f"{key}."):
+            with naming(f"{key}."):
                 check_recompute(model, section.recompute)
         transformer_config(model, layout, spec)
         if isinstance(section, TrainableConfig):
@@ -122,7 +122,7 @@ class MegatronBackend(Backend):
                 check_multi_token(with_multi_token_layer(model, spec.path), megatron, spec.lora is not None)
             optimizer_config(section.optimizer, megatron, spec.dtype)
         if spec.lora:
-            with _naming(f"{key}."):
+            with naming(f"{key}."):
                 adapted_tensors(weight_table(model), spec.lora.targets, spec.lora.experts)
 
     def build(
@@ -160,7 +160,7 @@ class FsdpBackend(Backend):
     def check(self, spec: ModelSpec, section: RoleSection, ranks: int, key: str, where: str) -> None:
         """Checks sizes and options, without config.json; the module itself is checked when it is built."""
         # config.json may be of an architecture without a table of weights.
-        with _naming(f"{key}.layout={section.layout}{where}: "):
+        with naming(f"{key}.layout={section.layout}{where}: "):
             check_mesh(section.parallel_sizes.fit(ranks), spec.fsdp.replicas)
         if isinstance(section, TrainableConfig):
             check_trainable(section, key)
@@ -185,7 +185,7 @@ BACKENDS: dict[str, type[Backend]] = {"megatron": MegatronBackend, "fsdp": FsdpB
 
 
 @contextmanager
-def _naming(key: str) -> Iterator[None]:
+def naming(key: str) -> Iterator[None]:
     """Context manager: errors begin with a key."""
     try:
         yield
