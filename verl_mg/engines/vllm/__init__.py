@@ -4,9 +4,7 @@ vLLM pins another torch than SGLang, which training follows. What its process im
 pydantic; the two processes exchange JSON and names of memory.
 
 arguments        a layout and a device as vLLM's engine arguments and environment
-host             the main object of such an engine's process
-worker           methods that vLLM adds to its workers: they write shards into the parameters
-routing          experts of each token, recorded in a worker on the CPU
-statistics       load and caches, from what vLLM's schedulers report
+host             the main object of such an engine's process; load and caches, as vLLM's schedulers report them
+worker           methods that vLLM adds to its workers: they write shards, and record routing on the CPU
 unloaded_model   vLLM's model of a rank, for traces of its weight loader
 """
