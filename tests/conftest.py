@@ -1,7 +1,5 @@
 """Options and fixtures of all tests: the pool of ranks, the sandbox, the real GSM8K."""
 
-from __future__ import annotations
-
 import importlib
 import os
 from collections.abc import Iterator
@@ -39,7 +37,17 @@ QUICK = ("algorithms", "data", "layout", "models", "planner", "reshard", "reward
 """Folders, besides the modules at the top, whose tests are pure; `--quick` selects them."""
 SLOW_FIXTURES = {"ranks", "fake_cuda", "transformer_engine", "runs", "sandbox", "hosts", "checkpointed"}
 SLOW_MODULES = {
-    *("test_api", "test_cli", "test_docs", "test_fuzz", "test_launch", "test_quickstart", "test_two_hosts"),
+    *(
+        "test_api",
+        "test_cli",
+        "test_docs",
+        "test_doctor",
+        "test_fuzz",
+        "test_launch",
+        "test_quickstart",
+        "test_support",
+        "test_two_hosts",
+    ),
     *("planner/test_search", "rewards/test_code", "rewards/test_math_pool", "rewards/test_service"),
 }
 

@@ -26,6 +26,7 @@ from verl_mg.errors import UserError
 from verl_mg.job.job import RunningJob
 from verl_mg.job.recipe import load_recipe
 from verl_mg.recipes.tasks import repeat_digit
+from verl_mg.rewards import Sample, load_reward
 
 ROOT = Path(__file__).parents[1]
 TOP = [ROOT / name for name in ("AGENTS.md", "CONTRIBUTING.md", "README.md")]
@@ -249,6 +250,18 @@ def test_page_with_assertions_runs(monkeypatch):
                 exec(compile(text, name, "exec"), {})
                 ran += 1
     assert ran == 2
+
+
+def test_first_run_reward_scores_sums_in_the_configuration_shown(tmp_path):
+    file = tmp_path / "digits.py"
+    file.write_text(shown("docs/first_run.md", "digits.py"))
+    text = re.sub(r" *\\\n *", " ", TEXTS["docs/first_run.md"])
+    command = re.compile(r"train (\w+) --config (\w+) (reward\.function=.*)$", re.MULTILINE)
+    ((recipe, config, overrides),) = command.findall(text)
+    read = load_config(ROOT / "recipes" / "configs" / f"{config}.yaml", overrides.split(), load_recipe(recipe).config)
+    assert read.reward.function == "digits.py:score"
+    sample = Sample("88+77=", "175", "165", {}, "stop")
+    assert load_reward(f"{file}:score")(sample).value == pytest.approx(2 / 3)
 
 
 def test_first_run_recipe_improves_reward(ranks, tmp_path):

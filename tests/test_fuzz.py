@@ -1,7 +1,5 @@
 """Mutated configurations, data files, checkpoints and models: each run ends well, or in one line with exit code 2."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import io

@@ -1,7 +1,5 @@
 """Names on a hub become folders: downloads from a real server, the cache without a network, and errors of one line."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """Language of code, documents and test names, and the checker of `tests.language` on texts that break each rule."""
 
-from __future__ import annotations
-
 import ast
 import collections.abc
 import contextlib
@@ -132,6 +130,9 @@ def test_checker_given_sections_outside_the_interfaces_reports_rule(section):
         ("from tests.roles import test_rollout", "test-import"),
         ("from tests.conftest import ranks", "test-import"),
         ("from tests.helpers.tiny_models import ranks", ""),
+        ("assert job.rollout._engines" + "._sync", "private"),
+        ("assert job.rollout._engines.engine.restart()._sync == 1", ""),
+        ("import torch\nassert torch._C._get_allocator()", ""),
     ],
 )
 def test_checker_given_test_module_reports_rule(source, rule):

@@ -87,6 +87,26 @@ def imports(file: Path, package: Path) -> Iterator[tuple[str, int]]:
                 yield name, node.lineno
 
 
+def mutual_imports(package: Path) -> list[str]:
+    """One line for each two parts of the package, or folders in one of its folders, that import each other."""
+    parents = [package, *(file.parent for file in sorted(package.rglob("*/__init__.py")))]
+    return [line for parent in parents for line in _mutual(package, parent)]
+
+
+def _mutual(package: Path, parent: Path) -> Iterator[str]:
+    prefix = ".".join((package.name, *parent.relative_to(package).parts, ""))
+    parts = {file.stem for file in parent.iterdir() if parent == package or file.is_dir()}
+    pairs = {
+        (file.relative_to(parent).with_suffix("").parts[0], name.removeprefix(prefix).split(".")[0])
+        for file in parent.rglob("*.py")
+        for name, _ in imports(file, package)
+        if name.startswith(prefix)
+    }
+    for here, there in sorted(pairs):
+        if here < there and (there, here) in pairs and {here, there} <= parts:
+            yield f"{prefix}{here} and {prefix}{there} import each other"
+
+
 def _is_part(package: Path, name: str) -> bool:
     return name in LAYERS or (package / name).is_dir() or (package / f"{name}.py").is_file()
 
@@ -164,6 +184,10 @@ def test_package_changes_no_variable_of_a_module():
     assert changed_globals(PACKAGE) == []
 
 
+def test_no_two_packages_import_each_other():
+    assert mutual_imports(PACKAGE) == []
+
+
 def test_files_import_each_other_in_no_circle():
     files = {
         file.relative_to(PACKAGE.parent).with_suffix("").as_posix().replace("/", "."): file
@@ -224,7 +248,25 @@ def write(file: Path, text: str) -> None:
 
 
 def test_violations_of_sound_package_are_empty(package):
-    assert violations(package) == []
+    assert violations(package) == [] and mutual_imports(package) == []
+
+
+@pytest.mark.parametrize(
+    ("files", "pair"),
+    [
+        ("layout/layout.py: from verl_mg.config import Config", "config and verl_mg.layout"),
+        ("run/loop.py: import verl_mg.monitor.log; monitor/log.py: from ..run import loop", "monitor and verl_mg.run"),
+        (
+            "engines/hf/a.py: import verl_mg.engines.vllm; engines/vllm/b.py: from ..hf import a",
+            "engines.hf and verl_mg.engines.vllm",
+        ),
+    ],
+)
+def test_two_packages_that_import_each_other_are_named(package, files, pair):
+    for name, text in (file.split(": ") for file in files.split("; ")):
+        write(package / name, text)
+        write(package / Path(name).parts[0] / "__init__.py", "")
+    assert mutual_imports(package) == [f"verl_mg.{pair} import each other"]
 
 
 @pytest.mark.parametrize(

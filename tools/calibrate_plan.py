@@ -232,11 +232,7 @@ def fit(rows: Sequence[Row], start: Efficiency = FITTED, steps: int = 60) -> Eff
 
 
 def left_out(rows: Sequence[Row]) -> tuple[dict[str, list[float]], list[float]]:
-    """Returns the errors of rows that the fit has not seen.
-
-    Returns:
-        Errors of each source's rows with all of them left out, and of each row with only this row left out.
-    """
+    """Returns the errors of rows that the fit has not seen."""
     sources = dict.fromkeys(row.source for row in rows)
     by_source = {}
     for source in sources:

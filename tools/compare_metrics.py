@@ -52,12 +52,7 @@ def _verdict(lines: Lines, differences: list[str]) -> str:
 
 
 def metric_files(path: Path, pattern: str = "*") -> dict[str, Path]:
-    """Returns the metrics files at or below a path by the name of their run.
-
-    Args:
-        path: a file metrics.jsonl, or a folder.
-        pattern: glob for the names of runs.
-    """
+    """Returns the metrics files at or below a path by the name of their run."""
     if path.is_file():
         return {METRICS: path}
     files = {str(file.parent.relative_to(path)): file for file in path.rglob(METRICS)}
@@ -71,12 +66,7 @@ def read_renames(file: Path) -> dict[str, str]:
 
 
 def renamed(name: str, renames: Mapping[str, str]) -> str:
-    """Returns the new name of a metric.
-
-    Args:
-        name: a name in the old run.
-        renames: new names by old names; a trailing * stands for any text.
-    """
+    """Returns the new name of a metric."""
     if name in renames:
         return renames[name]
     for old, new in renames.items():
@@ -86,12 +76,7 @@ def renamed(name: str, renames: Mapping[str, str]) -> str:
 
 
 def read_metrics(file: Path, renames: Mapping[str, str] | None = None) -> Lines:
-    """Returns the machine-independent metrics of each iteration.
-
-    Args:
-        file: metrics.jsonl.
-        renames: new names by old names.
-    """
+    """Returns the machine-independent metrics of each iteration."""
     lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     return [
         {renamed(name, renames or {}): value for name, value in line.items() if not name.startswith(MACHINE_DEPENDENT)}
@@ -100,13 +85,7 @@ def read_metrics(file: Path, renames: Mapping[str, str] | None = None) -> Lines:
 
 
 def compare(old: Lines, new: Lines, rel: float = 0.0) -> Iterator[str]:
-    """Yields a line for each difference, in the order of the iterations.
-
-    Args:
-        old: metrics of each iteration.
-        new: the same of the other run.
-        rel: relative difference that counts as equal; 0 compares bitwise.
-    """
+    """Yields a line for each difference, in the order of the iterations."""
     if len(old) != len(new):
         yield f"{len(old)} iterations before, {len(new)} now"
     for before, after in zip(old, new, strict=False):
@@ -119,13 +98,7 @@ def compare(old: Lines, new: Lines, rel: float = 0.0) -> Iterator[str]:
 
 
 def equal(old: float | None, new: float | None, rel: float) -> bool:
-    """Returns whether two values are equal; NaN and null equal themselves.
-
-    Args:
-        old: a value.
-        new: another value.
-        rel: relative difference that counts as equal, and a hundredth of it as absolute difference.
-    """
+    """Returns whether two values are equal; NaN and null equal themselves."""
     if old is None or new is None:
         return old is new
     if math.isnan(old) or math.isnan(new):

@@ -127,13 +127,7 @@ def described() -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def one_node_parts(options: argparse.Namespace, files: Mapping[str, Path], gpus: int) -> list[Part]:
-    """Returns the parts for one node; the bench comes first where time is short.
-
-    Args:
-        options: of the command line.
-        files: files that the parts write.
-        gpus: number of GPUs.
-    """
+    """Returns the parts for one node; the bench comes first where time is short."""
     selected = " and ".join(f"({text})" for text in (options.selected, QUICK if options.quick else "") if text)
     small = ["--tiny", "--repeats", "1"] if options.rehearse else ["--repeats", "3"] if options.quick else []
     doctor = launched(["--standalone", "--nproc-per-node", str(max(gpus, 1))], ["-m", "verl_mg", "doctor"])
@@ -148,12 +142,7 @@ def one_node_parts(options: argparse.Namespace, files: Mapping[str, Path], gpus:
 
 
 def node_parts(files: Mapping[str, Path], nodes: int) -> list[Part]:
-    """Returns the parts for several nodes; each meets at another port, because the last one's may still be in use.
-
-    Args:
-        files: files that the parts write.
-        nodes: number of nodes.
-    """
+    """Returns the parts for several nodes; each meets at another port, because the last one's may still be in use."""
     host, _, port = os.environ.get("RENDEZVOUS", "").rpartition(":")
     if not host or not port.isdigit():
         sys.exit("error: several nodes need RENDEZVOUS=HOST:PORT, where HOST is one of them")
@@ -216,11 +205,7 @@ def _kill(pid: int) -> None:
 
 
 def outcomes(file: Path) -> list[dict[str, Any]]:
-    """Returns the last line of each test, in the order in which they started.
-
-    Args:
-        file: JSON lines with name, outcome, seconds and reason; it need not exist.
-    """
+    """Returns the last line of each test, in the order in which they started."""
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     return list({test["name"]: test for test in map(json.loads, lines)}.values())
 
@@ -231,12 +216,7 @@ def failed(tests: Iterable[Mapping[str, Any]]) -> bool:
 
 
 def default_output(gpus: Sequence[str], nodes: int) -> Path:
-    """Returns the file of the report for this hardware, such as benchmarks/nvidia-h200-141-gib-8/test_gpu.md.
-
-    Args:
-        gpus: name of each GPU of the node.
-        nodes: number of nodes.
-    """
+    """Returns the file of the report for this hardware, such as benchmarks/nvidia-h200-141-gib-8/test_gpu.md."""
     name = re.sub(r"[^a-z0-9]+", "-", gpus[0].lower()).strip("-") if gpus else "cpu"
     across = f"-nodes-{nodes}" if nodes > 1 else ""
     return ROOT / "benchmarks" / f"{name}-{max(len(gpus), 1)}{across}" / "test_gpu.md"
@@ -251,17 +231,7 @@ def report(
     tests: Sequence[Mapping[str, Any]],
     bench: str,
 ) -> str:
-    """Returns the report as Markdown.
-
-    Args:
-        machine: result of `describe_machine`.
-        versions: result of `installed_versions`.
-        nodes: number of nodes.
-        rehearsed: whether GPUs were left out.
-        ended: how the parts ended.
-        tests: how the tests ended.
-        bench: report of tools/bench/bench_gpu.py.
-    """
+    """Returns the report as Markdown."""
     hardware = "\n".join(f"- {line}" for line in _hardware(machine, versions, nodes))
     parts = _table(("part", "outcome", "seconds"), ((e.part.name, e.outcome, f"{e.seconds:.0f}") for e in ended))
     rows = [

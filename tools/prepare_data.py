@@ -105,17 +105,7 @@ def last_boxed(solution: str) -> str | None:
 
 
 def prepared(chosen: PublishedSet, sources: Sequence[str], without: str, seed: int = 0) -> tuple[list[Record], int]:
-    """Returns the distinct records of a set in their order, and the number of rows that were read.
-
-    Args:
-        chosen: the set.
-        sources: where to read it.
-        without: set whose prompts are left out; "" for none.
-        seed: random seed of the draw, if only some are drawn.
-
-    Raises:
-        UserError: a source cannot be read, or a row does not have the published form.
-    """
+    """Returns the distinct records of a set in their order, and the number of rows that were read."""
     seen = {_key(record) for record in _converted(chosen, [without])} if without else set()
     records, rows = [], 0
     for record in _converted(chosen, sources):

@@ -13,13 +13,14 @@ import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.agents.scripted_session import ScriptedSample, ScriptedSession, policy
+from tests.helpers.json_server import listening
 from tests.helpers.loop_clock import pass_time
 from tests.helpers.named_processes import named, processes_named
 from verl_mg.agents.agent import AgentError
@@ -168,15 +169,8 @@ with urllib.request.urlopen(url + "/stream") as reply:
     urllib.request.urlopen(url + "/received").close()
     reward(len(first + reply.read()))
 """
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Streaming)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
-        assert run(python(program), f"http://127.0.0.1:{server.server_port}/v1")[0] == 5 + (1 << 21)
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with listening(Streaming) as url:
+        assert run(python(program), f"{url}/v1")[0] == 5 + (1 << 21)
 
 
 def test_run_command_failed_command_raises_with_its_last_line(kind: str) -> None:

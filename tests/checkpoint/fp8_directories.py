@@ -1,7 +1,5 @@
 """Directories in the format of DeepSeek-V3's FP8 checkpoints, quantized by `transformers`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """MXFP4 checkpoints, dequantized while boxes are read."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -4,8 +4,6 @@ Each rank executes CODE in every step, with `rank`, `step` and `world`. With --s
 standard input, forks their ranks and prints JSON lines: torch is imported once, not once for each rank of each test.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

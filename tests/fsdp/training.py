@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.megatron.training import OPTIMIZER, STEPS, TEMPERATURE, Trained, parts_of, token_loss
+from tests.megatron.training import OPTIMIZER, STEPS, TEMPERATURE, Trained, parts_of, update
 from verl_mg.batch import Batch
 from verl_mg.config import FsdpConfig
 from verl_mg.fsdp.mesh import MeshGroups
@@ -16,7 +16,6 @@ from verl_mg.fsdp.model_runner import FsdpRunner
 from verl_mg.fsdp.trainer import FsdpTrainer
 from verl_mg.layout import Layout, Placement
 from verl_mg.training.model_spec import ModelSpec
-from verl_mg.training.trainer import MiniBatch, Objective
 
 
 def train(
@@ -48,11 +47,7 @@ def train(
         return step()
 
     trainer._step = seen  # type: ignore[method-assign]
-    scored = int((rows["loss_mask"] & (rows.positions > 0)).sum())
-    metrics = [
-        trainer.update(MiniBatch(micro_batches, None, scored, 0), Objective(token_loss, "token-mean", TEMPERATURE))
-        for _ in range(STEPS)
-    ]
+    metrics = [update(trainer, micro_batches, rows) for _ in range(STEPS)]
     norms, losses = ([of_step[name] for of_step in metrics] for name in ("grad_norm", "loss"))
     return Trained(outputs, gradients, parts_of(runner, runner.parameters()), norms, losses)
 

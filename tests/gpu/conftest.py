@@ -1,7 +1,5 @@
 """Tests for GPUs: their marker, their time limits, and a file with the outcome of each."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator

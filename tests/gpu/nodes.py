@@ -5,8 +5,6 @@
 Rank 0 writes a line for each case. Nodes need no folder in common. A case in which a rank raises ends the program.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

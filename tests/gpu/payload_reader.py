@@ -3,8 +3,6 @@
 python -m tests.gpu.payload_reader tensors.safetensors < payload
 """
 
-from __future__ import annotations
-
 import sys
 
 import torch

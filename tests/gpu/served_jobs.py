@@ -1,7 +1,5 @@
 """GRPO jobs with an engine on one rank, and how far the engine's answers are from those of `transformers`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

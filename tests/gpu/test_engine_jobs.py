@@ -1,7 +1,5 @@
 """GRPO on one rank with real engines that share its device: what they serve after each update of the weights."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -10,7 +10,7 @@ from tests.helpers.rank_pool import RankPool
 from tests.megatron.layout_models import HALF_HEAD_DIM, make_model
 from tests.megatron.shared_rows import sharing_rows
 from tests.megatron.training import assembled, assert_logprobs_near
-from tests.roles.shared_updates import assert_same, passes
+from tests.roles.updates import assert_same, passes
 from verl_mg.megatron.transformer_config import resolve_kernels
 from verl_mg.models.hf_config import read_config
 from verl_mg.roles.models import Actor

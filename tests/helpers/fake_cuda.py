@@ -9,8 +9,6 @@ hooks before torch is imported, since torch keeps the first ones, and the guard 
 own. So it works with torch for CPUs and for CUDA. Not covered: kernels and their accuracy, streams, NCCL, memory.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import importlib

@@ -1,7 +1,5 @@
 """A mixture of experts in plain torch with given experts, inside the model of `transformers`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

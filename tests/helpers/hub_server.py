@@ -1,7 +1,5 @@
 """Server on the loopback interface that speaks as much of the Hugging Face hub's protocol as its client needs."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys
@@ -9,9 +7,11 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any, NamedTuple
 from urllib.parse import unquote
+
+from tests.helpers.json_server import listening
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 """The commit that every revision has."""
@@ -108,17 +108,11 @@ def serving(
         def log_message(self, *_: Any) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
-        yield HubServer(f"http://127.0.0.1:{server.server_port}", downloads, held_answers, release)
-    finally:
-        release.set()
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with listening(Handler) as url:
+        try:
+            yield HubServer(url, downloads, held_answers, release)
+        finally:
+            release.set()
 
 
 def _etag(data: bytes) -> str:

@@ -1,7 +1,5 @@
 """Files of one JSON object a line."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The clock of an event loop: its time limits pass when a test wants them to, however fast the machine is."""
 
-from __future__ import annotations
-
 import asyncio
 
 

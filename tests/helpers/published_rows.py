@@ -1,7 +1,5 @@
 """Rows of published data sets as they are on the hub, invented but for their form, and their files."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Directories of Qwen3.5 as they are published: with vision tower, stacked experts and multi-token prediction."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Random architectures and layouts that fit them, and models in which every element is another number."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,6 +1,4 @@
-"""Roles of tests, each with a runner and a trainer of its own."""
-
-from __future__ import annotations
+"""Models and roles of tests, each with its own process groups."""
 
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +21,15 @@ from verl_mg.roles.trainable import TrainableRole
 from verl_mg.training.model_spec import ModelSpec
 
 AnyRole = TypeVar("AnyRole", bound=Role)
+
+
+def megatron_runner(
+    model: Path, layout: str | Layout = "tp1", dtype: torch.dtype = torch.float32, **options: Any
+) -> MegatronRunner:
+    """A model of the Megatron backend on all ranks; options: fields of `ModelSpec`."""
+    sizes = Layout.parse(layout) if isinstance(layout, str) else layout
+    groups = ParallelGroups(Placement.on(sizes, dist.get_world_size()))
+    return MegatronRunner(ModelSpec(model, dtype, **options), groups)
 
 
 def build_role(

@@ -1,7 +1,5 @@
 """Looks into the parameters of a running SGLang server, as a further custom loader inside its schedulers."""
 
-from __future__ import annotations
-
 import json
 import urllib.request
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Whole jobs on ranks of the pool: what they are given, how one is run, and what it logged."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -14,8 +12,7 @@ from verl_mg.config import Config, load_config
 from verl_mg.distributed.world import World
 from verl_mg.job.recipe import Recipe, load_recipe
 from verl_mg.run.checkpointer import SUMS
-from verl_mg.run.loop import train
-from verl_mg.run.mode import FULL_RUN, RunMode
+from verl_mg.run.loop import FULL_RUN, RunMode, train
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 DIGITS = "def digits(sample): return sum(c.isdigit() for c in sample.response)\n"

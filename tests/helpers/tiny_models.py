@@ -1,7 +1,5 @@
 """Tiny models as Hugging Face directories, made once a test session, and `transformers` as the oracle for them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterable, Iterator

@@ -5,8 +5,6 @@
 A folder of one's own: `verl_mg.engines.tracing.tracer.trace`.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import tempfile

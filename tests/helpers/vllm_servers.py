@@ -1,7 +1,5 @@
 """Real vLLM servers in tests, started as users start them: OpenAI's protocol, with the weights of the model."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -11,8 +11,6 @@ forks of the program. A start takes a tenth of a second instead of the ten secon
 the pid of the program itself.
 """
 
-from __future__ import annotations
-
 import array
 import atexit
 import contextlib
@@ -68,7 +66,8 @@ HIDE = "verl_mg.engines.engine_host:hide_training_packages"
 """What the processes of engines call first."""
 IMPORTED_BY_SGLANG = (
     HIDE,
-    "verl_mg.engines.sglang.scheduler",
+    "sglang.srt.entrypoints.engine",
+    "sglang.srt.managers.scheduler",
     "verl_mg.engines.sglang.host",
     "verl_mg.engines.tracing.trace_rank",
     "sglang.srt.models.registry",
@@ -79,7 +78,7 @@ IMPORTED_BY_VLLM = (
     "verl_mg.engines.vllm.host",
     "verl_mg.engines.vllm.worker",
     "verl_mg.engines.tracing.trace_rank",
-    "verl_mg.engines.vllm.unloaded_model",
+    "verl_mg.engines.vllm.internals",
     "vllm.v1.engine.async_llm",
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.models.qwen3_moe",

@@ -11,9 +11,8 @@ Rules:
     heading: a Markdown heading that is a relative clause.
     test-name: a test that is not named test_<unit>_<condition>_<expectation>.
     test-import: a module of the tests that imports from another test module or from a conftest.
+    private: a test that reaches through private attributes of two objects in one expression.
 """
-
-from __future__ import annotations
 
 import ast
 import functools
@@ -28,7 +27,7 @@ from tests.language.words import Violation, banned, check_words
 REPOSITORY = Path(__file__).resolve().parents[2]
 CHECKED = ("verl_mg", "recipes", "tools", "launch", "docs", "tests", "README.md", "CONTRIBUTING.md", "AGENTS.md")
 TEXT_SUFFIXES = {".md", ".yaml", ".sh", ".sbatch", ".toml", ".ini", ".js", ".html", ".css"}
-RULES = ("word", "docstring", "args", "field", "heading", "test-name", "test-import")
+RULES = ("word", "docstring", "args", "field", "heading", "test-name", "test-import", "private")
 
 
 def check(paths: list[Path]) -> list[Violation]:
@@ -64,7 +63,7 @@ def check_text(file: Path, text: str) -> Iterator[Violation]:
 def check_python(file: Path, text: str, classes: Mapping[str, list[ClassInfo]]) -> Iterator[Violation]:
     tree = ast.parse(text)
     if file.parts[:1] == ("tests",):
-        yield from check_tests(file, statements(tree))
+        yield from check_tests(file, text, list(statements(tree)))
         return
     nodes = nodes_of(tree)
     yield from check_words(file, text, nodes)

@@ -1,7 +1,5 @@
 """Walks of syntax trees that are cheap enough for all files of the repository."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

@@ -1,12 +1,10 @@
 """Rules about docstrings, fields and the names of tests, which read the syntax tree of a module."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +35,9 @@ INTERFACES = (
     "verl_mg/sharding/weight_table.py",
 )
 """Files and folders that others call or implement: their functions describe arguments, results and errors."""
+PRIVATE_CHAIN = re.compile(r"(?<![\w.\"'])([a-zA-Z]\w*)(?:\.\w+)*?\._[a-z]\w*(?:\.[a-z]\w*)*\._[a-z]\w*")
+PRIVATE_CHAINS_LEFT = ("engine._running_process._socket", "job.rollout._engines._follower", "engines._sync._planned")
+"""Parts of engines on several nodes, and of engines that lose their rank: their owners have nothing public yet."""
 SECTION = re.compile(r"(?m)^(Args|Returns|Raises|Yields):\s*$")
 RECIPE_PARAMETERS = {"job", "cfg", "config", "inputs", "tokens", "batch", "metrics"}
 TEST_NAME_STARTS = frozenset(
@@ -268,7 +269,12 @@ def _is_section(node: ast.ClassDef, classes: Mapping[str, list[ClassInfo]]) -> b
     return bool(bases & {"ConfigSection", "RecipeConfig"})
 
 
-def check_tests(file: Path, nodes: Iterable[ast.AST]) -> Iterator[Violation]:
+def check_tests(file: Path, text: str, nodes: Sequence[ast.AST]) -> Iterator[Violation]:
+    modules = {(alias.asname or alias.name).split(".")[0] for node in nodes for alias in _aliases(node)}
+    for number, line in enumerate(text.splitlines(), 1):
+        for chain in PRIVATE_CHAIN.finditer(line):
+            if chain[1] not in modules and chain[0] not in PRIVATE_CHAINS_LEFT:
+                yield Violation(file, number, "private", f"{chain[0]}: test what is public, or one layer lower")
     for node in nodes:
         if isinstance(node, ast.ImportFrom | ast.Import):
             sources = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
@@ -285,6 +291,10 @@ def check_tests(file: Path, nodes: Iterable[ast.AST]) -> Iterator[Violation]:
                 )
             elif banned_name(node.name, file):
                 yield Violation(file, node.lineno, "word", f"the name {node.name}")
+
+
+def _aliases(node: ast.AST) -> list[ast.alias]:
+    return node.names if isinstance(node, ast.Import | ast.ImportFrom) else []
 
 
 def class_index(sources: list[str]) -> dict[str, list[ClassInfo]]:

@@ -1,7 +1,5 @@
 """Rule `word`: words of no technical meaning here, in names, docstrings, comments, messages and documents."""
 
-from __future__ import annotations
-
 import ast
 import io
 import re

@@ -88,24 +88,21 @@ def test_layout_fit_agrees_with_division(layout, ranks):
             open_layout.fit(ranks)
 
 
-def test_layout_fit_error_names_valid_rank_counts():
-    with pytest.raises(UserError, match=r"layout tp4-pp2 .* not 12\. Start 8 or 16\.$"):
-        Layout.parse("tp4-pp2").fit(12)
-    with pytest.raises(UserError, match=r"Start 8\.$"):
-        Layout.parse("tp4-pp2").fit(4)
-    with pytest.raises(UserError, match=r"not 2\. Start 4\.$"):
-        Layout.parse("ep4").fit(2)
-    with pytest.raises(UserError, match=r"not 0\. Start 2\.$"):
-        Layout.parse("tp2").fit(0)
-
-
-def test_layout_fit_other_dp_given_is_user_error():
-    with pytest.raises(UserError, match="dp4 requires 8 ranks, not 6. Start 8, write dp3"):
-        Layout.parse("tp2-dp4").fit(6)
-    with pytest.raises(UserError, match="dp1 requires 2 ranks, not 6"):
-        Layout.parse("tp2-dp1").fit(6)
-    with pytest.raises(UserError, match=r"not 7\. Start 8\.$"):
-        Layout.parse("tp2-dp4").fit(7)
+@pytest.mark.parametrize(
+    ("text", "ranks", "message"),
+    [
+        ("tp4-pp2", 12, r"layout tp4-pp2 .* not 12\. Start 8 or 16\.$"),
+        ("tp4-pp2", 4, r"Start 8\.$"),
+        ("ep4", 2, r"not 2\. Start 4\.$"),
+        ("tp2", 0, r"not 0\. Start 2\.$"),
+        ("tp2-dp4", 6, "dp4 requires 8 ranks, not 6. Start 8, write dp3"),
+        ("tp2-dp1", 6, "dp1 requires 2 ranks, not 6"),
+        ("tp2-dp4", 7, r"not 7\. Start 8\.$"),
+    ],
+)
+def test_layout_fit_error_names_valid_rank_counts(text, ranks, message):
+    with pytest.raises(UserError, match=message):
+        Layout.parse(text).fit(ranks)
 
 
 @settings(max_examples=60)

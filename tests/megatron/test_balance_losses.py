@@ -5,21 +5,16 @@ from functools import cache
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 
+from tests.helpers.roles import megatron_runner
 from tests.helpers.tiny_models import oracle, random_rows, tiny_model
-from tests.megatron.training import TEMPERATURE, assembled, gradients_here, token_loss
+from tests.megatron.training import assembled, recorded_gradients, token_loss, update
 from verl_mg.config import MegatronConfig, OptimizerConfig
 from verl_mg.errors import UserError
-from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.balance_losses import check_balance_losses
-from verl_mg.megatron.model_runner import MegatronRunner
-from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.megatron.trainer import MegatronTrainer
 from verl_mg.models.hf_config import read_config
-from verl_mg.training.model_spec import ModelSpec
-from verl_mg.training.trainer import MiniBatch, Objective
 
 TOP_K, BALANCE, Z = 2, 0.3, 0.02
 BOTH = {"moe_aux_loss_coeff": BALANCE, "moe_z_loss_coeff": Z}
@@ -79,23 +74,12 @@ def balance_of_row(logits, kind):
 
 def train(model, layout, fields, recompute, loss):
     """Metrics and gradients of an update of uneven micro-batches."""
-    groups = ParallelGroups(Placement.on(Layout.parse(layout), dist.get_world_size()))
-    megatron = MegatronConfig(transformer=fields)
-    runner = MegatronRunner(ModelSpec(model, torch.float32, recompute=recompute, megatron=megatron), groups)
-    trainer, batch, gradients = MegatronTrainer(runner, OPTIMIZER), rows(model), []
-    step = trainer.optimizer.step
-
-    def seen():
-        gradients.extend(gradients_here(runner))
-        return step()
-
-    trainer.optimizer.step = seen
-    own = list(range(groups.coordinates.dp, len(batch), runner.layout.dp))
+    runner = megatron_runner(model, layout, recompute=recompute, megatron=MegatronConfig(transformer=fields))
+    trainer, batch = MegatronTrainer(runner, OPTIMIZER), rows(model)
+    gradients = recorded_gradients(trainer)
+    own = list(range(runner.groups.coordinates.dp, len(batch), runner.layout.dp))
     micro_batches = [batch.select(own[:-2]), batch.select(own[-2:]), batch.select([])]
-    scored = int((batch["loss_mask"] & (batch.positions > 0)).sum())
-    return trainer.update(
-        MiniBatch(micro_batches, None, scored, 0), Objective(loss, "token-mean", TEMPERATURE)
-    ), gradients
+    return update(trainer, micro_batches, batch, loss), gradients[0]
 
 
 def zero_loss(tokens):

@@ -7,31 +7,27 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.utils import parametrize
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.helpers.roles import megatron_runner
 from tests.helpers.tiny_models import oracle, oracle_outputs, random_rows, tiny_model
-from tests.megatron.training import OPTIMIZER, TEMPERATURE, token_loss
+from tests.megatron.training import OPTIMIZER, TEMPERATURE, token_loss, update
 from verl_mg.batch import Batch
 from verl_mg.checkpoint.peft import adapted_tensors, adapter_shapes, initial_adapters
 from verl_mg.config import GuardConfig, LoraConfig, MegatronConfig, Recompute
 from verl_mg.errors import UserError
-from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.model_runner import MegatronRunner
 from verl_mg.megatron.optimizer_state import snapshot
-from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.megatron.trainer import MegatronTrainer
 from verl_mg.models.hf_config import read_config
 from verl_mg.sharding.boxes import full_box, slices
 from verl_mg.sharding.megatron import Kernels
 from verl_mg.sharding.weight_table import weight_table
 from verl_mg.training.loss_inputs import LossInputs
-from verl_mg.training.model_spec import ModelSpec
 from verl_mg.training.offload import CpuOffload
-from verl_mg.training.trainer import MiniBatch, Objective
 
 RANK, ALPHA, ROWS = 3, 5.0, 7
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -113,27 +109,15 @@ def network_on(
     kernels: Kernels = "torch",
     megatron: MegatronConfig | None = None,
 ) -> MegatronRunner:
-    groups = ParallelGroups(Placement.on(Layout.parse(layout), dist.get_world_size()))
-    return MegatronRunner(
-        ModelSpec(
-            model,
-            torch.float32,
-            recompute=recompute,
-            lora=config,
-            kernels=kernels,
-            megatron=megatron or MegatronConfig(),
-        ),
-        groups,
-    )
+    options = {"recompute": recompute, "kernels": kernels, "megatron": megatron or MegatronConfig()}
+    return megatron_runner(model, layout, lora=config, **options)
 
 
 def step(trainer: MegatronTrainer, batch: Batch) -> dict[str, float]:
     """Two micro-batches of each data-parallel rank's share."""
     runner = trainer.runner
     own = list(range(runner.groups.coordinates.dp, len(batch), runner.layout.dp))
-    scored = int((batch["loss_mask"] & (batch.positions > 0)).sum())
-    micro_batches = [batch.select(own[:-1]), batch.select(own[-1:])]
-    return trainer.update(MiniBatch(micro_batches, None, scored, 0), Objective(token_loss, "token-mean", TEMPERATURE))
+    return update(trainer, [batch.select(own[:-1]), batch.select(own[-1:])], batch)
 
 
 def train(

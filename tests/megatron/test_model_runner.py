@@ -11,6 +11,7 @@ from megatron.core.models.gpt import GPTModel
 from safetensors.torch import load_file, save_file
 
 from tests.helpers.rank_pool import RankError
+from tests.helpers.roles import megatron_runner
 from tests.helpers.tiny_models import LATENT, LINEAR, MIXTURES, TRAINED, oracle, oracle_outputs, random_rows, tiny_model
 from verl_mg.checkpoint.hf_safetensors import CheckpointReader
 from verl_mg.checkpoint.model_directory import ModelDirectories, ModelDirectory
@@ -39,14 +40,9 @@ def model(request, tmp_path_factory):
     return tiny_model(tmp_path_factory.mktemp("models") / request.param, request.param)
 
 
-def runner(model, layout, **options):
-    placement = Placement.on(Layout.parse(layout), dist.get_world_size())
-    return MegatronRunner(ModelSpec(model, torch.float32, **options), ParallelGroups(placement))
-
-
 def all_logits(model, layout):
     """The logits of packed rows, every vocabulary shard gathered by hand; from the last stage's first rank."""
-    net = runner(model, layout)
+    net = megatron_runner(model, layout)
     rows = random_rows(5, net.table.config.vocab)
     rows["loss_mask"] = torch.zeros_like(rows["loss_mask"])
     found = []
@@ -67,7 +63,7 @@ def all_logits(model, layout):
         logits = gathered(runs[: rows.total_tokens] @ chunk.output_weight().T, net.groups.collection.tp, dim=1)
     if softcap := chunk.logit_softcap:
         logits = softcap * torch.tanh(logits / softcap)
-    return logits[:, : net.table.config.vocab] if net.is_output_rank else None
+    return logits[:, : net.table.config.vocab] if net.is_output_rank_for(net.layout.cp) else None
 
 
 def gathered(own, group, dim=0):
@@ -120,7 +116,7 @@ def test_logits_of_moonlight_and_kimi_equal_transformers(ranks, tmp_path, model_
 
 
 def logprobs_and_entropy(model, layout, recompute):
-    net = runner(model, layout, recompute=recompute)
+    net = megatron_runner(model, layout, recompute=recompute)
     rows = random_rows(6, net.table.config.vocab)
     with torch.no_grad():
         reports = net.run(
@@ -129,7 +125,7 @@ def logprobs_and_entropy(model, layout, recompute):
             lambda micro, out: (out.sum(), {"entries": micro.token_index, "out": out}),
             forward_only=True,
         )
-    return [(r["entries"], r["out"]) for r in reports] if net.is_output_rank else None
+    return [(r["entries"], r["out"]) for r in reports] if net.is_output_rank_for(net.layout.cp) else None
 
 
 @pytest.mark.parametrize(
@@ -237,7 +233,7 @@ def test_model_runner_missing_tensor_is_reported_by_one_rank(ranks, tmp_path):
 
 
 def empty_micro_batch(model):
-    net = runner(model, "tp2")
+    net = megatron_runner(model, "tp2")
     rows = random_rows(3, net.table.config.vocab).select([])
     reports = net.run([rows], 1.0, lambda micro, out: (out.sum(), {"n": out.shape[1]}), forward_only=True)
     odd = random_rows(1, net.table.config.vocab, longest=3)

@@ -10,21 +10,16 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.helpers.roles import build_role
+from tests.helpers.roles import build_role, megatron_runner
 from tests.helpers.tiny_models import random_rows, tiny_model, tiny_model_with_multi_token_layer
-from tests.megatron.training import TEMPERATURE, assembled, gradients_here, token_loss
+from tests.megatron.training import assembled, recorded_gradients, token_loss, update
 from verl_mg.config import LoraConfig, MegatronConfig, OptimizerConfig
 from verl_mg.errors import UserError
-from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.model_runner import MegatronRunner
 from verl_mg.megatron.multi_token import check_multi_token
-from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.megatron.trainer import MegatronTrainer
 from verl_mg.models.hf_config import read_config
 from verl_mg.models.hf_tensors import with_multi_token_layer
 from verl_mg.roles.models import Actor
-from verl_mg.training.model_spec import ModelSpec
-from verl_mg.training.trainer import MiniBatch, Objective
 
 LAYERS, FACTOR = 2, 0.3
 LAYER = f"model.layers.{LAYERS}."
@@ -134,12 +129,8 @@ def expected(model, tmp_path_factory):
 
 
 def runner_on(model, layout, fields=TRAINED, recompute=False, **options):
-    groups = ParallelGroups(Placement.on(Layout.parse(layout), dist.get_world_size()))
-    megatron = MegatronConfig(transformer=fields)
-    return MegatronRunner(
-        ModelSpec(model, torch.float32, recompute=recompute, megatron=megatron, keeps_multi_token=True, **options),
-        groups,
-    )
+    options |= {"recompute": recompute, "megatron": MegatronConfig(transformer=fields), "keeps_multi_token": True}
+    return megatron_runner(model, layout, **options)
 
 
 def zero_loss(tokens):
@@ -148,24 +139,13 @@ def zero_loss(tokens):
 
 def train(model, layout, fields, recompute, loss=zero_loss):
     """Metrics of two updates, and the gradients of the first."""
-    runner, batch, gradients = runner_on(model, layout, fields, recompute), rows(model), []
+    runner, batch = runner_on(model, layout, fields, recompute), rows(model)
     trainer = MegatronTrainer(runner, OPTIMIZER)
-    step = trainer.optimizer.step
-
-    def seen():
-        gradients.extend([] if gradients else gradients_here(runner))
-        return step()
-
-    trainer.optimizer.step = seen
+    gradients = recorded_gradients(trainer)
     dp, at = runner.layout.dp, runner.groups.coordinates.dp
     own = list(range(at, len(batch), dp))
     micro_batches = [batch.select(own[:-2]), batch.select(own[-2:]), batch.select([])]
-    scored = int((batch["loss_mask"] & (batch.positions > 0)).sum())
-    metrics = [
-        trainer.update(MiniBatch(micro_batches, None, scored, 0), Objective(loss, "token-mean", TEMPERATURE))
-        for _ in range(2)
-    ]
-    return metrics, gradients
+    return [update(trainer, micro_batches, batch, loss) for _ in range(2)], gradients[0]
 
 
 LAYOUTS = [

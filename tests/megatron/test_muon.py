@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 
+from tests.helpers.roles import megatron_runner
 from tests.helpers.tiny_models import random_rows, tiny_model
 from tests.megatron.layout_models import make_model
 from tests.megatron.training import (
@@ -13,22 +13,18 @@ from tests.megatron.training import (
     TEMPERATURE,
     assembled,
     assert_equal,
-    gradients_here,
     one_rank,
     parts_of,
+    recorded_gradients,
     token_loss,
     train,
 )
 from verl_mg.config import GuardConfig, LoraConfig, MegatronConfig, OptimizerConfig
 from verl_mg.errors import UserError
-from verl_mg.layout import Layout, Placement
 from verl_mg.megatron import muon
-from verl_mg.megatron.model_runner import MegatronRunner
 from verl_mg.megatron.muon import assign, orthogonalized
 from verl_mg.megatron.optimizer_state import inner_optimizers
-from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.megatron.trainer import MegatronTrainer, optimizer_config
-from verl_mg.training.model_spec import ModelSpec
 from verl_mg.training.trainer import MiniBatch, Objective
 
 RANKS, ROWS, STEPS = 8, 12, 3
@@ -38,8 +34,7 @@ ELEMENTS_OF_A_ROUND = 3000
 
 
 def trainer_of(model, layout, dtype=torch.float32, config=MUON, guard=None, lora=None):
-    groups = ParallelGroups(Placement.on(Layout.parse(layout), dist.get_world_size()))
-    return MegatronTrainer(MegatronRunner(ModelSpec(model, dtype, lora=lora), groups), config, guard)
+    return MegatronTrainer(megatron_runner(model, layout, dtype, lora=lora), config, guard)
 
 
 def update(trainer, approx_kl=0.0):
@@ -56,17 +51,11 @@ def update(trainer, approx_kl=0.0):
 
 def steps(model, layout, dtype, config):
     """The weights before each step and after the last, and the gradients of each step."""
-    weights, gradients = [], []
+    weights = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(muon, "ROUND_ELEMENTS", ELEMENTS_OF_A_ROUND)
         trainer = trainer_of(model, layout, dtype, config)
-    runner, step = trainer.runner, trainer.optimizer.step
-
-    def seen():
-        gradients.append(gradients_here(runner))
-        return step()
-
-    trainer.optimizer.step = seen
+    runner, gradients = trainer.runner, recorded_gradients(trainer)
     for number in range(STEPS + 1):
         weights.append(parts_of(runner, runner.parameters()))
         if number < STEPS:

@@ -4,18 +4,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.helpers.roles import megatron_runner
 from tests.helpers.tiny_models import random_rows, tiny_model
-from tests.megatron.training import TEMPERATURE, token_loss
+from tests.megatron.training import TEMPERATURE, update
 from verl_mg.config import LoraConfig, MegatronConfig, OptimizerConfig
-from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.model_runner import MegatronRunner
 from verl_mg.megatron.optimizer_state import snapshot
-from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.megatron.trainer import MegatronTrainer
 from verl_mg.models.hf_config import read_config
-from verl_mg.training.model_spec import ModelSpec
 from verl_mg.training.offload import CpuOffload
-from verl_mg.training.trainer import MiniBatch, Objective
 from verl_mg.training.weights import weights
 
 OVERLAP = MegatronConfig(ddp={"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 1000})
@@ -26,10 +22,7 @@ ROWS = 8
 
 def updated(model, megatron, lora=None):
     """A trainer after one step; its rows."""
-    groups = ParallelGroups(Placement.on(Layout(), dist.get_world_size()))
-    trainer = MegatronTrainer(
-        MegatronRunner(ModelSpec(model, torch.float32, lora=lora, megatron=megatron), groups), OPTIMIZER
-    )
+    trainer = MegatronTrainer(megatron_runner(model, lora=lora, megatron=megatron), OPTIMIZER)
     gathers = trainer.runner.gathers
     if gathers._groups:
         assert len(gathers._groups) >= 3
@@ -37,8 +30,7 @@ def updated(model, megatron, lora=None):
             make_late(group)
     rows = random_rows(ROWS, read_config(model).vocab)
     local = rows.select(range(dist.get_rank(), ROWS, dist.get_world_size()))
-    scored = int((rows["loss_mask"] & (rows.positions > 0)).sum())
-    trainer.update(MiniBatch([local], None, scored, 0), Objective(token_loss, "token-mean", TEMPERATURE))
+    update(trainer, [local], rows)
     assert bool(gathers._in_flight) == bool(gathers._groups)
     return trainer, local
 

@@ -3,20 +3,14 @@
 from collections import Counter
 
 import pytest
-import torch
-import torch.distributed as dist
 
+from tests.helpers.roles import megatron_runner
 from tests.helpers.tiny_models import random_rows, tiny_model
-from tests.megatron.training import OPTIMIZER, TEMPERATURE, token_loss
+from tests.megatron.training import OPTIMIZER, update
 from verl_mg.errors import UserError
-from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.model_runner import MegatronRunner
-from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.megatron.trainer import MegatronTrainer
 from verl_mg.megatron.transformer_config import check_recompute
 from verl_mg.models.hf_config import read_config
-from verl_mg.training.model_spec import ModelSpec
-from verl_mg.training.trainer import MiniBatch, Objective
 
 LAYERS, DENSE = 4, 1
 PARTS = {
@@ -33,15 +27,14 @@ COUNTED = {module for parts in PARTS.values() for module in parts}
 
 def forward_calls(model, recompute):
     """How often modules of each name ran in one update."""
-    groups = ParallelGroups(Placement.on(Layout(), dist.get_world_size()))
-    trainer = MegatronTrainer(MegatronRunner(ModelSpec(model, torch.float32, recompute=recompute), groups), OPTIMIZER)
+    trainer = MegatronTrainer(megatron_runner(model, recompute=recompute), OPTIMIZER)
     calls = Counter()
     for name, module in trainer.runner.chunks[0].named_modules():
         last = name.rpartition(".")[2]
         if last in COUNTED and "layers" in name:
             module.register_forward_pre_hook(lambda *_, last=last: calls.update([last]))
     rows = random_rows(4, read_config(model).vocab)
-    trainer.update(MiniBatch([rows], None, 10, 0), Objective(token_loss, "token-mean", TEMPERATURE))
+    update(trainer, [rows], rows)
     return calls
 
 

@@ -2,19 +2,15 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
+from tests.helpers.roles import megatron_runner
 from tests.helpers.tiny_models import random_rows, tiny_model
+from tests.megatron.training import update
 from verl_mg.config import GuardConfig, OptimizerConfig
 from verl_mg.errors import UserError
-from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.model_runner import MegatronRunner
 from verl_mg.megatron.optimizer_state import inner_optimizers
-from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.megatron.streamed_adamw import StreamedAdamW, dithered_to_bfloat16
 from verl_mg.megatron.trainer import MegatronTrainer
-from verl_mg.training.model_spec import ModelSpec
-from verl_mg.training.trainer import MiniBatch, Objective
 
 OPTIMIZER = OptimizerConfig(lr=0.01, eps=1e-3, betas=(0.9, 0.99), weight_decay=0.1, warmup_steps=2)
 
@@ -28,16 +24,14 @@ ON_HOST = {"cpu_offload": True}
 
 def trained(model, layout, dtype, options, guard=None):
     """The weights after three steps, how far they went, and the number, type and bytes of the moments."""
-    groups = ParallelGroups(Placement.on(Layout.parse(layout), dist.get_world_size()))
-    runner = MegatronRunner(ModelSpec(model, dtype), groups)
+    runner = megatron_runner(model, layout, dtype)
     trainer = MegatronTrainer(runner, OPTIMIZER.model_copy(update=options), guard)
     inner = inner_optimizers(trainer.optimizer)
     assert inner and all(isinstance(one, StreamedAdamW) == bool(options) for one in inner)
     before = {name: weight.detach().clone() for name, weight in runner.parameters().items()}
-    rows = random_rows(6, 24, seed=groups.coordinates.dp)
-    scored = int(rows["loss_mask"].sum())
+    rows = random_rows(6, 24, seed=runner.groups.coordinates.dp)
     for _ in range(3):
-        trainer.update(MiniBatch([rows], None, scored, 0), Objective(loss, "token-mean", 1.0))
+        update(trainer, [rows], rows, loss, 1.0)
     after = {name: weight.detach().clone() for name, weight in runner.parameters().items()}
     of_weights = [state["exp_avg_sq"] for one in inner for state in one.state.values()]
     moments = [(len(of_weights), of_weights[0].dtype, sum(values.nbytes for values in of_weights))]

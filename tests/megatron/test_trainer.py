@@ -8,17 +8,14 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.helpers.roles import megatron_runner
 from tests.helpers.tiny_models import random_rows, tiny_model
 from tests.megatron.training import TEMPERATURE, assembled, gradients_here, token_loss
 from verl_mg.config import OptimizerConfig
 from verl_mg.errors import UserError
-from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.model_runner import MegatronRunner
 from verl_mg.megatron.optimizer_state import gradient_buffers, steps_taken
-from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.megatron.trainer import MegatronTrainer
 from verl_mg.models.hf_config import read_config
-from verl_mg.training.model_spec import ModelSpec
 from verl_mg.training.trainer import LearningRateSchedule, MiniBatch, Objective, check_schedule
 from verl_mg.training.update_guard import count_non_finite
 
@@ -97,8 +94,7 @@ def model(request, tmp_path_factory):
 
 
 def in_bfloat16(model, **config):
-    groups = ParallelGroups(Placement.on(Layout.parse("tp1"), dist.get_world_size()))
-    return MegatronTrainer(MegatronRunner(ModelSpec(model, torch.bfloat16), groups), OptimizerConfig(**config))
+    return MegatronTrainer(megatron_runner(model, dtype=torch.bfloat16), OptimizerConfig(**config))
 
 
 def rows(model):

@@ -18,23 +18,22 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
+from tests.helpers.roles import megatron_runner
 from tests.helpers.tiny_models import SPARSE, VARIANTS, oracle, random_rows, tiny_model
 from tests.megatron.built_parameters import differences
 from tests.megatron.training import (
     OPTIMIZER,
-    TEMPERATURE,
     assert_equal,
     one_rank,
-    token_loss,
     train,
     train_in_plain_torch,
+    update,
 )
 from verl_mg.config import MegatronConfig
 from verl_mg.config.roles import RecomputeModule
 from verl_mg.errors import UserError
-from verl_mg.layout import Layout, Placement
+from verl_mg.layout import Layout
 from verl_mg.megatron.model_runner import MegatronRunner
-from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.megatron.trainer import MegatronTrainer
 from verl_mg.megatron.transformer_config import transformer_config
 from verl_mg.models.hf_config import read_config
@@ -42,7 +41,6 @@ from verl_mg.sharding.boxes import slices
 from verl_mg.training.model_spec import ModelSpec
 from verl_mg.training.offload import CpuOffload
 from verl_mg.training.token_order import TokenShard, token_order
-from verl_mg.training.trainer import MiniBatch, Objective
 
 ROWS = 9
 LOW_RANK_QUERIES = "deepseek_v2 with low-rank queries"
@@ -224,9 +222,7 @@ def written_by_products(model, batch):
     """Weights of linear layers, and those of them whose float32 gradient is the output of a matrix product."""
     import transformer_engine_torch
 
-    runner = MegatronRunner(
-        ModelSpec(model, torch.float32, kernels="transformer_engine"), ParallelGroups(Placement.on(Layout(), 1))
-    )
+    runner = megatron_runner(model, kernels="transformer_engine")
     trainer, outputs, product = MegatronTrainer(runner, OPTIMIZER), set(), transformer_engine_torch.generic_gemm
 
     def recorded(*arguments, **named):
@@ -234,7 +230,7 @@ def written_by_products(model, batch):
         return product(*arguments, **named)
 
     with mock.patch.object(transformer_engine_torch, "generic_gemm", recorded):
-        trainer.update(MiniBatch([batch, batch], None, 50, 0), Objective(token_loss, "token-mean", TEMPERATURE))
+        update(trainer, [batch, batch], batch)
     linear = {name: weight for name, weight in runner.parameters().items() if re.search(r"linear_\w+\.weight$", name)}
     return sorted(linear), sorted(name for name, weight in linear.items() if weight.main_grad.data_ptr() in outputs)
 
@@ -283,8 +279,7 @@ def test_micro_batches_for_fp8_have_rows_for_its_products_and_the_same_outputs(t
 
 def copies_in_fp8(model):
     """Copies of weights in FP8 before and after a model is offloaded."""
-    groups = ParallelGroups(Placement.on(Layout(), 1))
-    runner = MegatronRunner(ModelSpec(model, torch.float32, kernels="transformer_engine"), groups)
+    runner = megatron_runner(model, kernels="transformer_engine")
     linears = [module for module in runner.chunks[0].modules() if hasattr(module, "_fp8_workspaces")]
     for linear in linears:
         linear._fp8_workspaces["weight"] = torch.zeros(1)  # as its forward pass does
@@ -380,12 +375,10 @@ def refusal(config, kernels, kind):
 
 def resumed_with_transformer_engine(model, batch):
     """Losses and norms of two steps with torch, and of the second one resumed from the state after the first."""
-    groups = ParallelGroups(Placement.on(Layout(), 1))
-    first = MegatronTrainer(MegatronRunner(ModelSpec(model, torch.float32), groups), OPTIMIZER)
+    first = MegatronTrainer(megatron_runner(model), OPTIMIZER)
 
     def step(trainer):
-        scored = int((batch["loss_mask"] & (batch.positions > 0)).sum())
-        metrics = trainer.update(MiniBatch([batch], None, scored, 0), Objective(token_loss, "token-mean", TEMPERATURE))
+        metrics = update(trainer, [batch], batch)
         return metrics["loss"], metrics["grad_norm"]
 
     before, stored = step(first), {}
@@ -393,9 +386,7 @@ def resumed_with_transformer_engine(model, batch):
         shape = first.runner.table.tensor_index.tensors[part.tensor].shape
         stored.setdefault((part.namespace, part.tensor), torch.zeros(shape))[slices(part.box)] = part.values
     megatron = options(model)[4]
-    runner = MegatronRunner(
-        ModelSpec(model, torch.float32, from_checkpoint=True, kernels="transformer_engine", megatron=megatron), groups
-    )
+    runner = megatron_runner(model, from_checkpoint=True, kernels="transformer_engine", megatron=megatron)
     second = MegatronTrainer(runner, OPTIMIZER)
     second.load(lambda part: part.values.copy_(stored[part.namespace, part.tensor][slices(part.box)]), first.counters())
     assert not runner.unrestored

@@ -17,20 +17,19 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.helpers.roles import megatron_runner
 from tests.helpers.tiny_models import oracle_outputs, unstacked
 from verl_mg.batch import Batch
 from verl_mg.config import MegatronConfig, OptimizerConfig, Recompute
-from verl_mg.layout import Layout, Placement
+from verl_mg.layout import Layout
 from verl_mg.megatron.model_runner import MegatronRunner
-from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.megatron.trainer import MegatronTrainer
 from verl_mg.sharding.boxes import Box, slices
 from verl_mg.sharding.megatron import Kernels
 from verl_mg.sharding.weight_table import Head
 from verl_mg.training.loss_inputs import LossInputs
 from verl_mg.training.microbatch import MicroBatch
-from verl_mg.training.model_spec import ModelSpec
-from verl_mg.training.trainer import MiniBatch, Objective
+from verl_mg.training.trainer import MiniBatch, Objective, TokenLoss, Trainer
 
 ROUTER_BIAS = "e_score_correction_bias"  # a buffer
 INDEXER = ".indexer."  # without gradients
@@ -85,6 +84,18 @@ def _loss(logprobs: Tensor, entropy: Tensor, whole: Tensor, advantages: Tensor) 
     return 0.01 * whole**2 - advantages * logprobs - 0.1 * entropy
 
 
+def update(
+    trainer: Trainer,
+    micro_batches: list[Batch],
+    rows: Batch,
+    loss: TokenLoss = token_loss,
+    temperature: float = TEMPERATURE,
+) -> dict[str, float]:
+    """An update on the rows of all ranks, of which the micro-batches are this rank's."""
+    scored = int((rows["loss_mask"] & (rows.positions > 0)).sum())
+    return trainer.update(MiniBatch(micro_batches, None, scored, 0), Objective(loss, "token-mean", temperature))
+
+
 def train(
     model: Path,
     layout: str | Layout,
@@ -99,40 +110,18 @@ def train(
 ) -> Trained:
     """On this rank and its device; every rank is given all rows."""
     sizes = Layout.parse(layout) if isinstance(layout, str) else layout
-    groups = ParallelGroups(Placement.on(sizes, dist.get_world_size()))
-    runner = MegatronRunner(
-        ModelSpec(
-            model,
-            dtype,
-            recompute=recompute,
-            head=head,
-            hidden_offset=hidden_offset,
-            kernels=kernels,
-            megatron=megatron or MegatronConfig(),
-        ),
-        groups,
-    )
+    options = {"recompute": recompute, "head": head, "hidden_offset": hidden_offset, "kernels": kernels}
+    runner = megatron_runner(model, sizes, dtype, megatron=megatron or MegatronConfig(), **options)
     assert_built(runner, sizes.fit(dist.get_world_size()), recompute)
-    share = _deal(len(rows), groups.layout.dp, groups.coordinates.dp)
+    share = _deal(len(rows), runner.layout.dp, runner.groups.coordinates.dp)
     local = _with_experts_of_stage(rows, runner)
     micro_batches = [local.select(numbers) for numbers in share]
     outputs = _outputs(runner, micro_batches, share)
     trainer = MegatronTrainer(runner, optimizer)
-    gradients: Parts = []
-    step = trainer.optimizer.step
-
-    def seen() -> tuple[bool, float, int]:
-        gradients.extend([] if gradients else gradients_here(runner))
-        return step()
-
-    trainer.optimizer.step = seen
-    scored = int((rows["loss_mask"] & (rows.positions > 0)).sum())
-    seen_by = [
-        trainer.update(MiniBatch(micro_batches, None, scored, 0), Objective(token_loss, "token-mean", TEMPERATURE))
-        for _ in range(STEPS)
-    ]
+    gradients = recorded_gradients(trainer)
+    seen_by = [update(trainer, micro_batches, rows) for _ in range(STEPS)]
     norms, losses = ([metrics[name] for metrics in seen_by] for name in ("grad_norm", "loss"))
-    return Trained(outputs, gradients, parts_of(runner, runner.parameters()), norms, losses)
+    return Trained(outputs, gradients[0], parts_of(runner, runner.parameters()), norms, losses)
 
 
 def _with_experts_of_stage(rows: Batch, runner: MegatronRunner) -> Batch:
@@ -215,6 +204,18 @@ def gradients_here(runner: MegatronRunner) -> Parts:
                 dist.all_gather(shards, shards[group.rank()].clone(), group=group)
     trained = {name: weight for name, weight in runner.parameters().items() if weight.requires_grad}
     return parts_of(runner, {name: weight.main_grad for name, weight in trained.items()})
+
+
+def recorded_gradients(trainer: MegatronTrainer) -> list[Parts]:
+    """A list that grows by the gradients of all weights with each step of the trainer."""
+    recorded, step = [], trainer.optimizer.step
+
+    def recording() -> tuple[bool, float, int]:
+        recorded.append(gradients_here(trainer.runner))
+        return step()
+
+    trainer.optimizer.step = recording
+    return recorded
 
 
 def parts_of(runner: MegatronRunner, values: dict[str, Tensor]) -> Parts:

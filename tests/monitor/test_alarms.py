@@ -1,7 +1,5 @@
 """Alarms: conditions, when they fire, what their URL receives, and the state that follows from earlier metrics."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Endpoint for Prometheus: its format, what a real Prometheus reads from a running job, and the Grafana dashboard."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """Memory and use of hosts and GPUs: what a sample contains, the metrics over ranks, and that nothing is awaited."""
 
-from __future__ import annotations
-
 import inspect
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What a run writes down of its samples: all that its recipe was handed, and what the recipe made of it."""
 
-from __future__ import annotations
-
 import math
 import os
 from pathlib import Path

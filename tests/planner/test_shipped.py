@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.tiny_models import daily_of
+from tests.planner.tiny_inputs import refused
 from verl_mg.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -14,8 +16,8 @@ SHIPPED = {
     "ppo_deepseek_v3": ("ppo", "deepseek_v3", 512, 140),
     "grpo_kimi_k2": ("grpo", "kimi_k2", 256, 140),
 }
-NIGHTLY = ("dapo_qwen3_235b_a22b", "grpo_kimi_k2")
-NAMES = [pytest.param(name, marks=pytest.mark.nightly) if name in NIGHTLY else name for name in SHIPPED]
+NIGHTLY = {"dapo_qwen3_235b_a22b", "grpo_kimi_k2"}
+NAMES = daily_of(SHIPPED, *(SHIPPED.keys() - NIGHTLY))
 
 SMALL = ["plan", "--model", "tools/model_configs/qwen3_30b_a3b.json"]
 
@@ -40,14 +42,6 @@ def at_the_root(monkeypatch):
 def planned(capsys, *arguments):
     main([*arguments, "--json"])
     return json.loads(capsys.readouterr().out)
-
-
-def refused(capsys, *arguments) -> str:
-    with pytest.raises(SystemExit) as left:
-        main(list(arguments))
-    err = capsys.readouterr().err
-    assert left.value.code == 2 and err.startswith("error: ") and err.count("\n") == 1
-    return err
 
 
 @pytest.mark.parametrize("name", NAMES)

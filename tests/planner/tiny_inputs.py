@@ -1,10 +1,11 @@
 """Small models on paper, whose memory can be counted by hand, and the published ones."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from verl_mg.cli import main
 from verl_mg.models.hf_config import parse_config, read_config
 from verl_mg.planner.efficiency import Efficiency
 from verl_mg.planner.inputs import PlanInputs
@@ -79,3 +80,12 @@ def tiny(raw: dict[str, Any], ranks: int = 8, **options: Any) -> PlanInputs:
 def published(name: str, ranks: int, **options: Any) -> PlanInputs:
     """A model of `tools/model_configs`."""
     return PlanInputs(weight_table(read_config(CONFIGS / f"{name}.json")), ranks, **options)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line with which a command is refused."""
+    with pytest.raises(SystemExit) as left:
+        main(list(arguments))
+    err = capsys.readouterr().err
+    assert left.value.code == 2 and err.startswith("error: ") and err.count("\n") == 1
+    return err

@@ -1,7 +1,5 @@
 """A job whose rollouts are scripted: a recipe's iteration runs on it without models, on any number of ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace

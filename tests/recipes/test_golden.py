@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.helpers.tiny_models import daily_of
 from tests.recipes import golden as recorded
 from tests.recipes.golden import GOLDEN, ITERATIONS, Golden, Machine
 from tests.recipes.tiny_runs import LETTERS, tiny_run
@@ -18,9 +19,7 @@ ROUNDING = ("mismatch/",)
 """Metrics of the difference between engine and trainer: of rounding only, so they are compared on the same machine."""
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.nightly) for name in NAMES]
-)
+@pytest.mark.parametrize("name", daily_of(NAMES, *ALWAYS))
 def test_golden_metrics_of_first_iterations_are_unchanged(ranks, tasks, tmp_path, name):
     tiny_run(ranks, name, tasks(0), tmp_path / name, [f"job.iterations={ITERATIONS}", "job.save=false"])
     golden = Golden.read(name)

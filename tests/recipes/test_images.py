@@ -12,7 +12,7 @@ from tests.helpers.tiny_jobs import RECIPES, logged, metrics_of, run_recipe
 from tests.helpers.traces import needs_sglang, needs_vllm
 from tests.run.jobs import copy_interrupted
 from verl_mg.recipes.tasks import colored_squares
-from verl_mg.run.mode import FULL_RUN, RunMode
+from verl_mg.run.loop import FULL_RUN, RunMode
 
 CONFIG = RECIPES / "configs" / "colored_squares_grpo.yaml"
 SHORT = ["algorithm.prompts_per_iteration=6", "algorithm.group_size=4", "evaluation.every=0"]

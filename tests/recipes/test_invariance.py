@@ -8,6 +8,7 @@ import pytest
 from pyarrow import parquet
 
 from tests.helpers.tiny_jobs import RECIPES
+from tests.helpers.tiny_models import daily_of
 from tests.recipes.tiny_runs import TEACHER_OF, tiny_run
 from verl_mg.job.recipe import load_recipe
 
@@ -78,9 +79,7 @@ def compare(found: dict[str, float], expected: dict[str, float]) -> None:
         assert found[key] == pytest.approx(value, rel=1e-4, abs=2e-6), key
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in DAILY else [pytest.mark.nightly]) for name in NAMES]
-)
+@pytest.mark.parametrize("name", daily_of(NAMES, *DAILY))
 def test_iteration_on_two_ranks_in_small_micro_batches_is_unchanged(ranks, task, on_one_rank, tmp_path, name):
     alone = on_one_rank(name)
     norms = [value for key, value in alone.items() if key.endswith("/grad_norm")]
@@ -108,9 +107,7 @@ def test_iteration_with_roles_on_fsdp_is_unchanged(ranks, task, on_one_rank, tmp
     compare(first_iteration(ranks, name, task, tmp_path / "fsdp", count, [*SMALL, *overrides]), alone)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in SPLIT_DAILY else [pytest.mark.nightly]) for name in SPLIT]
-)
+@pytest.mark.parametrize("name", daily_of(SPLIT, *SPLIT_DAILY))
 def test_iteration_with_responses_cut_into_segments_is_unchanged(ranks, task, on_one_rank, tmp_path, name):
     # Ratios of sequences, and outcomes of the process reward model, are those of segments: with one step the same.
     overrides = ["algorithm.num_minibatches=1"] if name in OF_SEGMENTS else []

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from tests.helpers.tiny_models import daily_of
 from tests.recipes.tiny_runs import tiny_run
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.recipes.tasks.repeat_digit import DIGITS, LENGTH
@@ -75,10 +76,7 @@ def one_layout(ranks, task, tmp_path_factory):
     return lines, output
 
 
-@pytest.mark.parametrize(
-    "placement",
-    [pytest.param(name, marks=[pytest.mark.nightly] if name in ("mixed", "apart") else []) for name in PLACEMENTS],
-)
+@pytest.mark.parametrize("placement", daily_of(PLACEMENTS, "mixed and offloaded", "overlapping"))
 def test_ppo_with_roles_on_other_ranks_has_equal_metrics(ranks, task, one_layout, tmp_path, placement):
     expected, trained = one_layout
     compare(run(ranks, task, tmp_path / "run", PLACEMENTS[placement]), expected)

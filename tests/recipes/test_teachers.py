@@ -1,7 +1,5 @@
 """Teachers of recipes that distill: several by source, on a server, the policy itself, one with another tokenizer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -15,8 +15,7 @@ from tests.oracles.installed_source import installed_functions
 from tests.reshard.moves import hold, shard_map_of
 from verl_mg.models.hf_config import HFConfig
 from verl_mg.reshard import execute, plan, schedule
-from verl_mg.reshard.encode import Encoder, encoded_maps
-from verl_mg.reshard.encoded_shard_map import quantized_tensors
+from verl_mg.reshard.encode import Encoder, encoded_maps, quantized_tensors
 from verl_mg.reshard.encoding import FP8, Encoding, Int4
 from verl_mg.sharding.boxes import slices
 from verl_mg.sharding.weight_table import weight_table
@@ -113,13 +112,13 @@ def move(case: int, encoding: Encoding, dtype: torch.dtype, node: int = 8) -> di
     for name, shard in target.shards(rank).items():
         wire = target.tensors[shard.pieces[0].tensor].wire_dtype(dtype) if shard.pieces else dtype
         got[name] = torch.zeros(shard.shape, dtype=wire)
-    traffic = execute(parts, encoded.tensors, got)
+    traffic = execute(parts, encoded, got)
     return {
         "parameters": got,
         "received": traffic.bytes_received,
         "lower_bound": moved.lower_bound(rank, dtype.itemsize),
         "on_paper": moved.traffic(dtype.itemsize)[rank].received,
-        "exchanged": encoded.bytes_exchanged,
+        "exchanged": encoder.bytes_exchanged,
     }
 
 

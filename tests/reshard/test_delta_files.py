@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from verl_mg.reshard.delta import encode_delta
-from verl_mg.reshard.delta_files import ChangesFile, Place, member_name, write_changes
+from verl_mg.reshard.delta_files import Place, member_name, open_changes, write_changes
 from verl_mg.reshard.delta_transfer import apply_patches
 
 HERE = torch.device("cpu")
@@ -33,14 +33,19 @@ def test_members_read_their_boxes_and_a_common_box_is_written_once(tmp_path):
         (second, before[4:], after[4:]),
         (third, before, after),
     ):
-        file, parameters = ChangesFile(path, member), {"w": held.clone()}
-        assert apply_patches(file.patches(HERE), parameters) and file.dtypes == {"w": "bfloat16"}
+        parameters = {"w": held.clone()}
+        with open_changes(path, member) as file:
+            assert apply_patches(file.patches(HERE), parameters) and file.dtypes == {"w": "bfloat16"}
+            assert file.nbytes == codes or member != third
         assert torch.equal(parameters["w"], expected)
-    assert ChangesFile(path, third).nbytes == codes
-    assert list(ChangesFile(path, "tp8/3").patches(HERE)) == []
+    with open_changes(path, "tp8/3") as file:
+        assert list(file.patches(HERE)) == []
+    with pytest.raises(Exception, match="closed"):
+        list(file.patches(HERE))
 
 
 def test_file_of_another_format_is_refused(tmp_path):
     save_file({"codes": torch.zeros(8, dtype=torch.uint8)}, tmp_path / "0.safetensors", {"format": "verl_mg changes 9"})
-    with pytest.raises(ValueError, match="has the format verl_mg changes 9, this version .* reads verl_mg changes 1"):
-        ChangesFile(tmp_path / "0.safetensors", "tp2/0")
+    complaint = "has the format verl_mg changes 9, this version .* reads verl_mg changes 1"
+    with pytest.raises(ValueError, match=complaint), open_changes(tmp_path / "0.safetensors", "tp2/0"):
+        pass

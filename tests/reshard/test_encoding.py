@@ -19,7 +19,7 @@ from tests.reshard.encoded_moves import (
 from tests.reshard.moves import shard_map_of
 from verl_mg.errors import UserError
 from verl_mg.reshard import plan
-from verl_mg.reshard.encoded_shard_map import EncodedSource, EncodedTarget, quantized_tensors
+from verl_mg.reshard.encode import EncodedSource, EncodedTarget, quantized_tensors
 from verl_mg.reshard.encoding import FP8, Int4, encoding_of
 from verl_mg.sharding.weight_table import weight_table
 

@@ -1,7 +1,5 @@
 """Samples are scored in the background, with the same results as one by one."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import threading

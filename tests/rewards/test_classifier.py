@@ -1,7 +1,5 @@
 """Classifier compared with direct calls of a tiny model, one text at a time and without padding."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Programs run in the sandbox: right ones pass, wrong and hostile ones score 0 and leave nothing behind."""
 
-from __future__ import annotations
-
 import json
 import time
 import uuid

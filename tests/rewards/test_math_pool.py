@@ -1,7 +1,5 @@
 """Worker processes serve any thread, and are ended when they exceed a limit or their parent ends."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Weighted mixtures of rewards, and edits of the weights file during a run."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

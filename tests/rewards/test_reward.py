@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -88,6 +91,15 @@ def test_loaded_reward_invalid_result_raises(file, function, reason):
     reward = load_reward(f"{file}:{function}")
     with pytest.raises(UserError, match=reason):
         reward(SAMPLE)
+
+
+@pytest.mark.parametrize("threads", [None, ThreadPoolExecutor(1)])
+def test_exception_in_a_reward_names_its_line_and_the_sample(tmp_path, threads):
+    mine = tmp_path / "mine.py"
+    mine.write_text("import json\n\ndef score(sample):\n    return json.loads(sample.response)\n")
+    expected = r"Expecting value.* \(mine.py:4, prompt '1\+1=', response 'two'\)\. Return a number"
+    with pytest.raises(UserError, match=expected):
+        asyncio.run(load_reward(f"{mine}:score").score([replace(SAMPLE, response="two")], threads))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """SandboxFusion against a server with its interface that runs the programs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

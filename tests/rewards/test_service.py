@@ -1,7 +1,5 @@
 """HTTP services: transient failures are retried, permanent ones and malformed responses raise one clear error."""
 
-from __future__ import annotations
-
 import asyncio
 import email.utils
 import threading
@@ -88,18 +86,19 @@ def test_service_transient_failures_are_retried():
     assert len(server.times) == 4
 
 
-def test_service_permanent_failure_raises():
-    server = Failing(*[JsonResponse("out of order", 500)] * 9)
-    with serving(server) as url, pytest.raises(UserError, match=f"{url}: failed 3 times, .*out of order"):
+@pytest.mark.parametrize(
+    ("response", "requests", "message"),
+    [
+        (JsonResponse("out of order", 500), 3, "{url}: failed 3 times, .*out of order"),
+        (JsonResponse("who are you?", 403), 1, "refused with status 403: .*who are you"),
+        (JsonResponse("later", 429, (("Retry-After", "86400"),)), 1, "requests a pause of 86400 s"),
+    ],
+)
+def test_service_permanent_failure_raises(response, requests, message):
+    server = Failing(*[response] * 9)
+    with serving(server) as url, pytest.raises(UserError, match=message.format(url=url)):
         score(url, retries=2)
-    assert len(server.times) == 3
-
-
-def test_service_refusal_raises_without_retry():
-    server = Failing(JsonResponse("who are you?", 403))
-    with serving(server) as url, pytest.raises(UserError, match="refused with status 403: .*who are you"):
-        score(url)
-    assert len(server.times) == 1
+    assert len(server.times) == requests
 
 
 @pytest.mark.parametrize("date", [False, True])
@@ -112,12 +111,6 @@ def test_service_retry_after_is_respected(date):
     with serving(server) as url:
         score(url)
     assert server.times[1] >= (until if date else server.times[0] + 1) - 0.1
-
-
-def test_service_long_retry_after_raises():
-    server = Failing(JsonResponse("later", 429, (("Retry-After", "86400"),)))
-    with serving(server) as url, pytest.raises(UserError, match="requests a pause of 86400 s"):
-        score(url)
 
 
 def test_service_timeout_is_retried():

@@ -34,7 +34,7 @@ from verl_mg.rollout.engine_group import HFEngineGroup
 from verl_mg.rollout.rollout import RolloutSetup
 from verl_mg.rollout.sync_rollout import SyncRollout
 from verl_mg.rows.records import RolloutRecords
-from verl_mg.weight_sync import engines as engines_sync
+from verl_mg.weight_sync import transfer_plan
 
 COUNT, LORA = 8, LoraConfig(rank=4, alpha=6.0)
 # Two steps: in the first one only B has a gradient.
@@ -236,7 +236,7 @@ def synced(model: Path, layout: str, portion: int, dtype: torch.dtype) -> dict[s
     rollout = SyncRollout(HFEngineGroup(engine, context), setup)
     own = actor.runner.parameters()
     before = {name: values.detach().clone() for name, values in own.items()}
-    with mock.patch.object(engines_sync, "CHUNK_BYTES", portion):
+    with mock.patch.object(transfer_plan, "CHUNK_BYTES", portion):
         rollout.update_weights(actor)
         learn(actor, rows(model))
         rollout.update_weights(actor)

@@ -6,8 +6,7 @@ import torch
 from tests.helpers.tiny_models import oracle, oracle_outputs
 from tests.megatron.layout_models import ModelFolders
 from tests.megatron.shared_rows import positions_computed_once, sharing_rows
-from tests.roles.shared_updates import assert_same, passes
-from tests.roles.updates import TEMPERATURE
+from tests.roles.updates import TEMPERATURE, assert_same, passes
 from verl_mg.config import LoraConfig, MegatronConfig
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.model_runner import MegatronRunner

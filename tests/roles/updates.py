@@ -1,4 +1,4 @@
-"""Updates of roles and their oracles in plain torch, for the tests of roles."""
+"""Updates of roles, of rows with shared prefixes too, and their oracles in plain torch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tests.helpers.roles import build_role
 from tests.helpers.tiny_models import oracle, oracle_outputs, random_rows
+from tests.megatron.training import assembled, recorded_gradients, token_loss
 from verl_mg.batch import Batch
 from verl_mg.config import OptimizerConfig
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.hf_config import read_config
+from verl_mg.monitor.metrics import Throughput
 from verl_mg.recipes import grpo
 from verl_mg.roles.models import Actor
 from verl_mg.training.loss_inputs import LossInputs
@@ -134,3 +136,32 @@ def heads(net: torch.nn.Module, batch: Batch, row: int) -> Tensor:
 
 def square_loss(tokens: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     return (tokens.values - tokens["returns"]) ** 2, {}
+
+
+def passes(model, layout, budget, batch, shares, kind=Actor, options=()):
+    """Numbers and outputs of this rank's rows, then metrics, gradients, tokens and FLOPs of an update."""
+    batch = batch if shares else batch.select_columns(set(batch.names()) - {"prefix_of", "prefix_length"})
+    own = list(range(dist.get_rank(), len(batch), dist.get_world_size()))
+    role, mine = role_on(kind, model, layout, budget, **dict(options)), batch.select(own)
+    outputs = role.forward(mine).split(mine.lengths.tolist())
+    gradients, tokens = recorded_gradients(role.trainer), []
+    throughput = Throughput([role.runner], peak=1.0)
+    role.runner.chunks[0].register_forward_pre_hook(lambda _, given: tokens.append(int(given[0].packed.lengths.sum())))
+    metrics = role.update(mine, token_loss, "token-mean")
+    flops = throughput.iteration([mine], 1.0)["time/mfu"] * dist.get_world_size()
+    return own, outputs, metrics, gradients[0], sum(tokens), flops
+
+
+def assert_same(shared, whole, tolerance=1e-5):
+    """The rows' outputs, the metrics, and every gradient of the weights; adapters' are in the metric of its norm."""
+    for (own, outputs, *_), (_, expected, *_) in zip(shared, whole, strict=True):
+        for row, found, wanted in zip(own, outputs, expected, strict=True):
+            assert torch.allclose(found, wanted, atol=tolerance, rtol=tolerance), row
+    metrics, expected = shared[0][2], whole[0][2]
+    for name, value in expected.items():
+        assert metrics[name] == pytest.approx(value, rel=tolerance, abs=1e-9), name
+    gradients, wanted = (assembled([part for result in results for part in result[3]]) for results in (shared, whole))
+    assert gradients.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        error = (gradients[name] - gradient).abs().max()
+        assert error <= tolerance * gradient.abs().max(), f"{name}: {error / gradient.abs().max():.1e}"

@@ -1,6 +1,6 @@
 """GRPO jobs with SGLang or vLLM for tests: inputs, the job, one iteration and the oracle of its answers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from verl_mg.job.recipe import Recipe, load_recipe
 from verl_mg.models.tiny_model import make_tiny_model
 
 NEW_TOKENS = 10
+Report = dict[str, object]
 
 
 def inputs(
@@ -76,7 +77,7 @@ def engine_job(
     return job, recipe
 
 
-def trained_once(job: RunningJob, recipe: Recipe, folder: Path, checkpoint: str) -> dict[str, object]:
+def trained_once(job: RunningJob, recipe: Recipe, folder: Path, checkpoint: str) -> Report:
     """One iteration, then a checkpoint of this name and the engine's greedy answers: what this rank saw."""
     metrics = recipe.iteration(job, job.config.algorithm)
     produced = job.rollout.train_batches.pop()
@@ -88,19 +89,24 @@ def trained_once(job: RunningJob, recipe: Recipe, folder: Path, checkpoint: str)
         "logprobs": [greedy.row("rollout_logprobs", i).tolist() for i in range(len(greedy))],
         "prompts": greedy["prompt_length"].tolist(),
         "grad_norm": metrics["actor/grad_norm"],
-        "sync": (
-            job.rollout.metrics["weight_sync/bytes_received"],
-            job.rollout.metrics["weight_sync/bytes_lower_bound"],
-        ),
+        "sync": [job.rollout.metrics.get(f"weight_sync/{key}") for key in ("bytes_received", "bytes_lower_bound")],
         "versions": produced["policy_versions"][produced["loss_mask"]].unique().tolist(),
         "ids": produced["sample_id"].tolist(),
         "mismatch": (produced["old_logprobs"] - produced["rollout_logprobs"]).abs().max().item(),
     }
 
 
-def checked_answers(folder: Path, reported: Sequence[dict[str, object]]) -> list[tuple[list[int], list[float]]]:
+def token_logprobs(checkpoint: Path, tokens: Sequence[int]) -> torch.Tensor:
+    """Log-probs of all tokens but the first, by `transformers` on a checkpoint."""
+    model, ids = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32), torch.as_tensor(tokens)
+    with torch.no_grad():
+        return model(ids[None]).logits[0].log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
+
+
+def checked_answers(folder: Path, reported: Sequence[Report]) -> list[tuple[list[int], list[float]]]:
     """(prompt, log-probs) of the greedy answers of all ranks, which are those of `transformers` on the checkpoint."""
-    model = AutoModelForCausalLM.from_pretrained(folder / reported[0]["checkpoint"], dtype=torch.float32)
+    checkpoint = folder / reported[0]["checkpoint"]
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     answers = []
     for rank in reported:
         for row, logprobs, length in zip(rank["rows"], rank["logprobs"], rank["prompts"], strict=True):
@@ -109,8 +115,18 @@ def checked_answers(folder: Path, reported: Sequence[dict[str, object]]) -> list
                 torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=1, pad_token_id=0
             )[0, length:]
             assert answer == expected.tolist()
-            scores = model(torch.tensor([row])).logits[0].log_softmax(-1)[length - 1 : -1]
-            oracle = scores.gather(1, expected[:, None])[:, 0]
+            oracle = token_logprobs(checkpoint, row)[length - 1 :]
             torch.testing.assert_close(torch.tensor(logprobs[length:]), oracle, atol=1e-4, rtol=0)
             answers.append((prompt, logprobs))
     return answers
+
+
+def checked_steps(folder: Path, results: Sequence[Sequence[Report]]) -> Iterator[Sequence[Report]]:
+    """What all ranks report of each `trained_once`: it trains, and its answers are its checkpoint's and new ones."""
+    before = None
+    for reported in zip(*results, strict=True):
+        assert reported[0]["grad_norm"] > 0 and all(rank["mismatch"] < 1e-4 for rank in reported)
+        answers = checked_answers(folder, reported)
+        assert len(answers) == 5 and answers != before  # an update shows, and nothing of the last weights is cached
+        before = answers
+        yield reported

@@ -8,22 +8,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from tests.helpers.engines import SGLANG
 from tests.helpers.traces import needs_sglang, needs_vllm
-from tests.rollout.engine_jobs import engine_job, inputs
+from tests.rollout.engine_jobs import engine_job, inputs, token_logprobs
 from verl_mg.engines.engine import RolloutEngine, Sample
 from verl_mg.engines.process_engine import ProcessEngine
 from verl_mg.rollout.groups import FIRST_EVALUATION_ID
 from verl_mg.run.loop import one_iteration
 
 ITERATIONS, PROMPTS, GROUP = 6, 1, 2
+MAX_STALENESS = 4
 EVALUATED = (2, 3)
 """Iterations after which an evaluation runs."""
 ASYNC = [
     "rollout.mode=async",
-    "rollout.max_staleness=2",
+    f"rollout.max_staleness={MAX_STALENESS}",
     "actor.layout=tp2",
     "rollout.num_ranks=1",
     f"algorithm.prompts_per_iteration={PROMPTS}",
@@ -45,7 +45,7 @@ def train(folder: Path, overrides: list[str], engine: str, engine_fault: str) ->
     job, recipe = engine_job(folder, *ASYNC, *overrides, engine=engine)
     job.actor.save(folder / "weights-0", folder / "model")
     reported, real = [], job.rollout._engines.engine
-    results = results_of(real) if real is not None else []
+    started, results = requests_and_results(real) if real is not None else ([], [])
     if engine_fault == "late" and real is not None:
         hold_back(real, 0, lambda: job.actor.num_updates >= 2)
     for iteration in range(1, ITERATIONS + 1):
@@ -56,8 +56,9 @@ def train(folder: Path, overrides: list[str], engine: str, engine_fault: str) ->
         if iteration in EVALUATED:
             if iteration == EVALUATED[-1] and engine_fault == "kill" and real is not None:
                 os.killpg(real.pid, signal.SIGKILL)
-            in_flight = list(real._running) if real is not None else []
+            in_flight, before = list(real._running) if real is not None else [], len(started)
             evaluated = job.rollout.generate_for_eval(list(job.prompts)[:2], 2, temperature=0.7)
+            in_flight += started[before:]
         reported.append(
             {
                 "ids": batch["sample_id"].tolist(),
@@ -65,7 +66,8 @@ def train(folder: Path, overrides: list[str], engine: str, engine_fault: str) ->
                 "rows": rows_of(batch),
                 "version": job.actor.num_updates - 1,
                 "metrics": metrics,
-                "in_flight": in_flight,
+                "in_flight": [rid for rid in in_flight if int(rid.split(".")[0]) < FIRST_EVALUATION_ID],
+                "outstanding": len(job.rollout.state().groups),
                 "evaluated": None if evaluated is None else (evaluated["sample_id"].tolist(), rows_of(evaluated)),
                 "results": results,
             }
@@ -74,16 +76,20 @@ def train(folder: Path, overrides: list[str], engine: str, engine_fault: str) ->
     return reported
 
 
-def results_of(engine: ProcessEngine) -> list[tuple[str, str]]:
-    """(request, reason of its end) of each result that the engine's process sends from now on."""
-    results, complete = [], engine._complete
+def requests_and_results(engine: ProcessEngine) -> tuple[list[str], list[tuple[str, str]]]:
+    """Requests that the engine's process gets from now on, and (request, reason of its end) of the results it sends."""
+    started, results, generate, complete = [], [], engine._generate, engine._complete
+
+    def started_here(rid: str, request: dict[str, object]) -> None:
+        started.append(rid)
+        generate(rid, request)
 
     def completed(rid: str, result: dict[str, object]) -> None:
         results.append((rid, result.get("finish", "error")))
         complete(rid, result)
 
-    engine._complete = completed
-    return results
+    engine._generate, engine._complete = started_here, completed
+    return started, results
 
 
 def check_versions(folder: Path, rows, newest: int) -> set[int]:
@@ -93,14 +99,14 @@ def check_versions(folder: Path, rows, newest: int) -> set[int]:
         versions, written = row["policy_versions"], row["policy_versions"] >= 0
         spans.add(len(versions[written].unique()))
         assert versions[written].max() <= newest
-        assert torch.equal(row["loss_mask"], written & (versions >= newest - 2))
+        assert torch.equal(row["loss_mask"], written & (versions >= newest - MAX_STALENESS))
         for version in versions[written].unique().tolist():
-            model = AutoModelForCausalLM.from_pretrained(folder / f"weights-{version}", dtype=torch.float32)
-            with torch.no_grad():
-                scores = model(row["tokens"][None]).logits[0].log_softmax(-1)[:-1]
-            own = scores.gather(1, row["tokens"][1:, None])[:, 0]
-            of_version = (versions == version)[1:]
-            torch.testing.assert_close(row["rollout_logprobs"][1:][of_version], own[of_version], atol=1e-4, rtol=0)
+            expected, of_version = (
+                token_logprobs(folder / f"weights-{version}", row["tokens"]),
+                (versions == version)[1:],
+            )
+            found = row["rollout_logprobs"][1:]
+            torch.testing.assert_close(found[of_version], expected[of_version], atol=1e-4, rtol=0)
     return spans
 
 
@@ -144,6 +150,7 @@ def test_evaluation_during_asynchronous_generation_has_one_version_and_aborts_no
             versions = [row["policy_versions"] for _, rows in evaluated for row in rows]
             assert {v for row in versions for v in row.tolist()} == {-1, number}
             assert any(rank["in_flight"] for rank in reported), "nothing was generated during the evaluation"
+            assert {rank["outstanding"] for rank in reported} == {MAX_STALENESS * PROMPTS}, "engines may work ahead"
     (results,) = [rank["results"] for rank in iterations[-1] if rank["results"]]
     assert {finish for _, finish in results} <= {"stop", "length"}
     requests = Counter(rid.split(".")[0] for rid, _ in results)

@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from tests.helpers.sglang_servers import RunningServer, receiving_server
 from tests.helpers.traces import needs_sglang
-from tests.rollout.engine_jobs import engine_job, inputs
+from tests.rollout.engine_jobs import engine_job, inputs, token_logprobs
 from verl_mg.run.loop import one_iteration
 
 pytestmark = [needs_sglang, pytest.mark.nightly]
@@ -56,10 +55,7 @@ def test_async_rollout_on_servers_has_tokens_of_their_versions(ranks, tmp_path, 
         if keep_cache:
             continue  # keys and values of older weights are part of the context
         for version in written:
-            model = AutoModelForCausalLM.from_pretrained(folder / f"weights-{version}", dtype=torch.float32)
-            with torch.no_grad():
-                scores = model(row["tokens"][None]).logits[0].log_softmax(-1)[:-1]
-            expected = scores.gather(1, row["tokens"][1:, None])[:, 0]
+            expected = token_logprobs(folder / f"weights-{version}", row["tokens"])
             of_version = (versions == version)[1:]
             torch.testing.assert_close(row["rollout_logprobs"][1:][of_version], expected[of_version], atol=1e-4, rtol=0)
     assert max(spans) >= 2, "no sample was in flight in an update"

@@ -3,14 +3,12 @@
 import shutil
 
 import pytest
-import torch
 from pyarrow import parquet
-from transformers import AutoModelForCausalLM
 
 from tests.helpers.engines import SGLANG, VLLM_NIGHTLY
 from tests.helpers.tiny_jobs import logged, run_recipe
 from tests.helpers.traces import needs_sglang
-from tests.rollout.engine_jobs import engine_job, inputs, settings
+from tests.rollout.engine_jobs import engine_job, inputs, settings, token_logprobs
 from verl_mg.monitor.metrics import mismatch_metrics, rollout_metrics
 from verl_mg.run.loop import one_iteration
 
@@ -54,14 +52,8 @@ def train_ahead(folder, engine):
 
 def off(folder, step, rows):
     """Greatest difference of the engine's log-probs from those of a checkpoint."""
-    model = AutoModelForCausalLM.from_pretrained(folder / f"weights-{step}", dtype=torch.float32)
-    most = 0.0
-    with torch.no_grad():
-        for tokens, logprobs in rows:
-            log_p = model(tokens[None]).logits[0].log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0]
-            written = logprobs[1:] != 0
-            most = max(most, (log_p - logprobs[1:])[written].abs().max().item())
-    return most
+    pairs = [(token_logprobs(folder / f"weights-{step}", tokens), logprobs[1:]) for tokens, logprobs in rows]
+    return max((expected - found)[found != 0].abs().max().item() for expected, found in pairs)
 
 
 @pytest.mark.parametrize("engine", [SGLANG, VLLM_NIGHTLY])

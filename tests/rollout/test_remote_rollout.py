@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM
 
 from tests.helpers.engines import all_of, cut_short, late_and_other, requests
 from tests.helpers.sglang_servers import SETTINGS, RunningServer, free_port
 from tests.helpers.traces import needs_sglang
-from tests.rollout.engine_jobs import NEW_TOKENS, engine_job, inputs
+from tests.rollout.engine_jobs import checked_steps, engine_job, inputs, trained_once
 from verl_mg.engines.engine import EngineDiedError, Request, Sampling
 from verl_mg.engines.stop_strings import StopStringEngine, decoder
 from verl_mg.errors import UserError
@@ -51,9 +50,8 @@ class FailingGroup:
 
 def test_process_group_that_nccl_cannot_connect_raises_with_its_version(monkeypatch):
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
-    group = broadcast._RemoteProcessGroup(None, FailingGroup())  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"NCCL 2\.28\.9 cannot connect .*22809 vs 23003.*weight_transfer=disk"):
-        group.send(torch.zeros(1))
+        broadcast.start_broadcast(FailingGroup(), torch.zeros(1))  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -120,61 +118,23 @@ class Door:
 
 def train(server: Server, updates: int, overrides: list[str]) -> list[dict[str, object]]:
     """Iterations, and after each a checkpoint and the server's greedy answers."""
-    output = []
     job, recipe = engine_job(server.folder, f"rollout.urls=[{server.url}]", *overrides)
-    for update in range(updates):
-        recipe.iteration(job, job.config.algorithm)
-        produced = job.rollout.train_batches.pop(0)
-        job.actor.save(server.folder / f"checkpoint-{update}", server.folder / "model")
-        greedy = job.rollout.generate_greedy(list(job.prompts)[:5])
-        output.append(
-            {
-                "rows": [greedy.row("tokens", i).tolist() for i in range(len(greedy))],
-                "logprobs": [greedy.row("rollout_logprobs", i).tolist() for i in range(len(greedy))],
-                "prompts": greedy["prompt_length"].tolist(),
-                "metrics": dict(job.rollout.metrics),
-                "versions": produced["policy_versions"][produced["loss_mask"]].unique().tolist(),
-                "ids": produced["sample_id"].tolist(),
-            }
-        )
+    output = [trained_once(job, recipe, server.folder, f"checkpoint-{update}") for update in range(updates)]
     job.close()  # else it would look after the server during later tests
     return output
 
 
-def check_greedy(checkpoint: Path, output: list[dict[str, object]]) -> list[list[float]]:
-    """Tokens are those of `transformers`, log-probs too; returns them."""
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    found = []
-    for rank in output:
-        for row, logprobs, length in zip(rank["rows"], rank["logprobs"], rank["prompts"], strict=True):
-            expected = model.generate(
-                torch.tensor([row[:length]]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=1, pad_token_id=0
-            )[0, length:]
-            assert row[length:] == expected.tolist()
-            scores = model(torch.tensor([row])).logits[0].log_softmax(-1)[length - 1 : -1]
-            oracle = scores.gather(1, expected[:, None])[:, 0]
-            torch.testing.assert_close(torch.tensor(logprobs[length:]), oracle, atol=1e-4, rtol=0)
-            found.append(logprobs)
-    assert len(found) == 5
-    return found
-
-
 def check_updates(server: Server, results: list[list[dict[str, object]]]) -> None:
-    before = None
-    for update, output in enumerate(zip(*results, strict=True)):
-        found = check_greedy(server.folder / f"checkpoint-{update}", output)
-        assert found != before  # an update shows
-        before = found
-        assert {v for rank in output for v in rank["versions"]} == {update}
-        assert sorted(i for rank in output for i in rank["ids"]) == list(range(update * 24, (update + 1) * 24))
+    for update, reported in enumerate(checked_steps(server.folder, results)):
+        assert {v for rank in reported for v in rank["versions"]} == {update}
+        assert sorted(i for rank in reported for i in rank["ids"]) == list(range(update * 24, (update + 1) * 24))
 
 
 def test_process_group_sync_serves_the_exported_checkpoint(server, ranks):
     results = ranks.run(2, train, server, 2, ["actor.layout=tp2", "rollout.weight_transfer=process_group"])
     check_updates(server, results)
-    for metrics in (output["metrics"] for rank in results for output in rank):
-        # Both ranks of the server receive the whole model, which it needs once.
-        assert metrics["weight_sync/bytes_received"] > 1.6 * metrics["weight_sync/bytes_lower_bound"] > 0
+    for received, bound in (reported["sync"] for rank in results for reported in rank):
+        assert received > 1.6 * bound > 0  # both ranks of the server receive the whole model, which it needs once
 
 
 def test_shared_folder_sync_serves_the_exported_checkpoint(server, ranks, tmp_path):
@@ -185,11 +145,11 @@ def test_shared_folder_sync_serves_the_exported_checkpoint(server, ranks, tmp_pa
 
 
 def in_portions(server: Server) -> list[dict[str, object]]:
-    whole, broadcast.CHUNK_BYTES = broadcast.CHUNK_BYTES, 2**14
+    whole, broadcast.BUFFER_BYTES = broadcast.BUFFER_BYTES, 2**14
     try:
         return train(server, 1, ["actor.layout=tp2"])
     finally:
-        broadcast.CHUNK_BYTES = whole
+        broadcast.BUFFER_BYTES = whole
 
 
 def test_process_group_sync_in_many_chunks_serves_the_same_weights(server, ranks):

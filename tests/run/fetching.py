@@ -4,8 +4,6 @@ They are forked, so that the client is imported once. The store is that of the p
 torchrun.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

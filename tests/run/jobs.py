@@ -1,7 +1,5 @@
 """Tiny jobs of three iterations: recorded, trained on again, interrupted and resumed."""
 
-from __future__ import annotations
-
 import io
 import logging
 import os
@@ -22,7 +20,7 @@ from verl_mg.job.job import RunningJob
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.rewards import Reward
 from verl_mg.rollout.engine_group import EngineWrapper
-from verl_mg.run.mode import FULL_RUN, RunMode
+from verl_mg.run.loop import FULL_RUN, RunMode
 
 GRPO = ["algorithm.prompts_per_iteration=6", "algorithm.group_size=4", "algorithm.kl.coefficient=0.01"]
 # A random model never adds, so the reward is one that it can earn, with a part that only some answers have.

@@ -13,7 +13,7 @@ from tests.helpers.tiny_jobs import logged, metrics_of, run_recipe
 from tests.helpers.traces import needs_sglang
 from tests.rollout.engine_jobs import inputs, settings
 from verl_mg.run.job_state import read_state
-from verl_mg.run.mode import RunMode
+from verl_mg.run.loop import RunMode
 
 pytestmark = needs_sglang
 RECIPE = Path(__file__).with_name("killed_grpo.py")

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers.rank_pool import RankError, job_store
 from tests.helpers.tiny_jobs import RECIPES, files_of, metrics_of, rewrite_sums
+from tests.helpers.tiny_models import daily_of
 from tests.run.jobs import copy_interrupted, resumable_job
 from verl_mg.config import load_config
 from verl_mg.job.job import RunningJob
@@ -63,16 +64,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name,
-            marks=[pytest.mark.nightly]
-            if name not in ("weights cut short", "a flipped byte in the state", "sums that are none")
-            else [],
-        )
-        for name in DAMAGES
-    ],
+    "name", daily_of(DAMAGES, "weights cut short", "a flipped byte in the state", "sums that are none")
 )
 def test_resume_with_a_damaged_checkpoint_uses_the_one_before_and_warns(ranks, inputs, short, tmp_path, name):
     shutil.copytree(short, tmp_path / "run")

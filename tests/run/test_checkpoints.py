@@ -1,6 +1,7 @@
 """Jobs that resume from checkpoints: bitwise under the same layout, to 1e-5 under another one."""
 
 import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -156,11 +157,16 @@ def test_resume_under_another_layout_is_the_same_to_1e5(ranks, inputs, before, t
     shutil.copytree(before / name, tmp_path / "run")
     overrides = [f"model.path={without_weights(inputs / model)}", f"actor.layout={layout}", f"critic.layout={layout}"]
     ranks.run(count, resumable_job, "ppo", inputs, tmp_path / "run", 2, overrides + KINDS[name])
-    expected, found = metrics_of(before / f"{name}-on")[1:], metrics_of(tmp_path / "run")[1:]
-    assert len(expected) == len(found) == 1
-    for there, here in zip(expected, found, strict=True):
-        for metric in ("actor/loss", "critic/loss", "actor/grad_norm", "critic/grad_norm", "reward/mean"):
-            assert here[metric] == pytest.approx(there[metric], abs=1e-5, rel=1e-5), metric
+    assert_close(tmp_path / "run", before / f"{name}-on", 1e-5)
+
+
+def assert_close(run: Path, whole: Path, tolerance: float) -> dict[str, float]:
+    """The second and last iteration of a resumed run is that of the whole one; returns its metrics."""
+    (found,), (expected,) = metrics_of(run)[1:], metrics_of(whole)[1:]
+    for metric in ("actor/loss", "critic/loss", "actor/grad_norm", "critic/grad_norm", "reward/mean"):
+        assert found[metric] == pytest.approx(expected[metric], abs=tolerance, rel=tolerance), metric
+    assert found["actor/grad_norm"] > 1e-3 and found["critic/grad_norm"] > 1e-3
+    return found
 
 
 @pytest.mark.nightly
@@ -172,10 +178,7 @@ def test_resume_under_another_number_of_layers_of_stages_is_the_same_to_1e6(rank
     copy_interrupted(tmp_path / "whole", tmp_path / "other", 1)
     resumed = [f"model.path={without_weights(inputs / 'model')}", *overrides, *chosen]
     ranks.run(2, resumable_job, "ppo", inputs, tmp_path / "other", 2, resumed)
-    (expected,), (found,) = (metrics_of(tmp_path / name)[1:] for name in ("whole", "other"))
-    for metric in ("actor/loss", "critic/loss", "actor/grad_norm", "critic/grad_norm", "reward/mean"):
-        assert found[metric] == pytest.approx(expected[metric], abs=1e-6, rel=1e-6), metric
-    assert found["actor/grad_norm"] > 1e-3 and found["critic/grad_norm"] > 1e-3
+    found = assert_close(tmp_path / "other", tmp_path / "whole", 1e-6)
     assert found["weight_sync/bytes_received"] == found["weight_sync/bytes_lower_bound"] > 0
 
 
@@ -194,10 +197,7 @@ def test_resume_on_the_other_backend_is_the_same_to_1e5(ranks, inputs, tmp_path,
     ranks.run(2, resumable_job, "ppo", inputs, tmp_path / "same", 2, written)
     copy_interrupted(tmp_path / "same", tmp_path / "other", 1)
     ranks.run(2, resumable_job, "ppo", inputs, tmp_path / "other", 2, resumed)
-    (expected,), (found,) = (metrics_of(tmp_path / name)[1:] for name in ("same", "other"))
-    for metric in ("actor/loss", "critic/loss", "actor/grad_norm", "critic/grad_norm", "reward/mean"):
-        assert found[metric] == pytest.approx(expected[metric], abs=1e-5, rel=1e-5), metric
-    assert found["actor/grad_norm"] > 1e-3 and found["critic/grad_norm"] > 1e-3
+    assert_close(tmp_path / "other", tmp_path / "same", 1e-5)
 
 
 @pytest.mark.nightly

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tests.helpers import warm_start
 from tests.helpers.rank_pool import job_store, refusal
 from tests.helpers.tiny_jobs import RECIPES
-from tests.helpers.tiny_models import tiny_model
+from tests.helpers.tiny_models import daily_of, tiny_model
 from tests.run.jobs import job, lines_of, make_inputs, samples_of, split_job
 from verl_mg.config import load_config
 from verl_mg.distributed.collectives import all_gather_column
@@ -23,7 +23,7 @@ from verl_mg.monitor.sample_reader import SampleReader
 from verl_mg.rollout.async_rollout import AsyncRollout
 from verl_mg.rollout.rollout import RolloutSource
 from verl_mg.rollout.sync_rollout import SyncRollout
-from verl_mg.run.mode import RunMode
+from verl_mg.run.loop import RunMode
 from verl_mg.run.replay import ReplayRollout
 
 ENGINES = ("weight_sync/", "eval/", "rollout/load_imbalance", "rollout/engine_deaths")
@@ -69,14 +69,7 @@ def of_training(output: Path) -> dict[int, dict[str, float]]:
     return {step: {k: v for k, v in line.items() if not k.startswith(ENGINES)} for step, line in lines.items()}
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        "ppo",
-        "changing",
-        *(pytest.param(recipe, marks=pytest.mark.nightly) for recipe in ("dapo", "grpo", "remax", "pf_ppo")),
-    ],
-)
+@pytest.mark.parametrize("recipe", daily_of(("ppo", "changing", "dapo", "grpo", "remax", "pf_ppo"), "ppo", "changing"))
 def test_replay_on_the_same_ranks_is_bitwise_identical(ranks, inputs, tmp_path, recipe):
     run, again = tmp_path / "run", tmp_path / "again"
     of = inputs / "changing.py" if recipe == "changing" else recipe

@@ -38,7 +38,7 @@ from verl_mg.sharding.traced_table import (
     write_traced_table,
 )
 from verl_mg.sharding.weight_table import WeightTable, weight_table
-from verl_mg.weight_sync.engines import ProcessEngineSync, engine_groups
+from verl_mg.weight_sync.transfer_plan import plan_to_engines
 
 SHARDS = {
     "lm_head.weight": Shard(
@@ -235,7 +235,7 @@ def sync_plans(model, table_file):
     builtin, placement = actor.runner.table, EnginePlacement(TP2, (0, 1))
     plans = []
     for table in (builtin, builtin.with_traced_table(table_file)):
-        transfer = ProcessEngineSync(placement, engine_groups(placement), None, table)._plan(actor, placement)
+        transfer = plan_to_engines(actor.runner, table, [placement])
         plans.append(([(dict(c.shards), c.dtypes, c.schedule) for c in transfer.chunks], transfer.lower_bound))
     dist.barrier()
     return plans[0] == plans[1], len(plans[0][0])

@@ -1,7 +1,5 @@
 """Folders of runs with agents, written by hand: a trajectory has a row per segment, the first with a conversation."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Folders of runs as a job leaves them, written by hand: metrics, status, time lines and samples of two ranks."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -29,14 +29,8 @@ from verl_mg.roles.trainable import TrainableRole
 from verl_mg.rollout.engine_group import ProcessEngineGroup
 from verl_mg.sharding.weight_table import weight_table
 from verl_mg.training.offload import CpuOffload
-from verl_mg.weight_sync import engines as engines_sync
-from verl_mg.weight_sync.engines import (
-    CHUNK_BYTES,
-    KEPT_FREE_BYTES,
-    ProcessEngineSync,
-    engine_groups,
-    fitting_chunk_bytes,
-)
+from verl_mg.weight_sync import ipc, transfer_plan
+from verl_mg.weight_sync.ipc import ProcessEngineSync, engine_groups
 
 SLOW_S = 0.3
 
@@ -153,8 +147,8 @@ def handed_over(model):
         history.note("empty")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engines_sync, "Staging", Noted)
-        patch.setattr(engines_sync, "CHUNK_BYTES", 2**13)
+        patch.setattr(ipc, "Staging", Noted)
+        patch.setattr(transfer_plan, "CHUNK_BYTES", 2**13)
         actor, _, group = group_of(model, history, EngineLayout(tp=2), job_context())
         patch.setattr(torch.cuda, "empty_cache", empty_cache)
         group.update_weights(actor)
@@ -179,7 +173,7 @@ def with_death(model, dies_in):
     """Two engines, of which the second ends in the middle of a transfer: the groups' versions, and all events."""
     history = History()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engines_sync, "CHUNK_BYTES", 2**13)
+        patch.setattr(transfer_plan, "CHUNK_BYTES", 2**13)
         actor, engine, group = group_of(model, history, EngineLayout(), job_context(), dies_in)
         actor.num_updates = 3
         group.update_weights(actor)
@@ -191,14 +185,6 @@ def test_update_weights_of_engine_that_dies_reaches_the_other_engine(ranks, tmp_
     (version, events), (dead, _) = ranks.run(2, with_death, tiny_model(tmp_path / "model", "qwen3"), dies_in)
     assert (version, dead) == (3, -1)
     assert events.count("load") == dies_in + 1 and "loaded all" not in events
-
-
-def test_fitting_chunk_bytes_halves_until_two_fit_free_memory():
-    assert fitting_chunk_bytes([None, None]) == CHUNK_BYTES
-    assert fitting_chunk_bytes([80 * 2**30, KEPT_FREE_BYTES + 2 * CHUNK_BYTES]) == CHUNK_BYTES
-    assert fitting_chunk_bytes([80 * 2**30, KEPT_FREE_BYTES + 2 * CHUNK_BYTES - 1]) == CHUNK_BYTES // 2
-    assert fitting_chunk_bytes([KEPT_FREE_BYTES + CHUNK_BYTES // 4, 80 * 2**30]) == CHUNK_BYTES // 8
-    assert fitting_chunk_bytes([0]) == engines_sync.MIN_CHUNK_BYTES
 
 
 def bytes_held(role):

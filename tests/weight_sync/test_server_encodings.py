@@ -14,23 +14,20 @@ from tests.helpers.roles import build_role
 from tests.helpers.server_probe import PROBE, parameters_of
 from tests.helpers.sglang_servers import SETTINGS, RunningServer
 from tests.helpers.traces import needs_sglang
-from tests.reshard.encoded_moves import sglang_channels
 from tests.roles.updates import COUNT, rows, settings, with_entropy
+from tests.weight_sync.receivers import differing, expected
 from verl_mg.config import OptimizerConfig
 from verl_mg.engines.sglang.shard_receiver import RECEIVER
 from verl_mg.errors import UserError
-from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import read_config
 from verl_mg.models.tiny_model import make_tiny_model
-from verl_mg.reshard.encoded_shard_map import quantized_tensors
 from verl_mg.roles.models import Actor
 from verl_mg.servers.info import ServerRequirements
 from verl_mg.servers.remote_engine import RemoteEngine
-from verl_mg.sharding.boxes import slices
 from verl_mg.sharding.weight_table import weight_table
-from verl_mg.weight_sync.folder_changes import FolderChangesSync
-from verl_mg.weight_sync.process_group import ProcessGroupSync
-from verl_mg.weight_sync.remote import gather_views
+from verl_mg.weight_sync.folder import FolderSync
+from verl_mg.weight_sync.servers import gather_views
+from verl_mg.weight_sync.shards import ProcessGroupSync
 
 pytestmark = needs_sglang
 MODE = "seq-mean-token-mean"
@@ -71,7 +68,7 @@ class Sender:
         self.model, optimizer = model, OptimizerConfig(lr=1e-6, weight_decay=0.0)
         self.actor = build_role(Actor, model, "pp2", dtype=dtype, tokens_per_micro_batch=200, optimizer=optimizer)
         table = self.actor.runner.table
-        self.sync = FolderChangesSync(shared, model, table) if shared else ProcessGroupSync(table, False, wire, delta)
+        self.sync = FolderSync(shared, model, table) if shared else ProcessGroupSync(table, False, wire, delta)
         self.requirements = ServerRequirements(read_config(model), 64, group_device="cpu", shards=True, wire=wire)
         self.engines: dict[int, RemoteEngine] = {}
 
@@ -85,7 +82,7 @@ class Sender:
 
     def send(self, export: Path, names: Sequence[str] = ("sent", "received", "lower_bound")) -> tuple[float, ...]:
         """These counts of bytes; the weights are exported too."""
-        result = self.sync.transfer(self.actor, self.engines, gather_views(self.engines))
+        result = self.sync.transfer(self.actor.weights, self.engines, gather_views(self.engines))
         assert not result.lost
         self.actor.save(export, self.model)
         return tuple(result.metrics[f"weight_sync/bytes_{name}"] for name in names)
@@ -95,25 +92,15 @@ class Sender:
             engine.close()
 
 
-def differing(export: Path, held: list[Mapping[str, Tensor]], quantized: bool = False) -> list[str]:
+def wrong(export: Path, held: list[Mapping[str, Tensor]], wire: str = "cast") -> list[str]:
     """Parameters of a server of tp2 whose bits are not those of the exported tensors, quantized as a whole."""
-    table, tensors = weight_table(read_config(export)), load_file(export / "model.safetensors")
-    encoded = quantized_tensors(table) if quantized else ()
-    wrong = []
+    table, tensors, found = weight_table(read_config(export)), load_file(export / "model.safetensors"), list[str]()
     for rank, parameters in enumerate(held):
-        for name, shard in table.engine_shards(EngineLayout(tp=2), rank).items():
-            for piece in shard.pieces:
-                values, found = tensors[piece.tensor], parameters[name]
-                if piece.tensor in encoded:
-                    values, scales = sglang_channels(values)
-                    (top, bottom), (first, last) = piece.source[0], piece.target[0]
-                    if not torch.equal(parameters[f"{name}_scale"][first:last], scales[top:bottom]):
-                        wrong.append(f"{name}_scale on {rank}")
-                    found = found.t()  # as SGLang has it for its kernel
-                same = found[slices(piece.target)].contiguous(), values[slices(piece.source)].contiguous()
-                if same[0].dtype != same[1].dtype or not torch.equal(*(side.view(torch.uint8) for side in same)):
-                    wrong.append(f"{name} on {rank}")
-    return wrong
+        wanted = expected("tp2", rank, tensors, wire, table)
+        # SGLang has FP8 matrices transposed for its kernel.
+        values = {name: value.t() if value.dtype.itemsize == 1 else value for name, value in parameters.items()}
+        found += [f"{name} on {rank}" for name in differing({name: values[name] for name in wanted}, wanted)]
+    return found
 
 
 def send_changes(folder: Path, urls: list[str]) -> list[object]:
@@ -127,11 +114,11 @@ def send_changes(folder: Path, urls: list[str]) -> list[object]:
             sender.update()
         if step == 4 and dist.get_rank() == 0:
             parameters_of(urls[1], 2, folder / "damaged", "model.norm.weight")
-        counted, wrong = sender.send(folder / f"changes-{step}"), []
+        counted, bad = sender.send(folder / f"changes-{step}"), list[str]()
         if dist.get_rank() == 0:
             for number in sender.engines:
-                wrong += differing(folder / f"changes-{step}", parameters_of(urls[number], 2, folder / "held"))
-        report.append((counted, wrong))
+                bad += wrong(folder / f"changes-{step}", parameters_of(urls[number], 2, folder / "held"))
+        report.append((counted, bad))
     sender.close()
     return report
 
@@ -139,7 +126,7 @@ def send_changes(folder: Path, urls: list[str]) -> list[object]:
 def test_changes_reach_servers_that_join_or_are_damaged_bit_for_bit(ranks, folder, servers):
     first, second = ranks.run(2, send_changes, folder, servers)
     assert [counted for counted, _ in first] == [counted for counted, _ in second]
-    assert [wrong for _, wrong in first] == [[]] * 6
+    assert [bad for _, bad in first] == [[]] * 6
     shares = []
     for sent, received, everything in (counted for counted, _ in first):
         assert sent == received > 0
@@ -162,12 +149,12 @@ def share_changes(folder: Path, urls: list[str]) -> list[object]:
             sender.update()
         if step == 6 and dist.get_rank() == 0:
             parameters_of(urls[1], 2, folder / "damaged", "model.norm.weight")
-        counted, wrong = sender.send(folder / f"shared-{step}", ("written", "received")), []
+        counted, bad = sender.send(folder / f"shared-{step}", ("written", "received")), list[str]()
         if dist.get_rank() == 0:
             for number in sender.engines:
-                wrong += differing(folder / f"shared-{step}", parameters_of(urls[number], 2, folder / "held"))
+                bad += wrong(folder / f"shared-{step}", parameters_of(urls[number], 2, folder / "held"))
         dist.barrier()
-        report.append((counted, wrong, sorted(path.name for path in shared.iterdir())))
+        report.append((counted, bad, sorted(path.name for path in shared.iterdir())))
     sender.close()
     return report
 
@@ -175,7 +162,7 @@ def share_changes(folder: Path, urls: list[str]) -> list[object]:
 def test_changes_in_a_shared_folder_give_servers_the_bits_of_the_weights(ranks, folder, servers):
     first, second = ranks.run(2, share_changes, folder, servers)
     assert [counted for counted, *_ in first] == [counted for counted, *_ in second]
-    assert [wrong for _, wrong, _ in first] == [[]] * 7
+    assert [bad for _, bad, _ in first] == [[]] * 7
     # Server 1 joins in step 4, and loads all weights; in step 6 it was damaged, and does so again.
     whole, changes = {0, 4, 6}, {1, 2, 3, 4, 5, 6}
     for step, (_, _, names) in enumerate(first):
@@ -220,7 +207,7 @@ def send_quantized(folder: Path, url: str, wire: str, delta: bool) -> list[objec
         export = folder / f"{wire}-{step}"
         counted = sender.send(export)
         held = parameters_of(url, 2, folder / "held") if dist.get_rank() == 0 else []
-        report.append((counted, differing(export, held, quantized=True)))
+        report.append((counted, wrong(export, held, wire)))
     sender.close()
     return report
 
@@ -233,7 +220,7 @@ def test_quantized_weights_reach_a_server_with_the_bits_of_its_quantizer(ranks, 
         first, _ = ranks.run(2, send_quantized, folder, server.wait_until_ready().url, "fp8_channel", True)
     finally:
         server.kill()
-    assert [wrong for _, wrong in first] == [[]] * 3
+    assert [bad for _, bad in first] == [[]] * 3
     (sent, received, bound), *later = (counted for counted, _ in first)
     assert sent == received == bound > 0
     assert all(sent == received < 0.4 * bound for sent, received, bound in later)

@@ -28,6 +28,7 @@ from pathlib import Path
 
 import torch
 
+from tools.bench.harness import options_of
 from tools.bench.local_servers import running_servers
 from verl_mg.engines.engine import CACHED, PROMPT, Request, Sample, Sampling
 from verl_mg.engines.engine_options import EngineOptions
@@ -66,10 +67,9 @@ class Run:
 
 def main() -> None:
     """Prints the medians of both ways and their ratio."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    defaults = {"prompts": 24, "samples": 8, "prompt-tokens": 200, "tokens": 32, "servers": 2, "running": 192}
-    for name, default in (defaults | {"rounds": 5, "hidden": 256}).items():
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser = options_of(
+        __doc__, prompts=24, samples=8, prompt_tokens=200, tokens=32, servers=2, running=192, rounds=5, hidden=256
+    )
     parser.add_argument("--policy", default="fcfs", choices=("fcfs", "lpm"))
     chosen = parser.parse_args()
     longest = chosen.prompt_tokens + 2 * chosen.tokens + OBSERVATION
@@ -97,15 +97,7 @@ def main() -> None:
 
 
 def measure(pool: ServerPool, urls: Sequence[str], model: Path, chosen: argparse.Namespace, seed: int) -> Run:
-    """Returns the measurements of one run on servers with an empty prefix cache.
-
-    Args:
-        pool: a pool without servers; it is closed in the end.
-        urls: addresses of its servers.
-        model: Hugging Face directory of their weights.
-        chosen: options of the command.
-        seed: source of the prompts.
-    """
+    """Returns the measurements of one run on servers with an empty prefix cache."""
     pool.assign(dict(enumerate(urls)))
     for server in pool.due(time.monotonic()):
         pool.reach(server)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +26,7 @@ from urllib.parse import urlsplit
 import torch
 from transformers import AutoTokenizer
 
+from tools.bench.harness import medians, options_of, seconds_in_turn
 from tools.bench.local_servers import running_servers
 from verl_mg.agents.agent import Session
 from verl_mg.agents.engine import AgentEngine
@@ -52,31 +52,22 @@ Turns = dict[tuple[int, int], tuple[int, ...]]
 
 def main() -> None:
     """Prints the tokens per second of both ways and their ratio."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__, sessions=64, turns=3, tokens=64, hidden=384, rounds=5)
     parser.add_argument("--engine", default="sglang", choices=("hf", "sglang"))
-    for name, default in {"sessions": 64, "turns": 3, "tokens": 64, "hidden": 384, "rounds": 5}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, _engine(Path(name), chosen) as (model, engine, empty_cache):
         by_agents = _agents_around(engine, model, chosen)
-        rates: dict[str, list[float]] = {"endpoint": [], "direct": []}
         contexts: Turns = {}
         ways: dict[str, Callable[[], None]] = {
             "endpoint": lambda: _by_endpoint(by_agents, chosen, contexts),
             "direct": lambda: _directly(engine, chosen, contexts),
         }
-        for number in range(chosen.rounds + 1):
-            for way, run in ways.items():
-                empty_cache()
-                started = time.perf_counter()
-                run()
-                seconds = time.perf_counter() - started
-                if number:
-                    rates[way].append(chosen.sessions * chosen.turns * chosen.tokens / seconds)
-    medians = {way: statistics.median(values) for way, values in rates.items()}
-    for way, values in rates.items():
-        print(f"{way:9} {medians[way]:8.0f} tokens/s  ({min(values):.0f} to {max(values):.0f})")
-    print(f"endpoint / direct {medians['endpoint'] / medians['direct']:.2f}")
+        seconds = seconds_in_turn(ways, chosen.rounds, before=empty_cache)
+    tokens = chosen.sessions * chosen.turns * chosen.tokens
+    for way, values in seconds.items():
+        rate = tokens / medians(seconds)[way]
+        print(f"{way:9} {rate:8.0f} tokens/s  ({tokens / max(values):.0f} to {tokens / min(values):.0f})")
+    print(f"endpoint / direct {medians(seconds)['direct'] / medians(seconds)['endpoint']:.2f}")
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tools.bench import heavy_tail_task
+from tools.bench.harness import options_of
 
 WARM_UP = 2
 GROUP_SIZE = 4
@@ -30,7 +31,9 @@ NUM_RANKS = ["rollout.num_ranks=1"]
 
 def main() -> None:
     """Print each run, the medians and the ratio."""
-    options = _options()
+    options = options_of(
+        __doc__, iterations=40, rounds=1, prompts=16, tokens=1024, staleness=4, hidden=64, layers=2, evaluate=0
+    ).parse_args()
     asynchronous = [*NUM_RANKS, "rollout.mode=async", f"rollout.max_staleness={options.staleness}"]
     with tempfile.TemporaryDirectory() as folder:
         task = Path(folder)
@@ -63,14 +66,6 @@ def _medians(options: argparse.Namespace, task: Path, ways: Mapping[str, Sequenc
     for name, value in medians.items():
         print(f"{name:45} {value:7.0f} tokens/s")
     return list(medians.values())
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes = {"iterations": 40, "rounds": 1, "prompts": 16, "tokens": 1024, "staleness": 4, "hidden": 64, "layers": 2}
-    for name, default in (sizes | {"evaluate": 0}).items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    return parser.parse_args()
 
 
 def _settings(options: argparse.Namespace, seed: int) -> list[str]:

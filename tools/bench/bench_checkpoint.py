@@ -53,6 +53,7 @@ from torch.distributed import ProcessGroup
 from transformers.utils.logging import disable_progress_bar
 
 from tools.bench.dist_checkpoints import DistCheckpoints, adapt
+from tools.bench.harness import options_of
 from verl_mg.checkpoint.sharded_safetensors import StoredBox
 from verl_mg.config import load_config
 from verl_mg.job.job import RunningJob
@@ -104,7 +105,7 @@ class Method(Protocol):
 
 def main() -> None:
     """Writes the model and starts the ranks."""
-    options = _options()
+    options = options_of(__doc__, hidden=768, layers=12, rounds=6).parse_args()
     disable_progress_bar()
     torch.set_num_threads(1)  # before the fork: threads of OpenMP do not outlive it
     folder = Path(tempfile.mkdtemp(prefix="bench-checkpoint-"))
@@ -113,13 +114,6 @@ def main() -> None:
         multiprocessing.start_processes(_rank, (folder, options), nprocs=RANKS, start_method="fork")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in {"hidden": 768, "layers": 12, "rounds": 6}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    return parser.parse_args()
 
 
 def _rank(rank: int, folder: Path, options: argparse.Namespace) -> None:

@@ -17,7 +17,6 @@ seconds. Medians over the rounds.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -42,6 +41,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from tools.bench.end_to_end_trl import MODEL, PROMPTS, Workload
+from tools.bench.harness import options_of
 from verl_mg.data import read_records
 from verl_mg.models.tiny_model import ROLES, make_tiny_model
 
@@ -86,7 +86,9 @@ class Run:
 
 
 def main() -> None:
-    options = _options()
+    options = options_of(
+        __doc__, rounds=3, iterations=1, prompts=16, group=4, tokens=256, hidden=256, threads=2
+    ).parse_args()
     folder = Path(tempfile.mkdtemp(prefix="end-to-end-"))
     make_model(folder / MODEL, options.hidden)
     write_prompts(folder / PROMPTS, options.prompts)
@@ -108,25 +110,12 @@ def main() -> None:
     _compare(runs)
 
 
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    defaults = {"rounds": 3, "iterations": 1, "prompts": 16, "group": 4, "tokens": 256, "hidden": 256, "threads": 2}
-    for name, default in defaults.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    return parser.parse_args()
-
-
 # -- the task
 
 
 @torch.no_grad()
 def make_model(folder: Path, hidden: int) -> None:
-    """Writes a model with random weights; the probability to end a response depends on the prompt, see END.
-
-    Args:
-        folder: folder to write.
-        hidden: hidden size.
-    """
+    """Writes a model with random weights; the probability to end a response depends on the prompt, see END."""
     make_tiny_model(folder, "qwen3", characters=LETTERS, hidden=hidden, layers=4, ffn=3 * hidden)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     pad, end, *others = (model.config.pad_token_id, model.config.eos_token_id, *range(2, 3 + len(ROLES)))
@@ -147,12 +136,7 @@ def make_model(folder: Path, hidden: int) -> None:
 
 
 def write_prompts(file: Path, count: int) -> None:
-    """Writes a file of random prompts.
-
-    Args:
-        file: file to write.
-        count: number of prompts.
-    """
+    """Writes a file of random prompts."""
     draw = random.Random(0)
     texts = ["".join(draw.choices(LETTERS, k=draw.randint(16, 48))) for _ in range(count)]
     file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts), encoding="utf-8")
@@ -162,16 +146,7 @@ def write_prompts(file: Path, count: int) -> None:
 
 
 def run_verl_mg(folder: Path, place: Path, work: Workload, ranks: int, threads: int, backend: str = "megatron") -> Run:
-    """Runs a job of this project.
-
-    Args:
-        folder: folder of the model and the prompts.
-        place: folder of the job, which does not exist.
-        work: the amount of work.
-        ranks: number of processes.
-        threads: threads of each.
-        backend: training backend.
-    """
+    """Runs a job of this project."""
     config = {
         "model": {"path": str(folder / MODEL)},
         "data": {"train": str(folder / PROMPTS)},
@@ -195,15 +170,7 @@ def run_verl_mg(folder: Path, place: Path, work: Workload, ranks: int, threads: 
 
 
 def run_trl(folder: Path, place: Path, work: Workload, ranks: int, threads: int) -> Run:
-    """Runs the GRPOTrainer of TRL.
-
-    Args:
-        folder: folder of the model and the prompts.
-        place: name of the log.
-        work: the amount of work.
-        ranks: number of processes.
-        threads: threads of each.
-    """
+    """Runs the GRPOTrainer of TRL."""
     launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     watched = _watch([*launch, str(HERE / "end_to_end_trl.py"), str(folder), work.json()], place, threads)
     result = json.loads(watched.last_line)
@@ -298,13 +265,7 @@ def _processor_seconds(pid: int) -> float:
 
 
 def line_of(name: str, runs: Sequence[Run], work: Workload) -> str:
-    """Returns a line with the medians of runs.
-
-    Args:
-        name: name of the side.
-        runs: the runs.
-        work: the amount of work of each.
-    """
+    """Returns a line with the medians of runs."""
     lengths = sorted(length for run in runs for length in run.lengths)
     seconds, processor, generation, peak = (
         statistics.median(values)

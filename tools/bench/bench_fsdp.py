@@ -9,7 +9,6 @@ update and weight sync. TRL shards nothing on the CPU, it averages gradients (DD
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 from functools import partial
@@ -20,6 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from tools.bench.bench_end_to_end import Run, line_of, make_model, run_trl, run_verl_mg, write_prompts
 from tools.bench.end_to_end_trl import MODEL, PROMPTS, Workload
+from tools.bench.harness import options_of
 
 SIDES = {
     "FSDP": partial(run_verl_mg, backend="fsdp"),
@@ -30,7 +30,9 @@ SIDES = {
 
 def main() -> None:
     """Prints a line for each side, and the ratios."""
-    options = _options()
+    options = options_of(
+        __doc__, rounds=3, iterations=2, prompts=16, group=4, tokens=256, hidden=256, ranks=2
+    ).parse_args()
     folder = Path(tempfile.mkdtemp(prefix="fsdp-"))
     make_model(folder / MODEL, options.hidden)
     write_prompts(folder / PROMPTS, options.prompts)
@@ -48,14 +50,6 @@ def main() -> None:
         rate = statistics.median(ours.rate / theirs.rate for ours, theirs in pairs)
         processor = statistics.median(ours.rate_of_processor / theirs.rate_of_processor for ours, theirs in pairs)
         print(f"FSDP against {other}: {rate:.2f} times the tokens/s, {processor:.2f} times those a second of processor")
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    defaults = {"rounds": 3, "iterations": 2, "prompts": 16, "group": 4, "tokens": 256, "hidden": 256, "ranks": 2}
-    for name, default in defaults.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

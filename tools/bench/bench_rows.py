@@ -9,15 +9,12 @@ data-parallel index in one all-to-all. `simulate_control.py` counts the bytes of
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import statistics
-import tempfile
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
+from tools.bench.harness import medians, on_ranks, options_of, seconds_in_turn
 from tools.bench.simulate_control import CONFIG, FORWARD_SCHEMA, LAYERS, TOKENS_PER_MICRO_BATCH, TOP_K
 from verl_mg.batch import Batch
 from verl_mg.distributed.collectives import all_to_all_bytes
@@ -36,18 +33,10 @@ Wanted = tuple[list[list[int]], list[list[ColumnPart]]]
 
 def main() -> None:
     """Prints the medians of both transfers."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__, rows=64, tokens=4096, rounds=5)
     parser.add_argument("--layout", default="tp2-pp4")
-    for name, default in {"rows": 64, "tokens": 4096, "rounds": 5}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        processes = [context.Process(target=_rank, args=(rank, folder, options)) for rank in range(RANKS)]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
+    on_ranks(RANKS, _rank, options)
 
 
 def _wanted(index: RowIndex, placement: Placement) -> Wanted:
@@ -60,30 +49,21 @@ def _wanted(index: RowIndex, placement: Placement) -> Wanted:
     return [by_slot[at.dp * layout.cp + at.cp] for at in places], [by_stage[at.pp] for at in places]
 
 
-def _rank(rank: int, folder: str, options: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", RANKS), rank=rank, world_size=RANKS)
+def _rank(rank: int, _: dist.Store, options: argparse.Namespace) -> None:
     batch = _batch(rank, options.rows // RANKS, options.tokens)
     index = RowIndexer().index(batch)
     placement = Placement.on(Layout.parse(options.layout), RANKS)
     rows, parts = _wanted(index, placement)
-    seconds: dict[str, list[float]] = {"all columns, all-to-all": [], "columns of the stage, plan": []}
-    for number in range(2 * (options.rounds + 1)):
-        name, transfer = [
-            ("all columns, all-to-all", lambda: _gather_by_all_to_all(batch, index, rows)),
-            ("columns of the stage, plan", lambda: gather_rows(batch, index, rows, parts)),
-        ][number % 2]
-        dist.barrier()
-        started = time.perf_counter()
-        transfer()
-        dist.barrier()
-        seconds[name].append(time.perf_counter() - started)
+    ways: dict[str, Callable[[], object]] = {
+        "all columns, all-to-all": lambda: _gather_by_all_to_all(batch, index, rows),
+        "columns of the stage, plan": lambda: gather_rows(batch, index, rows, parts),
+    }
+    seconds = medians(seconds_in_turn(ways, options.rounds))
     if rank == 0:
         whole = sum(sum(row_bytes(index, wanted, whole_columns(index.schema))) for wanted in rows)
         planned = sum(d.num_bytes * len(d.hops) for d in plan_deliveries(index, rows, parts, RANKS))
-        for name, size in zip(seconds, (whole, planned), strict=True):
-            print(f"{name:28} {statistics.median(seconds[name][1:]):6.2f} s   {size / 1e6:8.1f} MB")
-    dist.destroy_process_group()
+        for (name, median), size in zip(seconds.items(), (whole, planned), strict=True):
+            print(f"{name:28} {median:6.2f} s   {size / 1e6:8.1f} MB")
 
 
 def _batch(rank: int, rows: int, tokens: int) -> Batch:

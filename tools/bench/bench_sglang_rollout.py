@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.distributed import HashStore
 
+from tools.bench.harness import options_of
 from verl_mg.checkpoint.hf_safetensors import CheckpointReader, load_shards
 from verl_mg.checkpoint.model_directory import ModelDirectory
 from verl_mg.data.prompts import Prompt
@@ -44,9 +45,7 @@ PROMPT = 32
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in {"requests": 256, "tokens": 64, "running": 64, "rounds": 5, "hidden": 256}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser = options_of(__doc__, requests=256, tokens=64, running=64, rounds=5, hidden=256)
     parser.add_argument("--direct", help=argparse.SUPPRESS)
     return parser.parse_args()
 

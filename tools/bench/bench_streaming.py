@@ -9,12 +9,12 @@ turn; prints their medians and the ratio. Iterations before the third are not co
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 from pathlib import Path
 
 from tools.bench import heavy_tail_task
+from tools.bench.harness import options_of
 
 WARM_UP = 2
 GROUP_SIZE = 4
@@ -24,10 +24,7 @@ WAYS = ("rounds", "streaming")
 
 def main() -> None:
     """Print each run, the medians and the ratio."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in {"iterations": 20, "rounds": 3, "prompts": 16, "tokens": 1024}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    options = parser.parse_args()
+    options = options_of(__doc__, iterations=20, rounds=3, prompts=16, tokens=1024).parse_args()
     speeds: dict[str, list[float]] = {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory() as folder:
         task = Path(folder)

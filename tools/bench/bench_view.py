@@ -58,15 +58,7 @@ OTHERS = {
 
 
 def write_run(folder: Path, iterations: int, rows: int, seed: int = 0, samples: bool = True) -> None:
-    """Writes a synthetic run with metrics and time lines.
-
-    Args:
-        folder: its folder, which is created.
-        iterations: number of iterations.
-        rows: samples of an iteration.
-        seed: seed of the run.
-        samples: whether it has samples.
-    """
+    """Writes a synthetic run with metrics and time lines."""
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(
         f"job:\n  seed: {seed}\n  output: {folder}\nalgorithm:\n  group_size: {GROUP}\n"
@@ -232,13 +224,7 @@ class Measurement:
         show(f"{what}: curves drawn", drawn)
 
     def listed(self, what: str, action: Callable[[], object], whole: bool = True) -> None:
-        """Performs an action, until rows are listed, and until all are known.
-
-        Args:
-            what: what is printed.
-            action: what a person does.
-            whole: whether to wait for all; a frequent text takes long.
-        """
+        """Performs an action, until rows are listed, and until all are known."""
         self._count.evaluate("node => { node.textContent = ''; node.className = 'count' }")
         started = time.perf_counter()
         action()
@@ -256,12 +242,7 @@ class Measurement:
 
 
 def show(what: str, *seconds: float) -> None:
-    """Prints a line of the report.
-
-    Args:
-        what: what was done.
-        seconds: until the first results, and until all of them, where that differs.
-    """
+    """Prints a line of the report."""
     print(f"{what:96} " + "  ".join(f"{value:7.2f} s" for value in seconds), flush=True)
 
 

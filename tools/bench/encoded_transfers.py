@@ -31,16 +31,7 @@ class Quantized:
         wire: Wire,
         bucket_bytes: int,
     ) -> None:
-        """Plans the transfer and allocates the target.
-
-        Args:
-            weights: weight table of the model.
-            source_map: shards of the source.
-            target_map: shards of the target, not quantized.
-            source: this rank's parameters.
-            wire: the encoding.
-            bucket_bytes: bytes of a bucket.
-        """
+        """Plans the transfer and allocates the target."""
         encoding = encoding_of(wire)
         assert encoding, "not of weights that are cast"
         maps, rank, dtype = encoded_maps(weights, source_map, target_map, encoding), dist.get_rank(), torch.bfloat16
@@ -57,23 +48,17 @@ class Quantized:
     def run(self) -> int:
         """Fills the target and returns the bytes received, which are the lower bound of the encoded form."""
         encoded = self._encoder.run(self._source, lambda _: None)
-        received = execute(self._schedule, encoded.tensors, self._target).bytes_received
+        received = execute(self._schedule, encoded, self._target).bytes_received
         if received != self._bound:
             raise SystemExit(f"{received} bytes received, the lower bound is {self._bound}")
-        return received + encoded.bytes_exchanged
+        return received + self._encoder.bytes_exchanged
 
 
 class Changes:
     """Transfer of changed elements to a target that has the values before the change."""
 
     def __init__(self, made: Schedule, source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
-        """Keeps the values that the target has.
-
-        Args:
-            made: schedule of this rank.
-            source: this rank's source parameters.
-            target: its target parameters, which have the values of the source.
-        """
+        """Keeps the values that the target has."""
         self._schedule, self._source, self._target = made, source, target
         self._sent, self._turn = SentValues(), 0
         self._sent.keep(made, source)

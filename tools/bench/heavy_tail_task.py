@@ -30,14 +30,7 @@ REWARD = "def score(sample): return len(set(sample.response)) / 4\n"
 
 
 def make(folder: Path, hidden: int, layers: int, max_positions: int) -> None:
-    """Writes `model/`, `train.jsonl` and `reward.py`.
-
-    Args:
-        folder: where to write.
-        hidden: width of the model.
-        layers: number of its layers.
-        max_positions: most tokens of a prompt with its response.
-    """
+    """Writes `model/`, `train.jsonl` and `reward.py`."""
     classes = [
         "".join(chr(ord("A") + CHARACTERS_OF_A_CLASS * k + i) for i in range(CHARACTERS_OF_A_CLASS))
         for k in range(CLASSES)
@@ -73,11 +66,7 @@ def make(folder: Path, hidden: int, layers: int, max_positions: int) -> None:
 
 
 def task_settings(folder: Path) -> list[str]:
-    """Returns the overrides that name the files of the task.
-
-    Args:
-        folder: the folder of `make`.
-    """
+    """Returns the overrides that name the files of the task."""
     return [
         f"model.path={folder / 'model'}",
         f"data.train={folder / 'train.jsonl'}",
@@ -88,19 +77,7 @@ def task_settings(folder: Path) -> list[str]:
 def train(
     recipe: str, folder: Path, run: Path, overrides: Sequence[str], iterations: int, warm_up: int
 ) -> list[dict[str, float]]:
-    """Runs a recipe on the task with SGLang on two ranks of one thread each.
-
-    Args:
-        recipe: name of the recipe.
-        folder: the folder of `make`.
-        run: folder of the run.
-        overrides: settings besides the task's.
-        iterations: number of iterations.
-        warm_up: number of the first of them that are not counted.
-
-    Returns:
-        the metrics of the counted iterations.
-    """
+    """Runs a recipe on the task with SGLang on two ranks of one thread each."""
     settings = [
         *task_settings(folder),
         "rollout.engine=sglang",

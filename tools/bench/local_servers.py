@@ -22,14 +22,7 @@ START_SECONDS = 600.0
 
 @contextmanager
 def running_servers(model: Path, settings: EngineOptions, count: int, logs: Path) -> Iterator[list[str]]:
-    """Yields the addresses of servers that are ready, and kills their processes in the end.
-
-    Args:
-        model: Hugging Face directory.
-        settings: settings of each server.
-        count: number of servers; their ranks take the cores of this machine in turn.
-        logs: folder for their outputs.
-    """
+    """Yields the addresses of servers that are ready, and kills their processes in the end."""
     ports = [free_port() for _ in range(count)]
     processes: list[subprocess.Popen[bytes]] = []
     try:

@@ -103,14 +103,7 @@ class SimulatedJob:
     """
 
     def __init__(self, table: WeightTable, ranks: int, layout: Layout, engines: EngineLayout) -> None:
-        """Places models and engines on all ranks.
-
-        Args:
-            table: weights of the model.
-            ranks: number of ranks, a multiple of 32.
-            layout: of the models; they have no more stages than leave each two nodes.
-            engines: layout of the engines.
-        """
+        """Places models and engines on all ranks."""
         self.table, self.ranks = table, ranks
         pp = min(layout.pp, ranks // (2 * NODE))
         fitting = replace(layout, pp=pp, dp=ranks // (layout.tp * layout.cp * pp))
@@ -155,9 +148,6 @@ class SimulatedJob:
         """Returns the files that all ranks open in order to load the models.
 
         Rank 0 opens the index, and each file for its header and for the fingerprint of the model in the sample files.
-
-        Args:
-            read_by_trained: tensors that actor and critic read; the reference reads all.
         """
         shapes = {name: info.shape for name, info in self._source.tensors.items()}
         size = sum(math.prod(shape) for shape in shapes.values()) * ITEMSIZE

@@ -21,11 +21,7 @@ Row = tuple[str, str]
 
 
 def update_rows(update: Callable[[], Any]) -> Iterator[Row]:
-    """Yields the kernels with the most time (on the CPU: operations), and how often the host waits for the GPU.
-
-    Args:
-        update: what is profiled.
-    """
+    """Yields the kernels with the most time (on the CPU: operations), and how often the host waits for the GPU."""
     on_gpu = torch.cuda.is_available()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(activities=activities) as recorded:
@@ -42,11 +38,7 @@ def update_rows(update: Callable[[], Any]) -> Iterator[Row]:
 
 
 def host_waits(work: Callable[[], Any]) -> int:
-    """Returns how often the host waits for the GPU, as CUDA reports it.
-
-    Args:
-        work: what runs.
-    """
+    """Returns how often the host waits for the GPU, as CUDA reports it."""
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as caught:
@@ -58,12 +50,7 @@ def host_waits(work: Callable[[], Any]) -> int:
 
 
 def offload_rows(actor: Actor, repeats: int) -> Iterator[Row]:
-    """Yields the speed at which a role leaves the device and returns; gradients are not copied.
-
-    Args:
-        actor: the role.
-        repeats: counted repeats, of which the median is taken.
-    """
+    """Yields the speed at which a role leaves the device and returns; gradients are not copied."""
     offload = CpuOffload(actor.runner, actor.trainer)
     copied = [*actor.runner.weight_storages(), *actor.trainer.state_storages()]
     size = sum(storage.nbytes() for storage in copied)

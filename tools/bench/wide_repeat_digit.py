@@ -11,13 +11,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 
 
 def make(folder: Path, hidden: int, layers: int) -> None:
-    """Writes the data of the task and `model/`.
-
-    Args:
-        folder: where to write.
-        hidden: width of the model.
-        layers: number of its layers.
-    """
+    """Writes the data of the task and `model/`."""
     repeat_digit.make(folder)
     make_tiny_model(
         folder / "model",
@@ -32,14 +26,7 @@ def make(folder: Path, hidden: int, layers: int) -> None:
 
 
 def overrides(folder: Path, recipe: str = "ppo", prompts: int = 48, tokens: int = 48) -> list[str]:
-    """Returns overrides with a reference, and two optimizer steps in each of PPO's two epochs.
-
-    Args:
-        folder: the folder of `make`.
-        recipe: ppo or grpo.
-        prompts: prompts of an iteration of PPO; GRPO has groups of 4 samples of a quarter of them.
-        tokens: most tokens of a response.
-    """
+    """Returns overrides with a reference, and two optimizer steps in each of PPO's two epochs."""
     groups = {"ppo": (prompts, 1), "grpo": (prompts // 4, 4)}
     steps = {"ppo": ["critic_warmup=0", "num_minibatches=2", "num_epochs=2"], "grpo": ["num_minibatches=2"]}
     return [

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, UntypedStorage
 
 from verl_mg import device
-from verl_mg.batch import Batch
 from verl_mg.checkpoint.model_directory import ModelDirectories
 from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.distributed.collectives import all_gather_json
@@ -35,15 +34,14 @@ from verl_mg.fsdp.vision import ImagePacker, marks_images
 from verl_mg.layout import Layout
 from verl_mg.models.transformers_module import has_images
 from verl_mg.phase_timer import PhaseTimer
-from verl_mg.sharding.boxes import Box, Shard
+from verl_mg.sharding.boxes import Box
 from verl_mg.sharding.model_table import SCORE
 from verl_mg.sharding.module_table import ModuleTable, module_table
 from verl_mg.sharding.shard_map import ShardMap
 from verl_mg.training.model_spec import ModelSpec
 from verl_mg.training.output_layer import OutputHead, VocabularyShard
-from verl_mg.training.runner import ComputedParameters, LossClosure, Report, Runner
+from verl_mg.training.runner import ComputedParameters, Pass, Report, Runner
 from verl_mg.training.storages import storages
-from verl_mg.training.token_outputs import TokenOutputs
 from verl_mg.training.weights import load_directory
 
 
@@ -121,39 +119,25 @@ class FsdpRunner(Runner):
         frozen = {piece.tensor for name in self._frozen for piece in self.table.parameter_shards()[name].pieces}
         return frozenset(tensors & {SCORE} if self.spec.lora else tensors - self.table.router_biases - frozen)
 
-    def _run(
-        self,
-        micro_batches: Sequence[Batch],
-        temperature: float,
-        loss_closure: LossClosure,
-        forward_only: bool,
-        cp_sizes: Sequence[int] | None,
-        outputs: TokenOutputs,
-    ) -> list[Report]:
+    def _run(self, work: Pass) -> list[Report]:
         packed: Any = self.packed
         reports, place = [], device.current_device()
-        cp_sizes = cp_sizes or [self.layout.cp] * len(micro_batches)
         prepared = [
             make_micro_batch(rows, self.groups.token_shard(cp_size), self.spec.hidden_offset, place, self._packer)
-            for rows, cp_size in zip(micro_batches, cp_sizes, strict=True)
+            for rows, cp_size in zip(work.micro_batches, work.cp_sizes, strict=True)
         ]
         for number, micro in enumerate(prepared):
             # FSDP waits for the reductions of gradients only in the last backward pass.
             packed.set_is_last_backward(number == len(prepared) - 1)
-            output = packed(micro, temperature, outputs)
-            loss, report = loss_closure(micro, output)
-            if not forward_only:
+            output = packed(micro, work.temperature, work.outputs)
+            loss, report = work.loss_closure(micro, output)
+            if not work.forward_only:
                 loss.backward()
             reports.append(report)
         # Without a backward pass, which does it, the parameters outside of layers would stay gathered.
-        if forward_only:
+        if work.forward_only:
             packed.reshard()
         return reports
-
-    @property
-    def can_share_prefixes(self) -> bool:
-        """False: the module computes every row whole."""
-        return False
 
     @property
     def output_head(self) -> OutputHead:
@@ -213,10 +197,6 @@ class FsdpRunner(Runner):
         """Returns the shards of every rank, by the names of the module's parameters."""
         return self._shard_map
 
-    def adapters(self) -> Mapping[str, Tensor]:
-        """Returns what is trained in place of the weights: adapters and a value head; {} without LoRA."""
-        return self.lora.parameters if self.lora and self.is_member else {}
-
     def written_adapters(self) -> Iterator[tuple[str, Box, Tensor]]:
         """Yields the adapters on the first rank of the placement: every rank has them whole."""
         if self.lora and dist.get_rank() == self.placement.ranks[0]:
@@ -228,10 +208,6 @@ class FsdpRunner(Runner):
             return self.adapters()
         trained = {name for name, parameter in self.packed.module.named_parameters() if parameter.requires_grad}
         return {name: tensor for name, tensor in self.parameters().items() if name in trained}
-
-    def trained_shards(self) -> Mapping[str, Shard]:
-        """Returns the shards of `trained`, in tensors of the checkpoint or of PEFT's file."""
-        return self.lora.shards if self.lora else self._shard_map.shards(dist.get_rank())
 
     # -- memory
 

@@ -52,24 +52,6 @@ class Training:
     """The role, for errors and metrics."""
 
 
-@dataclass(frozen=True)
-class RoleCheck:
-    """Role whose layout and options are checked before anything is built."""
-
-    spec: ModelSpec
-    section: RoleSection
-    key: str
-    """Name of the section."""
-    ranks: int
-    where: str
-    """Remark on its ranks, for errors."""
-
-    @property
-    def layout_key(self) -> str:
-        """Beginning of an error of the layout."""
-        return f"{self.key}.layout={self.section.layout}{self.where}: "
-
-
 class Backend(ABC):
     """Training backend of one job; all ranks build together."""
 
@@ -89,8 +71,11 @@ class Backend(ABC):
         """Returns the kernels of a model, by `model.kernels`."""
 
     @abstractmethod
-    def check(self, role: RoleCheck) -> None:
-        """Checks that a role has a layout and options that the backend supports."""
+    def check(self, spec: ModelSpec, section: RoleSection, ranks: int, key: str, where: str) -> None:
+        """Checks, before anything is built, that a role on some ranks has a layout and options that are supported.
+
+        Errors name its section `key` and, for the layout, the remark `where`.
+        """
 
     @abstractmethod
     def build(
@@ -117,16 +102,15 @@ class MegatronBackend(Backend):
         """Returns Transformer Engine's kernels or torch's."""
         return resolve_kernels(self._config.model.kernels, dtype, read_config(path))
 
-    def check(self, role: RoleCheck) -> None:
+    def check(self, spec: ModelSpec, section: RoleSection, ranks: int, key: str, where: str) -> None:
         """Checks layout, pipeline stages, adapters, and fields of megatron-core."""
-        spec, section, key = role.spec, role.section, role.key
         model, megatron = read_config(spec.path), spec.megatron
         with _naming(f"{key}."):
             section.parallel_sizes.check_pipeline_layers(model.layers)
-        with _naming(role.layout_key):
+        with _naming(f"{key}.layout={section.layout}{where}: "):
             experts = model.experts.count if model.experts else 0
             check = partial(check_layout, model, spec=spec)
-            layout = resolve_layout(section.parallel_sizes, role.ranks, experts, check)
+            layout = resolve_layout(section.parallel_sizes, ranks, experts, check)
         if isinstance(section, TrainableConfig):
             with _naming(f"{key}."):
                 check_recompute(model, section.recompute)
@@ -173,14 +157,14 @@ class FsdpBackend(Backend):
         """Returns torch's, whatever the setting."""
         return "torch"
 
-    def check(self, role: RoleCheck) -> None:
+    def check(self, spec: ModelSpec, section: RoleSection, ranks: int, key: str, where: str) -> None:
         """Checks sizes and options, without config.json; the module itself is checked when it is built."""
         # config.json may be of an architecture without a table of weights.
-        with _naming(role.layout_key):
-            check_mesh(role.section.parallel_sizes.fit(role.ranks), role.spec.fsdp.replicas)
-        if isinstance(role.section, TrainableConfig):
-            check_trainable(role.section, role.key)
-        if role.key == "actor" and self._config.rollout.replay_routing:
+        with _naming(f"{key}.layout={section.layout}{where}: "):
+            check_mesh(section.parallel_sizes.fit(ranks), spec.fsdp.replicas)
+        if isinstance(section, TrainableConfig):
+            check_trainable(section, key)
+        if key == "actor" and self._config.rollout.replay_routing:
             raise UserError("rollout.replay_routing: not with actor.backend=fsdp. Leave it out.")
 
     def build(

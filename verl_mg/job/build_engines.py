@@ -30,7 +30,7 @@ from verl_mg.rollout.engine_group import EngineGroup, EngineWrapper, HFEngineGro
 from verl_mg.rollout.remote_engine_group import build_remote_engines
 from verl_mg.sharding.model_table import ModelTable
 from verl_mg.weight_sync.adapters import AdapterSync
-from verl_mg.weight_sync.engines import ProcessEngineSync, engine_groups
+from verl_mg.weight_sync.ipc import ProcessEngineSync, engine_groups
 
 # Memory of a device on which only an engine computes that stays for the rank: CUDA's context, chunks in transfer, the
 # buffers of NCCL.
@@ -133,10 +133,9 @@ def build_engine_group(
     versions = {version for version in all_gather_json(inner.version if inner else None) if version is not None}
     # Engines on separate ranks share their devices with no role, so they need not sleep.
     disjoint = rollout.num_ranks > 0
-    weights = ProcessEngineSync(placement, groups, inner, table, rollout.wire, rollout.delta, not rollout.adapters)
-    adapters = adapter_settings(config, table)
+    adapters, into = adapter_settings(config, table), (placement, groups, inner, table)
     return ProcessEngineGroup(
-        AdapterSync(weights, adapters) if adapters else weights,
+        AdapterSync(*into, adapters) if adapters else ProcessEngineSync(*into, rollout.wire, rollout.delta),
         inner,
         [r in leaders for r in range(world_size)],
         context,

@@ -11,7 +11,7 @@ import torch
 from verl_mg.config import Config, FrozenConfig, TrainableConfig
 from verl_mg.data.prompts import Prompt
 from verl_mg.errors import UserError
-from verl_mg.job.backends import BACKENDS, RoleCheck, Training
+from verl_mg.job.backends import BACKENDS, Training
 from verl_mg.layout import Placement, parse_ranks
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import Actor, Critic, Policy, RewardModel, TrainableRewardModel, UnadaptedPolicy
@@ -59,8 +59,7 @@ class ModelRoleBuilder:
         for role in sorted(self.model_roles(roles)):
             section, key = self._section(role), config_section_of(role)
             where = f" on {key}.ranks={section.ranks}" if section.ranks else remark
-            check = RoleCheck(self._spec(role), section, key, len(self._ranks_of(role)), where)
-            self._backends[section.backend].check(check)
+            self._backends[section.backend].check(self._spec(role), section, len(self._ranks_of(role)), key, where)
 
     def check_images(self, roles: Set[str], prompts: Iterable[Prompt]) -> None:
         """Checks that the backends of roles take the images of prompts; Megatron trains only language models."""

@@ -23,7 +23,7 @@ from verl_mg.rollout.remote_engine_group import server_keys, server_leaders, ser
 from verl_mg.rollout.server_monitor import read_urls
 from verl_mg.servers.paired_engine import check_addresses, probe_entry
 from verl_mg.sharding.model_table import ModelTable
-from verl_mg.weight_sync.process_group import table_obstacle
+from verl_mg.weight_sync.shards import table_obstacle
 
 
 @dataclass(frozen=True)

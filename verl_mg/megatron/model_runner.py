@@ -33,16 +33,15 @@ from verl_mg.megatron.transformer_config import bias_update_rate, exchanges_keys
 from verl_mg.models.hf_config import HFConfig, read_config
 from verl_mg.models.hf_tensors import with_multi_token_layer
 from verl_mg.phase_timer import PhaseTimer
-from verl_mg.sharding.boxes import Box, Shard
+from verl_mg.sharding.boxes import Box
 from verl_mg.sharding.shard_map import ShardMap
 from verl_mg.sharding.weight_table import SCORE, WeightTable, weight_table
 from verl_mg.training.microbatch import SHARED_TOKENS, SHARED_WITH, MicroBatch, pack_rows
 from verl_mg.training.model_spec import ModelSpec
 from verl_mg.training.output_layer import OutputHead, VocabularyShard
-from verl_mg.training.runner import LossClosure, Report, Runner
+from verl_mg.training.runner import LossClosure, Pass, Report, Runner
 from verl_mg.training.storages import storages
 from verl_mg.training.token_order import SharedTokens, token_order
-from verl_mg.training.token_outputs import TokenOutputs
 from verl_mg.training.weights import load_directory
 
 
@@ -114,11 +113,6 @@ class MegatronRunner(Runner):
             self.gathers.wait_for_all()
         return parameters_by_name(self.chunks)
 
-    def adapters(self) -> Mapping[str, Tensor]:
-        """Returns what is trained in place of the weights: adapters and a value head; {} without LoRA."""
-        self.gathers.wait_for_all()
-        return self.lora.parameters if self.lora else {}
-
     @property
     def computed_parameters(self) -> frozenset[str]:
         """Names of the parameters that have adapters on this rank."""
@@ -144,10 +138,6 @@ class MegatronRunner(Runner):
             return weight.requires_grad or (self.bias_update_rate > 0 and name.endswith(ROUTER_BIAS))
 
         return {name: weight for name, weight in self.parameters().items() if is_trained(name, weight)}
-
-    def trained_shards(self) -> Mapping[str, Shard]:
-        """Returns the shards of `trained`, in tensors of the checkpoint or of PEFT's file."""
-        return self.lora.shards if self.lora else self.shard_map().shards(torch.distributed.get_rank())
 
     def written_adapters(self) -> Iterator[tuple[str, Box, Tensor]]:
         """Yields (tensor of PEFT's file, box in it, values) that this rank writes; all ranks write each box once."""
@@ -236,23 +226,15 @@ class MegatronRunner(Runner):
             packed.next_tokens = next_tokens(rows, order, place)
         return pack_rows(rows, order, packed, stage, self.spec.hidden_offset, place)
 
-    def _run(
-        self,
-        micro_batches: Sequence[Batch],
-        temperature: float,
-        loss_closure: LossClosure,
-        forward_only: bool,
-        cp_sizes: Sequence[int] | None,
-        outputs: TokenOutputs,
-    ) -> list[Report]:
-        filled = [*micro_batches, *_fillers(micro_batches, self.layout)]
-        cp_sizes = [*(cp_sizes or []), *[self.layout.cp] * (len(filled) - len(cp_sizes or []))]
-        trains = not forward_only
-        prepared = [self.pack(rows, cp_size, trains) for rows, cp_size in zip(filled, cp_sizes, strict=True)]
+    def _run(self, work: Pass) -> list[Report]:
+        fillers = _fillers(work.micro_batches, self.layout)
+        cp_sizes = [*work.cp_sizes, *[self.layout.cp] * len(fillers)]
+        filled = zip([*work.micro_batches, *fillers], cp_sizes, strict=True)
+        prepared = [self.pack(rows, cp_size, trains=not work.forward_only) for rows, cp_size in filled]
 
         def step(iterator: Any, model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
             micro = next(iterator)
-            return model(micro, temperature, outputs), partial(_without_division, loss_closure, micro)
+            return model(micro, work.temperature, work.outputs), partial(_without_division, work.loss_closure, micro)
 
         # The interleaved schedule reads every micro-batch once for each chunk of a stage.
         iterators = [iter(prepared) for _ in self.model_chunks]
@@ -264,9 +246,9 @@ class MegatronRunner(Runner):
                 num_microbatches=len(prepared),
                 seq_length=1,  # not read: each micro-batch has its own length
                 micro_batch_size=1,
-                forward_only=forward_only,
+                forward_only=work.forward_only,
             )
-        return list(reports)[: len(micro_batches)]  # without the fillers'
+        return list(reports)[: len(work.micro_batches)]  # without the fillers'
 
 
 def _fillers(micro_batches: Sequence[Batch], layout: Layout) -> list[Batch]:

@@ -45,7 +45,7 @@ from verl_mg.config import OptimizerConfig
 from verl_mg.errors import UserError
 from verl_mg.megatron.core_version import main_shard
 from verl_mg.megatron.model_runner import MegatronRunner
-from verl_mg.megatron.streamed_adamw import MOMENTS, RandomAccessMemory, StreamedAdamW, dithered_to_bfloat16
+from verl_mg.megatron.streamed_adamw import MOMENTS, MomentMemory, StreamedAdamW, dithered_to_bfloat16
 from verl_mg.models.flops import NEWTON_SCHULZ_STEPS
 from verl_mg.sharding.boxes import (
     Box,
@@ -232,7 +232,7 @@ class Muon(StreamedAdamW):
         exchange: MatrixExchange,
         matrix_dtype: torch.dtype,
     ) -> None:
-        super().__init__(param_groups, False, moments_dtype, RandomAccessMemory(on_host=False))
+        super().__init__(param_groups, False, moments_dtype, MomentMemory(on_host=False))
         self._momentum, self._matrices = momentum, tuple(matrices)
         self._exchange, self._matrix_dtype = exchange, matrix_dtype
         self._of_muon = frozenset(self._matrices)

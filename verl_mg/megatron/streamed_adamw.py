@@ -20,7 +20,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,43 +31,27 @@ from verl_mg.errors import UserError
 MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's moments, named as torch names them
 
 
-class MomentMemory(Protocol):
-    """Memory in which moments are kept."""
-
-    def allocate(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns memory for one moment of a parameter.
-
-        Args:
-            like: the parameter.
-            dtype: dtype of the moment.
-        """
-        ...
-
-    def prefetch(self, values: Tensor) -> None:
-        """Starts to bring values closer that are read soon."""
-        ...
-
-
-class RandomAccessMemory:
-    """Memory of the weights' device, or of the host."""
+class MomentMemory:
+    """Memory in which moments are kept: of the weights' device, or of the host."""
 
     def __init__(self, on_host: bool) -> None:
         self._on_host = on_host
 
     def allocate(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns new memory on the device or on the host."""
+        """Returns memory for one moment of a parameter."""
         return torch.empty_like(like, dtype=dtype, device="cpu" if self._on_host else None)
 
     def prefetch(self, values: Tensor) -> None:
-        """Does nothing: the memory is as near as it can be."""
+        """Starts to bring values closer that are read soon; here they are as near as they can be."""
 
 
-class DiskMemory:
+class DiskMemory(MomentMemory):
     """File without a name on a local disk, mapped into memory: the kernel reads and writes its pages."""
 
     # It disappears with the process. Pages that do not fit the host's free memory are on the disk only.
 
     def __init__(self, folder: Path, nbytes: int, key: str) -> None:
+        super().__init__(on_host=True)
         size = nbytes + mmap.PAGESIZE
         try:
             with tempfile.TemporaryFile(dir=folder) as file:
@@ -235,7 +219,7 @@ def stream_weights(
     """Replaces the torch optimizers inside a new megatron-core optimizer by `StreamedAdamW`."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         groups = part.optimizer.param_groups
-        memory: MomentMemory = RandomAccessMemory(on_host)
+        memory = MomentMemory(on_host)
         if folder is not None:
             elements = sum(math.prod(weight.shape) for group in groups for weight in group["params"])
             memory = DiskMemory(folder, len(MOMENTS) * dtype.itemsize * elements, f"{name}.optimizer.nvme_folder")

@@ -26,9 +26,8 @@ from verl_mg.megatron.attention import PackedAttention
 from verl_mg.megatron.config_fields import TRANSFORMER, build_config, check_values, given_fields
 from verl_mg.megatron.core_version import submodules
 from verl_mg.megatron.experts import ExpertsLayer, GroupedExperts
-from verl_mg.megatron.joint_norms import JointlyNormedAttention
 from verl_mg.megatron.latent_attention import MultiLatentAttention, PackedMLA
-from verl_mg.megatron.layers import BiasedRowParallelLinear, NormedRowParallelLinear, RMSNorm
+from verl_mg.megatron.layers import BiasedRowParallelLinear, JointlyNormedAttention, NormedRowParallelLinear, RMSNorm
 from verl_mg.megatron.linear_attention import linear_attention_spec
 from verl_mg.megatron.routing import IndexRouter, RoutedLayer
 from verl_mg.megatron.sparse_attention import PackedSparseMLA, SparseLatentAttention
@@ -310,7 +309,7 @@ def _layer_spec(c: HFConfig, number: int) -> ModuleSpec:
 
 def _norms_inside_attention(c: HFConfig) -> bool:
     """Returns whether megatron-core builds norms in attention: of heads, or of the latents of latent attention."""
-    # It sums the gradients of such norms over the tensor-parallel ranks; the weights in `joint_norms` are shards.
+    # It sums the gradients of such norms over the tensor-parallel ranks; the weights of joint norms are shards.
     return (c.qk_norm and not c.joint_qk_norm) or c.latent is not None
 
 

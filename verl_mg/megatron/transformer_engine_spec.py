@@ -38,9 +38,8 @@ from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 
 from verl_mg.megatron.attention import PackedAttention
 from verl_mg.megatron.core_version import submodules
-from verl_mg.megatron.joint_norms import JointlyNormedAttention
 from verl_mg.megatron.latent_attention import LATENT_NORM_EPS, MultiLatentAttention, PackedMLA
-from verl_mg.megatron.layers import normalize_output
+from verl_mg.megatron.layers import JointlyNormedAttention, normalize_output
 from verl_mg.megatron.linear_attention import Projections, linear_attention_spec
 from verl_mg.megatron.packed_sequences import PackedSequences
 from verl_mg.megatron.routing import RoutedLayer, Router

@@ -5,7 +5,6 @@ schedule(plan, rank, dtype)  -> Schedule   pure: the messages of one rank, in bu
 execute(schedule, source, target)          fills the target's tensors in place, over a process group
 """
 
-from verl_mg.reshard.aliasing import aliased_parameters, aliases
 from verl_mg.reshard.chunking import split_into_chunks
 from verl_mg.reshard.execute import Traffic, execute
 from verl_mg.reshard.plan import Plan, RankPlan, RankTraffic, best_stride, plan
@@ -18,8 +17,6 @@ __all__ = [
     "RankTraffic",
     "Schedule",
     "Traffic",
-    "aliased_parameters",
-    "aliases",
     "best_stride",
     "execute",
     "plan",

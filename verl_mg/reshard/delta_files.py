@@ -14,8 +14,10 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -61,14 +63,21 @@ def write_changes(path: Path, changes: Iterable[tuple[Tensor, Sequence[Place]]])
     return path.stat().st_size
 
 
-class ChangesFile:
-    """The changes of one sender for one member; ValueError for a file of another format."""
-
-    def __init__(self, path: Path, member: str) -> None:
-        self._file = safe_open(path, "pt")
-        metadata = self._file.metadata() or {}
+@contextmanager
+def open_changes(path: Path, member: str) -> Iterator[ChangesFile]:
+    """Context manager: opens a file of changes for a member; ValueError for a file of another format."""
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata() or {}
         if metadata.get("format") != FORMAT:
             raise ValueError(f"{path} has the format {metadata.get('format')}, this version of verl_mg reads {FORMAT}")
+        yield ChangesFile(file, metadata, member)
+
+
+class ChangesFile:
+    """The changes of one sender for one member, in an open file."""
+
+    def __init__(self, file: Any, metadata: Mapping[str, str], member: str) -> None:
+        self._file = file
         self._places = json.loads(metadata["places"]).get(member, [])
         self.dtypes: Mapping[str, str] = json.loads(metadata["dtypes"]).get(member, {})
         """Dtypes of the member's parameters that are changed."""

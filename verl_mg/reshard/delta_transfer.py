@@ -2,7 +2,7 @@
 
 A message consists of the codes (`delta.py`) of its boxes, whose sizes are sent first. What arrives are patches of the
 target's parameters; applying them is left to whoever has these: a rank, or an engine in another process. The sender
-keeps a copy of the parameters that it has sent, in host memory by default.
+keeps a copy of the parameters that it has sent, in host memory.
 """
 
 from __future__ import annotations
@@ -34,18 +34,12 @@ class Patch:
 
 
 class SentValues:
-    """Copies of the source's parameters as they were sent last, on the host or on their device."""
+    """Copies of the source's parameters as they were sent last, in host memory."""
 
     # Copies, and not the bits that the last update has changed: XOR would need the values before it too.
 
-    def __init__(self, on_host: bool = True) -> None:
-        self._on_host = on_host
+    def __init__(self) -> None:
         self._copies: dict[str, Tensor] = {}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the copies of all parameters."""
-        return sum(copy.nbytes for copy in self._copies.values())
 
     def encode(self, parameter: str, box: Box, values: Tensor) -> Tensor:
         """Returns the changes of a box since its parameter was kept; all of its elements where it was not."""
@@ -57,14 +51,10 @@ class SentValues:
         for name in schedule.source_parameters:
             values = source[name].detach()
             if name not in self._copies:
-                place = torch.device("cpu") if self._on_host else values.device
-                pinned = place.type == "cpu" and values.is_cuda
-                self._copies[name] = torch.empty(values.shape, dtype=values.dtype, device=place, pin_memory=pinned)
+                self._copies[name] = torch.empty(
+                    values.shape, dtype=values.dtype, device="cpu", pin_memory=values.is_cuda
+                )
             self._copies[name].copy_(values)
-
-    def forget(self) -> None:
-        """Drops all copies: the next codes contain all elements."""
-        self._copies.clear()
 
 
 def transfer_changes(

@@ -57,21 +57,11 @@ class Encoding(ABC):
 
     @abstractmethod
     def scales(self, largest: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns the scales of blocks.
-
-        Args:
-            largest: largest magnitude of each block, float32.
-            dtype: dtype of the model.
-        """
+        """Returns the scales of blocks from the largest magnitude of each, float32; `dtype`: that of the model."""
 
     @abstractmethod
     def quantize(self, values: Tensor, scales: Tensor) -> Tensor:
-        """Returns values on the wire.
-
-        Args:
-            values: (rows, columns) in the dtype of the model.
-            scales: scale of each value, broadcast to its shape.
-        """
+        """Returns values (rows, columns) on the wire; `scales` are broadcast to their shape."""
 
 
 @dataclass(frozen=True)

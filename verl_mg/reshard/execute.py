@@ -216,7 +216,7 @@ def _direct(message: Message, views: list[Tensor]) -> Tensor | None:
 def _copy_box(copy: Copy, source: Tensors, target: Tensors) -> None:
     dst = _view(target, copy.target, copy.target_box)
     src = _view(source, copy.source, copy.source_box).view(dst.shape)
-    if src.data_ptr() != dst.data_ptr():  # an aliased target, see `aliasing`
+    if src.data_ptr() != dst.data_ptr():  # an aliased target
         dst.copy_(src)
 
 

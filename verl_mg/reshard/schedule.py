@@ -36,7 +36,7 @@ batches. It waits for nothing else, and completes. For gloo the same holds witho
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -119,9 +119,20 @@ class Schedule:
     @property
     def source_parameters(self) -> set[str]:
         """Source parameters that are copied or sent from."""
-        messages = (message for bucket in self.buckets for message in bucket.messages if message.outgoing)
-        sent = {segment.parameter for message in messages for segment in message.segments if not segment.forwarded}
+        sent = {segment.parameter for segment in self.segments(outgoing=True) if not segment.forwarded}
         return sent | {copy.source for copy in self.copies if not copy.from_target}
+
+    def segments(self, outgoing: bool, peer: int | None = None) -> Iterator[Segment]:
+        """Yields the boxes that are sent or received.
+
+        Args:
+            outgoing: True for those that are sent.
+            peer: only those to or from this rank; None: all.
+        """
+        for bucket in self.buckets:
+            for message in bucket.messages:
+                if message.outgoing == outgoing and peer in (None, message.peer):
+                    yield from message.segments
 
 
 def schedule(plan: Plan, rank: int, dtype: torch.dtype, bucket_bytes: int = BUCKET_BYTES) -> Schedule:

@@ -18,6 +18,11 @@ from verl_mg.reshard.schedule import Bucket, Message, Schedule, Segment
 from verl_mg.sharding.boxes import Box
 
 FORMAT = 1  # number of the format; it changes with the fields
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int32)
+}
+"""Dtypes in which weights travel, by their names in the text."""
 
 
 def pack_schedules(schedules: Sequence[Schedule]) -> bytes:
@@ -27,7 +32,7 @@ def pack_schedules(schedules: Sequence[Schedule]) -> bytes:
 
 
 def unpack_schedules(text: bytes) -> list[Schedule]:
-    """Reads the result of `pack_schedules`; ValueError for another format."""
+    """Reads the result of `pack_schedules`; ValueError for another format, and for a dtype in which nothing travels."""
     document = json.loads(zlib.decompress(text))
     if document["format"] != FORMAT:
         raise ValueError(f"schedules have format {document['format']}, this version of verl_mg reads {FORMAT}")
@@ -70,7 +75,9 @@ def _schedule(fields: dict[str, Any]) -> Schedule:
 
 def _segment(fields: Sequence[Any]) -> Segment:
     tensor, box, parameter, parameter_box, dtype, forwarded = fields
-    return Segment(tensor, _box(box), parameter, _box(parameter_box), getattr(torch, dtype), forwarded)
+    if dtype not in DTYPES:
+        raise ValueError(f"{tensor} would travel as {dtype}, this version of verl_mg reads {', '.join(DTYPES)}")
+    return Segment(tensor, _box(box), parameter, _box(parameter_box), DTYPES[dtype], forwarded)
 
 
 def _box(pairs: Sequence[Sequence[int]]) -> Box:

@@ -7,9 +7,11 @@ import difflib
 import functools
 import inspect
 import math
+import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
 from verl_mg.errors import UserError
@@ -63,7 +65,11 @@ class LoadedReward:
             raise
         # SystemExit too: a reward that calls sys.exit would end a thread, and the job would wait for its result.
         except (Exception, SystemExit) as error:
-            raise UserError(f"reward '{self.name}' raised {type(error).__name__}: {error}") from error
+            raise UserError(
+                f"reward '{self.name}' raised {type(error).__name__}: {error} ({_place_of(error)}"
+                f"prompt {samples[0].prompt[-40:]!r}, response {samples[0].response[:40]!r}"
+                f"{f' and {len(samples) - 1} more' if len(samples) > 1 else ''}). Return a number for each sample."
+            ) from error
         results = self._checked_length(result, len(samples)) if self.batched else [result]
         return [_as_reward(result, self.name) for result in results]
 
@@ -121,6 +127,15 @@ def load_reward(name: str | Callable[..., Any], options: Mapping[str, Any] | Non
             f"reward '{name}': the options are not accepted ({type(error).__name__}: {error}). Correct them."
         ) from error
     return LoadedReward(name, owner.score_many if batched else owner.score, batched=batched, owner=owner)
+
+
+def _place_of(error: BaseException) -> str:
+    """The line of the reward's file at which it failed, `mine.py:7, `; empty where the call itself failed."""
+    frames = traceback.extract_tb(error.__traceback__)
+    # Below the frames of this package is the function's; what fails may be deeper, in a library that it calls.
+    ours = max(number for number, frame in enumerate(frames) if Path(frame.filename).parent == Path(__file__).parent)
+    lines = [frame.lineno for frame in frames[ours + 1 :] if frame.filename == frames[ours + 1].filename]
+    return f"{Path(frames[ours + 1].filename).name}:{lines[-1]}, " if lines else ""
 
 
 def _without_stop_iteration(call: Callable[[], Any]) -> Any:

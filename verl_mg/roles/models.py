@@ -10,6 +10,7 @@ from verl_mg.roles.context import JobContext
 from verl_mg.roles.role import Batching, Role
 from verl_mg.roles.trainable import TrainableRole
 from verl_mg.training.token_outputs import TokenOutputs
+from verl_mg.weight_sync.transfer_plan import SourceWeights
 
 
 class Policy(Role):
@@ -27,6 +28,11 @@ class Actor(TrainableRole, Policy):
     """Policy with an optimizer."""
 
     keeps_multi_token = True  # engines use it for speculative decoding, and exports keep it
+
+    @property
+    def weights(self) -> SourceWeights:
+        """The present weights, as they are transferred to engines."""
+        return SourceWeights(self.runner, self.num_updates, self.save)
 
 
 class UnadaptedPolicy(Policy):

@@ -5,9 +5,7 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
-from verl_mg import device
 from verl_mg.checkpoint.sharded_safetensors import StoredBox
-from verl_mg.reshard import Schedule, execute, plan, schedule, split_into_chunks
 from verl_mg.reshard.routing import assign_writes
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import Actor, Policy
@@ -15,7 +13,7 @@ from verl_mg.roles.role import Batching
 from verl_mg.sharding.boxes import full_box, slices
 from verl_mg.training.runner import Runner
 from verl_mg.training.weights import WEIGHTS, stored_boxes
-from verl_mg.weight_sync.engines import CHUNK_BYTES, source_tensors, sources_of
+from verl_mg.weight_sync.transfer_plan import TransferPlan, plan_transfer
 
 
 class Reference(Policy):
@@ -29,22 +27,19 @@ class Reference(Policy):
         super().__init__(runner, batching, name, context)
         self.is_refreshed = False
         self._actor: Actor | None = None
-        self._schedules: list[Schedule] = []
+        self._plan: TransferPlan | None = None
 
     def follow(self, actor: Actor) -> None:
         """Plans the transfer of an actor's weights; all ranks call it together. UserError if it has other tensors."""
         source, target = actor.runner.shard_map(), self.runner.shard_map()
         # The shorter of both types travels: rounding to it before or after the transfer gives the same values.
         dtype = min((actor.runner.dtype, self.runner.dtype), key=lambda dtype: dtype.itemsize)
-        node = device.ranks_of_a_node(dist.get_world_size())
-        # In chunks, because merged adapters are copies, which exist for one chunk at a time.
-        for chunk in split_into_chunks(target, target.ranks, CHUNK_BYTES // dtype.itemsize):
-            self._schedules.append(schedule(plan(source, chunk, node), dist.get_rank(), dtype))
+        self._plan = plan_transfer(source, target, dtype)
         self._actor, self.is_refreshed = actor, True
 
     def refresh(self) -> None:
         """Copies the present weights of the actor, adapters merged into them; all ranks call it together."""
-        assert self._actor is not None
+        assert self._actor is not None and self._plan is not None
         self._context.executor.require_outside_block("a refresh of the reference")
         offload, runner = self._context.offload, self._actor.runner
         offload.release_engines()
@@ -52,10 +47,9 @@ class Reference(Policy):
         offload.load_exclusively(self._actor.cpu_offload, training=False)
         self.cpu_offload.to_device(training=False)
         with self._context.timer("weight_sync"):
-            parameters, wait_for = sources_of(runner)
             targets = self.runner.parameters()
-            for messages in self._schedules:
-                execute(messages, source_tensors(messages, runner, parameters), targets, wait_for=wait_for)
+            for values in self._plan.values(runner):
+                values.send(targets)
         self._forget_former_weights()
 
     def parts(self) -> Iterator[StoredBox]:

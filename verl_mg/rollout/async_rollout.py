@@ -10,16 +10,17 @@
                     waits for the call's end            ◀── no request is aborted
     checkpoint      stops the thread, aborts the samples in flight, and lets them continue
 
-`generate` submits as many groups of later calls as the bound of staleness permits, see `StalenessBound`; an evaluation
-submits none. Requests in flight continue under new weights, and each token keeps the version that generated it. The
-update waits for the evaluation, so that its samples are of one version; a restarted engine begins them again. A
-checkpoint does not interrupt agents, which cannot continue.
+`generate` submits as many groups of later calls as training needs and the bound of staleness permits, an evaluation as
+many as the bound permits, see `StalenessBound`. Requests in flight continue under new weights, and each token keeps the
+version that generated it. The update waits for the evaluation, so that its samples are of one version; a restarted
+engine begins them again. A checkpoint does not interrupt agents, which cannot continue.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -43,7 +44,7 @@ class AsyncRollout(Rollout):
     def __init__(self, engines: InFlightEngineGroup, setup: RolloutSetup, bound: StalenessBound) -> None:
         super().__init__(engines, setup)
         self._in_flight_engines, self._bound = engines, bound
-        self._num_waits = self._num_consumed = self._num_dropped = 0
+        self._num_prompts = self._num_waits = self._num_consumed = self._num_dropped = 0
         self._idle_since = time.perf_counter()
         self._queue = WorkQueue(self._store, "queue", self._sampling, is_open=True)
         self._worker.add(self._queue)
@@ -81,6 +82,13 @@ class AsyncRollout(Rollout):
         batch = self._return_groups(sorted(kept, key=lambda group: group.ids.start), idle)
         self.metrics |= filter_metrics(num_rejected, all_scores)
         return batch
+
+    def generate_for_eval(self, prompts: Sequence[Prompt], num_samples: int, **sampling: Any) -> Batch:
+        """Returns samples of an evaluation; engines work as far ahead as the bound of staleness permits meanwhile."""
+        # Training does not submit groups while it waits, and slots that the evaluation does not need would be empty.
+        if not self._is_last:
+            self._submit_ahead(self._bound.max_staleness * self._num_prompts)
+        return super().generate_for_eval(prompts, num_samples, **sampling)
 
     def update_weights(self, actor: Actor) -> None:
         """Transfers the actor's weights to the engines between two tokens of the requests in flight."""
@@ -144,16 +152,21 @@ class AsyncRollout(Rollout):
                 "the prompts of job.prompts.next_batch(n) with the same number of samples each time, or write "
                 "rollout.mode=sync."
             )
-        new, self._ahead, self._num_samples_ahead = list(prompts[len(known) :]), self._ahead[len(known) :], num_samples
+        self._ahead, self._num_samples_ahead = self._ahead[len(known) :], num_samples
+        self._append(self._groups.add(prompts[len(known) :], num_samples))
         if prompts and not self._is_last:
+            self._num_prompts = len(prompts)
             self._all_complete()
             self._bound.adapt(sum(g.state is GroupState.COMPLETE for g in self._groups.training), len(prompts))
-            # Peeked, not drawn: the recipe draws these prompts with its later calls of `next_batch`. Prompts that were
-            # submitted stay submitted, also where fewer would be now.
-            later = self._feed.peek(max(len(self._ahead), self._bound.num_ahead(len(prompts))))
-            new += later[len(self._ahead) :]
-            self._ahead = [prompt.id for prompt in later]
-        self._append(self._groups.add(new, num_samples))
+            self._submit_ahead(self._bound.num_ahead(len(prompts)))
+
+    def _submit_ahead(self, count: int) -> None:
+        """Submits prompts of later calls until there are `count` of them."""
+        # Peeked, not drawn: the recipe draws these prompts with its later calls of `next_batch`. Prompts that were
+        # submitted stay submitted, also where fewer would be now.
+        later = self._feed.peek(max(len(self._ahead), count))
+        self._append(self._groups.add(later[len(self._ahead) :], self._num_samples_ahead))
+        self._ahead = [prompt.id for prompt in later]
 
     def _append(self, groups: Sequence[Group]) -> None:
         for group in groups:

@@ -29,8 +29,8 @@ from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import Actor
 from verl_mg.rollout.engine_worker import EngineEvents, EngineRestart
 from verl_mg.rollout.work_queue import StaticShare
-from verl_mg.weight_sync.adapters import AdapterSync
-from verl_mg.weight_sync.engines import HFEngineSync, ProcessEngineSync
+from verl_mg.weight_sync.hf_module import HFEngineSync
+from verl_mg.weight_sync.ipc import ProcessEngineSync
 
 EngineWrapper = Callable[[RolloutEngine], RolloutEngine]
 """Wraps an engine, for example with turns and tools."""
@@ -113,7 +113,7 @@ class HFEngineGroup(EngineGroup):
     def update_weights(self, actor: Actor) -> dict[str, float]:
         """Transfers the weights into the modules, which share the parameters that their rank has already."""
         self.version = actor.num_updates
-        return self._sync.transfer(actor)
+        return self._sync.transfer(actor.weights)
 
 
 class ProcessEngineGroup(InFlightEngineGroup):
@@ -125,7 +125,7 @@ class ProcessEngineGroup(InFlightEngineGroup):
 
     def __init__(
         self,
-        sync: ProcessEngineSync | AdapterSync,
+        sync: ProcessEngineSync,
         inner: ProcessEngine | None,
         is_leader: Sequence[bool],
         context: JobContext,
@@ -155,7 +155,7 @@ class ProcessEngineGroup(InFlightEngineGroup):
         self.release_memory()  # the actor's weights take the memory of the cache
         self._offload.load_exclusively(actor.cpu_offload, training=False)
         self._wake(weights=True, kv=False)
-        report = self._sync.transfer(actor)
+        report = self._sync.transfer(actor.weights)
         self._offload.offload_all()
         self._wake(weights=False, kv=True)  # last: the cache takes the memory of the actor's weights
         self._is_asleep = False
@@ -216,6 +216,6 @@ class ProcessEngineGroup(InFlightEngineGroup):
         assert self._actor is not None
         self._sync.barrier()  # the engine on this rank's devices may be starting, and sizes its cache by free memory
         self._offload.load_exclusively(self._actor.cpu_offload, training=False)
-        self._sync.transfer_to_engine(self._actor, engine)
+        self._sync.transfer_to_engine(self._actor.weights, engine)
         self._offload.offload_all()
         self._wake(weights=False, kv=True)

@@ -59,6 +59,12 @@ REQUESTS_PER_POLL = 1  # requests to the store of one reading
 MAX_REQUESTS_PER_SECOND = 1000
 MAX_DEATHS = 3  # an engine that dies this often in one call ends the job
 RESTART, END = "restart", "end"  # kinds of event
+COUNTS = (
+    "tokens",
+    "deaths",
+    "busy",
+    "idle",
+)  # generated tokens; deaths of the engine; seconds with and without samples
 
 
 def poll_seconds(num_engines: int) -> float:
@@ -179,8 +185,8 @@ class EngineWorker:
         self._in_flight: dict[int, _InFlight] = {}
         self._discarded: set[int] = set()
         self._started_at = self._next_poll_at = time.monotonic()
-        self._num_deaths = self._num_deaths_of_call = self._num_tokens = 0
-        self._busy_seconds = self._idle_seconds = 0.0
+        self._num_deaths_of_call = 0
+        self._counts: dict[str, float] = dict.fromkeys(COUNTS, 0)
         self._closed = False
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
@@ -285,12 +291,9 @@ class EngineWorker:
             self._wake.set()
 
     def take_counts(self) -> dict[str, float]:
-        """Returns what the engine has done since the last call: tokens, deaths, seconds with and without samples."""
+        """Returns what the engine has done since the last call, by the names in COUNTS."""
         with self.stopped():
-            counts: dict[str, float] = {"tokens": self._num_tokens, "deaths": self._num_deaths}
-            counts |= {"busy": self._busy_seconds, "idle": self._idle_seconds}
-            self._num_deaths = self._num_tokens = 0
-            self._busy_seconds = self._idle_seconds = 0.0
+            counts, self._counts = self._counts, dict.fromkeys(COUNTS, 0)
             return counts
 
     def close(self) -> None:
@@ -317,7 +320,7 @@ class EngineWorker:
                     self._wake.wait(IDLE_SECONDS if has_work else None)
                     self._wake.clear()
                     with self._lock:
-                        self._idle_seconds += time.perf_counter() - started
+                        self._counts["idle"] += time.perf_counter() - started
         except Exception as error:
             self._error = error  # raised by the next call of the main thread
             self._events.announce_end(f"error {id(self)}")  # wakes a main thread that waits for events
@@ -331,14 +334,18 @@ class EngineWorker:
             if self._state is EngineState.BARE:
                 return False
             self._poll()
-            self._submit_resumed(engine)
+            resumed, self._resumed = self._resumed, {}
             for queue in self._queues:
-                self._submit_from(queue, engine)
+                self._submit([i for i in resumed if resumed[i] is queue], queue, engine)
+            for queue in self._queues:
+                if queue.is_open or not queue.is_done():
+                    queue_slots = engine.num_queue_slots() if queue.can_queue(self._num_engines) else 0
+                    self._submit(queue.pop(max(0, engine.num_free_slots() + queue_slots)), queue, engine)
             is_busy = bool(self._in_flight)
             if is_busy:
                 for sample in engine.collect(COLLECT_SECONDS):
                     self._store_result(sample)
-                self._busy_seconds += time.perf_counter() - started
+                self._counts["busy"] += time.perf_counter() - started
             for queue in list(self._queues):
                 if queue.is_open:
                     self._announce(queue)
@@ -359,16 +366,6 @@ class EngineWorker:
                 if not queue.is_open:
                     queue.refresh()
 
-    def _submit_resumed(self, engine: RolloutEngine) -> None:
-        resumed, self._resumed = self._resumed, {}
-        for queue in self._queues:
-            self._submit([i for i in resumed if resumed[i] is queue], queue, engine)
-
-    def _submit_from(self, queue: WorkQueue, engine: RolloutEngine) -> None:
-        if queue.is_open or not queue.is_done():
-            queue_slots = engine.num_queue_slots() if queue.can_queue(self._num_engines) else 0
-            self._submit(queue.pop(max(0, engine.num_free_slots() + queue_slots)), queue, engine)
-
     def _submit(self, samples: Collection[int], queue: WorkQueue, engine: RolloutEngine) -> None:
         requests = [self._request_of(i) for i in samples]
         for request in requests:
@@ -387,7 +384,7 @@ class EngineWorker:
             self._on_abort(sample)
             return True
         else:
-            self._num_tokens += len(sample.generated_versions)
+            self._counts["tokens"] += len(sample.generated_versions)
             self._on_sample(sample)
             queue.mark_done(sample.id)
         return False
@@ -417,7 +414,7 @@ class EngineWorker:
         """Restarts the engine; its samples are generated again as soon as it has weights."""
         if self._restart is None:
             raise error
-        self._num_deaths += 1
+        self._counts["deaths"] += 1
         self._num_deaths_of_call += 1  # a restart that fails counts too
         if self._num_deaths_of_call == MAX_DEATHS:
             raise UserError(f"rollout: the engine died {MAX_DEATHS} times in one call: {error}.") from error

@@ -1,15 +1,15 @@
 """Groups of samples: the states of a group, which groups are where, how many may be outstanding, and checkpoints.
 
-    WAITING ──▶ RUNNING ──▶ COMPLETE ──▶ SCORED ──▶ RETURNED
-       ▲           │            │           └─────▶ DROPPED    rejected by a filter
-       └───────────┤            └─────────────────▶ DROPPED    too old, with rollout.stale=drop
-                   └──────────────────────────────▶ DROPPED    not needed by its call; too old
+    WAITING ──submitted──▶ RUNNING ──last sample──▶ COMPLETE ──no filter──────────────▶ RETURNED
+       ▲                      │                        │ └────scores──▶ SCORED ──kept──▶ RETURNED
+       └──partial_rollout─────┤ not needed by its call │ too old          │ rejected
+                              └────────────────────────┴──────────────────┴───────────▶ DROPPED
 
-    WAITING    no engine has it: it is left over from a call (`partial_rollout`), or the candidate of a filtered call
-    RUNNING    in the queue of the engines
-    COMPLETE   the samples are complete; their scores are computed, and `generate` does not wait for them
-    SCORED     a filter has seen the scores of all its samples; without a filter complete groups are returned
-    RETURNED   `generate` has returned its rows; DROPPED: its samples are not needed
+    WAITING    no engine has it: it is new, or left over from a call (`partial_rollout`)
+    RUNNING    in a queue of the engines, also as the candidate of a filtered call
+    COMPLETE   the samples are complete; their scores are being computed, and `generate` does not wait for them
+    SCORED     a filter has seen the scores of all its samples
+    RETURNED   its rows were returned; DROPPED: its samples are not needed, or too old (`rollout.stale=drop`)
 
 Nothing here communicates or generates. Groups are the same on every rank, samples and scores are of this rank's engine.
 

@@ -27,9 +27,9 @@ from verl_mg.servers.pool import ServerPool
 from verl_mg.servers.pool_member import LOST_SECONDS
 from verl_mg.servers.remote_engine import RemoteEngine
 from verl_mg.sharding.model_table import ModelTable
-from verl_mg.weight_sync.folder_changes import FolderChangesSync
-from verl_mg.weight_sync.process_group import ProcessGroupSync
-from verl_mg.weight_sync.remote import SENDER, RemoteWeightSync, SharedFolderSync, gather_views
+from verl_mg.weight_sync.folder import FolderSync
+from verl_mg.weight_sync.servers import SENDER, ServerTransport, gather_views
+from verl_mg.weight_sync.shards import ProcessGroupSync
 
 # Most ranks that lead servers of `rollout.urls_file`: each leader reads the counters of the work queue repeatedly.
 MAX_LEADERS = 64
@@ -47,7 +47,7 @@ class RemoteEngineGroup(InFlightEngineGroup):
 
     def __init__(
         self,
-        sync: RemoteWeightSync,
+        sync: ServerTransport,
         pool: ServerPool | None,
         is_leader: Sequence[bool],
         context: JobContext,
@@ -111,7 +111,7 @@ class RemoteEngineGroup(InFlightEngineGroup):
         # Repeats without the servers that were lost: after a loss no server has the weights for certain. All ranks make
         # the same passes, because they have the same views and losses.
         while views:
-            result = self._sync.transfer(actor, engines, views)
+            result = self._sync.transfer(actor.weights, engines, views)
             for number in result.lost & engines.keys():
                 assert self._pool is not None
                 self._pool.lose(number, f"{engines[number].url} was lost during a weight sync")
@@ -166,13 +166,10 @@ def build_remote_engines(
     return group
 
 
-def _weight_sync(config: Config, table: ModelTable) -> RemoteWeightSync:
+def _weight_sync(config: Config, table: ModelTable) -> ServerTransport:
     rollout = config.rollout
     if rollout.weight_transfer == "disk":
-        folder = rollout.shared_folder or Path()
-        if rollout.delta:
-            return FolderChangesSync(folder, config.model.path, table)
-        return SharedFolderSync(folder, config.model.path)
+        return FolderSync(rollout.shared_folder or Path(), config.model.path, table if rollout.delta else None)
     return ProcessGroupSync(table, rollout.weight_transfer == "broadcast", rollout.wire, rollout.delta)
 
 

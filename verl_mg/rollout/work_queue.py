@@ -98,7 +98,6 @@ class WorkQueue:
         self._store, self.key, self.sampling, self.is_open = store, key, sampling, is_open
         self._num_needed, self._candidates, self._filter = num_needed, groups, score_filter
         self._grows = is_open or score_filter is not None
-        self._groups: list[Group] = []
         self._fresh: list[tuple[int, ...]] = []
         self._sizes: list[int] = []
         self._group_of: dict[int, int] = {}
@@ -121,8 +120,7 @@ class WorkQueue:
     def append(self, groups: Iterable[Group]) -> None:
         """Appends groups; ids of samples are distinct from all others."""
         for group in groups:
-            index = len(self._groups)
-            self._groups.append(group)
+            index = len(self._fresh)
             self._fresh.append(group.fresh)  # a copy: the group changes when its samples are complete
             self._sizes.append(group.num_missing)
             self._group_of |= dict.fromkeys(group.ids, index)
@@ -150,7 +148,7 @@ class WorkQueue:
     def can_queue(self, num_engines: int) -> bool:
         """Returns whether engines may pop samples before they have free slots, without others running out of work."""
         is_shared = self._share is None and not self._grows and self._has_unclaimed
-        return is_shared and self._num_claimed + num_engines < len(self._groups)
+        return is_shared and self._num_claimed + num_engines < len(self._fresh)
 
     def mark_done(self, sample: int) -> None:
         """Counts a completed sample, with a filter when it is scored; KeyError for an id that is not in the queue."""
@@ -176,7 +174,7 @@ class WorkQueue:
                 self._add_score(self._filter, sample, score)
         self._num_complete, self._num_rejected = self._read_counters("complete", "rejected")
         # The order of the candidates is fixed, so all ranks append the same groups, though not at the same time.
-        self.append(self._candidates[len(self._groups) : self._num_admitted])
+        self.append(self._candidates[len(self._fresh) : self._num_admitted])
 
     def is_done(self) -> bool:
         """Returns whether enough groups were complete at the last `refresh` or `mark_done`, on all engines together."""
@@ -199,7 +197,7 @@ class WorkQueue:
         of groups, from the first one on, that engines may start.
         """
         order = list(self._completion_order.items())
-        return {"order": order, "rejected": self._rejected, "scores": self._scores, "started": len(self._groups)}
+        return {"order": order, "rejected": self._rejected, "scores": self._scores, "started": len(self._fresh)}
 
     def forget(self, samples: Iterable[int]) -> None:
         """Removes the groups of samples that were returned or dropped from an open queue.
@@ -233,7 +231,7 @@ class WorkQueue:
         while self._claimed is None and self._has_unclaimed:
             if self._next_claim is None:
                 self._next_claim = self._add("claimed", 1) - 1
-            if self._next_claim >= len(self._groups):
+            if self._next_claim >= len(self._fresh):
                 if not self._grows:
                     self._has_unclaimed = False
                     self._drop_exhausted()
@@ -272,7 +270,7 @@ class WorkQueue:
 
     def _add_score(self, score_filter: ScoreFilter, sample: int, score: float) -> None:
         group, key = self._group_of[sample], f"{self.key}/score/"
-        ids = self._groups[group].ids
+        ids = self._candidates[group].ids
         self._used_keys.add(key + str(sample))
         # Written before it is counted: the rank that counts the last score reads all of them.
         self._store.set(key + str(sample), repr(score))

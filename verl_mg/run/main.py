@@ -28,8 +28,7 @@ def run_recipe(load: Callable[[], tuple[Recipe, Config]], learns: bool = True, r
         world.set_timeouts(config.job)
         config = with_fetched_models(config, world)
         # Imports megatron-core, which takes seconds: errors of the configuration come before it.
-        from verl_mg.run.loop import train
-        from verl_mg.run.mode import RunMode
+        from verl_mg.run.loop import RunMode, train
 
         train(recipe, config, world, RunMode(learns, replayed))
 

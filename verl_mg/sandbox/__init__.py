@@ -1,7 +1,7 @@
 """Isolation of untrusted programs, such as programs that a policy writes.
 
 run_python, command.run_command --> supervisor.run --> process namespace_jail.py --> bubblewrap or namespaces, program
-             relay.py  <------ connections to the one address that a command may reach ------
+             command.py <----- connections to the one address that a command may reach ------
 """
 
 from verl_mg.sandbox.python import Outcome, run_python, run_python_async

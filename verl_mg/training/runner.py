@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -27,6 +28,18 @@ T = TypeVar("T")
 Report = dict[str, Tensor]  # values that a loss closure reports for a micro-batch
 LossClosure = Callable[[MicroBatch[Any], Tensor], tuple[Tensor, Report]]
 """(micro-batch, output of the last stage) -> (scalar to differentiate, report)."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Passes over micro-batches, as a backend runs them."""
+
+    micro_batches: Sequence[Batch]
+    cp_sizes: Sequence[int]
+    temperature: float  # above 0
+    outputs: TokenOutputs
+    loss_closure: LossClosure
+    forward_only: bool
 
 
 class RoleGroups(Protocol):
@@ -86,26 +99,13 @@ class Runner(ABC):
         dp, cp = divmod(worker_slot, self.layout.cp)
         return self.placement.ranks[self.layout.rank_of(cp=cp, dp=dp, pp=self.layout.pp - 1)]
 
-    @property
-    def is_output_rank(self) -> bool:
-        """True on the rank that reports the outputs of its data-parallel index."""
-        return self.is_output_rank_for(self.layout.cp)
-
     def is_output_rank_for(self, cp_size: int) -> bool:
         """Returns whether this rank reports the outputs of a micro-batch that it shares with `cp_size` cp ranks."""
         at = self.coordinates
         return at is not None and at.tp == 0 and at.pp == self.layout.pp - 1 and at.cp % cp_size == 0
 
     def select_outputs(self, reports: Sequence[T], cp_sizes: Sequence[int] | None = None) -> list[T | None]:
-        """Selects the reports of `run` that this rank is the output rank of.
-
-        Args:
-            reports: one for each micro-batch; empty except on the last pipeline stage.
-            cp_sizes: number of context-parallel ranks that share each micro-batch; None for all of them.
-
-        Returns:
-            For each report, the report itself or None.
-        """
+        """Replaces the reports of `run` that other ranks return by None; of no reports there are none."""
         cp_sizes = cp_sizes or [self.layout.cp] * len(reports)
         return [
             report if self.is_output_rank_for(cp_size) else None
@@ -122,16 +122,9 @@ class Runner(ABC):
     ) -> list[tuple[Tensor, Tensor] | None]:
         """Computes log-probs or values of the scored tokens, or other outputs of them, without gradients.
 
-        Args:
-            micro_batches: rows of each micro-batch.
-            temperature: sampling temperature; 0 is greedy sampling.
-            cp_sizes: number of context-parallel ranks that share each micro-batch; None for all of them.
-            outputs: what a language model computes.
-
-        Returns:
-            For each micro-batch that this rank is the output rank of, (n,) int64 indices in its token columns and
-            (n, lines) float32 outputs, (n,) of a single line, both on the CPU; None for the others; [] on ranks without
-            reports.
+        For each micro-batch that this rank is the output rank of there are (n,) int64 indices in its token columns and
+        (n, lines) float32 outputs, (n,) of a single line, both on the CPU; None for the others; [] on ranks without
+        reports. Arguments as of `run`.
         """
 
         def report(micro: MicroBatch[Any], output: Tensor) -> tuple[Tensor, Report]:
@@ -156,42 +149,28 @@ class Runner(ABC):
         cp_sizes: Sequence[int] | None = None,
         outputs: TokenOutputs = EVERYTHING,
     ) -> list[Report]:
-        """Runs the model over micro-batches; all ranks of the placement call it.
+        """Runs the model over micro-batches, which have the columns of this rank's stage, see `pack_rows`.
 
-        Args:
-            micro_batches: rows of each micro-batch, with the columns of this rank's stage, see `pack_rows`.
-            temperature: sampling temperature; 0 is greedy sampling.
-            loss_closure: called on the last stage with each micro-batch and its output.
-            forward_only: whether to leave out the backward pass.
-            cp_sizes: number of context-parallel ranks that share each micro-batch; None for all of them.
-            outputs: what a language model computes.
-
-        Returns:
-            The reports of the loss closure in order; [] except on the last stage.
+        All ranks of the placement call it. Returns the reports of the loss closure in order; [] except on the last
+        stage, where it is called with each micro-batch and its output. `cp_sizes`: number of context-parallel ranks
+        that share each micro-batch; None for all of them.
         """
         if not self.is_member:
             return []
         # Temperature 0 is greedy sampling: its log-probs are of the unscaled distribution.
         scale = temperature if temperature > 0 else 1.0
+        cp_sizes = cp_sizes or [self.layout.cp] * len(micro_batches)
         with self.timer("forward" if forward_only else "update"):
-            return self._run(micro_batches, scale, loss_closure, forward_only, cp_sizes, outputs)
+            return self._run(Pass(micro_batches, cp_sizes, scale, outputs, loss_closure, forward_only))
 
     @abstractmethod
-    def _run(
-        self,
-        micro_batches: Sequence[Batch],
-        temperature: float,
-        loss_closure: LossClosure,
-        forward_only: bool,
-        cp_sizes: Sequence[int] | None,
-        outputs: TokenOutputs,
-    ) -> list[Report]:
-        """Runs the model as `run`, on a member; the temperature is above 0."""
+    def _run(self, work: Pass) -> list[Report]:
+        """Runs the model as `run`, on a member."""
 
     @property
-    @abstractmethod
     def can_share_prefixes(self) -> bool:
-        """Whether the first tokens that rows share can be computed once."""
+        """Whether the first tokens that rows share can be computed once; otherwise every row is computed whole."""
+        return False
 
     @property
     @abstractmethod
@@ -208,9 +187,7 @@ class Runner(ABC):
     def parameters(self, complete: bool = True) -> dict[str, Tensor]:
         """Returns this rank's parameters by their names in the shard map; {} outside the placement.
 
-        Args:
-            complete: wait until all have the values of the last update. Otherwise the caller waits for each, see
-                `wait_for`.
+        With `complete` all have the values of the last update. Otherwise the caller waits for each, see `wait_for`.
         """
 
     @abstractmethod
@@ -226,9 +203,10 @@ class Runner(ABC):
     def served_parameters(self) -> Mapping[str, Tensor]:
         """Returns the parameters as engines receive them, in `dtype`; `computed_parameters` are computed on access."""
 
-    @abstractmethod
     def adapters(self) -> Mapping[str, Tensor]:
         """Returns what is trained in place of the weights: adapters and a value head; {} without LoRA."""
+        self.wait_for()
+        return self.lora.parameters if self.lora else {}
 
     @abstractmethod
     def written_adapters(self) -> Iterator[tuple[str, Box, Tensor]]:
@@ -242,9 +220,9 @@ class Runner(ABC):
     def trained(self) -> Mapping[str, Tensor]:
         """Returns the trained parameters of this rank, or the adapters that are trained instead."""
 
-    @abstractmethod
     def trained_shards(self) -> Mapping[str, Shard]:
         """Returns the shards of `trained`, in tensors of the checkpoint or of PEFT's file."""
+        return self.lora.shards if self.lora else self.shard_map().shards(dist.get_rank())
 
     # -- memory
 

@@ -172,12 +172,7 @@ class Trainer(ABC):
         )
 
     def load(self, fill: Callable[[StoredBox], None], counters: TrainerCounters) -> None:
-        """Restores a state that was written under any layout, by any backend.
-
-        Args:
-            fill: writes the stored values of a box into its tensor.
-            counters: counters of the stored state.
-        """
+        """Restores a state that was written under any layout, by any backend; `fill` writes the values of a box."""
         # First the older state, which the snapshot copies from the model; the current one then replaces it there.
         if self._last_good is not None and counters.last_good is not None:
             self._fill(fill, LAST_GOOD, *counters.last_good)

@@ -1,7 +1,9 @@
 """Weight sync from every rank of the job straight into the ranks of SGLang servers outside the job.
 
+Servers that cannot receive shards receive broadcasts (`ProcessGroupSync`).
+
 The ranks of the servers are further ranks of one plan, after the ranks of the job. Each rank of the job computes its
-own schedule and the schedules of some ranks of servers, which it puts into a store; `rollout.sglang.shard_receiver`
+own schedule and the schedules of some ranks of servers, which it puts into a store; `engines.sglang.shard_receiver`
 executes them at the other end. Servers on one host count as a node, into which a byte is sent once.
 
     ranks of the job                              store of rank 0              ranks of servers
@@ -18,13 +20,12 @@ The group stays until servers come, go or restart.
 
 from __future__ import annotations
 
-import json
 import logging
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
 from urllib.parse import urlsplit
@@ -34,21 +35,18 @@ from torch.distributed import TCPStore
 
 from verl_mg import device
 from verl_mg.distributed.collectives import all_gather_json, sum_over_ranks
-from verl_mg.distributed.outside_group import (
-    Rendezvous,
-    all_true,
-    connect_all,
-    connect_store,
-    join_outside_group,
-    local_address,
-)
+from verl_mg.distributed.outside_group import all_true, connect_all, connect_store, join_outside_group
+from verl_mg.engines.engine_options import EngineCase
+from verl_mg.engines.kinds import SGLANG
 from verl_mg.engines.sglang.shard_receiver import (
     ARRIVAL_POLL_SECONDS,
     GO_KEY,
     GROUP_SECONDS,
+    RECEIVER,
     AbortWatch,
     Report,
     ShardRequest,
+    Task,
     abort_key,
     arrival_key,
     report_key,
@@ -56,78 +54,144 @@ from verl_mg.engines.sglang.shard_receiver import (
 )
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement
-from verl_mg.reshard import Schedule, execute, plan, schedule, split_into_chunks
-from verl_mg.reshard.delta_transfer import SentValues, transfer_changes
-from verl_mg.reshard.encode import Encoder, encoded_maps
+from verl_mg.reshard.delta_transfer import SentValues
+from verl_mg.reshard.encode import check_engine_blocks
 from verl_mg.reshard.encoding import Wire, encoding_of
-from verl_mg.reshard.schedule_json import pack_schedules
-from verl_mg.servers.remote_engine import RemoteEngine
-from verl_mg.sharding.boxes import Box
 from verl_mg.sharding.model_table import ModelTable
-from verl_mg.sharding.shard_map import JoinedShardMap, ShardMap
-from verl_mg.weight_sync.broadcast import no_connection
-from verl_mg.weight_sync.engines import SourceChunk, chunk_sources
-from verl_mg.weight_sync.policy import Policy
-from verl_mg.weight_sync.remote import SENDER, ServerView, SyncResult, wait_for_servers
+from verl_mg.training.runner import Runner
+from verl_mg.weight_sync.broadcast import BroadcastSync
+from verl_mg.weight_sync.servers import (
+    SENDER,
+    Engines,
+    Meeting,
+    Servers,
+    ServerView,
+    SyncResult,
+    no_connection,
+    wait_for_servers,
+)
+from verl_mg.weight_sync.transfer_plan import SourceWeights, TransferPlan, plan_to_engines, wire_dtypes
 
-CHUNK_BYTES = 2**30
-"""Bytes that a rank of a server receives in one schedule: adapters are merged for one schedule at a time."""
 TIMEOUT = timedelta(seconds=GROUP_SECONDS)
 NUM_PLANS = 4
 """Plans that are kept: when servers come and go, the remaining ones are often the same as before."""
 
 log = logging.getLogger(__name__)
 
-Shape = tuple[tuple[int, str], ...]
-"""(first rank, layout) of each server in a plan."""
+
+class ProcessGroupSync:
+    """Transfer over process groups, by the way that each server supports.
+
+    `broadcast_to_all` broadcasts also to servers that could receive shards. Quantized weights (`wire`) and changes
+    (`delta`) are sent only as shards.
+    """
+
+    def __init__(
+        self, table: ModelTable, broadcast_to_all: bool = False, wire: Wire = "cast", delta: bool = False
+    ) -> None:
+        self._table, self._broadcast_to_all, self._wire = table, broadcast_to_all, wire
+        self._shards_only = delta or wire != "cast"
+        self._shards, self._broadcast = ShardSync(table, wire, delta), BroadcastSync()
+        self._warned: set[str] = set()
+
+    def transfer(self, weights: SourceWeights, engines: Engines, servers: Servers) -> SyncResult:
+        """Implements `ServerTransport.transfer`; UserError if a server needs shards and cannot receive them."""
+        obstacles = {view.number: self._obstacle(view) for view in servers}
+        receiving = [view for view in servers if not obstacles[view.number]]
+        others = [view for view in servers if obstacles[view.number]]
+        if others and self._shards_only:
+            raise UserError(
+                f"{others[0].url}: {obstacles[others[0].number]}; with rollout.wire and rollout.delta servers receive "
+                "only shards. Start it otherwise, or leave both out."
+            )
+        metrics: Counter[str] = Counter()
+        if receiving:
+            result = self._shards.transfer(weights, engines, receiving)
+            if result.lost:  # the caller repeats the transfer without them
+                return result
+            metrics.update(result.metrics)
+        if others:
+            result = self._broadcast.transfer(weights, engines, others)
+            metrics.update(result.metrics)
+            # Shards were configured, and a broadcast costs many times the bytes.
+            if not self._broadcast_to_all and dist.get_rank() == SENDER:
+                self._warn(others, obstacles, result.metrics)
+        return SyncResult(dict(metrics))
+
+    def _obstacle(self, view: ServerView) -> str:
+        """Returns why a server receives the whole model; empty where its ranks receive their shards."""
+        if self._broadcast_to_all:
+            return "rollout.weight_transfer=broadcast"
+        return view.shard_obstacle or table_obstacle(self._table, EngineLayout.parse(view.layout), self._wire)
+
+    def _warn(self, views: Sequence[ServerView], obstacles: Mapping[int, str], metrics: Mapping[str, float]) -> None:
+        new = [view for view in views if view.url not in self._warned]
+        self._warned |= {view.url for view in new}
+        if new:
+            received, needed = metrics["weight_sync/bytes_received"], metrics["weight_sync/bytes_lower_bound"]
+            log.warning(
+                "%s: %s. Each rank of %d servers receives the whole model through one rank: %.3g GB per update instead "
+                "of about %.3g GB. Start servers with --custom-weight-loader %s where verl_mg can be imported.",
+                new[0].url, obstacles[new[0].number], len(views), received / 1e9, needed / 1e9, RECEIVER,
+            )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _Planned:
-    """A plan as this rank takes part in it."""
-
-    chunks: Sequence[SourceChunk]
-    packed: Mapping[int, bytes]
-    """Schedules of some ranks of servers; all ranks of the job together have all of them."""
-    padding: Mapping[int, Mapping[str, Sequence[Box]]]
-    """Boxes of their parameters that are padding, which no rank sends."""
-    dtypes: Mapping[int, Mapping[str, str]]
-    """Dtypes of their parameters."""
-    lower_bound: int
-    """The fewest bytes that these ranks of servers can receive."""
+def table_obstacle(table: ModelTable, layout: EngineLayout, wire: Wire = "cast") -> str:
+    """Returns why the shards of a server of some layout are not known; empty where they are."""
+    try:
+        SGLANG.check_layout(EngineCase(table, layout))
+        if encoding := encoding_of(wire):
+            shards = table.shard_map_engine(EnginePlacement(layout, tuple(range(layout.ranks))))
+            check_engine_blocks(table, shards, encoding, shards.ranks)
+    except UserError as error:
+        return str(error).rstrip(".")
+    return ""
 
 
 @dataclass
 class _Session:
     """A process group of the job and some servers, used until other servers take part."""
 
-    members: list[tuple[int, str]]
-    """Number and start of each server."""
-    rendezvous: Rendezvous | None
-    """On the rank that has the store."""
+    meeting: Meeting
     store: TCPStore
-    backend: str
-    request: ShardRequest
-    """Request to a server, without its first rank and the number of the transfer."""
-    everyone: Sequence[int]
-    """Ranks of the job and of all servers."""
     ranks: Mapping[int, range]
-    planned: _Planned
+    """Ranks of each server."""
+    plan: TransferPlan
     group: dist.ProcessGroup | None = None
     """The group, once all have joined."""
-    num_transfers: int = 0
+    number: int = 0
+    """Number of the current transfer."""
     sent: list[SentValues] = field(default_factory=list)
     """Copies of the values that this rank has sent, for each chunk; empty without `rollout.delta`."""
-    holds: Policy | None = None
-    """The actor whose copied weights all servers have."""
+    holds: Runner | None = None
+    """The runner whose copied weights all servers have."""
 
-    def request_to(self, server: int) -> ShardRequest:
-        """Returns the request to a server in the current transfer."""
-        where = self.request
-        return ShardRequest(
-            address=where.address, port=where.port, group=where.group,
-            first_rank=self.ranks[server].start, number=self.num_transfers, changes=where.changes,
-        )  # fmt: skip
+    @property
+    def everyone(self) -> list[int]:
+        """Ranks of the job and of all servers."""
+        return [*range(dist.get_world_size()), *(rank for ranks in self.ranks.values() for rank in ranks)]
+
+    def has_arrived(self, server: int, update: Future[None]) -> bool:
+        """Waits until all ranks of a server are about to join the group; False if its update ends before."""
+        # Polls both: a server that fails before it arrives sets no key.
+        keys = [arrival_key(rank) for rank in self.ranks[server]]
+        while not self.store.check(keys):
+            if update.done():
+                return False
+            time.sleep(ARRIVAL_POLL_SECONDS)
+        return True
+
+    def take_report(self, rank: int) -> Report:
+        """Returns the report of a rank of a server about the current transfer."""
+        key = report_key(self.number, rank)
+        report = Report.parse(self.store.get(key))
+        self.store.delete_key(key)
+        return report
+
+    def abort(self, after: Future[None] | None = None) -> None:
+        """Announces to all members that the transfer cannot be completed; `after` an update, only if it has failed."""
+        if after is None or after.exception() is not None:
+            self.store.set(abort_key(self.number), "")
 
 
 class ShardSync:
@@ -136,51 +200,61 @@ class ShardSync:
     # With `delta` only elements are sent that have changed since the last transfer to the same servers.
 
     def __init__(self, table: ModelTable, wire: Wire = "cast", delta: bool = False) -> None:
-        self._table, self._encoding, self._delta = table, encoding_of(wire), delta
+        self._table, self._wire, self._delta = table, wire, delta
         self._session: _Session | None = None
         self._planned = lru_cache(NUM_PLANS)(self._plan)
 
-    def transfer(self, actor: Policy, engines: Mapping[int, RemoteEngine], servers: Sequence[ServerView]) -> SyncResult:
-        """Transfers the actor's weights to some servers; UserError if a running server has not received its shards."""
+    def transfer(self, weights: SourceWeights, engines: Engines, servers: Servers) -> SyncResult:
+        """Implements `ServerTransport.transfer`; UserError if a running server has not received its shards."""
         started = time.perf_counter()
-        session = self._open(actor, servers)
-        session.num_transfers += 1
-        session.request = replace(session.request, changes=self._delta and session.holds is actor)
+        session = self._open(weights.runner, servers)
+        session.number += 1
+        changes = self._delta and session.holds is weights.runner
         session.holds = None  # until the transfer has succeeded
-        updates = {
-            view: engines[view.number].update_shards(session.request_to(view.number), actor.num_updates)
-            for view in servers
-            if view.number in engines
-        }
-        # A server that refuses or dies sends nothing more, and others would wait for it in the group.
-        for update in updates.values():
-            update.add_done_callback(lambda done: _abort_after_failure(session, done))
-        error, moved = "", {"weight_sync/bytes_sent": 0}
+        meeting = session.meeting
+        updates: dict[ServerView, Future[None]] = {}
+        for view in servers:
+            if view.number in engines:
+                request = ShardRequest(
+                    address=meeting.address, port=meeting.port, group=meeting.name,
+                    first_rank=session.ranks[view.number].start, number=session.number, changes=changes,
+                )  # fmt: skip
+                updates[view] = engines[view.number].update_shards(request, weights.version)
+                # A server that refuses or dies sends nothing more, and others would wait for it in the group.
+                updates[view].add_done_callback(session.abort)
+        error, sent = "", 0
         try:
             if self._join(session, updates):
-                moved["weight_sync/bytes_sent"] = self._send(session, actor)
+                sent = self._send(session, weights.runner, changes)
         except (RuntimeError, UserError) as failure:
             error = f"{type(failure).__name__}: {failure}"
-            _abort(session)
-        reports, problems, lost = self._collect(session, updates)
-        moved["weight_sync/bytes_sent"] += sum(report.bytes_sent for report in reports)
-        moved["weight_sync/bytes_received"] = sum(report.bytes_received for report in reports)
-        moved["weight_sync/bytes_lower_bound"] = session.planned.lower_bound
-        outcome = all_gather_json({"error": error, "problems": problems, "lost": lost})
+            session.abort()
+        done, problems, lost = wait_for_servers(updates)
+        reports = {rank: session.take_report(rank) for view in done for rank in session.ranks[view.number]}
+        problems += [
+            f"{view.url}: {text}" for view in done for rank in session.ranks[view.number]
+            if (text := reports[rank].error)
+        ]  # fmt: skip
+        moved = {
+            "weight_sync/bytes_sent": sent + sum(report.bytes_sent for report in reports.values()),
+            "weight_sync/bytes_received": sum(report.bytes_received for report in reports.values()),
+            "weight_sync/bytes_lower_bound": session.plan.lower_bound,
+        }
+        outcome = all_gather_json({"failures": problems, "error": error, "lost": lost})
         all_lost = frozenset(number for rank in outcome for number in rank["lost"])
-        refused = [text for rank in outcome for text in rank["problems"]]
-        broken = [rank["error"] for rank in outcome if rank["error"]]
-        if all_lost or refused or broken:
+        refused = [text for rank in outcome for text in rank["failures"]]
+        failures = refused + [rank["error"] for rank in outcome if rank["error"]]
+        if all_lost or failures:
             self._close()  # a group with a missing member cannot be used again
-        if not all_lost and (refused or broken):
+        if failures and not all_lost:
             raise UserError(
-                "rollout.weight_transfer=shards: the servers have not received the weights "
-                f"({(refused or broken)[0]}). See the servers' logs, or write rollout.weight_transfer=broadcast."
+                f"rollout.weight_transfer=shards: the servers have not received the weights ({failures[0]}). See the "
+                "servers' logs, or write rollout.weight_transfer=broadcast."
             )
         if not all_lost:
-            session.holds = actor
+            session.holds = weights.runner
             for view in updates:
-                engines[view.number].confirm(actor.num_updates)
+                engines[view.number].confirm(weights.version)
         seconds = {"time/weight_sync": time.perf_counter() - started}
         return SyncResult(sum_over_ranks([moved]) | seconds, all_lost)
 
@@ -191,83 +265,69 @@ class ShardSync:
         if session.group is not None:
             return True
         # Joining waits for all members, so every rank of every server must have arrived first.
-        arrived = all([_has_arrived(session, view.number, update) for view, update in updates.items()])
+        arrived = all([session.has_arrived(view.number, update) for view, update in updates.items()])
         if not all(all_gather_json(arrived)):
-            _abort(session)
+            session.abort()
             return False
         session.store.set(GO_KEY, "")
+        meeting = session.meeting
         session.group = join_outside_group(
-            session.store, session.request.group, dist.get_rank(), session.everyone, session.backend, TIMEOUT
+            session.store, meeting.name, dist.get_rank(), session.everyone, meeting.backend, TIMEOUT
         )
         try:
             connect_all(session.group, device.current_device())
         except dist.DistBackendError as error:
-            if session.backend == "nccl":
+            if meeting.backend == "nccl":
                 raise no_connection(error) from None
             raise
         return True
 
-    def _send(self, session: _Session, actor: Policy) -> int:
+    def _send(self, session: _Session, runner: Runner, changes: bool) -> int:
         """Sends the boxes of this rank; returns their bytes."""
-        group, sent = session.group, 0
+        group, sent, plan = session.group, 0, session.plan
         assert group is not None
-        with AbortWatch(session.store, session.num_transfers, group):
-            if session.request.changes:
-                for number, (chunk, tensors, wait_for) in enumerate(chunk_sources(actor, session.planned.chunks)):
-                    copies = session.sent[number]
-                    sent += transfer_changes(chunk.schedule, tensors, copies, group, wait_for)[1].bytes_sent
+        with AbortWatch(session.store, session.number, group):
+            if changes:
+                for values, copies in zip(plan.values(runner), session.sent, strict=True):
+                    sent += values.send_changes(copies, group)[1].bytes_sent
                 if all_true(group, True, device.current_device()):
                     return sent
                 log.warning("rollout: the weights of a server differ from those that were sent; all are sent again")
-            session.sent = [SentValues() for _ in session.planned.chunks] if self._delta else []
-            for number, (chunk, tensors, wait_for) in enumerate(chunk_sources(actor, session.planned.chunks)):
-                sent += execute(chunk.schedule, tensors, {}, group, wait_for).bytes_sent
+            session.sent = [SentValues() for _ in plan.chunks] if self._delta else []
+            for number, values in enumerate(plan.values(runner)):
+                sent += values.send({}, group).bytes_sent
                 if self._delta:
-                    session.sent[number].keep(chunk.schedule, tensors)
+                    values.keep(session.sent[number])
         return sent
-
-    def _collect(
-        self, session: _Session, updates: Mapping[ServerView, Future[None]]
-    ) -> tuple[list[Report], list[str], list[int]]:
-        """Waits for this rank's servers; returns reports of their ranks, problems, and the servers that were lost."""
-        reports: list[Report] = []
-        done, problems, lost = wait_for_servers(updates)
-        for view in done:
-            for rank in session.ranks[view.number]:
-                key = report_key(session.num_transfers, rank)
-                report = Report.parse(session.store.get(key))
-                session.store.delete_key(key)
-                reports.append(report)
-                if report.error:
-                    problems.append(f"{view.url}: {report.error}")
-        return reports, problems, lost
 
     # -- the group
 
-    def _open(self, actor: Policy, servers: Sequence[ServerView]) -> _Session:
+    def _open(self, runner: Runner, servers: Servers) -> _Session:
         """Returns the session of these servers: the last one, unless others took part or one was restarted."""
-        members = [(view.number, view.start) for view in servers]
-        if self._session and self._session.members == members:
+        if self._session and self._session.meeting.is_of(servers):
             return self._session
         self._close()
-        rank, world_size = dist.get_rank(), dist.get_world_size()
+        world_size = dist.get_world_size()
+        meeting = Meeting.arrange(servers, TIMEOUT)
+        there = meeting.rendezvous
+        store = there.store if there else connect_store(meeting.address, meeting.port, TIMEOUT)
         ranks = _place(servers, world_size, device.ranks_of_a_node(world_size))
-        rendezvous = Rendezvous(local_address([view.url for view in servers]), TIMEOUT) if rank == SENDER else None
-        where = [rendezvous.name, rendezvous.address, rendezvous.port] if rendezvous else []
-        name, address, port = all_gather_json(where)[SENDER]
-        store = rendezvous.store if rendezvous else connect_store(address, port, TIMEOUT)
-        backend = "nccl" if device.current_device().type == "cuda" else "gloo"
-        everyone = [*range(world_size), *(member for some in ranks.values() for member in some)]
-        planned = self._planned(actor, tuple((ranks[view.number].start, view.layout) for view in servers))
-        for member, packed in planned.packed.items():
-            described = {
-                "ranks": everyone, "backend": backend, "padding": planned.padding[member],
-                "dtypes": planned.dtypes[member], "exact": self._delta or self._encoding is not None,
-            }  # fmt: skip
-            _set_bytes(store, schedule_key(member), json.dumps(described).encode() + b"\n" + packed)
-        request = ShardRequest(address=address, port=port, group=name, first_rank=0, number=0)
-        self._session = _Session(members, rendezvous, store, backend, request, everyone, ranks, planned)
-        return self._session
+        plan = self._planned(runner, tuple((ranks[view.number].start, view.layout) for view in servers))
+        session = self._session = _Session(meeting, store, ranks, plan)
+        # Schedules are computed in the job, so that servers need no tables; its ranks share the work.
+        for member in plan.lower_bounds:
+            shards = plan.target.shards(member)
+            dtypes = wire_dtypes(shards, plan.target.tensors, runner.dtype)
+            task = Task(
+                ranks=session.everyone,
+                backend=meeting.backend,
+                padding={name: shard.padding for name, shard in shards.items() if shard.padding},
+                dtypes={name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()},
+                exact=self._delta or self._wire != "cast",
+                schedules=[chunk.received[member] for chunk in plan.chunks],
+            )
+            store.set(schedule_key(member), task.pack())  # type: ignore[arg-type]  # torch's annotation knows only text
+        return session
 
     def _close(self) -> None:
         """Leaves the group; servers leave theirs when they are asked to join another one."""
@@ -276,55 +336,18 @@ class ShardSync:
             session.group.abort()  # NCCL would wait for servers that are gone
             dist.destroy_process_group(session.group)
 
-    # -- the plan
-
-    def _plan(self, actor: Policy, shape: Shape) -> _Planned:
-        rank, world_size, dtype = dist.get_rank(), dist.get_world_size(), actor.runner.dtype
-        target, first = self._target(shape)
-        source = actor.runner.shard_map()
-        maps = encoded_maps(self._table, source, target, self._encoding) if self._encoding else None
-        target, together = (maps.target, maps.keep_together) if maps else (target, ())
-        node = device.ranks_of_a_node(world_size)
-        # Schedules are computed in the job, so that servers need no tables; its ranks share the work.
-        receivers = target.ranks[rank::world_size]
-        mine: list[SourceChunk] = []
-        theirs: dict[int, list[Schedule]] = defaultdict(list)
-        lower_bound = 0
-        for chunk in split_into_chunks(target, first, CHUNK_BYTES // dtype.itemsize, together):
-            part = maps.source.part(list(chunk.tensors)) if maps else None
-            moves = plan(part or source, chunk, node)
-            messages = schedule(moves, rank, dtype)
-            mine.append(SourceChunk(schedule=messages, encoder=Encoder(part, messages, dtype) if part else None))
-            for member in receivers:
-                theirs[member].append(schedule(moves, member, dtype))
-                lower_bound += moves.lower_bound(member, dtype.itemsize)
-        padding = {
-            member: {name: shard.padding for name, shard in target.shards(member).items() if shard.padding}
-            for member in receivers
-        }
-        dtypes = {
-            member: {
-                name: str(target.tensors[shard.pieces[0].tensor].wire_dtype(dtype)).removeprefix("torch.")
-                for name, shard in target.shards(member).items()
-                if shard.pieces
-            }
-            for member in receivers
-        }
-        packed = {member: pack_schedules(parts) for member, parts in theirs.items()}
-        return _Planned(mine, packed, padding, dtypes, lower_bound)
-
-    def _target(self, shape: Shape) -> tuple[ShardMap, list[int]]:
-        """Returns the shard map of all servers, and the ranks of the first server of each layout."""
+    def _plan(self, runner: Runner, servers: Sequence[tuple[int, str]]) -> TransferPlan:
+        """Plans for servers, each by its first rank and layout."""
         by_layout: dict[str, list[int]] = defaultdict(list)
-        for start, layout in shape:
+        for start, layout in servers:
             by_layout[layout] += range(start, start + EngineLayout.parse(layout).ranks)
         placements = [EnginePlacement(EngineLayout.parse(text), tuple(ranks)) for text, ranks in by_layout.items()]
-        maps = [self._table.shard_map_engine(placement) for placement in placements]
-        first = [rank for placement in placements for rank in placement.ranks[: placement.layout.ranks]]
-        return (maps[0] if len(maps) == 1 else JoinedShardMap(maps)), first
+        members = sorted(rank for placement in placements for rank in placement.ranks)
+        mine = members[dist.get_rank() :: dist.get_world_size()]
+        return plan_to_engines(runner, self._table, placements, self._wire, receivers=mine)
 
 
-def _place(servers: Sequence[ServerView], world_size: int, node: int) -> dict[int, range]:
+def _place(servers: Servers, world_size: int, node: int) -> dict[int, range]:
     """Returns the ranks of each server in the plan, after the ranks of the job; servers of one host begin a node."""
     # A job of 4 ranks, 8 ranks a node; servers 0 and 1 on host a and 2 on host b, of 2 ranks each, get the ranks 8-9,
     # 10-11 and 16-17. The numbers in between are unused.
@@ -338,28 +361,3 @@ def _place(servers: Sequence[ServerView], world_size: int, node: int) -> dict[in
             ranks[view.number] = range(end, end + view.ranks)
             end += view.ranks
     return {view.number: ranks[view.number] for view in servers}
-
-
-def _has_arrived(session: _Session, server: int, update: Future[None]) -> bool:
-    """Waits until all ranks of a server are about to join the group; False if its update ends before."""
-    # Polls both: a server that fails before it arrives sets no key.
-    keys = [arrival_key(rank) for rank in session.ranks[server]]
-    while not session.store.check(keys):
-        if update.done():
-            return False
-        time.sleep(ARRIVAL_POLL_SECONDS)
-    return True
-
-
-def _abort_after_failure(session: _Session, update: Future[None]) -> None:
-    if update.exception() is not None:
-        _abort(session)
-
-
-def _abort(session: _Session) -> None:
-    """Announces to all members that the transfer cannot be completed."""
-    session.store.set(abort_key(session.num_transfers), "")
-
-
-def _set_bytes(store: TCPStore, key: str, value: bytes) -> None:
-    store.set(key, value)  # type: ignore[arg-type]  # torch's annotation knows only text

@@ -248,7 +248,7 @@ def test_state_earlier_calls_are_repeated_in_order(start: Start) -> None:
 
 
 def test_documented_class_has_an_account_for_each_sample(tmp_path: Path, start: Start) -> None:
-    page = (ROOT / "docs" / "tools.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "agent_tools.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"^```python ledger.py\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     (tmp_path / "ledger.py").write_text(code)
     runner = start(load_tools([f"{tmp_path}/ledger.py:Ledger"]))

@@ -18,10 +18,10 @@ def begin(answer: Connection) -> None:
 
 
 def imported(answer: Connection) -> None:
+    import sglang.srt.entrypoints.engine
+    import sglang.srt.managers.scheduler
     import sglang.srt.model_executor.model_runner  # noqa: F401
     from torch_memory_saver import torch_memory_saver
-
-    import verl_mg.engines.sglang.scheduler  # noqa: F401
 
     answer.send({"packages": _packages(), "memory_saver": torch_memory_saver._impl_ctor_kwargs})
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from verl_mg.engines import engine_host
-from verl_mg.engines.sglang.arguments import host
+from verl_mg.engines.sglang import host
 from verl_mg.engines.sglang.weight_loader import load_chunk
 
 LOADER = "tests.engines.sglang.probes.check_and_load"

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from verl_mg.engines.sglang.unloaded_model import unloaded_model
+from verl_mg.engines.sglang.internals import unloaded_model
 from verl_mg.engines.sglang.weight_loader import as_loaded, restore_shapes
 from verl_mg.engines.tracing.position_codes import PositionCodes
 from verl_mg.engines.tracing.trace_rank import _traced

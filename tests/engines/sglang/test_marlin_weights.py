@@ -7,7 +7,7 @@ import torch
 
 from tests.helpers.traces import needs_sglang
 from verl_mg.engines.sglang.arguments import QUANTIZATIONS
-from verl_mg.engines.sglang.weight_loader import keep_order, marlin_layers, write_marlin
+from verl_mg.engines.sglang.internals import keep_order, marlin_layers, write_marlin
 
 pytestmark = needs_sglang
 ROWS, COLUMNS = (128, 64, 64), 256

@@ -13,8 +13,8 @@ import pytest
 from tests.helpers import warm_start
 from tests.helpers.traces import needs_sglang
 from verl_mg.engines.engine_host import HIDDEN, hide_training_packages
+from verl_mg.engines.kinds import SGLANG
 from verl_mg.engines.sglang.arguments import ON_CPU
-from verl_mg.engines.sglang.engine import HOST
 
 pytestmark = needs_sglang
 
@@ -22,7 +22,7 @@ pytestmark = needs_sglang
 def probe(python: str, work: str) -> dict[str, list[str]]:
     """See tests/engines/sglang/packages_probe.py."""
     done = subprocess.run(
-        [python, "-m", "tests.engines.sglang.packages_probe", HOST, work],
+        [python, "-m", "tests.engines.sglang.packages_probe", SGLANG.host, work],
         env=os.environ | ON_CPU, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

@@ -11,7 +11,7 @@ from tests.helpers.traces import folder_of, needs_sglang
 from verl_mg.engines.sglang.arguments import ON_CPU, QUANTIZATIONS
 from verl_mg.layout import EngineLayout, EnginePlacement
 from verl_mg.models.hf_config import read_config
-from verl_mg.reshard.encoded_shard_map import EncodedTarget, quantized_tensors
+from verl_mg.reshard.encode import EncodedTarget, quantized_tensors
 from verl_mg.reshard.encoding import FP8, Int4, encoding_of
 from verl_mg.sharding.traced_table import read_rank_shards
 from verl_mg.sharding.weight_table import weight_table

@@ -6,8 +6,6 @@ The agent offers the server's tools, makes the calls of the first reply, and tak
 of the reward is for a call of `double` with the number of the prompt, half for an answer that repeats its result.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

@@ -1,7 +1,5 @@
 """Servers of the environments' projects, each in a Python environment of its own (tools/install/environments.sh)."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable, Iterator

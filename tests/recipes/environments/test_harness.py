@@ -1,7 +1,5 @@
 """A harness of others, unchanged: episodes of mini-swe-agent in the sandbox, with a tiny model and real commands."""
 
-from __future__ import annotations
-
 import functools
 import json
 import string

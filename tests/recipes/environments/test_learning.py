@@ -1,7 +1,5 @@
 """A tiny model of random weights learns by the endpoint alone, in environments of other programs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -74,7 +74,7 @@ class ClassTools(ToolOwner):
         members = {key: value for base in reversed(kind.__mro__) for key, value in vars(base).items()}
         for key, member in members.items():
             if isinstance(member, FunctionType) and not key.startswith("_") and key not in NOT_TOOLS:
-                tool = Tool.from_method(member, self)
+                tool = Tool.from_function(member, self)
                 self.tools.append(replace(tool, name=prefix + tool.name))
         if not self.tools:
             raise UserError(f"tool '{name}': the class has no public method. Define one for each tool.")

@@ -14,8 +14,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
-from dataclasses import dataclass, replace
-from types import FunctionType
+from dataclasses import dataclass
 from typing import Annotated, Any, NotRequired, get_type_hints
 
 from pydantic import ConfigDict, Field, PydanticUserError, TypeAdapter, ValidationError
@@ -85,26 +84,17 @@ class Tool:
     owner: ToolOwner | None = None  # opens the state with which the function is called; None: the function has none
 
     @classmethod
-    def from_function(cls, function: Callable[..., Any]) -> Tool:
+    def from_function(cls, function: Callable[..., Any], owner: ToolOwner | None = None) -> Tool:
         """Builds a tool from a function with annotations and a docstring, whose `Args:` describe the parameters.
 
-        UserError where one of them is missing, or a type has no JSON form.
+        With an owner it is a method, of an object that the owner makes. UserError where an annotation or the docstring
+        is missing, or a type has no JSON form.
         """
         if not inspect.isroutine(function):
             raise UserError(f"tool {function!r:.80}: not a function. Give a function, plain or async.")
-        return cls._build(function, list(inspect.signature(function).parameters.values()))
-
-    @classmethod
-    def from_method(cls, method: FunctionType, owner: ToolOwner) -> Tool:
-        """Builds a tool from a method, as `from_function`, without the parameter `self`; `owner` makes the objects."""
-        parameters = list(inspect.signature(method).parameters.values())[1:]
-        return replace(cls._build(method, parameters), owner=owner)
-
-    @classmethod
-    def _build(cls, function: Callable[..., Any], parameters: Sequence[inspect.Parameter]) -> Tool:
-        name = function.__name__
+        name, parameters = function.__name__, list(inspect.signature(function).parameters.values())
         description, descriptions = _read_docstring(name, inspect.getdoc(function))
-        fields = _fields(function, parameters, descriptions)
+        fields = _fields(function, parameters[1:] if owner else parameters, descriptions)
         try:
             arguments = TypeAdapter(_typed_dict(fields))
             schema = arguments.json_schema()
@@ -112,7 +102,7 @@ class Tool:
             raise UserError(
                 f"tool '{name}': {str(error).splitlines()[0]}. Use types that JSON can describe."
             ) from error
-        return cls(name, description, _without_titles(schema), function, arguments)
+        return cls(name, description, _without_titles(schema), function, arguments, owner)
 
     @property
     def schema(self) -> dict[str, Any]:

@@ -4,7 +4,6 @@ arguments         a layout and a device as SGLang's server arguments and environ
 host              the main object of such an engine's process
 requests          requests and responses in SGLang's own fields
 shard_receiver    receives the shards of a server's rank, inside SGLang; folder_receiver: reads changes of them
-scheduler         SGLang's schedulers, adapted to the CPU
 weight_loader     copies the shards into an engine's parameters, inside SGLang
-unloaded_model    SGLang's model of a rank, for traces of its weight loader
+internals         everything that is used or replaced in SGLang and is not public, for one version of it
 """

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl_mg.engines.sglang.weight_loader import as_loaded, message_for_loader
+from verl_mg.engines.sglang.weight_loader import check_dtypes, loaded_parameters, message_for_loader
 from verl_mg.jsonl import replacing
-from verl_mg.reshard.delta_files import ChangesFile, member_name
+from verl_mg.reshard.delta_files import member_name, open_changes
 from verl_mg.reshard.delta_transfer import apply_patches
 
 log = logging.getLogger(__name__)
@@ -52,8 +54,7 @@ class FolderReport:
 def apply_folder(model: Any, request: FolderRequest, rank: int) -> None:
     """Applies the changes of this rank, and reports."""
     try:
-        parameters = {name: as_loaded(parameter) for name, parameter in model.named_parameters()}
-        report = _apply(parameters, Path(request.folder), member_name(request.layout, rank))
+        report = _apply(loaded_parameters(model), Path(request.folder), member_name(request.layout, rank))
     except Exception as error:
         log.exception("verl_mg: the changes were not applied")
         report = FolderReport(error=f"{type(error).__name__}: {error}")
@@ -64,16 +65,13 @@ def apply_folder(model: Any, request: FolderRequest, rank: int) -> None:
         log.exception("verl_mg: no report can be written")  # the job waits for it, and then sends all values
 
 
-def _apply(parameters: dict[str, Tensor], folder: Path, member: str) -> FolderReport:
+def _apply(parameters: Mapping[str, Tensor], folder: Path, member: str) -> FolderReport:
     here, intact, bytes_read = next(iter(parameters.values())).device, True, 0
-    # All dtypes are checked before the first change: a refused update leaves the weights as they were.
-    files = [ChangesFile(path, member) for path in sorted(folder.glob("*.safetensors"))]
-    for file in files:
-        for name, dtype in file.dtypes.items():
-            actual = str(parameters[name].dtype).removeprefix("torch.") if name in parameters else "missing"
-            if actual != dtype:
-                raise TypeError(f"{name} is {actual}, and the job sends {dtype}: start the server with that --dtype")
-    with torch.no_grad():
+    with ExitStack() as stack, torch.no_grad():
+        files = [stack.enter_context(open_changes(path, member)) for path in sorted(folder.glob("*.safetensors"))]
+        # All dtypes are checked before the first change: a refused update leaves the weights as they were.
+        for file in files:
+            check_dtypes(parameters, file.dtypes, exact=True)
         for file in files:
             intact = apply_patches(file.patches(here), parameters) and intact
             bytes_read += file.nbytes

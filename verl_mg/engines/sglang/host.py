@@ -18,6 +18,7 @@ from verl_mg.engines.engine_attachment import EngineListener
 from verl_mg.engines.engine_host import EngineHost, hide_training_packages
 from verl_mg.engines.engine_options import EngineOptions
 from verl_mg.engines.ipc_payload import named_views, open_payload
+from verl_mg.engines.sglang import internals
 from verl_mg.engines.sglang.arguments import has_multi_token_draft
 from verl_mg.engines.sglang.requests import load_counts, parse_response, request_fields
 from verl_mg.engines.sglang.weight_loader import LOADER, merge_stages, pickled_by_value
@@ -63,8 +64,6 @@ class SGLangHost(EngineHost):
 
     async def load(self, payloads: Sequence[str], version: int | None, flush: bool) -> None:
         """Implements `EngineHost.load` by our weight loader, in a session of SGLang for each update."""
-        from sglang.srt.managers.io_struct import EndWeightUpdateReqInput, UpdateWeightsFromTensorReqInput
-
         if not self._in_session:
             # Awaited: schedulers drop complete requests in the step after, and refuse to flush a cache that has any.
             await self._begin_update()
@@ -75,7 +74,8 @@ class SGLangHost(EngineHost):
         for model in self._models:
             # Payloads are in the order of pp_rank * tp + tp_rank: every tp-th one is of the same tensor-parallel rank.
             by_rank = [payloads[rank :: self._tp] for rank in range(self._tp)]
-            load = UpdateWeightsFromTensorReqInput(
+            load = internals.request(
+                "UpdateWeightsFromTensorReqInput",
                 serialized_named_tensors=[merge_stages(stages, is_last, model == DRAFT) for stages in by_rank],
                 load_format=LOADER,
                 selector=model,
@@ -84,10 +84,10 @@ class SGLangHost(EngineHost):
             )
             sent.append(self._manager.update_weights_from_tensor_communicator(load))
         if is_last:
-            sent.append(self._manager.end_weight_update_communicator(EndWeightUpdateReqInput()))
+            sent.append(self._manager.end_weight_update_communicator(internals.request("EndWeightUpdateReqInput")))
             self._in_session = False
         for response in await asyncio.gather(*sent):
-            _check(_merged(response))
+            _check(internals.merged(response))
 
     async def _begin_update(self) -> None:
         await self._request(
@@ -96,8 +96,6 @@ class SGLangHost(EngineHost):
 
     async def load_adapters(self, payloads: Sequence[str], version: int, config: dict[str, Any]) -> None:
         """Loads adapters under a new name, of which SGLang caches no keys and values yet, and unloads the others."""
-        from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
-
         serialized = _by_value(*payloads)
         self._num_loads += 1
         name = f"policy-{version}-{self._num_loads}"
@@ -115,13 +113,11 @@ class SGLangHost(EngineHost):
         # What is cached for the old name is never read again.
         await self._manager.flush_cache()
         await self._manager.update_weight_version(
-            UpdateWeightVersionReqInput(new_version=str(version), abort_all_requests=False)
+            internals.request("UpdateWeightVersionReqInput", new_version=str(version), abort_all_requests=False)
         )
 
     async def _change_adapters(self, method: str, kind: str, **fields: Any) -> None:
-        from sglang.srt.managers import io_struct
-
-        result = await getattr(self._manager, method)(getattr(io_struct, kind)(**fields), None)
+        result = await getattr(self._manager, method)(internals.request(kind, **fields), None)
         if not result.success:
             raise RuntimeError(result.error_message)
 
@@ -141,18 +137,16 @@ class SGLangHost(EngineHost):
 
     async def pause(self) -> None:
         """Pauses the schedulers, and puts running requests back into their queue unless the cache is kept."""
-        from sglang.srt.managers.io_struct import PauseGenerationReqInput
-
         # After "retract" keys and values are computed again: log-probs of later tokens are exactly of the new weights.
         mode = "in_place" if self.options.keep_cache else "retract"
-        await self._manager.pause_generation(PauseGenerationReqInput(mode=mode))
+        await self._manager.pause_generation(internals.request("PauseGenerationReqInput", mode=mode))
 
     async def unpause(self) -> None:
         """Continues generation in the schedulers."""
-        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
-
         # Its way to free memory asks CUDA for figures, also on a machine without.
-        await self._manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+        await self._manager.continue_generation(
+            internals.request("ContinueGenerationReqInput", torch_empty_cache=False)
+        )
 
     async def serve(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, listener: EngineListener | None
@@ -197,19 +191,9 @@ class SGLangHost(EngineHost):
             await asyncio.sleep(IDLE_RETRY_SECONDS)
 
     async def _request(self, method: str, kind: str, **fields: Any) -> None:
-        from sglang.srt.managers import io_struct
-
-        result = await getattr(self._manager, method)(getattr(io_struct, kind)(**fields), None)
+        result = await getattr(self._manager, method)(internals.request(kind, **fields), None)
         if result is not None:  # some manager calls return None on success
             _check(result)
-
-
-def _merged(responses: Sequence[Any]) -> tuple[bool, str]:
-    """Returns whether all schedulers have handled a request, and their messages."""
-    from sglang.srt.managers.communicator import FanOutCommunicator
-
-    success, message = FanOutCommunicator.merge_results(responses)
-    return success, message
 
 
 def _check(result: tuple[bool, str]) -> None:
@@ -232,10 +216,8 @@ def _tags(weights: bool, kv: bool) -> list[str]:
 
 def create(arguments: dict[str, Any], options: EngineOptions, loop: asyncio.AbstractEventLoop) -> SGLangHost:
     """Starts SGLang and returns its host."""
-    from verl_mg.engines.sglang.scheduler import Engine
-
     processor = ImageProcessor.read(arguments["model_path"])
-    return SGLangHost(options, Engine(**arguments), processor, has_multi_token_draft(arguments))
+    return SGLangHost(options, internals.start_engine(arguments), processor, has_multi_token_draft(arguments))
 
 
 if __name__ == "__mp_main__":  # in a process that SGLang spawns

@@ -18,6 +18,7 @@ second stage when the first is done.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import threading
@@ -34,12 +35,13 @@ from torch import Tensor
 from torch.distributed import TCPStore
 
 from verl_mg.distributed.outside_group import all_true, connect_all, connect_store, join_outside_group
+from verl_mg.engines.sglang import internals
 from verl_mg.engines.sglang.folder_receiver import FolderRequest, apply_folder
-from verl_mg.engines.sglang.weight_loader import as_loaded, message_for_loader
+from verl_mg.engines.sglang.weight_loader import check_dtypes, loaded_parameters, message_for_loader
 from verl_mg.reshard import Schedule, Traffic, execute
 from verl_mg.reshard.delta_transfer import SentValues, apply_patches, transfer_changes
-from verl_mg.reshard.schedule_json import unpack_schedules
-from verl_mg.sharding.boxes import slices
+from verl_mg.reshard.schedule_json import pack_schedules, unpack_schedules
+from verl_mg.sharding.boxes import Box, slices
 
 # Name of the loader, for the server argument `custom_weight_loader` and as load format.
 RECEIVER = f"{__name__}.receive_shards"
@@ -47,8 +49,6 @@ STORE_SECONDS, GROUP_SECONDS = 60.0, 600.0  # longest wait for the job's store, 
 ARRIVAL_POLL_SECONDS = 0.02  # interval at which members look whether all others have arrived
 # Interval at which a member looks whether a transfer was aborted, because another member is gone.
 ABORT_POLL_SECONDS = 0.5
-
-CASTABLE = {"float32", "bfloat16", "float16"}  # dtypes of weights that are not quantized
 
 log = logging.getLogger(__name__)
 
@@ -70,12 +70,35 @@ class ShardRequest:
 
 
 @dataclass(frozen=True)
+class Task:
+    """Part of a rank of a server in the transfers of a group, as the job describes it."""
+
+    ranks: Sequence[int]  # members of the group
+    backend: str
+    padding: Mapping[str, Sequence[Box]]  # boxes of its parameters that are padding, which no rank sends
+    dtypes: Mapping[str, str]  # dtypes of its parameters
+    exact: bool  # whether these must be equal, because values arrive as bits
+    schedules: Sequence[Schedule]
+
+    def pack(self) -> bytes:
+        """Returns the task as text for the store."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        packed = pack_schedules(fields.pop("schedules"))
+        return json.dumps(fields).encode() + b"\n" + packed
+
+    @classmethod
+    def unpack(cls, text: bytes) -> Task:
+        """Reads the result of `pack`."""
+        fields, _, packed = text.partition(b"\n")
+        return cls(**json.loads(fields), schedules=unpack_schedules(packed))
+
+
+@dataclass(frozen=True)
 class Report:
     """Report of a rank of a server about a transfer."""
 
     bytes_received: int = 0  # bytes received over the wire, counted at the messages
     bytes_sent: int = 0  # bytes sent to other ranks of servers
-    seconds: float = 0.0
     error: str = ""  # description of what went wrong; empty where all shards have arrived
 
     @classmethod
@@ -84,27 +107,9 @@ class Report:
         return cls(**json.loads(text))
 
 
-def schedule_key(rank: int) -> str:
-    """Returns the key of the store with the members of the group and a rank's packed schedules."""
-    return f"schedules/{rank}"
-
-
-def arrival_key(rank: int) -> str:
-    """Returns the key of the store that a rank sets when it is about to join the group."""
-    return f"arrived/{rank}"
-
-
-GO_KEY = "go"  # key of the store that is set when the ranks of all servers have arrived
-
-
-def report_key(number: int, rank: int) -> str:
-    """Returns the key of the store with the report of a rank of the group about transfer `number`."""
-    return f"report/{number}/{rank}"
-
-
-def abort_key(number: int) -> str:
-    """Returns the key of the store that is set when a transfer cannot be completed."""
-    return f"abort/{number}"
+# Keys of the store, by the rank in the group, and by the number of a transfer.
+schedule_key, arrival_key, GO_KEY = "schedules/{}".format, "arrived/{}".format, "go"
+report_key, abort_key = "report/{}/{}".format, "abort/{}".format
 
 
 class AbortWatch:
@@ -141,35 +146,33 @@ class ShardReceiver:
         self._name = ""
         self._store: TCPStore | None = None
         self._group: dist.ProcessGroup | None = None
-        self._schedules: list[Schedule] = []
+        self._schedules: Sequence[Schedule] = []
 
     def receive(self, model: Any, request: ShardRequest, rank: int) -> None:
         """Receives the shards of this rank, and reports."""
-        started = time.perf_counter()
         try:
             if request.group != self._name:
                 self._leave()
                 self._store = connect_store(request.address, request.port, timedelta(seconds=STORE_SECONDS))
-            report = self._transfer(model, request, rank)
+            assert self._store is not None
+            report = self._transfer(self._store, model, request, rank)
         except Exception as error:
             log.exception("verl_mg: the weights were not received")
             self._leave()
             report = Report(error=f"{type(error).__name__}: {error}")
         try:
             if self._store is not None:
-                fields = asdict(report) | {"seconds": time.perf_counter() - started}
-                self._store.set(report_key(request.number, rank), json.dumps(fields))
+                self._store.set(report_key(request.number, rank), json.dumps(asdict(report)))
         except dist.DistError:
             log.exception("verl_mg: the job is gone")
 
-    def _transfer(self, model: Any, request: ShardRequest, rank: int) -> Report:
-        assert self._store is not None
-        parameters = {name: as_loaded(parameter) for name, parameter in model.named_parameters()}
+    def _transfer(self, store: TCPStore, model: Any, request: ShardRequest, rank: int) -> Report:
+        parameters = loaded_parameters(model)
         if self._group is None:
-            self._join(parameters, request, rank)
+            self._join(store, parameters, request, rank)
         assert self._group is not None
         traffic: list[Traffic] = []
-        with AbortWatch(self._store, request.number, self._group), torch.no_grad():
+        with AbortWatch(store, request.number, self._group), torch.no_grad():
             if not (request.changes and self._receive_changes(self._group, parameters, traffic)):
                 traffic += [execute(part, {}, parameters, self._group) for part in self._schedules]
         return Report(sum(part.bytes_received for part in traffic), sum(part.bytes_sent for part in traffic))
@@ -185,29 +188,24 @@ class ShardReceiver:
             intact = apply_patches(patches, parameters) and intact
         return all_true(group, intact, here)
 
-    def _join(self, parameters: Mapping[str, Tensor], request: ShardRequest, rank: int) -> None:
-        assert self._store is not None
-        text, _, packed = self._store.get(schedule_key(rank)).partition(b"\n")
-        described = json.loads(text)
-        self._schedules = unpack_schedules(packed)
-        _check(parameters, described["dtypes"], described["exact"])
+    def _join(self, store: TCPStore, parameters: Mapping[str, Tensor], request: ShardRequest, rank: int) -> None:
+        task = Task.unpack(store.get(schedule_key(rank)))
+        check_dtypes(parameters, task.dtypes, task.exact)
         with torch.no_grad():
             # No transfer writes padding, which may have any values so far.
-            for name, boxes in described["padding"].items():
+            for name, boxes in task.padding.items():
                 for box in boxes:
                     parameters[name][slices(box)] = 0
         # A member that is gone would block the others in the creation of the group: it begins when all have arrived.
         # Polls for `go`, or for the abort of the transfer.
-        self._store.set(arrival_key(rank), "")
-        while not self._store.check([GO_KEY]):
-            if self._store.check([abort_key(request.number)]):
+        store.set(arrival_key(rank), "")
+        while not store.check([GO_KEY]):
+            if store.check([abort_key(request.number)]):
                 raise RuntimeError("another server is gone")
             time.sleep(ARRIVAL_POLL_SECONDS)
         timeout = timedelta(seconds=GROUP_SECONDS)
-        self._group = join_outside_group(
-            self._store, request.group, rank, described["ranks"], described["backend"], timeout
-        )
-        self._name = request.group
+        self._group = join_outside_group(store, request.group, rank, task.ranks, task.backend, timeout)
+        self._name, self._schedules = request.group, task.schedules
         # In some transfers a rank has no message, and NCCL would wait for it while it connects.
         connect_all(self._group, next(iter(parameters.values())).device)
 
@@ -219,17 +217,6 @@ class ShardReceiver:
             dist.destroy_process_group(group)
 
 
-def _check(parameters: Mapping[str, Tensor], dtypes: Mapping[str, str], exact: bool) -> None:
-    """Checks that parameters have the dtypes that the job sends, or dtypes that can be cast to them if not `exact`."""
-    for name, dtype in dtypes.items():
-        actual = str(parameters[name].dtype).removeprefix("torch.") if name in parameters else "missing"
-        if actual != dtype and (exact or not {actual, dtype} <= CASTABLE):
-            raise TypeError(
-                f"{name} is {actual}, and the job sends {dtype}: the server's --dtype and quantization_config have to "
-                "follow actor.dtype and rollout.wire"
-            )
-
-
 @cache
 def _receiver() -> ShardReceiver:
     # One for the process, since SGLang calls a function and keeps nothing for it.
@@ -238,11 +225,8 @@ def _receiver() -> ShardReceiver:
 
 def receive_shards(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     """Receives the shards of this rank in place, or applies the changes in a shared folder."""
-    from sglang.srt.runtime_context import get_parallel
-
     ((_, text),) = named_tensors
-    fields, parallel = json.loads(bytes(text.tolist())), get_parallel()
-    rank = parallel.pp_rank * parallel.tp_size + parallel.tp_rank
+    fields, rank = json.loads(bytes(text.tolist())), internals.position().rank
     if "folder" in fields:
         apply_folder(model, FolderRequest(**fields), rank)
         return

@@ -18,10 +18,12 @@ from torch import Tensor
 
 from verl_mg.engines.ipc_payload import named_views, open_payload
 from verl_mg.engines.patch_payload import apply_payload, has_patches
+from verl_mg.engines.sglang import internals
 from verl_mg.sharding.engine_table import DRAFT
 
 # Name of the loader, for the server argument `custom_weight_loader` and as load format.
 LOADER = f"{__name__}.load_chunk"
+CASTABLE = {"float32", "bfloat16", "float16"}  # dtypes of weights that are not quantized
 
 
 def merge_stages(payloads: Sequence[str], is_last: bool, for_draft: bool = False) -> str:
@@ -53,14 +55,11 @@ def load_chunk(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
 
     The last one is followed by what SGLang's own loading ends with: weights are derived from others (MLA's w_kc, w_vc).
     """
-    from sglang.srt.model_loader.loader import post_load_weights
-    from sglang.srt.runtime_context import get_parallel
-
     ((_, text),) = named_tensors
     message = json.loads(bytes(text.tolist()))
     parameters = dict(model.named_parameters())
     device = next(iter(parameters.values())).device
-    places, memory = open_payload(message["payloads"][get_parallel().pp_rank], device)
+    places, memory = open_payload(message["payloads"][internals.position().stage], device)
     if has_patches(places):
         apply_payload(places, memory, lambda name: as_loaded(parameters[name]))
     else:
@@ -69,7 +68,7 @@ def load_chunk(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     if message["is_last"]:
         # SGLang processes weights at the end of the update, and expects the shapes with which it has created them.
         restore_shapes(model)
-        post_load_weights(model)
+        internals.finish_load(model)
 
 
 def _tensors_of(for_draft: bool, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -80,16 +79,14 @@ def _tensors_of(for_draft: bool, tensors: Iterable[tuple[str, Tensor]]) -> Itera
 
 
 def _write_tensors(model: Any, parameters: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]]) -> None:
-    from sglang.srt.model_loader.weight_utils import default_weight_loader
-
-    layers = marlin_layers(model)
+    layers = internals.marlin_layers(model)
     if layers:
-        keep_order(model)
+        internals.keep_order(model)
     for name, tensor in tensors:
         if name in layers:
-            write_marlin(layers[name], name, tensor)
+            internals.write_marlin(layers[name], name, tensor)
         else:
-            default_weight_loader(as_loaded(parameters[name]), tensor)
+            internals.write(as_loaded(parameters[name]), tensor)
 
 
 def restore_shapes(model: Any) -> None:
@@ -97,11 +94,25 @@ def restore_shapes(model: Any) -> None:
 
     SGLang transposes them whenever it processes weights, also at the end of an update, and its kernels need them so.
     """
-    from sglang.srt.layers.quantization.w8a8_fp8 import W8A8Fp8LinearMethod
-
     for module in model.modules():
-        if isinstance(getattr(module, "quant_method", None), W8A8Fp8LinearMethod):
+        if internals.is_transposed(module):
             module.weight.data = as_loaded(module.weight)
+
+
+def loaded_parameters(model: Any) -> dict[str, Tensor]:
+    """Returns the memory of a model's parameters, as `as_loaded`."""
+    return {name: as_loaded(parameter) for name, parameter in model.named_parameters()}
+
+
+def check_dtypes(parameters: Mapping[str, Tensor], dtypes: Mapping[str, str], exact: bool) -> None:
+    """Checks that parameters have the dtypes that the job sends, or dtypes that can be cast to them if not `exact`."""
+    for name, dtype in dtypes.items():
+        actual = str(parameters[name].dtype).removeprefix("torch.") if name in parameters else "missing"
+        if actual != dtype and (exact or not {actual, dtype} <= CASTABLE):
+            raise TypeError(
+                f"{name} is {actual}, and the job sends {dtype}: the server's --dtype and quantization_config have to "
+                "follow actor.dtype and rollout.wire"
+            )
 
 
 def as_loaded(parameter: Tensor) -> Tensor:
@@ -112,51 +123,3 @@ def as_loaded(parameter: Tensor) -> Tensor:
     values = parameter.data
     transposed = values.dim() == 2 and not values.is_contiguous() and values.t().is_contiguous()
     return values.t() if transposed else values
-
-
-# INT4 weights in the order of SGLang's kernel (Marlin). SGLang rearranges packed weights and their scales once, when a
-# model is loaded, and has no way back for linear layers: processing them again at the end of an update would be an
-# error. Here each shard is rearranged by SGLang's own functions and copied into the memory that its kernel and its
-# graphs use, and the model is marked as one whose weights SGLang does not process after an update.
-
-# Attributes of a model by which SGLang's loader knows that an update leaves weights in the form of their kernels.
-MARKS = {"original_weights_rebuild_keys": {}, "recorded_loader": {}, "flash_rl_initial_load_complete": True}
-
-
-def marlin_layers(model: Any) -> Mapping[str, Any]:
-    """Returns the layers with INT4 weights by the names of the parameters that are rearranged; {} without any."""
-    from sglang.srt.layers.quantization.compressed_tensors.schemes import CompressedTensorsWNA16
-
-    return {
-        f"{prefix}.{name}": module
-        for prefix, module in model.named_modules()
-        if isinstance(getattr(module, "scheme", None), CompressedTensorsWNA16)
-        for name in (module.scheme.w_q_name, module.scheme.w_s_name)
-    }
-
-
-def keep_order(model: Any) -> None:
-    """Marks a model, so that SGLang's loader does not process its weights after an update."""
-    for name, value in MARKS.items():
-        setattr(model, name, value)
-
-
-def write_marlin(layer: Any, name: str, shard: Tensor) -> None:
-    """Rearranges a shard and writes it into the parameter of a layer that SGLang has processed.
-
-    Shards are (rows, columns / 8) int32 of packed values, or (rows, columns / group) scales.
-    """
-    from sglang.srt.layers.quantization.compressed_tensors.schemes import compressed_tensors_wNa16
-    from sglang.srt.layers.quantization.marlin_utils import marlin_permute_scales
-
-    form, attribute = layer.scheme.kernel_config, name.rpartition(".")[2]
-    columns, rows = form.partition_weight_shape
-    turned = shard.t().contiguous()  # in GPTQ's orientation, which both functions take
-    if attribute == layer.scheme.w_q_name:
-        bits = form.weight_type.size_bits
-        arranged = compressed_tensors_wNa16.gptq_marlin_repack(
-            turned, perm=layer.g_idx_sort_indices, size_k=columns, size_n=rows, num_bits=bits
-        )
-    else:
-        arranged = marlin_permute_scales(turned, size_k=columns, size_n=rows, group_size=form.group_size)
-    getattr(layer, attribute).data.copy_(arranged)  # the same memory, of which graphs have the address

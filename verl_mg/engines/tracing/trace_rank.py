@@ -64,7 +64,7 @@ def main(engine: EngineName, folder: Path, rank: int) -> int:
     """Runs this rank's part of all jobs, and returns the exit status."""
     hide_training_packages()
     jobs: list[TraceJob] = json.loads(jobs_file(folder).read_text(encoding="utf-8"))
-    unloaded_model = importlib.import_module(f"verl_mg.engines.{engine}.unloaded_model").unloaded_model
+    unloaded_model = importlib.import_module(f"verl_mg.engines.{engine}.internals").unloaded_model
     if rank == 0:
         version_file(folder).write_text(importlib.import_module(engine).__version__, encoding="utf-8")
     for number, job in enumerate(jobs):

@@ -27,7 +27,7 @@ from verl_mg.engines.engine import (
 from verl_mg.engines.engine_attachment import EngineListener
 from verl_mg.engines.engine_host import EngineHost, hide_training_packages
 from verl_mg.engines.engine_options import EngineOptions
-from verl_mg.engines.vllm.unloaded_model import inspect_models_here
+from verl_mg.engines.vllm import internals
 from verl_mg.images import Image
 
 SEED_STEP = 0x9E3779B97F4A7C15  # odd number that distributes the seeds of a request's continuations
@@ -200,11 +200,9 @@ class VLLMHost(EngineHost):
         return list(await self._call_engine(self._engine.collective_rpc(method, args=arguments)))
 
     async def _call_engine(self, call: Awaitable[Result]) -> Result:
-        from vllm.v1.engine.exceptions import EngineDeadError
-
         try:
             return await call
-        except EngineDeadError:
+        except internals.dead_engine_error():
             _end()
 
     async def _watch(self) -> None:
@@ -257,21 +255,19 @@ def _begin_child(stream: int, nothing: int) -> None:
 
 def create(arguments: dict[str, Any], options: EngineOptions, loop: asyncio.AbstractEventLoop) -> VLLMHost | VLLMPart:
     """Starts vLLM, or its part on a further node, and returns its host."""
-    from vllm.config import ModelConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-    inspect_models_here()
+    internals.library().check()
+    internals.inspect_models_here()
+    internals.keep_config_tying()
     os.register_at_fork(after_in_child=partial(_begin_child, int(sys.argv[1]), os.open(os.devnull, os.O_RDWR)))
-    # Training ties the output layer as config.json says, whatever else the checkpoint contains.
-    ModelConfig.maybe_untie_word_embeddings = lambda self: None
     # On GPUs vLLM returns the experts; on the CPU engines that need them run without prefix caching, see `arguments`.
     captures_routing = current_platform.is_cpu() and not arguments["enable_prefix_caching"]
     engine_arguments, statistics = AsyncEngineArgs(**arguments), StepStatistics()
     if arguments.get("node_rank"):
-        return VLLMPart(MultiprocExecutor(engine_arguments.create_engine_config(headless=True), monitor_workers=False))
+        return VLLMPart(internals.workers_of_node(engine_arguments))
 
     async def start() -> Any:
         return AsyncLLM.from_engine_args(engine_arguments, stat_loggers=[statistics])

@@ -1,20 +1,52 @@
-"""What works with a model: the answers are those that jobs give, and missing files and unknown models are named."""
+"""`verl-mg models` of a model on a hub: configuration and tokenizer are fetched, weights are not."""
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from torch.distributed import HashStore
 
+from tests.helpers.hub_server import serving
 from tests.helpers.tiny_models import tiny_model, tiny_model_with_multi_token_layer
+from tools.docs.write_models_doc import DOCUMENT
 from verl_mg.config import RecipeConfig, load_config
 from verl_mg.errors import UserError
 from verl_mg.job.build_models import ModelRoleBuilder
+from verl_mg.models.hf_families import FAMILIES
 from verl_mg.models.transformers_module import read_tokenizer
 from verl_mg.roles.context import JobContext
-from verl_mg.support import EXIT_PROBLEMS, MEGATRON, ModelSupport, format_sizes, show_model
+from verl_mg.support import EXIT_PROBLEMS, MEGATRON, ModelSupport, format_sizes, markdown, show_model
+
+
+@pytest.mark.nightly
+def test_models_of_a_name_on_a_hub_downloads_no_weights(tmp_path):
+    model = tiny_model(tmp_path / "model", "qwen3")
+    with serving({"a/model": {file.name: file.read_bytes() for file in model.iterdir()}}, {}) as hub:
+        variables = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
+        done = subprocess.run(
+            [sys.executable, "-m", "verl_mg", "models", "a/model"],
+            env=os.environ | variables | {"HF_HUB_OFFLINE": "0"},
+            capture_output=True,
+            text=True,
+        )
+    assert done.returncode == 0, done.stderr
+    assert f"{tmp_path}/home/hub/models--a--model/snapshots/" in done.stdout and ": qwen3, 4 layers, " in done.stdout
+    assert "weights                   yes: not downloaded" in done.stdout
+    assert "config.json" in hub.downloads and "model.safetensors" not in hub.downloads
+
+
+def test_models_document_is_current():
+    text = markdown()
+    assert DOCUMENT.read_text(encoding="utf-8") == text, "run python -m tools.docs.write_models_doc"
+    rows = {line.split("`")[1]: line for line in text.splitlines() if line.startswith("| `")}
+    assert rows.keys() >= FAMILIES.keys()
+    assert rows["qwen3_moe"].split(" | ")[1:3] == ["tp, pp, vpp, cp, ep", "tp, cp"]
+    assert rows["gemma2"].split(" | ")[1] == "tp, pp, vpp, cp" and rows["gemma2"].split(" | ")[4] == "tp"
 
 
 @pytest.fixture(scope="module")

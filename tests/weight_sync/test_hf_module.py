@@ -1,18 +1,18 @@
-"""Targets that are their source's memory."""
+"""Parameters of modules that are memory of a rank's model."""
 
 import torch
 
 from tests.helpers.random_models import assemble, checkpoint, config
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
 from verl_mg.reshard import execute, plan, schedule
-from verl_mg.reshard.aliasing import Alias, aliased_parameters, aliases
 from verl_mg.sharding.weight_table import weight_table
+from verl_mg.weight_sync.hf_module import Alias, aliases
 
 
 def test_aliases_module_on_one_rank_shares_all_but_qkv():
     weights = weight_table(config("llama"))
-    moved = plan(weights.shard_map_megatron(Placement.on(Layout(), 1)), weights.shard_map_replicated((0,)))
-    found = aliases(moved, 0)
+    source, target = weights.shard_map_megatron(Placement.on(Layout(), 1)), weights.shard_map_replicated((0,))
+    found = aliases(schedule(plan(source, target), 0, torch.float32))
     apart = {name for name in weights.transformers() if name not in found}
     assert apart == {f"model.layers.{i}.self_attn.{x}_proj.weight" for i in range(4) for x in "qkv"}
     fc1 = "decoder.layers.2.mlp.linear_fc1.weight"
@@ -21,16 +21,16 @@ def test_aliases_module_on_one_rank_shares_all_but_qkv():
     assert found["model.embed_tokens.weight"] == Alias("embedding.word_embeddings.weight", (0, 101))
 
 
-def test_aliased_parameters_are_correct_and_not_written_again():
+def test_aliases_are_not_written_again_and_have_the_values():
     c = config("llama")
     weights, tensors = weight_table(c), checkpoint(c, torch.float32)
     source, target = weights.shard_map_megatron(Placement.on(Layout(), 1)), weights.shard_map_replicated((0,))
-    moved = plan(source, target)
+    messages = schedule(plan(source, target), 0, torch.float32)
     have = {name: assemble(shard, tensors) for name, shard in source.shards(0).items()}
     before = {name: tensor._version for name, tensor in have.items()}
-    views = aliased_parameters(aliases(moved, 0), have)
+    views = {name: have[alias.source][slice(*alias.rows)] for name, alias in aliases(messages).items()}
     got = {name: torch.zeros(shard.shape) for name, shard in target.shards(0).items()} | views
-    execute(schedule(moved, 0, torch.float32), have, got)
+    execute(messages, have, got)
     for name, shard in target.shards(0).items():
         assert torch.equal(got[name], assemble(shard, tensors)), name
     assert {name: tensor._version for name, tensor in have.items()} == before
@@ -41,7 +41,8 @@ def test_aliased_parameters_are_correct_and_not_written_again():
 def test_aliases_different_or_received_shards_are_not_shared():
     weights = weight_table(config("qwen3_moe"))
     source = weights.shard_map_megatron(Placement.on(Layout.parse("tp2"), 2))
-    found = aliases(plan(source, weights.shard_map_engine(EnginePlacement(EngineLayout(), (0, 1)))), 0)
+    target = weights.shard_map_engine(EnginePlacement(EngineLayout(), (0, 1)))
+    found = aliases(schedule(plan(source, target), 0, torch.float32))
     # One rank of two holds whole what is not cut, and nothing else.
     assert found and all("norm" in name or name.endswith("mlp.gate.weight") for name in found)
 
@@ -49,7 +50,8 @@ def test_aliases_different_or_received_shards_are_not_shared():
 def test_aliases_equal_layouts_share_everything():
     weights = weight_table(config("qwen3"))
     source = weights.shard_map_megatron(Placement.on(Layout.parse("tp2-pp2"), 4))
+    moves = plan(source, weights.shard_map_megatron(Placement.on(Layout.parse("tp2-pp2"), 4)))
     for rank in range(4):
         shards = source.shards(rank)
-        found = aliases(plan(source, weights.shard_map_megatron(Placement.on(Layout.parse("tp2-pp2"), 4))), rank)
+        found = aliases(schedule(moves, rank, torch.float32))
         assert found == {name: Alias(name, (0, shard.shape[0])) for name, shard in shards.items()}

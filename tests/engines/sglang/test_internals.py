@@ -1,0 +1,28 @@
+"""Internals of SGLang that are used: the installed version has them."""
+
+from pathlib import Path
+
+from tests.helpers import warm_start
+from tests.helpers.internals import missing_internals
+from tests.helpers.traces import needs_sglang
+from verl_mg.engines import sglang
+
+FOLDER = Path(sglang.__file__).parent
+
+
+@needs_sglang
+def test_internals_of_the_installed_sglang_are_all_there() -> None:
+    assert missing_internals(warm_start.sglang().python, "sglang", *sorted(FOLDER.glob("*.py"))) == []
+
+
+@needs_sglang
+def test_internals_that_sglang_does_not_have_are_named_with_its_version(tmp_path: Path) -> None:
+    file = tmp_path / "internals.py"
+    file.write_text(
+        "from sglang.srt.environ import envs, nothing\nfrom sglang.srt.nowhere import it\n"
+        "request('PauseGenerationReqInput', mode='retract', speed=2), request('NoReqInput')\n"
+    )
+    found = missing_internals(warm_start.sglang().python, "sglang", file)
+    names = [line.partition(" has no ")[2].removeprefix("sglang.srt.") for line in found]
+    assert names == ["environ.nothing", "nowhere.it", "PauseGenerationReqInput.speed", "managers.io_struct.NoReqInput"]
+    assert all(line.startswith("sglang 0.") for line in found)

@@ -1,0 +1,295 @@
+"""Internals of SGLang that are used or replaced, for the version that is asserted here.
+
+SGLang calls nothing below `sglang.srt` public, and moves it between versions. All imports are inside of functions: they
+run in SGLang's processes, but for the parsers, which any process may read.
+
+| what | why | would break where SGLang |
+|---|---|---|
+| `reply_parsers` | formats of tool calls and reasoning, for all engines | moves the parsers or their lists of formats |
+| `request`, `merged` | requests to the schedulers that `Engine` has no method for | renames them or their fields |
+| `position` | the rank of a scheduler in the engine | has another place for parallel sizes |
+| `finish_load`, `write`, `is_transposed` | updates in place | processes weights at another time |
+| `marlin_layers`, `write_marlin`, `keep_order` | INT4 in the order of its kernel | changes kernel, layer or marks |
+| `start_engine`, `run_scheduler` | memory is pinned also without a GPU | starts schedulers otherwise |
+| `unloaded_model` | traces of its weight loader | builds models otherwise |
+
+`tests/engines/sglang/test_internals.py` finds what is missing in the installed version.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from verl_mg.layout import EngineLayout
+from verl_mg.library import Library
+
+# Attributes of a model by which SGLang's loader knows that an update leaves weights in the form of their kernels.
+MARKS = {"original_weights_rebuild_keys": {}, "recorded_loader": {}, "flash_rl_initial_load_complete": True}
+
+
+def library() -> Library:
+    """Returns SGLang as it is installed."""
+    from sglang.version import __version__
+
+    return Library("SGLang", __version__, ("0.5.23",), "Install sglang==0.5.23.")
+
+
+# -- in any process
+
+
+class ReplyParsers(NamedTuple):
+    """Classes of SGLang that read replies."""
+
+    tool_calls: Any
+    reasoning: Any
+    tool: Any  # description of a tool
+    environment: Any  # SGLang's settings by environment variables
+
+
+def reply_parsers() -> ReplyParsers | None:
+    """Returns the parsers of tool calls and reasoning; None where SGLang cannot be imported."""
+    try:
+        from sglang.srt.entrypoints.openai.protocol import Tool
+        from sglang.srt.environ import envs
+        from sglang.srt.function_call.function_call_parser import FunctionCallParser
+        from sglang.srt.parser.reasoning_parser import ReasoningParser
+    except ImportError:
+        return None
+    # Its warnings concern calls that cannot be parsed, and there are many.
+    logging.getLogger("sglang.srt.function_call").setLevel(logging.ERROR)
+    return ReplyParsers(FunctionCallParser, ReasoningParser, Tool, envs)
+
+
+# -- in the process of an engine
+
+
+def request(kind: str, **fields: Any) -> Any:
+    """Returns a request to the schedulers, by the name of its class."""
+    from sglang.srt.managers import io_struct
+
+    return getattr(io_struct, kind)(**fields)
+
+
+def merged(responses: Sequence[Any]) -> tuple[bool, str]:
+    """Returns whether all schedulers have handled a request, and their messages."""
+    from sglang.srt.managers.communicator import FanOutCommunicator
+
+    success, message = FanOutCommunicator.merge_results(responses)
+    return success, message
+
+
+def start_engine(arguments: Mapping[str, Any]) -> Any:
+    """Starts SGLang's engine, whose schedulers run `run_scheduler`."""
+    from sglang.srt.entrypoints.engine import Engine
+
+    library().check()
+
+    class AdaptedEngine(Engine):
+        run_scheduler_process_func = staticmethod(run_scheduler)
+
+    return AdaptedEngine(**arguments)
+
+
+# -- in the processes of schedulers
+
+
+def run_scheduler(*arguments: Any) -> None:
+    """Runs a scheduler process of SGLang."""
+    from sglang.srt.managers.scheduler import run_scheduler_process
+
+    if not torch.cuda.is_available():
+        _do_without_gpu()
+    run_scheduler_process(*arguments)
+
+
+def _do_without_gpu() -> None:
+    from sglang.srt.mem_cache.pool_host import common
+
+    # It registers what is to be pinned, such as the buffer of routed experts, with CUDA, without a look at the device.
+    library().replace(common, _cuda_host_register=lambda *_, **__: None)
+    default_to_the_cpu()
+    # srt/lora/lora.py and srt/lora/layers.py pin the memory of adapters, where torch raises.
+    torch.Tensor.pin_memory = lambda self, *_, **__: self  # type: ignore[assignment,method-assign]
+    for name in ("tensor", "zeros"):
+        setattr(torch, name, _without_pinning(getattr(torch, name)))
+
+
+def default_to_the_cpu() -> None:
+    """Makes the CPU's module torch's default, for machines without a GPU.
+
+    A torch that is built for CUDA returns CUDA's module there too, whose calls raise.
+    """
+    module_of = torch.get_device_module
+    torch.get_device_module = lambda device=None: module_of(device or "cpu")  # type: ignore[assignment]
+
+
+def _without_pinning(create: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(create)
+    def create_unpinned(*arguments: Any, pin_memory: bool = False, **options: Any) -> Tensor:
+        return create(*arguments, **options)
+
+    return create_unpinned
+
+
+class Position(NamedTuple):
+    """Place of a scheduler in its engine."""
+
+    stage: int  # pipeline-parallel rank
+    rank: int  # rank among all of the engine
+
+
+def position() -> Position:
+    """Returns the place of this scheduler."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    return Position(parallel.pp_rank, parallel.pp_rank * parallel.tp_size + parallel.tp_rank)
+
+
+def write(parameter: Tensor, values: Tensor) -> None:
+    """Copies values into a parameter, as SGLang's loader does for most parameters."""
+    from sglang.srt.model_loader.weight_utils import default_weight_loader
+
+    default_weight_loader(parameter, values)
+
+
+def is_transposed(module: Any) -> bool:
+    """Returns whether SGLang transposes a module's matrix whenever it processes weights: FP8 with scales of rows."""
+    from sglang.srt.layers.quantization.w8a8_fp8 import W8A8Fp8LinearMethod
+
+    return isinstance(getattr(module, "quant_method", None), W8A8Fp8LinearMethod)
+
+
+def finish_load(model: Any) -> None:
+    """Computes weights that are derived from others (MLA's w_kc, w_vc), as at the end of SGLang's own loading."""
+    from sglang.srt.model_loader.loader import post_load_weights
+
+    post_load_weights(model)
+
+
+def marlin_layers(model: Any) -> Mapping[str, Any]:
+    """Returns the layers with INT4 weights by the names of the parameters that are rearranged; {} without any."""
+    # SGLang rearranges packed weights and their scales for its kernel (Marlin) once, when a model is loaded, and has no
+    # way back for linear layers: processing them again at the end of an update would be an error. So each shard is
+    # rearranged by SGLang's own functions and copied into the memory that its kernel and its graphs use, and the model
+    # is marked as one whose weights SGLang does not process after an update.
+    from sglang.srt.layers.quantization.compressed_tensors.schemes import CompressedTensorsWNA16
+
+    return {
+        f"{prefix}.{name}": module
+        for prefix, module in model.named_modules()
+        if isinstance(getattr(module, "scheme", None), CompressedTensorsWNA16)
+        for name in (module.scheme.w_q_name, module.scheme.w_s_name)
+    }
+
+
+def keep_order(model: Any) -> None:
+    """Marks a model, so that SGLang's loader does not process its weights after an update."""
+    for name, value in MARKS.items():
+        setattr(model, name, value)
+
+
+def write_marlin(layer: Any, name: str, shard: Tensor) -> None:
+    """Rearranges a shard and writes it into the parameter of a layer that SGLang has processed.
+
+    Shards are (rows, columns / 8) int32 of packed values, or (rows, columns / group) scales.
+    """
+    from sglang.srt.layers.quantization.compressed_tensors.schemes import compressed_tensors_wNa16
+    from sglang.srt.layers.quantization.marlin_utils import marlin_permute_scales
+
+    form, attribute = layer.scheme.kernel_config, name.rpartition(".")[2]
+    columns, rows = form.partition_weight_shape
+    turned = shard.t().contiguous()  # in GPTQ's orientation, which both functions take
+    if attribute == layer.scheme.w_q_name:
+        bits = form.weight_type.size_bits
+        arranged = compressed_tensors_wNa16.gptq_marlin_repack(
+            turned, perm=layer.g_idx_sort_indices, size_k=columns, size_n=rows, num_bits=bits
+        )
+    else:
+        arranged = marlin_permute_scales(turned, size_k=columns, size_n=rows, group_size=form.group_size)
+    getattr(layer, attribute).data.copy_(arranged)  # the same memory, of which graphs have the address
+
+
+# -- in a process that traces the weight loader
+
+
+@contextmanager
+def unloaded_model(model_dir: str, layout: EngineLayout, rank: int, store: Path) -> Iterator[Any]:
+    """Builds SGLang's model of one rank of an engine as a server does, in float32 and not loaded.
+
+    The ranks find each other by the file `store`.
+    """
+    from sglang.srt import runtime_context
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.configs.update_config import adjust_tp_num_heads_if_necessary
+    from sglang.srt.distributed import parallel_state
+    from sglang.srt.layers.dp_attention import initialize_dp_attention
+    from sglang.srt.layers.moe import initialize_moe_config
+    from sglang.srt.model_loader.loader import _initialize_model
+    from sglang.srt.model_loader.utils import set_default_torch_dtype
+    from sglang.srt.server_args import ServerArgs
+
+    library().check()
+    if not torch.cuda.is_available():
+        default_to_the_cpu()
+    arguments = ServerArgs(
+        model_path=model_dir,
+        device="cpu",
+        dtype="float32",
+        tp_size=layout.tp,
+        pp_size=layout.pp,
+        ep_size=layout.ep,
+        attn_dp_size=layout.adp,
+        disable_shared_experts_fusion=True,  # as in engines: a separate layer, as in the weight table
+        attention_backend="triton",  # a model with attention sinks refuses others; its kernels are not used
+        moe_runner_backend="triton",  # with others SGLang may transpose the weights of experts
+        sampling_backend="pytorch",
+        disable_custom_all_reduce=True,
+        disable_cuda_graph=True,
+        disable_overlap_schedule=True,
+        skip_tokenizer_init=True,
+        mem_fraction_static=0.1,
+    )
+    ranks = runtime_context.SpawnRanks(world_rank=rank, gpu_id=rank)
+    with _capability_of_a_gpu():
+        runtime_context.publish(arguments, role="scheduler", ranks=ranks)
+    parallel_state.init_distributed_environment(
+        layout.ranks, rank, f"file://{store.absolute()}", local_rank=rank, backend="gloo"
+    )
+    parallel_state.initialize_model_parallel()
+    initialize_dp_attention(arguments)
+    initialize_moe_config()
+    model = ModelConfig.from_server_args(arguments)
+    # On the CPU linear attention reads other fields, which SGLang's runner of models sets.
+    adjust_tp_num_heads_if_necessary(model.hf_text_config, layout.attention_tp, True)
+    with set_default_torch_dtype(torch.float32):
+        built = _initialize_model(model, LoadConfig())
+    for parameter in built.parameters():
+        if parameter.dtype is torch.bfloat16:  # such as parameters of an indexer, whatever the dtype of the model
+            parameter.data = parameter.data.float()
+    yield built
+    torch.distributed.barrier()  # a rank that leaves its groups early breaks those that still connect to it
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_distributed_environment()
+    runtime_context.reset_context()
+
+
+@contextmanager
+def _capability_of_a_gpu() -> Iterator[None]:
+    # Lets SGLang read the capability of a GPU, which it does for sparse attention whatever the device is.
+    asked = torch.cuda.get_device_capability
+    if not torch.cuda.is_available():
+        torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    try:
+        yield
+    finally:
+        torch.cuda.get_device_capability = asked

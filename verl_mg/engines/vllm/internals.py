@@ -1,0 +1,340 @@
+"""Internals of vLLM that are used or replaced, for the version that is asserted here.
+
+All imports are inside of functions, which run in vLLM's processes.
+
+| what | why | would break where vLLM |
+|---|---|---|
+| `inspect_models_here` | no process that imports vLLM again, on the CPU | inspects classes otherwise |
+| `dead_engine_error`, `workers_of_node` | parts of an engine on several nodes | moves them |
+| `keep_config_tying` | the output layer is tied as in training | decides it elsewhere |
+| `do_without_gpu` | workers that sleep; weights that an update can write | has other kernels or waits |
+| `make_stage_inputs` | the CPU skips the warm-up that makes them | makes them elsewhere |
+| `derive_weights` | W_UK_T and W_UV of latent attention follow an update | names the layer otherwise |
+| `StagedExperts` | experts in the order of a kernel of the CPU | has other kernels |
+| `register_adapters` | adapters from memory, not from a file | has another manager of adapters |
+| `RoutingRecorder` | experts of each token on the CPU, where vLLM does not return them | has other layers or batches |
+| `return_full_logprobs` | log-probs before top-k and top-p, after temperature | has other samplers |
+| `unloaded_model` | traces of its weight loader | builds models otherwise |
+
+`tests/engines/vllm/test_internals.py` finds what is missing in the installed version.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partialmethod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl_mg.layout import EngineLayout
+from verl_mg.library import Library
+
+CPU_POLL_SECONDS = 0.001  # time for which a worker on the CPU polls for the next message before it sleeps
+# Longest sleep of a worker on the CPU: it misses the notification of a message written while it falls asleep.
+CPU_SLEEP_MS = 10
+DERIVED = (".W_UK_T", ".W_UV")  # ends of the names of parameters that are computed from others
+# Kernels of sparse attention by their name in vLLM.
+SPARSE_BACKEND = "vllm.v1.attention.backends.mla.flashmla_sparse.FlashMLASparseBackend"
+
+
+def library() -> Library:
+    """Returns vLLM as it is installed."""
+    from vllm import __version__
+
+    return Library("vLLM", __version__, ("0.32.",), "Install vLLM 0.32.")
+
+
+# -- in the process of an engine
+
+
+def inspect_models_here() -> None:
+    """Inspects model classes in this process, on machines without a GPU.
+
+    For each class that its cache does not have, vLLM would start a process that imports vLLM again, lest CUDA starts in
+    this one: half a minute of a CPU.
+    """
+    from vllm.model_executor.models import registry
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        # There is no CUDA that could start.
+        library().replace(registry, _run_in_subprocess=lambda inspect: inspect())
+
+
+def keep_config_tying() -> None:
+    """Ties the output layer as config.json says, as training does, whatever else the checkpoint contains."""
+    from vllm.config import ModelConfig
+
+    library().replace(ModelConfig, maybe_untie_word_embeddings=lambda self: None)
+
+
+def dead_engine_error() -> type[Exception]:
+    """Returns the exception that calls of an engine raise when its processes have ended."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    return EngineDeadError
+
+
+def workers_of_node(engine_arguments: Any) -> Any:
+    """Starts the workers of a further node, to which the engine on the first node sends their work."""
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    return MultiprocExecutor(engine_arguments.create_engine_config(headless=True), monitor_workers=False)
+
+
+# -- in workers
+
+
+def do_without_gpu() -> None:
+    """Lets workers run on the CPU next to the ranks, with weights that an update can write; does nothing on a GPU."""
+    import vllm._custom_ops as custom_ops
+    from vllm.distributed.device_communicators import shm_broadcast
+    from vllm.model_executor.layers import utils as layer_utils
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    # Else workers poll for a second after each message, which takes the cores from the ranks.
+    waits = partialmethod(shm_broadcast.SpinCondition.__init__, busy_loop_s=CPU_POLL_SECONDS)
+    library().replace(shm_broadcast.SpinCondition, __init__=waits)
+    library().replace(shm_broadcast, SHM_READER_RECHECK_INTERVAL_MS=CPU_SLEEP_MS)
+    # Else linear layers have no weight after loading, only a packed copy inside of oneDNN or of AMX kernels, into which
+    # no update can be written.
+    library().replace(custom_ops, _supports_onednn=False)
+    library().replace(layer_utils, check_cpu_sgl_kernel=lambda n, k, dtype: False)
+
+
+def make_stage_inputs(runner: Any) -> None:
+    """Makes the tensors that pipeline stages pass on, where the warm-up that makes them is skipped."""
+    if getattr(runner, "intermediate_tensors", True) is None:
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+        )
+
+
+def derive_weights(runner: Any) -> None:
+    """Computes the parameters DERIVED from new weights."""
+    for module in runner.model.modules():
+        if type(module).__name__ == "MLAAttention":
+            module.process_weights_after_loading(runner.model_config.dtype)
+
+
+def register_adapters(
+    manager: Any, number: int, previous: int | None, tensors: dict[str, Tensor], config: Mapping[str, Any]
+) -> None:
+    """Registers adapters with the id `number`, as vLLM does after reading a file, and removes the previous ones."""
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.peft_helper import PEFTHelper
+
+    if previous is not None:
+        manager.remove_adapter(previous)
+    adapters = LoRAModel.from_lora_tensors(
+        number, tensors, PEFTHelper.from_dict(config), device="cpu", dtype=manager.lora_config.lora_dtype
+    )
+    manager._adapter_manager.add_adapter(adapters)
+    manager._adapter_manager.activate_adapter(number)
+
+
+class StagedExperts:
+    """Stacked experts whose kernel on the CPU needs another order of the values: written here, then packed."""
+
+    def __init__(self, packed: Tensor, isa: str) -> None:
+        self.raw, self._packed, self._isa = torch.zeros_like(packed), packed, isa
+
+    def pack(self) -> None:
+        """Brings the values into the order of the kernel."""
+        import vllm._custom_ops as custom_ops
+
+        self._packed.copy_(custom_ops.cpu_prepack_moe_weight(self.raw, self._isa))
+
+
+def staged_experts(model: torch.nn.Module) -> dict[str, StagedExperts]:
+    """Returns the stacked experts of a model on the CPU by the names of their parameters."""
+    staged = {}
+    for name, module in model.named_modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None and hasattr(module, "w13_weight"):
+            for weight in ("w13_weight", "w2_weight"):
+                packed = getattr(module, weight).data
+                staged[f"{name}.{weight}"] = StagedExperts(packed, kernel.fused_experts.isa)
+    return staged
+
+
+class RoutingRecorder:
+    """Records the experts that the routers of all layers choose, for each request.
+
+    layers: _record(layer, experts)  -->  one step of all layers  --_execute_step-->  rows of each request  --> take
+    """
+
+    def __init__(self, runner: Any) -> None:
+        from vllm.model_executor.layers.fused_moe.layer import MoERunner
+
+        self._runner, self._execute = runner, runner.execute_model
+        layers = [module for module in runner.model.modules() if isinstance(module, MoERunner)]
+        self._step: list[Tensor | None] = [None] * len(layers)
+        self._recorded: dict[str, list[tuple[int, Tensor]]] = {}
+        for number, layer in enumerate(layers):
+            layer.router.set_capture_fn(lambda experts, number=number: self._record(number, experts))
+        runner.execute_model = self._execute_step
+
+    def take(self, rid: str, fed: int) -> Tensor:
+        """Returns the experts of a request's tokens, (fed, layers, experts per token) int32, and forgets the request.
+
+        A token that is computed again, because its request was put back, keeps the experts of the first time.
+        """
+        recorded = self._recorded.pop(rid, [])
+        top_k = recorded[0][1].shape[-1] if recorded else 1
+        experts = torch.zeros(fed, len(self._step), top_k, dtype=torch.int32)
+        for start, rows in reversed(recorded):  # the first record of a token is written last
+            rows = rows[: max(0, fed - start)]
+            experts[start : start + len(rows)] = rows
+        return experts
+
+    def _record(self, layer: int, experts: Tensor) -> None:
+        self._step[layer] = experts.to(torch.int32).clone()
+
+    def _execute_step(self, scheduled: Any, *arguments: Any, **keywords: Any) -> Any:
+        """Runs a step and gives each request its rows: tokens of a step are in the order of the batch's requests."""
+        output = self._execute(scheduled, *arguments, **keywords)
+        if scheduled.total_num_scheduled_tokens:
+            rows = torch.stack([layer for layer in self._step if layer is not None], dim=1)
+            batch, start = self._runner.input_batch, 0  # after the step: before, it has the requests of the last one
+            for index, name in enumerate(batch.req_ids):
+                count = scheduled.num_scheduled_tokens[name]
+                first = int(batch.num_computed_tokens_cpu[index])
+                self._recorded.setdefault(_request_of(name), []).append((first, rows[start : start + count]))
+                start += count
+        return output
+
+
+def _request_of(name: str) -> str:
+    """Returns the id of a request from its name inside of vLLM, which ends with a random part."""
+    return name.rpartition("-")[0]
+
+
+def return_full_logprobs(sampler: Any) -> None:
+    """Has a sampler return log-probabilities after temperature but before min-p, top-k and top-p."""
+    # vLLM's processed ones are renormalized over the candidates, its raw ones ignore the temperature. Its two model
+    # runners have different samplers: one returns log-probabilities, the other logits.
+    full = _FullDistribution()
+    if hasattr(sampler, "topk_topp_sampler"):
+        candidates = sampler.topk_topp_sampler
+        library().replace(sampler, apply_temperature=full.kept_after(sampler.apply_temperature, _log_softmax))
+        library().replace(candidates, forward=full.returned_by(candidates.forward))
+    else:
+        states = sampler.sampling_states
+        library().replace(states, apply_temperature=full.kept_after(states.apply_temperature, torch.clone))
+        library().replace(sampler, _sample_random=full.returned_by(sampler._sample_random))
+
+
+def _log_softmax(logits: Tensor) -> Tensor:
+    return logits.log_softmax(dim=-1, dtype=torch.float32)
+
+
+class _FullDistribution:
+    """Distribution of a step after temperature; candidates are cut off in place afterwards."""
+
+    def __init__(self) -> None:
+        self._values: Tensor | None = None
+
+    def kept_after(self, scale: Callable[..., Any], copy: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+        """Returns a function that divides logits by temperatures, and whose result is kept.
+
+        `scale` works in place where it returns nothing; `copy` makes what is kept.
+        """
+
+        def scale_and_keep(logits: Tensor, *rest: Any) -> Any:
+            result = scale(logits, *rest)
+            self._values = copy(logits if result is None else result)
+            return result
+
+        return scale_and_keep
+
+    def returned_by(self, sample: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, Tensor | None]]:
+        """Returns a function that draws tokens and returns them with what was kept."""
+
+        def sample_with_full(*arguments: Any) -> tuple[Tensor, Tensor | None]:
+            tokens, _ = sample(*arguments)
+            values, self._values = self._values, None
+            return tokens, values
+
+        return sample_with_full
+
+
+# -- in a process that traces the weight loader
+
+
+@contextmanager
+def unloaded_model(model_dir: str, layout: EngineLayout, rank: int, store: Path) -> Iterator[Any]:
+    """Builds vLLM's model of one rank of an engine as a worker does, in float32 and not loaded.
+
+    The ranks find each other by the file `store`.
+    """
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.model_executor.models import utils as model_utils
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    from verl_mg.engines.vllm.arguments import layer_partition  # workers, which import this file, need no configuration
+
+    library().check()
+    inspect_models_here()
+    ident = f"{store.parent.name}-{store.stem}"
+    os.environ["VLLM_DIST_IDENT"] = ident  # names the shared memory of this group, which vLLM does not always remove
+    arguments = EngineArgs(
+        model_dir,
+        skip_tokenizer_init=True,
+        dtype="float32",
+        tensor_parallel_size=layout.tp,
+        pipeline_parallel_size=layout.pp,
+        enable_expert_parallel=layout.ep > 1,
+        distributed_executor_backend="mp",
+        enforce_eager=True,
+        load_format="dummy",
+        max_model_len=64,
+        kv_cache_memory_bytes=1 << 20,
+    )
+    config = arguments.create_engine_config()
+    os.environ.update(layer_partition(config.model_config.hf_text_config.num_hidden_layers, layout))
+    with set_current_vllm_config(config):
+        parallel_state.init_distributed_environment(layout.ranks, rank, f"file://{store.absolute()}", rank, "gloo")
+        parallel_state.initialize_model_parallel(layout.tp, layout.pp)
+        with set_default_torch_dtype(torch.float32), _layers_with_sparse_attention():
+            model = initialize_model(config)
+        yield model
+        torch.distributed.barrier()  # a rank that leaves its groups early breaks those that still connect to it
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_distributed_environment()
+    for path in glob.glob(f"/dev/shm/{glob.escape(ident)}-*"):
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+    # What other stages have is remembered by the address of the model, where the next model may be.
+    model_utils._model_to_pp_missing_layer_names.clear()
+
+
+@contextmanager
+def _layers_with_sparse_attention() -> Iterator[None]:
+    # Lets vLLM build layers with sparse attention on the CPU, where it has no kernels for them; none is called.
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.worker import workspace
+
+    selected = vars(CpuPlatform)["get_attn_backend_cls"]
+
+    def select(cls: Any, /, selected_backend: Any, attn_selector_config: Any, **options: Any) -> str:
+        if attn_selector_config.use_sparse:
+            return SPARSE_BACKEND
+        backend: str = selected.__func__(cls, selected_backend, attn_selector_config, **options)
+        return backend
+
+    if not workspace.is_workspace_manager_initialized():
+        workspace.init_workspace_manager(torch.device("cpu"))
+    with library().replaced(CpuPlatform, get_attn_backend_cls=classmethod(select)):
+        yield
