@@ -40,6 +40,7 @@ WITHOUT_MODEL = [
     ({"mode": "async", "num_ranks": 1}, {"job": {"deterministic": True}}, "job.deterministic=true: which samples of"),
     ({"extra_prompts": 2}, {"job": {"deterministic": True}}, "job.deterministic=true: which prompts are complete fi"),
     ({"urls_file": "f"}, {"job": {"deterministic": True}}, "job.deterministic=true: servers that come and go make"),
+    ({"sharding_table": "t", "engine": "hf"}, {}, "rollout.sharding_table: only engines inside the job that are separ"),
     ({"sharding_table": "t", **URLS}, {}, "rollout.sharding_table: only engines inside the job that are separate"),
     ({"engine": "hf", "wire": "fp8_block"}, {}, "rollout.wire=fp8_block: only SGLang has such weights. Write rollout."),
     ({"wire": "fp8_block", **URLS}, {}, "rollout.wire=fp8_block: servers receive quantized weights only as shards,"),

@@ -105,11 +105,6 @@ def refused(folder, overrides):
     [
         (["rollout.num_ranks=4"], "rollout.num_ranks=4: none of the job's 4 ranks is left to train. Start at least 5."),
         (
-            ["rollout.num_ranks=2", "rollout.engine=hf"],
-            "rollout.num_ranks=2: the engine hf works on the ranks of the actor. Leave it out, "
-            "or write rollout.engine=sglang or vllm.",
-        ),
-        (
             ["rollout.num_ranks=2", "actor.ranks=1-2"],
             "actor.layout=tp1 on actor.ranks=1-2: rank 2 is out of range, models can be placed on ranks 0 to 1. "
             "Lower actor.ranks, or start more ranks.",
@@ -123,11 +118,6 @@ def refused(folder, overrides):
             ["rollout.num_ranks=2", "actor.layout=pp2", "actor.pipeline_layers=[1, 2]"],
             "actor.pipeline_layers: [1, 2] are 3 layers, and the model has 2. Distribute all of them, or leave the key "
             "out.",
-        ),
-        (
-            ["rollout.num_ranks=3", "rollout.layout=tp2"],
-            "rollout.layout=tp2: an engine needs 2 ranks, but the rollout has 3 of the job's 4. "
-            "Write rollout.num_ranks as a multiple of 2.",
         ),
     ],
 )

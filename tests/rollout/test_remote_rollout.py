@@ -329,10 +329,6 @@ def test_server_of_another_model_raises(server, ranks, others, model, words):
             r"^rollout\.urls_file=/nowhere: cannot be read \(.*\)\. Write one address a line\.$",
         ),
         (
-            ["rollout.urls=[URL]", "rollout.urls_file=/dev/null", "job.deterministic=true"],
-            r"^job\.deterministic=true: servers that come and go .* Write rollout\.urls instead",
-        ),
-        (
             ["rollout.urls=[URL]", "rollout.api_key_env=NOT_SET_ANYWHERE"],
             r"^rollout\.api_key_env=NOT_SET_ANYWHERE: this environment variable is not set",
         ),
@@ -343,14 +339,9 @@ def test_server_of_another_model_raises(server, ranks, others, model, words):
         ),
         (["rollout.urls=[URL, URL]"], r"^rollout\.urls: the server URL is named twice"),
         (
-            ["rollout.urls=[URL]", "rollout.weight_transfer=disk"],
-            r"rollout\.shared_folder: it is missing.*Name a folder",
-        ),
-        (
             ["rollout.urls=[URL]", "rollout.weight_transfer=disk", "rollout.shared_folder=/dev/null/x"],
             r"^rollout\.shared_folder=/dev/null/x: cannot be made \(Not a directory\)\. Name a folder",
         ),
-        (["rollout.urls=[URL]", "rollout.engine=hf"], r"rollout\.engine is hf. Write sglang"),
         (
             ["rollout.urls=[URL]", "rollout.replay_routing=true"],
             r"^rollout\.replay_routing: .*has no experts\. Set it to false\.",

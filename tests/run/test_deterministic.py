@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers.rank_pool import job_context, job_store, refusal
+from tests.helpers.rank_pool import job_context, job_store
 from tests.run.jobs import job, lines_of, make_inputs
 from verl_mg.data import Prompt
 from verl_mg.engines import Sampling
@@ -68,11 +68,6 @@ def deterministic_job(inputs: Path, output: Path, overrides: list[str]) -> None:
         job(inputs / "spy.py", inputs, output, ["job.deterministic=true", *overrides])
 
 
-def refused(inputs: Path, output: Path) -> str:
-    with restored_determinism():
-        return refusal(job, "grpo", inputs, output, ["job.deterministic=true", "rollout.extra_prompts=2"])
-
-
 def test_deterministic_runs_are_bitwise_identical(ranks, inputs, tmp_path):
     layout = ["actor.layout=tp2", "algorithm.kl.coefficient=0.01"]
     for name in ("one", "two"):
@@ -82,11 +77,6 @@ def test_deterministic_runs_are_bitwise_identical(ranks, inputs, tmp_path):
     seen = {name: value for name, value in one[3].items() if name.startswith("seen/")}
     assert len(seen) == 5 and all(seen.values()), seen
     assert not any(ranks.run(2, torch.are_deterministic_algorithms_enabled))
-
-
-def test_deterministic_with_extra_prompts_raises(ranks, inputs, tmp_path):
-    (reported,) = ranks.run(1, refused, inputs, tmp_path / "run")
-    assert reported.startswith("job.deterministic=true: ") and "rollout.extra_prompts=0" in reported
 
 
 def taken(fixed: bool) -> list[int]:

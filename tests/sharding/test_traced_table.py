@@ -272,12 +272,6 @@ def test_check_engines_table_of_another_model_or_layout_is_user_error(sglang_ins
         check_engines(job_config(model, sharding_table=table_file, layout="tp1"), weight_table(read_config(model)), 2)
 
 
-@pytest.mark.parametrize("rollout", [{"engine": "hf"}, {"urls": ["http://localhost:1"]}])
-def test_check_engines_table_without_engines_in_the_job_is_user_error(model, table_file, rollout):
-    with pytest.raises(UserError, match=r"^rollout\.sharding_table: only engines inside the job"):
-        check_engines(job_config(model, sharding_table=table_file, **rollout), weight_table(read_config(model)), 2)
-
-
 def test_plan_request_contains_the_sharding_table(model, table_file):
     assert plan_request(job_config(model, sharding_table=table_file), {"actor", "rollout"}).sharding_table == table_file
 

@@ -111,13 +111,7 @@ def build_engine_group(
     if part:
         if part.nodes.count > 1:
             part = replace(part, nodes=replace(part.nodes, address=node_address(context.store)))
-        options = replace(
-            engine_options(config, dtype, table),
-            first_gpu=device.current_device().index or 0,
-            nodes=part.nodes,
-            gpu_step=placement.stride,
-            seed=config.job.seed + part.number,
-        )
+        options = part_options(engine_options(config, dtype, table), placement, part)
         model, log = config.model.path, _log(config, part)
         if part.nodes.rank:
             follower = following_part(kind, model, options, log, context.store, part.number)
@@ -174,12 +168,24 @@ def engine_options(config: Config, dtype: torch.dtype, table: ModelTable) -> Eng
         keep_cache=rollout.keep_kv_cache,
         memory_fraction=_memory_fraction(config, device.total_memory()),
         sleeps=rollout.sleep and not rollout.num_ranks,
+        seed=config.job.seed,
         routed_experts=rollout.replay_routing,
         deterministic=config.job.deterministic,
         reads_text=ends_at_strings(config),
         adapters=adapter_settings(config, table),
         python=rollout.python,
         extra=getattr(rollout, rollout.engine),
+    )
+
+
+def part_options(options: EngineOptions, placement: EnginePlacement, part: EnginePart) -> EngineOptions:
+    """Returns the options of this rank's part of an engine: its GPUs, its node and its seed."""
+    return replace(
+        options,
+        first_gpu=device.current_device().index or 0,
+        nodes=part.nodes,
+        gpu_step=placement.stride,
+        seed=options.seed + part.number,
     )
 
 

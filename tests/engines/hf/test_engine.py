@@ -161,17 +161,6 @@ def test_collect_requests_with_other_token_limits_share_a_batch(qwen3: Path) -> 
     assert {len(sample.tokens) for sample in alone} > {3, 5}
 
 
-def test_generate_finish_is_stop_or_length(qwen3: Path) -> None:
-    sampling = Sampling(max_new_tokens=10, stop_token_ids=tuple(range(10)))
-    samples = engine_of(qwen3).generate(requests(prompts=10), sampling)
-    assert {sample.finish for sample in samples} == {"stop", "length"}
-    for sample in samples:
-        stopped = [token in sampling.stop_token_ids for token in sample.tokens]
-        assert not any(stopped[:-1])
-        assert sample.finish == ("stop" if stopped[-1] else "length")
-        assert stopped[-1] or len(sample.tokens) == 10
-
-
 def test_generate_equal_prompts_share_a_prefill(qwen3: Path) -> None:
     engine = engine_of(qwen3)
     shapes: list[tuple[int, int]] = []
@@ -280,21 +269,6 @@ def test_submit_partial_sample_continues_like_an_uninterrupted_one(qwen3: Path) 
 
 def test_collect_without_requests_returns_nothing(qwen3: Path) -> None:
     assert engine_of(qwen3).generate([], Sampling(max_new_tokens=4)) == []
-
-
-@pytest.mark.parametrize(
-    ("prompt", "words"),
-    [
-        ((), "request 9: the prompt is empty"),
-        ((1,) * 120, "prompt of 120 tokens plus 20 .* 128 positions"),
-        ((96,), "outside the vocabulary of 96"),
-    ],
-)
-def test_submit_invalid_request_raises(qwen3: Path, prompt: tuple[int, ...], words: str) -> None:
-    good = Request(id=1, prompt=(1,), seed=0)
-    with pytest.raises(UserError, match=words):
-        bad = dataclasses.replace(good, id=9, prompt=prompt)
-        engine_of(qwen3).generate([good, bad], Sampling(max_new_tokens=20))
 
 
 def test_engine_directory_without_model_raises(tmp_path: Path) -> None:

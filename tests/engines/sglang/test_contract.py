@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -243,7 +244,8 @@ def arguments_of(on_gpus, monkeypatch):
     def arguments_of(placement: EnginePlacement, rank: int) -> dict[str, Any]:
         monkeypatch.setattr(device, "current_device", lambda: torch.device("cuda", rank % PER_NODE))
         part = engine_part(placement, rank, PER_NODE)
-        return engine_arguments(Path("model"), build_engines._settings(config, torch.bfloat16, placement, table, part))
+        options = replace(build_engines.engine_options(config, torch.bfloat16, table), layout=placement.layout)
+        return engine_arguments(Path("model"), build_engines.part_options(options, placement, part))
 
     return arguments_of
 

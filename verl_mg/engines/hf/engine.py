@@ -12,8 +12,7 @@ from transformers.initialization import no_init_weights
 
 from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.engines.engine import Finish, Request, RolloutEngine, Sample, Sampling
-from verl_mg.engines.hf.decoding import TextEnd, decode, uniforms
-from verl_mg.engines.hf.vision import VisionPrefill
+from verl_mg.engines.hf.decoding import TextEnd, VisionPrefill, decode, uniforms
 from verl_mg.engines.stop_strings import Decode, last_turn_start
 from verl_mg.errors import UserError
 from verl_mg.models.transformers_module import read_module_config

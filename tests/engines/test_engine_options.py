@@ -1,0 +1,23 @@
+"""Options of engines on their way to the engine's process."""
+
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+
+from verl_mg.engines.engine_options import AdapterSettings, EngineNodes, EngineOptions
+from verl_mg.layout import EngineLayout
+
+
+def test_options_as_json_are_the_same_options():
+    options = EngineOptions(
+        layout=EngineLayout(tp=4, ep=2, adp=2), dtype=torch.bfloat16, wire="int4", max_running=3, max_positions=64,
+        request_timeout=5.5, keep_cache=True, memory_fraction=0.5, first_gpu=2, gpu_step=2, sleeps=False, seed=7,
+        nodes=EngineNodes(2, 1, "10.0.0.2"), routed_experts=True, deterministic=True, reads_text=True,
+        adapters=AdapterSettings(8, ("q_proj", "k_proj")), python=Path("/usr/bin/python"), extra={"log_level": "info"},
+    )  # fmt: skip
+    plain = EngineOptions(layout=EngineLayout(), dtype=torch.float32, max_running=1, max_positions=8)
+    assert all(getattr(options, field.name) != getattr(plain, field.name) for field in fields(options))
+    for one in (options, plain):
+        assert EngineOptions.from_json(json.loads(json.dumps(one.to_json()))) == one
