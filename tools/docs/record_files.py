@@ -52,7 +52,7 @@ class Recorder:
             self._open(code, MAX_RANKS)
         seen = self._seen.setdefault(code.co_filename, set())
         for window, first in ((ITERATION, 0), (WEIGHTS, MAX_RANKS)):
-            if window not in seen and any(self._windows[first : first + MAX_RANKS]):
+            if window not in seen and self._counts(first):
                 seen.add(window)
                 with open(self._log, "a", encoding="utf-8") as log:
                     log.write(f"{window} {os.path.relpath(os.path.realpath(code.co_filename), self._tree)}\n")
@@ -68,6 +68,10 @@ class Recorder:
         place = first + int(os.environ["RANK"])
         self._opened[code], self._windows[place] = place, 1
         sys.monitoring.set_local_events(sys.monitoring.PROFILER_ID, code, sys.monitoring.events.PY_RETURN)
+
+    def _counts(self, first: int) -> bool:
+        # A rank counts in its own window, an engine's process, which never starts an iteration, in that of any rank.
+        return self._is_open(first) if self._iterations else any(self._windows[first : first + MAX_RANKS])
 
     def _is_open(self, first: int) -> bool:
         return "RANK" in os.environ and bool(self._windows[first + int(os.environ["RANK"])])
