@@ -2,8 +2,8 @@
 
 import asyncio
 
-from verl_mg.engines import request_ledger
-from verl_mg.engines.request_ledger import Generation, RequestLedger, request_key
+from verl_mg.engines import engine_host
+from verl_mg.engines.engine_host import Generation, RequestLedger, request_key
 
 REQUEST = {"tokens": [1, 2], "seed": None}
 
@@ -77,7 +77,7 @@ def test_results_under_weights_that_are_trained_again_are_dropped():
 
 
 def test_oldest_results_are_dropped_when_all_are_too_large(monkeypatch):
-    monkeypatch.setattr(request_ledger, "MAX_BYTES", 2 * request_ledger.TOKEN_BYTES)
+    monkeypatch.setattr(engine_host, "MAX_BYTES", 2 * engine_host.TOKEN_BYTES)
 
     async def run() -> None:
         ledger = RequestLedger()

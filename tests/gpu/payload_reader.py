@@ -8,7 +8,7 @@ import sys
 import torch
 from safetensors.torch import save_file
 
-from verl_mg.engines.ipc_payload import named_views, open_payload
+from verl_mg.engines.payloads import named_views, open_payload
 
 
 def main() -> None:

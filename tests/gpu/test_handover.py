@@ -13,7 +13,7 @@ from tests.helpers.launched import ROOT
 from tests.helpers.random_models import checkpoint, config
 from tests.helpers.traces import needs_sglang
 from verl_mg import device
-from verl_mg.engines.ipc_payload import Staging
+from verl_mg.engines.payloads import Staging
 from verl_mg.engines.sglang.arguments import ON_CPU
 from verl_mg.sharding.weight_table import weight_table
 

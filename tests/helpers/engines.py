@@ -19,7 +19,7 @@ from verl_mg.checkpoint.hf_safetensors import CheckpointReader, load_shards
 from verl_mg.checkpoint.model_directory import ModelDirectory
 from verl_mg.engines.engine import Request, RolloutEngine, Sample, Sampling
 from verl_mg.engines.engine_options import EngineOptions
-from verl_mg.engines.ipc_payload import Staging
+from verl_mg.engines.payloads import Staging
 from verl_mg.engines.process_engine import ProcessEngine
 from verl_mg.engines.sglang.arguments import has_multi_token_draft
 from verl_mg.layout import EngineLayout

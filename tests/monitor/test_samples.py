@@ -20,7 +20,7 @@ from verl_mg.monitor.run_logger import sample_table
 from verl_mg.monitor.sample_reader import SampleReader
 from verl_mg.monitor.sample_schema import FileMetadata, fingerprint
 from verl_mg.monitor.sample_writer import ROWS_PER_TABLE, SampleWriter, other_columns
-from verl_mg.rows.records import GeneratedRows, RolloutRecord
+from verl_mg.rows.samples import GeneratedRows, RolloutRecord
 
 SCHEMA = {
     **dict.fromkeys(("iteration", "trajectory", "sample_id", "group", "prompt_id", "policy_version"), "int64"),

@@ -11,7 +11,7 @@ from tests.reshard.nccl_model import Communicator, Operation, stuck_ranks
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
 from verl_mg.models.hf_config import HFConfig
 from verl_mg.reshard import Plan, plan, schedule
-from verl_mg.reshard.schedule_json import pack_schedules, unpack_schedules
+from verl_mg.reshard.schedule import pack_schedules, unpack_schedules
 from verl_mg.sharding.shard_map import JoinedShardMap
 from verl_mg.sharding.weight_table import weight_table
 

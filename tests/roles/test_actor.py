@@ -14,7 +14,7 @@ from tests.helpers.tiny_models import oracle, oracle_outputs, tiny_model
 from tests.roles.updates import COUNT, TEMPERATURE, actor_on, compare, oracle_update, rows, settings, with_entropy
 from verl_mg.batch import Batch
 from verl_mg.models.hf_config import SINGLE, read_config
-from verl_mg.rows.index import RowIndexer
+from verl_mg.rows.plan import RowIndexer
 from verl_mg.sharding.weight_table import weight_table
 
 LAYOUTS = [

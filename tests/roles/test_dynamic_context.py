@@ -13,7 +13,7 @@ from tests.roles.updates import rows as all_rows
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.roles.models import Actor
-from verl_mg.rows.index import RowIndexer
+from verl_mg.rows.plan import RowIndexer
 
 BUDGETS = {4: 32, 2: 20}
 """Tokens of a micro-batch by cp, for rows of 3 to 20 tokens, of which some fit a part of it and others do not."""

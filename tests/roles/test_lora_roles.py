@@ -33,7 +33,7 @@ from verl_mg.roles.trainable import TrainableRole
 from verl_mg.rollout.engine_group import HFEngineGroup
 from verl_mg.rollout.rollout import RolloutSetup
 from verl_mg.rollout.sync_rollout import SyncRollout
-from verl_mg.rows.records import RolloutRecords
+from verl_mg.rows.samples import RolloutRecords
 from verl_mg.weight_sync import transfer_plan
 
 COUNT, LORA = 8, LoraConfig(rank=4, alpha=6.0)

@@ -20,7 +20,7 @@ from verl_mg.roles.reward import RewardRole
 from verl_mg.rollout.engine_group import HFEngineGroup
 from verl_mg.rollout.rollout import RolloutSetup
 from verl_mg.rollout.sync_rollout import SyncRollout
-from verl_mg.rows.records import RolloutRecords
+from verl_mg.rows.samples import RolloutRecords
 
 TEXTS = ["12+3=", "7*(8-2)=", "a b c", "(1)", "99-98+97="]
 

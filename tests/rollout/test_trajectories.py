@@ -23,7 +23,7 @@ from verl_mg.roles.reward import RewardRole
 from verl_mg.rollout.engine_group import EngineGroup
 from verl_mg.rollout.rollout import LocalRolloutState, RolloutSetup
 from verl_mg.rollout.sync_rollout import SyncRollout
-from verl_mg.rows.records import RolloutRecords
+from verl_mg.rows.samples import RolloutRecords
 from verl_mg.run.sample_state import SampleState
 
 PROMPTS, GROUP = 5, 3

@@ -16,12 +16,10 @@ from verl_mg.images import Image
 from verl_mg.rollout.groups import Group
 from verl_mg.rollout.rollout import distribute_rows
 from verl_mg.rows import dispatch as row_dispatch
-from verl_mg.rows import images as row_images
-from verl_mg.rows import index as row_index
+from verl_mg.rows import plan as row_plan
 from verl_mg.rows.dispatch import gather_rows, scatter_column
-from verl_mg.rows.index import RowIndexer
-from verl_mg.rows.plan import ColumnPart, plan_deliveries, plan_returns
-from verl_mg.rows.records import GeneratedRows
+from verl_mg.rows.plan import ColumnPart, RowIndexer, plan_deliveries, plan_returns
+from verl_mg.rows.samples import GeneratedRows
 
 
 def rows_held_by(rank: int) -> Batch:
@@ -153,13 +151,13 @@ def gathered_with_images(takes):
     small, large = Image(b"s" * 10), Image(b"l" * 1000)
     if rank != 0:  # the rows of rank 0 have none, and it does not know of images
         batch.images = [(large, small) if i == 7 else (large,) for i in batch["sample_id"].tolist()]
-    index, sent, exchange = RowIndexer().index(batch), [], row_images.all_to_all_bytes
+    index, sent, exchange = RowIndexer().index(batch), [], row_dispatch.all_to_all_bytes
 
     def counting(outgoing):
         sent.append([part.numel() for part in outgoing])
         return exchange(outgoing)
 
-    with mock.patch.object(row_images, "all_to_all_bytes", counting):
+    with mock.patch.object(row_dispatch, "all_to_all_bytes", counting):
         fetched = gather_rows(batch, index, [[4, 2, 1], [3], [0, 4]], needs_images=takes)
     images = None if fetched.images is None else [[image.data[:1] for image in row] for row in fetched.images]
     same = fetched.images is None or len({id(i) for row in fetched.images for i in row if i.data == large.data}) <= 1
@@ -192,11 +190,11 @@ def count_row_gathers(change):
 
     def counting(data):
         gathered = all_gather_bytes(data)
-        row_gathers.append(any(row_index._Report.decode(part).rows is not None for part in gathered))
+        row_gathers.append(any(row_plan._Report.decode(part).rows is not None for part in gathered))
         return gathered
 
     rows = RowIndexer()
-    with mock.patch.object(row_index, "all_gather_bytes", counting):
+    with mock.patch.object(row_plan, "all_gather_bytes", counting):
         first = rows.index(batch)
         assert rows.index(batch, batch.select_columns(["tokens", "sample_id"])).row_groups == first.row_groups
         change(batch)
@@ -252,7 +250,7 @@ def index_of_distributed_rows():
     prompt = Prompt(0, (1,), "", None, {})
     groups = [Group(prompt, range(0, 3)), Group(prompt, range(3, 8))]
     moved = distribute_rows(GeneratedRows(batch), groups, rows).batch
-    with mock.patch.object(row_index, "_local_rows", side_effect=AssertionError("rows are sent")):
+    with mock.patch.object(row_plan, "_local_rows", side_effect=AssertionError("rows are sent")):
         kept = rows.index(moved)
     return kept, RowIndexer().index(moved)
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from verl_mg.batch import ColumnKind
-from verl_mg.rows.index import ColumnSchema, RowIndex
-from verl_mg.rows.plan import ColumnPart, Delivery, Return, plan_deliveries, plan_returns
+from verl_mg.rows.plan import ColumnPart, ColumnSchema, Delivery, Return, RowIndex, plan_deliveries, plan_returns
 
 TOKENS, MASK, REWARD = ColumnPart("tokens"), ColumnPart("loss_mask"), ColumnPart("reward")
 SCHEMA = {

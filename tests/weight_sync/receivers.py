@@ -40,8 +40,7 @@ from tests.reshard.encoded_moves import sglang_channels
 from verl_mg.distributed.outside_group import connect_store, join_outside_group
 from verl_mg.distributed.world import init_process_group
 from verl_mg.engines.engine import EngineDiedError
-from verl_mg.engines.ipc_payload import named_views, open_payload
-from verl_mg.engines.patch_payload import apply_payload, has_patches
+from verl_mg.engines.payloads import apply_payload, has_patches, named_views, open_payload
 from verl_mg.engines.sglang import shard_receiver
 from verl_mg.http_client import UnreachableError
 from verl_mg.layout import EngineLayout, Layout, Placement

@@ -15,7 +15,7 @@ from tests.helpers.traces import needs_sglang
 from tests.rollout.engine_jobs import inputs, settings
 from verl_mg.config import OptimizerConfig, load_config
 from verl_mg.engines.engine import EngineDiedError, RolloutEngine
-from verl_mg.engines.ipc_payload import Staging
+from verl_mg.engines.payloads import Staging
 from verl_mg.job import build_engines
 from verl_mg.job.build_models import ModelRoleBuilder
 from verl_mg.job.job import RunningJob

@@ -23,8 +23,7 @@ from verl_mg.layout.packing import plan_evenly
 from verl_mg.models.hf_config import read_config
 from verl_mg.roles.role import columns_needed
 from verl_mg.rows.dispatch import gather_rows
-from verl_mg.rows.index import RowIndex, RowIndexer
-from verl_mg.rows.plan import ColumnPart, plan_deliveries, row_bytes, whole_columns
+from verl_mg.rows.plan import ColumnPart, RowIndex, RowIndexer, plan_deliveries, row_bytes, whole_columns
 
 RANKS = 8
 Wanted = tuple[list[list[int]], list[list[ColumnPart]]]

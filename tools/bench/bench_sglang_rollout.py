@@ -28,8 +28,8 @@ from verl_mg.checkpoint.model_directory import ModelDirectory
 from verl_mg.data.prompts import Prompt
 from verl_mg.engines.engine import Request, Sample, Sampling
 from verl_mg.engines.engine_options import EngineOptions
-from verl_mg.engines.ipc_payload import Staging
 from verl_mg.engines.kinds import SGLANG
+from verl_mg.engines.payloads import Staging
 from verl_mg.engines.process_engine import ProcessEngine
 from verl_mg.engines.sglang.arguments import engine_arguments, environment
 from verl_mg.layout import EngineLayout

@@ -32,8 +32,7 @@ from verl_mg.reshard import plan
 from verl_mg.reshard.schedule import BUCKET_BYTES
 from verl_mg.roles.role import FORWARD_COLUMNS, columns_needed
 from verl_mg.rollout.engine_worker import REQUESTS_PER_POLL, poll_seconds
-from verl_mg.rows.index import ColumnSchema, RowIndex
-from verl_mg.rows.plan import ColumnPart, plan_deliveries, row_bytes, whole_columns
+from verl_mg.rows.plan import ColumnPart, ColumnSchema, RowIndex, plan_deliveries, row_bytes, whole_columns
 from verl_mg.sharding.weight_table import WeightTable, weight_table
 
 CONFIG = Path(__file__).parents[1] / "model_configs" / "deepseek_v3.json"

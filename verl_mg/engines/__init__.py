@@ -6,10 +6,10 @@ tracing/                 sharding tables read from the loaders of engines
 kinds                    one record for each kind of engine; engine_options: what one is started and run with
 process_engine           an engine in a separate process: requests, weights, memory, restart
 engine_process           the handle of this process; engine_host: the main object in it; ports: its ports
-engine_attachment        where the next rank finds the process of a lost one; request_ledger: how it answers
+engine_attachment        where the next rank finds the process of a lost one
 engine_nodes             an engine over several nodes
 request_tracker          requests in flight of such engines and of servers
-ipc_payload              shards passed to an engine as one memory handle; patch_payload: changes of them
+payloads                 shards, or changes of them, passed to an engine as one memory handle
 llm_judge                reward by a language model
 """
 

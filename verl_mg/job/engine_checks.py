@@ -19,8 +19,7 @@ from verl_mg.layout import EngineLayout, EnginePlacement
 from verl_mg.layout.suggest import resolve_engine_layout
 from verl_mg.reshard.encode import check_engine_blocks
 from verl_mg.reshard.encoding import encoding_of
-from verl_mg.rollout.remote_engine_group import server_keys, server_leaders, server_requirements
-from verl_mg.rollout.server_monitor import read_urls
+from verl_mg.rollout.remote_engine_group import read_urls, server_keys, server_leaders, server_requirements
 from verl_mg.servers.paired_engine import check_addresses, probe_entry
 from verl_mg.sharding.model_table import ModelTable
 from verl_mg.weight_sync.shards import table_obstacle

@@ -71,7 +71,7 @@ from verl_mg.rollout.engine_group import EngineWrapper, InFlightEngineGroup
 from verl_mg.rollout.groups import StalenessBound
 from verl_mg.rollout.rollout import Rollout, RolloutSetup, RolloutSource
 from verl_mg.rollout.sync_rollout import SyncRollout
-from verl_mg.rows.records import RolloutRecords
+from verl_mg.rows.samples import RolloutRecords
 
 R = TypeVar("R", bound=Role)
 

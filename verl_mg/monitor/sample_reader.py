@@ -27,7 +27,7 @@ from verl_mg.monitor.sample_schema import (
     file_of,
     iteration_folder,
 )
-from verl_mg.rows.records import GeneratedRows
+from verl_mg.rows.samples import GeneratedRows
 
 Columns = Mapping[str, ColumnSchema]
 

@@ -45,7 +45,7 @@ TOKENS = {"tokens": pa.int32(), "loss_mask": pa.bool_(), "policy_versions": pa.i
 TEXTS = ("prompt", "response", "answer", "source", "finish")  # text columns of every file
 CONVERSATION = "conversation"
 """Text column with the conversation of an agent as JSON, in the first row of each trajectory; null in others and
-without agents. `rows.conversations.conversation_of` makes it."""
+without agents. `rows.samples.conversation_of` makes it."""
 PARTS = pa.map_(pa.string(), pa.float32())  # type of the column `parts`: the parts of the reward by name
 TURNS = pa.list_(pa.struct([("by", pa.string()), ("start", pa.int32()), ("end", pa.int32())]))
 """Type of the column `turns`: ranges of the response by the policy or by tools."""

@@ -46,7 +46,7 @@ from verl_mg.monitor.sample_schema import (
     schema,
 )
 from verl_mg.roles.reward import row_to_sample
-from verl_mg.rows.records import NOT_RECORDED, RolloutRecord
+from verl_mg.rows.samples import NOT_RECORDED, RolloutRecord
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -9,28 +9,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from verl_mg import device
-from verl_mg.reshard.delta import HEADER_BYTES, apply_delta, encode_delta
+from verl_mg.reshard.delta import HEADER_BYTES, Patch, apply_delta, encode_delta
 from verl_mg.reshard.execute import Traffic
 from verl_mg.reshard.schedule import Bucket, Message, Schedule, Segment
 from verl_mg.sharding.boxes import Box, intersect, slices, translate_box
 
 Tensors = Mapping[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Patch:
-    """Changes of a box of a parameter."""
-
-    parameter: str  # target parameter
-    box: Box  # box in the parameter
-    code: Tensor  # its changes, as `apply_delta` reads them
 
 
 class SentValues:

@@ -39,7 +39,7 @@ from verl_mg.batch import PendingColumn
 from verl_mg.checkpoint.model_directory import ModelDirectories
 from verl_mg.distributed.collectives import ProcessGroups
 from verl_mg.phase_timer import PhaseTimer
-from verl_mg.rows.index import RowIndexer
+from verl_mg.rows.plan import RowIndexer
 from verl_mg.training.offload import OffloadManager
 
 Result = TypeVar("Result")

@@ -30,8 +30,15 @@ from verl_mg.errors import UserError
 from verl_mg.rewards import AsyncScorer, Reward, Sample
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import RewardModel
-from verl_mg.rows.conversations import Conversation, agent_reward, conversation_of, final_reply, from_text
-from verl_mg.rows.records import GeneratedRows, RolloutRecords
+from verl_mg.rows.samples import (
+    Conversation,
+    GeneratedRows,
+    RolloutRecords,
+    agent_reward,
+    conversation_of,
+    final_reply,
+    from_text,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -21,8 +21,7 @@ from verl_mg.models.flops import key_share, row_flops
 from verl_mg.models.hf_config import HFConfig
 from verl_mg.roles.context import JobContext
 from verl_mg.rows.dispatch import gather_rows, scatter_column
-from verl_mg.rows.index import INDEXED_COLUMNS, ColumnSchema, Fingerprint, RowIndex
-from verl_mg.rows.plan import ColumnPart
+from verl_mg.rows.plan import INDEXED_COLUMNS, ColumnPart, ColumnSchema, Fingerprint, RowIndex
 from verl_mg.sharding.model_table import Head
 from verl_mg.training.microbatch import ROUTED_EXPERTS, SHARED_TOKENS, SHARED_WITH
 from verl_mg.training.offload import CpuOffload

@@ -23,7 +23,7 @@ from verl_mg.models.hf_families import UNTRAINED
 from verl_mg.models.hf_tensors import copied_tensors
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.role import Batching, Role
-from verl_mg.rows.index import RowIndex
+from verl_mg.rows.plan import RowIndex
 from verl_mg.sharding.model_table import ModelTable
 from verl_mg.training.offload import CpuOffload
 from verl_mg.training.runner import Runner

@@ -4,5 +4,5 @@ rollout                      the interface of whatever gives a recipe its sample
 sync_rollout  async_rollout  the modes: what is submitted, when `generate` returns, when weights arrive
 groups                       states of groups, the bound of staleness, what checkpoints contain
 work_queue  engine_worker    distribution of requests over engines; the worker that feeds one engine
-engine_group                 engines of the job; remote_engine_group, server_monitor: servers outside of it
+engine_group                 engines of the job; remote_engine_group: servers outside of it
 """

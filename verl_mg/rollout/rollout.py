@@ -48,11 +48,17 @@ from verl_mg.rollout.engine_group import EngineGroup, InFlightEngineGroup
 from verl_mg.rollout.engine_worker import EngineWorker
 from verl_mg.rollout.groups import Group, GroupBuffer, GroupState, RolloutState, first_complete, sample_number
 from verl_mg.rollout.work_queue import GroupFilter, ScoreFilter, WorkQueue
-from verl_mg.rows.conversations import conversation_of, exchange_conversations, to_text
 from verl_mg.rows.dispatch import gather_rows
-from verl_mg.rows.index import RowIndexer
-from verl_mg.rows.records import GeneratedRows, RolloutRecord, RolloutRecords
-from verl_mg.rows.samples import samples_to_batch
+from verl_mg.rows.plan import RowIndexer
+from verl_mg.rows.samples import (
+    GeneratedRows,
+    RolloutRecord,
+    RolloutRecords,
+    conversation_of,
+    exchange_conversations,
+    samples_to_batch,
+    to_text,
+)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from verl_mg.rollout.engine_group import EngineGroup
 from verl_mg.rollout.groups import GroupState, RolloutState
 from verl_mg.rollout.rollout import Call, LocalRolloutState, Rollout, RolloutSetup, filter_metrics, put_origin
 from verl_mg.rollout.work_queue import GroupFilter, ScoreFilter
-from verl_mg.rows.records import GeneratedRows
+from verl_mg.rows.samples import GeneratedRows
 
 
 class SyncRollout(Rollout):

@@ -3,7 +3,8 @@
 Each row of a recipe's batch is owned by exactly one rank. A role computes a row on all ranks of one data-parallel
 index. `plan` decides which rank sends what to whom; here the messages are sent as raw bytes between the ranks that
 have something to exchange, over gloo. Rows are in host memory until their micro-batch is computed: NCCL would need
-device memory for them while engines or other roles occupy it.
+device memory for them while engines or other roles occupy it. The images of rows follow in a second exchange, each once
+to a rank, however many rows have it.
 
 Nothing waits in a circle: every rank first requests all that it receives, then sends the rows that it owns, then
 passes on what it receives as an entry. A message has one of two tags, because rows of the sender may overtake those
@@ -12,6 +13,7 @@ that it passes on.
 
 from __future__ import annotations
 
+import json
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,10 +25,9 @@ from torch import Tensor
 
 from verl_mg import device
 from verl_mg.batch import Batch, ColumnKind
-from verl_mg.distributed.collectives import ByteSender, request_bytes
-from verl_mg.rows.images import gather_images
-from verl_mg.rows.index import RowIndex
-from verl_mg.rows.plan import ColumnPart, Delivery, plan_deliveries, plan_returns, whole_columns
+from verl_mg.distributed.collectives import ByteSender, all_to_all_bytes, request_bytes
+from verl_mg.images import Image, RowImages, distinct_images
+from verl_mg.rows.plan import ColumnPart, Delivery, RowIndex, plan_deliveries, plan_returns, whole_columns
 
 PIECE_BYTES = 32 << 20
 """Bytes of a message, unless a single row is larger."""
@@ -159,6 +160,65 @@ def _parts_of(piece: Delivery, data: Tensor, index: RowIndex) -> Iterator[tuple[
         stop = start + entries * part.entry_bytes(index.schema)
         yield part, data[start:stop].view(column.dtype).view(entries, *part.shape(index.schema))
         start = stop
+
+
+def gather_images(
+    batch: Batch, index: RowIndex, wanted: Sequence[Sequence[int]], takes: Sequence[bool] | None = None
+) -> list[RowImages] | None:
+    """Transfers the images of rows to the ranks that want the rows; all ranks call it together.
+
+    A rank gets the encoded bytes of an image once from each owner of rows that have it. `wanted` has the row numbers
+    of each rank, `takes` whether it takes images. The result has the images of `wanted[this rank]`, in that order; None
+    where no rank has images, or this one takes none.
+    """
+    if not index.has_images:  # known on all ranks, so that batches without images need no exchange
+        return None
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    takes = takes or [True] * ranks
+    local = _LocalImages(batch, index)
+    outgoing = [local.pack(wanted[other] if takes[other] and other != rank else ()) for other in range(ranks)]
+    received = all_to_all_bytes(outgoing)
+    if not takes[rank]:
+        return None
+    images = local.of(wanted[rank])
+    for data in received:
+        images |= _unpack_images(data)
+    return [images[row] for row in wanted[rank]]
+
+
+class _LocalImages:
+    """Images of the rows that this rank owns, by their numbers in the index."""
+
+    def __init__(self, batch: Batch, index: RowIndex) -> None:
+        rows = index.rows_of(dist.get_rank())
+        self._images = dict(zip(rows, batch.images or [()] * len(rows), strict=True))
+
+    def of(self, rows: Iterable[int]) -> dict[int, RowImages]:
+        return {row: self._images[row] for row in rows if row in self._images}
+
+    def pack(self, rows: Iterable[int]) -> Tensor:
+        """Returns uint8: the size of a JSON text, this text with the keys of each row, and the images one by one."""
+        chosen = self.of(rows)
+        images = distinct_images(chosen.values())
+        keys = {row: [image.key for image in of_row] for row, of_row in chosen.items()}
+        text = json.dumps({"rows": keys, "sizes": [len(image.data) for image in images.values()]}).encode()
+        parts = [len(text).to_bytes(8, "little"), text, *(image.data for image in images.values())]
+        return torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8) if chosen else torch.empty(0).byte()
+
+
+def _unpack_images(data: Tensor) -> dict[int, RowImages]:
+    """Returns the images of each row that `_LocalImages.pack` has packed."""
+    if not data.numel():
+        return {}
+    content = data.numpy().tobytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:start])
+    images = {}
+    for size in header["sizes"]:
+        image = Image(content[start : start + size])
+        images[image.key] = image
+        start += size
+    return {int(row): tuple(images[key] for key in keys) for row, keys in header["rows"].items()}
 
 
 def scatter_column(

@@ -1,4 +1,7 @@
-"""Plan of a transfer of rows: which rank sends which columns of which rows to which ranks. Pure, without processes.
+"""Index of a batch's rows over all ranks, and the plan of a transfer: which rank sends what of which rows to whom.
+
+`RowIndexer` gathers the index: the owners of the rows, their lengths and the types of their columns. The plan is pure,
+without processes.
 
     owner                rank that has the row
       | one message      once to each node on which ranks want the same columns of the row
@@ -18,13 +21,233 @@ column has 8 bytes a token. Ranks 0 and 1 are one node, ranks 2 and 3 another.
 
 from __future__ import annotations
 
-from collections import defaultdict
+import json
+import math
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import Any
+from weakref import WeakKeyDictionary
 
-from verl_mg.batch import ColumnKind
-from verl_mg.rows.index import ColumnSchema, RowIndex
+import torch
+from torch import Tensor
+
+from verl_mg.batch import Batch, ColumnKind
+from verl_mg.distributed.collectives import all_gather_bytes
+
+INDEXED_COLUMNS = ("sample_id", "loss_mask", "pair", "trajectory")
+"""Columns that the index of a batch depends on."""
+_FIELDS = 5
+"""Integers that a rank sends for each row: sample id, length, scored tokens, group and trajectory."""
+
+
+@dataclass(frozen=True)
+class ColumnSchema:
+    """Type of a column and shape of its entries."""
+
+    kind: ColumnKind
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def entry_bytes(self) -> int:
+        """Number of bytes of one entry."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class RowIndex:
+    """All rows of a batch over all ranks, numbered in the order of their sample ids; the same on every rank.
+
+    Example: rank 0 has samples 7 and 4, of 5 and 3 tokens, rank 1 has sample 9 of 4 tokens.
+
+        row           0   1   2
+        sample_ids    4   7   9
+        owner_rank    0   0   1
+        local_row     1   0   0
+        lengths       3   5   4
+    """
+
+    sample_ids: tuple[int, ...]
+    """Sample id of each row, ascending."""
+    owner_rank: tuple[int, ...]
+    local_row: tuple[int, ...]
+    """Number of each row in the batch of its owner."""
+    lengths: tuple[int, ...]
+    num_scored_tokens: tuple[int, ...]
+    """Tokens of each row under the loss mask, without the row's first token, which nothing predicts."""
+    row_groups: tuple[tuple[int, ...], ...]
+    """Rows that stay in one mini-batch and micro-batch: rows with equal `pair`, otherwise one row each."""
+    schema: Mapping[str, ColumnSchema] = field(default_factory=dict)
+    """Columns that are transferred, by name."""
+    trajectories: tuple[int, ...] = ()
+    """Trajectory of each row; its sample id where the batch has no trajectories."""
+    has_images: bool = False
+    """Whether rows have images, on some rank."""
+
+    def __len__(self) -> int:
+        return len(self.sample_ids)
+
+    @property
+    def row_groups_by_trajectory(self) -> list[list[tuple[int, ...]]]:
+        """Returns the row groups of each trajectory, which stay in one mini-batch, in the order of their first rows."""
+        groups: dict[int, list[tuple[int, ...]]] = {}
+        for group in self.row_groups:
+            groups.setdefault(self.trajectories[group[0]], []).append(group)
+        return list(groups.values())
+
+    @property
+    def trajectory_tokens(self) -> list[int]:
+        """Returns the scored tokens of each row's trajectory."""
+        totals: Counter[int] = Counter()
+        for trajectory, count in zip(self.trajectories, self.num_scored_tokens, strict=True):
+            totals[trajectory] += count
+        return [totals[trajectory] for trajectory in self.trajectories]
+
+    def rows_of(self, rank: int) -> list[int]:
+        """Returns the numbers of the rows that a rank owns, in the order of its batch."""
+        rows = [row for row, owner in enumerate(self.owner_rank) if owner == rank]
+        return sorted(rows, key=self.local_row.__getitem__)
+
+
+class Fingerprint:
+    """Columns and images of a batch as they are now; another one is equal as long as none is set or edited in place."""
+
+    def __init__(self, batch: Batch, names: Iterable[str]) -> None:
+        # The tensors themselves, not their addresses: a new tensor could get the address of one that is gone.
+        # torch counts edits in place in `_version`.
+        columns = {"": batch.lengths} | {name: batch[name] for name in names if name in batch}
+        self._columns = {name: (tensor, tensor._version) for name, tensor in columns.items()}
+        self._images = batch.images
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Fingerprint) or self._columns.keys() != other._columns.keys():
+            return False
+        if self._images is not other._images:
+            return False
+        pairs = ((column, other._columns[name]) for name, column in self._columns.items())
+        return all(tensor is latest and version == now for (tensor, version), (latest, now) in pairs)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class _Report:
+    """Contribution of one rank to the index."""
+
+    rows: Tensor | None
+    """(n, 5) int64, see `_FIELDS`; None where the rank has kept the index."""
+    schema: bytes
+    has_images: bool
+
+    def encode(self) -> Tensor:
+        """Returns the report as uint8: the number of rows or -1, whether there are images, the rows, and the schema."""
+        rows = torch.empty(0, _FIELDS, dtype=torch.int64) if self.rows is None else self.rows
+        head = torch.tensor([-1 if self.rows is None else len(rows), self.has_images])
+        schema = torch.frombuffer(bytearray(self.schema), dtype=torch.uint8)
+        return torch.cat([head.view(torch.uint8), rows.reshape(-1).view(torch.uint8), schema])
+
+    @classmethod
+    def decode(cls, data: Tensor) -> _Report:
+        count, has_images = data[:16].clone().view(torch.int64).tolist()
+        end = 8 * (2 + _FIELDS * max(count, 0))
+        rows = None if count < 0 else data[16:end].clone().view(torch.int64).view(count, _FIELDS)
+        return cls(rows, data[end:].numpy().tobytes(), bool(has_images))
+
+
+class RowIndexer:
+    """Computes the index of a batch in the first call for it, and keeps it as long as the batch exists."""
+
+    def __init__(self) -> None:
+        # With the tensors that the index was computed from and their versions.
+        self._indices: WeakKeyDictionary[Batch, tuple[RowIndex, Fingerprint]] = WeakKeyDictionary()
+
+    def index(self, batch: Batch, transferred: Batch | None = None) -> RowIndex:
+        """Returns the index of a batch; all ranks call it together.
+
+        The schema is of `transferred`, the same rows with the columns that will be transferred. ValueError if two rows
+        have the same sample id, or ranks other columns.
+        """
+        # Ranks exchange only the columns' types unless one of INDEXED_COLUMNS has been set or edited in place on any of
+        # them.
+        cached = self._cached(batch)
+        schema, has_images = _describe(batch if transferred is None else transferred), bool(batch.images)
+        reports = _gather(_Report(None if cached else _local_rows(batch), schema, has_images))
+        if cached is None or any(report.rows is not None for report in reports):
+            if any(report.rows is None for report in reports):  # the batch has changed on some ranks only
+                reports = _gather(_Report(_local_rows(batch), schema, has_images))
+            cached = _merge([report.rows for report in reports if report.rows is not None])
+            self._indices[batch] = (cached, Fingerprint(batch, INDEXED_COLUMNS))
+        has_images = any(report.has_images for report in reports)
+        # A rank without rows may have fewer columns, or columns of other types; it sends nothing.
+        nonempty = sorted(set(cached.owner_rank))
+        schemas = sorted({reports[rank].schema for rank in nonempty}) or [schema]
+        if len(schemas) > 1:
+            raise ValueError(f"ranks have different columns: {schemas[0].decode()} and {schemas[1].decode()}")
+        return replace(cached, schema=_parse(json.loads(schemas[0])), has_images=has_images)
+
+    def put(self, batch: Batch, index: RowIndex, rows_of: Sequence[Sequence[int]]) -> None:
+        """Sets the index of a batch whose rows were moved, on all ranks and without communication.
+
+        `rows_of` has the row numbers of each rank, in the order of its new batch, each row once.
+        """
+        places = {row: (rank, local) for rank, rows in enumerate(rows_of) for local, row in enumerate(rows)}
+        owners, local_rows = zip(*(places[row] for row in range(len(index))), strict=True) if places else ((), ())
+        moved = replace(index, owner_rank=owners, local_row=local_rows)
+        self._indices[batch] = (moved, Fingerprint(batch, INDEXED_COLUMNS))
+
+    def _cached(self, batch: Batch) -> RowIndex | None:
+        index, before = self._indices.get(batch, (None, None))
+        return index if before == Fingerprint(batch, INDEXED_COLUMNS) else None
+
+
+def _gather(report: _Report) -> list[_Report]:
+    return [_Report.decode(data) for data in all_gather_bytes(report.encode())]
+
+
+def _local_rows(batch: Batch) -> Tensor:
+    """Returns the integers of each row of this rank, (n, 5) int64, see `_FIELDS`."""
+    scored = (batch["loss_mask"] & (batch.positions > 0)).long()
+    counts = torch.zeros(len(batch), dtype=torch.int64).index_add_(0, batch.sequence_ids, scored)
+    ids = batch["sample_id"]
+    groups, trajectories = (batch[name if name in batch else "sample_id"] for name in ("pair", "trajectory"))
+    # A rank without rows may have a column with another data type.
+    return torch.stack([column.long() for column in (ids, batch.lengths, counts, groups, trajectories)], dim=1)
+
+
+def _merge(by_rank: Sequence[Tensor]) -> RowIndex:
+    """Merges the rows of all ranks, in rank order."""
+    rows = torch.cat(list(by_rank))
+    sizes = torch.tensor([len(part) for part in by_rank])
+    owners = torch.repeat_interleave(torch.arange(len(by_rank)), sizes)
+    local = torch.arange(len(rows)) - (sizes.cumsum(0) - sizes)[owners]
+    order = rows[:, 0].argsort()
+    sample_ids, lengths, scored, groups, trajectories = (tuple(column.tolist()) for column in rows[order].unbind(1))
+    if len(set(sample_ids)) != len(sample_ids):
+        raise ValueError("two rows of the batch have the same sample_id")
+    members: dict[int, list[int]] = {}
+    for row, group in enumerate(groups):
+        members.setdefault(group, []).append(row)
+    owner_rank, local_row = tuple(owners[order].tolist()), tuple(local[order].tolist())
+    row_groups = tuple(map(tuple, members.values()))
+    return RowIndex(sample_ids, owner_rank, local_row, lengths, scored, row_groups, trajectories=trajectories)
+
+
+def _describe(batch: Batch) -> bytes:
+    """Returns the types of the columns as JSON, the same text for the same types, so that texts can be compared."""
+    schema = {
+        name: [int(batch.kind(name)), str(batch[name].dtype).removeprefix("torch."), list(batch[name].shape[1:])]
+        for name in batch.names()
+    }
+    return json.dumps(schema).encode()
+
+
+def _parse(schema: Mapping[str, Sequence[Any]]) -> dict[str, ColumnSchema]:
+    return {
+        name: ColumnSchema(ColumnKind(kind), getattr(torch, dtype), tuple(shape))
+        for name, (kind, dtype, shape) in schema.items()
+    }
 
 
 @dataclass(frozen=True, order=True)

@@ -1,18 +1,32 @@
-"""Rows of a batch from generated samples: one of each sample, or of an agent's sample one of each segment."""
+"""Rows of a batch from generated samples, conversations of agents as JSON, and records of what a recipe was given.
+
+A sample is one row, or of an agent's sample each segment is one. Conversations are recorded with the rows, and kept in
+checkpoints.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from verl_mg.batch import Batch
+from verl_mg.batch import Batch, ColumnKind
 from verl_mg.data.prompts import Prompt
+from verl_mg.distributed.collectives import all_to_all_bytes
 from verl_mg.engines.engine import Sample
-from verl_mg.engines.trajectory import MAX_SEGMENTS, NOT_GENERATED, Segment
+from verl_mg.engines.trajectory import MAX_SEGMENTS, NOT_GENERATED, ConversationTurn, Segment, Trajectory
 from verl_mg.images import RowImages
+from verl_mg.rewards import Reward
+from verl_mg.training.microbatch import TEACHER_HIDDEN, TEACHER_TOP
+
+Conversation = Mapping[str, Any]
+"""Trajectory without its tokens: turns, sizes of the segments, log, error, and the reward of the agent."""
+NOT_RECORDED = frozenset({"generated_by", "score_id", TEACHER_HIDDEN, TEACHER_TOP})
+"""Columns without meaning outside the processes that generated the row, or with hundreds of numbers for a token."""
 
 
 @dataclass(frozen=True)
@@ -141,3 +155,127 @@ def _routed(row: _Row, none: Tensor) -> Tensor:
     """Returns (length, layers, top_k) int16; -1 for tokens that were never fed to the model, such as the last one."""
     routed = none if row.routed_experts is None else row.routed_experts
     return torch.cat([routed, routed.new_full((len(row.tokens) - len(routed), *routed.shape[1:]), -1)])
+
+
+def conversation_of(trajectory: Trajectory) -> Conversation:
+    """Returns the conversation of a trajectory, whose parts it shares."""
+    # It has everything that the columns of rows do not have, so a checkpoint of rows needs nothing else. Sizes of a
+    # segment of 4 tokens with 2 generated ones: {"tokens": 4, "trained": 2, "prefix_of": None, "prefix_length": 0}.
+    return {
+        "turns": [vars(turn) for turn in trajectory.turns],
+        "segments": [_size(segment) for segment in trajectory.segments],
+        "reward": vars(trajectory.reward) if trajectory.reward else None,
+        "log": trajectory.log,
+        "error": trajectory.error,
+    }
+
+
+def trajectory_of(segments: Sequence[Segment], conversation: Conversation) -> Trajectory:
+    """Returns the trajectory that `conversation_of` was given; its segments are not part of a conversation."""
+    turns = [ConversationTurn(**turn | {"messages": tuple(turn["messages"])}) for turn in conversation["turns"]]
+    log, error = conversation["log"], conversation["error"]
+    return Trajectory(tuple(segments), tuple(turns), agent_reward(conversation), log, error)
+
+
+def to_text(conversation: Conversation) -> str:
+    """Returns a conversation as JSON in ASCII, whatever its texts contain."""
+    return json.dumps(conversation)  # escapes lone surrogates, which UTF-8 cannot encode
+
+
+def from_text(text: str) -> Conversation:
+    """Returns the conversation that `to_text` wrote."""
+    conversation: Conversation = json.loads(text)
+    return conversation
+
+
+def agent_reward(conversation: Conversation) -> Reward | None:
+    """Returns the reward that the agent returned, if it did."""
+    return Reward(**conversation["reward"]) if conversation["reward"] else None
+
+
+def final_reply(conversation: Conversation) -> str:
+    """Returns the text of the policy's last reply, which reward functions score; "" where there is none."""
+    # Where all turns are of other models, such as a simulated user, it is the last of these.
+    turns = conversation["turns"]
+    chosen = [turn for turn in turns if turn["trained"]] or turns
+    return (chosen[-1]["reply"].get("content") or "") if chosen else ""
+
+
+def exchange_conversations(texts: Mapping[int, str], by_rank: Sequence[Sequence[int]]) -> dict[int, str]:
+    """Sends conversations to the ranks that have got the rows; all ranks call it together.
+
+    `texts` are of this rank, by trajectory; `by_rank` has the trajectories whose rows each rank has got.
+    """
+    # JSON, since conversations have any shape; only text travels, next to the tensors of the rows.
+    outgoing = [
+        torch.frombuffer(bytearray(json.dumps({i: texts[i] for i in wanted if i in texts}).encode()), dtype=torch.uint8)
+        for wanted in by_rank
+    ]
+    received = [json.loads(part.numpy().tobytes()) for part in all_to_all_bytes(outgoing)]
+    return {int(i): text for part in received for i, text in part.items()}
+
+
+def _size(segment: Segment) -> dict[str, int | None]:
+    return {
+        "tokens": len(segment.tokens),
+        "trained": sum(version != NOT_GENERATED for version in segment.policy_versions),
+        "prefix_of": segment.prefix_of,
+        "prefix_length": segment.prefix_length,
+    }
+
+
+@dataclass(frozen=True)
+class GeneratedRows:
+    """Rows of samples on this rank, and what is known of them that no column contains."""
+
+    batch: Batch
+    conversations: Mapping[int, str] = field(default_factory=dict)
+    """Conversation of each trajectory of an agent as JSON, by trajectory."""
+
+
+@dataclass(frozen=True)
+class RolloutRecord:
+    """A batch as a recipe received it, and as the recipe has left it."""
+
+    batch: Batch
+    received: Batch
+    conversations: Mapping[int, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, rows: GeneratedRows) -> RolloutRecord:
+        """Returns the record of rows that are about to be given to the recipe."""
+        batch = rows.batch
+        # A second batch: the recipe adds columns to the first one, and replays need only the received ones.
+        record = cls(batch, Batch(batch.lengths), rows.conversations)
+        for name in batch.names():
+            if name not in NOT_RECORDED:
+                record.add(name, batch[name], batch.kind(name))
+        return record
+
+    def add(self, name: str, values: Tensor, kind: ColumnKind) -> None:
+        """Adds a column that the recipe receives."""
+        # Copied, since the recipe may edit it in place. Columns with several numbers per token are large, and no recipe
+        # changes them.
+        self.received.put(name, values.clone() if values.dim() == 1 else values, kind)
+
+
+@dataclass
+class RolloutRecords:
+    """The records of an iteration, written by the rollout and by the reward."""
+
+    records: list[RolloutRecord] = field(default_factory=list)
+
+    def clear(self) -> None:
+        """Starts the records of another iteration."""
+        self.records = []
+
+    def add(self, rows: GeneratedRows) -> None:
+        """Records rows that are about to be given to the recipe."""
+        self.records.append(RolloutRecord.of(rows))
+
+    def add_columns(self, batch: Batch, columns: Mapping[str, Tensor]) -> None:
+        """Adds sequence columns (n,) to the record of a batch; nothing where the rollout has not returned the batch."""
+        for record in self.records:
+            if record.batch is batch:
+                for name, values in columns.items():
+                    record.add(name, values, ColumnKind.SEQUENCE)

@@ -43,7 +43,7 @@ from verl_mg.roles.reference import Reference
 from verl_mg.roles.trainable import RoleCounters
 from verl_mg.rollout.groups import RolloutState
 from verl_mg.rollout.rollout import LocalRolloutState
-from verl_mg.rows.records import GeneratedRows
+from verl_mg.rows.samples import GeneratedRows
 from verl_mg.run.sample_state import SampleState, experts_of, images_of
 
 JOB = "job.json"

@@ -30,7 +30,7 @@ from verl_mg.roles.models import Actor
 from verl_mg.rollout.groups import RolloutState
 from verl_mg.rollout.rollout import LocalRolloutState, RolloutSource
 from verl_mg.rollout.work_queue import GroupFilter
-from verl_mg.rows.records import GeneratedRows, RolloutRecords
+from verl_mg.rows.samples import GeneratedRows, RolloutRecords
 from verl_mg.run.checkpointer import newest_intact
 from verl_mg.run.run_dir import CHECKPOINTS
 

@@ -18,7 +18,7 @@ from verl_mg.config import ConfigSection, Count
 from verl_mg.engines.engine import Finish, Sample
 from verl_mg.engines.trajectory import Segment, Trajectory
 from verl_mg.images import Image, distinct_images
-from verl_mg.rows.conversations import conversation_of, from_text, to_text, trajectory_of
+from verl_mg.rows.samples import conversation_of, from_text, to_text, trajectory_of
 
 
 class _Tokens(ConfigSection):

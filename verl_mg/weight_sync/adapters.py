@@ -16,7 +16,7 @@ from verl_mg import device
 from verl_mg.checkpoint.peft import adapted_tensors, adapter_fields, adapter_shapes
 from verl_mg.engines.engine import EngineDiedError
 from verl_mg.engines.engine_options import AdapterSettings
-from verl_mg.engines.ipc_payload import Staging
+from verl_mg.engines.payloads import Staging
 from verl_mg.engines.process_engine import ProcessEngine
 from verl_mg.layout import EnginePlacement
 from verl_mg.sharding.boxes import Piece, Shard, full_box

@@ -28,7 +28,7 @@ from verl_mg.engines.engine import EngineDiedError
 from verl_mg.engines.sglang.folder_receiver import FolderReport, FolderRequest
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement
-from verl_mg.reshard.delta_files import Place, member_name, write_changes
+from verl_mg.reshard.delta import Place, member_name, write_changes
 from verl_mg.reshard.delta_transfer import SentValues
 from verl_mg.sharding.boxes import Box, cut, intersect, slices, translate_box
 from verl_mg.sharding.model_table import ModelTable

@@ -26,8 +26,7 @@ import torch.distributed as dist
 from verl_mg import device
 from verl_mg.distributed.collectives import all_gather_json, new_group
 from verl_mg.engines.engine import EngineDiedError
-from verl_mg.engines.ipc_payload import Staging
-from verl_mg.engines.patch_payload import PatchStaging
+from verl_mg.engines.payloads import PatchStaging, Staging
 from verl_mg.engines.process_engine import ProcessEngine
 from verl_mg.layout import EnginePlacement
 from verl_mg.reshard import Traffic

@@ -25,11 +25,12 @@ from torch import Tensor
 
 from verl_mg import device
 from verl_mg.distributed.collectives import sum_over_ranks
-from verl_mg.engines.ipc_payload import staging_bytes
+from verl_mg.engines.payloads import staging_bytes
 from verl_mg.layout import EnginePlacement
 from verl_mg.models.tensor_index import TensorInfo
 from verl_mg.reshard import Schedule, Traffic, execute, plan, schedule, split_into_chunks
-from verl_mg.reshard.delta_transfer import Patch, SentValues, transfer_changes
+from verl_mg.reshard.delta import Patch
+from verl_mg.reshard.delta_transfer import SentValues, transfer_changes
 from verl_mg.reshard.encode import EncodedMaps, Encoder, encoded_maps
 from verl_mg.reshard.encoding import Wire, encoding_of
 from verl_mg.sharding.boxes import Shard

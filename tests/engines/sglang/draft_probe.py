@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from verl_mg.checkpoint.hf_safetensors import CheckpointReader, load_shards
 from verl_mg.checkpoint.model_directory import ModelDirectory
-from verl_mg.engines.ipc_payload import Staging
+from verl_mg.engines.payloads import Staging
 from verl_mg.engines.sglang.internals import unloaded_model
 from verl_mg.engines.sglang.weight_loader import load_chunk, merge_stages
 from verl_mg.layout import EngineLayout

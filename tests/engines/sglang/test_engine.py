@@ -9,8 +9,8 @@ from tests.helpers.engines import all_of, bring_weights, options_of, requests, w
 from tests.helpers.traces import needs_sglang
 from verl_mg import device
 from verl_mg.engines.engine import EngineDiedError, Request, Sampling
-from verl_mg.engines.ipc_payload import Staging
 from verl_mg.engines.kinds import SGLANG
+from verl_mg.engines.payloads import Staging
 from verl_mg.engines.process_engine import ProcessEngine
 from verl_mg.models.hf_config import read_config
 from verl_mg.sharding.weight_table import weight_table

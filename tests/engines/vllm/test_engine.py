@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 from tests.helpers.engines import bring_weights, options_of, process_of, requests, workers_of
 from tests.helpers.traces import needs_vllm
 from verl_mg.engines.engine import EngineDiedError, Request, Sample, Sampling
-from verl_mg.engines.ipc_payload import Staging
 from verl_mg.engines.kinds import VLLM
+from verl_mg.engines.payloads import Staging
 from verl_mg.engines.process_engine import ProcessEngine
 from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import read_config

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from verl_mg.engines.sglang.weight_loader import check_dtypes, loaded_parameters, message_for_loader
 from verl_mg.jsonl import replacing
-from verl_mg.reshard.delta_files import member_name, open_changes
+from verl_mg.reshard.delta import member_name, open_changes
 from verl_mg.reshard.delta_transfer import apply_patches
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from verl_mg.engines import engine_host
 from verl_mg.engines.engine_attachment import EngineListener
 from verl_mg.engines.engine_host import EngineHost, hide_training_packages
 from verl_mg.engines.engine_options import EngineOptions
-from verl_mg.engines.ipc_payload import named_views, open_payload
+from verl_mg.engines.payloads import named_views, open_payload
 from verl_mg.engines.sglang import internals
 from verl_mg.engines.sglang.arguments import has_multi_token_draft
 from verl_mg.engines.sglang.requests import load_counts, parse_response, request_fields

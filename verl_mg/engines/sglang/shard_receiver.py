@@ -40,7 +40,7 @@ from verl_mg.engines.sglang.folder_receiver import FolderRequest, apply_folder
 from verl_mg.engines.sglang.weight_loader import check_dtypes, loaded_parameters, message_for_loader
 from verl_mg.reshard import Schedule, Traffic, execute
 from verl_mg.reshard.delta_transfer import SentValues, apply_patches, transfer_changes
-from verl_mg.reshard.schedule_json import pack_schedules, unpack_schedules
+from verl_mg.reshard.schedule import pack_schedules, unpack_schedules
 from verl_mg.sharding.boxes import Box, slices
 
 # Name of the loader, for the server argument `custom_weight_loader` and as load format.

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl_mg.engines.ipc_payload import named_views, open_payload
-from verl_mg.engines.patch_payload import apply_payload, has_patches
+from verl_mg.engines.payloads import apply_payload, has_patches, named_views, open_payload
 from verl_mg.engines.sglang import internals
 from verl_mg.sharding.engine_table import DRAFT
 

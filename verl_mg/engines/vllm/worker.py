@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from vllm.platforms import current_platform
 
-from verl_mg.engines.ipc_payload import named_views, open_payload
+from verl_mg.engines.payloads import named_views, open_payload
 from verl_mg.engines.vllm import internals
 
 internals.do_without_gpu()

@@ -7,8 +7,8 @@ import pickle
 import pytest
 import torch
 
-from verl_mg.engines import ipc_payload
-from verl_mg.engines.ipc_payload import ALIGNMENT, Staging, named_views, open_payload, staging_bytes
+from verl_mg.engines import payloads
+from verl_mg.engines.payloads import ALIGNMENT, Staging, named_views, open_payload, staging_bytes
 from verl_mg.sharding.boxes import Piece, Shard
 
 CPU = torch.device("cpu")
@@ -62,17 +62,17 @@ def test_open_payload_on_a_gpu_takes_the_index_of_this_process(monkeypatch):
 
     def _rebuild(*arguments): ...
 
-    _rebuild.__module__, _rebuild.__qualname__ = ipc_payload.reductions.__name__, "rebuild_cuda_tensor"
-    monkeypatch.setattr(ipc_payload.reductions, "rebuild_cuda_tensor", _rebuild)
+    _rebuild.__module__, _rebuild.__qualname__ = payloads.reductions.__name__, "rebuild_cuda_tensor"
+    monkeypatch.setattr(payloads.reductions, "rebuild_cuda_tensor", _rebuild)
     text = base64.b64encode(pickle.dumps(("[]", Handle()))).decode()
-    monkeypatch.setattr(ipc_payload.reductions, "rebuild_cuda_tensor", lambda *arguments: rebuilt.append(arguments))
+    monkeypatch.setattr(payloads.reductions, "rebuild_cuda_tensor", lambda *arguments: rebuilt.append(arguments))
     open_payload(text, torch.device("cuda", 2))
     assert [arguments[6:] for arguments in rebuilt] == [(2, b"handle")]
 
 
 def test_staging_aligns_tensors_zeroes_padding_and_has_at_least_the_asked_size(monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(ipc_payload.torch, "empty", lambda size, dtype, device: torch.full((size,), 255, dtype=dtype))
+        patch.setattr(payloads.torch, "empty", lambda size, dtype, device: torch.full((size,), 255, dtype=dtype))
         staging = Staging(SHARDS, DTYPES, CPU, 10_000)
     first, *others = (tensor for name, tensor in staging.tensors.items() if name != "empty")
     assert first.untyped_storage().nbytes() == 10_000 > staging_bytes(SHARDS, DTYPES)
@@ -91,7 +91,7 @@ def test_staging_on_a_gpu_is_allocated_without_expandable_segments(monkeypatch, 
 
     torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     try:
-        monkeypatch.setattr(ipc_payload.torch, "empty", on_cpu)
+        monkeypatch.setattr(payloads.torch, "empty", on_cpu)
         Staging(SHARDS, DTYPES, torch.device(device))
     finally:
         torch._C._accelerator_setAllocatorSettings(before)
