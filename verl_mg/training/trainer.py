@@ -29,11 +29,11 @@ from verl_mg.checkpoint.sharded_safetensors import StoredBox
 from verl_mg.config import ConfigSection, Count, GuardConfig, OptimizerConfig
 from verl_mg.distributed.collectives import sum_over_ranks
 from verl_mg.errors import UserError
+from verl_mg.training.logprobs import EVERYTHING, TokenOutputs
 from verl_mg.training.loss_inputs import LossInputs, loss_tokens
 from verl_mg.training.microbatch import MicroBatch
 from verl_mg.training.runner import LossClosure, Report, Runner
 from verl_mg.training.storages import Snapshot
-from verl_mg.training.token_outputs import EVERYTHING, TokenOutputs
 from verl_mg.training.update_guard import NON_FINITE_BUFFERS, UpdateGuard, Verdict
 
 TRAJECTORY_TOKENS = "trajectory_tokens"
