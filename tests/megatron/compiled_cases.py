@@ -16,7 +16,7 @@ from torch.testing import assert_close
 import verl_mg.megatron  # noqa: F401
 from verl_mg.megatron import experts, layers, rotary_embedding, routing
 from verl_mg.training import flex_attention
-from verl_mg.training.token_order import zigzag_tokens
+from verl_mg.training.microbatch import zigzag_tokens
 
 HEADS, PLAIN, ROTARY, WIDTH, EXPERTS, TOP_K = 4, 16, 8, 32, 16, 4
 

@@ -37,11 +37,10 @@ from verl_mg.sharding.boxes import Box
 from verl_mg.sharding.shard_map import ShardMap
 from verl_mg.sharding.weight_table import SCORE, WeightTable, weight_table
 from verl_mg.training.logprobs import OutputHead, VocabularyShard
-from verl_mg.training.microbatch import SHARED_TOKENS, SHARED_WITH, MicroBatch, pack_rows
+from verl_mg.training.microbatch import SHARED_TOKENS, SHARED_WITH, MicroBatch, SharedTokens, pack_rows, token_order
 from verl_mg.training.model_spec import ModelSpec
 from verl_mg.training.runner import LossClosure, Pass, Report, Runner
 from verl_mg.training.storages import storages
-from verl_mg.training.token_order import SharedTokens, token_order
 from verl_mg.training.weights import load_directory
 
 
