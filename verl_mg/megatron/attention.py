@@ -25,14 +25,22 @@ from torch import Tensor
 
 from verl_mg.megatron.packed_sequences import PackedSequences, attend_to_gathered, gather_tokens
 from verl_mg.megatron.rotary_embedding import rotate
-from verl_mg.training.head_exchange import heads_of_rank, to_heads, to_tokens
-from verl_mg.training.packed_attention import Scores, attend, attend_by_blocks, attend_where, has_ragged_kernel
+from verl_mg.training.packed_attention import (
+    Scores,
+    attend,
+    attend_by_blocks,
+    attend_where,
+    has_ragged_kernel,
+    heads_of_rank,
+    to_heads,
+    to_tokens,
+)
 
 
 class PackedAttention(MegatronModule):
     """Causal attention within each packed sequence, rotary embedding included.
 
-    It has this tensor-parallel rank's heads; context-parallel ranks divide them among themselves, see `head_exchange`,
+    It has this tensor-parallel rank's heads; context-parallel ranks divide them among themselves, see `to_heads`,
     or exchange keys and values, see `local_context`. `packed_attention` has the kernels.
 
     Attributes:
