@@ -54,8 +54,15 @@ from verl_mg.megatron.streamed_adamw import stream_weights
 from verl_mg.training.microbatch import MicroBatch
 from verl_mg.training.runner import LossClosure, Report
 from verl_mg.training.storages import storages
-from verl_mg.training.trainer import LearningRateSchedule, MiniBatch, Objective, Trainer, to_host
-from verl_mg.training.update_guard import NON_FINITE_BUFFERS, count_non_finite
+from verl_mg.training.trainer import (
+    NON_FINITE_BUFFERS,
+    LearningRateSchedule,
+    MiniBatch,
+    Objective,
+    Trainer,
+    count_non_finite,
+    to_host,
+)
 
 MULTI_TOKEN_LOSS = "mtp_loss"
 """Metric: the loss of multi-token prediction in nats, without its factor; it is not a part of `loss`."""
