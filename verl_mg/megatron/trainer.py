@@ -34,7 +34,7 @@ from verl_mg.config import GuardConfig, MegatronConfig, OptimizerConfig
 from verl_mg.distributed.collectives import sum_over_ranks
 from verl_mg.megatron.balance_losses import BalanceLosses
 from verl_mg.megatron.config_fields import DDP, OPTIMIZER, build_config, given_fields
-from verl_mg.megatron.model_runner import MegatronRunner
+from verl_mg.megatron.model_runner import MegatronRunner, ParameterGathers
 from verl_mg.megatron.multi_token import copy_embedding, count_predicted
 from verl_mg.megatron.muon import use_muon
 from verl_mg.megatron.optimizer_state import (
@@ -48,7 +48,6 @@ from verl_mg.megatron.optimizer_state import (
     use_fused_step,
     weights_from_optimizer,
 )
-from verl_mg.megatron.parameter_gathers import ParameterGathers
 from verl_mg.megatron.routing import Router
 from verl_mg.megatron.streamed_adamw import stream_weights
 from verl_mg.training.microbatch import MicroBatch
