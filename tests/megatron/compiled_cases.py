@@ -14,9 +14,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing import assert_close
 
 import verl_mg.megatron  # noqa: F401
-from verl_mg.megatron import experts, layers, rotary_embedding, routing
+from verl_mg.megatron import attention, experts, layers, routing
 from verl_mg.training import flex_attention
-from verl_mg.training.token_order import zigzag_tokens
+from verl_mg.training.microbatch import zigzag_tokens
 
 HEADS, PLAIN, ROTARY, WIDTH, EXPERTS, TOP_K = 4, 16, 8, 32, 16, 4
 
@@ -32,21 +32,21 @@ def main() -> None:
             assert_close(compiled(*given), function(*given), rtol=1e-2, atol=1e-2)  # bfloat16, rounded elsewhere
         print(f"{name}: {counter.frame_count} compilations", flush=True)
         assert counter.frame_count <= 2, "one for the first size, and one for all others"
-    attention()
+    block_masks()
 
 
 def functions() -> list[tuple[str, Callable[..., Any], Callable[[int], tuple[Any, ...]]]]:
     """Name, function, and its arguments for a number of tokens."""
     weight = half(WIDTH)
     return [
-        ("end_rotated", rotary_embedding._end_rotated, lambda t: (half(t, HEADS, PLAIN + ROTARY), *angles(t), True)),
-        ("end_rotated_back", rotary_embedding._end_rotated_back, lambda t: (half(t, HEADS, 24), *angles(t), True)),
+        ("end_rotated", attention._end_rotated, lambda t: (half(t, HEADS, PLAIN + ROTARY), *angles(t), True)),
+        ("end_rotated_back", attention._end_rotated_back, lambda t: (half(t, HEADS, 24), *angles(t), True)),
         (
             "joined",
-            rotary_embedding._joined,
+            attention._joined,
             lambda t: (half(t, HEADS, PLAIN), half(t, 1, ROTARY), *angles(t), True),
         ),
-        ("summed_back", rotary_embedding._summed_back, lambda t: (half(t, HEADS, ROTARY), *angles(t), False)),
+        ("summed_back", attention._summed_back, lambda t: (half(t, HEADS, ROTARY), *angles(t), False)),
         ("normalized", layers._normalized, lambda t: (half(t, 1, WIDTH), weight, 1e-6, True)),
         (
             "norm_gradients",
@@ -79,7 +79,7 @@ def chosen(tokens: int) -> Tensor:
     return torch.rand(tokens, EXPERTS).topk(TOP_K).indices
 
 
-def attention() -> None:
+def block_masks() -> None:
     """FlexAttention with a mask of its own for each micro-batch, which must not be compiled for each of them.
 
     Queries are those of all tokens, or of one of two context-parallel ranks.

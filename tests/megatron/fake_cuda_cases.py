@@ -33,11 +33,10 @@ from verl_mg.megatron.trainer import MegatronTrainer
 from verl_mg.megatron.transformer_config import block_spec
 from verl_mg.models.hf_config import read_config
 from verl_mg.training import trainer as trainer_module
+from verl_mg.training.logprobs import TeacherDivergence, TokenOutputs, load_teacher_layer
 from verl_mg.training.loss_inputs import LossInputs
 from verl_mg.training.microbatch import TEACHER, TEACHER_HIDDEN, TEACHER_TOP
 from verl_mg.training.model_spec import ModelSpec
-from verl_mg.training.output_layer import load_teacher_layer
-from verl_mg.training.token_outputs import TeacherDivergence, TokenOutputs
 from verl_mg.training.trainer import MiniBatch, Objective
 
 Waits = Counter[tuple[str, str]]

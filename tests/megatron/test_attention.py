@@ -27,13 +27,13 @@ from verl_mg.megatron.attention import PackedAttention
 from verl_mg.megatron.packed_sequences import PackedSequences, describe_sequences
 from verl_mg.training import packed_attention
 from verl_mg.training.flex_attention import block_mask
+from verl_mg.training.microbatch import zigzag_tokens
 from verl_mg.training.packed_attention import (
     Scores,
     _run_by_run,
     _with_ragged_kernel,
     attend_by_blocks,
 )
-from verl_mg.training.token_order import zigzag_tokens
 
 LENGTHS, HEADS, WIDTH = (5, 1, 7), 6, 8
 KEYS = (5, 4, 11)

@@ -20,8 +20,7 @@ from verl_mg.checkpoint.peft import adapted_tensors, adapter_shapes, initial_ada
 from verl_mg.config import GuardConfig, LoraConfig, MegatronConfig, Recompute
 from verl_mg.errors import UserError
 from verl_mg.megatron.model_runner import MegatronRunner
-from verl_mg.megatron.optimizer_state import snapshot
-from verl_mg.megatron.trainer import MegatronTrainer
+from verl_mg.megatron.trainer import MegatronTrainer, snapshot
 from verl_mg.models.hf_config import read_config
 from verl_mg.sharding.boxes import full_box, slices
 from verl_mg.sharding.megatron import Kernels

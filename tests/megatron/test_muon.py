@@ -23,8 +23,7 @@ from verl_mg.config import GuardConfig, LoraConfig, MegatronConfig, OptimizerCon
 from verl_mg.errors import UserError
 from verl_mg.megatron import muon
 from verl_mg.megatron.muon import assign, orthogonalized
-from verl_mg.megatron.optimizer_state import inner_optimizers
-from verl_mg.megatron.trainer import MegatronTrainer, optimizer_config
+from verl_mg.megatron.trainer import MegatronTrainer, inner_optimizers, optimizer_config
 from verl_mg.training.trainer import MiniBatch, Objective
 
 RANKS, ROWS, STEPS = 8, 12, 3

@@ -8,8 +8,7 @@ from tests.helpers.roles import megatron_runner
 from tests.helpers.tiny_models import random_rows, tiny_model
 from tests.megatron.training import TEMPERATURE, update
 from verl_mg.config import LoraConfig, MegatronConfig, OptimizerConfig
-from verl_mg.megatron.optimizer_state import snapshot
-from verl_mg.megatron.trainer import MegatronTrainer
+from verl_mg.megatron.trainer import MegatronTrainer, snapshot
 from verl_mg.models.hf_config import read_config
 from verl_mg.training.offload import CpuOffload
 from verl_mg.training.weights import weights

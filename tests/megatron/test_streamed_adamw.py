@@ -8,9 +8,8 @@ from tests.helpers.tiny_models import random_rows, tiny_model
 from tests.megatron.training import update
 from verl_mg.config import GuardConfig, OptimizerConfig
 from verl_mg.errors import UserError
-from verl_mg.megatron.optimizer_state import inner_optimizers
 from verl_mg.megatron.streamed_adamw import StreamedAdamW, dithered_to_bfloat16
-from verl_mg.megatron.trainer import MegatronTrainer
+from verl_mg.megatron.trainer import MegatronTrainer, inner_optimizers
 
 OPTIMIZER = OptimizerConfig(lr=0.01, eps=1e-3, betas=(0.9, 0.99), weight_decay=0.1, warmup_steps=2)
 

@@ -13,11 +13,9 @@ from tests.helpers.tiny_models import random_rows, tiny_model
 from tests.megatron.training import TEMPERATURE, assembled, gradients_here, token_loss
 from verl_mg.config import OptimizerConfig
 from verl_mg.errors import UserError
-from verl_mg.megatron.optimizer_state import gradient_buffers, steps_taken
-from verl_mg.megatron.trainer import MegatronTrainer
+from verl_mg.megatron.trainer import MegatronTrainer, gradient_buffers, steps_taken
 from verl_mg.models.hf_config import read_config
-from verl_mg.training.trainer import LearningRateSchedule, MiniBatch, Objective, check_schedule
-from verl_mg.training.update_guard import count_non_finite
+from verl_mg.training.trainer import LearningRateSchedule, MiniBatch, Objective, check_schedule, count_non_finite
 
 ROWS = 16
 

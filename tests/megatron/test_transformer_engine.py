@@ -38,9 +38,9 @@ from verl_mg.megatron.trainer import MegatronTrainer
 from verl_mg.megatron.transformer_config import transformer_config
 from verl_mg.models.hf_config import read_config
 from verl_mg.sharding.boxes import slices
+from verl_mg.training.microbatch import TokenShard, token_order
 from verl_mg.training.model_spec import ModelSpec
 from verl_mg.training.offload import CpuOffload
-from verl_mg.training.token_order import TokenShard, token_order
 
 ROWS = 9
 LOW_RANK_QUERIES = "deepseek_v2 with low-rank queries"

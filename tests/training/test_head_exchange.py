@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from verl_mg.training.head_exchange import to_heads, to_tokens
+from verl_mg.training.packed_attention import to_heads, to_tokens
 
 TOKENS, HEADS, WIDTH = 8, 12, 3
 

@@ -4,9 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from verl_mg.training import output_layer
-from verl_mg.training.logprobs import vocab_parallel_logprobs
-from verl_mg.training.output_layer import OutputLayer
+from verl_mg.training.logprobs import OutputLayer, vocab_parallel_logprobs
 
 TOKENS, HIDDEN, VOCAB = 11, 6, 13
 
@@ -21,7 +19,7 @@ def inputs():
 
 def sharded(rows_per_rank, chunk_bytes, softcap):
     with pytest.MonkeyPatch.context() as patch:  # the ranks live on
-        patch.setattr(output_layer, "CHUNK_BYTES", {"cpu": chunk_bytes})
+        patch.setattr("verl_mg.training.logprobs.CHUNK_BYTES", {"cpu": chunk_bytes})
         return scored(rows_per_rank, softcap)
 
 

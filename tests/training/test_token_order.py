@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from verl_mg.training.token_order import TokenShard, token_order, zigzag_tokens
+from verl_mg.training.microbatch import TokenShard, token_order, zigzag_tokens
 
 LENGTHS = torch.tensor([5, 16, 1, 9])
 

@@ -12,7 +12,7 @@ from tests.helpers.tiny_models import random_rows, tiny_model
 from verl_mg.config import GuardConfig, OptimizerConfig
 from verl_mg.errors import UserError
 from verl_mg.roles.models import Actor
-from verl_mg.training.update_guard import NON_FINITE_BUFFERS, UpdateGuard
+from verl_mg.training.trainer import NON_FINITE_BUFFERS, UpdateGuard
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=2)
 

@@ -5,10 +5,13 @@ import torch
 import torch.distributed as dist
 
 from verl_mg.algorithms.divergence import Divergence
-from verl_mg.training import output_layer
-from verl_mg.training.logprobs import vocab_parallel_divergence, vocab_parallel_logprobs
-from verl_mg.training.output_layer import OutputLayer
-from verl_mg.training.vocab_divergence import TeacherTokens, vocab_parallel_top
+from verl_mg.training.logprobs import (
+    OutputLayer,
+    TeacherTokens,
+    vocab_parallel_divergence,
+    vocab_parallel_logprobs,
+    vocab_parallel_top,
+)
 
 TOKENS, HIDDEN, VOCAB, TEMPERATURE = 11, 6, 13, 0.7
 WIDTHS = (9, 5)
@@ -39,7 +42,7 @@ def shard_of(weight, rows_per_rank):
 
 def compared(rows_per_rank, chunk_bytes, softcap, several):
     with pytest.MonkeyPatch.context() as patch:  # the ranks live on
-        patch.setattr(output_layer, "CHUNK_BYTES", {"cpu": chunk_bytes})
+        patch.setattr("verl_mg.training.logprobs.CHUNK_BYTES", {"cpu": chunk_bytes})
         return {kind: compared_by(kind, rows_per_rank, softcap, several) for kind in KINDS}
 
 

@@ -21,8 +21,8 @@ from verl_mg.job.build_models import ModelRoleBuilder
 from verl_mg.job.job import RunningJob
 from verl_mg.job.recipe import load_recipe
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
-from verl_mg.megatron.optimizer_state import steps_taken
 from verl_mg.megatron.process_groups import ParallelGroups
+from verl_mg.megatron.trainer import steps_taken
 from verl_mg.models.hf_config import read_config
 from verl_mg.roles.models import Actor
 from verl_mg.roles.trainable import TrainableRole

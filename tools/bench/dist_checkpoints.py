@@ -19,8 +19,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from torch import Tensor
 
 from verl_mg.job.job import RunningJob
-from verl_mg.megatron.optimizer_state import make_moments
-from verl_mg.megatron.trainer import optimizer_calls
+from verl_mg.megatron.trainer import make_moments, optimizer_calls
 from verl_mg.roles.trainable import TrainableRole
 
 

@@ -33,9 +33,8 @@ from verl_mg.fsdp.shard_map import ParameterSplit
 from verl_mg.fsdp.vision import embed_and_run, marks_images
 from verl_mg.models.transformers_module import has_images, meta_module, read_module_config
 from verl_mg.sharding.model_table import Head
+from verl_mg.training.logprobs import EVERYTHING, OutputLayer, TokenOutputs, VocabularyShard
 from verl_mg.training.microbatch import MicroBatch
-from verl_mg.training.output_layer import OutputLayer, VocabularyShard
-from verl_mg.training.token_outputs import EVERYTHING, TokenOutputs
 
 HEAD = "score"  # name of the value head's module
 GROUPED_BYTES = 16  # divisor of the rows of matrices in torch's grouped product

@@ -38,8 +38,8 @@ from verl_mg.sharding.boxes import Box
 from verl_mg.sharding.model_table import SCORE
 from verl_mg.sharding.module_table import ModuleTable, module_table
 from verl_mg.sharding.shard_map import ShardMap
+from verl_mg.training.logprobs import OutputHead, VocabularyShard
 from verl_mg.training.model_spec import ModelSpec
-from verl_mg.training.output_layer import OutputHead, VocabularyShard
 from verl_mg.training.runner import ComputedParameters, Pass, Report, Runner
 from verl_mg.training.storages import storages
 from verl_mg.training.weights import load_directory

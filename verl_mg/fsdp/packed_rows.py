@@ -20,10 +20,8 @@ from verl_mg.batch import Batch
 from verl_mg.device import copy_to
 from verl_mg.fsdp.vision import ImagePacker, PackedImages
 from verl_mg.layout import Stage
-from verl_mg.training.head_exchange import heads_of_rank, to_heads, to_tokens
-from verl_mg.training.microbatch import MicroBatch, pack_rows
-from verl_mg.training.packed_attention import Scores, Sequences, attend
-from verl_mg.training.token_order import TokenShard, token_order
+from verl_mg.training.microbatch import MicroBatch, TokenShard, pack_rows, token_order
+from verl_mg.training.packed_attention import Scores, Sequences, attend, heads_of_rank, to_heads, to_tokens
 
 WHOLE = Stage((), is_first=True, is_last=True)  # the only pipeline stage
 

@@ -19,8 +19,15 @@ from verl_mg.fsdp.model_runner import FsdpRunner, storages_here
 from verl_mg.sharding.boxes import full_box
 from verl_mg.training.runner import LossClosure
 from verl_mg.training.storages import Snapshot, storages
-from verl_mg.training.trainer import LearningRateSchedule, MiniBatch, Objective, Trainer, to_host
-from verl_mg.training.update_guard import NON_FINITE_BUFFERS, count_non_finite
+from verl_mg.training.trainer import (
+    NON_FINITE_BUFFERS,
+    LearningRateSchedule,
+    MiniBatch,
+    Objective,
+    Trainer,
+    count_non_finite,
+    to_host,
+)
 from verl_mg.training.weights import WEIGHTS, stored_boxes
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's moments by their names in the optimizer's state, and in checkpoints

@@ -24,7 +24,7 @@ from verl_mg.batch import Batch
 from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.device import copy_to
 from verl_mg.images import Image, distinct_images
-from verl_mg.training.token_order import TokenOrder, TokenShard
+from verl_mg.training.microbatch import TokenOrder, TokenShard
 
 BLANK_SIDE = 32  # side in pixels of the image of a rank that has none
 

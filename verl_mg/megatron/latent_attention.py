@@ -15,10 +15,9 @@ from megatron.core.tensor_parallel import (
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from torch import Tensor
 
-from verl_mg.megatron.attention import PackedAttention
+from verl_mg.megatron.attention import PackedAttention, join_rotated, rotate_end
 from verl_mg.megatron.core_version import MLASelfAttention
 from verl_mg.megatron.packed_sequences import PackedSequences
-from verl_mg.megatron.rotary_embedding import join_rotated, rotate_end
 
 LATENT_NORM_EPS = 1e-6  # epsilon of the norms of latents: the checkpoints' modules use it whatever rms_norm_eps is
 

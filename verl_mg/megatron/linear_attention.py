@@ -28,7 +28,7 @@ from verl_mg.megatron.delta_rule import convolve, delta_rule
 from verl_mg.megatron.layers import RMSNorm
 from verl_mg.megatron.packed_sequences import PackedSequences
 from verl_mg.models.attention_config import LinearConfig
-from verl_mg.training.head_exchange import heads_of_rank, to_heads, to_tokens
+from verl_mg.training.packed_attention import heads_of_rank, to_heads, to_tokens
 
 
 @dataclass(frozen=True)

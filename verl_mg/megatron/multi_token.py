@@ -31,7 +31,7 @@ from verl_mg.megatron.layers import RMSNorm
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.hf_config import HFConfig
 from verl_mg.models.hf_tensors import projection
-from verl_mg.training.token_order import TokenOrder
+from verl_mg.training.microbatch import TokenOrder
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ from verl_mg.device import copy_to
 from verl_mg.megatron.balance_losses import RowsOfTokens
 from verl_mg.megatron.delta_rule import Chunks
 from verl_mg.megatron.multi_token import NextTokens
+from verl_mg.training.microbatch import zigzag_tokens
 from verl_mg.training.packed_attention import Sequences
-from verl_mg.training.token_order import zigzag_tokens
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(query (n, heads, L / cp, d), key (n, kv_heads, L, d), value (n, kv_heads, L, d_v), visible (L / cp, L) bool) ->

@@ -35,7 +35,7 @@ from verl_mg.distributed.collectives import ProcessGroups
 from verl_mg.layout import Coordinates, Layout, Placement
 from verl_mg.layout.placement import group_ranks, proper_divisors, smaller_cp_groups
 from verl_mg.megatron.core_version import MEGATRON, group_globals, ranks_in_groups, set_group_globals
-from verl_mg.training.token_order import TokenShard
+from verl_mg.training.microbatch import TokenShard
 
 
 class ParallelGroups:

@@ -29,8 +29,7 @@ from verl_mg.megatron.balance_losses import BalanceLosses
 from verl_mg.megatron.core_version import fused
 from verl_mg.megatron.packed_sequences import PackedSequences
 from verl_mg.models.hf_config import ExpertsConfig, HFConfig
-from verl_mg.training.microbatch import ROUTED_EXPERTS
-from verl_mg.training.token_order import TokenOrder, TokenShard
+from verl_mg.training.microbatch import ROUTED_EXPERTS, TokenOrder, TokenShard
 
 
 def check_routed_experts(rows: Batch, config: HFConfig) -> None:

@@ -26,9 +26,9 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from verl_mg.megatron.attention import rotate_end
 from verl_mg.megatron.latent_attention import MultiLatentAttention, PackedMLA
 from verl_mg.megatron.packed_sequences import PackedSequences
-from verl_mg.megatron.rotary_embedding import rotate_end
 from verl_mg.models.attention_config import IndexerConfig
 from verl_mg.training.flex_attention import attend_with_block_mask, block_mask
 from verl_mg.training.packed_attention import Scores, attend_where, has_ragged_kernel

@@ -9,7 +9,7 @@ from verl_mg.layout.packing import MicroBatchPlan
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.role import Batching, Role
 from verl_mg.roles.trainable import TrainableRole
-from verl_mg.training.token_outputs import TokenOutputs
+from verl_mg.training.logprobs import TokenOutputs
 from verl_mg.weight_sync.transfer_plan import SourceWeights
 
 

@@ -23,10 +23,10 @@ from verl_mg.roles.context import JobContext
 from verl_mg.rows.dispatch import gather_rows, scatter_column
 from verl_mg.rows.plan import INDEXED_COLUMNS, ColumnPart, ColumnSchema, Fingerprint, RowIndex
 from verl_mg.sharding.model_table import Head
+from verl_mg.training.logprobs import LOGPROBS, TokenOutputs
 from verl_mg.training.microbatch import ROUTED_EXPERTS, SHARED_TOKENS, SHARED_WITH
 from verl_mg.training.offload import CpuOffload
 from verl_mg.training.runner import Runner
-from verl_mg.training.token_outputs import LOGPROBS, TokenOutputs
 
 PREFIX_COLUMNS = ("prefix_of", "prefix_length")
 

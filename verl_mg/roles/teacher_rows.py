@@ -24,7 +24,7 @@ from verl_mg.data.token_alignment import aligned_spans, retokenized, token_ends
 from verl_mg.engines.scoring_server import ScoringServer, TokenScore
 from verl_mg.errors import UserError
 from verl_mg.roles.role import ForwardPass
-from verl_mg.training.token_outputs import LOGPROBS, TokenOutputs
+from verl_mg.training.logprobs import LOGPROBS, TokenOutputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -14,9 +14,15 @@ from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import Actor, Policy
 from verl_mg.roles.role import PREFIX_COLUMNS, ForwardPass
 from verl_mg.roles.teacher_rows import ReadingTeacher, Teacher
+from verl_mg.training.logprobs import (
+    LOGPROBS,
+    OutputLayer,
+    TeacherDivergence,
+    TokenOutputs,
+    check_vocabularies,
+    load_teacher_layer,
+)
 from verl_mg.training.microbatch import TEACHER, TEACHER_HIDDEN, TEACHER_TOP
-from verl_mg.training.output_layer import OutputLayer, check_vocabularies, load_teacher_layer
-from verl_mg.training.token_outputs import LOGPROBS, TeacherDivergence, TokenOutputs
 
 # Columns of a batch that teachers are given, without `routed_experts`: these are experts of the student.
 SCORED_COLUMNS = ("tokens", "loss_mask", "sample_id", "trajectory", "prompt_id", "prompt_length", *PREFIX_COLUMNS)

@@ -25,9 +25,9 @@ from verl_mg.roles.context import JobContext
 from verl_mg.roles.role import Batching, Role
 from verl_mg.rows.plan import RowIndex
 from verl_mg.sharding.model_table import ModelTable
+from verl_mg.training.logprobs import TeacherDivergence, TokenOutputs
 from verl_mg.training.offload import CpuOffload
 from verl_mg.training.runner import Runner
-from verl_mg.training.token_outputs import TeacherDivergence, TokenOutputs
 from verl_mg.training.trainer import TRAJECTORY_TOKENS, MiniBatch, Objective, TokenLoss, Trainer, TrainerCounters
 from verl_mg.training.weights import restore_weights, write_weights
 

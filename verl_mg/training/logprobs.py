@@ -1,4 +1,7 @@
-"""Log-probabilities and entropy over a vocabulary that is sharded over tensor-parallel ranks, in float32.
+"""From hidden states to log-probs, entropies and divergences over a vocabulary that tensor-parallel ranks share.
+
+`TokenOutputs` says what a language model computes for each token that it scores, the same on both backends;
+`OutputLayer` computes logits, the functions between them float32 results in nats.
 
 Logits are computed for one chunk of tokens at a time, in the forward pass and again in the backward pass: no more than
 a chunk of the (tokens, vocabulary) matrix is ever materialized, and the vocabulary is never gathered. Where all tokens
@@ -9,20 +12,210 @@ gradient's. With q = softmax(z) of the student's logits z, the target y, the ent
 derivatives s by log q:
 
     d log q(y) / dz = [y] - q        d H / dz = -q (log q + H)        d D / dz = s - q sum(s)
+
+A teacher's last hidden state of a token has a few thousand numbers, its logits a hundred times as many. So hidden
+states travel, and the ranks that train the student have the teacher's output layer, with the vocabulary sharded as
+their own: logits of both exist for a chunk of tokens at a time, on the rank that has their rows. A rank reads these
+rows from the teacher's directory, and nothing else of the teacher.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from verl_mg.training.output_layer import OutputLayer, log_normalizer, row_max, scaled, sum_over
-from verl_mg.training.vocab_divergence import TeacherTokens
+from verl_mg import device
+from verl_mg.algorithms.divergence import Divergence, top_divergence
+from verl_mg.checkpoint.hf_safetensors import CheckpointReader
+from verl_mg.checkpoint.model_directory import ModelDirectory
+from verl_mg.errors import UserError
+from verl_mg.training.microbatch import TEACHER, TEACHER_HIDDEN, TEACHER_TOP, MicroBatch
 from verl_mg.training.weight_gradients import added_to_buffer, gradient_buffer, wgrad_gemm_accum_fp32
 
+CHUNK_BYTES = {"cuda": 2**30, "cpu": 2**24}
+"""Bytes of one chunk of float32 logits on one rank, by the kind of device: large enough for efficient products."""
+
 DIVERGENCE_COPIES = 6  # tensors as large as the logits that a chunk needs for a divergence, temporary ones included
+
+
+@dataclass(frozen=True)
+class OutputLayer:
+    """Output layer of one rank, which turns hidden states into log-probabilities."""
+
+    weight: Tensor
+    """(rows, h), this rank's vocabulary shard."""
+    first_token: int
+    """Token id of the shard's first row."""
+    real_rows: int
+    """Number of rows of the shard that are tokens; the others are padding."""
+    group: dist.ProcessGroup | None
+    """Tensor-parallel ranks; None: the rank has the whole vocabulary."""
+    softcap: float | None = None
+    """Bound c of logits z, as c * tanh(z / c) (Gemma 2, arXiv:2408.00118); None for none."""
+    fused_gradient: bool = False
+    """Add the gradient of the weight to its gradient buffer in the product, see `weight_gradients`."""
+    scale: float = 1.0
+    """Factor of the products of hidden states and weights."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Computes the float32 logits (n, real_rows) of hidden states (n, h)."""
+        weight = self.weight[: self.real_rows]
+        if hidden.device.type == "cuda" and hidden.dtype is not torch.float32:
+            products = torch.mm(hidden, weight.T, out_dtype=torch.float32)  # sums are not rounded
+        else:
+            products = (hidden @ weight.T).float()
+        if self.scale != 1:
+            products *= self.scale
+        if self.softcap is None:
+            return products
+        return products.div_(self.softcap).tanh_().mul_(self.softcap)
+
+    def local_targets(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns each target's row in this shard (0 where it is in another one), and whether it is in this shard."""
+        local = targets - self.first_token
+        is_local = (local >= 0) & (local < self.real_rows)
+        return torch.where(is_local, local, 0), is_local
+
+    def chunks(self, tokens: int, copies: int = 1) -> list[slice]:
+        """Divides tokens into chunks whose logits have at most CHUNK_BYTES, in `copies` tensors of their size."""
+        # By the rows with padding, of which all ranks have equally many: so they take part in equally many collectives.
+        size = max(1, CHUNK_BYTES[self.weight.device.type] // (4 * len(self.weight) * copies))
+        return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
+
+
+def scaled(logits: Tensor, temperature: float) -> Tensor:
+    """Divides logits by the temperature, in place."""
+    return logits if temperature == 1 else logits.div_(temperature)
+
+
+def row_max(logits: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Returns the largest logit of each token over all shards: (n, real_rows) -> (n,)."""
+    # A shard that is all padding has no maximum.
+    highest = logits.amax(-1) if logits.shape[1] else logits.new_full((len(logits),), -torch.inf)
+    if group is not None and group.size() > 1:
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+    return highest
+
+
+def sum_over(sums: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Adds the sums of all shards, in place."""
+    if group is not None and group.size() > 1:
+        dist.all_reduce(sums, group=group)
+    return sums
+
+
+def log_normalizer(logits: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Returns the logarithm of the sum of exponentials over all shards: (n, real_rows) -> (n,)."""
+    highest = row_max(logits, group)
+    return highest + sum_over((logits - highest[:, None]).exp_().sum(-1), group).log()
+
+
+@dataclass(frozen=True)
+class OutputHead:
+    """Output layer of a language model in its directory."""
+
+    tensor: str
+    vocab: int  # number of tokens, padding of the tensor included
+    hidden: int  # width of the last hidden states
+    softcap: float | None = None  # bound of the logits, see `OutputLayer`
+    scale: float = 1.0  # factor of the products of hidden states and weights
+
+
+@dataclass(frozen=True)
+class VocabularyShard:
+    """Part of a vocabulary on one rank."""
+
+    first: int
+    """Id of its first token."""
+    rows: int
+    group: dist.ProcessGroup | None
+    """Ranks with the other parts; None: the rank has the whole vocabulary."""
+
+
+def load_teacher_layer(
+    directory: ModelDirectory, head: OutputHead, dtype: torch.dtype, shard: VocabularyShard
+) -> OutputLayer:
+    """Reads a rank's part of a teacher's output layer."""
+    place = device.current_device()
+    # Models of one family pad their vocabularies differently: rows after the student's are left out, and the teacher's
+    # distribution is over the student's tokens.
+    weight = torch.empty(shard.rows, head.hidden, dtype=dtype, device=place)
+    if shard.rows:
+        with CheckpointReader(directory) as reader:
+            box = ((shard.first, shard.first + shard.rows), (0, head.hidden))
+            weight.copy_(reader.read(head.tensor, box))
+    return OutputLayer(weight, shard.first, shard.rows, shard.group, head.softcap, scale=head.scale)
+
+
+def check_vocabularies(teacher: OutputHead, student: OutputHead, key: str) -> None:
+    """Checks that a teacher has all tokens of the student."""
+    if teacher.vocab < student.vocab:
+        raise UserError(
+            f"{key}: the teacher has {teacher.vocab} tokens and the student {student.vocab}, to some of which it gives "
+            "no probability. Write algorithm.divergence.top_k, or take another teacher."
+        )
+
+
+@dataclass(frozen=True)
+class TeacherTokens:
+    """Distributions of the tokens that a rank scores, by their teachers' last hidden states."""
+
+    divergence: Divergence
+    layers: Sequence[OutputLayer]  # output layer of each teacher, with the rows of the student's shard
+    hidden: Tensor  # (m, h) last hidden states of the teachers; a narrower teacher has the first numbers
+    teachers: Tensor  # (m,) int64 number of each token's teacher
+
+    def logits(self, chunk: slice, temperature: float) -> Tensor:
+        """Computes the teachers' float32 logits (tokens, real_rows) of a chunk, divided by the temperature."""
+        if len(self.layers) == 1:
+            return scaled(_logits(self.layers[0], self.hidden[chunk]), temperature)
+        logits = self.hidden.new_empty(chunk.stop - chunk.start, self.layers[0].real_rows, dtype=torch.float32)
+        for number, layer in enumerate(self.layers):
+            rows = (self.teachers[chunk] == number).nonzero().flatten()
+            logits[rows] = _logits(layer, self.hidden[chunk][rows])
+        return scaled(logits, temperature)
+
+
+def _logits(layer: OutputLayer, hidden: Tensor) -> Tensor:
+    width = layer.weight.shape[1]
+    return layer.logits(hidden[:, :width].to(layer.weight.dtype))
+
+
+def vocab_parallel_top(hidden: Tensor, layer: OutputLayer, temperature: float, k: int) -> tuple[Tensor, Tensor]:
+    """Computes the k likeliest tokens of softmax(logits / temperature), first of each shard, then of all.
+
+    Returns their log-probs, (n, k) float32 and falling, and their ids, (n, k). `hidden` (n, h) is the same on every
+    rank of the group.
+    """
+    logprobs = hidden.new_empty(len(hidden), k, dtype=torch.float32)
+    tokens = torch.empty_like(logprobs, dtype=torch.int64)
+    for chunk in layer.chunks(len(hidden)):
+        logits = scaled(layer.logits(hidden[chunk]), temperature)
+        normalizer = log_normalizer(logits, layer.group)
+        values, rows = logits.topk(min(k, layer.real_rows))
+        # A shard may have fewer than k real rows: padding of -inf is never among the best.
+        missing = (0, k - values.shape[1])
+        values = torch.nn.functional.pad(values, missing, value=-torch.inf)
+        ids = torch.nn.functional.pad(rows + layer.first_token, missing)
+        values, ids = _gathered(values, layer.group), _gathered(ids, layer.group)
+        best, places = values.topk(k)
+        logprobs[chunk] = best - normalizer[:, None]
+        tokens[chunk] = ids.gather(1, places)
+    return logprobs, tokens
+
+
+def _gathered(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Returns the columns of all ranks, (n, ranks * k)."""
+    if group is None or group.size() == 1:
+        return values
+    parts = [torch.empty_like(values) for _ in range(group.size())]
+    dist.all_gather(parts, values.contiguous(), group=group)
+    return torch.cat(parts, 1)
 
 
 def vocab_parallel_logprobs(
@@ -175,3 +368,66 @@ def _pick(logits: Tensor, local: Tensor, is_local: Tensor) -> Tensor:
     if logits.shape[1] == 0:
         return logits.new_zeros(local.shape)
     return logits.gather(1, local) * is_local
+
+
+@dataclass(frozen=True)
+class TeacherDivergence:
+    """Divergence of a student from its teachers, over the whole vocabulary or over the teachers' likeliest tokens."""
+
+    divergence: Divergence
+    layers: Sequence[OutputLayer] | None = None
+    """Output layers of the teachers on this rank, by their numbers in the column TEACHER; [] where the rank scores no
+    tokens. None: only the tokens of the column TEACHER_TOP count."""
+
+    def of_tokens(self, output: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
+        """Returns the divergence of each token, (n,) nats with gradients; `output` as of `TokenOutputs.compute`."""
+        if self.layers is not None:
+            return output[2]
+        return top_divergence(self.divergence, columns[TEACHER_TOP][:, 0], output[2:].T)
+
+
+@dataclass(frozen=True)
+class TokenOutputs:
+    """Request to a language model: log-probs, or in place of them what a student needs of its teacher."""
+
+    entropy: bool = True  # compute entropies too
+    # Compare with teachers, whose columns the micro-batches have; with entropies.
+    teacher: TeacherDivergence | None = None
+    top: int = 0  # number of likeliest tokens, whose log-probs and ids are the output; 0: they are not
+    hidden: int = 0  # size of the last hidden states, which are the output; 0: they are not
+    dtype: torch.dtype = torch.float32  # data type of the column of the outputs
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Dimensions of a token's entry in the column of the outputs: () where it is a log-prob."""
+        if self.hidden:
+            return (self.hidden,)
+        return (2, self.top) if self.top else ()
+
+    def compute(self, states: Tensor, micro: MicroBatch[Any], layer: OutputLayer, temperature: float) -> Tensor:
+        """Computes the outputs (lines, m) in float32 from the last hidden states (m, h) of a rank's tokens.
+
+        Lines are log-probs; entropies if requested; then divergences in one line, or log-probs of the k tokens of
+        TEACHER_TOP in k lines. With `top` 2 k lines, log-probs and ids; with `hidden` h lines.
+        """
+        if self.hidden:
+            return states.T.float()
+        if self.top:
+            return torch.cat([part.T.float() for part in vocab_parallel_top(states, layer, temperature, self.top)])
+        if self.teacher is None:
+            logprobs, entropy = vocab_parallel_logprobs(states, micro.targets, layer, temperature, self.entropy)
+            return logprobs[None] if entropy is None else torch.stack([logprobs, entropy])
+        if self.teacher.layers is None:
+            likeliest = micro.local_column(TEACHER_TOP)[:, 1].long()
+            # The candidates are further targets of the same product: one pass over the logits scores all of them.
+            targets = torch.cat([micro.targets[:, None], likeliest], 1)
+            logprobs, entropy = vocab_parallel_logprobs(states, targets, layer, temperature)
+            assert entropy is not None
+            return torch.cat([logprobs[:, :1].T, entropy[None], logprobs[:, 1:].T])
+        hidden, teachers = micro.local_column(TEACHER_HIDDEN), micro.local_column(TEACHER)
+        theirs = TeacherTokens(self.teacher.divergence, self.teacher.layers, hidden, teachers)
+        return torch.stack(vocab_parallel_divergence(states, micro.targets, layer, temperature, theirs))
+
+
+LOGPROBS = TokenOutputs(entropy=False)  # only log-probs
+EVERYTHING = TokenOutputs()  # log-probs and entropies, which every update reports

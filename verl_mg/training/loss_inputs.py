@@ -12,8 +12,8 @@ from torch import Tensor
 from verl_mg.algorithms.losses import Metrics
 from verl_mg.batch import ColumnKind
 from verl_mg.device import copy_to
+from verl_mg.training.logprobs import TeacherDivergence
 from verl_mg.training.microbatch import ROUTED_EXPERTS, SHARED_TOKENS, SHARED_WITH, TEACHER_HIDDEN, MicroBatch
-from verl_mg.training.token_outputs import TeacherDivergence
 
 LossOutput = tuple[Tensor, Metrics]
 """Result of a loss function: the loss of each scored token, (n,) with gradients, and metrics (n,) by name."""

@@ -18,11 +18,10 @@ from verl_mg.phase_timer import PhaseTimer
 from verl_mg.sharding.boxes import Box, Shard
 from verl_mg.sharding.model_table import ModelTable
 from verl_mg.sharding.shard_map import ShardMap
+from verl_mg.training.logprobs import EVERYTHING, LOGPROBS, OutputHead, TokenOutputs, VocabularyShard
 from verl_mg.training.lora import Adapters
 from verl_mg.training.microbatch import MicroBatch
 from verl_mg.training.model_spec import ModelSpec
-from verl_mg.training.output_layer import OutputHead, VocabularyShard
-from verl_mg.training.token_outputs import EVERYTHING, LOGPROBS, TokenOutputs
 
 T = TypeVar("T")
 Report = dict[str, Tensor]  # values that a loss closure reports for a micro-batch
