@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from verl_mg.algorithms.aggregation import segment_totals, sequence_sums
-from verl_mg.algorithms.losses.columns import Metrics, check_positive, masked, masked_constant
+from verl_mg.algorithms.losses.policy import Metrics, check_positive, masked, masked_constant
 from verl_mg.errors import UserError
 
 DPO_KINDS = ("sigmoid", "hinge", "ipo")
