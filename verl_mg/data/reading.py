@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from verl_mg.config import DataConfig, SourceConfig
-from verl_mg.data.curriculum import Curriculum
 from verl_mg.data.fields import ANSWER, PROMPT, RecordFields, field_names, value_of
 from verl_mg.data.images import ImageLimits, ImageSource, images_of
+from verl_mg.data.prompt_feed import Curriculum
 from verl_mg.data.prompts import Mixture, Prompt, Prompts, PromptSet
 from verl_mg.data.records import Record, located_records, prepared
 from verl_mg.data.rendering import RenderedPrompt, has_image_parts, render, render_with_images, tokenize
