@@ -21,7 +21,7 @@ from torch import Tensor
 from verl_mg.job.job import RunningJob
 from verl_mg.megatron.optimizer_state import make_moments
 from verl_mg.megatron.trainer import optimizer_calls
-from verl_mg.roles.trainable import TrainableRole
+from verl_mg.roles.models import TrainableRole
 
 
 class DistCheckpoints:
