@@ -63,7 +63,11 @@ class Curriculum:
         return self._rates.get(prompt_id)
 
     def observe(self, prompt_ids: Sequence[int], rewards: Sequence[float]) -> None:
-        """Updates the pass rates. The answers to a prompt within a call are one observation, their mean."""
+        """Updates the pass rates. The answers to a prompt within a call are one observation, their mean.
+
+        Args:
+            prompt_ids, rewards: prompt and reward of each sample.
+        """
         passes: dict[int, list[bool]] = {}
         for prompt_id, reward in zip(prompt_ids, rewards, strict=True):
             passes.setdefault(int(prompt_id), []).append(float(reward) >= self._pass_threshold)

@@ -112,6 +112,10 @@ class RecordFields:
 
         The prompt is `prompt`, or else `messages`. The answer is the first of `answer`, `reward_model.ground_truth`
         and `label` that a record has, or else the last assistant message of `messages`.
+
+        Args:
+            records: all records of the set.
+            prompt, answer: configured names; None where none is configured.
         """
         # From all records: a field that only the first one misses must not change the layout of the set.
         prompt = prompt or next((name for name in (PROMPT, MESSAGES) if _is_in(records, name)), PROMPT)
@@ -132,6 +136,12 @@ class RecordFields:
         If the record has no such field but `chosen` and `rejected` are whole conversations, or if the prompt's field
         is `chosen`, the prompt is the messages of both before their last one. The prompt in `messages` is what comes
         before an assistant message at the end.
+
+        Args:
+            record: one record of the set.
+            chosen, rejected: names of the fields of a preference.
+            place: place of the record, for errors.
+            media: fields of MEDIA that the model reads.
         """
         # A prompt whose image is dropped without a word would be trained as if it could be answered without.
         unread = (name for name in MEDIA if name not in media and isinstance(record.get(name), list) and record[name])
@@ -155,7 +165,11 @@ class RecordFields:
         return value
 
     def answer_of(self, record: Record, place: str) -> str | None:
-        """Returns the answer of a record as text; None if it has none."""
+        """Returns the answer of a record as text; None if it has none.
+
+        Args:
+            record, place: one record of the set, and its place for errors.
+        """
         value = value_of(record, self.answer)
         if is_conversation(value):
             value = content_of(value[-1], place) if value[-1]["role"] == "assistant" else None
@@ -173,7 +187,11 @@ class RecordFields:
 
 
 def value_of(record: Record, name: str) -> Any:
-    """Returns the value of a field, None where there is none: `a.b` is the field `b` of `a` unless `a.b` is a field."""
+    """Returns the value of a field, None where there is none: `a.b` is the field `b` of `a` unless `a.b` is a field.
+
+    Args:
+        record, name: one record, and the name of the field.
+    """
     if name in record or "." not in name:
         return record.get(name)
     value: Any = record

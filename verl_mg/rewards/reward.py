@@ -226,7 +226,12 @@ class AsyncScorer:
         self._thread.start()
 
     def submit(self, key: int, sample: Sample) -> None:
-        """Starts scoring a sample and returns immediately."""
+        """Starts scoring a sample and returns immediately.
+
+        Args:
+            key: number of the sample, 0 or more, by which `result` finds it.
+            sample: the sample.
+        """
         if key < 0 or key in self._running:
             raise ValueError(f"key {key} is negative or in use")
         self._submit(key, sample)

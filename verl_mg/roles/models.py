@@ -93,9 +93,17 @@ class TrainableRole(Role):
         Mini-batches are cut in the order of the sample ids and therefore do not depend on the layout. The rows of a
         trajectory share a mini-batch, and rows with equal `pair` also a micro-batch. Example: 5 trajectories and
         `num_minibatches` 2 are steps of 3 and 2 trajectories; with fewer trajectories than mini-batches there are fewer
-        steps. `max_length` is the tokens of the longest possible response, for "seq-mean-token-sum-norm".
+        steps.
 
         The metrics are means over the steps, the same on every rank. NoOptimizerError in a rollout-only run.
+
+        Args:
+            batch: rows of this rank, with the columns that the loss reads.
+            loss: loss of each token of a micro-batch, and its metrics.
+            loss_aggregation: mode of `algorithms/aggregation.py`.
+            num_minibatches, num_epochs: optimizer steps of an epoch, and epochs.
+            max_length: tokens of the longest possible response, for "seq-mean-token-sum-norm".
+            teacher: divergence from teachers that is computed for the loss.
         """
         if not self._learns:
             raise NoOptimizerError
@@ -175,7 +183,12 @@ class TrainableRole(Role):
             self._context.offload.load_exclusively(self.cpu_offload)
 
     def load(self, fill: Callable[[StoredBox], None], counts: RoleCounters) -> None:
-        """Restores the role from a checkpoint that was written under any layout; all ranks call it together."""
+        """Restores the role from a checkpoint that was written under any layout; all ranks call it together.
+
+        Args:
+            fill: reads a box of the checkpoint into its tensor.
+            counts: what `counts` returned for that checkpoint.
+        """
         self.num_updates = counts.updates
         self._context.offload.release_engines()
         if self.runner.is_member:
@@ -193,7 +206,11 @@ class TrainableRole(Role):
     def save(self, folder: Path, model_dir: Path) -> None:
         """Writes a Hugging Face directory; all ranks call it together and each writes its boxes of the tensors.
 
-        Adapters are merged and also saved in ADAPTER_FOLDER; configuration and tokenizer are copied from `model_dir`.
+        Adapters are merged and also saved in ADAPTER_FOLDER.
+
+        Args:
+            folder: directory to write.
+            model_dir: directory from which configuration and tokenizer are copied.
         """
         # The directory is written under a temporary name and renamed when it is complete, over an existing one.
         self._context.executor.require_outside_block(f"{self.name}.save")
