@@ -17,8 +17,8 @@ import torch
 from pydantic import Field, PositiveInt
 
 from verl_mg.algorithms.advantages import differ, group_relative, informative, soft_overlong_penalty
+from verl_mg.algorithms.aggregation import segment_totals
 from verl_mg.algorithms.losses import clipped_policy_loss
-from verl_mg.algorithms.segments import segment_totals
 from verl_mg.batch import Batch
 from verl_mg.config import RecipeConfig
 from verl_mg.job.job import RunningJob

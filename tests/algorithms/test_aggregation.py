@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from verl_mg.algorithms.aggregation import MODES, aggregate, normalizer
+from verl_mg.algorithms.aggregation import MODES, aggregate, normalizer, segment_sums, segment_totals
 from verl_mg.algorithms.at_k import avg_at_k, maj_at_k, pass_at_k
 from verl_mg.algorithms.intervals import ENUMERATED, mean_interval, paired_p_value, student_quantile
-from verl_mg.algorithms.segments import segment_sums, segment_totals
 from verl_mg.errors import UserError
 
 LENGTHS = (5, 1, 7, 3, 4, 2)

@@ -16,8 +16,8 @@ from verl_mg.megatron.model_runner import MegatronRunner
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.megatron.trainer import MegatronTrainer
 from verl_mg.roles.context import JobContext
+from verl_mg.roles.models import TrainableRole
 from verl_mg.roles.role import Batching, Role
-from verl_mg.roles.trainable import TrainableRole
 from verl_mg.training.model_spec import ModelSpec
 
 AnyRole = TypeVar("AnyRole", bound=Role)

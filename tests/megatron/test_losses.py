@@ -23,8 +23,7 @@ from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.model_runner import MegatronRunner
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.hf_config import read_config
-from verl_mg.roles.models import Actor, Critic, TrainableRewardModel
-from verl_mg.roles.trainable import TrainableRole
+from verl_mg.roles.models import Actor, Critic, TrainableRewardModel, TrainableRole
 from verl_mg.sharding.boxes import slices
 from verl_mg.training.loss_inputs import LossInputs
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from tests.helpers.rank_pool import job_context
 from verl_mg.distributed.collectives import GROUP_TIMEOUT
 from verl_mg.layout import Layout, Placement
-from verl_mg.layout.placement import group_ranks
+from verl_mg.layout.layout import group_ranks
 from verl_mg.megatron import core_version, process_groups
 from verl_mg.megatron.process_groups import ParallelGroups
 

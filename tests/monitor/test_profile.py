@@ -13,8 +13,8 @@ from tests.run.jobs import GRPO, job
 from verl_mg import phase_timer as timer_module
 from verl_mg.config import ProfileConfig
 from verl_mg.errors import UserError
-from verl_mg.monitor import profile as module
-from verl_mg.monitor.profile import INEXACT, Profile, Timeline, TorchProfile, check_profile, format_table
+from verl_mg.monitor import run_logger as module
+from verl_mg.monitor.run_logger import INEXACT, Profile, Timeline, TorchProfile, check_profile, format_table
 from verl_mg.phase_timer import PhaseTimer
 
 

@@ -14,8 +14,7 @@ import pytest
 from tests.helpers import warm_start
 from verl_mg.errors import UserError
 from verl_mg.jsonl import read_lines
-from verl_mg.monitor.progress import summary
-from verl_mg.monitor.status import Status, StatusFile, format_status, read_status, show_status
+from verl_mg.monitor.status import Status, StatusFile, format_status, read_status, show_status, summary
 from verl_mg.phase_timer import PhaseTimer
 
 ROOT = Path(__file__).parents[2]

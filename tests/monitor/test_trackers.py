@@ -18,7 +18,7 @@ from rich.console import Console
 from tests.helpers import warm_start
 from tests.helpers.json_lines import read_lines
 from verl_mg.errors import UserError
-from verl_mg.monitor.progress import EtaEstimator
+from verl_mg.monitor.status import EtaEstimator
 from verl_mg.monitor.trackers.console import ConsoleTracker
 from verl_mg.monitor.trackers.files import EvaluationTable, JsonlTracker, TensorBoardTracker, plot_reward_curve
 from verl_mg.monitor.trackers.services import check_services
@@ -163,7 +163,7 @@ def test_console_tracker_on_a_terminal_draws_a_bar(monkeypatch):
 
 def test_eta_uses_the_median_of_the_latest_iterations(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("verl_mg.monitor.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("verl_mg.monitor.status.time.monotonic", lambda: now[0])
     eta = EtaEstimator(total=20, done=4)
     assert eta.seconds_left is None
     for done, seconds in ((5, 500.0), (6, 40.0), (8, 80.0)):  # the first one compiles

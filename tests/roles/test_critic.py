@@ -16,8 +16,7 @@ from verl_mg.algorithms.losses import bradley_terry_loss
 from verl_mg.batch import Batch
 from verl_mg.config import OptimizerConfig
 from verl_mg.models.hf_config import read_config
-from verl_mg.roles.models import Critic, TrainableRewardModel
-from verl_mg.roles.trainable import TrainableRole
+from verl_mg.roles.models import Critic, TrainableRewardModel, TrainableRole
 from verl_mg.training.loss_inputs import LossInputs
 
 COUNT = 12

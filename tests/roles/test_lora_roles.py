@@ -28,8 +28,7 @@ from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.hf_config import read_config
 from verl_mg.roles import role
 from verl_mg.roles.context import JobContext
-from verl_mg.roles.models import Actor, Critic
-from verl_mg.roles.trainable import TrainableRole
+from verl_mg.roles.models import Actor, Critic, TrainableRole
 from verl_mg.rollout.engine_group import HFEngineGroup
 from verl_mg.rollout.rollout import RolloutSetup
 from verl_mg.rollout.sync_rollout import SyncRollout

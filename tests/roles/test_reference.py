@@ -15,8 +15,7 @@ from verl_mg.fsdp.mesh import MeshGroups
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.hf_config import read_config
-from verl_mg.roles.models import Actor
-from verl_mg.roles.reference import Reference
+from verl_mg.roles.models import Actor, Reference
 from verl_mg.training.loss_inputs import LossInputs
 
 LORA = LoraConfig(rank=4)

@@ -17,8 +17,7 @@ from tests.roles.updates import COUNT, role_on, square_loss
 from verl_mg.checkpoint.hf_safetensors import CheckpointReader
 from verl_mg.config import LoraConfig
 from verl_mg.models.hf_config import read_config
-from verl_mg.roles.models import Actor, Critic
-from verl_mg.roles.trainable import TrainableRole
+from verl_mg.roles.models import Actor, Critic, TrainableRole
 from verl_mg.sharding.weight_table import WeightTable
 from verl_mg.training.loss_inputs import LossInputs
 

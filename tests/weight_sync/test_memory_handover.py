@@ -24,8 +24,7 @@ from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.megatron.trainer import steps_taken
 from verl_mg.models.hf_config import read_config
-from verl_mg.roles.models import Actor
-from verl_mg.roles.trainable import TrainableRole
+from verl_mg.roles.models import Actor, TrainableRole
 from verl_mg.rollout.engine_group import ProcessEngineGroup
 from verl_mg.sharding.weight_table import weight_table
 from verl_mg.training.offload import CpuOffload

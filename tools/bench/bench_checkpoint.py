@@ -61,7 +61,7 @@ from verl_mg.job.recipe import Recipe, load_recipe
 from verl_mg.layout import Layout
 from verl_mg.megatron.trainer import optimizer_state, steps_taken
 from verl_mg.models.tiny_model import make_tiny_model
-from verl_mg.roles.trainable import TrainableRole
+from verl_mg.roles.models import TrainableRole
 from verl_mg.run.checkpointer import AsyncCheckpointer, newest_intact
 from verl_mg.run.job_state import restore
 from verl_mg.run.loop import one_iteration

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from verl_mg.job.job import RunningJob
 from verl_mg.megatron.trainer import make_moments, optimizer_calls
-from verl_mg.roles.trainable import TrainableRole
+from verl_mg.roles.models import TrainableRole
 
 
 class DistCheckpoints:

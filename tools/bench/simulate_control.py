@@ -25,8 +25,8 @@ from verl_mg.checkpoint.hf_safetensors import split_by_size
 from verl_mg.checkpoint.reader_assignment import ReaderShardMap
 from verl_mg.distributed.watchdog import REQUESTS_PER_HEARTBEAT, heartbeat_seconds
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
+from verl_mg.layout.layout import group_ranks
 from verl_mg.layout.packing import plan_evenly
-from verl_mg.layout.placement import group_ranks
 from verl_mg.models.hf_config import read_config
 from verl_mg.reshard import plan
 from verl_mg.reshard.schedule import BUCKET_BYTES

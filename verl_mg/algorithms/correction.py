@@ -22,8 +22,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from verl_mg.algorithms.aggregation import sequence_means
 from verl_mg.algorithms.losses import Metrics
-from verl_mg.algorithms.segments import sequence_means
 from verl_mg.errors import UserError
 
 Correction = Literal[

@@ -1,12 +1,148 @@
-"""The prompts of a job as its recipe and its rollout draw them, with a buffer of prompts that were drawn early."""
+"""Prompts as a recipe and its rollout draw them: a buffer of early ones, and a selection by pass rate.
+
+The selection skips prompts that are too easy or too hard. Band 0.2 to 0.8, `decay` 0.5: a prompt whose 8 answers all
+pass has the rate 1.0 and is skipped `revisit` times; taken again with 2 of 8 right, it has 1.0 + 0.5 (0.25 - 1.0) =
+0.625 and is inside the band.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from verl_mg.data.curriculum import Curriculum
-from verl_mg.data.prompts import Prompt, Prompts
+from verl_mg.data.prompts import Mixture, Prompt, Prompts, PromptSet, check_state
+
+
+class Curriculum:
+    """Set or mixture of prompts that skips prompts with a pass rate outside a band, `revisit` times in a row.
+
+    A prompt without observations is always taken. A mixture keeps its shares: a skipped prompt is replaced by the next
+    one of the same source.
+    """
+
+    # A group whose answers all pass or all fail has no group-relative advantage.
+
+    def __init__(
+        self,
+        prompts: PromptSet | Mixture,
+        *,
+        low: float,
+        high: float,
+        revisit: int = 3,
+        pass_threshold: float = 0.5,
+        decay: float = 0.5,
+    ) -> None:
+        """Starts without observations."""
+        self._prompts = prompts
+        self._low, self._high, self._revisit = low, high, revisit
+        self._pass_threshold, self._decay = pass_threshold, decay
+        self._rates: dict[int, float] = {}
+        self._skips: dict[int, int] = {}
+
+    @property
+    def dropped(self) -> int:
+        """Number of prompts left out for their length."""
+        return self._prompts.dropped
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return iter(self._prompts)
+
+    def first(self, n: int) -> list[Prompt]:
+        """Returns the first `n` prompts of each source, in file order."""
+        return self._prompts.first(n)
+
+    def by_id(self, prompt_id: int) -> Prompt:
+        """Returns the prompt with that `id`. Raises KeyError if there is none or it was dropped."""
+        return self._prompts.by_id(prompt_id)
+
+    def rate(self, prompt_id: int) -> float | None:
+        """Returns the running pass rate of a prompt; None without observations."""
+        return self._rates.get(prompt_id)
+
+    def observe(self, prompt_ids: Sequence[int], rewards: Sequence[float]) -> None:
+        """Updates the pass rates. The answers to a prompt within a call are one observation, their mean.
+
+        Args:
+            prompt_ids, rewards: prompt and reward of each sample.
+        """
+        passes: dict[int, list[bool]] = {}
+        for prompt_id, reward in zip(prompt_ids, rewards, strict=True):
+            passes.setdefault(int(prompt_id), []).append(float(reward) >= self._pass_threshold)
+        for prompt_id, passed in passes.items():
+            now = sum(passed) / len(passed)
+            before = self._rates.get(prompt_id, now)
+            self._rates[prompt_id] = before + (1 - self._decay) * (now - before)
+
+    def take(self, n: int) -> list[Prompt]:
+        """Returns the next `n` prompts; the skipped ones nearest to the band if a pass over a set finds too few."""
+        return self._prompts.take(n, self._draw) if isinstance(self._prompts, Mixture) else self._draw(self._prompts, n)
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the fraction of observed prompts; of these, the fraction inside the band and the mean rate."""
+        known = list(self._rates)
+        if not known:
+            return {"curriculum/frac_observed": 0.0}
+        return {
+            "curriculum/frac_observed": len(known) / len(self),
+            "curriculum/frac_in_band": sum(self._distance(i) == 0 for i in known) / len(known),
+            # Sorted: the order of observations, and with it the rounding, is another one after a resume.
+            "curriculum/pass_rate": sum(sorted(self._rates.values())) / len(known),
+        }
+
+    def state(self) -> dict[str, Any]:
+        """Returns position and observations as JSON, for `load_state` with the same data."""
+        return {
+            "kind": "curriculum",
+            "walk": self._prompts.state(),
+            "rates": {str(i): self._rates[i] for i in sorted(self._rates)},
+            "skips": {str(i): self._skips[i] for i in sorted(self._skips)},
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Resumes from a `state()`, UserError for one of other data; band, threshold and decay may be new."""
+        check_state(state, {"kind": "curriculum"})
+        self._prompts.load_state(state["walk"])
+        self._rates = {int(i): rate for i, rate in state["rates"].items()}
+        self._skips = {int(i): count for i, count in state["skips"].items()}
+
+    def _draw(self, prompts: PromptSet, n: int) -> list[Prompt]:
+        taken: list[Prompt] = []
+        # Ends: each pass returns at least one prompt, the nearest to the band if none is due.
+        while len(taken) < n:
+            taken += self._one_pass(prompts, n - len(taken))
+        return taken
+
+    def _one_pass(self, prompts: PromptSet, n: int) -> list[Prompt]:
+        taken: list[Prompt] = []
+        skipped: dict[int, Prompt] = {}
+        for _ in range(len(prompts)):
+            (prompt,) = prompts.take(1)
+            if self._is_due(prompt.id):
+                taken.append(prompt)
+                self._skips.pop(prompt.id, None)
+            else:
+                skipped[prompt.id] = prompt
+                self._skips[prompt.id] = self._skips.get(prompt.id, 0) + 1
+            if len(taken) == n:
+                return taken
+        # A pass that starts within an epoch meets some prompts twice.
+        left = [skipped[i] for i in skipped.keys() - {prompt.id for prompt in taken}]
+        nearest = sorted(left, key=lambda prompt: (self._distance(prompt.id), prompt.id))[: n - len(taken)]
+        for prompt in nearest:
+            del self._skips[prompt.id]
+        return taken + nearest
+
+    def _is_due(self, prompt_id: int) -> bool:
+        # Skipped so often it is taken once, since the policy has changed.
+        return self._distance(prompt_id) == 0 or self._skips.get(prompt_id, 0) >= self._revisit
+
+    def _distance(self, prompt_id: int) -> float:
+        """Returns how far a prompt's rate is outside the band; 0 inside and without observations."""
+        rate = self._rates.get(prompt_id)
+        return 0.0 if rate is None else max(self._low - rate, rate - self._high, 0.0)
 
 
 class PromptFeed:

@@ -1,17 +1,33 @@
-"""Prompts of a job, from the section `data` of the configuration."""
+"""Prompts of a job, from the section `data` of the configuration.
 
+The fields of a record that are its prompt and its answer are found in the layouts of this project and of others.
+"""
+
+from __future__ import annotations
+
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from verl_mg.config import DataConfig, SourceConfig
-from verl_mg.data.curriculum import Curriculum
-from verl_mg.data.fields import ANSWER, PROMPT, RecordFields, field_names, value_of
 from verl_mg.data.images import ImageLimits, ImageSource, images_of
+from verl_mg.data.prompt_feed import Curriculum
 from verl_mg.data.prompts import Mixture, Prompt, Prompts, PromptSet
 from verl_mg.data.records import Record, located_records, prepared
-from verl_mg.data.rendering import RenderedPrompt, has_image_parts, render, render_with_images, tokenize
+from verl_mg.data.rendering import (
+    RenderedPrompt,
+    check_same_context,
+    content_of,
+    context_of,
+    has_image_parts,
+    is_conversation,
+    render,
+    render_with_images,
+    tokenize,
+)
 from verl_mg.data.trained_turns import TrainedRow, tools_of, trained_rows
 from verl_mg.errors import UserError
 
@@ -23,6 +39,13 @@ if TYPE_CHECKING:
 Located = tuple[str, Record]
 OF_SOURCE = {"prompt_field", "answer_field", "instruction", "chat_template", "system_prompt", "prepare"}
 """Keys of a source that replace the same keys of `data`."""
+
+PROMPT, ANSWER = "prompt", "answer"  # fields that are read if nothing else is written and records have them
+MESSAGES = "messages"  # field of a conversation that ends with its answer, the format of OpenAI's fine-tuning
+GROUND_TRUTH = "reward_model.ground_truth"  # field of the answer in Parquet files for verl
+LABEL = "label"  # field of the answer in JSONL files for slime
+IMAGES = "images"  # field of verl's and TRL's records with the images that its prompt refers to
+MEDIA = (IMAGES, "videos", "audios")  # fields of verl's records to which prompts refer by `<image>` and the like
 
 
 def reward_key(which: str, name: str) -> str:
@@ -37,12 +60,12 @@ def reward_key(which: str, name: str) -> str:
 def read_prompts(
     data: DataConfig,
     which: Literal["train", "test"],
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: PreTrainedTokenizerBase,
     *,
     seed: int = 0,
     tools: Sequence[dict[str, Any]] = (),
     report: Callable[[str], None] | None = None,
-    processor: "ImageProcessor | None" = None,
+    processor: ImageProcessor | None = None,
 ) -> Prompts:
     """Reads the prompts of `data.train` or `data.test`. Errors name `file:line` or the key, and the remedy.
 
@@ -77,13 +100,127 @@ def read_prompts(
 
 
 @dataclass(frozen=True)
+class RecordFields:
+    """Names of the fields of prompt and answer; a dot separates a field from one inside it."""
+
+    prompt: str
+    answer: str
+
+    @classmethod
+    def find(cls, records: Sequence[Record], prompt: str | None, answer: str | None) -> RecordFields:
+        """Chooses the fields that a set of records has; configured ones are never replaced.
+
+        The prompt is `prompt`, or else `messages`. The answer is the first of `answer`, `reward_model.ground_truth`
+        and `label` that a record has, or else the last assistant message of `messages`.
+
+        Args:
+            records: all records of the set.
+            prompt, answer: configured names; None where none is configured.
+        """
+        # From all records: a field that only the first one misses must not change the layout of the set.
+        prompt = prompt or next((name for name in (PROMPT, MESSAGES) if _is_in(records, name)), PROMPT)
+        otherwise = MESSAGES if prompt == MESSAGES else ANSWER
+        candidates = (ANSWER, GROUND_TRUTH, LABEL)
+        answer = answer or next((name for name in candidates if _is_in(records, name)), otherwise)
+        return cls(prompt, answer)
+
+    @property
+    def description(self) -> str:
+        """Returns in words which fields are read."""
+        answer = f"the last assistant message of '{MESSAGES}'" if self.answer == MESSAGES else f"'{self.answer}'"
+        return f"prompts from '{self.prompt}', answers from {answer}"
+
+    def prompt_of(self, record: Record, chosen: str, rejected: str, place: str, media: Sequence[str] = ()) -> Any:
+        """Returns the prompt of a record: a string or messages, not yet validated.
+
+        If the record has no such field but `chosen` and `rejected` are whole conversations, or if the prompt's field
+        is `chosen`, the prompt is the messages of both before their last one. The prompt in `messages` is what comes
+        before an assistant message at the end.
+
+        Args:
+            record: one record of the set.
+            chosen, rejected: names of the fields of a preference.
+            place: place of the record, for errors.
+            media: fields of MEDIA that the model reads.
+        """
+        # A prompt whose image is dropped without a word would be trained as if it could be answered without.
+        unread = (name for name in MEDIA if name not in media and isinstance(record.get(name), list) and record[name])
+        if field := next(unread, None):
+            raise UserError(
+                f"{place}: the record has '{field}', which the model does not read. Leave out such records, or the "
+                "field if their prompts are complete without it."
+            )
+        value = value_of(record, self.prompt)
+        if value is None or self.prompt == chosen:
+            contexts = [context_of(record.get(field)) for field in (chosen, rejected)]
+            if all(contexts):
+                check_same_context((contexts[0], contexts[1]), chosen, rejected, place)
+                return contexts[0]
+        if value is None:
+            raise UserError(
+                f"{place}: no field '{self.prompt}'. Set data.prompt_field to one of: {', '.join(field_names(record))}."
+            )
+        if self.prompt in (MESSAGES, self.answer) and is_conversation(value) and value[-1]["role"] == "assistant":
+            return value[:-1]
+        return value
+
+    def answer_of(self, record: Record, place: str) -> str | None:
+        """Returns the answer of a record as text; None if it has none.
+
+        Args:
+            record, place: one record of the set, and its place for errors.
+        """
+        value = value_of(record, self.answer)
+        if is_conversation(value):
+            value = content_of(value[-1], place) if value[-1]["role"] == "assistant" else None
+        if value is None or isinstance(value, str):
+            return value
+        if isinstance(value, int | float | Decimal):  # Decimal: of Parquet files
+            return str(value)
+        # Answers are texts: what verl's or slime's records give as a list or mapping is written as JSON.
+        if self.answer in (GROUND_TRUTH, LABEL) and isinstance(value, list | dict):
+            return json.dumps(value, ensure_ascii=False, default=str)
+        raise UserError(
+            f"{place}: the answer '{self.answer}' is a {type(value).__name__}. Write a string or a number, or set "
+            f"data.answer_field to one of: {', '.join(field_names(record))}."
+        )
+
+
+def value_of(record: Record, name: str) -> Any:
+    """Returns the value of a field, None where there is none: `a.b` is the field `b` of `a` unless `a.b` is a field.
+
+    Args:
+        record, name: one record, and the name of the field.
+    """
+    if name in record or "." not in name:
+        return record.get(name)
+    value: Any = record
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def field_names(record: Record) -> list[str]:
+    """Returns the names of a record's fields and of the fields inside them."""
+    return [name for field, value in record.items() for name in (field, *_inside(field, value))]
+
+
+def _inside(field: str, value: Any) -> list[str]:
+    return [f"{field}.{name}" for name in value] if isinstance(value, dict) else []
+
+
+def _is_in(records: Sequence[Record], name: str) -> bool:
+    return any(value_of(record, name) is not None for record in records)
+
+
+@dataclass(frozen=True)
 class _Reader:
     """Reads and tokenizes the prompts of sources, with the arguments of `read_prompts`."""
 
     data: DataConfig
     which: str
-    tokenizer: "PreTrainedTokenizerBase"
-    processor: "ImageProcessor | None"
+    tokenizer: PreTrainedTokenizerBase
+    processor: ImageProcessor | None
     seed: int
     tools: Sequence[dict[str, Any]]
     report: Callable[[str], None] | None

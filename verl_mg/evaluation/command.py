@@ -19,10 +19,9 @@ from verl_mg.evaluation.comparison import compare, format_comparison
 from verl_mg.evaluation.configuration import Target, evaluation_config
 from verl_mg.evaluation.results import Report, format_report, report_of, write_results
 from verl_mg.job.job import RunningJob
-from verl_mg.monitor.progress import METRICS
 from verl_mg.monitor.sample_schema import SAMPLES, FileMetadata, fingerprint
 from verl_mg.monitor.sample_writer import SampleWriter
-from verl_mg.monitor.status import StatusFile
+from verl_mg.monitor.status import METRICS, StatusFile
 from verl_mg.run.fetch_models import with_fetched_models
 from verl_mg.run.job_state import restore_actor
 from verl_mg.run.main import on_all_ranks

@@ -20,7 +20,7 @@ from verl_mg import device
 from verl_mg.distributed.collectives import ProcessGroups
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout, Placement
-from verl_mg.layout.placement import proper_divisors, smaller_cp_groups
+from verl_mg.layout.layout import proper_divisors, smaller_cp_groups
 from verl_mg.training.microbatch import TokenShard
 
 REPLICATE, SHARD, TENSOR = "replicate", "shard", "tp"  # names of the mesh's dimensions

@@ -14,10 +14,17 @@ from verl_mg.errors import UserError
 from verl_mg.job.backends import BACKENDS, Training, naming
 from verl_mg.layout import Placement, parse_ranks
 from verl_mg.roles.context import JobContext
-from verl_mg.roles.models import Actor, Critic, Policy, RewardModel, TrainableRewardModel, UnadaptedPolicy
-from verl_mg.roles.reference import Reference
+from verl_mg.roles.models import (
+    Actor,
+    Critic,
+    Policy,
+    Reference,
+    RewardModel,
+    TrainableRewardModel,
+    TrainableRole,
+    UnadaptedPolicy,
+)
 from verl_mg.roles.role import Batching, Role
-from verl_mg.roles.trainable import TrainableRole
 from verl_mg.training.model_spec import ModelSpec
 
 MODEL_ROLES: dict[str, type[Role]] = {

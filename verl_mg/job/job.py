@@ -60,12 +60,10 @@ from verl_mg.models.transformers_module import read_any_config, read_tokenizer
 from verl_mg.phase_timer import PhaseTimer
 from verl_mg.rewards import load_rewards
 from verl_mg.roles.context import JobContext
-from verl_mg.roles.models import Actor, Critic, Policy, RewardModel, TrainableRewardModel
-from verl_mg.roles.reference import Reference
+from verl_mg.roles.models import Actor, Critic, Policy, Reference, RewardModel, TrainableRewardModel, TrainableRole
 from verl_mg.roles.reward import RewardRole
 from verl_mg.roles.role import Role
 from verl_mg.roles.teachers import Teachers
-from verl_mg.roles.trainable import TrainableRole
 from verl_mg.rollout.async_rollout import AsyncRollout
 from verl_mg.rollout.engine_group import EngineWrapper, InFlightEngineGroup
 from verl_mg.rollout.groups import StalenessBound

@@ -5,8 +5,7 @@ that computes layouts of 10,000 ranks without a process.
 """
 
 from verl_mg.layout.engine_layout import EngineCoordinates, EngineLayout, EnginePlacement
-from verl_mg.layout.layout import Coordinates, Layout, ModelDims, Stage
-from verl_mg.layout.placement import Placement, format_ranks, parse_ranks
+from verl_mg.layout.layout import Coordinates, Layout, ModelDims, Placement, Stage, format_ranks, parse_ranks
 
 __all__ = [
     "Coordinates",

@@ -33,7 +33,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from verl_mg import device
 from verl_mg.distributed.collectives import ProcessGroups
 from verl_mg.layout import Coordinates, Layout, Placement
-from verl_mg.layout.placement import group_ranks, proper_divisors, smaller_cp_groups
+from verl_mg.layout.layout import group_ranks, proper_divisors, smaller_cp_groups
 from verl_mg.megatron.core_version import MEGATRON, group_globals, ranks_in_groups, set_group_globals
 from verl_mg.training.microbatch import TokenShard
 

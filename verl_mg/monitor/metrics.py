@@ -15,7 +15,7 @@ from torch import Tensor
 
 from verl_mg import device
 from verl_mg.algorithms import mismatch
-from verl_mg.algorithms.segments import segment_totals
+from verl_mg.algorithms.aggregation import segment_totals
 from verl_mg.batch import Batch
 from verl_mg.distributed.collectives import all_gather_json, sum_over_ranks
 from verl_mg.models.flops import RowFlops, row_flops

@@ -3,9 +3,8 @@
 from collections.abc import Callable
 
 from verl_mg.config import RewardConfig
-from verl_mg.rewards.async_scorer import AsyncScorer
 from verl_mg.rewards.mixture import Mixture, warn
-from verl_mg.rewards.reward import LoadedReward, Reward, Sample, load_reward
+from verl_mg.rewards.reward import AsyncScorer, LoadedReward, Reward, Sample, load_reward
 
 __all__ = ["AsyncScorer", "LoadedReward", "Mixture", "Reward", "Sample", "load_reward", "load_rewards"]
 

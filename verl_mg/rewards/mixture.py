@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from verl_mg.errors import UserError
-from verl_mg.rewards.reward import Reward
+from verl_mg.rewards.sample import Reward
 
 
 def warn(line: str) -> None:

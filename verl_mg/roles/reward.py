@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl_mg.algorithms.segments import segment_totals
+from verl_mg.algorithms.aggregation import segment_totals
 from verl_mg.batch import Batch, ColumnKind
 from verl_mg.data.prompt_feed import PromptFeed
 from verl_mg.data.prompts import Prompt

@@ -39,8 +39,7 @@ from verl_mg.errors import UserError
 from verl_mg.images import Image, distinct_images
 from verl_mg.job.job import RunningJob
 from verl_mg.models.transformers_module import read_any_config
-from verl_mg.roles.reference import Reference
-from verl_mg.roles.trainable import RoleCounters
+from verl_mg.roles.models import Reference, RoleCounters
 from verl_mg.rollout.groups import RolloutState
 from verl_mg.rollout.rollout import LocalRolloutState
 from verl_mg.rows.samples import GeneratedRows

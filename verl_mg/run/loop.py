@@ -28,7 +28,7 @@ from verl_mg.job.recipe import Recipe, requested_roles
 from verl_mg.monitor.prometheus import PrometheusEndpoint
 from verl_mg.monitor.run_logger import RunLogger, check_monitoring
 from verl_mg.monitor.status import StatusFile
-from verl_mg.roles.trainable import NoOptimizerError
+from verl_mg.roles.models import NoOptimizerError
 from verl_mg.run.checkpointer import AsyncCheckpointer
 from verl_mg.run.job_state import restore
 from verl_mg.run.replay import Replay, ReplayRollout

@@ -13,7 +13,7 @@ import yaml
 
 from verl_mg.config import Config, dump_config
 from verl_mg.errors import UserError
-from verl_mg.monitor.progress import METRICS
+from verl_mg.monitor.status import METRICS
 from verl_mg.run.checkpointer import newest_intact
 
 CHECKPOINTS, CONFIG = "checkpoints", "config.yaml"

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from verl_mg.algorithms.segments import segment_sums
+from verl_mg.algorithms.aggregation import segment_sums
 from verl_mg.errors import UserError
 
 EPSILON = 1e-6  # avoids a division by 0 where the scores of a group are equal

@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import Generator, Tensor
 
-from verl_mg.algorithms.segments import segment_sums
+from verl_mg.algorithms.aggregation import segment_sums
 from verl_mg.errors import UserError
 
 MIN_WEIGHT = 1e-8  # a batch of zero weights is drawn from uniformly

@@ -9,7 +9,6 @@ sequence or one pair, which are whole in a micro-batch, or was made over all ran
 changes the sum of a loss or its gradient.
 """
 
-from verl_mg.algorithms.losses.columns import Metrics
 from verl_mg.algorithms.losses.covariance import (
     clip_cov_loss,
     covariances,
@@ -19,7 +18,7 @@ from verl_mg.algorithms.losses.covariance import (
     tokens_at_least,
     tokens_between,
 )
-from verl_mg.algorithms.losses.policy import cispo_loss, clipped_policy_loss, dppo_loss, gpg_loss, sapo_loss
+from verl_mg.algorithms.losses.policy import Metrics, cispo_loss, clipped_policy_loss, dppo_loss, gpg_loss, sapo_loss
 from verl_mg.algorithms.losses.preference import bradley_terry_loss, dpo_loss, prime_loss
 from verl_mg.algorithms.losses.sequence import gmpo_loss, gspo_loss
 from verl_mg.algorithms.losses.targets import explained_variance, imitation_loss, sft_loss, value_loss

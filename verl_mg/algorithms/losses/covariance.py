@@ -16,8 +16,7 @@ Then no split, order or packing of the rows changes the choice.
 import torch
 from torch import Tensor
 
-from verl_mg.algorithms.losses.columns import Metrics, masked, masked_constant
-from verl_mg.algorithms.losses.policy import clipped_policy_loss
+from verl_mg.algorithms.losses.policy import Metrics, clipped_policy_loss, masked, masked_constant
 from verl_mg.errors import UserError
 
 

@@ -9,8 +9,8 @@ Every scored token carries the metrics too: aggregate them likewise, a mean over
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from verl_mg.algorithms.losses.columns import Metrics, check_positive, masked, masked_constant
-from verl_mg.algorithms.segments import segment_totals, sequence_sums
+from verl_mg.algorithms.aggregation import segment_totals, sequence_sums
+from verl_mg.algorithms.losses.policy import Metrics, check_positive, masked, masked_constant
 from verl_mg.errors import UserError
 
 DPO_KINDS = ("sigmoid", "hinge", "ipo")

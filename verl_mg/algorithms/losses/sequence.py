@@ -10,8 +10,8 @@ import math
 import torch
 from torch import Tensor
 
-from verl_mg.algorithms.losses.columns import Metrics, check_clips, clip_metrics, masked, masked_constant, ratio_metrics
-from verl_mg.algorithms.segments import sequence_means
+from verl_mg.algorithms.aggregation import sequence_means
+from verl_mg.algorithms.losses.policy import Metrics, check_clips, clip_metrics, masked, masked_constant, ratio_metrics
 
 
 def gspo_loss(

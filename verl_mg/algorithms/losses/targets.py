@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from verl_mg.algorithms.losses.columns import Metrics, check_positive, masked, masked_constant
+from verl_mg.algorithms.losses.policy import Metrics, check_positive, masked, masked_constant
 
 
 def sft_loss(logprobs: Tensor, mask: Tensor) -> tuple[Tensor, Metrics]:

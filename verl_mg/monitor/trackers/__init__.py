@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from verl_mg.config import Config
-from verl_mg.monitor.progress import METRICS
+from verl_mg.monitor.status import METRICS
 from verl_mg.monitor.trackers.console import ConsoleTracker
 from verl_mg.monitor.trackers.files import EvaluationTable, JsonlTracker, TensorBoardTracker
 from verl_mg.monitor.trackers.services import SERVICES, RunInfo, check_services

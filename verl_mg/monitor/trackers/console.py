@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from verl_mg.monitor.progress import EtaEstimator, format_seconds
+from verl_mg.monitor.status import EtaEstimator, format_seconds
 from verl_mg.phase_timer import PhaseTimer
 
 HEADLINES: Mapping[str, tuple[str, ...]] = {
