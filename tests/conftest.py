@@ -138,7 +138,7 @@ def transformer_engine() -> Iterator[TransformerEngineRanks]:
 
 
 @pytest.fixture(scope="session")
-def sandbox() -> None:
+def sandbox():
     """A machine on which untrusted programs can be run at all."""
     try:
         run_python("")

@@ -85,7 +85,7 @@ def wheel(tmp_path) -> Path:
     return file
 
 
-def test_wheel_has_the_recipes_their_configurations_and_the_page(wheel: Path) -> None:
+def test_wheel_has_the_recipes_their_configurations_and_the_page(wheel):
     packed = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
     tracked = subprocess.run(["git", "ls-files", "verl_mg", "recipes"], cwd=ROOT, capture_output=True, text=True).stdout
     if not tracked:
@@ -114,7 +114,7 @@ except ImportError:
 
 
 @pytest.mark.parametrize("installed", ["checkout", "editable", "wheel"])
-def test_recipes_have_one_name_however_the_package_is_installed(installed: str, tmp_path: Path, request) -> None:
+def test_recipes_have_one_name_however_the_package_is_installed(installed, tmp_path, request):
     site = source = ROOT
     if installed == "wheel":
         site = source = tmp_path / "site"

@@ -152,7 +152,7 @@ def test_checker_given_markdown_reports_rule(text, rule):
     assert rules_of(text, "docs/guide.md") == rule.split()
 
 
-def test_names_of_typing_are_given_to_nothing_else() -> None:
+def test_names_of_typing_are_given_to_nothing_else():
     elsewhere = {name for module in (collections.abc, contextlib, re) for name in dir(module)}  # typing repeats them
     reserved, found = {name for name in typing.__all__ if name[0].isupper()} - elsewhere, []
     for file in (file for folder in ("verl_mg", "recipes", "tools") for file in (REPOSITORY / folder).rglob("*.py")):

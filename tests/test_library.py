@@ -13,7 +13,7 @@ def library(version: str = "1.2.3") -> Library:
 
 
 @pytest.mark.parametrize(("version", "accepted"), [("1.2.9", True), ("0.9.1", True), ("1.3.0", False), ("0.9", False)])
-def test_library_check_accepts_the_versions_of_the_tests_alone(version: str, accepted: bool) -> None:
+def test_library_check_accepts_the_versions_of_the_tests_alone(version, accepted):
     if accepted:
         library(version).check()
         return
@@ -21,7 +21,7 @@ def test_library_check_accepts_the_versions_of_the_tests_alone(version: str, acc
         library(version).check()
 
 
-def test_library_replace_given_missing_attribute_names_the_version() -> None:
+def test_library_replace_given_missing_attribute_names_the_version():
     module = SimpleNamespace(old=1)
     library().replace(module, old=2)
     with pytest.raises(UserError, match=r"^Some 1.2.3: .* has no new. Install Some 1.2.$"):
@@ -29,7 +29,7 @@ def test_library_replace_given_missing_attribute_names_the_version() -> None:
     assert vars(module) == {"old": 2}
 
 
-def test_library_replaced_restores_after_an_error() -> None:
+def test_library_replaced_restores_after_an_error():
     module = SimpleNamespace(old=1)
     with pytest.raises(KeyError), library().replaced(module, old=2):
         assert module.old == 2

@@ -97,7 +97,7 @@ def test_quickstart_with_failing_job_exits_with_its_code(tmp_path, warm_jobs):
 
 
 @pytest.fixture
-def warm_jobs(monkeypatch) -> None:
+def warm_jobs(monkeypatch):
     """Starts the jobs without their imports."""
     warm = warm_start.shared()
     monkeypatch.setattr(module.sys, "executable", warm.python)

@@ -1,7 +1,5 @@
 """Agents around a given engine, without a job."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

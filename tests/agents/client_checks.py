@@ -4,8 +4,6 @@ Each function gets the URL of a session as OpenAI's client needs it (with /v1), 
 is validated with the clients' own types, strictly.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """Real engines with agents around them, whose requests and samples are logged."""
 
-from __future__ import annotations
-
 import string
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +23,7 @@ POSITIONS = 1024
 
 
 @pytest.fixture(scope="session")
-def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def chat_model(tmp_path_factory) -> Path:
     """A tiny model whose chat template has tools."""
     return make_tiny_model(
         tmp_path_factory.mktemp("agents") / "model",
@@ -44,12 +42,12 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def hf_engine(chat_model: Path) -> HFEngine:
+def hf_engine(chat_model) -> HFEngine:
     return HFEngine(chat_model, "cpu", torch.float32)
 
 
 @pytest.fixture(scope="session", params=["hf", SGLANG, VLLM_NIGHTLY])
-def any_engine(request: pytest.FixtureRequest, chat_model: Path, hf_engine: HFEngine) -> Iterator[RolloutEngine]:
+def any_engine(request, chat_model, hf_engine) -> Iterator[RolloutEngine]:
     """Each kind of engine with the weights of the model."""
     if request.param == "hf":
         yield hf_engine
@@ -65,6 +63,6 @@ def any_engine(request: pytest.FixtureRequest, chat_model: Path, hf_engine: HFEn
 
 
 @pytest.fixture
-def run_agents(chat_model: Path) -> RunAgents:
+def run_agents(chat_model) -> RunAgents:
     """Runs an agent on requests, and returns the samples and the log of the engine."""
     return runner_of(chat_model, POSITIONS)

@@ -1,7 +1,5 @@
 """Tokenizers with chat templates that drop reasoning, render tool calls again, or keep everything."""
 
-from __future__ import annotations
-
 import string
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Malformed requests, from a seed, and a check that an endpoint refuses each of them and keeps working."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

@@ -1,7 +1,5 @@
 """A backend whose replies a test determines."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A session and a sample without an engine: an agent's endpoint whose replies are scripted."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ def works(kind: supervisor.Isolation) -> bool:
 @pytest.fixture(
     params=["best", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("bubblewrap", "namespaces", "none"))]
 )
-def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def kind(request, monkeypatch) -> str:
     """The best isolation of this machine, and nightly each."""
     if request.param == "best":
         return supervisor.isolation()
@@ -67,7 +67,7 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 @pytest.fixture
-def jail() -> None:
+def jail():
     if not supervisor.isolated():
         pytest.skip("no namespaces on this machine")
 
@@ -84,7 +84,7 @@ def run(command: str | list[str], url: str, sample: ScriptedSample | None = None
     return result, "".join(session.written)
 
 
-def test_run_command_agent_asks_policy_and_returns_its_reward(kind: str) -> None:
+def test_run_command_agent_asks_policy_and_returns_its_reward(kind):
     program = """
 answers = [ask(message["content"]) for message in sample["messages"]]
 print("asked", answers, os.getcwd() == os.environ["HOME"].replace("/user", "/work"))
@@ -95,7 +95,7 @@ reward({"reward": len(answers[0]), "calls": 1})
         assert run(python(program), url) == ({"reward": 16, "calls": 1}, "asked ['policy says 1+1='] True\n")
 
 
-def test_run_command_repair_agent_asks_again_where_the_answer_is_wrong() -> None:
+def test_run_command_repair_agent_asks_again_where_the_answer_is_wrong():
     replies = iter(["4x", "44", "77"])
     requests = []
 
@@ -114,7 +114,7 @@ def test_run_command_repair_agent_asks_again_where_the_answer_is_wrong() -> None
 
 
 @pytest.mark.usefixtures("jail")
-def test_run_command_sandbox_reaches_nothing_but_the_endpoint(tmp_path: Path) -> None:
+def test_run_command_sandbox_reaches_nothing_but_the_endpoint(tmp_path):
     (tmp_path / "precious").write_text("x")
     program = f"""
 import socket
@@ -140,7 +140,7 @@ print(sorted(name for name in os.environ if "API_KEY" in name), os.environ.get("
 
 
 @pytest.mark.usefixtures("jail")
-def test_run_command_streamed_reply_arrives_in_pieces_through_the_relay() -> None:
+def test_run_command_streamed_reply_arrives_in_pieces_through_the_relay():
     received = threading.Event()
 
     class Streaming(BaseHTTPRequestHandler):
@@ -173,7 +173,7 @@ with urllib.request.urlopen(url + "/stream") as reply:
         assert run(python(program), f"{url}/v1")[0] == 5 + (1 << 21)
 
 
-def test_run_command_failed_command_raises_with_its_last_line(kind: str) -> None:
+def test_run_command_failed_command_raises_with_its_last_line(kind):
     with pytest.raises(AgentError, match=r"^the agent's command ended with exit code 3: no luck$"):
         run(python("import sys; reward(1); print('no luck'); sys.exit(3)"), "http://127.0.0.1:9999/v1")
     with pytest.raises(AgentError, match=r"exit code 127: nothing-here: No such file"):
@@ -188,7 +188,7 @@ class Impatient(ScriptedSession):
         pass_time(TIMEOUT)
 
 
-def test_run_command_time_limit_kills_every_process(kind: str) -> None:
+def test_run_command_time_limit_kills_every_process(kind):
     name = uuid.uuid4().hex[:12]
     program = named(name, "if os.fork() == 0:\n os.setsid()\n print('before', flush=True)\ntime.sleep(6000)")
     session = Impatient("http://127.0.0.1:9999/v1")
@@ -198,9 +198,7 @@ def test_run_command_time_limit_kills_every_process(kind: str) -> None:
 
 
 @pytest.mark.usefixtures("jail")
-def test_run_command_many_at_once_and_a_cancelled_one_leave_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_command_many_at_once_and_a_cancelled_one_leave_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     name = uuid.uuid4().hex[:12]
 
@@ -223,7 +221,7 @@ def test_run_command_many_at_once_and_a_cancelled_one_leave_nothing(
 
 
 @pytest.mark.usefixtures("jail")
-def test_run_command_folders_of_any_depth_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_command_folders_of_any_depth_are_removed(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     program = "for _ in range(3000): os.mkdir('d', 0o300); os.chdir('d')\nreward(1)"
     try:
@@ -233,7 +231,7 @@ def test_run_command_folders_of_any_depth_are_removed(tmp_path: Path, monkeypatc
         subprocess.run(["rm", "-rf", *tmp_path.iterdir()], check=True)  # pytest cannot remove it either
 
 
-def test_run_command_inherits_no_descriptor(kind: str) -> None:
+def test_run_command_inherits_no_descriptor(kind):
     program = """
 def is_open(number):
     try: return bool(os.fstat(number))
@@ -243,7 +241,7 @@ print([number for number in range(1000) if is_open(number)])
     assert run(python(program), "http://127.0.0.1:9999/v1")[1] == "[0, 1, 2]\n"
 
 
-def test_run_command_log_has_the_lines_of_the_output() -> None:
+def test_run_command_log_has_the_lines_of_the_output():
     program = """
 for piece in (b"one ", b"li", b"ne \\xc3", b"\\xa4\\nand ", b"another"):
     os.write(1, piece); time.sleep(0.05)
@@ -253,7 +251,7 @@ for piece in (b"one ", b"li", b"ne \\xc3", b"\\xa4\\nand ", b"another"):
     assert session.written == ["one line \u00e4\n", "and another"]
 
 
-def test_run_command_record_that_is_not_json_is_in_the_sample() -> None:
+def test_run_command_record_that_is_not_json_is_in_the_sample():
     record = {"day": datetime.date(2026, 1, 2), "text": "\ud800"}
     command = ["sh", "-c", 'cat "$VERL_MG_SAMPLE"']
     _, log = run(command, "http://127.0.0.1:9999/v1", ScriptedSample(record=record))
@@ -268,7 +266,7 @@ def public() -> Iterator[Path]:
         yield Path(folder)
 
 
-def test_run_command_folders_and_paths_are_there(kind: str, public: Path) -> None:
+def test_run_command_folders_and_paths_are_there(kind, public):
     task, common, harness = public / "task", public / "common", public / "harness"
     for folder, name in ((task, "b"), (common, "a"), (common, "b"), (harness, "c")):
         folder.mkdir(exist_ok=True)
@@ -298,7 +296,7 @@ def test_run_command_folders_and_paths_are_there(kind: str, public: Path) -> Non
         ({"processes": "many"}, "rollout.agent_options.processes: Input should be a valid integer"),
     ],
 )
-def test_run_command_wrong_options_raise(options: dict[str, Any], message: str) -> None:
+def test_run_command_wrong_options_raise(options, message):
     with pytest.raises(UserError, match=message):
         run("", "http://127.0.0.1:9999/v1", **options)
 
@@ -318,9 +316,7 @@ def test_run_command_wrong_options_raise(options: dict[str, Any], message: str) 
         (lambda file: file.mkdir(), "is not a file"),
     ],
 )
-def test_read_reward_of_untrusted_file_is_a_reward_or_an_error(
-    tmp_path: Path, write: Callable[[Path], None], expected: Any
-) -> None:
+def test_read_reward_of_untrusted_file_is_a_reward_or_an_error(tmp_path, write, expected):
     file = tmp_path / "reward.json"
     write(file)
     if isinstance(expected, str):

@@ -1,12 +1,9 @@
 """Agents around real engines: recorded tokens, time limits, retries, aborts, limits, many sessions at once."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re
 import sys
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,13 +12,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.agents import client_checks
-from tests.agents.agent_runs import RunAgents, ask, trained_runs
+from tests.agents.agent_runs import ask, trained_runs
 from tests.agents.malformed_requests import check_malformed
 from tests.helpers.loop_clock import pass_time
 from verl_mg.agents.agent import Session
 from verl_mg.agents.engine import AgentEngine
-from verl_mg.engines.engine import Request, RolloutEngine, Sample
-from verl_mg.engines.hf.engine import HFEngine
+from verl_mg.engines.engine import Request, Sample
 from verl_mg.engines.trajectory import NOT_GENERATED
 from verl_mg.rewards.reward import Reward
 
@@ -63,9 +59,7 @@ async def three_turns(session: Session, sample: Any) -> float:
     return float(sample.record["n"])
 
 
-def test_agents_trained_tokens_are_those_of_the_engine(
-    any_engine: RolloutEngine, run_agents: RunAgents, chat_model: Path
-) -> None:
+def test_agents_trained_tokens_are_those_of_the_engine(any_engine, run_agents, chat_model):
     samples, engine = run_agents(any_engine, three_turns, 6)
     assert sorted(trained_runs(samples)) == sorted(engine.log) and len(engine.log) == 18
     assert [sample.trajectory.reward for sample in samples if sample.trajectory] == [Reward(float(i)) for i in range(6)]
@@ -82,9 +76,7 @@ def test_agents_trained_tokens_are_those_of_the_engine(
 
 
 @pytest.mark.parametrize("name", client_checks.CHECKS)
-def test_endpoint_of_real_engine_satisfies_official_client(
-    any_engine: RolloutEngine, run_agents: RunAgents, name: str
-) -> None:
+def test_endpoint_of_real_engine_satisfies_official_client(any_engine, run_agents, name):
     check = getattr(client_checks, name)
 
     async def agent(session: Session, sample: Any) -> float:
@@ -97,9 +89,7 @@ def test_endpoint_of_real_engine_satisfies_official_client(
     assert [(s.trajectory.error, s.trajectory.reward) for s in samples if s.trajectory] == [("", Reward(1.0))]
 
 
-def test_malformed_requests_to_a_real_engine_lose_no_sample(
-    hf_engine: HFEngine, run_agents: RunAgents, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_malformed_requests_to_a_real_engine_lose_no_sample(hf_engine, run_agents, capfd):
     async def agent(session: Session, sample: Any) -> float:
         first = await ask(session, session.messages, max_tokens=4)
         if sample.record["n"] == 0:
@@ -113,9 +103,7 @@ def test_malformed_requests_to_a_real_engine_lose_no_sample(
     assert "Traceback" not in "".join(capfd.readouterr())
 
 
-def test_request_of_a_client_that_leaves_is_trained_like_the_one_that_follows(
-    hf_engine: HFEngine, run_agents: RunAgents, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_request_of_a_client_that_leaves_is_trained_like_the_one_that_follows(hf_engine, run_agents, monkeypatch):
     submitted: list[Request] = []
     submit, alone = hf_engine.submit, asyncio.Lock()
     monkeypatch.setattr(hf_engine, "submit", lambda given, *rest: (submitted.extend(given), submit(given, *rest)))
@@ -142,7 +130,7 @@ def test_request_of_a_client_that_leaves_is_trained_like_the_one_that_follows(
     assert 3 in turns and set(turns) <= {2, 3}, "a later one may be lost if its client leaves before it is read"
 
 
-def test_agent_over_its_time_keeps_what_was_generated(hf_engine: HFEngine, run_agents: RunAgents) -> None:
+def test_agent_over_its_time_keeps_what_was_generated(hf_engine, run_agents):
     async def agent(session: Session, sample: Any) -> float:
         await ask(session, session.messages, max_tokens=4)
         session.log("waiting")
@@ -157,7 +145,7 @@ def test_agent_over_its_time_keeps_what_was_generated(hf_engine: HFEngine, run_a
     assert trained_runs([sample]) == engine.log and len(engine.log) == 1
 
 
-def test_agent_that_fails_is_tried_again_in_a_new_session(hf_engine: HFEngine, run_agents: RunAgents) -> None:
+def test_agent_that_fails_is_tried_again_in_a_new_session(hf_engine, run_agents):
     keys: list[str] = []
 
     async def agent(session: Session, sample: Any) -> dict[str, Any]:
@@ -180,9 +168,7 @@ def test_agent_that_fails_is_tried_again_in_a_new_session(hf_engine: HFEngine, r
 
 
 @pytest.mark.parametrize("raised", [asyncio.CancelledError, SystemExit])
-def test_agent_that_raises_what_is_no_exception_has_failed(
-    hf_engine: HFEngine, run_agents: RunAgents, raised: type[BaseException]
-) -> None:
+def test_agent_that_raises_what_is_no_exception_has_failed(hf_engine, run_agents, raised):
     async def agent(session: Session, sample: Any) -> float:
         await ask(session, session.messages, max_tokens=3)
         raise raised
@@ -192,7 +178,7 @@ def test_agent_that_raises_what_is_no_exception_has_failed(
     assert sample.trajectory.error.startswith(raised.__name__) and trained_runs([sample]) == engine.log
 
 
-def test_task_of_an_agent_that_ends_the_loop_ends_the_job(hf_engine: HFEngine, run_agents: RunAgents) -> None:
+def test_task_of_an_agent_that_ends_the_loop_ends_the_job(hf_engine, run_agents):
     async def leave() -> None:
         sys.exit("no key")
 
@@ -204,7 +190,7 @@ def test_task_of_an_agent_that_ends_the_loop_ends_the_job(hf_engine: HFEngine, r
         run_agents(hf_engine, agent, 1)
 
 
-def test_agent_over_its_time_is_not_tried_again(hf_engine: HFEngine, run_agents: RunAgents) -> None:
+def test_agent_over_its_time_is_not_tried_again(hf_engine, run_agents):
     started: list[int] = []
 
     async def agent(session: Session, sample: Any) -> float:
@@ -221,7 +207,7 @@ def test_agent_over_its_time_is_not_tried_again(hf_engine: HFEngine, run_agents:
     assert len(started) == 1 and sample.finish == "timeout" and trained_runs([sample]) == engine.log
 
 
-def test_aborted_agent_that_raises_another_error_is_aborted(hf_engine: HFEngine, run_agents: RunAgents) -> None:
+def test_aborted_agent_that_raises_another_error_is_aborted(hf_engine, run_agents):
     started: list[int] = []
 
     async def agent(session: Session, sample: Any) -> float:
@@ -255,9 +241,7 @@ def test_aborted_agent_that_raises_another_error_is_aborted(hf_engine: HFEngine,
         ({"reward": 1.0, "\udc80": 0.0}, Reward(-1.0), "one whose name cannot be printed"),
     ],
 )
-def test_agent_result_becomes_the_reward(
-    hf_engine: HFEngine, run_agents: RunAgents, returned: Any, reward: Reward | None, error: str
-) -> None:
+def test_agent_result_becomes_the_reward(hf_engine, run_agents, returned, reward, error):
     async def agent(session: Session, sample: Any) -> Any:
         return returned
 
@@ -267,7 +251,7 @@ def test_agent_result_becomes_the_reward(
     assert not engine.log and not sample.trajectory.segments
 
 
-def test_abort_cancels_agents_and_their_requests(any_engine: RolloutEngine, run_agents: RunAgents) -> None:
+def test_abort_cancels_agents_and_their_requests(any_engine, run_agents):
     begun: list[int] = []
     ended: list[int] = []
 
@@ -292,7 +276,7 @@ def test_abort_cancels_agents_and_their_requests(any_engine: RolloutEngine, run_
     assert any_engine.collect(0.0) == []
 
 
-def test_abort_right_after_submit_returns_every_sample(hf_engine: HFEngine, run_agents: RunAgents) -> None:
+def test_abort_right_after_submit_returns_every_sample(hf_engine, run_agents):
     def drive(engine: AgentEngine) -> list[Sample]:
         engine.abort()
         return collected(engine, 50)
@@ -301,7 +285,7 @@ def test_abort_right_after_submit_returns_every_sample(hf_engine: HFEngine, run_
     assert sorted(s.id for s in samples) == list(range(50)) and {s.finish for s in samples} == {"abort"}
 
 
-def test_agents_run_up_to_the_limit_at_once(hf_engine: HFEngine, run_agents: RunAgents) -> None:
+def test_agents_run_up_to_the_limit_at_once(hf_engine, run_agents):
     slots: list[int] = []
 
     def drive(engine: AgentEngine) -> list[Sample]:
@@ -314,7 +298,7 @@ def test_agents_run_up_to_the_limit_at_once(hf_engine: HFEngine, run_agents: Run
     assert slots == [2, 5]
 
 
-def test_reply_ends_at_stop_text_with_the_tokens_up_to_it(any_engine: RolloutEngine, run_agents: RunAgents) -> None:
+def test_reply_ends_at_stop_text_with_the_tokens_up_to_it(any_engine, run_agents):
     replies: list[tuple[str, str]] = []
 
     async def agent(session: Session, sample: Any) -> float:
@@ -336,7 +320,7 @@ def test_reply_ends_at_stop_text_with_the_tokens_up_to_it(any_engine: RolloutEng
     )
 
 
-def test_reply_beyond_the_tokens_of_a_sample_is_refused(hf_engine: HFEngine, run_agents: RunAgents) -> None:
+def test_reply_beyond_the_tokens_of_a_sample_is_refused(hf_engine, run_agents):
     errors: list[str] = []
 
     async def agent(session: Session, sample: Any) -> float:
@@ -355,7 +339,7 @@ def test_reply_beyond_the_tokens_of_a_sample_is_refused(hf_engine: HFEngine, run
     assert sample.trajectory is not None and sample.trajectory.segments[-1].truncated
 
 
-def test_reply_that_the_agent_limits_is_not_truncated(hf_engine: HFEngine, run_agents: RunAgents) -> None:
+def test_reply_that_the_agent_limits_is_not_truncated(hf_engine, run_agents):
     async def agent(session: Session, sample: Any) -> float:
         reply = await ask(session, session.messages, max_tokens=3)
         if sample.record["n"]:
@@ -368,7 +352,7 @@ def test_reply_that_the_agent_limits_is_not_truncated(hf_engine: HFEngine, run_a
     assert [[segment.truncated for segment in t.segments] for t in trajectories] == [[False], [True]]
 
 
-def test_replies_of_models_that_are_not_named_are_not_trained(hf_engine: HFEngine, run_agents: RunAgents) -> None:
+def test_replies_of_models_that_are_not_named_are_not_trained(hf_engine, run_agents):
     async def agent(session: Session, sample: Any) -> float:
         messages = list(session.messages)
         for side in ("white", "black", "white"):
@@ -381,7 +365,7 @@ def test_replies_of_models_that_are_not_named_are_not_trained(hf_engine: HFEngin
     assert trained_runs([sample]) == [engine.log[0], engine.log[2]]
 
 
-def test_request_after_the_agent_has_returned_is_refused(hf_engine: HFEngine, run_agents: RunAgents) -> None:
+def test_request_after_the_agent_has_returned_is_refused(hf_engine, run_agents):
     sessions: list[Session] = []
 
     async def agent(session: Session, sample: Any) -> float:
@@ -395,7 +379,7 @@ def test_request_after_the_agent_has_returned_is_refused(hf_engine: HFEngine, ru
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.nightly)])
-def test_agents_at_once_lose_no_turn(hf_engine: HFEngine, run_agents: RunAgents, count: int) -> None:
+def test_agents_at_once_lose_no_turn(hf_engine, run_agents, count):
     received: dict[int, list[str]] = {}
     everybody = asyncio.Event()
 

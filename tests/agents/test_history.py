@@ -1,7 +1,5 @@
 """Exact tokens of conversations, for templates that rewrite history and for those that keep it."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass, field
 from typing import Any
@@ -142,7 +140,7 @@ SPELLINGS = st.lists(st.integers(0, 350), max_size=12)
 )
 @settings(max_examples=50, deadline=None)
 @given(data=st.data())
-def test_context_random_conversations_train_each_token_once(case: str, data: st.DataObject) -> None:
+def test_context_random_conversations_train_each_token_once(case, data):
     conversation = Conversation(*setting(case))
     replies = REPLIES if case in RENDERERS else st.one_of(REPLIES, SPELLINGS)
     histories: list[list[dict[str, Any]]] = [[{"role": "user", "content": "hello"}]]
@@ -170,7 +168,7 @@ def test_context_random_conversations_train_each_token_once(case: str, data: st.
     conversation.check()
 
 
-def test_context_reply_as_rendered_continues_its_segment() -> None:
+def test_context_reply_as_rendered_continues_its_segment():
     conversation = Conversation(RENDERERS["keeping"], PARSERS["keeping"])
     messages = [{"role": "user", "content": "one"}]
     for number in range(4):
@@ -182,7 +180,7 @@ def test_context_reply_as_rendered_continues_its_segment() -> None:
     assert len(conversation.history.segments()) == 1
 
 
-def test_context_call_rendered_otherwise_keeps_the_generated_tokens() -> None:
+def test_context_call_rendered_otherwise_keeps_the_generated_tokens():
     conversation = Conversation(RENDERERS["keeping"], PARSERS["keeping"])
     messages = [{"role": "user", "content": "one"}]
     asked = conversation.ask(messages, (TOOL,))
@@ -199,7 +197,7 @@ def test_context_call_rendered_otherwise_keeps_the_generated_tokens() -> None:
     assert len(conversation.history.segments()) == 1
 
 
-def test_context_question_after_reasoning_begins_a_segment_without_it() -> None:
+def test_context_question_after_reasoning_begins_a_segment_without_it():
     conversation = Conversation(RENDERERS["thinking"], PARSERS["thinking"])
     messages = [{"role": "user", "content": "one"}]
     asked = conversation.ask(messages)
@@ -216,7 +214,7 @@ def test_context_question_after_reasoning_begins_a_segment_without_it() -> None:
     assert [(s.prefix_of, s.prefix_length) for s in conversation.history.segments()] == [(None, 0), (0, called[1].kept)]
 
 
-def test_context_tool_result_after_reasoning_keeps_it_though_the_agent_does_not_send_it() -> None:
+def test_context_tool_result_after_reasoning_keeps_it_though_the_agent_does_not_send_it():
     conversation = Conversation(RENDERERS["thinking"], PARSERS["thinking"])
     messages = [{"role": "user", "content": "one"}]
     asked = conversation.ask(messages, (TOOL,))
@@ -231,7 +229,7 @@ def test_context_tool_result_after_reasoning_keeps_it_though_the_agent_does_not_
     assert len(conversation.history.segments()) == 1
 
 
-def test_context_of_twins_that_differ_in_reasoning_continues_the_one_that_is_sent_back() -> None:
+def test_context_of_twins_that_differ_in_reasoning_continues_the_one_that_is_sent_back():
     conversation = Conversation(RENDERERS["keeping"], PARSERS["thinking"])
     messages = [{"role": "user", "content": "one"}]
     both = [conversation.ask(messages), conversation.ask(messages)]
@@ -246,7 +244,7 @@ def test_context_of_twins_that_differ_in_reasoning_continues_the_one_that_is_sen
     assert "<think>other thought</think>yes" in text and "thought 0" not in text
 
 
-def test_requests_for_the_same_reply_at_once_share_their_prompt() -> None:
+def test_requests_for_the_same_reply_at_once_share_their_prompt():
     conversation = Conversation(RENDERERS["keeping"], PARSERS["keeping"])
     asked = [conversation.ask([{"role": "user", "content": "one"}]) for _ in range(3)]
     for number, each in enumerate(asked):
@@ -258,7 +256,7 @@ def test_requests_for_the_same_reply_at_once_share_their_prompt() -> None:
     assert prefixes == [(None, 0), (0, length), (1, length)]
 
 
-def test_context_template_that_rewrites_the_prompt_itself_shares_what_is_in_front() -> None:
+def test_context_template_that_rewrites_the_prompt_itself_shares_what_is_in_front():
     conversation = Conversation(*setting("qwen3 without thinking"))
     messages: list[dict[str, Any]] = [{"role": "user", "content": "one"}]
     new: list[int] = []
@@ -274,7 +272,7 @@ def test_context_template_that_rewrites_the_prompt_itself_shares_what_is_in_fron
         assert shared.endswith("<|im_start|>assistant\n") and shared.count("assistant") == number
 
 
-def test_context_text_of_an_end_token_in_a_message_is_no_end_of_a_reply() -> None:
+def test_context_text_of_an_end_token_in_a_message_is_no_end_of_a_reply():
     tokenizer = chat_tokenizer(KEEPING)
     stops = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<eos>"])
     conversation = Conversation(ConversationRenderer(tokenizer, stops, {}), PARSERS["keeping"])
@@ -288,7 +286,7 @@ def test_context_text_of_an_end_token_in_a_message_is_no_end_of_a_reply() -> Non
 
 
 @pytest.mark.parametrize("arguments", ['{"a": ' * 100_000, "[" * 100_000])
-def test_context_arguments_of_any_depth_are_a_text(arguments: str) -> None:
+def test_context_arguments_of_any_depth_are_a_text(arguments):
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": arguments}}
     asked = Conversation(RENDERERS["keeping"], PARSERS["keeping"]).ask(
         [
@@ -300,14 +298,14 @@ def test_context_arguments_of_any_depth_are_a_text(arguments: str) -> None:
     assert arguments in asked[1].rendered
 
 
-def test_context_template_that_writes_nothing_raises_an_error_of_the_request() -> None:
+def test_context_template_that_writes_nothing_raises_an_error_of_the_request():
     with pytest.raises(RequestError, match=r"messages: the chat template makes no text"):
         Conversation(renderer_of("{%- if not messages -%}x{%- endif -%}"), PARSERS["keeping"]).ask(
             [{"role": "user", "content": "one"}]
         )
 
 
-def test_context_truncated_reply_gets_its_end() -> None:
+def test_context_truncated_reply_gets_its_end():
     conversation = Conversation(RENDERERS["keeping"], PARSERS["keeping"])
     messages = [{"role": "user", "content": "one"}]
     reply = conversation.answer(conversation.ask(messages), " cut of ", ends=False)
@@ -316,7 +314,7 @@ def test_context_truncated_reply_gets_its_end() -> None:
     assert text.endswith("assistant\n cut of <|im_end|>\n<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_context_template_that_rejects_a_role_raises_an_error_of_the_request() -> None:
+def test_context_template_that_rejects_a_role_raises_an_error_of_the_request():
     template = "{{- raise_exception('no such role') -}}"
     conversation = Conversation(renderer_of(template), PARSERS["keeping"])
     with pytest.raises(RequestError, match=r"messages: the chat template .* \(no such role\)"):

@@ -1,7 +1,5 @@
 """Images in the requests of agents: read in each protocol, in front of the policy's tokens, and in the rows."""
 
-from __future__ import annotations
-
 import base64
 from typing import Any
 
@@ -56,7 +54,7 @@ def chat(memory: SessionMemory, *contents: Any, role: str = "user") -> Call:
     return ChatCompletions().read({"model": "policy", "messages": messages}, memory).call
 
 
-def test_images_of_each_protocol_are_parts_of_the_same_messages() -> None:
+def test_images_of_each_protocol_are_parts_of_the_same_messages():
     memory, part = SessionMemory(LIMITS), {"type": "image", "image": FIRST.key}
     shown = [part, TEXT, {"type": "image", "image": SECOND.key}]
     of_tool = {"role": "tool", "content": [part], "tool_call_id": "c1"}
@@ -97,14 +95,14 @@ def test_images_of_each_protocol_are_parts_of_the_same_messages() -> None:
         (url_of(noise_image(101, 100, 0)), r"content\[0\]: it has 101 x 100 pixels, data.max_image_pixels is 10000"),
     ],
 )  # fmt: skip
-def test_image_that_cannot_be_read_is_refused_with_one_line(url: str, error: str) -> None:
+def test_image_that_cannot_be_read_is_refused_with_one_line(url, error):
     memory = SessionMemory(LIMITS)
     with pytest.raises(RequestError, match=rf"messages\[0\]\..*{error}") as refused:
         chat(memory, [{"type": "image_url", "image_url": {"url": url}}])
     assert refused.value.status == 400 and "\n" not in refused.value.message and not memory.images
 
 
-def test_image_for_a_policy_that_reads_text_alone_is_refused() -> None:
+def test_image_for_a_policy_that_reads_text_alone_is_refused():
     with pytest.raises(RequestError, match=r'content\[0\]\.type: "image_url" is not supported'):
         chat(SessionMemory(), [chat_image(FIRST)])
 
@@ -132,7 +130,7 @@ async def converse(session: Session, sample: Any) -> float:
 
 @needs_sglang
 @pytest.mark.parametrize("family", ["qwen3_vl", pytest.param("gemma3", marks=pytest.mark.nightly)])
-def test_conversations_with_images_are_rows_with_the_logprobs_of_transformers(family: str) -> None:
+def test_conversations_with_images_are_rows_with_the_logprobs_of_transformers(family):
     folder = vision_model(family)
     processor, tokenizer = ImageProcessor.read(folder), AutoTokenizer.from_pretrained(folder)
     assert processor is not None

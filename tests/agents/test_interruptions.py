@@ -1,25 +1,20 @@
 """Agents whose engine is interrupted: by a checkpoint of an asynchronous rollout, or by the end of its process."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.distributed import TCPStore
 
-from tests.agents.agent_runs import RunAgents, ask, requests_of, trained_runs
+from tests.agents.agent_runs import ask, requests_of, trained_runs
 from tests.helpers.engines import SGLANG, VLLM_NIGHTLY, bring_weights, process_of
 from verl_mg.agents.agent import Session
 from verl_mg.agents.engine import AgentEngine
 from verl_mg.data import Prompt
 from verl_mg.engines.engine import EngineDiedError, Sample, Sampling
-from verl_mg.engines.hf.engine import HFEngine
-from verl_mg.engines.process_engine import ProcessEngine
 from verl_mg.rollout.engine_worker import EngineEvents, EngineWorker
 from verl_mg.rollout.groups import Group
 from verl_mg.rollout.work_queue import WorkQueue
@@ -34,7 +29,7 @@ def wait_until(is_true: Callable[[], bool]) -> None:
     pytest.fail("it takes longer than ten minutes")
 
 
-def test_checkpoint_with_agents_in_flight_does_not_interrupt_them(hf_engine: HFEngine, run_agents: RunAgents) -> None:
+def test_checkpoint_with_agents_in_flight_does_not_interrupt_them(hf_engine, run_agents):
     asked: list[int] = []
     released = threading.Event()
 
@@ -71,9 +66,7 @@ def test_checkpoint_with_agents_in_flight_does_not_interrupt_them(hf_engine: HFE
 
 
 @pytest.mark.parametrize("any_engine", [SGLANG, VLLM_NIGHTLY], indirect=True)
-def test_agents_continue_where_the_process_of_their_engine_has_died(
-    any_engine: ProcessEngine, run_agents: RunAgents, chat_model: Path
-) -> None:
+def test_agents_continue_where_the_process_of_their_engine_has_died(any_engine, run_agents, chat_model):
     deaths: list[EngineDiedError] = []
     killed: list[int] = []
 

@@ -1,7 +1,5 @@
 """Reasoning in replies, by where the template begins and ends it."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.agents.conversations import KEEPING, chat_tokenizer
@@ -26,13 +24,11 @@ OPENED, CLOSED = QUESTION + "<think>\n", QUESTION + "<think>\n\n</think>\n\n"
         (CLOSED, "<think>\nso\n</think>\n\nyes", "so", "yes"),
     ],
 )
-def test_parse_reasoning_where_the_prompt_or_the_reply_begins_it(
-    form: str, prompt: str, written: str, reasoning: str, text: str
-) -> None:
+def test_parse_reasoning_where_the_prompt_or_the_reply_begins_it(form, prompt, written, reasoning, text):
     parsed = ReplyParser(chat_tokenizer(KEEPING), "qwen25", form).parse(written, (), prompt)
     assert (parsed.reasoning, parsed.text) == (reasoning, text)
 
 
-def test_parse_reply_without_reasoning_leaves_its_spaces() -> None:
+def test_parse_reply_without_reasoning_leaves_its_spaces():
     parser = ReplyParser(chat_tokenizer(KEEPING), "qwen25", "qwen3")
     assert parser.parse("\n yes \n", (), QUESTION).text == "\n yes \n"

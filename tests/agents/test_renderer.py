@@ -1,7 +1,5 @@
 """Conversations as text, by templates of models that their owners have written."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -34,23 +32,23 @@ def called(arguments: str) -> list[dict[str, Any]]:
         ("deepseekv3", '```json\n{"a": 1, "b": "x"}\n```'),
     ],
 )
-def test_render_tool_call_as_the_model_writes_it(model: str, written: str) -> None:
+def test_render_tool_call_as_the_model_writes_it(model, written):
     text = renderer_of(template_of(model)).render(called('{"a": 1, "b": "x"}'), (TOOL,), for_reply=True)
     assert written in text
 
 
 @pytest.mark.parametrize("arguments", ["not JSON", "[1]", "[" * 100_000])
-def test_render_arguments_that_are_no_object_as_they_are(arguments: str) -> None:
+def test_render_arguments_that_are_no_object_as_they_are(arguments):
     assert f'"arguments": {arguments}' in renderer_of(KEEPING).render(called(arguments), (), for_reply=True)
 
 
-def test_render_rejected_conversation_reports_the_reason_for_arguments_as_values() -> None:
+def test_render_rejected_conversation_reports_the_reason_for_arguments_as_values():
     template = "{{- raise_exception('with ' + ('text' if messages[1].tool_calls[0].function.arguments is string "
     with pytest.raises(RequestError, match="with values"):
         renderer_of(template + "else 'values')) -}}").render(called("{}"), (), for_reply=True)
 
 
-def test_render_system_message_that_the_template_takes_at_the_beginning_alone_as_a_user_s() -> None:
+def test_render_system_message_that_the_template_takes_at_the_beginning_alone_as_a_user_s():
     template = (
         "{%- for m in messages -%}{%- if m.role == 'system' and not loop.first -%}{{- raise_exception('late') -}}"
         "{%- endif -%}{{- '<' + m.role + '>' + m.content -}}{%- endfor -%}"
@@ -61,7 +59,7 @@ def test_render_system_message_that_the_template_takes_at_the_beginning_alone_as
     assert renderer_of(KEEPING).render(messages, (), for_reply=False).count("system\ns") == 2
 
 
-def test_after_reply_is_what_the_template_puts_behind_it() -> None:
+def test_after_reply_is_what_the_template_puts_behind_it():
     tokenizer = chat_tokenizer(KEEPING)
     end, eos = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<eos>"])
     renderer = ConversationRenderer(tokenizer, [end, eos], {})

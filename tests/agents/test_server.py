@@ -1,7 +1,5 @@
 """The endpoint's server with the official clients, and its limits."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket
@@ -39,7 +37,7 @@ def server() -> Iterator[AgentServer]:
         yield running
 
 
-def test_server_given_official_clients_satisfies_their_checks(server: AgentServer) -> None:
+def test_server_given_official_clients_satisfies_their_checks(server):
     pytest.importorskip("openai")
     pytest.importorskip("anthropic")
     from tests.agents import client_checks
@@ -50,7 +48,7 @@ def test_server_given_official_clients_satisfies_their_checks(server: AgentServe
             asyncio.run(result)
 
 
-def test_server_given_wrong_key_replies_before_the_body_is_read(server: AgentServer) -> None:
+def test_server_given_wrong_key_replies_before_the_body_is_read(server):
     address = urlsplit(server.url)
     with socket.create_connection((address.hostname or "", address.port or 0), timeout=600) as connection:
         path = urlsplit(base_url(server)).path
@@ -59,7 +57,7 @@ def test_server_given_wrong_key_replies_before_the_body_is_read(server: AgentSer
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-def test_server_given_session_that_ends_during_the_request_replies_404(steps: int) -> None:
+def test_server_given_session_that_ends_during_the_request_replies_404(steps):
     backend, reported = ScriptedBackend(), list[BaseException]()
     backend.ends_after = steps  # once it is authorized, once the body has been read
     with serving(backend, on_error=reported.append) as server:
@@ -67,7 +65,7 @@ def test_server_given_session_that_ends_during_the_request_replies_404(steps: in
     assert reply.status_code == 404 and not backend.calls and not reported
 
 
-def test_server_given_body_above_the_limit_replies_413(server: AgentServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_given_body_above_the_limit_replies_413(server, monkeypatch):
     monkeypatch.setattr(agent_server, "MAX_BODY", 1000)
     url = f"{base_url(server)}/chat/completions"
     large = json.dumps(CHAT | {"user": "x" * 1000}).encode()
@@ -76,7 +74,7 @@ def test_server_given_body_above_the_limit_replies_413(server: AgentServer, monk
     assert httpx.post(url, json=CHAT, headers=HEADERS).status_code == 200
 
 
-def test_server_given_disconnected_client_completes_the_call() -> None:
+def test_server_given_disconnected_client_completes_the_call():
     backend, body = ScriptedBackend(delay=0.2), json.dumps(CHAT)
     with serving(backend) as server:
         url = urlsplit(f"{base_url(server)}/chat/completions")
@@ -87,7 +85,7 @@ def test_server_given_disconnected_client_completes_the_call() -> None:
         wait_for(backend.replies)
 
 
-def test_server_given_slow_reply_keeps_the_stream_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_given_slow_reply_keeps_the_stream_alive(monkeypatch):
     monkeypatch.setattr(agent_server, "KEEP_ALIVE_S", 0.001)
     with serving(ScriptedBackend(delay=0.3)) as server:
         url = f"{base_url(server)}/chat/completions"
@@ -95,7 +93,7 @@ def test_server_given_slow_reply_keeps_the_stream_alive(monkeypatch: pytest.Monk
     assert text.startswith(": keep-alive\n\n") and text.endswith("data: [DONE]\n\n")
 
 
-def test_server_given_error_after_the_stream_has_begun_writes_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_given_error_after_the_stream_has_begun_writes_an_event(monkeypatch):
     def refuse(call: Call) -> Reply:
         raise RequestError(400, "messages: too long. Send fewer.", code="context_length_exceeded")
 
@@ -106,7 +104,7 @@ def test_server_given_error_after_the_stream_has_begun_writes_an_event(monkeypat
     assert json.loads(reply.text.split("data: ")[-1])["error"]["code"] == "context_length_exceeded"
 
 
-def test_server_given_unexpected_exception_replies_500_and_reports_it(capfd: pytest.CaptureFixture[str]) -> None:
+def test_server_given_unexpected_exception_replies_500_and_reports_it(capfd):
     def fail(call: Call) -> Reply:
         raise ZeroDivisionError("secret")
 
@@ -118,7 +116,7 @@ def test_server_given_unexpected_exception_replies_500_and_reports_it(capfd: pyt
     assert capfd.readouterr().err == ""
 
 
-def test_server_given_close_ends_running_calls_with_503() -> None:
+def test_server_given_close_ends_running_calls_with_503():
     backend = ScriptedBackend(delay=6000)
     server = AgentServer(backend, "127.0.0.1", pytest.fail)
     replies: list[httpx.Response] = []
@@ -132,27 +130,27 @@ def test_server_given_close_ends_running_calls_with_503() -> None:
     assert replies[0].status_code == 503
 
 
-def test_server_given_unknown_path_or_method_replies_404_or_405(server: AgentServer) -> None:
+def test_server_given_unknown_path_or_method_replies_404_or_405(server):
     assert httpx.post(f"{server.url}/v1/chat/completions", json=CHAT).status_code == 404
     reply = httpx.get(f"{base_url(server)}/chat/completions", headers=HEADERS)
     assert reply.status_code == 405 and set(reply.json()["error"]) == {"message", "type", "param", "code"}
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_server_given_half_of_a_surrogate_pair_replaces_it(stream: bool) -> None:
+def test_server_given_half_of_a_surrogate_pair_replaces_it(stream):
     reply = reply_of("a\ud800", calls=(ToolCall("c1", "f\udfff", "{}"),))
     with serving(ScriptedBackend(lambda call: replace(reply, tokens=()))) as server:
         text = httpx.post(f"{base_url(server)}/chat/completions", json=CHAT | {"stream": stream}, headers=HEADERS).text
     assert '"a?"' in text and '"f?"' in text
 
 
-def test_reply_given_reasoning_counts_its_tokens() -> None:
+def test_reply_given_reasoning_counts_its_tokens():
     with serving(ScriptedBackend(lambda call: reply_of("Yes.", "abc"))) as server:
         usage = httpx.post(f"{base_url(server)}/chat/completions", json=CHAT, headers=HEADERS).json()["usage"]
     assert usage["completion_tokens_details"]["reasoning_tokens"] == len("<think>abc")
 
 
-def test_server_given_malformed_requests_refuses_each_in_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+def test_server_given_malformed_requests_refuses_each_in_one_line(capfd):
     reported: list[BaseException] = []
     with serving(ScriptedBackend(), on_error=reported.append) as server:
         check_malformed(base_url(server), KEY, count=500)
@@ -162,7 +160,7 @@ def test_server_given_malformed_requests_refuses_each_in_one_line(capfd: pytest.
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(1, 11))
-def test_server_given_many_malformed_requests_refuses_each(seed: int) -> None:
+def test_server_given_many_malformed_requests_refuses_each(seed):
     reported: list[BaseException] = []
     with serving(ScriptedBackend(), on_error=reported.append) as server:
         check_malformed(base_url(server), KEY, count=3000, seed=seed)

@@ -1,7 +1,5 @@
 """Replies of sessions whose tokens are given."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Sequence
@@ -16,7 +14,7 @@ from verl_mg.agents.call import Call, RequestError
 from verl_mg.agents.history import Context
 from verl_mg.agents.sessions import Generate, OpenSession, Sessions
 from verl_mg.agents.tool_calls import ParsedReply, ReplyParser
-from verl_mg.engines.engine import Finish, Sample, Sampling
+from verl_mg.engines.engine import Sample, Sampling
 from verl_mg.errors import UserError
 
 
@@ -38,7 +36,7 @@ def opened(
         (("o",), "", 1),
     ],
 )
-def test_reply_with_stop_texts_ends_before_the_first(stops: tuple[str, ...], content: str, kept: int) -> None:
+def test_reply_with_stop_texts_ends_before_the_first(stops, content, kept):
     renderer = renderer_of(KEEPING)
     tokens = renderer.tokens("one two<|im_end|>")
     sample = Sample(0, tokens, (-1.0,) * len(tokens), (0,) * len(tokens), "stop")
@@ -62,7 +60,7 @@ async def generate_two(session: OpenSession, context: Context, sampling: Samplin
     return Sample(0, tokens, (-1.0,) * len(tokens), (0,) * len(tokens), "stop")
 
 
-def test_session_closed_between_the_steps_of_a_request_is_not_found() -> None:
+def test_session_closed_between_the_steps_of_a_request_is_not_found():
     sessions, session = opened(generate_two)
     sessions.authorize(session.id, session.key)
     sessions.close(session)
@@ -72,7 +70,7 @@ def test_session_closed_between_the_steps_of_a_request_is_not_found() -> None:
         assert refused.value.status == 404
 
 
-def test_session_closed_while_a_reply_is_recorded_has_all_of_it() -> None:
+def test_session_closed_while_a_reply_is_recorded_has_all_of_it():
     finished: list[int] = []
 
     class Closing(ReplyParser):
@@ -99,7 +97,7 @@ def test_session_closed_while_a_reply_is_recorded_has_all_of_it() -> None:
 @pytest.mark.parametrize(
     ("finish", "message"), [("abort", "was aborted"), ("timeout", "no token within its time limit")]
 )
-def test_reply_without_tokens_is_refused_and_not_recorded(finish: Finish, message: str) -> None:
+def test_reply_without_tokens_is_refused_and_not_recorded(finish, message):
     async def generate(session: OpenSession, context: Context, sampling: Sampling) -> Sample:
         return Sample(0, (), (), (), finish)
 
@@ -109,7 +107,7 @@ def test_reply_without_tokens_is_refused_and_not_recorded(finish: Finish, messag
     assert refused.value.status == 503 and session.trajectory(None, "").segments == ()
 
 
-def test_tools_without_sglang_end_the_job_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tools_without_sglang_end_the_job_with_what_to_install(monkeypatch):
     monkeypatch.setattr(tool_calls, "reply_parsers", lambda: None)
     sessions, session = opened(generate_two)
     assert asyncio.run(sessions.complete(session.id, CALL)).text == "two"

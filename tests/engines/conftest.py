@@ -1,7 +1,5 @@
 """Real engines of each kind with one model of experts; a worker starts each of them once."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from verl_mg.models.tiny_model import make_tiny_model
 
 
 @pytest.fixture(scope="package")
-def mixtures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def mixtures(tmp_path_factory) -> list[Path]:
     """Models of experts with other weights."""
     sizes: dict[str, Any] = {"hidden": 32, "head_dim": 32, "ffn": 64, "max_positions": 256, "init_std": 0.2}
     folder = tmp_path_factory.mktemp("mixtures")
@@ -29,15 +27,13 @@ def mixtures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.fixture(scope="package")
-def wholes(mixtures: list[Path]) -> list[Any]:
+def wholes(mixtures) -> list[Any]:
     """The same in `transformers`, which compute without an engine."""
     return [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in mixtures]
 
 
 @pytest.fixture(scope="package")
-def started(
-    request: pytest.FixtureRequest, mixtures: list[Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Any]:
+def started(request, mixtures, tmp_path_factory) -> Iterator[Any]:
     if request.param == "hf":
         hf = HFEngine(mixtures[0], "cpu", torch.float32, 16)
         hf.begin_update()
@@ -51,7 +47,7 @@ def started(
 
 
 @pytest.fixture
-def engine(started: Any, mixtures: list[Path]) -> Any:
+def engine(started, mixtures) -> Any:
     """An engine that runs and has the first of the `mixtures` as VERSION, whatever the test before has done to it."""
     if not started.health() and started.version >= 0:
         started.restart()

@@ -1,7 +1,5 @@
 """LLM as a judge on a real tiny model's engine and on a server over HTTP."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ SAMPLE = Sample("What is 1+1?", "It is {answer}, [[10]].", "2", {}, "stop")
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("judge"), "qwen2", init_std=0.3, max_positions=512, seed=1)
 
 
@@ -31,7 +29,7 @@ def judge_at(url: str, **options: Any) -> list[Reward]:
         return scorer.score([SAMPLE] * 3)
 
 
-def test_question_placeholders_in_the_response_are_not_replaced(model: Path) -> None:
+def test_question_placeholders_in_the_response_are_not_replaced(model):
     judge = LLMJudge("Q: {prompt} R: {response} A: {answer} {other}", url="http://nowhere")
     assert judge.question(SAMPLE) == "Q: What is 1+1? R: It is {answer}, [[10]]. A: 2 {other}"
     judge = LLMJudge("R: {response}", url="http://nowhere", model=model)
@@ -47,17 +45,17 @@ def test_question_placeholders_in_the_response_are_not_replaced(model: Path) -> 
         ("", Reward(0.0, {"judged": 0.0})),
     ],
 )
-def test_verdict_reads_the_last_match(answer: str, reward: Reward) -> None:
+def test_verdict_reads_the_last_match(answer, reward):
     assert LLMJudge(url="http://nowhere").verdict(answer) == reward
 
 
-def test_verdict_not_a_number_is_not_counted() -> None:
+def test_verdict_not_a_number_is_not_counted():
     assert LLMJudge(pattern="Verdict: (A|B)?", url="http://nowhere").verdict("Verdict: A").parts == {"judged": 0.0}
     assert LLMJudge(pattern="Verdict: (A|B)?", url="http://nowhere").verdict("Verdict: ").parts == {"judged": 0.0}
 
 
 @pytest.mark.parametrize("chat", [True, False])
-def test_score_many_with_engine_equals_direct_generation(tmp_path: Path, chat: bool) -> None:
+def test_score_many_with_engine_equals_direct_generation(tmp_path, chat):
     model = make_tiny_model(tmp_path, "qwen2", init_std=0.3, max_positions=512, seed=1)
     if not chat:
         (model / "chat_template.jinja").unlink()
@@ -86,7 +84,7 @@ def test_score_many_with_engine_equals_direct_generation(tmp_path: Path, chat: b
     assert any(expected)
 
 
-def test_score_many_too_long_question_gets_no_verdict(model: Path) -> None:
+def test_score_many_too_long_question_gets_no_verdict(model):
     options = {"model": str(model), "max_new_tokens": 8, "device": "cpu", "dtype": "float32", "pattern": "(?s)()."}
     reward = load_reward("verl_mg.engines.llm_judge:LLMJudge", options | {"template": "{response}"})
     with AsyncScorer({"": reward}) as scorer:
@@ -94,7 +92,7 @@ def test_score_many_too_long_question_gets_no_verdict(model: Path) -> None:
     assert [reward.parts["judged"] for reward in rewards] == [0.0] * 3
 
 
-def test_score_many_with_server_posts_questions() -> None:
+def test_score_many_with_server_posts_questions():
     seen: list[JsonRequest] = []
 
     def answer(requested: JsonRequest) -> JsonResponse:
@@ -111,7 +109,7 @@ def test_score_many_with_server_posts_questions() -> None:
     }
 
 
-def test_score_many_response_without_text_raises() -> None:
+def test_score_many_response_without_text_raises():
     with serving(lambda _: JsonResponse({"choices": []})) as url, pytest.raises(UserError, match="has no text"):
         judge_at(url)
 
@@ -128,6 +126,6 @@ def test_score_many_response_without_text_raises() -> None:
         ({"url": "http://a", "dtype": "half"}, "dtype: 'half'"),
     ],
 )
-def test_llm_judge_invalid_options_raise(options: dict[str, Any], reason: str) -> None:
+def test_llm_judge_invalid_options_raise(options, reason):
     with pytest.raises(UserError, match=reason):
         load_reward("verl_mg.engines.llm_judge:LLMJudge", options)

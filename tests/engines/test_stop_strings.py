@@ -1,7 +1,5 @@
 """Stop strings: where samples end, against plain text and `transformers`, whatever tokens a string is split into."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -32,7 +30,7 @@ FREE = Sampling(max_new_tokens=50, temperature=0.0)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory) -> Path:
     """A model whose tokens are pieces of words of a, b and c, so that a string has many divisions into tokens."""
     folder = make_tiny_model(
         tmp_path_factory.mktemp("model"), "qwen3_moe", characters="abcdefghijklmnopqrst", hidden=32, head_dim=32,
@@ -87,15 +85,15 @@ def check(engine: RolloutEngine, model: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def hf(model: Path) -> HFEngine:
+def hf(model) -> HFEngine:
     return HFEngine(model, "cpu", torch.float32, decode_text=decoder(read_tokenizer(model)))
 
 
-def test_hf_samples_end_at_stop_strings(hf: HFEngine, model: Path) -> None:
+def test_hf_samples_end_at_stop_strings(hf, model):
     check(StopStringEngine(hf, decoder(read_tokenizer(model))), model)
 
 
-def test_hf_decoding_itself_ends_where_transformers_ends(hf: HFEngine, model: Path) -> None:
+def test_hf_decoding_itself_ends_where_transformers_ends(hf, model):
     tokenizer, whole = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
     free = hf.generate(ask(1), FREE)[0]
     stop = (tokenizer.decode(free.tokens)[12:17],)
@@ -115,7 +113,7 @@ SETTINGS = EngineOptions(
 
 
 @pytest.fixture
-def started(request: pytest.FixtureRequest, model: Path, tmp_path: Path) -> Iterator[ProcessEngine]:
+def started(request, model, tmp_path) -> Iterator[ProcessEngine]:
     if request.param == "sglang":
         engine: ProcessEngine = ProcessEngine(SGLANG, model, SETTINGS, tmp_path / "0.log")
     else:
@@ -130,7 +128,7 @@ def started(request: pytest.FixtureRequest, model: Path, tmp_path: Path) -> Iter
 @pytest.mark.parametrize(
     "started", [pytest.param("sglang", marks=needs_sglang), pytest.param("vllm", marks=needs_vllm)], indirect=True
 )
-def test_engine_samples_end_at_stop_strings_and_it_stops_by_itself(started: ProcessEngine, model: Path) -> None:
+def test_engine_samples_end_at_stop_strings_and_it_stops_by_itself(started, model):
     decode = decoder(read_tokenizer(model))
     check(StopStringEngine(started, decode), model)
     (free,) = started.generate(ask(1), FREE)
@@ -143,7 +141,7 @@ def utf8(tokens: Sequence[int]) -> str:
     return bytes(tokens).decode("utf-8", "replace")
 
 
-def test_string_of_parts_of_characters_ends_with_its_last_byte() -> None:
+def test_string_of_parts_of_characters_ends_with_its_last_byte():
     tokens = tuple("xé€y€é".encode())
     for stop in (("€é",), ("é€",), ("€",), ("zz", "y"), ("z",)):
         expected = end_of(tokens, stop, utf8) if any(s in utf8(tokens) for s in stop) else None
@@ -151,7 +149,7 @@ def test_string_of_parts_of_characters_ends_with_its_last_byte() -> None:
     assert num_tokens_to_stop(tokens, (), utf8) is None
 
 
-def test_texts_of_tools_and_stop_tokens_are_not_searched() -> None:
+def test_texts_of_tools_and_stop_tokens_are_not_searched():
     tokens, sampling = tuple(b"ab|cd|"), Sampling(max_new_tokens=9, stop=("b|", "|"), stop_token_ids=(ord("|"),))
     versions = (2, NOT_GENERATED, NOT_GENERATED, 2, 2, 2)
     sample = Sample(0, tokens, (-1.0,) * 6, versions, "stop")
@@ -173,7 +171,7 @@ class EndsTooEarly(StopStringEngine):
         super().submit(requests, replace(sampling, stop=("a",) if sampling.stop else ()))
 
 
-def test_sample_that_an_engine_ended_without_a_string_is_continued(hf: HFEngine, model: Path) -> None:
+def test_sample_that_an_engine_ended_without_a_string_is_continued(hf, model):
     decode = decoder(read_tokenizer(model))
     inner = EndsTooEarly(hf, decode)
     samples = StopStringEngine(inner, decode).generate(ask(), replace(FREE, stop=("zzz",)))
@@ -181,6 +179,6 @@ def test_sample_that_an_engine_ended_without_a_string_is_continued(hf: HFEngine,
 
 
 @pytest.mark.parametrize("stop", [("",), ("a", ""), "abc"])
-def test_sampling_refuses_empty_strings_and_a_bare_one(stop: tuple[str, ...]) -> None:
+def test_sampling_refuses_empty_strings_and_a_bare_one(stop):
     with pytest.raises(UserError, match="not empty"):
         Sampling(max_new_tokens=1, stop=stop)

@@ -1,7 +1,5 @@
 """Requests with none to three images, and the comparison of engines with the hf engine, which equals `transformers`."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The FSDP backend on the fake GPU: one rank of a fake process group, with weights on the device or in host memory."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -1,14 +1,9 @@
 """The FSDP backend on a fake GPU: what is on the device and what is in host memory, and values of `transformers`."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 
 from tests.fsdp import fake_cuda_cases as cases
-from tests.helpers.fake_cuda import FakeCudaProcess
 from tests.helpers.tiny_models import oracle, oracle_outputs, tiny_model
 from tests.megatron.fake_cuda_cases import TEMPERATURE, rows_of
 from tests.megatron.training import assert_logprobs_near
@@ -25,9 +20,7 @@ from tests.megatron.training import assert_logprobs_near
         ("qwen3", "tp2", 2),
     ],
 )
-def test_weights_in_host_memory_train_as_those_on_the_device(
-    fake_cuda: FakeCudaProcess, tmp_path: Path, family: str, layout: str, ranks: int
-) -> None:
+def test_weights_in_host_memory_train_as_those_on_the_device(fake_cuda, tmp_path, family, layout, ranks):
     """Gradients, moments and weights are on the host, and nothing that engines or activations read."""
     model = tiny_model(tmp_path / "model", family, 2, 64)
     device, host = (fake_cuda.run(cases.train, model, layout, ranks, in_host) for in_host in (False, True))

@@ -112,7 +112,7 @@ def expected(tmp_path_factory) -> Callable[[Path], object]:
 
 
 @pytest.fixture
-def on_gpu(machine) -> None:
+def on_gpu(machine):
     """Skips the test on the CPU; the test's docstring says what is missing there."""
     if not machine.gpus:
         pytest.skip("there is no GPU")

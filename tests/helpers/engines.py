@@ -1,7 +1,5 @@
 """Real engines in tests: which there are, their processes, and a checkpoint's weights brought into one."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 Runs in the library's environment as `python -m tests.helpers.internals PACKAGE FILE...`, and prints a JSON list.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """Jobs under a real launcher, whose ranks tests can signal, stop and kill."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

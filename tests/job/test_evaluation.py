@@ -44,7 +44,7 @@ def one(sample):
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def inputs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("inputs")
     tiny_model(folder / "model", "qwen3")
     (folder / "rewards.py").write_text(REWARDS)

@@ -36,7 +36,7 @@ def iteration(job, cfg):
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def inputs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("inputs")
     tiny_model(folder / "model", "qwen3", layers=2)
     write_sums(folder)

@@ -1,7 +1,5 @@
 """Parameters of real models on the ranks of a layout, and the weight table's of the same."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

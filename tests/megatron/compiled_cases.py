@@ -3,8 +3,6 @@
 A process of its own: gradients of compiled functions start threads, after which a test process could not fork ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -41,11 +39,7 @@ def functions() -> list[tuple[str, Callable[..., Any], Callable[[int], tuple[Any
     return [
         ("end_rotated", attention._end_rotated, lambda t: (half(t, HEADS, PLAIN + ROTARY), *angles(t), True)),
         ("end_rotated_back", attention._end_rotated_back, lambda t: (half(t, HEADS, 24), *angles(t), True)),
-        (
-            "joined",
-            attention._joined,
-            lambda t: (half(t, HEADS, PLAIN), half(t, 1, ROTARY), *angles(t), True),
-        ),
+        ("joined", attention._joined, lambda t: (half(t, HEADS, PLAIN), half(t, 1, ROTARY), *angles(t), True)),
         ("summed_back", attention._summed_back, lambda t: (half(t, HEADS, ROTARY), *angles(t), False)),
         ("normalized", layers._normalized, lambda t: (half(t, 1, WIDTH), weight, 1e-6, True)),
         (

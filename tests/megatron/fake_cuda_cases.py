@@ -1,7 +1,5 @@
 """What runs on the fake GPU: a model and its trainer on one rank of a fake process group, and losses."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections import Counter
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Rows of trajectories that share prefixes, for tests."""
 
-from __future__ import annotations
-
 import torch
 
 from verl_mg.batch import Batch, ColumnKind

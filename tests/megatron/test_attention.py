@@ -3,8 +3,6 @@
 FlexAttention computes on the CPU too, by matrices; the kernel that it generates on GPUs is not covered.
 """
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from collections.abc import Callable, Iterable
@@ -21,19 +19,13 @@ from torch.nn.attention import bias, flex_attention, varlen
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import verl_mg.megatron  # noqa: F401
-from tests.helpers.rank_pool import RankPool
 from verl_mg.megatron import attention as megatron_attention
 from verl_mg.megatron.attention import PackedAttention
 from verl_mg.megatron.packed_sequences import PackedSequences, describe_sequences
 from verl_mg.training import packed_attention
 from verl_mg.training.flex_attention import block_mask
 from verl_mg.training.microbatch import zigzag_tokens
-from verl_mg.training.packed_attention import (
-    Scores,
-    _run_by_run,
-    _with_ragged_kernel,
-    attend_by_blocks,
-)
+from verl_mg.training.packed_attention import Scores, _run_by_run, _with_ragged_kernel, attend_by_blocks
 
 LENGTHS, HEADS, WIDTH = (5, 1, 7), 6, 8
 KEYS = (5, 4, 11)
@@ -94,14 +86,7 @@ def attention(window: int | None, softcap: float | None = None, sinks: bool = Fa
 @pytest.mark.parametrize("value_width", [8, 5])
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("keys", [None, KEYS], ids=["whole", "shared"])
-def test_ragged_kernel_gets_what_it_takes(
-    monkeypatch: pytest.MonkeyPatch,
-    signature: inspect.Signature,
-    kv_heads: int,
-    value_width: int,
-    window: int | None,
-    keys: tuple[int, ...] | None,
-) -> None:
+def test_ragged_kernel_gets_what_it_takes(monkeypatch, signature, kv_heads, value_width, window, keys):
     calls: list[dict[str, Any]] = []
     monkeypatch.setattr(varlen, "varlen_attn", kernel(signature, calls))
     generator = torch.Generator().manual_seed(0)
@@ -123,9 +108,7 @@ def test_ragged_kernel_gets_what_it_takes(
 @pytest.mark.parametrize("kv_heads", [2, pytest.param(6, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(("window", "shares"), [(None, False), (40, False), (40, True)])
 @pytest.mark.parametrize("feature", [{"softcap": 0.5}, {"sinks": True}], ids=["softcap", "sinks"])
-def test_scores_by_block_mask_equal_matrix_products(
-    ranks: RankPool, kv_heads: int, window: int | None, shares: bool, feature: dict[str, Any]
-) -> None:
+def test_scores_by_block_mask_equal_matrix_products(ranks, kv_heads, window, shares, feature):
     # Gradients through torch's compiler start threads in a process, from which no ranks could be forked again.
     ((found, expected),) = ranks.run(1, attend_with_feature, kv_heads, window, shares, feature)
     for a, b in zip(found, expected, strict=True):
@@ -144,9 +127,7 @@ def attend_with_feature(kv_heads: int, window: int | None, shares: bool, feature
 
 @pytest.mark.parametrize("feature", [{}, {"softcap": 0.5}, {"sinks": True}], ids=["plain", "softcap", "sinks"])
 @pytest.mark.parametrize("window", [None, 40])
-def test_attention_to_gathered_keys_by_block_mask_equals_that_by_a_full_mask(
-    ranks: RankPool, feature: dict[str, Any], window: int | None
-) -> None:
+def test_attention_to_gathered_keys_by_block_mask_equals_that_by_a_full_mask(ranks, feature, window):
     for found, expected in ranks.run(2, attend_to_gathered, feature, window):
         for a, b in zip(found, expected, strict=True):
             assert torch.allclose(a, b, atol=1e-5)
@@ -167,11 +148,7 @@ def attend_to_gathered(feature: dict[str, Any], window: int | None) -> list[list
 
 
 def outputs_and_gradients(
-    functions: Iterable[Callable[..., Tensor]],
-    module: PackedAttention,
-    tokens: int,
-    kv_heads: int,
-    keys: int,
+    functions: Iterable[Callable[..., Tensor]], module: PackedAttention, tokens: int, kv_heads: int, keys: int
 ) -> list[list[Tensor]]:
     """Outputs of functions of a module, and gradients of queries, keys, values and of its sinks."""
     generator = torch.Generator().manual_seed(0)
@@ -192,9 +169,7 @@ def outputs_and_gradients(
 @pytest.mark.parametrize("chunks_of", [None, (2, 0), (2, 1), (4, 2)])
 @pytest.mark.parametrize("window", [None, 1, 140, 300])
 @pytest.mark.parametrize("lengths", [(304, 8, 136, 8, 72, 256), (128, 384), (8,), (2048, 8)])
-def test_block_mask_has_the_blocks_of_torch(
-    lengths: tuple[int, ...], window: int | None, chunks_of: tuple[int, int] | None
-) -> None:
+def test_block_mask_has_the_blocks_of_torch(lengths, window, chunks_of):
     total = sum(lengths)
     queries = zigzag_tokens(torch.tensor(lengths), *chunks_of) if chunks_of else torch.arange(total)
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
@@ -228,7 +203,7 @@ def listed(mask: BlockMask) -> list[list[list[int]]]:
     ]
 
 
-def test_causal_mask_of_the_flash_kernel_in_torch_is_that_of_the_last_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_causal_mask_of_the_flash_kernel_in_torch_is_that_of_the_last_tokens(monkeypatch):
     """torch computes its lower-right bias by the kernel with is_causal, where there are more keys than queries."""
     calls: list[dict[str, Any]] = []
 
@@ -244,7 +219,7 @@ def test_causal_mask_of_the_flash_kernel_in_torch_is_that_of_the_last_tokens(mon
     assert "for this particular op it means lower right" in inspect.getsource(bias.CausalBias._dispatch)
 
 
-def test_installed_torch_has_flash_attention_3() -> None:
+def test_installed_torch_has_flash_attention_3():
     assert packed_attention.IMPLEMENTATION in torch_attention.list_flash_attention_impls()
     register = torch_attention._registry._FLASH_ATTENTION_IMPLS[packed_attention.IMPLEMENTATION]
     assert inspect.signature(register).parameters["module_path"].default == packed_attention.PACKAGE
@@ -263,8 +238,6 @@ def test_installed_torch_has_flash_attention_3() -> None:
         (64, 48, "FA3", True),
     ],
 )
-def test_takes_value_width_is_that_of_the_active_kernel(
-    monkeypatch: pytest.MonkeyPatch, width: int, value_width: int, implementation: str | None, expected: bool
-) -> None:
+def test_takes_value_width_is_that_of_the_active_kernel(monkeypatch, width, value_width, implementation, expected):
     monkeypatch.setattr(torch_attention, "current_flash_attention_impl", lambda: implementation)
     assert packed_attention.takes_value_width(width, value_width) is expected

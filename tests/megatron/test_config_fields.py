@@ -37,9 +37,7 @@ VALUES = {
     "recompute_num_layers": 2,
 }
 """Values of fields that have bounds or needs of their own."""
-WITH = {
-    "param_name_patterns_for_fp32_local_accumulation": {"grad_reduce_in_fp32": False},
-}
+WITH = {"param_name_patterns_for_fp32_local_accumulation": {"grad_reduce_in_fp32": False}}
 """Further fields that a field needs."""
 
 
@@ -128,11 +126,7 @@ def test_every_pattern_of_refused_fields_matches_a_field_of_megatron_core():
     ("part", "given", "message"),
     [
         ("ddp", {"overlap_grad_reduction": True}, r"has no such field\. Did you mean overlap_grad_reduce\?"),
-        (
-            "transformer",
-            {"zzz": 1},
-            r"transformer\.zzz: megatron-core \S+ has no such field\. Write the name",
-        ),
+        ("transformer", {"zzz": 1}, r"transformer\.zzz: megatron-core \S+ has no such field\. Write the name"),
         ("ddp", {"bucket_size": "many"}, r"megatron\.ddp\.bucket_size: 'many' is invalid\. Write integer or null\."),
         ("ddp", {"bucket_size": True}, r"megatron\.ddp\.bucket_size: True is invalid\."),
         ("ddp", {"average_in_collective": True}, r"average_in_collective: losses are normalized over the whole"),
@@ -147,16 +141,8 @@ def test_every_pattern_of_refused_fields_matches_a_field_of_megatron_core():
         ("transformer", {"fp8": "hybrid"}, r"transformer\.fp8: only layers of Transformer Engine have it\. Install"),
         ("transformer", {"fp8_param": True}, r"fp8_param: weight sync and exports read weights in"),
         ("transformer", {"timers": "x"}, r"timers: it is an object of Python"),
-        (
-            "transformer",
-            {"moe_token_dispatcher_type": "flex"},
-            r"=flex: the package deep_ep is not installed\.",
-        ),
-        (
-            "transformer",
-            {"moe_token_dispatcher_type": "ring"},
-            r"'ring' is invalid\. Write allgather or alltoall",
-        ),
+        ("transformer", {"moe_token_dispatcher_type": "flex"}, r"=flex: the package deep_ep is not installed\."),
+        ("transformer", {"moe_token_dispatcher_type": "ring"}, r"'ring' is invalid\. Write allgather or alltoall"),
         ("optimizer", {"lr": 0.1}, r"sets it\. Write actor\.optimizer\.lr"),
         ("optimizer", {"overlap_param_gather": True}, r"Write megatron\.ddp\.overlap_param_gather"),
     ],

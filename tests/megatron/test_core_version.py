@@ -1,7 +1,6 @@
 """Internals of megatron-core that are used: the installed version has them, with the parameters that are given."""
 
 import inspect
-from typing import Any
 
 import pytest
 from megatron.core import parallel_state
@@ -25,16 +24,16 @@ if core_version.VERSION.startswith("0.19"):
 
 
 @pytest.mark.parametrize(("method", "parameters"), METHODS)
-def test_method_of_megatron_core_has_the_parameters_that_are_used(method: Any, parameters: list[str]) -> None:
+def test_method_of_megatron_core_has_the_parameters_that_are_used(method, parameters):
     found = list(inspect.signature(method).parameters)
     assert found == parameters, f"megatron-core {core_version.VERSION}: {method.__qualname__}{tuple(found)}"
 
 
-def test_group_globals_include_all_groups_of_megatron_core() -> None:
+def test_group_globals_include_all_groups_of_megatron_core():
     groups = {name for name in vars(parallel_state) if name.endswith(("_GROUP", "_GROUPS", "_group_list"))}
     assert groups and groups <= core_version.group_globals().keys(), f"megatron-core {core_version.VERSION}"
 
 
-def test_replaced_functions_are_those_that_megatron_core_calls() -> None:
+def test_replaced_functions_are_those_that_megatron_core_calls():
     assert core_version._norm_on_device is clip_grads.l2_norm_impl or "multi_tensor" in str(clip_grads.l2_norm_impl)
     assert layers._grad_accum_fusion_available and callable(layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32)

@@ -40,7 +40,7 @@ def test_tensor_types_named_cuda_applies_only_inside():
     assert torch.zeros(1).type() == "torch.FloatTensor"
 
 
-def test_torch_compile_imported_after_the_cpu_platform_compiles() -> None:
+def test_torch_compile_imported_after_the_cpu_platform_compiles():
     compiled = "torch.compile(torch.tanh, backend='eager')(torch.ones(1))"
     program = f"import verl_mg.megatron, torch; print({compiled} > 0)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
@@ -49,7 +49,7 @@ def test_torch_compile_imported_after_the_cpu_platform_compiles() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("package", ["transformer_engine", "flash_mla"])
-def test_package_for_gpus_that_finds_no_driver_is_not_imported(tmp_path: Path, package: str) -> None:
+def test_package_for_gpus_that_finds_no_driver_is_not_imported(tmp_path, package):
     (tmp_path / package).mkdir()
     (tmp_path / package / "__init__.py").write_text("raise OSError('libcuda.so.1: cannot open shared object file')\n")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}

@@ -1,7 +1,5 @@
 """The CUDA path of every family and layout on a fake GPU: devices, dtypes and shapes, values, and waits of the host."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -10,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.fake_cuda import ROOT, FakeCudaProcess, recorded_cuda_calls
+from tests.helpers.fake_cuda import ROOT, recorded_cuda_calls
 from tests.helpers.tiny_models import LATENT, MIXTURES, SPARSE, VARIANTS, daily_of, oracle, oracle_outputs, tiny_model
 from tests.megatron import fake_cuda_cases as cases
 from tests.megatron.shared_rows import sharing_micro_batch
@@ -47,7 +45,7 @@ EXPERT_LAYOUTS = ("tp1-ep2", "tp2-ep2-etp1", "tp2-ep1-etp2")
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+def models(tmp_path_factory) -> Mapping[str, Path]:
     """Folders of the tiny models, each made at its first use."""
 
     class Folders(dict[str, Path]):
@@ -82,9 +80,7 @@ def assert_like_transformers(trained: cases.Trained, model: Path, rows: Batch | 
     assert_logprobs_near((trained.logprobs - expected[scored]).abs())
 
 
-def test_train_dense_on_cuda_needs_no_wait_for_a_micro_batch(
-    fake_cuda: FakeCudaProcess, models: Mapping[str, Path]
-) -> None:
+def test_train_dense_on_cuda_needs_no_wait_for_a_micro_batch(fake_cuda, models):
     trained = fake_cuda.run(cases.train, models["qwen2"], "tp1", 1, 0, False)
     assert_trains(trained)
     assert cases.in_package(trained.waits["update 2"], "megatron") == {NORM: 1}
@@ -92,9 +88,7 @@ def test_train_dense_on_cuda_needs_no_wait_for_a_micro_batch(
     assert_like_transformers(trained, models["qwen2"])
 
 
-def test_train_mixture_on_cuda_needs_no_wait_for_a_micro_batch(
-    fake_cuda: FakeCudaProcess, models: Mapping[str, Path]
-) -> None:
+def test_train_mixture_on_cuda_needs_no_wait_for_a_micro_batch(fake_cuda, models):
     trained = fake_cuda.run(cases.train, models["qwen3_moe"], "tp1", 1, 0, False)
     assert_trains(trained)
     assert not trained.for_a_micro_batch("verl_mg") and not trained.for_a_micro_batch("megatron")
@@ -102,9 +96,7 @@ def test_train_mixture_on_cuda_needs_no_wait_for_a_micro_batch(
 
 
 @pytest.mark.parametrize("divergence", [Divergence(), Divergence(top_k=4)], ids=["whole", "top"])
-def test_distillation_on_cuda_needs_no_wait_for_a_micro_batch(
-    fake_cuda: FakeCudaProcess, models: Mapping[str, Path], divergence: Divergence
-) -> None:
+def test_distillation_on_cuda_needs_no_wait_for_a_micro_batch(fake_cuda, models, divergence):
     waits = fake_cuda.run(cases.distill, models["qwen2"], divergence)
     ours = {phase: cases.in_package(of_phase, "verl_mg") for phase, of_phase in waits.items()}
     assert sum(ours["infer"].values()) == 1  # the copy of the outputs
@@ -112,9 +104,7 @@ def test_distillation_on_cuda_needs_no_wait_for_a_micro_batch(
 
 
 @pytest.mark.parametrize("family", daily_of(KERNELS, "qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss"))
-def test_forward_of_a_layer_on_cuda_launches_at_most_these_kernels_and_waits_for_none(
-    fake_cuda: FakeCudaProcess, models: Mapping[str, Path], family: str
-) -> None:
+def test_forward_of_a_layer_on_cuda_launches_at_most_these_kernels_and_waits_for_none(fake_cuda, models, family):
     """`-s` prints them."""
     passes = fake_cuda.run(cases.passes_of_layers, models[family])
     print(f"{family}: {[len(kernels) for kernels in passes.kernels]}", *passes.kernels[-1], sep="\n    ")
@@ -128,27 +118,17 @@ def test_forward_of_a_layer_on_cuda_launches_at_most_these_kernels_and_waits_for
     ("capability", "installed", "expected"),
     [((9, 0), True, ["FA3"]), ((9, 0), False, []), ((8, 0), True, []), ((10, 0), True, [])],
 )
-def test_flash_attention_3_is_activated_once_where_it_can_run(
-    fake_cuda: FakeCudaProcess,
-    models: Mapping[str, Path],
-    capability: tuple[int, int],
-    installed: bool,
-    expected: list[str],
-) -> None:
+def test_flash_attention_3_is_activated_once_where_it_can_run(fake_cuda, models, capability, installed, expected):
     assert fake_cuda.run(cases.activations, models["llama"], capability, installed) == expected
 
 
-def test_latent_attention_on_cuda_with_flash_attention_3_copies_no_values(
-    fake_cuda: FakeCudaProcess, models: Mapping[str, Path]
-) -> None:
+def test_latent_attention_on_cuda_with_flash_attention_3_copies_no_values(fake_cuda, models):
     passes = fake_cuda.run(cases.passes_with_flash_attention_3, models["deepseek_v3"])
     assert max(len(kernels) for kernels in passes.kernels) <= KERNELS["deepseek_v3"] - 2
     assert "constant_pad_nd" not in {operation for operation, _ in passes.kernels[-1]}
 
 
-def test_train_with_gathered_keys_on_cuda_needs_no_wait_for_a_micro_batch(
-    fake_cuda: FakeCudaProcess, models: Mapping[str, Path]
-) -> None:
+def test_train_with_gathered_keys_on_cuda_needs_no_wait_for_a_micro_batch(fake_cuda, models):
     gathered = MegatronConfig(transformer={"cp_comm_type": "all_gather"})
     trained = fake_cuda.run(cases.train, models["gemma2"], "cp2", 2, 1, False, gathered)
     assert_trains(trained)
@@ -158,9 +138,7 @@ def test_train_with_gathered_keys_on_cuda_needs_no_wait_for_a_micro_batch(
 @pytest.mark.parametrize(
     "family", ["qwen2", *(pytest.param(family, marks=pytest.mark.nightly) for family in ("gemma2", "deepseek_v3"))]
 )
-def test_train_shared_prefixes_on_cuda_needs_no_wait_for_a_micro_batch(
-    fake_cuda: FakeCudaProcess, models: Mapping[str, Path], family: str
-) -> None:
+def test_train_shared_prefixes_on_cuda_needs_no_wait_for_a_micro_batch(fake_cuda, models, family):
     rows = sharing_micro_batch(read_config(models[family]).vocab)
     trained = fake_cuda.run(cases.train, models[family], "tp1", 1, 0, False, None, rows)
     assert_trains(trained)
@@ -168,20 +146,18 @@ def test_train_shared_prefixes_on_cuda_needs_no_wait_for_a_micro_batch(
     assert_like_transformers(trained, models[family], rows)
 
 
-def test_two_steps_in_float32_on_cuda_equal_transformers(
-    fake_cuda: FakeCudaProcess, models: Mapping[str, Path], tmp_path: Path
-) -> None:
+def test_two_steps_in_float32_on_cuda_equal_transformers(fake_cuda, models, tmp_path):
     """Results arrive in host memory. Gemma 2: the fake GPU has no kernel of attention in float32."""
     trained = fake_cuda.run(cases.two_steps, models["gemma2"])
     rows = cases.rows_of(models["gemma2"])
     assert_equal([trained], train_in_plain_torch(oracle(models["gemma2"]), rows, tmp_path), 2e-5)
 
 
-def test_losses_on_cuda_need_no_wait(fake_cuda: FakeCudaProcess) -> None:
+def test_losses_on_cuda_need_no_wait(fake_cuda):
     assert all(waits == [] for waits in fake_cuda.run(cases.losses).values())
 
 
-def test_fake_cuda_counts_operations_that_wait(fake_cuda: FakeCudaProcess) -> None:
+def test_fake_cuda_counts_operations_that_wait(fake_cuda):
     waited = fake_cuda.run(cases.waiting_operations)
     assert waited == [
         *("_local_scalar_dense", "index", "nonzero", "_to_copy", "_to_copy", "copy_", "_to_copy"),
@@ -189,11 +165,11 @@ def test_fake_cuda_counts_operations_that_wait(fake_cuda: FakeCudaProcess) -> No
     ]
 
 
-def test_fake_cuda_refuses_tensors_on_two_devices(fake_cuda: FakeCudaProcess) -> None:
+def test_fake_cuda_refuses_tensors_on_two_devices(fake_cuda):
     fake_cuda.run(cases.mixed_devices)
 
 
-def test_recorded_cuda_calls_keep_their_order() -> None:
+def test_recorded_cuda_calls_keep_their_order():
     with recorded_cuda_calls() as calls:
         event = torch.cuda.Event()
         torch.cuda.current_stream().wait_event(event)
@@ -206,9 +182,7 @@ def test_recorded_cuda_calls_keep_their_order() -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("family", VARIANTS)
-def test_train_family_on_cuda_has_values_of_transformers(
-    fake_cuda: FakeCudaProcess, models: Mapping[str, Path], family: str, recompute: bool
-) -> None:
+def test_train_family_on_cuda_has_values_of_transformers(fake_cuda, models, family, recompute):
     trained = fake_cuda.run(cases.train, models[family], "tp1", 1, 0, recompute)
     assert_trains(trained)
     assert_like_transformers(trained, models[family])
@@ -217,9 +191,7 @@ def test_train_family_on_cuda_has_values_of_transformers(
 @pytest.mark.nightly
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", [family for family in VARIANTS if family not in SPARSE])
-def test_train_layout_on_cuda_runs_on_every_rank(
-    fake_cuda: FakeCudaProcess, models: Mapping[str, Path], family: str, layout: str
-) -> None:
+def test_train_layout_on_cuda_runs_on_every_rank(fake_cuda, models, family, layout):
     """Without sparse attention: its ranks need each other's selections, and here each gets its own as the others'."""
     ranks = 4 if "-" in layout else 2
     for rank in range(ranks):
@@ -229,15 +201,13 @@ def test_train_layout_on_cuda_runs_on_every_rank(
 @pytest.mark.nightly
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
 @pytest.mark.parametrize("family", [*MIXTURES, *LATENT])
-def test_train_experts_on_cuda_runs_on_every_rank(
-    fake_cuda: FakeCudaProcess, models: Mapping[str, Path], family: str, layout: str
-) -> None:
+def test_train_experts_on_cuda_runs_on_every_rank(fake_cuda, models, family, layout):
     for rank in range(2):
         assert_trains(fake_cuda.run(cases.train, models[family], layout, 2, rank, False))
 
 
 @pytest.mark.nightly
-def test_compiled_functions_equal_themselves_and_are_compiled_once_for_all_sizes() -> None:
+def test_compiled_functions_equal_themselves_and_are_compiled_once_for_all_sizes():
     done = subprocess.run(
         [sys.executable, "-m", "tests.megatron.compiled_cases"], cwd=ROOT, capture_output=True, text=True
     )

@@ -222,7 +222,7 @@ def train_in_plain_torch(model: Path, folder: Path) -> Expected:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def models(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     names = ("llama", "qwen2", "qwen3", "gemma2", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "qwen3_next")
     models = {name: tiny_model(folder / name, name, 2) for name in names}
@@ -266,22 +266,20 @@ def compare(results: list[Trained], expected: Expected, before: Path) -> None:
 
 @pytest.mark.parametrize(("layout", "count"), LAYOUTS)
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma2"])
-def test_lora_step_equals_plain_torch_under_every_layout(ranks, models, cases, name, layout, count) -> None:
+def test_lora_step_equals_plain_torch_under_every_layout(ranks, models, cases, name, layout, count):
     folder, expected = cases[name]
     compare(ranks.run(count, train, models[name], layout, lora(folder)), expected, folder)
 
 
 @pytest.mark.parametrize(("layout", "count"), OF_MIXTURES)
-def test_lora_step_on_attention_of_a_mixture_equals_plain_torch(ranks, models, cases, layout, count) -> None:
+def test_lora_step_on_attention_of_a_mixture_equals_plain_torch(ranks, models, cases, layout, count):
     folder, expected = cases["qwen3_moe"]
     assert {name.split(".")[-3] for name in expected.adapters} == set(ATTENTION)
     compare(ranks.run(count, train, models["qwen3_moe"], layout, lora(folder)), expected, folder)
 
 
 @pytest.mark.parametrize(("name", "layout", "count"), OF_EXPERTS)
-def test_lora_step_on_experts_and_latent_attention_equals_plain_torch(
-    ranks, models, tmp_path, name, layout, count
-) -> None:
+def test_lora_step_on_experts_and_latent_attention_equals_plain_torch(ranks, models, tmp_path, name, layout, count):
     folder = given_adapters(models[name], tmp_path / "adapters", experts=True)
     expected = train_in_plain_torch(models[name], folder)
     assert any(".experts." in tensor for tensor in expected.adapters)
@@ -289,14 +287,14 @@ def test_lora_step_on_experts_and_latent_attention_equals_plain_torch(
 
 
 @pytest.mark.parametrize(("layout", "count"), [("tp1", 1), ("tp2-pp2", 4)])
-def test_lora_step_with_recompute_equals_plain_torch(ranks, models, cases, layout, count) -> None:
+def test_lora_step_with_recompute_equals_plain_torch(ranks, models, cases, layout, count):
     folder, expected = cases["qwen3"]
     compare(ranks.run(count, train, models["qwen3"], layout, lora(folder), True), expected, folder)
 
 
 @pytest.mark.parametrize(("layout", "count"), [("tp1", 1), ("tp2-pp2", 4)])
 @pytest.mark.nightly
-def test_lora_step_with_transformer_engine_equals_plain_torch(transformer_engine, models, cases, layout, count) -> None:
+def test_lora_step_with_transformer_engine_equals_plain_torch(transformer_engine, models, cases, layout, count):
     folder, expected = cases["qwen3"]
     recompute = count > 1
     results = transformer_engine.run(
@@ -314,7 +312,7 @@ def test_lora_step_with_transformer_engine_equals_plain_torch(transformer_engine
 @pytest.mark.nightly
 def test_lora_step_on_other_layers_with_transformer_engine_equals_plain_torch(
     transformer_engine, models, tmp_path, name, layout, count
-) -> None:
+):
     experts = name != "gemma2"
     folder = given_adapters(models[name], tmp_path / "adapters", experts=experts)
     expected = train_in_plain_torch(models[name], folder)
@@ -335,7 +333,7 @@ OVERLAP = MegatronConfig(transformer={"moe_shared_expert_overlap": True})
 @pytest.mark.nightly
 def test_lora_step_on_experts_with_options_of_their_layer_equals_plain_torch(
     ranks, models, tmp_path, recompute, megatron
-) -> None:
+):
     folder = given_adapters(models["deepseek_v3"], tmp_path / "adapters", experts=True)
     expected = train_in_plain_torch(models["deepseek_v3"], folder)
     config = lora(folder, experts=True)
@@ -349,7 +347,7 @@ def test_lora_step_on_experts_with_options_of_their_layer_equals_plain_torch(
     ("half_moe", ("gate_proj", "down_proj"), "pp2", 2),
     ("half_moe", ("gate_proj", "down_proj"), "pp2", 4),
 ])  # fmt: skip
-def test_lora_step_on_some_layers_equals_plain_torch(ranks, models, tmp_path, name, targets, layout, count) -> None:
+def test_lora_step_on_some_layers_equals_plain_torch(ranks, models, tmp_path, name, targets, layout, count):
     """Also where a fused parameter has adapters in a part of its rows, and a stage nothing to train."""
     folder = given_adapters(models[name], tmp_path / "adapters", targets)
     expected = train_in_plain_torch(models[name], folder)
@@ -367,7 +365,7 @@ def fresh(model: Path, layout: str) -> list[tuple[str, tuple[tuple[int, int], ..
     ]
 
 
-def test_lora_initialization_is_equal_under_every_layout(ranks, models) -> None:
+def test_lora_initialization_is_equal_under_every_layout(ranks, models):
     weights = weight_table(read_config(models["qwen3"]))
     shapes = adapter_shapes(weights, adapted_tensors(weights, None), RANK)
     read = initial_adapters(shapes, seed=0)
@@ -410,7 +408,7 @@ def moved_away(model: Path, folder: Path, away: bool) -> tuple[list[Tensor], lis
     return adapters, weights, optimizer
 
 
-def test_lora_snapshot_and_offload_cover_only_adapters(ranks, models, cases) -> None:
+def test_lora_snapshot_and_offload_cover_only_adapters(ranks, models, cases):
     folder, _ = cases["qwen3"]
     stayed, went = (ranks.run(2, moved_away, models["qwen3"], folder, away) for away in (False, True))
     for (adapters, weights, size), (others, _, _) in zip(stayed, went, strict=True):
@@ -426,7 +424,7 @@ def bad(model: Path, config: LoraConfig) -> str:
     return str(error.value)
 
 
-def test_adapted_tensors_unsupported_target_raises(models) -> None:
+def test_adapted_tensors_unsupported_target_raises(models):
     mixture, dense = (weight_table(read_config(models[name])) for name in ("qwen3_moe", "llama"))
     with pytest.raises(
         UserError, match="'up_proj' exists only in experts. Write lora.experts=true, or choose from q_proj, k_proj"
@@ -438,7 +436,7 @@ def test_adapted_tensors_unsupported_target_raises(models) -> None:
         adapted_tensors(dense, None, experts=True)
 
 
-def test_lora_folder_with_other_adapters_raises(ranks, models, cases, tmp_path) -> None:
+def test_lora_folder_with_other_adapters_raises(ranks, models, cases, tmp_path):
     model, (folder, _) = models["llama"], cases["llama"]
 
     def said(config: LoraConfig) -> str:

@@ -1,7 +1,5 @@
 """Every loss through Megatron: the same value and gradient under any layout, micro-batch and order of the rows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -105,7 +103,7 @@ SPLITS = [
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("losses") / "model", "qwen3", layers=2)
 
 
@@ -149,12 +147,12 @@ def gradients_of_all(model: Path, layout: str, budget: int, turned: bool) -> dic
     return found
 
 
-def test_losses_are_all_in_this_test() -> None:
+def test_losses_are_all_in_this_test():
     assert {name for name in losses.__all__ if name.endswith("_loss")} == {name.split(",")[0] for name in LOSSES}
 
 
 @pytest.fixture(scope="module")
-def alone(ranks, model: Path) -> dict[str, tuple[dict[str, float], dict[str, Tensor]]]:
+def alone(ranks, model) -> dict[str, tuple[dict[str, float], dict[str, Tensor]]]:
     """All rows in one micro-batch of one rank."""
     (result,) = ranks.run(1, gradients_of_all, model, "tp1", 4096, False)
     return {name: (metrics, assembled(parts)) for name, (metrics, parts) in result.items()}
@@ -163,7 +161,7 @@ def alone(ranks, model: Path) -> dict[str, tuple[dict[str, float], dict[str, Ten
 @pytest.mark.parametrize(("layout", "count", "budget"), SPLITS)
 def test_loss_values_and_gradients_do_not_depend_on_layout_and_micro_batches(
     ranks, model, alone, layout, count, budget
-) -> None:
+):
     results = ranks.run(count, gradients_of_all, model, layout, budget, budget == 40)
     for name, (expected, whole) in alone.items():
         largest = max(values.abs().max() for values in whole.values())

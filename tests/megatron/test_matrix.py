@@ -113,9 +113,7 @@ NIGHTLY_LAYOUTS = [
 ]
 # Values of tokens, and of whole rows at their last token.
 HEADS = {"critic": 1, "reward model": 0}
-HEAD_LAYOUTS = [
-    ("reward model", "dense", "tp2-pp4", True),
-]
+HEAD_LAYOUTS = [("reward model", "dense", "tp2-pp4", True)]
 NIGHTLY_HEAD_LAYOUTS = [
     ("critic", "mixture", "ep8", False),
     ("critic", "dense", "pp2-vpp3", False),
@@ -133,9 +131,7 @@ OPTIONS = {
     "overlap": {"ddp": {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 2000}},
     "shared experts": {"transformer": {"moe_shared_expert_overlap": True}},
 }
-OPTION_LAYOUTS = [
-    ("overlap", "mixture", "tp2-pp2", False),
-]
+OPTION_LAYOUTS = [("overlap", "mixture", "tp2-pp2", False)]
 NIGHTLY_OPTION_LAYOUTS = [
     ("overlap", "dense", "tp2-cp2-pp2", True),
     ("overlap", "dense", "pp2-vpp3", False),
@@ -178,8 +174,7 @@ def rows(model):
 
 
 @pytest.mark.parametrize(
-    ("name", "layout", "recompute"),
-    with_nightly(LAYOUTS, [*NIGHTLY_LAYOUTS, *NIGHTLY_RECOMPUTED]),
+    ("name", "layout", "recompute"), with_nightly(LAYOUTS, [*NIGHTLY_LAYOUTS, *NIGHTLY_RECOMPUTED])
 )
 def test_train_under_layout_equals_one_rank(ranks, models, single, name, layout, recompute):
     assert not single(name).idle()

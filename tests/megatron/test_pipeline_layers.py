@@ -17,10 +17,7 @@ from verl_mg.roles.models import Actor
 
 # A layer without experts and four with them, divided inside and outside of the even numbers; stages with an embedding
 # or an output layer alone; chunks of an interleaved schedule.
-SPLITS = [
-    ("latent", "pp2-vpp2", (2, 1, 2, 0), False),
-    ("dense", "pp4", (0, 2, 4, 0), False),
-]
+SPLITS = [("latent", "pp2-vpp2", (2, 1, 2, 0), False), ("dense", "pp4", (0, 2, 4, 0), False)]
 NIGHTLY_SPLITS = [
     ("latent", "pp2", (1, 4), False),
     ("latent", "pp2-ep2", (4, 1), True),

@@ -148,8 +148,7 @@ class ForcedChoices:
 
 
 @pytest.mark.parametrize(
-    ("layout", "count"),
-    [pytest.param("tp1", 1, marks=pytest.mark.nightly), ("tp2-pp2-ep2-etp1", 4), ("cp2-ep2", 2)],
+    ("layout", "count"), [pytest.param("tp1", 1, marks=pytest.mark.nightly), ("tp2-pp2-ep2-etp1", 4), ("cp2-ep2", 2)]
 )
 @pytest.mark.parametrize("family", daily_of([*LATENT, "gpt_oss"], "deepseek_v3"))
 def test_train_family_with_routed_experts_equals_plain_torch(ranks, tmp_path, family, layout, count):

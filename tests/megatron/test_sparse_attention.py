@@ -1,7 +1,5 @@
 """Selection of keys against a search among all scores, and attention to them by a block mask and by a full one."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 
@@ -12,7 +10,6 @@ from torch.nn.attention import flex_attention
 
 import verl_mg.megatron  # noqa: F401
 from tests.helpers.random_models import config
-from tests.helpers.rank_pool import RankPool
 from verl_mg.config import MegatronConfig
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout
@@ -54,9 +51,7 @@ def searched(query: Tensor, key: Tensor, weights: Tensor, keys: tuple[int, ...])
 @pytest.mark.parametrize("scores_at_a_time", [2**27, 100])
 @pytest.mark.parametrize("keys", [None, KEYS])
 @pytest.mark.parametrize(("first", "last"), [(0, 36), (7, 30), (20, 22)])
-def test_selected_bits_are_the_first_keys_with_the_highest_scores(
-    monkeypatch: pytest.MonkeyPatch, first: int, last: int, keys: tuple[int, ...] | None, scores_at_a_time: int
-) -> None:
+def test_selected_bits_are_the_first_keys_with_the_highest_scores(monkeypatch, first, last, keys, scores_at_a_time):
     monkeypatch.setattr(sparse_attention, "SCORES", scores_at_a_time)
     packed, lengths = described(keys), keys or LENGTHS
     query, key, weights = drawn(sum(LENGTHS), sum(lengths))
@@ -71,14 +66,14 @@ def test_selected_bits_are_the_first_keys_with_the_highest_scores(
     assert found == searched(query, key, weights, lengths)[first:last]
 
 
-def test_exchange_of_keys_is_refused() -> None:
+def test_exchange_of_keys_is_refused():
     fields = MegatronConfig(transformer={"cp_comm_type": "all_gather"})
     with pytest.raises(UserError, match=r"cp_comm_type=all_gather: sparse attention, .* exchanges heads. Leave it out"):
         transformer_config(config("deepseek_v32"), Layout(cp=2), ModelSpec(Path(), torch.float32, megatron=fields))
 
 
 @pytest.mark.parametrize("shares", [False, True])
-def test_attention_to_selected_keys_by_block_mask_equals_that_by_a_full_mask(ranks: RankPool, shares: bool) -> None:
+def test_attention_to_selected_keys_by_block_mask_equals_that_by_a_full_mask(ranks, shares):
     # Gradients through torch's compiler start threads in a process, from which no ranks could be forked again.
     ((found, expected, dense),) = ranks.run(1, attend, shares)
     for a, b, c in zip(found, expected, dense, strict=True):

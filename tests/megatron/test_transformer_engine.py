@@ -21,14 +21,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from tests.helpers.roles import megatron_runner
 from tests.helpers.tiny_models import SPARSE, VARIANTS, oracle, random_rows, tiny_model
 from tests.megatron.built_parameters import differences
-from tests.megatron.training import (
-    OPTIMIZER,
-    assert_equal,
-    one_rank,
-    train,
-    train_in_plain_torch,
-    update,
-)
+from tests.megatron.training import OPTIMIZER, assert_equal, one_rank, train, train_in_plain_torch, update
 from verl_mg.config import MegatronConfig
 from verl_mg.config.roles import RecomputeModule
 from verl_mg.errors import UserError

@@ -3,8 +3,6 @@
 The loss has parts of each kind: of a token, of its entropy, and of a whole sequence.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

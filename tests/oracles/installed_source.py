@@ -1,7 +1,5 @@
 """Functions of an installed package, compiled from its source without importing the package."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 from collections.abc import Callable

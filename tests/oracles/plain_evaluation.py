@@ -1,7 +1,5 @@
 """Evaluation by a plain script: `transformers` generates, and sets of k samples are counted one by one."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from itertools import combinations

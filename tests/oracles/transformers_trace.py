@@ -3,8 +3,6 @@
 An oracle for the table of `verl_mg.sharding.transformers`, by the same codes of positions as the trace of SGLang.
 """
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Pairs of layouts between which 8 ranks move encoded weights, and the quantizers of engines as oracles."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import lru_cache, partial

@@ -1,7 +1,5 @@
 """Pairs of layouts between which 8 ranks move weights, on their devices, and what is wrong afterwards."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

@@ -1,7 +1,5 @@
 """Plans carried out between 8 real ranks, against the cut of the whole model, and against the lower bound."""
 
-from __future__ import annotations
-
 import weakref
 
 import pytest

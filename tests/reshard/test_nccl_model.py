@@ -1,7 +1,5 @@
 """Schedules in the model of NCCL: no rank waits for ever, whatever the buffers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

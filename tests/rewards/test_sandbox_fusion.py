@@ -37,7 +37,7 @@ def run_code(requested: JsonRequest) -> JsonResponse:
 
 
 @pytest.fixture(autouse=True)
-def no_pauses(monkeypatch) -> None:
+def no_pauses(monkeypatch):
     monkeypatch.setattr(http_client, "FIRST_PAUSE", 0.01)
 
 

@@ -16,7 +16,7 @@ from verl_mg.rewards import AsyncScorer, Reward, Sample, load_reward
 
 
 @pytest.fixture(autouse=True)
-def no_pauses(monkeypatch) -> None:
+def no_pauses(monkeypatch):
     monkeypatch.setattr(http_client, "FIRST_PAUSE", 0.01)
 
 

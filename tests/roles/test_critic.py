@@ -100,7 +100,7 @@ def adam(net: torch.nn.Module) -> torch.optim.Optimizer:
     ("layout", "count"), [*LAYOUTS, *(pytest.param(*layout, marks=pytest.mark.nightly) for layout in NIGHTLY_LAYOUTS)]
 )
 @pytest.mark.parametrize("architecture", [pytest.param("qwen2", marks=pytest.mark.nightly), "qwen3"])
-def test_critic_under_every_layout_equals_transformers(ranks, models, tmp_path, layout, count, architecture) -> None:
+def test_critic_under_every_layout_equals_transformers(ranks, models, tmp_path, layout, count, architecture):
     model = models[architecture]
     batch, net = rows(model), classifier(model)
     before = {name: weight.detach().clone() for name, weight in net.state_dict().items()}
@@ -127,7 +127,7 @@ def test_critic_under_every_layout_equals_transformers(ranks, models, tmp_path, 
         *(pytest.param(*layout, 60, marks=pytest.mark.nightly) for layout in NIGHTLY_LAYOUTS),
     ],
 )
-def test_reward_model_trained_on_pairs_equals_transformers(ranks, models, tmp_path, layout, count, budget) -> None:
+def test_reward_model_trained_on_pairs_equals_transformers(ranks, models, tmp_path, layout, count, budget):
     """Also where rows of a pair lie on two ranks, and no two of them fit a micro-batch."""
     model = models["qwen3"]
     batch, net = rows(model), classifier(model)
@@ -150,7 +150,7 @@ def test_reward_model_trained_on_pairs_equals_transformers(ranks, models, tmp_pa
     compare(tmp_path / "saved", net, before)
 
 
-def test_saved_value_head_is_loaded_unchanged(ranks, models, tmp_path) -> None:
+def test_saved_value_head_is_loaded_unchanged(ranks, models, tmp_path):
     model = models["qwen3_moe"]
     ranks.run(2, train_critic, model, "tp2", 60, tmp_path / "first")
     assert json.loads((tmp_path / "first" / "config.json").read_text())["architectures"] == [

@@ -45,7 +45,7 @@ LATENT_ATTENTION = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def models(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     return {name: tiny_model(folder / name, name, layers=2) for name in NAMES}
 
@@ -145,7 +145,7 @@ def merged(base: dict[str, Tensor], adapters: dict[str, Tensor]) -> dict[str, Te
 ])  # fmt: skip
 def test_saved_model_contains_merged_weights_and_the_adapters(
     ranks, models, tmp_path, name, layout, count, ranks_of_it, other
-) -> None:
+):
     model, saved = models[name], tmp_path / "saved"
     expected = together(ranks.run(count, trained_and_saved, Actor, model, layout, saved, ranks_of_it))
     base, adapters = load_file(model / "model.safetensors"), load_file(saved / "adapter" / "adapter_model.safetensors")
@@ -162,7 +162,7 @@ def test_saved_model_contains_merged_weights_and_the_adapters(
     "deepseek_v3",
     *(pytest.param(name, marks=pytest.mark.nightly) for name in ("qwen3", "gemma2", "gpt_oss", "qwen3_moe", "mixtral")),
 ])  # fmt: skip
-def test_saved_adapters_loaded_by_peft_give_the_same_logits(ranks, models, tmp_path, name) -> None:
+def test_saved_adapters_loaded_by_peft_give_the_same_logits(ranks, models, tmp_path, name):
     peft = pytest.importorskip("peft", reason="PEFT is not installed")
     saved = tmp_path / name
     targets = LATENT_ATTENTION if name == "deepseek_v3" else None
@@ -176,7 +176,7 @@ def test_saved_adapters_loaded_by_peft_give_the_same_logits(ranks, models, tmp_p
     assert (ours - theirs).abs().max() < 1e-4 < 1e-2 < (ours - before).abs().max()
 
 
-def test_adapters_saved_by_peft_give_the_same_logprobs(ranks, models, tmp_path) -> None:
+def test_adapters_saved_by_peft_give_the_same_logprobs(ranks, models, tmp_path):
     peft = pytest.importorskip("peft", reason="PEFT is not installed")
     model = models["qwen3"]
     torch.manual_seed(1)
@@ -200,7 +200,7 @@ def logprobs_with(model: Path, layout: str, lora: LoraConfig) -> dict[int, Tenso
     return outputs_by_row(role_on(Actor, model, layout, lora), rows(model))
 
 
-def test_critic_with_adapters_trains_and_saves_its_head(ranks, models, tmp_path) -> None:
+def test_critic_with_adapters_trains_and_saves_its_head(ranks, models, tmp_path):
     model, saved = models["qwen3"], tmp_path / "saved"
     expected = together(ranks.run(4, trained_and_saved, Critic, model, "tp2-pp2", saved, 4))
     assert_close(ranks.run(1, trained_and_saved, Critic, model, "tp1", tmp_path / "alone", 1), expected)
@@ -255,7 +255,7 @@ def synced(model: Path, layout: str, portion: int, dtype: torch.dtype) -> dict[s
     ("tp2-pp2", 4, 2**14, torch.float32),
     ("tp2", 2, 2**14, torch.bfloat16),
 ])  # fmt: skip
-def test_engine_after_weight_transfer_has_the_merged_weights(ranks, models, layout, count, portion, dtype) -> None:
+def test_engine_after_weight_transfer_has_the_merged_weights(ranks, models, layout, count, portion, dtype):
     model = models["qwen2"]
     results = ranks.run(count, synced, model, layout, portion, dtype)
     saved = AutoModelForCausalLM.from_pretrained(model.parent / f"synced-{model.name}-{layout}", dtype=dtype)
@@ -267,7 +267,7 @@ def test_engine_after_weight_transfer_has_the_merged_weights(ranks, models, layo
             assert "model.embed_tokens.weight" in result["shared"]
 
 
-def test_lora_targets_that_do_not_fit_are_named_before_building(models, tmp_path) -> None:
+def test_lora_targets_that_do_not_fit_are_named_before_building(models, tmp_path):
     config = Config.model_validate({
         "model": {"path": models["qwen3_moe"]},
         "data": {"train": tmp_path},
@@ -303,7 +303,7 @@ def actor_and_reference(model: Path, reference: dict[str, str]) -> tuple[bool, l
 
 
 @pytest.mark.parametrize("reference", [{"layout": "tp2"}, {"layout": "pp2"}])
-def test_reference_of_an_actor_with_adapters_is_the_model_without_them(ranks, models, reference) -> None:
+def test_reference_of_an_actor_with_adapters_is_the_model_without_them(ranks, models, reference):
     results = ranks.run(2, actor_and_reference, models["qwen3"], reference)
     is_shared = reference["layout"] == "tp2"
     assert all(result[0] == is_shared and len(result[1]) == (1 if is_shared else 2) for result in results)

@@ -7,7 +7,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.helpers.rank_pool import RankPool
 from tests.helpers.roles import build_role
 from tests.helpers.tiny_models import VARIANTS, tiny_model, tiny_model_with_multi_token_layer
 from verl_mg.config import OptimizerConfig
@@ -54,7 +53,7 @@ def saved(model: Path, layout: str, folder: Path) -> None:
 @pytest.mark.parametrize(
     "family", [DAILY, *(pytest.param(name, marks=pytest.mark.nightly) for name in FAMILIES if name != DAILY)]
 )
-def test_directory_through_two_layouts_is_bitwise_the_same(ranks: RankPool, tmp_path: Path, family: str) -> None:
+def test_directory_through_two_layouts_is_bitwise_the_same(ranks, tmp_path, family):
     model = directory(tmp_path / "model", family)
     has_experts = read_config(model).experts is not None
     ranks.run(4, saved, model, "tp2-pp2-ep2-etp1" if has_experts else "tp2-pp2", tmp_path / "first")

@@ -62,11 +62,7 @@ def test_other_tokens_add_up_over_pieces_of_text():
     rows = reader.read(student)
     texts = [TEACHER.convert_ids_to_tokens(rows.batch.row("tokens", number)[2:]) for number in range(3)]
     space = TEACHER.convert_ids_to_tokens(TEACHER.encode(" "))[0]
-    assert texts == [
-        ["11", "2", space, "00", "<eos>"],
-        ["00", "0", "2"],
-        ["11", space, "= 1", "11", "<eos>"],
-    ]
+    assert texts == [["11", "2", space, "00", "<eos>"], ["00", "0", "2"], ["11", space, "= 1", "11", "<eos>"]]
     # Of the third, "= 1" is a token of the teacher and three of the student's; a tool has written "11".
     spans = [[0, 0, 1, 2, 3, 3, 4], [5, 5, 6, 7], [8, 8, 9, 10, 10, 10, -1, -1, 12]]
     assert rows.spans is not None

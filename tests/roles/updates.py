@@ -1,7 +1,5 @@
 """Updates of roles, of rows with shared prefixes too, and their oracles in plain torch."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

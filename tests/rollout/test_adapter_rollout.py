@@ -1,7 +1,5 @@
 """GRPO of adapters over Megatron and real engines that receive A and B alone."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -179,12 +179,7 @@ def run_filtered(queues, scored, draw):
     return started
 
 
-@given(
-    st.lists(st.booleans(), min_size=1, max_size=8),
-    st.integers(1, 4),
-    st.integers(1, 3),
-    st.integers(0, 2**32),
-)
+@given(st.lists(st.booleans(), min_size=1, max_size=8), st.integers(1, 4), st.integers(1, 3), st.integers(0, 2**32))
 def test_filtered_queue_keeps_the_first_groups_that_pass_and_starts_no_others(passes, needed, engines, seed):
     scored: set[int] = set()
     groups, queues = make_filtered_queues(HashStore(), passes, needed, 0, engines, scored)

@@ -19,13 +19,13 @@ pytestmark = [needs_sglang, pytest.mark.nightly]
 
 
 @pytest.fixture(params=["qwen3_vl", "qwen2_5_vl"])
-def folders(request: pytest.FixtureRequest) -> list[Path]:
+def folders(request) -> list[Path]:
     """Two sets of weights of a model."""
     return [vision_model(request.param, seed=seed) for seed in (3, 4)]
 
 
 @pytest.fixture
-def server(folders: list[Path], tmp_path: Path) -> Iterator[RunningServer]:
+def server(folders, tmp_path) -> Iterator[RunningServer]:
     """A server that keeps no features of images."""
     running = RunningServer(folders[0], tmp_path / "server.log", "tp1", context_length=256)
     try:
@@ -34,9 +34,7 @@ def server(folders: list[Path], tmp_path: Path) -> Iterator[RunningServer]:
         running.kill()
 
 
-def test_server_given_images_writes_the_tokens_of_the_hf_engine_after_each_update(
-    folders: list[Path], server: RunningServer
-) -> None:
+def test_server_given_images_writes_the_tokens_of_the_hf_engine_after_each_update(folders, server):
     requirements = ServerRequirements(read_any_config(folders[0]), 200)
     processor = ImageProcessor.read(folders[0])
     engine = RemoteEngine(server.url, requirements, replace(SETTINGS, max_running=16), processor=processor)

@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +15,7 @@ from verl_mg.sharding.weight_table import weight_table
 
 
 @pytest.mark.nightly
-def test_bench_gpu_tiny_reports_every_part(tmp_path: Path) -> None:
+def test_bench_gpu_tiny_reports_every_part(tmp_path):
     report, measured = tmp_path / "benchmarks" / "cpu.md", tmp_path / "cpu.json"
     tool("bench.bench_gpu", "--tiny", "--repeats", "1", "--output", str(report), "--measured", str(measured))
     text = report.read_text()
@@ -39,7 +38,7 @@ def test_bench_gpu_tiny_reports_every_part(tmp_path: Path) -> None:
     assert read_hardware_profile(measured).keys() == {"flops", "memory_bandwidth"}
 
 
-def test_bench_gpu_with_failing_part_keeps_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_gpu_with_failing_part_keeps_the_others(tmp_path, capsys):
     config = tmp_path / "config.json"
     config.write_text(json.dumps(json.loads(bench_gpu.MODEL.read_text()) | bench_gpu.TINY_SHAPE))
     bench = bench_gpu.Bench(tmp_path, SimpleNamespace(), bench_gpu.TINY, 1, weight_table(read_config(config)))

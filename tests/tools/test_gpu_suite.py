@@ -39,7 +39,7 @@ def rows_of(report: str) -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in rows}
 
 
-def test_rehearsal_of_selected_tests_writes_their_outcomes(tmp_path: Path) -> None:
+def test_rehearsal_of_selected_tests_writes_their_outcomes(tmp_path):
     selected = "two_devices and tp2-pp2 or expandable or (payload and True)"
     done = rehearse(tmp_path / "new" / "report.md", "--part", "tests/gpu", "-k", selected)
     report = (tmp_path / "new" / "report.md").read_text()
@@ -55,7 +55,7 @@ def test_rehearsal_of_selected_tests_writes_their_outcomes(tmp_path: Path) -> No
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-def test_rehearsal_of_whole_suite_passes(tmp_path: Path) -> None:
+def test_rehearsal_of_whole_suite_passes(tmp_path):
     done = rehearse(tmp_path / "report.md")
     report = (tmp_path / "report.md").read_text()
     assert done.returncode == 0, done.stdout[-20000:] + done.stderr
@@ -74,7 +74,7 @@ def test_rehearsal_of_whole_suite_passes(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_rehearsal_of_two_nodes_moves_weights_and_trains_across_them(tmp_path: Path) -> None:
+def test_rehearsal_of_two_nodes_moves_weights_and_trains_across_them(tmp_path):
     """Two launchers on this machine, of two ranks each."""
     warm, path = warm_start.shared(), f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     place = {"NODES": "2", "RANKS": "2", "RENDEZVOUS": f"127.0.0.1:{free_port()}", "JOB": "rehearsal", "PATH": path}
@@ -101,14 +101,14 @@ def test_rehearsal_of_two_nodes_moves_weights_and_trains_across_them(tmp_path: P
     assert "4 ranks on 1 node" in report and "8 passed, 0 failed" in report
 
 
-def test_part_that_hangs_is_ended_with_its_processes() -> None:
+def test_part_that_hangs_is_ended_with_its_processes():
     before = set(psutil.Process().children(recursive=True))
     ended = suite.run(suite.Part("hangs", ["-c", HANGS], 2.0))
     assert (ended.outcome, ended.log) == ("took too long", "begun\n")
     assert not set(psutil.Process().children(recursive=True)) - before
 
 
-def test_report_counts_failed_and_unfinished_tests(tmp_path: Path) -> None:
+def test_report_counts_failed_and_unfinished_tests(tmp_path):
     file = tmp_path / "outcomes"
     lines = [("one", suite.NOT_ENDED), ("one", "failed"), ("two", suite.NOT_ENDED)]
     tests = [{"name": name, "outcome": outcome, "seconds": 1.0, "reason": "a | b"} for name, outcome in lines]
@@ -125,18 +125,18 @@ def test_report_counts_failed_and_unfinished_tests(tmp_path: Path) -> None:
     assert "| verl-mg doctor | failed | 3 |" in report and "```text\nill\n```" in report and "\n## B\n" in report
 
 
-def test_default_output_names_hardware() -> None:
+def test_default_output_names_hardware():
     assert suite.default_output(MACHINE["gpus"], 1) == suite.ROOT / "benchmarks/nvidia-h200-140-gib-8/test_gpu.md"
     assert suite.default_output(MACHINE["gpus"], 2).parent.name == "nvidia-h200-140-gib-8-nodes-2"
 
 
-def test_suite_without_requirement_names_it_and_its_installation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_suite_without_requirement_names_it_and_its_installation(monkeypatch):
     assert suite.missing() is None
     monkeypatch.setattr(suite, "REQUIRED", {"torch": "launch/requirements-gpu.txt", "no.such": "such"})
     assert suite.missing() == f"no.such is not installed for {sys.executable}. Run: pip install such"
 
 
-def test_quick_suite_measures_before_it_tests() -> None:
+def test_quick_suite_measures_before_it_tests():
     files = {name: Path(name) for name in ("outcomes", "bench.md")}
     parts = suite.one_node_parts(suite._options(["--quick"]), files, 1)
     assert [part.name for part in parts] == ["verl-mg doctor", "tools/bench/bench_gpu.py", "tests/gpu"]

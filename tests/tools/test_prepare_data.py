@@ -30,7 +30,7 @@ PUBLISHED_FILES = {
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
+def files(tmp_path_factory) -> dict[str, list[Path]]:
     return write_published(tmp_path_factory.mktemp("published"))
 
 

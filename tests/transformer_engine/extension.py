@@ -4,8 +4,6 @@ Only what linear layers, norms, grouped products, rotary embeddings and attentio
 precision. Transformer Engine's own Python is real. A function that is not here raises when it is called.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Sequence
 from types import ModuleType

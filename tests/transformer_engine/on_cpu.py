@@ -7,8 +7,6 @@ Real are its modules and megatron-core's on top of them: linear layers, norms, g
 of matrices. Not covered: kernels of CUDA and Triton, and what only they have, such as FP8 and the fused permutation.
 """
 
-from __future__ import annotations
-
 import importlib
 import multiprocessing
 import os

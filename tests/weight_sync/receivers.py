@@ -8,8 +8,6 @@
 Values are a function of the version, so each process knows what has to arrive.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import pickle

@@ -1,7 +1,5 @@
 """What every transport has to do: bring each value to each place, at the lower bound, whoever restarts or is lost."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

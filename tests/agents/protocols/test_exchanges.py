@@ -1,7 +1,5 @@
 """Recorded requests and replies of each API, and what a session keeps between them."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any
@@ -23,14 +21,14 @@ def recorded(kind: str) -> list[Any]:
 
 
 @pytest.mark.parametrize(("path", "name"), recorded("calls"))
-def test_recorded_request_becomes_the_call(path: str, name: str) -> None:
+def test_recorded_request_becomes_the_call(path, name):
     case = RECORDED[path]["calls"][name]
     call = vars(exchange_of(path, case["sent"]).call)
     assert json.loads(json.dumps({field: call[field] for field in case["call"]})) == case["call"]
 
 
 @pytest.mark.parametrize(("path", "name"), recorded("replies"))
-def test_recorded_reply_is_written_to_its_request(path: str, name: str) -> None:
+def test_recorded_reply_is_written_to_its_request(path, name):
     case = RECORDED[path]["replies"][name]
     given = {"text": "", "reasoning": "", "stopped": None} | case["reply"]
     given["tool_calls"] = tuple(ToolCall(*call) for call in given["tool_calls"])
@@ -43,22 +41,20 @@ def test_recorded_reply_is_written_to_its_request(path: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("path", "fields", "message"), [(path, *case) for path in RECORDED for case in RECORDED[path]["refused"]]
 )
-def test_recorded_request_that_cannot_be_honoured_names_the_field(
-    path: str, fields: dict[str, Any], message: str
-) -> None:
+def test_recorded_request_that_cannot_be_honoured_names_the_field(path, fields, message):
     with pytest.raises(RequestError) as caught:
         exchange_of(path, fields)
     assert (caught.value.status, caught.value.message) == (400, message)
     assert caught.value.param == message.partition(": ")[0]
 
 
-def test_message_error_of_a_long_context_begins_as_clients_expect() -> None:
+def test_message_error_of_a_long_context_begins_as_clients_expect():
     error = RequestError(400, "messages: 9 tokens. Send fewer.", "messages", "context_length_exceeded")
     expected = {"type": "invalid_request_error", "message": "prompt is too long: messages: 9 tokens. Send fewer."}
     assert Messages().error(error) == {"type": "error", "error": expected}
 
 
-def test_response_continued_drops_the_earlier_instructions() -> None:
+def test_response_continued_drops_the_earlier_instructions():
     memory = SessionMemory()
     first = exchange_of(RESPONSES, {"instructions": "Old", "input": "One"}, memory).body(YES)["id"]
     again = {"instructions": "New", "input": "Two", "previous_response_id": first}
@@ -68,7 +64,7 @@ def test_response_continued_drops_the_earlier_instructions() -> None:
 
 
 @pytest.mark.parametrize(("limit", "value"), [("MAX_RESPONSES", 2), ("MAX_CHARACTERS", 300)])
-def test_memory_above_its_limit_drops_the_oldest(monkeypatch: pytest.MonkeyPatch, limit: str, value: int) -> None:
+def test_memory_above_its_limit_drops_the_oldest(monkeypatch, limit, value):
     monkeypatch.setattr(session_memory, limit, value)
     memory = SessionMemory()
     names = [exchange_of(RESPONSES, {}, memory).body(YES)["id"] for _ in range(6)]

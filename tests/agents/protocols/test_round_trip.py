@@ -1,7 +1,5 @@
 """A reply that comes back as a message of a later request is the message that the policy has written."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -83,7 +81,7 @@ def integers(value: Any) -> Any:
 
 @settings(max_examples=60, deadline=None)
 @given(replies())
-def test_chat_completion_sent_back_is_the_message(reply: Reply) -> None:
+def test_chat_completion_sent_back_is_the_message(reply):
     memory = SessionMemory()
     exchange = read(CHAT, memory, logprobs=True)
     body = through_json(exchange.body(reply))
@@ -101,7 +99,7 @@ def test_chat_completion_sent_back_is_the_message(reply: Reply) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(replies())
-def test_response_sent_back_is_the_message(reply: Reply) -> None:
+def test_response_sent_back_is_the_message(reply):
     memory = SessionMemory()
     exchange = read(RESPONSES, memory, tools=RESPONSE_TOOLS)
     body = through_json(exchange.body(reply))
@@ -123,7 +121,7 @@ def test_response_sent_back_is_the_message(reply: Reply) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(replies())
-def test_message_sent_back_is_the_message(reply: Reply) -> None:
+def test_message_sent_back_is_the_message(reply):
     memory = SessionMemory()
     exchange = read(MESSAGES, memory)
     body = through_json(exchange.body(reply))
@@ -145,7 +143,7 @@ def test_message_sent_back_is_the_message(reply: Reply) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(replies())
-def test_message_sent_back_to_another_session_has_equal_arguments(reply: Reply) -> None:
+def test_message_sent_back_to_another_session_has_equal_arguments(reply):
     body = through_json(read(MESSAGES, SessionMemory()).body(reply))
     history = [QUESTION, {"role": "assistant", "content": body["content"]}]
     (_, message) = read(MESSAGES, SessionMemory(), messages=history).call.messages
@@ -155,7 +153,7 @@ def test_message_sent_back_to_another_session_has_equal_arguments(reply: Reply) 
 
 
 @pytest.mark.parametrize("earlier", [0, 1, 3])
-def test_response_events_after_keep_alives_are_numbered_without_a_gap(earlier: int) -> None:
+def test_response_events_after_keep_alives_are_numbered_without_a_gap(earlier):
     exchange = read(RESPONSES, SessionMemory(), tools=RESPONSE_TOOLS)
     text = b"".join(exchange.keep_alive(number) for number in range(earlier)).decode()
     kept = [json.loads(event.partition("data: ")[2]) for event in text.split("\n\n") if event]

@@ -1,7 +1,5 @@
 """Replies and errors against the types of the official clients, strictly and field by field."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -70,7 +68,7 @@ def check(path: str, fields: Json, whole: Any, event: Any, reply: Reply, absent:
 
 
 @pytest.mark.parametrize("name", REPLIES)
-def test_chat_completion_satisfies_the_types_of_openai(name: str) -> None:
+def test_chat_completion_satisfies_the_types_of_openai(name):
     kinds = ("ChatCompletion", "ChatCompletionChunk")
     absent = {f"{kind}.{field}" for kind in kinds for field in ("service_tier", "system_fingerprint")}
     absent |= {f"ChatCompletionMessage.{field}" for field in ("annotations", "audio", "function_call", "tool_calls")}
@@ -82,7 +80,7 @@ def test_chat_completion_satisfies_the_types_of_openai(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REPLIES)
-def test_response_satisfies_the_types_of_openai(name: str) -> None:
+def test_response_satisfies_the_types_of_openai(name):
     absent = {
         f"Response.{field}"
         for field in (
@@ -106,7 +104,7 @@ def test_response_satisfies_the_types_of_openai(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REPLIES)
-def test_message_satisfies_the_types_of_anthropic(name: str) -> None:
+def test_message_satisfies_the_types_of_anthropic(name):
     absent = {f"Message.{field}" for field in ("container", "diagnostics", "stop_details")}
     absent |= {f"Delta.{field}" for field in ("container", "stop_details")}
     absent |= {"TextBlock.citations", "ToolUseBlock.caller", "ToolUseBlock.toolset_name"}
@@ -118,7 +116,7 @@ def test_message_satisfies_the_types_of_anthropic(name: str) -> None:
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 413, 500, 503])
-def test_error_satisfies_the_types_of_both_clients(status: int) -> None:
+def test_error_satisfies_the_types_of_both_clients(status):
     from openai.types.shared import ErrorObject
 
     error = RequestError(status, "messages: too long. Send fewer.", "messages", "context_length_exceeded")

@@ -28,7 +28,7 @@ MODES = {"sync": [], "async": [*ASYNC, "actor.layout=tp1", "rollout.max_running_
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("calculator")
     make(folder)
     return folder
@@ -38,7 +38,7 @@ def records(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_calculator_data_shows_no_question_before_its_prompt(folder: Path) -> None:
+def test_calculator_data_shows_no_question_before_its_prompt(folder):
     def sums(name: str) -> list[str]:
         return [record["prompt"][0]["content"] for record in records(folder / "data" / f"{name}.jsonl")]
 
@@ -47,14 +47,14 @@ def test_calculator_data_shows_no_question_before_its_prompt(folder: Path) -> No
     assert {len(text) for text in train + test} == {9}
 
 
-def test_calculator_data_half_of_the_answers_have_no_call(folder: Path) -> None:
+def test_calculator_data_half_of_the_answers_have_no_call(folder):
     first = [record for record in records(folder / "data" / "demonstrations.jsonl") if len(record["prompt"]) == 1]
     called = sum(record["answer"].startswith(CALL[0]) for record in first)
     assert called / len(first) == pytest.approx(0.5, abs=0.01)
 
 
 @needs_sglang
-def test_calculator_demonstrations_equal_the_rollout_tokens(folder: Path) -> None:
+def test_calculator_demonstrations_equal_the_rollout_tokens(folder):
     """Two turns of the rollout's components give the tokens of the two demonstrations."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     requested, continued = records(folder / "data" / "demonstrations.jsonl")[1:3]
@@ -80,13 +80,13 @@ def test_calculator_demonstrations_equal_the_rollout_tokens(folder: Path) -> Non
         ("42\n</tool_call>", 0.0),
     ],
 )
-def test_calculator_reward_reads_the_answer_of_the_policy(response: str, reward: float) -> None:
+def test_calculator_reward_reads_the_answer_of_the_policy(response, reward):
     given = score(Sample("", response, "42", {}, "stop"))
     assert (given.value, given.parts["called"]) == (reward, float(CALL[0] in response))
 
 
 @pytest.mark.parametrize("stage", ["sft", "grpo"])
-def test_calculator_configurations_are_complete(stage: str) -> None:
+def test_calculator_configurations_are_complete(stage):
     recipe = load_recipe(RECIPES / f"{stage}.py")
     config = load_config(RECIPES / "configs" / f"calculator_{stage}.yaml", [], recipe.config)
     assert config.model.path.parts[:2] == config.data.train.parts[:2] == ("runs", "calculator")
@@ -112,7 +112,7 @@ def train(stage: str, folder: Path, model: str, data: str, *overrides: str) -> N
 
 
 @pytest.fixture(scope="module")
-def imitated(folder: Path) -> str:
+def imitated(folder) -> str:
     """Trains the model on demonstrations; returns its path in the folder."""
     train("sft", folder, "model", "demonstrations.jsonl")
     return "sft/model"
@@ -121,7 +121,7 @@ def imitated(folder: Path) -> str:
 @needs_sglang
 @pytest.mark.nightly
 @pytest.mark.parametrize("mode", MODES)
-def test_calculator_tiny_model_learns_to_call(folder: Path, imitated: str, mode: str) -> None:
+def test_calculator_tiny_model_learns_to_call(folder, imitated, mode):
     run = folder / mode
     overrides = [f"data.test={folder / 'data' / 'test.jsonl'}", "job.save=false", f"job.output={run}", *MODES[mode]]
     train("grpo", folder, imitated, "train.jsonl", *overrides)

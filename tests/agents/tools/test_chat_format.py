@@ -30,21 +30,21 @@ def same(calls: list[ToolCall], *expected: tuple[str, dict[str, Any]]) -> bool:
     return [(call.name, json.loads(call.arguments)) for call in calls] == list(expected)
 
 
-def test_calls_text_without_calls_returns_none() -> None:
+def test_calls_text_without_calls_returns_none():
     assert calls_in("the answer is 42 {} <tool>") == []
 
 
-def test_calls_are_returned_in_order() -> None:
+def test_calls_are_returned_in_order():
     text = f"think\n{qwen('calculator', expression='1+1')}\n{qwen('calculator', expression='2')}"
     assert same(calls_in(text), ("calculator", {"expression": "1+1"}), ("calculator", {"expression": "2"}))
 
 
-def test_calls_llama_format_is_parsed() -> None:
+def test_calls_llama_format_is_parsed():
     text = '<|python_tag|>{"name": "calculator", "parameters": {"expression": "3"}}'
     assert same(calls_in(text, "llama3"), ("calculator", {"expression": "3"}))
 
 
-def test_calls_unknown_tools_are_returned() -> None:
+def test_calls_unknown_tools_are_returned():
     assert same(calls_in(qwen("oracle", question="?")), ("oracle", {"question": "?"}))
 
 
@@ -57,7 +57,7 @@ def test_calls_unknown_tools_are_returned() -> None:
         "<tool_call>\n[[]]\n</tool_call>",
     ],
 )
-def test_calls_malformed_text_returns_malformed(text: str) -> None:
+def test_calls_malformed_text_returns_malformed(text):
     assert calls_in(text) == [MALFORMED]
     good = qwen("calculator", expression="1")
     assert calls_in(f"{good}\n{text}")[-1] is MALFORMED
@@ -69,7 +69,7 @@ def observed(last: str, results: list[ToolResult], template: str | None = TEMPLA
     return str(tokenizer.decode(tokens))
 
 
-def test_observation_uses_the_template_without_the_end_token() -> None:
+def test_observation_uses_the_template_without_the_end_token():
     one, two = ToolResult("calculator", "42"), ToolResult("calculator", "error: é")
     worded = "\n<user>\n<tool_response>\n42\n</tool_response><eos>\n<assistant>"
     assert observed("<eos>", [one]) == worded
@@ -80,7 +80,7 @@ def test_observation_uses_the_template_without_the_end_token() -> None:
     assert "error: " in observed("<eos>", [two])
 
 
-def test_observation_equals_the_tokens_of_the_whole_conversation() -> None:
+def test_observation_equals_the_tokens_of_the_whole_conversation():
     tokenizer = tokenizer_with()
     prompt = [{"role": "user", "content": "6*7?"}]
     written = qwen("calculator", expression="6*7")
@@ -93,7 +93,7 @@ def test_observation_equals_the_tokens_of_the_whole_conversation() -> None:
     )["input_ids"]  # fmt: skip
 
 
-def test_observation_without_template_uses_line_breaks() -> None:
+def test_observation_without_template_uses_line_breaks():
     assert observed("<eos>", [ToolResult("a", "1"), ToolResult("b", "2")], template=None) == "\n1\n2\n"
 
 
@@ -104,17 +104,17 @@ def test_observation_without_template_uses_line_breaks() -> None:
         ("{%- for m in messages if m.role == 'user' -%}{{- m.content -}}{%- endfor -%}", "omits tool messages"),
     ],
 )
-def test_tool_call_format_template_without_tools_raises(template: str, reason: str) -> None:
+def test_tool_call_format_template_without_tools_raises(template, reason):
     with pytest.raises(UserError, match=reason):
         ToolCallFormat(tokenizer_with(template), TOOLS, "qwen25")
 
 
-def test_tool_call_format_unknown_parser_raises() -> None:
+def test_tool_call_format_unknown_parser_raises():
     with pytest.raises(UserError, match=r"rollout.tool_call_parser=qwen35: .*qwen25"):
         ToolCallFormat(tokenizer_with(), TOOLS, "qwen35")
 
 
-def test_tool_call_format_without_sglang_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tool_call_format_without_sglang_raises(monkeypatch):
     monkeypatch.setitem(sys.modules, "sglang.srt.function_call.function_call_parser", None)
     with pytest.raises(UserError, match=r"rollout.tool_call_parser=qwen25: .*tools/install/sglang_cpu.sh"):
         ToolCallFormat(tokenizer_with(), TOOLS, "qwen25")

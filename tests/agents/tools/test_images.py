@@ -42,7 +42,7 @@ def broken() -> Any:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory) -> Path:
     return make_tiny_vision_model(tmp_path_factory.mktemp("model"), "qwen3_vl")
 
 
@@ -68,7 +68,7 @@ def conversation(engine: Written, model: Path, processor: ImageProcessor | None,
     return sample
 
 
-def test_images_of_tools_are_in_the_next_context_and_the_row(model: Path) -> None:
+def test_images_of_tools_are_in_the_next_context_and_the_row(model):
     processor = ImageProcessor.read(model)
     engine = Written(model, f"{qwen('look', n=1)}\n{qwen('look', n=2)}", "ok")
     prompt_image = noise_image(56, 56, 2)
@@ -97,14 +97,14 @@ def test_images_of_tools_are_in_the_next_context_and_the_row(model: Path) -> Non
     assert batch.images == [sample.images]
 
 
-def test_images_for_a_policy_that_reads_text_alone_are_mentioned(model: Path) -> None:
+def test_images_for_a_policy_that_reads_text_alone_are_mentioned(model):
     engine = Written(model, qwen("look", n=1), "ok")
     sample = conversation(engine, model, None, Request(3, (7, 8), 0))
     text = AutoTokenizer.from_pretrained(model).decode(sample.tokens)
     assert "behind it\n(an image)" in text and not sample.images
 
 
-def test_image_of_a_tool_that_cannot_be_decoded_is_an_error_for_the_policy(model: Path) -> None:
+def test_image_of_a_tool_that_cannot_be_decoded_is_an_error_for_the_policy(model):
     engine = Written(model, qwen("broken"), "ok")
     sample = conversation(engine, model, ImageProcessor.read(model), Request(3, (7, 8), 0))
     text = AutoTokenizer.from_pretrained(model).decode(sample.tokens)

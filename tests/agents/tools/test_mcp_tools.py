@@ -58,7 +58,7 @@ def counted(runner: ToolRunner) -> dict[str, int]:
     return counts
 
 
-def test_mcp_tools_have_the_schemas_of_the_server(servers: Servers) -> None:
+def test_mcp_tools_have_the_schemas_of_the_server(servers):
     tools = {tool.name: tool.schema["function"] for tool in load_tools([servers.sessions])}
     assert list(tools) == ["add", "fail", "wait", "show", "count"]
     assert tools["add"]["description"] == "Add to the sum of the session."
@@ -66,7 +66,7 @@ def test_mcp_tools_have_the_schemas_of_the_server(servers: Servers) -> None:
     assert tools["add"]["parameters"]["required"] == ["n"]
 
 
-def test_mcp_tools_of_two_servers_with_equal_names_need_a_prefix(servers: Servers) -> None:
+def test_mcp_tools_of_two_servers_with_equal_names_need_a_prefix(servers):
     with pytest.raises(UserError) as caught:
         load_tools([servers.sessions, servers.stateless])
     assert str(caught.value) == (
@@ -77,7 +77,7 @@ def test_mcp_tools_of_two_servers_with_equal_names_need_a_prefix(servers: Server
     assert [tool.name for tool in tools][4:6] == ["count", "other_add"]
 
 
-def test_mcp_sessions_of_concurrent_samples_have_separate_states(servers: Servers, runners: list[ToolRunner]) -> None:
+def test_mcp_sessions_of_concurrent_samples_have_separate_states(servers, runners):
     runner = runner_of(runners, servers.sessions)
     before = counted(runner)
     for i in range(64):
@@ -93,14 +93,14 @@ def test_mcp_sessions_of_concurrent_samples_have_separate_states(servers: Server
     assert after["opened"] - before["opened"] == 64 + 2
 
 
-def test_mcp_session_of_a_resumed_sample_repeats_its_calls(servers: Servers, runners: list[ToolRunner]) -> None:
+def test_mcp_session_of_a_resumed_sample_repeats_its_calls(servers, runners):
     runner = runner_of(runners, f"my={servers.sessions}")
     runner.begin(7, SAMPLE, [call("my_add", '{"n": 1}'), call("my_add", '{"n": 2}')])
     assert result(runner, "my_add", n=4) == "7"
 
 
 @pytest.mark.parametrize("kind", ["stateless", "latest"])
-def test_mcp_server_without_sessions_has_one_connection(kind: str, servers: Servers, runners: list[ToolRunner]) -> None:
+def test_mcp_server_without_sessions_has_one_connection(kind, servers, runners):
     runner = runner_of(runners, getattr(servers, kind))
     before = counted(runner)
     runner.begin(8, SAMPLE, [call("add", '{"n": 1000}')])
@@ -112,7 +112,7 @@ def test_mcp_server_without_sessions_has_one_connection(kind: str, servers: Serv
     assert after["called"] - before["called"] == 11
 
 
-def test_mcp_results_become_text_and_images(servers: Servers, runners: list[ToolRunner]) -> None:
+def test_mcp_results_become_text_and_images(servers, runners):
     runner = runner_of(runners, servers.sessions)
     shown = result(runner, "show")
     assert shown.text == "two\nlines\na page\n(more: file:///more)" and shown.images[0].pixels().size == (2, 1)
@@ -125,7 +125,7 @@ def test_mcp_results_become_text_and_images(servers: Servers, runners: list[Tool
 
 
 @pytest.mark.parametrize("kind", ["sessions", pytest.param("latest", marks=pytest.mark.nightly)])
-def test_mcp_call_that_takes_too_long_is_cancelled(kind: str, servers: Servers, runners: list[ToolRunner]) -> None:
+def test_mcp_call_that_takes_too_long_is_cancelled(kind, servers, runners):
     runner = runner_of(runners, getattr(servers, kind), timeout=3)
     before = counted(runner).get("cancelled", 0)
     assert result(runner, "add", n=0).isdigit()
@@ -136,7 +136,7 @@ def test_mcp_call_that_takes_too_long_is_cancelled(kind: str, servers: Servers, 
     assert cancelled == before + 1
 
 
-def test_mcp_call_that_is_aborted_closes_its_session(servers: Servers, runners: list[ToolRunner]) -> None:
+def test_mcp_call_that_is_aborted_closes_its_session(servers, runners):
     runner = runner_of(runners, servers.sessions)
     before = counted(runner)
     assert result(runner, "add", n=1) == "1"
@@ -151,7 +151,7 @@ def test_mcp_call_that_is_aborted_closes_its_session(servers: Servers, runners: 
 
 
 @pytest.mark.nightly
-def test_mcp_server_that_ends_gives_errors_until_it_is_back(runners: list[ToolRunner]) -> None:
+def test_mcp_server_that_ends_gives_errors_until_it_is_back(runners):
     def start(*arguments: str) -> tuple[subprocess.Popen[str], str]:
         process = subprocess.Popen(
             [sys.executable, "-m", MODULE, *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True
@@ -173,7 +173,7 @@ def test_mcp_server_that_ends_gives_errors_until_it_is_back(runners: list[ToolRu
 
 
 @pytest.mark.nightly
-def test_mcp_command_is_a_process_for_each_sample(runners: list[ToolRunner]) -> None:
+def test_mcp_command_is_a_process_for_each_sample(runners):
     runner = runner_of(runners, f"mcp:{sys.executable} -m {MODULE} stdio")
     assert [result(runner, "add", sample=i, n=3) for i in (0, 1, 0)] == ["3", "3", "6"]
 
@@ -186,12 +186,12 @@ def test_mcp_command_is_a_process_for_each_sample(runners: list[ToolRunner]) -> 
         ("true", r"\(MCPError: .*\). Start it, or correct the command"),
     ],
 )
-def test_mcp_tools_without_a_server_raise(place: str, reason: str) -> None:
+def test_mcp_tools_without_a_server_raise(place, reason):
     with pytest.raises(UserError, match=rf"^rollout.tools=mcp:{place}: no MCP server answers {reason}\.$"):
         load_tools([f"mcp:{place}"])
 
 
-def test_mcp_tools_without_the_package_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mcp_tools_without_the_package_raise(monkeypatch):
     monkeypatch.setitem(sys.modules, "mcp", None)
     with pytest.raises(UserError, match=r"^rollout.tools=mcp:http://here: the package mcp cannot be imported .*pip"):
         load_tools(["mcp:http://here"])

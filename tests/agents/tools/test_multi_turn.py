@@ -6,7 +6,6 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,7 +51,7 @@ def one(engine: Scripted, sampling: Sampling = SAMPLING, **options: Any) -> Samp
     return conversations(engine, **options).generate([Request(7, PROMPT, 0)], sampling)[0]
 
 
-def test_collect_context_is_the_prompt_and_all_tokens_since() -> None:
+def test_collect_context_is_the_prompt_and_all_tokens_since():
     engine = Scripted(turns_of(f"I ask 42 {CALL}", CALL, "It is 42."))
     sample = one(engine)
     first = (*encode(f"I ask 42 {CALL}"), EOS, *worded("42"))
@@ -65,7 +64,7 @@ def test_collect_context_is_the_prompt_and_all_tokens_since() -> None:
     assert {request.seed for request in engine.requested} == {0}
 
 
-def test_collect_observations_have_no_logprob_and_no_version() -> None:
+def test_collect_observations_have_no_logprob_and_no_version():
     engine = Scripted(turns_of(CALL, "ok"))
     engine.version = 5
     sample = one(engine)
@@ -78,7 +77,7 @@ def test_collect_observations_have_no_logprob_and_no_version() -> None:
     )  # fmt: skip
 
 
-def test_collect_experts_of_a_turn_remain_unchanged() -> None:
+def test_collect_experts_of_a_turn_remain_unchanged():
     engine = Scripted(turns_of(CALL, CALL, "ok"))
     script = engine.script
 
@@ -95,7 +94,7 @@ def test_collect_experts_of_a_turn_remain_unchanged() -> None:
     assert sample.routed_experts[:, 0].tolist() == [[i, version] for i, version in enumerate(fed)]
 
 
-def test_collect_calls_of_a_turn_run_concurrently() -> None:
+def test_collect_calls_of_a_turn_run_concurrently():
     meet = threading.Barrier(2)
 
     def wait(n: int) -> str:
@@ -119,14 +118,14 @@ def test_collect_calls_of_a_turn_run_concurrently() -> None:
         ("<tool_call>\n42\n</tool_call>", UNREADABLE),
     ],
 )
-def test_collect_failed_call_is_observed_as_an_error(text: str, result: str) -> None:
+def test_collect_failed_call_is_observed_as_an_error(text, result):
     engine = Scripted(turns_of(text, "ok"))
     sample = one(engine, tools=[calculator, endless], tool_timeout=0.2 if "endless" in text else 60)
     assert engine.requested[1].context == (*PROMPT, *encode(text), EOS, *worded(result))
     assert sample.finish == "stop"
 
 
-def test_collect_result_that_is_not_unicode_is_replaced() -> None:
+def test_collect_result_that_is_not_unicode_is_replaced():
     def files() -> str:
         """List files, whose names may be any bytes."""
         return os.fsdecode(b"caf\xe9")
@@ -137,14 +136,14 @@ def test_collect_result_that_is_not_unicode_is_replaced() -> None:
 
 
 @pytest.mark.usefixtures("sandbox")
-def test_collect_python_tool_runs_in_the_sandbox() -> None:
+def test_collect_python_tool_runs_in_the_sandbox():
     engine = Scripted(turns_of(qwen("python", code="print(6 * 7)"), "ok"))
     one(engine, tools=[python])
     assert engine.requested[1].context[-len(worded("42")) :] == worded("42")
 
 
 @pytest.mark.parametrize("max_turns", [1, 2, 3])
-def test_collect_last_turn_makes_no_calls(max_turns: int) -> None:
+def test_collect_last_turn_makes_no_calls(max_turns):
     engine = Scripted(turns_of(CALL, CALL, CALL))
     sample = one(engine, max_turns=max_turns)
     assert len(engine.requested) == max_turns
@@ -152,7 +151,7 @@ def test_collect_last_turn_makes_no_calls(max_turns: int) -> None:
     assert sample.finish == "stop"
 
 
-def test_collect_token_limit_includes_observations() -> None:
+def test_collect_token_limit_includes_observations():
     turn, seen = len(encode(CALL)) + 1, len(worded("42"))
     for limit, length, finish in (
         (turn - 1, turn - 1, "length"),
@@ -166,7 +165,7 @@ def test_collect_token_limit_includes_observations() -> None:
         assert len(sample.routed_experts) == len(PROMPT) + length - 1
 
 
-def test_collect_other_samples_continue_while_tools_run() -> None:
+def test_collect_other_samples_continue_while_tools_run():
     others_done = threading.Event()
 
     def patient() -> str:
@@ -186,15 +185,12 @@ def test_collect_other_samples_continue_while_tools_run() -> None:
     while len(done) < 40:
         done += wrapper.collect(timeout=60)
     assert {sample.id for sample in done} == set(range(40))
-    assert {len(sample.tokens) for sample in done} == {
-        3,
-        len(encode(qwen("patient"))) + 1 + len(worded("waited")) + 3,
-    }
+    assert {len(sample.tokens) for sample in done} == {3, len(encode(qwen("patient"))) + 1 + len(worded("waited")) + 3}
     assert wrapper.num_free_slots() == 50
     assert wrapper.collect(timeout=60) == []
 
 
-def test_collect_respects_its_timeout() -> None:
+def test_collect_respects_its_timeout():
     wrapper = conversations(Scripted(turns_of(qwen("endless"), "ok")), tools=[endless])
     wrapper.submit([Request(7, PROMPT, 0)], SAMPLING)
     assert wrapper.collect(timeout=0.2) == []
@@ -202,7 +198,7 @@ def test_collect_respects_its_timeout() -> None:
     assert [sample.finish for sample in wrapper.collect(timeout=60)] == ["abort"]
 
 
-def test_abort_during_a_tool_call_can_be_resumed() -> None:
+def test_abort_during_a_tool_call_can_be_resumed():
     release, made = threading.Event(), []
 
     def patient() -> str:
@@ -234,7 +230,7 @@ def test_abort_during_a_tool_call_can_be_resumed() -> None:
     assert sample.finish == "stop"
 
 
-def test_abort_during_generation_can_be_resumed() -> None:
+def test_abort_during_generation_can_be_resumed():
     engine = Scripted(turns_of(CALL, CALL, "unreached"))
     engine.held = {7}
     wrapper = conversations(engine, max_turns=2)
@@ -262,7 +258,7 @@ def test_abort_during_generation_can_be_resumed() -> None:
     assert len(engine.requested) == 1
 
 
-def test_abort_at_the_end_of_a_turn_makes_no_calls() -> None:
+def test_abort_at_the_end_of_a_turn_makes_no_calls():
     made = []
 
     def note() -> str:
@@ -280,7 +276,7 @@ def test_abort_at_the_end_of_a_turn_makes_no_calls() -> None:
     assert sample.tokens == (*encode(qwen("note")), EOS)
 
 
-def test_abort_affects_only_requests_in_flight() -> None:
+def test_abort_affects_only_requests_in_flight():
     engine = Scripted(turns_of(CALL, "ok"))
     wrapper = conversations(engine)
     wrapper.abort()
@@ -288,7 +284,7 @@ def test_abort_affects_only_requests_in_flight() -> None:
     assert wrapper.generate([Request(7, PROMPT, 0)], SAMPLING)[0].finish == "stop"
 
 
-def test_abort_from_another_thread_ends_collect() -> None:
+def test_abort_from_another_thread_ends_collect():
     wrapper = conversations(Scripted(turns_of(qwen("endless"), "ok")), tools=[endless])
     wrapper.submit([Request(7, PROMPT, 0)], SAMPLING)
     threading.Timer(0.3, wrapper.abort).start()
@@ -322,7 +318,7 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_collect_with_hf_engine_logprobs_equal_the_whole_row(tmp_path: Path) -> None:
+def test_collect_with_hf_engine_logprobs_equal_the_whole_row(tmp_path):
     engine = HFEngine(make_tiny_model(tmp_path, "qwen3", init_std=0.3), "cpu", torch.float32, max_running_requests=8)
     speech: Any = EveryTurnCalls()
     wrapper = MultiTurnEngine(engine, speech, [Tool.from_function(add)], max_turns=3, tool_timeout=60)

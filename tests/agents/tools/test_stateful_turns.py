@@ -37,7 +37,7 @@ def saw(request: Request, result: str) -> bool:
     return request.context[-len(worded(result)) :] == worded(result)
 
 
-def test_state_lasts_from_the_first_call_to_the_end_of_the_sample() -> None:
+def test_state_lasts_from_the_first_call_to_the_end_of_the_sample():
     kind = ledger()
     engine, wrapper = engine_with(kind, lambda r: "ok" if r.id % 2 else turns_of(ADD_1, ADD_2, ADD_4, "ok")(r))
     wrapper.generate([Request(i, PROMPT, 0) for i in range(8)], SAMPLING)
@@ -48,7 +48,7 @@ def test_state_lasts_from_the_first_call_to_the_end_of_the_sample() -> None:
     assert counts(kind.events, "opened") == counts(kind.events, "closed") == [1] * 4, "others call nothing"
 
 
-def test_state_is_opened_with_the_record() -> None:
+def test_state_is_opened_with_the_record():
     def user(self: Ledger) -> str:
         """Tell the user."""
         return f"{self.sample.prompt} {self.sample.answer} {self.sample.record['user']}"
@@ -62,7 +62,7 @@ def test_state_is_opened_with_the_record() -> None:
 
 
 @pytest.mark.parametrize("limit", [3, len(encode(ADD_1)) + 2, 1000])
-def test_state_is_closed_however_the_sample_ends(limit: int) -> None:
+def test_state_is_closed_however_the_sample_ends(limit):
     kind = ledger()
     _, wrapper = engine_with(kind, turns_of(ADD_1, *[ADD_2] * 3))
     wrapper.generate([Request(7, PROMPT, 0)], replace(SAMPLING, max_new_tokens=limit))
@@ -72,7 +72,7 @@ def test_state_is_closed_however_the_sample_ends(limit: int) -> None:
 
 
 @pytest.mark.parametrize("by_id", [False, True])
-def test_state_of_a_resumed_sample_repeats_its_earlier_calls(by_id: bool) -> None:
+def test_state_of_a_resumed_sample_repeats_its_earlier_calls(by_id):
     kind = ledger()
     script = turns_of(f"{ADD_1}\n{qwen('oracle')}", ADD_2, qwen("wait"), "never")
     engine, wrapper = engine_with(kind, script)
@@ -87,7 +87,7 @@ def test_state_of_a_resumed_sample_repeats_its_earlier_calls(by_id: bool) -> Non
     assert [event for _, event in kind.events] == ["made", "opened", "waits", "closed", "made", "opened", "closed"]
 
 
-def test_state_of_a_sample_aborted_during_its_first_call_repeats_nothing() -> None:
+def test_state_of_a_sample_aborted_during_its_first_call_repeats_nothing():
     kind = ledger()
     engine, wrapper = engine_with(kind, turns_of(f"{ADD_1}\n{qwen('wait')}", "ok"))
     cut = aborted_while(wrapper, kind, "waits")
@@ -103,7 +103,7 @@ def test_state_of_a_sample_aborted_during_its_first_call_repeats_nothing() -> No
     assert counts(kind.events, "closed") == [1, 1]
 
 
-def test_state_at_the_end_of_a_job_is_closed() -> None:
+def test_state_at_the_end_of_a_job_is_closed():
     kind = ledger()
     _, wrapper = engine_with(kind, turns_of(qwen("wait"), "ok"))
     wrapper.submit([Request(i, PROMPT, 0) for i in range(3)], SAMPLING)

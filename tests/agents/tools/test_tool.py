@@ -65,7 +65,7 @@ def call(function: Any, arguments: str, timeout: float = 60) -> str:
     return asyncio.run(Tool.from_function(function).call(arguments, timeout))
 
 
-def test_schema_describes_signature_and_docstring() -> None:
+def test_schema_describes_signature_and_docstring():
     assert Tool.from_function(weather).schema == {
         "type": "function",
         "function": {
@@ -86,11 +86,11 @@ def test_schema_describes_signature_and_docstring() -> None:
     }
 
 
-def test_schema_parameter_named_title_remains() -> None:
+def test_schema_parameter_named_title_remains():
     assert Tool.from_function(slow).parameters["properties"]["title"] == {"type": "string"}
 
 
-def test_call_returns_text() -> None:
+def test_call_returns_text():
     assert json.loads(call(weather, '{"city": "Zürich", "days": "3"}')) == {
         "city": "Zürich",
         "days": 3,
@@ -111,7 +111,7 @@ def test_call_returns_text() -> None:
         ("[]", "error: weather: Input should be"),
     ],
 )
-def test_call_invalid_arguments_return_an_error_line(arguments: str, line: str) -> None:
+def test_call_invalid_arguments_return_an_error_line(arguments, line):
     result = call(weather, arguments)
     assert result.startswith(line)
     assert "\n" not in result
@@ -119,22 +119,22 @@ def test_call_invalid_arguments_return_an_error_line(arguments: str, line: str) 
 
 @pytest.mark.parametrize("function", [failing, failing_async])
 @pytest.mark.parametrize("how", ["value", "exit", "interrupt", "timeout", "cancelled", "stop"])
-def test_call_exception_returns_an_error_line(function: Any, how: str) -> None:
+def test_call_exception_returns_an_error_line(function, how):
     result = call(function, json.dumps({"how": how}))
     assert result.startswith(f"error: {function.__name__} raised ")
     assert "\n" not in result
 
 
-def test_call_error_line_contains_the_exception() -> None:
+def test_call_error_line_contains_the_exception():
     assert call(failing, '{"how": "value"}') == "error: failing raised ValueError: two lines"
 
 
 @pytest.mark.parametrize("function", [slow, sleepy])
-def test_call_timeout_returns_an_error_line(function: Any) -> None:
+def test_call_timeout_returns_an_error_line(function):
     assert call(function, '{"seconds": 3}', timeout=0.1) == f"error: {function.__name__} took longer than 0.1 s"
 
 
-def test_call_thread_that_outlives_its_loop_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_call_thread_that_outlives_its_loop_is_silent(monkeypatch):
     raised: list[object] = []
     monkeypatch.setattr(threading, "excepthook", raised.append)
     before, may_end = set(threading.enumerate()), threading.Event()
@@ -151,7 +151,7 @@ def test_call_thread_that_outlives_its_loop_is_silent(monkeypatch: pytest.Monkey
     assert raised == []
 
 
-def test_call_cancellation_is_raised() -> None:
+def test_call_cancellation_is_raised():
     async def cancel() -> None:
         task = asyncio.create_task(Tool.from_function(slow).call('{"seconds": 600}', 600))
         await asyncio.sleep(0.01)
@@ -162,7 +162,7 @@ def test_call_cancellation_is_raised() -> None:
     asyncio.run(cancel())
 
 
-def test_call_long_result_is_cut() -> None:
+def test_call_long_result_is_cut():
     def much() -> str:
         """Say much."""
         return "x" * (MAX_RESULT_LENGTH + 1)
@@ -170,7 +170,7 @@ def test_call_long_result_is_cut() -> None:
     assert call(much, "{}") == "x" * MAX_RESULT_LENGTH + "... (cut)"
 
 
-def test_load_tools_loads_by_name(tmp_path: Path) -> None:
+def test_load_tools_loads_by_name(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
         'from __future__ import annotations\ndef twice(n: int) -> int:\n    """Double."""\n    return 2 * n\n'
@@ -198,12 +198,12 @@ def write_and_load(folder: Path, text: str) -> None:
         ("import functools\ntool = functools.partial(print)", "not a function"),
     ],
 )
-def test_load_tools_invalid_tool_raises(tmp_path: Path, text: str, reason: str) -> None:
+def test_load_tools_invalid_tool_raises(tmp_path, text, reason):
     with pytest.raises(UserError, match=reason):
         write_and_load(tmp_path, text)
 
 
-def test_load_tools_equal_names_raise() -> None:
+def test_load_tools_equal_names_raise():
     with pytest.raises(UserError, match="another tool is named calculator"):
         load_tools(["verl_mg.agents.tools.builtin:calculator"] * 2)
 
@@ -221,7 +221,7 @@ def test_load_tools_equal_names_raise() -> None:
         ("1e3 + 0.5", "1000.5"),
     ],
 )
-def test_calculator_expression_returns_its_value(expression: str, value: str) -> None:
+def test_calculator_expression_returns_its_value(expression, value):
     assert calculator(expression) == value
 
 
@@ -246,13 +246,13 @@ def test_calculator_expression_returns_its_value(expression: str, value: str) ->
         "2j",
     ],
 )
-def test_calculator_large_or_other_expression_raises(expression: str) -> None:
+def test_calculator_large_or_other_expression_raises(expression):
     result = call(calculator, json.dumps({"expression": expression}))
     assert result.startswith("error: calculator raised ")
 
 
 @pytest.mark.parametrize("expression", ["(" * 400 + "1" + ")" * 400, "-" * 900 + "1"])
-def test_calculator_deep_nesting_is_computed_or_raises(expression: str) -> None:
+def test_calculator_deep_nesting_is_computed_or_raises(expression):
     result = call(calculator, json.dumps({"expression": expression}))
     assert result == "1" or result.startswith("error: calculator raised ")
 
@@ -262,7 +262,7 @@ def test_calculator_deep_nesting_is_computed_or_raises(expression: str) -> None:
     ("code", "words"),
     [("print(6 * 7)", ["42"]), ("print(1)\n1/0", ["1\n", "ZeroDivisionError"]), ("x = (", ["SyntaxError"])],
 )
-def test_python_returns_printed_text(code: str, words: list[str]) -> None:
+def test_python_returns_printed_text(code, words):
     result = asyncio.run(python(code))
     assert all(word in result for word in words)
     assert result == result.rstrip()

@@ -49,7 +49,7 @@ def set_timeout(runner: ToolRunner, seconds: float, sample: int = 7) -> None:
         state._timeout = seconds
 
 
-def test_class_tools_are_its_public_methods() -> None:
+def test_class_tools_are_its_public_methods():
     tools = load_tools([f"{HERE}/ledgers.py:Ledger"])
     assert [tool.name for tool in tools] == ["note", "add", "add_slowly", "wait", "leave"]
     assert tools[1].schema["function"] == {
@@ -64,7 +64,7 @@ def test_class_tools_are_its_public_methods() -> None:
     }
 
 
-def test_class_tools_with_prefix_have_it_in_their_names() -> None:
+def test_class_tools_with_prefix_have_it_in_their_names():
     place = f"{HERE}/ledgers.py:Ledger"
     names = [tool.name for tool in load_tools([place, f"second={place}"])]
     assert names[5:] == [f"second_{name}" for name in names[:5]]
@@ -81,13 +81,13 @@ def test_class_tools_with_prefix_have_it_in_their_names() -> None:
         ("class Own:\n def tool(self, n):\n  'Doc.'", "parameter n has no annotation"),
     ],
 )
-def test_class_tools_invalid_class_raises(tmp_path: Path, text: str, reason: str) -> None:
+def test_class_tools_invalid_class_raises(tmp_path, text, reason):
     (tmp_path / "own.py").write_text(text)
     with pytest.raises(UserError, match=reason):
         load_tools([f"{tmp_path}/own.py:Own"])
 
 
-def test_state_of_concurrent_samples_is_separate(start: Start) -> None:
+def test_state_of_concurrent_samples_is_separate(start):
     kind = ledger()
     runner = start(kind)
     for i in range(64):
@@ -105,7 +105,7 @@ def test_state_of_concurrent_samples_is_separate(start: Start) -> None:
     assert counts(kind.events, "closed") == [1] * 64
 
 
-def test_state_is_opened_with_the_sample_before_the_first_call(start: Start) -> None:
+def test_state_is_opened_with_the_sample_before_the_first_call(start):
     def user(self: Any) -> str:
         """Tell the user."""
         return f"{self.sample.record['user']} {self.sample.answer} {self.sample.prompt}"
@@ -118,7 +118,7 @@ def test_state_is_opened_with_the_sample_before_the_first_call(start: Start) -> 
     assert one_by_one(runner, ("user", "{}")) == ["ada 42 6*7?"]
 
 
-def test_state_that_fails_to_open_is_closed_and_opened_again(start: Start) -> None:
+def test_state_that_fails_to_open_is_closed_and_opened_again(start):
     async def opens_second(self: Any, sample: ToolSample) -> None:
         if not self.number:
             raise ValueError("not\n yet")
@@ -133,7 +133,7 @@ def test_state_that_fails_to_open_is_closed_and_opened_again(start: Start) -> No
 
 
 @pytest.mark.parametrize("error", [SystemExit(1), asyncio.CancelledError(), KeyboardInterrupt()])
-def test_state_whose_open_ends_the_program_gives_an_error(start: Start, error: BaseException) -> None:
+def test_state_whose_open_ends_the_program_gives_an_error(start, error):
     def ending(self: Any, sample: ToolSample) -> None:
         raise error
 
@@ -145,7 +145,7 @@ def test_state_whose_open_ends_the_program_gives_an_error(start: Start, error: B
     assert counts(kind.events, "closed") == [1]
 
 
-def test_state_that_opens_too_slowly_is_closed(start: Start) -> None:
+def test_state_that_opens_too_slowly_is_closed(start):
     async def endless(self: Any, sample: ToolSample) -> None:
         await asyncio.Event().wait()
 
@@ -159,7 +159,7 @@ def test_state_that_opens_too_slowly_is_closed(start: Start) -> None:
     assert counts(kind.events, "closed") == [1]
 
 
-def test_state_with_a_plain_method_that_is_late_waits_for_it(start: Start) -> None:
+def test_state_with_a_plain_method_that_is_late_waits_for_it(start):
     kind = ledger()
     runner, adds = start(kind), ("add_slowly", '{"n": 1}')
     assert one_by_one(runner, ("add", '{"n": 0}')) == ["0"]
@@ -179,7 +179,7 @@ def test_state_with_a_plain_method_that_is_late_waits_for_it(start: Start) -> No
     assert [event for _, event in kind.events] == ["made", "opened", *["begins", "ends"] * 5, "closed"]
 
 
-def test_state_after_errors_of_a_method_remains(start: Start) -> None:
+def test_state_after_errors_of_a_method_remains(start):
     kind = ledger()
     runner = start(kind)
     results = one_by_one(runner, ("add", '{"n": 1}'), ("leave", "{}"), ("add", '{"m": 1}'), ("add", '{"n": 1}'))
@@ -188,7 +188,7 @@ def test_state_after_errors_of_a_method_remains(start: Start) -> None:
 
 
 @pytest.mark.parametrize("closes", ["never", "raises", "exits"])
-def test_state_whose_close_fails_ends(start: Start, closes: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_state_whose_close_fails_ends(start, closes, caplog):
     async def close(self: Any) -> None:
         self.note("closing")
         if closes == "never":
@@ -206,7 +206,7 @@ def test_state_whose_close_fails_ends(start: Start, closes: str, caplog: pytest.
         assert "tools of ledgers.py:Ledger: ValueError: no" in caplog.text
 
 
-def test_state_of_a_cancelled_call_is_closed_once(start: Start) -> None:
+def test_state_of_a_cancelled_call_is_closed_once(start):
     kind = ledger()
     runner = start(kind)
     runner.begin(7, SAMPLE, ())
@@ -218,7 +218,7 @@ def test_state_of_a_cancelled_call_is_closed_once(start: Start) -> None:
     assert [event for _, event in kind.events] == ["made", "opened", "waits", "closed"]
 
 
-def test_state_that_is_cancelled_while_it_opens_is_closed_once(start: Start) -> None:
+def test_state_that_is_cancelled_while_it_opens_is_closed_once(start):
     async def endless(self: Any, sample: ToolSample) -> None:
         self.note("opens")
         await asyncio.Event().wait()
@@ -239,7 +239,7 @@ def wait_for(kind: type[Ledger], event: str) -> None:
         time.sleep(0.001)
 
 
-def test_state_earlier_calls_are_repeated_in_order(start: Start) -> None:
+def test_state_earlier_calls_are_repeated_in_order(start):
     kind = ledger()
     runner = start(kind)
     earlier = [call("add", '{"n": 1}'), call("oracle"), call("add", "{"), call("add", '{"n": 2}')]
@@ -247,7 +247,7 @@ def test_state_earlier_calls_are_repeated_in_order(start: Start) -> None:
     assert runner.start(7, [call("add", '{"n": 4}')]).result(60) == ["7"]
 
 
-def test_documented_class_has_an_account_for_each_sample(tmp_path: Path, start: Start) -> None:
+def test_documented_class_has_an_account_for_each_sample(tmp_path, start):
     page = (ROOT / "docs" / "agent_tools.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"^```python ledger.py\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     (tmp_path / "ledger.py").write_text(code)
@@ -258,7 +258,7 @@ def test_documented_class_has_an_account_for_each_sample(tmp_path: Path, start: 
         assert runner.start(i, [pay]).result(60) == ["ada has 70"]
 
 
-def test_state_of_a_program_that_fails_is_closed(tmp_path: Path) -> None:
+def test_state_of_a_program_that_fails_is_closed(tmp_path):
     code = f"""
 from tests.agents.tools.ledgers import FileLedger, call, tools_of
 from verl_mg.agents.tools.tool import ToolSample

@@ -39,7 +39,7 @@ LOGITS = [0.3, -1.2, 2.0, 1.1, -0.4, 0.9, -3.0]
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
-def test_draw_tokens_frequencies_equal_the_softmax(temperature: float) -> None:
+def test_draw_tokens_frequencies_equal_the_softmax(temperature):
     n = 20_000
     tokens, _ = draw(LOGITS, n, Sampling(max_new_tokens=1, temperature=temperature))
     counts = torch.bincount(tokens, minlength=len(LOGITS)).tolist()
@@ -52,7 +52,7 @@ CUTS_BY_MIN_P = [(0, 1.0, 0.3), (0, 0.6, 0.3), (2, 1.0, 0.3), (0, 1.0, 0.99), (0
 
 
 @pytest.mark.parametrize(("top_k", "top_p", "min_p"), [*CUTS, *CUTS_BY_MIN_P])
-def test_draw_tokens_top_k_top_p_and_min_p_restrict_the_set(top_k: int, top_p: float, min_p: float) -> None:
+def test_draw_tokens_top_k_top_p_and_min_p_restrict_the_set(top_k, top_p, min_p):
     n = 20_000
     sampling = Sampling(max_new_tokens=1, temperature=1.3, top_k=top_k, top_p=top_p, min_p=min_p)
     tokens, _ = draw(LOGITS, n, sampling)
@@ -65,20 +65,20 @@ def test_draw_tokens_top_k_top_p_and_min_p_restrict_the_set(top_k: int, top_p: f
 
 
 @pytest.mark.parametrize("sampling", [Sampling(max_new_tokens=1, temperature=0.7, top_k=3, top_p=0.9, min_p=0.1)])
-def test_draw_tokens_logprobs_are_of_the_full_distribution(sampling: Sampling) -> None:
+def test_draw_tokens_logprobs_are_of_the_full_distribution(sampling):
     tokens, logprobs = draw(LOGITS, 100, sampling)
     expected = torch.tensor(oracle(LOGITS, 0.7)).log()[tokens]
     torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=0)
 
 
-def test_draw_tokens_temperature_zero_is_greedy() -> None:
+def test_draw_tokens_temperature_zero_is_greedy():
     tokens, logprobs = draw(LOGITS, 10, Sampling(max_new_tokens=1, temperature=0))
     assert tokens.tolist() == [2] * 10
     assert logprobs[0].item() == pytest.approx(math.log(oracle(LOGITS, 1.0)[2]), abs=1e-5)
 
 
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-24, 1.0])
-def test_draw_tokens_impossible_tokens_are_never_drawn(uniform: float) -> None:
+def test_draw_tokens_impossible_tokens_are_never_drawn(uniform):
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(64, 5000, generator=generator)
     logits[:, ::2] = -math.inf
@@ -90,7 +90,7 @@ def test_draw_tokens_impossible_tokens_are_never_drawn(uniform: float) -> None:
     assert not (tokens == 10).any()
 
 
-def test_draw_tokens_half_precision_is_computed_in_float32() -> None:
+def test_draw_tokens_half_precision_is_computed_in_float32():
     logits = torch.randn(4, 100, generator=torch.Generator().manual_seed(0)).bfloat16()
     tokens, logprobs = draw_tokens(logits, grid(4), Sampling(max_new_tokens=1))
     assert logprobs.dtype == torch.float32
@@ -98,7 +98,7 @@ def test_draw_tokens_half_precision_is_computed_in_float32() -> None:
     torch.testing.assert_close(logprobs, expected)
 
 
-def test_uniforms_depend_only_on_the_seed() -> None:
+def test_uniforms_depend_only_on_the_seed():
     assert torch.equal(uniforms(7, 5), uniforms(7, 100)[:5])
     assert not torch.equal(uniforms(7, 5), uniforms(8, 5))
 
@@ -107,6 +107,6 @@ def test_uniforms_depend_only_on_the_seed() -> None:
     ("name", "value"),
     [("max_new_tokens", 0), ("temperature", -1.0), ("top_p", 0.0), ("top_p", 1.5), ("top_k", -1), ("min_p", 1.0)],
 )
-def test_sampling_value_out_of_range_raises(name: str, value: float) -> None:
+def test_sampling_value_out_of_range_raises(name, value):
     with pytest.raises(UserError, match=f"{name}: it is {value}"):
         Sampling(**{"max_new_tokens": 1, name: value})  # type: ignore[arg-type]

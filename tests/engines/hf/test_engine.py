@@ -90,7 +90,7 @@ def engine_of(directory: Path, **options: Any) -> HFEngine:
 
 
 @pytest.fixture(scope="module")
-def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def qwen3(tmp_path_factory) -> Path:
     return save(CONFIGS["qwen3"], tmp_path_factory.mktemp("qwen3"))
 
 
@@ -105,7 +105,7 @@ def by_id(samples: list[Sample]) -> dict[int, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_generate_greedy_equals_transformers(name: str, tmp_path: Path) -> None:
+def test_generate_greedy_equals_transformers(name, tmp_path):
     engine = engine_of(save(CONFIGS[name], tmp_path))
     stops = (3, 40, 41, 42, 70, 71)
     sampling = Sampling(max_new_tokens=12, temperature=0, stop_token_ids=stops)
@@ -126,7 +126,7 @@ def test_generate_greedy_equals_transformers(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [*CONFIGS, *SPARSE])
-def test_generate_logprobs_equal_a_forward_without_cache(name: str, tmp_path: Path) -> None:
+def test_generate_logprobs_equal_a_forward_without_cache(name, tmp_path):
     engine = engine_of(save((CONFIGS | SPARSE)[name], tmp_path))
     sampling = Sampling(max_new_tokens=16, temperature=1.5, top_k=40, stop_token_ids=(1, 2, 3, 4))
     requested = requests()
@@ -137,7 +137,7 @@ def test_generate_logprobs_equal_a_forward_without_cache(name: str, tmp_path: Pa
         torch.testing.assert_close(torch.tensor(sample.logprobs), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_generate_samples_do_not_depend_on_their_batch(qwen3: Path) -> None:
+def test_generate_samples_do_not_depend_on_their_batch(qwen3):
     sampling = Sampling(max_new_tokens=20, top_p=0.95, stop_token_ids=(5, 6, 7, 8))
     requested = requests(prompts=7)
     whole = engine_of(qwen3).generate(requested, sampling)
@@ -149,7 +149,7 @@ def test_generate_samples_do_not_depend_on_their_batch(qwen3: Path) -> None:
     assert by_id(small.generate(requested[4:5], sampling)) == by_id(whole[4:5])
 
 
-def test_collect_requests_with_other_token_limits_share_a_batch(qwen3: Path) -> None:
+def test_collect_requests_with_other_token_limits_share_a_batch(qwen3):
     engine, requested = engine_of(qwen3), requests(prompts=4, group=2)
     limits = [Sampling(max_new_tokens=3 + 2 * i, stop_token_ids=(5, 6)) for i in range(len(requested))]
     alone = [engine_of(qwen3).generate([request], limit)[0] for request, limit in zip(requested, limits, strict=True)]
@@ -161,7 +161,7 @@ def test_collect_requests_with_other_token_limits_share_a_batch(qwen3: Path) -> 
     assert {len(sample.tokens) for sample in alone} > {3, 5}
 
 
-def test_generate_equal_prompts_share_a_prefill(qwen3: Path) -> None:
+def test_generate_equal_prompts_share_a_prefill(qwen3):
     engine = engine_of(qwen3)
     shapes: list[tuple[int, int]] = []
     embedding = engine.module.get_input_embeddings()
@@ -176,7 +176,7 @@ def test_generate_equal_prompts_share_a_prefill(qwen3: Path) -> None:
     assert rows[-1] < 10
 
 
-def test_update_written_parameters_change_the_policy(qwen3: Path, tmp_path: Path) -> None:
+def test_update_written_parameters_change_the_policy(qwen3, tmp_path):
     other = engine_of(save(CONFIGS["qwen3"], tmp_path, seed=1))
     engine: RolloutEngine = engine_of(qwen3)
     requested, sampling = requests(), Sampling(max_new_tokens=8)
@@ -195,7 +195,7 @@ def test_update_written_parameters_change_the_policy(qwen3: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", [*CONFIGS, *MIXTURES])
-def test_engine_without_weights_is_filled_by_an_update(name: str, tmp_path: Path) -> None:
+def test_engine_without_weights_is_filled_by_an_update(name, tmp_path):
     directory = save({**CONFIGS, **MIXTURES}[name], tmp_path)
     engine = engine_of(directory, load_weights=False)
     assert not engine.health()
@@ -206,7 +206,7 @@ def test_engine_without_weights_is_filled_by_an_update(name: str, tmp_path: Path
     assert by_id(engine.generate(requested, sampling)) == by_id(engine_of(directory).generate(requested, sampling))
 
 
-def test_share_same_dtype_uses_the_same_memory(qwen3: Path) -> None:
+def test_share_same_dtype_uses_the_same_memory(qwen3):
     engine = engine_of(qwen3)
     requested, sampling = requests(), Sampling(max_new_tokens=6)
     before = by_id(engine.generate(requested, sampling))
@@ -229,7 +229,7 @@ def fill(engine: HFEngine, directory: Path) -> None:
         load_shards(reader, weight_table(parse_config(fields)).transformers(), engine.parameters())
 
 
-def test_abort_returns_partial_samples(qwen3: Path) -> None:
+def test_abort_returns_partial_samples(qwen3):
     engine = engine_of(qwen3, max_running_requests=6)
     requested, sampling = requests(prompts=4), Sampling(max_new_tokens=20)
     whole = engine.generate(requested, sampling)
@@ -250,7 +250,7 @@ def test_abort_returns_partial_samples(qwen3: Path) -> None:
     assert engine.generate(requested, sampling) == whole
 
 
-def test_submit_partial_sample_continues_like_an_uninterrupted_one(qwen3: Path) -> None:
+def test_submit_partial_sample_continues_like_an_uninterrupted_one(qwen3):
     engine = engine_of(qwen3)
     requested, sampling = requests(), Sampling(max_new_tokens=20)
     whole = engine.generate(requested, sampling)
@@ -267,11 +267,11 @@ def test_submit_partial_sample_continues_like_an_uninterrupted_one(qwen3: Path) 
             assert one.policy_versions == (5,) * length + (0,) * (20 - length) and one.finish == "length"
 
 
-def test_collect_without_requests_returns_nothing(qwen3: Path) -> None:
+def test_collect_without_requests_returns_nothing(qwen3):
     assert engine_of(qwen3).generate([], Sampling(max_new_tokens=4)) == []
 
 
-def test_engine_directory_without_model_raises(tmp_path: Path) -> None:
+def test_engine_directory_without_model_raises(tmp_path):
     with pytest.raises(UserError, match=r"config\.json"):
         engine_of(tmp_path)
     CONFIGS["qwen3"].save_pretrained(tmp_path)
@@ -279,7 +279,7 @@ def test_engine_directory_without_model_raises(tmp_path: Path) -> None:
         engine_of(tmp_path)
 
 
-def test_engine_bfloat16_is_the_dtype_of_the_weights(qwen3: Path) -> None:
+def test_engine_bfloat16_is_the_dtype_of_the_weights(qwen3):
     for load in (True, False):
         engine = HFEngine(qwen3, "cpu", torch.bfloat16, load_weights=load)
         assert {tensor.dtype for tensor in engine.parameters().values()} == {torch.bfloat16}

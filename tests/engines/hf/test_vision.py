@@ -34,7 +34,7 @@ def tokens_of(processor: ImageProcessor, text: str, images: RowImages) -> tuple[
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "gemma3"])
-def test_greedy_tokens_with_images_equal_generate_whatever_the_batch(family: str) -> None:
+def test_greedy_tokens_with_images_equal_generate_whatever_the_batch(family):
     folder = vision_model(family)
     processor = ImageProcessor.read(folder)
     assert processor is not None

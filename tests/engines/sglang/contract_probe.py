@@ -3,8 +3,6 @@
 ARGUMENTS is a list of keyword arguments of `sglang.Engine` as JSON. Prints one JSON object, see `main`.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

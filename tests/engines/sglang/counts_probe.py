@@ -3,8 +3,6 @@
 Its own method computes the fields, from the counters of its schedulers: speculative decoding does not run on a CPU.
 """
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 from unittest.mock import patch

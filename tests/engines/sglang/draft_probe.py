@@ -3,8 +3,6 @@
 MODEL is a directory with a layer of multi-token prediction. Prints one JSON object, see `main`.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import pickle

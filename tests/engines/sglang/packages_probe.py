@@ -4,8 +4,6 @@ The process begins as a scheduler does, with the engine's module HOST as its mai
 imports the scheduler and what it imports when it builds its model; `begin` imports nothing. Prints one JSON object.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import sys

@@ -1,7 +1,5 @@
 """The host of an engine whose weight loader checks, before each further update, what SGLang derived from weights."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

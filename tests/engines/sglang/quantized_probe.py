@@ -6,8 +6,6 @@ FOLDER has config.json with its quantization_config, and job.json. The model is 
 become float32, so that they can hold codes of positions.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

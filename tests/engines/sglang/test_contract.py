@@ -271,10 +271,7 @@ def test_engine_ranks_in_all_placements_are_on_the_gpus_that_sglang_takes(argume
     assert checked > 100
 
 
-@pytest.mark.parametrize(
-    ("layout", "first"),
-    [("tp8", 2), ("tp2-pp4", PER_NODE - 2)],
-)
+@pytest.mark.parametrize(("layout", "first"), [("tp8", 2), ("tp2-pp4", PER_NODE - 2)])
 def test_check_nodes_given_an_engine_that_cannot_span_them_raises(layout, first):
     parsed = EngineLayout.parse(layout)
     with pytest.raises(UserError, match="needs as many ranks on each"):

@@ -12,12 +12,12 @@ FOLDER = Path(sglang.__file__).parent
 
 
 @needs_sglang
-def test_internals_of_the_installed_sglang_are_all_there() -> None:
+def test_internals_of_the_installed_sglang_are_all_there():
     assert missing_internals(warm_start.sglang().python, "sglang", *sorted(FOLDER.glob("*.py"))) == []
 
 
 @needs_sglang
-def test_internals_that_sglang_does_not_have_are_named_with_its_version(tmp_path: Path) -> None:
+def test_internals_that_sglang_does_not_have_are_named_with_its_version(tmp_path):
     file = tmp_path / "internals.py"
     file.write_text(
         "from sglang.srt.environ import envs, nothing\nfrom sglang.srt.nowhere import it\n"
@@ -29,6 +29,6 @@ def test_internals_that_sglang_does_not_have_are_named_with_its_version(tmp_path
     assert all(line.startswith("sglang 0.") for line in found)
 
 
-def test_internals_of_sglang_are_imported_in_one_file() -> None:
+def test_internals_of_sglang_are_imported_in_one_file():
     files = [file for file in Path(verl_mg.__file__).parent.rglob("*.py") if "from sglang.srt" in file.read_text()]
     assert files == [FOLDER / "internals.py"]

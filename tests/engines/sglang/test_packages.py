@@ -30,7 +30,7 @@ def probe(python: str, work: str) -> dict[str, list[str]]:
 
 
 @pytest.fixture(scope="module", params=["forked", pytest.param("spawned", marks=pytest.mark.nightly)])
-def scheduler(request: pytest.FixtureRequest) -> dict[str, list[str]]:
+def scheduler(request) -> dict[str, list[str]]:
     """What a scheduler has imported: as a fork of the server of the tests' engines, or spawned as SGLang does it.
 
     The server hides the same packages before it imports the same modules, and more of SGLang's, once for all tests.

@@ -1,7 +1,5 @@
 """SGLang's own vision towers with images from requests, against the hf engine, which equals `transformers`."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -25,7 +23,7 @@ SETTINGS = EngineOptions(
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", pytest.param("qwen2_5_vl", marks=pytest.mark.nightly)])
-def test_engine_given_images_writes_the_tokens_of_the_hf_engine(tmp_path: Path, family: str) -> None:
+def test_engine_given_images_writes_the_tokens_of_the_hf_engine(tmp_path, family):
     folder = vision_model(family)
     engine = ProcessEngine(SGLANG, folder, SETTINGS, tmp_path / "0.log")
     try:

@@ -404,8 +404,7 @@ def test_trace_command_with_vllm_writes_table_that_only_vllm_takes(tmp_path):
         assert shards[f"{LAYER}self_attn.fused_qkv_a_proj.weight"] == fused((q_a, 0, 24), (kv_a, 0, 24))
         prefix = f"{LAYER}mlp.experts."
         assert shards[f"{prefix}routed_experts.w2_weight"] == stacked(
-            (4, 64, 32),
-            [(f"{prefix}{4 * rank + e}.down_proj.weight", ((0, 64), (0, 32)), e, 0) for e in range(4)],
+            (4, 64, 32), [(f"{prefix}{4 * rank + e}.down_proj.weight", ((0, 64), (0, 32)), e, 0) for e in range(4)]
         )
     weights = weight_table(read_config(folder))
     assert weights.for_engine("vllm").with_traced_table(file).traced == table

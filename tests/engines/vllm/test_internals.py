@@ -9,6 +9,6 @@ from verl_mg.engines import vllm
 
 
 @needs_vllm
-def test_internals_of_the_installed_vllm_are_all_there() -> None:
+def test_internals_of_the_installed_vllm_are_all_there():
     files = sorted(Path(vllm.__file__).parent.glob("*.py"))
     assert missing_internals(warm_start.vllm().python, "vllm", *files) == []

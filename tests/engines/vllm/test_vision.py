@@ -20,7 +20,7 @@ pytestmark = [needs_vllm, pytest.mark.nightly]
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl"])
-def test_engine_given_images_writes_the_tokens_of_the_hf_engine_after_each_update(tmp_path: Path, family: str) -> None:
+def test_engine_given_images_writes_the_tokens_of_the_hf_engine_after_each_update(tmp_path, family):
     # vLLM's attention on the CPU has no heads narrower than 32.
     folders = [vision_model(family, hidden=128, seed=seed) for seed in (3, 4)]
     python = Path(warm_start.vllm().python)

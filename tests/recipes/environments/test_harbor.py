@@ -58,7 +58,7 @@ def task(tmp_path) -> Path:
 
 
 @pytest.fixture
-def jail() -> None:
+def jail():
     if not isolated():
         pytest.skip("no namespaces on this machine")
 
