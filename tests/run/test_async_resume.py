@@ -52,10 +52,14 @@ def test_async_run_killed_in_flight_loses_no_sample_and_trains_none_twice(ranks,
     folder = inputs(tmp_path, "qwen3", positions=400, unused=2000)
     run, started = folder / "run", 0
     for delay in delays:
-        in_flight, pause = False, 0.25
-        while not in_flight:
+        # Too short a pause, and the engine has no token yet; too long, and it has completed all that it may.
+        for pause in (0.25, 0.05, 0.5, 0.0, 1.0, 0.1, 2.0, 0.02):
             in_flight = killed_in_flight(folder, started + 4, delay, pause)
-            started, pause = int(last_checkpoint(run).name), 2 * pause
+            started = int(last_checkpoint(run).name)
+            if in_flight:
+                break
+        else:
+            pytest.fail("no kill found a sample in flight")
     iterations = started + 2
     length = f"job.iterations={iterations}"
     (folder / "kill.json").unlink()
