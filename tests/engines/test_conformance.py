@@ -206,11 +206,11 @@ def test_engine_killed_while_generating_restarts_and_finishes(engine, mixtures):
     assert sorted(sample.id for sample in [*samples, *finished]) == [request.id for request in requested]
 
 
-@of_processes
-def test_engine_of_a_dead_rank_leaves_no_process(engine, monkeypatch):
+@pytest.mark.parametrize("kind", [SGLANG, VLLM])
+def test_engine_of_a_dead_rank_leaves_no_process(mixtures, tmp_path, monkeypatch, kind):
     pairs, pair = [], socket.socketpair
     monkeypatch.setattr(socket, "socketpair", lambda: pairs.append(pair()) or pairs[-1])
-    engine.restart()
+    engine = ProcessEngine(PROCESSES[kind], mixtures[0], options_of(kind), tmp_path / "0.log")
     processes = [psutil.Process(engine.pid), process_of(engine), *process_of(engine).children(recursive=True)]
     assert len(processes) > 2
     pairs[0][0].shutdown(socket.SHUT_RDWR)  # as the kernel does to the socket of a rank that is killed

@@ -252,8 +252,8 @@ def train_configured_for_fp8(model, layout, batch):
     """What `train` returns, and the tokens of this rank's micro-batches."""
     tokens, pack = [], MegatronRunner.pack
 
-    def recorded(*arguments):
-        micro = pack(*arguments)
+    def recorded(*arguments, **options):
+        micro = pack(*arguments, **options)
         tokens.append(micro.input_ids.shape[1])
         return micro
 

@@ -206,10 +206,11 @@ def gradients_here(runner: MegatronRunner) -> Parts:
 
 def recorded_gradients(trainer: MegatronTrainer) -> list[Parts]:
     """A list that grows by the gradients of all weights with each step of the trainer."""
-    recorded, step = [], trainer.optimizer.step
+    # The closure does not keep the trainer: the model refers to the optimizer.
+    recorded, step, runner = [], trainer.optimizer.step, trainer.runner
 
     def recording() -> tuple[bool, float, int]:
-        recorded.append(gradients_here(trainer.runner))
+        recorded.append(gradients_here(runner))
         return step()
 
     trainer.optimizer.step = recording

@@ -19,8 +19,8 @@ from verl_mg.run.loop import one_iteration
 
 ITERATIONS, PROMPTS, GROUP = 6, 1, 2
 MAX_STALENESS = 4
-EVALUATED = (2, 3)
-"""Iterations after which an evaluation runs."""
+EVALUATED = (4, 5)
+"""Iterations after which an evaluation runs. Engines work ahead during one, so those before show samples in flight."""
 ASYNC = [
     "rollout.mode=async",
     f"rollout.max_staleness={MAX_STALENESS}",

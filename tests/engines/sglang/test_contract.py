@@ -238,7 +238,8 @@ def arguments_of(on_gpus, monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2 * PER_NODE)
     monkeypatch.setattr(device, "ranks_of_a_node", lambda ranks: PER_NODE)
     monkeypatch.setattr(device, "total_memory", lambda: 2**37)
-    config = Config.model_validate({"model": {"path": "model"}, "data": {"train": "none"}, "job": {"output": "run"}})
+    sections = {"model": {"path": "model"}, "data": {"train": "none"}, "job": {"output": "run"}}
+    config = Config.model_validate(sections | {"rollout": {"engine": "sglang"}})
     table = SimpleNamespace(config=SimpleNamespace(max_positions=256))
 
     def arguments_of(placement: EnginePlacement, rank: int) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def test_weight_update_with_latent_attention_recomputes_derived_weights(tmp_path
     config = json.loads((model / "config.json").read_text())
     config |= {"topk_method": "greedy", "scoring_func": "softmax", "moe_layer_freq": 1}
     (model / "config.json").write_text(json.dumps(config))
-    monkeypatch.setattr("verl_mg.engines.sglang.engine.HOST", probes.__name__)
+    monkeypatch.setattr("verl_mg.engines.kinds.ProcessKind.host", probes.__name__)
     settings = dataclasses.replace(SETTINGS, extra={"custom_weight_loader": [probes.LOADER]})
     engine = ProcessEngine(SGLANG, model, settings, tmp_path / "0.log")
     try:
