@@ -29,6 +29,19 @@ def test_library_replace_given_missing_attribute_names_the_version():
     assert vars(module) == {"old": 2}
 
 
+def test_library_replaced_attribute_of_a_base_is_inherited_again():
+    class Base:
+        old = 1
+
+    class Derived(Base):
+        pass
+
+    with library().replaced(Derived, old=2):
+        assert (Derived.old, Base.old) == (2, 1)
+    Base.old = 3
+    assert Derived.old == 3
+
+
 def test_library_replaced_restores_after_an_error():
     module = SimpleNamespace(old=1)
     with pytest.raises(KeyError), library().replaced(module, old=2):

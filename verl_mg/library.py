@@ -38,9 +38,13 @@ class Library:
     @contextmanager
     def replaced(self, owner: Any, **values: Any) -> Iterator[None]:
         """Context manager: attributes of a module or class are replaced, and restored at the end."""
-        previous = {name: vars(owner).get(name) for name in values}
+        previous = {name: vars(owner)[name] for name in values if name in vars(owner)}
         self.replace(owner, **values)
         try:
             yield
         finally:
-            self.replace(owner, **previous)
+            for name in values:
+                if name in previous:
+                    setattr(owner, name, previous[name])
+                else:  # a class had it from its base
+                    delattr(owner, name)

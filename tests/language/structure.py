@@ -36,8 +36,8 @@ INTERFACES = (
 )
 """Files and folders that others call or implement: their functions describe arguments, results and errors."""
 PRIVATE_CHAIN = re.compile(r"(?<![\w.\"'])([a-zA-Z]\w*)(?:\.\w+)*?\._[a-z]\w*(?:\.[a-z]\w*)*\._[a-z]\w*")
-PRIVATE_CHAINS_LEFT = ("engine._running_process._socket", "job.rollout._engines._follower", "engines._sync._planned")
-"""Parts of engines on several nodes, and of engines that lose their rank: their owners have nothing public yet."""
+PRIVATE_CHAINS_LEFT = ("job.rollout._engines._follower", "engines._sync._planned")
+"""Parts of engines on several nodes, and a kept plan: their owners have nothing public yet."""
 SECTION = re.compile(r"(?m)^(Args|Returns|Raises|Yields):\s*$")
 RECIPE_PARAMETERS = {"job", "cfg", "config", "inputs", "tokens", "batch", "metrics"}
 TEST_NAME_STARTS = frozenset(

@@ -19,7 +19,7 @@ from verl_mg.data import read_records
 from verl_mg.job.job import RunningJob
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.rewards import Reward
-from verl_mg.rollout.engine_group import EngineWrapper
+from verl_mg.rollout.engine_group import WrapEngine
 from verl_mg.run.loop import FULL_RUN, RunMode
 
 GRPO = ["algorithm.prompts_per_iteration=6", "algorithm.group_size=4", "algorithm.kl.coefficient=0.01"]
@@ -60,7 +60,7 @@ def job(recipe: str | Path, inputs: Path, output: Path, overrides: list[str], mo
 def split_job(recipe: str, inputs: Path, output: Path, overrides: list[str], mode: RunMode = FULL_RUN) -> None:
     """A `job` whose responses are cut into the segments of trajectories, some with rewards."""
 
-    def wrapper(of: RunningJob) -> EngineWrapper:
+    def wrapper(of: RunningJob) -> WrapEngine:
         decode = partial(of.tokenizer.decode, skip_special_tokens=True)
         return partial(SplittingEngine, decode=decode, reward=lambda s: Reward(9.0) if s.id % 4 == 0 else None)
 

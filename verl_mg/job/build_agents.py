@@ -17,7 +17,7 @@ from verl_mg.data.images import ImageLimits
 from verl_mg.engines.engine import RolloutEngine
 from verl_mg.errors import UserError
 from verl_mg.import_function import RECIPES, load_function
-from verl_mg.rollout.engine_group import EngineWrapper
+from verl_mg.rollout.engine_group import WrapEngine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,7 +32,7 @@ def agent_wrapper(
     max_positions: int,
     processor: ImageProcessor | None,
     image_limits: ImageLimits,
-) -> EngineWrapper:
+) -> WrapEngine:
     """Returns a function that starts agents around an engine, whose contexts have at most `max_positions` tokens.
 
     UserError if there is no such agent, the tokenizer has no chat template, or SGLang no such parser.

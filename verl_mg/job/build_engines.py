@@ -26,7 +26,7 @@ from verl_mg.layout import EngineLayout, EnginePlacement
 from verl_mg.reshard import best_stride
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import Actor
-from verl_mg.rollout.engine_group import EngineGroup, EngineWrapper, HFEngineGroup, ProcessEngineGroup
+from verl_mg.rollout.engine_group import EngineGroup, HFEngineGroup, ProcessEngineGroup, WrapEngine
 from verl_mg.rollout.remote_engine_group import build_remote_engines
 from verl_mg.sharding.model_table import ModelTable
 from verl_mg.weight_sync.adapters import AdapterSync
@@ -67,7 +67,7 @@ def ends_at_strings(config: Config) -> bool:
     return config.rollout.has_agents or any((config.rollout.stop, config.evaluation.stop, *of_sets))
 
 
-def with_stop_strings(decode: Decode, wrap: EngineWrapper) -> EngineWrapper:
+def with_stop_strings(decode: Decode, wrap: WrapEngine) -> WrapEngine:
     """Returns a wrapper of engines whose samples end at stop strings."""
     # Outside of the engines, by the text of all tokens of a turn: engines miss a string that the policy writes with
     # more tokens than the tokenizer, or that began before an interruption.
@@ -78,7 +78,7 @@ def build_engine_group(
     config: Config,
     actor: Actor,
     context: JobContext,
-    wrap: EngineWrapper,
+    wrap: WrapEngine,
     processor: ImageProcessor | None = None,
     decode: Decode | None = None,
 ) -> EngineGroup:

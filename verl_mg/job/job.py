@@ -65,7 +65,7 @@ from verl_mg.roles.reward import RewardRole
 from verl_mg.roles.role import Role
 from verl_mg.roles.teachers import Teachers
 from verl_mg.rollout.async_rollout import AsyncRollout
-from verl_mg.rollout.engine_group import EngineWrapper, InFlightEngineGroup
+from verl_mg.rollout.engine_group import InFlightEngineGroup, WrapEngine
 from verl_mg.rollout.groups import StalenessBound
 from verl_mg.rollout.rollout import Rollout, RolloutSetup, RolloutSource
 from verl_mg.rollout.sync_rollout import SyncRollout
@@ -434,7 +434,7 @@ class RunningJob:
             deterministic=self.config.job.deterministic,
         )
 
-    def _with_tools(self) -> EngineWrapper:
+    def _with_tools(self) -> WrapEngine:
         """Returns a function that adds tools to an engine if the configuration names any."""
         config, tools = self.config.rollout, self._tools
         if not tools:

@@ -32,7 +32,7 @@ from verl_mg.rollout.work_queue import StaticShare
 from verl_mg.weight_sync.hf_module import HFEngineSync
 from verl_mg.weight_sync.ipc import ProcessEngineSync
 
-EngineWrapper = Callable[[RolloutEngine], RolloutEngine]
+WrapEngine = Callable[[RolloutEngine], RolloutEngine]
 """Wraps an engine, for example with turns and tools."""
 
 
@@ -105,7 +105,7 @@ class HFEngineGroup(EngineGroup):
 
     rows_are_local = True
 
-    def __init__(self, engine: HFEngine, context: JobContext, wrap: EngineWrapper = lambda engine: engine) -> None:
+    def __init__(self, engine: HFEngine, context: JobContext, wrap: WrapEngine = lambda engine: engine) -> None:
         super().__init__([True] * dist.get_world_size(), static=True, context=context)
         self.engine = wrap(engine)
         self._sync = HFEngineSync(engine)
@@ -135,7 +135,7 @@ class ProcessEngineGroup(InFlightEngineGroup):
         disjoint: bool,
         static: bool = False,
         version: int = -1,
-        wrap: EngineWrapper = lambda engine: engine,
+        wrap: WrapEngine = lambda engine: engine,
     ) -> None:
         super().__init__(is_leader, static, context)
         self.engine = wrap(inner) if inner else None

@@ -36,7 +36,7 @@ from verl_mg.engines.request_tracker import routed_shape
 from verl_mg.errors import UserError
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import Actor
-from verl_mg.rollout.engine_group import EngineWrapper, InFlightEngineGroup
+from verl_mg.rollout.engine_group import InFlightEngineGroup, WrapEngine
 from verl_mg.rollout.engine_worker import EngineEvents
 from verl_mg.servers.info import ServerKeys, ServerRequirements
 from verl_mg.servers.paired_engine import check_addresses, connect_engine, parts_of
@@ -224,7 +224,7 @@ class RemoteEngineGroup(InFlightEngineGroup):
         is_leader: Sequence[bool],
         context: JobContext,
         static: bool = False,
-        wrap: EngineWrapper = lambda engine: engine,
+        wrap: WrapEngine = lambda engine: engine,
     ) -> None:
         super().__init__(is_leader, static, context)
         self.engine = wrap(pool) if pool else None
@@ -309,7 +309,7 @@ def build_remote_engines(
     options: EngineOptions,
     table: ModelTable,
     context: JobContext,
-    wrap: EngineWrapper,
+    wrap: WrapEngine,
     processor: ImageProcessor | None = None,
 ) -> RemoteEngineGroup:
     """Returns the servers of the configuration, without weights of this job until the first transfer."""
