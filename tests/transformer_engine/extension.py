@@ -22,12 +22,9 @@ DType = enum.IntEnum(
     },
 )
 """Data types, by the names of the extension."""
-CUDNN = {"NVTE_No_Backend": -1, "NVTE_F16_arbitrary_seqlen": 1, "NVTE_FP8": 2}
-"""Kernels of cuDNN."""
-FORMER = {"NVTE_F16_max512_seqlen": 0}
-"""Kernels of cuDNN in versions below 2.12."""
-IMPORTED = ("layernorm_fwd", "layernorm_bwd")
-"""Further names that Transformer Engine imports by `*`."""
+CUDNN = {"NVTE_No_Backend": -1, "NVTE_F16_arbitrary_seqlen": 1, "NVTE_FP8": 2}  # kernels of cuDNN
+FORMER = {"NVTE_F16_max512_seqlen": 0}  # kernels of cuDNN in versions below 2.12
+IMPORTED = ("layernorm_fwd", "layernorm_bwd")  # further names that Transformer Engine imports by `*`
 TORCH = {DType.kFloat32: torch.float32, DType.kFloat16: torch.float16, DType.kBFloat16: torch.bfloat16}
 
 

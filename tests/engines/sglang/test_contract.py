@@ -4,6 +4,7 @@ import ast
 import importlib.util
 import json
 import os
+import socket
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
@@ -171,7 +172,8 @@ def test_port_block_used_by_another_job_is_left_to_it():
 
 def test_port_block_with_a_port_in_use_is_left_out(monkeypatch):
     block = PortBlock()
-    with ports_module._bind(block.ports[-1]):
+    with socket.socket() as bound:
+        bound.bind(("", block.ports[-1]))
         block.close()
         other = PortBlock()
         other.close()

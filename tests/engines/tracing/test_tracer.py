@@ -345,7 +345,7 @@ def test_trace_of_unloadable_model_raises_one_line(tmp_path, family, fields, com
 
 @needs_sglang
 def test_trace_with_dead_rank_raises_its_last_lines(monkeypatch):
-    monkeypatch.setattr(tracer, "jobs_file", lambda folder: folder / "elsewhere.json")
+    monkeypatch.setattr(tracer, "JOBS", "elsewhere.json")
     with pytest.raises(UserError, match=r"rank \d ended with exit code 1. Its last lines: .*FileNotFoundError"):
         trace([(folder_of("llama"), TP2)], SGLANG)
 
