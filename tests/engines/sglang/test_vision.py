@@ -1,5 +1,7 @@
 """SGLang's own vision towers with images from requests, against the hf engine, which equals `transformers`."""
 
+from contextlib import closing
+
 import pytest
 import torch
 
@@ -25,8 +27,5 @@ SETTINGS = EngineOptions(
 @pytest.mark.parametrize("family", ["qwen3_vl", pytest.param("qwen2_5_vl", marks=pytest.mark.nightly)])
 def test_engine_given_images_writes_the_tokens_of_the_hf_engine(tmp_path, family):
     folder = vision_model(family)
-    engine = ProcessEngine(SGLANG, folder, SETTINGS, tmp_path / "0.log")
-    try:
+    with closing(ProcessEngine(SGLANG, folder, SETTINGS, tmp_path / "0.log")) as engine:
         check_images(engine, folder, version=0)
-    finally:
-        engine.close()

@@ -1,6 +1,7 @@
 """Seeds, updates and lost processes of a real vLLM engine, beyond the promises of all (`test_conformance.py`)."""
 
 import glob
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -106,12 +107,9 @@ def test_engine_with_latent_attention_recomputes_derived_weights(tmp_path):
     latent = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64}
     paths = [tiny_latent_model(tmp_path / str(seed), seed, latent) for seed in (1, 2)]
     options = options_of("vllm", routed_experts=False, max_positions=1024)
-    engine = ProcessEngine(VLLM, paths[0], options, tmp_path / "0.log")
-    try:
+    with closing(ProcessEngine(VLLM, paths[0], options, tmp_path / "0.log")) as engine:
         for version, path in enumerate((paths[1], paths[0])):
             check_greedy(engine, path, version)
-    finally:
-        engine.close()
 
 
 def tiny_latent_model(folder: Path, seed: int, latent: dict[str, int]) -> Path:

@@ -1,5 +1,6 @@
 """vLLM's own vision towers with images from requests and weights from updates, against the hf engine."""
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -28,12 +29,9 @@ def test_engine_given_images_writes_the_tokens_of_the_hf_engine_after_each_updat
         layout=EngineLayout(), dtype=torch.float32, max_running=16, max_positions=256, python=python
     )
     (traced,) = trace([(folders[0], EngineLayout())], TracedEngine("vllm", python))
-    engine = ProcessEngine(VLLM, folders[0], settings, tmp_path / "0.log")
-    try:
+    with closing(ProcessEngine(VLLM, folders[0], settings, tmp_path / "0.log")) as engine:
         written = []
         for version, folder in enumerate(folders):
             bring_weights(engine, folder, version, traced)
             written += check_images(engine, folder, version)
         assert len(set(written)) == len(written)
-    finally:
-        engine.close()
