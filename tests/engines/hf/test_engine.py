@@ -21,7 +21,10 @@ from verl_mg.models.hf_config import parse_config
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.sharding.weight_table import weight_table
 
-WINDOW = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
+FIELDS: dict[str, dict[str, Any]] = {
+    "qwen2-window": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    **{name: {"index_n_heads": 16, "index_head_dim": 8} for name in SPARSE},  # with fewer heads, scores are equal
+}
 DENSE = ("llama", "qwen2", "qwen2-window", "qwen3")
 MIXTURES = ("qwen3_moe", "deepseek_v3")
 VOCAB = 30
@@ -37,7 +40,7 @@ def one_thread() -> Iterator[None]:
 
 
 def made(name: str, folder: Path) -> Path:
-    return tiny_model(folder, "qwen2", **WINDOW) if name == "qwen2-window" else tiny_model(folder, name)
+    return tiny_model(folder, name.removesuffix("-window"), **FIELDS.get(name, {}))
 
 
 def engine_of(directory: Path, **options: Any) -> HFEngine:
