@@ -85,9 +85,8 @@ class PackedModule(nn.Module):
 
     def vocabulary_shard(self, vocab: int) -> VocabularyShard:
         """Returns the part of a vocabulary whose logits this tensor-parallel rank computes."""
-        at, rows = self._groups.coordinates, -(-vocab // self._groups.layout.tp)
-        assert at is not None
-        first = min(at.tp * rows, vocab)
+        rows = -(-vocab // self._groups.layout.tp)
+        first = min(self._groups.coordinates.tp * rows, vocab)
         return VocabularyShard(first, min(rows, vocab - first), self._groups.tensor_group)
 
 
@@ -304,11 +303,9 @@ class _SumBackward(torch.autograd.Function):
 
 def sum_values(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Sums values over the ranks of a group; each rank's gradient is that of the sum."""
-    total: Tensor = _SumForward.apply(values, group) if group is not None else values
-    return total
+    return _SumForward.apply(values, group) if group is not None else values
 
 
 def sum_gradients(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Returns values as they are; the gradients of all ranks are summed in the backward pass."""
-    same: Tensor = _SumBackward.apply(values, group) if group is not None else values
-    return same
+    return _SumBackward.apply(values, group) if group is not None else values

@@ -41,7 +41,7 @@ from verl_mg.sharding.shard_map import ShardMap
 from verl_mg.training.logprobs import OutputHead, VocabularyShard
 from verl_mg.training.model_spec import ModelSpec
 from verl_mg.training.runner import ComputedParameters, Pass, Report, Runner
-from verl_mg.training.storages import storages
+from verl_mg.training.storages import storages_here
 from verl_mg.training.weights import load_directory
 
 
@@ -258,9 +258,3 @@ def check_module_layout(module: Any, layout: Layout, where: str) -> None:
         raise UserError(f"layout {layout}: no cp with images that attend to themselves, of {where}. Leave out cp.")
     if layout.cp > 1 and others:
         raise UserError(f"layout {layout}: no cp with layers of the kind {min(others)} of {where}. Leave out cp.")
-
-
-def storages_here(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
-    """Returns the distinct storages of the tensors that are on this rank's device."""
-    place = device.current_device().type
-    return storages(tensor for tensor in tensors if tensor.device.type == place)

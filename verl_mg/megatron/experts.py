@@ -87,13 +87,11 @@ class _Copies:
 
     def take(self, tokens: Tensor) -> Tensor:
         """Copies tokens (tokens, h) to (copies, h); the backward pass sums the copies in a fixed order."""
-        copied: Tensor = _Take.apply(tokens, self)
-        return copied
+        return _Take.apply(tokens, self)
 
     def total(self, copies: Tensor) -> Tensor:
         """Sums the copies (copies, h) of each token to (tokens, h)."""
-        summed: Tensor = _Total.apply(copies, self)
-        return summed
+        return _Total.apply(copies, self)
 
     def sums(self, copies: Tensor) -> Tensor:
         """Sums without autograd, see `total`."""
@@ -221,8 +219,7 @@ class TokenDispatcher(MoETokenDispatcher):
     def _over_ep(self, values: Tensor, received: list[int], sent: list[int]) -> Tensor:
         if self._ep.size() == 1:
             return values
-        exchanged: Tensor = all_to_all(self._ep, values, received, sent, use_nccl_stream=self.use_nccl_stream)
-        return exchanged
+        return all_to_all(self._ep, values, received, sent, use_nccl_stream=self.use_nccl_stream)
 
     def _exchange_sizes(self) -> None:
         """Computes from the number of copies for each expert on each rank what is sent, received and sorted."""
@@ -315,8 +312,7 @@ class _Stack(torch.nn.Module):
 
     def forward(self, tokens: Tensor, ends: Tensor) -> Tensor:
         """Multiplies tokens (n, in) with the weights of their experts to (n, out)."""
-        product: Tensor = _GroupedProduct.apply(tokens, self.weight, ends, self._fused_gradient)
-        return product
+        return _GroupedProduct.apply(tokens, self.weight, ends, self._fused_gradient)
 
 
 def grouped_product(tokens: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
@@ -324,8 +320,7 @@ def grouped_product(tokens: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
     `ends` (experts,) int32: where the tokens of each expert end.
     """
-    product: Tensor = _GroupedProduct.apply(tokens, weights, ends, False)
-    return product
+    return _GroupedProduct.apply(tokens, weights, ends, False)
 
 
 class _GroupedProduct(torch.autograd.Function):
@@ -387,14 +382,12 @@ def add_bias(product: Tensor, bias: Tensor, ends: Tensor, scale: Tensor | None =
     `ends` (experts,) int32: where the tokens of each expert end. `added=False`: another rank adds the bias to its part
     of the sum; it has its whole gradient here too.
     """
-    total: Tensor = _AddBias.apply(product, bias, ends, scale, added)
-    return total
+    return _AddBias.apply(product, bias, ends, scale, added)
 
 
 def clamped_swiglu(x: Tensor, scale: Tensor, activation: ClampedSwiGLU) -> Tensor:
     """Computes the clamped SwiGLU of (n, 2 f) times a factor (n,); the backward pass needs only the arguments."""
-    product: Tensor = _ClampedSwiGLU.apply(x, scale, activation.alpha, activation.limit)
-    return product
+    return _ClampedSwiGLU.apply(x, scale, activation.alpha, activation.limit)
 
 
 class _AddBias(torch.autograd.Function):

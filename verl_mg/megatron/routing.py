@@ -106,8 +106,7 @@ class Router(TopKRouter):
     def gating(self, hidden: Tensor) -> Tensor:
         """Computes logits: (t, 1, h) -> (t, 1, experts), in float32 where the model does."""
         if hidden.device.type != "cuda" or hidden.dtype is torch.float32 or not self._experts.float32:
-            logits: Tensor = super().gating(hidden)
-            return logits
+            return super().gating(hidden)
         logits = _Logits.apply(hidden.flatten(0, 1), self.weight)
         return logits[:, None]
 
