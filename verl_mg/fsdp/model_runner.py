@@ -141,12 +141,10 @@ class FsdpRunner(Runner):
 
     @property
     def output_head(self) -> OutputHead:
-        """Output layer in the model directory, the embedding where the two are tied."""
         assert self._head is not None, "a value head has no vocabulary"
         return self._head
 
     def vocabulary_shard(self) -> VocabularyShard | None:
-        """Returns this tensor-parallel rank's part of the vocabulary."""
         return self.packed.vocabulary_shard(self.output_head.vocab) if self.packed else None
 
     # -- weights
@@ -167,13 +165,11 @@ class FsdpRunner(Runner):
 
     @property
     def computed_parameters(self) -> frozenset[str]:
-        """Names of the parameters that are cast or copied to the device, or into which adapters are merged."""
         place, adapted = device.current_device(), self.lora.adapted_parameters if self.lora else frozenset()
         moved = {n for n, t in self.parameters().items() if t.device.type != place.type or self._is_cast(n, t)}
         return adapted | moved
 
     def served_parameters(self) -> Mapping[str, Tensor]:
-        """Returns the parameters on the device, in `dtype` and with adapters merged into them, computed on access."""
         return ComputedParameters(self.parameters(), self._served)
 
     def _served(self, name: str, weight: Tensor) -> Tensor:
@@ -194,7 +190,6 @@ class FsdpRunner(Runner):
         return slice(*pieces[0].source[0]) if pieces else slice(0, 0)
 
     def shard_map(self) -> ShardMap:
-        """Returns the shards of every rank, by the names of the module's parameters."""
         return self._shard_map
 
     def written_adapters(self) -> Iterator[tuple[str, Box, Tensor]]:
@@ -203,7 +198,6 @@ class FsdpRunner(Runner):
             yield from self.lora.boxes()
 
     def trained(self) -> Mapping[str, Tensor]:
-        """Returns this rank's parts of the trained parameters, or the adapters that are trained instead."""
         if self.lora or self.packed is None:
             return self.adapters()
         trained = {name for name, parameter in self.packed.module.named_parameters() if parameter.requires_grad}
@@ -217,14 +211,12 @@ class FsdpRunner(Runner):
         return [self.packed] if self.packed is not None else []
 
     def weight_storages(self) -> list[UntypedStorage]:
-        """Returns the storages on the device of this rank's parts of the parameters, of adapters and of buffers."""
         if self.packed is None:
             return []
         local = local_tensors(self.packed.module)
         return storages_here([*local.values(), *self.packed.buffers(), *self.adapters().values()])
 
     def drop_caches(self) -> None:
-        """Frees gathered parameters."""
         if self.packed is not None:
             self.packed.reshard()  # type: ignore[operator]
 

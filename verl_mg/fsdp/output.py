@@ -21,10 +21,8 @@ PROBES = (-60.0, -7.0, -0.5, 0.0, 0.25, 3.0, 40.0)
 class LogitScale:
     """Function of a model from products z of hidden states and output weights to logits: c * tanh(scale * z / c)."""
 
-    scale: float = 1.0
-    """Factor of the products."""
-    softcap: float | None = None
-    """Bound c of the logits; None for none."""
+    scale: float = 1.0  # factor of the products
+    softcap: float | None = None  # bound c of the logits; None for none
 
     def apply(self, products: Tensor) -> Tensor:
         """Returns the logits of products."""

@@ -66,7 +66,6 @@ class FsdpTrainer(Trainer):
 
     @property
     def inner_optimizers(self) -> list[torch.optim.Optimizer]:
-        """The one optimizer of this rank."""
         return [self.optimizer]
 
     def _parameters_by_name(self) -> dict[str, Tensor]:
@@ -98,7 +97,6 @@ class FsdpTrainer(Trainer):
         self.runner.unrestored -= self._weights.keys()  # optimizer and model have the same memory
 
     def state_storages(self) -> list[UntypedStorage]:
-        """Returns the storages of the moments on the device: none with `fsdp.cpu_offload`."""
         states = (value for state in self.optimizer.state.values() for value in state.values())
         return storages_here(value for value in states if isinstance(value, Tensor) and value.dim())
 

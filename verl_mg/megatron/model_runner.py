@@ -172,28 +172,23 @@ class MegatronRunner(Runner):
         return frozenset(tensors - frozen)
 
     def parameters(self, complete: bool = True) -> dict[str, Tensor]:
-        """Returns this rank's parameters by their names in the weight table, see `Runner.parameters`."""
         if complete:
             self.gathers.wait_for_all()
         return parameters_by_name(self.chunks)
 
     @property
     def computed_parameters(self) -> frozenset[str]:
-        """Names of the parameters that have adapters on this rank."""
         return self.lora.adapted_parameters if self.lora else frozenset()
 
     def served_parameters(self) -> Mapping[str, Tensor]:
-        """Returns `parameters` with their adapters merged into them, each computed on access."""
         # The sum is rounded to the dtype of the weights: in bfloat16 engines lose the smallest part of small
         # adapters.
         return self.lora.merge_into(self.parameters()) if self.lora else self.parameters()
 
     def shard_map(self) -> ShardMap:
-        """Returns the shards of every rank, by the weight table."""
         return self.table.shard_map_megatron(self.placement, self.spec.kernels)
 
     def trained(self) -> Mapping[str, Tensor]:
-        """Returns the trained parameters of this rank, or the adapters that are trained instead."""
         # Biases of routers are among them where updates change them, although they have no gradient.
         if self.lora:
             return self.adapters()
@@ -204,13 +199,11 @@ class MegatronRunner(Runner):
         return {name: weight for name, weight in self.parameters().items() if is_trained(name, weight)}
 
     def written_adapters(self) -> Iterator[tuple[str, Box, Tensor]]:
-        """Yields (tensor of PEFT's file, box in it, values) that this rank writes; all ranks write each box once."""
         if self.lora and self.is_member:
             yield from self.lora.local_boxes(self.groups.coordinates)
 
     @property
     def can_share_prefixes(self) -> bool:
-        """Whether shared prefixes can be computed once."""
         # Not where a rank has two chunks of each sequence, nor where a token's next one is embedded with it: rows
         # that share a prefix differ in the token after it. A balance loss needs the row of each token.
         exchanged = self.layout.cp > 1 and exchanges_keys(self.spec.megatron)
@@ -218,19 +211,16 @@ class MegatronRunner(Runner):
 
     @property
     def output_head(self) -> OutputHead:
-        """Output layer in the model directory, the embedding where the two are tied."""
         config = self.table.config
         return OutputHead(self.table.model.output.name, config.vocab, config.hidden, config.logit_softcap)
 
     def vocabulary_shard(self) -> VocabularyShard | None:
-        """Returns the rows of the output layer on the last pipeline stage."""
         if not self.chunks or not self.chunks[-1].post_process:
             return None
         last = self.chunks[-1]
         return VocabularyShard(last.first_token, last.real_rows, self.groups.collection.tp)
 
     def wait_for(self, parameters: Iterable[Tensor] | None = None) -> None:
-        """Waits until the gathers of parameters are complete; None for all."""
         if parameters is None:
             self.gathers.wait_for_all()
         else:
@@ -249,7 +239,6 @@ class MegatronRunner(Runner):
             yield from chunk.buffers()
 
     def weight_storages(self) -> list[UntypedStorage]:
-        """Returns the storages of parameters and buffers."""
         return storages(self.model_tensors())
 
     def drop_caches(self) -> None:

@@ -82,10 +82,8 @@ class Router(TopKRouter):
     bias: Any
     given: Tensor | None = None
     """(t, k) prescribed experts of this micro-batch; a row with -1 leaves its token to the router."""
-    packed: PackedSequences | None = None
-    """Description of the sequences of this micro-batch."""
-    losses: BalanceLosses | None = None
-    """Auxiliary losses of the model; None without."""
+    packed: PackedSequences | None = None  # description of the sequences of this micro-batch
+    losses: BalanceLosses | None = None  # auxiliary losses of the model; None without
     load: Tensor | None = None
     """(experts,) int64, tokens that chose each expert in the passes with gradients so far; None: not counted."""
 

@@ -102,11 +102,9 @@ class MegatronTrainer(Trainer):
 
     @property
     def inner_optimizers(self) -> list[torch.optim.Optimizer]:
-        """The torch optimizers inside megatron-core's."""
         return [part.optimizer for part in optimizer_parts(self.optimizer)]
 
     def state_storages(self) -> list[UntypedStorage]:
-        """Returns the storages of moments and main weights on the device."""
         weights = {tensor.untyped_storage().data_ptr() for tensor in self.runner.model_tensors()}
         devices = {tensor.device for tensor in self.runner.model_tensors()}
         on_device = (tensor for tensor in self._optimizer_tensors() if tensor.device in devices)

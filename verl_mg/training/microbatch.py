@@ -88,8 +88,7 @@ class TokenOrder:
 class SharedTokens:
     """First tokens of rows that other rows of the micro-batch have packed, in host memory."""
 
-    rows: Tensor
-    """(rows,) int64, the row that has the last one of them packed."""
+    rows: Tensor  # (rows,) int64, the row that has the last one of them packed
     counts: Tensor
     """(rows,) int64, number of them; 0 in a row that is packed whole, and less in `rows` than in the row itself."""
 

@@ -78,12 +78,9 @@ class Sequences:
 class Scores:
     """Treatment of the scores of queries and keys."""
 
-    scale: float | None = None
-    """Factor of the scores; None for 1 / sqrt(d)."""
-    window: int | None = None
-    """Number of tokens that a token attends to at most, itself included; None for all."""
-    softcap: float | None = None
-    """Bound c of scores z, as c * tanh(z / c) (Gemma 2, arXiv:2408.00118); None for none."""
+    scale: float | None = None  # factor of the scores; None for 1 / sqrt(d)
+    window: int | None = None  # number of tokens that a token attends to at most, itself included; None for all
+    softcap: float | None = None  # bound c of scores z, as c * tanh(z / c) (Gemma 2, arXiv:2408.00118); None for none
     sinks: Tensor | None = None
     """(heads,) further scores of each head's softmax, without values (gpt-oss, arXiv:2508.10925); None for none."""
 

@@ -72,14 +72,10 @@ TokenLoss = Callable[[LossInputs], tuple[Tensor, Mapping[str, Tensor]]]
 class MiniBatch:
     """Rows of one optimizer step: this rank's, and their numbers over all ranks."""
 
-    micro_batches: list[Batch]
-    """With TRAJECTORY_TOKENS where a trajectory has several rows."""
-    cp_sizes: list[int] | None
-    """Number of context-parallel ranks that share each micro-batch; None for all of them."""
-    num_tokens: int
-    """Scored tokens over all ranks."""
-    num_sequences: int
-    """Trajectories with scored tokens over all ranks."""
+    micro_batches: list[Batch]  # with TRAJECTORY_TOKENS where a trajectory has several rows
+    cp_sizes: list[int] | None  # number of context-parallel ranks that share each micro-batch; None for all of them
+    num_tokens: int  # scored tokens over all ranks
+    num_sequences: int  # trajectories with scored tokens over all ranks
 
 
 @dataclass(frozen=True)
@@ -87,13 +83,10 @@ class Objective:
     """Loss that an update minimizes."""
 
     loss: TokenLoss
-    aggregation: str
-    """Aggregation of token losses, see `algorithms.aggregation`."""
+    aggregation: str  # aggregation of token losses, see `algorithms.aggregation`
     temperature: float
-    outputs: TokenOutputs = EVERYTHING
-    """Outputs of a language model that the loss needs."""
-    max_length: int | None = None
-    """Tokens of the longest possible response, for "seq-mean-token-sum-norm"."""
+    outputs: TokenOutputs = EVERYTHING  # outputs of a language model that the loss needs
+    max_length: int | None = None  # tokens of the longest possible response, for "seq-mean-token-sum-norm"
 
 
 def count_non_finite(buffers: Iterable[Tensor]) -> Tensor:
