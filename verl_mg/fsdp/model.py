@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
@@ -210,7 +210,7 @@ def shard_over_data(
         "mesh": groups.data_mesh,
         "mp_policy": precision,
         "offload_policy": policy,
-        "shard_placement_fn": lambda parameter: None if (d := shard_dim(parameter, sharding)) == 0 else _split(d),
+        "shard_placement_fn": lambda parameter: Shard(dim) if (dim := shard_dim(parameter, sharding)) else None,
         "ignored_params": kept,
     }
     for block in sharded_blocks(module):
@@ -254,17 +254,6 @@ def local_part(parameter: Tensor) -> Tensor:
     """Returns this rank's part of a parameter, which shares its memory."""
     local: Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return local.detach()
-
-
-def recompute_layers(module: Any) -> None:
-    """Makes layers recompute their activations in the backward pass."""
-    module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-
-
-def _split(dim: int) -> Any:
-    from torch.distributed.tensor import Shard
-
-    return Shard(dim)
 
 
 def sharded_blocks(module: Any) -> Iterator[nn.Module]:

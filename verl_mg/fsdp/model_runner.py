@@ -23,7 +23,6 @@ from verl_mg.fsdp.model import (
     local_tensors,
     logit_scale_of,
     parameter_splits,
-    recompute_layers,
     shard_over_data,
     shard_tensors,
 )
@@ -104,7 +103,7 @@ class FsdpRunner(Runner):
         self._shard_map = fsdp_shard_map(whole, splits, groups.ranks, self.table.tensor_index.tensors)
         if self.is_member:
             if spec.recompute:
-                recompute_layers(module)
+                module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             fit_expert_kernels(module)
             self.packed = PackedModule(module, groups, scale)
             shard_over_data(self.packed, groups, spec.fsdp, spec.dtype, apart)

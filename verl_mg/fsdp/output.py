@@ -53,7 +53,8 @@ def read_logit_scale(model: Any, where: str) -> LogitScale:
 
 def _module_logits(model: Any, products: Tensor) -> Tensor:
     """Returns the logits that the model's own `forward` makes of products, with its body and head left out."""
-    body, head = model.base_model_prefix, _name_of(model, model.get_output_embeddings())
+    output = model.get_output_embeddings()
+    body, head = model.base_model_prefix, next(n for n, child in model.named_children() if child is output)
     kept = {name: model._modules[name] for name in (body, head)}
     try:
         # The body returns the products as hidden states, and the head passes them on: the model's scaling is left.
@@ -62,10 +63,6 @@ def _module_logits(model: Any, products: Tensor) -> Tensor:
     finally:
         model._modules |= kept
     return logits.detach().flatten().float()
-
-
-def _name_of(model: nn.Module, child: nn.Module) -> str:
-    return next(name for name, module in model.named_children() if module is child)
 
 
 class _Returns(nn.Module):

@@ -257,8 +257,8 @@ class GroupedExperts(MegatronModule):
         etp: dist.ProcessGroup = pg_collection.expt_tp
         width, biases = config.moe_ffn_hidden_size // etp.size(), experts.biases
         shape = (num_local_experts, 2 * width, config.hidden_size)
-        self.linear_fc1 = _Stack(shape, 1, config, parts=1 if experts.alternating else 2, sharded_bias=biases)
-        self.linear_fc2 = _Stack((num_local_experts, config.hidden_size, width), 2, config, whole_bias=biases)
+        self.linear_fc1 = _Stack(shape, 1, config, biases, parts=1 if experts.alternating else 2)
+        self.linear_fc2 = _Stack((num_local_experts, config.hidden_size, width), 2, config, biases)
         self._adds_bias = etp.rank() == 0  # to the sum of the results of all etp ranks
         self._gelu, self._clamped = config.activation_func is not F.silu, experts.clamped
         selective = config.recompute_granularity == "selective"
@@ -289,13 +289,7 @@ class GroupedExperts(MegatronModule):
 
 class _Stack(torch.nn.Module):
     def __init__(
-        self,
-        shape: tuple[int, int, int],
-        sharded_dim: int,
-        config: TransformerConfig,
-        parts: int = 1,
-        sharded_bias: bool = False,
-        whole_bias: bool = False,
+        self, shape: tuple[int, int, int], sharded_dim: int, config: TransformerConfig, has_bias: bool, parts: int = 1
     ) -> None:
         super().__init__()
         options: Any = {"device": torch.cuda.current_device(), "dtype": config.params_dtype}
@@ -304,9 +298,9 @@ class _Stack(torch.nn.Module):
         # megatron-core's mark of gradients that are summed over the expert-data-parallel ranks only.
         self.weight.allreduce = False  # type: ignore[attr-defined]
         # Its user adds it: with the factor of each token, or on one rank only.
-        self.bias = torch.nn.Parameter(torch.empty(shape[:2], **options)) if sharded_bias or whole_bias else None
+        self.bias = torch.nn.Parameter(torch.empty(shape[:2], **options)) if has_bias else None
         if self.bias is not None:
-            set_tensor_model_parallel_attributes(self.bias, is_parallel=sharded_bias, dim=1, stride=parts)
+            set_tensor_model_parallel_attributes(self.bias, is_parallel=sharded_dim == 1, dim=1, stride=parts)
             self.bias.allreduce = False  # type: ignore[attr-defined]
         self._fused_gradient = config.gradient_accumulation_fusion
 

@@ -15,7 +15,6 @@ the layer before; weight sync, offload and checkpoints read weights too.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -51,7 +50,7 @@ from verl_mg.sharding.weight_table import SCORE, WeightTable, weight_table
 from verl_mg.training.logprobs import OutputHead, VocabularyShard
 from verl_mg.training.microbatch import SHARED_TOKENS, SHARED_WITH, MicroBatch, SharedTokens, pack_rows, token_order
 from verl_mg.training.model_spec import ModelSpec
-from verl_mg.training.runner import LossClosure, Pass, Report, Runner
+from verl_mg.training.runner import Pass, Report, Runner
 from verl_mg.training.storages import storages
 from verl_mg.training.weights import load_directory
 
@@ -79,17 +78,11 @@ class ParameterGathers:
             group.start_param_sync()
             self._in_flight[group] = None
 
-    def wait(self, weights: Iterable[Tensor]) -> None:
-        """Waits until weights are complete; weights that are not trained always are."""
-        if self._in_flight:
-            self._finish(dict.fromkeys(self._group_of.get(weight) for weight in weights))
-
-    def wait_for_all(self) -> None:
-        """Waits until all weights are complete."""
-        self._finish(tuple(self._in_flight))
-
-    def _finish(self, groups: Iterable[Any]) -> None:
-        for group in groups:
+    def wait(self, weights: Iterable[Tensor] | None = None) -> None:
+        """Waits until weights are complete, None: all; weights that are not trained always are."""
+        if not self._in_flight:
+            return
+        for group in tuple(self._in_flight) if weights is None else map(self._group_of.get, weights):
             if group in self._in_flight:
                 # All buckets are dispatched already; megatron-core would start the next one here.
                 group.finish_param_sync(skip_next_bucket_dispatch=True)
@@ -173,7 +166,7 @@ class MegatronRunner(Runner):
 
     def parameters(self, complete: bool = True) -> dict[str, Tensor]:
         if complete:
-            self.gathers.wait_for_all()
+            self.gathers.wait()
         return parameters_by_name(self.chunks)
 
     @property
@@ -221,10 +214,7 @@ class MegatronRunner(Runner):
         return VocabularyShard(last.first_token, last.real_rows, self.groups.collection.tp)
 
     def wait_for(self, parameters: Iterable[Tensor] | None = None) -> None:
-        if parameters is None:
-            self.gathers.wait_for_all()
-        else:
-            self.gathers.wait(parameters)
+        self.gathers.wait(parameters)
 
     @property
     def entry_modules(self) -> Sequence[torch.nn.Module]:
@@ -233,7 +223,7 @@ class MegatronRunner(Runner):
 
     def model_tensors(self) -> Iterator[Tensor]:
         """Yields parameters and buffers of the chunks, with the values of the last update."""
-        self.gathers.wait_for_all()
+        self.gathers.wait()
         for chunk in self.chunks:
             yield from chunk.parameters()
             yield from chunk.buffers()
@@ -280,14 +270,22 @@ class MegatronRunner(Runner):
         return pack_rows(rows, order, packed, stage, self.spec.hidden_offset, place)
 
     def _run(self, work: Pass) -> list[Report]:
-        fillers = _fillers(work.micro_batches, self.layout)
+        # Empty micro-batches make the number a multiple of the stages, as interleaved pipelines need it.
+        missing = -len(work.micro_batches) % self.layout.pp if self.layout.vpp > 1 else 0
+        fillers = [work.micro_batches[0].select([])] * missing
         cp_sizes = [*work.cp_sizes, *[self.layout.cp] * len(fillers)]
         filled = zip([*work.micro_batches, *fillers], cp_sizes, strict=True)
         prepared = [self.pack(rows, cp_size, trains=not work.forward_only) for rows, cp_size in filled]
 
         def step(iterator: Any, model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
             micro = next(iterator)
-            return model(micro, work.temperature, work.outputs), partial(_without_division, work.loss_closure, micro)
+
+            def loss(output: Tensor) -> tuple[Tensor, Tensor, Report]:
+                loss, report = work.loss_closure(micro, output)
+                # megatron-core divides by this number of tokens where it is not 0; the loss is already normalized.
+                return loss, torch.zeros((), dtype=torch.int, device=output.device), report
+
+            return model(micro, work.temperature, work.outputs), loss
 
         # The interleaved schedule reads every micro-batch once for each chunk of a stage.
         iterators = [iter(prepared) for _ in self.model_chunks]
@@ -302,19 +300,6 @@ class MegatronRunner(Runner):
                 forward_only=work.forward_only,
             )
         return list(reports)[: len(work.micro_batches)]  # without the fillers'
-
-
-def _fillers(micro_batches: Sequence[Batch], layout: Layout) -> list[Batch]:
-    """Returns empty micro-batches that make the number a multiple of the stages, as interleaved pipelines need."""
-    return [micro_batches[0].select([])] * (-len(micro_batches) % layout.pp) if layout.vpp > 1 else []
-
-
-def _without_division(
-    loss_closure: LossClosure, micro: MicroBatch[Any], output: Tensor
-) -> tuple[Tensor, Tensor, Report]:
-    loss, report = loss_closure(micro, output)
-    # megatron-core divides by this number of tokens where it is not 0; the loss is already normalized, see Trainer.
-    return loss, torch.zeros((), dtype=torch.int, device=output.device), report
 
 
 def check_layout(config: HFConfig, layout: Layout, spec: ModelSpec) -> None:

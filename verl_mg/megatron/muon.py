@@ -301,8 +301,6 @@ def _parts(shard: Shard, start: int, count: int, number: int) -> Iterator[Part]:
         for piece in shard.pieces:
             common = intersect(at, piece.target)
             if common is not None:
-                stacked = len(piece.target) - len(piece.source)
-                box = translate_box(common[stacked:], piece.target[stacked:], piece.source)
                 inside = translate_box(common, at, full_box(box_shape(at)))
-                yield Part(piece.tensor, box, number, offset, box_shape(at), inside)
+                yield Part(piece.tensor, piece.source_of(common), number, offset, box_shape(at), inside)
         offset += numel(at)

@@ -178,7 +178,7 @@ class MegatronTrainer(Trainer):
 
     def _step(self) -> float:
         # The step writes into the memory that gathers of the last one read.
-        self.runner.gathers.wait_for_all()
+        self.runner.gathers.wait()
         with self.runner.groups.active(), optimizer_calls(), self.runner.timer("optimizer"):
             _, grad_norm, _ = self.optimizer.step()
             self.runner.gathers.start()

@@ -345,14 +345,10 @@ class _LogProbs(torch.autograd.Function):
             torch.mm(grad_logits, weight[: layer.real_rows], out=grad_hidden[chunk])
             if buffer is not None:
                 wgrad_gemm_accum_fp32(hidden[chunk], grad_logits, buffer[: layer.real_rows])
-        return grad_hidden, _weight_gradient(weight, buffer, ctx.buffer), *[None] * 5
-
-
-def _weight_gradient(weight: Tensor, sums: Tensor | None, buffer: Tensor | None) -> Tensor | None:
-    """Returns the gradient for autograd from float32 sums of all chunks, unless these are in the gradient buffer."""
-    if sums is None:
-        return None
-    return added_to_buffer(weight) if sums is buffer else sums.to(weight.dtype)
+        grad_weight = None
+        if buffer is not None:  # float32 sums of all chunks
+            grad_weight = added_to_buffer(weight) if buffer is ctx.buffer else buffer.to(weight.dtype)
+        return grad_hidden, grad_weight, *[None] * 5
 
 
 def _pick(logits: Tensor, local: Tensor, is_local: Tensor) -> Tensor:
