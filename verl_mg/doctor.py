@@ -32,8 +32,7 @@ PINNED_BY_SGLANG = ("torch", "transformers", "tokenizers")
 INSTALL = "Install launch/requirements-gpu.txt, in which all versions fit together"
 FILES_OF_A_RANK, FILES_PER_RANK = 512, 4
 """Open files that a rank needs by itself, and for each rank of the job, to which it is connected."""
-SHARED_MEMORY = 2**30
-"""Free bytes of /dev/shm that the ranks of a machine need: NCCL's buffers and the engines' queues."""
+SHARED_MEMORY = 2**30  # free bytes of /dev/shm that the ranks of a machine need: NCCL's buffers and the engines' queues
 BUSY_SHARE = 0.05  # share of a GPU's memory above which other processes are reported
 REPEATS = 5
 CONNECT_SECONDS = 5

@@ -20,7 +20,6 @@ import os
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -91,7 +90,7 @@ class UntrainedTensors:
 
 
 class CheckpointReader:
-    """Context manager that reads boxes of tensors of a directory; of those it does not have, of `initial_values`."""
+    """Reader of boxes of tensors of a directory; of those it does not have, of `initial_values`."""
 
     def __init__(self, directory: ModelDirectory, initial_values: Mapping[str, Tensor] | None = None) -> None:
         self._directory = directory
@@ -149,12 +148,6 @@ class CheckpointReader:
                 f"{self._directory.folder / name}: the box {box} of {tensor!r} cannot be read ({error}). "
                 "Download the model again."
             ) from None
-
-    def __enter__(self) -> CheckpointReader:
-        return self
-
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        self._files.clear()
 
 
 def load_shards(reader: CheckpointReader, shards: Mapping[str, Shard], parameters: Mapping[str, Tensor]) -> None:

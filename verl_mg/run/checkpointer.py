@@ -35,10 +35,8 @@ from verl_mg.errors import UserError
 from verl_mg.job.job import RunningJob
 from verl_mg.run.job_state import JOB, CheckpointState, StateCollector, read_state
 
-SUMS = "SHA256SUMS"
-"""File with the sums of all others, in the format of `sha256sum`."""
-PARTIAL = ".partial"
-"""Ending of the name of a checkpoint that is being written."""
+SUMS = "SHA256SUMS"  # file with the sums of all others, in the format of `sha256sum`
+PARTIAL = ".partial"  # ending of the name of a checkpoint that is being written
 _RANK_FILE = re.compile(r"rank-(\d+)\.safetensors")
 _SUM_LINE = re.compile(r"([0-9a-f]{64})  ([\w.-]+)")
 
