@@ -257,9 +257,11 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 
 def _models(arguments: argparse.Namespace) -> None:
-    from verl_mg.support import show_families, show_model
+    from verl_mg.support import markdown, show_model
 
-    sys.exit(show_model(arguments.model) if arguments.model else show_families())
+    if arguments.model:
+        sys.exit(show_model(arguments.model))
+    print(markdown(), end="")
 
 
 def _trace(arguments: argparse.Namespace) -> None:

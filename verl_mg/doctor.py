@@ -50,17 +50,13 @@ def check(folder: Path) -> int:
     bandwidth = measure_bandwidth()
     ranks = all_gather_json({"machine": machine, "versions": versions, "problems": problems})
     hosts = {rank["machine"]["host"]: rank for rank in reversed(ranks)}  # the first rank of each
-    all_problems = _problems(ranks, [*bandwidth_problems(bandwidth, len(hosts)), *_differences(ranks)])
+    of_hosts = [f"{rank['machine']['host']}: {problem}" for rank in ranks for problem in rank["problems"]]
+    # A problem that several ranks of a host have is reported once.
+    all_problems = list(dict.fromkeys([*bandwidth_problems(bandwidth, len(hosts)), *_differences(ranks), *of_hosts]))
     if world.rank == 0:
         print("\n".join(_report(ranks, hosts, bandwidth, all_problems)), flush=True)
     world.shut_down()
     return EXIT_PROBLEMS if all_problems else 0
-
-
-def _problems(ranks: Sequence[dict[str, Any]], common: Sequence[str]) -> list[str]:
-    """Returns the problems of all ranks, one that several ranks of a host have once."""
-    of_hosts = [f"{rank['machine']['host']}: {problem}" for rank in ranks for problem in rank["problems"]]
-    return list(dict.fromkeys([*common, *of_hosts]))
 
 
 def _differences(ranks: Sequence[dict[str, Any]]) -> list[str]:

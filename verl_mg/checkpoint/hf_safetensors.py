@@ -34,12 +34,7 @@ from verl_mg.sharding.boxes import Box, Shard, box_shape, full_box, numel, slice
 
 
 class UntrainedTensors:
-    """Tensors that are copied from a directory.
-
-    Attributes:
-        shapes: {name: shape}.
-        dtypes: {name: dtype}.
-    """
+    """Tensors that are copied from a directory; `shapes` and `dtypes` are by name."""
 
     def __init__(self, directory: ModelDirectory, shapes: dict[str, tuple[int, ...]], dtypes: dict[str, str]) -> None:
         self._directory, self._names_of_dtypes, self.shapes = directory, dtypes, shapes

@@ -141,14 +141,12 @@ class RankAgent(LocalElasticAgent):
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         # Healthy ranks are stopped for nodes that arrive, or for a node that starts again after a loss: in that case
         # the ranks cannot complete a checkpoint.
-        if worker_group.state == WorkerState.HEALTHY and not self._another_node_lost_a_rank(worker_group):
+        healthy = worker_group.state == WorkerState.HEALTHY
+        if healthy and not worker_group.store.check([LOST]):  # type: ignore[attr-defined]
             self._launcher.regroup_mark.touch()
             self._shutdown(signal.SIGTERM, LEAVE_SECONDS)
         else:
             self._shutdown(signal.SIGKILL)
-
-    def _another_node_lost_a_rank(self, worker_group: WorkerGroup) -> bool:
-        return bool(worker_group.store.check([LOST]))  # type: ignore[attr-defined]
 
 
 def _end(exit_code: int) -> str:

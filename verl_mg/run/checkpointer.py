@@ -23,7 +23,6 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch.distributed as dist
@@ -121,7 +120,8 @@ class AsyncCheckpointer:
         """Completes the folder and renames it, then removes older ones; returns why that failed, or ""."""
         try:
             digests[INDEX] = _write(partial / INDEX, index)
-            _write(partial / SUMS, _sums_text(digests).encode())
+            sums = (f"{digest}  {name}\n" for name, digest in sorted(digests.items()))
+            _write(partial / SUMS, "".join(sums).encode())
             if folder.exists():  # a damaged one, after the run resumed from the one before
                 shutil.rmtree(folder)
             os.replace(partial, folder)
@@ -193,10 +193,6 @@ def _fsync_folder(folder: Path) -> None:
 
 def _reason(error: OSError, path: Path) -> str:
     return f"{error.filename or path}: {error.strerror or error}"
-
-
-def _sums_text(digests: Mapping[str, str]) -> str:
-    return "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items()))
 
 
 def _prune(folder: Path, newest: Path, keep: int, keep_best: bool) -> None:

@@ -272,20 +272,15 @@ def _rank_tensors(batches: Mapping[str, Batch], local: LocalRolloutState) -> Ite
     for which, samples in (("completed", local.completed), ("partial", local.partial)):
         for sample in samples.values():
             yield from ((_routing_key(which, name), experts) for name, experts in experts_of(sample).items())
-    for key, image in _images(batches, local).items():
+    images = distinct_images(row for batch in batches.values() for row in batch.images or ())
+    for sample in (*local.completed.values(), *local.partial.values()):
+        images |= images_of(sample)
+    for key, image in images.items():
         yield IMAGES + key, torch.frombuffer(bytearray(image.data), dtype=torch.uint8)
     yield "random/torch", torch.get_rng_state()
     if torch.cuda.is_available():
         yield "random/cuda", torch.cuda.get_rng_state()
         yield from ((f"random/megatron/{name}", state) for name, state in get_cuda_rng_tracker().get_states().items())
-
-
-def _images(batches: Mapping[str, Batch], local: LocalRolloutState) -> dict[str, Image]:
-    """Returns the images of all rows and samples by key."""
-    images = distinct_images(row for batch in batches.values() for row in batch.images or ())
-    for sample in (*local.completed.values(), *local.partial.values()):
-        images |= images_of(sample)
-    return images
 
 
 def _load_images(stored: RankFile) -> dict[str, Image]:
