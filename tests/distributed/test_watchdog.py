@@ -10,18 +10,7 @@ import pytest
 from torch.distributed import HashStore
 
 from tests.helpers.counted_store import CountedStore
-from tests.helpers.launched import (
-    ended,
-    error_lines,
-    iterations_done,
-    rank_process,
-    started,
-    torchrun,
-    train_command,
-    wait_for_steps,
-    watched,
-    write_inputs,
-)
+from tests.helpers.launched import error_lines, started, torchrun, train_command, watched, write_inputs
 from verl_mg.distributed import watchdog
 from verl_mg.distributed.watchdog import (
     EXIT_RANK_LOST,
@@ -41,11 +30,11 @@ def test_train_with_stopped_rank_names_it_with_its_stack(tmp_path):
         *train_command(inputs, tmp_path / "run", "job.heartbeat_timeout_s=6"),
     ]
     with started(command) as launcher:
-        iterations_done(tmp_path / "run", 2, launcher)
+        launcher.iterations_done(tmp_path / "run", 2)
         time.sleep(2 * HEARTBEAT_SECONDS)  # until its heartbeat has a stack from inside the loop
-        stopped = rank_process(launcher, 1)
+        stopped = launcher.rank(1)
         stopped.send_signal(signal.SIGSTOP)
-        code, _, err = ended(launcher)
+        code, _, err = launcher.ended()
     assert code == EXIT_RANK_LOST, err
     (line,) = error_lines(err)
     assert line.startswith("error: rank 1 (host ") and f"pid {stopped.pid}): no heartbeat for" in line
@@ -55,10 +44,10 @@ def test_train_with_stopped_rank_names_it_with_its_stack(tmp_path):
 
 def test_launcher_with_killed_rank_exits_with_its_signal():
     with started([*torchrun(3), *watched(heartbeat_timeout_s=4)]) as launcher:
-        wait_for_steps(launcher)
-        killed = rank_process(launcher, 2)
+        launcher.wait_for_steps()
+        killed = launcher.rank(2)
         killed.kill()
-        code, _, err = ended(launcher)
+        code, _, err = launcher.ended()
     assert code == 128 + signal.SIGKILL, err
     (line,) = error_lines(err)
     assert "rank 2 (host " in line and f"pid {killed.pid})" in line

@@ -10,7 +10,7 @@ import pytest
 
 from tests.gpu.served_jobs import CACHE_TOKENS
 from tests.helpers import warm_start
-from tests.helpers.launched import ended, forked_rank, iterations_done, started, torchrun
+from tests.helpers.launched import started, torchrun
 from tests.helpers.tiny_jobs import DIGITS, Metrics, files_of, metrics_of, write_sums
 from tests.helpers.traces import needs_sglang
 from tests.megatron.layout_models import HALF_HEAD_DIM, make_model
@@ -66,8 +66,7 @@ def run(ranks, machine, inputs) -> Run:
         # A warm start forks a process that has imported torch.
         with started([*torchrun(count, *options), *program], warm=not machine.gpus) as launcher:
             meanwhile(launcher)
-            code, _, err = ended(launcher, JOB_S)
-        assert code == 0, err
+            launcher.ended(JOB_S).completed()
         return metrics_of(output)
 
     return job
@@ -105,8 +104,8 @@ def test_killed_rank_is_replaced_and_the_job_is_bitwise_identical(run, determini
     whole = deterministic()
 
     def kill_a_rank(launcher: subprocess.Popen[str]) -> None:
-        iterations_done(tmp_path, 3, launcher, JOB_S)
-        forked_rank(launcher, 0).kill()
+        launcher.iterations_done(tmp_path, 3, JOB_S)
+        launcher.forked_rank(0).kill()
 
     restarts = ("--max-restarts", "2")
     assert run("grpo", tmp_path, "job.deterministic=true", options=restarts, meanwhile=kill_a_rank) == whole
