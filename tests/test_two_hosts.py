@@ -14,7 +14,16 @@ import psutil
 import pytest
 
 from tests.helpers.engines import SGLANG, VLLM
-from tests.helpers.launched import LONG, descendants, error_lines, started, torchrun, train_command, write_inputs
+from tests.helpers.launched import (
+    LONG,
+    Program,
+    descendants,
+    error_lines,
+    started,
+    torchrun,
+    train_command,
+    write_inputs,
+)
 from tests.helpers.tiny_jobs import RECIPES, logged
 from tests.helpers.warm_start import VLLM_PYTHON
 from tests.rollout.engine_jobs import inputs as engine_inputs
@@ -79,7 +88,7 @@ def hosts() -> Iterator[Hosts]:
 
 def start(
     stack: ExitStack, hosts: Hosts, job: str, command: list[str], ranks: int = 2, own_memory: bool = False
-) -> list[subprocess.Popen[str]]:
+) -> list[Program]:
     """A job with so many ranks on each host. With memory of its own a host imports everything itself."""
     return [start_on(stack, hosts, i, job, command, ranks, own_memory) for i in range(2)]
 
@@ -94,7 +103,7 @@ def start_on(
     own_memory: bool = False,
     nodes: tuple[str, ...] = ("--nnodes", "2"),
     settings: str = "read_timeout=20",
-) -> subprocess.Popen[str]:
+) -> Program:
     """The launcher of one host."""
     rendezvous = [
         *(*nodes, "--rdzv-backend", "c10d", "--rdzv-id", job, "--local-addr", hosts.addresses[host]),
@@ -139,7 +148,7 @@ def test_job_on_two_hosts_with_cut_cable_ends_and_resumes(hosts, tmp_path):
     assert steps(output) == list(range(1, done + 5))
 
 
-def lose(launcher: subprocess.Popen[str]) -> None:
+def lose(launcher: Program) -> None:
     """Ends the processes of a host at once, as a loss of power does."""
     launcher.kill()
     for process in descendants(launcher.pid):
@@ -161,7 +170,7 @@ def test_job_that_loses_a_host_trains_on(hosts, tmp_path, nodes, ranks):
     )
     settings = "read_timeout=20,last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
 
-    def launcher(stack: ExitStack, host: int) -> subprocess.Popen[str]:
+    def launcher(stack: ExitStack, host: int) -> Program:
         options = ("--nnodes", *nodes.split())
         return start_on(stack, hosts, host, "changing", command, 1, nodes=options, settings=settings)
 

@@ -248,7 +248,7 @@ def _read(path: Path) -> bytes:
 
 
 def _rank_state(batches: Mapping[str, Batch], local: LocalRolloutState) -> RankState:
-    name, key, position, has_normal, normal = np.random.get_state(legacy=True)
+    generator: Any = np.random.get_state(legacy=True)
     return RankState(
         completed=[SampleState.of(sample) for sample in local.completed.values()],
         partial=[SampleState.of(sample) for sample in local.partial.values()],
@@ -260,7 +260,7 @@ def _rank_state(batches: Mapping[str, Batch], local: LocalRolloutState) -> RankS
             if batch.images is not None
         },
         python=random.getstate(),
-        numpy=(name, key.tolist(), position, has_normal, normal),
+        numpy=(generator[0], generator[1].tolist(), *generator[2:]),
     )
 
 
