@@ -1,16 +1,10 @@
 """A job that a script builds and runs, under torchrun and alone."""
 
-import os
-import subprocess
-from pathlib import Path
-
 import pytest
 
-from tests.helpers import warm_start
+from tests.helpers.launched import ROOT, finished, torchrun
 from tests.helpers.tiny_jobs import logged, write_sums
 from tests.helpers.tiny_models import tiny_model
-
-ROOT = Path(__file__).parents[1]
 
 SCRIPT = """
 import sys
@@ -42,16 +36,8 @@ def script(tmp_path):
     return file
 
 
-def run(*command: object) -> subprocess.CompletedProcess[str]:
-    words = [warm_start.shared().python, *map(str, command)]
-    environment = {**os.environ, **warm_start.shared().environment, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=1200)
-
-
 def test_script_under_torchrun_trains(script, tmp_path):
-    ranks = ["-m", "verl_mg.launch", "--nproc-per-node", 2]
-    done = run(*ranks, script, tmp_path, tmp_path / "run", 5)
-    assert done.returncode == 0, done.stderr
+    finished([*torchrun(2), str(script), str(tmp_path), str(tmp_path / "run"), "5"], PYTHONPATH=str(ROOT)).completed()
     lines = logged(tmp_path / "run")
     assert [line["step"] for line in lines] == [1, 2] and lines[0]["actor/grad_norm"] > 0
     assert lines[0]["response/samples"] == 8
@@ -60,7 +46,7 @@ def test_script_under_torchrun_trains(script, tmp_path):
 
 
 def test_script_with_a_mistake_exits_with_one_line(script, tmp_path):
-    done = run(script, tmp_path, tmp_path / "run", -5)
-    assert done.returncode == 2
-    assert done.stderr == "error: Job: rollout.max_new_tokens: -5 is invalid. Write a value greater than 0.\n"
+    done = finished([str(script), str(tmp_path), str(tmp_path / "run"), "-5"], PYTHONPATH=str(ROOT))
+    assert done.code == 2
+    assert done.err == "error: Job: rollout.max_new_tokens: -5 is invalid. Write a value greater than 0.\n"
     assert not (tmp_path / "run").exists()

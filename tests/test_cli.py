@@ -1,23 +1,18 @@
 """What a user meets: one clear line and exit code 2 for every mistake, from real ranks under a real launcher."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.helpers import warm_start
 from tests.helpers.json_lines import write_lines
-from tests.helpers.launched import PATIENCE_S
+from tests.helpers.launched import Ended, finished, torchrun
 from tests.helpers.tiny_jobs import logged
 from tests.helpers.tiny_models import daily_of, tiny_model
 from verl_mg.models.tiny_model import make_tiny_model
 
-ROOT = Path(__file__).parents[1]
 GRPO = "recipes/grpo.py"
 SMALL = ["job.iterations=1", "rollout.max_new_tokens=4", "algorithm.prompts_per_iteration=2", "job.console=false"]
 
@@ -42,29 +37,19 @@ def inputs(tmp_path_factory):
     return folder
 
 
-def start(arguments: list[str], ranks: int, warm: bool = True) -> subprocess.CompletedProcess[str]:
-    """`verl-mg ARGUMENTS` on some ranks; the launcher is the real one, and `warm` saves the imports of all."""
-    launcher = ["-m", "verl_mg.launch", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    python, variables = sys.executable, os.environ | {"OMP_NUM_THREADS": "1"}
-    if warm:
-        shared = warm_start.shared()
-        python, variables = shared.python, variables | shared.environment
-    command = [python, *launcher, "-m", "verl_mg", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, env=variables)
+def start(arguments: list[str], ranks: int, warm: bool = True) -> Ended:
+    """`verl-mg ARGUMENTS` on some ranks."""
+    return finished([*(torchrun(ranks) if ranks > 1 else []), "-m", "verl_mg", *arguments], warm=warm)
 
 
-def train(inputs: Path, output: Path, ranks: int, *overrides: str, recipe: str = GRPO, warm: bool = True):
+def train(inputs: Path, output: Path, ranks: int, *overrides: str, recipe: str = GRPO) -> Ended:
     common = [f"model.path={inputs / 'model'}", f"data.train={inputs / 'good.jsonl'}", f"job.output={output}", *SMALL]
-    return start(["train", recipe, *common, *overrides], ranks, warm)
+    return start(["train", recipe, *common, *overrides], ranks)
 
 
-def assert_one_clear_line(result: subprocess.CompletedProcess[str], *words: str) -> None:
-    assert result.returncode == 2, result.stderr
-    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1, result.stderr
-    for word in words:
-        assert word in lines[0]
-    assert "Traceback" not in result.stderr + result.stdout
+def assert_one_clear_line(result: Ended, *words: str) -> None:
+    line = result.refusal()
+    assert all(word in line for word in words), line
 
 
 MISTAKES = {
@@ -103,15 +88,14 @@ def test_train_with_an_error_on_one_rank_ends_all_and_can_be_repeated(inputs, tm
     result = train(inputs, tmp_path / "run", 2, f"reward.function={tmp_path / 'reward.py'}:score")
     assert_one_clear_line(result, "reward.py:score", "OSError: no ruler")
     (tmp_path / "reward.py").write_text("def score(sample): return 0\n")
-    assert train(inputs, tmp_path / "run", 2, f"reward.function={tmp_path / 'reward.py'}:score").returncode == 0
+    train(inputs, tmp_path / "run", 2, f"reward.function={tmp_path / 'reward.py'}:score").completed()
 
 
 def test_train_without_launcher_runs_on_one_rank(inputs, tmp_path):
-    result = train(inputs, tmp_path / "run", 1)
-    assert result.returncode == 0, result.stderr
+    train(inputs, tmp_path / "run", 1).completed()
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
-    result = train(inputs, tmp_path / "run", 1)  # which resumes, and has no iteration left
-    assert result.returncode == 0 and "resumes after iteration 1" in result.stderr
+    again = train(inputs, tmp_path / "run", 1).completed()  # which resumes, and has no iteration left
+    assert "resumes after iteration 1" in again.err
     assert_one_clear_line(train(inputs, tmp_path / "run", 1, "job.seed=1"), "seed=0, now seed=1")
 
 
@@ -126,12 +110,11 @@ def test_eval_on_two_ranks_prints_json_and_two_evaluations_are_compared(inputs, 
     for temperature in (0, 1):
         output = tmp_path / str(temperature)
         changes = [f"evaluation.temperature={temperature}", "--output", str(output), "--json"]
-        results.append(start(["eval", str(inputs / "model"), "--set", *common, *changes], 2))
-        assert results[-1].returncode == 0, results[-1].stderr
-    report = json.loads(results[0].stdout)
+        results.append(start(["eval", str(inputs / "model"), "--set", *common, *changes], 2).completed())
+    report = json.loads(results[0].out)
     assert report["sets"]["sums"]["prompts"] == 9 and 0 <= report["sets"]["sums"]["metrics"]["reward"]["value"] <= 1
     compared = start(["eval", "--compare", str(tmp_path / "0"), str(tmp_path / "1")], 1)
-    header, row, *_, settings = compared.stdout.splitlines()
+    header, row, *_, settings = compared.out.splitlines()
     assert header.split() == ["set", "metric", "first", "second", "difference", "95%", "interval", "p"]
     assert row.split()[:2] == ["sums", "reward"] and "'temperature': 0.0" in settings
     assert_one_clear_line(start(["eval", str(inputs / "model")], 2), "data.test", "Write --set NAME=PATH")
@@ -153,18 +136,14 @@ def test_recipe_with_a_bug_keeps_its_traceback(inputs, tmp_path):
         "def roles(cfg): return {'actor'}\ndef iteration(job, cfg): raise KeyError('oh')\n"
     )
     result = train(inputs, tmp_path / "run", 1, recipe=str(recipe))
-    assert result.returncode == 1 and "KeyError: 'oh'" in result.stderr
+    assert result.code == 1 and "KeyError: 'oh'" in result.err
 
 
 def test_launcher_with_a_killed_rank_exits_with_its_signal(tmp_path):
     script = tmp_path / "dies.py"
     script.write_text("import os\nos.kill(os.getpid(), 9)\n")
-    shared = warm_start.shared()
-    command = [shared.python, "-m", "verl_mg.launch", "--nproc-per-node", "2", str(script)]
-    variables = os.environ | shared.environment
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, env=variables)
-    assert result.returncode == 128 + signal.SIGKILL
-    assert "Traceback" not in result.stderr
+    result = finished([*torchrun(2), str(script)])
+    assert result.code == 128 + signal.SIGKILL and "Traceback" not in result.err
 
 
 def test_grpo_on_the_real_gsm8k_trains(gsm8k, tmp_path):
@@ -172,8 +151,7 @@ def test_grpo_on_the_real_gsm8k_trains(gsm8k, tmp_path):
     config = "recipes/configs/grpo_gsm8k_tiny.yaml"
     paths = {"data.train": gsm8k / "train.jsonl", "model.path": tmp_path / "model", "job.output": tmp_path / "run"}
     overrides = [f"{key}={path}" for key, path in paths.items()]
-    result = start(["train", GRPO, "--config", config, "job.iterations=2", *overrides], 2)
-    assert result.returncode == 0, result.stderr
+    start(["train", GRPO, "--config", config, "job.iterations=2", *overrides], 2).completed()
     lines = logged(tmp_path / "run")
     assert [line["step"] for line in lines] == [1, 2]
     assert all("reward/answered" in line and line["mismatch/mean_abs"] < 1e-4 for line in lines)

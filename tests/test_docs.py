@@ -2,9 +2,7 @@
 
 import ast
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,8 +13,8 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from tests.helpers import warm_start
 from tests.helpers.json_lines import read_lines
+from tests.helpers.launched import finished
 from tests.helpers.tiny_jobs import run_recipe
 from tools.docs.draw_docs import DRAWN, PICTURES
 from verl_mg.cli import _parser
@@ -332,8 +330,7 @@ def test_first_run_script_from_python_trains(tmp_path):
     repeat_digit.make(tmp_path / "runs" / "repeat_digit")
     text = shown("docs/first_run.md", "my_job.py").replace("iterations=60", "iterations=2")
     (tmp_path / "my_job.py").write_text(text.replace("recipes/grpo.py", str(ROOT / "recipes" / "grpo.py")))
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    subprocess.run([warm_start.shared().python, "my_job.py"], cwd=tmp_path, env=environment, check=True)
+    finished(["my_job.py"], cwd=tmp_path, PYTHONPATH=str(ROOT)).completed()
     assert len((tmp_path / "runs" / "mine_from_python" / "metrics.jsonl").read_text().splitlines()) == 2
 
 

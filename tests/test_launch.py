@@ -16,15 +16,13 @@ from tests.helpers.launched import (
     HELD,
     PATIENCE_S,
     ROOT,
-    ended,
     error_lines,
+    finished,
     hold,
-    iterations_done,
     program_of,
     started,
     torchrun,
     train_command,
-    wait_for_steps,
     watched,
     write_inputs,
 )
@@ -41,18 +39,15 @@ needs_mpirun = pytest.mark.skipif(shutil.which("mpirun") is None, reason="there 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_launcher_given_a_signal_ends_all_ranks(number):
     with started([*torchrun(2), *watched()]) as launcher:
-        wait_for_steps(launcher)
+        launcher.wait_for_steps()
         launcher.send_signal(number)
-        assert ended(launcher) == (128 + number, "", "")
+        assert launcher.ended() == (128 + number, "", "")
 
 
 def test_launcher_without_its_other_host_reports_one_line():
     elsewhere = ["--nnodes=2", "--node-rank=1", "--master-addr=127.0.0.1", "--master-port=1", "--rdzv-conf=timeout=2"]
-    with started([*torchrun(1, *elsewhere), *watched()]) as launcher:
-        code, _, err = ended(launcher)
-    (reported,) = error_lines(err)
-    assert code == EXIT_RANK_LOST and "hosts do not reach each other" in reported and "(127.0.0.1, 1)" in reported
-    assert "Traceback" not in err
+    reported = finished([*torchrun(1, *elsewhere), *watched()]).refusal(EXIT_RANK_LOST)
+    assert "hosts do not reach each other" in reported and "(127.0.0.1, 1)" in reported
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.nightly)])
@@ -64,17 +59,15 @@ def test_job_ended_by_a_signal_resumes_bitwise_identical(tmp_path, number):
     )
     hold(tmp_path / "parts", 4)
     with started(parts) as launcher:
-        iterations_done(tmp_path / "parts", 3, launcher)
+        launcher.iterations_done(tmp_path / "parts", 3)
         launcher.send_signal(number)
-        code, _, err = ended(launcher)
+        code, _, err = launcher.ended()
     (checkpoint,) = (tmp_path / "parts" / "checkpoints").iterdir()
     done = len(metrics_of(tmp_path / "parts"))
     assert code == 128 + number and int(checkpoint.name) == done == 4
     assert f"stopped on request after iteration {done}; the same command resumes from there" in err
     for command in (parts, whole):
-        with started(command) as launcher:
-            code, _, err = ended(launcher)
-        assert code == 0, err
+        finished(command).completed()
     assert metrics_of(tmp_path / "parts") == metrics_of(tmp_path / "whole")
 
 
@@ -89,24 +82,23 @@ def test_launcher_waiting_for_hosts_ends_on_sigterm(tmp_path):
         while not catches(program_of(launcher.pid), signal.SIGTERM):
             time.sleep(0.1)
         launcher.terminate()
-        code, _, err = ended(launcher)
+        code, _, err = launcher.ended()
     assert code == 128 + signal.SIGTERM and "Traceback" not in err
 
 
 def test_launcher_given_sigint_ends_without_traceback():
     # Ranks ignore it where the test process does, as a shell's jobs in the background do.
     with started([*torchrun(2, "--shutdown-timeout", "1"), *watched()]) as launcher:
-        wait_for_steps(launcher)
+        launcher.wait_for_steps()
         launcher.send_signal(signal.SIGINT)
-        code, _, err = ended(launcher)
+        code, _, err = launcher.ended()
     assert code == 128 + signal.SIGINT and "SignalException" not in err
 
 
 @needs_mpirun
 def test_ranks_of_mpirun_are_one_job():
     steps = watched("if step == 3: raise UserError(f'rank {rank} of {world.size}')")
-    with started(steps, [*MPIRUN, "-n", "2"], warm=False) as process:
-        code, out, err = ended(process)
+    code, out, err = finished(steps, [*MPIRUN, "-n", "2"], warm=False)
     assert code == 2 and out.startswith("steps done\n") and [line[-5:] for line in error_lines(err)] == [" of 2"], err
 
 
@@ -118,9 +110,7 @@ def test_mpirun_and_torchrun_train_bitwise_identical(tmp_path):
         layout = ["actor.layout=tp2", "job.iterations=3", "job.save=true"]
         # A program that mpirun starts is the process that PMIx knows, so there it is no fork of another.
         command = [*launcher, *train_command(inputs, tmp_path / name, *layout)]
-        with started(command, before, warm=name == "torchrun") as process:
-            code, _, err = ended(process)
-        assert code == 0, err
+        finished(command, before, warm=name == "torchrun").completed()
     metrics = metrics_of(tmp_path / "torchrun")
     assert len(metrics) == 3 and metrics == metrics_of(tmp_path / "mpirun")
     models = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("torchrun", "mpirun")]
@@ -131,25 +121,19 @@ def test_mpirun_and_torchrun_train_bitwise_identical(tmp_path):
 @needs_mpirun
 def test_train_under_mpirun_with_a_mistake_exits_with_one_line(tmp_path):
     command = train_command(tmp_path, tmp_path / "run", recipe="nowhere.py")
-    with started(command, [*MPIRUN, "-n", "2"], warm=False) as process:
-        code, _, err = ended(process)
-    assert code == 2, err
-    assert len(error_lines(err)) == 1 and "nowhere.py: no such recipe" in err and "Traceback" not in err
+    assert "nowhere.py: no such recipe" in finished(command, [*MPIRUN, "-n", "2"], warm=False).refusal()
 
 
 def test_join_with_another_mpi_names_it(tmp_path):
-    with started(train_command(tmp_path, tmp_path), OMPI_COMM_WORLD_SIZE="4", OMPI_COMM_WORLD_RANK="0") as process:
-        code, _, err = ended(process)
     pytest.importorskip("mpi4py")
-    assert code == 2 and len(error_lines(err)) == 1 and "mpi4py: it sees one rank" in err and "Traceback" not in err
+    variables = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"}
+    assert "mpi4py: it sees one rank" in finished(train_command(tmp_path, tmp_path), **variables).refusal()
 
 
 def test_join_without_mpi4py_names_the_package(tmp_path):
     (tmp_path / "mpi4py.py").write_text("raise ImportError('not here')\n")
     variables = {"PMI_SIZE": "4", "PMI_RANK": "0", "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    with started(train_command(tmp_path, tmp_path), **variables) as process:
-        code, _, err = ended(process)
-    assert code == 2 and len(error_lines(err)) == 1 and "pip install mpi4py" in err
+    assert "pip install mpi4py" in finished(train_command(tmp_path, tmp_path), **variables).refusal()
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,15 @@
 """`verl-mg models` of a model on a hub: configuration and tokenizer are fetched, weights are not."""
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from torch.distributed import HashStore
 
 from tests.helpers.hub_server import serving
+from tests.helpers.launched import finished
 from tests.helpers.tiny_models import tiny_model, tiny_model_with_multi_token_layer
 from tools.docs.write_models_doc import DOCUMENT
 from verl_mg.config import RecipeConfig, load_config
@@ -27,16 +25,10 @@ from verl_mg.support import EXIT_PROBLEMS, MEGATRON, ModelSupport, format_sizes,
 def test_models_of_a_name_on_a_hub_downloads_no_weights(tmp_path):
     model = tiny_model(tmp_path / "model", "qwen3")
     with serving({"a/model": {file.name: file.read_bytes() for file in model.iterdir()}}, {}) as hub:
-        variables = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
-        done = subprocess.run(
-            [sys.executable, "-m", "verl_mg", "models", "a/model"],
-            env=os.environ | variables | {"HF_HUB_OFFLINE": "0"},
-            capture_output=True,
-            text=True,
-        )
-    assert done.returncode == 0, done.stderr
-    assert f"{tmp_path}/home/hub/models--a--model/snapshots/" in done.stdout and ": qwen3, 4 layers, " in done.stdout
-    assert "weights                   yes: not downloaded" in done.stdout
+        command = ["-m", "verl_mg", "models", "a/model"]
+        printed = finished(command, warm=False, **hub.variables(tmp_path / "home")).completed().out
+    assert f"{tmp_path}/home/hub/models--a--model/snapshots/" in printed and ": qwen3, 4 layers, " in printed
+    assert "weights                   yes: not downloaded" in printed
     assert "config.json" in hub.downloads and "model.safetensors" not in hub.downloads
 
 

@@ -16,10 +16,9 @@ import pytest
 from tests.helpers.engines import SGLANG, VLLM
 from tests.helpers.launched import (
     LONG,
+    Program,
     descendants,
-    ended,
     error_lines,
-    iterations_done,
     started,
     torchrun,
     train_command,
@@ -89,7 +88,7 @@ def hosts() -> Iterator[Hosts]:
 
 def start(
     stack: ExitStack, hosts: Hosts, job: str, command: list[str], ranks: int = 2, own_memory: bool = False
-) -> list[subprocess.Popen[str]]:
+) -> list[Program]:
     """A job with so many ranks on each host. With memory of its own a host imports everything itself."""
     return [start_on(stack, hosts, i, job, command, ranks, own_memory) for i in range(2)]
 
@@ -104,7 +103,7 @@ def start_on(
     own_memory: bool = False,
     nodes: tuple[str, ...] = ("--nnodes", "2"),
     settings: str = "read_timeout=20",
-) -> subprocess.Popen[str]:
+) -> Program:
     """The launcher of one host."""
     rendezvous = [
         *(*nodes, "--rdzv-backend", "c10d", "--rdzv-id", job, "--local-addr", hosts.addresses[host]),
@@ -128,9 +127,9 @@ def test_job_on_two_hosts_with_cut_cable_ends_and_resumes(hosts, tmp_path):
     )
     with ExitStack() as stack:
         first, second = start(stack, hosts, "first", command)
-        iterations_done(output, 5, first)
+        first.iterations_done(output, 5)
         hosts.set_cable("down")
-        (code, _, err), (other_code, _, other_err) = ended(first), ended(second)
+        (code, _, err), (other_code, _, other_err) = first.ended(), second.ended()
     assert code == EXIT_RANK_LOST, err
     (line,) = error_lines(err)
     reported = re.match(r"error: rank (\d) \(host .*\): no heartbeat for \d+ s, nor from rank (\d). It was", line)
@@ -145,12 +144,11 @@ def test_job_on_two_hosts_with_cut_cable_ends_and_resumes(hosts, tmp_path):
     again = [word.replace(str(LONG), str(done + 4)) for word in command]
     with ExitStack() as stack:
         for process in start(stack, hosts, "second", again):
-            code, _, err = ended(process)
-            assert code == 0, err
+            process.ended().completed()
     assert steps(output) == list(range(1, done + 5))
 
 
-def lose(launcher: subprocess.Popen[str]) -> None:
+def lose(launcher: Program) -> None:
     """Ends the processes of a host at once, as a loss of power does."""
     launcher.kill()
     for process in descendants(launcher.pid):
@@ -172,24 +170,24 @@ def test_job_that_loses_a_host_trains_on(hosts, tmp_path, nodes, ranks):
     )
     settings = "read_timeout=20,last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
 
-    def launcher(stack: ExitStack, host: int) -> subprocess.Popen[str]:
+    def launcher(stack: ExitStack, host: int) -> Program:
         options = ("--nnodes", *nodes.split())
         return start_on(stack, hosts, host, "changing", command, 1, nodes=options, settings=settings)
 
     with ExitStack() as stack:
         first, second = launcher(stack, 0), launcher(stack, 1)
-        iterations_done(output, 3, first)
+        first.iterations_done(output, 3)
         if "--spares" in nodes:
             launcher(stack, 1)
         lose(second)
-        iterations_done(output, len(steps(output)) + 3, first)
+        first.iterations_done(output, len(steps(output)) + 3)
         if "--spares" not in nodes:
             launcher(stack, 1)
             while ranks_of_checkpoint(output)[-1] != 2:
                 assert first.poll() is None, first.communicate()[1]
-        iterations_done(output, len(steps(output)) + 2, first)
+        first.iterations_done(output, len(steps(output)) + 2)
         first.terminate()
-        code, _, err = ended(first)
+        code, _, err = first.ended()
     assert code == 128 + signal.SIGTERM, err
     assert steps(output) == list(range(1, len(steps(output)) + 1))
     assert [count for count, _ in groupby(ranks_of_checkpoint(output))] == ranks
@@ -200,10 +198,10 @@ def test_job_on_two_hosts_given_a_signal_ends_both(hosts, tmp_path):
     inputs, output = write_inputs(tmp_path / "inputs"), tmp_path / "run"
     with ExitStack() as stack:
         first, second = start(stack, hosts, "first", train_command(inputs, output))
-        iterations_done(output, 2, first)
+        first.iterations_done(output, 2)
         second.send_signal(signal.SIGTERM)
         for process in (second, first):
-            code, _, err = ended(process)
+            code, _, err = process.ended()
             assert code == 128 + signal.SIGTERM, err
     assert [int(folder.name) for folder in (output / "checkpoints").iterdir()] == [steps(output)[-1]]
 
@@ -221,10 +219,10 @@ def test_engine_over_two_hosts_is_updated_and_resumes_after_a_cut(hosts, tmp_pat
     ]
     with ExitStack() as stack:
         first, second = start(stack, hosts, "first", command, ranks=1, own_memory=True)
-        iterations_done(output, 3, first)
+        first.iterations_done(output, 3)
         parts = sorted(log.name for log in (output / "engines").iterdir())
         hosts.set_cable("down")
-        (code, _, err), (other_code, _, other_err) = ended(first), ended(second)
+        (code, _, err), (other_code, _, other_err) = first.ended(), second.ended()
     assert parts == ["0-node0.log", "0-node1.log"]
     assert code == other_code == EXIT_RANK_LOST, err + other_err
     assert re.match(r"error: rank 0 \(host .*\): no heartbeat for \d+ s, nor from|error: rank 1", error_lines(err)[0])
@@ -233,8 +231,7 @@ def test_engine_over_two_hosts_is_updated_and_resumes_after_a_cut(hosts, tmp_pat
     again = [word.replace(str(LONG), str(done + 2)) for word in command]
     with ExitStack() as stack:
         for process in start(stack, hosts, "second", again, ranks=1, own_memory=True):
-            code, _, err = ended(process)
-            assert code == 0, err
+            process.ended().completed()
     assert steps(output) == list(range(1, done + 3))
     for line in logged(output):
         assert line["actor/grad_norm"] > 0 and line["mismatch/max_abs"] < 1e-4

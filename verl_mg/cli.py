@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -49,95 +50,76 @@ def main(arguments: list[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="verl-mg", description="Reinforcement learning of language models over Megatron.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    train = commands.add_parser("train", help="run a recipe; start it with torchrun or mpirun for more than one rank")
-    train.add_argument(
-        "recipe", help="a Python file with iteration(job, cfg), or the name of one of recipes/, such as grpo"
-    )
+
+    def command(name: str, run: Callable[[argparse.Namespace], None], meaning: str) -> _Parser:
+        added = commands.add_parser(name, help=meaning)
+        added.set_defaults(run=run)
+        return added
+
+    _add_train(command("train", _train, "run a recipe; start it with torchrun or mpirun for more than one rank"))
+    add = command("quickstart", _quickstart, "train a tiny model to add, in minutes, on any machine").add_argument
+    add("--output", default="runs/quickstart", help="folder of the run (default: %(default)s)")
+    _add_eval(command("eval", _eval, "evaluate a model or a run on sets of prompts, or compare two evaluations"))
+    add = command("status", _status, "progress of a run; exit code 0 if it has finished, else 3").add_argument
+    add("folder", metavar="RUN", type=Path, help="folder of the run, its job.output")
+    add = command(
+        "doctor", _doctor, "check installation, machines and network; under torchrun of all nodes"
+    ).add_argument
+    add("--output", default="runs", type=Path, help="folder of runs, to be shared (default: %(default)s)")
+    add = command("view", _view, "curves, timelines and samples of runs, in the browser").add_argument
+    add("folders", nargs="+", metavar="RUN", type=Path, help="folder of a run, also of one that is running")
+    add("--port", type=int, default=0, metavar="N", help="port (default: a free one)")
+    add("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
+    _add_plan(command("plan", _plan, "compute memory, weight sync and predicted seconds of layouts, without GPUs"))
+    _add_trace(command("trace", _trace, "record from an engine's loader which part of a model each of its ranks holds"))
+    add = command("models", _models, "families of models and what works with each, or with one model").add_argument
+    meaning = "a Hugging Face model directory or name, whose weights are not downloaded"
+    add("model", nargs="?", type=Path, help=meaning)
+    return parser
+
+
+def _add_train(train: _Parser) -> None:
+    meaning = "a Python file with iteration(job, cfg), or the name of one of recipes/, such as grpo"
+    train.add_argument("recipe", help=meaning)
     train.add_argument("--config", help="a YAML file, or the name of one of recipes/configs/")
     train.add_argument("overrides", nargs="*", metavar="a.b=c", help="values that replace the file's")
     train.add_argument("--help-config", action="store_true", help="print all configuration keys of the recipe")
     mode = train.add_mutually_exclusive_group()
     mode.add_argument("--rollout-only", action="store_true", help="generate and score samples without training")
     mode.add_argument("--replay", metavar="RUN@ITERATION", help="train on the samples that a run recorded")
-    train.set_defaults(run=_train)
-    quickstart = commands.add_parser("quickstart", help="train a tiny model to add, in minutes, on any machine")
-    quickstart.add_argument("--output", default="runs/quickstart", help="folder of the run (default: %(default)s)")
-    quickstart.set_defaults(run=_quickstart)
-    _add_eval(commands)
-    status = commands.add_parser("status", help="progress of a run; exit code 0 if it has finished, else 3")
-    status.add_argument("folder", metavar="RUN", type=Path, help="folder of the run, its job.output")
-    status.set_defaults(run=_status)
-    doctor = commands.add_parser("doctor", help="check installation, machines and network; under torchrun of all nodes")
-    doctor.add_argument(
-        "--output", default="runs", type=Path, help="folder of runs, to be shared (default: %(default)s)"
-    )
-    doctor.set_defaults(run=_doctor)
-    _add_view(commands)
-    _add_plan(commands)
-    _add_trace(commands)
-    _add_models(commands)
-    return parser
 
 
-def _add_eval(commands: argparse._SubParsersAction[_Parser]) -> None:
-    evaluation = commands.add_parser(
-        "eval", help="evaluate a model or a run on sets of prompts, or compare two evaluations"
+def _add_eval(parser: _Parser) -> None:
+    add = parser.add_argument
+    target = "a Hugging Face directory or name, or a run's folder"
+    add("target", nargs="?", metavar="MODEL|RUN[@ITERATION]", help=target)
+    add("overrides", nargs="*", metavar="a.b=c", help="values that replace the file's")
+    sets = (
+        "a set, short for data.test.NAME.path=PATH; NAME without a path is a set of the configuration (default: all of "
+        "its sets)"
     )
-    evaluation.add_argument(
-        "target", nargs="?", metavar="MODEL|RUN[@ITERATION]", help="a Hugging Face directory or name, or a run's folder"
-    )
-    evaluation.add_argument("overrides", nargs="*", metavar="a.b=c", help="values that replace the file's")
-    evaluation.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        dest="sets",
-        metavar="NAME=PATH",
-        help="a set, short for data.test.NAME.path=PATH; NAME without a path is a set of the configuration (default: "
-        "all of its sets)",
-    )
-    evaluation.add_argument(
-        "--config", help="a YAML file, or the name of one of recipes/evaluation/ (default: that of the run)"
-    )
-    evaluation.add_argument(
-        "--output", type=Path, metavar="DIR", help="folder of the results (default: RUN/evaluation/ITERATION)"
-    )
-    evaluation.add_argument("--compare", nargs=2, type=Path, metavar=("A", "B"), help="folders of two evaluations")
-    evaluation.add_argument("--json", action="store_true", help="print one JSON object")
-    evaluation.set_defaults(run=_eval)
+    add("--set", action="append", default=[], dest="sets", metavar="NAME=PATH", help=sets)
+    add("--config", help="a YAML file, or the name of one of recipes/evaluation/ (default: that of the run)")
+    add("--output", type=Path, metavar="DIR", help="folder of the results (default: RUN/evaluation/ITERATION)")
+    add("--compare", nargs=2, type=Path, metavar=("A", "B"), help="folders of two evaluations")
+    add("--json", action="store_true", help="print one JSON object")
 
 
-def _add_view(commands: argparse._SubParsersAction[_Parser]) -> None:
-    view = commands.add_parser("view", help="curves, timelines and samples of runs, in the browser")
-    view.add_argument(
-        "folders", nargs="+", metavar="RUN", type=Path, help="folder of a run, also of one that is running"
-    )
-    view.add_argument("--port", type=int, default=0, metavar="N", help="port (default: a free one)")
-    view.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
-    view.set_defaults(run=_view)
-
-
-def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
-    plan = commands.add_parser(
-        "plan", help="compute memory, weight sync and predicted seconds of layouts, without GPUs"
-    )
-    plan.add_argument("recipe", nargs="?", help="a recipe; its --config gives what the options do not")
-    plan.add_argument("--config", help="the YAML file of a job; options override it")
-    plan.add_argument("overrides", nargs="*", metavar="a.b=c", help="values that replace the file's")
-    plan.add_argument("--model", help="a Hugging Face model directory or name, or a config.json")
-    plan.add_argument("--ranks", required=True, type=int, help="GPUs of the job")
-    plan.add_argument("--train", metavar="LAYOUT", help="layout of the actor, such as tp4-pp4-ep8")
-    plan.add_argument("--backend", choices=("megatron", "fsdp"), help="of the actor (default: the file's, or megatron)")
-    plan.add_argument("--rollout", metavar="LAYOUT", help="layout of an SGLang engine, such as tp8-ep8")
-    plan.add_argument("--reference", metavar="LAYOUT", help="layout of a reference on the same ranks")
-    plan.add_argument("--critic", metavar="LAYOUT", help="layout of a critic on the same ranks")
-    plan.add_argument(
-        "--search", action="store_true", help="rank layouts that fit, for --train and --rollout if not given"
-    )
-    plan.add_argument("--json", action="store_true", help="print one JSON object")
-    plan.add_argument(
-        "--top", type=int, default=5, metavar="N", help="layouts that a search prints (default: %(default)s)"
-    )
+def _add_plan(parser: _Parser) -> None:
+    add = parser.add_argument
+    add("recipe", nargs="?", help="a recipe; its --config gives what the options do not")
+    add("--config", help="the YAML file of a job; options override it")
+    add("overrides", nargs="*", metavar="a.b=c", help="values that replace the file's")
+    add("--model", help="a Hugging Face model directory or name, or a config.json")
+    add("--ranks", required=True, type=int, help="GPUs of the job")
+    add("--train", metavar="LAYOUT", help="layout of the actor, such as tp4-pp4-ep8")
+    add("--backend", choices=("megatron", "fsdp"), help="of the actor (default: the file's, or megatron)")
+    add("--rollout", metavar="LAYOUT", help="layout of an SGLang engine, such as tp8-ep8")
+    add("--reference", metavar="LAYOUT", help="layout of a reference on the same ranks")
+    add("--critic", metavar="LAYOUT", help="layout of a critic on the same ranks")
+    add("--search", action="store_true", help="rank layouts that fit, for --train and --rollout if not given")
+    add("--json", action="store_true", help="print one JSON object")
+    add("--top", type=int, default=5, metavar="N", help="layouts that a search prints (default: %(default)s)")
     numbers: dict[str, tuple[type, str]] = {
         "--node": (int, "ranks of a node (default: 8)"),
         "--memory": (float, "GiB of a device (default: that of --gpu)"),
@@ -157,36 +139,22 @@ def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
         "--memory-fraction": (float, "fraction of free memory that engines take (default: the file's, or 1)"),
     }
     for name, (kind, meaning) in numbers.items():
-        plan.add_argument(name, type=kind, metavar="N", help=meaning)
-    plan.add_argument("--gpu", help="a100, h20, h100, h200, b200, gb200 or gb300 (default: h100)")
-    plan.add_argument("--measured", metavar="FILE", help="JSON with measured figures; options override it")
+        add(name, type=kind, metavar="N", help=meaning)
+    add("--gpu", help="a100, h20, h100, h200, b200, gb200 or gb300 (default: h100)")
+    add("--measured", metavar="FILE", help="JSON with measured figures; options override it")
     offload = "keep the actor in host memory while other roles compute (default: the file's, or yes)"
-    plan.add_argument("--offload", action=argparse.BooleanOptionalAction, help=offload)
+    add("--offload", action=argparse.BooleanOptionalAction, help=offload)
     recompute = "full, none, or modules of a layer such as mlp,layernorm (default: the file's, or full; a search tries)"
-    plan.add_argument("--recompute", metavar="MODULES", help=recompute)
-    plan.set_defaults(run=_plan)
+    add("--recompute", metavar="MODULES", help=recompute)
 
 
-def _add_trace(commands: argparse._SubParsersAction[_Parser]) -> None:
-    trace = commands.add_parser(
-        "trace", help="record from an engine's loader which part of a model each of its ranks holds"
-    )
-    trace.add_argument("model", help="a Hugging Face model directory or name; config.json is enough")
-    trace.add_argument("--rollout", metavar="LAYOUT", default="tp2", help="layout of the engine (default: %(default)s)")
-    trace.add_argument("--engine", choices=("sglang", "vllm"), default="sglang", help="engine (default: %(default)s)")
-    trace.add_argument("--python", metavar="PATH", help="Python that has the engine (default: this one)")
-    trace.add_argument(
-        "--output", metavar="FILE", default="sharding_table.json", help="file to write (default: %(default)s)"
-    )
-    trace.set_defaults(run=_trace)
-
-
-def _add_models(commands: argparse._SubParsersAction[_Parser]) -> None:
-    models = commands.add_parser("models", help="families of models and what works with each, or with one model")
-    models.add_argument(
-        "model", nargs="?", type=Path, help="a Hugging Face model directory or name, whose weights are not downloaded"
-    )
-    models.set_defaults(run=_models)
+def _add_trace(parser: _Parser) -> None:
+    add = parser.add_argument
+    add("model", help="a Hugging Face model directory or name; config.json is enough")
+    add("--rollout", metavar="LAYOUT", default="tp2", help="layout of the engine (default: %(default)s)")
+    add("--engine", choices=("sglang", "vllm"), default="sglang", help="engine (default: %(default)s)")
+    add("--python", metavar="PATH", help="Python that has the engine (default: this one)")
+    add("--output", metavar="FILE", default="sharding_table.json", help="file to write (default: %(default)s)")
 
 
 def _train(arguments: argparse.Namespace) -> None:
@@ -289,9 +257,11 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 
 def _models(arguments: argparse.Namespace) -> None:
-    from verl_mg.support import show_families, show_model
+    from verl_mg.support import markdown, show_model
 
-    sys.exit(show_model(arguments.model) if arguments.model else show_families())
+    if arguments.model:
+        sys.exit(show_model(arguments.model))
+    print(markdown(), end="")
 
 
 def _trace(arguments: argparse.Namespace) -> None:

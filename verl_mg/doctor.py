@@ -32,8 +32,7 @@ PINNED_BY_SGLANG = ("torch", "transformers", "tokenizers")
 INSTALL = "Install launch/requirements-gpu.txt, in which all versions fit together"
 FILES_OF_A_RANK, FILES_PER_RANK = 512, 4
 """Open files that a rank needs by itself, and for each rank of the job, to which it is connected."""
-SHARED_MEMORY = 2**30
-"""Free bytes of /dev/shm that the ranks of a machine need: NCCL's buffers and the engines' queues."""
+SHARED_MEMORY = 2**30  # free bytes of /dev/shm that the ranks of a machine need: NCCL's buffers and the engines' queues
 BUSY_SHARE = 0.05  # share of a GPU's memory above which other processes are reported
 REPEATS = 5
 CONNECT_SECONDS = 5
@@ -51,17 +50,13 @@ def check(folder: Path) -> int:
     bandwidth = measure_bandwidth()
     ranks = all_gather_json({"machine": machine, "versions": versions, "problems": problems})
     hosts = {rank["machine"]["host"]: rank for rank in reversed(ranks)}  # the first rank of each
-    all_problems = _problems(ranks, [*bandwidth_problems(bandwidth, len(hosts)), *_differences(ranks)])
+    of_hosts = [f"{rank['machine']['host']}: {problem}" for rank in ranks for problem in rank["problems"]]
+    # A problem that several ranks of a host have is reported once.
+    all_problems = list(dict.fromkeys([*bandwidth_problems(bandwidth, len(hosts)), *_differences(ranks), *of_hosts]))
     if world.rank == 0:
         print("\n".join(_report(ranks, hosts, bandwidth, all_problems)), flush=True)
     world.shut_down()
     return EXIT_PROBLEMS if all_problems else 0
-
-
-def _problems(ranks: Sequence[dict[str, Any]], common: Sequence[str]) -> list[str]:
-    """Returns the problems of all ranks, one that several ranks of a host have once."""
-    of_hosts = [f"{rank['machine']['host']}: {problem}" for rank in ranks for problem in rank["problems"]]
-    return list(dict.fromkeys([*common, *of_hosts]))
 
 
 def _differences(ranks: Sequence[dict[str, Any]]) -> list[str]:

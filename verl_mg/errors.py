@@ -1,7 +1,6 @@
 """Exception for invalid input that the user can fix."""
 
-EXIT_CODE = 2
-"""Exit code of every rank after a `UserError`."""
+EXIT_CODE = 2  # exit code of every rank after a `UserError`
 
 
 class UserError(Exception):

@@ -1,4 +1,4 @@
-"""Files that another process may read while they are written: replaced as a whole, or lines of JSON.
+"""Files that another process reads, also while they are written: replaced as a whole, lines or records of JSON.
 
 A run appends lines, a resumed one removes some. A last line without a line break is incomplete, and ignored until it is
 complete.
@@ -11,9 +11,30 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from verl_mg.errors import UserError
 
 MAX_READ_BYTES = 8 * 2**20  # largest number of bytes that `read_new_lines` reads
+
+
+class StoredRecord(BaseModel):
+    """JSON object of a file that another process reads back: typed and immutable, unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @classmethod
+    def parse(cls, text: str | bytes, place: Path, remedy: str) -> Self:
+        """Returns the record in a text; a UserError names the first wrong field at `place` and ends with `remedy`."""
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            problem = error.errors()[0]
+            where = ".".join(map(str, problem["loc"])) or "the text"
+            reason = problem["msg"].removeprefix("Value error, ")
+            raise UserError(f"{place}: {where}: {reason}{remedy}") from None
 
 
 @contextmanager

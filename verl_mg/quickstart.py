@@ -24,8 +24,7 @@ from verl_mg.errors import UserError
 from verl_mg.import_function import RECIPES
 from verl_mg.models.tiny_model import make_tiny_model
 
-RANKS = 2
-"""Number of ranks of a job, except on a machine with one GPU."""
+RANKS = 2  # number of ranks of a job, except on a machine with one GPU
 
 OPERANDS = range(100)
 HELD_OUT = 500

@@ -157,7 +157,8 @@ class ModelSupport:
 
     def answers(self) -> list[Answer]:
         """Returns the answers to all questions, the size of the model first."""
-        return [self.sizes(), *self.files(), *self.backends(), *self.engines(), *self.adapters(), *self.parts()]
+        backends = (*self.megatron(), *self.fsdp())
+        return [self.sizes(), *self.files(), *backends, *self.engines(), *self.adapters(), *self.parts()]
 
     def sizes(self) -> Answer:
         """Returns the architecture and the size of the model."""
@@ -185,11 +186,6 @@ class ModelSupport:
             return Answer("weights", directory is not None, reason)
         count = len(set(directory.file_of.values()))
         return ask("weights", lambda: directory.check(table.huggingface()), f"{count} file{'s' * (count > 1)}")
-
-    def backends(self) -> Iterator[Answer]:
-        """Yields which training backends can train the model, and under which sizes."""
-        yield from self.megatron()
-        yield from self.fsdp()
 
     def megatron(self) -> Iterator[Answer]:
         """Yields whether the backend megatron can train the model, and under which sizes."""
@@ -291,12 +287,6 @@ class ModelSupport:
             yield ask("multi-token prediction", lambda: check_multi_token(config, megatron, lora=False))
         else:
             yield Answer("multi-token prediction", False, reason or "there is no layer of it among the weights")
-
-
-def show_families() -> int:
-    """Prints the table of families; returns exit code 0."""
-    print(markdown(), end="")
-    return 0
 
 
 def show_model(name: Path) -> int:

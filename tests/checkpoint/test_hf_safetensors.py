@@ -46,9 +46,9 @@ def test_checkpoint_writer_boxes_of_two_processes_form_the_tensors(tmp_path, ten
     assert read.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert torch.equal(read[name], tensor.to(dtype))
-    with CheckpointReader(ModelDirectory.find(tmp_path)) as reader:
-        box = ((1, 3), (2, 4))
-        assert torch.equal(reader.read("a", box), tensors["a"].to(dtype)[1:3, 2:4])
+    reader = CheckpointReader(ModelDirectory.find(tmp_path))
+    box = ((1, 3), (2, 4))
+    assert torch.equal(reader.read("a", box), tensors["a"].to(dtype)[1:3, 2:4])
 
 
 def test_checkpoint_writer_keeps_tensors_that_are_float32(tmp_path, tensors):
@@ -66,8 +66,8 @@ def test_load_shards_fills_requested_slices_and_zeroes_padding(tmp_path, tensors
     save_file(tensors, tmp_path / SINGLE)
     shard = Shard((4, 2), (Piece("a", ((2, 5), (1, 3)), ((0, 3), (0, 2))),), padding=(((3, 4), (0, 2)),))
     parameter = torch.full((4, 2), torch.nan)
-    with CheckpointReader(ModelDirectory.find(tmp_path)) as reader:
-        load_shards(reader, {"p": shard}, {"p": parameter})
+    reader = CheckpointReader(ModelDirectory.find(tmp_path))
+    load_shards(reader, {"p": shard}, {"p": parameter})
     assert torch.equal(parameter, torch.cat([tensors["a"][2:5, 1:3], torch.zeros(1, 2)]))
 
 

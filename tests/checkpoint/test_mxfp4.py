@@ -85,8 +85,8 @@ def directory(folder):
 
 @pytest.mark.parametrize("box", [((0, 128), (0, 32)), ((5, 9), (7, 30)), ((127, 128), (31, 32))])
 def test_checkpoint_reader_reads_boxes_within_and_across_blocks(model, expected, box):
-    with CheckpointReader(directory(model)) as reader:
-        assert torch.equal(reader.read(EXPERT, box), expected[EXPERT][slices(box)])
+    reader = CheckpointReader(directory(model))
+    assert torch.equal(reader.read(EXPERT, box), expected[EXPERT][slices(box)])
 
 
 def changed(model, folder, changes):
@@ -119,10 +119,10 @@ def test_checkpoint_reader_scale_that_is_no_number_is_named(model, tmp_path):
         return scales
 
     folder = changed(model, tmp_path / "damaged", {f"{STACK}_scales": without_number})
-    with CheckpointReader(directory(folder)) as reader:
-        reader.read(EXPERT, ((0, 6), (0, 32)))
-        with pytest.raises(UserError, match=rf"scales '{STACK}_scales' .* \(a scale is not a number in the box"):
-            reader.read(EXPERT, ((0, 7), (0, 32)))
+    reader = CheckpointReader(directory(folder))
+    reader.read(EXPERT, ((0, 6), (0, 32)))
+    with pytest.raises(UserError, match=rf"scales '{STACK}_scales' .* \(a scale is not a number in the box"):
+        reader.read(EXPERT, ((0, 7), (0, 32)))
 
 
 STACKS = ("gate_up_proj", "down_proj")

@@ -9,7 +9,7 @@ import time
 
 import torch.distributed as dist
 
-from verl_mg.distributed.launcher import VARIABLE, Launcher
+from verl_mg.distributed.launcher import STOP_CODE, VARIABLE, Launcher
 from verl_mg.distributed.signals import REPEATED_SIGTERM_SECONDS, Signals
 from verl_mg.distributed.stall_dump import innermost_user_frame, main_stack, main_waits
 
@@ -70,7 +70,7 @@ def stop_answers(path):
 
 def test_stop_request_on_one_rank_is_seen_by_all_ranks(ranks, tmp_path):
     assert ranks.run(3, stop_answers, str(tmp_path)) == [[False, True]] * 3
-    assert Launcher(tmp_path).stop_code == 128 + signal.SIGUSR1
+    assert Launcher(tmp_path).number(STOP_CODE) == 128 + signal.SIGUSR1
 
 
 def test_second_sigterm_ends_a_blocked_process():

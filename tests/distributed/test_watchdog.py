@@ -4,21 +4,22 @@ import json
 import signal
 import socket
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import HashStore, TCPStore
 
 from tests.helpers.counted_store import CountedStore
 from tests.helpers.launched import (
-    ended,
+    Program,
     error_lines,
-    iterations_done,
-    rank_process,
+    program_of,
     started,
     torchrun,
     train_command,
-    wait_for_steps,
     watched,
     write_inputs,
 )
@@ -41,11 +42,11 @@ def test_train_with_stopped_rank_names_it_with_its_stack(tmp_path):
         *train_command(inputs, tmp_path / "run", "job.heartbeat_timeout_s=6"),
     ]
     with started(command) as launcher:
-        iterations_done(tmp_path / "run", 2, launcher)
+        launcher.iterations_done(tmp_path / "run", 2)
         time.sleep(2 * HEARTBEAT_SECONDS)  # until its heartbeat has a stack from inside the loop
-        stopped = rank_process(launcher, 1)
+        stopped = launcher.rank(1)
         stopped.send_signal(signal.SIGSTOP)
-        code, _, err = ended(launcher)
+        code, _, err = launcher.ended()
     assert code == EXIT_RANK_LOST, err
     (line,) = error_lines(err)
     assert line.startswith("error: rank 1 (host ") and f"pid {stopped.pid}): no heartbeat for" in line
@@ -53,12 +54,30 @@ def test_train_with_stopped_rank_names_it_with_its_stack(tmp_path):
     assert "Traceback" not in err
 
 
+@contextmanager
+def ranks_of(count: int, code: str = "pass", output: object = "", **timeouts: float) -> Iterator[list[Program]]:
+    """Ranks without a launcher; their store is in this process, as it is in the launcher's under torchrun."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    variables |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    command = [*watched(code, **timeouts), str(output)]
+    with ExitStack() as stack:
+        numbers = map(str, range(count))
+        yield [stack.enter_context(started(command, RANK=rank, LOCAL_RANK=rank, **variables)) for rank in numbers]
+
+
+def ends_of(ranks: Sequence[Program]) -> tuple[list[int], str]:
+    """Exit codes and standard error of all ranks."""
+    ends = [rank.ended() for rank in ranks]
+    return [end.code for end in ends], "".join(end.err for end in ends)
+
+
 def test_launcher_with_killed_rank_exits_with_its_signal():
     with started([*torchrun(3), *watched(heartbeat_timeout_s=4)]) as launcher:
-        wait_for_steps(launcher)
-        killed = rank_process(launcher, 2)
+        launcher.wait_for_steps()
+        killed = launcher.rank(2)
         killed.kill()
-        code, _, err = ended(launcher)
+        code, _, err = launcher.ended()
     assert code == 128 + signal.SIGKILL, err
     (line,) = error_lines(err)
     assert "rank 2 (host " in line and f"pid {killed.pid})" in line
@@ -75,24 +94,26 @@ def dumped(output: Path, err: str, lost: int | None = None) -> dict[int, str]:
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.nightly)])
-def test_watchdog_with_killed_rank_names_it_on_all_others(forked_ranks, tmp_path, rank):
-    job = forked_ranks.start(3, heartbeat_timeout_s=4, output=tmp_path)
-    job.wait_for_steps()
-    job.ranks[rank].kill()
-    codes, err = job.wait()
+def test_watchdog_with_killed_rank_names_it_on_all_others(tmp_path, rank):
+    with ranks_of(3, heartbeat_timeout_s=4, output=tmp_path) as ranks:
+        ranks[0].wait_for_steps()
+        killed = psutil.Process(program_of(ranks[rank].pid))
+        killed.kill()
+        codes, err = ends_of(ranks)
     assert codes == [-signal.SIGKILL if r == rank else EXIT_RANK_LOST for r in range(3)], err
     (line,) = error_lines(err)
-    assert f"rank {rank} (host " in line and f"pid {job.ranks[rank].pid})" in line
+    assert f"rank {rank} (host " in line and f"pid {killed.pid})" in line
     assert "It was last at verl_mg/" in line or "It was last at tests/distributed/watched.py:" in line
     assert "Traceback" not in err
     texts = dumped(tmp_path, err, lost=rank)
-    assert texts[rank].startswith(f"rank {rank}, host {socket.gethostname()}, pid {job.ranks[rank].pid}: lost;")
+    assert texts[rank].startswith(f"rank {rank}, host {socket.gethostname()}, pid {killed.pid}: lost;")
     assert all("tests/distributed/watched.py" in text for text in texts.values())
 
 
-def test_watchdog_with_hanging_rank_names_its_function(forked_ranks, tmp_path):
+def test_watchdog_with_hanging_rank_names_its_function(tmp_path):
     code = "if rank == 1 and step == 5: hang()"
-    codes, err = forked_ranks.start(3, code, stall_timeout_s=5, output=tmp_path).wait()
+    with ranks_of(3, code, stall_timeout_s=5, output=tmp_path) as ranks:
+        codes, err = ends_of(ranks)
     assert codes == [EXIT_RANK_LOST] * 3, err
     (line,) = error_lines(err)
     assert line.startswith("error: no progress on any rank for ") and "Rank 1 (host " in line
@@ -106,26 +127,29 @@ def test_watchdog_with_hanging_rank_names_its_function(forked_ranks, tmp_path):
     assert all("thread Thread-" in text and "_store_guard_loop" in text for text in texts.values())
 
 
-def test_watchdog_with_progress_on_one_rank_does_not_stall(forked_ranks):
+def test_watchdog_with_progress_on_one_rank_does_not_stall():
     """Rank 0 alone would exceed `stall_timeout_s`, but rank 1 makes progress."""
     code = (
         "[world.watchdog.watch_progress(lambda: time.monotonic()), time.sleep(8)] if rank == 1 and step == 3 else 0\n"
     )
     code += "if step == 5: raise UserError('enough')"
-    assert forked_ranks.start(2, code, heartbeat_timeout_s=4, stall_timeout_s=5).wait() == ([2, 2], "error: enough\n")
+    with ranks_of(2, code, heartbeat_timeout_s=4, stall_timeout_s=5) as ranks:
+        assert ends_of(ranks) == ([2, 2], "error: enough\n")
 
 
 @pytest.mark.parametrize("condition", ["rank == 1", "True"])
-def test_abort_on_one_or_all_ranks_prints_one_traceback(forked_ranks, condition):
-    codes, err = forked_ranks.start(3, f"if step == 3 and {condition}: raise KeyError('ouch')").wait()
+def test_abort_on_one_or_all_ranks_prints_one_traceback(condition):
+    with ranks_of(3, f"if step == 3 and {condition}: raise KeyError('ouch')") as ranks:
+        codes, err = ends_of(ranks)
     assert codes == [1, 1, 1], err
     assert err.count("Traceback") == 1 and err.count("KeyError: 'ouch'") == 1
     assert not error_lines(err)
 
 
-def test_user_error_on_one_rank_ends_ranks_that_sleep(forked_ranks):
+def test_user_error_on_one_rank_ends_ranks_that_sleep():
     code = "if step == 3:\n  if rank == 1: raise UserError('no ruler')\n  time.sleep(10**6)"
-    assert forked_ranks.start(3, code).wait() == ([2, 2, 2], "error: no ruler\n")
+    with ranks_of(3, code) as ranks:
+        assert ends_of(ranks) == ([2, 2, 2], "error: no ruler\n")
 
 
 def test_watchdog_heartbeat_is_two_requests_whatever_the_number_of_ranks(monkeypatch):

@@ -1,7 +1,6 @@
 """Whole jobs under the launcher, on all ranks: they learn, repeat bitwise, and resume; and the quickstart."""
 
 import json
-import subprocess
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -10,7 +9,7 @@ import pytest
 
 from tests.gpu.served_jobs import CACHE_TOKENS
 from tests.helpers import warm_start
-from tests.helpers.launched import ended, forked_rank, iterations_done, started, torchrun
+from tests.helpers.launched import Program, started, torchrun
 from tests.helpers.tiny_jobs import DIGITS, Metrics, files_of, metrics_of, write_sums
 from tests.helpers.traces import needs_sglang
 from tests.megatron.layout_models import HALF_HEAD_DIM, make_model
@@ -57,7 +56,7 @@ def run(ranks, machine, inputs) -> Run:
         iterations: int = ITERATIONS,
         count: int = 0,
         options: Sequence[str] = (),
-        meanwhile: Callable[[subprocess.Popen[str]], None] = lambda launcher: None,
+        meanwhile: Callable[[Program], None] = lambda launcher: None,
     ) -> Metrics:
         count = count or (ranks.size if machine.gpus else RANKS_ON_CPU)
         reward = [] if recipe == "sft" else [f"reward.function={inputs / 'reward.py'}:digits", *GRPO]
@@ -66,8 +65,7 @@ def run(ranks, machine, inputs) -> Run:
         # A warm start forks a process that has imported torch.
         with started([*torchrun(count, *options), *program], warm=not machine.gpus) as launcher:
             meanwhile(launcher)
-            code, _, err = ended(launcher, JOB_S)
-        assert code == 0, err
+            launcher.ended(JOB_S).completed()
         return metrics_of(output)
 
     return job
@@ -104,9 +102,9 @@ def test_resumed_job_is_bitwise_identical_to_whole_one(run, deterministic, tmp_p
 def test_killed_rank_is_replaced_and_the_job_is_bitwise_identical(run, deterministic, tmp_path):
     whole = deterministic()
 
-    def kill_a_rank(launcher: subprocess.Popen[str]) -> None:
-        iterations_done(tmp_path, 3, launcher, JOB_S)
-        forked_rank(launcher, 0).kill()
+    def kill_a_rank(launcher: Program) -> None:
+        launcher.iterations_done(tmp_path, 3, JOB_S)
+        launcher.forked_rank(0).kill()
 
     restarts = ("--max-restarts", "2")
     assert run("grpo", tmp_path, "job.deterministic=true", options=restarts, meanwhile=kill_a_rank) == whole

@@ -67,8 +67,8 @@ def bring_weights(
     for shards in traced or _shards_of_table(engine, model):
         dtypes = dict.fromkeys(shards, engine.options.dtype)
         held.append(Staging(shards, dtypes, device.current_device()))
-        with CheckpointReader(ModelDirectory.find(model)) as reader:
-            load_shards(reader, shards, held[-1].tensors)  # from memory that is not pinned: complete when it returns
+        reader = CheckpointReader(ModelDirectory.find(model))
+        load_shards(reader, shards, held[-1].tensors)  # from memory that is not pinned: complete when it returns
     engine.loaded(engine.load([staging.payload() for staging in held], version))
 
 

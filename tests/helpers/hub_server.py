@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler
+from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
@@ -28,6 +29,10 @@ class HubServer(NamedTuple):
     """Counts the answers that have stopped in the middle of a held file."""
     release: threading.Event
     """Once set, held files are sent whole."""
+
+    def variables(self, home: Path) -> dict[str, str]:
+        """Environment of a client whose cache is in a folder."""
+        return {"HF_ENDPOINT": self.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
 
 
 def forget_client() -> None:

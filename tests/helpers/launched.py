@@ -7,12 +7,14 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import psutil
 
 from tests.helpers import warm_start
 from tests.helpers.tiny_jobs import files_of, write_sums
 from tests.helpers.tiny_models import tiny_model
+from verl_mg.errors import EXIT_CODE
 
 ROOT = Path(__file__).parents[2]
 HELD = str(ROOT / "tests" / "run" / "held_sft.py")
@@ -52,16 +54,68 @@ def torchrun(ranks: int, *options: str) -> list[str]:
     return ["-m", "verl_mg.launch", "--nproc-per-node", str(ranks), *options]
 
 
+class Ended(NamedTuple):
+    """Exit code and output of a program that has ended."""
+
+    code: int
+    out: str
+    err: str
+
+    def completed(self) -> "Ended":
+        """The same, of a program whose code is 0."""
+        assert self.code == 0, self.err
+        return self
+
+    def refusal(self, code: int = EXIT_CODE) -> str:
+        """The only line that says what was wrong, of a program without a traceback."""
+        assert self.code == code and "Traceback" not in self.out + self.err, self.err
+        (line,) = error_lines(self.err)
+        return line
+
+
+class Program(subprocess.Popen[str]):
+    """A started program, such as a launcher."""
+
+    def ended(self, patience: float = PATIENCE_S) -> Ended:
+        """Waits for the end."""
+        out, err = self.communicate(timeout=patience)
+        return Ended(self.returncode, out, err)
+
+    def wait_for_steps(self) -> None:
+        """Waits until a `watched` job has done some steps."""
+        assert self.stdout.readline() == "steps done\n"
+
+    def iterations_done(self, output: Path, count: int, patience: float = PATIENCE_S) -> None:
+        """Waits until the job has logged so many."""
+        metrics = output / "metrics.jsonl"
+        deadline = time.monotonic() + patience
+        while not metrics.exists() or metrics.read_text().count("\n") < count:
+            assert self.poll() is None, self.communicate()[1]
+            assert time.monotonic() < deadline, f"{metrics}: fewer than {count} iterations"
+            time.sleep(0.1)
+
+    def rank(self, number: int) -> psutil.Process:
+        """The process of a rank."""
+        children = psutil.Process(program_of(self.pid)).children()
+        (process,) = (child for child in children if child.environ().get("RANK") == str(number))
+        return psutil.Process(program_of(process.pid))
+
+    def forked_rank(self, number: int) -> psutil.Process:
+        """The process of a rank that the launcher can start again."""
+        (process,) = named(self.pid, f"rank {number}")
+        return process
+
+
 @contextmanager
 def started(
-    arguments: Sequence[str], before: Sequence[str] = (), warm: bool = True, **environment: str
-) -> Iterator[subprocess.Popen[str]]:
+    arguments: Sequence[str], before: Sequence[str] = (), warm: bool = True, cwd: Path = ROOT, **environment: str
+) -> Iterator[Program]:
     """`BEFORE python ARGUMENTS` in the checkout, forked where it is warm; all its processes end with the test."""
     shared = warm_start.shared()
     variables = os.environ | {"OMP_NUM_THREADS": "1"} | (shared.environment if warm else {}) | environment
-    process = subprocess.Popen(
+    process = Program(
         [*before, shared.python if warm else sys.executable, *arguments],
-        cwd=ROOT,
+        cwd=cwd,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -80,20 +134,10 @@ def started(
         process.communicate()
 
 
-def ended(process: subprocess.Popen[str], patience: float = PATIENCE_S) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error, once it has ended."""
-    out, err = process.communicate(timeout=patience)
-    return process.returncode, out, err
-
-
-def iterations_done(output: Path, count: int, process: subprocess.Popen[str], patience: float = PATIENCE_S) -> None:
-    """Wait until the job has logged so many."""
-    metrics = output / "metrics.jsonl"
-    deadline = time.monotonic() + patience
-    while not metrics.exists() or metrics.read_text().count("\n") < count:
-        assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < deadline, f"{metrics}: fewer than {count} iterations"
-        time.sleep(0.1)
+def finished(arguments: Sequence[str], before: Sequence[str] = (), **options: Any) -> Ended:
+    """The same program once it has ended."""
+    with started(arguments, before, **options) as program:
+        return program.ended()
 
 
 def hold(output: Path, iteration: int | None) -> None:
@@ -105,24 +149,6 @@ def hold(output: Path, iteration: int | None) -> None:
         written = file.with_suffix(".partial")
         written.write_text(str(iteration))
         written.rename(file)
-
-
-def wait_for_steps(launcher: subprocess.Popen[str]) -> None:
-    """Wait until a `watched` job has done some steps."""
-    assert launcher.stdout.readline() == "steps done\n"
-
-
-def rank_process(launcher: subprocess.Popen[str], rank: int) -> psutil.Process:
-    """The process of a rank."""
-    started = psutil.Process(program_of(launcher.pid)).children()
-    (process,) = (child for child in started if child.environ().get("RANK") == str(rank))
-    return psutil.Process(program_of(process.pid))
-
-
-def forked_rank(launcher: subprocess.Popen[str], rank: int) -> psutil.Process:
-    """The process of a rank that the launcher can start again."""
-    (process,) = named(launcher.pid, f"rank {rank}")
-    return process
 
 
 def named(pid: int, start: str) -> set[psutil.Process]:

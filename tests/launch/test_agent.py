@@ -9,15 +9,12 @@ from tests.helpers.launched import (
     HELD,
     alive,
     descendants,
-    ended,
     error_lines,
-    forked_rank,
+    finished,
     hold,
-    iterations_done,
     started,
     torchrun,
     train_command,
-    wait_for_steps,
     watched,
     write_inputs,
 )
@@ -29,13 +26,13 @@ RESTARTS = ("--max-restarts", "3")
 
 def test_lost_rank_is_replaced_and_a_stop_request_ends_the_job():
     with started([*torchrun(2, *RESTARTS), *watched()]) as launcher:
-        wait_for_steps(launcher)
-        first = [forked_rank(launcher, rank) for rank in range(2)]
+        launcher.wait_for_steps()
+        first = [launcher.forked_rank(rank) for rank in range(2)]
         first[1].kill()
-        wait_for_steps(launcher)
+        launcher.wait_for_steps()
         assert not alive(first, 0)
         launcher.send_signal(signal.SIGTERM)
-        code, out, err = ended(launcher)
+        code, out, err = launcher.ended()
     assert (code, out) == (128 + signal.SIGTERM, "")
     (line,) = [line for line in err.splitlines() if line.startswith("launcher: ")]
     assert re.fullmatch(
@@ -53,15 +50,14 @@ def test_lost_rank_is_replaced_and_a_stop_request_ends_the_job():
     ],
 )
 def test_failure_that_comes_again_ends_the_job(code_of_ranks, starts, code):
-    with started([*torchrun(2, *RESTARTS), *watched(code_of_ranks)]) as launcher:
-        found, out, err = ended(launcher)
+    found, out, err = finished([*torchrun(2, *RESTARTS), *watched(code_of_ranks)])
     assert found == code and out.count("steps done") == starts, err
     assert len(error_lines(err)) == (code == 2) and err.count("ValueError: broken") == (starts if code == 1 else 0)
 
 
 def test_killed_launcher_leaves_no_process():
     with started([*torchrun(2, *RESTARTS), *watched(heartbeat_timeout_s=3)]) as launcher:
-        wait_for_steps(launcher)
+        launcher.wait_for_steps()
         processes = descendants(launcher.pid)
         assert {"rank 0", "rank 1"} <= {process.name() for process in processes}
         launcher.kill()
@@ -74,14 +70,12 @@ def test_job_with_a_lost_rank_goes_on_bitwise_identical(tmp_path):
     whole, killed = (train_command(inputs, tmp_path / name, *settings, recipe=HELD) for name in ("whole", "killed"))
     hold(tmp_path / "killed", 6)
     with started([*torchrun(2, *RESTARTS), *killed]) as launcher:
-        iterations_done(tmp_path / "killed", 5, launcher)
-        forked_rank(launcher, 0).kill()
+        launcher.iterations_done(tmp_path / "killed", 5)
+        launcher.forked_rank(0).kill()
         hold(tmp_path / "killed", None)
-        code, _, err = ended(launcher)
+        code, _, err = launcher.ended()
     assert code == 0 and "rank 0" in err, err
-    with started([*torchrun(2), *whole]) as launcher:
-        code, _, err = ended(launcher)
-    assert code == 0, err
+    finished([*torchrun(2), *whole]).completed()
     assert metrics_of(tmp_path / "killed") == metrics_of(tmp_path / "whole")
     assert len(metrics_of(tmp_path / "whole")) == 9
 
@@ -93,14 +87,13 @@ def test_job_with_a_killed_and_a_stopped_rank_has_every_iteration_once(tmp_path)
     restarts = torchrun(2, *RESTARTS, "--shutdown-timeout", "1")
     hold(output, 5)
     with started([*restarts, *train_command(inputs, output, *settings, recipe=HELD)]) as launcher:
-        iterations_done(output, 4, launcher)
-        forked_rank(launcher, 0).kill()
+        launcher.iterations_done(output, 4)
+        launcher.forked_rank(0).kill()
         hold(output, 9)
-        iterations_done(output, 8, launcher)
-        forked_rank(launcher, 1).send_signal(signal.SIGSTOP)
+        launcher.iterations_done(output, 8)
+        launcher.forked_rank(1).send_signal(signal.SIGSTOP)
         hold(output, None)
-        code, _, err = ended(launcher)
-    assert code == 0, err
+        err = launcher.ended().completed().err
     (line,) = error_lines(err)  # of the watchdog; the launcher sees a killed rank itself
     assert line.startswith("error: rank 1 (host ") and "no heartbeat for" in line
     assert err.count("all ranks start again") == err.count("run: resumes after iteration") == 2

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.launched import alive, descendants, ended, forked_rank, iterations_done, named, started, torchrun
+from tests.helpers.launched import alive, descendants, finished, named, started, torchrun
 from tests.helpers.tiny_jobs import RECIPES, metrics_of
 from tests.helpers.traces import needs_sglang
 from tests.rollout.engine_jobs import inputs, settings
@@ -32,19 +32,17 @@ def test_ppo_with_killed_trainers_keeps_its_engine_and_is_bitwise_identical(tmp_
         started_engines, still_there = set(), []
         # In the middle of generation, and of training; one iteration after a checkpoint, and right after it.
         for rank, iteration, pause in ((2, 3, 0.2), (0, 6, 0.6), (1, 9, 0.4)):
-            iterations_done(tmp_path / "killed", iteration, launcher)
+            launcher.iterations_done(tmp_path / "killed", iteration)
             time.sleep(pause)
             started_engines |= named(launcher.pid, "sglang::")  # those of lost ranks have no parent here
             still_there.append({process for process in started_engines if process.is_running()})
-            forked_rank(launcher, rank).send_signal(signal.SIGKILL)
+            launcher.forked_rank(rank).send_signal(signal.SIGKILL)
         processes = descendants(launcher.pid)
-        code, _, err = ended(launcher)
+        code, _, err = launcher.ended()
     assert code == 0 and err.count("was ended by SIGKILL") == 3, err
     assert len(started_engines) >= 2 and still_there == [started_engines] * 3
     assert not alive([*started_engines, *processes])
-    with started([*torchrun(TRAINERS + 1), *command(folder, tmp_path / "whole")]) as launcher:
-        code, _, err = ended(launcher)
-    assert code == 0, err
+    finished([*torchrun(TRAINERS + 1), *command(folder, tmp_path / "whole")]).completed()
     whole = metrics_of(tmp_path / "whole")
     assert metrics_of(tmp_path / "killed") == whole and len(whole) == 12
     assert all(line["actor/grad_norm"] > 0 and line["critic/grad_norm"] > 0 for line in whole)

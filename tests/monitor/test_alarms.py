@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.helpers.json_server import JsonRequest, JsonResponse, serving
-from tests.helpers.launched import ended, started, torchrun, train_command, write_inputs
+from tests.helpers.launched import finished, torchrun, train_command, write_inputs
 from tests.helpers.tiny_jobs import logged
 from verl_mg.config import AlarmConfig
 from verl_mg.config.alarm import Condition
@@ -153,8 +153,7 @@ def test_alarm_stops_a_run_with_its_exit_code_and_a_checkpoint(tmp_path, receive
     inputs, output = write_inputs(tmp_path / "inputs"), tmp_path / "run"
     stop = f"alarm={{actor/loss: {{when: '> 0 for 3', action: stop, url: '{receiver.url}'}}}}"
     for start, arguments in enumerate((torchrun(2), [])[:starts], 1):
-        with started([*arguments, *train_command(inputs, output, stop)]) as process:
-            code, _, err = ended(process)
+        code, _, err = finished([*arguments, *train_command(inputs, output, stop)])
         assert code == EXIT_ALARM, err
         steps, status = 3 * start, read_status(output)
         assert (status.state, status.iteration, status.checkpoint) == ("left", steps, steps)

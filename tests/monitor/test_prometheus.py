@@ -15,7 +15,7 @@ import httpx
 import pytest
 from torch.distributed import HashStore
 
-from tests.helpers.launched import LONG, PATIENCE_S, ROOT, iterations_done, started, torchrun, write_inputs
+from tests.helpers.launched import LONG, PATIENCE_S, ROOT, started, torchrun, write_inputs
 from tests.helpers.tiny_jobs import DIGITS, files_of, logged
 from verl_mg.config import Config
 from verl_mg.distributed.world import World
@@ -182,7 +182,7 @@ def test_prometheus_reads_a_running_job_and_the_dashboard_finds_its_metrics(tmp_
     command = [*torchrun(2), "-m", "verl_mg", "train", "recipes/grpo.py", *overrides]
     output.mkdir()
     with prometheus(tmp_path, output / "prometheus.json") as scraped, started(command) as launcher:
-        iterations_done(output, 3, launcher)
+        launcher.iterations_done(output, 3)
         labels = {"run": "run", "job": "verl_mg", "instance": target(output)}
         (iteration,) = scraped.wait_for("verl_mg_iteration > 2")
         assert {name: iteration[name] for name in labels} == labels

@@ -4,15 +4,13 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from subprocess import Popen
 
 import pytest
 
 from tests.helpers.hub_server import COMMIT, HubServer, serving
-from tests.helpers.launched import ROOT, ended, error_lines, started, torchrun, train_command
+from tests.helpers.launched import ROOT, Program, finished, started, torchrun, train_command
 from tests.helpers.tiny_jobs import logged, write_sums
 from tests.helpers.tiny_models import tiny_model
-from verl_mg.errors import EXIT_CODE
 
 FIRST, SECOND = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
 MODEL = {"config.json": b"{}", FIRST: b"first" * 1000, SECOND: b"second" * 1000, "model.gguf": b"not wanted"}
@@ -20,19 +18,16 @@ CRITIC = {"config.json": b'{"of": "critic"}'}
 
 
 @contextmanager
-def fetching(hub: HubServer, home: Path, names: dict[str, str], **more: str) -> Iterator[Popen[str]]:
+def fetching(hub: HubServer, home: Path, names: dict[str, str], **more: str) -> Iterator[Program]:
     """Two ranks."""
-    variables = {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0", **more}
     program = [str(ROOT / "tests" / "run" / "fetching.py"), "2", json.dumps(names)]
-    with started(program, **variables) as process:
+    with started(program, **hub.variables(home) | more) as process:
         yield process
 
 
-def folders(process: Popen[str]) -> list[dict[str, str]]:
+def folders(process: Program) -> list[dict[str, str]]:
     """What each rank found."""
-    code, out, err = ended(process)
-    assert code == 0, err
-    return [json.loads(line) for line in out.splitlines()]
+    return [json.loads(line) for line in process.ended().completed().out.splitlines()]
 
 
 def test_model_whose_download_was_killed_is_completed_by_the_next_start(tmp_path):
@@ -60,14 +55,12 @@ def test_ranks_that_cannot_fetch_a_model_end_with_one_line(tmp_path):
             known = folders(process)
         for name, words in (("a/none", "shows no model of this name"), ("a/gated", "is restricted. Accept its terms")):
             with fetching(hub, tmp_path, {"model": "a/model", "reward_model": name}) as process:
-                code, _, err = ended(process)
-            (line,) = error_lines(err)
-            assert code == EXIT_CODE and line.startswith(f"error: reward_model.path: {name}: ") and words in line
+                line = process.ended().refusal()
+            assert line.startswith(f"error: reward_model.path: {name}: ") and words in line
     with fetching(hub, tmp_path, {"model": "a/model"}, HF_HUB_OFFLINE="1") as process:
         assert folders(process) == known
     with fetching(hub, tmp_path, {"model": "b/model"}) as process:
-        code, _, err = ended(process)
-    assert code == EXIT_CODE and "cannot be reached (ConnectError" in error_lines(err)[0]
+        assert "cannot be reached (ConnectError" in process.ended().refusal()
 
 
 @pytest.mark.nightly
@@ -77,13 +70,9 @@ def test_job_trains_a_model_of_a_hub(tmp_path):
     files = {file.name: file.read_bytes() for file in model.iterdir()}
     overrides = ["model.path=a/model@v1", "job.iterations=1", "job.console=true"]
     with serving({"a/model": files}, {}) as hub:
-        variables = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
-        variables["HF_HUB_OFFLINE"] = "0"
-        with started(
-            [*torchrun(2), *train_command(tmp_path, tmp_path / "run", *overrides)], warm=False, **variables
-        ) as process:
-            code, out, err = ended(process)
-    assert code == 0, err
+        variables = hub.variables(tmp_path / "home")
+        command = [*torchrun(2), *train_command(tmp_path, tmp_path / "run", *overrides)]
+        out = finished(command, warm=False, **variables).completed().out
     assert f"model.path: fetching a/model@v1, commit {COMMIT}\n" in out
     assert logged(tmp_path / "run")[0]["actor/grad_norm"] > 0
     assert set(hub.downloads.values()) == {1}

@@ -1,20 +1,17 @@
 """Published sets become prompts: repetitions are dropped, answers are found, and sources are names of the hub."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.hub_server import serving
+from tests.helpers.launched import finished
 from tests.helpers.published_rows import DAPO_ROWS, EURUS_ROWS, MATH_500_ROW, SUMS, TESTS, write_published
 from tools import prepare_data
 from verl_mg.data.hub_files import select
 from verl_mg.hub import HubName
 
-ROOT = Path(__file__).parents[2]
 PUBLISHED_FILES = {
     "BytedTsinghua-SIA/DAPO-Math-17k": ["README.md", "data/dapo-math-17k.parquet"],
     "BytedTsinghua-SIA/AIME-2024": ["data/aime-2024.parquet"],
@@ -126,11 +123,10 @@ def test_unreadable_set_is_one_line_and_leaves_no_file(files, tmp_path, monkeypa
 def test_set_by_its_name_is_downloaded_once_and_then_read_from_the_cache_offline(files, tmp_path):
     data = files["dapo_math_17k"][0].read_bytes()
     with serving({}, {"BytedTsinghua-SIA/DAPO-Math-17k": {"data/dapo-math-17k.parquet": data}}) as hub:
-        variables = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1", "HF_ENDPOINT": hub.url}
         for offline in ("0", "1"):
-            command = [sys.executable, "-m", "tools.prepare_data", "dapo_math_17k", "--out", str(tmp_path / offline)]
-            environment = os.environ | variables | {"HF_HUB_OFFLINE": offline}
-            subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=600)
+            command = ["-m", "tools.prepare_data", "dapo_math_17k", "--out", str(tmp_path / offline)]
+            variables = hub.variables(tmp_path / "home") | {"HF_HUB_OFFLINE": offline}
+            finished(command, warm=False, **variables).completed()
         assert hub.downloads["data/dapo-math-17k.parquet"] == 1
     first, second = ((tmp_path / offline / "dapo_math_17k.jsonl").read_text() for offline in ("0", "1"))
     assert first == second and first.count("\n") == len(SUMS)

@@ -98,8 +98,8 @@ def by_queue(engine: ProcessEngine, requests: list[Request], sampling: Sampling,
 def load_weights(engine: ProcessEngine, model: Path) -> None:
     shards = weight_table(read_config(model)).engine_shards(EngineLayout(), 0)
     staging = Staging(shards, dict.fromkeys(shards, torch.float32), torch.device("cpu"))
-    with CheckpointReader(ModelDirectory.find(model)) as reader:
-        load_shards(reader, shards, staging.tensors)
+    reader = CheckpointReader(ModelDirectory.find(model))
+    load_shards(reader, shards, staging.tensors)
     engine.loaded(engine.load([staging.payload()], 0))
 
 

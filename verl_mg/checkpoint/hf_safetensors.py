@@ -20,7 +20,6 @@ import os
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -35,12 +34,7 @@ from verl_mg.sharding.boxes import Box, Shard, box_shape, full_box, numel, slice
 
 
 class UntrainedTensors:
-    """Tensors that are copied from a directory.
-
-    Attributes:
-        shapes: {name: shape}.
-        dtypes: {name: dtype}.
-    """
+    """Tensors that are copied from a directory; `shapes` and `dtypes` are by name."""
 
     def __init__(self, directory: ModelDirectory, shapes: dict[str, tuple[int, ...]], dtypes: dict[str, str]) -> None:
         self._directory, self._names_of_dtypes, self.shapes = directory, dtypes, shapes
@@ -91,7 +85,7 @@ class UntrainedTensors:
 
 
 class CheckpointReader:
-    """Context manager that reads boxes of tensors of a directory; of those it does not have, of `initial_values`."""
+    """Reader of boxes of tensors of a directory; of those it does not have, of `initial_values`."""
 
     def __init__(self, directory: ModelDirectory, initial_values: Mapping[str, Tensor] | None = None) -> None:
         self._directory = directory
@@ -149,12 +143,6 @@ class CheckpointReader:
                 f"{self._directory.folder / name}: the box {box} of {tensor!r} cannot be read ({error}). "
                 "Download the model again."
             ) from None
-
-    def __enter__(self) -> CheckpointReader:
-        return self
-
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        self._files.clear()
 
 
 def load_shards(reader: CheckpointReader, shards: Mapping[str, Shard], parameters: Mapping[str, Tensor]) -> None:

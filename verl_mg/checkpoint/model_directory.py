@@ -10,6 +10,7 @@ import json
 import zlib
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -36,36 +37,26 @@ PACKED = DTYPE_NAMES[torch.uint8]  # name of the dtype of MXFP4 tensors in safet
 _FLOATS = tuple(DTYPE_NAMES[dtype] for dtype in (torch.float32, torch.bfloat16, torch.float16))
 
 
+@dataclass(eq=False)
 class ModelDirectory:
-    """A Hugging Face directory and the file of each of its tensors.
+    """A Hugging Face directory and the file of each of its tensors."""
 
-    Attributes:
-        folder: the directory.
-        file_of: name of the file of each tensor.
-        block: rows and columns of the blocks of FP8 tensors, each of which has a scale; None: of no blocks.
-        stacked: places of the tensors that are in stacked tensors, see `TensorIndex.stacked`.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        file_of: Mapping[str, str],
-        block: BlockSize | None = None,
-        stacked: Mapping[str, StackedTensor] | None = None,
-    ) -> None:
-        self.folder, self.file_of, self.block, self.stacked = folder, file_of, block, stacked or {}
-        self._headers: dict[str, Mapping[str, StoredTensor]] = {}
+    folder: Path
+    file_of: Mapping[str, str]  # name of the file of each tensor
+    block: BlockSize | None = None  # rows and columns of the blocks of FP8 tensors with one scale; None: of no blocks
+    stacked: Mapping[str, StackedTensor] = field(default_factory=dict)  # places in stacks, see `TensorIndex.stacked`
+    _headers: dict[str, Mapping[str, StoredTensor]] = field(default_factory=dict)
 
     @classmethod
     def find(cls, folder: str | Path, stacked: Mapping[str, StackedTensor] | None = None) -> ModelDirectory:
         """Reads the index of a directory, or the header of its only file; UserError where it has neither."""
         folder = Path(folder)
-        block = declared_block(folder)
-        if (files := weight_map(folder)) is not None:
-            return cls(folder, files, block, stacked)
+        files = weight_map(folder)
+        directory = cls(folder, files or {}, declared_block(folder), stacked or {})
+        if files is not None:
+            return directory
         if not (folder / SINGLE).exists():
             raise UserError(f"{folder}: no {SINGLE} and no {INDEX}. Convert the weights to safetensors files.")
-        directory = cls(folder, {}, block, stacked)
         header = directory.open(SINGLE).tensors
         directory.file_of, directory._headers[SINGLE] = dict.fromkeys(header, SINGLE), header
         return directory
@@ -201,7 +192,7 @@ class ModelDirectory:
         """Returns the directory that another rank has packed."""
         tensors, block = json.loads(zlib.decompress(packed))
         file_of = {tensor: name for name, names in tensors.items() for tensor in names}
-        return cls(folder, file_of, tuple(block) if block else None, stacked)
+        return cls(folder, file_of, tuple(block) if block else None, stacked or {})
 
 
 class ModelDirectories:
@@ -242,4 +233,4 @@ class ModelDirectories:
         for name in present:
             parts = directory.parts(name)
             file_of |= {part: directory.file_of[part] for part in parts} | {name: directory.file_of[parts[0]]}
-        return ModelDirectory(folder, file_of, directory.block, stacked)
+        return ModelDirectory(folder, file_of, directory.block, stacked or {})

@@ -29,15 +29,13 @@ class ReaderShardMap:
 
     Of the ranks that have a box, one that reads its file already is preferred, then the one with the least to read. So
     few ranks open a file, and replicas read different files. Tensors without a file are not read.
-
-    Attributes:
-        elements: for each file, the ranks that open it and the number of elements that each of them reads.
     """
 
     def __init__(self, whole: ShardMap, file_of: Mapping[str, str]) -> None:
         self._whole, self._file_of = whole, file_of
         self.ranks = whole.ranks
         self.tensors: Mapping[str, TensorInfo] = whole.tensors
+        # For each file, the ranks that open it and the number of elements that each of them reads.
         self.elements: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
         self._group_of: dict[str, int] = {}
         groups = self._groups()

@@ -75,10 +75,6 @@ class SafetensorsFile:
     """A safetensors file that is mapped into memory, of which boxes of tensors are read.
 
     OSError for a file that cannot be opened, DamagedFileError for a header that does not describe the bytes after it.
-
-    Attributes:
-        path: path of the file.
-        tensors: entries of the header by name.
     """
 
     def __init__(self, path: Path) -> None:

@@ -30,7 +30,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 
 from torch import Tensor
 
@@ -146,7 +145,7 @@ class RankFile:
 
 
 class ShardedReader:
-    """Context manager that reads boxes from the file of `rank`; what it does not have, by the index from the others."""
+    """Reader of boxes from the file of `rank`; what that does not have, by the index from the others."""
 
     def __init__(self, folder: Path, rank: int | None) -> None:
         self._folder, self._rank = folder, rank
@@ -207,12 +206,6 @@ class ShardedReader:
         except (OSError, EOFError, zlib.error, ValueError) as error:
             raise UserError(f"{path}: not an index ({error}). Resume from an earlier checkpoint.") from None
         return boxes
-
-    def __enter__(self) -> ShardedReader:
-        return self
-
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        self._files.clear()
 
 
 def _parse_box(key: str, path: Path) -> Box:

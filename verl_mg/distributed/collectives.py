@@ -230,18 +230,9 @@ class ProcessGroups:
         """Returns the group of some ranks, None outside of it; a collective of all ranks of the job."""
         # Sorted, because torch numbers the members of a group in rising order whatever their order here.
         key = (tuple(sorted(ranks)), backend)
+        if len(ranks) == dist.get_world_size():
+            return dist.group.WORLD  # has both backends
         if key not in self._groups:
-            self._groups[key] = _create(*key)
+            group = new_group(key[0], backend)
+            self._groups[key] = group if dist.get_rank() in ranks else None
         return self._groups[key]
-
-    @property
-    def num_joined(self) -> int:
-        """Number of groups that this rank has joined, without the one of all ranks."""
-        return sum(group is not None and group is not dist.group.WORLD for group in self._groups.values())
-
-
-def _create(ranks: tuple[int, ...], backend: str) -> dist.ProcessGroup | None:
-    if len(ranks) == dist.get_world_size():
-        return dist.group.WORLD  # has both backends
-    group = new_group(ranks, backend)
-    return group if dist.get_rank() in ranks else None

@@ -19,6 +19,7 @@ from pathlib import Path
 from verl_mg.jsonl import replacing
 
 VARIABLE = "VERL_MG_LAUNCHER"  # environment variable with the path of the folder
+STOP_CODE, ITERATION = "stop code", "iteration"  # numbers that ranks report
 
 
 @dataclass(frozen=True)
@@ -44,58 +45,31 @@ class Launcher:
         return self.folder / "socket"
 
     @property
-    def stop_code(self) -> int:
-        """Returns the exit code of this launcher after a stop that all ranks agreed on; 0: there was none."""
-        return self._number("stop code")
+    def regroup_mark(self) -> Path:
+        """Returns the path of a file that exists where ranks that leave now start again."""
+        return self.folder / "regroups"
 
-    @property
-    def iteration(self) -> int:
-        """Returns the last complete iteration; 0 before the first one."""
-        return self._number("iteration")
-
-    @property
-    def regroups(self) -> bool:
-        """Returns whether ranks that leave now start again."""
-        return (self.folder / "regroups").exists()
+    def return_mark(self, pid: int) -> Path:
+        """Returns the path of a file that exists where the program of a process is complete."""
+        return self.folder / f"returned-{pid}"
 
     def make_key(self) -> None:
         """Makes a new key: engines are kept from now on."""
         self.key.touch(mode=0o600)  # before the key is in it
         self.key.write_text(secrets.token_hex(), encoding="ascii")
 
-    def report_stop(self, code: int) -> None:
-        """Reports the exit code with which the launcher ends after the ranks have left."""
-        self._write("stop code", code)
+    def number(self, name: str) -> int:
+        """Returns the number that a rank has reported last under a name; 0 before the first report."""
+        path = self.folder / name
+        return int(path.read_text(encoding="ascii")) if path.exists() else 0
 
-    def report_iteration(self, iteration: int) -> None:
-        """Reports a complete iteration."""
-        self._write("iteration", iteration)
-
-    def report_return(self) -> None:
-        """Reports that the program of this process is complete."""
-        self._returned(os.getpid()).touch()
-
-    def has_returned(self, pid: int) -> bool:
-        """Returns whether the program of a process is complete."""
-        return self._returned(pid).exists()
-
-    def set_regroups(self) -> None:
-        """Makes ranks that leave from now on start again."""
-        (self.folder / "regroups").touch()
+    def report(self, name: str, number: int) -> None:
+        """Reports a number of this rank in place of the one before."""
+        with replacing(self.folder / name) as file:
+            file.write_text(str(number), encoding="ascii")
 
     def clear(self) -> None:
         """Removes what ranks have reported that do not run any more, except the iteration."""
         # The iteration stays, for the launcher to name it where a rank is lost before the next one is complete.
-        for path in (self.folder / "regroups", self.folder / "stop code", *self.folder.glob("returned-*")):
+        for path in (self.regroup_mark, self.folder / STOP_CODE, *self.folder.glob("returned-*")):
             path.unlink(missing_ok=True)
-
-    def _returned(self, pid: int) -> Path:
-        return self.folder / f"returned-{pid}"
-
-    def _number(self, name: str) -> int:
-        path = self.folder / name
-        return int(path.read_text(encoding="ascii")) if path.exists() else 0
-
-    def _write(self, name: str, number: int) -> None:
-        with replacing(self.folder / name) as file:
-            file.write_text(str(number), encoding="ascii")

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl_mg.distributed.launcher import Launcher
+from verl_mg.distributed.launcher import STOP_CODE, Launcher
 
 HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # signals that request a stop
 REPEATED_SIGTERM_SECONDS = 2.0
@@ -31,8 +31,7 @@ REPEATED_SIGTERM_SECONDS = 2.0
 
 Schedulers may signal ranks as well as their launcher, so two SIGTERMs in quick succession are one request.
 """
-EXIT_ALARM = 4
-"""Exit code of a run that an alarm has stopped, after a checkpoint; schedulers should not start it again."""
+EXIT_ALARM = 4  # exit code of a run that an alarm has stopped, after a checkpoint; schedulers should not start it again
 SIGNAL_CODES = 128
 """Difference between the exit code of a process that a signal has ended, as shells know it, and the signal."""
 
@@ -82,7 +81,7 @@ class Signals:
         dist.all_reduce(reduced, dist.ReduceOp.MAX)
         code = int(reduced)
         if code and (launcher := Launcher.of_this_rank()):
-            launcher.report_stop(code)
+            launcher.report(STOP_CODE, code)
         elif code < SIGNAL_CODES:  # without our launcher, ranks that a signal has stopped end regularly
             self.exit_code = code
         return bool(code)

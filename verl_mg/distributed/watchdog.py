@@ -35,7 +35,15 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
-from verl_mg.distributed.stall_dump import dump_lost_rank, dump_rank, innermost_user_frame, main_stack, main_waits
+from verl_mg.config import JobConfig
+from verl_mg.distributed.stall_dump import (
+    STALLS,
+    dump_lost_rank,
+    dump_rank,
+    innermost_user_frame,
+    main_stack,
+    main_waits,
+)
 
 EXIT_RANK_LOST = 3  # exit code of every rank when one is lost or hangs
 HEARTBEAT_SECONDS = 1.0  # shortest interval between heartbeats, in seconds
@@ -108,14 +116,11 @@ class RankWatchdog:
         for thread in self._threads:
             thread.start()
 
-    def set_timeouts(self, heartbeat_timeout_s: float, stall_timeout_s: float) -> None:
-        """Sets both timeouts and restarts the count of the stall timeout, which is never reached at 0."""
-        self._heartbeat_timeout, self._stall_timeout = heartbeat_timeout_s, stall_timeout_s
+    def configure(self, job: JobConfig) -> None:
+        """Sets timeouts and folder of `stall_dump`, and restarts the count of the stall timeout, never reached at 0."""
+        self._heartbeat_timeout, self._stall_timeout = job.heartbeat_timeout_s, job.stall_timeout_s
+        self._dump_folder = job.output / STALLS if job.dump_on_stall else None
         self._last_progress_at = time.monotonic()
-
-    def dump_into(self, folder: Path) -> None:
-        """Makes all ranks write files of `stall_dump` below a folder when a rank is lost or all stall."""
-        self._dump_folder = folder
 
     def watch_progress(self, progress: Callable[[], int]) -> None:
         """Sets the function whose result changes as long as this rank makes progress."""

@@ -20,10 +20,9 @@ from torch.distributed import HashStore, PrefixStore, ProcessGroupGloo, Store, d
 from verl_mg import device
 from verl_mg.config import JobConfig
 from verl_mg.distributed.collectives import GROUP_TIMEOUT
-from verl_mg.distributed.launcher import Launcher
+from verl_mg.distributed.launcher import ITERATION, Launcher
 from verl_mg.distributed.rendezvous import join_mpi, raise_open_files_limit, started_by_mpi, wait_for_fresh_store
 from verl_mg.distributed.signals import Signals
-from verl_mg.distributed.stall_dump import STALLS
 from verl_mg.distributed.watchdog import RankWatchdog
 from verl_mg.errors import EXIT_CODE, UserError
 from verl_mg.phase_timer import PhaseTimer
@@ -67,11 +66,9 @@ class World:
         return cls(rank, size, store, signals, watchdog)
 
     def set_timeouts(self, job: JobConfig) -> None:
-        """Sets the watchdog's timeouts, and the folder of its dumps, by the configuration."""
+        """Sets the timeouts of the watchdog, where there is one, and the folder of its dumps."""
         if self.watchdog:
-            self.watchdog.set_timeouts(job.heartbeat_timeout_s, job.stall_timeout_s)
-            if job.dump_on_stall:
-                self.watchdog.dump_into(job.output / STALLS)
+            self.watchdog.configure(job)
 
     def watch_progress(self, timer: PhaseTimer) -> None:
         """Makes switches of the timer's phases count as progress of this rank."""
@@ -81,7 +78,7 @@ class World:
     def report_iteration(self, iteration: int) -> None:
         """Reports a complete iteration to the launcher, which names it if a rank is lost."""
         if (launcher := Launcher.of_this_rank()) and os.environ.get("LOCAL_RANK") == "0":
-            launcher.report_iteration(iteration)
+            launcher.report(ITERATION, iteration)
 
     def shut_down(self) -> None:
         """Ends the job regularly, all ranks together."""

@@ -126,7 +126,7 @@ class ProcessEngine(RequestTracker):
     def close(self) -> None:
         """Ends the engine's process, unless ranks leave only to start again with other nodes."""
         if self._process is not None:
-            if self._launcher and self._launcher.regroups:
+            if self._launcher and self._launcher.regroup_mark.exists():
                 self._process.leave()
             else:
                 self._process.close()

@@ -13,42 +13,32 @@ from typing import Any
 from torch import Tensor
 
 from verl_mg.algorithms.intervals import mean_interval, paired_p_value
-from verl_mg.config import ConfigSection
 from verl_mg.errors import UserError
 from verl_mg.evaluation.results import StoredEvaluation, interval, table
+from verl_mg.jsonl import StoredRecord
 
 # Keys of a set's report that two evaluations usually share.
 SETTINGS = ("samples", "sampling", "pass_threshold", "reward")
 
 
-class Difference(ConfigSection):
+class Difference(StoredRecord):
     """Difference of a metric between two evaluations."""
 
-    first: float
-    """Mean of the first evaluation."""
-    second: float
-    """Mean of the second evaluation."""
-    difference: float
-    """The second less the first."""
-    low: float | None
-    """Lower end of the interval of the difference; None for a single prompt."""
-    high: float | None
-    """Upper end."""
-    p_value: float
-    """Probability of so large a difference if both models are equally good."""
+    first: float  # mean of the first evaluation
+    second: float  # mean of the second evaluation
+    difference: float  # the second less the first
+    low: float | None  # lower end of the interval of the difference; None for a single prompt
+    high: float | None  # upper end
+    p_value: float  # probability of so large a difference if both models are equally good
 
 
-class Comparison(ConfigSection):
+class Comparison(StoredRecord):
     """Differences of all metrics that both evaluations have."""
 
-    first: str
-    """Folder of the first evaluation."""
-    second: str
-    """Folder of the second evaluation."""
-    sets: dict[str, dict[str, Difference]]
-    """Differences by set and metric."""
-    other_settings: dict[str, dict[str, Any]]
-    """Settings that differ, by set and key, as [first, second]."""
+    first: str  # folder of the first evaluation
+    second: str  # folder of the second evaluation
+    sets: dict[str, dict[str, Difference]]  # differences by set and metric
+    other_settings: dict[str, dict[str, Any]]  # settings that differ, by set and key, as [first, second]
 
 
 def compare(first: Path, second: Path) -> Comparison:

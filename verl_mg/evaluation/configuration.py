@@ -10,7 +10,7 @@ from typing import Any
 
 from verl_mg.config import Config, RecipeConfig, apply_override, read_tree, validate_config
 from verl_mg.errors import UserError
-from verl_mg.run.checkpointer import newest_intact
+from verl_mg.run.checkpointer import checkpoints_in, newest_intact
 from verl_mg.run.loop import EXPORTS, MODEL
 from verl_mg.run.run_dir import CHECKPOINTS, CONFIG
 
@@ -66,11 +66,9 @@ class Target:
         newest = newest_intact(self.run / CHECKPOINTS, before)
         if newest and self.iteration in (None, int(newest.name)):
             return newest
-        written = sorted(
-            {*(path.name for path in (self.run / CHECKPOINTS).glob("*") if path.name.isdecimal())}
-            | {path.name for path in (self.run / EXPORTS).glob("*") if path.name.isdecimal()}
-        )
-        has = f"has iterations {', '.join(str(int(name)) for name in written)}" if written else "has none"
+        folders = (self.run / CHECKPOINTS, self.run / EXPORTS)
+        written = sorted({int(path.name) for folder in folders for path in checkpoints_in(folder)})
+        has = f"has iterations {', '.join(map(str, written))}" if written else "has none"
         what = "model" if self.iteration is None else f"intact checkpoint or export of iteration {self.iteration}"
         raise UserError(f"{self.text}: no {what}; the run {has}. Write RUN@ITERATION with one of them.")
 

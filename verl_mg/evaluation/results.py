@@ -13,87 +13,62 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
-
-from pydantic import ValidationError
+from typing import Any
 
 from verl_mg.algorithms.intervals import CONFIDENCE, mean_interval
-from verl_mg.config import Config, ConfigSection, Count
+from verl_mg.config import Config, Count
 from verl_mg.data import Prompt
 from verl_mg.errors import UserError
 from verl_mg.job.evaluation import SetResults
 from verl_mg.job.prompt_scores import PromptResults, Scores, is_bounded, prompt_scores
-from verl_mg.jsonl import replacing
+from verl_mg.jsonl import StoredRecord, replacing
 
 REPORT, PROMPTS = "evaluation.json", "prompts.jsonl"
+EVALUATE_AGAIN = ". Evaluate again."  # remedy of a damaged file
 
-S = TypeVar("S", bound=ConfigSection)
 
-
-class Metric(ConfigSection):
+class Metric(StoredRecord):
     """A mean over the prompts of a set, with its confidence interval."""
 
-    value: float
-    """The mean."""
-    standard_error: float | None
-    """Standard error of the mean; None for a single prompt."""
-    low: float | None
-    """Lower end of the interval."""
-    high: float | None
-    """Upper end of the interval."""
+    value: float  # the mean
+    standard_error: float | None  # standard error of the mean; None for a single prompt
+    low: float | None  # lower end of the interval
+    high: float | None  # upper end of the interval
 
 
-class SetReport(ConfigSection):
+class SetReport(StoredRecord):
     """Sampling and scoring of a set, and its metrics."""
 
-    path: str
-    """Path or name of the data."""
-    prompts: Count
-    """Number of prompts."""
-    samples: Count
-    """Samples of each prompt."""
-    sampling: dict[str, int | float | list[str]]
-    """Sampling parameters."""
-    k: tuple[int, ...]
-    """Numbers of tries of pass@k and maj@k."""
-    pass_threshold: float
-    """Smallest reward of an answer that passes."""
-    reward: dict[str, Any]
-    """Reward functions and their options."""
-    metrics: dict[str, Metric]
-    """Metrics by name."""
+    path: str  # path or name of the data
+    prompts: Count  # number of prompts
+    samples: Count  # samples of each prompt
+    sampling: dict[str, int | float | list[str]]  # sampling parameters
+    k: tuple[int, ...]  # numbers of tries of pass@k and maj@k
+    pass_threshold: float  # smallest reward of an answer that passes
+    reward: dict[str, Any]  # reward functions and their options
+    metrics: dict[str, Metric]  # metrics by name
 
 
-class Report(ConfigSection):
+class Report(StoredRecord):
     """Contents of evaluation.json."""
 
-    model: str
-    """Model or run, as the user has written it."""
-    iteration: int | None
-    """Iteration of the checkpoint; None for a model."""
-    engine: str
-    """Engine that generated the samples."""
-    confidence: float
-    """Probability with which an interval contains the expectation."""
-    sets: dict[str, SetReport]
-    """Sets by name."""
+    model: str  # model or run, as the user has written it
+    iteration: int | None  # iteration of the checkpoint; None for a model
+    engine: str  # engine that generated the samples
+    confidence: float  # probability with which an interval contains the expectation
+    sets: dict[str, SetReport]  # sets by name
 
 
-class PromptLine(ConfigSection):
+class PromptLine(StoredRecord):
     """Line of prompts.jsonl, of one prompt."""
 
-    set: str
-    """Name of the set."""
-    prompt: Count
-    """Id of the prompt in its evaluation."""
+    set: str  # name of the set
+    prompt: Count  # id of the prompt in its evaluation
     record: str
     """Digest of the record that the prompt is from; prompts of one record may differ in template and instruction."""
-    rewards: list[float]
-    """Reward of each sample."""
-    answers: list[str | None]
-    """Key of the final answer of each sample, equal for equal answers."""
-    parts: dict[str, list[float]]
-    """Parts of the reward by name, each of all samples."""
+    rewards: list[float]  # reward of each sample
+    answers: list[str | None]  # key of the final answer of each sample, equal for equal answers
+    parts: dict[str, list[float]]  # parts of the reward by name, each of all samples
 
 
 def report_of(target: str, iteration: int | None, config: Config, results: Sequence[SetResults]) -> Report:
@@ -145,9 +120,11 @@ class StoredEvaluation:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.report = _parse(folder / REPORT, _read(folder / REPORT), Report)
+        self.report = Report.parse(_read(folder / REPORT), folder / REPORT, EVALUATE_AGAIN)
         lines = _read(folder / PROMPTS).splitlines()
-        every = [_parse(folder / f"{PROMPTS}:{i}", line, PromptLine) for i, line in enumerate(lines, start=1)]
+        every = [
+            PromptLine.parse(line, folder / f"{PROMPTS}:{i}", EVALUATE_AGAIN) for i, line in enumerate(lines, start=1)
+        ]
         self.lines = {name: [line for line in every if line.set == name] for name in self.report.sets}
         """Lines of each set, in the order of its prompts."""
 
@@ -205,12 +182,3 @@ def _read(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{path}: cannot be read ({reason}). Give the folder of an evaluation.") from None
-
-
-def _parse(path: Path, text: str, kind: type[S]) -> S:
-    try:
-        return kind.model_validate_json(text)
-    except ValidationError as error:
-        problem = error.errors()[0]
-        where = ".".join(map(str, problem["loc"])) or "the text"
-        raise UserError(f"{path}: {where}: {problem['msg']}. Evaluate again.") from None

@@ -34,7 +34,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from verl_mg.distributed.launcher import VARIABLE, Launcher
+from verl_mg.distributed.launcher import STOP_CODE, VARIABLE, Launcher
 from verl_mg.distributed.rendezvous import raise_open_files_limit
 from verl_mg.distributed.signals import HANDLED_SIGNALS
 from verl_mg.distributed.watchdog import EXIT_RANK_LOST
@@ -76,8 +76,8 @@ def main(arguments: list[str] | None = None) -> None:
             reason = error.__cause__ or error
             print(f"error: the launchers of the job's hosts do not reach each other: {reason}", file=sys.stderr)
             sys.exit(EXIT_RANK_LOST)
-        if launcher.stop_code:
-            sys.exit(launcher.stop_code)
+        if code := launcher.number(STOP_CODE):
+            sys.exit(code)
 
 
 def _parsed(arguments: list[str] | None) -> argparse.Namespace:

@@ -41,13 +41,12 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.launcher.api import LaunchConfig
 
-from verl_mg.distributed.launcher import Launcher
+from verl_mg.distributed.launcher import ITERATION, STOP_CODE, Launcher
 from verl_mg.distributed.signals import SIGNAL_CODES
 from verl_mg.errors import EXIT_CODE
 from verl_mg.launch.program import run_program, start_server
 
-VERDICT_SECONDS = 0.5
-"""Time for ranks to end by themselves after the first of them: the one that prints why ends last."""
+VERDICT_SECONDS = 0.5  # time for ranks to end by themselves after the first of them: the one that prints why ends last
 LEAVE_SECONDS = 24 * 3600  # time for ranks to save and leave when nodes arrive; hung ones are ended by the watchdog
 LOST = "lost"  # key of the rendezvous: a node has lost a rank
 FIRST_PAUSE_SECONDS = 1.0  # pause before a restart after the same failure as the time before; it doubles each time
@@ -100,7 +99,7 @@ class RankAgent(LocalElasticAgent):
             for descriptor, _ in ends.poll():
                 ends.unregister(descriptor)
                 os.close(descriptor)
-                complete = self._launcher.has_returned(alive.pop(descriptor)) and complete
+                complete = self._launcher.return_mark(alive.pop(descriptor)).exists() and complete
         if not complete:
             time.sleep(VERDICT_SECONDS)
         for pid in alive.values():
@@ -109,9 +108,10 @@ class RankAgent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
+        stopped = self._launcher.number(STOP_CODE) > SIGNAL_CODES
         if result.is_failed():
             self._after_loss(worker_group, result)
-        elif result.state == WorkerState.SUCCEEDED and self._launcher.stop_code > SIGNAL_CODES and not self.stops:
+        elif result.state == WorkerState.SUCCEEDED and stopped and not self.stops:
             waiting = worker_group.spec.rdzv_handler.num_nodes_waiting()
             # Where nodes wait to join, another node's agent has asked the ranks to leave. torch restarts healthy ranks
             # where nodes wait, and ends the job after SUCCEEDED.
@@ -122,7 +122,8 @@ class RankAgent(LocalElasticAgent):
         """Reports a loss to the other nodes and waits before a restart; ChildFailedError where the job ends."""
         error = ChildFailedError(worker_group.spec.role, result.failures)
         rank, failure = error.get_first_failure()
-        pause = None if self.stops else self._policy.pause(failure.exitcode, self._launcher.iteration)
+        iteration = self._launcher.number(ITERATION)
+        pause = None if self.stops else self._policy.pause(failure.exitcode, iteration)
         left = self._remaining_restarts
         if pause is None or not left:
             raise error
@@ -130,7 +131,7 @@ class RankAgent(LocalElasticAgent):
             worker_group.store.set(LOST, str(rank))  # type: ignore[attr-defined]
         where = f"rank {rank} (host {socket.gethostname()}, pid {failure.pid})"
         print(
-            f"launcher: {where} {_end(failure.exitcode)} after iteration {self._launcher.iteration}; all ranks start "
+            f"launcher: {where} {_end(failure.exitcode)} after iteration {iteration}; all ranks start "
             f"again in {pause:.0f} s, {left - 1} restarts are left",
             file=sys.stderr,
             flush=True,
@@ -140,14 +141,12 @@ class RankAgent(LocalElasticAgent):
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         # Healthy ranks are stopped for nodes that arrive, or for a node that starts again after a loss: in that case
         # the ranks cannot complete a checkpoint.
-        if worker_group.state == WorkerState.HEALTHY and not self._another_node_lost_a_rank(worker_group):
-            self._launcher.set_regroups()
+        healthy = worker_group.state == WorkerState.HEALTHY
+        if healthy and not worker_group.store.check([LOST]):  # type: ignore[attr-defined]
+            self._launcher.regroup_mark.touch()
             self._shutdown(signal.SIGTERM, LEAVE_SECONDS)
         else:
             self._shutdown(signal.SIGKILL)
-
-    def _another_node_lost_a_rank(self, worker_group: WorkerGroup) -> bool:
-        return bool(worker_group.store.check([LOST]))  # type: ignore[attr-defined]
 
 
 def _end(exit_code: int) -> str:

@@ -64,8 +64,8 @@ def run_program(*arguments: str) -> None:
         traceback.print_exc()
         sys.exit(1)
     if launcher := Launcher.of_this_rank():
-        launcher.report_return()
-        if launcher.regroups:
+        launcher.return_mark(os.getpid()).touch()
+        if launcher.regroup_mark.exists():
             sys.exit()  # the agent waits for the end of the process; otherwise it waits for all programs to be complete
 
 

@@ -23,7 +23,6 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch.distributed as dist
@@ -35,10 +34,8 @@ from verl_mg.errors import UserError
 from verl_mg.job.job import RunningJob
 from verl_mg.run.job_state import JOB, CheckpointState, StateCollector, read_state
 
-SUMS = "SHA256SUMS"
-"""File with the sums of all others, in the format of `sha256sum`."""
-PARTIAL = ".partial"
-"""Ending of the name of a checkpoint that is being written."""
+SUMS = "SHA256SUMS"  # file with the sums of all others, in the format of `sha256sum`
+PARTIAL = ".partial"  # ending of the name of a checkpoint that is being written
 _RANK_FILE = re.compile(r"rank-(\d+)\.safetensors")
 _SUM_LINE = re.compile(r"([0-9a-f]{64})  ([\w.-]+)")
 
@@ -123,7 +120,8 @@ class AsyncCheckpointer:
         """Completes the folder and renames it, then removes older ones; returns why that failed, or ""."""
         try:
             digests[INDEX] = _write(partial / INDEX, index)
-            _write(partial / SUMS, _sums_text(digests).encode())
+            sums = (f"{digest}  {name}\n" for name, digest in sorted(digests.items()))
+            _write(partial / SUMS, "".join(sums).encode())
             if folder.exists():  # a damaged one, after the run resumed from the one before
                 shutil.rmtree(folder)
             os.replace(partial, folder)
@@ -195,10 +193,6 @@ def _fsync_folder(folder: Path) -> None:
 
 def _reason(error: OSError, path: Path) -> str:
     return f"{error.filename or path}: {error.strerror or error}"
-
-
-def _sums_text(digests: Mapping[str, str]) -> str:
-    return "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items()))
 
 
 def _prune(folder: Path, newest: Path, keep: int, keep_best: bool) -> None:

@@ -20,24 +20,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from pydantic import Field, PositiveInt, ValidationError
+from pydantic import Field, PositiveInt
 from torch import Tensor
 
 from verl_mg.batch import Batch, ColumnKind
 from verl_mg.checkpoint.sharded_safetensors import RankFile, ShardedReader
-from verl_mg.config import ConfigSection, Count
+from verl_mg.config import Count
 from verl_mg.distributed.collectives import broadcast_bytes
 from verl_mg.distributed.watchdog import is_peer_failure
 from verl_mg.engines.engine import Sample
 from verl_mg.errors import UserError
 from verl_mg.images import Image, distinct_images
 from verl_mg.job.job import RunningJob
+from verl_mg.jsonl import StoredRecord
 from verl_mg.models.transformers_module import read_any_config
 from verl_mg.roles.models import Reference, RoleCounters
 from verl_mg.rollout.groups import RolloutState
@@ -45,81 +46,45 @@ from verl_mg.rollout.rollout import LocalRolloutState
 from verl_mg.rows.samples import GeneratedRows
 from verl_mg.run.sample_state import SampleState, experts_of, images_of
 
-JOB = "job.json"
-"""File with the `JobState`."""
+JOB = "job.json"  # file with the `JobState`
 READY = "ready"
 """Name of the batch that the rollout generated in advance; the names of all other batches begin with STATE."""
-STATE = "state."
-"""Prefix of the names of batches in `job.state`."""
-RANK_STATE = "state"
-"""Name of the tensor with the JSON text of a `RankState`."""
-LENGTHS = "lengths"
-"""Name of the tensor with a batch's lengths."""
-IMAGES = "images/"
-"""Prefix of the names of the tensors with the bytes of images, by key."""
-
-S = TypeVar("S", bound=ConfigSection)
+STATE = "state."  # prefix of the names of batches in `job.state`
+RANK_STATE = "state"  # name of the tensor with the JSON text of a `RankState`
+DAMAGED = "; the checkpoint is damaged"  # end of errors of a text that is no record
+LENGTHS = "lengths"  # name of the tensor with a batch's lengths
+IMAGES = "images/"  # prefix of the names of the tensors with the bytes of images, by key
 
 
-class JobState(ConfigSection):
+class JobState(StoredRecord):
     """The state that all ranks know."""
 
-    recipe: str
-    """Name of the recipe."""
-    iteration: Count
-    """Number of the iteration after which the checkpoint was written."""
-    ranks: PositiveInt
-    """Number of ranks that have written files."""
-    score: float | None
-    """Metric that decides which checkpoint is the best, where there is one."""
-    next_row: Count
-    """Number of the next row of data that is used as it is."""
-    prompts: dict[str, Any]
-    """State of the prompt feed."""
-    numbers: dict[str, float]
-    """Numbers in `job.state`."""
-    batches: list[str]
-    """Names of the batches among the ranks' tensors."""
-    trained: dict[str, RoleCounters]
-    """Counters of the trained roles."""
+    recipe: str  # name of the recipe
+    iteration: Count  # number of the iteration after which the checkpoint was written
+    ranks: PositiveInt  # number of ranks that have written files
+    score: float | None  # metric that decides which checkpoint is the best, where there is one
+    next_row: Count  # number of the next row of data that is used as it is
+    prompts: dict[str, Any]  # state of the prompt feed
+    numbers: dict[str, float]  # numbers in `job.state`
+    batches: list[str]  # names of the batches among the ranks' tensors
+    trained: dict[str, RoleCounters]  # counters of the trained roles
     refreshed: list[str] = Field(default_factory=list)
     """Frozen roles that have taken other weights, which the files contain too."""
-    rollout: RolloutState | None
-    """State of the rollout, if there is one."""
+    rollout: RolloutState | None  # state of the rollout, if there is one
 
 
-class NumpyState(ConfigSection):
-    """The result of `numpy.random.get_state(legacy=False)`."""
-
-    bit_generator: str
-    """Name of the generator."""
-    key: list[int]
-    """State of the generator."""
-    pos: int
-    """Position in the state."""
-    has_gauss: int
-    """Whether a normal number is cached."""
-    gauss: float
-    """The cached normal number."""
-
-
-class RankState(ConfigSection):
+class RankState(StoredRecord):
     """State that only one rank has, without tensors."""
 
-    completed: list[SampleState]
-    """Complete samples whose groups have not been returned."""
-    partial: list[SampleState]
-    """Aborted samples."""
+    completed: list[SampleState]  # complete samples whose groups have not been returned
+    partial: list[SampleState]  # aborted samples
     conversations: dict[int, str] = Field(default_factory=dict)
     """Conversations of the rows that were generated in advance, by trajectory."""
-    kinds: dict[str, dict[str, ColumnKind]]
-    """Kind of each column, by batch and column."""
+    kinds: dict[str, dict[str, ColumnKind]]  # kind of each column, by batch and column
     images: dict[str, list[tuple[str, ...]]] = Field(default_factory=dict)
     """Keys of the images of each row, by batch, for batches with images."""
-    python: tuple[int, list[int], float | None]
-    """State of the generator of `random`."""
-    numpy: NumpyState
-    """State of NumPy's generator."""
+    python: tuple[int, tuple[int, ...], float | None]  # state of the generator of `random`
+    numpy: tuple[str, list[int], int, int, float]  # the same of NumPy's: name, key, position, whether and which normal
 
 
 @dataclass
@@ -185,8 +150,7 @@ def restore(job: RunningJob, folder: Path, recipe: str) -> int:
     Returns the iteration after which it was written. UserError for a checkpoint of another recipe, and for files that
     do not fit each other or the job.
     """
-    text = _read(folder / JOB) if dist.get_rank() == 0 else b""
-    state = _parse(folder / JOB, broadcast_bytes(text), JobState)
+    state, stored = _open(folder)
     if state.recipe != recipe:
         # Another recipe has other roles and another meaning of `job.state`.
         raise UserError(f"{folder}: written by the recipe {state.recipe}, not {recipe}. Choose another job.output.")
@@ -194,13 +158,11 @@ def restore(job: RunningJob, folder: Path, recipe: str) -> int:
         raise UserError(f"{folder}: {min(other)} is trained in only one of the two runs. Choose another job.output.")
     try:
         job.prompts.load_state(state.prompts)
-        rank = dist.get_rank()
-        with ShardedReader(folder, rank if rank < state.ranks else None) as stored:
-            for name, role in job.trained.items():
-                role.load(stored.fill, state.trained[name])
-            for name in job.roles.keys() & state.refreshed:
-                _refreshed_role(job, name, folder).load(stored.fill)
-            _restore_local(job, stored, state)
+        for name, role in job.trained.items():
+            role.load(stored.fill, state.trained[name])
+        for name in job.roles.keys() & state.refreshed:
+            _refreshed_role(job, name, folder).load(stored.fill)
+        _restore_local(job, stored, state)
     except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:  # intact, but inconsistent
         if is_peer_failure(error):  # gloo raises RuntimeError where another rank has ended
             raise
@@ -214,14 +176,19 @@ def restore(job: RunningJob, folder: Path, recipe: str) -> int:
 
 def restore_actor(job: RunningJob, folder: Path) -> int:
     """Restores only the actor's weights, written under any layout, and returns their iteration; all ranks call it."""
-    text = _read(folder / JOB) if dist.get_rank() == 0 else b""
-    state = _parse(folder / JOB, broadcast_bytes(text), JobState)
+    state, stored = _open(folder)
     if "actor" not in state.trained:
         raise UserError(f"{folder}: the recipe {state.recipe} trains no policy. Evaluate another run.")
-    rank = dist.get_rank()
-    with ShardedReader(folder, rank if rank < state.ranks else None) as stored:
-        job.actor.load(stored.fill, state.trained["actor"])
+    job.actor.load(stored.fill, state.trained["actor"])
     return state.iteration
+
+
+def _open(folder: Path) -> tuple[JobState, ShardedReader]:
+    """Returns the state of a checkpoint, as rank 0 has read it, and the reader of this rank's file; a collective."""
+    rank = dist.get_rank()
+    text = broadcast_bytes(_read(folder / JOB) if rank == 0 else b"")
+    state = JobState.parse(text, folder / JOB, DAMAGED)
+    return state, ShardedReader(folder, rank if rank < state.ranks else None)
 
 
 def _refreshed_role(job: RunningJob, name: str, folder: Path) -> Reference:
@@ -235,7 +202,7 @@ def _refreshed_role(job: RunningJob, name: str, folder: Path) -> Reference:
 
 def read_state(folder: Path) -> JobState:
     """Returns the contents of job.json; UserError where it cannot be read."""
-    return _parse(folder / JOB, _read(folder / JOB), JobState)
+    return JobState.parse(_read(folder / JOB), folder / JOB, DAMAGED)
 
 
 def _restore_local(job: RunningJob, stored: ShardedReader, state: JobState) -> None:
@@ -245,7 +212,8 @@ def _restore_local(job: RunningJob, stored: ShardedReader, state: JobState) -> N
     rank, world_size = dist.get_rank(), dist.get_world_size()
     numbers = list(range(rank, state.ranks, world_size))
     files = {n: stored.file(n) for n in numbers or [0]}
-    states = {n: _parse(file.path, file.tensor(RANK_STATE).numpy().tobytes(), RankState) for n, file in files.items()}
+    texts = {n: file.tensor(RANK_STATE).numpy().tobytes() for n, file in files.items()}
+    states = {n: RankState.parse(text, files[n].path, DAMAGED) for n, text in texts.items()}
 
     def load_batch(name: str) -> Batch:
         parts = [_load_batch(name, states[n], files[n]) for n in numbers]
@@ -276,22 +244,11 @@ def _read(path: Path) -> bytes:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
 
 
-def _parse(path: Path, text: bytes, kind: type[S]) -> S:
-    try:
-        return kind.model_validate_json(text)
-    except ValidationError as error:
-        problem = error.errors()[0]
-        where = ".".join(map(str, problem["loc"]))
-        reason = problem["msg"].removeprefix("Value error, ")
-        raise UserError(f"{path}: {where or 'the text'}: {reason}; the checkpoint is damaged") from None
-
-
 # -- the state of one rank
 
 
 def _rank_state(batches: Mapping[str, Batch], local: LocalRolloutState) -> RankState:
-    version, numbers, gauss = random.getstate()
-    numpy_state = np.random.get_state(legacy=False)
+    generator: Any = np.random.get_state(legacy=True)
     return RankState(
         completed=[SampleState.of(sample) for sample in local.completed.values()],
         partial=[SampleState.of(sample) for sample in local.partial.values()],
@@ -302,14 +259,8 @@ def _rank_state(batches: Mapping[str, Batch], local: LocalRolloutState) -> RankS
             for name, batch in batches.items()
             if batch.images is not None
         },
-        python=(version, list(numbers), gauss),
-        numpy=NumpyState(
-            bit_generator=numpy_state["bit_generator"],
-            key=numpy_state["state"]["key"].tolist(),
-            pos=numpy_state["state"]["pos"],
-            has_gauss=numpy_state["has_gauss"],
-            gauss=numpy_state["gauss"],
-        ),
+        python=random.getstate(),
+        numpy=(generator[0], generator[1].tolist(), *generator[2:]),
     )
 
 
@@ -321,20 +272,15 @@ def _rank_tensors(batches: Mapping[str, Batch], local: LocalRolloutState) -> Ite
     for which, samples in (("completed", local.completed), ("partial", local.partial)):
         for sample in samples.values():
             yield from ((_routing_key(which, name), experts) for name, experts in experts_of(sample).items())
-    for key, image in _images(batches, local).items():
+    images = distinct_images(row for batch in batches.values() for row in batch.images or ())
+    for sample in (*local.completed.values(), *local.partial.values()):
+        images |= images_of(sample)
+    for key, image in images.items():
         yield IMAGES + key, torch.frombuffer(bytearray(image.data), dtype=torch.uint8)
     yield "random/torch", torch.get_rng_state()
     if torch.cuda.is_available():
         yield "random/cuda", torch.cuda.get_rng_state()
         yield from ((f"random/megatron/{name}", state) for name, state in get_cuda_rng_tracker().get_states().items())
-
-
-def _images(batches: Mapping[str, Batch], local: LocalRolloutState) -> dict[str, Image]:
-    """Returns the images of all rows and samples by key."""
-    images = distinct_images(row for batch in batches.values() for row in batch.images or ())
-    for sample in (*local.completed.values(), *local.partial.values()):
-        images |= images_of(sample)
-    return images
 
 
 def _load_images(stored: RankFile) -> dict[str, Image]:
@@ -366,16 +312,9 @@ def _load_batch(name: str, state: RankState, stored: RankFile) -> Batch:
 
 def _restore_random_numbers(state: RankState, stored: RankFile) -> None:
     """Restores all generators of this process."""
-    version, numbers, gauss = state.python
-    random.setstate((version, tuple(numbers), gauss))
-    np.random.set_state(
-        {
-            "bit_generator": state.numpy.bit_generator,
-            "state": {"key": np.array(state.numpy.key, dtype=np.uint32), "pos": state.numpy.pos},
-            "has_gauss": state.numpy.has_gauss,
-            "gauss": state.numpy.gauss,
-        }
-    )
+    random.setstate(state.python)
+    name, key, position, has_normal, normal = state.numpy
+    np.random.set_state((name, np.array(key, dtype=np.uint32), position, has_normal, normal))
     torch.set_rng_state(stored.tensor("random/torch"))
     if torch.cuda.is_available() and stored.keys("random/cuda"):
         torch.cuda.set_rng_state(stored.tensor("random/cuda"))

@@ -38,8 +38,7 @@ def run_recipe(load: Callable[[], tuple[Recipe, Config]], learns: bool = True, r
 def on_all_ranks(work: Callable[[World], None], resumable: bool = True) -> None:
     """Joins the other ranks, does the work of a job and exits with them. Invalid input: one line on one rank, code 2.
 
-    Work that is `resumable` ends at a point where it can resume when a signal requests a stop; other work is ended by
-    the signal immediately.
+    Work that is not `resumable` is ended immediately by a signal that requests a stop.
     """
     from verl_mg.distributed.world import World
 

@@ -40,8 +40,7 @@ class Replay:
     """A range of iterations of an earlier run."""
 
     recording: SampleReader
-    checkpoint: Path | None
-    """Checkpoint of the run that training resumes from; None: it starts from the model itself."""
+    checkpoint: Path | None  # checkpoint of the run that training resumes from; None: it starts from the model itself
     last: int
 
     @classmethod

@@ -14,24 +14,21 @@ from typing import Any, Self
 from pydantic import field_validator, model_validator
 from torch import Tensor
 
-from verl_mg.config import ConfigSection, Count
+from verl_mg.config import Count
 from verl_mg.engines.engine import Finish, Sample
 from verl_mg.engines.trajectory import Segment, Trajectory
 from verl_mg.images import Image, distinct_images
+from verl_mg.jsonl import StoredRecord
 from verl_mg.rows.samples import conversation_of, from_text, to_text, trajectory_of
 
 
-class _Tokens(ConfigSection):
+class _Tokens(StoredRecord):
     """Tokens of a sample or a segment."""
 
-    tokens: tuple[Count, ...]
-    """Token ids."""
-    logprobs: tuple[float, ...]
-    """Log-probability of each token."""
-    policy_versions: tuple[int, ...]
-    """Version of the weights that generated each token."""
-    images: tuple[str, ...] = ()
-    """Keys of the images of the observations, or of the segment."""
+    tokens: tuple[Count, ...]  # token ids
+    logprobs: tuple[float, ...]  # log-probability of each token
+    policy_versions: tuple[int, ...]  # version of the weights that generated each token
+    images: tuple[str, ...] = ()  # keys of the images of the observations, or of the segment
 
     @field_validator("images", mode="before")
     @classmethod
@@ -48,38 +45,32 @@ class _Tokens(ConfigSection):
 class SegmentState(_Tokens):
     """One segment, a `trajectory.Segment`."""
 
-    truncated: bool
-    """Whether the last reply was cut."""
-    prefix_of: Count | None
-    """Number of the segment that begins with the same tokens."""
-    prefix_length: Count
-    """Number of these tokens."""
+    truncated: bool  # whether the last reply was cut
+    prefix_of: Count | None  # number of the segment that begins with the same tokens
+    prefix_length: Count  # number of these tokens
 
 
-class TrajectoryState(ConfigSection):
+class TrajectoryState(StoredRecord):
     """The work of an agent, a `trajectory.Trajectory`."""
 
-    segments: tuple[SegmentState, ...]
-    """The sequences of tokens."""
+    segments: tuple[SegmentState, ...]  # the sequences of tokens
     conversation: str
     """The conversation as `conversations.to_text` writes it: texts of agents need not be valid Unicode."""
 
+    @model_validator(mode="before")
     @classmethod
-    def of(cls, trajectory: Trajectory) -> TrajectoryState:
-        """Returns the state of a trajectory."""
-        segments = tuple(SegmentState.model_validate(part, from_attributes=True) for part in trajectory.segments)
-        return cls(segments=segments, conversation=to_text(conversation_of(trajectory)))
+    def _of_trajectory(cls, value: Any) -> Any:
+        if not isinstance(value, Trajectory):
+            return value
+        return {"segments": value.segments, "conversation": to_text(conversation_of(value))}
 
 
 class SampleState(_Tokens):
     """One sample, an `engine.Sample`."""
 
-    id: Count
-    """Sample id."""
-    finish: Finish
-    """Reason why the response ended."""
-    trajectory: TrajectoryState | None = None
-    """The work of an agent."""
+    id: Count  # sample id
+    finish: Finish  # reason why the response ended
+    trajectory: TrajectoryState | None = None  # the work of an agent
 
     @property
     def highest_token(self) -> int:
@@ -90,24 +81,12 @@ class SampleState(_Tokens):
     @classmethod
     def of(cls, sample: Sample) -> SampleState:
         """Returns the state of a sample."""
-        return cls(
-            id=sample.id,
-            tokens=sample.tokens,
-            logprobs=sample.logprobs,
-            policy_versions=sample.policy_versions,
-            finish=sample.finish,
-            images=[image.key for image in sample.images],
-            trajectory=TrajectoryState.of(sample.trajectory) if sample.trajectory else None,
-        )
+        return cls.model_validate(sample, from_attributes=True)
 
     def to_sample(self, experts: Mapping[str, Tensor], images: Mapping[str, Image]) -> Sample:
         """Returns the sample, with the tensors of `experts_of` by name and the images of `images_of` by key."""
         return Sample(
-            id=self.id,
-            tokens=self.tokens,
-            logprobs=self.logprobs,
-            policy_versions=self.policy_versions,
-            finish=self.finish,
+            **self.model_dump(exclude={"images", "trajectory"}),
             routed_experts=experts.get(_name(self.id)),
             trajectory=_to_trajectory(self.id, self.trajectory, experts, images) if self.trajectory else None,
             images=tuple(images[key] for key in self.images),

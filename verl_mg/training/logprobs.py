@@ -138,9 +138,9 @@ def load_teacher_layer(
     # distribution is over the student's tokens.
     weight = torch.empty(shard.rows, head.hidden, dtype=dtype, device=place)
     if shard.rows:
-        with CheckpointReader(directory) as reader:
-            box = ((shard.first, shard.first + shard.rows), (0, head.hidden))
-            weight.copy_(reader.read(head.tensor, box))
+        reader = CheckpointReader(directory)
+        box = ((shard.first, shard.first + shard.rows), (0, head.hidden))
+        weight.copy_(reader.read(head.tensor, box))
     return OutputLayer(weight, shard.first, shard.rows, shard.group, head.softcap, scale=head.scale)
 
 

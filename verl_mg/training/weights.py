@@ -53,10 +53,10 @@ def load_directory(
     directory = opened.open(runner.spec.path, read, frozenset(head), table.tensor_index.stacked)
     drawn = frozenset(head.keys() - directory.file_of.keys())
     readers = ReaderShardMap(whole, directory.file_of)
-    with CheckpointReader(directory, head) as reader:
-        load_shards(reader, readers.shards(rank), parameters)
-        # Every rank draws the same head by its seed, and fills its padding: neither is moved.
-        load_shards(reader, {name: _not_in_files(shard, drawn) for name, shard in shards.items()}, parameters)
+    reader = CheckpointReader(directory, head)
+    load_shards(reader, readers.shards(rank), parameters)
+    # Every rank draws the same head by its seed, and fills its padding: neither is moved.
+    load_shards(reader, {name: _not_in_files(shard, drawn) for name, shard in shards.items()}, parameters)
     moves = plan(readers, whole, device.ranks_of_a_node(dist.get_world_size()), keep=drawn | left_out)
     # The parameters are source and target: a box that a rank has read itself stays where it is.
     with _in_one_memory(parameters) as memory:

@@ -180,8 +180,8 @@ def fill(engine: HFEngine, directory: Path) -> None:
     """Write every tensor of the checkpoint where the weight table says; its names have to be those of the engine."""
     fields = json.loads((directory / "config.json").read_text())
     fields.pop("use_sliding_window", None)  # no matter of the weights, and refused for training
-    with CheckpointReader(ModelDirectory.find(directory)) as reader:
-        load_shards(reader, weight_table(parse_config(fields)).transformers(), engine.parameters())
+    reader = CheckpointReader(ModelDirectory.find(directory))
+    load_shards(reader, weight_table(parse_config(fields)).transformers(), engine.parameters())
 
 
 def test_abort_returns_partial_samples(qwen3):

@@ -54,8 +54,8 @@ def main(model: Path, folder: Path) -> None:
     table = weight_table(with_multi_token_layer(read_config(model), model)).with_draft_model()
     shards = table.engine_shards(layout, 0)
     staging = Staging(shards, dict.fromkeys(shards, torch.float32), torch.device("cpu"))
-    with CheckpointReader(ModelDirectory.find(model, table.tensor_index.stacked)) as reader:
-        load_shards(reader, shards, staging.tensors)
+    reader = CheckpointReader(ModelDirectory.find(model, table.tensor_index.stacked))
+    load_shards(reader, shards, staging.tensors)
     with unloaded_model(str(draft_directory(model, folder / "draft")), layout, 0, folder / "store") as draft:
         parameters = dict(draft.named_parameters())
 

@@ -40,7 +40,7 @@ def kept(monkeypatch) -> Iterator[tuple[Launcher, socket.socket]]:
 
 def leave(launcher: Launcher, engine: ProcessEngine) -> None:
     """Ends the rank's side, as the loss of the rank does."""
-    launcher.set_regroups()
+    launcher.regroup_mark.touch()
     engine.close()
     launcher.clear()
 
