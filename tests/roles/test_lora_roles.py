@@ -32,7 +32,6 @@ from verl_mg.roles.models import Actor, Critic, TrainableRole
 from verl_mg.rollout.engine_group import HFEngineGroup
 from verl_mg.rollout.rollout import RolloutSetup
 from verl_mg.rollout.sync_rollout import SyncRollout
-from verl_mg.rows.samples import RolloutRecords
 from verl_mg.weight_sync import transfer_plan
 
 COUNT, LORA = 8, LoraConfig(rank=4, alpha=6.0)
@@ -230,7 +229,7 @@ def synced(model: Path, layout: str, portion: int, dtype: torch.dtype) -> dict[s
     engine = HFEngine(model, "cpu", dtype, load_weights=False)
     context = job_context()
     # The weight sync needs no prompts.
-    feed, records = PromptFeed(PromptSet([Prompt(0, (2,), "", None, {})])), RolloutRecords()
+    feed, records = PromptFeed(PromptSet([Prompt(0, (2,), "", None, {})])), []
     setup = RolloutSetup(sampling=Sampling(max_new_tokens=4), seed=5, context=context, prompts=feed, records=records)
     rollout = SyncRollout(HFEngineGroup(engine, context), setup)
     own = actor.runner.parameters()

@@ -20,7 +20,7 @@ from verl_mg import device
 from verl_mg.distributed.collectives import ProcessGroups
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout, Placement
-from verl_mg.layout.layout import proper_divisors, smaller_cp_groups
+from verl_mg.layout.layout import divisors, smaller_cp_groups
 from verl_mg.training.microbatch import TokenShard
 
 REPLICATE, SHARD, TENSOR = "replicate", "shard", "tp"  # names of the mesh's dimensions
@@ -114,7 +114,7 @@ class MeshGroups:
         for ranks in self.ranks.view(-1, layout.cp, layout.tp).movedim(1, -1).flatten(0, -2).tolist():
             yield tuple(ranks)
         # With dynamic context fewer neighbouring ranks may share a micro-batch.
-        if self.dynamic_cp and proper_divisors(layout.cp) != [1]:
+        if self.dynamic_cp and divisors(layout.cp)[:-1] != [1]:
             for ranks in smaller_cp_groups(layout):
                 if len(ranks) > 1:
                     yield tuple(self.placement.ranks[index] for index in ranks)

@@ -33,7 +33,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from verl_mg import device
 from verl_mg.distributed.collectives import ProcessGroups
 from verl_mg.layout import Coordinates, Layout, Placement
-from verl_mg.layout.layout import group_ranks, proper_divisors, smaller_cp_groups
+from verl_mg.layout.layout import divisors, group_ranks, smaller_cp_groups
 from verl_mg.megatron.core_version import MEGATRON, group_globals, ranks_in_groups, set_group_globals
 from verl_mg.training.microbatch import TokenShard
 
@@ -130,7 +130,7 @@ def _local_cp_groups(placement: Placement, made: Mapping[tuple[int, ...], Any]) 
     """Returns this rank's group of neighbours for each proper divisor of cp."""
     sets = [tuple(placement.ranks[index] for index in ranks) for ranks in smaller_cp_groups(placement.layout)]
     local = {len(ranks): made[ranks] for ranks in sets if dist.get_rank() in ranks}
-    return {cp_size: local[cp_size] for cp_size in proper_divisors(placement.layout.cp) if cp_size in local}
+    return {cp_size: local[cp_size] for cp_size in divisors(placement.layout.cp)[:-1] if cp_size in local}
 
 
 def _initialize_model_parallel(placement: Placement, made: Mapping[tuple[int, ...], Any]) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -33,11 +34,10 @@ from verl_mg.roles.models import RewardModel
 from verl_mg.rows.samples import (
     Conversation,
     GeneratedRows,
-    RolloutRecords,
+    RolloutRecord,
     agent_reward,
     conversation_of,
     final_reply,
-    from_text,
 )
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class RewardRole:
         prompts: PromptFeed,
         tokenizer: PreTrainedTokenizerBase,
         context: JobContext,
-        records: RolloutRecords,
+        records: Sequence[RolloutRecord],
         model: RewardModel | None = None,
         has_agents: bool = False,
         source_scorers: Mapping[str, AsyncScorer] | None = None,
@@ -114,7 +114,7 @@ class RewardRole:
             prompt = self._prompts.by_id(int(batch["prompt_id"][row]))
             text = rows.conversations.get(int(batch["trajectory"][row]))
             if text is not None:
-                score_ids.append(self._submit_conversation(prompt, from_text(text), bool(truncated[row])))
+                score_ids.append(self._submit_conversation(prompt, json.loads(text), bool(truncated[row])))
             else:
                 score_ids.append(self._submit(prompt, self.sample(batch, row)))
         return [score_ids[i] for i in batch.trajectory_index.tolist()]
@@ -177,10 +177,12 @@ class RewardRole:
         else:
             with self._timer("wait_reward"):
                 columns = self._collect(batch)
+        of_batch = [record for record in self._records if record.batch is batch]  # none of a part of a batch
         for name, values in columns.items():
             if name != "reward":
                 batch.put(name, values, ColumnKind.SEQUENCE)
-        self._records.add_columns(batch, columns)
+            for record in of_batch:
+                record.add(name, values, ColumnKind.SEQUENCE)
         return columns["reward"]
 
     def sample(self, batch: Batch, row: int) -> Sample:

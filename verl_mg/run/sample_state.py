@@ -8,6 +8,7 @@ The second token was generated after the engine had received version 4 of the we
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -18,7 +19,7 @@ from verl_mg.config import ConfigSection, Count
 from verl_mg.engines.engine import Finish, Sample
 from verl_mg.engines.trajectory import Segment, Trajectory
 from verl_mg.images import Image, distinct_images
-from verl_mg.rows.samples import conversation_of, from_text, to_text, trajectory_of
+from verl_mg.rows.samples import conversation_of, trajectory_of
 
 
 class _Tokens(ConfigSection):
@@ -62,13 +63,13 @@ class TrajectoryState(ConfigSection):
     segments: tuple[SegmentState, ...]
     """The sequences of tokens."""
     conversation: str
-    """The conversation as `conversations.to_text` writes it: texts of agents need not be valid Unicode."""
+    """The conversation as JSON in ASCII: texts of agents need not be valid Unicode."""
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> TrajectoryState:
         """Returns the state of a trajectory."""
         segments = tuple(SegmentState.model_validate(part, from_attributes=True) for part in trajectory.segments)
-        return cls(segments=segments, conversation=to_text(conversation_of(trajectory)))
+        return cls(segments=segments, conversation=json.dumps(conversation_of(trajectory)))
 
 
 class SampleState(_Tokens):
@@ -139,7 +140,7 @@ def _to_trajectory(
         )
         for number, segment in enumerate(state.segments)
     ]
-    return trajectory_of(segments, from_text(state.conversation))
+    return trajectory_of(segments, json.loads(state.conversation))
 
 
 def _name(*numbers: int) -> str:
