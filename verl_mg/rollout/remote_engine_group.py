@@ -223,8 +223,8 @@ class RemoteEngineGroup(InFlightEngineGroup):
         pool: ServerPool | None,
         is_leader: Sequence[bool],
         context: JobContext,
-        static: bool = False,
-        wrap: WrapEngine = lambda engine: engine,
+        static: bool,
+        wrap: WrapEngine,
     ) -> None:
         super().__init__(pool, is_leader, context, static, wrap)
         self._pool, self._sync = pool, sync
@@ -307,10 +307,8 @@ def build_remote_engines(
     dist.barrier()  # the list exists
     pool = ServerPool(connect) if rank in leaders else None
     is_leader = [other in leaders for other in range(dist.get_world_size())]
-    group = RemoteEngineGroup(
-        _weight_sync(config, table), pool, is_leader, context,
-        static=config.job.deterministic, wrap=wrap,
-    )  # fmt: skip
+    sync, static = _weight_sync(config, table), config.job.deterministic
+    group = RemoteEngineGroup(sync, pool, is_leader, context, static, wrap)
     if pool:
         # The monitor's thread has its own connection: while a thread waits for a key, its connection is blocked.
         store = context.store.clone()  # type: ignore[attr-defined]

@@ -6,7 +6,6 @@ checkpoints.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from verl_mg.batch import Batch, ColumnKind
 from verl_mg.data.prompts import Prompt
-from verl_mg.distributed.collectives import all_to_all_bytes
+from verl_mg.distributed.collectives import all_to_all_json
 from verl_mg.engines.engine import Sample
 from verl_mg.engines.trajectory import MAX_SEGMENTS, NOT_GENERATED, ConversationTurn, Segment, Trajectory
 from verl_mg.rewards import Reward
@@ -165,13 +164,8 @@ def exchange_conversations(texts: Mapping[int, str], by_rank: Sequence[Sequence[
 
     `texts` are of this rank, by trajectory; `by_rank` has the trajectories whose rows each rank has got.
     """
-    # JSON, since conversations have any shape; only text travels, next to the tensors of the rows.
-    outgoing = [
-        torch.frombuffer(bytearray(json.dumps({i: texts[i] for i in wanted if i in texts}).encode()), dtype=torch.uint8)
-        for wanted in by_rank
-    ]
-    received = [json.loads(part.numpy().tobytes()) for part in all_to_all_bytes(outgoing)]
-    return {int(i): text for part in received for i, text in part.items()}
+    outgoing = [{i: texts[i] for i in wanted if i in texts} for wanted in by_rank]
+    return {int(i): text for received in all_to_all_json(outgoing) for i, text in received.items()}
 
 
 def _size(segment: Segment) -> dict[str, int | None]:
