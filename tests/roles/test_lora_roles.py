@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from tests.helpers.rank_pool import job_context
 from tests.helpers.roles import build_role
 from tests.helpers.tiny_models import oracle, oracle_outputs, random_rows, tiny_model
-from tests.roles.updates import classifier, heads, square_loss
+from tests.roles.updates import classifier, heads, own_rows, square_loss
 from verl_mg.batch import Batch
 from verl_mg.config import Config, LoraConfig, OptimizerConfig, load_config
 from verl_mg.data import Prompt, PromptFeed, PromptSet
@@ -53,7 +53,7 @@ def rows(model: Path) -> Batch:
     batch = random_rows(COUNT, read_config(model).vocab)
     batch["sample_id"] = torch.arange(COUNT)
     batch["returns"] = batch["noise"] * 5
-    return batch.select(range(dist.get_rank(), COUNT, dist.get_world_size()))
+    return own_rows(batch)
 
 
 def role_on(

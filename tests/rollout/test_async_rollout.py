@@ -1,4 +1,4 @@
-"""Asynchronous rollouts on real engines: tokens of each version, evaluations during them, killed engines."""
+"""Asynchronous rollouts on real engines and servers: tokens of each version, evaluations meanwhile, killed engines."""
 
 import os
 import signal
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.helpers.engines import SGLANG
+from tests.helpers.sglang_servers import RunningServer, ready, receiving_server
 from tests.helpers.traces import needs_sglang, needs_vllm
 from tests.rollout.engine_jobs import check_versions, engine_job, inputs
 from verl_mg.engines.engine import RolloutEngine, Sample
@@ -182,3 +183,40 @@ def test_async_rollout_stale_drop_counts_dropped_samples_and_trains_none(ranks, 
         dropped += reported[0]["metrics"]["rollout/dropped_samples"]
     assert len(trained) == len(set(trained)) == ITERATIONS * PROMPTS * GROUP
     assert dropped >= GROUP and not set(trained) & set(range(GROUP))
+
+
+def train_on_servers(folder: Path, urls: list[str], keep_cache: bool) -> list[dict[str, object]]:
+    """This rank's samples; the weights are written after each update."""
+    job, recipe = engine_job(
+        folder, "rollout.mode=async", "rollout.max_staleness=2", "actor.layout=tp2", f"rollout.urls=[{','.join(urls)}]",
+        "algorithm.prompts_per_iteration=3", f"algorithm.group_size={GROUP}", f"job.iterations={ITERATIONS}",
+        "rollout.max_new_tokens=400", f"rollout.keep_kv_cache={str(keep_cache).lower()}",
+    )  # fmt: skip
+    job.actor.save(folder / "weights-0", folder / "model")
+    rows = []
+    for iteration in range(1, ITERATIONS + 1):
+        one_iteration(recipe, job, iteration)
+        job.actor.save(folder / f"weights-{job.actor.num_updates}", folder / "model")
+        (batch,) = job.rollout.train_batches
+        rows += [row | {"id": i} for i, row in zip(batch["sample_id"].tolist(), rows_of(batch), strict=True)]
+    job.close()
+    return rows
+
+
+@needs_sglang
+@pytest.mark.nightly
+@pytest.mark.parametrize("keep_cache", [False, True])
+def test_async_rollout_on_servers_has_tokens_of_their_versions(ranks, tmp_path, keep_cache):
+    """On a server that receives shards and one that receives whole weights."""
+    folder, options = inputs(tmp_path, "qwen3", positions=512, unused=1000), {"max_total_tokens": 16384}
+    kinds = enumerate((receiving_server, RunningServer))
+    with ready(*(kind(folder / "model", folder / f"{i}.log", "tp1", **options) for i, kind in kinds)) as servers:
+        results = ranks.run(2, train_on_servers, folder, [server.url for server in servers], keep_cache)
+    rows = [row for rank in results for row in rank]
+    assert len({row["id"] for row in rows}) == len(rows) == ITERATIONS * 3 * GROUP
+    spans = set()
+    for row in rows:
+        spans.add(len(row["policy_versions"].unique()) - 1)  # -1 in the prompt
+        if not keep_cache:  # else keys and values of older weights are part of the context
+            check_versions(folder, row)
+    assert max(spans) >= 2, "no sample was in flight in an update"

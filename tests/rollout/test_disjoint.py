@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from tests.helpers.engines import SGLANG, VLLM_NIGHTLY
 from tests.helpers.tiny_models import tiny_model
-from tests.roles.updates import COUNT, actor_on, rows, settings, with_entropy
+from tests.roles.updates import COUNT, actor_on, own_rows, rows, settings, with_entropy
 from tests.rollout.engine_jobs import checked_steps, complaint, engine_job, inputs, trained_once
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.process_groups import ParallelGroups
@@ -29,7 +29,7 @@ STEPS = 2
 def train(model, layout, placed, folder):
     """This rank's log-probs, metrics of two updates, and parameters; rows are distributed over all ranks of the job."""
     actor = actor_on(model, layout, 40, placed)
-    batch = rows(model).select(range(dist.get_rank(), COUNT, dist.get_world_size()))
+    batch = own_rows(rows(model))
     column = actor.compute_logprobs(batch).split(batch.lengths.tolist())
     metrics = []
     for _ in range(STEPS):
