@@ -23,6 +23,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -330,13 +331,13 @@ class Encoder:
                 if piece.tensor in self._shared:
                     self._pieces[piece.tensor].append((parameter, piece))
 
-    @property
-    def source_parameters(self) -> set[str]:
+    @cached_property
+    def source_parameters(self) -> frozenset[str]:
         """Parameters that are read before they are encoded."""
         read = {name for tensor in self._pieces if self._is_read(tensor) for name, _ in self._pieces[tensor]}
         scales = {self._source.scales_of(tensor) for tensor in self._pieces}
         values = {name + self._encoding.value_suffix for pieces in self._pieces.values() for name, _ in pieces}
-        return read | (self._schedule.source_parameters - scales - values)
+        return self._schedule.source_parameters - scales - values | read
 
     def run(
         self,

@@ -50,7 +50,7 @@ import torch
 
 from verl_mg.reshard.epochs import LAG
 from verl_mg.reshard.plan import Copy, Plan
-from verl_mg.sharding.boxes import Box, cut, numel, translate_box
+from verl_mg.sharding.boxes import Box, cut, numel, slices, translate_box
 
 # Epochs are cut by the load of the busiest rank, so the buckets of others are not full: this size makes their messages
 # large nevertheless. Two buckets in flight are 256 MiB of device memory during a sync.
@@ -61,6 +61,8 @@ DTYPES = {
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int32)
 }
 """Dtypes in which weights travel, by their names in the text."""
+
+Index = tuple[slice, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,11 @@ class Message:
     def nbytes(self) -> int:
         """Number of bytes on the wire."""
         return sum(segment.nbytes for segment in self.segments)
+
+    @cached_property
+    def indices(self) -> Sequence[Index]:
+        """Boxes of the segments as indices of their parameters."""
+        return [slices(segment.parameter_box) for segment in self.segments]
 
 
 @dataclass(frozen=True)
@@ -128,11 +135,16 @@ class Schedule:
         """Bytes received over the wire."""
         return sum(m.nbytes for bucket in self.buckets for m in bucket.messages if not m.outgoing)
 
-    @property
-    def source_parameters(self) -> set[str]:
+    @cached_property
+    def copy_indices(self) -> Sequence[tuple[Index, Index]]:
+        """Boxes of the copies as indices of the parameters that they read and write."""
+        return [(slices(copy.source_box), slices(copy.target_box)) for copy in self.copies]
+
+    @cached_property
+    def source_parameters(self) -> frozenset[str]:
         """Source parameters that are copied or sent from."""
         sent = {segment.parameter for segment in self.segments(outgoing=True) if not segment.forwarded}
-        return sent | {copy.source for copy in self.copies if not copy.from_target}
+        return frozenset(sent | {copy.source for copy in self.copies if not copy.from_target})
 
     def segments(self, outgoing: bool, peer: int | None = None) -> Iterator[Segment]:
         """Yields the boxes that are sent or received.
