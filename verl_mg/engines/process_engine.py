@@ -35,7 +35,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,18 +64,10 @@ CALL_SECONDS = 600.0  # time limits of the start of an engine, and of a call
 IDLE_SECONDS = 60.0  # time limit of an engine for ending its requests when they are aborted
 
 
-@dataclass(frozen=True)
-class EngineState:
-    """State of an engine that an earlier rank has left."""
-
-    version: int  # policy version of the weights; -1: it has none, or a part of an update
-    asleep: frozenset[str]  # parts that have released their memory: "weights", "kv"
-
-
 class EngineProcess:
     """Handle of an engine process. A thread puts its messages into `inbox`, and None at the end of the stream.
 
-    `start` and `find` create it. `child` is None for a process that an earlier rank has started.
+    `child` is None for a process that an earlier rank has started.
     """
 
     def __init__(
@@ -121,24 +113,6 @@ class EngineProcess:
         complete = asdict(replace(attachment, pid=child.pid)) if attachment else None
         process.send({"arguments": dict(program.arguments), "options": dict(program.options), "attachment": complete})
         return process
-
-    @classmethod
-    def find(
-        cls, engine: str, log: Path, attachment: EngineAttachment, timeout: float
-    ) -> tuple[EngineProcess, EngineState] | None:
-        """Returns the process that an earlier rank has started, and its state; None without one.
-
-        One that is being started has `timeout` seconds to be ready.
-        """
-        result = attachment.find(timeout)
-        if result is None:
-            return None
-        connection, state = result
-        try:
-            process = cls(engine, log, connection, state["pid"])
-        except ProcessLookupError:  # it has ended since
-            return None
-        return process, EngineState(state["version"], frozenset(state["asleep"]))
 
     def wait_until_ready(self, timeout: float) -> None:
         """Waits until the engine is ready; UserError with the end of the log where it cannot start."""
@@ -239,7 +213,11 @@ class ProcessEngine(RequestTracker):
         self._ports: PortBlock | None = None
         self._asleep: set[str] = set()
         self._launcher = launcher
-        self._attachment = self._new_attachment(launcher) if launcher else None
+        self._attachment: EngineAttachment | None = None
+        if launcher:
+            # Ports and address differ from start to start: with fixed ones the digest is the same for each.
+            program = kind.program(model, self.options, range(1, BLOCK_SIZE), "")
+            self._attachment = EngineAttachment.of_rank(launcher, program.digest)
         if not self._find():
             self.restart()
 
@@ -248,28 +226,21 @@ class ProcessEngine(RequestTracker):
         """Number of processes that open the memory of `load_adapters`."""
         return self.kind.adapter_readers(self.options.layout)
 
-    def _program(self, ports: Sequence[int], address: str) -> EngineProgram:
-        return self.kind.program(self._model, self.options, ports, address)
-
     @property
     def version(self) -> int:
         """Returns the policy version of the engine's weights; -1: it has none."""
         return self._version
 
-    def _new_attachment(self, launcher: Launcher) -> EngineAttachment:
-        # The digest must be the same for every start of the program: ports and address differ, so it has fixed ones.
-        return EngineAttachment.of_rank(launcher, self._program(range(1, BLOCK_SIZE), "").digest)
-
     def _find(self) -> bool:
         """Adopts the process that an earlier rank has left; returns whether there is one."""
-        if self._attachment is None:
-            return False
-        existing = EngineProcess.find(self.kind.title, self._log, self._attachment, START_SECONDS)
+        existing = self._attachment.find(START_SECONDS) if self._attachment else None
         if existing is None:
             return False
-        self._process, state = existing
-        self._version, self._asleep, self._is_paused = state.version, set(state.asleep), False
-        return True
+        connection, state = existing
+        with contextlib.suppress(ProcessLookupError):  # it has ended since
+            self._process = EngineProcess(self.kind.title, self._log, connection, state["pid"])
+            self._version, self._asleep, self._is_paused = state["version"], set(state["asleep"]), False
+        return self._process is not None
 
     def restart(self) -> None:
         """Starts a new process, without weights; unfinished requests wait for `resume`."""
@@ -278,7 +249,7 @@ class ProcessEngine(RequestTracker):
         ports = self._ports.ports
         address = self._nodes.publish(ports) if self._nodes else f"127.0.0.1:{ports[1]}"
         self._process = EngineProcess.start(
-            self._program(ports, address),
+            self.kind.program(self._model, self.options, ports, address),
             self._log,
             self._attachment,
             [self._ports.descriptor],  # a process that outlives this rank keeps its ports reserved

@@ -139,7 +139,8 @@ class _Execution:
                 wire = self._buffer(slot, views[0].device)[offset : offset + message.nbytes]
                 offset += _aligned(message.nbytes)
                 if message.outgoing:
-                    _pack(message, views, wire)
+                    for part, view in _parts(message, views, wire):
+                        part.copy_(view)
                 else:
                     in_flight.arrivals.append((message, wire))
             operations.append(
@@ -159,7 +160,8 @@ class _Execution:
             request.wait()
         arrived = time.perf_counter()
         for message, wire in in_flight.arrivals:
-            _unpack(message, self._views(message), wire)
+            for part, view in _parts(message, self._views(message), wire):
+                view.copy_(part)
         self._traffic.seconds_waiting += arrived - begin
         self._traffic.seconds_packing += time.perf_counter() - arrived
 
@@ -210,16 +212,6 @@ def _direct(message: Message, views: list[Tensor]) -> Tensor | None:
         return None
     (segment,), (view,) = message.segments, views
     return view.view(-1).view(torch.uint8) if view.dtype is segment.dtype and view.is_contiguous() else None
-
-
-def _pack(message: Message, views: list[Tensor], wire: Tensor) -> None:
-    for part, view in _parts(message, views, wire):
-        part.copy_(view)
-
-
-def _unpack(message: Message, views: list[Tensor], wire: Tensor) -> None:
-    for part, view in _parts(message, views, wire):
-        view.copy_(part)
 
 
 def _parts(message: Message, views: list[Tensor], wire: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

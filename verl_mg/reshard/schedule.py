@@ -32,8 +32,8 @@ There is no deadlock. Of all messages that are not complete, take the first one 
 everything before it is complete, so its batch has started there, however NCCL cuts the kernels into channels and
 batches. It waits for nothing else, and completes. For gloo the same holds without rounds, by epochs only.
 
-For ranks outside the job, which have no tables, schedules are text: compressed JSON, which is data and never code.
-Boxes are lists of [begin, end); a message is [peer, outgoing, segments], and a segment is a list of its fields.
+For ranks outside the job, which have no tables, schedules are text: compressed JSON, which is data and never code, of
+lists of the fields of each record.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from verl_mg.sharding.boxes import Box, cut, numel, slices, translate_box
 # Epochs are cut by the load of the busiest rank, so the buckets of others are not full: this size makes their messages
 # large nevertheless. Two buckets in flight are 256 MiB of device memory during a sync.
 BUCKET_BYTES = 128 * 2**20  # default size of a bucket in bytes
-FORMAT = 1  # number of the format; it changes with the fields
+FORMAT = 2  # number of the format; it changes with the fields
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int32)
@@ -199,8 +199,8 @@ def _messages(segments: Mapping[tuple[int, bool], list[Segment]]) -> tuple[Messa
 
 def pack_schedules(schedules: Sequence[Schedule]) -> bytes:
     """Returns the schedules of one rank as compressed text."""
-    document = {"format": FORMAT, "schedules": [_schedule_fields(schedule) for schedule in schedules]}
-    return zlib.compress(json.dumps(document).encode())
+    document = {"format": FORMAT, "schedules": [astuple(schedule) for schedule in schedules]}
+    return zlib.compress(json.dumps(document, default=lambda dtype: str(dtype).removeprefix("torch.")).encode())
 
 
 def unpack_schedules(text: bytes) -> list[Schedule]:
@@ -208,39 +208,21 @@ def unpack_schedules(text: bytes) -> list[Schedule]:
     document = json.loads(zlib.decompress(text))
     if document["format"] != FORMAT:
         raise ValueError(f"schedules have format {document['format']}, this version of verl_mg reads {FORMAT}")
-    return [_schedule(fields) for fields in document["schedules"]]
+    return [_schedule(*fields) for fields in document["schedules"]]
 
 
-def _schedule_fields(schedule: Schedule) -> dict[str, Any]:
-    return {
-        "rank": schedule.rank,
-        "source_shapes": dict(schedule.source_shapes),
-        "target_shapes": dict(schedule.target_shapes),
-        "copies": [astuple(copy) for copy in schedule.copies],
-        "buckets": [
-            [bucket.epoch, [[m.peer, m.outgoing, [_segment_fields(s) for s in m.segments]] for m in bucket.messages]]
-            for bucket in schedule.buckets
-        ],
-    }
-
-
-def _segment_fields(segment: Segment) -> list[Any]:
-    dtype = str(segment.dtype).removeprefix("torch.")
-    return [segment.tensor, segment.box, segment.parameter, segment.parameter_box, dtype, segment.forwarded]
-
-
-def _schedule(fields: dict[str, Any]) -> Schedule:
+def _schedule(rank: int, source_shapes: Any, target_shapes: Any, copies: Any, buckets: Any) -> Schedule:
     return Schedule(
-        fields["rank"],
-        {name: tuple(shape) for name, shape in fields["source_shapes"].items()},
-        {name: tuple(shape) for name, shape in fields["target_shapes"].items()},
+        rank,
+        {name: tuple(shape) for name, shape in source_shapes.items()},
+        {name: tuple(shape) for name, shape in target_shapes.items()},
         tuple(
             Copy(tensor, source, _box(source_box), target, _box(target_box), from_target)
-            for tensor, source, source_box, target, target_box, from_target in fields["copies"]
+            for tensor, source, source_box, target, target_box, from_target in copies
         ),
         tuple(
             Bucket(epoch, tuple(Message(peer, outgoing, tuple(map(_segment, parts))) for peer, outgoing, parts in sent))
-            for epoch, sent in fields["buckets"]
+            for epoch, sent in buckets
         ),
     )
 
