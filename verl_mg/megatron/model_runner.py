@@ -136,6 +136,7 @@ class MegatronRunner(Runner):
         # megatron-core's modules read their groups from module globals when they are built.
         with groups.active():
             self.chunks = build_chunks(self.table, groups, spec) if self.is_member else []
+        self._parameters = parameters_by_name(self.chunks)
         self.model_chunks: list[torch.nn.Module] = list(self.chunks)
         self.gathers = ParameterGathers()
         self.bias_update_rate = bias_update_rate(spec.megatron, config)
@@ -167,7 +168,7 @@ class MegatronRunner(Runner):
     def parameters(self, complete: bool = True) -> dict[str, Tensor]:
         if complete:
             self.gathers.wait()
-        return parameters_by_name(self.chunks)
+        return self._parameters
 
     @property
     def computed_parameters(self) -> frozenset[str]:
