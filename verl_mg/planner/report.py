@@ -12,7 +12,7 @@ from rich.table import Table
 from verl_mg.layout import EnginePlacement, format_ranks
 from verl_mg.layout.suggest import format_layout
 from verl_mg.planner.activations import micro_batches
-from verl_mg.planner.cost import bubble_share, update_seconds_by_stage, utilization
+from verl_mg.planner.cost import bubble_share, stage_seconds, utilization
 from verl_mg.planner.efficiency import CALIBRATION
 from verl_mg.planner.inputs import GIB, AuxiliaryRole, PlanInputs
 from verl_mg.planner.iteration_time import gathered_bytes, samples_at_once
@@ -102,7 +102,7 @@ def _train(inputs: PlanInputs, side: TrainSide) -> Numbers:
 def _stages(inputs: PlanInputs, side: TrainSide) -> list[Numbers]:
     """Returns layers of each pipeline stage, GiB of its fullest rank and seconds of a micro-batch of an update."""
     layout, layers = side.layout, inputs.weights.config.layers
-    by_stage = zip(side.memory.totals, update_seconds_by_stage(inputs, layout), strict=True)
+    by_stage = zip(side.memory.totals, stage_seconds(inputs, layout), strict=True)
     return [
         {"layers": len(layout.stage(layers, stage).layers), "gib": _gib(size), "seconds": round(seconds, 3)}
         for stage, (size, seconds) in enumerate(by_stage)
