@@ -9,7 +9,7 @@ from pyarrow import parquet
 
 from tests.helpers.tiny_jobs import RECIPES
 from tests.helpers.tiny_models import daily_of
-from tests.recipes.tiny_runs import TEACHER_OF, tiny_run
+from tests.recipes.tiny_runs import TEACHER_OF, comparable, tiny_run
 from verl_mg.job.recipe import load_recipe
 
 NAMES = sorted(recipe.stem for recipe in RECIPES.glob("[!_]*.py"))
@@ -21,8 +21,6 @@ OF_ROWS = {"clip_cov", "gigpo", "mt_grpo", "prime"}
 SPLIT = [name for name in NAMES if name not in OF_ROWS | {"dpo", "reward_model", "sft"}]
 SPLIT_DAILY = {"grpo", "ppo", "gspo"}
 OF_SEGMENTS = {"gspo", "gmpo"}
-# Metrics that depend on the ranks, and that compare engines with trainer, which differ only by rounding.
-OTHER = ("time/", "weight_sync/", "rollout/", "mismatch/")
 TRAINED = ("actor", "critic", "process_reward", "reward_model")
 SMALL = [f"{role}.tokens_per_micro_batch=40" for role in (*TRAINED, "reference")]
 SIZES = {
@@ -58,8 +56,8 @@ def first_iteration(
         overrides = [*overrides, f"reference.path={task / 'mixture'}"]
     sizes = [f"algorithm.{key}={value}" for key, value in SIZES.items() if key in known]
     overrides = ["job.iterations=1", "job.save=false", *sizes, *overrides]
-    (line,) = tiny_run(ranks, name, task, output, overrides, count=count, split=split)
-    return {key: value for key, value in line.items() if not key.startswith(OTHER)}
+    (line,) = comparable(tiny_run(ranks, name, task, output, overrides, count=count, split=split))
+    return line
 
 
 @pytest.fixture(scope="module")

@@ -266,11 +266,9 @@ def test_tied_output_layer_is_a_parameter_only_on_another_stage():
     assert "lm_head.weight" not in tied.huggingface()
     assert "output_layer.weight" not in tied.megatron(Layout(), 0)
     assert "lm_head.weight" not in tied.engine_shards(EngineLayout(), 0)
-    for last, name in (
-        (tied.megatron(Layout(pp=2), 1), "output_layer.weight"),
-        (tied.engine_shards(EngineLayout(pp=2), 1), "lm_head.weight"),
-    ):
-        assert last[name].pieces[0].tensor == "model.embed_tokens.weight"
+    megatron, engine = tied.megatron(Layout(pp=2), 1), tied.engine_shards(EngineLayout(pp=2), 1)
+    for last in (megatron["output_layer.weight"], engine["lm_head.weight"]):
+        assert last.pieces[0].tensor == "model.embed_tokens.weight"
 
 
 def test_megatron_table_interleaved_chunks_have_their_layers():
@@ -446,32 +444,17 @@ def test_vllm_table_without_pipeline_is_that_of_sglang_but_for_names(data):
         ({"model_type": "qwen3_moe"}, "field 'num_experts' is missing"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type='dynamic' is not supported, its frequencies"),
         (fields("deepseek_v2", topk_method="noaux_tc"), "topk_method='noaux_tc' .* Write 'greedy' or 'group_limited"),
-        (
-            fields("deepseek_v2", norm_topk_prob=True),
-            "norm_topk_prob=True is not supported for model_type 'deepseek_v2'",
-        ),
+        (fields("deepseek_v2", norm_topk_prob=True), "norm_topk_prob=True is not supported for .* 'deepseek_v2'"),
         (fields("deepseek_v3", scoring_func="softmax"), "scoring_func='softmax' .* Write 'sigmoid', or leave it out"),
-        (
-            fields("deepseek_v3", n_group=8),
-            "n_group=8 and topk_group=2 are not possible: 8 experts must form groups of at",
-        ),
+        (fields("deepseek_v3", n_group=8), "n_group=8 and topk_group=2 are not possible: 8 experts must form groups"),
         (fields("glm4_moe", scoring_func="softmax"), "scoring_func='softmax' .* Write 'sigmoid', or leave it out"),
         (fields("glm4_moe", partial_rotary_factor=0.5), "partial_rotary_factor=0.5 is not possible: of the 2 elements"),
-        (
-            fields("qwen3_next", layer_types=["mamba"] * 4),
-            "layer_types=.* Write 'linear_attention' or 'full_attention'",
-        ),
+        (fields("qwen3_next", layer_types=["mamba"] * 4), "layer_types=.* Write 'linear_attention' or 'full_attent"),
         (fields("qwen3_5_text", linear_num_value_heads=12), "linear_num_value_heads=12 is not a multiple of .*=8"),
         (fields("qwen3_5_text", attn_output_gate=False), "attn_output_gate=False .* Write True, or leave it out"),
         (fields("glm4_moe", tie_word_embeddings=True), "tie_word_embeddings=True .* Write False, or leave it out"),
-        (
-            fields("glm4_moe_lite", mlp_layer_types=["dense", "dense", "sparse", "sparse"]),
-            "has other layers with experts than first_k_dense_replace=1",
-        ),
-        (
-            fields("glm4_moe_lite", rope_parameters={"partial_rotary_factor": 0.5}),
-            "partial_rotary_factor=0.5 is not supported for model_type 'glm4_moe_lite'",
-        ),
+        (fields("glm4_moe_lite", mlp_layer_types=["dense"] * 2 + ["sparse"] * 2), "other layers .* first_k_dense_repl"),
+        (fields("glm4_moe_lite", rope_parameters={"partial_rotary_factor": 0.5}), "0.5 is not .* 'glm4_moe_lite'"),
         (fields("glm_moe_dsa", index_topk_freq=4), "keys that an earlier layer selected .index_topk_freq"),
         (fields("glm_moe_dsa", indexer_types=["full", "shared"] * 2), "keys that an earlier layer selected"),
         (fields("glm_moe_dsa", indexer_rope_interleave=None), "indexer_rope_interleave=None is not that .* Write true"),
@@ -498,11 +481,9 @@ def test_parse_config_unsupported_model_is_user_error(change, message):
 def test_read_config_missing_or_damaged_directory_is_named(tmp_path):
     with pytest.raises(UserError, match="no such model directory"):
         read_config(tmp_path / "nowhere")
-    with pytest.raises(UserError, match=r"config\.json: missing"):
-        read_config(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UserError, match="not a readable JSON file"):
-        read_config(tmp_path)
-    (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(UserError, match="a list, not an object"):
-        read_config(tmp_path)
+    cases = {None: r"config\.json: missing", "{": "not a readable JSON file", "[1]": "a list, not an object"}
+    for text, message in cases.items():
+        if text:
+            (tmp_path / "config.json").write_text(text)
+        with pytest.raises(UserError, match=message):
+            read_config(tmp_path)
