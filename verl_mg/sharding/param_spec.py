@@ -108,9 +108,7 @@ class HeadRows:
     """Rule for rows of heads: a slab of each tensor; `size / kv_heads` neighbours share one of a key-value head."""
 
     kv_heads: int  # key-value heads of a layer
-    of_queries: int = (
-        1  # number of the tensors of queries, of which each rank has heads; the others are keys and values
-    )
+    of_queries: int = 1  # tensors of queries, of which each rank has heads; the others are keys and values
 
     def __call__(self, tensors: tuple[TensorSpec, ...], rank: int, size: int) -> Shard:
         """Returns the shard, a slab of each tensor."""

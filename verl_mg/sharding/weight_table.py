@@ -143,10 +143,8 @@ class WeightTable(ModelTable):
                     # a copy of it there, whose gradient it sums with the embedding's.
                     blocks.append(ParamBlock(prefix, output[:1] if self.tied and first else output))
                     if self.model.multi_token:
-                        params, inner = (
-                            megatron.multi_token_params(self.model.multi_token),
-                            prefix + megatron.MULTI_TOKEN,
-                        )
+                        inner = prefix + megatron.MULTI_TOKEN
+                        params = megatron.multi_token_params(self.model.multi_token)
                         blocks.append(ParamBlock(inner, params, config.layers))
                         params = layer_params(self.model.all_layers[-1])
                         blocks.append(ParamBlock(f"{inner}transformer_layer.", params, config.layers))
