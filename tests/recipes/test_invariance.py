@@ -22,6 +22,7 @@ SPLIT = [name for name in NAMES if name not in OF_ROWS | {"dpo", "reward_model",
 SPLIT_DAILY = {"grpo", "ppo", "gspo"}
 OF_SEGMENTS = {"gspo", "gmpo"}
 TRAINED = ("actor", "critic", "process_reward", "reward_model")
+ALL_ON_FSDP = [f"{role}.backend=fsdp" for role in (*TRAINED, "reference")]
 SMALL = [f"{role}.tokens_per_micro_batch=40" for role in (*TRAINED, "reference")]
 SIZES = {
     "prompts_per_iteration": 9,
@@ -71,6 +72,11 @@ def on_one_rank(ranks, task, tmp_path_factory) -> Callable[..., dict[str, float]
     return run
 
 
+def assert_trained(line: dict[str, float]) -> None:
+    norms = [value for key, value in line.items() if key.endswith("/grad_norm")]
+    assert norms and all(norm > 1e-3 for norm in norms)
+
+
 def compare(found: dict[str, float], expected: dict[str, float]) -> None:
     assert found.keys() == expected.keys()
     for key, value in expected.items():
@@ -80,8 +86,7 @@ def compare(found: dict[str, float], expected: dict[str, float]) -> None:
 @pytest.mark.parametrize("name", daily_of(NAMES, *DAILY))
 def test_iteration_on_two_ranks_in_small_micro_batches_is_unchanged(ranks, task, on_one_rank, tmp_path, name):
     alone = on_one_rank(name)
-    norms = [value for key, value in alone.items() if key.endswith("/grad_norm")]
-    assert norms and all(norm > 1e-3 for norm in norms)
+    assert_trained(alone)
     compare(first_iteration(ranks, name, task, tmp_path / "two", 2, SMALL), alone)
 
 
@@ -92,12 +97,7 @@ def test_iteration_on_two_ranks_in_small_micro_batches_is_unchanged(ranks, task,
         pytest.param("ppo", 2, ["critic.backend=fsdp"], marks=pytest.mark.nightly),
         ("grpo", 4, ["actor.backend=fsdp", "actor.layout=cp2", "reference.backend=fsdp", "reference.layout=tp2"]),
         ("grpo", 2, ["actor.backend=fsdp", "actor.lora={rank: 4, seed: 1}", "reference.backend=fsdp"]),
-        *(
-            pytest.param(
-                name, 4, [f"{role}.backend=fsdp" for role in (*TRAINED, "reference")], marks=pytest.mark.nightly
-            )
-            for name in NAMES
-        ),
+        *(pytest.param(name, 4, ALL_ON_FSDP, marks=pytest.mark.nightly) for name in NAMES),
     ],
 )
 def test_iteration_with_roles_on_fsdp_is_unchanged(ranks, task, on_one_rank, tmp_path, name, count, overrides):
@@ -110,8 +110,7 @@ def test_iteration_with_responses_cut_into_segments_is_unchanged(ranks, task, on
     # Ratios of sequences, and outcomes of the process reward model, are those of segments: with one step the same.
     overrides = ["algorithm.num_minibatches=1"] if name in OF_SEGMENTS else []
     whole = on_one_rank(name, *overrides)
-    norms = [value for key, value in whole.items() if key.endswith("/grad_norm")]
-    assert norms and all(norm > 1e-3 for norm in norms)
+    assert_trained(whole)
     found = first_iteration(ranks, name, task, tmp_path / "cut", 2, [*SMALL, *overrides], split=True)
     rows = sum(parquet.read_metadata(file).num_rows for file in (tmp_path / "cut" / "samples").rglob("*.parquet"))
     assert rows > 1.5 * found["response/samples"]
