@@ -1,6 +1,7 @@
 """A session and a sample without an engine: an agent's endpoint whose replies are scripted."""
 
-from collections.abc import Callable, Iterator
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ from verl_mg.agents.call import Call, Reply
 from verl_mg.agents.tool_calls import ToolCall
 
 Message = dict[str, Any]
+Agent = Callable[[Any, Any], Coroutine[Any, Any, Any]]
 
 
 @dataclass
@@ -54,3 +56,12 @@ def policy(reply: Callable[[dict[str, Any]], str | Message]) -> Iterator[str]:
 
     with serving(ScriptedBackend(answer)) as server:
         yield base_url(server)
+
+
+def episode(
+    agent: Agent, url: str, record: dict[str, Any], reply: Callable[[dict[str, Any]], str | Message], **options: Any
+) -> Any:
+    """What an agent returns that plays with a scripted policy on a server of environments."""
+    with policy(reply) as address:
+        session = ScriptedSession(address, {"url": url, **options})
+        return asyncio.run(agent(session, ScriptedSample(record=record)))

@@ -10,8 +10,8 @@ from verl_mg.algorithms.divergence import Divergence, top_divergence
 from verl_mg.algorithms.kl import adapted, in_reward, penalty
 from verl_mg.errors import UserError
 
-LOGPROBS = torch.tensor([-1.0, -0.5, -3.0, -2.0], dtype=torch.float64)
-REFERENCE = torch.tensor([-1.5, -0.25, -3.0, -7.0], dtype=torch.float64)
+LOGPROBS = torch.tensor([-1.0, -0.5, -3.0, -2.0, -4.0], dtype=torch.float64)
+REFERENCE = torch.tensor([-1.5, -0.25, -3.0, -7.0, -1.0], dtype=torch.float64)
 
 FORMULAS = {
     "k1": lambda p, q: p - q,

@@ -5,13 +5,12 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
-from pyarrow import parquet
 from transformers import PreTrainedTokenizerFast
 
-from tests.helpers.json_lines import write_lines
+from tests.helpers.json_lines import data_file
 from tests.helpers.prompts import prompt_set
+from tests.helpers.published_rows import write_parquet
 from verl_mg.data import demonstration, read_records
 from verl_mg.errors import UserError
 from verl_mg.models.tiny_model import character_tokenizer
@@ -41,15 +40,6 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def lines(folder: Path, *records: dict[str, Any]) -> Path:
-    return write_lines(folder / "data.jsonl", records)
-
-
-def parquet_file(folder: Path, *records: dict[str, Any]) -> Path:
-    parquet.write_table(pa.Table.from_pylist(list(records)), folder / "data.parquet")
-    return folder / "data.parquet"
-
-
 def read(path: Path, tokenizer: PreTrainedTokenizerFast, **options: Any) -> tuple[list[tuple[str, str | None]], str]:
     """Texts with answers, and the lines that were reported."""
     reported: list[str] = []
@@ -58,7 +48,9 @@ def read(path: Path, tokenizer: PreTrainedTokenizerFast, **options: Any) -> tupl
 
 
 def test_read_prompts_parquet_of_verl_is_read_without_options(tmp_path, tokenizer):
-    path = parquet_file(tmp_path, VERL, VERL | {"prompt": [{"role": "system", "content": "s"}, USER]})
+    path = write_parquet(
+        tmp_path / "data.parquet", [VERL, VERL | {"prompt": [{"role": "system", "content": "s"}, USER]}]
+    )
     read_, reported = read(path, tokenizer)
     assert read_ == [("<user>1+1=<assistant>", "2"), ("<system>s<user>1+1=<assistant>", "2")]
     assert reported == f"{path}: prompts from 'prompt', answers from 'reward_model.ground_truth'"
@@ -77,24 +69,25 @@ def test_read_prompts_parquet_of_verl_is_read_without_options(tmp_path, tokenize
     ],
 )
 def test_read_prompts_ground_truth_of_other_types_is_text(tmp_path, tokenizer, truth, answer):
-    path = parquet_file(tmp_path, VERL | {"reward_model": {"style": "rule", "ground_truth": truth}})
+    path = write_parquet(tmp_path / "data.parquet", [VERL | {"reward_model": {"style": "rule", "ground_truth": truth}}])
     assert read(path, tokenizer)[0] == [("<user>1+1=<assistant>", answer)]
 
 
 @pytest.mark.parametrize("prompt", ["1+1=", [USER]])
 def test_read_prompts_jsonl_of_slime_is_read_without_options(tmp_path, tokenizer, prompt):
-    path = lines(tmp_path, {"prompt": prompt, "label": "2", "metadata": {"rm_type": "math"}}, {"prompt": "x"})
+    path = data_file(tmp_path, {"prompt": prompt, "label": "2", "metadata": {"rm_type": "math"}}, {"prompt": "x"})
     read_, reported = read(path, tokenizer)
     assert read_ == [("1+1=" if prompt == "1+1=" else "<user>1+1=<assistant>", "2"), ("x", None)]
     assert reported == f"{path}: prompts from 'prompt', answers from 'label'"
 
 
 def test_read_prompts_parquet_of_verl_without_images_in_its_column_is_read(tmp_path, tokenizer):
-    assert read(parquet_file(tmp_path, VERL | {"images": []}, VERL | {"images": None}), tokenizer)[0][0][1] == "2"
+    path = write_parquet(tmp_path / "data.parquet", [VERL | {"images": []}, VERL | {"images": None}])
+    assert read(path, tokenizer)[0][0][1] == "2"
 
 
 def test_read_prompts_messages_end_with_their_answer(tmp_path, tokenizer):
-    path = lines(tmp_path, {"messages": [USER, ASSISTANT]}, {"messages": [USER, ASSISTANT, USER]})
+    path = data_file(tmp_path, {"messages": [USER, ASSISTANT]}, {"messages": [USER, ASSISTANT, USER]})
     read_, reported = read(path, tokenizer)
     assert read_ == [("<user>1+1=<assistant>", "2"), ("<user>1+1=<assistant>2<user>1+1=<assistant>", None)]
     assert reported == f"{path}: prompts from 'messages', answers from the last assistant message of 'messages'"
@@ -106,7 +99,7 @@ def test_read_prompts_messages_end_with_their_answer(tmp_path, tokenizer):
 
 
 def test_read_prompts_messages_with_an_answer_field_keep_it(tmp_path, tokenizer):
-    path = lines(tmp_path, {"messages": [USER, ASSISTANT], "answer": "two"})
+    path = data_file(tmp_path, {"messages": [USER, ASSISTANT], "answer": "two"})
     assert read(path, tokenizer) == (
         [("<user>1+1=<assistant>", "two")],
         f"{path}: prompts from 'messages', answers from 'answer'",
@@ -114,14 +107,17 @@ def test_read_prompts_messages_with_an_answer_field_keep_it(tmp_path, tokenizer)
 
 
 def test_read_prompts_usual_fields_take_precedence_silently(tmp_path, tokenizer):
-    path = lines(tmp_path, {"label": "l", "messages": [USER]}, VERL | {"prompt": "p", "answer": "a"})
+    path = data_file(tmp_path, {"label": "l", "messages": [USER]}, VERL | {"prompt": "p", "answer": "a"})
     with pytest.raises(UserError, match=r":1: no field 'prompt'"):  # found for the file, not for each line
         read(path, tokenizer)
-    assert read(lines(tmp_path, VERL | {"prompt": "p", "answer": "a", "label": "l"}), tokenizer) == ([("p", "a")], "")
+    assert read(data_file(tmp_path, VERL | {"prompt": "p", "answer": "a", "label": "l"}), tokenizer) == (
+        [("p", "a")],
+        "",
+    )
 
 
 def test_read_prompts_configured_fields_are_never_replaced(tmp_path, tokenizer):
-    path = lines(tmp_path, VERL | {"label": "l", "extra_info.answer": "literal"}, VERL | {"label": "l"})
+    path = data_file(tmp_path, VERL | {"label": "l", "extra_info.answer": "literal"}, VERL | {"label": "l"})
     for answer_field, answers in (
         ("label", ["l", "l"]),
         ("extra_info.answer", ["literal", "1+1=2 #### 2"]),
@@ -130,7 +126,7 @@ def test_read_prompts_configured_fields_are_never_replaced(tmp_path, tokenizer):
     ):
         read_, reported = read(path, tokenizer, answer_field=answer_field, prompt_field="extra_info.question")
         assert (read_, reported) == ([("1+1=", answer) for answer in answers], "")
-    messages = lines(tmp_path, {"messages": [USER, ASSISTANT]})
+    messages = data_file(tmp_path, {"messages": [USER, ASSISTANT]})
     assert read(messages, tokenizer, prompt_field="messages")[0] == [("<user>1+1=<assistant>", "2")]
 
 
@@ -148,7 +144,7 @@ def test_read_prompts_configured_fields_are_never_replaced(tmp_path, tokenizer):
     ],
 )
 def test_read_prompts_other_layout_is_named(tmp_path, tokenizer, record, options, reason):
-    path = lines(tmp_path, record)
+    path = data_file(tmp_path, record)
     with pytest.raises(UserError, match=reason) as caught:
         read(path, tokenizer, **options)
     assert str(caught.value).startswith(f"{path}:1: ")
@@ -164,9 +160,9 @@ def test_read_prompts_parquet_messages_render_as_the_same_json(tmp_path, tokeniz
     ]
     other = [{"role": "user", "content": [{"type": "text", "text": "z"}]}]
     records = [{"messages": conversation}, {"messages": other}]
-    json_texts, _ = read(lines(tmp_path, *records), tokenizer)
+    json_texts, _ = read(data_file(tmp_path, *records), tokenizer)
     assert json_texts[0][0] == f"<user>ab[{json.dumps([call])}]<assistant>None<tool>3<assistant>"
-    path = parquet_file(tmp_path, *records)
+    path = write_parquet(tmp_path / "data.parquet", [*records])
     assert read(path, tokenizer)[0] == json_texts
     for_agents = prompt_set(path, tokenizer, max_prompt_tokens=500)[0].messages
     texts = [{"content": "ab"}, {"content": None}, {"content": "3"}]
@@ -174,7 +170,7 @@ def test_read_prompts_parquet_messages_render_as_the_same_json(tmp_path, tokeniz
 
 
 def test_read_prompts_calls_without_content_are_messages(tmp_path, tokenizer):
-    path = lines(tmp_path, {"prompt": [USER, {"role": "assistant", "tool_calls": []}, USER]})
+    path = data_file(tmp_path, {"prompt": [USER, {"role": "assistant", "tool_calls": []}, USER]})
     assert read(path, tokenizer)[0][0][0] == "<user>1+1=[[]]<assistant>None<user>1+1=<assistant>"
 
 
@@ -190,12 +186,6 @@ def written(path: Path, text: str) -> Path:
 def test_read_records_blank_lines_are_skipped(tmp_path, suffix):
     lines = "\n   \n\n".join(json.dumps(record, ensure_ascii=False) for record in RECORDS)
     assert read_records(written(tmp_path / f"data{suffix}", lines + "\n")) == RECORDS
-
-
-def test_read_records_parquet_file_is_read(tmp_path):
-    records = [{"prompt": [{"role": "user", "content": "hi"}], "n": 3}, {"prompt": [], "n": 4}]
-    parquet.write_table(pa.Table.from_pylist(records), tmp_path / "data.parquet")
-    assert read_records(tmp_path / "data.parquet") == records
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,13 @@ import base64
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
 import torch
-from pyarrow import parquet
 from transformers import AutoProcessor, AutoTokenizer
 
-from tests.helpers.json_lines import write_lines
+from tests.helpers.json_lines import data_file
 from tests.helpers.prompts import prompt_set
+from tests.helpers.published_rows import write_parquet
 from tests.helpers.tiny_models import noise_image, vision_model
 from verl_mg.data import PromptSet, demonstrations_batch
 from verl_mg.data.image_processor import ImageProcessor
@@ -29,29 +28,21 @@ def data_url(data: bytes) -> str:
     return f"data:image/png;base64,{base64.b64encode(data).decode()}"
 
 
-def as_lines(folder: Path, *records: dict[str, Any]) -> Path:
-    file = folder / "data.jsonl"
-    write_lines(file, records)
-    return file
-
-
 def paths(folder: Path) -> Path:
     (folder / "pictures").mkdir()
     for name, image in (("wide", WIDE), ("tall", TALL)):
         (folder / "pictures" / name).write_bytes(image.data)
-    return as_lines(folder, {"prompt": QUESTION, "images": ["pictures/wide", "pictures/tall"]})
+    return data_file(folder, {"prompt": QUESTION, "images": ["pictures/wide", "pictures/tall"]})
 
 
 def urls(folder: Path) -> Path:
     messages = [{"role": "user", "content": [*PARTS, {"type": "text", "text": " c"}]}]
-    return as_lines(folder, {"prompt": messages, "images": [data_url(WIDE.data), data_url(TALL.data)]})
+    return data_file(folder, {"prompt": messages, "images": [data_url(WIDE.data), data_url(TALL.data)]})
 
 
 def parquet_bytes(folder: Path) -> Path:
     messages = [{"role": "user", "content": QUESTION}]
-    table = pa.table({"prompt": [messages], "images": [[WIDE.data, TALL.data]]})
-    parquet.write_table(table, folder / "data.parquet")
-    return folder / "data.parquet"
+    return write_parquet(folder / "data.parquet", [{"prompt": messages, "images": [WIDE.data, TALL.data]}])
 
 
 def datasets_parquet(folder: Path) -> Path:
@@ -99,14 +90,14 @@ def test_images_are_loaded_once_for_all_samples_and_released(tmp_path):
 
 
 def test_text_prompts_of_a_vision_model_are_as_before(tmp_path):
-    first, second = read(as_lines(tmp_path, {"prompt": "1 <image>"}, {"prompt": "2", "images": []}))
+    first, second = read(data_file(tmp_path, {"prompt": "1 <image>"}, {"prompt": "2", "images": []}))
     tokenizer = AutoTokenizer.from_pretrained(vision_model("qwen2_5_vl"))
     assert [list(prompt.tokens) for prompt in (first, second)] == tokenizer(["1 <image>", "2"])["input_ids"]
     assert not first.images and not second.images
 
 
 def test_demonstrations_with_images_give_their_rows_the_images(tmp_path):
-    file = as_lines(
+    file = data_file(
         tmp_path, {"prompt": "<image>", "image": data_url(WIDE.data), "answer": "1"}, {"prompt": "2", "answer": "3"}
     )
     prompts, tokenizer = read(file, image_field="image"), AutoTokenizer.from_pretrained(vision_model("qwen2_5_vl"))
@@ -129,14 +120,14 @@ GOOD = data_url(WIDE.data)
 ])  # fmt: skip
 def test_images_that_cannot_be_used_are_one_line_with_the_row(tmp_path, record, options, message):
     prompt = options.pop("prompt", "<image>")
-    file = as_lines(tmp_path, {"prompt": prompt} | record)
+    file = data_file(tmp_path, {"prompt": prompt} | record)
     with pytest.raises(UserError, match=message) as error:
         read(file, **options)
     assert "\n" not in str(error.value) and "data.jsonl:1: " in str(error.value)
 
 
 def test_image_that_is_cut_short_is_found_when_it_is_loaded(tmp_path):
-    (prompt,) = read(as_lines(tmp_path, {"prompt": "<image>", "images": data_url(WIDE.data[: len(WIDE.data) // 2])}))
+    (prompt,) = read(data_file(tmp_path, {"prompt": "<image>", "images": data_url(WIDE.data[: len(WIDE.data) // 2])}))
     with pytest.raises(UserError, match=r"^\S*data\.jsonl:1: image 1 of 'images': not a readable image"):
         prompt.load_images()
 
@@ -144,4 +135,4 @@ def test_image_that_is_cut_short_is_found_when_it_is_loaded(tmp_path):
 def test_images_of_a_text_model_are_refused(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(vision_model("qwen2_5_vl"))
     with pytest.raises(UserError, match=r"data\.jsonl:1: the record has 'images', which the model does not read"):
-        prompt_set(as_lines(tmp_path, {"prompt": "1", "images": [GOOD]}), tokenizer, max_prompt_tokens=9)
+        prompt_set(data_file(tmp_path, {"prompt": "1", "images": [GOOD]}), tokenizer, max_prompt_tokens=9)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from tests.helpers.json_lines import write_lines
+from tests.helpers.json_lines import data_file
 from tests.helpers.prompts import prompt_set
 from verl_mg.data import PromptSet
 from verl_mg.errors import UserError
@@ -22,19 +22,13 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return character_tokenizer(string.printable)
 
 
-def file_of(folder: Path, *records: dict[str, Any]) -> Path:
-    path = folder / "data.jsonl"
-    write_lines(path, records)
-    return path
-
-
 def numbered(folder: Path, count: int, tokenizer: PreTrainedTokenizerFast, **options: Any) -> PromptSet:
-    path = file_of(folder, *({"prompt": "x" * (i + 1)} for i in range(count)))
+    path = data_file(folder, *({"prompt": "x" * (i + 1)} for i in range(count)))
     return prompt_set(path, tokenizer, **{"max_prompt_tokens": 100} | options)
 
 
 def test_read_prompts_plain_prompt_is_tokenized(tmp_path, tokenizer):
-    path = file_of(tmp_path, {"q": "ab", "a": 7}, {"q": "c"})
+    path = data_file(tmp_path, {"q": "ab", "a": 7}, {"q": "c"})
     prompts = prompt_set(path, tokenizer, prompt_field="q", answer_field="a", instruction="!", max_prompt_tokens=3)
     first, second = prompts
     assert first.tokens == tuple(tokenizer.convert_tokens_to_ids(list("ab!")))
@@ -49,7 +43,7 @@ def test_read_prompts_special_tokens_are_added_once(tmp_path):
     tokenizer = character_tokenizer("ab")
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<pad> $A", special_tokens=[("<pad>", 0)])
     messages = [{"role": "user", "content": "b"}]
-    prompts = prompt_set(file_of(tmp_path, {"prompt": "a"}, {"prompt": messages}), tokenizer, max_prompt_tokens=9)
+    prompts = prompt_set(data_file(tmp_path, {"prompt": "a"}, {"prompt": messages}), tokenizer, max_prompt_tokens=9)
     assert tokenizer.convert_ids_to_tokens(prompts[0].tokens) == ["<pad>", "a"]
     assert tokenizer.convert_ids_to_tokens(prompts[1].tokens) == ["<user>", "b", "<assistant>"]
 
@@ -58,7 +52,7 @@ def test_read_prompts_system_prompt_begins_conversations_that_have_none(tmp_path
     tokenizer = character_tokenizer("abs")
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}|{% endfor %}"
     given = [{"role": "system", "content": "b"}, {"role": "user", "content": "a"}]
-    path = file_of(tmp_path, {"prompt": "a"}, {"prompt": given[1:]}, {"prompt": given})
+    path = data_file(tmp_path, {"prompt": "a"}, {"prompt": given[1:]}, {"prompt": given})
     options = {"max_prompt_tokens": 9, "system_prompt": "s"}
     texts = [prompt.text for prompt in prompt_set(path, tokenizer, chat_template=True, **options)]
     assert texts == ["s|a|", "s|a|", "b|a|"]
@@ -73,14 +67,14 @@ def test_read_prompts_chat_template_describes_the_tools(tmp_path):
         "{{- messages[0]['content'] -}}"
     )
     tools = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}]
-    path = file_of(tmp_path, {"prompt": "1+1"})
+    path = data_file(tmp_path, {"prompt": "1+1"})
     (prompt,) = prompt_set(path, tokenizer, chat_template=True, max_prompt_tokens=10, tools=tools)
     assert prompt.text == "add;1+1"
 
 
 def test_read_prompts_chat_template_renders_strings_and_messages(tmp_path, tokenizer):
     conversation = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
-    path = file_of(tmp_path, {"prompt": conversation}, {"prompt": "u"})
+    path = data_file(tmp_path, {"prompt": conversation}, {"prompt": "u"})
     prompts = prompt_set(path, tokenizer, chat_template=True, instruction="!", max_prompt_tokens=10)
     assert [prompt.text for prompt in prompts] == ["<system>s<user>u<assistant>", "<user>u!<assistant>"]
     ours = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=True)
@@ -100,7 +94,7 @@ def test_read_prompts_chat_template_renders_strings_and_messages(tmp_path, token
     ],
 )
 def test_read_prompts_bad_prompt_is_named(tmp_path, tokenizer, record, reason):
-    path = file_of(tmp_path, {"prompt": "a"}, record)
+    path = data_file(tmp_path, {"prompt": "a"}, record)
     with pytest.raises(UserError, match=reason) as caught:
         prompt_set(path, tokenizer, max_prompt_tokens=5)
     assert str(caught.value).startswith(f"{path}:2: ")
@@ -110,17 +104,17 @@ def test_read_prompts_missing_template_is_an_error(tmp_path):
     tokenizer = character_tokenizer("a")
     tokenizer.chat_template = None
     with pytest.raises(UserError, match=r"no chat template.*data.chat_template=false"):
-        prompt_set(file_of(tmp_path, {"prompt": "a"}), tokenizer, chat_template=True, max_prompt_tokens=5)
+        prompt_set(data_file(tmp_path, {"prompt": "a"}), tokenizer, chat_template=True, max_prompt_tokens=5)
 
 
 def test_read_prompts_overlong_prompts_are_dropped(tmp_path, tokenizer):
-    path = file_of(tmp_path, {"prompt": "aaaa"}, {"prompt": "b"}, {"prompt": "cc"})
+    path = data_file(tmp_path, {"prompt": "aaaa"}, {"prompt": "b"}, {"prompt": "cc"})
     prompts = prompt_set(path, tokenizer, max_prompt_tokens=2, overlong_prompts="drop")
     assert (prompts.dropped, len(prompts), [prompt.id for prompt in prompts]) == (1, 2, [1, 2])
     assert prompts[0] is prompts.by_id(1)
     with pytest.raises(KeyError):
         prompts.by_id(0)
-    path = file_of(tmp_path, {"prompt": "aaaa"}, {"prompt": "cc"})
+    path = data_file(tmp_path, {"prompt": "aaaa"}, {"prompt": "cc"})
     with pytest.raises(UserError, match=r"the shortest has 2\. .*max_prompt_tokens"):
         prompt_set(path, tokenizer, max_prompt_tokens=1, overlong_prompts="drop")
 

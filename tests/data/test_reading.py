@@ -10,7 +10,6 @@ import pytest
 import yaml
 from transformers import PreTrainedTokenizerFast
 
-from tests.data.walks import ids
 from tests.helpers.json_lines import write_lines
 from verl_mg.config import DataConfig, RecipeConfig, dump_config, load_config
 from verl_mg.data import Curriculum, Mixture, PromptSet, read_prompts
@@ -63,8 +62,7 @@ def test_read_prompts_sources_give_a_mixture(files, tokenizer):
     assert result == [(1, "one", "a!", None), (2, "one", "aa!", None), (3, "two", "c", "1"), (4, "two", "d", "2")]
     assert prompts.by_id(4).place == f"{files}/two.jsonl:2"
     assert (prompts.dropped, [p.source for p in prompts.take(6)]) == (1, ["one", "two", "one"] * 2)
-    test = read_prompts(data, "test", tokenizer)
-    assert ids(test.first(1)) == [1, 3]
+    assert [p.id for p in read_prompts(data, "test", tokenizer).first(1)] == [1, 3]
 
 
 def test_read_prompts_band_gives_a_curriculum(files, tokenizer):

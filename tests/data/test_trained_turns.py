@@ -1,6 +1,5 @@
 """Chosen turns of conversations are trained behind the tokens that they would be generated behind, up to their end."""
 
-import json
 import string
 import sys
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from tests.helpers.json_lines import write_lines
 from verl_mg.config import DataConfig
 from verl_mg.data import demonstrations_batch, num_demonstrations, read_prompts
 from verl_mg.data.trained_turns import trained_rows
@@ -83,8 +83,7 @@ def test_trained_rows_chosen_turns_are_learned_alone(loss_on, flags, turns):
 
 @pytest.mark.parametrize("name", ["", "qwen2_5", "llama3", "gemma3", "qwen3_instruct_2507"])
 def test_trained_rows_equal_the_mask_of_the_template(name):
-    tokenizer = tokenizer_of(peer(name) if name else MARKED)
-    conversation = talk()
+    tokenizer, conversation = tokenizer_of(peer(name) if name else MARKED), talk()
     (row,) = trained_rows(conversation, "all", tokenizer, "here")
     marked = peer(f"{name}_training") if name else MARKED
     theirs = tokenizer.apply_chat_template(
@@ -151,18 +150,10 @@ def test_trained_rows_where_a_token_spans_context_and_turn_keep_the_context():
         ("text", "all", "'text' is not a conversation"),
         ([says("user", "a")], "all", r"no assistant message, and data\.loss_on is all"),
         (talk(), "flagged", "no assistant message with train: true or weight: 1"),
-        (
-            [says("user", "a", train=True), says("assistant", "b")],
-            "all",
-            "message 1: train is True, but its role is user",
-        ),
+        ([says("user", "a", train=True), says("assistant", "b")], "all", "message 1: train is True, but its role is"),
         ([says("user", "a"), says("assistant", "b", weight=0.5)], "all", r"message 2: weight is 0\.5\. Write one of"),
         ([says("assistant", "b")], "all", "message 1 is the assistant's, with nothing before it"),
-        (
-            [says("user", [{"type": "image"}]), says("assistant", "b")],
-            "all",
-            r"a conversation with images, .* data\.loss_on=answer",
-        ),
+        ([says("user", [{"type": "image"}]), says("assistant", "b")], "all", r"a conversation with images, .*=answer"),
     ],
 )
 def test_trained_rows_error_names_the_line_and_the_message(conversation, loss_on, wrong):
@@ -173,10 +164,7 @@ def test_trained_rows_error_names_the_line_and_the_message(conversation, loss_on
 @pytest.mark.parametrize(
     ("template", "wrong"),
     [
-        (
-            MARKED.replace("'<assistant>'", "'<assistant>think:'"),
-            "message 3, .* does not begin with .*generation prompt",
-        ),
+        (MARKED.replace("'<assistant>'", "'<assistant>think:'"), "message 3, .* not begin with .*generation prompt"),
         (MARKED.replace("+ eos_token", ""), "message 3 does not end with a special token"),
     ],
 )
@@ -188,8 +176,7 @@ def test_trained_rows_template_that_does_not_fit_is_an_error(template, wrong):
 def test_demonstrations_batch_of_turns_has_each_row_once(tmp_path):
     tokenizer = tokenizer_of(peer("qwen3"))
     thinking = [says("user", "a"), says("assistant", "x", reasoning_content="t")] * 2
-    file = tmp_path / "train.jsonl"
-    file.write_text("".join(json.dumps({"chat": chat}) + "\n" for chat in (talk(), thinking, talk())))
+    file = write_lines(tmp_path / "train.jsonl", ({"chat": chat} for chat in (talk(), thinking, talk())))
     data = {"train": file, "prompt_field": "chat", "loss_on": "all", "max_prompt_tokens": 200}
     prompts = list(read_prompts(DataConfig.model_validate(data), "train", tokenizer))
     assert prompts[1].text.endswith("<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n")
@@ -208,8 +195,7 @@ def test_demonstrations_batch_of_turns_has_each_row_once(tmp_path):
 
 def test_read_prompts_overlong_conversations_follow_the_key(tmp_path):
     tokenizer = tokenizer_of(MARKED)
-    file = tmp_path / "train.jsonl"
-    file.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in (talk(), talk()[:3])))
+    file = write_lines(tmp_path / "train.jsonl", ({"messages": chat} for chat in (talk(), talk()[:3])))
     data = {"train": file, "test": file, "loss_on": "all", "max_prompt_tokens": 22}
     with pytest.raises(UserError, match=r"train\.jsonl:1: the conversation has 29 tokens, .*overlong_prompts=drop"):
         read_prompts(DataConfig.model_validate(data), "train", tokenizer)

@@ -23,12 +23,6 @@ def prompt(answer: str | None) -> Prompt:
     return Prompt(4, (6, 7), "ab", answer, {"prompt": "ab", "solution": "c"})
 
 
-def test_demonstration_tokens_are_prompt_answer_and_end(tokenizer):
-    tokens, length = demonstration(prompt("ca"), tokenizer, max_tokens=5)
-    assert (tokens, length) == ([6, 7, 8, 6, 1], 2)
-    assert tokenizer.decode(tokens) == "abca<eos>"
-
-
 @pytest.mark.parametrize("answer", [None, ""])
 def test_demonstration_without_answer_names_the_fields(tokenizer, answer):
     with pytest.raises(UserError, match=r"data row 5 .*data.answer_field to one of: prompt, solution"):
@@ -61,12 +55,6 @@ def test_demonstrations_batch_ranks_have_disjoint_rows(tokenizer):
     shares = [demonstrations_batch(prompts, tokenizer, 20, 10, rank, 4) for rank in range(4)]
     assert [share["sample_id"].tolist() for share in shares] == [[10], [11], [12], []]
     assert [share.total_tokens for share in shares] == [3, 4, 5, 0]
-
-
-def test_demonstration_error_names_the_line(tokenizer):
-    read = Prompt(4, (6, 7), "ab", None, {"solution": "c"}, place="train.jsonl:9")
-    with pytest.raises(UserError, match=r"^train\.jsonl:9 \('ab'\): no answer"):
-        demonstration(read, tokenizer, max_tokens=5)
 
 
 USER = {"role": "user", "content": "1+1"}

@@ -1,6 +1,7 @@
 """Scores of given tokens by servers: malformed responses, and those of real SGLang and vLLM against `transformers`."""
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
@@ -8,11 +9,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.helpers.json_server import JsonResponse, serving
-from tests.helpers.sglang_servers import RunningServer
+from tests.helpers.sglang_servers import RunningServer, ServerProcess, free_port
 from tests.helpers.tiny_models import tiny_model
 from tests.helpers.traces import needs_sglang, needs_vllm
-from tests.helpers.vllm_servers import RunningVllmServer
+from tests.helpers.warm_start import VLLM_PYTHON
 from verl_mg.engines.scoring_server import ScoringServer
+from verl_mg.engines.vllm.arguments import ON_CPU
 from verl_mg.errors import UserError
 
 TOKENS = (3, 5, 7, 5)
@@ -44,12 +46,25 @@ def sglang_server(model: Path, log: Path) -> RunningServer:
     return RunningServer(model, log, "tp1", load_format="auto")
 
 
+class VllmServer(ServerProcess):
+    """A server as users of vLLM start it, with OpenAI's protocol, of a model in float32 that is named `teacher`."""
+
+    readiness = "health"
+
+    def __init__(self, model: Path, log: Path) -> None:
+        port = free_port()
+        served = ["--model", str(model), "--served-model-name", "teacher", "--host", "127.0.0.1", "--port", str(port)]
+        command = [str(VLLM_PYTHON), "-m", "vllm.entrypoints.openai.api_server", *served, "--dtype", "float32"]
+        variables = os.environ | ON_CPU | {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+        super().__init__([*command, "--enforce-eager"], variables, port, log)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("protocol", "start"),
     [
         pytest.param("sglang", sglang_server, marks=needs_sglang),
-        pytest.param("openai", RunningVllmServer, marks=needs_vllm),
+        pytest.param("openai", VllmServer, marks=needs_vllm),
     ],
 )
 def test_scores_of_a_server_are_those_of_transformers(tmp_path, protocol, start):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed import HashStore, Store
 
@@ -16,38 +18,6 @@ class CountedStore(Store):
         super().__init__()
         self._inner, self.requests = inner or HashStore(), []
 
-    def set(self, key: str, value: str) -> None:
-        self.requests.append("set")
-        self._inner.set(key, value)
-
-    def get(self, key: str) -> bytes:
-        self.requests.append("get")
-        return self._inner.get(key)
-
-    def add(self, key: str, amount: int) -> int:
-        self.requests.append("add")
-        return self._inner.add(key, amount)
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        self.requests.append("wait")
-        self._inner.wait(keys, timeout or timedelta(minutes=1))
-
-    def check(self, keys: list[str]) -> bool:
-        self.requests.append("check")
-        return self._inner.check(keys)
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        self.requests.append("multi_get")
-        return self._inner.multi_get(keys)
-
-    def multi_set(self, keys: list[str], values: list[str]) -> None:
-        self.requests.append("multi_set")
-        self._inner.multi_set(keys, values)
-
-    def delete_key(self, key: str) -> bool:
-        self.requests.append("delete_key")
-        return self._inner.delete_key(key)
-
     def has_extended_api(self) -> bool:
         return True
 
@@ -56,3 +26,15 @@ class CountedStore(Store):
 
     def clone(self) -> CountedStore:
         return self
+
+
+def _counted(name: str) -> Callable[..., Any]:
+    def call(store: CountedStore, *arguments: Any) -> Any:
+        store.requests.append(name)
+        return getattr(store._inner, name)(*arguments)
+
+    return call
+
+
+for _name in ("set", "get", "add", "wait", "check", "multi_get", "multi_set", "delete_key"):
+    setattr(CountedStore, _name, _counted(_name))

@@ -11,5 +11,9 @@ def write_lines(file: Path, lines: Iterable[Mapping[str, Any]]) -> Path:
     return file
 
 
+def data_file(folder: Path, *records: Mapping[str, Any]) -> Path:
+    return write_lines(folder / "data.jsonl", records)
+
+
 def read_lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]

@@ -1,6 +1,6 @@
 """Programs whose processes have a name, by which a test finds what is left of them."""
 
-from pathlib import Path
+import psutil
 
 
 def named(name: str, program: str) -> str:
@@ -8,11 +8,5 @@ def named(name: str, program: str) -> str:
     return f"import ctypes, os, time\nctypes.CDLL(None).prctl(15, b'{name}')\n{program}"
 
 
-def processes_named(name: str) -> list[str]:
-    pids = []
-    for file in Path("/proc").glob("[0-9]*/comm"):
-        try:
-            pids += [file.parent.name] if file.read_text().strip() == name else []
-        except OSError:  # it has ended
-            continue
-    return pids
+def processes_named(name: str) -> list[psutil.Process]:
+    return [process for process in psutil.process_iter(["name"]) if process.info["name"] == name]

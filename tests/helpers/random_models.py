@@ -162,14 +162,12 @@ def shard_map(c: HFConfig) -> st.SearchStrategy[ShardMap]:
 def sources(draw: st.DrawFn, c: HFConfig, ranks: int = RANKS) -> ShardMap:
     """The model in any dialect that weights come from, on `ranks` ranks."""
     only_torch = c.attention_sinks or c.indexer
-    dialects = ["megatron", "megatron", "modules", *(() if only_torch else ("transformer_engine",))]
+    dialects = ["torch", "torch", "modules", *(() if only_torch else ("transformer_engine",))]
     dialect = draw(st.sampled_from(dialects))
     if dialect == "modules":
         return weight_table(c).shard_map_replicated(range(ranks))
     placement = Placement(draw(layouts(c, ranks)), tuple(range(ranks)))
-    return weight_table(c).shard_map_megatron(
-        placement, "transformer_engine" if dialect == "transformer_engine" else "torch"
-    )
+    return weight_table(c).shard_map_megatron(placement, dialect)
 
 
 def numbered(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype = torch.int64) -> dict[str, Tensor]:

@@ -11,10 +11,10 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -48,46 +48,51 @@ def command_line(arguments: Mapping[str, Any]) -> list[str]:
     return ["-m", "sglang.launch_server", *options]
 
 
-class RunningServer:
-    """A server with random weights."""
+class ServerProcess:
+    """A process that serves HTTP, in a process group of its own; its output goes to a log."""
 
-    def __init__(
-        self, model: Path, log: Path, layout: str = "tp2", port: int | None = None, cold: bool = False, **arguments: Any
-    ) -> None:
-        """Starts it with further arguments by SGLang's names; a cold one does all imports, as the environment says."""
-        self.port, self._log = port or free_port(), log
-        settings = dataclasses.replace(SETTINGS, layout=EngineLayout.parse(layout))
-        given = engine_arguments(model, settings) | {"host": "127.0.0.1", "port": self.port}
-        given |= {"custom_weight_loader": []} | arguments
+    readiness: str  # path that answers once the server is ready
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], port: int, log: Path) -> None:
+        self.url, self._log = f"http://127.0.0.1:{port}", log
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable if cold else warm_start.sglang().python, *command_line(given)],
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-                env=environment(model, settings),
+                command, stdout=output, stderr=output, start_new_session=True, env=environment
             )
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
 
     @property
     def pid(self) -> int:
         """Process group of the server."""
         return self._process.pid
 
-    def wait_until_ready(self) -> RunningServer:
+    def wait_until_ready(self) -> Self:
         until = time.monotonic() + START_SECONDS
-        while not answers(f"{self.url}/ready"):
+        while not answers(f"{self.url}/{self.readiness}"):
             assert self._process.poll() is None and time.monotonic() < until, self._log.read_text()[-3000:]
             time.sleep(0.2)
         return self
 
     def kill(self) -> None:
         """SIGKILL to all of its processes."""
-        os.killpg(self._process.pid, signal.SIGKILL)
+        os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
+
+
+class RunningServer(ServerProcess):
+    """A server with random weights."""
+
+    readiness = "ready"
+
+    def __init__(
+        self, model: Path, log: Path, layout: str = "tp2", port: int | None = None, cold: bool = False, **arguments: Any
+    ) -> None:
+        """Starts it with further arguments by SGLang's names; a cold one does all imports, as the environment says."""
+        self.port = port or free_port()
+        settings = dataclasses.replace(SETTINGS, layout=EngineLayout.parse(layout))
+        given = engine_arguments(model, settings) | {"host": "127.0.0.1", "port": self.port}
+        given |= {"custom_weight_loader": []} | arguments
+        command = [sys.executable if cold else warm_start.sglang().python, *command_line(given)]
+        super().__init__(command, environment(model, settings), self.port, log)
 
 
 def answers(url: str) -> bool:

@@ -108,43 +108,33 @@ def tiny_model(folder: Path, architecture: str, layers: int = 4, ffn: int = 56, 
 
 
 def tiny_model_with_multi_token_layer(folder: Path, architecture: str, layers: int = 2, **options: Any) -> Path:
-    """A model with a layer of multi-token prediction: the last layer of one with a layer more, which is in `layers`."""
-    if architecture in LINEAR:
+    """A model with a layer of multi-token prediction: the last layer of one with a layer more, which is in `layers`.
+
+    Qwen3-Next and Qwen3.5 have other names for it, and no copies of embedding and output layer.
+    """
+    if is_qwen := architecture in LINEAR:
         options["layer_types"] = ["linear_attention"] * (layers - 1) + ["full_attention"] * 2
-    whole = tiny_model(folder / "layers", architecture, layers + 1, **options)
-    if architecture in LINEAR:
-        return _with_qwen_layer(whole, folder / "whole", layers)
-    whole = Path(shutil.copytree(whole, folder / "whole"))
-    config = json.loads((whole / "config.json").read_text())
-    (whole / "config.json").write_text(
-        json.dumps(config | {"num_hidden_layers": layers, "num_nextn_predict_layers": 1})
-    )
-    tensors, hidden = load_file(whole / "model.safetensors"), config["hidden_size"]
-    generator, prefix = torch.Generator().manual_seed(1), f"model.layers.{layers}."
-    for name in ("enorm", "hnorm", "shared_head.norm"):
-        tensors[f"{prefix}{name}.weight"] = 1 + 0.1 * torch.randn(hidden, generator=generator)
-    tensors[prefix + "eh_proj.weight"] = 0.2 * torch.randn(hidden, 2 * hidden, generator=generator)
-    tensors[prefix + "embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-    tensors[prefix + "shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    source = tiny_model(folder / "layers", architecture, layers + 1, **options)
+    whole = Path(shutil.copytree(source, folder / "whole"))
+    config, tensors = json.loads((whole / "config.json").read_text()), load_file(whole / "model.safetensors")
+    hidden, prefix = config["hidden_size"], f"model.layers.{layers}."
+    generator = torch.Generator().manual_seed(1)
+    if is_qwen:
+        changed = {"layer_types": config["layer_types"][:layers], "mtp_num_hidden_layers": 1}
+        tensors = {name.replace(prefix, "mtp.layers.0."): tensor for name, tensor in tensors.items()}
+        prefix, norms, one = "mtp.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"), 0
+    else:
+        changed, one = {"num_nextn_predict_layers": 1}, 1
+        norms = ("enorm", "hnorm", "shared_head.norm")
+        tensors[prefix + "embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors[prefix + "shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    for name in norms:
+        tensors[f"{prefix}{name}.weight"] = one + 0.1 * torch.randn(hidden, generator=generator)
+    projection = "fc" if is_qwen else "eh_proj"
+    tensors[f"{prefix}{projection}.weight"] = 0.2 * torch.randn(hidden, 2 * hidden, generator=generator)
+    (whole / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers} | changed))
     save_file(tensors, whole / "model.safetensors", {"format": "pt"})
     return whole
-
-
-def _with_qwen_layer(source: Path, folder: Path, layers: int) -> Path:
-    """The same with the names of Qwen3-Next and Qwen3.5, which have no copies of embedding and output layer."""
-    shutil.copytree(source, folder)
-    config = json.loads((folder / "config.json").read_text())
-    changed = {"num_hidden_layers": layers, "layer_types": config["layer_types"][:layers], "mtp_num_hidden_layers": 1}
-    (folder / "config.json").write_text(json.dumps(config | changed))
-    hidden = config["hidden_size"]
-    generator, prefix = torch.Generator().manual_seed(1), f"model.layers.{layers}."
-    tensors = load_file(folder / "model.safetensors")
-    tensors = {name.replace(prefix, "mtp.layers.0."): tensor for name, tensor in tensors.items()}
-    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
-        tensors[f"mtp.{name}.weight"] = 0.1 * torch.randn(hidden, generator=generator)
-    tensors["mtp.fc.weight"] = 0.2 * torch.randn(hidden, 2 * hidden, generator=generator)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    return folder
 
 
 @contextmanager

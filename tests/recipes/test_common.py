@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from tests.helpers.tiny_jobs import RECIPES
 from tests.recipes.scripted_job import ScriptedJob, rows
-from tests.recipes.tiny_runs import tiny_run
+from tests.recipes.tiny_runs import comparable, tiny_run
 from verl_mg.algorithms.kl import adapted
 from verl_mg.batch import Batch
 from verl_mg.config import load_config
@@ -220,17 +220,12 @@ def test_kl_coefficient_adapted_beyond_its_bounds_stays_at_them():
     assert with_current_kl(grpo.Config(kl=lower), state).kl.coefficient == 0.4
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"max_coefficient": 1.0}, "Write a target too"),
-        ({"target": 0.1, "max_coefficient": 0.2}, "not from min_coefficient to max_coefficient"),
-        ({"target": 0.1, "min_coefficient": 0.4}, "not from min_coefficient to max_coefficient"),
-    ],
-)
-def test_kl_bounds_that_cannot_hold_are_refused(values, message):
-    with pytest.raises(ValueError, match=message):
-        KLConfig(coefficient=0.3, **values)
+def test_kl_bounds_that_cannot_hold_are_refused():
+    with pytest.raises(ValueError, match="Write a target too"):
+        KLConfig(coefficient=0.3, max_coefficient=1.0)
+    for bound in ({"max_coefficient": 0.2}, {"min_coefficient": 0.4}):
+        with pytest.raises(ValueError, match="not from min_coefficient to max_coefficient"):
+            KLConfig(coefficient=0.3, target=0.1, **bound)
 
 
 def test_adapt_kl_without_target_reports_and_keeps_no_state():
@@ -400,7 +395,6 @@ def test_turns_of_data_are_spread_evenly():
 
 
 SIZES = ["job.iterations=2", "job.save=false", "algorithm.prompts_per_iteration=8", "algorithm.group_size=4"]
-OTHER = ("time/", "weight_sync/", "mismatch/", "rollout/")
 
 
 def run(ranks, name, task, output, choice, overrides=()):
@@ -412,13 +406,10 @@ def run(ranks, name, task, output, choice, overrides=()):
 def test_update_without_the_pass_for_old_logprobs_is_the_same(ranks, tasks, tmp_path, choice):
     expected = run(ranks, "grpo", tasks(0), tmp_path / "recompute", "recompute")
     found = run(ranks, "grpo", tasks(0), tmp_path / choice, choice)
-    for line, other in zip(found, expected, strict=True):
+    for line, other, compared in zip(found, expected, comparable(expected), strict=True):
         assert "time/phase/forward" in other and "time/phase/forward" not in line
         assert "mismatch/max_abs" in other and "mismatch/max_abs" not in line
-        names = [name for name in other if not name.startswith(OTHER)]
-        assert {name: line[name] for name in names} == pytest.approx(
-            {name: other[name] for name in names}, rel=1e-3, abs=1e-4
-        )
+        assert {name: line[name] for name in compared} == pytest.approx(compared, rel=1e-3, abs=1e-4)
     assert expected[0]["actor/grad_norm"] > 1e-3
 
 

@@ -5,7 +5,7 @@ import pytest
 from tests.helpers.tiny_models import daily_of
 from tests.recipes import golden as recorded
 from tests.recipes.golden import GOLDEN, ITERATIONS, Golden, Machine
-from tests.recipes.tiny_runs import LETTERS, tiny_run
+from tests.recipes.tiny_runs import LETTERS, comparable, tiny_run
 from tools.compare_metrics import METRICS, compare, read_metrics
 
 ALWAYS = ("grpo", "ppo", "dapo", "dpo", "prime", "kl_cov")
@@ -26,13 +26,9 @@ def test_golden_metrics_of_first_iterations_are_unchanged(ranks, tasks, tmp_path
     expected, lines = golden.lines, read_metrics(tmp_path / name / METRICS)
     same_machine = golden.machine == Machine.here()
     if not same_machine:
-        expected, lines = without_rounding(expected), without_rounding(lines)
+        expected, lines = comparable(expected, ROUNDING), comparable(lines, ROUNDING)
     differences = list(compare(expected, lines, 0.0 if same_machine else SENSITIVE.get(name, REL_ELSEWHERE)))
     assert not differences, "\n".join(differences[:10])
-
-
-def without_rounding(lines):
-    return [{name: value for name, value in line.items() if not name.startswith(ROUNDING)} for line in lines]
 
 
 def test_golden_files_cover_every_configuration():

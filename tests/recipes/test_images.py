@@ -10,6 +10,7 @@ import pytest
 from tests.helpers.engines import overrides as engine_overrides
 from tests.helpers.tiny_jobs import RECIPES, logged, metrics_of, run_recipe
 from tests.helpers.traces import needs_sglang, needs_vllm
+from tests.recipes.tiny_runs import comparable
 from tests.run.jobs import copy_interrupted
 from verl_mg.recipes.tasks import colored_squares
 from verl_mg.run.loop import FULL_RUN, RunMode
@@ -62,11 +63,7 @@ def test_run_with_images_resumes_and_replays_bitwise(ranks, tmp_path):
     assert lines[2]["kept"] < 0 < lines[2]["actor/grad_norm"] and lines[2]["mismatch/max_abs"] < 1e-5
     shutil.rmtree(whole / "checkpoints")  # a replay would begin after the first of them
     ranks.run(2, job, recipe, task, again, [*SHORT, "job.iterations=3"], RunMode(replayed=f"{whole}@3"))
-    assert [_of_training(line) for line in metrics_of(again)] == [_of_training(line) for line in lines]
-
-
-def _of_training(line: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in line.items() if not name.startswith(OF_ENGINES)}
+    assert comparable(metrics_of(again), OF_ENGINES) == comparable(lines, OF_ENGINES)
 
 
 @pytest.mark.nightly

@@ -9,7 +9,7 @@ from pyarrow import parquet
 
 from tests.helpers.tiny_jobs import RECIPES
 from tests.helpers.tiny_models import daily_of
-from tests.recipes.tiny_runs import TEACHER_OF, tiny_run
+from tests.recipes.tiny_runs import TEACHER_OF, comparable, tiny_run
 from verl_mg.job.recipe import load_recipe
 
 NAMES = sorted(recipe.stem for recipe in RECIPES.glob("[!_]*.py"))
@@ -21,9 +21,8 @@ OF_ROWS = {"clip_cov", "gigpo", "mt_grpo", "prime"}
 SPLIT = [name for name in NAMES if name not in OF_ROWS | {"dpo", "reward_model", "sft"}]
 SPLIT_DAILY = {"grpo", "ppo", "gspo"}
 OF_SEGMENTS = {"gspo", "gmpo"}
-# Metrics that depend on the ranks, and that compare engines with trainer, which differ only by rounding.
-OTHER = ("time/", "weight_sync/", "rollout/", "mismatch/")
 TRAINED = ("actor", "critic", "process_reward", "reward_model")
+ALL_ON_FSDP = [f"{role}.backend=fsdp" for role in (*TRAINED, "reference")]
 SMALL = [f"{role}.tokens_per_micro_batch=40" for role in (*TRAINED, "reference")]
 SIZES = {
     "prompts_per_iteration": 9,
@@ -58,8 +57,8 @@ def first_iteration(
         overrides = [*overrides, f"reference.path={task / 'mixture'}"]
     sizes = [f"algorithm.{key}={value}" for key, value in SIZES.items() if key in known]
     overrides = ["job.iterations=1", "job.save=false", *sizes, *overrides]
-    (line,) = tiny_run(ranks, name, task, output, overrides, count=count, split=split)
-    return {key: value for key, value in line.items() if not key.startswith(OTHER)}
+    (line,) = comparable(tiny_run(ranks, name, task, output, overrides, count=count, split=split))
+    return line
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +72,11 @@ def on_one_rank(ranks, task, tmp_path_factory) -> Callable[..., dict[str, float]
     return run
 
 
+def assert_trained(line: dict[str, float]) -> None:
+    norms = [value for key, value in line.items() if key.endswith("/grad_norm")]
+    assert norms and all(norm > 1e-3 for norm in norms)
+
+
 def compare(found: dict[str, float], expected: dict[str, float]) -> None:
     assert found.keys() == expected.keys()
     for key, value in expected.items():
@@ -82,8 +86,7 @@ def compare(found: dict[str, float], expected: dict[str, float]) -> None:
 @pytest.mark.parametrize("name", daily_of(NAMES, *DAILY))
 def test_iteration_on_two_ranks_in_small_micro_batches_is_unchanged(ranks, task, on_one_rank, tmp_path, name):
     alone = on_one_rank(name)
-    norms = [value for key, value in alone.items() if key.endswith("/grad_norm")]
-    assert norms and all(norm > 1e-3 for norm in norms)
+    assert_trained(alone)
     compare(first_iteration(ranks, name, task, tmp_path / "two", 2, SMALL), alone)
 
 
@@ -94,12 +97,7 @@ def test_iteration_on_two_ranks_in_small_micro_batches_is_unchanged(ranks, task,
         pytest.param("ppo", 2, ["critic.backend=fsdp"], marks=pytest.mark.nightly),
         ("grpo", 4, ["actor.backend=fsdp", "actor.layout=cp2", "reference.backend=fsdp", "reference.layout=tp2"]),
         ("grpo", 2, ["actor.backend=fsdp", "actor.lora={rank: 4, seed: 1}", "reference.backend=fsdp"]),
-        *(
-            pytest.param(
-                name, 4, [f"{role}.backend=fsdp" for role in (*TRAINED, "reference")], marks=pytest.mark.nightly
-            )
-            for name in NAMES
-        ),
+        *(pytest.param(name, 4, ALL_ON_FSDP, marks=pytest.mark.nightly) for name in NAMES),
     ],
 )
 def test_iteration_with_roles_on_fsdp_is_unchanged(ranks, task, on_one_rank, tmp_path, name, count, overrides):
@@ -112,8 +110,7 @@ def test_iteration_with_responses_cut_into_segments_is_unchanged(ranks, task, on
     # Ratios of sequences, and outcomes of the process reward model, are those of segments: with one step the same.
     overrides = ["algorithm.num_minibatches=1"] if name in OF_SEGMENTS else []
     whole = on_one_rank(name, *overrides)
-    norms = [value for key, value in whole.items() if key.endswith("/grad_norm")]
-    assert norms and all(norm > 1e-3 for norm in norms)
+    assert_trained(whole)
     found = first_iteration(ranks, name, task, tmp_path / "cut", 2, [*SMALL, *overrides], split=True)
     rows = sum(parquet.read_metadata(file).num_rows for file in (tmp_path / "cut" / "samples").rglob("*.parquet"))
     assert rows > 1.5 * found["response/samples"]

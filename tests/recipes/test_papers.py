@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -72,9 +73,8 @@ def test_index_lists_every_folder_and_each_has_its_files():
 @pytest.mark.parametrize("folder", some(PLANNED_DAILY))
 def test_plan_of_a_folder_is_that_of_its_command(folder, monkeypatch):
     monkeypatch.chdir(ROOT)
-    assert (folder / "plan.txt").read_text(encoding="utf-8") == plan_text(folder), (
-        "python -m tools.docs.write_paper_plans"
-    )
+    written = (folder / "plan.txt").read_text(encoding="utf-8")
+    assert written == plan_text(folder), "python -m tools.docs.write_paper_plans"
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
@@ -88,13 +88,8 @@ def test_readme_of_a_folder_names_every_value_that_its_configuration_sets(folder
     keys = re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)=([^`]*)`", table)
     assert len(keys) >= 6
     for key, value in keys:
-        found = config
-        for name in key.split("."):
-            found = getattr(found, name)
         written = load_config(folder / "config.yaml", [f"{key}={value}"], recipe.config)
-        for name in key.split("."):
-            written = getattr(written, name)
-        assert found == written, key
+        assert attrgetter(key)(config) == attrgetter(key)(written), key
     assert config.job.output == Path("runs/papers") / folder.name
 
 
@@ -134,11 +129,7 @@ def test_paper_at_tiny_scale_trains_on_its_prepared_data(ranks, prepared, tmp_pa
     roles = ("actor", "critic", "reference", "process_reward", "reward_model")
     overrides = [
         *(f"{key}={model}" for key, path in {"model.path": model, **models}.items() if path),
-        *(
-            f"data.{key}={prepared / getattr(config.data, key)}"
-            for key in ("train", "test")
-            if getattr(config.data, key)
-        ),
+        *(f"data.{key}={prepared / file}" for key in ("train", "test") if (file := getattr(config.data, key))),
         *(f"{role}.{key}" for role in roles for key in ("layout=tp1", "offload=false")),
         *(f"{role}.recompute=false" for role in ("actor", "critic", "process_reward")),
         *("model.dtype=float32", "rollout.engine=hf", "rollout.layout=tp1", "rollout.replay_routing=false"),
@@ -151,19 +142,13 @@ def test_paper_at_tiny_scale_trains_on_its_prepared_data(ranks, prepared, tmp_pa
     ranks.run(1, train, folder, overrides)
     lines = [line for line in logged(tmp_path / "run") if line["step"]]
     assert [line["step"] for line in lines] == [1, 2, 3]
-    trained = {"actor", *({"critic", "process_reward"} & set(requested_roles_of(folder)))}
-    for role in trained:
+    for role in {"actor", "critic", "process_reward"} & requested_roles(load_recipe(recipe_of(folder)), config):
         norms = [line[f"{role}/grad_norm"] for line in lines if f"{role}/grad_norm" in line]
         assert len(norms) == 3 - (role == "actor" and recipe == "vapo"), role
         assert all(math.isfinite(norm) and norm > 0 for norm in norms), role
     assert all(math.isfinite(line["reward/mean"]) for line in lines)
     if config.data.test:
         assert math.isfinite(lines[-1]["eval/reward"])
-
-
-def requested_roles_of(folder: Path) -> set[str]:
-    recipe = load_recipe(recipe_of(folder))
-    return requested_roles(recipe, load_config(folder / "config.yaml", [], recipe.config))
 
 
 RIGHT = {"rewards.dapo": "Add.\nAnswer: {}", "reward.py": "It is $\\boxed{{{}}}$."}
@@ -180,9 +165,8 @@ def test_reward_of_a_paper_knows_right_answers_to_its_prepared_prompts(prepared,
     template = next(text for name, text in RIGHT.items() if name in str(config.reward.function))
     records = read_lines(prepared / config.data.train)
     for record in records:
-        responses = (
-            [PROGRAM, "```python\nprint(5)\n```"] if "tests" in record else [template.format(record["answer"]), "?"]
-        )
+        programs = [PROGRAM, "```python\nprint(5)\n```"]
+        responses = programs if "tests" in record else [template.format(record["answer"]), "?"]
         samples = [Sample("", response, record.get("answer"), record, "stop") for response in responses]
         right, wrong = (asyncio.run(reward.score([sample]))[0].value for sample in samples)
         assert right == 1.0 and wrong == (0.5 if "tests" in record else wrong) < right

@@ -6,16 +6,14 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.helpers.tiny_models import daily_of
-from tests.recipes.tiny_runs import tiny_run
+from tests.recipes.tiny_runs import comparable, tiny_run
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.recipes.tasks.repeat_digit import DIGITS, LENGTH
 from verl_mg.run.loop import MODEL
 
 RANKS = 4
 COMMON = [
-    "job.iterations=2",
-    "algorithm.prompts_per_iteration=24",
-    "algorithm.critic_warmup=0",
+    *("job.iterations=2", "algorithm.prompts_per_iteration=24", "algorithm.critic_warmup=0"),
     # A large eps makes Adam's step proportional to small gradients: weights compare as gradients do.
     *(f"{role}.optimizer.eps=0.01" for role in ("actor", "critic")),
     *(f"{role}.optimizer.warmup_steps=0" for role in ("actor", "critic")),
@@ -28,7 +26,6 @@ PLACEMENTS = {
     "apart": ["actor.layout=tp2", "actor.ranks=0-1", "critic.layout=pp2", "critic.ranks=2-3", "reference.ranks=3"],
     "overlapping": ["actor.layout=tp2", "actor.ranks=1-2", "critic.ranks=0,2", "critic.offload=true"],
 }
-# Metrics of ranks and bytes, and metrics that compare engine with trainer, which differ only by rounding.
 OTHER = ("time/", "weight_sync/", "rollout/load_imbalance", "mismatch/")
 
 
@@ -37,26 +34,14 @@ def task(tasks, tmp_path_factory) -> Path:
     """Task with enough attention heads for four tensor-parallel ranks, and a model to score answers."""
     folder = tmp_path_factory.mktemp("placements")
     (folder / "data").symlink_to(tasks(0) / "data")
+    size = {"hidden": 64, "layers": 2, "ffn": 128, "kv_heads": 4, "max_positions": 64, "init_std": 0.06}
     for name, seed in (("model", 0), ("scorer", 1)):
-        make_tiny_model(
-            folder / name,
-            "qwen3",
-            characters=DIGITS + "=",
-            hidden=64,
-            layers=2,
-            ffn=128,
-            kv_heads=4,
-            max_positions=64,
-            init_std=0.06,
-            perturb=True,
-            seed=seed,
-        )
+        make_tiny_model(folder / name, "qwen3", characters=DIGITS + "=", perturb=True, seed=seed, **size)
     return folder
 
 
 def run(ranks, task, output, overrides):
-    lines = tiny_run(ranks, "ppo", task, output, [*COMMON, *overrides], count=RANKS)
-    return [{key: value for key, value in line.items() if not key.startswith(OTHER)} for line in lines]
+    return comparable(tiny_run(ranks, "ppo", task, output, [*COMMON, *overrides], count=RANKS), OTHER)
 
 
 def compare(found, expected):

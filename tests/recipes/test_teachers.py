@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers.json_lines import write_lines
 from tests.helpers.json_server import JsonRequest, JsonResponse, serving
-from tests.recipes.tiny_runs import TEACHER_OF, Goal, tiny_run
+from tests.recipes.tiny_runs import TEACHER_OF, Goal, comparable, tiny_run
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.recipes.tasks.repeat_digit import DIGITS, LENGTH
 from verl_mg.run.loop import MODEL
@@ -20,7 +20,6 @@ from verl_mg.run.loop import MODEL
 FIRST = ["job.iterations=1", "job.save=false", "algorithm.prompts_per_iteration=9", "algorithm.group_size=2"]
 LEARNED = Goal("reward/mean", (-1.0, -0.75), 0.1, 0.4)
 NEAR = Goal("actor/divergence", (2.0, 5.5), 0.2, 0.8)
-OTHER = ("time/", "weight_sync/", "rollout/", "mismatch/")
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +29,6 @@ def task(ranks, tasks) -> Path:
     if not (folder / TEACHER_OF["gkd"] / MODEL).exists():
         tiny_run(ranks, "sft", folder, folder / "sft")
     return folder
-
-
-def steady(lines):
-    return [{name: value for name, value in line.items() if not name.startswith(OTHER)} for line in lines]
 
 
 @pytest.mark.parametrize(
@@ -49,10 +44,10 @@ def test_teacher_on_a_server_gives_the_metrics_of_the_model_on_ranks(ranks, task
     teacher = tasks(0) / "mixture"  # any other model can teach
     few = [*FIRST, f"reference.path={teacher}"]
     few += ["algorithm.divergence={kind: js, top_k: 4}"] if recipe == "gkd" else []
-    (expected,) = steady(tiny_run(ranks, recipe, tasks(0), tmp_path / "ranks", few))
+    (expected,) = comparable(tiny_run(ranks, recipe, tasks(0), tmp_path / "ranks", few))
     with scoring(teacher) as url:
         server = f"teachers={{far: {{url: {url}, protocol: {protocol}, served_model: teacher}}}}"
-        (found,) = steady(tiny_run(ranks, recipe, tasks(0), tmp_path / "server", [*few, server]))
+        (found,) = comparable(tiny_run(ranks, recipe, tasks(0), tmp_path / "server", [*few, server]))
     assert found == pytest.approx(expected, rel=1e-4, abs=2e-6)
     assert found["actor/grad_norm"] > 0.01
 
@@ -71,9 +66,9 @@ def two_teachers(task: Path, folder: Path) -> list[str]:
 @pytest.mark.parametrize("recipe", ["gkd", "distillation"])
 def test_iteration_with_two_teachers_is_unchanged_by_ranks(ranks, task, tmp_path, recipe):
     overrides = [*FIRST, *two_teachers(task, tmp_path)]
-    (alone,) = steady(tiny_run(ranks, recipe, task, tmp_path / "alone", overrides, count=1))
+    (alone,) = comparable(tiny_run(ranks, recipe, task, tmp_path / "alone", overrides, count=1))
     small = ["actor.tokens_per_micro_batch=40", "teachers.able.layout=tp2", "teachers.random.ranks=2-3"]
-    (found,) = steady(tiny_run(ranks, recipe, task, tmp_path / "four", [*overrides, *small], count=4))
+    (found,) = comparable(tiny_run(ranks, recipe, task, tmp_path / "four", [*overrides, *small], count=4))
     assert found == pytest.approx(alone, rel=1e-4, abs=2e-6)
 
 
@@ -108,27 +103,28 @@ def test_gkd_on_given_answers_alone_learns_without_engines(ranks, task, tmp_path
     assert "reward/mean" not in lines[0]
 
 
+@pytest.fixture
+def repeating(ranks, tasks, tmp_path) -> Path:
+    """A model that repeats an answer that it is given, and that has never seen a prompt of the task."""
+    data = write_lines(tmp_path / "given.jsonl", ({"prompt": f"{d * LENGTH}=", "answer": d * LENGTH} for d in DIGITS))
+    tiny_run(ranks, "sft", tasks(0), tmp_path / "sft", [f"data.train={data}", "job.iterations=40"])
+    return tmp_path / "sft" / MODEL
+
+
 @pytest.mark.nightly
-def test_policy_learns_from_its_beginning_with_the_answer_in_the_prompt(ranks, tasks, tmp_path):
-    # It begins with a model that repeats an answer that it is given, and that has never seen a prompt of the task.
-    write_lines(tmp_path / "given.jsonl", ({"prompt": f"{d * LENGTH}=", "answer": d * LENGTH} for d in DIGITS))
-    given = [f"data.train={tmp_path / 'given.jsonl'}", "job.iterations=40"]
-    tiny_run(ranks, "sft", tasks(0), tmp_path / "sft", given)
+def test_policy_learns_from_its_beginning_with_the_answer_in_the_prompt(ranks, tasks, tmp_path, repeating):
     knows = ['teachers={self: {prompt: "{answer}="}}', "algorithm.divergence={kind: forward}"]
-    options = [f"model.path={tmp_path / 'sft' / MODEL}", *knows, "job.save=false"]
+    options = [f"model.path={repeating}", *knows, "job.save=false"]
     lines = tiny_run(ranks, "gkd", tasks(0), tmp_path / "run", options)
     Goal("reward/mean", (-1.0, 0.2), 0.9, 0.4).check(lines)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("weights", ["actor", "reference"])
-def test_policy_nears_itself_with_the_answer_in_the_prompt(ranks, tasks, tmp_path, weights):
+def test_policy_nears_itself_with_the_answer_in_the_prompt(ranks, tasks, tmp_path, repeating, weights):
     # Its objective: this tiny model, in large steps, takes the teacher along with it.
-    write_lines(tmp_path / "given.jsonl", ({"prompt": f"{d * LENGTH}=", "answer": d * LENGTH} for d in DIGITS))
-    given = [f"data.train={tmp_path / 'given.jsonl'}", "job.iterations=40"]
-    tiny_run(ranks, "sft", tasks(0), tmp_path / "sft", given)
     knows = f'teachers={{self: {{prompt: "{{answer}}=", weights: {weights}}}}}'
-    options = [f"model.path={tmp_path / 'sft' / MODEL}", knows, "algorithm.divergence={kind: forward, top_k: 6}"]
+    options = [f"model.path={repeating}", knows, "algorithm.divergence={kind: forward, top_k: 6}"]
     refreshed = ["reference.path=null", "reference.refresh_every=8"] if weights == "reference" else []
     lines = tiny_run(ranks, "gkd", tasks(0), tmp_path / "run", [*options, *refreshed, "job.iterations=24"])
     NEAR.check(lines)

@@ -178,60 +178,57 @@ def spread(samples: Iterable[Whole], values: dict[int, float]) -> Table:
     return {(sample.id, token): values[sample.id] for sample in samples for token in sample.trained}
 
 
-def by_group(samples: Iterable[Whole]) -> list[list[Whole]]:
+def in_groups(samples: list[Whole], value: Callable[[Whole, list[Whole]], float]) -> dict[int, float]:
+    """A value of each sample and of all samples of its group."""
     groups = defaultdict(list)
     for sample in samples:
         groups[sample.group].append(sample)
-    return list(groups.values())
+    return {sample.id: value(sample, groups[sample.group]) for sample in samples}
+
+
+def relative_values(samples: list[Whole], score: dict[int, float], deviation: bool) -> dict[int, float]:
+    def value(s: Whole, group: list[Whole]) -> float:
+        of_group = [score[other.id] for other in group]
+        return (score[s.id] - fmean(of_group)) / (stdev(of_group) + 1e-6 if deviation else 1.0)
+
+    return in_groups(samples, value)
 
 
 def relative(samples: list[Whole], coefficient: float = 0.0, deviation: bool = True) -> Table:
-    score, values = scores(samples, coefficient), {}
-    for group in by_group(samples):
-        of_group = [score[s.id] for s in group]
-        scale = stdev(of_group) + 1e-6 if deviation else 1.0
-        values |= {s.id: (score[s.id] - fmean(of_group)) / scale for s in group}
-    return spread(samples, values)
+    return spread(samples, relative_values(samples, scores(samples, coefficient), deviation))
 
 
 def maximum_likelihood(samples: list[Whole]) -> Table:
-    values = {}
-    for group in by_group(samples):
-        mean = fmean(s.reward for s in group)
-        values |= {s.id: (s.reward - mean) / mean if mean else 0.0 for s in group}
-    return spread(samples, values)
+    def value(s: Whole, group: list[Whole]) -> float:
+        mean = fmean(other.reward for other in group)
+        return (s.reward - mean) / mean if mean else 0.0
+
+    return spread(samples, in_groups(samples, value))
 
 
 def decoupled(samples: list[Whole]) -> Table:
-    totals = dict.fromkeys((s.id for s in samples), 0.0)
-    for weight, reward in ((1.0, lambda s: s.reward), (0.5, part)):
-        for group in by_group(samples):
-            of_group = [reward(s) for s in group]
-            for s in group:
-                totals[s.id] += weight * (reward(s) - fmean(of_group)) / (stdev(of_group) + 1e-6)
-    deviation = math.sqrt(variance(totals.values()) + 1e-8)
-    return spread(samples, {i: (total - fmean(totals.values())) / deviation for i, total in totals.items()})
+    right = relative_values(samples, scores(samples, 0.0), True)
+    long = relative_values(samples, {s.id: part(s) for s in samples}, True)
+    return spread(samples, white({i: right[i] + 0.5 * long[i] for i in right}))
 
 
 def leave_one_out(samples: list[Whole], score: dict[int, float]) -> dict[int, float]:
-    return {
-        s.id: score[s.id] - fmean(score[other.id] for other in group if other is not s)
-        for group in by_group(samples)
-        for s in group
-    }
+    return in_groups(samples, lambda s, group: score[s.id] - fmean(score[o.id] for o in group if o is not s))
 
 
 def optimal_baseline(samples: list[Whole]) -> Table:
-    score, values = scores(samples, KL), {}
-    for group in by_group(samples):
-        weights = {s.id: len(s.trained) for s in group}
-        baseline = sum(weights[s.id] * score[s.id] for s in group) / sum(weights.values())
-        values |= {s.id: score[s.id] - baseline for s in group}
-    return spread(samples, values)
+    score = scores(samples, KL)
+
+    def value(s: Whole, group: list[Whole]) -> float:
+        weights = {other.id: len(other.trained) for other in group}
+        return score[s.id] - sum(weights[i] * score[i] for i in weights) / sum(weights.values())
+
+    return spread(samples, in_groups(samples, value))
 
 
 def informative_only(samples: list[Whole]) -> list[Whole]:
-    return [s for group in by_group(samples) if len({other.reward for other in group}) > 1 for s in group]
+    differs = in_groups(samples, lambda s, group: len({other.reward for other in group}) > 1)
+    return [s for s in samples if differs[s.id]]
 
 
 def gradient_of_all(samples: list[Whole]) -> Table:
@@ -262,7 +259,7 @@ def episodes(samples: list[Whole], lam: Callable[[Whole], float]) -> tuple[Table
     return advantages, returns
 
 
-def white(table: Table) -> Table:
+def white(table: dict[Any, float]) -> dict[Any, float]:
     mean, deviation = fmean(table.values()), math.sqrt(variance(table.values()) + 1e-8)
     return {key: (value - mean) / deviation for key, value in table.items()}
 

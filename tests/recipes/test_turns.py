@@ -1,5 +1,6 @@
 """Credit for single turns: columns of turns, runs whose first turn is rewarded, and SFT on chosen turns."""
 
+import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -68,57 +69,37 @@ def advantages_here(name: str, order: list[int]) -> dict[tuple[int, int], float]
     (batch,) = job.actor.batches
     places = zip(batch.expand_to_tokens(batch["sample_id"]).tolist(), batch.positions.tolist(), strict=True)
     assert not batch["advantages"][~batch["loss_mask"]].any()
-    return {
-        place: value
-        for place, value, trained in zip(places, batch["advantages"].tolist(), batch["loss_mask"].tolist(), strict=True)
-        if trained
-    }
+    values = dict(zip(places, batch["advantages"].tolist(), strict=True))
+    return dict(itertools.compress(values.items(), batch["loss_mask"].tolist()))
 
 
 # Outcomes of group 1 less their mean: 2/3, -1/3, -1/3; first turns: 1/3, 1/3, -2/3. Of group 4: 1, -1; turns ±1/4.
-MT_GRPO = {
-    (0, 1): 2 / 3 + 1 / 6,
-    (0, 2): 2 / 3 + 1 / 6,
-    (0, 4): 2 / 3,
-    (1, 1): -1 / 3 + 1 / 6,
-    (1, 3): -1 / 3,
-    (1, 4): -1 / 3,
-    (2, 1): -1 / 3 - 1 / 3,
-    (3, 1): 1 + 1 / 8,
-    (4, 3): 1 + 1 / 8,
-    (5, 1): -1 - 1 / 8,
-    (5, 3): -1 - 1 / 8,
-}
+PLACES = [(0, 1), (0, 2), (0, 4), (1, 1), (1, 3), (1, 4), (2, 1), (3, 1), (4, 3), (5, 1), (5, 3)]
+MT_GRPO = [
+    *(2 / 3 + 1 / 6, 2 / 3 + 1 / 6, 2 / 3),
+    *(-1 / 3 + 1 / 6, -1 / 3, -1 / 3, -1 / 3 - 1 / 3),
+    *(1 + 1 / 8, 1 + 1 / 8, -1 - 1 / 8, -1 - 1 / 8),
+]
 # Sums of group 1: 2, 1, 0. Returns of its first turns: 1.5, 1, 0, of its second ones, behind token 2: 1, 0.
 # Sums of group 4: 3.5, 0.5. Returns of its first turns: 0.5 + 3 / 2 and 0.5 / 2; the second turns are alone.
-GIGPO = {
-    (0, 1): 1 + (1.5 - 2.5 / 3) / 2,
-    (0, 2): 1 + (1.5 - 2.5 / 3) / 2,
-    (0, 4): 1 + 0.25,
-    (1, 1): 0 + (1 - 2.5 / 3) / 2,
-    (1, 3): 0 - 0.25,
-    (1, 4): 0 - 0.25,
-    (2, 1): -1 - 2.5 / 6,
-    (3, 1): 1.5 + (2 - 1.125) / 2,
-    (4, 3): 1.5,
-    (5, 1): -1.5 + (0.25 - 1.125) / 2,
-    (5, 3): -1.5,
-}
+GIGPO = [
+    *(1 + (1.5 - 2.5 / 3) / 2, 1 + (1.5 - 2.5 / 3) / 2, 1 + 0.25),
+    *(0 + (1 - 2.5 / 3) / 2, 0 - 0.25, 0 - 0.25, -1 - 2.5 / 6),
+    *(1.5 + (2 - 1.125) / 2, 1.5, -1.5 + (0.25 - 1.125) / 2, -1.5),
+]
 
 
 @pytest.mark.parametrize(("name", "expected"), [("mt_grpo", MT_GRPO), ("gigpo", GIGPO)])
 def test_iteration_on_any_number_of_ranks_has_the_advantages_of_turns_by_hand(ranks, name, expected):
     for count, order in ((1, [0, 1, 2, 3, 4, 5]), (2, [4, 1, 5, 0, 2, 3])):
         found = {key: value for part in ranks.run(count, advantages_here, name, order) for key, value in part.items()}
-        assert found == pytest.approx(expected, abs=1e-6)
+        assert found == pytest.approx(dict(zip(PLACES, expected, strict=True)), abs=1e-6)
 
 
 def train(recipe_name: str, text: str, output: str) -> None:
-    overrides = [f"job.output={output}", "job.console=false", "job.save=false"]
-    config = f"{output}-{dist.get_rank()}.yaml"
-    with open(config, "w", encoding="utf-8") as file:
-        file.write(text)
-    run_recipe(recipe_name, overrides, file=config)
+    config = Path(f"{output}-{dist.get_rank()}.yaml")
+    config.write_text(text)
+    run_recipe(recipe_name, [f"job.output={output}", "job.console=false", "job.save=false"], file=config)
 
 
 @pytest.mark.nightly

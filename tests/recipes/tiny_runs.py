@@ -88,6 +88,11 @@ def _job(recipe_file: Path, text: str, output: Path, overrides: Sequence[str], s
         run_here(recipe, tree)
 
 
+def comparable(lines: Metrics, other: tuple[str, ...] = ("time/", "weight_sync/", "rollout/", "mismatch/")) -> Metrics:
+    """Without metrics of ranks, and those that compare engine with trainer, which differ only by rounding."""
+    return [{name: value for name, value in line.items() if not name.startswith(other)} for line in lines]
+
+
 def decoder(job: RunningJob) -> Callable[[Sequence[int]], str]:
     return partial(job.tokenizer.decode, skip_special_tokens=True)
 

@@ -1,6 +1,7 @@
 """Rewards that compare the answer in a response, or its format."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -80,10 +81,6 @@ def test_dapo_score_without_answer_line_returns_minus_1(response):
     assert dapo_score(response) == Reward(-1.0, {"correct": 0.0, "answered": 0.0})
 
 
-def test_dapo_score_wrong_answer_returns_minus_1():
-    assert dapo_score("Answer: 34\nAnswer: 35") == Reward(-1.0, {"correct": 0.0, "answered": 1.0}, "35")
-
-
 @pytest.mark.parametrize(
     ("answer", "same"),
     [
@@ -105,7 +102,8 @@ def test_normalised_equal_answers_give_the_same_text(answer, same):
     assert dapo.normalised(same) == same
 
 
-def test_dapo_score_record_without_answer_raises():
+def test_dapo_score_wrong_answer_returns_minus_1_and_none_raises():
+    assert dapo_score("Answer: 34\nAnswer: 35") == Reward(-1.0, {"correct": 0.0, "answered": 1.0}, "35")
     with pytest.raises(UserError, match="Set data.answer_field to one of: a"):
         dapo_score("Answer: 3", None)
 
@@ -124,8 +122,10 @@ def test_gsm8k_score_strict_reads_the_number_after_the_last_mark(response, answe
 
 
 @pytest.mark.parametrize("response", ["", "1234", "#### none", "the answer is 1234", "#### .", "#### 1.2.3"])
-def test_gsm8k_score_strict_without_marked_number_returns_missing(response):
-    assert gsm8k_score(response, missing=-0.5) == Reward(-0.5, {"correct": 0.0, "answered": 0.0})
+def test_gsm8k_score_without_number_in_the_format_returns_missing(response):
+    missing = Reward(-0.5, {"correct": 0.0, "answered": 0.0})
+    assert gsm8k_score(response, missing=-0.5) == missing
+    assert gsm8k_score(re.sub(r"\d", "", response), missing=-0.5, method="flexible") == missing
 
 
 @pytest.mark.parametrize(
@@ -135,10 +135,6 @@ def test_gsm8k_score_strict_without_marked_number_returns_missing(response):
 def test_gsm8k_score_flexible_reads_the_last_number(response, answer):
     reward = gsm8k_score(response, method="flexible")
     assert (reward.answer, reward.value) == (answer, float(answer == "1234"))
-
-
-def test_gsm8k_score_flexible_without_number_is_not_answered():
-    assert gsm8k_score("no number, really.", method="flexible").parts["answered"] == 0.0
 
 
 def test_gsm8k_score_options_set_the_rewards():

@@ -14,22 +14,14 @@ from verl_mg.rewards import AsyncScorer, Sample, load_reward
 from verl_mg.rewards.classifier import Classifier
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz .?"
-SIZE: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.3,
-}
-VOCABULARY = 6 + len(CHARACTERS)
+SIZE: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZE |= {"max_position_embeddings": 128, "initializer_range": 0.3, "vocab_size": 6 + len(CHARACTERS)}
+QWEN = SIZE | {"num_key_value_heads": 2}
 CONFIGS: dict[str, PreTrainedConfig] = {
-    "qwen2": Qwen2Config(vocab_size=VOCABULARY, num_key_value_heads=2, pad_token_id=0, num_labels=1, **SIZE),
-    "bert": BertConfig(vocab_size=VOCABULARY, pad_token_id=0, num_labels=1, **SIZE),
-    "qwen2-unpadded": Qwen2Config(vocab_size=VOCABULARY, num_key_value_heads=2, num_labels=1, **SIZE),
-    "two-labels": Qwen2Config(
-        vocab_size=VOCABULARY, num_key_value_heads=2, pad_token_id=0, id2label={0: "bad", 1: "good"}, **SIZE
-    ),
+    "qwen2": Qwen2Config(pad_token_id=0, num_labels=1, **QWEN),
+    "bert": BertConfig(pad_token_id=0, num_labels=1, **SIZE),
+    "qwen2-unpadded": Qwen2Config(num_labels=1, **QWEN),
+    "two-labels": Qwen2Config(pad_token_id=0, id2label={0: "bad", 1: "good"}, **QWEN),
 }
 
 

@@ -1,12 +1,9 @@
 """Worker processes serve any thread, and are ended when they exceed a limit or their parent ends."""
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from pathlib import Path
 
 import psutil
 import pytest
@@ -24,14 +21,9 @@ def workers() -> Iterator[MathPool]:
     workers.close()
 
 
-def children() -> set[str]:
-    """Returns the ids of this process's child processes that run."""
-    pid, found = str(os.getpid()), set()
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it may have ended meanwhile
-            state, parent = file.read_text().rpartition(")")[2].split()[:2]
-            found |= {file.parent.name} if parent == pid and state != "Z" else set()
-    return found
+def children() -> set[psutil.Process]:
+    """This process's child processes that run."""
+    return {child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE}
 
 
 def test_score_many_threads_share_few_workers(workers):
@@ -63,7 +55,7 @@ def test_score_dead_worker_is_replaced(workers):
     before = children()
     assert workers.score("5", "5") is not None
     (process,) = children() - before
-    os.kill(int(process), 9)
+    process.kill()
     assert workers.score("5", "5") is None
     assert workers.score("5", "5") is not None
 

@@ -6,13 +6,13 @@ from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from tests.helpers.random_models import assemble
+from tests.helpers.random_models import assemble, numbered
 from tests.helpers.tiny_models import published_mixture, tiny_model, unstacked
 from tests.helpers.traces import COMMON, FAMILIES, change_config, folder_of
 from tests.oracles.transformers_trace import trace_transformers
 from verl_mg.checkpoint.model_directory import ModelDirectory
 from verl_mg.errors import UserError
-from verl_mg.layout import EngineLayout, EnginePlacement
+from verl_mg.layout import EngineLayout
 from verl_mg.models.flops import active_elements, row_flops
 from verl_mg.models.hf_config import read_config
 from verl_mg.sharding.boxes import Piece, Shard
@@ -67,11 +67,8 @@ def test_parameter_shards_contain_the_elements_that_from_pretrained_loads(unknow
     assert not table.has_engine_rules
     derived, loaded = table.parameter_shards(), trace_transformers(unknown[kind])
     assert derived.keys() == loaded.keys()
-    shapes, count, tensors = table.module.shapes, 0, {}
-    for name, shape in shapes.items():  # each element has a number of its own
-        size = torch.Size(shape).numel()
-        tensors[name] = torch.arange(count + 1, count + 1 + size).reshape(shape)
-        count += size
+    shapes = table.module.shapes
+    tensors = numbered(shapes)
     for name, shard in derived.items():
         assert torch.equal(assemble(shard, tensors), assemble(loaded[name], tensors)), name
     assert {n: s.shape for n, s in table.huggingface().items()} == shapes
@@ -125,15 +122,11 @@ def test_stacked_experts_count_by_the_share_that_a_token_uses(unknown):
 
 def test_value_head_replaces_an_output_layer_of_several_parameters(unknown):
     table = module_table(unknown["phi"], "value")
-    assert table.parameter_shards()["score.weight"] == Shard(
-        (1, 64), (Piece("score.weight", ((0, 1), (0, 64)), ((0, 1), (0, 64))),)
-    )
+    box = ((0, 1), (0, 64))
+    assert table.parameter_shards()["score.weight"] == Shard((1, 64), (Piece("score.weight", box, box),))
     assert table.tensor_index.tensors["score.weight"].shape == (1, 64)
     assert not {"lm_head.weight", "lm_head.bias"} & (table.parameter_shards().keys() | table.huggingface().keys())
     assert {"lm_head.weight", "lm_head.bias"} <= module_table(unknown["phi"]).parameter_shards().keys()
-
-
-# -- directories with weights ------------------------------------------------------------------------------------
 
 
 def change_tensors(folder, change):
@@ -216,7 +209,5 @@ def test_directory_that_transformers_cannot_load_is_one_line(tmp_path, fields, m
 
 
 def test_unknown_model_without_a_traced_table_names_the_remedy(unknown):
-    with pytest.raises(
-        UserError, match=r"^rollout\.engine=vllm: there is no built-in table for 'olmo2'\. .*verl-mg trace"
-    ):
-        module_table(unknown["olmo2"]).for_engine("vllm").shard_map_engine(EnginePlacement(EngineLayout(), (0,)))
+    with pytest.raises(UserError, match=r"^rollout\.engine=vllm: there is no built-in table for 'olmo2'\. .*-mg trace"):
+        module_table(unknown["olmo2"]).for_engine("vllm").engine_shards(EngineLayout(), 0)

@@ -5,21 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers.random_models import assemble
+from tests.helpers.random_models import assemble, numbered
 from verl_mg.errors import UserError
 from verl_mg.sharding.symbolic_tensor import NotAMoveError, SymbolicTensor, shard_of
 
 SHAPES = {"a": (8, 6), "b": (8, 6), "c": (8, 6)}
-
-
-def numbered():
-    """Every element of every tensor has a number of its own."""
-    count, tensors = 0, {}
-    for name, shape in SHAPES.items():
-        size = torch.Size(shape).numel()
-        tensors[name] = torch.arange(count + 1, count + 1 + size, dtype=torch.float32).reshape(shape)
-        count += size
-    return tensors
 
 
 def interleaved(tensor, dim):
@@ -56,9 +46,9 @@ def test_shard_of_moved_tensor_equals_moved_elements(names, view, join):
         stack = torch.stack(parts)
         return stack if join == "stack" else torch.cat([stack, torch.stack(parts[::-1])], dim=1)
 
-    expected = loaded(numbered())
+    expected = loaded(numbered(SHAPES, torch.float32))
     shard = shard_of("p", loaded({name: SymbolicTensor.of(name, shape) for name, shape in SHAPES.items()}))
-    assert torch.equal(assemble(shard, numbered()), expected)
+    assert torch.equal(assemble(shard, numbered(SHAPES, torch.float32)), expected)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import importlib.util
 import json
 import re
 from contextlib import redirect_stdout
-from dataclasses import replace
 from io import StringIO
 
 import pytest
@@ -41,9 +40,7 @@ from verl_mg.sharding.weight_table import WeightTable, weight_table
 from verl_mg.weight_sync.transfer_plan import plan_to_engines
 
 SHARDS = {
-    "lm_head.weight": Shard(
-        (4, 8), (Piece("lm_head.weight", ((0, 3), (0, 8)), ((0, 3), (0, 8))),), (((3, 4), (0, 8)),)
-    ),
+    "lm_head.weight": Shard((4, 8), (Piece("lm_head.weight", *[((0, 3), (0, 8))] * 2),), (((3, 4), (0, 8)),)),
     "experts.w13_weight": Shard(
         (2, 4, 6),
         tuple(
@@ -150,6 +147,9 @@ def traced(weights: WeightTable, layout: EngineLayout) -> TracedTable:
     return TracedTable(weights.config.architecture, "sglang", "0.5", layout, ranks)
 
 
+TP2 = EngineLayout(tp=2)
+
+
 def moves(weights: WeightTable, source, placement, ranks_per_node):
     """Sends, receives, messages and (in any order) copies of every rank, and the bytes of all ranks."""
     moved = plan(source, weights.shard_map_engine(placement), ranks_per_node)
@@ -173,10 +173,9 @@ def test_with_traced_table_gives_the_plan_of_the_builtin_table(tmp_path_factory,
 
 def test_best_stride_with_traced_table_equals_builtin(tmp_path):
     builtin = weight_table(config("llama", num_key_value_heads=8))
-    layout = EngineLayout(tp=2)
-    write_traced_table(tmp_path / "table.json", traced(builtin, layout))
+    write_traced_table(tmp_path / "table.json", traced(builtin, TP2))
     source = builtin.shard_map_megatron(Placement.on(Layout.parse("tp8"), 8))
-    placement = EnginePlacement(layout, tuple(range(8)))
+    placement = EnginePlacement(TP2, tuple(range(8)))
     from_file = builtin.with_traced_table(tmp_path / "table.json")
     assert best_stride(source, from_file, placement, 8) == best_stride(source, builtin, placement, 8)
 
@@ -196,17 +195,6 @@ def test_with_traced_table_of_another_model_is_user_error(tmp_path, changes, mes
         weight_table(config("llama", **changes)).with_traced_table(path)
 
 
-def test_check_engine_layout_with_traced_table_accepts_only_its_layout(tmp_path):
-    table = weight_table(config("llama"))
-    table = replace(table, traced=traced(table, EngineLayout(tp=2)))
-    table.check_engine_layout(EngineLayout(tp=2))
-    with pytest.raises(UserError, match="was traced for tp2"):
-        table.check_engine_layout(EngineLayout(tp=4))
-
-
-TP2 = EngineLayout(tp=2)
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return tiny_model(tmp_path_factory.mktemp("traced") / "model", "qwen3")
@@ -215,9 +203,7 @@ def model(tmp_path_factory):
 @pytest.fixture
 def table_file(model, tmp_path):
     """A traced table of the model at tp2."""
-    table = weight_table(read_config(model))
-    ranks = tuple(dict(table.engine_shards(TP2, rank)) for rank in range(2))
-    write_traced_table(tmp_path / "table.json", TracedTable("Qwen3ForCausalLM", "sglang", "0.5", TP2, ranks))
+    write_traced_table(tmp_path / "table.json", traced(weight_table(read_config(model)), TP2))
     return tmp_path / "table.json"
 
 
@@ -274,9 +260,6 @@ def test_check_engines_table_of_another_model_or_layout_is_user_error(sglang_ins
 
 def test_plan_request_contains_the_sharding_table(model, table_file):
     assert plan_request(job_config(model, sharding_table=table_file), {"actor", "rollout"}).sharding_table == table_file
-
-
-# -- without a file ----------------------------------------------------------------------------------------------
 
 
 def traced_by_the_job(folder, output):

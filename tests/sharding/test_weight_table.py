@@ -1,7 +1,6 @@
-"""The weight table against independent readings of each runtime, by slicing full tensors."""
+"""The weight table against an independent reading of Megatron, by slicing full tensors; engines have traces."""
 
 import re
-from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from tests.helpers.random_models import (
     checkpoint,
     config,
     configs,
-    engines,
     fields,
     layouts,
     shard_map,
@@ -187,53 +185,6 @@ def test_megatron_table_shards_equal_slices_of_full_tensors(data):
                     assert torch.equal(values[f"{here}mlp.experts.linear_fc2.weight"][own], fc2)
 
 
-@given(st.data())
-@settings(max_examples=60)
-def test_sglang_table_shards_equal_slices_of_full_tensors(data):
-    c = data.draw(configs())
-    placement = data.draw(engines(c))
-    layout, tensors = placement.layout, checkpoint(c)
-    held = weight_table(c).shard_map_engine(placement)
-    compared: dict[object, object] = {}
-    for rank in placement.ranks:
-        at, shards = placement.coordinates(rank), held.shards(rank)
-        of_any_engine = replace(at, engine=0)
-        if compared.setdefault(of_any_engine, shards) is not shards:
-            assert compared[of_any_engine] == shards
-            continue
-        values = {name: assemble(shard, tensors) for name, shard in shards.items()}
-        for layer in layout.layers(c.layers, at.pp):
-            p = f"model.layers.{layer}."
-            if c.has_linear_attention(layer):
-                size, index = layout.attention_tp, at.attention_tp
-                parts, convolved = linear_reference(c, tensors, p + "linear_attn.", size, index)
-                if c.architecture == "qwen3_next":
-                    whole = (tensors[f"{p}linear_attn.in_proj_{x}.weight"] for x in ("qkvz", "ba"))
-                    qkvz, ba = (tensor.chunk(size)[index] for tensor in whole)
-                else:
-                    qkvz, ba = (torch.cat([parts[x].reshape(-1, c.hidden) for x in names]) for names in ("qkvz", "ba"))
-                assert torch.equal(values[p + "linear_attn.in_proj_qkvz.weight"], qkvz)
-                assert torch.equal(values[p + "linear_attn.in_proj_ba.weight"], ba)
-                assert torch.equal(values[p + "linear_attn.conv1d.weight"], convolved)
-            elif not c.latent:
-                heads = c.kv_heads // min(layout.attention_tp, c.kv_heads) * c.head_dim
-                first = at.attention_tp * c.kv_heads // layout.attention_tp * c.head_dim
-                q = tensors[p + "self_attn.q_proj.weight"].chunk(layout.attention_tp)[at.attention_tp]
-                k, v = (tensors[f"{p}self_attn.{x}_proj.weight"][first : first + heads] for x in "kv")
-                attention = p if c.linear else p + "self_attn."
-                assert torch.equal(values[attention + "qkv_proj.weight"], torch.cat([q, k, v]))
-            if c.has_experts(layer):
-                each = c.experts.count // layout.ep
-                block = "block_sparse_moe" if c.architecture in ("mixtral", "minimax_m2") else "mlp"
-                for own in range(each):
-                    fc1, fc2 = expert_reference(c, tensors, layer, at.ep * each + own, layout.expert_tp, at.expert_tp)
-                    assert torch.equal(values[f"{p}{block}.experts.w13_weight"][own], fc1)
-                    assert torch.equal(values[f"{p}{block}.experts.w2_weight"][own], fc2)
-            else:
-                gate, up = (tensors[f"{p}mlp.{x}_proj.weight"].chunk(layout.tp)[at.tp] for x in ("gate", "up"))
-                assert torch.equal(values[p + "mlp.gate_up_proj.weight"], torch.cat([gate, up]))
-
-
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("vocab", [5, 64, 101, 150])
 def test_vocabulary_shards_concatenated_equal_the_vocabulary(tp, vocab):
@@ -266,11 +217,9 @@ def test_tied_output_layer_is_a_parameter_only_on_another_stage():
     assert "lm_head.weight" not in tied.huggingface()
     assert "output_layer.weight" not in tied.megatron(Layout(), 0)
     assert "lm_head.weight" not in tied.engine_shards(EngineLayout(), 0)
-    for last, name in (
-        (tied.megatron(Layout(pp=2), 1), "output_layer.weight"),
-        (tied.engine_shards(EngineLayout(pp=2), 1), "lm_head.weight"),
-    ):
-        assert last[name].pieces[0].tensor == "model.embed_tokens.weight"
+    megatron, engine = tied.megatron(Layout(pp=2), 1), tied.engine_shards(EngineLayout(pp=2), 1)
+    for last in (megatron["output_layer.weight"], engine["lm_head.weight"]):
+        assert last.pieces[0].tensor == "model.embed_tokens.weight"
 
 
 def test_megatron_table_interleaved_chunks_have_their_layers():
@@ -446,32 +395,17 @@ def test_vllm_table_without_pipeline_is_that_of_sglang_but_for_names(data):
         ({"model_type": "qwen3_moe"}, "field 'num_experts' is missing"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type='dynamic' is not supported, its frequencies"),
         (fields("deepseek_v2", topk_method="noaux_tc"), "topk_method='noaux_tc' .* Write 'greedy' or 'group_limited"),
-        (
-            fields("deepseek_v2", norm_topk_prob=True),
-            "norm_topk_prob=True is not supported for model_type 'deepseek_v2'",
-        ),
+        (fields("deepseek_v2", norm_topk_prob=True), "norm_topk_prob=True is not supported for .* 'deepseek_v2'"),
         (fields("deepseek_v3", scoring_func="softmax"), "scoring_func='softmax' .* Write 'sigmoid', or leave it out"),
-        (
-            fields("deepseek_v3", n_group=8),
-            "n_group=8 and topk_group=2 are not possible: 8 experts must form groups of at",
-        ),
+        (fields("deepseek_v3", n_group=8), "n_group=8 and topk_group=2 are not possible: 8 experts must form groups"),
         (fields("glm4_moe", scoring_func="softmax"), "scoring_func='softmax' .* Write 'sigmoid', or leave it out"),
         (fields("glm4_moe", partial_rotary_factor=0.5), "partial_rotary_factor=0.5 is not possible: of the 2 elements"),
-        (
-            fields("qwen3_next", layer_types=["mamba"] * 4),
-            "layer_types=.* Write 'linear_attention' or 'full_attention'",
-        ),
+        (fields("qwen3_next", layer_types=["mamba"] * 4), "layer_types=.* Write 'linear_attention' or 'full_attent"),
         (fields("qwen3_5_text", linear_num_value_heads=12), "linear_num_value_heads=12 is not a multiple of .*=8"),
         (fields("qwen3_5_text", attn_output_gate=False), "attn_output_gate=False .* Write True, or leave it out"),
         (fields("glm4_moe", tie_word_embeddings=True), "tie_word_embeddings=True .* Write False, or leave it out"),
-        (
-            fields("glm4_moe_lite", mlp_layer_types=["dense", "dense", "sparse", "sparse"]),
-            "has other layers with experts than first_k_dense_replace=1",
-        ),
-        (
-            fields("glm4_moe_lite", rope_parameters={"partial_rotary_factor": 0.5}),
-            "partial_rotary_factor=0.5 is not supported for model_type 'glm4_moe_lite'",
-        ),
+        (fields("glm4_moe_lite", mlp_layer_types=["dense"] * 2 + ["sparse"] * 2), "other layers .* first_k_dense_repl"),
+        (fields("glm4_moe_lite", rope_parameters={"partial_rotary_factor": 0.5}), "0.5 is not .* 'glm4_moe_lite'"),
         (fields("glm_moe_dsa", index_topk_freq=4), "keys that an earlier layer selected .index_topk_freq"),
         (fields("glm_moe_dsa", indexer_types=["full", "shared"] * 2), "keys that an earlier layer selected"),
         (fields("glm_moe_dsa", indexer_rope_interleave=None), "indexer_rope_interleave=None is not that .* Write true"),
@@ -498,11 +432,9 @@ def test_parse_config_unsupported_model_is_user_error(change, message):
 def test_read_config_missing_or_damaged_directory_is_named(tmp_path):
     with pytest.raises(UserError, match="no such model directory"):
         read_config(tmp_path / "nowhere")
-    with pytest.raises(UserError, match=r"config\.json: missing"):
-        read_config(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UserError, match="not a readable JSON file"):
-        read_config(tmp_path)
-    (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(UserError, match="a list, not an object"):
-        read_config(tmp_path)
+    cases = {None: r"config\.json: missing", "{": "not a readable JSON file", "[1]": "a list, not an object"}
+    for text, message in cases.items():
+        if text:
+            (tmp_path / "config.json").write_text(text)
+        with pytest.raises(UserError, match=message):
+            read_config(tmp_path)

@@ -22,20 +22,9 @@ def statistics(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> 
     old, rollout = old_logprobs[mask].detach().double(), rollout_logprobs[mask].detach().double()
     difference = (old - rollout).clamp(-LARGEST, LARGEST)
     ratio, p, q = difference.exp(), old.exp(), rollout.exp()
-    sums = {
-        "abs": difference.abs(),
-        "k1": kl.ESTIMATORS["k1"](-difference),
-        "k3": kl.ESTIMATORS["k3"](-difference),
-        "ratio": ratio,
-        "ratio_squared": ratio.square(),
-        "old": old,
-        "rollout": rollout,
-        "p": p,
-        "q": q,
-        "pp": p.square(),
-        "qq": q.square(),
-        "pq": p * q,
-    }
+    sums = {"abs": difference.abs()} | {name: kl.ESTIMATORS[name](-difference) for name in ("k1", "k3")}
+    sums |= {"ratio": ratio, "ratio_squared": ratio.square(), "old": old, "rollout": rollout}
+    sums |= {"p": p, "q": q, "pp": p.square(), "qq": q.square(), "pq": p * q}
     maxima = {"max_abs": difference.abs(), "max_ratio": ratio}
     return {
         "tokens": float(len(old)),

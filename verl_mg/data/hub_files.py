@@ -98,15 +98,11 @@ def _described(card: Mapping[str, Any]) -> dict[str, Splits]:
     for entry in card.get("configs") or ():
         described = entry.get("data_files") if isinstance(entry, dict) else None
         if described:
-            listed = described if isinstance(described, list) else [described]
-            splits: Splits = {}
-            for item in listed:
+            folder, splits = f"{entry['data_dir']}/" if entry.get("data_dir") else "", dict[str, list[str]]()
+            for item in described if isinstance(described, list) else [described]:
                 split, paths = (item.get("split"), item.get("path")) if isinstance(item, dict) else (None, item)
-                patterns = [str(path).removeprefix("./") for path in (paths if isinstance(paths, list) else [paths])]
+                patterns = [folder + str(p).removeprefix("./") for p in (paths if isinstance(paths, list) else [paths])]
                 splits.setdefault(split or "train", []).extend(patterns)
-            folder = entry.get("data_dir")
-            if folder:
-                splits = {split: [f"{folder}/{path}" for path in paths] for split, paths in splits.items()}
             known[entry.get("config_name", "default")] = splits
     return known
 

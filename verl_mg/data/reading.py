@@ -100,22 +100,18 @@ def read_prompts(
 
 
 @dataclass(frozen=True)
-class RecordFields:
+class _RecordFields:
     """Names of the fields of prompt and answer; a dot separates a field from one inside it."""
 
     prompt: str
     answer: str
 
     @classmethod
-    def find(cls, records: Sequence[Record], prompt: str | None, answer: str | None) -> RecordFields:
-        """Chooses the fields that a set of records has; configured ones are never replaced.
+    def find(cls, records: Sequence[Record], prompt: str | None, answer: str | None) -> _RecordFields:
+        """Chooses the fields that a set of records has; configured names, where they are not None, are never replaced.
 
         The prompt is `prompt`, or else `messages`. The answer is the first of `answer`, `reward_model.ground_truth`
         and `label` that a record has, or else the last assistant message of `messages`.
-
-        Args:
-            records: all records of the set.
-            prompt, answer: configured names; None where none is configured.
         """
         # From all records: a field that only the first one misses must not change the layout of the set.
         prompt = prompt or next((name for name in (PROMPT, MESSAGES) if _is_in(records, name)), PROMPT)
@@ -124,9 +120,7 @@ class RecordFields:
         answer = answer or next((name for name in candidates if _is_in(records, name)), otherwise)
         return cls(prompt, answer)
 
-    @property
-    def description(self) -> str:
-        """Returns in words which fields are read."""
+    def __str__(self) -> str:
         answer = f"the last assistant message of '{MESSAGES}'" if self.answer == MESSAGES else f"'{self.answer}'"
         return f"prompts from '{self.prompt}', answers from {answer}"
 
@@ -135,13 +129,7 @@ class RecordFields:
 
         If the record has no such field but `chosen` and `rejected` are whole conversations, or if the prompt's field
         is `chosen`, the prompt is the messages of both before their last one. The prompt in `messages` is what comes
-        before an assistant message at the end.
-
-        Args:
-            record: one record of the set.
-            chosen, rejected: names of the fields of a preference.
-            place: place of the record, for errors.
-            media: fields of MEDIA that the model reads.
+        before an assistant message at the end. `media` are the fields of MEDIA that the model reads.
         """
         # A prompt whose image is dropped without a word would be trained as if it could be answered without.
         unread = (name for name in MEDIA if name not in media and isinstance(record.get(name), list) and record[name])
@@ -150,7 +138,7 @@ class RecordFields:
                 f"{place}: the record has '{field}', which the model does not read. Leave out such records, or the "
                 "field if their prompts are complete without it."
             )
-        value = value_of(record, self.prompt)
+        value = _value_of(record, self.prompt)
         if value is None or self.prompt == chosen:
             contexts = [context_of(record.get(field)) for field in (chosen, rejected)]
             if all(contexts):
@@ -158,19 +146,16 @@ class RecordFields:
                 return contexts[0]
         if value is None:
             raise UserError(
-                f"{place}: no field '{self.prompt}'. Set data.prompt_field to one of: {', '.join(field_names(record))}."
+                f"{place}: no field '{self.prompt}'. Set data.prompt_field to one of: "
+                f"{', '.join(_field_names(record))}."
             )
         if self.prompt in (MESSAGES, self.answer) and is_conversation(value) and value[-1]["role"] == "assistant":
             return value[:-1]
         return value
 
     def answer_of(self, record: Record, place: str) -> str | None:
-        """Returns the answer of a record as text; None if it has none.
-
-        Args:
-            record, place: one record of the set, and its place for errors.
-        """
-        value = value_of(record, self.answer)
+        """Returns the answer of a record as text; None if it has none."""
+        value = _value_of(record, self.answer)
         if is_conversation(value):
             value = content_of(value[-1], place) if value[-1]["role"] == "assistant" else None
         if value is None or isinstance(value, str):
@@ -182,16 +167,12 @@ class RecordFields:
             return json.dumps(value, ensure_ascii=False, default=str)
         raise UserError(
             f"{place}: the answer '{self.answer}' is a {type(value).__name__}. Write a string or a number, or set "
-            f"data.answer_field to one of: {', '.join(field_names(record))}."
+            f"data.answer_field to one of: {', '.join(_field_names(record))}."
         )
 
 
-def value_of(record: Record, name: str) -> Any:
-    """Returns the value of a field, None where there is none: `a.b` is the field `b` of `a` unless `a.b` is a field.
-
-    Args:
-        record, name: one record, and the name of the field.
-    """
+def _value_of(record: Record, name: str) -> Any:
+    """Returns the value of a field, None where there is none: `a.b` is the field `b` of `a` unless `a.b` is a field."""
     if name in record or "." not in name:
         return record.get(name)
     value: Any = record
@@ -200,14 +181,14 @@ def value_of(record: Record, name: str) -> Any:
     return value
 
 
-def field_names(record: Record) -> list[str]:
+def _field_names(record: Record) -> list[str]:
     """Returns the names of a record's fields and of the fields inside them."""
     inside = {field: value if isinstance(value, dict) else () for field, value in record.items()}
     return [name for field, names in inside.items() for name in (field, *(f"{field}.{inner}" for inner in names))]
 
 
 def _is_in(records: Sequence[Record], name: str) -> bool:
-    return any(value_of(record, name) is not None for record in records)
+    return any(_value_of(record, name) is not None for record in records)
 
 
 @dataclass(frozen=True)
@@ -237,7 +218,7 @@ class _Reader:
             place, record = located[0]
             raise UserError(
                 f"{place}: no field '{data.answer_field}', here and in all lines below. Set data.answer_field to one "
-                f"of: {', '.join(sorted(field_names(record)))}."
+                f"of: {', '.join(sorted(_field_names(record)))}."
             )
         limits = ImageLimits(data.max_image_pixels, data.max_images)
         images = [
@@ -249,7 +230,7 @@ class _Reader:
         if loss_on != "answer":
             turns = [
                 trained_rows(
-                    value_of(record, fields.prompt),
+                    _value_of(record, fields.prompt),
                     loss_on,
                     self.tokenizer,
                     place,
@@ -285,18 +266,18 @@ class _Reader:
             )
         return PromptSet(prompts, seed=self.seed, dropped=len(located) - len(prompts), source=name)
 
-    def _fields(self, data: DataConfig, loss_on: str, path: Path, located: Sequence[Located]) -> RecordFields:
+    def _fields(self, data: DataConfig, loss_on: str, path: Path, located: Sequence[Located]) -> _RecordFields:
         ended = data.prompt_field if loss_on != "answer" else None  # the prompt is what is before the last turn
         records = [record for _, record in located]
-        fields = RecordFields.find(records, data.prompt_field, data.answer_field or ended)
-        if self.report and fields != RecordFields(data.prompt_field or PROMPT, data.answer_field or ANSWER):
-            self.report(f"{path}: {fields.description}")
+        fields = _RecordFields.find(records, data.prompt_field, data.answer_field or ended)
+        if self.report and fields != _RecordFields(data.prompt_field or PROMPT, data.answer_field or ANSWER):
+            self.report(f"{path}: {fields}")
         return fields
 
     def _texts(
         self,
         data: DataConfig,
-        fields: RecordFields,
+        fields: _RecordFields,
         located: Sequence[Located],
         images: Sequence[Sequence[ImageSource]],
     ) -> list[RenderedPrompt]:

@@ -25,16 +25,11 @@ def demonstration(prompt: Prompt, tokenizer: "PreTrainedTokenizerBase", max_toke
     if not prompt.answer:
         fields = ", ".join(sorted(prompt.record))
         raise UserError(f"{prompt.where}: no answer to learn from. Set data.answer_field to one of: {fields}.")
-    return answered(prompt, prompt.answer, tokenizer, max_tokens), len(prompt.tokens)
+    return _answered(prompt, prompt.answer, tokenizer, max_tokens), len(prompt.tokens)
 
 
-def answered(prompt: Prompt, answer: str, tokenizer: "PreTrainedTokenizerBase", max_tokens: int) -> list[int]:
-    """Returns the tokens of a prompt, of an answer to it, and the end of sequence.
-
-    Args:
-        prompt, answer: the prompt, and text of the answer.
-        tokenizer, max_tokens: of the model, and largest length of the row, in tokens.
-    """
+def _answered(prompt: Prompt, answer: str, tokenizer: "PreTrainedTokenizerBase", max_tokens: int) -> list[int]:
+    """Returns the tokens of a prompt, of an answer to it, and the end of sequence."""
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no eos_token. Set it in its tokenizer_config.json.")
     # Tokenized separately, without special tokens, as the policy would write it.
@@ -78,7 +73,7 @@ def demonstrations_batch(
     # Ids as if one rank had all rows: they do not depend on the number of ranks.
     sample_ids = range(first_id + rank, first_id + len(numbered), ranks)
     lengths = [(list(row.tokens), row.spans[0][0]) for row in rows]
-    batch = imitation_batch(lengths, [prompt for prompt, _ in mine], sample_ids)
+    batch = _imitation_batch(lengths, [prompt for prompt, _ in mine], sample_ids)
     batch["loss_mask"] = torch.tensor([learned for row in rows for learned in row.mask], dtype=torch.bool)
     return batch
 
@@ -98,15 +93,10 @@ def _demonstration_row(
     return row
 
 
-def imitation_batch(
+def _imitation_batch(
     rows: Sequence[tuple[list[int], int]], prompts: Sequence[Prompt], sample_ids: Sequence[int]
 ) -> Batch:
-    """Returns a batch whose loss is computed on the tokens after each prompt.
-
-    Args:
-        rows: token ids of each row and its number of prompt tokens.
-        prompts, sample_ids: prompt and id of each row.
-    """
+    """Returns a batch whose loss is computed on the tokens after each prompt; a row is ids and its prompt's length."""
     batch = Batch.from_rows(tokens for tokens, _ in rows)
     batch["prompt_length"] = torch.tensor([length for _, length in rows], dtype=torch.int64)
     batch["loss_mask"] = batch.positions >= batch.expand_to_tokens(batch["prompt_length"])
@@ -138,7 +128,7 @@ def preference(
     chosen = choice_of(prompt.record, chosen_field, "chosen_field", prompt.where)
     rejected = choice_of(prompt.record, rejected_field, "rejected_field", prompt.where)
     _check_context(prompt, chosen_field, rejected_field)
-    first, second = (answered(prompt, answer, tokenizer, max_tokens) for answer in (chosen, rejected))
+    first, second = (_answered(prompt, answer, tokenizer, max_tokens) for answer in (chosen, rejected))
     return first, second, len(prompt.tokens)
 
 
@@ -171,7 +161,7 @@ def pairs_batch(
     rows = [(tokens, length) for *both, length in pairs for tokens in both]
     numbers = [first_pair + i for i in mine for _ in range(2)]
     samples = [2 * (first_pair + i) + side for i in mine for side in range(2)]
-    batch = imitation_batch(rows, [prompts[i] for i in mine for _ in range(2)], samples)
+    batch = _imitation_batch(rows, [prompts[i] for i in mine for _ in range(2)], samples)
     batch["group"] = torch.tensor(numbers, dtype=torch.int64)
     # A rank without rows needs the kinds of the columns too.
     batch.put("pair", batch["group"].clone(), ColumnKind.SEQUENCE)

@@ -83,10 +83,7 @@ class Section:
 
 @dataclass(frozen=True)
 class SectionRows:
-    """Rule for rows in another order than in the parameter, section after section; a rank has a run of units.
-
-    With `unit_major` the parameter is unit after unit, and in each a slab of every section.
-    """
+    """Rule for rows in another order than in the parameter, section after section; a rank has a run of units."""
 
     units: int  # number of units, a multiple of the ranks on the axis
     sections: tuple[Section, ...]  # sections in the order of the parameter
@@ -108,13 +105,10 @@ class SectionRows:
 
 @dataclass(frozen=True)
 class HeadRows:
-    """Rule for tensors with rows for each head; where ranks outnumber heads, `size / kv_heads` neighbours share one.
-
-    All but the first `of_queries` tensors have the rows of the key-value heads.
-    """
+    """Rule for rows of heads: a slab of each tensor; `size / kv_heads` neighbours share one of a key-value head."""
 
     kv_heads: int  # key-value heads of a layer
-    of_queries: int = 1  # tensors of queries, of whose heads there is at least one for each rank
+    of_queries: int = 1  # tensors of queries, of which each rank has heads; the others are keys and values
 
     def __call__(self, tensors: tuple[TensorSpec, ...], rank: int, size: int) -> Shard:
         """Returns the shard, a slab of each tensor."""

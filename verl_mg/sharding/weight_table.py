@@ -43,11 +43,7 @@ class WeightTable(ModelTable):
         """Returns this table with the engine's part from a traced table, without the tensors that are not trained.
 
         Args:
-            traced: table of `verl-mg trace`.
-            path: its file, for errors.
-
-        Raises:
-            UserError: it was traced for another engine or model.
+            traced, path: table of `verl-mg trace`, and its file; UserError where it is of another engine or model.
         """
         return super().with_traced(traced.without(UNTRAINED.get(self.config.architecture, ())), path)
 
@@ -112,12 +108,8 @@ class WeightTable(ModelTable):
         With virtual pipeline stages a rank has several model chunks: the names of chunk v begin with `chunk{v}.`.
 
         Args:
-            layout: Megatron layout.
-            rank: 0 <= rank < layout.ranks.
+            layout, rank: Megatron layout, and one of its ranks; IndexError for any other.
             kernels: kernels of the layers, whose parameter names are used.
-
-        Raises:
-            IndexError: the layout has no such rank.
         """
         layout.coordinates(rank)  # a shard map has no shards for ranks that it does not know, and no error
         return self.shard_map_megatron(Placement(layout, tuple(range(layout.ranks))), kernels).shards(rank)
@@ -126,11 +118,8 @@ class WeightTable(ModelTable):
         """Returns the shards of Megatron's ranks.
 
         Args:
-            placement: Megatron layout and its ranks.
+            placement: Megatron layout and its ranks; UserError where the layout does not divide the model.
             kernels: kernels of the layers, whose parameter names are used.
-
-        Raises:
-            UserError: the layout does not divide the model.
         """
         layout, config = placement.layout, self.config
         self.check_layout(layout, kernels)
@@ -154,21 +143,15 @@ class WeightTable(ModelTable):
                     # a copy of it there, whose gradient it sums with the embedding's.
                     blocks.append(ParamBlock(prefix, output[:1] if self.tied and first else output))
                     if self.model.multi_token:
-                        params, of_layer = (
-                            megatron.multi_token_params(self.model.multi_token),
-                            self.model.all_layers[-1],
-                        )
-                        blocks.append(ParamBlock(prefix + megatron.MULTI_TOKEN, params, config.layers))
-                        inner = f"{prefix}{megatron.MULTI_TOKEN}transformer_layer."
-                        blocks.append(ParamBlock(inner, layer_params(of_layer), config.layers))
+                        inner = prefix + megatron.MULTI_TOKEN
+                        params = megatron.multi_token_params(self.model.multi_token)
+                        blocks.append(ParamBlock(inner, params, config.layers))
+                        params = layer_params(self.model.all_layers[-1])
+                        blocks.append(ParamBlock(f"{inner}transformer_layer.", params, config.layers))
             stages.append(blocks)
-        sizes: dict[Axis, int] = {"replicated": 1, "tensor": layout.tp, "vocabulary": layout.tp, "expert": layout.etp}
-        indices = {}
-        for number, rank in enumerate(placement.ranks):
-            at = layout.coordinates(number)
-            axis_index: dict[Axis, int] = {"replicated": 0, "tensor": at.tp, "vocabulary": at.tp, "expert": at.etp}
-            indices[rank] = ParallelIndex(at.pp, at.ep, axis_index)
-        return self._derive(stages, sizes, layout.ep, indices)
+        places = {rank: layout.coordinates(number) for number, rank in enumerate(placement.ranks)}
+        indices = {rank: ParallelIndex(at.pp, at.ep, _on_axes(0, at.tp, at.tp, at.etp)) for rank, at in places.items()}
+        return self._derive(stages, _on_axes(1, layout.tp, layout.tp, layout.etp), layout.ep, indices)
 
     @property
     def has_engine_rules(self) -> bool:
@@ -185,10 +168,8 @@ class WeightTable(ModelTable):
     def _shard_map_by_rules(self, placement: EnginePlacement) -> DerivedShardMap:
         layout, config, rules = placement.layout, self.config, ENGINE_RULES[self.engine]
         layer_params = cache(lambda layer: engine_table.layer_params(layer, config, rules))
-        embedding, (final_norm, output) = (
-            engine_table.embedding_param(self.model, config, rules, layout),
-            engine_table.output_params(self.model),
-        )
+        embedding = engine_table.embedding_param(self.model, config, rules, layout)
+        final_norm, output = engine_table.output_params(self.model)
         stages = []
         for stage in range(layout.pp):
             ends = rules.pipeline_ends(config, self.tied, stage == 0, stage == layout.pp - 1)
@@ -206,25 +187,12 @@ class WeightTable(ModelTable):
                 params, inner = layer_params(self.model.all_layers[-1]), engine_table.draft_layer(config)
                 blocks.append(ParamBlock(engine_table.DRAFT + inner, params, config.layers))
             stages.append(blocks)
-        # With data-parallel attention each attention group embeds other tokens, so the embedding is sharded in a group.
-        sizes: dict[Axis, int] = {
-            "replicated": 1,
-            "tensor": layout.tp,
-            "attention": layout.attention_tp,
-            "vocabulary": layout.attention_tp,
-            "expert": layout.expert_tp,
+        places = {rank: placement.coordinates(rank) for rank in placement.ranks}
+        indices = {
+            rank: ParallelIndex(at.pp, at.ep, _on_axes(0, at.tp, at.attention_tp, at.expert_tp))
+            for rank, at in places.items()
         }
-        indices = {}
-        for rank in placement.ranks:
-            at = placement.coordinates(rank)
-            axis_index: dict[Axis, int] = {
-                "replicated": 0,
-                "tensor": at.tp,
-                "attention": at.attention_tp,
-                "vocabulary": at.attention_tp,
-                "expert": at.expert_tp,
-            }
-            indices[rank] = ParallelIndex(at.pp, at.ep, axis_index)
+        sizes = _on_axes(1, layout.tp, layout.attention_tp, layout.expert_tp)
         return self._derive(stages, sizes, layout.ep, indices)
 
     @property
@@ -253,11 +221,7 @@ class WeightTable(ModelTable):
         """Checks that Megatron's layout divides the model.
 
         Args:
-            layout: Megatron layout.
-            kernels: kernels of the layers.
-
-        Raises:
-            UserError: a dimension is not divisible; names it.
+            layout, kernels: Megatron layout, and kernels of the layers; UserError with a dimension that is not divided.
         """
         layout.check(self.model_dims)
         if self.config.latent and kernels == "torch":  # Transformer Engine replicates the down projections
@@ -282,6 +246,12 @@ class WeightTable(ModelTable):
     ) -> DerivedShardMap:
         experts = self.config.experts.count if self.config.experts else 0
         return DerivedShardMap(self.tensor_index, stages, sizes, experts // expert_groups, indices)
+
+
+def _on_axes(replicated: int, tensor: int, attention: int, expert: int) -> dict[Axis, int]:
+    # With data-parallel attention each attention group embeds other tokens, so the embedding is sharded in a group.
+    dense: dict[Axis, int] = {"replicated": replicated, "tensor": tensor, "attention": attention}
+    return {**dense, "vocabulary": attention, "expert": expert}
 
 
 def weight_table(config: HFConfig, head: Head = "language") -> WeightTable:

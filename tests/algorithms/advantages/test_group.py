@@ -2,6 +2,7 @@
 
 import itertools
 import statistics
+from functools import partial
 
 import pytest
 import torch
@@ -72,15 +73,11 @@ def test_group_advantages_of_several_rows_equal_those_of_single_rows(samples, sh
     rows, ids = torch.tensor(numbers, dtype=torch.int64), torch.tensor([40 - 3 * i for i in range(len(samples))])
     scores = torch.tensor([sample[0] for sample in samples], dtype=torch.float64)
     groups, lengths = (torch.tensor([sample[k] for sample in samples], dtype=torch.int64) for k in (1, 2))
-    for once, repeated in (
-        (group_relative(scores, groups, ids), group_relative(scores[rows], groups[rows], ids[rows])),
-        (group_relative(scores, groups, ids, False), group_relative(scores[rows], groups[rows], ids[rows], False)),
-        (rloo(scores, groups, ids), rloo(scores[rows], groups[rows], ids[rows])),
-        (opo(scores, lengths, groups, ids), opo(scores[rows], lengths[rows], groups[rows], ids[rows])),
-        (informative(scores, groups, ids), informative(scores[rows], groups[rows], ids[rows])),
-        (group_means(scores, groups, ids), group_means(scores[rows], groups[rows], ids[rows])),
-    ):
-        assert torch.equal(repeated, once[rows])
+    assert torch.equal(
+        opo(scores[rows], lengths[rows], groups[rows], ids[rows]), opo(scores, lengths, groups, ids)[rows]
+    )
+    for function in (group_relative, partial(group_relative, normalize_by_std=False), rloo, informative, group_means):
+        assert torch.equal(function(scores[rows], groups[rows], ids[rows]), function(scores, groups, ids)[rows])
 
 
 def test_groups_that_teach_nothing_are_exactly_zero():
@@ -97,24 +94,17 @@ def test_a_large_offset_does_not_swallow_the_spread():
 
 
 @settings(max_examples=100)
-@given(ROWS)
-def test_rloo_against_loops(rows):
-    scores, groups = torch.tensor([row[0] for row in rows]).double(), torch.tensor([row[1] for row in rows])
-    for i, found in enumerate(rloo(scores, groups, alone(groups)).tolist()):
-        others = [float(scores[j]) for j in range(len(rows)) if j != i and groups[j] == groups[i]]
-        expected = float(scores[i]) - statistics.fmean(others) if others else 0.0
-        assert found == pytest.approx(expected, rel=1e-9, abs=1e-9)
-
-
-@settings(max_examples=100)
 @given(ROWS, st.data())
-def test_opo_against_loops(rows, data):
+def test_rloo_and_opo_against_loops(rows, data):
     scores, groups = torch.tensor([row[0] for row in rows]).double(), torch.tensor([row[1] for row in rows])
     lengths = data.draw(st.lists(st.integers(1, 9), min_size=len(rows), max_size=len(rows)))
-    for i, found in enumerate(opo(scores, torch.tensor(lengths), groups, alone(groups)).tolist()):
+    found = rloo(scores, groups, alone(groups)), opo(scores, torch.tensor(lengths), groups, alone(groups))
+    for i, values in enumerate(zip(*(column.tolist() for column in found), strict=True)):
         peers = [j for j in range(len(rows)) if groups[j] == groups[i]]
-        baseline = sum(lengths[j] * float(scores[j]) for j in peers) / sum(lengths[j] for j in peers)
-        assert found == pytest.approx(float(scores[i]) - baseline if len(peers) > 1 else 0.0, rel=1e-9, abs=1e-9)
+        others = statistics.fmean(float(scores[j]) for j in peers if j != i) if len(peers) > 1 else float(scores[i])
+        optimal = sum(lengths[j] * float(scores[j]) for j in peers) / sum(lengths[j] for j in peers)
+        expected = [float(scores[i]) - baseline for baseline in (others, optimal)]
+        assert values == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
 def test_opo_row_order_changes_no_bit_where_scores_agree():
@@ -159,11 +149,8 @@ def test_group_means_of_decimal_fractions_are_exact():
 
 def test_rows_without_tokens_and_no_rows():
     empty, groups = torch.empty(0), torch.empty(0, dtype=torch.int64)
-    for function in (group_relative, rloo):
-        assert function(empty, groups, groups).shape == (0,)
-    assert opo(empty, groups, groups, groups).shape == (0,)
-    for keep in (informative, group_means):
-        assert keep(empty, groups, groups).shape == (0,)
+    for function in (group_relative, rloo, informative, group_means, partial(opo, lengths=groups)):
+        assert function(empty, groups=groups, trajectories=groups).shape == (0,)
     assert opo(torch.tensor([1.0, 3.0]), torch.tensor([0, 0]), torch.tensor([1, 1]), torch.arange(2)).isfinite().all()
     assert opo(torch.tensor([5.0]), torch.tensor([0]), torch.tensor([1]), torch.arange(1)).tolist() == [0.0]
 
@@ -249,21 +236,17 @@ def test_weights_and_frequencies(kind):
     torch.testing.assert_close(torch.bincount(drawn, minlength=5) / 50_000, expected, rtol=0, atol=0.012)
 
 
-def test_resampling_weights_by_power_equal_the_formula():
-    weights = resampling_weights(SCORES, GROUPS, "pow", 1.0)
-    assert weights.tolist() == pytest.approx([2.0, 0.5, 1.0, 1.0, 0.0], abs=1e-7)
-
-
 @pytest.mark.parametrize(
-    ("kind", "probability", "expected"),
+    ("kind", "options", "expected"),
     [
-        ("best_random", 0.8, [0.1, 0.2, 0.8, 0.8, 0.1]),
-        ("best_worst", 0.8, [0.2, 0.2, 0.8, 0.8, 0.0]),
-        ("best_random", 1.0, [0.0, 0.0, 1.0, 1.0, 0.0]),  # best-of-N
+        ("pow", {"power": 1.0}, [2.0, 0.5, 1.0, 1.0, 0.0]),
+        ("best_random", {"filter_probability": 0.8}, [0.1, 0.2, 0.8, 0.8, 0.1]),
+        ("best_worst", {"filter_probability": 0.8}, [0.2, 0.2, 0.8, 0.8, 0.0]),
+        ("best_random", {"filter_probability": 1.0}, [0.0, 0.0, 1.0, 1.0, 0.0]),  # best-of-N
     ],
 )
-def test_resampling_weights_by_rank_follow_the_filter_probability(kind, probability, expected):
-    weights = resampling_weights(SCORES, GROUPS, kind, filter_probability=probability)
+def test_resampling_weights_follow_power_and_filter_probability(kind, options, expected):
+    weights = resampling_weights(SCORES, GROUPS, kind, **options)
     assert weights.tolist() == pytest.approx(expected, abs=1e-7)
 
 

@@ -17,10 +17,11 @@ from verl_mg.algorithms.correction import drifted_sequences
 
 Columns = dict[str, Tensor]
 Parts = Sequence[Columns]
+Units = Sequence[Sequence[int]]
 
 ROWS, MAX_LENGTH = 12, 10
 PAIRS = [[row, row + ROWS // 2] for row in range(ROWS // 2)]  # the chosen row and the rejected
-SINGLES = [[row] for row in range(ROWS)]
+SINGLES = tuple([row] for row in range(ROWS))
 HELPERS = {*("covariances", "priorities", "share_count", "tokens_at_least", "tokens_between"), "explained_variance"}
 
 
@@ -87,22 +88,20 @@ class Case:
 
     call: Callable[[Columns], tuple[Tensor, losses.Metrics]]
     mask: str = "masked_but_3"
-    units: Sequence[Sequence[int]] = tuple(SINGLES)
+    units: Units = SINGLES
 
 
-def policy(name: str, *options: float, ids: bool = False, advantages: str = "token_advantages") -> Case:
+def of(name: str, columns: str, *options: float | str, mask: str = "masked_but_3", units: Units = SINGLES) -> Case:
+    """A loss by name, of columns and options."""
+
     def call(c: Columns) -> tuple[Tensor, losses.Metrics]:
-        given = [c["sequence_ids"]] if ids else []
-        return getattr(losses, name)(c["logprobs"], c["old"], c[advantages], c["masked_but_3"], *given, *options)
+        return getattr(losses, name)(*(c[column] for column in columns.split()), *options)
 
-    return Case(call)
+    return Case(call, mask, units)
 
 
-def preference(kind: str, smoothing: float = 0.0) -> Case:
-    def call(c: Columns) -> tuple[Tensor, losses.Metrics]:
-        return losses.dpo_loss(c["logprobs"], c["ref"], c["mask"], c["pair"], c["chosen"], 0.3, smoothing, kind)
-
-    return Case(call, "mask", PAIRS)
+POLICY = "logprobs old token_advantages masked_but_3"
+PREFERENCE = "logprobs ref mask pair chosen"
 
 
 def masked_loss(c: Columns) -> tuple[Tensor, losses.Metrics]:
@@ -113,45 +112,25 @@ def masked_loss(c: Columns) -> tuple[Tensor, losses.Metrics]:
 
 
 LOSSES: dict[str, Case] = {
-    "clipped_policy_loss": policy("clipped_policy_loss", 0.2, 0.28, 3.0),
-    "cispo_loss": policy("cispo_loss", 0.2, 0.28),
-    "sapo_loss": policy("sapo_loss"),
-    "gpg_loss": Case(lambda c: losses.gpg_loss(c["logprobs"], c["token_advantages"], c["masked_but_3"])),
-    "gspo_loss": policy("gspo_loss", 0.05, 0.06, 1.1, ids=True),
-    "gmpo_loss": policy("gmpo_loss", 0.1, 0.1, 1.2, ids=True, advantages="advantages"),
-    **{
-        f"dppo_loss, {kind}": Case(
-            lambda c, kind=kind: losses.dppo_loss(
-                c["logprobs"], c["old"], c["token_advantages"], c["masked_but_3"], kind, 0.05, 0.05
-            )
-        )
-        for kind in ("tv", "kl")
-    },
+    "clipped_policy_loss": of("clipped_policy_loss", POLICY, 0.2, 0.28, 3.0),
+    "cispo_loss": of("cispo_loss", POLICY, 0.2, 0.28),
+    "sapo_loss": of("sapo_loss", POLICY),
+    "gpg_loss": of("gpg_loss", "logprobs token_advantages masked_but_3"),
+    "gspo_loss": of("gspo_loss", f"{POLICY} sequence_ids", 0.05, 0.06, 1.1),
+    "gmpo_loss": of("gmpo_loss", "logprobs old advantages masked_but_3 sequence_ids", 0.1, 0.1, 1.2),
+    "dppo_loss, tv": of("dppo_loss", POLICY, "tv", 0.05, 0.05),
+    "dppo_loss, kl": of("dppo_loss", POLICY, "kl", 0.05, 0.05),
     "clipped_policy_loss, off-policy sequence masking": Case(masked_loss),
-    "clip_cov_loss": Case(
-        lambda c: losses.clip_cov_loss(
-            c["logprobs"], c["old"], c["token_advantages"], c["masked_but_3"], c["cut"], 0.2, 0.28, 3.0
-        )
-    ),
-    "kl_cov_loss": Case(
-        lambda c: losses.kl_cov_loss(
-            c["logprobs"], c["old"], c["token_advantages"], c["masked_but_3"], c["penalized"], 1.0
-        )
-    ),
-    "value_loss": Case(
-        lambda c: losses.value_loss(c["logprobs"], c["old_values"], c["returns"], c["masked_but_3"], 0.5)
-    ),
-    "sft_loss": Case(lambda c: losses.sft_loss(c["logprobs"], c["masked_but_3"])),
-    "imitation_loss": Case(lambda c: losses.imitation_loss(c["logprobs"], c["weights"], c["masked_but_3"])),
-    "dpo_loss": preference("sigmoid", 0.1),
-    "dpo_loss, hinge": preference("hinge"),
-    "dpo_loss, ipo": preference("ipo"),
-    "bradley_terry_loss": Case(
-        lambda c: losses.bradley_terry_loss(c["logprobs"], c["last"], c["pair"], c["chosen"]), "last", PAIRS
-    ),
-    "prime_loss": Case(
-        lambda c: losses.prime_loss(c["logprobs"], c["ref"], c["masked_but_3"], c["sequence_ids"], c["labels"], 0.4)
-    ),
+    "clip_cov_loss": of("clip_cov_loss", f"{POLICY} cut", 0.2, 0.28, 3.0),
+    "kl_cov_loss": of("kl_cov_loss", f"{POLICY} penalized", 1.0),
+    "value_loss": of("value_loss", "logprobs old_values returns masked_but_3", 0.5),
+    "sft_loss": of("sft_loss", "logprobs masked_but_3"),
+    "imitation_loss": of("imitation_loss", "logprobs weights masked_but_3"),
+    "dpo_loss": of("dpo_loss", PREFERENCE, 0.3, 0.1, "sigmoid", mask="mask", units=PAIRS),
+    "dpo_loss, hinge": of("dpo_loss", PREFERENCE, 0.3, 0.0, "hinge", mask="mask", units=PAIRS),
+    "dpo_loss, ipo": of("dpo_loss", PREFERENCE, 0.3, 0.0, "ipo", mask="mask", units=PAIRS),
+    "bradley_terry_loss": of("bradley_terry_loss", "logprobs last pair chosen", mask="last", units=PAIRS),
+    "prime_loss": of("prime_loss", "logprobs ref masked_but_3 sequence_ids labels", 0.4),
 }
 
 

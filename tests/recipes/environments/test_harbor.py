@@ -78,11 +78,8 @@ def work(task: Path, replies: list[str | Message], **options: Any) -> tuple[Any,
 
     with policy(reply) as url:
         session = ScriptedSession(url, options)
-        return (
-            asyncio.run(harbor.run(session, ScriptedSample(record={"task": str(task)}))),
-            results,
-            "".join(session.written),
-        )
+        reward = asyncio.run(harbor.run(session, ScriptedSample(record={"task": str(task)})))
+        return reward, results, "".join(session.written)
 
 
 def test_read_records_of_task_folders_have_instruction_and_folder(task):
@@ -209,14 +206,7 @@ def test_read_task_of_an_earlier_version_has_its_memory_and_network(task):
 REWARDS = {
     "reward.txt": ["1", " 0.5\n", "nan", "inf", "", "good", "1e3"],
     "reward.json": [
-        '{"reward": 1}',
-        '{"a": 0.5}',
-        '{"reward": 1, "b": 2}',
-        "{}",
-        "[",
-        '{"a": "1"}',
-        '{"a": NaN}',
-        "1e999",
+        *('{"reward": 1}', '{"a": 0.5}', '{"reward": 1, "b": 2}', "{}", "[", '{"a": "1"}', '{"a": NaN}', "1e999"),
     ],
 }
 PARSE = """
@@ -294,24 +284,19 @@ def docker(tmp_path, task, monkeypatch) -> Path:
     return folder
 
 
-def calls_of(folder: Path) -> list[list[str]]:
-    return read_lines(folder / "calls.jsonl")
-
-
 SOLVE = bash({"command": 'echo "$(cat greeting.txt) $COLOUR" >answer.txt'})
 
 
 @pytest.mark.parametrize("prebuilt", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_run_task_with_an_image_works_in_a_container(task, docker, prebuilt):
     if prebuilt:
-        (task / "task.toml").write_text(
-            CONFIG + 'docker_image = "ready:1"\nworkdir = "/app"\nnetwork_mode = "no-network"\n'
-        )
+        image = 'docker_image = "ready:1"\nworkdir = "/app"\nnetwork_mode = "no-network"\n'
+        (task / "task.toml").write_text(CONFIG + image)
     else:
         (task / "environment" / "Dockerfile").write_text("FROM debian\nWORKDIR /app\nCOPY greeting.txt .\n")
     reward, _, log = work(task, [SOLVE, "Done."])
     assert (reward, log) == (1.0, "\ntests:\ntesting in /app\n")
-    calls = calls_of(docker)
+    calls = read_lines(docker / "calls.jsonl")
     (start,) = [call for call in calls if call[0] == "run"]
     image, network = ("ready:1", "none") if prebuilt else ("sha256:1234", "bridge")
     assert (image in start, f"--network={network}" in start, "--cpus=2" in start) == (True, True, True)
@@ -341,7 +326,7 @@ def test_run_users_of_the_task_are_those_in_the_container(task, docker):
     users = CONFIG.replace("[verifier]", 'user = "dev"\n[verifier]\nuser = 0')
     (task / "task.toml").write_text(users + 'docker_image = "ready:1"\nworkdir = "/app"\n')
     assert work(task, [SOLVE, ""])[0] == 1.0
-    executed = [call for call in calls_of(docker) if call[0] == "exec"]
+    executed = [call for call in read_lines(docker / "calls.jsonl") if call[0] == "exec"]
     user_of = {call[-1]: [text for text in call if text.startswith("--user=")] for call in executed}
     assert user_of["bash /tests/test.sh"] == ["--user=0"]
     assert [user for command, user in user_of.items() if "COLOUR" in command] == [["--user=dev"]]
@@ -353,7 +338,7 @@ def test_run_command_as_agent_in_a_container_uses_the_network_of_the_host(task, 
     (task / "environment" / "Dockerfile").write_text("FROM debian\nWORKDIR /app\n")
     command = '[[ $OPENAI_API_KEY && -e $VERL_MG_SAMPLE ]] && echo "hello red" >answer.txt'
     assert work(task, [], command=command)[0] == 1.0
-    assert any("--network=host" in call for call in calls_of(docker))
+    assert any("--network=host" in call for call in read_lines(docker / "calls.jsonl"))
 
 
 @pytest.mark.nightly
@@ -363,7 +348,7 @@ def test_calls_of_docker_are_valid_for_the_real_command(task, docker):
         pytest.skip("no docker command on this machine")
     (task / "environment" / "Dockerfile").write_text("FROM debian\n")
     work(task, [SOLVE, "Done."])
-    for call in calls_of(docker):
+    for call in read_lines(docker / "calls.jsonl"):
         variables = {**os.environ, "DOCKER_HOST": "unix:///nothing/here.sock"}
         here = [str(task) if "/agent-" in text and ":" not in text else text for text in call]  # a folder that is there
         done = subprocess.run([real, *here], capture_output=True, text=True, env=variables)

@@ -1,13 +1,12 @@
 """Episodes in the real servers of NeMo Gym, with our model server and a scripted policy."""
 
-import asyncio
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.agents.scripted_session import Message, ScriptedSample, ScriptedSession, policy
+from tests.agents.scripted_session import Message, episode
 from tests.helpers.json_server import JsonRequest, JsonResponse, serving
 from verl_mg.agents.agent import AgentError
 from verl_mg.recipes.environments import nemo_gym
@@ -35,10 +34,7 @@ RECORD = {
 }
 
 
-def run(url: str, record: dict[str, Any], reply: Callable[[dict[str, Any]], str | Message], **options: Any) -> Any:
-    with policy(reply) as base_url:
-        session = ScriptedSession(base_url, {"url": url, **options})
-        return asyncio.run(nemo_gym.run(session, ScriptedSample(record=record)))
+run = partial(episode, nemo_gym.run)
 
 
 @pytest.mark.nightly

@@ -1,17 +1,16 @@
 """Episodes in an environment of the real verifiers, served by tools/serve_verifiers.py, with a scripted policy."""
 
-import asyncio
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.agents.scripted_session import Message, ScriptedSample, ScriptedSession, policy
+from tests.agents.scripted_session import episode
 from tests.helpers.json_lines import read_lines
 from tests.helpers.json_server import JsonResponse, serving
 from verl_mg.agents.agent import AgentError
@@ -30,10 +29,7 @@ VARIABLES = {
 }
 
 
-def run(url: str, record: dict[str, Any], reply: Callable[[dict[str, Any]], str | Message], **options: Any) -> Any:
-    with policy(reply) as base_url:
-        session = ScriptedSession(base_url, {"url": url, **options})
-        return asyncio.run(verifiers.run(session, ScriptedSample(record=record)))
+run = partial(episode, verifiers.run)
 
 
 @pytest.mark.nightly
