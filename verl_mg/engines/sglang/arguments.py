@@ -179,10 +179,7 @@ ON_GPUS_REFUSED: tuple[Refusal[EngineCase], ...] = (
 
 
 def place_arguments(options: EngineOptions, ports: Sequence[int], address: str) -> dict[str, Any]:
-    """Returns the keyword arguments of `sglang.Engine` from which it derives its fixed ports.
-
-    `address` is HOST:PORT at which the processes of the engine meet.
-    """
+    """Returns arguments from which `sglang.Engine` derives its ports; its processes meet at `address`, HOST:PORT."""
     return {"nccl_port": ports[0], "dist_init_addr": address}
 
 

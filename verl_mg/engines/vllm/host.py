@@ -15,15 +15,7 @@ from typing import Any, NoReturn, TypeVar
 
 from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.engines import engine_host
-from verl_mg.engines.engine import (
-    ACCEPTED,
-    CACHED,
-    DRAFTED,
-    GENERATED,
-    PROMPT,
-    VERIFIED,
-    observed_load,
-)
+from verl_mg.engines.engine import ACCEPTED, CACHED, DRAFTED, GENERATED, PROMPT, VERIFIED, observed_load
 from verl_mg.engines.engine_attachment import EngineListener
 from verl_mg.engines.engine_host import EngineHost, hide_training_packages
 from verl_mg.engines.engine_options import EngineOptions
@@ -238,11 +230,8 @@ def _end() -> NoReturn:
 
 
 def _seed(seed: int | None, position: int) -> int | None:
-    """Returns the seed of a request whose first new token is at a position.
-
-    vLLM's generator starts again with each request: the continuation of a partial sample would draw the numbers of its
-    beginning again.
-    """
+    """Returns the seed of a request whose first new token is at a position: continuations are to draw new numbers."""
+    # vLLM's generator starts again with each request.
     return None if seed is None else (seed + position * SEED_STEP) % 2**63
 
 
@@ -280,10 +269,7 @@ CACHE_UNITS = 1000  # units of the use of the cache, of which vLLM reports the s
 
 
 class StepStatistics:
-    """Sums what vLLM reports, by the methods of vLLM's `StatLoggerBase`.
-
-    The instance itself is the factory of the loggers, of which vLLM makes one for each scheduler.
-    """
+    """Sums what vLLM reports: each scheduler's logger, as vLLM's `StatLoggerBase`, and the factory of all of them."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
