@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from verl_mg.data.image_processor import ImageProcessor
@@ -91,7 +91,9 @@ def decode(
     drawn = torch.zeros(len(prompts), steps, dtype=torch.int64, device=device)
     scores = torch.zeros(len(prompts), steps, device=device)
     lengths = torch.zeros(len(prompts), dtype=torch.int64, device=device)
-    cache = preallocated_cache(module.config)
+    cache = DynamicCache(config=module.config)
+    # Layers that keep a window or a state instead of all columns are unchanged.
+    cache.layers = [PreallocatedLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     logits, rows = _prefill(module, cache, prompts, limits, images or [()] * len(prompts), vision)
     width = rows.attend.shape[1] - steps
 
@@ -284,13 +286,6 @@ class PreallocatedLayer(DynamicLayer):
         self.key_buffer, self.value_buffer = keys, values
         self.keys, self.values = keys[:, :, :length], values[:, :, :length]
         return self.keys, self.values
-
-
-def preallocated_cache(config: PreTrainedConfig) -> DynamicCache:
-    """Returns an empty cache for a model; layers that keep a window or a state instead of all columns are unchanged."""
-    cache = DynamicCache(config=config)
-    cache.layers = [PreallocatedLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
-    return cache
 
 
 def select_rows(cache: DynamicCache, rows: torch.Tensor) -> None:

@@ -175,11 +175,9 @@ class HFEngine(RolloutEngine):
         stop = batch[0][1].stop
         if not stop or self._decode_text is None:
             return None
-        return TextEnd(stop, self._decode_text, [_turn(request) for request, _ in batch])
-
-
-def _turn(request: Request) -> tuple[int, ...]:
-    return request.partial.tokens[last_turn_start(request.partial) :] if request.partial else ()
+        partials = [request.partial for request, _ in batch]
+        turns = [partial.tokens[last_turn_start(partial) :] if partial else () for partial in partials]
+        return TextEnd(stop, self._decode_text, turns)
 
 
 def _drawing(sampling: Sampling) -> tuple[object, ...]:

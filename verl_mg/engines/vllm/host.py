@@ -60,6 +60,7 @@ class VLLMHost(EngineHost):
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        seed = request["seed"]
         parameters = SamplingParams(
             max_tokens=request["max_new_tokens"],
             temperature=request["temperature"],
@@ -67,7 +68,8 @@ class VLLMHost(EngineHost):
             top_k=request["top_k"],
             min_p=request["min_p"],
             stop_token_ids=request["stop_token_ids"],
-            seed=_seed(request["seed"], len(request["tokens"])),
+            # vLLM's generator starts again with each request: continuations are to draw other numbers.
+            seed=None if seed is None else (seed + len(request["tokens"]) * SEED_STEP) % 2**63,
             logprobs=0,  # of the drawn token only
             logit_bias=dict.fromkeys(request["excluded_token_ids"], EXCLUDED) or None,
             # vLLM also stops at the model's end of sequence, unless it is to ignore that.
@@ -227,12 +229,6 @@ class VLLMPart:
 def _end() -> NoReturn:
     print("vLLM's processes have ended", file=sys.stderr, flush=True)
     os._exit(1)
-
-
-def _seed(seed: int | None, position: int) -> int | None:
-    """Returns the seed of a request whose first new token is at a position: continuations are to draw new numbers."""
-    # vLLM's generator starts again with each request.
-    return None if seed is None else (seed + position * SEED_STEP) % 2**63
 
 
 def _begin_child(stream: int, nothing: int) -> None:
