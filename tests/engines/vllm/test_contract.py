@@ -83,8 +83,5 @@ def test_arguments_of_the_engine_and_of_its_methods_are_those_of_vllm(vllm_says)
 @needs_vllm
 def test_sampler_of_the_second_model_runner_can_be_wrapped(vllm_says):
     """It gets the logits after temperature, by position, and returns those after top-k and top-p."""
-    assert vllm_says["sampler"] == {
-        "first": "processed_logits",
-        "returns": "(sampled, processed_logits)",
-        "keywords": [0],
-    }
+    returned = "(sampled, processed_logits)"
+    assert vllm_says["sampler"] == {"first": "processed_logits", "returns": returned, "keywords": [0]}
