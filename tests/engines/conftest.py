@@ -1,6 +1,7 @@
 """Real engines of each kind with one model of experts; a worker starts each of them once."""
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,9 @@ def started(request, mixtures, tmp_path_factory) -> Iterator[Any]:
         hf.end_update(VERSION)
         yield hf
         return
-    log = tmp_path_factory.mktemp("log") / "0.log"
-    engine = ProcessEngine(PROCESSES[request.param], mixtures[0], options_of(request.param), log)
-    yield engine
-    engine.close()
+    log, options = tmp_path_factory.mktemp("log") / "0.log", options_of(request.param)
+    with closing(ProcessEngine(PROCESSES[request.param], mixtures[0], options, log)) as engine:
+        yield engine
 
 
 @pytest.fixture
@@ -54,3 +54,8 @@ def engine(started, mixtures) -> Any:
     if started.version != VERSION:
         bring_weights(started, mixtures[0], VERSION)
     return started
+
+
+@pytest.fixture
+def on_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

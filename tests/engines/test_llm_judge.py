@@ -50,8 +50,8 @@ def test_verdict_reads_the_last_match(answer, reward):
 
 
 def test_verdict_not_a_number_is_not_counted():
-    assert LLMJudge(pattern="Verdict: (A|B)?", url="http://nowhere").verdict("Verdict: A").parts == {"judged": 0.0}
-    assert LLMJudge(pattern="Verdict: (A|B)?", url="http://nowhere").verdict("Verdict: ").parts == {"judged": 0.0}
+    judge = LLMJudge(pattern="Verdict: (A|B)?", url="http://nowhere")
+    assert [judge.verdict(text).parts for text in ("Verdict: A", "Verdict: ")] == [{"judged": 0.0}] * 2
 
 
 @pytest.mark.parametrize("chat", [True, False])

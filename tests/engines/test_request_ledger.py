@@ -1,11 +1,18 @@
 """Results of an engine for the rank that comes after a lost one."""
 
 import asyncio
+import functools
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from verl_mg.engines import engine_host
 from verl_mg.engines.engine_host import Generation, RequestLedger, request_key
 
 REQUEST = {"tokens": [1, 2], "seed": None}
+
+
+def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    return functools.wraps(test)(lambda *arguments, **options: asyncio.run(test(*arguments, **options)))
 
 
 def generation(ledger: RequestLedger, rid: str, version: int, token: int, finish: str = "stop") -> Generation:
@@ -32,59 +39,50 @@ def test_key_has_sample_version_and_content():
     assert key not in {request_key(*other) for other in others}
 
 
-def test_take_repeats_results_in_their_order_for_each_further_rank():
-    async def run() -> None:
-        ledger = RequestLedger()
-        for token in (7, 8):
-            await generation(ledger, "5.0", 1, token).task
-        assert answers(ledger, "5.9", 1, 1) == [None]  # of the same rank: it wants a new one
-        for _ in range(2):
-            ledger.hand_over()
-            assert answers(ledger, "5.1", 1, 3) == [7, 8, None]
-            assert answers(ledger, "5.1", 2, 1) == [None]
-
-    asyncio.run(run())
-
-
-def test_aborted_and_interrupted_requests_are_not_repeated():
-    async def run() -> None:
-        ledger = RequestLedger()
-        await generation(ledger, "1.0", 1, 7, "abort").task
-        interrupted = generation(ledger, "2.0", 1, 7)
-        ledger.drop_unfinished()
-        await interrupted.task
-        kept = generation(ledger, "3.0", 1, 7)
-        await kept.task
-        unfinished = generation(ledger, "4.0", 1, 8)
+@in_a_loop
+async def test_take_repeats_results_in_their_order_for_each_further_rank():
+    ledger = RequestLedger()
+    for token in (7, 8):
+        await generation(ledger, "5.0", 1, token).task
+    assert answers(ledger, "5.9", 1, 1) == [None]  # of the same rank: it wants a new one
+    for _ in range(2):
         ledger.hand_over()
-        assert ledger.orphans() == [unfinished]
-        assert [answers(ledger, f"{i}.0", 1, 1) for i in (1, 2, 3)] == [[None], [None], [7]]
-        assert ledger.take(request_key("4.1", REQUEST, 1)) is unfinished
-
-    asyncio.run(run())
+        assert answers(ledger, "5.1", 1, 3) == [7, 8, None]
+        assert answers(ledger, "5.1", 2, 1) == [None]
 
 
-def test_results_under_weights_that_are_trained_again_are_dropped():
-    async def run() -> None:
-        ledger = RequestLedger()
-        for version in (3, 4):
-            await generation(ledger, "1.0", version, version).task
-        ledger.hand_over()
-        ledger.drop_newer(3)
-        assert [answers(ledger, "1.0", version, 1) for version in (3, 4)] == [[3], [None]]
+@in_a_loop
+async def test_aborted_and_interrupted_requests_are_not_repeated():
+    ledger = RequestLedger()
+    await generation(ledger, "1.0", 1, 7, "abort").task
+    interrupted = generation(ledger, "2.0", 1, 7)
+    ledger.drop_unfinished()
+    await interrupted.task
+    kept = generation(ledger, "3.0", 1, 7)
+    await kept.task
+    unfinished = generation(ledger, "4.0", 1, 8)
+    ledger.hand_over()
+    assert ledger.orphans() == [unfinished]
+    assert [answers(ledger, f"{i}.0", 1, 1) for i in (1, 2, 3)] == [[None], [None], [7]]
+    assert ledger.take(request_key("4.1", REQUEST, 1)) is unfinished
 
-    asyncio.run(run())
+
+@in_a_loop
+async def test_results_under_weights_that_are_trained_again_are_dropped():
+    ledger = RequestLedger()
+    for version in (3, 4):
+        await generation(ledger, "1.0", version, version).task
+    ledger.hand_over()
+    ledger.drop_newer(3)
+    assert [answers(ledger, "1.0", version, 1) for version in (3, 4)] == [[3], [None]]
 
 
-def test_oldest_results_are_dropped_when_all_are_too_large(monkeypatch):
+@in_a_loop
+async def test_oldest_results_are_dropped_when_all_are_too_large(monkeypatch):
     monkeypatch.setattr(engine_host, "MAX_BYTES", 2 * engine_host.TOKEN_BYTES)
-
-    async def run() -> None:
-        ledger = RequestLedger()
-        for number in range(4):
-            await generation(ledger, f"{number}.0", 1, number).task
-        await asyncio.sleep(0)
-        ledger.hand_over()
-        assert [answers(ledger, f"{i}.0", 1, 1) for i in range(4)] == [[None], [None], [2], [3]]
-
-    asyncio.run(run())
+    ledger = RequestLedger()
+    for number in range(4):
+        await generation(ledger, f"{number}.0", 1, number).task
+    await asyncio.sleep(0)
+    ledger.hand_over()
+    assert [answers(ledger, f"{i}.0", 1, 1) for i in range(4)] == [[None], [None], [2], [3]]

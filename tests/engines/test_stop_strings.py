@@ -47,7 +47,6 @@ def ask(count: int = 12) -> list[Request]:
 
 
 def end_of(tokens: Sequence[int], stop: Sequence[str], text: Callable[[Sequence[int]], str]) -> int:
-    """The number of tokens up to a stop string, token by token."""
     return next((n for n in range(1, len(tokens) + 1) if any(s in text(tokens[:n]) for s in stop)), len(tokens))
 
 
@@ -148,8 +147,6 @@ def test_texts_of_tools_and_stop_tokens_are_not_searched():
 
 
 class EndsTooEarly(StopStringEngine):
-    """An engine that ends samples at a string which is not there."""
-
     calls = 0
 
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:

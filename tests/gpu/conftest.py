@@ -74,7 +74,6 @@ def reason_of(report: pytest.TestReport | pytest.CollectReport) -> str:
 
 @pytest.fixture(scope="session")
 def machine() -> Machine:
-    """Where the tests run."""
     return Machine.this()
 
 
@@ -107,6 +106,17 @@ def expected(tmp_path_factory) -> Callable[[Path], object]:
         return train_in_plain_torch(oracle(model), rows, tmp_path_factory.mktemp("oracle"))
 
     return of
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory) -> dict[str, Path]:
+    """A model of each kind for float32, and one with wider heads for kernels in 16 bits."""
+    from tests.megatron.layout_models import HALF_HEAD_DIM, ModelFolders, make_model
+
+    models = ModelFolders(tmp_path_factory.mktemp("models"))
+    for name in ("dense", "mixture", "capped", "latent"):
+        models[f"half {name}"] = make_model(tmp_path_factory.mktemp("half"), name, head_dim=HALF_HEAD_DIM)
+    return models
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """GRPO jobs with an engine on one rank, and how far the engine's answers are from those of `transformers`."""
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,15 @@ Values = Callable[[Tensor], Tensor]
 Reported = list[dict[str, Any]]
 
 
-def make_inputs(folder: Path) -> Path:
-    """A model of whole blocks and heads of a width that the kernels of every engine have, prompts and a reward."""
+def served_model(folder: Path, seed: int = 3) -> Path:
+    """A model of whole blocks, and heads of a width that the kernels of every engine have."""
     sizes = {"hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "ffn": 512, "max_positions": 128}
-    make_tiny_model(
-        folder / "model", "qwen3", characters=CHARACTERS, init_std=0.1, perturb=True, seed=3, layers=2, **sizes
-    )
+    return make_tiny_model(folder, "qwen3", characters=CHARACTERS, init_std=0.1, perturb=True, seed=seed, **sizes)
+
+
+def make_inputs(folder: Path) -> Path:
+    """A model, prompts and a reward."""
+    served_model(folder / "model")
     write_sums(folder)
     (folder / "reward.py").write_text(DIGITS)
     return folder
@@ -54,12 +58,9 @@ def updates_of_quickstart(folder: Path, overrides: Sequence[str]) -> Reported:
 def _train(folder: Path, file: Path | None, overrides: Sequence[str]) -> Reported:
     recipe = load_recipe(RECIPES / "grpo.py")
     config = load_config(file, [*overrides, "job.console=false"], recipe.config)
-    job = RunningJob(config, recipe.roles(config.algorithm), job_store())
-    try:
+    with closing(RunningJob(config, recipe.roles(config.algorithm), job_store())) as job:
         job.start()
         return [trained_once(job, recipe, folder, f"update-{number}") for number in range(UPDATES)]
-    finally:
-        job.close()
 
 
 def errors(folder: Path, seen: dict[str, Any], values: Values | None = None) -> Tensor:
@@ -78,7 +79,6 @@ def errors(folder: Path, seen: dict[str, Any], values: Values | None = None) -> 
 
 
 def through_blocks(weight: Tensor) -> Tensor:
-    """Values of FP8 with a scale for each block."""
     rows, columns = weight.shape
     blocks = weight.float().view(rows // GROUP, GROUP, columns // GROUP, GROUP)
     scales = blocks.abs().amax((1, 3), keepdim=True) / FP8_LARGEST
@@ -86,13 +86,11 @@ def through_blocks(weight: Tensor) -> Tensor:
 
 
 def through_channels(weight: Tensor) -> Tensor:
-    """Values of FP8 with a scale for each row."""
     scales = weight.float().abs().amax(1, keepdim=True) / FP8_LARGEST
     return (weight.float() / scales).to(torch.float8_e4m3fn).float() * scales
 
 
 def through_integers(weight: Tensor) -> Tensor:
-    """Values of INT4 with a scale for each group of a row."""
     groups = weight.unflatten(1, (-1, GROUP))
     scales = groups.abs().amax(-1, keepdim=True) / 7.5
     return ((groups / scales).clamp(-8, 7).round().float() * scales.float()).flatten(1)

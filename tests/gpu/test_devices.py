@@ -28,6 +28,5 @@ def test_ranks_meet_on_their_devices(ranks, machine):
 
 @pytest.mark.usefixtures("on_gpu")
 def test_each_gpu_meets_the_others_without_sharing(ranks, machine):
-    """As jobs do."""
     count = min(machine.gpus, machine.ranks)
     assert ranks.run(count, met) == [("cuda", count * (count - 1) / 2)] * count

@@ -1,5 +1,6 @@
 """A real SGLang engine on the device: weights that are brought to it, and its memory while it sleeps."""
 
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,20 +8,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.helpers.engines import bring_weights
+from tests.gpu.served_jobs import served_model
+from tests.helpers.engines import bring_weights, requests
 from tests.helpers.machine import free_memory
 from tests.helpers.traces import needs_sglang
 from verl_mg import device
-from verl_mg.engines.engine import Request, Sample, Sampling
+from verl_mg.engines.engine import Sample, Sampling
 from verl_mg.engines.engine_options import EngineOptions
 from verl_mg.engines.kinds import SGLANG
 from verl_mg.engines.process_engine import ProcessEngine
 from verl_mg.layout import EngineLayout
-from verl_mg.models.tiny_model import make_tiny_model
 
 START_S = 400
 GREEDY = Sampling(max_new_tokens=12, temperature=0.0)
-REQUESTS = [Request(10 + i, (6 + i % 8, 7, 9, 11), i) for i in range(6)]
 SHARE = 0.3  # share of the device's memory for weights and key-value cache
 
 
@@ -47,12 +47,11 @@ def served(models: list[Path], folder: Path) -> Served:
         memory_fraction=SHARE,
         first_gpu=device.current_device().index or 0,
     )
-    engine = ProcessEngine(SGLANG, models[0], settings, folder / "0.log")
-    try:
+    with closing(ProcessEngine(SGLANG, models[0], settings, folder / "0.log")) as engine:
         answers = []
         for version, model in enumerate(models, start=1):
             bring_weights(engine, model, version)
-            answers.append(engine.generate(REQUESTS, GREEDY))
+            answers.append(engine.generate(requests(), GREEDY))
         free = [free_memory()]
         engine.sleep()
         free += [free_memory(), device.total_memory() or 0]
@@ -62,23 +61,14 @@ def served(models: list[Path], folder: Path) -> Served:
         engine.wake(weights=True, kv=False)
         bring_weights(engine, models[-1], len(models) + 1)
         engine.wake(weights=False, kv=True)
-        answers.append(engine.generate(REQUESTS, GREEDY))
+        answers.append(engine.generate(requests(), GREEDY))
         return Served(answers, free)
-    finally:
-        engine.close()
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> list[Path]:
-    """Two, with heads of a width that the kernels of every engine have."""
     folder = tmp_path_factory.mktemp("models")
-    sizes = {"hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "ffn": 512, "max_positions": 128}
-    return [
-        make_tiny_model(
-            folder / str(seed), "qwen3", characters="abcdefgh", init_std=0.1, perturb=True, seed=seed, **sizes
-        )
-        for seed in range(2)
-    ]
+    return [served_model(folder / str(seed), seed) for seed in range(2)]
 
 
 @needs_sglang
@@ -98,7 +88,7 @@ def assert_from(model: Path, samples: list[Sample], half: bool) -> None:
     """Log-probs are those of `transformers` with float32 weights, and so are greedy answers in float32."""
     whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     errors = []
-    for request, sample in zip(REQUESTS, samples, strict=True):
+    for request, sample in zip(requests(), samples, strict=True):
         scores = whole(torch.tensor([[*request.prompt, *sample.tokens]])).logits[0].log_softmax(-1)
         scores = scores[len(request.prompt) - 1 : -1]
         own = scores.gather(1, torch.tensor(sample.tokens)[:, None])[:, 0]

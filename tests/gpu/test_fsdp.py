@@ -10,7 +10,6 @@ from tests.fsdp.training import train
 from tests.fsdp.vision_rows import in_plain_torch, on_ranks, rows_of
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.tiny_models import random_rows, vision_model
-from tests.megatron.layout_models import HALF_HEAD_DIM, make_model
 from tests.megatron.training import Trained, assert_equal, assert_near
 from verl_mg import device
 from verl_mg.config import FsdpConfig
@@ -35,13 +34,6 @@ HALF_CASES = [
     ("dense", "cp2-dp2", 4, FsdpConfig()),
 ]
 LENGTHS = (5, 1, 64, 64, 30)
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("models")
-    half = {f"half {name}": make_model(folder / f"half-{name}", name, head_dim=HALF_HEAD_DIM) for name in NAMES}
-    return half | {name: make_model(folder / name, name) for name in NAMES}
 
 
 def trained(

@@ -7,7 +7,6 @@ import torch
 
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.tiny_models import random_rows
-from tests.megatron.layout_models import HALF_HEAD_DIM, MODELS, make_model
 from tests.megatron.training import Trained, assert_equal, assert_near, train
 from verl_mg.config import MegatronConfig
 from verl_mg.layout import Layout
@@ -52,13 +51,6 @@ WITH_TRANSFORMER_ENGINE = [
     ("dense", "tp2-cp2", "all_gather"),
     ("latent", "cp2", "p2p"),
 ]
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("models")
-    half = {f"half {name}": make_model(folder / f"half-{name}", name, head_dim=HALF_HEAD_DIM) for name, _ in HALF_CASES}
-    return half | {name: make_model(folder / name, name) for name in MODELS}
 
 
 def trained_on_all(ranks: RankPool, model: Path, layout: str, *options: object) -> list[Trained]:

@@ -44,6 +44,12 @@ class Offloaded:
     losses: list[float]
 
 
+@pytest.fixture
+def model(machine, tmp_path) -> Path:
+    sizes = SIZES["gpu" if machine.gpus else "cpu"]
+    return make_tiny_model(tmp_path / "model", "qwen3", characters=CHARACTERS, **sizes)
+
+
 def trained_role(model: Path, backend: str, host: bool = False) -> tuple[Runner, Trainer]:
     """A model and its trainer; `host`: with `fsdp.cpu_offload`."""
     placement, config = Placement.on(Layout(), 1), OptimizerConfig(lr=1e-3)
@@ -66,8 +72,7 @@ def offloaded(model: Path, backend: str) -> Offloaded:
 
     losses = [update()]
     offload = CpuOffload(runner, trainer)
-    held = [*runner.weight_storages(), *trainer.state_storages()]
-    held += trainer.gradient_storages()
+    held = [*runner.weight_storages(), *trainer.state_storages(), *trainer.gradient_storages()]
     size = sum(storage.nbytes() for storage in held)
     weights = {name: weight.detach().cpu().clone() for name, weight in runner.parameters().items()}
     free.append(free_memory())
@@ -82,9 +87,7 @@ def offloaded(model: Path, backend: str) -> Offloaded:
 
 
 @pytest.mark.parametrize("backend", ["megatron", "fsdp"])
-def test_offload_of_role_returns_its_memory_to_the_device(ranks, machine, tmp_path, backend):
-    sizes = SIZES["gpu" if machine.gpus else "cpu"]
-    model = make_tiny_model(tmp_path / "model", "qwen3", characters=CHARACTERS, **sizes)
+def test_offload_of_role_returns_its_memory_to_the_device(ranks, machine, model, backend):
     ((found),) = ranks.run(1, offloaded, model, backend)
     assert found.same_weights and found.losses[0] != found.losses[1]
     assert found.held >= 12 * found.elements  # a weight and two moments of float32 at least
@@ -113,8 +116,8 @@ def in_host_memory(model: Path) -> InHostMemory:
     rows = random_rows(6, read_config(model).vocab)
     scored = int((rows["loss_mask"] & (rows.positions > 0)).sum())
     trainer.update(MiniBatch([rows, rows], None, scored, 0), Objective(token_loss, "token-mean", 1.0))
-    parts = (runner.weight_storages(), trainer.state_storages(), trainer.gradient_storages())
-    size = sum(storage.nbytes() for part in parts for storage in part)
+    held = [*runner.weight_storages(), *trainer.state_storages(), *trainer.gradient_storages()]
+    size = sum(storage.nbytes() for storage in held)
     states = [value for state in trainer.optimizer.state.values() for value in state.values()]
     stored = [*runner.parameters().values(), *states]
     pinned = all(weight.is_pinned() for weight in runner.parameters().values())
@@ -127,9 +130,7 @@ def in_host_memory(model: Path) -> InHostMemory:
     return InHostMemory(size, before - free_memory(), pinned, {tensor.device.type for tensor in stored})
 
 
-def test_weights_in_host_memory_take_none_of_the_device(ranks, machine, tmp_path):
-    sizes = SIZES["gpu" if machine.gpus else "cpu"]
-    model = make_tiny_model(tmp_path / "model", "qwen3", characters=CHARACTERS, **sizes)
+def test_weights_in_host_memory_take_none_of_the_device(ranks, machine, model):
     ((found),) = ranks.run(1, in_host_memory, model)
     assert found.devices == {"cpu"}
     if machine.gpus:

@@ -93,7 +93,6 @@ def rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float, *others: Any) -> tuple[Te
 def rmsnorm_bwd(
     gradient: Tensor, x: Tensor, inverse: Tensor, weight: Tensor, sm_margin: int, zero_centered: bool
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the input and of the weight."""
     normalized = x.float() * inverse[:, None]
     scaled = gradient.float() * (weight.float() + float(zero_centered))
     mean = (scaled * normalized).mean(-1, keepdim=True)
@@ -118,7 +117,6 @@ def fused_rope_forward(x: Tensor, angles: Tensor, *others: Any) -> Tensor:
 
 
 def fused_rope_backward(gradient: Tensor, angles: Tensor, *options: Any) -> Tensor:
-    """The rotation by the negative angles."""
     return fused_rope_forward(gradient, -angles, *options)
 
 
@@ -137,22 +135,17 @@ def _angles(angles: Tensor, cumulative: Tensor, cp_size: int, cp_rank: int) -> T
 
 def convert_thd_to_bshd(x: Tensor, cumulative: Tensor, sequences: int, longest: int) -> Tensor:
     """Pads packed sequences, (T, heads, d), to (sequences, longest, heads, d)."""
-    rows = [F.pad(row, (0, 0, 0, 0, 0, longest - len(row))) for row in _sequences(x, cumulative)]
+    lengths = (cumulative[1:] - cumulative[:-1]).tolist()
+    rows = [F.pad(row, (0, 0, 0, 0, 0, longest - len(row))) for row in x.split(lengths)]
     return torch.stack(rows)
 
 
 def convert_bshd_to_thd(x: Tensor, cumulative: Tensor, total: int) -> Tensor:
-    """The inverse of `convert_thd_to_bshd`."""
     lengths = (cumulative[1:] - cumulative[:-1]).tolist()
     return torch.cat([row[:length] for row, length in zip(x, lengths, strict=True)])
 
 
-def _sequences(x: Tensor, cumulative: Tensor) -> Sequence[Tensor]:
-    return x.split((cumulative[1:] - cumulative[:-1]).tolist())
-
-
 def multi_tensor_l2norm(_: int, overflow: Tensor, lists: Sequence[Sequence[Tensor]], *__: Any) -> tuple[Tensor, None]:
-    """Norm of all elements of a list of tensors."""
     (tensors,) = lists
     return torch.stack([tensor.float().norm() for tensor in tensors]).norm()[None], None
 
@@ -175,7 +168,6 @@ def multi_tensor_adam(_: int, overflow: Tensor, lists: Sequence[Sequence[Tensor]
 
 
 def module(version: str) -> ModuleType:
-    """The extension of a version as a module."""
     built = ModuleType("transformer_engine_torch")
     named: dict[str, Any] = {}
     kernels = CUDNN if Version(version) >= Version("2.12") else CUDNN | FORMER

@@ -100,7 +100,6 @@ def _serve(pipe: Connection, folder: Path) -> None:
 
 
 def _received(pipe: Connection) -> tuple[int, str, str, tuple[Any, ...]] | None:
-    """Returns the next request, None at the end."""
     try:
         request: tuple[int, str, str, tuple[Any, ...]] | None = pipe.recv()
     except EOFError:  # the test process was killed
@@ -193,6 +192,5 @@ def _pass_for_a_gpu(torch: Any) -> None:
 
 
 def _called_by_transformer_engine() -> bool:
-    """Whether the caller of the property is Transformer Engine."""
     name: str = sys._getframe(2).f_globals["__name__"]
     return name.startswith("transformer_engine.")

@@ -208,15 +208,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
-        """Accepts requests for generation.
-
-        Args:
-            requests: one request for each sample; ids in flight are distinct.
-            sampling: how their tokens are drawn.
-
-        Raises:
-            UserError: a prompt is empty or longer than the model allows.
-        """
+        """Accepts requests, whose ids in flight are distinct; UserError for a prompt that is empty or too long."""
 
     @abstractmethod
     def collect(self, timeout: float) -> list[Sample]:
@@ -227,11 +219,7 @@ class RolloutEngine(ABC):
         """Aborts all requests in flight, from any thread; `collect` returns them with finish "abort"."""
 
     def abort_samples(self, ids: Collection[int]) -> None:  # noqa: B027, some engines run a batch to its end
-        """Aborts some requests, where the engine can; `collect` returns them, with finish "abort" or complete.
-
-        Args:
-            ids: sample ids.
-        """
+        """Aborts some requests, where the engine can; `collect` returns them, with finish "abort" or complete."""
 
     @abstractmethod
     def health(self) -> bool:
@@ -242,12 +230,7 @@ class RolloutEngine(ABC):
         return {}
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Sample]:
-        """Returns one sample per request, in their order; blocks until all are done or `abort` is called.
-
-        Args:
-            requests: one request for each sample.
-            sampling: how their tokens are drawn.
-        """
+        """Returns one sample per request, in their order; blocks until all are done or `abort` is called."""
         self.submit(requests, sampling)
         samples: dict[int, Sample] = {}
         while len(samples) < len(requests):

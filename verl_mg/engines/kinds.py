@@ -77,10 +77,7 @@ class ProcessKind:
             refuse(self.cpu_refusals, case)
 
     def python(self, python: Path | None) -> str:
-        """Returns the path of the Python in which the engine runs; UserError where it cannot import the engine.
-
-        `python` is the value of `rollout.python`; None is the Python of this process.
-        """
+        """Returns the path of `rollout.python`, or of this process's; UserError where it cannot import the engine."""
         if python is None:
             if importlib.util.find_spec(self.name) is None:
                 raise UserError(

@@ -43,12 +43,16 @@ class ScoringServer:
 
         UserError where the server refuses, or its response has other tokens or too few.
         """
+        request: dict[str, Any]
         if self.protocol == "sglang":
-            response = await self.service.post(_sglang_request(tokens, first, k))
+            request = {"input_ids": list(tokens), "sampling_params": {"max_new_tokens": 0, "temperature": 1.0}}
+            request |= {"return_logprob": True, "logprob_start_len": first - 1, "top_logprobs_num": k}
             read = _read_sglang
         else:
-            response = await self.service.post(_openai_request(tokens, k, self.model))
+            request = {"model": self.model, "prompt": list(tokens), "max_tokens": 1, "temperature": 1.0}
+            request["prompt_logprobs"] = k
             read = _read_openai
+        response = await self.service.post(request)
         try:
             return read(response, tokens, first, k)
         except (KeyError, IndexError, TypeError, ValueError) as error:
@@ -57,16 +61,6 @@ class ScoringServer:
                 f"{k} likeliest ones each ({type(error).__name__}: {error}). Correct the protocol, or allow more "
                 "log-probs on the server, such as with vLLM's --max-logprobs."
             ) from None
-
-
-def _sglang_request(tokens: Sequence[int], first: int, k: int) -> dict[str, Any]:
-    return {
-        "input_ids": list(tokens),
-        "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
-        "return_logprob": True,
-        "logprob_start_len": first - 1,
-        "top_logprobs_num": k,
-    }
 
 
 def _read_sglang(response: Any, tokens: Sequence[int], first: int, k: int) -> list[TokenScore]:
@@ -80,16 +74,6 @@ def _read_sglang(response: Any, tokens: Sequence[int], first: int, k: int) -> li
         pairs = [(float(value), int(other)) for value, other, *_ in best]
         scores.append(TokenScore(float(logprob), _first(pairs, k)))
     return scores
-
-
-def _openai_request(tokens: Sequence[int], k: int, model: str) -> dict[str, Any]:
-    return {
-        "model": model,
-        "prompt": list(tokens),
-        "max_tokens": 1,
-        "temperature": 1.0,
-        "prompt_logprobs": k,
-    }
 
 
 def _read_openai(response: Any, tokens: Sequence[int], first: int, k: int) -> list[TokenScore]:

@@ -222,9 +222,17 @@ def parse_config(raw: Any, where: str = "config.json") -> HFConfig:
             latent=latent,
             indexer=parse_indexer(raw, layers, where) if family.indexer else None,
             experts=_experts(raw, layers, family, where) if family.experts else None,
-            **(_gemma(raw, layers, where) if family.gemma else {}),
-            **(_gpt_oss(raw, layers, where) if family.gpt_oss else {}),
-            **(_linear(raw, layers, where) if family.linear else {}),
+            activation="gelu_pytorch_tanh" if family.gemma else "silu",
+            sandwich_norms=family.gemma,
+            zero_centered_norms=family.gemma or family.linear,
+            scaled_embedding=family.gemma,
+            sliding_windows=_sliding_windows(raw, layers, where) if family.gemma or family.gpt_oss else (),
+            attention_softcap=_number(raw["attn_logit_softcapping"]) if family.gemma else None,
+            logit_softcap=_number(raw["final_logit_softcapping"]) if family.gemma else None,
+            output_bias=family.gpt_oss,
+            attention_sinks=family.gpt_oss,
+            output_gate=family.linear,
+            linear=parse_linear(raw, layers, where) if family.linear else None,
         )
     except KeyError as error:
         raise UserError(f"{where}: the field {error.args[0]!r} is missing. Use the model's own config.json.") from None
@@ -283,34 +291,11 @@ def _attention_scale(raw: Fields, head_dim: int, family: Family) -> float:
     return float(temperature**2 / math.sqrt(head_dim))
 
 
-def _gemma(raw: Fields, layers: int, where: str) -> Fields:
-    """Returns the fields of Gemma 2 (arXiv:2408.00118) that other architectures do not have."""
-    return {
-        "activation": "gelu_pytorch_tanh",
-        "sandwich_norms": True,
-        "zero_centered_norms": True,
-        "scaled_embedding": True,
-        "sliding_windows": _sliding_windows(raw, layers, where),
-        "attention_softcap": _number(raw["attn_logit_softcapping"]),
-        "logit_softcap": _number(raw["final_logit_softcapping"]),
-    }
-
-
-def _gpt_oss(raw: Fields, layers: int, where: str) -> Fields:
-    """Returns the fields of gpt-oss (arXiv:2508.10925) that other architectures do not have."""
-    return {"output_bias": True, "attention_sinks": True, "sliding_windows": _sliding_windows(raw, layers, where)}
-
-
 def _sliding_windows(raw: Fields, layers: int, where: str) -> tuple[int | None, ...]:
     """Returns the window of each layer; every other layer has one, beginning with the first, where none is named."""
     kinds = layer_types(raw, ("sliding_attention", "full_attention"), [layer % 2 for layer in range(layers)], where)
     window = int(raw["sliding_window"]) if raw["sliding_window"] else None
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-
-
-def _linear(raw: Fields, layers: int, where: str) -> Fields:
-    """Returns the fields of Qwen3-Next and Qwen3.5 that architectures without linear attention do not have."""
-    return {"zero_centered_norms": True, "output_gate": True, "linear": parse_linear(raw, layers, where)}
 
 
 def _number(value: Any) -> float | None:
@@ -330,7 +315,8 @@ def _experts(raw: Fields, layers: int, family: Family, where: str) -> ExpertsCon
         and layer not in (raw.get("mlp_only_layers") or ())
     )
     # transformers reads mlp_layer_types, the engines first_k_dense_replace: they must be the same model.
-    if (kinds := raw.get("mlp_layer_types")) and kinds != _layer_kinds(with_experts, layers):  # GLM-4.7-Flash
+    kinds = raw.get("mlp_layer_types")  # GLM-4.7-Flash
+    if kinds and kinds != ["sparse" if layer in with_experts else "dense" for layer in range(layers)]:
         raise UserError(
             f"{where}: mlp_layer_types={kinds} has other layers with experts than first_k_dense_replace="
             f"{raw.get('first_k_dense_replace')}, which engines read. Correct one of them."
@@ -363,10 +349,6 @@ def _experts(raw: Fields, layers: int, family: Family, where: str) -> ExpertsCon
     if grouped:
         _check_groups(experts, where)
     return experts
-
-
-def _layer_kinds(with_experts: frozenset[int], layers: int) -> list[str]:
-    return ["sparse" if layer in with_experts else "dense" for layer in range(layers)]
 
 
 def _check_groups(experts: ExpertsConfig, where: str) -> None:

@@ -19,14 +19,14 @@ class Family:
     qk_norm: bool | str = False  # whether queries and keys are normalized, or the field of config.json that says so
     joint_qk_norm: bool = False  # whether all heads of a token are normalized together, and not each by itself
     partial_rotary: bool = False  # whether only a part of a head may have rotary embedding
-    gemma: bool = False
+    gemma: bool = False  # Gemma 2 (arXiv:2408.00118)
     tied: bool = False
     activations: tuple[str, ...] = ("silu",)
     latent: bool = False
     experts: bool = False
     sigmoid_router: bool = False
     """Whether the router scores by sigmoid in float32, with a bias for the choice of experts, as DeepSeek-V3's does."""
-    gpt_oss: bool = False
+    gpt_oss: bool = False  # gpt-oss (arXiv:2508.10925)
     indexer: bool = False  # whether attention is sparse: an indexer selects the keys of each query
     linear: bool = False
     """Whether there are layers with linear attention, and gates of softmax attention and of shared experts."""

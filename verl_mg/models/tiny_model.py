@@ -150,7 +150,7 @@ def make_tiny_model(
     `heads` value heads and half as many key heads, each half as wide. Of the `experts` 2 process a token; they are half
     as wide as `ffn`, except in `WIDE_EXPERTS`. `perturb` changes norms and biases, see `perturb_vectors`.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     if architecture not in ARCHITECTURES:
         raise UserError(f"unknown architecture '{architecture}'. Choose from {', '.join(ARCHITECTURES)}.")
@@ -161,29 +161,21 @@ def make_tiny_model(
         )
     tokenizer = character_tokenizer(characters, words, chat_template)
     width = head_dim or hidden // heads
-    attention = {"num_key_value_heads": kv_heads, "head_dim": width}
+    attention: dict[str, Any] = {"num_key_value_heads": kv_heads, "head_dim": width}
     if architecture in LATENT:
-        attention = _latent_attention(heads, width, kv_rank=hidden // 2, q_rank=q_rank)
+        attention = {"num_key_value_heads": heads, "kv_lora_rank": hidden // 2, "q_lora_rank": q_rank or None}
+        attention |= {"qk_nope_head_dim": width, "qk_rope_head_dim": width // 2, "v_head_dim": width}
     if architecture in SPARSE:
         attention |= {"q_lora_rank": q_rank or hidden // 2}
         attention |= {"index_n_heads": 2 * heads, "index_head_dim": width, "index_topk": 8}
     if architecture in LINEAR:
         attention |= linear_attention_fields(heads, width // 2)
-    config = _config(
-        architecture,
-        tokenizer,
-        hidden_size=hidden,
-        intermediate_size=ffn,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        tie_word_embeddings=tie_embeddings,
-        max_position_embeddings=max_positions,
-        initializer_range=init_std,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0} | (rope_scaling or {}),
-        **attention
-        | mixture_fields(architecture, experts, ffn // 2, shared_experts, dense_layers, layers)
-        | dict(fields or {}),
-    )
+    rope = {"rope_type": "default", "rope_theta": 10000.0} | (rope_scaling or {})
+    mixture = mixture_fields(architecture, experts, ffn // 2, shared_experts, dense_layers, layers)
+    common = common_fields(tokenizer, hidden, ffn, layers, heads, max_positions, init_std)
+    common |= {"tie_word_embeddings": tie_embeddings, "rope_parameters": rope}
+    given = common | attention | mixture | dict(fields or {})
+    config = AutoConfig.for_model(architecture, **ARCHITECTURES[architecture] | given)
     # The caller's generator stays as it is: a test that makes a model draws the same numbers as before.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -195,14 +187,21 @@ def make_tiny_model(
     return Path(folder)
 
 
-def _latent_attention(heads: int, width: int, kv_rank: int, q_rank: int) -> dict[str, Any]:
+def common_fields(
+    tokenizer: "PreTrainedTokenizerFast", hidden: int, ffn: int, layers: int, heads: int, positions: int, std: float
+) -> dict[str, Any]:
+    """Returns the fields of a config.json that every language model has."""
     return {
-        "num_key_value_heads": heads,
-        "kv_lora_rank": kv_rank,
-        "q_lora_rank": q_rank or None,
-        "qk_nope_head_dim": width,
-        "qk_rope_head_dim": width // 2,
-        "v_head_dim": width,
+        "vocab_size": len(tokenizer),
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "max_position_embeddings": positions,
+        "initializer_range": std,
     }
 
 
@@ -232,19 +231,6 @@ def mixture_fields(
     if architecture in ("glm4_moe_lite", *SPARSE):
         fields["mlp_layer_types"] = ["dense"] * dense_layers + ["sparse"] * (layers - dense_layers)
     return fields
-
-
-def _config(architecture: str, tokenizer: "PreTrainedTokenizerFast", **fields: Any) -> Any:
-    from transformers import AutoConfig
-
-    return AutoConfig.for_model(
-        architecture,
-        vocab_size=len(tokenizer),
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-        **ARCHITECTURES[architecture] | fields,
-    )
 
 
 @torch.no_grad()

@@ -11,7 +11,13 @@ import torch
 
 from verl_mg.errors import UserError
 from verl_mg.models.attention_config import LAYER_TYPES
-from verl_mg.models.tiny_model import character_tokenizer, linear_attention_fields, mixture_fields, perturb_vectors
+from verl_mg.models.tiny_model import (
+    character_tokenizer,
+    common_fields,
+    linear_attention_fields,
+    mixture_fields,
+    perturb_vectors,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, ProcessorMixin
@@ -75,20 +81,8 @@ def make_tiny_vision_model(
     template = CHAT_TEMPLATE.replace("IMAGE", image)
     tokenizer = character_tokenizer(characters, (*special, *words), template, named=GEMMA_WORDS if gemma else {})
     ids = {word: int(tokenizer.convert_tokens_to_ids(word)) for word in special}
-    text = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": hidden // heads,
-        "max_position_embeddings": max_positions,
-        "initializer_range": init_std,
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
+    text = common_fields(tokenizer, hidden, ffn, layers, heads, max_positions, init_std)
+    text |= {"num_key_value_heads": kv_heads, "head_dim": hidden // heads}
     if architecture in LINEAR:
         kinds = [LAYER_TYPES[layer % 2] for layer in range(layers)]
         text |= linear_attention_fields(heads, text["head_dim"] // 2)

@@ -171,7 +171,9 @@ def checkpoint_shapes(model_dir: str | Path, module: PreTrainedModel | None = No
     """Returns names and shapes of the checkpoint's tensors, sorted; the module's where no safetensors file exists."""
     model_dir = Path(model_dir)
     shapes: Shapes = {}
-    for path in _files(model_dir):
+    files = weight_map(model_dir)
+    named = None if files is None else [model_dir / name for name in sorted(set(files.values()))]
+    for path in sorted(model_dir.glob("*.safetensors")) if named is None else named:
         try:
             with safe_open(path, framework="pt") as file:
                 shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
@@ -193,14 +195,6 @@ def _unpacked(shapes: Shapes) -> Shapes:
             del result[name], result[stack + SCALES]
             result[stack] = (shape[0], shape[2] * shape[3] * ELEMENTS_OF_BYTE, shape[1])
     return result
-
-
-def _files(model_dir: Path) -> list[Path]:
-    """Returns the files that the index names; without an index all."""
-    files = weight_map(model_dir)
-    if files is None:
-        return sorted(model_dir.glob("*.safetensors"))
-    return [model_dir / name for name in sorted(set(files.values()))]
 
 
 def _saved_shapes(module: PreTrainedModel) -> Shapes:

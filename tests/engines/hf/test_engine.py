@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.helpers.tiny_models import CHARACTERS, SPARSE, tiny_model
 from verl_mg.checkpoint.hf_safetensors import CheckpointReader, load_shards
@@ -21,12 +22,17 @@ from verl_mg.models.hf_config import parse_config
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.sharding.weight_table import weight_table
 
-FIELDS: dict[str, dict[str, Any]] = {
-    "qwen2-window": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
-    **{name: {"index_n_heads": 16, "index_head_dim": 8} for name in SPARSE},  # with fewer heads, scores are equal
-}
+WINDOW = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
 DENSE = ("llama", "qwen2", "qwen2-window", "qwen3")
 MIXTURES = ("qwen3_moe", "deepseek_v3")
+SPARSE_FIELDS: dict[str, Any] = {
+    **{"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4},
+    **{"v_head_dim": 8, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    **{"moe_intermediate_size": 16, "num_experts_per_tok": 2, "max_position_embeddings": 128},
+    **{"index_topk": 6, "index_n_heads": 16, "index_head_dim": 8},
+}
+"""Sizes with which no two keys have equal scores for the indexer."""
 VOCAB = 30
 
 
@@ -40,7 +46,15 @@ def one_thread() -> Iterator[None]:
 
 
 def made(name: str, folder: Path) -> Path:
-    return tiny_model(folder, name.removesuffix("-window"), **FIELDS.get(name, {}))
+    if name in SPARSE:
+        torch.manual_seed(0)
+        module = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **SPARSE_FIELDS), dtype=torch.float32)
+        for parameter in module.parameters():
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=0.3)
+        module.save_pretrained(folder)
+        return folder
+    return tiny_model(folder, "qwen2", **WINDOW) if name == "qwen2-window" else tiny_model(folder, name)
 
 
 def engine_of(directory: Path, **options: Any) -> HFEngine:

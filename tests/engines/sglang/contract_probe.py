@@ -52,7 +52,6 @@ def ports_of(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def resolved(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The configuration that SGLang starts with."""
     server = ServerArgs(**arguments)
     server.resolve_once()
     values = server.resolved_dict()

@@ -9,20 +9,18 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 
-from tests.helpers.engines import bring_weights, process_of, requests
+from tests.helpers.engines import bring_weights, options_of, process_of, requests
 from tests.helpers.traces import needs_sglang
 from verl_mg.distributed.launcher import Launcher
 from verl_mg.engines.engine import Sampling
 from verl_mg.engines.engine_options import EngineOptions
 from verl_mg.engines.kinds import SGLANG
 from verl_mg.engines.process_engine import ProcessEngine
-from verl_mg.layout import EngineLayout
 from verl_mg.models.tiny_model import make_tiny_model
 
 pytestmark = needs_sglang
-SETTINGS = EngineOptions(layout=EngineLayout(), dtype=torch.float32, max_running=2, max_positions=256)
+SETTINGS = options_of("sglang", max_running=2, routed_experts=False)
 SAMPLING = Sampling(max_new_tokens=24)
 
 

@@ -19,7 +19,6 @@ pytestmark = needs_sglang
 
 
 def probe(python: str, work: str) -> dict[str, list[str]]:
-    """See tests/engines/sglang/packages_probe.py."""
     return printed(python, "tests.engines.sglang.packages_probe", SGLANG.host, work, env=os.environ | ON_CPU)
 
 
@@ -33,13 +32,11 @@ def scheduler(request) -> dict[str, list[str]]:
 
 
 def required(distribution: str, extras: bool = False) -> set[str]:
-    """Names of the distributions that one requires."""
     lines = importlib.metadata.requires(distribution) or ()
     return {re.split(r"[^\w-]", line)[0].lower() for line in lines if extras or "extra ==" not in line}
 
 
 def with_all_they_require(distributions: set[str]) -> set[str]:
-    """The distributions and all that they require, as far as they are installed."""
     found, unread = set(distributions), list(distributions)
     while unread:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -65,11 +65,8 @@ def comparable(shards):
     ],
 )
 def test_encoded_target_equals_load_weights_of_a_quantized_checkpoint(tmp_path, family, method, layout):
-    table, encoding, engine = (
-        weight_table(read_config(folder_of(family))),
-        ENCODINGS[method],
-        EngineLayout.parse(layout),
-    )
+    table, encoding = weight_table(read_config(folder_of(family))), ENCODINGS[method]
+    engine = EngineLayout.parse(layout)
     names, shapes = quantized_tensors(table), {}
     for name, shard in table.huggingface().items():
         if name not in names:

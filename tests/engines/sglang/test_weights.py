@@ -4,6 +4,7 @@ import dataclasses
 import json
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,17 +12,16 @@ from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
 from tests.checkpoint.fp8_directories import quantize_directory
 from tests.engines.sglang import probes
-from tests.helpers.engines import bring_weights
+from tests.helpers.engines import bring_weights, options_of, requests
 from tests.helpers.traces import needs_sglang
 from verl_mg.engines.engine import Request, Sampling
-from verl_mg.engines.engine_options import EngineOptions
 from verl_mg.engines.kinds import SGLANG
 from verl_mg.engines.process_engine import ProcessEngine
 from verl_mg.layout import EngineLayout
 from verl_mg.models.tiny_model import make_tiny_model
 
 pytestmark = needs_sglang
-SETTINGS = EngineOptions(layout=EngineLayout(), dtype=torch.float32, max_running=16, max_positions=128)
+SETTINGS = options_of("sglang", max_positions=128, routed_experts=False)
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32, "beta_slow": 1,
         "mscale": 0.7, "mscale_all_dim": 0.7}  # fmt: skip
 
@@ -31,6 +31,12 @@ def made(folder: Path, architecture: str, **fields: object) -> Path:
     return make_tiny_model(folder, architecture, characters="abcdefgh", **sizes, **fields)
 
 
+def greedy(whole: Any, request: Request) -> tuple[int, ...]:
+    """Tokens that `transformers` writes."""
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    return tuple(whole.generate(torch.tensor([request.prompt]), **options)[0, len(request.prompt) :].tolist())
+
+
 @pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_weight_update_with_pipeline_stages_reaches_each(tmp_path, tied):
     model = made(tmp_path / "model", "qwen3", tie_embeddings=tied)
@@ -38,14 +44,10 @@ def test_weight_update_with_pipeline_stages_reaches_each(tmp_path, tied):
     with closing(ProcessEngine(SGLANG, model, settings, tmp_path / "0.log")) as engine:
         bring_weights(engine, model, version=1)
         bring_weights(engine, model, version=2)
-        requested = [Request(i, (6 + i, 7, 9, 11), i) for i in range(5)]
-        samples = engine.generate(requested, Sampling(max_new_tokens=12, temperature=0.0))
+        samples = engine.generate(requests(5), Sampling(max_new_tokens=12, temperature=0.0))
     whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    for request, sample in zip(requested, samples, strict=True):
-        expected = whole.generate(
-            torch.tensor([request.prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
-        )
-        assert sample.tokens == tuple(expected[0, 4:].tolist()) and set(sample.policy_versions) == {2}
+    for request, sample in zip(requests(5), samples, strict=True):
+        assert sample.tokens == greedy(whole, request) and set(sample.policy_versions) == {2}
 
 
 @pytest.mark.nightly
@@ -54,13 +56,10 @@ def test_engine_of_an_fp8_checkpoint_computes_in_the_dtype_of_training(tmp_path)
     quantize_directory(model, (16, 16))
     with closing(ProcessEngine(SGLANG, model, SETTINGS, tmp_path / "0.log")) as engine:
         bring_weights(engine, model, version=1)
-        (sample,) = engine.generate([Request(0, (6, 7, 9, 11), 0)], Sampling(max_new_tokens=12, temperature=0.0))
+        (sample,) = engine.generate(requests(1), Sampling(max_new_tokens=12, temperature=0.0))
     dequantized = FineGrainedFP8Config(weight_block_size=(16, 16), dequantize=True)
     whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, quantization_config=dequantized)
-    expected = whole.generate(
-        torch.tensor([[6, 7, 9, 11]]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
-    )
-    assert sample.tokens == tuple(expected[0, 4:].tolist())
+    assert sample.tokens == greedy(whole, requests(1)[0])
 
 
 def test_weight_update_with_latent_attention_recomputes_derived_weights(tmp_path, monkeypatch):

@@ -26,7 +26,6 @@ def decoded(load, codes=CODES):
 
 
 def numbers(codes=CODES):
-    """The number of every element of every tensor."""
     return {
         name: start + np.arange(math.prod(shape)).reshape(shape)
         for (name, shape), start in zip(codes.shapes.items(), codes.offsets.tolist(), strict=False)

@@ -53,10 +53,10 @@ def test_huggingface_table_equals_saved_checkpoint(family):
     assert ours == checkpoint_shapes(folder_of(family))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *VISION_LAYOUTS])
 def test_transformers_table_equals_from_pretrained(family):
-    ours = weight_table(read_config(folder_of(family))).transformers()
-    assert comparable(ours) == comparable(trace_transformers(folder_of(family)))
+    ours, theirs = weight_table(read_config(folder_of(family))).transformers(), trace_transformers(folder_of(family))
+    assert comparable(ours) == comparable(of_language_model(theirs) if family in VISION_LAYOUTS else theirs)
 
 
 @needs_sglang
@@ -67,16 +67,9 @@ def test_sglang_table_equals_load_weights(traces, family):
 
 
 def of_language_model(shards: dict[str, Shard]) -> dict[str, Shard]:
-    """The shards without those of the vision tower."""
     towers = {name for name, s in shards.items() if all(p.tensor.startswith("model.visual.") for p in s.pieces)}
     assert towers
     return {name: shard for name, shard in shards.items() if name not in towers}
-
-
-@pytest.mark.parametrize("family", VISION_LAYOUTS)
-def test_transformers_table_of_a_language_model_equals_from_pretrained(family):
-    ours = weight_table(read_config(folder_of(family))).transformers()
-    assert comparable(ours) == comparable(of_language_model(trace_transformers(folder_of(family))))
 
 
 @needs_sglang

@@ -26,11 +26,6 @@ ENGINES = {
 }
 
 
-@pytest.fixture
-def on_gpus(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"), "qwen3_moe", characters="abcdefgh")
@@ -38,7 +33,6 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def vllm_says(model) -> dict[str, Any]:
-    """See tests/engines/vllm/contract_probe.py."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         arguments = [engine_arguments(model, settings) for settings in ENGINES.values()]
@@ -77,12 +71,8 @@ def test_place_arguments_of_a_part_name_the_first_node(on_gpus, model):
 
 
 @needs_vllm
-def test_engine_arguments_are_those_of_vllm(vllm_says):
+def test_arguments_of_the_engine_and_of_its_methods_are_those_of_vllm(vllm_says):
     assert vllm_says["unknown"] == [] and "triton" in vllm_says["moe_backends"]
-
-
-@needs_vllm
-def test_methods_of_the_engine_have_the_parameters_that_are_used(vllm_says):
     methods = vllm_says["methods"]
     assert "level" in methods["sleep"] and "tags" in methods["wake_up"]
     assert {"mode", "clear_cache"} <= set(methods["pause_generation"])
@@ -93,8 +83,5 @@ def test_methods_of_the_engine_have_the_parameters_that_are_used(vllm_says):
 @needs_vllm
 def test_sampler_of_the_second_model_runner_can_be_wrapped(vllm_says):
     """It gets the logits after temperature, by position, and returns those after top-k and top-p."""
-    assert vllm_says["sampler"] == {
-        "first": "processed_logits",
-        "returns": "(sampled, processed_logits)",
-        "keywords": [0],
-    }
+    returned = "(sampled, processed_logits)"
+    assert vllm_says["sampler"] == {"first": "processed_logits", "returns": returned, "keywords": [0]}

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from verl_mg.data.image_processor import ImageProcessor
@@ -28,20 +28,8 @@ from verl_mg.images import RowImages
 SHARE_DONE_BEFORE_COMPACTION = 0.25
 
 
-@dataclass(frozen=True)
-class Completions:
-    """Continuations of n prompts; entries of a row past its length are undefined."""
-
-    tokens: torch.Tensor  # (n, T) int64
-    logprobs: torch.Tensor  # (n, T) float32, in nats
-    lengths: torch.Tensor  # (n,) int64, number of tokens of each row
-
-
 class TextEnd:
-    """Watches the text of rows for stop strings, in the last tokens of each.
-
-    `turns` has the tokens of each row's partial sample in which a string may begin.
-    """
+    """Watches the text of rows for stop strings, which may begin in `turns`, tokens of each row's partial sample."""
 
     def __init__(self, stop: Sequence[str], decode: Decode, turns: Sequence[tuple[int, ...]]) -> None:
         self._stop, self._decode, self._tokens = stop, decode, [list(turn) for turn in turns]
@@ -69,7 +57,7 @@ class TextEnd:
 class _Rows:
     """State of the r rows that are still in the batch."""
 
-    index: torch.Tensor  # (r,) row of the completions
+    index: torch.Tensor  # (r,) number of the prompt
     position: torch.Tensor  # (r,) position of the next token
     attend: torch.Tensor  # (r, prompt width + T) bool, false on left padding
     running: torch.Tensor  # (r,) bool, false once a stop token was drawn or the row has as many tokens as it may have
@@ -90,8 +78,8 @@ def decode(
     images: Sequence[RowImages] = (),
     vision: VisionPrefill | None = None,
     text_end: TextEnd | None = None,
-) -> Completions:
-    """Continues n prompts, each by up to its limit of tokens, of which T is the largest.
+) -> list[tuple[list[int], list[float]]]:
+    """Continues n prompts, each by up to its limit of tokens, of which T is the largest; returns tokens and log-probs.
 
     `uniforms` (n, T) are in [0, 1): entry t of a row draws its t-th token. `aborted` is called after every token. The
     limit in `sampling` is not used. Without `images` no prompt has any; they need `vision`.
@@ -100,20 +88,19 @@ def decode(
     steps = max(limits)
     stops = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=device)
     uniforms = uniforms.to(device)
-    out = Completions(
-        tokens=torch.zeros(len(prompts), steps, dtype=torch.int64, device=device),
-        logprobs=torch.zeros(len(prompts), steps, device=device),
-        lengths=torch.zeros(len(prompts), dtype=torch.int64, device=device),
-    )
-    cache = preallocated_cache(module.config)
+    drawn = torch.zeros(len(prompts), steps, dtype=torch.int64, device=device)
+    scores = torch.zeros(len(prompts), steps, device=device)
+    lengths = torch.zeros(len(prompts), dtype=torch.int64, device=device)
+    cache = DynamicCache(config=module.config)
+    # Layers that keep a window or a state instead of all columns are unchanged.
+    cache.layers = [PreallocatedLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     logits, rows = _prefill(module, cache, prompts, limits, images or [()] * len(prompts), vision)
     width = rows.attend.shape[1] - steps
 
     for step in range(steps):
         tokens, logprobs = draw_tokens(logits, uniforms[rows.index, step], sampling)
-        out.tokens[rows.index, step] = tokens
-        out.logprobs[rows.index, step] = logprobs
-        out.lengths[rows.index] += rows.running
+        drawn[rows.index, step], scores[rows.index, step] = tokens, logprobs
+        lengths[rows.index] += rows.running
         rows.running &= ~torch.isin(tokens, stops) & (rows.limit > step + 1)
         if text_end:
             rows.running &= ~text_end.reached(rows.index, tokens, rows.running)
@@ -131,7 +118,8 @@ def decode(
         attend = rows.attend[:, : width + step + 1]
         logits = _forward(module, cache, tokens[:, None], attend, rows.position[:, None])
         rows.position += 1
-    return out
+    ends = zip(drawn.tolist(), scores.tolist(), lengths.tolist(), strict=True)
+    return [(tokens_of_row[:length], of_row[:length]) for tokens_of_row, of_row, length in ends]
 
 
 def _prefill(
@@ -298,13 +286,6 @@ class PreallocatedLayer(DynamicLayer):
         self.key_buffer, self.value_buffer = keys, values
         self.keys, self.values = keys[:, :, :length], values[:, :, :length]
         return self.keys, self.values
-
-
-def preallocated_cache(config: PreTrainedConfig) -> DynamicCache:
-    """Returns an empty cache for a model; layers that keep a window or a state instead of all columns are unchanged."""
-    cache = DynamicCache(config=config)
-    cache.layers = [PreallocatedLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
-    return cache
 
 
 def select_rows(cache: DynamicCache, rows: torch.Tensor) -> None:

@@ -71,10 +71,7 @@ class HFEngine(RolloutEngine):
         self._waiting += [(request, sampling) for request in requests]
 
     def collect(self, timeout: float) -> list[Sample]:
-        """Decodes one batch to its end, and returns its samples; `timeout` is ignored.
-
-        A batch has only requests whose tokens are drawn in the same way; the others wait for the next call.
-        """
+        """Decodes a batch of requests whose tokens are drawn in the same way to its end; `timeout` is ignored."""
         if not self._waiting:
             return []
         # Neighbours in this order have equal prompts, which share a prefill, or little padding between them.
@@ -167,29 +164,20 @@ class HFEngine(RolloutEngine):
             self._vision,
             text_end,
         )
-        rows = zip(
-            completions.tokens.tolist(), completions.logprobs.tolist(), completions.lengths.tolist(), strict=True
-        )
-        for row, (i, (tokens, logprobs, length)) in enumerate(zip(running, rows, strict=True)):
-            by_text = text_end is not None and row in text_end.ended
-            samples[i] = Sample(
-                id=batch[i][0].id,
-                tokens=tuple(tokens[:length]),
-                logprobs=tuple(logprobs[:length]),
-                policy_versions=(self.version,) * length,
-                finish="stop" if by_text else _finish(tokens[length - 1], length, limits[i], batch[i][1]),
-            )
+        for row, (i, (tokens, logprobs)) in enumerate(zip(running, completions, strict=True)):
+            stopped = (text_end and row in text_end.ended) or tokens[-1] in batch[i][1].stop_token_ids
+            finish: Finish = "stop" if stopped else "length" if len(tokens) == limits[i] else "abort"
+            versions = (self.version,) * len(tokens)
+            samples[i] = Sample(batch[i][0].id, tuple(tokens), tuple(logprobs), versions, finish)
         return samples
 
     def _text_end(self, batch: Sequence[tuple[Request, Sampling]]) -> TextEnd | None:
         stop = batch[0][1].stop
         if not stop or self._decode_text is None:
             return None
-        return TextEnd(stop, self._decode_text, [_turn(request) for request, _ in batch])
-
-
-def _turn(request: Request) -> tuple[int, ...]:
-    return request.partial.tokens[last_turn_start(request.partial) :] if request.partial else ()
+        partials = [request.partial for request, _ in batch]
+        turns = [partial.tokens[last_turn_start(partial) :] if partial else () for partial in partials]
+        return TextEnd(stop, self._decode_text, turns)
 
 
 def _drawing(sampling: Sampling) -> tuple[object, ...]:
@@ -202,12 +190,6 @@ def _batching_key(waiting: tuple[Request, Sampling]) -> tuple[object, ...]:
     request, sampling = waiting
     keys = [image.key for image in request.context_images]
     return (_drawing(sampling), request.remaining_tokens(sampling), len(request.context), request.context, keys)
-
-
-def _finish(last: int, length: int, limit: int, sampling: Sampling) -> Finish:
-    if last in sampling.stop_token_ids:
-        return "stop"
-    return "length" if length == limit else "abort"
 
 
 def _load(directory: Path, dtype: torch.dtype) -> PreTrainedModel:

@@ -117,15 +117,11 @@ def engine_arguments(model: Path, options: EngineOptions) -> dict[str, Any]:
             "lora_target_modules": list(options.adapters.targets),
             "max_loras_per_batch": 2,  # no adapter counts as one of them, the policy's is the other
         }
-    if _model_type(model) == "gpt_oss":
+    config = model / "config.json"
+    if config.exists() and json.loads(config.read_text(encoding="utf-8")).get("model_type") == "gpt_oss":
         common["moe_runner_backend"] = "triton"  # others have its experts transposed, or in another order
     place = _on_gpus(options) if torch.cuda.is_available() else _on_cpu(options)
     return common | place | dict(options.extra)
-
-
-def _model_type(model: Path) -> Any:
-    path = model / "config.json"
-    return json.loads(path.read_text(encoding="utf-8")).get("model_type") if path.exists() else None
 
 
 # Models and layouts that SGLang does not have on the CPU, or pads there, for which the weight table has no shards.
@@ -178,10 +174,7 @@ ON_GPUS_REFUSED: tuple[Refusal[EngineCase], ...] = (
 
 
 def place_arguments(options: EngineOptions, ports: Sequence[int], address: str) -> dict[str, Any]:
-    """Returns the keyword arguments of `sglang.Engine` from which it derives its fixed ports.
-
-    `address` is HOST:PORT at which the processes of the engine meet.
-    """
+    """Returns arguments from which `sglang.Engine` derives its ports; its processes meet at `address`, HOST:PORT."""
     return {"nccl_port": ports[0], "dist_init_addr": address}
 
 

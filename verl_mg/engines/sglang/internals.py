@@ -223,10 +223,7 @@ def write_marlin(layer: Any, name: str, shard: Tensor) -> None:
 
 @contextmanager
 def unloaded_model(model_dir: str, layout: EngineLayout, rank: int, store: Path) -> Iterator[Any]:
-    """Builds SGLang's model of one rank of an engine as a server does, in float32 and not loaded.
-
-    The ranks find each other by the file `store`.
-    """
+    """Builds SGLang's model of a rank as a server does, in float32 and not loaded; ranks meet by the file `store`."""
     from sglang.srt import runtime_context
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig

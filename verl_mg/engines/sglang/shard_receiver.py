@@ -18,7 +18,6 @@ second stage when the first is done.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import threading
@@ -82,15 +81,14 @@ class Task:
 
     def pack(self) -> bytes:
         """Returns the task as text for the store."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        packed = pack_schedules(fields.pop("schedules"))
-        return json.dumps(fields).encode() + b"\n" + packed
+        fields = vars(self) | {"schedules": None}
+        return json.dumps(fields).encode() + b"\n" + pack_schedules(self.schedules)
 
     @classmethod
     def unpack(cls, text: bytes) -> Task:
         """Reads the result of `pack`."""
         fields, _, packed = text.partition(b"\n")
-        return cls(**json.loads(fields), schedules=unpack_schedules(packed))
+        return cls(**json.loads(fields) | {"schedules": unpack_schedules(packed)})
 
 
 @dataclass(frozen=True)

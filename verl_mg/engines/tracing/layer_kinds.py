@@ -48,10 +48,7 @@ class LayerKinds:
         return {name: shape for name, shape in shapes.items() if (layers[name] or 0) < self.count}
 
     def extended(self, shards: Mapping[str, Shard]) -> dict[str, Shard]:
-        """Returns the parameters of all layers from a trace of the first ones.
-
-        UserError where a parameter has tensors of several layers.
-        """
+        """Returns the parameters of all layers from a trace of the first ones; UserError for one of several layers."""
         result: dict[str, Shard] = {}
         for name, shard in shards.items():
             # A parameter without pieces is only padding, and has no layer.

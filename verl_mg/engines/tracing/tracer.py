@@ -158,22 +158,14 @@ def _shapes(model_dir: str | Path) -> dict[str, tuple[int, ...]]:
 
 
 def _job(
-    model_dir: Path,
-    layout: EngineLayout,
-    shapes: Mapping[str, tuple[int, ...]],
-    stacked: Mapping[str, StackedTensor],
+    model_dir: Path, layout: EngineLayout, shapes: Mapping[str, tuple[int, ...]], stacked: Mapping[str, StackedTensor]
 ) -> TraceJob:
     _architecture(model_dir)
     stacks: dict[str, list[str]] = defaultdict(list)
     for name, place in stacked.items():
         if name in shapes and place.transposed:  # loaders of others take experts one by one too
             stacks[place.name].append(name)
-    return {
-        "model": str(model_dir.absolute()),
-        "layout": str(layout),
-        "shapes": dict(shapes),
-        "stacks": stacks,
-    }
+    return {"model": str(model_dir.absolute()), "layout": str(layout), "shapes": dict(shapes), "stacks": stacks}
 
 
 def _run_ranks(folder: Path, jobs: Sequence[TraceJob], count: int, engine: EngineName, python: str) -> None:

@@ -28,11 +28,7 @@ EXPERT_SIZES = (
 # Environment of vLLM's processes on the CPU. vLLM's own binding pins all engines to the same cores, and refuses more
 # tensor-parallel ranks than the machine has NUMA nodes. The few small functions that it compiles would delay the first
 # request by seconds.
-ON_CPU = {
-    "OMP_NUM_THREADS": "1",
-    "TORCHDYNAMO_DISABLE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-}
+ON_CPU = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 def engine_arguments(model: Path, options: EngineOptions) -> dict[str, Any]:
@@ -62,7 +58,8 @@ def engine_arguments(model: Path, options: EngineOptions) -> dict[str, Any]:
         # standard deviation would be buffers, which random initial weights overwrite and no weight sync brings.
         common |= {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"video": 0}, "mm_device_do_normalize": False}
     if options.adapters:
-        common |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _served_rank(options.adapters.rank)}
+        served = next(rank for rank in RANKS if options.adapters.rank <= rank)
+        common |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": served}
         common["lora_target_modules"] = list(options.adapters.targets)
     place = _on_gpus(config, options) if torch.cuda.is_available() else _on_cpu(config, options)
     return common | place | dict(options.extra)
@@ -104,11 +101,6 @@ ON_CPU_REFUSED: tuple[Refusal[EngineCase], ...] = (
 )  # fmt: skip
 
 
-def _served_rank(rank: int) -> int:
-    """Returns the smallest rank for which vLLM has memory that adapters of a rank fit in."""
-    return next(largest for largest in RANKS if rank <= largest)
-
-
 def environment(model: Path, options: EngineOptions) -> dict[str, str]:
     """Returns the environment of an engine process: this one without what is only for the rank."""
     defaults = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
@@ -123,10 +115,7 @@ def environment(model: Path, options: EngineOptions) -> dict[str, str]:
 
 
 def layer_partition(layers: int, layout: EngineLayout) -> dict[str, str]:
-    """Returns the environment variable for the layers of each pipeline stage.
-
-    vLLM gives the remaining layers to other stages than the weight table (`EngineLayout.layers`).
-    """
+    """Returns the environment variable for the layers of each pipeline stage, as `EngineLayout.layers` has them."""
     sizes = [len(layout.layers(layers, stage)) for stage in range(layout.pp)]
     return {"VLLM_PP_LAYER_PARTITION": ",".join(map(str, sizes))}
 

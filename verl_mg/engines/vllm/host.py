@@ -15,15 +15,7 @@ from typing import Any, NoReturn, TypeVar
 
 from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.engines import engine_host
-from verl_mg.engines.engine import (
-    ACCEPTED,
-    CACHED,
-    DRAFTED,
-    GENERATED,
-    PROMPT,
-    VERIFIED,
-    observed_load,
-)
+from verl_mg.engines.engine import ACCEPTED, CACHED, DRAFTED, GENERATED, PROMPT, VERIFIED, observed_load
 from verl_mg.engines.engine_attachment import EngineListener
 from verl_mg.engines.engine_host import EngineHost, hide_training_packages
 from verl_mg.engines.engine_options import EngineOptions
@@ -68,6 +60,7 @@ class VLLMHost(EngineHost):
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        seed = request["seed"]
         parameters = SamplingParams(
             max_tokens=request["max_new_tokens"],
             temperature=request["temperature"],
@@ -75,7 +68,8 @@ class VLLMHost(EngineHost):
             top_k=request["top_k"],
             min_p=request["min_p"],
             stop_token_ids=request["stop_token_ids"],
-            seed=_seed(request["seed"], len(request["tokens"])),
+            # vLLM's generator starts again with each request: continuations are to draw other numbers.
+            seed=None if seed is None else (seed + len(request["tokens"]) * SEED_STEP) % 2**63,
             logprobs=0,  # of the drawn token only
             logit_bias=dict.fromkeys(request["excluded_token_ids"], EXCLUDED) or None,
             # vLLM also stops at the model's end of sequence, unless it is to ignore that.
@@ -237,15 +231,6 @@ def _end() -> NoReturn:
     os._exit(1)
 
 
-def _seed(seed: int | None, position: int) -> int | None:
-    """Returns the seed of a request whose first new token is at a position.
-
-    vLLM's generator starts again with each request: the continuation of a partial sample would draw the numbers of its
-    beginning again.
-    """
-    return None if seed is None else (seed + position * SEED_STEP) % 2**63
-
-
 def _begin_child(stream: int, nothing: int) -> None:
     """Begins a forked process of vLLM, which else would stay, with the stream to the rank open, when this one ends."""
     # The rank learns of the end of this process by the end of the stream, which an open copy would prevent.
@@ -280,10 +265,7 @@ CACHE_UNITS = 1000  # units of the use of the cache, of which vLLM reports the s
 
 
 class StepStatistics:
-    """Sums what vLLM reports, by the methods of vLLM's `StatLoggerBase`.
-
-    The instance itself is the factory of the loggers, of which vLLM makes one for each scheduler.
-    """
+    """Sums what vLLM reports: each scheduler's logger, as vLLM's `StatLoggerBase`, and the factory of all of them."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()

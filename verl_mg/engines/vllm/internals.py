@@ -208,14 +208,10 @@ class RoutingRecorder:
             for index, name in enumerate(batch.req_ids):
                 count = scheduled.num_scheduled_tokens[name]
                 first = int(batch.num_computed_tokens_cpu[index])
-                self._recorded.setdefault(_request_of(name), []).append((first, rows[start : start + count]))
+                rid = name.rpartition("-")[0]  # inside of vLLM it ends with a random part
+                self._recorded.setdefault(rid, []).append((first, rows[start : start + count]))
                 start += count
         return output
-
-
-def _request_of(name: str) -> str:
-    """Returns the id of a request from its name inside of vLLM, which ends with a random part."""
-    return name.rpartition("-")[0]
 
 
 def return_full_logprobs(sampler: Any) -> None:
@@ -244,10 +240,7 @@ class _FullDistribution:
         self._values: Tensor | None = None
 
     def kept_after(self, scale: Callable[..., Any], copy: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
-        """Returns a function that divides logits by temperatures, and whose result is kept.
-
-        `scale` works in place where it returns nothing; `copy` makes what is kept.
-        """
+        """Returns `scale`, which divides logits by temperatures, maybe in place, with a `copy` of its result kept."""
 
         def scale_and_keep(logits: Tensor, *rest: Any) -> Any:
             result = scale(logits, *rest)
@@ -272,10 +265,7 @@ class _FullDistribution:
 
 @contextmanager
 def unloaded_model(model_dir: str, layout: EngineLayout, rank: int, store: Path) -> Iterator[Any]:
-    """Builds vLLM's model of one rank of an engine as a worker does, in float32 and not loaded.
-
-    The ranks find each other by the file `store`.
-    """
+    """Builds vLLM's model of a rank as a worker does, in float32 and not loaded; ranks meet by the file `store`."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
     from vllm.engine.arg_utils import EngineArgs

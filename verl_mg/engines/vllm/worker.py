@@ -43,14 +43,14 @@ class WorkerExtension:
             self._routing = internals.RoutingRecorder(runner)
         if current_platform.is_cpu():
             internals.make_stage_inputs(runner)
-        _unlink_shared_memory(os.environ.get("VLLM_DIST_IDENT"))
+        # Removes the names of the shared memory of this node's workers, which have opened it: killed processes do not.
+        if ident := os.environ.get("VLLM_DIST_IDENT"):
+            for path in glob.glob(f"/dev/shm/*{ident}*") + glob.glob(f"{tempfile.gettempdir()}/{ident}"):
+                Path(path).unlink(missing_ok=True)
 
     @torch.no_grad()
     def write_shards(self, payloads: Sequence[str], is_last: bool) -> None:
-        """Copies the tensors of this worker's payload into the parameters of the same names.
-
-        There is one payload per worker. With the last ones RuntimeError where a parameter was not written.
-        """
+        """Copies this worker's payload into the parameters; at the end RuntimeError where one was not written."""
         parameters = _parameters(self.model_runner.model)
         places, memory = open_payload(payloads[self.rank], self.device)
         for name, tensor in named_views(places, memory):
@@ -84,13 +84,6 @@ class WorkerExtension:
     def take_routing(self, rid: str, fed: int) -> str:
         """Returns the recorded experts of a request, see `RoutingRecorder.take`, in base64."""
         return base64.b64encode(self._routing.take(rid, fed).numpy().tobytes()).decode()
-
-
-def _unlink_shared_memory(ident: str | None) -> None:
-    # Removes the names of the shared memory of this node's workers, which have opened it: killed processes do not.
-    if ident:
-        for path in glob.glob(f"/dev/shm/*{ident}*") + glob.glob(f"{tempfile.gettempdir()}/{ident}"):
-            Path(path).unlink(missing_ok=True)
 
 
 def _parameters(model: torch.nn.Module) -> dict[str, Tensor]:
