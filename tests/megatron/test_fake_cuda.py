@@ -9,7 +9,17 @@ import pytest
 import torch
 
 from tests.helpers.fake_cuda import ROOT, recorded_cuda_calls
-from tests.helpers.tiny_models import LATENT, MIXTURES, SPARSE, VARIANTS, daily_of, oracle, oracle_outputs, tiny_model
+from tests.helpers.tiny_models import (
+    LATENT,
+    MIXTURES,
+    SPARSE,
+    VARIANTS,
+    daily_of,
+    nightly,
+    oracle,
+    oracle_outputs,
+    tiny_model,
+)
 from tests.megatron import fake_cuda_cases as cases
 from tests.megatron.shared_rows import sharing_micro_batch
 from tests.megatron.training import assert_equal, assert_logprobs_near, train_in_plain_torch
@@ -135,9 +145,7 @@ def test_train_with_gathered_keys_on_cuda_needs_no_wait_for_a_micro_batch(fake_c
     assert not trained.for_a_micro_batch("verl_mg") and not trained.for_a_micro_batch("megatron")
 
 
-@pytest.mark.parametrize(
-    "family", ["qwen2", *(pytest.param(family, marks=pytest.mark.nightly) for family in ("gemma2", "deepseek_v3"))]
-)
+@pytest.mark.parametrize("family", ["qwen2", *nightly("gemma2", "deepseek_v3")])
 def test_train_shared_prefixes_on_cuda_needs_no_wait_for_a_micro_batch(fake_cuda, models, family):
     rows = sharing_micro_batch(read_config(models[family]).vocab)
     trained = fake_cuda.run(cases.train, models[family], "tp1", 1, 0, False, None, rows)

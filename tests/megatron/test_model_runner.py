@@ -12,7 +12,17 @@ from safetensors.torch import load_file, save_file
 
 from tests.helpers.rank_pool import RankError
 from tests.helpers.roles import megatron_runner
-from tests.helpers.tiny_models import LATENT, LINEAR, MIXTURES, TRAINED, oracle, oracle_outputs, random_rows, tiny_model
+from tests.helpers.tiny_models import (
+    LATENT,
+    LINEAR,
+    MIXTURES,
+    TRAINED,
+    nightly,
+    oracle,
+    oracle_outputs,
+    random_rows,
+    tiny_model,
+)
 from verl_mg.checkpoint.hf_safetensors import CheckpointReader
 from verl_mg.checkpoint.model_directory import ModelDirectories, ModelDirectory
 from verl_mg.checkpoint.reader_assignment import ReaderShardMap
@@ -31,7 +41,7 @@ LAYOUTS = [
     ("tp1", 1),
     ("cp2", 2),
     # Daily their log-probs are compared under tp2-pp2.
-    *(pytest.param(*layout, marks=pytest.mark.nightly) for layout in (("tp2", 2), ("pp3", 3), ("tp2-pp2", 4))),
+    *nightly(("tp2", 2), ("pp3", 3), ("tp2-pp2", 4)),
 ]
 
 

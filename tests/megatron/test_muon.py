@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.helpers.roles import megatron_runner
-from tests.helpers.tiny_models import random_rows, tiny_model
+from tests.helpers.tiny_models import nightly, random_rows, tiny_model
 from tests.megatron.layout_models import make_model
 from tests.megatron.training import (
     OPTIMIZER,
@@ -124,18 +124,15 @@ def train_with_muon(model, layout, overlap=False):
     ("name", "layout"),
     [
         ("mixture", "tp2-pp2-ep2-etp1"),
-        *(
-            pytest.param(*case, marks=pytest.mark.nightly)
-            for case in (
-                ("dense", "tp1"),
-                ("dense", "tp4"),
-                ("dense", "tp2-cp2-pp2-vpp3"),
-                ("dense", "cp4-pp2"),
-                ("mixture", "ep4"),
-                ("mixture", "tp4-ep2-etp2"),
-                ("mixture", "tp2-cp2-ep4-etp1"),
-                ("latent", "tp2-cp2-pp2-vpp2-ep2-etp1"),
-            )
+        *nightly(
+            ("dense", "tp1"),
+            ("dense", "tp4"),
+            ("dense", "tp2-cp2-pp2-vpp3"),
+            ("dense", "cp4-pp2"),
+            ("mixture", "ep4"),
+            ("mixture", "tp4-ep2-etp2"),
+            ("mixture", "tp2-cp2-ep4-etp1"),
+            ("latent", "tp2-cp2-pp2-vpp2-ep2-etp1"),
         ),
     ],
 )
