@@ -22,7 +22,6 @@ from verl_mg.config import MegatronConfig, OptimizerConfig
 from verl_mg.errors import UserError
 from verl_mg.megatron.balance_losses import check_balance_losses
 from verl_mg.megatron.trainer import MegatronTrainer
-from verl_mg.models.hf_config import read_config
 
 TOP_K, BALANCE, Z = 2, 0.3, 0.02
 BOTH = {"moe_aux_loss_coeff": BALANCE, "moe_z_loss_coeff": Z}
@@ -131,7 +130,6 @@ def test_update_adds_the_losses_to_that_of_the_recipe(ranks, model, expected):
         ("qwen3_moe", {"moe_router_load_balancing_type": "aux_loss"}, "type=aux_loss: .* Write seq_aux_loss"),
     ],
 )
-def test_check_balance_losses_refuses_what_is_not_computed(tmp_path, architecture, fields, message):
-    config = read_config(tiny_model(tmp_path, architecture, layers=2))
+def test_check_balance_losses_refuses_what_is_not_computed(configs, architecture, fields, message):
     with pytest.raises(UserError, match=rf"megatron\.transformer\..*{message}"):
-        check_balance_losses(config, MegatronConfig(transformer=fields))
+        check_balance_losses(configs[architecture], MegatronConfig(transformer=fields))

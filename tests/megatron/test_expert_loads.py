@@ -13,7 +13,6 @@ from tests.megatron.training import restored
 from verl_mg.config import GuardConfig, MegatronConfig, OptimizerConfig
 from verl_mg.errors import UserError
 from verl_mg.megatron.transformer_config import check_balancing
-from verl_mg.models.hf_config import read_config
 from verl_mg.roles.models import Actor
 
 RATE, UPDATES, EXPERTS = 0.05, 2, 8
@@ -212,7 +211,6 @@ def test_save_writes_the_updated_biases(ranks, model, expected, tmp_path):
         ("deepseek_v3", -0.1, False, "is below 0"),
     ],
 )
-def test_check_balancing_refuses_what_nothing_would_do(tmp_path, architecture, rate, lora, message):
-    config = read_config(tiny_model(tmp_path, architecture, layers=2))
+def test_check_balancing_refuses_what_nothing_would_do(configs, architecture, rate, lora, message):
     with pytest.raises(UserError, match=rf"megatron\.transformer\.moe_router_bias_update_rate: .*{message}"):
-        check_balancing(config, MegatronConfig(transformer={"moe_router_bias_update_rate": rate}), lora)
+        check_balancing(configs[architecture], MegatronConfig(transformer={"moe_router_bias_update_rate": rate}), lora)

@@ -83,11 +83,7 @@ def gathered(own, group, dim=0):
 
 
 @pytest.mark.parametrize("layout,count", LAYOUTS)
-def test_logits_under_layout_equal_transformers(ranks, model, layout, count):
-    assert_logits(ranks, model, layout, count)
-
-
-def assert_logits(ranks, model, layout, count, module=None):
+def test_logits_under_layout_equal_transformers(ranks, model, layout, count, module=None):
     module = module or oracle(model)
     (logits,) = [part for part in ranks.run(count, all_logits, model, layout) if part is not None]
     rows = random_rows(5, read_config(model).vocab)
@@ -110,7 +106,7 @@ def assert_logits(ranks, model, layout, count, module=None):
 def test_logits_of_family_options_equal_transformers(ranks, tmp_path, name, fields):
     config = tiny_model(tmp_path / name, name) / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | fields))
-    assert_logits(ranks, tmp_path / name, "tp2", 2)
+    test_logits_under_layout_equal_transformers(ranks, tmp_path / name, "tp2", 2)
 
 
 @pytest.mark.parametrize(("model_type", "q_rank"), [("deepseek_v3", 0), ("kimi_k2", 12)])
@@ -122,7 +118,7 @@ def test_logits_of_moonlight_and_kimi_equal_transformers(ranks, tmp_path, model_
     code = {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}
     config = json.loads((model / "config.json").read_text()) | {"model_type": model_type, "auto_map": code}
     (model / "config.json").write_text(json.dumps(config))
-    assert_logits(ranks, model, "tp2", 2, module)
+    test_logits_under_layout_equal_transformers(ranks, model, "tp2", 2, module)
 
 
 def logprobs_and_entropy(model, layout, recompute):
@@ -138,9 +134,7 @@ def logprobs_and_entropy(model, layout, recompute):
     return [(r["entries"], r["out"]) for r in reports] if net.is_output_rank_for(net.layout.cp) else None
 
 
-@pytest.mark.parametrize(
-    "layout,count,recompute", [pytest.param("tp1", 1, False, marks=pytest.mark.nightly), ("tp2-pp2", 4, True)]
-)
+@pytest.mark.parametrize("layout,count,recompute", [*nightly(("tp1", 1, False)), ("tp2-pp2", 4, True)])
 def test_logprobs_and_entropy_are_at_the_sampling_temperature(ranks, model, layout, count, recompute):
     answers = ranks.run(count, logprobs_and_entropy, model, layout, recompute)
     (answer,) = [a for a in answers if a is not None]
@@ -200,9 +194,8 @@ def load_counting(model, layout, dtype, roles):
     [
         ("qwen3", "tp2", 4, torch.float32),
         ("deepseek_v3", "tp2-ep2", 4, torch.bfloat16),
-        pytest.param("qwen3_moe", "tp2-pp2-ep2", 8, torch.bfloat16, marks=pytest.mark.nightly),
-        pytest.param("gemma2", "pp2-vpp2", 4, torch.bfloat16, marks=pytest.mark.nightly),
-        pytest.param("qwen3", "tp2-cp2", 8, torch.float32, marks=pytest.mark.nightly),
+        *nightly(("qwen3_moe", "tp2-pp2-ep2", 8, torch.bfloat16), ("gemma2", "pp2-vpp2", 4, torch.bfloat16)),
+        *nightly(("qwen3", "tp2-cp2", 8, torch.float32)),
     ],
 )
 def test_model_runner_reads_each_element_once_over_all_ranks(ranks, tmp_path, name, layout, count, dtype):
@@ -268,7 +261,6 @@ def test_micro_batch_empty_runs_and_padding_is_below_tp(ranks, model):
         ("tp2-cp4", r"tp2-cp4 does not divide the 4 attention heads. Choose tp\*cp from 1, 2, 4."),
     ],
 )
-def test_check_layout_invalid_layout_raises(tmp_path, layout, message):
-    config = read_config(tiny_model(tmp_path / "m", "qwen3"))
+def test_check_layout_invalid_layout_raises(configs, layout, message):
     with pytest.raises(UserError, match=message):
-        check_layout(config, Layout.parse(layout), ModelSpec(Path(), torch.float32))
+        check_layout(configs["qwen3"], Layout.parse(layout), ModelSpec(Path(), torch.float32))

@@ -2,14 +2,12 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.helpers.roles import megatron_runner
-from tests.helpers.tiny_models import random_rows, tiny_model
+from tests.helpers.tiny_models import rows_for, rows_of_rank
 from tests.megatron.training import TEMPERATURE, update
 from verl_mg.config import LoraConfig, MegatronConfig, OptimizerConfig
 from verl_mg.megatron.trainer import MegatronTrainer
-from verl_mg.models.hf_config import read_config
 from verl_mg.training.offload import CpuOffload
 from verl_mg.training.weights import weights
 
@@ -27,8 +25,8 @@ def updated(model, megatron, lora=None):
         assert len(gathers._groups) >= 3
         for group in gathers._groups:
             make_late(group)
-    rows = random_rows(ROWS, read_config(model).vocab)
-    local = rows.select(range(dist.get_rank(), ROWS, dist.get_world_size()))
+    rows = rows_for(model, ROWS)
+    local = rows_of_rank(rows)
     update(trainer, [local], rows)
     assert bool(gathers._in_flight) == bool(gathers._groups)
     return trainer, local
@@ -114,7 +112,6 @@ def differences(model, lora, readers):
 @pytest.mark.parametrize(
     ("lora", "readers"), [(None, READERS), (LoraConfig(rank=2), LORA_READERS)], ids=["weights", "adapters"]
 )
-def test_reader_of_weights_after_an_update_waits_for_their_gathers(ranks, tmp_path, lora, readers):
-    model = tiny_model(tmp_path / "model", "qwen3", layers=2)
-    for result in ranks.run(2, differences, model, lora, readers):
+def test_reader_of_weights_after_an_update_waits_for_their_gathers(ranks, families, lora, readers):
+    for result in ranks.run(2, differences, families["qwen3"], lora, readers):
         assert all(not different and count > 1 for different, count in result.values()), result
