@@ -4,6 +4,7 @@ import copy
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,17 +14,16 @@ from torch.nn.utils import parametrize
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.helpers.roles import megatron_runner
-from tests.helpers.tiny_models import oracle, oracle_outputs, random_rows, tiny_model
-from tests.megatron.training import OPTIMIZER, TEMPERATURE, token_loss, update
+from tests.helpers.tiny_models import nightly, oracle, oracle_outputs, rows_for
+from tests.megatron.training import OPTIMIZER, TEMPERATURE, Parts, token_loss, update
 from verl_mg.batch import Batch
 from verl_mg.checkpoint.peft import adapted_tensors, adapter_shapes, initial_adapters
-from verl_mg.config import GuardConfig, LoraConfig, MegatronConfig, Recompute
+from verl_mg.config import GuardConfig, LoraConfig, MegatronConfig
 from verl_mg.errors import UserError
 from verl_mg.megatron.model_runner import MegatronRunner
 from verl_mg.megatron.trainer import MegatronTrainer
 from verl_mg.models.hf_config import read_config
 from verl_mg.sharding.boxes import full_box, slices
-from verl_mg.sharding.megatron import Kernels
 from verl_mg.sharding.weight_table import weight_table
 from verl_mg.training.loss_inputs import LossInputs
 from verl_mg.training.offload import CpuOffload
@@ -34,25 +34,16 @@ LAYOUTS = [
     ("tp1", 1),
     ("cp2", 2),
     ("tp2-pp2", 4),
-    *(pytest.param(layout, 2, marks=pytest.mark.nightly) for layout in ("tp2", "pp2", "tp1")),
+    *nightly(("tp2", 2), ("pp2", 2), ("tp1", 2)),
 ]
 OF_EXPERTS = [
     ("deepseek_v3", "tp2-ep2-etp1", 4),
     ("qwen3_moe", "tp2-ep2", 4),
-    *(
-        pytest.param(name, layout, count, marks=pytest.mark.nightly)
-        for name, layout, count in (
-            ("qwen3_next", "tp2-cp2-ep2", 4),
-            ("deepseek_v3", "tp1", 1),
-            ("deepseek_v3", "tp2-cp2-ep2", 4),
-            ("deepseek_v3", "pp2-ep2", 4),
-            ("deepseek_v2", "tp1", 2),
-            ("deepseek_v2", "tp2-ep2", 4),
-            ("qwen3_moe", "tp1", 1),
-            ("qwen3_moe", "ep2", 2),
-            ("qwen3_moe", "tp1-etp2", 2),
-            ("mixtral", "tp2-ep2-etp1", 2),
-        )
+    *nightly(
+        *(("qwen3_next", "tp2-cp2-ep2", 4), ("deepseek_v3", "tp1", 1), ("deepseek_v3", "tp2-cp2-ep2", 4)),
+        *(("deepseek_v3", "pp2-ep2", 4), ("deepseek_v2", "tp1", 2), ("deepseek_v2", "tp2-ep2", 4)),
+        *(("qwen3_moe", "tp1", 1), ("qwen3_moe", "ep2", 2), ("qwen3_moe", "tp1-etp2", 2)),
+        ("mixtral", "tp2-ep2-etp1", 2),
     ),
 ]
 OF_MIXTURES = [("tp1", 1), ("ep2", 2), ("tp2-ep2-etp1", 2), ("tp2-ep2", 4)]
@@ -64,7 +55,7 @@ class Trained:
 
     loss: float
     norm: float
-    adapters: list[tuple[str, tuple[tuple[int, int], ...], Tensor]]
+    adapters: Parts
     base_is_untouched: bool
 
 
@@ -96,22 +87,6 @@ def given_adapters(model: Path, folder: Path, targets: tuple[str, ...] | None = 
     return folder
 
 
-def rows(model: Path) -> Batch:
-    return random_rows(ROWS, read_config(model).vocab)
-
-
-def network_on(
-    model: Path,
-    layout: str,
-    config: LoraConfig,
-    recompute: Recompute = False,
-    kernels: Kernels = "torch",
-    megatron: MegatronConfig | None = None,
-) -> MegatronRunner:
-    options = {"recompute": recompute, "kernels": kernels, "megatron": megatron or MegatronConfig()}
-    return megatron_runner(model, layout, lora=config, **options)
-
-
 def step(trainer: MegatronTrainer, batch: Batch) -> dict[str, float]:
     """Two micro-batches of each data-parallel rank's share."""
     runner = trainer.runner
@@ -119,25 +94,23 @@ def step(trainer: MegatronTrainer, batch: Batch) -> dict[str, float]:
     return update(trainer, [batch.select(own[:-1]), batch.select(own[-1:])], batch)
 
 
-def train(
-    model: Path,
-    layout: str,
-    config: LoraConfig,
-    recompute: Recompute = False,
-    kernels: Kernels = "torch",
-    megatron: MegatronConfig | None = None,
-) -> Trained:
-    runner = network_on(model, layout, config, recompute, kernels, megatron)
+def train(model: Path, layout: str, config: LoraConfig, **options: Any) -> Trained:
+    """Options are fields of `ModelSpec`."""
+    runner = megatron_runner(model, layout, lora=config, **options)
     before = {name: values.detach().clone() for name, values in runner.parameters().items()}
-    metrics = step(MegatronTrainer(runner, OPTIMIZER), rows(model))
+    metrics = step(MegatronTrainer(runner, OPTIMIZER), rows_for(model, ROWS))
     untouched = all(torch.equal(before[name], values) for name, values in runner.parameters().items())
-    assert runner.lora and not any(values.requires_grad for values in runner.parameters().values())
-    adapters = [
+    assert not any(values.requires_grad for values in runner.parameters().values())
+    return Trained(metrics["loss"], metrics["grad_norm"], adapters_of(runner), untouched)
+
+
+def adapters_of(runner: MegatronRunner) -> Parts:
+    assert runner.lora
+    return [
         (piece.tensor, piece.source, runner.adapters()[name].detach()[slices(piece.target)].clone())
         for name, shard in runner.lora.shards.items()
         for piece in shard.pieces
     ]
-    return Trained(metrics["loss"], metrics["grad_norm"], adapters, untouched)
 
 
 class Adapted(torch.nn.Module):
@@ -207,7 +180,7 @@ def train_in_plain_torch(model: Path, folder: Path) -> Expected:
     optimizer = torch.optim.AdamW(
         adapters.values(), lr=OPTIMIZER.lr, eps=OPTIMIZER.eps, betas=OPTIMIZER.betas, weight_decay=0.0
     )
-    batch = rows(model)
+    batch = rows_for(model, ROWS)
     logprobs, entropy = oracle_outputs(net, batch, TEMPERATURE)
     scored = batch["loss_mask"] & (batch.positions > 0)
     sequences = torch.arange(len(batch)).repeat_interleave(batch.lengths)[scored]
@@ -222,12 +195,9 @@ def train_in_plain_torch(model: Path, folder: Path) -> Expected:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("models")
-    names = ("llama", "qwen2", "qwen3", "gemma2", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "qwen3_next")
-    models = {name: tiny_model(folder / name, name, 2) for name in names}
-    models["half_moe"] = half_mixture(models["qwen3_moe"], folder / "half_moe")
-    return models
+def models(families, tmp_path_factory) -> dict[str, Path]:
+    families["half_moe"] = half_mixture(families["qwen3_moe"], tmp_path_factory.mktemp("half") / "half_moe")
+    return families
 
 
 def half_mixture(source: Path, folder: Path) -> Path:
@@ -289,18 +259,15 @@ def test_lora_step_on_experts_and_latent_attention_equals_plain_torch(ranks, mod
 @pytest.mark.parametrize(("layout", "count"), [("tp1", 1), ("tp2-pp2", 4)])
 def test_lora_step_with_recompute_equals_plain_torch(ranks, models, cases, layout, count):
     folder, expected = cases["qwen3"]
-    compare(ranks.run(count, train, models["qwen3"], layout, lora(folder), True), expected, folder)
+    compare(ranks.run(count, train, models["qwen3"], layout, lora(folder), recompute=True), expected, folder)
 
 
 @pytest.mark.parametrize(("layout", "count"), [("tp1", 1), ("tp2-pp2", 4)])
 @pytest.mark.nightly
 def test_lora_step_with_transformer_engine_equals_plain_torch(transformer_engine, models, cases, layout, count):
     folder, expected = cases["qwen3"]
-    recompute = count > 1
-    results = transformer_engine.run(
-        count, train, models["qwen3"], layout, lora(folder), recompute, "transformer_engine"
-    )
-    compare(results, expected, folder)
+    options = {"recompute": count > 1, "kernels": "transformer_engine"}
+    compare(transformer_engine.run(count, train, models["qwen3"], layout, lora(folder), **options), expected, folder)
 
 
 @pytest.mark.parametrize(("name", "layout", "count"), [
@@ -316,28 +283,24 @@ def test_lora_step_on_other_layers_with_transformer_engine_equals_plain_torch(
     experts = name != "gemma2"
     folder = given_adapters(models[name], tmp_path / "adapters", experts=experts)
     expected = train_in_plain_torch(models[name], folder)
-    config, unfused = lora(folder, experts=experts), MegatronConfig(transformer={"moe_permute_fusion": False})
-    options = (False, "transformer_engine", unfused if experts else None)
-    results = transformer_engine.run(count, train, models[name], layout, config, *options)
-    compare(results, expected, folder)
+    unfused = MegatronConfig(transformer={"moe_permute_fusion": False} if experts else {})
+    options = {"kernels": "transformer_engine", "megatron": unfused}
+    config = lora(folder, experts=experts)
+    compare(transformer_engine.run(count, train, models[name], layout, config, **options), expected, folder)
 
 
 OVERLAP = MegatronConfig(transformer={"moe_shared_expert_overlap": True})
 
 
-@pytest.mark.parametrize(("recompute", "megatron"), [
-    (True, None),
-    (["moe_act", "mla_up_proj"], None),
-    (False, OVERLAP),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options", [{"recompute": True}, {"recompute": ["moe_act", "mla_up_proj"]}, {"megatron": OVERLAP}]
+)
 @pytest.mark.nightly
-def test_lora_step_on_experts_with_options_of_their_layer_equals_plain_torch(
-    ranks, models, tmp_path, recompute, megatron
-):
+def test_lora_step_on_experts_with_options_of_their_layer_equals_plain_torch(ranks, models, tmp_path, options):
     folder = given_adapters(models["deepseek_v3"], tmp_path / "adapters", experts=True)
     expected = train_in_plain_torch(models["deepseek_v3"], folder)
     config = lora(folder, experts=True)
-    results = ranks.run(4, train, models["deepseek_v3"], "tp2-ep2-etp1", config, recompute, "torch", megatron)
+    results = ranks.run(4, train, models["deepseek_v3"], "tp2-ep2-etp1", config, **options)
     compare(results, expected, folder)
 
 
@@ -355,14 +318,8 @@ def test_lora_step_on_some_layers_equals_plain_torch(ranks, models, tmp_path, na
     compare(ranks.run(count, train, models[name], layout, lora(folder, targets)), expected, folder)
 
 
-def fresh(model: Path, layout: str) -> list[tuple[str, tuple[tuple[int, int], ...], Tensor]]:
-    runner = network_on(model, layout, lora(None))
-    assert runner.lora
-    return [
-        (piece.tensor, piece.source, runner.adapters()[name].detach()[slices(piece.target)].clone())
-        for name, shard in runner.lora.shards.items()
-        for piece in shard.pieces
-    ]
+def fresh(model: Path, layout: str) -> Parts:
+    return adapters_of(megatron_runner(model, layout, lora=lora(None)))
 
 
 def test_lora_initialization_is_equal_under_every_layout(ranks, models):
@@ -380,14 +337,14 @@ def test_lora_initialization_is_equal_under_every_layout(ranks, models):
 
 
 def moved_away(model: Path, folder: Path, away: bool) -> tuple[list[Tensor], list[Tensor], int]:
-    runner = network_on(model, "tp2", lora(folder))
+    runner = megatron_runner(model, "tp2", lora=lora(folder))
     trainer = MegatronTrainer(runner, OPTIMIZER, GuardConfig())
     copied, saved = CpuOffload(runner, trainer), trainer.snapshot()
-    step(trainer, rows(model))
+    step(trainer, rows_for(model, ROWS))
     if away:
         saved.take()
         kept = [values.detach().clone() for values in runner.adapters().values()]
-        step(trainer, rows(model))
+        step(trainer, rows_for(model, ROWS))
         assert not all(map(torch.equal, kept, runner.adapters().values()))
         saved.restore()
         assert all(map(torch.equal, kept, runner.adapters().values()))
@@ -395,7 +352,7 @@ def moved_away(model: Path, folder: Path, away: bool) -> tuple[list[Tensor], lis
         tensors = (*runner.parameters().values(), *runner.adapters().values())
         assert not any(tensor.untyped_storage().nbytes() for tensor in tensors)
         copied.to_device()
-    step(trainer, rows(model))
+    step(trainer, rows_for(model, ROWS))
     optimizer = sum(
         value.nbytes
         for inner in trainer.inner_optimizers
@@ -420,7 +377,7 @@ def test_lora_snapshot_and_offload_cover_only_adapters(ranks, models, cases):
 
 def bad(model: Path, config: LoraConfig) -> str:
     with pytest.raises(UserError) as error:
-        network_on(model, "tp1", config)
+        megatron_runner(model, lora=config)
     return str(error.value)
 
 
