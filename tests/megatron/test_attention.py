@@ -122,7 +122,8 @@ def attend_with_feature(kv_heads: int, window: int | None, shares: bool, feature
     module = attention(window, **feature)
     options = {"sequences": packed, "scores": module._scores(packed.cp_group)}
     functions = [partial(attend, **options) for attend in (attend_by_blocks, _run_by_run)]
-    return outputs_and_gradients(functions, module, 258, kv_heads, 489 if shares else 258)
+    keys = 489 if shares else 258
+    return outputs_and_gradients(functions, drawn(258, kv_heads, keys), module)
 
 
 @pytest.mark.parametrize("feature", [{}, {"softcap": 0.5}, {"sinks": True}], ids=["plain", "softcap", "sinks"])
@@ -144,17 +145,22 @@ def attend_to_gathered(feature: dict[str, Any], window: int | None) -> list[list
             patch.setattr(megatron_attention, "has_ragged_kernel", lambda *_: True)
             return module.local_context(*inputs, packed)
 
-    return outputs_and_gradients([by_blocks, partial(module.local_context, packed=packed)], module, 382, 2, 382)
+    functions = [by_blocks, partial(module.local_context, packed=packed)]
+    return outputs_and_gradients(functions, drawn(382, 2, 382), module)
+
+
+def drawn(tokens: int, kv_heads: int, keys: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((tokens, HEADS), (keys, kv_heads), (keys, kv_heads))
+    return [torch.randn(*shape, WIDTH, generator=generator) for shape in shapes]
 
 
 def outputs_and_gradients(
-    functions: Iterable[Callable[..., Tensor]], module: PackedAttention, tokens: int, kv_heads: int, keys: int
+    functions: Iterable[Callable[..., Tensor]], inputs: list[Tensor], module: torch.nn.Module | None = None
 ) -> list[list[Tensor]]:
-    """Outputs of functions of a module, and gradients of queries, keys, values and of its sinks."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((tokens, HEADS), (keys, kv_heads), (keys, kv_heads))
-    inputs = [torch.randn(*shape, WIDTH, generator=generator) for shape in shapes]
-    gradient, results = torch.randn(tokens, HEADS, WIDTH, generator=generator), []
+    """Outputs of functions of queries, keys and values, and gradients of these and of the sinks of a module."""
+    gradient, results = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(1)), []
+    parameters = () if module is None else tuple(module.parameters())
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         # torch refuses gradients on the CPU, for its compiler; not compiled it computes them, and warns.
         patch.setattr(flex_attention, "_validate_device", lambda *_: None)
@@ -162,7 +168,7 @@ def outputs_and_gradients(
         for attend in functions:
             leaves = [values.clone().requires_grad_() for values in inputs]
             context = attend(*leaves)
-            results.append([context.detach(), *torch.autograd.grad(context, [*leaves, *module.parameters()], gradient)])
+            results.append([context.detach(), *torch.autograd.grad(context, [*leaves, *parameters], gradient)])
     return results
 
 

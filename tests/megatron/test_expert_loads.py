@@ -2,6 +2,7 @@
 
 import copy
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -103,12 +104,7 @@ LAYOUTS = [
     ("tp2-pp2-ep2-etp1", 4, "rows", False),
     ("cp2-ep2", 4, "rows", True),
     ("tp2", 2, "shared", ["moe"]),
-    *(
-        nightly((layout, 2, kind, recompute))[0]
-        for layout in ("tp2", "cp2", "pp2", "ep2", "tp1", "pp2-vpp2")
-        for kind in BATCHES
-        for recompute in (False, True, ["moe"])
-    ),
+    *nightly(*product(("tp2", "cp2", "pp2", "ep2", "tp1", "pp2-vpp2"), [2], BATCHES, (False, True, ["moe"]))),
 ]
 
 

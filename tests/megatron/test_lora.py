@@ -3,6 +3,7 @@
 import copy
 import json
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -209,13 +210,28 @@ def half_mixture(source: Path, folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cases(models, tmp_path_factory) -> dict[str, tuple[Path, Expected]]:
-    """{architecture: (a folder with adapters, what plain torch makes of them)}"""
-    folder, found = tmp_path_factory.mktemp("adapters"), {}
-    for name in ("llama", "qwen2", "qwen3", "gemma2", "qwen3_moe"):
-        adapters = given_adapters(models[name], folder / name)
-        found[name] = (adapters, train_in_plain_torch(models[name], adapters))
-    return found
+def case(models, tmp_path_factory):
+    """A function: model, targets, experts -> (a folder with adapters, what plain torch makes of them)."""
+
+    @cache
+    def of(name: str, targets: tuple[str, ...] | None = None, experts: bool = False) -> tuple[Path, Expected]:
+        folder = given_adapters(models[name], tmp_path_factory.mktemp("adapters") / name, targets, experts)
+        return folder, train_in_plain_torch(models[name], folder)
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def assert_step(models, case):
+    """A function that compares the step of a model on ranks with that in plain torch."""
+
+    def check(pool, name, layout, count, targets=None, experts=False, **options) -> Expected:
+        folder, expected = case(name, targets, experts)
+        config = lora(folder, targets, experts)
+        compare(pool.run(count, train, models[name], layout, config, **options), expected, folder)
+        return expected
+
+    return check
 
 
 def compare(results: list[Trained], expected: Expected, before: Path) -> None:
@@ -236,57 +252,41 @@ def compare(results: list[Trained], expected: Expected, before: Path) -> None:
 
 @pytest.mark.parametrize(("layout", "count"), LAYOUTS)
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma2"])
-def test_lora_step_equals_plain_torch_under_every_layout(ranks, models, cases, name, layout, count):
-    folder, expected = cases[name]
-    compare(ranks.run(count, train, models[name], layout, lora(folder)), expected, folder)
+def test_lora_step_equals_plain_torch_under_every_layout(ranks, assert_step, name, layout, count):
+    assert_step(ranks, name, layout, count)
 
 
 @pytest.mark.parametrize(("layout", "count"), OF_MIXTURES)
-def test_lora_step_on_attention_of_a_mixture_equals_plain_torch(ranks, models, cases, layout, count):
-    folder, expected = cases["qwen3_moe"]
+def test_lora_step_on_attention_of_a_mixture_equals_plain_torch(ranks, assert_step, layout, count):
+    expected = assert_step(ranks, "qwen3_moe", layout, count)
     assert {name.split(".")[-3] for name in expected.adapters} == set(ATTENTION)
-    compare(ranks.run(count, train, models["qwen3_moe"], layout, lora(folder)), expected, folder)
 
 
 @pytest.mark.parametrize(("name", "layout", "count"), OF_EXPERTS)
-def test_lora_step_on_experts_and_latent_attention_equals_plain_torch(ranks, models, tmp_path, name, layout, count):
-    folder = given_adapters(models[name], tmp_path / "adapters", experts=True)
-    expected = train_in_plain_torch(models[name], folder)
+def test_lora_step_on_experts_and_latent_attention_equals_plain_torch(ranks, assert_step, name, layout, count):
+    expected = assert_step(ranks, name, layout, count, experts=True)
     assert any(".experts." in tensor for tensor in expected.adapters)
-    compare(ranks.run(count, train, models[name], layout, lora(folder, experts=True)), expected, folder)
 
 
 @pytest.mark.parametrize(("layout", "count"), [("tp1", 1), ("tp2-pp2", 4)])
-def test_lora_step_with_recompute_equals_plain_torch(ranks, models, cases, layout, count):
-    folder, expected = cases["qwen3"]
-    compare(ranks.run(count, train, models["qwen3"], layout, lora(folder), recompute=True), expected, folder)
+def test_lora_step_with_recompute_equals_plain_torch(ranks, assert_step, layout, count):
+    assert_step(ranks, "qwen3", layout, count, recompute=True)
 
 
-@pytest.mark.parametrize(("layout", "count"), [("tp1", 1), ("tp2-pp2", 4)])
+@pytest.mark.parametrize(
+    ("name", "layout", "count"),
+    [
+        *(("qwen3", "tp1", 1), ("qwen3", "tp2-pp2", 4), ("gemma2", "tp2", 2), ("deepseek_v3", "tp2-ep2", 4)),
+        *(("deepseek_v2", "tp2-ep2-etp1", 2), ("qwen3_moe", "tp1", 1)),
+    ],
+)
 @pytest.mark.nightly
-def test_lora_step_with_transformer_engine_equals_plain_torch(transformer_engine, models, cases, layout, count):
-    folder, expected = cases["qwen3"]
-    options = {"recompute": count > 1, "kernels": "transformer_engine"}
-    compare(transformer_engine.run(count, train, models["qwen3"], layout, lora(folder), **options), expected, folder)
-
-
-@pytest.mark.parametrize(("name", "layout", "count"), [
-    ("gemma2", "tp2", 2),
-    ("deepseek_v3", "tp2-ep2", 4),
-    ("deepseek_v2", "tp2-ep2-etp1", 2),
-    ("qwen3_moe", "tp1", 1),
-])  # fmt: skip
-@pytest.mark.nightly
-def test_lora_step_on_other_layers_with_transformer_engine_equals_plain_torch(
-    transformer_engine, models, tmp_path, name, layout, count
-):
-    experts = name != "gemma2"
-    folder = given_adapters(models[name], tmp_path / "adapters", experts=experts)
-    expected = train_in_plain_torch(models[name], folder)
-    unfused = MegatronConfig(transformer={"moe_permute_fusion": False} if experts else {})
-    options = {"kernels": "transformer_engine", "megatron": unfused}
-    config = lora(folder, experts=experts)
-    compare(transformer_engine.run(count, train, models[name], layout, config, **options), expected, folder)
+def test_lora_step_with_transformer_engine_equals_plain_torch(transformer_engine, assert_step, name, layout, count):
+    experts = name not in ("qwen3", "gemma2")
+    options = {"kernels": "transformer_engine", "recompute": "pp2" in layout}
+    if experts:
+        options["megatron"] = MegatronConfig(transformer={"moe_permute_fusion": False})
+    assert_step(transformer_engine, name, layout, count, experts=experts, **options)
 
 
 OVERLAP = MegatronConfig(transformer={"moe_shared_expert_overlap": True})
@@ -296,26 +296,22 @@ OVERLAP = MegatronConfig(transformer={"moe_shared_expert_overlap": True})
     "options", [{"recompute": True}, {"recompute": ["moe_act", "mla_up_proj"]}, {"megatron": OVERLAP}]
 )
 @pytest.mark.nightly
-def test_lora_step_on_experts_with_options_of_their_layer_equals_plain_torch(ranks, models, tmp_path, options):
-    folder = given_adapters(models["deepseek_v3"], tmp_path / "adapters", experts=True)
-    expected = train_in_plain_torch(models["deepseek_v3"], folder)
-    config = lora(folder, experts=True)
-    results = ranks.run(4, train, models["deepseek_v3"], "tp2-ep2-etp1", config, **options)
-    compare(results, expected, folder)
+def test_lora_step_on_experts_with_options_of_their_layer_equals_plain_torch(ranks, assert_step, options):
+    assert_step(ranks, "deepseek_v3", "tp2-ep2-etp1", 4, experts=True, **options)
 
 
-@pytest.mark.parametrize(("name", "targets", "layout", "count"), [
-    ("qwen3", ("v_proj", "up_proj"), "tp2", 2),
-    ("qwen2", ("o_proj",), "tp2-pp2", 4),
-    ("half_moe", ("gate_proj", "down_proj"), "pp2", 2),
-    ("half_moe", ("gate_proj", "down_proj"), "pp2", 4),
-])  # fmt: skip
-def test_lora_step_on_some_layers_equals_plain_torch(ranks, models, tmp_path, name, targets, layout, count):
-    """Also where a fused parameter has adapters in a part of its rows, and a stage nothing to train."""
-    folder = given_adapters(models[name], tmp_path / "adapters", targets)
-    expected = train_in_plain_torch(models[name], folder)
+@pytest.mark.parametrize(
+    ("name", "targets", "layout", "count"),
+    [
+        ("qwen3", ("v_proj", "up_proj"), "tp2", 2),  # of a fused parameter a part of the rows has adapters
+        ("qwen2", ("o_proj",), "tp2-pp2", 4),
+        ("half_moe", ("gate_proj", "down_proj"), "pp2", 2),  # a stage has nothing to train
+        ("half_moe", ("gate_proj", "down_proj"), "pp2", 4),
+    ],
+)
+def test_lora_step_on_some_layers_equals_plain_torch(ranks, assert_step, name, targets, layout, count):
+    expected = assert_step(ranks, name, layout, count, targets)
     assert {name.split(".")[-3] for name in expected.adapters} == set(targets)
-    compare(ranks.run(count, train, models[name], layout, lora(folder, targets)), expected, folder)
 
 
 def fresh(model: Path, layout: str) -> Parts:
@@ -365,8 +361,8 @@ def moved_away(model: Path, folder: Path, away: bool) -> tuple[list[Tensor], lis
     return adapters, weights, optimizer
 
 
-def test_lora_snapshot_and_offload_cover_only_adapters(ranks, models, cases):
-    folder, _ = cases["qwen3"]
+def test_lora_snapshot_and_offload_cover_only_adapters(ranks, models, case):
+    folder, _ = case("qwen3")
     stayed, went = (ranks.run(2, moved_away, models["qwen3"], folder, away) for away in (False, True))
     for (adapters, weights, size), (others, _, _) in zip(stayed, went, strict=True):
         assert all(map(torch.equal, adapters, others))
@@ -393,8 +389,8 @@ def test_adapted_tensors_unsupported_target_raises(models):
         adapted_tensors(dense, None, experts=True)
 
 
-def test_lora_folder_with_other_adapters_raises(ranks, models, cases, tmp_path):
-    model, (folder, _) = models["llama"], cases["llama"]
+def test_lora_folder_with_other_adapters_raises(ranks, models, case, tmp_path):
+    model, (folder, _) = models["llama"], case("llama")
 
     def said(config: LoraConfig) -> str:
         return ranks.run(1, bad, model, config)[0]
