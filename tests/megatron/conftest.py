@@ -5,10 +5,8 @@ from dataclasses import replace
 import pytest
 
 from tests.helpers.tiny_models import VARIANTS, tiny_model
-from tests.megatron.layout_models import ModelFolders
+from tests.megatron.layout_models import LOW_RANK_QUERIES, ModelFolders
 from verl_mg.models.hf_config import read_config
-
-LOW_RANK_QUERIES = "deepseek_v2 with low-rank queries"
 
 CHANGED = {"unnormalized": ("qwen3_moe", {"norm_topk_prob": False})}  # {name: (architecture, fields of config.json)}
 

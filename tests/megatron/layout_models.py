@@ -7,6 +7,7 @@ from typing import Any
 from tests.helpers.tiny_models import CHARACTERS, VARIANTS
 from verl_mg.models.tiny_model import make_tiny_model
 
+LOW_RANK_QUERIES = "deepseek_v2 with low-rank queries"  # a configuration of `conftest.configs`
 HALF_HEAD_DIM = 16
 """Width of a head that the kernels of half precision on GPUs have, which is a multiple of 8."""
 MODELS: dict[str, dict[str, Any]] = {

@@ -4,8 +4,7 @@ FlexAttention computes on the CPU too, by matrices; the kernel that it generates
 """
 
 import inspect
-import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,19 +14,20 @@ import torch.distributed as dist
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.nn import attention as torch_attention
-from torch.nn.attention import bias, flex_attention, varlen
+from torch.nn.attention import bias, varlen
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import verl_mg.megatron  # noqa: F401
+from tests.megatron.packed_inputs import WIDTH, described, outputs_and_gradients
 from verl_mg.megatron import attention as megatron_attention
 from verl_mg.megatron.attention import PackedAttention
-from verl_mg.megatron.packed_sequences import PackedSequences, describe_sequences
+from verl_mg.megatron.packed_sequences import describe_sequences
 from verl_mg.training import packed_attention
 from verl_mg.training.flex_attention import block_mask
 from verl_mg.training.microbatch import zigzag_tokens
 from verl_mg.training.packed_attention import Scores, _run_by_run, _with_ragged_kernel, attend_by_blocks
 
-LENGTHS, HEADS, WIDTH = (5, 1, 7), 6, 8
+LENGTHS, HEADS = (5, 1, 7), 6
 KEYS = (5, 4, 11)
 """Keys of sequences whose first tokens are computed with others."""
 INSTALLED = inspect.signature(varlen.varlen_attn)
@@ -65,12 +65,6 @@ def kernel(signature: inspect.Signature, calls: list[dict[str, Any]]) -> Callabl
 
     attend.__signature__ = signature  # type: ignore[attr-defined]
     return attend
-
-
-def described(lengths: tuple[int, ...], keys: tuple[int, ...] | None) -> PackedSequences:
-    """Sequences with these numbers of queries, and of keys where some are those of other sequences."""
-    gathered = (torch.tensor(keys), torch.zeros(sum(keys), dtype=torch.int64)) if keys else ()
-    return describe_sequences(torch.tensor(lengths), torch.ones(WIDTH // 2), 1.0, *gathered)
 
 
 def attention(window: int | None, softcap: float | None = None, sinks: bool = False) -> PackedAttention:
@@ -153,23 +147,6 @@ def drawn(tokens: int, kv_heads: int, keys: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = ((tokens, HEADS), (keys, kv_heads), (keys, kv_heads))
     return [torch.randn(*shape, WIDTH, generator=generator) for shape in shapes]
-
-
-def outputs_and_gradients(
-    functions: Iterable[Callable[..., Tensor]], inputs: list[Tensor], module: torch.nn.Module | None = None
-) -> list[list[Tensor]]:
-    """Outputs of functions of queries, keys and values, and gradients of these and of the sinks of a module."""
-    gradient, results = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(1)), []
-    parameters = () if module is None else tuple(module.parameters())
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        # torch refuses gradients on the CPU, for its compiler; not compiled it computes them, and warns.
-        patch.setattr(flex_attention, "_validate_device", lambda *_: None)
-        warnings.simplefilter("ignore")
-        for attend in functions:
-            leaves = [values.clone().requires_grad_() for values in inputs]
-            context = attend(*leaves)
-            results.append([context.detach(), *torch.autograd.grad(context, [*leaves, *parameters], gradient)])
-    return results
 
 
 @pytest.mark.parametrize("chunks_of", [None, (2, 0), (2, 1), (4, 2)])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import verl_mg.megatron  # noqa: F401
 from tests.helpers.random_models import config
-from tests.megatron.test_attention import described, outputs_and_gradients
+from tests.megatron.packed_inputs import WIDTH, described, outputs_and_gradients
 from verl_mg.config import MegatronConfig
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout
@@ -18,7 +18,7 @@ from verl_mg.megatron.sparse_attention import attend_to_selected, selected_bits
 from verl_mg.megatron.transformer_config import transformer_config
 from verl_mg.training.model_spec import ModelSpec
 
-TOP_K, HEADS, WIDTH = 5, 3, 8
+TOP_K, HEADS = 5, 3
 LENGTHS, KEYS = (19, 5, 9, 3), (19, 12, 9, 6)
 """Queries of sequences, and keys where the first tokens of some are computed with others."""
 

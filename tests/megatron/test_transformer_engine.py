@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from tests.helpers.roles import megatron_runner
 from tests.helpers.tiny_models import SPARSE, VARIANTS, nightly, oracle, rows_for
 from tests.megatron.built_parameters import differences
-from tests.megatron.conftest import LOW_RANK_QUERIES
+from tests.megatron.layout_models import LOW_RANK_QUERIES
 from tests.megatron.training import OPTIMIZER, assert_equal, one_rank, train, train_in_plain_torch, update
 from verl_mg.config import MegatronConfig
 from verl_mg.config.roles import RecomputeModule
