@@ -310,10 +310,7 @@ class _Stack(torch.nn.Module):
 
 
 def grouped_product(tokens: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Multiplies tokens (n, in), sorted by expert, with the matrices (experts, out, in) of their experts.
-
-    `ends` (experts,) int32: where the tokens of each expert end.
-    """
+    """Multiplies tokens (n, in), sorted by expert, with the matrices (experts, out, in) of their experts."""
     return _GroupedProduct.apply(tokens, weights, ends, False)
 
 

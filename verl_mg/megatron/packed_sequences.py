@@ -46,10 +46,7 @@ def gather_tokens(part: Tensor, order: Tensor, group: dist.ProcessGroup) -> Tens
 
 
 def order_of_gathered(lengths: Tensor, cp: int, device: torch.device) -> Tensor:
-    """Returns the index of each token in the tokens of all ranks, rank after rank: (T,) int64.
-
-    `lengths` (n,) int64 on the CPU are multiples of 2 * cp.
-    """
+    """Returns the index of each token, (T,) int64, in the tokens of all ranks, see `zigzag_tokens`."""
     return copy_to(device, torch.cat([zigzag_tokens(lengths, cp, index) for index in range(cp)]).argsort())
 
 
@@ -110,12 +107,9 @@ class PackedSequences(Sequences, PackedSeqParams):
     """(T / (cp * tp), k) int16 of each layer, prescribed experts of this rank's tokens, see `routing`."""
     occurrences: Tensor | None = None
     """(T / (cp * tp),) int64, number of rows that contain each of this rank's tokens; 0 for padding."""
-    rows_of_tokens: RowsOfTokens | None = None
-    """Rows of this rank's tokens; None without a balance loss."""
-    next_tokens: NextTokens | None = None
-    """Inputs of multi-token prediction; None where it is not trained."""
-    cp_group: dist.ProcessGroup | None = None
-    """Ranks that share the micro-batch."""
+    rows_of_tokens: RowsOfTokens | None = None  # rows of this rank's tokens; None without a balance loss
+    next_tokens: NextTokens | None = None  # inputs of multi-token prediction; None where it is not trained
+    cp_group: dist.ProcessGroup | None = None  # ranks that share the micro-batch
     zigzag: bool = False
     """Whether a rank has two chunks of each sequence, see `token_order`, and not T / cp neighbouring tokens."""
     selected: dict[int, Tensor] = field(default_factory=dict)
@@ -143,9 +137,8 @@ class PackedSequences(Sequences, PackedSeqParams):
         """Returns the index of each of this rank's queries among all keys, see `packed_attention`."""
         if self.keys is not None:
             return self._places_among_keys()
-        if not self.zigzag:
+        if not self.zigzag or self.cp_group is None:
             return None
-        assert self.cp_group is not None
         return zigzag_tokens(self.lengths, self.cp_group.size(), self.cp_group.rank())
 
     @cached_property
