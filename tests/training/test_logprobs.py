@@ -1,4 +1,4 @@
-"""Log-probs, entropies, divergences and likeliest tokens over a sharded vocabulary, against float64 over a whole one."""
+"""Log-probs, entropies, divergences, likeliest tokens over a sharded vocabulary, against float64 over a whole one."""
 
 import pytest
 import torch
