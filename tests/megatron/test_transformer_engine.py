@@ -6,6 +6,7 @@ Transformer Engine's Python and megatron-core's are real, the compiled extension
 import inspect
 import os
 import re
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
@@ -40,16 +41,18 @@ LAYOUTS = [("tp2", 2), *nightly(("tp1", 1), ("pp3", 3), ("tp2-pp2-vpp2", 4))]
 WITH_EXPERTS = [("tp2-pp2-ep2-etp1", 4), *nightly(("ep2", 2), ("tp2-ep2", 4), ("pp3-ep2", 6))]
 FAMILIES = [family for family in VARIANTS if family not in ("gpt_oss", *SPARSE)]
 """Those with layers of Transformer Engine: its attention has no sinks here."""
+OF_EXPERTS = [("ep2", 2), ("tp2-etp1", 2), ("tp2-ep2", 4), ("pp2-ep2", 4), ("cp2-ep2", 2), ("tp2-pp2-ep2-etp1", 4)]
 TRAINED = [
-    ("deepseek_v3", "tp2-cp2-ep2-etp1", 4),
-    ("qwen2", "tp2-cp2", 4),
-    *nightly(("qwen3_moe", "tp2-pp2", 4),
-            *((family, "tp1", 1) for family in FAMILIES),
-            *((family, "tp2-cp2", 4) for family in FAMILIES if family != "qwen2"),
-            *((family, layout, count) for family in ("mixtral", "deepseek_v3") for layout, count in (
-                ("ep2", 2), ("tp2-etp1", 2), ("tp2-ep2", 4), ("pp2-ep2", 4), ("cp2-ep2", 2), ("tp2-pp2-ep2-etp1", 4)
-            ))),
-]  # fmt: skip
+    ("deepseek_v3", "tp2-cp2-ep2-etp1", 4, False),
+    ("qwen2", "tp2-cp2", 4, False),
+    *nightly(
+        ("qwen3_moe", "tp2-pp2", 4, True),
+        *((family, "tp1", 1, False) for family in FAMILIES),
+        *((family, "tp2-cp2", 4, False) for family in FAMILIES if family != "qwen2"),
+        *((name, *layout, "pp2" in layout[0]) for name in ("mixtral", "deepseek_v3") for layout in OF_EXPERTS),
+        *(("deepseek_v3", "tp2", 2, [part]) for part in get_args(RecomputeModule)),
+    ),
+]
 
 
 @pytest.mark.parametrize(("layout", "count"), LAYOUTS)
@@ -70,12 +73,14 @@ def options(model):
     return {"megatron": MegatronConfig(transformer=unfused), "kernels": "transformer_engine"}
 
 
-@pytest.mark.parametrize(("name", "layout", "count"), TRAINED)
-def test_train_with_transformer_engine_equals_transformers(transformer_engine, families, tmp_path, name, layout, count):
+@pytest.mark.parametrize(("name", "layout", "count", "recompute"), TRAINED)
+def test_train_with_transformer_engine_equals_transformers(
+    transformer_engine, families, tmp_path, name, layout, count, recompute
+):
     model, rows = families[name], rows_for(families[name])
     expected = train_in_plain_torch(oracle(model), rows, tmp_path)
     assert not expected.idle()
-    results = transformer_engine.run(count, train, model, layout, rows, "pp2" in layout, **options(model))
+    results = transformer_engine.run(count, train, model, layout, rows, recompute, **options(model))
     assert_equal(results, expected, 2e-5)
 
 
@@ -126,21 +131,28 @@ def test_attention_before_hopper_is_that_of_torch(transformer_engine, configs, c
 @pytest.mark.parametrize("shares", [False, True])
 def test_attention_of_transformer_engine_equals_that_of_torch(transformer_engine, latent, window, scaling, shares):
     ((found, expected),) = transformer_engine.run(1, attended, latent, window, scaling, shares)
+    assert_close(found, expected)
+
+
+def assert_close(found, expected):
     assert found[0].any()
-    for values, wanted in zip(found, expected, strict=True):
-        torch.testing.assert_close(values, wanted, rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5)
+
+
+@contextmanager
+def counted_calls():
+    """A list that grows with each call of Transformer Engine's attention."""
+    from transformer_engine.pytorch import DotProductAttention
+
+    calls, forward = [], DotProductAttention.forward
+    counting = lambda *a, **o: (calls.append(1), forward(*a, **o))[1]  # noqa: E731
+    with mock.patch.object(DotProductAttention, "forward", counting):
+        yield calls
 
 
 def attended_without_kernels():
     """As `attended`, where Transformer Engine has no kernel, and how often it was called in three passes."""
-    from transformer_engine.pytorch import DotProductAttention
-
-    calls = []
-    forward = DotProductAttention.forward
-    with (
-        mock.patch.dict(os.environ, {"NVTE_UNFUSED_ATTN": "0"}),
-        mock.patch.object(DotProductAttention, "forward", lambda *a, **o: (calls.append(1), forward(*a, **o))[1]),
-    ):
+    with mock.patch.dict(os.environ, {"NVTE_UNFUSED_ATTN": "0"}), counted_calls() as calls:
         results = [attended(None, None, 1.0), attended("halves", None, 1.3)]
     return results, len(calls)
 
@@ -150,23 +162,18 @@ def test_attention_without_a_kernel_of_transformer_engine_is_that_of_torch(trans
     ((results, calls),) = transformer_engine.run(1, attended_without_kernels)
     assert calls == len(results)
     for found, expected in results:
-        assert found[0].any()
-        for values, wanted in zip(found, expected, strict=True):
-            torch.testing.assert_close(values, wanted, rtol=1e-5, atol=2e-5)
+        assert_close(found, expected)
 
 
 def calls_of_two_shapes():
     """Calls of Transformer Engine in three passes of one module: a shape without a kernel twice, one with a kernel."""
-    from transformer_engine.pytorch import DotProductAttention
-
     from verl_mg.megatron.packed_sequences import describe_sequences
     from verl_mg.megatron.transformer_engine_spec import FusedAttention
 
     packed = describe_sequences(torch.tensor([5, 1, 7]), torch.tensor([1.0, 0.3]), 1.0)
     packed.cp_group = dist.group.WORLD
-    module, called = FusedAttention(SimpleNamespace(softmax_scale=None)), []
-    forward = DotProductAttention.forward
-    with mock.patch.object(DotProductAttention, "forward", lambda *a, **o: (called.append(1), forward(*a, **o))[1]):
+    module = FusedAttention(SimpleNamespace(softmax_scale=None))
+    with counted_calls() as called:
         for allowed, heads in (("0", 4), ("1", 4), ("1", 2)):
             with mock.patch.dict(os.environ, {"NVTE_UNFUSED_ATTN": allowed}):
                 query, key = torch.ones(13, heads, 4), torch.ones(13, 2, 4)
@@ -200,17 +207,6 @@ def test_weight_gradients_are_accumulated_by_their_matrix_products(transformer_e
     model = families["qwen3"]
     ((linear, written),) = transformer_engine.run(1, written_by_products, model, rows_for(model))
     assert len(linear) == 2 * 4 and written == linear
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("part", get_args(RecomputeModule))
-def test_train_recomputing_a_part_with_transformer_engine_equals_transformers(
-    transformer_engine, families, tmp_path, part
-):
-    model = families["deepseek_v3"]
-    expected = train_in_plain_torch(oracle(model), rows_for(model), tmp_path)
-    results = transformer_engine.run(2, train, model, "tp2", rows_for(model), [part], **options(model))
-    assert_equal(results, expected, 2e-5)
 
 
 BF16_LAYERS = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 1}
