@@ -18,6 +18,7 @@ from torch.nn.attention import bias, varlen
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import verl_mg.megatron  # noqa: F401
+from tests.helpers.tiny_models import nightly
 from tests.megatron.packed_inputs import WIDTH, described, outputs_and_gradients
 from verl_mg.megatron import attention as megatron_attention
 from verl_mg.megatron.attention import PackedAttention
@@ -99,7 +100,7 @@ def test_ragged_kernel_gets_what_it_takes(monkeypatch, signature, kv_heads, valu
     assert (calls[0]["value"] is value) == (value_width == WIDTH and not repeats)
 
 
-@pytest.mark.parametrize("kv_heads", [2, pytest.param(6, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("kv_heads", [2, *nightly(6)])
 @pytest.mark.parametrize(("window", "shares"), [(None, False), (40, False), (40, True)])
 @pytest.mark.parametrize("feature", [{"softcap": 0.5}, {"sinks": True}], ids=["softcap", "sinks"])
 def test_scores_by_block_mask_equal_matrix_products(ranks, kv_heads, window, shares, feature):
