@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.helpers.roles import megatron_runner
+from tests.helpers.roles import megatron_runner, refusal
 from tests.helpers.tiny_models import nightly, oracle, oracle_outputs, rows_for
 from tests.megatron.training import OPTIMIZER, TEMPERATURE, Parts, token_loss, update
 from verl_mg.batch import Batch
@@ -371,12 +371,6 @@ def test_lora_snapshot_and_offload_cover_only_adapters(ranks, models, case):
         assert size < sum(values.nbytes for values in weights)
 
 
-def bad(model: Path, config: LoraConfig) -> str:
-    with pytest.raises(UserError) as error:
-        megatron_runner(model, lora=config)
-    return str(error.value)
-
-
 def test_adapted_tensors_unsupported_target_raises(models):
     mixture, dense = (weight_table(read_config(models[name])) for name in ("qwen3_moe", "llama"))
     with pytest.raises(
@@ -393,7 +387,7 @@ def test_lora_folder_with_other_adapters_raises(ranks, models, case, tmp_path):
     model, (folder, _) = models["llama"], case("llama")
 
     def said(config: LoraConfig) -> str:
-        return ranks.run(1, bad, model, config)[0]
+        return ranks.run(1, refusal, megatron_runner, model, lora=config)[0]
 
     assert said(lora(folder).model_copy(update={"rank": 4})).endswith("r is 3. Write lora.rank=3.")
     assert said(lora(folder).model_copy(update={"alpha": 4.0})).endswith("lora_alpha is 5.0. Write lora.alpha=5.0.")
@@ -409,5 +403,5 @@ def test_lora_folder_with_other_adapters_raises(ranks, models, case, tmp_path):
     (changed / name).write_text(config.read_text())
     (changed / "adapter_model.safetensors").write_text("{")
     assert "not a readable safetensors file" in said(lora(changed))
-    other = ranks.run(1, bad, models["qwen3"], lora(folder))[0]
+    other = ranks.run(1, refusal, megatron_runner, models["qwen3"], lora=lora(folder))[0]
     assert "q_proj.lora_B.weight' has shape (32, 3), but model and lora.rank require (48, 3)" in other

@@ -6,7 +6,7 @@ from itertools import chain
 import pytest
 import torch
 
-from tests.helpers.roles import megatron_runner
+from tests.helpers.roles import megatron_runner, refusal
 from tests.helpers.tiny_models import nightly, random_rows
 from tests.megatron.training import (
     OPTIMIZER,
@@ -213,14 +213,8 @@ def test_assign_gives_every_matrix_to_a_rank_that_has_a_part_and_balances_work(m
             assert sum(math.prod(shapes[name]) for name in names[:-1]) < 256
 
 
-def refusal(model):
-    with pytest.raises(UserError) as caught:
-        trainer_of(model, "tp1", lora=LoraConfig())
-    return str(caught.value)
-
-
 def test_muon_with_adapters_names_key_and_remedy(ranks, families):
-    (message,) = ranks.run(1, refusal, families["qwen3"])
+    (message,) = ranks.run(1, refusal, trainer_of, families["qwen3"], "tp1", lora=LoraConfig())
     assert message == (
         "actor.optimizer.kind: muon trains matrices of the model, not adapters. Write adamw, or remove actor.lora."
     )

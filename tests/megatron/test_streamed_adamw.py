@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from tests.helpers.roles import megatron_runner
+from tests.helpers.roles import megatron_runner, refusal
 from tests.helpers.tiny_models import nightly, random_rows
 from tests.megatron.training import update
 from verl_mg.config import GuardConfig, OptimizerConfig
-from verl_mg.errors import UserError
 from verl_mg.megatron.streamed_adamw import StreamedAdamW, dithered_to_bfloat16
 from verl_mg.megatron.trainer import MegatronTrainer
 
@@ -83,16 +82,10 @@ def test_streamed_adamw_with_bfloat16_moments_is_close_and_takes_half_the_memory
 
 
 def test_streamed_adamw_with_a_folder_that_does_not_exist_names_key_and_remedy(ranks, families, tmp_path):
-    (message,) = ranks.run(1, refusal, families["qwen3"], tmp_path / "nowhere")
+    options = ON_HOST | {"nvme_folder": tmp_path / "nowhere"}
+    (message,) = ranks.run(1, refusal, trained, families["qwen3"], "tp1", torch.float32, options)
     assert message.startswith(f"actor.optimizer.nvme_folder: {tmp_path / 'nowhere'} has no space for ")
     assert message.endswith("Name a folder on a local disk with as much for each rank of the machine.")
-
-
-def refusal(model, folder):
-    """The message of a trainer whose moments have no disk."""
-    with pytest.raises(UserError) as caught:
-        trained(model, "tp1", torch.float32, ON_HOST | {"nvme_folder": folder})
-    return str(caught.value)
 
 
 def test_dithered_to_bfloat16_lets_small_changes_accumulate():

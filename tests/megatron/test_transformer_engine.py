@@ -18,14 +18,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
-from tests.helpers.roles import megatron_runner
+from tests.helpers.roles import megatron_runner, refusal
 from tests.helpers.tiny_models import SPARSE, VARIANTS, nightly, oracle, rows_for
 from tests.megatron.built_parameters import differences
 from tests.megatron.layout_models import LOW_RANK_QUERIES
 from tests.megatron.training import OPTIMIZER, assert_equal, one_rank, train, train_in_plain_torch, update
 from verl_mg.config import MegatronConfig
 from verl_mg.config.roles import RecomputeModule
-from verl_mg.errors import UserError
 from verl_mg.layout import Layout
 from verl_mg.megatron.model_runner import MegatronRunner
 from verl_mg.megatron.trainer import MegatronTrainer
@@ -317,15 +316,10 @@ def test_attention_that_exchanges_keys_gets_its_order_of_tokens(
     ],
 )
 def test_exchange_of_keys_missing_in_the_kernels_is_refused(transformer_engine, configs, name, kernels, kind, message):
-    (said,) = transformer_engine.run(1, refusal, configs[name], kernels, kind)
-    assert said.startswith(f"megatron.transformer.cp_comm_type={kind}: ") and message in said
-
-
-def refusal(config, kernels, kind):
     fields = MegatronConfig(transformer={"cp_comm_type": kind})
-    with pytest.raises(UserError) as error:
-        transformer_config(config, Layout(cp=2), ModelSpec(Path(), torch.bfloat16, kernels=kernels, megatron=fields))
-    return str(error.value)
+    spec = ModelSpec(Path(), torch.bfloat16, kernels=kernels, megatron=fields)
+    (said,) = transformer_engine.run(1, refusal, transformer_config, configs[name], Layout(cp=2), spec)
+    assert said.startswith(f"megatron.transformer.cp_comm_type={kind}: ") and message in said
 
 
 def resumed_with_transformer_engine(model, batch):
