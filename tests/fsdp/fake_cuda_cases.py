@@ -5,14 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard import _fsdp_param
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.helpers.cuda_tensors import FakeCuda
-from tests.megatron.fake_cuda_cases import TEMPERATURE, LocalDirectories, policy_loss, rows_of
-from verl_mg import device
+from tests.megatron.fake_cuda_cases import TEMPERATURE, LocalDirectories, join_fake_group, policy_loss, rows_of
 from verl_mg.config import FsdpConfig, OptimizerConfig
 from verl_mg.fsdp.mesh import MeshGroups
 from verl_mg.fsdp.model_runner import FsdpRunner
@@ -43,9 +40,8 @@ def _free(tensor: Any) -> None:
 def train(_: FakeCuda, model: Path, layout: str, ranks: int, host: bool) -> Trained:
     """Inference and two updates on rank 0; other ranks are assumed to send what it sends."""
     _fsdp_param.free_storage, _fsdp_param.alloc_storage = _free, lambda _: None
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    join_fake_group(ranks=ranks)
     torch.cuda.current_device = lambda: 0  # type: ignore[method-assign]
-    device.group_backend = lambda: "fake"  # this process ends with the case
     groups = MeshGroups(Placement.on(Layout.parse(layout), ranks))
     options = FsdpConfig(cpu_offload=host)
     runner = FsdpRunner(ModelSpec(model, torch.bfloat16, fsdp=options), groups, LocalDirectories())

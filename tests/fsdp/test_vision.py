@@ -3,7 +3,7 @@
 import pytest
 
 from tests.fsdp.vision_rows import in_plain_torch, on_ranks, plain, rows_of
-from tests.helpers.tiny_models import vision_model
+from tests.helpers.tiny_models import nightly, vision_model
 from verl_mg.layout import Layout
 from verl_mg.sharding.boxes import slices
 
@@ -12,10 +12,8 @@ CASES = [
     ("qwen3_vl", "cp2", False),
     ("qwen3_vl", "dp2", True),
     ("gemma3", "dp2", False),
-    pytest.param("qwen2_5_vl", "cp2", True, marks=pytest.mark.nightly),
-    *(pytest.param("qwen3_vl_moe", layout, False, marks=pytest.mark.nightly) for layout in ("dp2", "tp2")),
-    *(pytest.param(name, "tp2", False, marks=pytest.mark.nightly) for name in ("qwen2_5_vl", "gemma3")),
-    pytest.param("qwen3_vl", "dp2-cp2", False, marks=pytest.mark.nightly),
+    *nightly(("qwen2_5_vl", "cp2", True), ("qwen3_vl_moe", "dp2", False), ("qwen3_vl_moe", "tp2", False)),
+    *nightly(("qwen2_5_vl", "tp2", False), ("gemma3", "tp2", False), ("qwen3_vl", "dp2-cp2", False)),
 ]
 
 

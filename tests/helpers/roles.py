@@ -1,13 +1,16 @@
 """Models and roles of tests, each with its own process groups."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from tests.helpers.rank_pool import job_context
 from verl_mg.config import GuardConfig, OptimizerConfig
+from verl_mg.errors import UserError
 from verl_mg.fsdp.mesh import MeshGroups
 from verl_mg.fsdp.model_runner import FsdpRunner
 from verl_mg.fsdp.trainer import FsdpTrainer
@@ -30,6 +33,13 @@ def megatron_runner(
     sizes = Layout.parse(layout) if isinstance(layout, str) else layout
     groups = ParallelGroups(Placement.on(sizes, dist.get_world_size()))
     return MegatronRunner(ModelSpec(model, dtype, **options), groups)
+
+
+def refusal(call: Callable[..., Any], *arguments: Any, **options: Any) -> str:
+    """The message of the UserError that a call raises on a rank."""
+    with pytest.raises(UserError) as caught:
+        call(*arguments, **options)
+    return str(caught.value)
 
 
 def build_role(

@@ -63,6 +63,18 @@ class LocalDirectories(ModelDirectories):
         return self._checked(folder, *options)
 
 
+def join_fake_group(rank: int = 0, ranks: int = 1) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    device.group_backend = lambda: "fake"  # this process ends with the case
+
+
+def runner_of(model: Path, layout: str = "tp1", ranks: int = 1, rank: int = 0, **options: Any) -> MegatronRunner:
+    """A model in bfloat16 on one rank of a fake group."""
+    join_fake_group(rank, ranks)
+    groups = ParallelGroups(Placement.on(Layout.parse(layout), ranks))
+    return MegatronRunner(ModelSpec(model, torch.bfloat16, **options), groups, LocalDirectories())
+
+
 def in_package(waits: Waits, package: str) -> Waits:
     return Counter({wait: count for wait, count in waits.items() if wait[1].startswith(package + "/")})
 
@@ -86,11 +98,7 @@ def train(
     rows: Batch | None = None,
 ) -> Trained:
     """Inference and two updates; what other ranks would send is made up. rows: those of `rows_of` by default."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
-    device.group_backend = lambda: "fake"  # this process ends with the case
-    groups = ParallelGroups(Placement(Layout.parse(layout).fit(ranks), tuple(range(ranks))))
-    spec = ModelSpec(model, torch.bfloat16, recompute=recompute, megatron=megatron or MegatronConfig())
-    runner = MegatronRunner(spec, groups, LocalDirectories())
+    runner = runner_of(model, layout, ranks, rank, recompute=recompute, megatron=megatron or MegatronConfig())
     weights = runner.parameters()
     assert weights and all(isinstance(weight, CudaTensor) for weight in weights.values())
     if ranks > 1:  # ranks read parts of the weights and send them to each other
@@ -98,7 +106,7 @@ def train(
             for weight in weights.values():
                 weight.normal_(std=0.1)
     rows, trained = rows_of(model) if rows is None else rows, Trained()
-    hidden = [-(-rows.total_tokens // groups.layout.tp), 1, read_config(model).hidden]
+    hidden = [-(-rows.total_tokens // runner.layout.tp), 1, read_config(model).hidden]
     fake.receive = lambda sent: sent.copy_(torch.tensor(hidden)) if sent.dtype is torch.int64 else sent.fill_(0.1)
 
     def counted(phase: str) -> None:
@@ -131,10 +139,7 @@ def distill(fake: FakeCuda, model: Path, divergence: Divergence) -> dict[str, Wa
     Returns:
         Waits by phase, "infer", "update 1" and "update 2" with so many micro-batches.
     """
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
-    device.group_backend = lambda: "fake"
-    groups = ParallelGroups(Placement(Layout.parse("tp1").fit(1), (0,)))
-    runner = MegatronRunner(ModelSpec(model, torch.bfloat16), groups, LocalDirectories())
+    runner = runner_of(model)
     rows, head = rows_of(model), runner.output_head
     wanted = TokenOutputs(top=divergence.top_k or 0, hidden=0 if divergence.top_k else head.hidden)
     waits: dict[str, Waits] = {}
@@ -172,8 +177,7 @@ def distill(fake: FakeCuda, model: Path, divergence: Divergence) -> dict[str, Wa
 
 def two_steps(_: FakeCuda, model: Path) -> training.Trained:
     """What tests/gpu does on GPUs, in float32."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
-    device.group_backend = lambda: "fake"
+    join_fake_group()
     return training.train(model, "tp1", rows_of(model))
 
 
@@ -187,11 +191,7 @@ class LayerPasses:
 
 def passes_of_layers(fake: FakeCuda, model: Path) -> LayerPasses:
     """One training pass over rows of different lengths in bfloat16, on one rank."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
-    device.group_backend = lambda: "fake"
-    groups = ParallelGroups(Placement(Layout.parse("tp1").fit(1), (0,)))
-    runner = MegatronRunner(ModelSpec(model, torch.bfloat16), groups, LocalDirectories())
-    passes = LayerPasses()
+    runner, passes = runner_of(model), LayerPasses()
 
     def before(*_: object) -> None:
         fake.kernels.clear()

@@ -4,8 +4,7 @@ FlexAttention computes on the CPU too, by matrices; the kernel that it generates
 """
 
 import inspect
-import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,19 +14,21 @@ import torch.distributed as dist
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.nn import attention as torch_attention
-from torch.nn.attention import bias, flex_attention, varlen
+from torch.nn.attention import bias, varlen
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import verl_mg.megatron  # noqa: F401
+from tests.helpers.tiny_models import nightly
+from tests.megatron.packed_inputs import WIDTH, described, outputs_and_gradients
 from verl_mg.megatron import attention as megatron_attention
 from verl_mg.megatron.attention import PackedAttention
-from verl_mg.megatron.packed_sequences import PackedSequences, describe_sequences
+from verl_mg.megatron.packed_sequences import describe_sequences
 from verl_mg.training import packed_attention
 from verl_mg.training.flex_attention import block_mask
 from verl_mg.training.microbatch import zigzag_tokens
 from verl_mg.training.packed_attention import Scores, _run_by_run, _with_ragged_kernel, attend_by_blocks
 
-LENGTHS, HEADS, WIDTH = (5, 1, 7), 6, 8
+LENGTHS, HEADS = (5, 1, 7), 6
 KEYS = (5, 4, 11)
 """Keys of sequences whose first tokens are computed with others."""
 INSTALLED = inspect.signature(varlen.varlen_attn)
@@ -67,12 +68,6 @@ def kernel(signature: inspect.Signature, calls: list[dict[str, Any]]) -> Callabl
     return attend
 
 
-def described(lengths: tuple[int, ...], keys: tuple[int, ...] | None) -> PackedSequences:
-    """Sequences with these numbers of queries, and of keys where some are those of other sequences."""
-    gathered = (torch.tensor(keys), torch.zeros(sum(keys), dtype=torch.int64)) if keys else ()
-    return describe_sequences(torch.tensor(lengths), torch.ones(WIDTH // 2), 1.0, *gathered)
-
-
 def attention(window: int | None, softcap: float | None = None, sinks: bool = False) -> PackedAttention:
     config = TransformerConfig(num_layers=1, hidden_size=HEADS * WIDTH, num_attention_heads=HEADS, softmax_scale=0.3)
     module = PackedAttention(config, window=window, softcap=softcap, sinks=sinks)
@@ -105,7 +100,7 @@ def test_ragged_kernel_gets_what_it_takes(monkeypatch, signature, kv_heads, valu
     assert (calls[0]["value"] is value) == (value_width == WIDTH and not repeats)
 
 
-@pytest.mark.parametrize("kv_heads", [2, pytest.param(6, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("kv_heads", [2, *nightly(6)])
 @pytest.mark.parametrize(("window", "shares"), [(None, False), (40, False), (40, True)])
 @pytest.mark.parametrize("feature", [{"softcap": 0.5}, {"sinks": True}], ids=["softcap", "sinks"])
 def test_scores_by_block_mask_equal_matrix_products(ranks, kv_heads, window, shares, feature):
@@ -122,7 +117,8 @@ def attend_with_feature(kv_heads: int, window: int | None, shares: bool, feature
     module = attention(window, **feature)
     options = {"sequences": packed, "scores": module._scores(packed.cp_group)}
     functions = [partial(attend, **options) for attend in (attend_by_blocks, _run_by_run)]
-    return outputs_and_gradients(functions, module, 258, kv_heads, 489 if shares else 258)
+    keys = 489 if shares else 258
+    return outputs_and_gradients(functions, drawn(258, kv_heads, keys), module)
 
 
 @pytest.mark.parametrize("feature", [{}, {"softcap": 0.5}, {"sinks": True}], ids=["plain", "softcap", "sinks"])
@@ -144,26 +140,14 @@ def attend_to_gathered(feature: dict[str, Any], window: int | None) -> list[list
             patch.setattr(megatron_attention, "has_ragged_kernel", lambda *_: True)
             return module.local_context(*inputs, packed)
 
-    return outputs_and_gradients([by_blocks, partial(module.local_context, packed=packed)], module, 382, 2, 382)
+    functions = [by_blocks, partial(module.local_context, packed=packed)]
+    return outputs_and_gradients(functions, drawn(382, 2, 382), module)
 
 
-def outputs_and_gradients(
-    functions: Iterable[Callable[..., Tensor]], module: PackedAttention, tokens: int, kv_heads: int, keys: int
-) -> list[list[Tensor]]:
-    """Outputs of functions of a module, and gradients of queries, keys, values and of its sinks."""
+def drawn(tokens: int, kv_heads: int, keys: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = ((tokens, HEADS), (keys, kv_heads), (keys, kv_heads))
-    inputs = [torch.randn(*shape, WIDTH, generator=generator) for shape in shapes]
-    gradient, results = torch.randn(tokens, HEADS, WIDTH, generator=generator), []
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        # torch refuses gradients on the CPU, for its compiler; not compiled it computes them, and warns.
-        patch.setattr(flex_attention, "_validate_device", lambda *_: None)
-        warnings.simplefilter("ignore")
-        for attend in functions:
-            leaves = [values.clone().requires_grad_() for values in inputs]
-            context = attend(*leaves)
-            results.append([context.detach(), *torch.autograd.grad(context, [*leaves, *module.parameters()], gradient)])
-    return results
+    return [torch.randn(*shape, WIDTH, generator=generator) for shape in shapes]
 
 
 @pytest.mark.parametrize("chunks_of", [None, (2, 0), (2, 1), (4, 2)])

@@ -2,19 +2,27 @@
 
 import copy
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from tests.helpers.roles import megatron_runner
-from tests.helpers.tiny_models import oracle, random_rows, tiny_model
-from tests.megatron.training import assembled, recorded_gradients, token_loss, update
+from tests.helpers.tiny_models import nightly, oracle, rows_for, tiny_model
+from tests.megatron.training import (
+    assembled,
+    assert_parts_near,
+    recorded_gradients,
+    token_loss,
+    uneven_micro_batches,
+    update,
+    zero_loss,
+)
 from verl_mg.config import MegatronConfig, OptimizerConfig
 from verl_mg.errors import UserError
 from verl_mg.megatron.balance_losses import check_balance_losses
 from verl_mg.megatron.trainer import MegatronTrainer
-from verl_mg.models.hf_config import read_config
 
 TOP_K, BALANCE, Z = 2, 0.3, 0.02
 BOTH = {"moe_aux_loss_coeff": BALANCE, "moe_z_loss_coeff": Z}
@@ -26,17 +34,13 @@ def model(request, tmp_path_factory):
     return tiny_model(tmp_path_factory.mktemp("models") / request.param, request.param)
 
 
-def rows(model):
-    return random_rows(9, read_config(model).vocab)
-
-
 @pytest.fixture(scope="module")
 def expected(model, tmp_path_factory):
     """(balance loss, z loss, gradients of their sum with factors by the names of the checkpoint)."""
 
     @cache
     def of(balance, z):
-        net, batch, logits = copy.deepcopy(oracle(model)), rows(model), []
+        net, batch, logits = copy.deepcopy(oracle(model)), rows_for(model), []
         for layer in net.model.layers:
             if hasattr(layer.mlp, "gate"):
                 layer.mlp.gate.register_forward_hook(lambda _, __, output: logits.append(output[0]))
@@ -75,35 +79,18 @@ def balance_of_row(logits, kind):
 def train(model, layout, fields, recompute, loss):
     """Metrics and gradients of an update of uneven micro-batches."""
     runner = megatron_runner(model, layout, recompute=recompute, megatron=MegatronConfig(transformer=fields))
-    trainer, batch = MegatronTrainer(runner, OPTIMIZER), rows(model)
+    trainer, batch = MegatronTrainer(runner, OPTIMIZER), rows_for(model)
     gradients = recorded_gradients(trainer)
-    own = list(range(runner.groups.coordinates.dp, len(batch), runner.layout.dp))
-    micro_batches = [batch.select(own[:-2]), batch.select(own[-2:]), batch.select([])]
-    return update(trainer, micro_batches, batch, loss), gradients[0]
+    return update(trainer, uneven_micro_batches(runner, batch), batch, loss), gradients[0]
 
 
-def zero_loss(tokens):
-    return tokens.logprobs * 0, {}
-
-
-def assert_gradients(results, wanted):
-    for _, parts in results:
-        for name, box, values in parts:
-            part = wanted[name][tuple(slice(*side) for side in box)].reshape(values.shape)
-            assert (values - part).abs().max() <= 3e-5 * wanted[name].abs().max() + 1e-8, name
-
-
+ONE_OF_THEM = ({"moe_aux_loss_coeff": BALANCE}, {"moe_z_loss_coeff": Z})
 LAYOUTS = [
     ("tp1", 1, False, BOTH),
     ("tp2-pp2-ep2-etp1", 4, False, BOTH),
     ("tp2-cp2-ep2", 4, ["moe"], BOTH),
-    *(
-        pytest.param(layout, 2, recompute, fields, marks=pytest.mark.nightly)
-        for layout in ("tp1", "tp2", "cp2", "pp2", "ep2", "pp2-vpp2")
-        for recompute in (False, True, ["moe"])
-        for fields in ({"moe_aux_loss_coeff": BALANCE}, {"moe_z_loss_coeff": Z})
-    ),
-    pytest.param("cp2", 2, False, BOTH | {"cp_comm_type": "all_gather"}, marks=pytest.mark.nightly),
+    *nightly(*product(("tp1", "tp2", "cp2", "pp2", "ep2", "pp2-vpp2"), [2], (False, True, ["moe"]), ONE_OF_THEM)),
+    *nightly(("cp2", 2, False, BOTH | {"cp_comm_type": "all_gather"})),
 ]
 
 
@@ -111,13 +98,13 @@ LAYOUTS = [
 def test_update_losses_and_gradients_equal_their_formulas(ranks, model, expected, layout, count, recompute, fields):
     balance, z, gradients = expected(fields.get("moe_aux_loss_coeff", 0.0), fields.get("moe_z_loss_coeff", 0.0))
     results = ranks.run(count, train, model, layout, fields, recompute, zero_loss)
-    for metrics, _ in results:
+    for metrics, parts in results:
+        assert_parts_near(parts, gradients, 3e-5)
         if "moe_aux_loss_coeff" in fields:
             assert metrics["moe_aux_loss"] == pytest.approx(balance, rel=1e-5) and balance > 1
         if "moe_z_loss_coeff" in fields:
             assert metrics["moe_z_loss"] == pytest.approx(z, rel=1e-5)
         assert metrics["loss"] == 0
-    assert_gradients(results, gradients)
     routers = [values for name, values in gradients.items() if name.endswith("mlp.gate.weight")]
     assert routers and all(values.any() for values in routers)
 
@@ -127,7 +114,7 @@ def test_update_adds_the_losses_to_that_of_the_recipe(ranks, model, expected):
     ((both, sums),) = ranks.run(1, train, model, "tp1", BOTH, False, token_loss)
     assert both["loss"] == without["loss"] and "moe_aux_loss" not in without
     plain, (_, _, auxiliary) = assembled(parts), expected(BALANCE, Z)
-    assert_gradients([(both, sums)], {name: values + auxiliary[name] for name, values in plain.items()})
+    assert_parts_near(sums, {name: values + auxiliary[name] for name, values in plain.items()}, 3e-5)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +127,6 @@ def test_update_adds_the_losses_to_that_of_the_recipe(ranks, model, expected):
         ("qwen3_moe", {"moe_router_load_balancing_type": "aux_loss"}, "type=aux_loss: .* Write seq_aux_loss"),
     ],
 )
-def test_check_balance_losses_refuses_what_is_not_computed(tmp_path, architecture, fields, message):
-    config = read_config(tiny_model(tmp_path, architecture, layers=2))
+def test_check_balance_losses_refuses_what_is_not_computed(configs, architecture, fields, message):
     with pytest.raises(UserError, match=rf"megatron\.transformer\..*{message}"):
-        check_balance_losses(config, MegatronConfig(transformer=fields))
+        check_balance_losses(configs[architecture], MegatronConfig(transformer=fields))

@@ -14,7 +14,6 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from tests.helpers.tiny_models import tiny_model
 from verl_mg.config import MegatronConfig, OptimizerConfig
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout
@@ -23,7 +22,6 @@ from verl_mg.megatron.config_fields import PACKAGES, REFUSED_VALUES
 from verl_mg.megatron.core_version import VERSION
 from verl_mg.megatron.trainer import ddp_config, optimizer_config
 from verl_mg.megatron.transformer_config import transformer_config
-from verl_mg.models.hf_config import read_config
 from verl_mg.training.model_spec import ModelSpec
 
 NEWEST = pytest.mark.skipif(not VERSION.startswith("0.19"), reason="of fields that megatron-core 0.16 does not have")
@@ -41,20 +39,14 @@ WITH = {"param_name_patterns_for_fp32_local_accumulation": {"grad_reduce_in_fp32
 """Further fields that a field needs."""
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    return {family: read_config(tiny_model(folder / family, family)) for family in ("qwen3", "deepseek_v3")}
-
-
-def build(part, kind, models, given):
+def build(part, kind, configs, given):
     """The configuration of megatron-core that a job with these fields uses."""
     megatron = MegatronConfig(**{part: given})
     if part == "ddp":
         return ddp_config(megatron)
     if part == "optimizer":
         return optimizer_config(OptimizerConfig(), megatron, torch.float32)
-    model = models["deepseek_v3" if kind is MLATransformerConfig else "qwen3"]
+    model = configs["deepseek_v3" if kind is MLATransformerConfig else "qwen3"]
     return transformer_config(
         model, Layout.parse("pp2-vpp2"), ModelSpec(Path(), torch.float32, recompute=True, megatron=megatron)
     )
@@ -95,14 +87,14 @@ def another_value(name, kind, default):
 
 
 @pytest.mark.parametrize(("part", "kind"), PARTS, ids=lambda value: getattr(value, "__name__", value))
-def test_every_field_of_megatron_core_is_applied_or_refused_with_a_reason(models, part, kind):
-    hints, applied, unchanged = get_type_hints(kind), set(), build(part, kind, models, {})
+def test_every_field_of_megatron_core_is_applied_or_refused_with_a_reason(configs, part, kind):
+    hints, applied, unchanged = get_type_hints(kind), set(), build(part, kind, configs, {})
     needs = config_fields.NEEDS_TRANSFORMER_ENGINE if part == "transformer" else ()
     for field in dataclasses.fields(kind):
         value = another_value(field.name, hints[field.name], getattr(unchanged, field.name))
         listed = any(fnmatchcase(field.name, pattern) for pattern in (*table_of(part), *needs))
         try:
-            config = build(part, kind, models, {field.name: value} | WITH.get(field.name, {}))
+            config = build(part, kind, configs, {field.name: value} | WITH.get(field.name, {}))
         except UserError as error:
             assert listed or value == "object" or (field.name, value) in PACKAGES | REFUSED_VALUES, error
             assert str(error).startswith(f"megatron.{part}.{field.name}") and str(error).endswith(".")
@@ -147,9 +139,9 @@ def test_every_pattern_of_refused_fields_matches_a_field_of_megatron_core():
         ("optimizer", {"overlap_param_gather": True}, r"Write megatron\.ddp\.overlap_param_gather"),
     ],
 )
-def test_megatron_field_that_cannot_be_set_names_the_remedy(models, part, given, message):
+def test_megatron_field_that_cannot_be_set_names_the_remedy(configs, part, given, message):
     with pytest.raises(UserError, match=message) as caught:
-        build(part, dict(PARTS)[part], models, given)
+        build(part, dict(PARTS)[part], configs, given)
     assert "\n" not in str(caught.value)
 
 

@@ -1,17 +1,19 @@
 """Loads of experts and the updates of routers' biases, against counts of the routers of `transformers`."""
 
 import copy
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.helpers.roles import build_role
-from tests.helpers.tiny_models import oracle, random_rows, tiny_model
+from tests.helpers.tiny_models import nightly, oracle, rows_for, rows_of_rank, tiny_model
+from tests.megatron.training import restored
 from verl_mg.config import GuardConfig, MegatronConfig, OptimizerConfig
 from verl_mg.errors import UserError
 from verl_mg.megatron.transformer_config import check_balancing
-from verl_mg.models.hf_config import read_config
 from verl_mg.roles.models import Actor
 
 RATE, UPDATES, EXPERTS = 0.05, 2, 8
@@ -24,13 +26,9 @@ def model(tmp_path_factory):
     return tiny_model(tmp_path_factory.mktemp("models") / "deepseek_v3", "deepseek_v3")
 
 
-def rows(model):
-    return random_rows(9, read_config(model).vocab)
-
-
 def shared_rows(model):
     """Two groups of rows; each row begins with the first five tokens of the first row of its group."""
-    batch = rows(model)
+    batch = rows_for(model)
     rows_of = [batch.row("tokens", row) for row in range(len(batch))]
     batch["prefix_of"] = batch["sample_id"].clone()
     batch["prefix_length"] = torch.zeros(len(batch), dtype=torch.int64)
@@ -45,15 +43,8 @@ def shared_rows(model):
 
 def actor_on(model, layout, recompute=False, guard=None, lr=1e-30, **options):
     """A learning rate at which no weight moves, so that the oracle need not train."""
-    return build_role(
-        Actor,
-        model,
-        layout,
-        optimizer=OptimizerConfig(lr=lr),
-        recompute=recompute,
-        guard=guard,
-        **{"megatron": FIELDS} | options,
-    )
+    options = {"recompute": recompute, "guard": guard, "megatron": FIELDS} | options
+    return build_role(Actor, model, layout, optimizer=OptimizerConfig(lr=lr), **options)
 
 
 def loss(tokens):
@@ -67,17 +58,13 @@ def biases_of(actor):
     return [(shards[name].pieces[0].tensor, bias.clone()) for name, bias in named.items()]
 
 
-def own(batch):
-    return batch.select(range(dist.get_rank(), len(batch), dist.get_world_size()))
-
-
 def update(model, layout, batch, recompute, fields=FIELDS):
     """Biases after each update, and the reported loads."""
     actor = actor_on(model, layout, recompute, megatron=fields)
-    actor.compute_logprobs(own(batch))  # does not count
+    actor.compute_logprobs(rows_of_rank(batch))  # does not count
     biases, loads = [], []
     for _ in range(UPDATES):
-        loads.append(actor.update(own(batch), loss, "token-mean")["actor/max_expert_load"])
+        loads.append(actor.update(rows_of_rank(batch), loss, "token-mean")["actor/max_expert_load"])
         biases.append(biases_of(actor))
     return biases, loads
 
@@ -111,18 +98,13 @@ def count_by_hand(model, batch):
     return biases, largest
 
 
-BATCHES = {"rows": rows, "shared": shared_rows}
+BATCHES = {"rows": rows_for, "shared": shared_rows}
 LAYOUTS = [
     ("tp1", 1, "rows", False),
     ("tp2-pp2-ep2-etp1", 4, "rows", False),
     ("cp2-ep2", 4, "rows", True),
     ("tp2", 2, "shared", ["moe"]),
-    *(
-        pytest.param(layout, 2, kind, recompute, marks=pytest.mark.nightly)
-        for layout in ("tp2", "cp2", "pp2", "ep2", "tp1", "pp2-vpp2")
-        for kind in BATCHES
-        for recompute in (False, True, ["moe"])
-    ),
+    *nightly(*product(("tp2", "cp2", "pp2", "ep2", "tp1", "pp2-vpp2"), [2], BATCHES, (False, True, ["moe"]))),
 ]
 
 
@@ -142,14 +124,14 @@ def test_update_changes_biases_by_the_loads_of_the_whole_mini_batch(
 
 
 def test_update_without_a_rate_keeps_biases_and_reports_loads(ranks, model, expected):
-    ((biases, loads),) = ranks.run(1, update, model, "tp1", rows(model), False, MegatronConfig())
+    ((biases, loads),) = ranks.run(1, update, model, "tp1", rows_for(model), False, MegatronConfig())
     assert loads[0] == pytest.approx(expected["rows"][1][0])
     assert all(torch.equal(values, oracle(model).state_dict()[name]) for name, values in biases[-1])
 
 
 def guarded(model, layout, bad, guard):
     """Biases before two updates, after a good one, and after a bad one."""
-    actor, batch = actor_on(model, layout, guard=guard), own(rows(model))
+    actor, batch = actor_on(model, layout, guard=guard), rows_of_rank(rows_for(model))
     batch["kl"] = torch.zeros(batch.total_tokens)
     found = [biases_of(actor)]
     for value in (0.0, bad):
@@ -178,37 +160,33 @@ def test_guard_skips_or_rolls_back_the_biases_too(ranks, model, bad, guard, afte
 
 def resumed(model, layout, guard):
     """Three updates, and one followed by two of a role that restores its checkpoint; the biases after each."""
-    batch, whole, stopped = own(rows(model)), [], actor_on(model, layout, guard=guard, lr=1e-2)
-    actor = actor_on(model, layout, guard=guard, lr=1e-2)
-    for _ in range(3):
+    batch, build = rows_of_rank(rows_for(model)), partial(actor_on, model, layout, guard=guard, lr=1e-2)
+
+    def biases_after_an_update(actor):
         actor.update(batch, loss, "token-mean")
-        whole.append(biases_of(actor))
+        return biases_of(actor)
+
+    actor, stopped = build(), build()
+    whole = [biases_after_an_update(actor) for _ in range(3)]
     stopped.update(batch, loss, "token-mean")
-    stored = {part.key: part.values.clone() for part in stopped.parts()}
-    other = actor_on(model, layout, guard=guard, lr=1e-2, from_checkpoint=True)
-    other.load(lambda part: part.values.copy_(stored[part.key]), stopped.counts())
-    parts = [biases_of(other)]
-    for _ in range(2):
-        other.update(batch, loss, "token-mean")
-        parts.append(biases_of(other))
-    return whole, parts, other.runner.unrestored
+    other = restored(stopped, build)
+    return whole, [biases_of(other), *(biases_after_an_update(other) for _ in range(2))]
 
 
 @pytest.mark.parametrize(
     "guard",
-    [pytest.param(GuardConfig(), marks=pytest.mark.nightly), GuardConfig(max_kl=1.0, action="rollback")],
+    [*nightly(GuardConfig()), GuardConfig(max_kl=1.0, action="rollback")],
     ids=["no guard", "rollback"],
 )
 def test_restored_role_continues_with_its_biases_bitwise(ranks, model, guard):
-    for whole, parts, unrestored in ranks.run(2, resumed, model, "tp2", guard):
-        assert not unrestored
+    for whole, parts in ranks.run(2, resumed, model, "tp2", guard):
         for expected, found in zip(whole, parts, strict=True):
             assert all(torch.equal(a, b) for (_, a), (_, b) in zip(expected, found, strict=True))
 
 
 def exported(model, folder, layout):
     actor = actor_on(model, layout)
-    actor.update(own(rows(model)), loss, "token-mean")
+    actor.update(rows_of_rank(rows_for(model)), loss, "token-mean")
     actor.save(folder, model)
     return biases_of(actor)
 
@@ -229,7 +207,6 @@ def test_save_writes_the_updated_biases(ranks, model, expected, tmp_path):
         ("deepseek_v3", -0.1, False, "is below 0"),
     ],
 )
-def test_check_balancing_refuses_what_nothing_would_do(tmp_path, architecture, rate, lora, message):
-    config = read_config(tiny_model(tmp_path, architecture, layers=2))
+def test_check_balancing_refuses_what_nothing_would_do(configs, architecture, rate, lora, message):
     with pytest.raises(UserError, match=rf"megatron\.transformer\.moe_router_bias_update_rate: .*{message}"):
-        check_balancing(config, MegatronConfig(transformer={"moe_router_bias_update_rate": rate}), lora)
+        check_balancing(configs[architecture], MegatronConfig(transformer={"moe_router_bias_update_rate": rate}), lora)

@@ -2,15 +2,25 @@
 
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.helpers.fake_cuda import ROOT, recorded_cuda_calls
-from tests.helpers.tiny_models import LATENT, MIXTURES, SPARSE, VARIANTS, daily_of, oracle, oracle_outputs, tiny_model
+from tests.helpers.tiny_models import (
+    LATENT,
+    MIXTURES,
+    SPARSE,
+    VARIANTS,
+    daily_of,
+    nightly,
+    oracle,
+    oracle_outputs,
+    tiny_model,
+)
 from tests.megatron import fake_cuda_cases as cases
+from tests.megatron.layout_models import ModelFolders
 from tests.megatron.shared_rows import sharing_micro_batch
 from tests.megatron.training import assert_equal, assert_logprobs_near, train_in_plain_torch
 from verl_mg.algorithms.divergence import Divergence
@@ -45,15 +55,9 @@ EXPERT_LAYOUTS = ("tp1-ep2", "tp2-ep2-etp1", "tp2-ep1-etp2")
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory) -> Mapping[str, Path]:
-    """Folders of the tiny models, each made at its first use."""
-
-    class Folders(dict[str, Path]):
-        def __missing__(self, family: str) -> Path:
-            self[family] = tiny_model(tmp_path_factory.mktemp("models") / family, family, LAYERS, FFN)
-            return self[family]
-
-    return Folders()
+def models(tmp_path_factory) -> ModelFolders:
+    folder = tmp_path_factory.mktemp("models")
+    return ModelFolders(folder, lambda folder, family: tiny_model(folder, family, LAYERS, FFN))
 
 
 def assert_trains(trained: cases.Trained) -> None:
@@ -80,19 +84,17 @@ def assert_like_transformers(trained: cases.Trained, model: Path, rows: Batch | 
     assert_logprobs_near((trained.logprobs - expected[scored]).abs())
 
 
-def test_train_dense_on_cuda_needs_no_wait_for_a_micro_batch(fake_cuda, models):
-    trained = fake_cuda.run(cases.train, models["qwen2"], "tp1", 1, 0, False)
-    assert_trains(trained)
-    assert cases.in_package(trained.waits["update 2"], "megatron") == {NORM: 1}
-    assert not trained.for_a_micro_batch("verl_mg") and not trained.for_a_micro_batch("megatron")
-    assert_like_transformers(trained, models["qwen2"])
-
-
-def test_train_mixture_on_cuda_needs_no_wait_for_a_micro_batch(fake_cuda, models):
-    trained = fake_cuda.run(cases.train, models["qwen3_moe"], "tp1", 1, 0, False)
+def assert_no_wait_for_a_micro_batch(trained: cases.Trained) -> None:
     assert_trains(trained)
     assert not trained.for_a_micro_batch("verl_mg") and not trained.for_a_micro_batch("megatron")
-    assert_like_transformers(trained, models["qwen3_moe"])
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_train_on_cuda_needs_no_wait_for_a_micro_batch(fake_cuda, models, family):
+    trained = fake_cuda.run(cases.train, models[family], "tp1", 1, 0, False)
+    assert_no_wait_for_a_micro_batch(trained)
+    assert family != "qwen2" or cases.in_package(trained.waits["update 2"], "megatron") == {NORM: 1}
+    assert_like_transformers(trained, models[family])
 
 
 @pytest.mark.parametrize("divergence", [Divergence(), Divergence(top_k=4)], ids=["whole", "top"])
@@ -130,19 +132,14 @@ def test_latent_attention_on_cuda_with_flash_attention_3_copies_no_values(fake_c
 
 def test_train_with_gathered_keys_on_cuda_needs_no_wait_for_a_micro_batch(fake_cuda, models):
     gathered = MegatronConfig(transformer={"cp_comm_type": "all_gather"})
-    trained = fake_cuda.run(cases.train, models["gemma2"], "cp2", 2, 1, False, gathered)
-    assert_trains(trained)
-    assert not trained.for_a_micro_batch("verl_mg") and not trained.for_a_micro_batch("megatron")
+    assert_no_wait_for_a_micro_batch(fake_cuda.run(cases.train, models["gemma2"], "cp2", 2, 1, False, gathered))
 
 
-@pytest.mark.parametrize(
-    "family", ["qwen2", *(pytest.param(family, marks=pytest.mark.nightly) for family in ("gemma2", "deepseek_v3"))]
-)
+@pytest.mark.parametrize("family", ["qwen2", *nightly("gemma2", "deepseek_v3")])
 def test_train_shared_prefixes_on_cuda_needs_no_wait_for_a_micro_batch(fake_cuda, models, family):
     rows = sharing_micro_batch(read_config(models[family]).vocab)
     trained = fake_cuda.run(cases.train, models[family], "tp1", 1, 0, False, None, rows)
-    assert_trains(trained)
-    assert not trained.for_a_micro_batch("verl_mg") and not trained.for_a_micro_batch("megatron")
+    assert_no_wait_for_a_micro_batch(trained)
     assert_like_transformers(trained, models[family], rows)
 
 
@@ -160,7 +157,13 @@ def test_losses_on_cuda_need_no_wait(fake_cuda):
 def test_fake_cuda_counts_operations_that_wait(fake_cuda):
     waited = fake_cuda.run(cases.waiting_operations)
     assert waited == [
-        *("_local_scalar_dense", "index", "nonzero", "_to_copy", "_to_copy", "copy_", "_to_copy"),
+        "_local_scalar_dense",
+        "index",
+        "nonzero",
+        "_to_copy",
+        "_to_copy",
+        "copy_",
+        "_to_copy",
         "repeat_interleave",
     ]
 

@@ -3,7 +3,9 @@
 import copy
 import json
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,18 +14,17 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.helpers.roles import megatron_runner
-from tests.helpers.tiny_models import oracle, oracle_outputs, random_rows, tiny_model
-from tests.megatron.training import OPTIMIZER, TEMPERATURE, token_loss, update
+from tests.helpers.roles import megatron_runner, refusal
+from tests.helpers.tiny_models import nightly, oracle, oracle_outputs, rows_for
+from tests.megatron.training import OPTIMIZER, TEMPERATURE, Parts, token_loss, update
 from verl_mg.batch import Batch
 from verl_mg.checkpoint.peft import adapted_tensors, adapter_shapes, initial_adapters
-from verl_mg.config import GuardConfig, LoraConfig, MegatronConfig, Recompute
+from verl_mg.config import GuardConfig, LoraConfig, MegatronConfig
 from verl_mg.errors import UserError
 from verl_mg.megatron.model_runner import MegatronRunner
 from verl_mg.megatron.trainer import MegatronTrainer
 from verl_mg.models.hf_config import read_config
 from verl_mg.sharding.boxes import full_box, slices
-from verl_mg.sharding.megatron import Kernels
 from verl_mg.sharding.weight_table import weight_table
 from verl_mg.training.loss_inputs import LossInputs
 from verl_mg.training.offload import CpuOffload
@@ -34,25 +35,16 @@ LAYOUTS = [
     ("tp1", 1),
     ("cp2", 2),
     ("tp2-pp2", 4),
-    *(pytest.param(layout, 2, marks=pytest.mark.nightly) for layout in ("tp2", "pp2", "tp1")),
+    *nightly(("tp2", 2), ("pp2", 2), ("tp1", 2)),
 ]
 OF_EXPERTS = [
     ("deepseek_v3", "tp2-ep2-etp1", 4),
     ("qwen3_moe", "tp2-ep2", 4),
-    *(
-        pytest.param(name, layout, count, marks=pytest.mark.nightly)
-        for name, layout, count in (
-            ("qwen3_next", "tp2-cp2-ep2", 4),
-            ("deepseek_v3", "tp1", 1),
-            ("deepseek_v3", "tp2-cp2-ep2", 4),
-            ("deepseek_v3", "pp2-ep2", 4),
-            ("deepseek_v2", "tp1", 2),
-            ("deepseek_v2", "tp2-ep2", 4),
-            ("qwen3_moe", "tp1", 1),
-            ("qwen3_moe", "ep2", 2),
-            ("qwen3_moe", "tp1-etp2", 2),
-            ("mixtral", "tp2-ep2-etp1", 2),
-        )
+    *nightly(
+        *(("qwen3_next", "tp2-cp2-ep2", 4), ("deepseek_v3", "tp1", 1), ("deepseek_v3", "tp2-cp2-ep2", 4)),
+        *(("deepseek_v3", "pp2-ep2", 4), ("deepseek_v2", "tp1", 2), ("deepseek_v2", "tp2-ep2", 4)),
+        *(("qwen3_moe", "tp1", 1), ("qwen3_moe", "ep2", 2), ("qwen3_moe", "tp1-etp2", 2)),
+        ("mixtral", "tp2-ep2-etp1", 2),
     ),
 ]
 OF_MIXTURES = [("tp1", 1), ("ep2", 2), ("tp2-ep2-etp1", 2), ("tp2-ep2", 4)]
@@ -64,7 +56,7 @@ class Trained:
 
     loss: float
     norm: float
-    adapters: list[tuple[str, tuple[tuple[int, int], ...], Tensor]]
+    adapters: Parts
     base_is_untouched: bool
 
 
@@ -96,22 +88,6 @@ def given_adapters(model: Path, folder: Path, targets: tuple[str, ...] | None = 
     return folder
 
 
-def rows(model: Path) -> Batch:
-    return random_rows(ROWS, read_config(model).vocab)
-
-
-def network_on(
-    model: Path,
-    layout: str,
-    config: LoraConfig,
-    recompute: Recompute = False,
-    kernels: Kernels = "torch",
-    megatron: MegatronConfig | None = None,
-) -> MegatronRunner:
-    options = {"recompute": recompute, "kernels": kernels, "megatron": megatron or MegatronConfig()}
-    return megatron_runner(model, layout, lora=config, **options)
-
-
 def step(trainer: MegatronTrainer, batch: Batch) -> dict[str, float]:
     """Two micro-batches of each data-parallel rank's share."""
     runner = trainer.runner
@@ -119,25 +95,23 @@ def step(trainer: MegatronTrainer, batch: Batch) -> dict[str, float]:
     return update(trainer, [batch.select(own[:-1]), batch.select(own[-1:])], batch)
 
 
-def train(
-    model: Path,
-    layout: str,
-    config: LoraConfig,
-    recompute: Recompute = False,
-    kernels: Kernels = "torch",
-    megatron: MegatronConfig | None = None,
-) -> Trained:
-    runner = network_on(model, layout, config, recompute, kernels, megatron)
+def train(model: Path, layout: str, config: LoraConfig, **options: Any) -> Trained:
+    """Options are fields of `ModelSpec`."""
+    runner = megatron_runner(model, layout, lora=config, **options)
     before = {name: values.detach().clone() for name, values in runner.parameters().items()}
-    metrics = step(MegatronTrainer(runner, OPTIMIZER), rows(model))
+    metrics = step(MegatronTrainer(runner, OPTIMIZER), rows_for(model, ROWS))
     untouched = all(torch.equal(before[name], values) for name, values in runner.parameters().items())
-    assert runner.lora and not any(values.requires_grad for values in runner.parameters().values())
-    adapters = [
+    assert not any(values.requires_grad for values in runner.parameters().values())
+    return Trained(metrics["loss"], metrics["grad_norm"], adapters_of(runner), untouched)
+
+
+def adapters_of(runner: MegatronRunner) -> Parts:
+    assert runner.lora
+    return [
         (piece.tensor, piece.source, runner.adapters()[name].detach()[slices(piece.target)].clone())
         for name, shard in runner.lora.shards.items()
         for piece in shard.pieces
     ]
-    return Trained(metrics["loss"], metrics["grad_norm"], adapters, untouched)
 
 
 class Adapted(torch.nn.Module):
@@ -207,7 +181,7 @@ def train_in_plain_torch(model: Path, folder: Path) -> Expected:
     optimizer = torch.optim.AdamW(
         adapters.values(), lr=OPTIMIZER.lr, eps=OPTIMIZER.eps, betas=OPTIMIZER.betas, weight_decay=0.0
     )
-    batch = rows(model)
+    batch = rows_for(model, ROWS)
     logprobs, entropy = oracle_outputs(net, batch, TEMPERATURE)
     scored = batch["loss_mask"] & (batch.positions > 0)
     sequences = torch.arange(len(batch)).repeat_interleave(batch.lengths)[scored]
@@ -222,12 +196,9 @@ def train_in_plain_torch(model: Path, folder: Path) -> Expected:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("models")
-    names = ("llama", "qwen2", "qwen3", "gemma2", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "qwen3_next")
-    models = {name: tiny_model(folder / name, name, 2) for name in names}
-    models["half_moe"] = half_mixture(models["qwen3_moe"], folder / "half_moe")
-    return models
+def models(families, tmp_path_factory) -> dict[str, Path]:
+    families["half_moe"] = half_mixture(families["qwen3_moe"], tmp_path_factory.mktemp("half") / "half_moe")
+    return families
 
 
 def half_mixture(source: Path, folder: Path) -> Path:
@@ -239,13 +210,28 @@ def half_mixture(source: Path, folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cases(models, tmp_path_factory) -> dict[str, tuple[Path, Expected]]:
-    """{architecture: (a folder with adapters, what plain torch makes of them)}"""
-    folder, found = tmp_path_factory.mktemp("adapters"), {}
-    for name in ("llama", "qwen2", "qwen3", "gemma2", "qwen3_moe"):
-        adapters = given_adapters(models[name], folder / name)
-        found[name] = (adapters, train_in_plain_torch(models[name], adapters))
-    return found
+def case(models, tmp_path_factory):
+    """A function: model, targets, experts -> (a folder with adapters, what plain torch makes of them)."""
+
+    @cache
+    def of(name: str, targets: tuple[str, ...] | None = None, experts: bool = False) -> tuple[Path, Expected]:
+        folder = given_adapters(models[name], tmp_path_factory.mktemp("adapters") / name, targets, experts)
+        return folder, train_in_plain_torch(models[name], folder)
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def assert_step(models, case):
+    """A function that compares the step of a model on ranks with that in plain torch."""
+
+    def check(pool, name, layout, count, targets=None, experts=False, **options) -> Expected:
+        folder, expected = case(name, targets, experts)
+        config = lora(folder, targets, experts)
+        compare(pool.run(count, train, models[name], layout, config, **options), expected, folder)
+        return expected
+
+    return check
 
 
 def compare(results: list[Trained], expected: Expected, before: Path) -> None:
@@ -266,103 +252,70 @@ def compare(results: list[Trained], expected: Expected, before: Path) -> None:
 
 @pytest.mark.parametrize(("layout", "count"), LAYOUTS)
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma2"])
-def test_lora_step_equals_plain_torch_under_every_layout(ranks, models, cases, name, layout, count):
-    folder, expected = cases[name]
-    compare(ranks.run(count, train, models[name], layout, lora(folder)), expected, folder)
+def test_lora_step_equals_plain_torch_under_every_layout(ranks, assert_step, name, layout, count):
+    assert_step(ranks, name, layout, count)
 
 
 @pytest.mark.parametrize(("layout", "count"), OF_MIXTURES)
-def test_lora_step_on_attention_of_a_mixture_equals_plain_torch(ranks, models, cases, layout, count):
-    folder, expected = cases["qwen3_moe"]
+def test_lora_step_on_attention_of_a_mixture_equals_plain_torch(ranks, assert_step, layout, count):
+    expected = assert_step(ranks, "qwen3_moe", layout, count)
     assert {name.split(".")[-3] for name in expected.adapters} == set(ATTENTION)
-    compare(ranks.run(count, train, models["qwen3_moe"], layout, lora(folder)), expected, folder)
 
 
 @pytest.mark.parametrize(("name", "layout", "count"), OF_EXPERTS)
-def test_lora_step_on_experts_and_latent_attention_equals_plain_torch(ranks, models, tmp_path, name, layout, count):
-    folder = given_adapters(models[name], tmp_path / "adapters", experts=True)
-    expected = train_in_plain_torch(models[name], folder)
+def test_lora_step_on_experts_and_latent_attention_equals_plain_torch(ranks, assert_step, name, layout, count):
+    expected = assert_step(ranks, name, layout, count, experts=True)
     assert any(".experts." in tensor for tensor in expected.adapters)
-    compare(ranks.run(count, train, models[name], layout, lora(folder, experts=True)), expected, folder)
 
 
 @pytest.mark.parametrize(("layout", "count"), [("tp1", 1), ("tp2-pp2", 4)])
-def test_lora_step_with_recompute_equals_plain_torch(ranks, models, cases, layout, count):
-    folder, expected = cases["qwen3"]
-    compare(ranks.run(count, train, models["qwen3"], layout, lora(folder), True), expected, folder)
+def test_lora_step_with_recompute_equals_plain_torch(ranks, assert_step, layout, count):
+    assert_step(ranks, "qwen3", layout, count, recompute=True)
 
 
-@pytest.mark.parametrize(("layout", "count"), [("tp1", 1), ("tp2-pp2", 4)])
+@pytest.mark.parametrize(
+    ("name", "layout", "count"),
+    [
+        *(("qwen3", "tp1", 1), ("qwen3", "tp2-pp2", 4), ("gemma2", "tp2", 2), ("deepseek_v3", "tp2-ep2", 4)),
+        *(("deepseek_v2", "tp2-ep2-etp1", 2), ("qwen3_moe", "tp1", 1)),
+    ],
+)
 @pytest.mark.nightly
-def test_lora_step_with_transformer_engine_equals_plain_torch(transformer_engine, models, cases, layout, count):
-    folder, expected = cases["qwen3"]
-    recompute = count > 1
-    results = transformer_engine.run(
-        count, train, models["qwen3"], layout, lora(folder), recompute, "transformer_engine"
-    )
-    compare(results, expected, folder)
-
-
-@pytest.mark.parametrize(("name", "layout", "count"), [
-    ("gemma2", "tp2", 2),
-    ("deepseek_v3", "tp2-ep2", 4),
-    ("deepseek_v2", "tp2-ep2-etp1", 2),
-    ("qwen3_moe", "tp1", 1),
-])  # fmt: skip
-@pytest.mark.nightly
-def test_lora_step_on_other_layers_with_transformer_engine_equals_plain_torch(
-    transformer_engine, models, tmp_path, name, layout, count
-):
-    experts = name != "gemma2"
-    folder = given_adapters(models[name], tmp_path / "adapters", experts=experts)
-    expected = train_in_plain_torch(models[name], folder)
-    config, unfused = lora(folder, experts=experts), MegatronConfig(transformer={"moe_permute_fusion": False})
-    options = (False, "transformer_engine", unfused if experts else None)
-    results = transformer_engine.run(count, train, models[name], layout, config, *options)
-    compare(results, expected, folder)
+def test_lora_step_with_transformer_engine_equals_plain_torch(transformer_engine, assert_step, name, layout, count):
+    experts = name not in ("qwen3", "gemma2")
+    options = {"kernels": "transformer_engine", "recompute": "pp2" in layout}
+    if experts:
+        options["megatron"] = MegatronConfig(transformer={"moe_permute_fusion": False})
+    assert_step(transformer_engine, name, layout, count, experts=experts, **options)
 
 
 OVERLAP = MegatronConfig(transformer={"moe_shared_expert_overlap": True})
 
 
-@pytest.mark.parametrize(("recompute", "megatron"), [
-    (True, None),
-    (["moe_act", "mla_up_proj"], None),
-    (False, OVERLAP),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options", [{"recompute": True}, {"recompute": ["moe_act", "mla_up_proj"]}, {"megatron": OVERLAP}]
+)
 @pytest.mark.nightly
-def test_lora_step_on_experts_with_options_of_their_layer_equals_plain_torch(
-    ranks, models, tmp_path, recompute, megatron
-):
-    folder = given_adapters(models["deepseek_v3"], tmp_path / "adapters", experts=True)
-    expected = train_in_plain_torch(models["deepseek_v3"], folder)
-    config = lora(folder, experts=True)
-    results = ranks.run(4, train, models["deepseek_v3"], "tp2-ep2-etp1", config, recompute, "torch", megatron)
-    compare(results, expected, folder)
+def test_lora_step_on_experts_with_options_of_their_layer_equals_plain_torch(ranks, assert_step, options):
+    assert_step(ranks, "deepseek_v3", "tp2-ep2-etp1", 4, experts=True, **options)
 
 
-@pytest.mark.parametrize(("name", "targets", "layout", "count"), [
-    ("qwen3", ("v_proj", "up_proj"), "tp2", 2),
-    ("qwen2", ("o_proj",), "tp2-pp2", 4),
-    ("half_moe", ("gate_proj", "down_proj"), "pp2", 2),
-    ("half_moe", ("gate_proj", "down_proj"), "pp2", 4),
-])  # fmt: skip
-def test_lora_step_on_some_layers_equals_plain_torch(ranks, models, tmp_path, name, targets, layout, count):
-    """Also where a fused parameter has adapters in a part of its rows, and a stage nothing to train."""
-    folder = given_adapters(models[name], tmp_path / "adapters", targets)
-    expected = train_in_plain_torch(models[name], folder)
+@pytest.mark.parametrize(
+    ("name", "targets", "layout", "count"),
+    [
+        ("qwen3", ("v_proj", "up_proj"), "tp2", 2),  # of a fused parameter a part of the rows has adapters
+        ("qwen2", ("o_proj",), "tp2-pp2", 4),
+        ("half_moe", ("gate_proj", "down_proj"), "pp2", 2),  # a stage has nothing to train
+        ("half_moe", ("gate_proj", "down_proj"), "pp2", 4),
+    ],
+)
+def test_lora_step_on_some_layers_equals_plain_torch(ranks, assert_step, name, targets, layout, count):
+    expected = assert_step(ranks, name, layout, count, targets)
     assert {name.split(".")[-3] for name in expected.adapters} == set(targets)
-    compare(ranks.run(count, train, models[name], layout, lora(folder, targets)), expected, folder)
 
 
-def fresh(model: Path, layout: str) -> list[tuple[str, tuple[tuple[int, int], ...], Tensor]]:
-    runner = network_on(model, layout, lora(None))
-    assert runner.lora
-    return [
-        (piece.tensor, piece.source, runner.adapters()[name].detach()[slices(piece.target)].clone())
-        for name, shard in runner.lora.shards.items()
-        for piece in shard.pieces
-    ]
+def fresh(model: Path, layout: str) -> Parts:
+    return adapters_of(megatron_runner(model, layout, lora=lora(None)))
 
 
 def test_lora_initialization_is_equal_under_every_layout(ranks, models):
@@ -380,14 +333,14 @@ def test_lora_initialization_is_equal_under_every_layout(ranks, models):
 
 
 def moved_away(model: Path, folder: Path, away: bool) -> tuple[list[Tensor], list[Tensor], int]:
-    runner = network_on(model, "tp2", lora(folder))
+    runner = megatron_runner(model, "tp2", lora=lora(folder))
     trainer = MegatronTrainer(runner, OPTIMIZER, GuardConfig())
     copied, saved = CpuOffload(runner, trainer), trainer.snapshot()
-    step(trainer, rows(model))
+    step(trainer, rows_for(model, ROWS))
     if away:
         saved.take()
         kept = [values.detach().clone() for values in runner.adapters().values()]
-        step(trainer, rows(model))
+        step(trainer, rows_for(model, ROWS))
         assert not all(map(torch.equal, kept, runner.adapters().values()))
         saved.restore()
         assert all(map(torch.equal, kept, runner.adapters().values()))
@@ -395,7 +348,7 @@ def moved_away(model: Path, folder: Path, away: bool) -> tuple[list[Tensor], lis
         tensors = (*runner.parameters().values(), *runner.adapters().values())
         assert not any(tensor.untyped_storage().nbytes() for tensor in tensors)
         copied.to_device()
-    step(trainer, rows(model))
+    step(trainer, rows_for(model, ROWS))
     optimizer = sum(
         value.nbytes
         for inner in trainer.inner_optimizers
@@ -408,20 +361,14 @@ def moved_away(model: Path, folder: Path, away: bool) -> tuple[list[Tensor], lis
     return adapters, weights, optimizer
 
 
-def test_lora_snapshot_and_offload_cover_only_adapters(ranks, models, cases):
-    folder, _ = cases["qwen3"]
+def test_lora_snapshot_and_offload_cover_only_adapters(ranks, models, case):
+    folder, _ = case("qwen3")
     stayed, went = (ranks.run(2, moved_away, models["qwen3"], folder, away) for away in (False, True))
     for (adapters, weights, size), (others, _, _) in zip(stayed, went, strict=True):
         assert all(map(torch.equal, adapters, others))
         # Two averages of fp32 numbers, and what the buffers of the distributed optimizer are padded with.
         assert size <= 2 * sum(values.nbytes for values in adapters) + 8192
         assert size < sum(values.nbytes for values in weights)
-
-
-def bad(model: Path, config: LoraConfig) -> str:
-    with pytest.raises(UserError) as error:
-        network_on(model, "tp1", config)
-    return str(error.value)
 
 
 def test_adapted_tensors_unsupported_target_raises(models):
@@ -436,11 +383,11 @@ def test_adapted_tensors_unsupported_target_raises(models):
         adapted_tensors(dense, None, experts=True)
 
 
-def test_lora_folder_with_other_adapters_raises(ranks, models, cases, tmp_path):
-    model, (folder, _) = models["llama"], cases["llama"]
+def test_lora_folder_with_other_adapters_raises(ranks, models, case, tmp_path):
+    model, (folder, _) = models["llama"], case("llama")
 
     def said(config: LoraConfig) -> str:
-        return ranks.run(1, bad, model, config)[0]
+        return ranks.run(1, refusal, megatron_runner, model, lora=config)[0]
 
     assert said(lora(folder).model_copy(update={"rank": 4})).endswith("r is 3. Write lora.rank=3.")
     assert said(lora(folder).model_copy(update={"alpha": 4.0})).endswith("lora_alpha is 5.0. Write lora.alpha=5.0.")
@@ -456,5 +403,5 @@ def test_lora_folder_with_other_adapters_raises(ranks, models, cases, tmp_path):
     (changed / name).write_text(config.read_text())
     (changed / "adapter_model.safetensors").write_text("{")
     assert "not a readable safetensors file" in said(lora(changed))
-    other = ranks.run(1, bad, models["qwen3"], lora(folder))[0]
+    other = ranks.run(1, refusal, megatron_runner, models["qwen3"], lora=lora(folder))[0]
     assert "q_proj.lora_B.weight' has shape (32, 3), but model and lora.rank require (48, 3)" in other

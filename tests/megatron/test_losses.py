@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.helpers.roles import build_role
-from tests.helpers.tiny_models import oracle, oracle_outputs, random_rows, tiny_model
+from tests.helpers.tiny_models import nightly, oracle, oracle_outputs, random_rows, tiny_model
 from tests.megatron.training import Parts, assembled, gradients_here
 from verl_mg.algorithms import losses
 from verl_mg.algorithms.correction import drifted_sequences
@@ -96,7 +96,7 @@ LOSSES: dict[str, tuple[type[TrainableRole], str, Loss]] = {
 SPLITS = [
     ("tp1", 1, 1),
     ("tp1", 2, 40),
-    pytest.param("cp2", 2, 20, marks=pytest.mark.nightly),
+    *nightly(("cp2", 2, 20)),
     ("tp2-cp2", 4, 40),
     ("pp2", 4, 40),
 ]

@@ -7,12 +7,22 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core.models.gpt import GPTModel
 from safetensors.torch import load_file, save_file
 
 from tests.helpers.rank_pool import RankError
 from tests.helpers.roles import megatron_runner
-from tests.helpers.tiny_models import LATENT, LINEAR, MIXTURES, TRAINED, oracle, oracle_outputs, random_rows, tiny_model
+from tests.helpers.tiny_models import (
+    LATENT,
+    LINEAR,
+    MIXTURES,
+    TRAINED,
+    nightly,
+    oracle,
+    oracle_outputs,
+    random_rows,
+    rows_for,
+    tiny_model,
+)
 from verl_mg.checkpoint.hf_safetensors import CheckpointReader
 from verl_mg.checkpoint.model_directory import ModelDirectories, ModelDirectory
 from verl_mg.checkpoint.reader_assignment import ReaderShardMap
@@ -28,10 +38,8 @@ from verl_mg.sharding.weight_table import weight_table
 from verl_mg.training.model_spec import ModelSpec
 
 LAYOUTS = [
-    ("tp1", 1),
-    ("cp2", 2),
-    # Daily their log-probs are compared under tp2-pp2.
-    *(pytest.param(*layout, marks=pytest.mark.nightly) for layout in (("tp2", 2), ("pp3", 3), ("tp2-pp2", 4))),
+    *(("tp1", 1, False), ("cp2", 2, False), ("tp2-pp2", 4, True)),
+    *nightly(("tp1", 1, True), ("tp2", 2, False), ("pp3", 3, False), ("tp2-pp2", 4, False)),
 ]
 
 
@@ -40,51 +48,35 @@ def model(request, tmp_path_factory):
     return tiny_model(tmp_path_factory.mktemp("models") / request.param, request.param)
 
 
-def all_logits(model, layout):
-    """The logits of packed rows, every vocabulary shard gathered by hand; from the last stage's first rank."""
-    net = megatron_runner(model, layout)
-    rows = random_rows(5, net.table.config.vocab)
-    rows["loss_mask"] = torch.zeros_like(rows["loss_mask"])
-    found = []
-
-    def loss_closure(micro, hidden):
-        found.append(hidden)
-        return hidden.sum(), {}
-
-    (chunk,) = net.chunks
-    # With no vocabulary projection the last stage hands over its hidden states.
-    chunk.forward = lambda m, *_: GPTModel.forward(chunk, m.input_ids, None, None, packed_seq_params=m.packed)
+def logprobs_and_entropy(model, layout, recompute):
+    net = megatron_runner(model, layout, recompute=recompute)
     with torch.no_grad():
-        net.run([rows], 1.0, loss_closure, forward_only=True)
-    if not chunk.post_process:
-        return None
-    with net.groups.active(), torch.no_grad():
-        runs = gathered(chunk.gather_sequence(found[0]), net.groups.collection.cp)
-        logits = gathered(runs[: rows.total_tokens] @ chunk.output_weight().T, net.groups.collection.tp, dim=1)
-    if softcap := chunk.logit_softcap:
-        logits = softcap * torch.tanh(logits / softcap)
-    return logits[:, : net.table.config.vocab] if net.is_output_rank_for(net.layout.cp) else None
+        reports = net.run(
+            rows_for(model, 6).split([4, 2]),
+            0.7,
+            lambda micro, out: (out.sum(), {"entries": micro.token_index, "out": out}),
+            forward_only=True,
+        )
+    return [(r["entries"], r["out"]) for r in reports] if net.is_output_rank_for(net.layout.cp) else None
 
 
-def gathered(own, group, dim=0):
-    parts = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(parts, own.contiguous(), group=group)
-    return torch.cat(parts, dim=dim)
+@pytest.mark.parametrize("layout,count,recompute", LAYOUTS)
+def test_logprobs_and_entropy_at_the_sampling_temperature_equal_transformers(ranks, model, layout, count, recompute):
+    assert_equals_transformers(ranks, model, layout, count, recompute)
 
 
-@pytest.mark.parametrize("layout,count", LAYOUTS)
-def test_logits_under_layout_equal_transformers(ranks, model, layout, count):
-    assert_logits(ranks, model, layout, count)
-
-
-def assert_logits(ranks, model, layout, count, module=None):
-    module = module or oracle(model)
-    (logits,) = [part for part in ranks.run(count, all_logits, model, layout) if part is not None]
-    rows = random_rows(5, read_config(model).vocab)
+def assert_equals_transformers(ranks, model, layout, count, recompute=False, module=None):
+    module, rows = module or oracle(model), rows_for(model, 6)
+    answers = ranks.run(count, logprobs_and_entropy, model, layout, recompute)
+    (answer,) = [part for part in answers if part is not None]
     with torch.no_grad():
-        expected = torch.cat([module(rows.row("tokens", i)[None]).logits[0] for i in range(len(rows))])
-    assert expected.std() > 0.3
-    assert (logits - expected).abs().max() < 1e-4
+        logprobs, entropy = oracle_outputs(module, rows, 0.7)
+    assert logprobs.std() > 0.3
+    sizes = [int(part.sum()) for part in rows.lengths.split([4, 2])]
+    parts = (column.split(sizes) for column in (rows["loss_mask"] & (rows.positions > 0), logprobs, entropy))
+    for (entries, out), mask, *wanted in zip(answer, *parts, strict=True):
+        assert entries.tolist() == mask.nonzero().flatten().tolist()
+        torch.testing.assert_close(out, torch.stack(wanted)[:, entries], atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -97,14 +89,14 @@ def assert_logits(ranks, model, layout, count, module=None):
         ("deepseek_v3", {"norm_topk_prob": False, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}),
     ],
 )
-def test_logits_of_family_options_equal_transformers(ranks, tmp_path, name, fields):
+def test_logprobs_of_family_options_equal_transformers(ranks, tmp_path, name, fields):
     config = tiny_model(tmp_path / name, name) / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | fields))
-    assert_logits(ranks, tmp_path / name, "tp2", 2)
+    assert_equals_transformers(ranks, tmp_path / name, "tp2", 2)
 
 
 @pytest.mark.parametrize(("model_type", "q_rank"), [("deepseek_v3", 0), ("kimi_k2", 12)])
-def test_logits_of_moonlight_and_kimi_equal_transformers(ranks, tmp_path, model_type, q_rank):
+def test_logprobs_of_moonlight_and_kimi_equal_transformers(ranks, tmp_path, model_type, q_rank):
     """One group of experts, queries without a low rank, a `model_type` that transformers does not know, and code."""
     options = {"experts": 8, "shared_experts": 2, "dense_layers": 1, "init_std": 0.2, "perturb": True}
     model = make_tiny_model(tmp_path, "deepseek_v3", hidden=32, layers=3, q_rank=q_rank, **options)
@@ -112,37 +104,7 @@ def test_logits_of_moonlight_and_kimi_equal_transformers(ranks, tmp_path, model_
     code = {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}
     config = json.loads((model / "config.json").read_text()) | {"model_type": model_type, "auto_map": code}
     (model / "config.json").write_text(json.dumps(config))
-    assert_logits(ranks, model, "tp2", 2, module)
-
-
-def logprobs_and_entropy(model, layout, recompute):
-    net = megatron_runner(model, layout, recompute=recompute)
-    rows = random_rows(6, net.table.config.vocab)
-    with torch.no_grad():
-        reports = net.run(
-            rows.split([4, 2]),
-            0.7,
-            lambda micro, out: (out.sum(), {"entries": micro.token_index, "out": out}),
-            forward_only=True,
-        )
-    return [(r["entries"], r["out"]) for r in reports] if net.is_output_rank_for(net.layout.cp) else None
-
-
-@pytest.mark.parametrize(
-    "layout,count,recompute", [pytest.param("tp1", 1, False, marks=pytest.mark.nightly), ("tp2-pp2", 4, True)]
-)
-def test_logprobs_and_entropy_are_at_the_sampling_temperature(ranks, model, layout, count, recompute):
-    answers = ranks.run(count, logprobs_and_entropy, model, layout, recompute)
-    (answer,) = [a for a in answers if a is not None]
-    rows = random_rows(6, read_config(model).vocab)
-    with torch.no_grad():
-        logprobs, entropy = oracle_outputs(oracle(model), rows, 0.7)
-    mask = rows["loss_mask"].split([int(rows.lengths[:4].sum()), int(rows.lengths[4:].sum())])
-    starts = [0, int(rows.lengths[:4].sum())]
-    for (entries, out), start, part in zip(answer, starts, mask, strict=True):
-        assert entries.tolist() == part.nonzero().flatten().tolist()
-        assert torch.allclose(out[0], logprobs[start + entries], atol=2e-5)
-        assert torch.allclose(out[1], entropy[start + entries], atol=2e-5)
+    assert_equals_transformers(ranks, model, "tp2", 2, module=module)
 
 
 def in_files(source, target, count):
@@ -190,9 +152,8 @@ def load_counting(model, layout, dtype, roles):
     [
         ("qwen3", "tp2", 4, torch.float32),
         ("deepseek_v3", "tp2-ep2", 4, torch.bfloat16),
-        pytest.param("qwen3_moe", "tp2-pp2-ep2", 8, torch.bfloat16, marks=pytest.mark.nightly),
-        pytest.param("gemma2", "pp2-vpp2", 4, torch.bfloat16, marks=pytest.mark.nightly),
-        pytest.param("qwen3", "tp2-cp2", 8, torch.float32, marks=pytest.mark.nightly),
+        *nightly(("qwen3_moe", "tp2-pp2-ep2", 8, torch.bfloat16), ("gemma2", "pp2-vpp2", 4, torch.bfloat16)),
+        *nightly(("qwen3", "tp2-cp2", 8, torch.float32)),
     ],
 )
 def test_model_runner_reads_each_element_once_over_all_ranks(ranks, tmp_path, name, layout, count, dtype):
@@ -258,7 +219,6 @@ def test_micro_batch_empty_runs_and_padding_is_below_tp(ranks, model):
         ("tp2-cp4", r"tp2-cp4 does not divide the 4 attention heads. Choose tp\*cp from 1, 2, 4."),
     ],
 )
-def test_check_layout_invalid_layout_raises(tmp_path, layout, message):
-    config = read_config(tiny_model(tmp_path / "m", "qwen3"))
+def test_check_layout_invalid_layout_raises(configs, layout, message):
     with pytest.raises(UserError, match=message):
-        check_layout(config, Layout.parse(layout), ModelSpec(Path(), torch.float32))
+        check_layout(configs["qwen3"], Layout.parse(layout), ModelSpec(Path(), torch.float32))

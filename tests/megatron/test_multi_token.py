@@ -2,17 +2,26 @@
 
 import dataclasses
 import json
-from functools import cache
+from functools import cache, partial
+from itertools import product
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.helpers.roles import build_role, megatron_runner
-from tests.helpers.tiny_models import random_rows, tiny_model, tiny_model_with_multi_token_layer
-from tests.megatron.training import assembled, recorded_gradients, token_loss, update
+from tests.helpers.tiny_models import nightly, rows_for, rows_of_rank, tiny_model, tiny_model_with_multi_token_layer
+from tests.megatron.training import (
+    assembled,
+    assert_parts_near,
+    recorded_gradients,
+    restored,
+    token_loss,
+    uneven_micro_batches,
+    update,
+    zero_loss,
+)
 from verl_mg.config import LoraConfig, MegatronConfig, OptimizerConfig
 from verl_mg.errors import UserError
 from verl_mg.megatron.multi_token import check_multi_token
@@ -44,16 +53,15 @@ def own_names(model):
 
 
 QWEN_MODELS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-NIGHTLY = [pytest.param(name, marks=pytest.mark.nightly) for name in ("glm4_moe", *QWEN_MODELS)]
 
 
-@pytest.fixture(scope="module", params=["deepseek_v3", *NIGHTLY])
+@pytest.fixture(scope="module", params=["deepseek_v3", *nightly("glm4_moe", *QWEN_MODELS)])
 def model(request, tmp_path_factory):
     return tiny_model_with_multi_token_layer(tmp_path_factory.mktemp("models"), request.param, LAYERS)
 
 
 def rows(model):
-    batch = random_rows(9, read_config(model).vocab)
+    batch = rows_for(model)
     batch["loss_mask"] &= batch["noise"] < 0.4  # with gaps
     return batch
 
@@ -133,18 +141,11 @@ def runner_on(model, layout, fields=TRAINED, recompute=False, **options):
     return megatron_runner(model, layout, **options)
 
 
-def zero_loss(tokens):
-    return tokens.logprobs * 0, {}
-
-
 def train(model, layout, fields, recompute, loss=zero_loss):
     """Metrics of two updates, and the gradients of the first."""
     runner, batch = runner_on(model, layout, fields, recompute), rows(model)
     trainer = MegatronTrainer(runner, OPTIMIZER)
-    gradients = recorded_gradients(trainer)
-    dp, at = runner.layout.dp, runner.groups.coordinates.dp
-    own = list(range(at, len(batch), dp))
-    micro_batches = [batch.select(own[:-2]), batch.select(own[-2:]), batch.select([])]
+    gradients, micro_batches = recorded_gradients(trainer), uneven_micro_batches(runner, batch)
     return [update(trainer, micro_batches, batch, loss) for _ in range(2)], gradients[0]
 
 
@@ -152,12 +153,7 @@ LAYOUTS = [
     ("tp1", 1, False, False),
     ("tp2-pp2-ep2-etp1", 4, False, False),
     ("tp2-cp2-ep2", 4, True, True),
-    *(
-        pytest.param(layout, 2, detach, recompute, marks=pytest.mark.nightly)
-        for layout in ("tp2", "cp2", "pp2", "ep2", "tp1")
-        for detach in (False, True)
-        for recompute in (False, True, ["moe"])
-    ),
+    *nightly(*product(("tp2", "cp2", "pp2", "ep2", "tp1"), [2], (False, True), (False, True, ["moe"]))),
 ]
 
 
@@ -170,19 +166,26 @@ def test_update_loss_and_gradients_equal_plain_torch(ranks, model, expected, lay
 
 @pytest.mark.parametrize("model", ["qwen3_next"], indirect=True)
 def test_update_of_qwen_equals_plain_torch(ranks, model, expected):
-    assert_update_equals_plain_torch(ranks, model, expected, "tp2-pp2-ep2-etp1", 4, False, False)
+    assert_update_equals_plain_torch(ranks, model, expected, "tp2-pp2-ep2-etp1", 4)
 
 
-def assert_update_equals_plain_torch(ranks, model, expected, layout, count, detach, recompute):
+def test_update_with_exchanged_keys_equals_plain_torch(ranks, model, expected):
+    if is_qwen(model):
+        pytest.skip("linear attention has no exchanged keys")
+    assert_update_equals_plain_torch(ranks, model, expected, "cp2", 2, exchange="all_gather")
+
+
+def assert_update_equals_plain_torch(
+    ranks, model, expected, layout, count, detach=False, recompute=False, exchange="a2a"
+):
     loss, gradients = expected(detach)
-    results = ranks.run(count, train, model, layout, TRAINED | {"mtp_detach_heads": detach}, recompute)
+    fields = TRAINED | {"mtp_detach_heads": detach, "cp_comm_type": exchange}
+    results = ranks.run(count, train, model, layout, fields, recompute)
     found = assembled([part for _, parts in results for part in parts])
     for metrics, parts in results:
         assert metrics[0]["mtp_loss"] == pytest.approx(loss, rel=1e-5)
         assert metrics[1]["mtp_loss"] < loss
-        for name, box, values in parts:
-            wanted = gradients[name][tuple(slice(*side) for side in box)].reshape(values.shape)
-            assert (values - wanted).abs().max() <= 2e-5 * gradients[name].abs().max() + 1e-9, name
+        assert_parts_near(parts, gradients, 2e-5)
     moved = {name for name, values in found.items() if values.any()}
     assert own_names(model).keys() < moved
     assert any(name.startswith("model.layers.0.") for name in moved) != detach
@@ -202,32 +205,16 @@ def test_update_adds_the_prediction_to_the_loss_of_the_recipe(ranks, model):
         assert torch.allclose(values, wanted, atol=1e-5 * float(wanted.abs().max())), name
 
 
-def test_update_with_exchanged_keys_equals_plain_torch(ranks, model, expected):
-    if is_qwen(model):
-        pytest.skip("linear attention has no exchanged keys")
-    loss, gradients = expected(False)
-    results = ranks.run(2, train, model, "cp2", TRAINED | {"cp_comm_type": "all_gather"}, False)
-    found = assembled([part for _, parts in results for part in parts])
-    assert results[0][0][0]["mtp_loss"] == pytest.approx(loss, rel=1e-5)
-    for name, values in found.items():
-        assert torch.allclose(values, gradients[name], atol=2e-5 * float(gradients[name].abs().max()) + 1e-9), name
-
-
 def actor_on(model, layout, fields, **options):
     return build_role(Actor, model, layout, optimizer=OPTIMIZER, megatron=MegatronConfig(transformer=fields), **options)
-
-
-def own(batch):
-    return batch.select(range(dist.get_rank(), len(batch), dist.get_world_size()))
 
 
 def updated(model, layout, fields, folder, lora=None):
     """Saves an actor before and after an update."""
     actor = actor_on(model, layout, fields, lora=lora)
     actor.save(folder / "before", model)
-    metrics = actor.update(own(rows(model)), token_loss, "token-mean")
+    actor.update(rows_of_rank(rows(model)), token_loss, "token-mean")
     actor.save(folder / "after", model)
-    return metrics
 
 
 @pytest.mark.parametrize(
@@ -235,14 +222,16 @@ def updated(model, layout, fields, folder, lora=None):
     [
         ("tp2-pp2-ep2-etp1", {}, None),
         ("tp2-pp2", TRAINED, None),
-        pytest.param("tp2", {}, LoraConfig(rank=2), marks=pytest.mark.nightly),
+        *nightly(("tp2", {}, LoraConfig(rank=2))),
     ],
 )
 def test_save_keeps_the_layer_bitwise_and_after_updates(ranks, model, tmp_path, layout, fields, lora):
     if read_config(model).experts is None and "ep" in layout:
         pytest.skip("it has no experts")
     ranks.run(4, updated, model, layout, fields, tmp_path, lora)
-    given, before, after = (load_file(folder / "model.safetensors") for folder in (model, *_saved(tmp_path)))
+    given, before, after = (
+        load_file(folder / "model.safetensors") for folder in (model, tmp_path / "before", tmp_path / "after")
+    )
     assert given.keys() == before.keys() == after.keys()
     assert all(torch.equal(given[name], before[name]) for name in given)
     copies = {
@@ -260,30 +249,20 @@ def test_save_keeps_the_layer_bitwise_and_after_updates(ranks, model, tmp_path, 
     assert json.loads((tmp_path / "after" / "config.json").read_text())[field] == 1
 
 
-def _saved(folder):
-    return folder / "before", folder / "after"
-
-
 def resumed(model, layout, fields):
     """Parameters after two updates, and after one update, a checkpoint, and another one."""
-    batch, found = own(rows(model)), []
-    whole, stopped = actor_on(model, layout, fields), actor_on(model, layout, fields)
-    for _ in range(2):
-        whole.update(batch, token_loss, "token-mean")
-    stopped.update(batch, token_loss, "token-mean")
-    stored = {part.key: part.values.clone() for part in stopped.parts()}
-    other = actor_on(model, layout, fields, from_checkpoint=True)
-    other.load(lambda part: part.values.copy_(stored[part.key]), stopped.counts())
-    assert not other.runner.unrestored
+    batch, build = rows_of_rank(rows(model)), partial(actor_on, model, layout, fields)
+    whole, stopped = build(), build()
+    for actor in (whole, whole, stopped):
+        actor.update(batch, token_loss, "token-mean")
+    other = restored(stopped, build)
     other.update(batch, token_loss, "token-mean")
-    for actor in (whole, other):
-        found.append({name: values.detach().clone() for name, values in actor.runner.parameters().items()})
-    return found, len(stored)
+    return [{name: x.detach().clone() for name, x in actor.runner.parameters().items()} for actor in (whole, other)]
 
 
 @pytest.mark.parametrize("fields", [{}, TRAINED, TRAINED | {"moe_router_bias_update_rate": 0.01}])
 def test_restored_role_continues_bitwise(ranks, model, fields):
-    for (whole, other), _ in ranks.run(2, resumed, model, "pp2", fields):
+    for whole, other in ranks.run(2, resumed, model, "pp2", fields):
         assert all(torch.equal(values, other[name]) for name, values in whole.items())
 
 

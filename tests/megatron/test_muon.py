@@ -1,13 +1,13 @@
 """Muon takes the steps of torch.optim.Muon on whole matrices under every layout, and can be skipped and rolled back."""
 
 import math
+from itertools import chain
 
 import pytest
 import torch
 
-from tests.helpers.roles import megatron_runner
-from tests.helpers.tiny_models import random_rows, tiny_model
-from tests.megatron.layout_models import make_model
+from tests.helpers.roles import megatron_runner, refusal
+from tests.helpers.tiny_models import nightly, random_rows
 from tests.megatron.training import (
     OPTIMIZER,
     TEMPERATURE,
@@ -62,6 +62,12 @@ def steps(model, layout, dtype, config):
     return weights, gradients
 
 
+def whole_steps(results):
+    """The same for the whole tensors, from the results of all ranks."""
+    by_rank = zip(*results, strict=True)
+    return [[assembled(list(chain(*parts))) for parts in zip(*of_ranks, strict=True)] for of_ranks in by_rank]
+
+
 def by_torch(weights, gradients, config):
     """The weights after the steps that torch's own Muon and AdamW take on whole tensors of the checkpoint."""
     parameters = {name: torch.nn.Parameter(values.clone()) for name, values in weights.items()}
@@ -86,17 +92,12 @@ def by_torch(weights, gradients, config):
     ("architecture", "layout", "count"),
     [
         ("qwen3_moe", "tp2-ep2", 4),
-        pytest.param("qwen3_moe", "tp1", 1, marks=pytest.mark.nightly),
-        pytest.param("llama", "tp2", 4, marks=pytest.mark.nightly),
-        pytest.param("deepseek_v3", "pp2", 4, marks=pytest.mark.nightly),
+        *nightly(("qwen3_moe", "tp1", 1), ("llama", "tp2", 4), ("deepseek_v3", "pp2", 4)),
     ],
 )
-def test_muon_takes_the_steps_of_torch_on_whole_matrices(ranks, tmp_path, monkeypatch, architecture, layout, count):
+def test_muon_takes_the_steps_of_torch_on_whole_matrices(ranks, families, monkeypatch, architecture, layout, count):
     """torch.optim.Muon iterates in bfloat16; here it is made to do so in float32."""
-    model = tiny_model(tmp_path / "model", architecture, layers=2)
-    results = ranks.run(count, steps, model, layout, torch.float32, MUON)
-    weights = [assembled([part for of_rank, _ in results for part in of_rank[step]]) for step in range(STEPS + 1)]
-    gradients = [assembled([part for _, of_rank in results for part in of_rank[step]]) for step in range(STEPS)]
+    weights, gradients = whole_steps(ranks.run(count, steps, families[architecture], layout, torch.float32, MUON))
     trained = {name: values for name, values in weights[0].items() if name in gradients[0]}
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
     expected = by_torch(trained, gradients, MUON)
@@ -105,15 +106,8 @@ def test_muon_takes_the_steps_of_torch_on_whole_matrices(ranks, tmp_path, monkey
         assert (values - weights[STEPS][name]).abs().max() < 1e-5, name
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    return {name: make_model(folder / name, name) for name in ("dense", "mixture", "latent")}
-
-
 def train_with_muon(model, layout, overlap=False):
-    rows = random_rows(ROWS, vocab=24)
-    config = OPTIMIZER.model_copy(update={"kind": "muon"})
+    rows, config = random_rows(ROWS, vocab=24), OPTIMIZER.model_copy(update={"kind": "muon"})
     fields = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 1000} if overlap else {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(muon, "ROUND_ELEMENTS", ELEMENTS_OF_A_ROUND)
@@ -121,41 +115,24 @@ def train_with_muon(model, layout, overlap=False):
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"),
+    ("name", "layout", "overlap"),
     [
-        ("mixture", "tp2-pp2-ep2-etp1"),
-        *(
-            pytest.param(*case, marks=pytest.mark.nightly)
-            for case in (
-                ("dense", "tp1"),
-                ("dense", "tp4"),
-                ("dense", "tp2-cp2-pp2-vpp3"),
-                ("dense", "cp4-pp2"),
-                ("mixture", "ep4"),
-                ("mixture", "tp4-ep2-etp2"),
-                ("mixture", "tp2-cp2-ep4-etp1"),
-                ("latent", "tp2-cp2-pp2-vpp2-ep2-etp1"),
-            )
+        ("mixture", "tp2-pp2-ep2-etp1", False),
+        *nightly(
+            *(("dense", layout, False) for layout in ("tp1", "tp4", "tp2-cp2-pp2-vpp3", "cp4-pp2")),
+            *(("mixture", layout, False) for layout in ("ep4", "tp4-ep2-etp2", "tp2-cp2-ep4-etp1")),
+            *(("latent", "tp2-cp2-pp2-vpp2-ep2-etp1", False), ("mixture", "tp2-ep2", True)),
         ),
     ],
 )
-def test_train_with_muon_under_layout_equals_one_rank(ranks, models, name, layout):
-    alone = one_rank(ranks.run(1, train_with_muon, models[name], "tp1")[0])
-    assert_equal(ranks.run(RANKS, train_with_muon, models[name], layout), alone, 1e-5)
+def test_train_with_muon_under_layout_equals_one_rank(ranks, layout_models, name, layout, overlap):
+    alone = one_rank(ranks.run(1, train_with_muon, layout_models[name], "tp1")[0])
+    assert_equal(ranks.run(RANKS, train_with_muon, layout_models[name], layout, overlap), alone, 1e-5)
 
 
 @pytest.mark.nightly
-def test_train_with_muon_and_overlap_equals_one_rank(ranks, models):
-    alone = one_rank(ranks.run(1, train_with_muon, models["mixture"], "tp1")[0])
-    assert_equal(ranks.run(RANKS, train_with_muon, models["mixture"], "tp2-ep2", True), alone, 1e-5)
-
-
-@pytest.mark.nightly
-def test_muon_of_bfloat16_weights_is_close_to_that_of_torch(ranks, tmp_path):
-    model = tiny_model(tmp_path / "model", "qwen3_moe", layers=2)
-    results = ranks.run(2, steps, model, "ep2", torch.bfloat16, MUON)
-    weights = [assembled([part for of_rank, _ in results for part in of_rank[step]]) for step in range(STEPS + 1)]
-    gradients = [assembled([part for _, of_rank in results for part in of_rank[step]]) for step in range(STEPS)]
+def test_muon_of_bfloat16_weights_is_close_to_that_of_torch(ranks, families):
+    weights, gradients = whole_steps(ranks.run(2, steps, families["qwen3_moe"], "ep2", torch.bfloat16, MUON))
     for name, values in by_torch(weights[0], gradients, MUON).items():
         went, error = values - weights[0][name], values - weights[STEPS][name]
         rounding = 2**-8 * values.abs().max() * values.numel() ** 0.5
@@ -172,9 +149,8 @@ def rolled_back(model):
     return weights
 
 
-def test_muon_after_a_rollback_takes_the_same_step_again(ranks, tmp_path):
-    model = tiny_model(tmp_path / "model", "qwen3", layers=2)
-    for first, second, back, again in ranks.run(4, rolled_back, model):
+def test_muon_after_a_rollback_takes_the_same_step_again(ranks, families):
+    for first, second, back, again in ranks.run(4, rolled_back, families["qwen3"]):
         for name in first:
             assert torch.equal(back[name], first[name]) and torch.equal(again[name], second[name]), name
             assert not torch.equal(second[name], first[name]), name
@@ -193,9 +169,8 @@ def moments(model, dtype):
     return sizes, types, {name: weight.detach().clone() for name, weight in trainer.runner.parameters().items()}
 
 
-def test_muon_has_one_moment_of_a_matrix_which_is_sharded(ranks, tmp_path):
-    model = tiny_model(tmp_path / "model", "qwen3", layers=2)
-    exact, half = (ranks.run(4, moments, model, dtype) for dtype in ("float32", "bfloat16"))
+def test_muon_has_one_moment_of_a_matrix_which_is_sharded(ranks, families):
+    exact, half = (ranks.run(4, moments, families["qwen3"], dtype) for dtype in ("float32", "bfloat16"))
     shapes = {name: weight.shape for name, weight in exact[0][2].items()}
     matrices = sum(math.prod(shape) for name, shape in shapes.items() if ".layers." in name and len(shape) == 2)
     everything = sum(map(math.prod, shapes.values()))
@@ -238,14 +213,8 @@ def test_assign_gives_every_matrix_to_a_rank_that_has_a_part_and_balances_work(m
             assert sum(math.prod(shapes[name]) for name in names[:-1]) < 256
 
 
-def refusal(model):
-    with pytest.raises(UserError) as caught:
-        trainer_of(model, "tp1", lora=LoraConfig())
-    return str(caught.value)
-
-
-def test_muon_with_adapters_names_key_and_remedy(ranks, tmp_path):
-    (message,) = ranks.run(1, refusal, tiny_model(tmp_path / "model", "qwen3", layers=2))
+def test_muon_with_adapters_names_key_and_remedy(ranks, families):
+    (message,) = ranks.run(1, refusal, trainer_of, families["qwen3"], "tp1", lora=LoraConfig())
     assert message == (
         "actor.optimizer.kind: muon trains matrices of the model, not adapters. Write adamw, or remove actor.lora."
     )

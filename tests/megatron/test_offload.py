@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.roles import build_role
-from tests.helpers.tiny_models import random_rows, tiny_model
+from tests.helpers.tiny_models import nightly, random_rows
 from verl_mg.config import OptimizerConfig
 from verl_mg.roles.models import Actor
 from verl_mg.training.offload import CpuOffload
@@ -47,15 +47,13 @@ def updated(
     [
         ("qwen3", torch.float32, "adamw"),
         ("qwen3_moe", torch.bfloat16, "adamw"),
-        pytest.param("qwen3", torch.bfloat16, "adamw", marks=pytest.mark.nightly),
-        pytest.param("qwen3_moe", torch.float32, "adamw", marks=pytest.mark.nightly),
-        pytest.param("qwen3_moe", torch.bfloat16, "muon", marks=pytest.mark.nightly),
+        *nightly(("qwen3", torch.bfloat16, "adamw"), ("qwen3_moe", torch.float32, "adamw")),
+        *nightly(("qwen3_moe", torch.bfloat16, "muon")),
     ],
 )
-def test_updates_with_offload_are_bitwise_identical(ranks, tmp_path, architecture, dtype, kind):
-    model = tiny_model(tmp_path / "model", architecture, layers=2)
-    stayed = ranks.run(2, updated, model, "tp2", dtype, kind, False)
-    went = ranks.run(2, updated, model, "tp2", dtype, kind, True)
+def test_updates_with_offload_are_bitwise_identical(ranks, families, architecture, dtype, kind):
+    model = families[architecture]
+    stayed, went = (ranks.run(2, updated, model, "tp2", dtype, kind, away) for away in (False, True))
     for (expected, _), (found, sizes) in zip(stayed, went, strict=True):
         assert all(torch.equal(found[name], expected[name]) for name in expected)
         for before, meanwhile, after in zip(sizes[::3], sizes[1::3], sizes[2::3], strict=True):

@@ -1,30 +1,17 @@
 """The parameters of real megatron-core models, of every family and layout, are those of the weight table."""
 
-from dataclasses import replace
 from itertools import chain
 
 import pytest
 import torch
 
-from tests.helpers.tiny_models import VARIANTS, tiny_model
 from tests.megatron.built_parameters import build, differences
 from verl_mg.layout import Layout
 from verl_mg.megatron.model import parameters_by_name
-from verl_mg.models.hf_config import read_config
 
 # (layout, ranks); the models have 4 layers, so that 3 stages are uneven runs of them.
 LAYOUTS = [("tp1", 1), ("tp2", 2), ("pp3", 3), ("pp2-vpp2", 2), ("tp2-pp2", 4)]
 WITH_EXPERTS = [("ep2", 2), ("tp2-ep2-etp1", 2), ("tp2-ep2", 4), ("pp3-ep2", 6), ("tp2-pp2-ep2-etp1", 8)]
-LOW_RANK_QUERIES = "deepseek_v2 with low-rank queries"
-FAMILIES = [*VARIANTS, LOW_RANK_QUERIES]
-
-
-@pytest.fixture(scope="module")
-def configs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    configs = {name: read_config(tiny_model(folder / name, name)) for name in VARIANTS}
-    plain = configs["deepseek_v2"]
-    return configs | {LOW_RANK_QUERIES: replace(plain, latent=replace(plain.latent, q_rank=12))}
 
 
 @pytest.mark.parametrize(("layout", "count"), LAYOUTS + WITH_EXPERTS)

@@ -5,12 +5,11 @@ from collections import Counter
 import pytest
 
 from tests.helpers.roles import megatron_runner
-from tests.helpers.tiny_models import random_rows, tiny_model
+from tests.helpers.tiny_models import rows_for, tiny_model
 from tests.megatron.training import OPTIMIZER, update
 from verl_mg.errors import UserError
 from verl_mg.megatron.trainer import MegatronTrainer
 from verl_mg.megatron.transformer_config import check_recompute
-from verl_mg.models.hf_config import read_config
 
 LAYERS, DENSE = 4, 1
 PARTS = {
@@ -33,7 +32,7 @@ def forward_calls(model, recompute):
         last = name.rpartition(".")[2]
         if last in COUNTED and "layers" in name:
             module.register_forward_pre_hook(lambda *_, last=last: calls.update([last]))
-    rows = random_rows(4, read_config(model).vocab)
+    rows = rows_for(model, 4)
     update(trainer, [rows], rows)
     return calls
 
@@ -55,7 +54,6 @@ def test_recomputed_part_runs_twice_and_the_others_once(ranks, tmp_path, part):
         ("qwen3_moe", ["shared_experts"], "shared_experts"),
     ],
 )
-def test_check_recompute_names_the_part_that_a_model_does_not_have(tmp_path, family, recompute, missing):
-    config = read_config(tiny_model(tmp_path / "model", family))
+def test_check_recompute_names_the_part_that_a_model_does_not_have(configs, family, recompute, missing):
     with pytest.raises(UserError, match=f"recompute: the model has no {missing}. Leave it out."):
-        check_recompute(config, recompute)
+        check_recompute(configs[family], recompute)

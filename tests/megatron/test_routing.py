@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.helpers.given_experts import with_experts
-from tests.helpers.tiny_models import LATENT, daily_of, oracle, random_rows, tiny_model
+from tests.helpers.tiny_models import LATENT, daily_of, nightly, oracle, rows_for, tiny_model
 from tests.megatron.training import assert_equal, one_rank, train, train_in_plain_torch
 from verl_mg.config import MegatronConfig
 from verl_mg.errors import UserError
@@ -21,7 +21,7 @@ LAYOUTS = [
     ("tp2-cp2-ep2", 4),
     ("tp2-pp2", 4),
     ("pp2-vpp2", 2),
-    *(pytest.param(layout, 2, marks=pytest.mark.nightly) for layout in ("tp2", "cp2", "pp2", "ep2")),
+    *nightly(("tp2", 2), ("cp2", 2), ("pp2", 2), ("ep2", 2)),
 ]
 
 
@@ -37,7 +37,7 @@ def model(tmp_path_factory):
 
 
 def rows(model, choices=None):
-    batch = random_rows(9, read_config(model).vocab)
+    batch = rows_for(model)
     if choices is not None:
         batch["routed_experts"] = choices
     return batch
@@ -73,19 +73,21 @@ def test_train_with_routed_experts_equals_plain_torch(ranks, model, expected, la
     }
 
 
-def test_train_with_routed_experts_and_gathered_keys_equals_plain_torch(ranks, model, expected):
-    fields = MegatronConfig(transformer={"cp_comm_type": "all_gather"})
-    options = (False, "language", 1, torch.float32, fields)
-    results = ranks.run(4, train, model, "tp2-cp2-ep2", rows(model, choices(model)), *options)
+OVERLAP = {"ddp": {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 1000}}
+"""Also of experts without tokens."""
+
+
+@pytest.mark.parametrize(
+    ("layout", "count", "fields"),
+    [
+        ("tp2-cp2-ep2", 4, {"transformer": {"cp_comm_type": "all_gather"}}),
+        *nightly(*((layout, 2, OVERLAP) for layout in ("tp1", "ep2", "pp2-vpp2"))),
+    ],
+)
+def test_train_with_routed_experts_and_options_equals_plain_torch(ranks, model, expected, layout, count, fields):
+    batch = rows(model, choices(model))
+    results = ranks.run(count, train, model, layout, batch, megatron=MegatronConfig(**fields))
     assert_equal(results, expected, 2e-5)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("layout", ["tp1", "ep2", "pp2-vpp2"])
-def test_train_with_idle_experts_and_overlap_equals_plain_torch(ranks, model, expected, layout):
-    overlap = MegatronConfig(ddp={"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 1000})
-    options = (False, "language", 1, torch.float32)
-    assert_equal(ranks.run(2, train, model, layout, rows(model, choices(model)), *options, overlap), expected, 2e-5)
 
 
 def test_train_without_routed_experts_differs_from_replay(ranks, model, expected):
@@ -99,7 +101,7 @@ def apart(one, other):
     return max((a[:2] - b[:2]).abs().max() for a, b in zip(one.outputs, other.outputs, strict=True))
 
 
-@pytest.mark.parametrize(("layout", "count"), [("tp1", 1), pytest.param("tp2", 2, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(("layout", "count"), [("tp1", 1), *nightly(("tp2", 2))])
 def test_train_replaying_the_routers_choice_changes_nothing(ranks, model, layout, count):
     batch = rows(model)
     net = with_experts(model, torch.full((batch.total_tokens, LAYERS, TOP_K), -1))
@@ -147,12 +149,10 @@ class ForcedChoices:
         return logits, weights * gate.routed_scaling_factor, taken
 
 
-@pytest.mark.parametrize(
-    ("layout", "count"), [pytest.param("tp1", 1, marks=pytest.mark.nightly), ("tp2-pp2-ep2-etp1", 4), ("cp2-ep2", 2)]
-)
+@pytest.mark.parametrize(("layout", "count"), [*nightly(("tp1", 1)), ("tp2-pp2-ep2-etp1", 4), ("cp2-ep2", 2)])
 @pytest.mark.parametrize("family", daily_of([*LATENT, "gpt_oss"], "deepseek_v3"))
-def test_train_family_with_routed_experts_equals_plain_torch(ranks, tmp_path, family, layout, count):
-    model = tiny_model(tmp_path / "model", family, layers=2)
+def test_train_family_with_routed_experts_equals_plain_torch(ranks, families, tmp_path, family, layout, count):
+    model = families[family]
     batch, generator, of = rows(model), torch.Generator().manual_seed(1), read_config(model).experts.count
     given = torch.rand(batch.total_tokens, 2, of, generator=generator).topk(TOP_K).indices
     given[torch.rand(len(given), generator=generator) < 0.3] = -1
@@ -184,5 +184,5 @@ def test_check_routed_experts_of_another_model_raises(model, change, message):
         check_routed_experts(rows(model, change(choices(model))), read_config(model))
 
 
-def test_check_routed_experts_dense_model_ignores_the_column(model, tmp_path):
-    check_routed_experts(rows(model, choices(model)), read_config(tiny_model(tmp_path, "qwen3")))
+def test_check_routed_experts_dense_model_ignores_the_column(model, configs):
+    check_routed_experts(rows(model, choices(model)), configs["qwen3"])

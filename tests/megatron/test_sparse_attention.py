@@ -1,32 +1,26 @@
 """Selection of keys against a search among all scores, and attention to them by a block mask and by a full one."""
 
-import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention import flex_attention
 
 import verl_mg.megatron  # noqa: F401
 from tests.helpers.random_models import config
+from tests.megatron.packed_inputs import WIDTH, described, outputs_and_gradients
 from verl_mg.config import MegatronConfig
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout
 from verl_mg.megatron import sparse_attention
-from verl_mg.megatron.packed_sequences import PackedSequences, describe_sequences
 from verl_mg.megatron.sparse_attention import attend_to_selected, selected_bits
 from verl_mg.megatron.transformer_config import transformer_config
 from verl_mg.training.model_spec import ModelSpec
 
-TOP_K, HEADS, WIDTH = 5, 3, 8
+TOP_K, HEADS = 5, 3
 LENGTHS, KEYS = (19, 5, 9, 3), (19, 12, 9, 6)
 """Queries of sequences, and keys where the first tokens of some are computed with others."""
-
-
-def described(keys: tuple[int, ...] | None, lengths: tuple[int, ...] = LENGTHS) -> PackedSequences:
-    gathered = (torch.tensor(keys), torch.zeros(sum(keys), dtype=torch.int64)) if keys else ()
-    return describe_sequences(torch.tensor(lengths), torch.ones(WIDTH // 2), 1.0, *gathered)
 
 
 def drawn(queries: int, keys: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -53,7 +47,7 @@ def searched(query: Tensor, key: Tensor, weights: Tensor, keys: tuple[int, ...])
 @pytest.mark.parametrize(("first", "last"), [(0, 36), (7, 30), (20, 22)])
 def test_selected_bits_are_the_first_keys_with_the_highest_scores(monkeypatch, first, last, keys, scores_at_a_time):
     monkeypatch.setattr(sparse_attention, "SCORES", scores_at_a_time)
-    packed, lengths = described(keys), keys or LENGTHS
+    packed, lengths = described(LENGTHS, keys), keys or LENGTHS
     query, key, weights = drawn(sum(LENGTHS), sum(lengths))
     bits = selected_bits(query[first:last], key, weights[first:last], packed, TOP_K, first)
     assert bits.shape == (last - first, 3)
@@ -83,19 +77,17 @@ def test_attention_to_selected_keys_by_block_mask_equals_that_by_a_full_mask(ran
 def attend(shares: bool) -> list[list[Tensor]]:
     """Output and gradients by a block mask, by a full one, and of attention to all keys."""
     lengths, keys = (150, 1, 7, 100), (150, 141, 8, 190) if shares else None
-    packed, total = described(keys, lengths), sum(keys or lengths)
+    packed, total = described(lengths, keys), sum(keys or lengths)
     bits, everything = selected_bits(*drawn(sum(lengths), total), packed, TOP_K, 0), torch.tensor([[255]])
     every = everything.to(torch.uint8).expand(len(bits), bits.shape[1])
-    generator, results = torch.Generator().manual_seed(0), []
+
+    def attention(*inputs: Tensor, on_gpus: bool, selected: Tensor) -> Tensor:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sparse_attention, "has_ragged_kernel", lambda *_: on_gpus)
+            return attend_to_selected(*inputs, packed, selected, 0.3)
+
+    kinds = ((True, bits), (False, bits), (False, every))
+    functions = [partial(attention, on_gpus=on_gpus, selected=selected) for on_gpus, selected in kinds]
+    generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(n, HEADS, WIDTH, generator=generator) for n in (sum(lengths), total, total)]
-    gradient = torch.randn(inputs[0].shape, generator=generator)
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        # torch refuses gradients on the CPU, for its compiler; not compiled it computes them, and warns.
-        patch.setattr(flex_attention, "_validate_device", lambda *_: None)
-        warnings.simplefilter("ignore")
-        for on_gpus, selected in ((True, bits), (False, bits), (False, every)):
-            patch.setattr(sparse_attention, "has_ragged_kernel", lambda *_, answer=on_gpus: answer)
-            leaves = [values.clone().requires_grad_() for values in inputs]
-            context = attend_to_selected(*leaves, packed, selected, 0.3)
-            results.append([context.detach(), *torch.autograd.grad(context, leaves, gradient)])
-    return results
+    return outputs_and_gradients(functions, inputs)

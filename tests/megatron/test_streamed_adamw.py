@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from tests.helpers.roles import megatron_runner
-from tests.helpers.tiny_models import random_rows, tiny_model
+from tests.helpers.roles import megatron_runner, refusal
+from tests.helpers.tiny_models import nightly, random_rows
 from tests.megatron.training import update
 from verl_mg.config import GuardConfig, OptimizerConfig
-from verl_mg.errors import UserError
 from verl_mg.megatron.streamed_adamw import StreamedAdamW, dithered_to_bfloat16
 from verl_mg.megatron.trainer import MegatronTrainer
 
@@ -40,10 +39,10 @@ def trained(model, layout, dtype, options, guard=None):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("architecture", "layout"),
-    [("qwen3", "tp2"), ("qwen3_moe", "ep2"), pytest.param("qwen2", "tp1", marks=pytest.mark.nightly)],
+    [("qwen3", "tp2"), ("qwen3_moe", "ep2"), *nightly(("qwen2", "tp1"))],
 )
-def test_streamed_adamw_takes_the_steps_of_device_adam(ranks, tmp_path, architecture, layout, dtype):
-    model = tiny_model(tmp_path / "model", architecture, layers=2)
+def test_streamed_adamw_takes_the_steps_of_device_adam(ranks, families, architecture, layout, dtype):
+    model = families[architecture]
     device = ranks.run(2, trained, model, layout, dtype, {})
     host = ranks.run(2, trained, model, layout, dtype, ON_HOST)
     for (expected, went, moments), (found, _, own) in zip(device, host, strict=True):
@@ -54,26 +53,26 @@ def test_streamed_adamw_takes_the_steps_of_device_adam(ranks, tmp_path, architec
             assert (found[name] - weight).abs().max() <= 1e-5 * went[name] + rounding, name
 
 
-def test_streamed_adamw_rollback_restores_moments(ranks, tmp_path):
-    model = tiny_model(tmp_path / "model", "qwen3", layers=2)
-    guard = GuardConfig(max_kl=1e-6, action="rollback")
+def test_streamed_adamw_rollback_restores_moments(ranks, families):
+    model, guard = families["qwen3"], GuardConfig(max_kl=1e-6, action="rollback")
     device = ranks.run(1, trained, model, "tp1", torch.float32, {}, guard)
     host = ranks.run(1, trained, model, "tp1", torch.float32, ON_HOST, guard)
     assert all(torch.allclose(host[0][0][name], weight, atol=1e-7) for name, weight in device[0][0].items())
 
 
-def test_streamed_adamw_with_moments_on_a_disk_equals_those_in_memory(ranks, tmp_path):
-    model = tiny_model(tmp_path / "model", "qwen3", layers=2)
-    memory = ranks.run(2, trained, model, "tp1", torch.float32, ON_HOST)
-    disk = ranks.run(2, trained, model, "tp1", torch.float32, ON_HOST | {"nvme_folder": tmp_path})
+def test_streamed_adamw_with_moments_on_a_disk_equals_those_in_memory(ranks, families, tmp_path):
+    memory, disk = (
+        ranks.run(2, trained, families["qwen3"], "tp1", torch.float32, ON_HOST | options)
+        for options in ({}, {"nvme_folder": tmp_path})
+    )
     for (expected, _, moments), (found, _, own) in zip(memory, disk, strict=True):
         assert moments == own and all(torch.equal(found[name], weight) for name, weight in expected.items())
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("options", [{}, ON_HOST], ids=["device", "host"])
-def test_streamed_adamw_with_bfloat16_moments_is_close_and_takes_half_the_memory(ranks, tmp_path, options):
-    model = tiny_model(tmp_path / "model", "qwen3", layers=2)
+def test_streamed_adamw_with_bfloat16_moments_is_close_and_takes_half_the_memory(ranks, families, options):
+    model = families["qwen3"]
     exact = ranks.run(2, trained, model, "tp1", torch.float32, {})
     half = ranks.run(2, trained, model, "tp1", torch.float32, options | {"moments_dtype": "bfloat16"})
     for (expected, went, ((_, _, nbytes),)), (found, _, ((_, dtype, half_bytes),)) in zip(exact, half, strict=True):
@@ -82,18 +81,11 @@ def test_streamed_adamw_with_bfloat16_moments_is_close_and_takes_half_the_memory
             assert 0 < (found[name] - weight).abs().max() < 2**-6 * went[name], name
 
 
-def test_streamed_adamw_with_a_folder_that_does_not_exist_names_key_and_remedy(ranks, tmp_path):
-    model = tiny_model(tmp_path / "model", "qwen3", layers=2)
-    (message,) = ranks.run(1, refusal, model, tmp_path / "nowhere")
+def test_streamed_adamw_with_a_folder_that_does_not_exist_names_key_and_remedy(ranks, families, tmp_path):
+    options = ON_HOST | {"nvme_folder": tmp_path / "nowhere"}
+    (message,) = ranks.run(1, refusal, trained, families["qwen3"], "tp1", torch.float32, options)
     assert message.startswith(f"actor.optimizer.nvme_folder: {tmp_path / 'nowhere'} has no space for ")
     assert message.endswith("Name a folder on a local disk with as much for each rank of the machine.")
-
-
-def refusal(model, folder):
-    """The message of a trainer whose moments have no disk."""
-    with pytest.raises(UserError) as caught:
-        trained(model, "tp1", torch.float32, ON_HOST | {"nvme_folder": folder})
-    return str(caught.value)
 
 
 def test_dithered_to_bfloat16_lets_small_changes_accumulate():

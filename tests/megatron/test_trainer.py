@@ -9,12 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.helpers.roles import megatron_runner
-from tests.helpers.tiny_models import random_rows, tiny_model
+from tests.helpers.tiny_models import rows_for, tiny_model
 from tests.megatron.training import TEMPERATURE, assembled, gradients_here, token_loss
 from verl_mg.config import OptimizerConfig
 from verl_mg.errors import UserError
 from verl_mg.megatron.trainer import MegatronTrainer
-from verl_mg.models.hf_config import read_config
 from verl_mg.training.trainer import LearningRateSchedule, MiniBatch, Objective, check_schedule, count_non_finite
 
 ROWS = 16
@@ -56,20 +55,20 @@ def rates(steps, **config):
     return seen
 
 
-def test_learning_rate_schedule_constant_after_warm_up():
-    assert rates(6, warmup_steps=4) == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1])
-    assert rates(3) == [1, 1, 1]
+COSINE = [0.1 + 0.9 * (1 + math.cos(math.pi * k / 4)) / 2 for k in (1, 2, 3, 4)]
 
 
-def test_learning_rate_schedule_linear_decays_to_minimum():
-    got = rates(7, schedule="linear", decay_steps=5, warmup_steps=1, min_lr=0.2)
-    assert got == pytest.approx([1, 0.8, 0.6, 0.4, 0.2, 0.2, 0.2])
-
-
-def test_learning_rate_schedule_cosine_decays_to_minimum():
-    got = rates(5, schedule="cosine", decay_steps=4, min_lr=0.1)
-    expected = [0.1 + 0.9 * (1 + math.cos(math.pi * k / 4)) / 2 for k in (1, 2, 3, 4)]
-    assert got == pytest.approx([*expected, 0.1])
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"warmup_steps": 4}, [0.25, 0.5, 0.75, 1, 1, 1]),
+        ({}, [1, 1, 1]),
+        ({"schedule": "linear", "decay_steps": 5, "warmup_steps": 1, "min_lr": 0.2}, [1, 0.8, 0.6, 0.4, 0.2, 0.2, 0.2]),
+        ({"schedule": "cosine", "decay_steps": 4, "min_lr": 0.1}, [*COSINE, 0.1]),
+    ],
+)
+def test_learning_rate_schedule_follows_its_formula(config, expected):
+    assert rates(len(expected), **config) == pytest.approx(expected)
 
 
 def test_warmup_ratio_is_of_the_decay_or_of_the_whole_job():
@@ -95,10 +94,6 @@ def in_bfloat16(model, **config):
     return MegatronTrainer(megatron_runner(model, dtype=torch.bfloat16), OptimizerConfig(**config))
 
 
-def rows(model):
-    return random_rows(ROWS, read_config(model).vocab)
-
-
 def update(trainer, micro_batches, scored):
     return trainer.update(MiniBatch(micro_batches, None, scored, 0), Objective(token_loss, "token-mean", TEMPERATURE))
 
@@ -106,7 +101,7 @@ def update(trainer, micro_batches, scored):
 def two_small_steps(model, lr):
     """[weights before, after one step, after two], and the same of the optimizer's."""
     trainer = in_bfloat16(model, lr=lr, betas=(0.9, 0.9), clip_grad=0.0)
-    batch = rows(model)
+    batch = rows_for(model, ROWS)
     parameters = {name: p for name, p in trainer.runner.parameters().items() if p.requires_grad}
     weights, mains = [], []
     for step in range(3):
@@ -136,7 +131,7 @@ def test_update_steps_below_bfloat16_resolution_accumulate(ranks, model):
 
 def summed_gradients(model, cuts):
     """The gradients of the rows in float32, cut into micro-batches in each of these ways, by rank."""
-    trainer, batch = in_bfloat16(model), rows(model)
+    trainer, batch = in_bfloat16(model), rows_for(model, ROWS)
     runner, found = trainer.runner, []
     trainer.optimizer.step = lambda: (found.append(assembled(gradients_here(runner))), 0.0, 0)
     for cut in cuts:
@@ -166,7 +161,7 @@ def test_gradients_of_bfloat16_weights_accumulate_in_float32(ranks, model):
 
 def watched_gradients(model):
     """With one reported metric and with ten: operations as large as a buffer, and scalars that the host reads."""
-    trainer, batch = in_bfloat16(model), rows(model)
+    trainer, batch = in_bfloat16(model), rows_for(model, ROWS)
     found = []
     for count in (1, 10):
 
@@ -199,7 +194,7 @@ def test_count_non_finite_finds_each_kind_anywhere(value, count, position):
 
 def three_steps(model, allocates):
     """Weights after each of three updates; whether the moments were there before the first."""
-    trainer, batch = in_bfloat16(model, lr=1e-2), rows(model)
+    trainer, batch = in_bfloat16(model, lr=1e-2), rows_for(model, ROWS)
     if allocates:
         trainer.allocate_moments()
     seen, steps = [], trainer.counters().moments

@@ -7,11 +7,9 @@ import pytest
 import torch
 
 from tests.helpers.random_models import config
-from tests.helpers.tiny_models import tiny_model
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout
 from verl_mg.megatron.transformer_config import resolve_kernels, token_multiple, transformer_config
-from verl_mg.models.hf_config import read_config
 from verl_mg.training.model_spec import ModelSpec
 
 
@@ -30,9 +28,8 @@ def test_token_multiple_is_that_of_the_products(fields, expected):
 
 
 @pytest.mark.parametrize("layout", ["tp1", "pp2", "pp2-vpp2"])
-def test_transformer_config_of_a_pipeline_frees_sent_outputs_without_waiting_for_the_device(tmp_path, layout):
-    config = read_config(tiny_model(tmp_path / "m", "qwen3"))
-    built = transformer_config(config, Layout.parse(layout), ModelSpec(Path(), torch.float32))
+def test_transformer_config_of_a_pipeline_frees_sent_outputs_without_waiting_for_the_device(configs, layout):
+    built = transformer_config(configs["qwen3"], Layout.parse(layout), ModelSpec(Path(), torch.float32))
     assert built.deallocate_pipeline_outputs == (layout != "tp1")
     assert not built.batch_p2p_sync
 
@@ -49,34 +46,30 @@ def machine(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("gpu", "installed", "dtype", "expected"),
+    ("gpu", "installed", "setting", "dtype", "expected"),
     [
-        (True, True, torch.bfloat16, "transformer_engine"),
-        (True, True, torch.float32, "torch"),
-        (True, False, torch.bfloat16, "torch"),
-        (False, True, torch.bfloat16, "torch"),
+        (True, True, "auto", torch.bfloat16, "transformer_engine"),
+        (True, True, "auto", torch.float32, "torch"),
+        (True, False, "auto", torch.bfloat16, "torch"),
+        (False, True, "auto", torch.bfloat16, "torch"),
+        *((True, True, kernels, torch.bfloat16, kernels) for kernels in ("torch", "transformer_engine")),
+        *((True, True, kernels, torch.float32, kernels) for kernels in ("torch", "transformer_engine")),
     ],
 )
-def test_auto_takes_transformer_engine_for_bfloat16_on_gpus(machine, gpu, installed, dtype, expected):
+def test_kernels_are_requested_or_with_auto_transformer_engines_for_bfloat16_on_gpus(
+    machine, gpu, installed, setting, dtype, expected
+):
     machine(gpu, installed)
-    assert resolve_kernels("auto", dtype) == expected
+    assert resolve_kernels(setting, dtype) == expected
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("setting", ["torch", "transformer_engine"])
-def test_requested_kernels_are_those_of_the_job(machine, setting, dtype):
-    machine(True, True)
-    assert resolve_kernels(setting, dtype) == setting
-
-
-def test_transformer_engine_where_it_cannot_run_is_refused_with_the_reason():
-    with pytest.raises(UserError, match=r"^model.kernels: Transformer Engine needs a GPU.* Set model.kernels="):
-        resolve_kernels("transformer_engine", torch.bfloat16)
-
-
-def test_transformer_engine_that_is_not_installed_is_refused_with_the_remedy(machine):
-    machine(True, False)
-    with pytest.raises(UserError, match=r"^model.kernels: Transformer Engine cannot be imported. Install launch/"):
+@pytest.mark.parametrize(
+    ("gpu", "message"),
+    [(False, "needs a GPU.* Set model.kernels="), (True, "cannot be imported. Install launch/")],
+)
+def test_transformer_engine_where_it_cannot_run_is_refused_with_the_reason(machine, gpu, message):
+    machine(gpu, False)
+    with pytest.raises(UserError, match=rf"^model.kernels: Transformer Engine {message}"):
         resolve_kernels("transformer_engine", torch.bfloat16)
 
 

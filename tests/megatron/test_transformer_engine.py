@@ -6,7 +6,7 @@ Transformer Engine's Python and megatron-core's are real, the compiled extension
 import inspect
 import os
 import re
-from dataclasses import replace
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
@@ -18,13 +18,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
-from tests.helpers.roles import megatron_runner
-from tests.helpers.tiny_models import SPARSE, VARIANTS, oracle, random_rows, tiny_model
+from tests.helpers.roles import megatron_runner, refusal
+from tests.helpers.tiny_models import SPARSE, VARIANTS, nightly, oracle, rows_for
 from tests.megatron.built_parameters import differences
+from tests.megatron.layout_models import LOW_RANK_QUERIES
 from tests.megatron.training import OPTIMIZER, assert_equal, one_rank, train, train_in_plain_torch, update
 from verl_mg.config import MegatronConfig
 from verl_mg.config.roles import RecomputeModule
-from verl_mg.errors import UserError
 from verl_mg.layout import Layout
 from verl_mg.megatron.model_runner import MegatronRunner
 from verl_mg.megatron.trainer import MegatronTrainer
@@ -35,79 +35,51 @@ from verl_mg.training.microbatch import TokenShard, token_order
 from verl_mg.training.model_spec import ModelSpec
 from verl_mg.training.offload import CpuOffload
 
-ROWS = 9
-LOW_RANK_QUERIES = "deepseek_v2 with low-rank queries"
 # (layout, ranks); the models have 4 layers, so that 3 stages are uneven runs of them.
-LAYOUTS = [
-    ("tp2", 2),
-    *(pytest.param(*case, marks=pytest.mark.nightly) for case in (("tp1", 1), ("pp3", 3), ("tp2-pp2-vpp2", 4))),
-]
-WITH_EXPERTS = [
-    ("tp2-pp2-ep2-etp1", 4),
-    *(pytest.param(*case, marks=pytest.mark.nightly) for case in (("ep2", 2), ("tp2-ep2", 4), ("pp3-ep2", 6))),
-]
+LAYOUTS = [("tp2", 2), *nightly(("tp1", 1), ("pp3", 3), ("tp2-pp2-vpp2", 4))]
+WITH_EXPERTS = [("tp2-pp2-ep2-etp1", 4), *nightly(("ep2", 2), ("tp2-ep2", 4), ("pp3-ep2", 6))]
 FAMILIES = [family for family in VARIANTS if family not in ("gpt_oss", *SPARSE)]
 """Those with layers of Transformer Engine: its attention has no sinks here."""
+OF_EXPERTS = [("ep2", 2), ("tp2-etp1", 2), ("tp2-ep2", 4), ("pp2-ep2", 4), ("cp2-ep2", 2), ("tp2-pp2-ep2-etp1", 4)]
 TRAINED = [
-    ("deepseek_v3", "tp2-cp2-ep2-etp1", 4),
-    ("qwen2", "tp2-cp2", 4),
-    *(
-        pytest.param(*case, marks=pytest.mark.nightly)
-        for case in (
-            ("qwen3_moe", "tp2-pp2", 4),
-            *((family, "tp1", 1) for family in FAMILIES),
-            *((family, "tp2-cp2", 4) for family in FAMILIES if family != "qwen2"),
-            *((family, layout, count) for family in ("mixtral", "deepseek_v3") for layout, count in (
-                ("ep2", 2), ("tp2-etp1", 2), ("tp2-ep2", 4), ("pp2-ep2", 4), ("cp2-ep2", 2), ("tp2-pp2-ep2-etp1", 4)
-            )),
-        )
+    ("deepseek_v3", "tp2-cp2-ep2-etp1", 4, False),
+    ("qwen2", "tp2-cp2", 4, False),
+    *nightly(
+        ("qwen3_moe", "tp2-pp2", 4, True),
+        *((family, "tp1", 1, False) for family in FAMILIES),
+        *((family, "tp2-cp2", 4, False) for family in FAMILIES if family != "qwen2"),
+        *((name, *layout, "pp2" in layout[0]) for name in ("mixtral", "deepseek_v3") for layout in OF_EXPERTS),
+        *(("deepseek_v3", "tp2", 2, [part]) for part in get_args(RecomputeModule)),
     ),
-]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    return {name: tiny_model(folder / name, name, layers=2) for name in FAMILIES}
-
-
-@pytest.fixture(scope="module")
-def configs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("configs")
-    configs = {name: read_config(tiny_model(folder / name, name)) for name in FAMILIES}
-    plain = configs["deepseek_v2"]
-    return configs | {LOW_RANK_QUERIES: replace(plain, latent=replace(plain.latent, q_rank=12))}
+]
 
 
 @pytest.mark.parametrize(("layout", "count"), LAYOUTS)
 def test_parameters_of_transformer_engine_equal_the_weight_table(transformer_engine, configs, layout, count):
-    assert transformer_engine.run(count, differences, configs, layout, "transformer_engine") == [{}] * count
+    fitting = {name: configs[name] for name in (*FAMILIES, LOW_RANK_QUERIES)}
+    assert transformer_engine.run(count, differences, fitting, layout, "transformer_engine") == [{}] * count
 
 
 @pytest.mark.parametrize(("layout", "count"), WITH_EXPERTS)
 def test_parameters_of_grouped_experts_equal_the_weight_table(transformer_engine, configs, layout, count):
-    mixtures = {family: c for family, c in configs.items() if c.experts}
+    mixtures = {name: configs[name] for name in (*FAMILIES, LOW_RANK_QUERIES) if configs[name].experts}
     assert transformer_engine.run(count, differences, mixtures, layout, "transformer_engine") == [{}] * count
 
 
-def rows(model):
-    return random_rows(ROWS, read_config(model).vocab)
-
-
-def options(model, head="language", recompute=False):
-    """Arguments of `train`; the kernels of the fused permutation are Triton's."""
+def options(model):
+    """Options of `train`; the kernels of the fused permutation are Triton's."""
     unfused = {"moe_permute_fusion": False} if read_config(model).experts else {}
-    megatron = MegatronConfig(transformer=unfused)
-    return recompute, head, 1, torch.float32, megatron, "transformer_engine"
+    return {"megatron": MegatronConfig(transformer=unfused), "kernels": "transformer_engine"}
 
 
-@pytest.mark.parametrize(("name", "layout", "count"), TRAINED)
-def test_train_with_transformer_engine_equals_transformers(transformer_engine, models, tmp_path, name, layout, count):
-    model = models[name]
-    expected = train_in_plain_torch(oracle(model), rows(model), tmp_path)
+@pytest.mark.parametrize(("name", "layout", "count", "recompute"), TRAINED)
+def test_train_with_transformer_engine_equals_transformers(
+    transformer_engine, families, tmp_path, name, layout, count, recompute
+):
+    model, rows = families[name], rows_for(families[name])
+    expected = train_in_plain_torch(oracle(model), rows, tmp_path)
     assert not expected.idle()
-    recompute = "pp2" in layout
-    results = transformer_engine.run(count, train, model, layout, rows(model), *options(model, recompute=recompute))
+    results = transformer_engine.run(count, train, model, layout, rows, recompute, **options(model))
     assert_equal(results, expected, 2e-5)
 
 
@@ -158,21 +130,28 @@ def test_attention_before_hopper_is_that_of_torch(transformer_engine, configs, c
 @pytest.mark.parametrize("shares", [False, True])
 def test_attention_of_transformer_engine_equals_that_of_torch(transformer_engine, latent, window, scaling, shares):
     ((found, expected),) = transformer_engine.run(1, attended, latent, window, scaling, shares)
+    assert_close(found, expected)
+
+
+def assert_close(found, expected):
     assert found[0].any()
-    for values, wanted in zip(found, expected, strict=True):
-        torch.testing.assert_close(values, wanted, rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5)
+
+
+@contextmanager
+def counted_calls():
+    """A list that grows with each call of Transformer Engine's attention."""
+    from transformer_engine.pytorch import DotProductAttention
+
+    calls, forward = [], DotProductAttention.forward
+    counting = lambda *a, **o: (calls.append(1), forward(*a, **o))[1]  # noqa: E731
+    with mock.patch.object(DotProductAttention, "forward", counting):
+        yield calls
 
 
 def attended_without_kernels():
     """As `attended`, where Transformer Engine has no kernel, and how often it was called in three passes."""
-    from transformer_engine.pytorch import DotProductAttention
-
-    calls = []
-    forward = DotProductAttention.forward
-    with (
-        mock.patch.dict(os.environ, {"NVTE_UNFUSED_ATTN": "0"}),
-        mock.patch.object(DotProductAttention, "forward", lambda *a, **o: (calls.append(1), forward(*a, **o))[1]),
-    ):
+    with mock.patch.dict(os.environ, {"NVTE_UNFUSED_ATTN": "0"}), counted_calls() as calls:
         results = [attended(None, None, 1.0), attended("halves", None, 1.3)]
     return results, len(calls)
 
@@ -182,23 +161,18 @@ def test_attention_without_a_kernel_of_transformer_engine_is_that_of_torch(trans
     ((results, calls),) = transformer_engine.run(1, attended_without_kernels)
     assert calls == len(results)
     for found, expected in results:
-        assert found[0].any()
-        for values, wanted in zip(found, expected, strict=True):
-            torch.testing.assert_close(values, wanted, rtol=1e-5, atol=2e-5)
+        assert_close(found, expected)
 
 
 def calls_of_two_shapes():
     """Calls of Transformer Engine in three passes of one module: a shape without a kernel twice, one with a kernel."""
-    from transformer_engine.pytorch import DotProductAttention
-
     from verl_mg.megatron.packed_sequences import describe_sequences
     from verl_mg.megatron.transformer_engine_spec import FusedAttention
 
     packed = describe_sequences(torch.tensor([5, 1, 7]), torch.tensor([1.0, 0.3]), 1.0)
     packed.cp_group = dist.group.WORLD
-    module, called = FusedAttention(SimpleNamespace(softmax_scale=None)), []
-    forward = DotProductAttention.forward
-    with mock.patch.object(DotProductAttention, "forward", lambda *a, **o: (called.append(1), forward(*a, **o))[1]):
+    module = FusedAttention(SimpleNamespace(softmax_scale=None))
+    with counted_calls() as called:
         for allowed, heads in (("0", 4), ("1", 4), ("1", 2)):
             with mock.patch.dict(os.environ, {"NVTE_UNFUSED_ATTN": allowed}):
                 query, key = torch.ones(13, heads, 4), torch.ones(13, 2, 4)
@@ -228,20 +202,10 @@ def written_by_products(model, batch):
     return sorted(linear), sorted(name for name, weight in linear.items() if weight.main_grad.data_ptr() in outputs)
 
 
-def test_weight_gradients_are_accumulated_by_their_matrix_products(transformer_engine, models):
-    ((linear, written),) = transformer_engine.run(1, written_by_products, models["qwen3"], rows(models["qwen3"]))
+def test_weight_gradients_are_accumulated_by_their_matrix_products(transformer_engine, families):
+    model = families["qwen3"]
+    ((linear, written),) = transformer_engine.run(1, written_by_products, model, rows_for(model))
     assert len(linear) == 2 * 4 and written == linear
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("part", get_args(RecomputeModule))
-def test_train_recomputing_a_part_with_transformer_engine_equals_transformers(
-    transformer_engine, models, tmp_path, part
-):
-    model = models["deepseek_v3"]
-    expected = train_in_plain_torch(oracle(model), rows(model), tmp_path)
-    results = transformer_engine.run(2, train, model, "tp2", rows(model), *options(model, recompute=[part]))
-    assert_equal(results, expected, 2e-5)
 
 
 BF16_LAYERS = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 1}
@@ -259,13 +223,13 @@ def train_configured_for_fp8(model, layout, batch):
 
     fields = MegatronConfig(transformer={"fp8": "hybrid", "fp8_recipe": "tensorwise", **BF16_LAYERS})
     with mock.patch.object(MegatronRunner, "pack", recorded):
-        return train(model, layout, batch, False, "language", 1, torch.float32, fields, "transformer_engine"), tokens
+        return train(model, layout, batch, megatron=fields, kernels="transformer_engine"), tokens
 
 
-def test_micro_batches_for_fp8_have_rows_for_its_products_and_the_same_outputs(transformer_engine, models, tmp_path):
-    model = models["qwen3"]
-    results = transformer_engine.run(4, train_configured_for_fp8, model, "tp2-cp2", rows(model))
-    assert_equal([trained for trained, _ in results], train_in_plain_torch(oracle(model), rows(model), tmp_path), 2e-5)
+def test_micro_batches_for_fp8_have_rows_for_its_products_and_the_same_outputs(transformer_engine, families, tmp_path):
+    model, rows = families["qwen3"], rows_for(families["qwen3"])
+    results = transformer_engine.run(4, train_configured_for_fp8, model, "tp2-cp2", rows)
+    assert_equal([trained for trained, _ in results], train_in_plain_torch(oracle(model), rows, tmp_path), 2e-5)
     for _, tokens in results:
         assert tokens and all(count % (16 * 2) == 0 for count in tokens)  # 16 on each tensor-parallel rank
 
@@ -280,8 +244,8 @@ def copies_in_fp8(model):
     return len(linears), sum(len(linear._fp8_workspaces) for linear in linears)
 
 
-def test_offload_frees_the_copies_of_weights_in_fp8(transformer_engine, models):
-    assert transformer_engine.run(1, copies_in_fp8, models["qwen3"]) == [(2 * 4, 0)]
+def test_offload_frees_the_copies_of_weights_in_fp8(transformer_engine, families):
+    assert transformer_engine.run(1, copies_in_fp8, families["qwen3"]) == [(2 * 4, 0)]
 
 
 def exchanged(kernel, query, key, value, attention_mask=None, **options):
@@ -322,7 +286,7 @@ def train_with_exchange(kind, *arguments):
     real = DotProductAttention.forward
     fields = MegatronConfig(transformer={"cp_comm_type": kind, "moe_permute_fusion": False})
     with mock.patch.object(DotProductAttention, "forward", recorded):
-        trained = train(*arguments, False, "language", 1, torch.float32, fields, "transformer_engine")
+        trained = train(*arguments, megatron=fields, kernels="transformer_engine")
     return trained, set(kinds)
 
 
@@ -330,19 +294,16 @@ def train_with_exchange(kind, *arguments):
     ("name", "layout", "count", "kind"),
     [
         ("qwen2", "cp2", 2, "p2p"),
-        *(
-            pytest.param(*case, marks=pytest.mark.nightly)
-            for case in (("qwen2", "tp2-cp4", 8, "all_gather"), ("deepseek_v3", "tp2-cp2", 4, "p2p"))
-        ),
+        *nightly(("qwen2", "tp2-cp4", 8, "all_gather"), ("deepseek_v3", "tp2-cp2", 4, "p2p")),
     ],
 )
 def test_attention_that_exchanges_keys_gets_its_order_of_tokens(
-    transformer_engine, models, tmp_path, name, layout, count, kind
+    transformer_engine, families, tmp_path, name, layout, count, kind
 ):
     """Its kernels need a GPU: in their place is what they are documented to compute."""
-    model = models[name]
-    results = transformer_engine.run(count, train_with_exchange, kind, model, layout, rows(model))
-    assert_equal([trained for trained, _ in results], train_in_plain_torch(oracle(model), rows(model), tmp_path), 2e-5)
+    model, rows = families[name], rows_for(families[name])
+    results = transformer_engine.run(count, train_with_exchange, kind, model, layout, rows)
+    assert_equal([trained for trained, _ in results], train_in_plain_torch(oracle(model), rows, tmp_path), 2e-5)
     assert all(kinds == {(kind, int(layout[-1]))} for _, kinds in results)
 
 
@@ -355,15 +316,10 @@ def test_attention_that_exchanges_keys_gets_its_order_of_tokens(
     ],
 )
 def test_exchange_of_keys_missing_in_the_kernels_is_refused(transformer_engine, configs, name, kernels, kind, message):
-    (said,) = transformer_engine.run(1, refusal, configs[name], kernels, kind)
-    assert said.startswith(f"megatron.transformer.cp_comm_type={kind}: ") and message in said
-
-
-def refusal(config, kernels, kind):
     fields = MegatronConfig(transformer={"cp_comm_type": kind})
-    with pytest.raises(UserError) as error:
-        transformer_config(config, Layout(cp=2), ModelSpec(Path(), torch.bfloat16, kernels=kernels, megatron=fields))
-    return str(error.value)
+    spec = ModelSpec(Path(), torch.bfloat16, kernels=kernels, megatron=fields)
+    (said,) = transformer_engine.run(1, refusal, transformer_config, configs[name], Layout(cp=2), spec)
+    assert said.startswith(f"megatron.transformer.cp_comm_type={kind}: ") and message in said
 
 
 def resumed_with_transformer_engine(model, batch):
@@ -378,8 +334,7 @@ def resumed_with_transformer_engine(model, batch):
     for part in first.stored_boxes():
         shape = first.runner.table.tensor_index.tensors[part.tensor].shape
         stored.setdefault((part.namespace, part.tensor), torch.zeros(shape))[slices(part.box)] = part.values
-    megatron = options(model)[4]
-    runner = megatron_runner(model, from_checkpoint=True, kernels="transformer_engine", megatron=megatron)
+    runner = megatron_runner(model, from_checkpoint=True, **options(model))
     second = MegatronTrainer(runner, OPTIMIZER)
     second.load(lambda part: part.values.copy_(stored[part.namespace, part.tensor][slices(part.box)]), first.counters())
     assert not runner.unrestored
@@ -387,28 +342,28 @@ def resumed_with_transformer_engine(model, batch):
 
 
 @pytest.mark.parametrize("name", ["qwen2", pytest.param("deepseek_v3", marks=pytest.mark.nightly)])
-def test_training_resumes_with_other_kernels(transformer_engine, models, name):
+def test_training_resumes_with_other_kernels(transformer_engine, families, name):
     ((before, expected, found),) = transformer_engine.run(
-        1, resumed_with_transformer_engine, models[name], rows(models[name])
+        1, resumed_with_transformer_engine, families[name], rows_for(families[name])
     )
     assert found == pytest.approx(expected, rel=1e-5) and expected[0] < before[0]
 
 
 @pytest.mark.nightly
-def test_train_value_head_with_transformer_engine_equals_torch(ranks, transformer_engine, models):
-    model = models["gemma2"]
-    alone = one_rank(ranks.run(1, train, model, "tp1", rows(model), False, "value")[0])
-    results = transformer_engine.run(4, train, model, "tp2-pp2", rows(model), *options(model, "value"))
+def test_train_value_head_with_transformer_engine_equals_torch(ranks, transformer_engine, families):
+    model = families["gemma2"]
+    alone = one_rank(ranks.run(1, train, model, "tp1", rows_for(model), head="value")[0])
+    results = transformer_engine.run(4, train, model, "tp2-pp2", rows_for(model), head="value", **options(model))
     assert_equal(results, alone, 2e-5)
 
 
 @pytest.mark.nightly
-def test_train_with_muon_and_transformer_engine_equals_torch(ranks, transformer_engine, models):
+def test_train_with_muon_and_transformer_engine_equals_torch(ranks, transformer_engine, families):
     """Each expert has a parameter of its own there, and ranks have copies of projections that torch divides."""
-    model, muon = models["deepseek_v3"], OPTIMIZER.model_copy(update={"kind": "muon"})
-    torchs = (False, "language", 1, torch.float32, None, "torch", muon)
-    alone = one_rank(ranks.run(1, train, model, "tp1", rows(model), *torchs)[0])
-    results = transformer_engine.run(4, train, model, "tp2-ep2-etp1", rows(model), *options(model), muon)
+    model, muon = families["deepseek_v3"], OPTIMIZER.model_copy(update={"kind": "muon"})
+    alone = one_rank(ranks.run(1, train, model, "tp1", rows_for(model), optimizer=muon)[0])
+    given = options(model) | {"optimizer": muon}
+    results = transformer_engine.run(4, train, model, "tp2-ep2-etp1", rows_for(model), **given)
     assert_equal(results, alone, 2e-5)
 
 

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tests.helpers.json_lines import write_lines
@@ -12,7 +11,7 @@ from tests.helpers.qwen3_5_directories import published, tensors_of
 from tests.helpers.rank_pool import RankError
 from tests.helpers.roles import build_role
 from tests.helpers.tiny_jobs import DIGITS, write_sums
-from tests.helpers.tiny_models import noise_image, oracle_outputs, random_rows
+from tests.helpers.tiny_models import nightly, noise_image, oracle_outputs, random_rows, rows_of_rank
 from tests.megatron.training import token_loss
 from tests.rollout.engine_jobs import engine_job, trained_once
 from verl_mg.config import LoraConfig, OptimizerConfig
@@ -25,7 +24,7 @@ VISION = "model.visual."
 def trained(model: Path, layout: str, folder: Path, lora: LoraConfig | None) -> list[torch.Tensor]:
     """Saves an actor before and after an update; log-probs of this rank's rows at both times."""
     actor = build_role(Actor, model, layout, optimizer=OptimizerConfig(lr=0.02), lora=lora)
-    batch = rows(model).select(range(dist.get_rank(), 8, dist.get_world_size()))
+    batch = rows_of_rank(rows(model))
     found = []
     for name in ("before", "after"):
         actor.save(folder / name, model)
@@ -42,9 +41,8 @@ def rows(model: Path):
 
 CASES = [
     ("qwen3_5_moe", "tp2-pp2-ep2-etp1", {}, None),
-    pytest.param("qwen3_5_moe", "tp2-cp2-ep2", {}, LoraConfig(rank=2, alpha=4), marks=pytest.mark.nightly),
-    pytest.param("qwen3_5", "tp2-pp2", {"tie_embeddings": True}, None, marks=pytest.mark.nightly),
-    pytest.param("qwen3_5", "pp2", {}, None, marks=pytest.mark.nightly),
+    *nightly(("qwen3_5_moe", "tp2-cp2-ep2", {}, LoraConfig(rank=2, alpha=4)), ("qwen3_5", "pp2", {}, None)),
+    *nightly(("qwen3_5", "tp2-pp2", {"tie_embeddings": True}, None)),
 ]
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from tests.helpers.tiny_models import SPARSE, published_mixture, tiny_model
+from tests.helpers.tiny_models import SPARSE, nightly, published_mixture, tiny_model
 from verl_mg.checkpoint.hf_safetensors import CheckpointWriter
 from verl_mg.fsdp.mesh import MeshGroups
 from verl_mg.fsdp.model_runner import FsdpRunner
@@ -50,8 +50,7 @@ def write_counting(model, target, layout, chunk_bytes, backend="megatron"):
     ("name", "layout", "count"),
     [
         ("qwen3", "tp2", 4),
-        *(pytest.param(name, "tp2-pp2", 4, marks=pytest.mark.nightly) for name in SPARSE),
-        pytest.param("qwen3_moe", "tp2-pp2-etp2", 4, marks=pytest.mark.nightly),
+        *nightly(*((name, "tp2-pp2", 4) for name in SPARSE), ("qwen3_moe", "tp2-pp2-etp2", 4)),
     ],
 )
 def test_write_weights_writes_each_box_in_one_run(ranks, tmp_path, name, layout, count):
@@ -67,14 +66,14 @@ def test_write_weights_writes_each_box_in_one_run(ranks, tmp_path, name, layout,
     [
         ("tp2-pp2", 4, "megatron"),
         ("dp2", 2, "fsdp"),
-        *(
-            pytest.param(*case, "megatron", marks=pytest.mark.nightly)
-            for case in (("tp1", 1), ("tp2-ep2-etp1", 2), ("ep2", 2))
-        ),
+        *nightly(("tp1", 1, "megatron"), ("tp2-ep2-etp1", 2, "megatron"), ("ep2", 2, "megatron")),
     ],
 )
 def test_write_weights_of_stacked_experts_restores_the_directory(ranks, tmp_path, layout, count, backend):
-    model = tiny_model(tmp_path / "model", "gpt_oss")
+    assert_restored(ranks, tiny_model(tmp_path / "model", "gpt_oss"), tmp_path, layout, count, backend)
+
+
+def assert_restored(ranks, model, tmp_path, layout, count, backend):
     ranks.run(count, write_counting, model, tmp_path / "written", layout, 4096, backend)
     expected, written = load_file(model / SINGLE), load_file(tmp_path / "written" / SINGLE)
     assert written.keys() == expected.keys()
@@ -83,8 +82,4 @@ def test_write_weights_of_stacked_experts_restores_the_directory(ranks, tmp_path
 
 @pytest.mark.nightly
 def test_write_weights_of_a_published_vision_mixture_restores_the_directory(ranks, tmp_path):
-    model = published_mixture(tmp_path / "model")
-    ranks.run(2, write_counting, model, tmp_path / "written", "dp2", 4096, "fsdp")
-    expected, written = load_file(model / SINGLE), load_file(tmp_path / "written" / SINGLE)
-    assert written.keys() == expected.keys()
-    assert all(torch.equal(written[tensor], expected[tensor]) for tensor in written)
+    assert_restored(ranks, published_mixture(tmp_path / "model"), tmp_path, "dp2", 2, "fsdp")

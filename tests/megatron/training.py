@@ -22,6 +22,7 @@ from verl_mg.config import MegatronConfig, OptimizerConfig, Recompute
 from verl_mg.layout import Layout
 from verl_mg.megatron.model_runner import MegatronRunner
 from verl_mg.megatron.trainer import MegatronTrainer
+from verl_mg.roles.models import TrainableRole
 from verl_mg.sharding.boxes import Box, slices
 from verl_mg.sharding.megatron import Kernels
 from verl_mg.sharding.weight_table import Head
@@ -272,6 +273,26 @@ def _as_checkpoint(net: torch.nn.Module, values: Callable[[Tensor], Tensor], fol
     return unstacked(load_file(folder / "model.safetensors"))
 
 
+def uneven_micro_batches(runner: MegatronRunner, batch: Batch) -> list[Batch]:
+    """This rank's rows of a batch: in two micro-batches, and a third one without rows."""
+    own = list(range(runner.groups.coordinates.dp, len(batch), runner.layout.dp))
+    return [batch.select(own[:-2]), batch.select(own[-2:]), batch.select([])]
+
+
+def zero_loss(tokens: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+    """A recipe's loss beside which only those of layers have gradients."""
+    return tokens.logprobs * 0, {}
+
+
+def restored(stopped: TrainableRole, build: Callable[..., TrainableRole]) -> TrainableRole:
+    """A role that is built for a checkpoint of another one, and restored from it."""
+    stored = {part.key: part.values.clone() for part in stopped.parts()}
+    role = build(from_checkpoint=True)
+    role.load(lambda part: part.values.copy_(stored[part.key]), stopped.counts())
+    assert not role.runner.unrestored
+    return role
+
+
 def one_rank(trained: Trained) -> Expected:
     """What a single rank saw, as the measure of many."""
     outputs = [trained.outputs[row] for row in sorted(trained.outputs)]
@@ -308,10 +329,15 @@ def assert_equal(results: list[Trained], expected: Expected, tolerance: float) -
     for parts, wanted in (("gradients", expected.gradients), ("weights", expected.weights)):
         found = [part for result in results for part in getattr(result, parts)]
         assert {name for name, _, _ in found} == set(wanted)
-        for name, box, values in found:
-            largest = wanted[name].abs().max()
-            error = (values.reshape(wanted[name][slices(box)].shape) - wanted[name][slices(box)]).abs().max()
-            assert error <= tolerance * largest, f"{parts}: {name} {box} is {error / largest:.1e} of the largest off"
+        assert_parts_near(found, wanted, tolerance, 0.0)
+
+
+def assert_parts_near(parts: Parts, wanted: dict[str, Tensor], tolerance: float, least: float = 1e-8) -> None:
+    """Errors are bounded by a part of the tensor's largest value; `least` where it may be 0."""
+    for name, box, values in parts:
+        largest, expected = wanted[name].abs().max(), wanted[name][slices(box)]
+        error = (values.reshape(expected.shape) - expected).abs().max()
+        assert error <= tolerance * largest + least, f"{name} {box} is {error / largest:.1e} of the largest off"
 
 
 def _assert_outputs_equal(results: list[Trained], expected: Expected, tolerance: float) -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.roles import build_role
-from tests.helpers.tiny_models import random_rows, tiny_model
+from tests.helpers.tiny_models import nightly, random_rows, tiny_model
 from verl_mg.config import GuardConfig, OptimizerConfig
 from verl_mg.errors import UserError
 from verl_mg.roles.models import Actor
@@ -61,12 +61,9 @@ def poisoned(model, layout, poison):
     reported.append(actor.update(batch, loss_with(None), "token-mean"))
     moved = not same(before, actor)
     reported += [actor.update(batch, loss_with(poison), "token-mean") for _ in range(2)]
-    message = ""
-    try:
+    with pytest.raises(UserError) as error:
         actor.update(batch, loss_with(poison), "token-mean")
-    except UserError as error:
-        message = str(error)
-    return reported, kept, moved, message
+    return reported, kept, moved, str(error.value)
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +76,7 @@ def model(tmp_path_factory):
     [
         ("tp1", 2, "loss"),
         ("tp1", 2, "gradient"),
-        *(pytest.param("tp1", 1, poison, marks=pytest.mark.nightly) for poison in ("loss", "gradient")),
-        *(pytest.param("tp2-pp2", 4, poison, marks=pytest.mark.nightly) for poison in ("loss", "gradient")),
+        *nightly(("tp1", 1, "loss"), ("tp1", 1, "gradient"), ("tp2-pp2", 4, "loss"), ("tp2-pp2", 4, "gradient")),
     ],
 )
 def test_update_non_finite_is_skipped_and_many_end_the_run(ranks, model, layout, count, poison):
@@ -109,7 +105,7 @@ def drifting(model, layout, action):
     return seen, equal
 
 
-@pytest.mark.parametrize(("layout", "count"), [("tp1", 2), pytest.param("tp2-pp2", 4, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(("layout", "count"), [("tp1", 2), *nightly(("tp2-pp2", 4))])
 def test_update_above_max_kl_is_skipped(ranks, model, layout, count):
     for seen, equal in ranks.run(count, drifting, model, layout, "skip"):
         assert [metrics["actor/skipped"] for metrics in seen] == [0, 0, 1, 0]
@@ -117,7 +113,7 @@ def test_update_above_max_kl_is_skipped(ranks, model, layout, count):
         assert "actor/rolled_back" not in seen[0]
 
 
-@pytest.mark.parametrize(("layout", "count"), [("tp1", 2), pytest.param("tp2-pp2", 4, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(("layout", "count"), [("tp1", 2), *nightly(("tp2-pp2", 4))])
 def test_update_above_max_kl_rolls_back_weights_and_learning_rate(ranks, model, layout, count):
     for seen, equal in ranks.run(count, drifting, model, layout, "rollback"):
         assert [metrics["actor/rolled_back"] for metrics in seen] == [0, 0, 1, 0]
@@ -132,14 +128,8 @@ def rolled_back_and_repeated(model):
     results = []
     for divergences in ((0.0, 0.0), (0.0, 0.0, 0.2, 0.0)):
         optimizer = OPTIMIZER.model_copy(update={"warmup_steps": 0})
-        actor = build_role(
-            Actor,
-            model,
-            "tp2",
-            dtype=torch.bfloat16,
-            optimizer=optimizer,
-            guard=GuardConfig(max_kl=0.1, action="rollback"),
-        )
+        guard = GuardConfig(max_kl=0.1, action="rollback")
+        actor = build_role(Actor, model, "tp2", dtype=torch.bfloat16, optimizer=optimizer, guard=guard)
         for divergence in divergences:
 
             def loss(tokens, divergence=divergence):

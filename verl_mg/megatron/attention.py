@@ -45,10 +45,7 @@ from verl_mg.training.packed_attention import (
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the first d elements of each head of x (T, heads, d + n), whose pairs are d / 2 apart; copies the others.
-
-    `cos`, `sin`: (T, 1, d) float32, both halves equal.
-    """
+    """Rotates the first d elements of each head (T, heads, d + n), whose pairs are d / 2 apart; copies the others."""
     return _Rotation.apply(x, cos, sin)
 
 

@@ -127,12 +127,8 @@ class MLASelfAttention(multi_latent_attention.MLASelfAttention):
 def group_globals() -> dict[str, Any]:
     """Returns the globals in which megatron-core keeps its process groups, and what it derives from them."""
     # Its list of all groups is replaced too: it would keep the groups of every layout, and their threads, alive.
-    every_group = "_global_process_group_list"
-    return {
-        name: value
-        for name, value in vars(parallel_state).items()
-        if (name.startswith("_") and name.isupper()) or name == every_group
-    }
+    names = [name for name in vars(parallel_state) if name.startswith("_") and name.isupper()]
+    return {name: getattr(parallel_state, name) for name in [*names, "_global_process_group_list"]}
 
 
 def set_group_globals(values: dict[str, Any]) -> None:

@@ -81,10 +81,7 @@ class Chunks:
 
 
 def convolve(x: Tensor, filters: Tensor, chunks: Chunks, ends: Tensor) -> Tensor:
-    """Convolves each element of x (T, elements) over its last tokens, followed by SiLU; before a sequence it is 0.
-
-    `ends` (n + 1,) int32: the bounds of the sequences, from 0.
-    """
+    """Convolves each element of x (T, elements) over its last tokens, followed by SiLU; before a sequence it is 0."""
     if has_fused_kernels(x):
         from fla.modules.convolution import causal_conv1d
 

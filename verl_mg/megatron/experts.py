@@ -36,7 +36,7 @@ from torch import Tensor
 from verl_mg.device import copy_to
 from verl_mg.megatron.core_version import fused
 from verl_mg.megatron.layers import gated
-from verl_mg.models.hf_config import ClampedSwiGLU, ExpertsConfig
+from verl_mg.models.hf_config import ExpertsConfig
 from verl_mg.training.weight_gradients import added_to_buffer, gradient_buffer, wgrad_gemm_accum_fp32
 
 
@@ -283,7 +283,7 @@ class GroupedExperts(MegatronModule):
     def _activated(self, hidden: Tensor, weights: Tensor) -> Tensor:
         """Activates (n, 2 f) to (n, f), times the weights (n,)."""
         if self._clamped:
-            return clamped_swiglu(hidden, weights, self._clamped)
+            return _ClampedSwiGLU.apply(hidden, weights, self._clamped.alpha, self._clamped.limit)
         return gated(hidden, weights, self._gelu)
 
 
@@ -310,10 +310,7 @@ class _Stack(torch.nn.Module):
 
 
 def grouped_product(tokens: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Multiplies tokens (n, in), sorted by expert, with the matrices (experts, out, in) of their experts.
-
-    `ends` (experts,) int32: where the tokens of each expert end.
-    """
+    """Multiplies tokens (n, in), sorted by expert, with the matrices (experts, out, in) of their experts."""
     return _GroupedProduct.apply(tokens, weights, ends, False)
 
 
@@ -379,11 +376,6 @@ def add_bias(product: Tensor, bias: Tensor, ends: Tensor, scale: Tensor | None =
     return _AddBias.apply(product, bias, ends, scale, added)
 
 
-def clamped_swiglu(x: Tensor, scale: Tensor, activation: ClampedSwiGLU) -> Tensor:
-    """Computes the clamped SwiGLU of (n, 2 f) times a factor (n,); the backward pass needs only the arguments."""
-    return _ClampedSwiGLU.apply(x, scale, activation.alpha, activation.limit)
-
-
 class _AddBias(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, product: Tensor, bias: Tensor, ends: Tensor, scale: Tensor | None, added: bool) -> Tensor:
@@ -417,6 +409,8 @@ def _experts(ends: Tensor, tokens: int) -> Tensor:
 
 
 class _ClampedSwiGLU(torch.autograd.Function):
+    """Clamped SwiGLU of (n, 2 f) times a factor (n,); the backward pass needs only the arguments."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor, alpha: float, limit: float) -> Tensor:
         ctx.save_for_backward(x, scale)

@@ -94,10 +94,7 @@ class MultiLatentAttention(MLASelfAttention):
 
 
 class PackedMLA(PackedAttention):
-    """Packed attention whose queries and keys have a part without positions and a rotary part.
-
-    `interleaved`: rotary pairs are neighbouring elements, see `LatentConfig`.
-    """
+    """Packed attention whose queries and keys have a part without positions and a rotary part, see `LatentConfig`."""
 
     def __init__(self, *arguments: Any, interleaved: bool, **options: Any) -> None:
         super().__init__(*arguments, **options)

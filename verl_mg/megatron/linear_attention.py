@@ -10,7 +10,6 @@ micro-batches. T, cp and tp as in `attention`:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,14 +116,11 @@ class GatedDeltaNet(MegatronModule):
         def core(*tensors: Tensor) -> Tensor:
             return self._core(packed, *tensors)
 
-        context = self._run(core, q, k, v, b.squeeze(-1), a.squeeze(-1), *weights)
+        inputs = q, k, v, b.squeeze(-1), a.squeeze(-1), *weights
+        recomputes = self._recompute and torch.is_grad_enabled()
+        context = checkpoint(core, False, *inputs) if recomputes else core(*inputs)
         gated = (self.out_norm(context) * F.silu(z.float())).to(context.dtype)
         return self.out_proj(to_tokens(gated, group).flatten(1).unsqueeze(1))[0], None
-
-    def _run(self, core: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-        if not self._recompute or not torch.is_grad_enabled():
-            return core(*tensors)
-        return checkpoint(core, False, *tensors)
 
     def _core(
         self, packed: PackedSequences, q: Tensor, k: Tensor, v: Tensor, b: Tensor, a: Tensor, *weights: Tensor

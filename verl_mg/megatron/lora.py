@@ -102,8 +102,12 @@ class MegatronAdapters(Adapters):
         self._entries = table.tensor_index.entries
         modules = {prefix + name: module for prefix, chunk in chunks.items() for name, module in chunk.named_modules()}
         # Frozen before the adapters are installed, which stay trainable.
+        chunk: Any
         for chunk in chunks.values():
-            _freeze(chunk)
+            chunk.requires_grad_(False)
+            if chunk.pre_process and chunk.config.recompute_granularity is not None:
+                # A layer is recomputed in the backward pass only where its input requires a gradient.
+                chunk.embedding.register_forward_hook(_require_gradient)
         for name, shard in shards.items():
             if head := head_shard(shard):
                 module: Any = modules[name.rpartition(".")[0]]
@@ -171,13 +175,6 @@ class MegatronAdapters(Adapters):
                     yield piece.tensor, piece.source, values[slices(piece.target)].view(box_shape(piece.source))
 
 
-def _freeze(chunk: Any) -> None:
-    chunk.requires_grad_(False)
-    if chunk.pre_process and chunk.config.recompute_granularity is not None:
-        # A layer is recomputed in the backward pass only where its input requires a gradient.
-        chunk.embedding.register_forward_hook(_require_gradient)
-
-
 def _add_adapter(linear: Any, inputs: tuple[Tensor], output: tuple[Any, Tensor | None]) -> tuple[Tensor, Tensor | None]:
     base, bias = output
     base, hidden = base if isinstance(base, tuple) else (base, inputs[0])
@@ -234,13 +231,17 @@ class _Factors(Module):
             b = b if self._splits_b else copy_to_tensor_model_parallel_region(b, group=group)
         return a, b
 
-    def _add_products(self, matrix: Tensor, expert: int | None = None) -> None:
-        """Adds the adapters to a matrix of the layer, in float32 and rounded to its dtype."""
-        for name, b in self.b.items():
-            a, rows = self.a[name], getattr(self, _rows(name))
-            a, b = (a, b) if expert is None else (a[expert], b[expert])
-            product = torch.addmm(matrix[rows].float(), b.float(), a.float(), alpha=self._scale)
-            matrix[rows] = product.to(matrix.dtype)
+    @torch.no_grad()
+    def merged(self, weight: Tensor, expert: int | None = None) -> Tensor:
+        """Returns a copy of a matrix, or of a stack of them, plus the adapters: float32 sums, rounded to its dtype."""
+        result = weight.detach().clone()
+        for number, matrix in [(expert, result)] if result.dim() == 2 else enumerate(result):
+            for name, b in self.b.items():
+                a, rows = self.a[name], getattr(self, _rows(name))
+                a, b = (a, b) if number is None else (a[number], b[number])
+                product = torch.addmm(matrix[rows].float(), b.float(), a.float(), alpha=self._scale)
+                matrix[rows] = product.to(matrix.dtype)
+        return result
 
 
 class Adapter(_Factors):
@@ -271,13 +272,6 @@ class Adapter(_Factors):
             low_rank = exchange(low_rank, group=self._group)
         return output + low_rank @ b.T
 
-    @torch.no_grad()
-    def merged(self, weight: Tensor) -> Tensor:
-        """Returns a copy of the layer's weight plus the adapters, summed in float32 and rounded to its dtype."""
-        result = weight.detach().clone()
-        self._add_products(result)
-        return result
-
 
 class ExpertAdapter(_Factors):
     """Adapters of a rank's experts: `a` (experts, r, in), `b` (experts, out, r)."""
@@ -299,14 +293,6 @@ class ExpertAdapter(_Factors):
         a, b = self._joined(self._group if self._group.size() > 1 else None)
         low_rank = grouped_product(tokens, a, ends) * self._scale
         return output + grouped_product(low_rank, b, ends)
-
-    @torch.no_grad()
-    def merged(self, weight: Tensor, expert: int | None = None) -> Tensor:
-        """Returns a copy of weights plus the adapters, summed in float32 and rounded to their dtype."""
-        result = weight.detach().clone()
-        for number, matrix in [(expert, result)] if expert is not None else enumerate(result):
-            self._add_products(matrix, number)
-        return result
 
 
 def _leaves_communication(linear: Any) -> bool:

@@ -84,20 +84,15 @@ class PackedModel(GPTModel):
     def _logprobs(
         self, hidden: Tensor, micro: MicroBatch[PackedSequences], temperature: float, outputs: TokenOutputs
     ) -> Tensor:
-        layer = OutputLayer(
-            self.output_weight(),
-            self.first_token,
-            self.real_rows,
-            self.pg_collection.tp,
-            self.logit_softcap,
-            self.config.gradient_accumulation_fusion,
-        )
-        states = self.gather_sequence(hidden)[micro.hidden_index]
-        return outputs.compute(states, micro, layer, temperature)
+        layer = self._output_layer(self.output_weight(), self.logit_softcap, self.config.gradient_accumulation_fusion)
+        return outputs.compute(self.gather_sequence(hidden)[micro.hidden_index], micro, layer, temperature)
+
+    def _output_layer(self, weight: Tensor, *options: Any) -> OutputLayer:
+        return OutputLayer(weight, self.first_token, self.real_rows, self.pg_collection.tp, *options)
 
     def _predictions(self, hidden: Tensor, micro: MicroBatch[PackedSequences], following: NextTokens) -> Tensor:
         # Embedding and output layer are constants: only the layer and the hidden states get gradients.
-        layer = OutputLayer(self.output_weight().detach(), self.first_token, self.real_rows, self.pg_collection.tp)
+        layer = self._output_layer(self.output_weight().detach())
         weight = self.embedding.word_embeddings.weight if self.pre_process else self.multi_token.embedding
         embedded = self.multi_token.embed(following.ids, weight)
         states = self.multi_token(hidden.detach() if self.detaches_heads else hidden, embedded, micro.packed)
@@ -190,10 +185,7 @@ def chunks_by_prefix(chunks: list[PackedModel]) -> dict[str, PackedModel]:
 
 
 def parameters_by_name(chunks: list[PackedModel]) -> dict[str, Tensor]:
-    """Returns this rank's parameters by their names in the weight table, router biases (buffers) included.
-
-    Adapters are not in the table.
-    """
+    """Returns this rank's parameters by their names in the weight table, with routers' biases and without adapters."""
     named: dict[str, Tensor] = {}
     for prefix, chunk in chunks_by_prefix(chunks).items():
         weights = {name: weight for name, weight in chunk.named_parameters() if ADAPTER not in name.split(".")}

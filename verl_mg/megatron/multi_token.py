@@ -127,9 +127,7 @@ class MultiTokenPrediction(torch.nn.Module):
             return self.final_layernorm(output)
 
         joined = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))
-        if self._config.recompute_granularity == "full":
-            return checkpoint(layer, False, joined)
-        return layer(joined)
+        return checkpoint(layer, False, joined) if self._config.recompute_granularity == "full" else layer(joined)
 
     @torch.no_grad()
     def embed(self, ids: Tensor, weight: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ copies cost in attention what whole rows cost; all other layers see a shared tok
 
 Context-parallel ranks that exchange keys and values have two chunks of each sequence.
 A rank attends from its tokens to the keys and values of all ranks; see `token_order` for the chunks. With cp2 and 8
-tokens the gathered ones are 0 1 6 7 2 3 4 5, and `order_of_gathered` is 0 1 4 5 6 7 2 3.
+tokens the gathered ones are 0 1 6 7 2 3 4 5, and `gathered_order` is 0 1 4 5 6 7 2 3.
 """
 
 from __future__ import annotations
@@ -43,14 +43,6 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 def gather_tokens(part: Tensor, order: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Gathers (T / cp, heads, d) to (T, heads, d), sequence by sequence; the backward pass sums gradients."""
     return gather_from_sequence_parallel_region(part.contiguous(), group=group)[order]
-
-
-def order_of_gathered(lengths: Tensor, cp: int, device: torch.device) -> Tensor:
-    """Returns the index of each token in the tokens of all ranks, rank after rank: (T,) int64.
-
-    `lengths` (n,) int64 on the CPU are multiples of 2 * cp.
-    """
-    return copy_to(device, torch.cat([zigzag_tokens(lengths, cp, index) for index in range(cp)]).argsort())
 
 
 def attend_to_gathered(
@@ -110,12 +102,9 @@ class PackedSequences(Sequences, PackedSeqParams):
     """(T / (cp * tp), k) int16 of each layer, prescribed experts of this rank's tokens, see `routing`."""
     occurrences: Tensor | None = None
     """(T / (cp * tp),) int64, number of rows that contain each of this rank's tokens; 0 for padding."""
-    rows_of_tokens: RowsOfTokens | None = None
-    """Rows of this rank's tokens; None without a balance loss."""
-    next_tokens: NextTokens | None = None
-    """Inputs of multi-token prediction; None where it is not trained."""
-    cp_group: dist.ProcessGroup | None = None
-    """Ranks that share the micro-batch."""
+    rows_of_tokens: RowsOfTokens | None = None  # rows of this rank's tokens; None without a balance loss
+    next_tokens: NextTokens | None = None  # inputs of multi-token prediction; None where it is not trained
+    cp_group: dist.ProcessGroup | None = None  # ranks that share the micro-batch
     zigzag: bool = False
     """Whether a rank has two chunks of each sequence, see `token_order`, and not T / cp neighbouring tokens."""
     selected: dict[int, Tensor] = field(default_factory=dict)
@@ -143,16 +132,17 @@ class PackedSequences(Sequences, PackedSeqParams):
         """Returns the index of each of this rank's queries among all keys, see `packed_attention`."""
         if self.keys is not None:
             return self._places_among_keys()
-        if not self.zigzag:
+        if not self.zigzag or self.cp_group is None:
             return None
-        assert self.cp_group is not None
         return zigzag_tokens(self.lengths, self.cp_group.size(), self.cp_group.rank())
 
     @cached_property
     def gathered_order(self) -> Tensor:
         """Index of each token in the tokens of all context-parallel ranks, with `zigzag`: (T,) int64."""
         assert self.cos is not None and self.cp_group is not None
-        return order_of_gathered(self.lengths, self.cp_group.size(), self.cos.device)
+        cp = self.cp_group.size()
+        order = torch.cat([zigzag_tokens(self.lengths, cp, index) for index in range(cp)]).argsort()
+        return copy_to(self.cos.device, order)
 
     @cached_property
     def chunks(self) -> Chunks:

@@ -114,14 +114,12 @@ def check_balancing(c: HFConfig, megatron: MegatronConfig, lora: bool) -> None:
 
 
 def _recomputation(recompute: Recompute) -> Fields:
+    if not recompute:
+        return {}
     if isinstance(recompute, list):
-        if not recompute:
-            return {}
         # megatron-core's condition for the activation of experts.
         grouped = {"moe_grouped_gemm": True} if "moe_act" in recompute else {}
         return {"recompute_granularity": "selective", "recompute_modules": list(recompute), **grouped}
-    if not recompute:
-        return {}
     return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
@@ -330,14 +328,10 @@ def resolve_kernels(setting: Literal["auto", Kernels], dtype: torch.dtype, model
 
 def _problem(model: HFConfig | None) -> str | None:
     """Returns why Transformer Engine cannot be used, with the remedy; None where it can."""
-    if model and model.attention_sinks:
+    if model and (model.attention_sinks or model.indexer):
+        missing = "attention sinks and no biases of experts" if model.attention_sinks else "sparse attention"
         return (
-            f"the modules of Transformer Engine have no attention sinks and no biases of experts here, which "
-            f"{model.architecture} needs. Set model.kernels=auto or torch."
-        )
-    if model and model.indexer:
-        return (
-            f"the modules of Transformer Engine have no sparse attention here, which {model.architecture} needs. Set "
+            f"the modules of Transformer Engine have no {missing} here, which {model.architecture} needs. Set "
             "model.kernels=auto or torch."
         )
     if not torch.cuda.is_available():

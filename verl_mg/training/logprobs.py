@@ -52,8 +52,7 @@ class OutputLayer:
     real_rows: int  # number of rows of the shard that are tokens; the others are padding
     group: dist.ProcessGroup | None  # tensor-parallel ranks; None: the rank has the whole vocabulary
     softcap: float | None = None  # bound c of logits z, as c * tanh(z / c) (Gemma 2, arXiv:2408.00118); None for none
-    fused_gradient: bool = False
-    """Add the gradient of the weight to its gradient buffer in the product, see `weight_gradients`."""
+    fused_gradient: bool = False  # add the weight's gradient to its buffer in the product, see `weight_gradients`
     scale: float = 1.0  # factor of the products of hidden states and weights
 
     def logits(self, hidden: Tensor) -> Tensor:

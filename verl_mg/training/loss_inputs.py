@@ -55,10 +55,7 @@ class LossInputs:
 
     @property
     def divergence(self) -> Tensor:
-        """Divergence of the policy from the teacher in the place of each token, in nats, with gradients.
-
-        It is there in an update with the argument `teacher`.
-        """
+        """Divergence of the policy from the teacher in the place of each token, in nats, with gradients."""
         assert self.teacher is not None, "pass update(..., teacher=job.teachers.divergence(...))"
         return self.teacher.of_tokens(self.output, self.columns)
 

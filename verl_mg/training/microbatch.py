@@ -132,10 +132,7 @@ def token_order(
 
 
 def zigzag_tokens(lengths: Tensor, cp: int, cp_index: int) -> Tensor:
-    """Returns the places of a rank's two chunks of each sequence: (T / cp,) int64.
-
-    `lengths` (n,) int64 on the CPU are multiples of 2 * cp.
-    """
+    """Returns the places, (T / cp,) int64, of a rank's two chunks of sequences whose lengths 2 * cp divides."""
     chunk = lengths // (2 * cp)
     numbers = torch.tensor([cp_index, 2 * cp - 1 - cp_index])
     starts = (lengths.cumsum(0) - lengths)[:, None] + chunk[:, None] * numbers

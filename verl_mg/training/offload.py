@@ -50,7 +50,7 @@ class CpuOffload:
 
     def forget_weights(self) -> None:
         """Discards the host copy of weights that have changed on the device."""
-        self._weights.forget()
+        self._weights = _Part()
 
     def to_device(self, training: bool = True) -> None:
         """Allocates device memory and restores the values; gradients are zero."""
@@ -82,10 +82,6 @@ class _Part:
         if device_storages:
             self._host_buffers = [None] * len(device_storages)
             self._leaving = [(storage, storage.nbytes()) for storage in device_storages]
-
-    def forget(self) -> None:
-        """Makes the next copy to the host copy all values again."""
-        self._host_buffers = []
 
     def free(self) -> None:
         """Frees the device memory; called when the copies are complete."""

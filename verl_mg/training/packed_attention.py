@@ -96,10 +96,7 @@ def has_ragged_kernel(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scores: Scores) -> Tensor:
-    """Computes causal attention within each packed sequence by the fastest kernel that can.
-
-    Query (T, heads, d), key (K, kv_heads, d), value (K, kv_heads, d_v); kv_heads divides heads.
-    """
+    """Computes causal attention within each packed sequence by the fastest kernel that can."""
     if not has_ragged_kernel(query.device, query.dtype):
         return _run_by_run(query, key, value, sequences, scores)
     if scores.are_plain:

@@ -33,10 +33,7 @@ def as_bytes(storage: UntypedStorage) -> Tensor:
 
 
 def to_host(storage: UntypedStorage, buffer: Tensor | None = None) -> Tensor:
-    """Copies a storage to the host without waiting for the device; synchronize before reading the copy.
-
-    It reuses a (bytes,) uint8 buffer of the same size; new memory is pinned where the storage is on a GPU.
-    """
+    """Copies a storage, into a buffer of its size if there is one; synchronize the device before reading the copy."""
     source = as_bytes(storage)
     if buffer is None or buffer.numel() != source.numel():
         buffer = torch.empty_like(source, device="cpu", pin_memory=storage.is_cuda)

@@ -236,10 +236,7 @@ class Trainer(ABC):
             self._make_moments(0.0)
 
     def stored_boxes(self) -> Iterator[StoredBox]:
-        """Yields this rank's shards of weights and optimizer state for a checkpoint.
-
-        The iterator must be exhausted, and each value copied before the next is requested.
-        """
+        """Yields this rank's shards of the state for a checkpoint: all are read, each before the next is requested."""
         yield from self._state()
         if self._last_good is not None and self._last_good.taken:
             # A snapshot is bytes of storages: its values have tensors and boxes only in the place of the current state.
