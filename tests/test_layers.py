@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.language.nodes import nodes_of, statements
-
 PACKAGE = Path(__file__).parents[1] / "verl_mg"
 
 PACKAGES = (
@@ -141,7 +139,7 @@ class _Module(NamedTuple):
 def _read(source: str) -> _Module:
     """Parses a module once for all tests, and keeps little of its tree."""
     module = ast.parse(source)
-    imports = tuple(node for node in statements(module) if isinstance(node, ast.Import | ast.ImportFrom))
+    imports = tuple(node for node in ast.walk(module) if isinstance(node, ast.Import | ast.ImportFrom))
     return _Module(imports, tuple(_changes(module)))
 
 
@@ -152,10 +150,10 @@ def _imports(source: str) -> tuple[ast.Import | ast.ImportFrom, ...]:
 def _changes(module: ast.Module) -> Iterator[tuple[str, int]]:
     assigned = [node for node in module.body if isinstance(node, ast.Assign | ast.AnnAssign)]
     targets = [target for node in assigned for target in getattr(node, "targets", [getattr(node, "target", None)])]
-    names = {node.id for target in targets for node in nodes_of(target) if isinstance(node, ast.Name)}
-    functions = [node for node in statements(module) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    names = {node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)}
+    functions = [node for node in ast.walk(module) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     for function in functions:
-        nodes = nodes_of(function)
+        nodes = list(ast.walk(function))
         local = {arg.arg for arg in nodes if isinstance(arg, ast.arg)} | {
             node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
         }

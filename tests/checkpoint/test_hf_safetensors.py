@@ -109,13 +109,6 @@ def test_model_directory_unsupported_dtype_is_user_error(tmp_path, tensors):
         ModelDirectory.find(tmp_path).check(WHOLE)
 
 
-def test_model_directory_unpacked_has_the_same_files(tmp_path, tensors):
-    CheckpointWriter(tmp_path, WHOLE, torch.float32, file_bytes=100).create()
-    found = ModelDirectory.find(tmp_path)
-    assert len(set(found.file_of.values())) > 1
-    assert ModelDirectory.unpacked(tmp_path, found.packed()).file_of == found.file_of
-
-
 CONFIGS = Path(__file__).parents[2] / "tools" / "model_configs"
 
 

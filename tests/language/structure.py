@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.language.nodes import statements
 from tests.language.words import Violation, banned_name
 
 MIN_SUMMARY = 25
@@ -301,7 +300,7 @@ def class_index(sources: list[str]) -> dict[str, list[ClassInfo]]:
     """All classes of some modules by name."""
     classes: dict[str, list[ClassInfo]] = {}
     for source in sources:
-        for node in statements(ast.parse(source)):
+        for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.ClassDef):
                 methods = {
                     part.name: (tuple(_parameters(part, node)), bool(ast.get_docstring(part)))
