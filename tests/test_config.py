@@ -62,10 +62,6 @@ def test_load_config_overrides_replace_values_of_the_file(tmp_path):
     assert (config.actor.layout, config.algorithm.group_size, config.job.seed) == ("tp4-pp2", 3, 7)
     assert config.actor.optimizer.betas == (0.8, 0.9)
     assert config.rollout.temperature == 1.0
-
-
-def test_load_config_temperature_zero_is_kept(tmp_path):
-    path = write_config(tmp_path, MINIMUM)
     assert load_config(path, ["rollout.temperature=0"], Algorithm).rollout.temperature == 0
 
 

@@ -5,11 +5,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
+from torch.distributed import TCPStore
 
 from tests.helpers import warm_start
 from tests.helpers.tiny_jobs import files_of, write_sums
@@ -44,9 +45,12 @@ def train_command(inputs: Path, output: Path, *overrides: str, recipe: str = "re
     return ["-m", "verl_mg", "train", recipe, *common, *overrides]
 
 
-def watched(code: str = "pass", heartbeat_timeout_s: float = 60, stall_timeout_s: float = 0) -> list[str]:
+def watched(
+    code: str = "pass", heartbeat_timeout_s: float = 60, stall_timeout_s: float = 0, output: Path | str = ""
+) -> list[str]:
     """The same of a job of collectives alone, see tests/distributed/watched.py."""
-    return [str(ROOT / "tests" / "distributed" / "watched.py"), str(heartbeat_timeout_s), str(stall_timeout_s), code]
+    timeouts = (str(heartbeat_timeout_s), str(stall_timeout_s))
+    return [str(ROOT / "tests" / "distributed" / "watched.py"), *timeouts, code, str(output)]
 
 
 def torchrun(ranks: int, *options: str) -> list[str]:
@@ -132,6 +136,17 @@ def started(
                 child.kill()
         process.kill()
         process.communicate()
+
+
+@contextmanager
+def ranks_of(count: int, arguments: Sequence[str], **environment: str) -> Iterator[list[Program]]:
+    """Ranks without a launcher; their store is in this process, as it is in the launcher's under torchrun."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    environment |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    with ExitStack() as stack:
+        numbers = map(str, range(count))
+        yield [stack.enter_context(started(arguments, RANK=n, LOCAL_RANK=n, **environment)) for n in numbers]
 
 
 def finished(arguments: Sequence[str], before: Sequence[str] = (), **options: Any) -> Ended:

@@ -16,16 +16,8 @@ from tests.run.killed_ppo import WRITING
 RECIPE, GRPO = (Path(__file__).with_name(name) for name in ("killed_ppo.py", "killed_grpo.py"))
 AGENT = Path(__file__).parents[1] / "recipes" / "agents" / "two_questions.py"
 PHASES = (
-    "update",
-    WRITING,
-    "generate",
-    "weight_sync",
-    "forward",
-    WRITING,
-    "optimizer",
-    "row_dispatch",
-    WRITING,
-    "generate",
+    *("update", WRITING, "generate", "weight_sync", "forward"),
+    *(WRITING, "optimizer", "row_dispatch", WRITING, "generate"),
 )
 SETTINGS = ["checkpoint.every=2", "algorithm.kl.coefficient=0.05", "algorithm.kl.target=0.01", "actor.layout=tp2"]
 
