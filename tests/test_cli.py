@@ -37,7 +37,6 @@ def inputs(tmp_path_factory):
 
 
 def start(arguments: list[str], ranks: int, warm: bool = True) -> Ended:
-    """`verl-mg ARGUMENTS` on some ranks."""
     return finished([*(torchrun(ranks) if ranks > 1 else []), "-m", "verl_mg", *arguments], warm=warm)
 
 

@@ -23,15 +23,11 @@ MINIMUM = {"model": {"path": "m"}, "data": {"train": "d.jsonl"}}
 
 
 class Penalty(ConfigSection):
-    """Subsection of the recipe below."""
-
     coefficient: float = 0.0
     placement: str = "loss"
 
 
 class Algorithm(RecipeConfig):
-    """Section of a recipe that has some of today's keys."""
-
     group_size: int = Field(8, ge=2)
     num_minibatches: int = 1
     kl: Penalty = Penalty(placement="reward")

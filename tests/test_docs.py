@@ -99,7 +99,6 @@ def algorithms() -> list[type[ConfigSection]]:
 
 
 def is_key(key: str, kinds: list[type[ConfigSection]]) -> bool:
-    """Whether the tree, or a recipe's part of it, has the key."""
     section, *names = key.split(".")
     found = kinds if section == "algorithm" else [Config.model_fields[section].annotation]
     return any(_has(kind, names) for kind in found)

@@ -70,13 +70,11 @@ class Runs:
     ends: Counter[int | None] = field(default_factory=Counter)
 
     def begin(self, inputs: Path | None = None) -> Path:
-        """A folder with a copy of the inputs."""
         shutil.rmtree(self.folder.parent, ignore_errors=True)
         shutil.copytree(inputs or self.inputs, self.folder)
         return self.folder
 
     def check(self, recipe: str, job: dict[str, Any] | bytes, *overrides: str) -> str:
-        """Run a configuration there; returns its standard error."""
         (self.folder / "job.yaml").write_bytes(job if isinstance(job, bytes) else yaml.safe_dump(job).encode())
         arguments = ["train", str(RECIPES / f"{recipe}.py"), "--config", "job.yaml", *overrides]
         code, out, err = run_command(arguments, self.folder)
@@ -257,7 +255,6 @@ def mutated_bytes(draw: st.DrawFn, text: bytes, pieces: tuple[bytes, ...]) -> by
 
 @st.composite
 def with_a_line(draw: st.DrawFn, text: bytes, lines: tuple[bytes, ...]) -> bytes:
-    """One more, before the first or behind the last."""
     line = draw(st.sampled_from(lines)) + b"\n"
     return line + text if draw(st.booleans()) else text + line
 
@@ -307,7 +304,6 @@ LONG = "1+" * 40
 
 
 def messages(content: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Conversations, most of them odd."""
     role = st.sampled_from(("user", "user", "assistant", "system", "nobody", None, 1))
     return st.lists(st.fixed_dictionaries({"role": role, "content": st.just("1+1=") | content}), max_size=3)
 
@@ -394,7 +390,6 @@ class Damage:
     value: Any = None
 
     def do(self, folder: Path) -> None:
-        """Damage the file; nothing where it is no file any more."""
         path = folder / self.file
         if not path.is_file():
             return
@@ -447,7 +442,6 @@ def json_places(tree: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def damages(files: tuple[str, ...], values: st.SearchStrategy[Any]) -> st.SearchStrategy[list[Damage]]:
-    """One or two."""
     file, at = st.sampled_from(files), st.integers(0, 2**20)
     of_bytes = st.builds(Damage, file, st.sampled_from(("cut", "put", "flip", "empty", "remove", "folder")), at)
     of_json = st.builds(Damage, file, st.sampled_from(("delete", "rename", "set", "set", "set")), at, values)

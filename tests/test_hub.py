@@ -141,7 +141,6 @@ def test_fetch_of_a_gated_model_and_of_a_commit_in_the_cache_of_an_older_client(
 
 
 def test_files_of_a_cache_without_lists_are_those_of_the_folder(tmp_path):
-    """Caches of older clients, and ModelScope's."""
     name = HubName.parse("modelscope:a/b")
     assert name
     for number in range(2):

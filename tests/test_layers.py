@@ -128,8 +128,6 @@ def changed_globals(package: Path) -> list[str]:
 
 
 class _Module(NamedTuple):
-    """Parts of a module that the tests look at."""
-
     imports: tuple[ast.Import | ast.ImportFrom, ...]
     changes: tuple[tuple[str, int], ...]
     """Variables of the module that its functions change, and the lines."""
@@ -223,7 +221,6 @@ def test_algorithms_import_nothing_of_distributed():
 
 @pytest.fixture
 def package(tmp_path) -> Path:
-    """A tiny package without violations."""
     files = {
         "__init__.py": "__version__ = '1'\n",
         "errors.py": "",

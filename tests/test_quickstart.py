@@ -98,7 +98,6 @@ def test_quickstart_with_failing_job_exits_with_its_code(tmp_path, warm_jobs):
 
 @pytest.fixture
 def warm_jobs(monkeypatch):
-    """Starts the jobs without their imports."""
     warm = warm_start.shared()
     monkeypatch.setattr(module.sys, "executable", warm.python)
     monkeypatch.setenv("PYTHON_EXEC", warm.python)

@@ -40,8 +40,6 @@ OWN_MEMORY = ("sh", "-c", 'mount -t tmpfs none /dev/shm && exec "$@"', "sh")
 
 
 class Hosts:
-    """Network namespaces joined by a pair of interfaces."""
-
     def __init__(self, name: str) -> None:
         self.names = [f"{name}-{i}" for i in range(2)]
         # Interfaces are in the machine's network for a moment, and have names of at most 15 characters.
@@ -104,7 +102,6 @@ def start_on(
     nodes: tuple[str, ...] = ("--nnodes", "2"),
     settings: str = "read_timeout=20",
 ) -> Program:
-    """The launcher of one host."""
     rendezvous = [
         *(*nodes, "--rdzv-backend", "c10d", "--rdzv-id", job, "--local-addr", hosts.addresses[host]),
         *("--rdzv-endpoint", f"{hosts.addresses[0]}:{PORT}", "--rdzv-conf", f"is_host={host == 0},{settings}"),
@@ -157,7 +154,6 @@ def lose(launcher: Program) -> None:
 
 
 def ranks_of_checkpoint(output: Path) -> list[int]:
-    """Numbers of ranks that have written the checkpoints, in order."""
     return [read_state(folder).ranks for folder in checkpoints_in(output / "checkpoints")]
 
 

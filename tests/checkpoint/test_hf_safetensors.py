@@ -113,7 +113,6 @@ CONFIGS = Path(__file__).parents[2] / "tools" / "model_configs"
 
 
 def readers_of(model, layout, ranks, file_bytes):
-    """The assignment, and the number of files."""
     table = weight_table(read_config(CONFIGS / f"{model}.json"))
     files = split_by_size({name: info.shape for name, info in table.tensor_index.tensors.items()}, 2, file_bytes)
     file_of = {tensor: str(number) for number, tensors in enumerate(files) for tensor in tensors}

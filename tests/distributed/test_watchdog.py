@@ -55,7 +55,6 @@ def test_train_with_stopped_rank_names_it_with_its_stack(tmp_path):
 
 
 def ends_of(ranks: Sequence[Program]) -> tuple[list[int], str]:
-    """Exit codes and standard error of all ranks."""
     ends = [rank.ended() for rank in ranks]
     return [end.code for end in ends], "".join(end.err for end in ends)
 

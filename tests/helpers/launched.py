@@ -27,7 +27,6 @@ PATIENCE_S = 600
 
 
 def write_inputs(folder: Path) -> Path:
-    """A model and sums to imitate."""
     folder.mkdir(exist_ok=True)
     tiny_model(folder / "model", "qwen3")
     write_sums(folder)
@@ -54,7 +53,6 @@ def watched(
 
 
 def torchrun(ranks: int, *options: str) -> list[str]:
-    """Our launcher, after `python`."""
     return ["-m", "verl_mg.launch", "--nproc-per-node", str(ranks), *options]
 
 
@@ -81,12 +79,10 @@ class Program(subprocess.Popen[str]):
     """A started program, such as a launcher."""
 
     def ended(self, patience: float = PATIENCE_S) -> Ended:
-        """Waits for the end."""
         out, err = self.communicate(timeout=patience)
         return Ended(self.returncode, out, err)
 
     def wait_for_steps(self) -> None:
-        """Waits until a `watched` job has done some steps."""
         assert self.stdout.readline() == "steps done\n"
 
     def iterations_done(self, output: Path, count: int, patience: float = PATIENCE_S) -> None:
@@ -99,7 +95,6 @@ class Program(subprocess.Popen[str]):
             time.sleep(0.1)
 
     def rank(self, number: int) -> psutil.Process:
-        """The process of a rank."""
         children = psutil.Process(program_of(self.pid)).children()
         (process,) = (child for child in children if child.environ().get("RANK") == str(number))
         return psutil.Process(program_of(process.pid))
@@ -182,7 +177,6 @@ def program_of(pid: int) -> int:
 
 
 def error_lines(text: str) -> list[str]:
-    """Those that say what was wrong."""
     return [line for line in text.splitlines() if line.startswith("error: ")]
 
 

@@ -30,7 +30,6 @@ RULES = ("word", "docstring", "args", "field", "heading", "test-name", "test-imp
 
 
 def check(paths: list[Path]) -> list[Violation]:
-    """Violations in files and in all files below folders."""
     return [violation for path in paths for file in _files(path) for violation in check_file(file)]
 
 

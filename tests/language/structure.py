@@ -297,7 +297,6 @@ def _aliases(node: ast.AST) -> list[ast.alias]:
 
 
 def class_index(sources: list[str]) -> dict[str, list[ClassInfo]]:
-    """All classes of some modules by name."""
     classes: dict[str, list[ClassInfo]] = {}
     for source in sources:
         for node in ast.walk(ast.parse(source)):

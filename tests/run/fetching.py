@@ -12,7 +12,6 @@ from verl_mg.run.fetch_models import with_fetched_models
 
 
 def fetch(names: dict[str, str]) -> None:
-    """Prints the folder of each section that is named."""
     world = World.join()
     sections = {section: {"path": name} for section, name in names.items()}
     config = Config.model_validate({"data": {"train": "x"}, "job": {"console": False}, **sections})

@@ -34,7 +34,6 @@ def score(sample):
 
 
 def make_inputs(folder: Path, layers: int = 2) -> Path:
-    """A model, sums as prompts, and a reward."""
     tiny_model(folder / "model", "qwen3", layers=layers)
     write_sums(folder)
     (folder / "reward.py").write_text(REWARD)
@@ -75,7 +74,6 @@ def lines_of(output: Path) -> dict[int, dict[str, float]]:
 
 
 def samples_of(output: Path, iteration: int) -> list[dict[str, Any]]:
-    """All rows of an iteration, rank after rank."""
     files = sorted((output / "samples" / f"{iteration:06d}").glob("*.parquet"))
     return [record for file in files for record in read_records(file)]
 

@@ -38,7 +38,6 @@ def run_whole(folder: Path, mode: RunMode, *overrides: str) -> None:
 
 
 def trained(run: Path, iteration: int) -> dict[int, tuple[int, list[int]]]:
-    """Prompt and tokens of each sample of an iteration."""
     files = (run / "samples" / f"{iteration:06d}").iterdir()
     columns = ["sample_id", "prompt_id", "tokens"]
     rows = [row for file in files for row in parquet.read_table(file, columns=columns).to_pylist()]
@@ -93,7 +92,6 @@ def killed_in_flight(folder: Path, iteration: int, delay: float, pause: float) -
 
 
 def last_checkpoint(run: Path) -> Path:
-    """Folder of the last checkpoint that is complete."""
     return max(folder for folder in (run / "checkpoints").iterdir() if folder.name.isdigit())
 
 

@@ -31,7 +31,6 @@ def short(ranks, inputs, tmp_path_factory):
 
 @pytest.fixture
 def run(short, tmp_path) -> Path:
-    """A copy of that run."""
     return Path(shutil.copytree(short, tmp_path / "run"))
 
 
@@ -107,7 +106,6 @@ def test_sha256sum_accepts_the_sums(short):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 16 MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "none", folder], capture_output=True, text=True)

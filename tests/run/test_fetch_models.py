@@ -20,14 +20,12 @@ CRITIC = {"config.json": b'{"of": "critic"}'}
 
 @contextmanager
 def fetching(hub: HubServer, home: Path, names: dict[str, str], **more: str) -> Iterator[list[Program]]:
-    """Two ranks."""
     program = [str(ROOT / "tests" / "run" / "fetching.py"), json.dumps(names)]
     with ranks_of(2, program, **hub.variables(home) | more) as ranks:
         yield ranks
 
 
 def folders(ranks: list[Program]) -> list[dict[str, str]]:
-    """What each rank found."""
     return [json.loads(rank.ended().completed().out) for rank in ranks]
 
 

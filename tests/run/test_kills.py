@@ -55,7 +55,6 @@ def test_kill_in_any_phase_changes_no_metric(run, tmp_path):
 
 
 def samples_of(run: Path) -> dict[tuple[int, int], tuple[list[int], list[bool], float]]:
-    """Tokens, loss mask and reward of each row, by iteration and sample id."""
     rows = [row for file in (run / "samples").rglob("*.parquet") for row in parquet.read_table(file).to_pylist()]
     return {(row["iteration"], row["sample_id"]): (row["tokens"], row["loss_mask"], row["reward"]) for row in rows}
 

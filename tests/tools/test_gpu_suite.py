@@ -75,7 +75,6 @@ def test_rehearsal_of_whole_suite_passes(tmp_path):
 
 @pytest.mark.nightly
 def test_rehearsal_of_two_nodes_moves_weights_and_trains_across_them(tmp_path):
-    """Two launchers on this machine, of two ranks each."""
     warm, path = warm_start.shared(), f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     place = {"NODES": "2", "RANKS": "2", "RENDEZVOUS": f"127.0.0.1:{free_port()}", "JOB": "rehearsal", "PATH": path}
     nodes = [
