@@ -11,7 +11,7 @@ from verl_mg import quickstart as module
 from verl_mg.config import load_config
 from verl_mg.errors import UserError
 from verl_mg.job.recipe import load_recipe
-from verl_mg.quickstart import accuracies, grpo_command, quickstart, sft_command, write_sums
+from verl_mg.quickstart import accuracies, quickstart, train_commands, write_sums
 
 CONFIGS = Path(__file__).parents[1] / "recipes" / "configs"
 
@@ -38,32 +38,25 @@ def test_sums_of_quickstart_are_split_without_overlap(tmp_path):
     assert not train.keys() & test.keys()
     assert len(train) + len(test) == 100 * 100
     assert (train | test)["17+25="] == "42"
-
-
-def test_sums_written_twice_are_identical(tmp_path):
-    for name in ("one", "two"):
-        write_sums(tmp_path / name)
-    assert (tmp_path / "one/test.jsonl").read_bytes() == (tmp_path / "two/test.jsonl").read_bytes()
+    write_sums(tmp_path / "again")
+    assert (tmp_path / "again/test.jsonl").read_bytes() == (tmp_path / "test.jsonl").read_bytes()
 
 
 def test_quickstart_commands_name_files_of_the_folder():
     folder = Path("some/folder")
-    sft, grpo = parsed(sft_command(folder)), parsed(grpo_command(folder, ["job.iterations=7"]))
+    sft, grpo = map(parsed, train_commands(folder, of_grpo=["job.iterations=7"]))
     assert (sft.model.path, sft.job.output) == (folder / "model", folder / "sft")
     assert (grpo.model.path, grpo.job.output) == (folder / "sft/model", folder / "grpo")
     assert (grpo.data.train, grpo.data.test) == (folder / "data/train.jsonl", folder / "data/test.jsonl")
     assert grpo.job.iterations == 7
-
-
-def test_grpo_command_decays_learning_rate_over_the_run():
-    grpo = parsed(grpo_command(Path("x")))
+    _, grpo = map(parsed, train_commands(folder))  # whose learning rate decays over the whole run
     assert grpo.actor.optimizer.decay_steps == grpo.job.iterations * grpo.algorithm.num_minibatches
 
 
 @pytest.mark.parametrize(("gpus", "ranks"), [(0, 2), (1, 1), (8, 2)])
 def test_quickstart_commands_start_no_more_ranks_than_gpus(monkeypatch, gpus, ranks):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    for command in (sft_command(Path("x")), grpo_command(Path("x"))):
+    for command in train_commands(Path("x")):
         assert command[command.index("--nproc-per-node") + 1] == str(ranks)
 
 

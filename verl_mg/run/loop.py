@@ -133,7 +133,9 @@ class TrainingRun:
                 self._status.left(reason)
                 break
         else:
-            self._save_last()
+            if self._job.config.job.save:
+                _save(self._job, self._job.config.job.output)
+            self._saver.finish()
         self._books.close()
 
     def _iteration(self, iteration: int) -> dict[str, float]:
@@ -181,11 +183,6 @@ class TrainingRun:
             raise UserError(f"{reason}, but the checkpoint was not written: {problem}")
         if dist.get_rank() == 0:
             log.warning("%s; the same command resumes from there", reason)
-
-    def _save_last(self) -> None:
-        if self._job.config.job.save:
-            _save(self._job, self._job.config.job.output)
-        self._saver.finish()
 
 
 def one_iteration(recipe: Recipe, job: RunningJob, iteration: int) -> dict[str, float]:
