@@ -1,6 +1,7 @@
 """What the documents say: links, files, keys, messages and pictures are real, and what they show runs."""
 
 import ast
+import contextlib
 import json
 import re
 import sys
@@ -272,8 +273,7 @@ def test_first_run_recipe_improves_reward(ranks, tmp_path):
 
 
 def _first_run(folder: Path, snippet: str) -> list[float]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
+    with contextlib.chdir(folder):
         if dist.get_rank() == 0:
             repeat_digit.make(Path("runs/repeat_digit"))
         dist.barrier()
@@ -317,8 +317,7 @@ def test_agent_of_the_page_trains_with_the_command_shown(ranks, tmp_path):
 
 
 def _with_agent(folder: Path, file: Path, overrides: list[str]) -> list[dict[str, float]]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
+    with contextlib.chdir(folder):
         short = ["job.iterations=2", "job.console=false", "job.save=false", "algorithm.prompts_per_iteration=4"]
         score = f"reward.function={ROOT / 'recipes' / 'tasks' / 'repeat_digit.py'}:score"
         config = run_recipe("grpo", [*overrides, *short, score, "data.test=null"], file=file)

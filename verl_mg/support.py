@@ -126,9 +126,7 @@ def ask_sizes(topic: str, layout: str, largest: int, check: Callable[[str], obje
     sizes = range(2, max(2, largest) + 1)
     reasons = {size: attempt(partial(check, layout.format(size)))[1] for size in sizes}
     possible = [size for size, reason in reasons.items() if not reason]
-    if possible:
-        return Answer(topic, True, format_sizes(possible))
-    return Answer(topic, False, next(iter(reasons.values())))
+    return Answer(topic, bool(possible), format_sizes(possible) if possible else next(iter(reasons.values())))
 
 
 def format_sizes(sizes: Sequence[int]) -> str:

@@ -10,13 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.helpers.rank_pool import RankError, job_store
-from tests.helpers.tiny_jobs import RECIPES, files_of, metrics_of, rewrite_sums
+from tests.helpers.rank_pool import RankError
+from tests.helpers.tiny_jobs import metrics_of, rewrite_sums
 from tests.helpers.tiny_models import daily_of
-from tests.run.jobs import copy_interrupted, resumable_job
-from verl_mg.config import load_config
-from verl_mg.job.job import RunningJob
-from verl_mg.job.recipe import load_recipe, requested_roles
+from tests.run.jobs import built_job, copy_interrupted, resumable_job
 
 SHORT = ["algorithm.prompts_per_iteration=2", "checkpoint.every=1"]
 
@@ -172,12 +169,8 @@ def test_resume_of_another_job_raises(ranks, inputs, run, recipe, override, mess
 
 
 def start_without_restoring(inputs: Path) -> str:
-    recipe = load_recipe(RECIPES / "grpo.py")
-    options = [*files_of(inputs, inputs), f"reward.function={inputs / 'reward.py'}:score", "rollout.max_new_tokens=5"]
-    config = load_config(None, options, recipe.config)
-    built = RunningJob(config, requested_roles(recipe, config), job_store(), from_checkpoint=True)
     with pytest.raises(RuntimeError) as caught:
-        built.start()
+        built_job(inputs, from_checkpoint=True).start()
     return str(caught.value)
 
 

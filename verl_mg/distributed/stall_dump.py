@@ -31,7 +31,7 @@ def dump_rank(folder: Path, rank: int) -> None:
     """Writes rank-RANK.txt with the stacks of all threads, and rank-RANK.{gloo,nccl}.json with latest collectives."""
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        _stack_file(folder, rank).write_text(_all_stacks(rank), encoding="utf-8")
+        (folder / f"rank-{rank}.txt").write_text(_all_stacks(rank), encoding="utf-8")
         # A daemon thread, which is abandoned at the time limit.
         writer = threading.Thread(target=_write_records, args=(folder, rank), daemon=True)
         writer.start()
@@ -43,11 +43,7 @@ def dump_lost_rank(folder: Path, rank: int, origin: str, stack: Sequence[str]) -
     lines = [f"rank {rank}, {origin}: lost; its main thread as reported last:", *(f"  {frame}" for frame in stack)]
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        _stack_file(folder, rank).write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def _stack_file(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank}.txt"
+        (folder / f"rank-{rank}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _all_stacks(rank: int) -> str:

@@ -235,7 +235,7 @@ class TrainableRole(Role):
             _copy_small_files(model_dir, partial)
             _patch_config(partial / "config.json", self.runner)
             if lora and adapter_writer:
-                adapter_writer.create(lora.config, lora.adapted, self.runner.spec.path)
+                adapter_writer.create_adapters(lora.config, lora.adapted, self.runner.spec.path)
         dist.barrier()  # the files exist, into which each rank writes its boxes
         write_weights(self.runner, writer)
         if adapter_writer:

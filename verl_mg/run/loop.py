@@ -53,11 +53,6 @@ class RunMode:
         """Whether the whole job is run, so that another start can resume it."""
         return self.learns and self.replayed is None
 
-    def check(self, recipe: str, roles: set[str]) -> None:
-        """Raises a UserError for a part of a recipe that generates no samples."""
-        if not self.is_full and "rollout" not in roles:
-            raise UserError(f"recipe {recipe}: it generates no samples. Leave --rollout-only and --replay out.")
-
     def apply_to(self, config: Config) -> Config:
         """Returns the configuration without what this part does not write: checkpoints, models that nothing trains."""
         if self.is_full:
@@ -77,7 +72,8 @@ def train(recipe: Recipe, config: Config, world: World, mode: RunMode = FULL_RUN
     """Runs all iterations of a job; all ranks call it together. `JobConfig` describes the outputs."""
     # What can be refused without a model is refused before the job loads one.
     roles = requested_roles(recipe, config)
-    mode.check(recipe.name, roles)
+    if not mode.is_full and "rollout" not in roles:
+        raise UserError(f"recipe {recipe.name}: it generates no samples. Leave --rollout-only and --replay out.")
     config = mode.apply_to(config)
     if config.job.deterministic:
         device.compute_deterministically()
