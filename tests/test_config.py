@@ -47,10 +47,6 @@ def test_load_config_shipped_file_matches_its_recipe(config):
     recipe.roles(loaded.algorithm)
 
 
-def test_recipes_folder_contains_configurations():
-    assert len(CONFIGS) >= 3
-
-
 def test_load_config_overrides_replace_values_of_the_file(tmp_path):
     path = write_config(tmp_path, MINIMUM | {"actor": {"layout": "tp2"}})
     overrides = ["actor.layout=tp4-pp2", "algorithm.group_size=3", "actor.optimizer.betas=[0.8, 0.9]", "job.seed=7"]
@@ -123,9 +119,6 @@ def test_load_config_unknown_key_is_reported_before_other_problems(others):
 def test_load_config_broken_file_is_named(tmp_path, text, message):
     with pytest.raises(UserError, match=message):
         load_config(write_config(tmp_path, text), [], Algorithm)
-
-
-def test_load_config_missing_file_is_named(tmp_path):
     with pytest.raises(UserError, match="nowhere.yaml: cannot be read"):
         load_config(tmp_path / "nowhere.yaml", [], Algorithm)
 
@@ -151,6 +144,7 @@ def test_load_recipe_broken_file_is_named(tmp_path, source, message):
 
 
 def test_configuration_document_is_up_to_date():
+    assert len(CONFIGS) >= 3
     assert DOCUMENT.read_text(encoding="utf-8") == document(), "run python -m tools.docs.write_configuration_doc"
 
 

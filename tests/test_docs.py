@@ -131,13 +131,8 @@ def test_page_with_configuration_keys_names_existing_keys(name):
 
 
 def _is_of_job(name: str) -> bool:
-    return hasattr(RunningJob, name) or name in (
-        *RunningJob.__annotations__,
-        "iteration",
-        "state",
-        "prompts",
-        "tokenizer",
-    )
+    known = (*RunningJob.__annotations__, "iteration", "state", "prompts", "tokenizer")
+    return hasattr(RunningJob, name) or name in known
 
 
 @pytest.mark.skipif(not MEGATRON.exists(), reason="verl is installed by tools/install/peers.sh")

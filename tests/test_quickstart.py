@@ -13,8 +13,6 @@ from verl_mg.errors import UserError
 from verl_mg.job.recipe import load_recipe
 from verl_mg.quickstart import accuracies, quickstart, train_commands, write_sums
 
-CONFIGS = Path(__file__).parents[1] / "recipes" / "configs"
-
 SHORT_SFT = ["job.iterations=2", "algorithm.examples_per_iteration=8"]
 SHORT_GRPO = ["job.iterations=2", "algorithm.prompts_per_iteration=4", "algorithm.group_size=2", "evaluation.prompts=8"]
 
@@ -58,14 +56,6 @@ def test_quickstart_commands_start_no_more_ranks_than_gpus(monkeypatch, gpus, ra
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     for command in train_commands(Path("x")):
         assert command[command.index("--nproc-per-node") + 1] == str(ranks)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "config"), [("sft", "quickstart_sft"), ("grpo", "quickstart_grpo"), ("grpo", "grpo_gsm8k_tiny")]
-)
-def test_quickstart_configuration_without_overrides_loads(recipe, config):
-    read = load_config(CONFIGS / f"{config}.yaml", [], load_recipe(CONFIGS.parent / f"{recipe}.py").config)
-    assert read.model.path.parts[:2] == ("runs", "quickstart")
 
 
 def test_accuracies_of_a_run_are_first_and_last(tmp_path):

@@ -21,15 +21,9 @@ PROMPTS, GROUP = 1, 2
 ASYNC = [
     "rollout.mode=async",
     # Training, after its first iteration, waits for an engine that always has one sample in flight.
-    "rollout.max_staleness=8",
-    "rollout.max_new_tokens=300",
-    "rollout.max_running_requests=1",
-    "actor.layout=tp2",
-    "rollout.num_ranks=1",
-    f"algorithm.prompts_per_iteration={PROMPTS}",
-    f"algorithm.group_size={GROUP}",
-    "job.console=false",
-    "checkpoint.every=1",
+    *("rollout.max_staleness=8", "rollout.max_new_tokens=300", "rollout.max_running_requests=1"),
+    *("actor.layout=tp2", "rollout.num_ranks=1", "job.console=false", "checkpoint.every=1"),
+    *(f"algorithm.prompts_per_iteration={PROMPTS}", f"algorithm.group_size={GROUP}"),
 ]
 
 
