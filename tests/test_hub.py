@@ -62,7 +62,6 @@ print(json.dumps([models, data]))
 def started(
     endpoint: str, home: Path, models: list[str], data: list[str], before: str = "", **more: str
 ) -> subprocess.Popen[str]:
-    """A process in which the hub is at `endpoint`."""
     variables = {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
     words = [warm_start.shared().python, "-c", f"{before}\n{WORK}", json.dumps(models), json.dumps(data)]
     return subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=os.environ | variables | more)

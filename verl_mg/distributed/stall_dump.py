@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-STALLS = "stalls"  # folder inside a run's folder, with one folder for each time that a job ended so
 RECORD_SECONDS = 2.0  # time limit of the records of collectives: NCCL can be blocked in what they describe
 STACK_DEPTH = 12
 """Innermost frames that are reported, library frames included; the heartbeat writes them at each interval."""
