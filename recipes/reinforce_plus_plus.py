@@ -13,7 +13,7 @@ from functools import partial
 
 from pydantic import Field, PositiveInt
 
-from verl_mg.algorithms.advantages import moments, reinforce_plus_plus, whiten
+from verl_mg.algorithms.advantages import discounted_returns, moments, whiten
 from verl_mg.algorithms.losses import clipped_policy_loss
 from verl_mg.config import RecipeConfig
 from verl_mg.job.job import RunningJob
@@ -80,7 +80,7 @@ def iteration(job: RunningJob, cfg: Config) -> dict[str, float]:
     add_off_policy_weights(batch, cfg.off_policy)
 
     rewards, mask = token_rewards_with_kl(batch, cfg.kl)
-    returns = reinforce_plus_plus(rewards, mask, cfg.gamma)
+    returns = discounted_returns(rewards, mask, cfg.gamma)
     batch["advantages"] = batch.unpad(whiten(returns, mask, job.all_reduce_sum(moments(returns, mask))))
 
     metrics = job.actor.update(

@@ -50,11 +50,10 @@ def test_load_config_shipped_file_matches_its_recipe(config):
 def test_load_config_overrides_replace_values_of_the_file(tmp_path):
     path = write_config(tmp_path, MINIMUM | {"actor": {"layout": "tp2"}})
     overrides = ["actor.layout=tp4-pp2", "algorithm.group_size=3", "actor.optimizer.betas=[0.8, 0.9]", "job.seed=7"]
-    config = load_config(path, overrides, Algorithm)
+    config = load_config(path, [*overrides, "rollout.temperature=0"], Algorithm)
     assert (config.actor.layout, config.algorithm.group_size, config.job.seed) == ("tp4-pp2", 3, 7)
     assert config.actor.optimizer.betas == (0.8, 0.9)
-    assert config.rollout.temperature == 1.0
-    assert load_config(path, ["rollout.temperature=0"], Algorithm).rollout.temperature == 0
+    assert (config.rollout.temperature, config.rollout.top_p) == (0, 1.0)
 
 
 def test_load_config_partial_subsection_keeps_defaults_of_the_recipe(tmp_path):
@@ -98,6 +97,8 @@ def test_dump_config_output_reads_back_equal(tmp_path):
         (["actor.optimizer.warmup_steps=9", "actor.optimizer.decay_steps=9"], "Must be larger than warmup_steps"),
         (["rollout.stop=[a, '']"], "rollout.stop: .* is invalid: an empty string would end every response immediately"),
         (["actor.optimizer.warmup_steps=9", "actor.optimizer.warmup_ratio=0.1"], "Leave one of them out"),
+        (["teachers={a: {path: a, url: 'http://h:1'}}"], "teachers.a.url: .* Leave one of them out"),
+        (["teachers={a: {path: a, weights: actor}}"], "teachers.a.weights: .* Leave them out"),
     ],
 )
 def test_load_config_invalid_override_names_key_and_remedy(tmp_path, overrides, message):
@@ -114,13 +115,17 @@ def test_load_config_unknown_key_is_reported_before_other_problems(others):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("a: [1", "c.yaml:2?1?.*not valid YAML"), ("- 1", "not a mapping. Write sections"), ("", "model: missing")],
+    [
+        ("a: [1", "c.yaml:2?1?.*not valid YAML"),
+        ("- 1", "not a mapping. Write sections"),
+        ("", "model: missing"),
+        (None, "c.yaml: cannot be read"),
+    ],
 )
-def test_load_config_broken_file_is_named(tmp_path, text, message):
+def test_load_config_broken_or_missing_file_is_named(tmp_path, text, message):
+    path = tmp_path / "c.yaml" if text is None else write_config(tmp_path, text)
     with pytest.raises(UserError, match=message):
-        load_config(write_config(tmp_path, text), [], Algorithm)
-    with pytest.raises(UserError, match="nowhere.yaml: cannot be read"):
-        load_config(tmp_path / "nowhere.yaml", [], Algorithm)
+        load_config(path, [], Algorithm)
 
 
 RECIPE_WITHOUT_ROLES = "from verl_mg.config import RecipeConfig\nclass Config(RecipeConfig): ...\n"

@@ -121,7 +121,7 @@ def test_token_advantages_of_random_rows_equal_verl(verl, seed):
     same(whitened(ours, mask), theirs[0], mask)
     same(returns, theirs[1], mask)
 
-    ours = advantages.reinforce_plus_plus(rewards, mask, 0.9)
+    ours = advantages.discounted_returns(rewards, mask, 0.9)
     config = SimpleNamespace(gamma=0.9)
     theirs = verl.compute_reinforce_plus_plus_outcome_advantage(rewards, mask.double(), config=config)
     same(whitened(ours, mask), theirs[0])

@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -180,11 +181,9 @@ def test_updates_in_flight_write_what_each_version_gives(engine, mixtures, whole
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", [SGLANG, VLLM])
 def test_updates_in_flight_of_an_engine_that_keeps_its_cache_have_their_versions(mixtures, tmp_path, kind):
-    engine = ProcessEngine(PROCESSES[kind], mixtures[0], options_of(kind, keep_cache=True), tmp_path / "0.log")
-    try:
+    options = options_of(kind, keep_cache=True)
+    with closing(ProcessEngine(PROCESSES[kind], mixtures[0], options, tmp_path / "0.log")) as engine:
         check_updates_in_flight(engine, mixtures)
-    finally:
-        engine.close()
 
 
 @of_processes

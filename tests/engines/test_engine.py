@@ -1,12 +1,11 @@
 """Counters of engines: from SGLang's fields to metrics."""
 
-import json
 import os
-import subprocess
 
 import pytest
 
 from tests.helpers import warm_start
+from tests.helpers.internals import printed
 from tests.helpers.traces import needs_sglang
 from verl_mg.engines.engine import ACCEPTED, CACHED, DRAFTED, GENERATED, PROMPT, VERIFIED, count_metrics
 from verl_mg.engines.sglang.arguments import ON_CPU
@@ -20,13 +19,7 @@ def response(**meta: object) -> dict[str, object]:
 
 @needs_sglang
 def test_counts_of_speculative_decoding_are_those_of_sglang():
-    warm = warm_start.sglang()
-    probe = subprocess.run(
-        [warm.python, "-m", "tests.engines.sglang.counts_probe"],
-        env=os.environ | ON_CPU, capture_output=True, text=True,
-    )  # fmt: skip
-    assert probe.returncode == 0, probe.stderr[-2000:]
-    meta = json.loads(probe.stdout.splitlines()[-1])
+    meta = printed(warm_start.sglang().python, "tests.engines.sglang.counts_probe", env=os.environ | ON_CPU)
     counts = parse_response(response(prompt_tokens=20, cached_tokens=15, completion_tokens=12, **meta))["counts"]
     assert counts == {PROMPT: 20, CACHED: 15, DRAFTED: 15, ACCEPTED: 7, VERIFIED: 5, GENERATED: 12}
     metrics = count_metrics([counts, {PROMPT: 10, CACHED: 0}])

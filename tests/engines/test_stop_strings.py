@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,18 +11,14 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.helpers import warm_start
-from tests.helpers.engines import bring_weights
-from tests.helpers.traces import needs_sglang, needs_vllm
+from tests.helpers.engines import SGLANG, VLLM, bring_weights, options_of
 from verl_mg.engines.engine import Request, RolloutEngine, Sample, Sampling
-from verl_mg.engines.engine_options import EngineOptions
 from verl_mg.engines.hf.engine import HFEngine
-from verl_mg.engines.kinds import SGLANG, VLLM
+from verl_mg.engines.kinds import PROCESSES
 from verl_mg.engines.process_engine import ProcessEngine
 from verl_mg.engines.stop_strings import StopStringEngine, cut_at_stop, decoder, num_tokens_to_stop
 from verl_mg.engines.trajectory import NOT_GENERATED
 from verl_mg.errors import UserError
-from verl_mg.layout import EngineLayout
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.models.transformers_module import read_tokenizer
 
@@ -107,27 +104,16 @@ def test_hf_decoding_itself_ends_where_transformers_ends(hf, model):
     assert sample.finish == "stop" and len(sample.tokens) < 50
 
 
-SETTINGS = EngineOptions(
-    layout=EngineLayout(), dtype=torch.float32, max_running=16, max_positions=256, routed_experts=True, reads_text=True
-)
-
-
 @pytest.fixture
 def started(request, model, tmp_path) -> Iterator[ProcessEngine]:
-    if request.param == "sglang":
-        engine: ProcessEngine = ProcessEngine(SGLANG, model, SETTINGS, tmp_path / "0.log")
-    else:
-        settings = replace(SETTINGS, python=Path(warm_start.vllm().python))
-        engine = ProcessEngine(VLLM, model, settings, tmp_path / "0.log")
-    bring_weights(engine, model, version=7)
-    yield engine
-    engine.close()
+    options = options_of(request.param, reads_text=True)
+    with closing(ProcessEngine(PROCESSES[request.param], model, options, tmp_path / "0.log")) as engine:
+        bring_weights(engine, model, version=7)
+        yield engine
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    "started", [pytest.param("sglang", marks=needs_sglang), pytest.param("vllm", marks=needs_vllm)], indirect=True
-)
+@pytest.mark.parametrize("started", [SGLANG, VLLM], indirect=True)
 def test_engine_samples_end_at_stop_strings_and_it_stops_by_itself(started, model):
     decode = decoder(read_tokenizer(model))
     check(StopStringEngine(started, decode), model)

@@ -14,11 +14,11 @@ from tests.helpers.cuda_tensors import FakeCuda
 from tests.megatron.fake_cuda_cases import TEMPERATURE, LocalDirectories, policy_loss, rows_of
 from verl_mg import device
 from verl_mg.config import FsdpConfig, OptimizerConfig
-from verl_mg.fsdp import model_runner
 from verl_mg.fsdp.mesh import MeshGroups
 from verl_mg.fsdp.model_runner import FsdpRunner
 from verl_mg.fsdp.trainer import FsdpTrainer
 from verl_mg.layout import Layout, Placement
+from verl_mg.training import storages
 from verl_mg.training.model_spec import ModelSpec
 from verl_mg.training.trainer import MiniBatch, Objective
 
@@ -66,7 +66,7 @@ def train(_: FakeCuda, model: Path, layout: str, ranks: int, host: bool) -> Trai
         norms.append(metrics["grad_norm"])
     weights = runner.parameters()
     changed = sum(not torch.equal(weight, before[name]) for name, weight in weights.items())
-    model_runner.storages = list  # memory of the fake GPU has no addresses
+    storages.storages = list  # memory of the fake GPU has no addresses
     parts = (runner.weight_storages, trainer.state_storages, trainer.gradient_storages)
     moved = sum(len(part()) for part in parts)
     moments = [value for state in trainer.optimizer.state.values() for value in state.values()]

@@ -31,7 +31,6 @@ def train(
     groups = MeshGroups(Placement.on(Layout.parse(layout), dist.get_world_size()), replicas)
     runner = FsdpRunner(ModelSpec(model, dtype, recompute=recompute, fsdp=options or FsdpConfig()), groups)
     at = groups.coordinates
-    assert at is not None
     own = list(range(at.dp, len(rows), groups.layout.dp))
     last = at.dp == groups.layout.dp - 1 > 0
     share = [own, [], []] if last else [own[:-2], own[-2:-1], own[-1:]]  # uneven, and empty ones

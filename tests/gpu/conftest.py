@@ -12,10 +12,8 @@ from tests.helpers.machine import Machine
 from tests.helpers.rank_pool import RankPool
 
 FOLDER = Path(__file__).parent
-LIMIT_S = {"gpu": 90, "cpu": 500}
-"""Seconds of a test; one with the marker `timeout` has its own on GPUs."""
-STACKS_S = 10
-"""Seconds before a limit at which ranks are ended, so that the test can report where they were."""
+LIMIT_S = {"gpu": 90, "cpu": 500}  # seconds of a test; one with the marker `timeout` has its own on GPUs
+STACKS_S = 10  # seconds before a limit at which ranks are ended, so that the test can report where they were
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -34,8 +34,7 @@ from verl_mg.sharding.shard_map import ShardMap
 from verl_mg.sharding.weight_table import weight_table
 
 ROWS, BUCKET = 12, 4000
-Case = Callable[[], list[str]]
-"""A function that returns what is wrong on this rank."""
+Case = Callable[[], list[str]]  # A function that returns what is wrong on this rank
 
 
 def main() -> int:

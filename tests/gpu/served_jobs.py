@@ -21,8 +21,7 @@ CHARACTERS = "0123456789+-*=() abcdefg"
 CACHE_TOKENS = 2**14
 UPDATES = 2
 FP8_LARGEST = 448.0
-GROUP = 128
-"""Rows and columns of a block, or columns of a group, with one scale."""
+GROUP = 128  # rows and columns of a block, or columns of a group, with one scale
 Values = Callable[[Tensor], Tensor]
 Reported = list[dict[str, Any]]
 

@@ -21,8 +21,7 @@ from verl_mg.models.tiny_model import make_tiny_model
 START_S = 400
 GREEDY = Sampling(max_new_tokens=12, temperature=0.0)
 REQUESTS = [Request(10 + i, (6 + i % 8, 7, 9, 11), i) for i in range(6)]
-SHARE = 0.3
-"""Share of the device's memory for weights and key-value cache."""
+SHARE = 0.3  # share of the device's memory for weights and key-value cache
 
 
 @dataclass

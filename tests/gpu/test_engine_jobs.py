@@ -25,8 +25,7 @@ from tests.helpers.warm_start import VLLM_PYTHON
 
 JOB_S = 240
 LORA = "actor.lora={rank: 8, alpha: 16}"
-SMALL_CACHE = f"rollout.sglang.max_total_tokens={CACHE_TOKENS}"
-"""So that several jobs can share a GPU."""
+SMALL_CACHE = f"rollout.sglang.max_total_tokens={CACHE_TOKENS}"  # so that several jobs can share a GPU
 FEW_SAMPLES = ["algorithm.prompts_per_iteration=8", "algorithm.group_size=2", "evaluation.prompts=8"]
 
 BACKENDS = {

@@ -26,8 +26,7 @@ from verl_mg.training.runner import Runner
 from verl_mg.training.trainer import MiniBatch, Objective, Trainer
 
 SIZES = {"gpu": {"hidden": 1024, "layers": 4, "ffn": 4096, "heads": 8}, "cpu": {"hidden": 64, "layers": 2}}
-ALLOWED = 2**28
-"""Bytes that kernels keep for themselves: workspaces, compiled code."""
+ALLOWED = 2**28  # bytes that kernels keep for themselves: workspaces, compiled code
 
 
 @dataclass

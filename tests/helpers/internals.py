@@ -9,18 +9,23 @@ import inspect
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 REQUESTS = "sglang.srt.managers.io_struct"
 
 
 def missing_internals(python: str, package: str, *files: Path) -> list[str]:
     """One line for each part that is missing, in the environment of an interpreter."""
-    command = [python, "-m", __name__, package, *map(str, files)]
-    probe = subprocess.run(command, capture_output=True, text=True)
-    assert probe.returncode == 0, probe.stderr[-3000:]
-    return json.loads(probe.stdout.splitlines()[-1])
+    return printed(python, __name__, package, *map(str, files))
+
+
+def printed(python: str, module: str, *arguments: str, env: Mapping[str, str] | None = None) -> Any:
+    """What a module prints in its last line, as JSON, under an interpreter."""
+    done = subprocess.run([python, "-m", module, *arguments], env=env, capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def missing_imports(package: str, tree: ast.Module) -> Iterator[str]:

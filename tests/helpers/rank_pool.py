@@ -18,6 +18,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,8 +64,8 @@ class RankPool:
             theirs.close()
             self._workers.append((process, ours))
 
-    def run(self, ranks: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """`work(*arguments)` on each of `ranks` ranks; their results in rank order.
+    def run(self, ranks: int, work: Callable[..., Any], *arguments: Any, **options: Any) -> list[Any]:
+        """`work(*arguments, **options)` on each of `ranks` ranks; their results in rank order.
 
         Skips the test on a machine that has fewer.
         """
@@ -75,7 +76,7 @@ class RankPool:
         self._runs += 1
         store = self._stores / str(self._runs)
         try:
-            return self._run(ranks, store, work, arguments)
+            return self._run(ranks, store, partial(work, **options) if options else work, arguments)
         except BaseException:  # also where the test is ended because it takes too long
             self.stop()
             raise

@@ -11,7 +11,8 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -100,3 +101,13 @@ def answers(url: str) -> bool:
 def receiving_server(model: Path, log: Path, layout: str = "tp2", **arguments: Any) -> RunningServer:
     """A server whose ranks receive their shards."""
     return RunningServer(model, log, layout, custom_weight_loader=[RECEIVER], **arguments)
+
+
+@contextmanager
+def ready(*servers: RunningServer) -> Iterator[list[RunningServer]]:
+    """Servers that were started, ready; they are killed at the end."""
+    try:
+        yield [server.wait_until_ready() for server in servers]
+    finally:
+        for server in servers:
+            server.kill()

@@ -13,12 +13,14 @@ from typing import Any
 import PIL.Image
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from verl_mg.batch import Batch
 from verl_mg.images import Image
+from verl_mg.models.hf_config import read_config
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.models.tiny_vision_model import make_tiny_vision_model
 
@@ -76,7 +78,13 @@ LINEAR = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 def daily_of(names: Iterable[str], *daily: str) -> list[Any]:
     """Parameters of a test that runs with some daily and with the others nightly."""
-    return [name if name in daily else pytest.param(name, marks=pytest.mark.nightly) for name in names]
+    return [name if name in daily else nightly(name)[0] for name in names]
+
+
+def nightly(*cases: Any) -> list[Any]:
+    """Parameters of a test that runs nightly; a tuple has several."""
+    marks = pytest.mark.nightly
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks) for case in cases]
 
 
 def tiny_model(folder: Path, architecture: str, layers: int = 4, ffn: int = 56, **fields: Any) -> Path:
@@ -183,6 +191,16 @@ def random_rows(count: int, vocab: int, longest: int = 20, seed: int = 0) -> Bat
     batch["advantages"] = batch.expand_to_tokens(torch.randn(count, generator=generator))
     batch["noise"] = torch.randn(total, generator=generator) * 0.3
     return batch
+
+
+def rows_for(model: Path, count: int = 9) -> Batch:
+    """The same random rows of a model's vocabulary on every rank."""
+    return random_rows(count, read_config(model).vocab)
+
+
+def rows_of_rank(batch: Batch) -> Batch:
+    """Every n-th row of a batch, for this rank of n."""
+    return batch.select(range(dist.get_rank(), len(batch), dist.get_world_size()))
 
 
 def oracle_outputs(model: torch.nn.Module, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:

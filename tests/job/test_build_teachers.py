@@ -46,19 +46,6 @@ def test_sources_without_one_teacher_are_refused(teachers, message):
     assert str(error.value).startswith(message)
 
 
-@pytest.mark.parametrize(
-    ("teacher", "message"),
-    [
-        ("{path: a, url: 'http://h:1'}", "teachers.a.url"),
-        ("{path: a, weights: actor}", "teachers.a.weights"),
-        ("{url: 'http://h:1', protocol: grpc}", "teachers.a.protocol"),
-    ],
-)
-def test_teacher_with_two_models_is_refused(teacher, message):
-    with pytest.raises(UserError, match=message):
-        config(f"teachers={{a: {teacher}}}")
-
-
 def test_teacher_on_a_server_needs_temperature_one_and_its_key(monkeypatch):
     server = "teachers={a: {url: 'http://h:1', api_key_env: TEACHER_KEY}}"
     monkeypatch.delenv("TEACHER_KEY", raising=False)

@@ -1,5 +1,6 @@
 """Exceptions of role calls point at the line of the recipe that made the call; printing a column never blocks."""
 
+import re
 import traceback
 from pathlib import Path
 
@@ -44,49 +45,26 @@ def inputs(tmp_path_factory) -> Path:
 
 
 def run_iteration(
-    recipe_file: Path, inputs: Path, overrides: tuple[str, ...] = ("reference.ranks=0",)
+    path: Path, inputs: Path, overrides: tuple[str, ...] = ("reference.ranks=0",)
 ) -> tuple[str, list[str], list[str]]:
     """The error of one iteration: its text, the lines of the recipe in its traceback, its notes."""
-    recipe = load_recipe(recipe_file)
-    options = [*files_of(inputs, recipe_file.parent), "actor.ranks=0", *overrides]
+    recipe = load_recipe(path)
+    options = [*files_of(inputs, path.parent), "actor.ranks=0", *overrides]
     config = load_config(None, options, recipe.config)
     job = RunningJob(config, requested_roles(recipe, config), job_store(), recipe=recipe.name)
     try:
         one_iteration(recipe, job, 1)
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.line or "" for frame in frames if frame.filename == str(recipe_file)]
+        lines = [frame.line or "" for frame in frames if frame.filename == str(path)]
         return f"{type(error).__name__}: {error}", lines, getattr(error, "__notes__", [])
     return "", [], []
 
 
-def written(tmp_path: Path, *lines: str, head: str = HEAD) -> Path:
+def recipe_file(tmp_path: Path, *lines: str, head: str = HEAD) -> Path:
     recipe = tmp_path / "broken.py"
     recipe.write_text(head + "".join(f"    {line}\n" for line in lines))
     return recipe
-
-
-def test_exception_in_a_loss_points_at_the_update_of_the_recipe(ranks, inputs, tmp_path):
-    update = 'job.actor.update(batch, broken_loss, "token-mean")  # expected'
-    recipe = written(tmp_path, "job.reference.compute_logprobs(batch)", update, "return {}")
-    ((error, lines, _),) = ranks.run(1, run_iteration, recipe, inputs)
-    assert error.startswith("ZeroDivisionError") and lines == [update, "return inputs.logprobs / (1 // 0), {}"]
-
-
-def test_exception_in_a_concurrent_block_points_at_the_request_of_the_recipe(ranks, inputs, tmp_path):
-    update = 'metrics = job.actor.update(batch, broken_loss, "token-mean")  # expected'
-    recipe = written(
-        tmp_path,
-        "with job.concurrent_roles():",
-        "    ref_logprobs = job.reference.compute_logprobs(batch)",
-        f"    {update}",
-        "    old_logprobs = job.actor.compute_logprobs(batch)",
-        "return metrics",
-    )
-    ((error, lines, notes),) = ranks.run(1, run_iteration, recipe, inputs)
-    assert error.startswith("ZeroDivisionError")
-    assert lines == ["with job.concurrent_roles():", update, "return inputs.logprobs / (1 // 0), {}"]
-    assert notes[0].startswith(f"actor.update was requested at {recipe}:")
 
 
 GENERATING = """
@@ -108,41 +86,62 @@ def iteration(job, cfg):
 """
 
 
-def generating(tmp_path: Path, *lines: str) -> tuple[Path, tuple[str, ...]]:
-    recipe = written(tmp_path, *lines, head=GENERATING)
-    return recipe, ("rollout.engine=hf", "rollout.max_new_tokens=2", f"reward.function={recipe}:score")
+UPDATE = 'job.actor.update(batch, broken_loss, "token-mean")  # expected'
+ZERO = "return inputs.logprobs / (1 // 0), {}"
+IN_BLOCK = ["with job.concurrent_roles():", "    ref_logprobs = job.reference.compute_logprobs(batch)", f"    {UPDATE}"]
+GENERATE = "batch = job.rollout.generate([replace(prompt, tokens=(99999,)) for prompt in prompts])"
+WAIT = 'batch["reward"] = job.reward.wait(batch)  # expected'
 
 
-def test_exception_in_the_engine_points_at_the_generate_of_the_recipe(ranks, inputs, tmp_path):
-    generate = "batch = job.rollout.generate([replace(prompt, tokens=(99999,)) for prompt in prompts])"
-    recipe, overrides = generating(tmp_path, generate, "job.reward.wait(batch)", "return {}")
-    ((error, lines, _),) = ranks.run(1, run_iteration, recipe, inputs, overrides)
-    assert error.startswith("UserError: request 0: a token id is outside the vocabulary") and lines == [generate]
-
-
-def test_exception_in_a_reward_function_points_at_the_wait_of_the_recipe(ranks, inputs, tmp_path):
-    wait = 'batch["reward"] = job.reward.wait(batch)  # expected'
-    recipe, overrides = generating(tmp_path, "batch = job.rollout.generate(prompts)", wait, "return {}")
-    ((error, lines, _),) = ranks.run(1, run_iteration, recipe, inputs, overrides)
-    assert error.startswith("UserError: ") and "raised KeyError" in error and lines == [wait]
-
-
-def test_export_inside_a_concurrent_block_is_refused(ranks, inputs, tmp_path):
-    recipe = written(tmp_path, "with job.concurrent_roles():", "    job.actor.save(None, None)", "return {}")
-    ((error, lines, _),) = ranks.run(1, run_iteration, recipe, inputs)
-    assert error.startswith("RuntimeError: actor.save is called in a `with job.concurrent_roles()` block")
-    assert lines[-1] == "job.actor.save(None, None)"
-
-
-def test_role_that_was_not_requested_raises_naming_recipe_and_remedy(ranks, inputs, tmp_path):
-    recipe = written(tmp_path, "job.critic.compute_values(batch)", "return {}")
-    ((error, lines, _),) = ranks.run(1, run_iteration, recipe, inputs)
-    assert error == f"{UserError.__name__}: recipe broken did not request the role 'critic': add it to roles(cfg)"
-    assert lines == ["job.critic.compute_values(batch)"]
+@pytest.mark.parametrize(
+    ("head", "written", "error", "lines", "note"),
+    [
+        (HEAD, ["job.reference.compute_logprobs(batch)", UPDATE], "ZeroDivisionError", [UPDATE, ZERO], ""),
+        (
+            HEAD,
+            [*IN_BLOCK, "    old_logprobs = job.actor.compute_logprobs(batch)"],
+            "ZeroDivisionError",
+            ["with job.concurrent_roles():", UPDATE, ZERO],
+            "actor.update was requested at RECIPE:",
+        ),
+        (
+            GENERATING,
+            [GENERATE, "job.reward.wait(batch)"],
+            "UserError: request 0: a token id is outside the vocabulary",
+            [GENERATE],
+            "",
+        ),
+        (GENERATING, ["batch = job.rollout.generate(prompts)", WAIT], "UserError: .* raised KeyError", [WAIT], ""),
+        (
+            HEAD,
+            ["with job.concurrent_roles():", "    job.actor.save(None, None)"],
+            r"RuntimeError: actor\.save is called in a `with job\.concurrent_roles\(\)` block",
+            ["job.actor.save(None, None)"],
+            "",
+        ),
+        (
+            HEAD,
+            ["job.critic.compute_values(batch)"],
+            r"UserError: recipe broken did not request the role 'critic': add it to roles\(cfg\)$",
+            ["job.critic.compute_values(batch)"],
+            "",
+        ),
+    ],
+)
+def test_exception_points_at_the_line_of_the_recipe_that_caused_it(
+    ranks, inputs, tmp_path, head, written, error, lines, note
+):
+    recipe = recipe_file(tmp_path, *written, "return {}", head=head)
+    generating = ("rollout.engine=hf", "rollout.max_new_tokens=2", f"reward.function={recipe}:score")
+    overrides = generating if head is GENERATING else ("reference.ranks=0",)
+    ((found, seen, notes),) = ranks.run(1, run_iteration, recipe, inputs, overrides)
+    assert re.match(error, found), found
+    assert seen == lines
+    assert "".join(notes).startswith(note.replace("RECIPE", str(recipe)))
 
 
 def test_printing_a_column_on_one_rank_of_four_does_not_block(ranks, inputs, tmp_path):
-    recipe = written(
+    recipe = recipe_file(
         tmp_path,
         'batch["old_logprobs"] = job.actor.compute_logprobs(batch)',
         "if dist.get_rank() == 1:",

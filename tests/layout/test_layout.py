@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_mg.errors import UserError
-from verl_mg.layout import Coordinates, Layout, ModelDims
+from verl_mg.layout import Layout, ModelDims
 
 SIZES = st.sampled_from([1, 2, 3, 4])
 
@@ -50,7 +50,6 @@ def test_layout_str_is_the_shortest_text(text, canonical):
 def test_layout_omitted_sizes_have_defaults():
     assert Layout.parse("tp2") == Layout(tp=2) == Layout(tp=2, pp=1, vpp=1, cp=1, ep=1, etp=2, dp=1)
     assert Layout.parse("tp2-pp2-cp1-ep2") == Layout(tp=2, pp=2, ep=2, etp=2, dp=2)
-    assert Layout.parse("tp2-etp1").etp == 1
 
 
 @pytest.mark.parametrize("text", ["", "tp", "tp2-", "tp0", "tp2-xp3", "tp2-tp2", "tp2.5", "tp-2", "TP2", "tp²", "2"])
@@ -69,11 +68,7 @@ def test_layout_invalid_sizes_are_user_errors(sizes):
 
 def test_layout_fit_sets_dp():
     fitted = Layout.parse("tp2-pp2").fit(16)
-    assert (fitted.dp, fitted.ranks, str(fitted)) == (4, 16, "tp2-pp2-dp4")
-    assert fitted.fit(16) == fitted
-    assert Layout.parse("tp2").fit(2) == Layout(tp=2)
-    assert Layout.parse("tp2-pp2-ep2").fit(16).edp == 2
-    assert Layout.parse("tp4-pp2-ep8-etp1").fit(10_240).ranks == 10_240
+    assert (fitted.dp, fitted.ranks, str(fitted)) == (4, 16, "tp2-pp2-dp4") and fitted.fit(16) == fitted
 
 
 @given(layouts(), st.integers(1, 200))
@@ -135,11 +130,6 @@ def test_layout_rank_of_inverts_coordinates(layout):
         assert (at.tp, at.cp, at.dp, at.pp) == (tp, cp, dp, pp)
 
 
-def test_layout_coordinates_of_known_example():
-    layout = Layout.parse("tp2-pp2-ep4-etp1").fit(8)
-    assert layout.coordinates(7) == Coordinates(tp=1, cp=0, dp=1, pp=1, etp=0, ep=3, edp=0)
-
-
 def test_layout_outside_the_grid_is_index_error():
     layout = Layout(tp=2)
     for rank in (-1, 2):
@@ -149,17 +139,6 @@ def test_layout_outside_the_grid_is_index_error():
         layout.rank_of(pp=1)
     with pytest.raises(IndexError):
         layout.layers(4, pp_rank=1)
-
-
-@given(SIZES, SIZES, SIZES)
-def test_layout_layers_chunks_cover_layers_in_order(pp, vpp, length):
-    layout = Layout(pp=pp, vpp=vpp if pp > 1 else 1)
-    total = layout.pp * layout.vpp * length
-    walked = [layer for v in range(layout.vpp) for p in range(pp) for layer in layout.layers(total, p, v)]
-    assert walked == list(range(total))
-    for p in range(pp):
-        for v in range(layout.vpp):
-            assert layout.layers(total, p, v).start == v * (total // layout.vpp) + p * length
 
 
 @given(SIZES, SIZES, st.integers(0, 30))
@@ -178,11 +157,6 @@ def test_layout_layers_remainder_goes_to_the_middle(pp, vpp, more):
 
 def test_layout_layers_61_layers_on_16_stages():
     assert [len(Layout(pp=16).layers(61, stage)) for stage in range(16)] == [3, *[4] * 13, 3, 3]
-
-
-def test_layout_layers_fewer_than_chunks_is_user_error():
-    with pytest.raises(UserError, match="pp2-vpp2: 4 pipeline chunks are more than the model's 3 layers"):
-        Layout(pp=2, vpp=2).layers(3, 0)
 
 
 @given(SIZES.filter(lambda pp: pp > 1), SIZES, st.data())
@@ -227,6 +201,7 @@ QWEN3_30B = {"attention_heads": 32, "kv_heads": 4, "layers": 48, "ffn": 6144, "e
         ("tp4", {"attention_heads": 6}, "tp4 does not divide the 6 attention heads. Choose tp from 1, 2, 3, 6."),
         ("tp8", {}, "tp8 does not divide the 4 key-value heads. Choose tp from 1, 2, 4."),
         ("pp49", {}, "49 pipeline chunks are more than the model's 48 layers"),
+        ("pp16-vpp4", {}, "pp16-vpp4: 64 pipeline chunks are more than the model's 48 layers"),
         ("tp4", {"ffn": 6}, "columns of the feed-forward"),
         ("ep3", {}, "ep3 does not divide the 128 experts"),
         ("etp5", {}, "etp5 does not divide the 768 columns of an expert"),
@@ -234,12 +209,9 @@ QWEN3_30B = {"attention_heads": 32, "kv_heads": 4, "layers": 48, "ffn": 6144, "e
     ],
 )
 def test_check_names_the_dimension(text, change, message):
-    with pytest.raises(UserError, match=message):
-        Layout.parse(text).check(ModelDims(**{**QWEN3_30B, **change}))
-
-
-def test_layout_check_accepts_divisible_model():
     Layout.parse("tp4-pp4-vpp3-ep8-etp1").check(ModelDims(**QWEN3_30B))
+    with pytest.raises(UserError, match=message):
+        Layout.parse(text).check(ModelDims(**QWEN3_30B | change))
 
 
 def test_layout_package_does_not_import_torch():

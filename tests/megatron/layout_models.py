@@ -1,5 +1,6 @@
 """Tiny models that 8 ranks can hold under every layout."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,14 +68,14 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 class ModelFolders(dict[str, Path]):
-    """Directories of the models by name, each made when it is first read."""
+    """Directories of models by name, each made when it is first read: by default those of MODELS."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, make: Callable[[Path, str], Path] | None = None) -> None:
         super().__init__()
-        self._folder = folder
+        self._folder, self._make = folder, make or make_model
 
     def __missing__(self, name: str) -> Path:
-        self[name] = make_model(self._folder / name, name)
+        self[name] = self._make(self._folder / name, name)
         return self[name]
 
 

@@ -20,7 +20,7 @@ from verl_mg.checkpoint.peft import adapted_tensors, adapter_shapes, initial_ada
 from verl_mg.config import GuardConfig, LoraConfig, MegatronConfig, Recompute
 from verl_mg.errors import UserError
 from verl_mg.megatron.model_runner import MegatronRunner
-from verl_mg.megatron.trainer import MegatronTrainer, snapshot
+from verl_mg.megatron.trainer import MegatronTrainer
 from verl_mg.models.hf_config import read_config
 from verl_mg.sharding.boxes import full_box, slices
 from verl_mg.sharding.megatron import Kernels
@@ -382,7 +382,7 @@ def test_lora_initialization_is_equal_under_every_layout(ranks, models):
 def moved_away(model: Path, folder: Path, away: bool) -> tuple[list[Tensor], list[Tensor], int]:
     runner = network_on(model, "tp2", lora(folder))
     trainer = MegatronTrainer(runner, OPTIMIZER, GuardConfig())
-    copied, saved = CpuOffload(runner, trainer), snapshot(runner, trainer.optimizer)
+    copied, saved = CpuOffload(runner, trainer), trainer.snapshot()
     step(trainer, rows(model))
     if away:
         saved.take()
@@ -398,8 +398,8 @@ def moved_away(model: Path, folder: Path, away: bool) -> tuple[list[Tensor], lis
     step(trainer, rows(model))
     optimizer = sum(
         value.nbytes
-        for part in trainer.optimizer.chained_optimizers
-        for state in part.optimizer.state.values()
+        for inner in trainer.inner_optimizers
+        for state in inner.state.values()
         for value in state.values()
         if torch.is_tensor(value) and value.dim()
     )

@@ -23,7 +23,7 @@ from verl_mg.config import GuardConfig, LoraConfig, MegatronConfig, OptimizerCon
 from verl_mg.errors import UserError
 from verl_mg.megatron import muon
 from verl_mg.megatron.muon import assign, orthogonalized
-from verl_mg.megatron.trainer import MegatronTrainer, inner_optimizers, optimizer_config
+from verl_mg.megatron.trainer import MegatronTrainer, optimizer_config
 from verl_mg.training.trainer import MiniBatch, Objective
 
 RANKS, ROWS, STEPS = 8, 12, 3
@@ -185,7 +185,7 @@ def moments(model, dtype):
     trainer = trainer_of(model, "tp1", config=MUON.model_copy(update={"moments_dtype": dtype}))
     update(trainer)
     sizes, types = {"exp_avg": 0, "exp_avg_sq": 0}, set()
-    for inner in inner_optimizers(trainer.optimizer):
+    for inner in trainer.inner_optimizers:
         for state in inner.state.values():
             for name in sizes.keys() & state.keys():
                 sizes[name] += state[name].numel()

@@ -15,9 +15,9 @@ from verl_mg.training.offload import CpuOffload
 
 def held(actor: Actor) -> int:
     """Bytes of the storages of parameters and of Adam's averages."""
-    inner = [one.optimizer for one in getattr(actor.trainer.optimizer, "chained_optimizers", [actor.trainer.optimizer])]
     tensors = [*actor.runner.parameters().values()]
-    tensors += [value for one in inner for state in one.state.values() for value in state.values() if value.dim()]
+    states = [state for one in actor.trainer.inner_optimizers for state in one.state.values()]
+    tensors += [value for state in states for value in state.values() if value.dim()]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 

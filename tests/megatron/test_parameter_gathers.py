@@ -8,7 +8,7 @@ from tests.helpers.roles import megatron_runner
 from tests.helpers.tiny_models import random_rows, tiny_model
 from tests.megatron.training import TEMPERATURE, update
 from verl_mg.config import LoraConfig, MegatronConfig, OptimizerConfig
-from verl_mg.megatron.trainer import MegatronTrainer, snapshot
+from verl_mg.megatron.trainer import MegatronTrainer
 from verl_mg.models.hf_config import read_config
 from verl_mg.training.offload import CpuOffload
 from verl_mg.training.weights import weights
@@ -77,7 +77,7 @@ def by_cpu_offload(trainer, _):
 
 
 def by_snapshot(trainer, _):
-    kept = snapshot(trainer.runner, trainer.optimizer)
+    kept = trainer.snapshot()
     kept.take()
     for weight in trainer.runner.parameters().values():
         weight.detach().zero_()

@@ -6,13 +6,11 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from tests.helpers.roles import build_role
-from tests.helpers.tiny_models import random_rows, tiny_model_with_multi_token_layer
-from tests.megatron.layout_models import ModelFolders
+from tests.helpers.tiny_models import nightly, rows_for, tiny_model_with_multi_token_layer
 from tests.megatron.training import assert_equal, one_rank, train
 from verl_mg.config import OptimizerConfig
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.process_groups import ParallelGroups
-from verl_mg.models.hf_config import read_config
 from verl_mg.roles.models import Actor
 
 # A layer without experts and four with them, divided inside and outside of the even numbers; stages with an embedding
@@ -36,20 +34,12 @@ NIGHTLY_SPLITS = [
     ("joint norms", "tp2-pp2", (1, 4), False),
     ("capped", "pp4", (2, 1, 2, 0), True),
 ]
-NIGHTLY = pytest.mark.nightly
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    return ModelFolders(tmp_path_factory.mktemp("models"))
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "layers", "recompute"), [*SPLITS, *(pytest.param(*case, marks=NIGHTLY) for case in NIGHTLY_SPLITS)]
-)
-def test_train_with_chosen_layers_equals_one_rank(ranks, models, name, text, layers, recompute):
-    model = models[name]
-    rows, layout = random_rows(9, read_config(model).vocab), Layout.parse(text, layers)
+@pytest.mark.parametrize(("name", "text", "layers", "recompute"), [*SPLITS, *nightly(*NIGHTLY_SPLITS)])
+def test_train_with_chosen_layers_equals_one_rank(ranks, layout_models, name, text, layers, recompute):
+    model = layout_models[name]
+    rows, layout = rows_for(model), Layout.parse(text, layers)
     expected = one_rank(ranks.run(1, train, model, "tp1", rows)[0])
     assert not expected.idle()
     assert_equal(ranks.run(layout.ranks, train, model, layout, rows, recompute), expected, 1e-5)
@@ -57,12 +47,12 @@ def test_train_with_chosen_layers_equals_one_rank(ranks, models, name, text, lay
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("layers", [(1, 5), (6, 0)])
-def test_train_value_head_with_chosen_layers_equals_one_rank(ranks, models, layers):
-    model = models["dense"]
-    rows = random_rows(9, read_config(model).vocab)
-    expected = one_rank(ranks.run(1, train, model, "tp1", rows, False, "value")[0])
+def test_train_value_head_with_chosen_layers_equals_one_rank(ranks, layout_models, layers):
+    model = layout_models["dense"]
+    rows = rows_for(model)
+    expected = one_rank(ranks.run(1, train, model, "tp1", rows, head="value")[0])
     assert not expected.idle()
-    found = ranks.run(2, train, model, Layout(pp=2, pipeline_layers=layers), rows, False, "value")
+    found = ranks.run(2, train, model, Layout(pp=2, pipeline_layers=layers), rows, head="value")
     assert_equal(found, expected, 1e-5)
 
 

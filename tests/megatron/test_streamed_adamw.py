@@ -9,7 +9,7 @@ from tests.megatron.training import update
 from verl_mg.config import GuardConfig, OptimizerConfig
 from verl_mg.errors import UserError
 from verl_mg.megatron.streamed_adamw import StreamedAdamW, dithered_to_bfloat16
-from verl_mg.megatron.trainer import MegatronTrainer, inner_optimizers
+from verl_mg.megatron.trainer import MegatronTrainer
 
 OPTIMIZER = OptimizerConfig(lr=0.01, eps=1e-3, betas=(0.9, 0.99), weight_decay=0.1, warmup_steps=2)
 
@@ -25,7 +25,7 @@ def trained(model, layout, dtype, options, guard=None):
     """The weights after three steps, how far they went, and the number, type and bytes of the moments."""
     runner = megatron_runner(model, layout, dtype)
     trainer = MegatronTrainer(runner, OPTIMIZER.model_copy(update=options), guard)
-    inner = inner_optimizers(trainer.optimizer)
+    inner = trainer.inner_optimizers
     assert inner and all(isinstance(one, StreamedAdamW) == bool(options) for one in inner)
     before = {name: weight.detach().clone() for name, weight in runner.parameters().items()}
     rows = random_rows(6, 24, seed=runner.groups.coordinates.dp)

@@ -13,7 +13,7 @@ from tests.helpers.tiny_models import random_rows, tiny_model
 from tests.megatron.training import TEMPERATURE, assembled, gradients_here, token_loss
 from verl_mg.config import OptimizerConfig
 from verl_mg.errors import UserError
-from verl_mg.megatron.trainer import MegatronTrainer, gradient_buffers, steps_taken
+from verl_mg.megatron.trainer import MegatronTrainer
 from verl_mg.models.hf_config import read_config
 from verl_mg.training.trainer import LearningRateSchedule, MiniBatch, Objective, check_schedule, count_non_finite
 
@@ -141,7 +141,7 @@ def summed_gradients(model, cuts):
     trainer.optimizer.step = lambda: (found.append(assembled(gradients_here(runner))), 0.0, 0)
     for cut in cuts:
         update(trainer, [batch.select(numbers) for numbers in cut[dist.get_rank()]], 100)
-    assert {buffer.dtype for buffer in gradient_buffers(runner)} == {torch.float32}
+    assert {buffer.dtype for buffer in trainer._gradients()} == {torch.float32}
     return found
 
 
@@ -174,7 +174,7 @@ def watched_gradients(model):
             loss = output.float().mean()
             return loss, {f"metric {number}": loss.detach().double() for number in range(count)}
 
-        with NewTensors(list(gradient_buffers(trainer.runner))) as watched:
+        with NewTensors(list(trainer._gradients())) as watched:
             trainer._compute_gradients(
                 MiniBatch([batch], None, 0, 0), Objective(token_loss, "token-mean", TEMPERATURE), closure
             )
@@ -202,7 +202,7 @@ def three_steps(model, allocates):
     trainer, batch = in_bfloat16(model, lr=1e-2), rows(model)
     if allocates:
         trainer.allocate_moments()
-    seen, steps = [], steps_taken(trainer.optimizer)
+    seen, steps = [], trainer.counters().moments
     for _ in range(3):
         update(trainer, [batch], 1)
         seen.append({name: weight.detach().clone() for name, weight in trainer.runner.parameters().items()})

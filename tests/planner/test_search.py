@@ -8,7 +8,7 @@ from tests.planner.tiny_inputs import DENSE, MIXTURE, published, tiny
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, Layout
 from verl_mg.layout.suggest import format_layout
-from verl_mg.planner.cost import bubble_share, train_seconds, update_parts, update_seconds_by_stage
+from verl_mg.planner.cost import bubble_share, stage_seconds, train_seconds, update_parts
 from verl_mg.planner.iteration_time import rollout_seconds
 from verl_mg.planner.memory import rollout_memory, train_memory
 from verl_mg.planner.memory_phases import problem
@@ -165,12 +165,12 @@ def test_balanced_layers_have_the_fastest_slowest_stage(model, text):
         ends = zip((0, *cuts), (*cuts, len(layers)), strict=True)
         stages = [sum(layers[first:end]) for first, end in ends]
         slowest.append(max(*stages[:-1], stages[-1] + head))
-    even = max(update_seconds_by_stage(inputs, layout))
+    even = max(stage_seconds(inputs, layout))
     found = balanced(inputs, layout)
     if found is None:
         assert min(slowest) > 0.99 * even
         return
-    assert max(update_seconds_by_stage(inputs, found)) == pytest.approx(min(slowest), rel=1e-4)
+    assert max(stage_seconds(inputs, found)) == pytest.approx(min(slowest), rel=1e-4)
     assert min(slowest) < 0.99 * even and train_seconds(inputs, found) < train_seconds(inputs, layout)
 
 

@@ -253,7 +253,7 @@ def test_offloaded_modules_leave_the_device():
         for found in (options(), options(transformer=chosen))
     )
     layer = kept_elements(tiny(MIXTURE).weights.config, True, 2)
-    assert plain - away == 4 * (layer.dispatched + layer.heads) * 64 * 2 // 2
+    assert plain - away == 4 * (layer.parts["dispatched"] + layer.parts["heads"]) * 64 * 2 // 2
 
 
 def test_fp8_halves_inputs_of_linear_layers_and_copies_weights():

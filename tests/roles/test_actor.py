@@ -11,7 +11,17 @@ from safetensors.torch import load_file
 from tests.checkpoint.quantized_directories import dequantized_by_transformers, quantize_directory
 from tests.helpers.given_experts import with_experts
 from tests.helpers.tiny_models import oracle, oracle_outputs, tiny_model
-from tests.roles.updates import COUNT, TEMPERATURE, actor_on, compare, oracle_update, rows, settings, with_entropy
+from tests.roles.updates import (
+    COUNT,
+    TEMPERATURE,
+    actor_on,
+    compare,
+    oracle_update,
+    own_rows,
+    rows,
+    settings,
+    with_entropy,
+)
 from verl_mg.batch import Batch
 from verl_mg.models.hf_config import SINGLE, read_config
 from verl_mg.rows.plan import RowIndexer
@@ -30,7 +40,7 @@ MODES = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 def update(model, layout, budget, mode, folder, minibatches=1):
     """Metrics of one update on rows that are distributed over the ranks; saves the model."""
     actor = actor_on(model, layout, budget)
-    mine = rows(model).select(range(dist.get_rank(), COUNT, dist.get_world_size()))
+    mine = own_rows(rows(model))
     cfg = settings(mode)
     metrics = actor.update(mine, partial(with_entropy, cfg), mode, max_length=16, num_minibatches=minibatches)
     actor.save(folder, model)
@@ -46,20 +56,19 @@ def test_update_under_every_layout_and_budget_equals_plain_torch(ranks, models, 
     compare(results[0], tmp_path / "saved", model, oracle_update(model, mode))
 
 
-@pytest.mark.parametrize("architecture", ["llama", pytest.param("qwen2", marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("mode", MODES)
-def test_update_of_every_architecture_and_aggregation_equals_plain_torch(ranks, models, tmp_path, architecture, mode):
-    model = models[architecture]
-    results = ranks.run(4, update, model, "tp2-pp2", 30, mode, tmp_path / "saved")
-    compare(results[0], tmp_path / "saved", model, oracle_update(model, mode))
-
-
 @pytest.mark.parametrize(
-    ("architecture", "layout"),
-    [("qwen3_moe", "tp2-ep2"), pytest.param("mixtral", "pp2-ep2", marks=pytest.mark.nightly)],
+    ("architecture", "layout", "mode"),
+    [
+        *(("llama", "tp2-pp2", mode) for mode in MODES),
+        *(pytest.param("qwen2", "tp2-pp2", mode, marks=pytest.mark.nightly) for mode in MODES),
+        ("qwen3_moe", "tp2-ep2", "seq-mean-token-mean"),
+        pytest.param("mixtral", "pp2-ep2", "seq-mean-token-mean", marks=pytest.mark.nightly),
+    ],
 )
-def test_update_of_a_mixture_of_experts_equals_plain_torch(ranks, models, tmp_path, architecture, layout):
-    model, mode = models[architecture], "seq-mean-token-mean"
+def test_update_of_every_architecture_and_aggregation_equals_plain_torch(
+    ranks, models, tmp_path, architecture, layout, mode
+):
+    model = models[architecture]
     results = ranks.run(4, update, model, layout, 30, mode, tmp_path / "saved")
     compare(results[0], tmp_path / "saved", model, oracle_update(model, mode))
 
@@ -98,15 +107,53 @@ def test_compute_logprobs_under_every_layout_returns_each_row_to_its_owner(ranks
     assert seen == COUNT
 
 
+BUDGETS = {4: 32, 2: 20}
+"""Tokens of a micro-batch by cp, for rows of 3 to 20 tokens, of which some fit a part of it and others do not."""
+
+
+def update_dynamically(model, layout, folder, budget):
+    """Metrics of one update, the log-probs before it by row, and the sizes of context parallelism that were used."""
+    actor, mine, mode = actor_on(model, layout, budget, dynamic_cp=True), own_rows(rows(model)), "seq-mean-token-mean"
+    index = RowIndexer().index(mine)
+    cp_sizes = actor.plan_micro_batches(index, index.row_groups).cp_sizes
+    column = actor.compute_logprobs(mine).split(mine.lengths.tolist())
+    metrics = actor.update(mine, partial(with_entropy, settings(mode)), mode, max_length=16)
+    actor.save(folder, model)
+    return metrics, dict(zip(mine["sample_id"].tolist(), column, strict=True)), cp_sizes
+
+
+@pytest.mark.parametrize(
+    ("architecture", "layout", "count", "cp_sizes"),
+    [
+        ("qwen3", "cp4", 4, [4, 2, 1]),
+        ("qwen3", "cp2-pp2", 4, [2, 1]),
+        ("qwen3_moe", "cp2-ep2", 2, [2, 1]),
+        *(pytest.param("qwen3", layout, 4, [2, 1], marks=pytest.mark.nightly) for layout in ("cp2", "tp2-cp2")),
+    ],
+)
+def test_dynamic_context_of_short_rows_equals_torch(ranks, models, tmp_path, architecture, layout, count, cp_sizes):
+    """Each row is on as few ranks as it needs."""
+    model = models[architecture]
+    results = ranks.run(count, update_dynamically, model, layout, tmp_path / "saved", BUDGETS[cp_sizes[0]])
+    for metrics, _, used in results:
+        assert metrics == results[0][0] and sorted(set(used), reverse=True) == cp_sizes
+    found, batch = {row: column for _, columns, _ in results for row, column in columns.items()}, rows(model)
+    with torch.no_grad():
+        expected, _ = oracle_outputs(oracle(model), batch, TEMPERATURE)
+    for row, wanted in enumerate(expected.split(batch.lengths.tolist())):
+        mask = batch.row("loss_mask", row)
+        assert torch.allclose(found[int(batch["sample_id"][row])][mask], wanted[mask], atol=1e-4)
+    compare(results[0][0], tmp_path / "saved", model, oracle_update(model, "seq-mean-token-mean"))
+
+
 def replayed(model, layout, given):
     """Log-probs and metrics of one update, with the given experts or, without them, those of the routers."""
     batch = rows(model)
     if given is not None:
         batch["routed_experts"] = given
-    own = list(range(dist.get_rank(), COUNT, dist.get_world_size()))
-    mine, cfg = batch.select(own), settings("token-mean")
-    actor = actor_on(model, layout, 40)
-    logprobs = actor.compute_logprobs(mine)
+    mine, actor = own_rows(batch), actor_on(model, layout, 40)
+    own, logprobs = list(range(dist.get_rank(), COUNT, dist.get_world_size())), actor.compute_logprobs(mine)
+    cfg = settings("token-mean")
     return own, logprobs.split(mine.lengths.tolist()), actor.update(mine, partial(with_entropy, cfg), "token-mean")
 
 
@@ -128,7 +175,7 @@ def test_routed_experts_of_the_batch_replace_the_routers_in_logprobs_and_updates
 def columns_at_stage(model, layout, given):
     batch = rows(model)
     batch["routed_experts"] = given
-    mine = batch.select(range(dist.get_rank(), COUNT, dist.get_world_size()))
+    mine = own_rows(batch)
     actor = actor_on(model, layout, 40)
     index = RowIndexer().index(mine)
     plan = actor.plan_micro_batches(index, index.row_groups)

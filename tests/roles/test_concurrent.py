@@ -81,7 +81,7 @@ USES = [
 @pytest.mark.parametrize("use", USES)
 def test_pending_column_used_after_the_block_is_an_ordinary_tensor(use):
     result = use(pending_column())
-    assert type(result) is torch.Tensor and result.tolist() == [1.0, 2.0]
+    assert type(result) is torch.Tensor and result.tolist() == [1.0, 2.0] and not result.requires_grad
 
 
 @pytest.mark.parametrize("use", [*USES, lambda column: column.shape, bool, float, len, lambda c: c.__setitem__(0, 1.0)])
@@ -93,37 +93,22 @@ def test_pending_column_used_inside_the_block_raises_naming_it(use):
     assert log == []  # what was queued is dropped
 
 
-def test_batch_column_read_inside_the_block_raises_naming_the_column():
+def test_pending_column_inside_the_block_has_a_name_and_no_values():
     executor = make_executor()
-    with (
-        pytest.raises(
-            RuntimeError, match=r"^column 'old_logprobs' is not computed yet: it is requested in a `with job"
-        ),
-        executor.concurrent(),
-    ):
-        batch = Batch([2], {"old_logprobs": request_column(executor, [], "a", [1.0, 2.0])})
-        assert "old_logprobs" in batch and batch.names() == ["old_logprobs"]
-        batch["old_logprobs"] + 1
-
-
-def test_pending_column_repr_inside_the_block_names_the_call():
-    executor = make_executor()
-    with executor.concurrent():
+    message = r"^column 'old_logprobs' is not computed yet: it is requested in a `with job"
+    with pytest.raises(RuntimeError, match=message), executor.concurrent():
         column = request_column(executor, [], "a", [1.0, 2.0])
         assert isinstance(column, PendingColumn) and repr(column) == "PendingColumn(actor.a, 2 entries)"
-    assert repr(column) == "tensor([1., 2.])"
+        batch = Batch([2], {"old_logprobs": column})
+        assert "old_logprobs" in batch and batch.names() == ["old_logprobs"]
+        batch["old_logprobs"] + 1
+    assert repr(pending_column()) == "tensor([1., 2.])"
 
 
 def test_pending_column_of_the_wrong_size_is_refused_by_the_batch():
     executor = make_executor()
     with executor.concurrent(), pytest.raises(ValueError, match=r"column 'values' has shape \(1,\)"):
         Batch([2], {"values": request_column(executor, [], "a", [1.0])})
-
-
-def test_gradients_ignore_a_pending_column():
-    weight = torch.ones(2, requires_grad=True)
-    (weight * pending_column()).sum().backward()
-    assert weight.grad.tolist() == [1.0, 2.0]
 
 
 METRIC_USES = [dict, lambda m: {**m}, lambda m: {"loss": m["loss"]}, lambda m: dict(m.items()), lambda m: {} | dict(m)]
@@ -155,17 +140,14 @@ def test_value_with_an_equal_key_is_computed_once_in_a_block_and_each_time_outsi
     assert value([1]) != value([1])
 
 
-def test_nested_blocks_are_refused():
-    executor = make_executor()
-    with executor.concurrent(), pytest.raises(RuntimeError, match="cannot be nested"), executor.concurrent():
-        pass
-
-
-def test_call_that_needs_finished_roles_is_refused_inside_a_block():
+def test_nested_blocks_and_calls_that_need_finished_roles_are_refused():
     executor = make_executor()
     executor.require_outside_block("rollout.update_weights")
-    with executor.concurrent(), pytest.raises(RuntimeError, match=r"rollout\.update_weights is called in a `with job"):
-        executor.require_outside_block("rollout.update_weights")
+    with executor.concurrent():
+        with pytest.raises(RuntimeError, match="cannot be nested"), executor.concurrent():
+            pass
+        with pytest.raises(RuntimeError, match=r"rollout\.update_weights is called in a `with job"):
+            executor.require_outside_block("rollout.update_weights")
 
 
 def test_block_whose_body_raises_drops_its_calls():

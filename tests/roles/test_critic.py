@@ -5,23 +5,18 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
-from tests.helpers.roles import build_role
 from tests.helpers.tiny_models import random_rows
-from tests.roles.updates import classifier, heads, square_loss
+from tests.roles.updates import check_weights, classifier, heads, own_rows, role_on, square_loss, stepper
 from verl_mg.algorithms.losses import bradley_terry_loss
 from verl_mg.batch import Batch
-from verl_mg.config import OptimizerConfig
 from verl_mg.models.hf_config import read_config
-from verl_mg.roles.models import Critic, TrainableRewardModel, TrainableRole
+from verl_mg.roles.models import Critic, TrainableRewardModel
 from verl_mg.training.loss_inputs import LossInputs
 
 COUNT = 12
-# A large eps makes Adam's step proportional to small gradients, so that weights compare like gradients do.
-OPTIMIZER = OptimizerConfig(lr=0.1, eps=0.1, betas=(0.9, 0.99), clip_grad=0.5, weight_decay=0.0)
 LAYOUTS = [("tp1", 2), ("tp2-cp2", 4), ("tp2-pp2", 4)]
 NIGHTLY_LAYOUTS = [("tp2", 2), ("pp2", 2)]
 
@@ -36,24 +31,13 @@ def rows(model: Path) -> Batch:
     return batch
 
 
-def role_on(kind: type[TrainableRole], model: Path, layout: str, budget: int) -> TrainableRole:
-    return build_role(
-        kind, model, layout, temperature=0.7, tokens_per_micro_batch=budget, optimizer=OPTIMIZER, name="value_model"
-    )
-
-
-def mine(batch: Batch) -> Batch:
-    """Rows of this rank; the two rows of a pair are on different ranks."""
-    return batch.select(range(dist.get_rank(), COUNT, dist.get_world_size()))
-
-
 def pair_loss(tokens: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     return bradley_terry_loss(tokens.values, tokens.mask, tokens["pair"], tokens["chosen"])
 
 
 def train_critic(model: Path, layout: str, budget: int, folder: Path) -> tuple[list[int], Tensor, dict[str, float]]:
-    critic = role_on(Critic, model, layout, budget)
-    own = mine(rows(model))
+    critic = role_on(Critic, model, layout, budget, name="value_model")
+    own = own_rows(rows(model))
     values = critic.compute_values(own)
     metrics = critic.update(own, square_loss, "token-mean")
     critic.save(folder, model)
@@ -63,8 +47,8 @@ def train_critic(model: Path, layout: str, budget: int, folder: Path) -> tuple[l
 def train_reward_model(
     model: Path, layout: str, budget: int, folder: Path
 ) -> tuple[list[int], Tensor, dict[str, float]]:
-    reward_model = role_on(TrainableRewardModel, model, layout, budget)
-    own = mine(rows(model))
+    reward_model = role_on(TrainableRewardModel, model, layout, budget, name="value_model")
+    own = own_rows(rows(model))
     scores = reward_model.compute_scores(own)
     own["loss_mask"] = own.last
     metrics = reward_model.update(own, pair_loss, "seq-mean-token-mean", num_minibatches=2)
@@ -75,25 +59,7 @@ def train_reward_model(
 def compare(folder: Path, net: torch.nn.Module, before: dict[str, Tensor]) -> None:
     after = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
     assert after.config.num_labels == 1
-    found = after.state_dict()
-    for name, weight in net.named_parameters():
-        moved = (weight - before[name]).abs().max()
-        assert moved > 0, f"{name} has no gradient"
-        assert (found[name] - weight).abs().max() < 1e-4 * moved + 1e-6, name
-
-
-def step(net: torch.nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor) -> float:
-    optimizer.zero_grad()
-    loss.backward()
-    norm = torch.nn.utils.clip_grad_norm_(net.parameters(), OPTIMIZER.clip_grad).item()
-    optimizer.step()
-    return norm
-
-
-def adam(net: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(
-        net.parameters(), lr=OPTIMIZER.lr, eps=OPTIMIZER.eps, betas=OPTIMIZER.betas, weight_decay=0.0
-    )
+    check_weights(after, dict(net.named_parameters()), before)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +79,7 @@ def test_critic_under_every_layout_equals_transformers(ranks, models, tmp_path, 
             assert not column[~mask].any()
     returns = [batch.row("returns", row)[batch.row("loss_mask", row)] for row in range(COUNT)]
     loss = ((torch.cat(expected) - torch.cat(returns)) ** 2).mean()
-    norm = step(net, adam(net), loss)
+    norm = stepper(net)(loss)
     assert results[0][2]["value_model/loss"] == pytest.approx(loss.item(), rel=1e-5)
     assert results[0][2]["value_model/grad_norm"] == pytest.approx(norm, rel=1e-5)
     compare(tmp_path / "critic", net, before)
@@ -137,13 +103,13 @@ def test_reward_model_trained_on_pairs_equals_transformers(ranks, models, tmp_pa
         first = torch.stack([heads(net, batch, row)[-1] for row in range(COUNT)])
     for ids, scores, _ in results:
         assert torch.allclose(scores, first[ids], atol=1e-5)
-    optimizer, losses, accuracies = adam(net), [], []
+    step, losses, accuracies = stepper(net), [], []
     for pairs in (range(0, 3), range(3, 6)):
         margins = [heads(net, batch, 2 * i)[-1] - heads(net, batch, 2 * i + 1)[-1] for i in pairs]
         loss = -torch.stack([torch.nn.functional.logsigmoid(margin) for margin in margins]).mean()
         losses.append(loss.item())
         accuracies.append(sum(margin.item() > 0 for margin in margins) / 3)
-        step(net, optimizer, loss)
+        step(loss)
     reported = results[0][2]
     assert reported["value_model/loss"] == pytest.approx(sum(losses) / 2, rel=1e-5)
     assert reported["value_model/accuracy"] == pytest.approx(sum(accuracies) / 2)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from tests.helpers.rank_pool import job_context
 from tests.helpers.roles import build_role
 from tests.helpers.tiny_models import oracle, oracle_outputs, random_rows, tiny_model
-from tests.roles.updates import classifier, heads, square_loss
+from tests.roles.updates import classifier, heads, own_rows, square_loss
 from verl_mg.batch import Batch
 from verl_mg.config import Config, LoraConfig, OptimizerConfig, load_config
 from verl_mg.data import Prompt, PromptFeed, PromptSet
@@ -32,7 +32,6 @@ from verl_mg.roles.models import Actor, Critic, TrainableRole
 from verl_mg.rollout.engine_group import HFEngineGroup
 from verl_mg.rollout.rollout import RolloutSetup
 from verl_mg.rollout.sync_rollout import SyncRollout
-from verl_mg.rows.samples import RolloutRecords
 from verl_mg.weight_sync import transfer_plan
 
 COUNT, LORA = 8, LoraConfig(rank=4, alpha=6.0)
@@ -54,7 +53,7 @@ def rows(model: Path) -> Batch:
     batch = random_rows(COUNT, read_config(model).vocab)
     batch["sample_id"] = torch.arange(COUNT)
     batch["returns"] = batch["noise"] * 5
-    return batch.select(range(dist.get_rank(), COUNT, dist.get_world_size()))
+    return own_rows(batch)
 
 
 def role_on(
@@ -230,7 +229,7 @@ def synced(model: Path, layout: str, portion: int, dtype: torch.dtype) -> dict[s
     engine = HFEngine(model, "cpu", dtype, load_weights=False)
     context = job_context()
     # The weight sync needs no prompts.
-    feed, records = PromptFeed(PromptSet([Prompt(0, (2,), "", None, {})])), RolloutRecords()
+    feed, records = PromptFeed(PromptSet([Prompt(0, (2,), "", None, {})])), []
     setup = RolloutSetup(sampling=Sampling(max_new_tokens=4), seed=5, context=context, prompts=feed, records=records)
     rollout = SyncRollout(HFEngineGroup(engine, context), setup)
     own = actor.runner.parameters()

@@ -9,20 +9,15 @@ import torch.distributed as dist
 from tests.helpers.rank_pool import job_context
 from tests.helpers.roles import build_role
 from tests.helpers.tiny_models import random_rows
-from tests.roles.updates import COUNT, OPTIMIZER, TEMPERATURE
+from tests.roles.updates import COUNT, OPTIMIZER, TEMPERATURE, noise_loss, own_rows
 from verl_mg.config import LoraConfig
 from verl_mg.fsdp.mesh import MeshGroups
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.hf_config import read_config
 from verl_mg.roles.models import Actor, Reference
-from verl_mg.training.loss_inputs import LossInputs
 
 LORA = LoraConfig(rank=4)
-
-
-def loss(tokens: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    return tokens["noise"] * tokens.logprobs, {}
 
 
 def refreshed(
@@ -45,11 +40,11 @@ def refreshed(
     context.offload.register(reference.cpu_offload)
     reference.cpu_offload.to_host()
     reference.follow(actor)
-    own = random_rows(COUNT, read_config(model).vocab).select(range(dist.get_rank(), COUNT, ranks))
+    own = own_rows(random_rows(COUNT, read_config(model).vocab))
     found = []
     for number in range(2):
         before = reference.compute_logprobs(own)
-        actor.update(own, loss, "token-mean")
+        actor.update(own, noise_loss, "token-mean")
         reference.refresh()
         now, wanted = reference.compute_logprobs(own), actor.compute_logprobs(own)
         actor.save(folder / str(number), model)

@@ -8,18 +8,16 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.helpers.tiny_models import random_rows, tiny_model, uninitialized_memory_is_nan
-from tests.roles.updates import COUNT, role_on, square_loss
+from tests.roles.updates import COUNT, noise_loss, own_rows, role_on, square_loss
 from verl_mg.checkpoint.hf_safetensors import CheckpointReader
 from verl_mg.config import LoraConfig
 from verl_mg.models.hf_config import read_config
 from verl_mg.roles.models import Actor, Critic, TrainableRole
 from verl_mg.sharding.weight_table import WeightTable
-from verl_mg.training.loss_inputs import LossInputs
 
 LORA = LoraConfig(rank=4)
 
@@ -41,17 +39,13 @@ def values_of(role: TrainableRole) -> dict[str, Tensor]:
     return {name: values.detach() for name, values in (role.runner.parameters() | dict(role.runner.adapters())).items()}
 
 
-def loss(tokens: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-    return tokens["noise"] * tokens.logprobs, {}
-
-
 def restore(kind: type[TrainableRole], model: Path, layout: str, lora: LoraConfig | None) -> tuple[set[str], set[str]]:
     """Restores a role from another one; returns the tensors that were read and the parameters that have no values."""
     trained = role_on(kind, model, layout, 60, lora=lora)
     batch = random_rows(COUNT, read_config(model).vocab)
     batch["returns"] = batch["noise"]
-    own = batch.select(range(dist.get_rank(), COUNT, dist.get_world_size()))
-    trained.update(own, square_loss if kind is Critic else loss, "token-mean")
+    own = own_rows(batch)
+    trained.update(own, square_loss if kind is Critic else noise_loss, "token-mean")
     stored = {part.key: part.values.clone() for part in trained.parts()}
     if lora:
         lora = lora.model_copy(update={"path": model / "removed"})

@@ -58,14 +58,21 @@ def flops_of_tokens(model):
     return sum(flops.per_token + flops.per_pair * (2 * position + 1) for position in positions_computed_once())
 
 
+def check_sharing(ranks, count, arguments, kind=Actor, options=()):
+    """What `passes` returns of rows that share prefixes and of whole rows: the same, but from fewer tokens."""
+    batch = sharing_rows(read_config(arguments[0]).vocab)
+    shared, whole = (ranks.run(count, passes, *arguments, batch, on, kind, options) for on in (True, False))
+    assert_same(shared, whole)
+    assert sum(result[4] for result in shared) < sum(result[4] for result in whole)
+    return shared, whole
+
+
 @pytest.mark.parametrize(("name", "layout", "count", "budget", "options"), CASES)
 def test_update_and_logprobs_of_shared_prefixes_equal_those_of_whole_rows(
     ranks, models, name, layout, count, budget, options
 ):
     model, batch = models[name], sharing_rows(read_config(models[name]).vocab)
-    shared, whole = (ranks.run(count, passes, model, layout, budget, batch, on, Actor, options) for on in (True, False))
-    assert_same(shared, whole)
-    assert sum(result[4] for result in shared) < sum(result[4] for result in whole)
+    shared, whole = check_sharing(ranks, count, (model, layout, budget), options=options)
     if layout == "tp1":
         assert (shared[0][4], whole[0][4]) == (len(positions_computed_once()), batch.total_tokens)
         assert shared[0][5] == pytest.approx(3 * flops_of_tokens(model))
@@ -81,10 +88,7 @@ def test_update_and_logprobs_of_shared_prefixes_equal_those_of_whole_rows(
 @pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["tp1", "pp2"])
 def test_update_and_values_of_shared_prefixes_equal_those_of_whole_rows(ranks, models, layout):
-    model, batch = models["dense"], sharing_rows(read_config(models["dense"]).vocab)
-    shared, whole = (ranks.run(2, passes, model, layout, ROOMY, batch, on, Critic) for on in (True, False))
-    assert_same(shared, whole)
-    assert sum(result[4] for result in shared) < sum(result[4] for result in whole)
+    check_sharing(ranks, 2, (models["dense"], layout, ROOMY), Critic)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +141,4 @@ def test_update_with_transformer_engine_of_shared_prefixes_equals_that_of_whole_
 ):
     unfused = {"moe_permute_fusion": False} if read_config(models[name]).experts else {}
     options = {"kernels": "transformer_engine", "megatron": MegatronConfig(transformer=unfused)}
-    arguments = (models[name], layout, ROOMY, sharing_rows(read_config(models[name]).vocab))
-    shared, whole = (transformer_engine.run(count, passes, *arguments, on, Actor, options) for on in (True, False))
-    assert_same(shared, whole)
-    assert sum(result[4] for result in shared) < sum(result[4] for result in whole)
+    check_sharing(transformer_engine, count, (models[name], layout, ROOMY), options=options)

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from tests.helpers.rank_pool import job_context
 from tests.helpers.roles import build_role
 from tests.helpers.tiny_models import oracle, tiny_model
-from tests.roles.updates import COUNT, OPTIMIZER, TEMPERATURE, rows
+from tests.roles.updates import COUNT, OPTIMIZER, TEMPERATURE, check_weights, own_rows, rows, stepper
 from verl_mg.algorithms.divergence import Divergence
 from verl_mg.fsdp.mesh import MeshGroups
 from verl_mg.layout import Layout, Placement
@@ -60,14 +60,14 @@ def loss(inputs):
 
 def updates(models, layout, backend, folder):
     """Metrics of one update by each divergence after another; saves the model."""
-    placement = Placement(Layout.parse(layout).fit(dist.get_world_size()), tuple(range(dist.get_world_size())))
+    placement = Placement.on(Layout.parse(layout), dist.get_world_size())
     context = job_context()
     groups = ParallelGroups(placement) if backend == "megatron" else MeshGroups(placement, 1)
     options = {"dtype": torch.float32, "temperature": TEMPERATURE, "tokens_per_micro_batch": 40}
     policies = {name: build_role(Policy, models[name], groups, context, name=name, **options) for name in TEACHERS}
     actor = build_role(Actor, models[STUDENT], groups, context, optimizer=SMALL_STEPS, **options)
     teachers = Teachers(policies, policies, actor, teacher_number, context)
-    mine = batch_of(models[STUDENT]).select(range(dist.get_rank(), COUNT, dist.get_world_size()))
+    mine = own_rows(batch_of(models[STUDENT]))
     found = []
     for divergence in DIVERGENCES:
         batch = mine.select(range(len(mine)))
@@ -84,9 +84,7 @@ def expected(models):
     batch, found = batch_of(models[STUDENT]), []
     net = copy.deepcopy(oracle(models[STUDENT])).double()
     theirs = [copy.deepcopy(oracle(models[name])).double() for name in TEACHERS]
-    optimizer = torch.optim.AdamW(
-        net.parameters(), lr=SMALL_STEPS.lr, eps=SMALL_STEPS.eps, betas=SMALL_STEPS.betas, weight_decay=0.0
-    )
+    step = stepper(net, SMALL_STEPS)
     for divergence in DIVERGENCES:
         per_token, entropies = [], []
         for row in range(COUNT):
@@ -98,11 +96,8 @@ def expected(models):
             entropies.append(-(log_q.exp() * log_q).sum(-1))
             per_token.append(plain_divergence(divergence, log_p, log_q))
         value, entropy = torch.cat(per_token).mean(), torch.cat(entropies).mean()
-        optimizer.zero_grad()
-        (value - 0.01 * entropy).backward()
-        norm = torch.nn.utils.clip_grad_norm_(net.parameters(), SMALL_STEPS.clip_grad).item()
-        optimizer.step()
-        found.append((value.item(), (value - 0.01 * entropy).item(), norm))
+        total = value - 0.01 * entropy
+        found.append((value.item(), total.item(), step(total)))
     return found, {name: weight.detach() for name, weight in net.named_parameters()}
 
 
@@ -138,8 +133,4 @@ def test_updates_by_divergences_from_two_teachers_equal_whole_logits(
         assert metrics["actor/loss"] == pytest.approx(total, rel=1e-5)
         assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=3e-5) and norm > 0.01
     before = oracle(models[STUDENT]).state_dict()
-    after = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").state_dict()
-    for name, wanted in weights.items():
-        moved = (wanted - before[name]).abs().max()
-        assert moved > 0, f"{name} has no gradient"
-        assert (after[name] - wanted).abs().max() < 1e-4 * moved + 1e-6, name
+    check_weights(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"), weights, before)

@@ -41,17 +41,22 @@ def rows(model):
     return batch
 
 
-def actor_on(model, layout, budget, ranks=None):
+def own_rows(batch):
+    """Rows of this rank, every n-th of all, so that neighbours such as pairs are on different ranks."""
+    return batch.select(range(dist.get_rank(), len(batch), dist.get_world_size()))
+
+
+def actor_on(model, layout, budget, ranks=None, dynamic_cp=False):
     """An actor on the given ranks, all by default."""
-    return role_on(Actor, model, layout, budget, ranks)
+    return role_on(Actor, model, layout, budget, ranks, dynamic_cp=dynamic_cp)
 
 
-def role_on(kind, model, layout, budget, ranks=None, dtype=torch.float32, **options):
+def role_on(kind, model, layout, budget, ranks=None, dtype=torch.float32, dynamic_cp=False, **options):
     ranks = ranks or range(dist.get_world_size())
     return build_role(
         kind,
         model,
-        ParallelGroups(Placement(Layout.parse(layout).fit(len(ranks)), tuple(ranks))),
+        ParallelGroups(Placement(Layout.parse(layout).fit(len(ranks)), tuple(ranks)), dynamic_cp=dynamic_cp),
         dtype=dtype,
         temperature=TEMPERATURE,
         tokens_per_micro_batch=budget,
@@ -69,9 +74,7 @@ def with_entropy(cfg, inputs):
 def oracle_update(model, mode, chunks=1):
     """Loss, gradient norm and weights after the same update in plain torch, without padding."""
     net = copy.deepcopy(oracle(model))
-    decay = dict(lr=OPTIMIZER.lr, eps=OPTIMIZER.eps, betas=OPTIMIZER.betas, weight_decay=0.0)
-    optimizer = torch.optim.AdamW(net.parameters(), **decay)
-    batch = rows(model)
+    step, batch = stepper(net), rows(model)
     batch = batch.select(batch["sample_id"].argsort())
     cfg, losses, norms = settings(mode), [], []
     for part in torch.arange(len(batch)).tensor_split(chunks):
@@ -94,10 +97,7 @@ def oracle_update(model, mode, chunks=1):
                 total = total + per_token.mean() / sequences
             else:
                 total = total + per_token.sum() / (sequences * 16)
-        optimizer.zero_grad()
-        total.backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(net.parameters(), OPTIMIZER.clip_grad).item())
-        optimizer.step()
+        norms.append(step(total))
         losses.append(total.item())
     return sum(losses) / chunks, sum(norms) / chunks, {n: p.detach() for n, p in net.named_parameters()}
 
@@ -107,12 +107,30 @@ def compare(metrics, folder, model, expected):
     assert metrics["actor/loss"] == pytest.approx(loss, rel=1e-5)
     assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-5)
     assert norm > OPTIMIZER.clip_grad > 0 and metrics["actor/clip_fraction_low"] > 0
-    before = oracle(model).state_dict()
-    after = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    check_weights(AutoModelForCausalLM.from_pretrained(folder), weights, oracle(model).state_dict())
+
+
+def check_weights(saved, weights, before):
+    """The saved weights are the expected ones, each of which has moved from its value before."""
+    after = saved.state_dict()
     for name, value in weights.items():
         moved = (value - before[name]).abs().max()
         assert moved > 0, f"{name} has no gradient"
         assert (after[name] - value).abs().max() < 1e-4 * moved + 1e-6, name
+
+
+def stepper(net, config=OPTIMIZER):
+    """Makes optimizer steps in plain torch: from the loss of one to the norm of its gradient."""
+    optimizer = torch.optim.AdamW(net.parameters(), lr=config.lr, eps=config.eps, betas=config.betas, weight_decay=0.0)
+
+    def step(loss: Tensor) -> float:
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(net.parameters(), config.clip_grad).item()
+        optimizer.step()
+        return norm
+
+    return step
 
 
 def classifier(model: Path) -> torch.nn.Module:
@@ -134,6 +152,10 @@ def heads(net: torch.nn.Module, batch: Batch, row: int) -> Tensor:
 
 def square_loss(tokens: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     return (tokens.values - tokens["returns"]) ** 2, {}
+
+
+def noise_loss(tokens: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+    return tokens["noise"] * tokens.logprobs, {}
 
 
 def passes(model, layout, budget, batch, shares, kind=Actor, options=()):

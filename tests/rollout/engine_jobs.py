@@ -8,13 +8,15 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers import engines
 from tests.helpers.rank_pool import job_store
-from tests.helpers.tiny_jobs import DIGITS, RECIPES, write_sums
+from tests.helpers.tiny_jobs import DIGITS, RECIPES, files_of, write_sums
 from verl_mg.config import load_config
+from verl_mg.errors import UserError
 from verl_mg.job.job import RunningJob
 from verl_mg.job.recipe import Recipe, load_recipe
 from verl_mg.models.tiny_model import make_tiny_model
 
 NEW_TOKENS = 10
+BYTES = ("bytes_sent", "bytes_received", "bytes_lower_bound")
 Report = dict[str, object]
 
 
@@ -53,10 +55,8 @@ def inputs(
 def settings(folder: Path, engine: str = "sglang") -> list[str]:
     """Of a GRPO job with engines of this kind."""
     return [
-        f"model.path={folder / 'model'}",
-        f"data.train={folder / 'sums.jsonl'}",
+        *files_of(folder, folder / "run"),
         f"reward.function={folder / 'reward.py'}:digits",
-        f"job.output={folder / 'run'}",
         "actor.optimizer.lr=3e-3",
         *engines.overrides(engine),
         "rollout.max_running_requests=32",
@@ -75,6 +75,26 @@ def engine_job(
     job = RunningJob(config, recipe.roles(config.algorithm), job_store())
     job.start()
     return job, recipe
+
+
+def complaint(folder: Path, *overrides: str) -> str:
+    """The error that refuses the job; "" where it is built."""
+    try:
+        engine_job(folder, *overrides)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def train(folder: Path, *overrides: str, updates: int = 2, engine: str = "sglang") -> list[Report]:
+    """A checkpoint and what this rank saw of each iteration of a job, with its bytes on the wire."""
+    job, recipe = engine_job(folder, *overrides, engine=engine)
+    reports = []
+    for update in range(updates):
+        report = trained_once(job, recipe, folder, f"checkpoint-{update}")
+        reports.append(report | {"bytes": [job.rollout.metrics.get(f"weight_sync/{name}") for name in BYTES]})
+    job.close()  # else it would look after its servers during later tests
+    return reports
 
 
 def trained_once(job: RunningJob, recipe: Recipe, folder: Path, checkpoint: str) -> Report:
@@ -119,6 +139,17 @@ def checked_answers(folder: Path, reported: Sequence[Report]) -> list[tuple[list
             torch.testing.assert_close(torch.tensor(logprobs[length:]), oracle, atol=1e-4, rtol=0)
             answers.append((prompt, logprobs))
     return answers
+
+
+def check_versions(folder: Path, row: dict[str, torch.Tensor]) -> set[int]:
+    """Each token's log-prob is that of the weights of its version; returns the versions that wrote a sample."""
+    versions = row["policy_versions"]
+    written = set(versions[versions >= 0].tolist())
+    for version in written:
+        expected, of_version = token_logprobs(folder / f"weights-{version}", row["tokens"]), (versions == version)[1:]
+        found = row["rollout_logprobs"][1:]
+        torch.testing.assert_close(found[of_version], expected[of_version], atol=1e-4, rtol=0)
+    return written
 
 
 def checked_steps(folder: Path, results: Sequence[Sequence[Report]]) -> Iterator[Sequence[Report]]:

@@ -20,7 +20,6 @@ from verl_mg.roles.reward import RewardRole
 from verl_mg.rollout.engine_group import HFEngineGroup
 from verl_mg.rollout.rollout import RolloutSetup
 from verl_mg.rollout.sync_rollout import SyncRollout
-from verl_mg.rows.samples import RolloutRecords
 
 TEXTS = ["12+3=", "7*(8-2)=", "a b c", "(1)", "99-98+97="]
 
@@ -54,7 +53,7 @@ def make_roles(
     actor = build_role(
         Actor, model, layout, context, temperature=0.9, tokens_per_micro_batch=60, optimizer=OptimizerConfig(lr=3e-3)
     )
-    feed, records = PromptFeed(PromptSet(make_prompts(model))), RolloutRecords()
+    feed, records = PromptFeed(PromptSet(make_prompts(model))), []
     role = None
     if reward:
         scorer = AsyncScorer({"": load_reward(reward)})

@@ -1,4 +1,4 @@
-"""Asynchronous rollouts on real engines: tokens of each version, evaluations during them, killed engines."""
+"""Asynchronous rollouts on real engines and servers: tokens of each version, evaluations meanwhile, killed engines."""
 
 import os
 import signal
@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from tests.helpers.engines import SGLANG
+from tests.helpers.sglang_servers import RunningServer, ready, receiving_server
 from tests.helpers.traces import needs_sglang, needs_vllm
-from tests.rollout.engine_jobs import engine_job, inputs, token_logprobs
+from tests.rollout.engine_jobs import check_versions, engine_job, inputs
 from verl_mg.engines.engine import RolloutEngine, Sample
 from verl_mg.engines.process_engine import ProcessEngine
 from verl_mg.rollout.groups import FIRST_EVALUATION_ID
@@ -92,24 +93,6 @@ def requests_and_results(engine: ProcessEngine) -> tuple[list[str], list[tuple[s
     return started, results
 
 
-def check_versions(folder: Path, rows, newest: int) -> set[int]:
-    """Each token's log-prob is that of the weights of its version; returns how many versions wrote one sample."""
-    spans = set()
-    for row in rows:
-        versions, written = row["policy_versions"], row["policy_versions"] >= 0
-        spans.add(len(versions[written].unique()))
-        assert versions[written].max() <= newest
-        assert torch.equal(row["loss_mask"], written & (versions >= newest - MAX_STALENESS))
-        for version in versions[written].unique().tolist():
-            expected, of_version = (
-                token_logprobs(folder / f"weights-{version}", row["tokens"]),
-                (versions == version)[1:],
-            )
-            found = row["rollout_logprobs"][1:]
-            torch.testing.assert_close(found[of_version], expected[of_version], atol=1e-4, rtol=0)
-    return spans
-
-
 @pytest.fixture(
     scope="module",
     params=[
@@ -132,7 +115,12 @@ def test_async_rollout_trains_each_sample_once_with_tokens_of_their_versions(tra
         ids += [i for rank in reported for i in rank["ids"]]
         rows = [row for rank in reported for row in rank["rows"]]
         assert len(rows) == PROMPTS * GROUP
-        spans |= check_versions(folder, rows, reported[0]["version"])
+        newest = reported[0]["version"]
+        for row in rows:
+            written = check_versions(folder, row)
+            spans.add(len(written))
+            assert max(written) <= newest
+            assert torch.equal(row["loss_mask"], row["policy_versions"] >= max(0, newest - MAX_STALENESS))
         metrics = reported[0]["metrics"]
         norms.append(metrics["actor/grad_norm"])
         assert metrics["weight_sync/bytes_received"] == metrics["weight_sync/bytes_lower_bound"] > 0
@@ -195,3 +183,40 @@ def test_async_rollout_stale_drop_counts_dropped_samples_and_trains_none(ranks, 
         dropped += reported[0]["metrics"]["rollout/dropped_samples"]
     assert len(trained) == len(set(trained)) == ITERATIONS * PROMPTS * GROUP
     assert dropped >= GROUP and not set(trained) & set(range(GROUP))
+
+
+def train_on_servers(folder: Path, urls: list[str], keep_cache: bool) -> list[dict[str, object]]:
+    """This rank's samples; the weights are written after each update."""
+    job, recipe = engine_job(
+        folder, "rollout.mode=async", "rollout.max_staleness=2", "actor.layout=tp2", f"rollout.urls=[{','.join(urls)}]",
+        "algorithm.prompts_per_iteration=3", f"algorithm.group_size={GROUP}", f"job.iterations={ITERATIONS}",
+        "rollout.max_new_tokens=400", f"rollout.keep_kv_cache={str(keep_cache).lower()}",
+    )  # fmt: skip
+    job.actor.save(folder / "weights-0", folder / "model")
+    rows = []
+    for iteration in range(1, ITERATIONS + 1):
+        one_iteration(recipe, job, iteration)
+        job.actor.save(folder / f"weights-{job.actor.num_updates}", folder / "model")
+        (batch,) = job.rollout.train_batches
+        rows += [row | {"id": i} for i, row in zip(batch["sample_id"].tolist(), rows_of(batch), strict=True)]
+    job.close()
+    return rows
+
+
+@needs_sglang
+@pytest.mark.nightly
+@pytest.mark.parametrize("keep_cache", [False, True])
+def test_async_rollout_on_servers_has_tokens_of_their_versions(ranks, tmp_path, keep_cache):
+    """On a server that receives shards and one that receives whole weights."""
+    folder, options = inputs(tmp_path, "qwen3", positions=512, unused=1000), {"max_total_tokens": 16384}
+    kinds = enumerate((receiving_server, RunningServer))
+    with ready(*(kind(folder / "model", folder / f"{i}.log", "tp1", **options) for i, kind in kinds)) as servers:
+        results = ranks.run(2, train_on_servers, folder, [server.url for server in servers], keep_cache)
+    rows = [row for rank in results for row in rank]
+    assert len({row["id"] for row in rows}) == len(rows) == ITERATIONS * 3 * GROUP
+    spans = set()
+    for row in rows:
+        spans.add(len(row["policy_versions"].unique()) - 1)  # -1 in the prompt
+        if not keep_cache:  # else keys and values of older weights are part of the context
+            check_versions(folder, row)
+    assert max(spans) >= 2, "no sample was in flight in an update"

@@ -9,9 +9,8 @@ import torch.distributed as dist
 
 from tests.helpers.engines import SGLANG, VLLM_NIGHTLY
 from tests.helpers.tiny_models import tiny_model
-from tests.roles.updates import COUNT, actor_on, rows, settings, with_entropy
-from tests.rollout.engine_jobs import checked_steps, engine_job, inputs, trained_once
-from verl_mg.errors import UserError
+from tests.roles.updates import COUNT, actor_on, own_rows, rows, settings, with_entropy
+from tests.rollout.engine_jobs import checked_steps, complaint, engine_job, inputs, trained_once
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.weight_sync import transfer_plan
@@ -30,7 +29,7 @@ STEPS = 2
 def train(model, layout, placed, folder):
     """This rank's log-probs, metrics of two updates, and parameters; rows are distributed over all ranks of the job."""
     actor = actor_on(model, layout, 40, placed)
-    batch = rows(model).select(range(dist.get_rank(), COUNT, dist.get_world_size()))
+    batch = own_rows(rows(model))
     column = actor.compute_logprobs(batch).split(batch.lengths.tolist())
     metrics = []
     for _ in range(STEPS):
@@ -93,13 +92,6 @@ def test_parallel_groups_with_unsorted_ranks_are_refused():
         ParallelGroups(Placement(Layout(tp=2), (1, 0)))
 
 
-def refused(folder, overrides):
-    try:
-        engine_job(folder, *overrides)
-    except UserError as error:
-        return str(error)
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -122,7 +114,7 @@ def refused(folder, overrides):
     ],
 )
 def test_job_with_unfit_ranks_is_refused_with_a_remedy(ranks, tmp_path, overrides, message):
-    assert ranks.run(4, refused, inputs(tmp_path, "qwen3"), overrides) == [message] * 4
+    assert ranks.run(4, complaint, inputs(tmp_path, "qwen3"), *overrides) == [message] * 4
 
 
 def train_with_engines(folder, engine):

@@ -2,12 +2,13 @@
 layouts."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.engines import SGLANG, VLLM, VLLM_NIGHTLY
-from tests.rollout.engine_jobs import checked_answers, checked_steps, engine_job, inputs, trained_once
+from tests.rollout.engine_jobs import checked_steps, engine_job, inputs, train, trained_once
 from verl_mg.config import LoraConfig
 from verl_mg.errors import UserError
 from verl_mg.job.build_models import ModelRoleBuilder
@@ -17,10 +18,9 @@ from verl_mg.models.hf_config import read_config
 LAYOUTS = ("tp2", "pp2", "tp1")
 UPDATES = 2
 """Of the first actor; each other one has one, before which its weights were sent once already."""
-UPDATES_WITHOUT_TABLE = 2
 
 
-def train(folder: Path, overrides: list[str], engine: str, layouts: Sequence[str]) -> list[dict[str, object]]:
+def train_by_each(folder: Path, overrides: list[str], engine: str, layouts: Sequence[str]) -> list[dict[str, object]]:
     """Under each layout, then of adapters: iterations, after each a checkpoint and the engine's greedy answers."""
     reported = []
     job, recipe = engine_job(folder, f"actor.layout={LAYOUTS[0]}", "rollout.layout=tp2", *overrides, engine=engine)
@@ -54,20 +54,13 @@ def test_engine_after_update_weights_serves_the_exported_checkpoint(ranks, tmp_p
     folder = inputs(tmp_path, architecture)
     # What is sent depends on the engine's layout, not on its kind: another layout of the actor is once enough.
     layouts = LAYOUTS[:1] if (engine, architecture) == ("vllm", "qwen3_moe") else LAYOUTS
-    results = ranks.run(2, train, folder, overrides, engine, layouts)
+    results = ranks.run(2, train_by_each, folder, overrides, engine, layouts)
     for step, reported in enumerate(checked_steps(folder, results)):
         received, bound = reported[0]["sync"]
         assert received == bound and (received > 0 or reported[0]["checkpoint"].startswith("tp1"))
         assert {v for rank in reported for v in rank["versions"]} == {step if step < UPDATES else 0}
         ids = sorted(i for rank in reported for i in rank["ids"])
         assert ids == list(range(step * 24, (step + 1) * 24))
-
-
-def trained_on_fsdp(folder: Path, engine: str) -> list[dict[str, object]]:
-    """Some iterations of a model of which only `transformers` and the engine know the architecture."""
-    overrides = ["actor.backend=fsdp", "rollout.layout=tp2", "job.console=false"]
-    job, recipe = engine_job(folder, *overrides, engine=engine)
-    return [trained_once(job, recipe, folder, f"fsdp-{update}") for update in range(UPDATES_WITHOUT_TABLE)]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +71,8 @@ def test_engine_of_a_model_without_a_table_serves_the_exported_checkpoint(ranks,
     folder = inputs(tmp_path, architecture, hidden=128)
     with pytest.raises(UserError, match=f"model_type '{architecture}' is not supported"):
         read_config(folder / "model")
-    for step, reported in enumerate(checked_steps(folder, ranks.run(2, trained_on_fsdp, folder, engine))):
+    results = ranks.run(2, partial(train, engine=engine), folder, "actor.backend=fsdp", "rollout.layout=tp2")
+    for step, reported in enumerate(checked_steps(folder, results)):
         received, bound = reported[0]["sync"]
         assert received == bound > 0
         assert {v for rank in reported for v in rank["versions"]} == {step}
@@ -86,20 +80,12 @@ def test_engine_of_a_model_without_a_table_serves_the_exported_checkpoint(ranks,
     assert table.name.startswith(engine)
 
 
-def trained_with_changes(folder: Path) -> list[dict[str, object]]:
-    """Updates so small that many elements stay as they are, and the engine's answers after each."""
-    changes = ["rollout.delta=true", "rollout.sleep=false", "actor.optimizer.lr=1e-9"]
-    job, recipe = engine_job(folder, "actor.layout=pp2", "rollout.layout=tp2", *changes)
-    return [trained_once(job, recipe, folder, f"delta-{update}") for update in range(UPDATES)]
-
-
 @pytest.mark.nightly
 def test_engine_that_receives_changes_alone_serves_the_exported_checkpoint(ranks, tmp_path):
+    """Updates are so small that many elements stay as they are."""
     folder = inputs(tmp_path, "qwen3")
-    results, before = ranks.run(2, trained_with_changes, folder), None
-    for step, reported in enumerate(zip(*results, strict=True)):
-        answers = checked_answers(folder, reported)
-        assert answers != before
-        before = answers
+    changes = ["rollout.delta=true", "rollout.sleep=false", "actor.optimizer.lr=1e-9"]
+    results = ranks.run(2, train, folder, "actor.layout=pp2", "rollout.layout=tp2", *changes)
+    for step, reported in enumerate(checked_steps(folder, results)):
         received, bound = reported[0]["sync"]
         assert 0 < received < 0.9 * bound, step

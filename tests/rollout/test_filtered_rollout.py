@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 
 import pytest
 
@@ -33,6 +33,13 @@ def groups_of(batch, rewards):
     """Samples of each group as (sample, tokens, reward)."""
     rows = zip(batch["group"].tolist(), batch["sample_id"].tolist(), rewards.tolist(), strict=True)
     return [(group, sample, batch.row("tokens", i).tolist(), reward) for i, (group, sample, reward) in enumerate(rows)]
+
+
+def rewards_by_group(rows):
+    rewards = defaultdict(list)
+    for group, _, _, reward in rows:
+        rewards[group].append(reward)
+    return rewards
 
 
 def roles_with(model, job, reward="digits", **options):
@@ -72,9 +79,7 @@ def model(tmp_path_factory):
 def test_filtered_groups_are_the_first_that_differ_in_rounds(ranks, model):
     rounds = ranks.run(2, in_rounds, model)
     everything, (_, prompts) = sorted(row for rows, _ in rounds for row in rows), rounds[0]
-    rewards = {}
-    for group, _, _, reward in everything:
-        rewards.setdefault(group, []).append(reward)
+    rewards = rewards_by_group(everything)
     results = ranks.run(2, filtered, model, 2)
     start = 0
     for call in range(2):
@@ -102,22 +107,18 @@ def test_filtered_calls_with_extra_prompts_continue_groups_and_return_each_once(
     seen: Counter[int] = Counter()
     for call in range(4):
         rows = [row for result in results for row in result[call][0]]
-        rewards = {}
-        for group, sample, _, reward in rows:
-            rewards.setdefault(group, []).append(reward)
-            seen[sample] += 1
-        assert len(rewards) == NEEDED
-        assert all(len(values) == GROUP and differ(values) for values in rewards.values())
+        rewards = rewards_by_group(rows).values()
+        seen.update(sample for _, sample, *_ in rows)
+        assert len(rewards) == NEEDED and all(len(values) == GROUP and differ(values) for values in rewards)
     assert set(seen.values()) == {1}
     assert len({next_id for result in results for _, next_id, _, _ in result[-1:]}) == 1
 
 
 def refused(model, reward, options):
     rollout, _, _ = roles_with(model, f"refused {reward} {options}", reward, **options)
-    try:
+    with pytest.raises(UserError) as caught:
         rollout.generate_filtered(NEEDED, GROUP, differ, MOST)
-    except UserError as error:
-        return str(error)
+    return str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +131,7 @@ def refused(model, reward, options):
 )
 def test_filtered_call_without_scores_of_single_samples_is_refused(ranks, model, reward, options, message):
     (text,) = ranks.run(1, refused, model, reward, options)
-    assert text and re.search(message, text)
+    assert re.search(message, text)
 
 
 @pytest.mark.nightly
@@ -138,10 +139,7 @@ def test_async_rollout_returns_groups_that_differ_and_replaces_others(ranks, tmp
     folder = inputs(tmp_path, "qwen3")
     for reported in ranks.run(3, train_async, folder):
         for rows, metrics in reported:
-            rewards = {}
-            for group, _, _, reward in rows:
-                rewards.setdefault(group, []).append(reward)
-            assert all(differ(values) for values in rewards.values())
+            assert all(differ(values) for values in rewards_by_group(rows).values())
             assert metrics["dapo/groups"] == NEEDED and metrics["actor/grad_norm"] > 0
 
 

@@ -11,12 +11,11 @@ import pytest
 import torch.distributed as dist
 
 from tests.helpers.rank_pool import job_store
-from tests.helpers.sglang_servers import RunningServer, receiving_server
+from tests.helpers.sglang_servers import RunningServer, ready, receiving_server
 from tests.helpers.traces import needs_sglang
-from tests.rollout.engine_jobs import checked_answers, engine_job, inputs, trained_once
+from tests.rollout.engine_jobs import checked_answers, complaint, engine_job, inputs, train
 from verl_mg.engines.engine import CAPACITY, OBSERVED, RUNNING, USED, WAITING, Request, Sampling
 from verl_mg.engines.sglang.requests import load_counts
-from verl_mg.errors import UserError
 from verl_mg.http_client import JsonSession
 from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import read_config
@@ -41,7 +40,6 @@ def folder(tmp_path_factory) -> Path:
 KEYS = {"TEST_SERVER_KEY": "key-of-users", "TEST_ADMIN_KEY": "key-of-administrators"}
 
 OF_KEYS = ("rollout.api_key_env=TEST_SERVER_KEY", "rollout.admin_key_env=TEST_ADMIN_KEY")
-BYTES = ("bytes_sent", "bytes_received", "bytes_lower_bound")
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +48,8 @@ def servers(folder) -> Iterator[list[RunningServer]]:
     model, keys = folder / "model", {"api_key": KEYS["TEST_SERVER_KEY"], "admin_api_key": KEYS["TEST_ADMIN_KEY"]}
     running = [receiving_server(model, folder / f"server-{i}.log", "tp2", **keys) for i in range(2)]
     running.append(RunningServer(model, folder / "server-2.log", "tp1", **keys))
-    try:
-        yield [server.wait_until_ready() for server in running]
-    finally:
-        for server in running:
-            server.kill()
+    with ready(*running) as servers:
+        yield servers
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -83,22 +78,15 @@ def needed_bytes(model: Path, layout: EngineLayout) -> int:
     return 4 * sum(numel(box) for _, _, box in boxes)
 
 
-def train(folder: Path, urls: list[str], *overrides: str) -> list[dict[str, object]]:
-    job, recipe = engine_job(
-        folder, f"rollout.urls=[{','.join(urls)}]", "actor.layout=tp2-pp2", "rollout.weight_transfer=shards",
-        *OF_KEYS, *overrides,
-    )  # fmt: skip
-    output = []
-    for update in range(2):
-        seen = trained_once(job, recipe, folder, f"checkpoint-{update}")
-        output.append(seen | {"bytes": [job.rollout.metrics.get(f"weight_sync/{key}") for key in BYTES]})
-    job.rollout.close()
-    return output
+def train_on(servers: list[RunningServer], ranks, folder: Path, *overrides: str) -> zip:
+    """What the ranks report of each iteration on the first two servers."""
+    urls = ",".join(server.url for server in servers[:2])
+    settings = (f"rollout.urls=[{urls}]", "actor.layout=tp2-pp2", "rollout.weight_transfer=shards", *OF_KEYS)
+    return zip(*ranks.run(4, with_keys, train, folder, *settings, *overrides), strict=True)
 
 
 def test_shards_of_tp2_pp2_reach_two_servers_at_the_lower_bound(folder, servers, ranks):
-    results = ranks.run(4, with_keys, train, folder, [server.url for server in servers[:2]])
-    for output in zip(*results, strict=True):
+    for output in train_on(servers, ranks, folder):
         assert len(checked_answers(folder, output)) == 5
         sent, received, lower_bound = output[0]["bytes"]
         assert sent == received == lower_bound == 2 * needed_bytes(folder / "model", EngineLayout(tp=2))
@@ -114,10 +102,8 @@ def test_load_of_a_server_is_counted(servers):
 
 @pytest.mark.nightly
 def test_job_that_sends_changes_alone_generates_with_the_exported_weights(folder, servers, ranks):
-    settings = ("rollout.delta=true", "actor.optimizer.lr=1e-9")
-    results = ranks.run(4, with_keys, train, folder, [server.url for server in servers[:2]], *settings)
     shares = []
-    for output in zip(*results, strict=True):
+    for output in train_on(servers, ranks, folder, "rollout.delta=true", "actor.optimizer.lr=1e-9"):
         assert len(checked_answers(folder, output)) == 5
         sent, received, everything = output[0]["bytes"]
         assert sent == received
@@ -127,10 +113,8 @@ def test_job_that_sends_changes_alone_generates_with_the_exported_weights(folder
 
 @pytest.mark.nightly
 def test_job_that_shares_changes_in_a_folder_generates_with_the_exported_weights(folder, servers, ranks, tmp_path):
-    settings = ("rollout.delta=true", "actor.optimizer.lr=1e-9", f"rollout.shared_folder={tmp_path}")
-    urls = [server.url for server in servers[:2]]
-    results = ranks.run(4, with_keys, train, folder, urls, "rollout.weight_transfer=disk", *settings)
-    for output in zip(*results, strict=True):
+    in_folder = ("rollout.weight_transfer=disk", f"rollout.shared_folder={tmp_path}")
+    for output in train_on(servers, ranks, folder, *in_folder, "rollout.delta=true", "actor.optimizer.lr=1e-9"):
         assert len(checked_answers(folder, output)) == 5
         _, received, everything = output[0]["bytes"]
         assert everything == 2 * needed_bytes(folder / "model", EngineLayout(tp=2)) and 0 < received < 0.9 * everything
@@ -233,14 +217,6 @@ def test_servers_that_come_and_go_lose_no_sample(folder, servers, ranks):
     assert [rank["served"] for rank in results] == [[{0, 2}, {2}], [{1}, {1, 2}]]
 
 
-def complaint(folder: Path, url: str) -> str:
-    try:
-        engine_job(folder, f"rollout.urls=[{url}]")
-    except UserError as error:
-        return str(error)
-    return ""
-
-
 def test_server_with_a_key_refuses_a_job_without(folder, servers, ranks):
-    (output,) = ranks.run(1, complaint, folder, servers[2].url)
+    (output,) = ranks.run(1, complaint, folder, f"rollout.urls=[{servers[2].url}]")
     assert output.startswith(f"{servers[2].url}: refuses the job's key (/server_info: Unauthorized). Write the name of")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.helpers.sglang_servers import RunningServer, free_port, receiving_server
+from tests.helpers.sglang_servers import RunningServer, free_port, ready, receiving_server
 from tests.helpers.traces import needs_sglang
 from tests.rollout.engine_jobs import checked_answers, engine_job, inputs, trained_once
 from verl_mg.errors import UserError
@@ -55,12 +55,8 @@ def servers(tmp_path, monkeypatch) -> Iterator[list[RunningServer]]:
         # The other way pins memory.
         disaggregation_mode="decode", disaggregation_decode_retraction_backup="cpu_tensor", **common,
     )  # fmt: skip
-    running = [prefill, decode, both]
-    try:
-        yield [server.wait_until_ready() for server in running]
-    finally:
-        for server in running:
-            server.kill()
+    with ready(prefill, decode, both) as running:
+        yield running
 
 
 SETTINGS = [

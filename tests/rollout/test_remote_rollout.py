@@ -8,15 +8,16 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.helpers.engines import all_of, cut_short, late_and_other, requests
-from tests.helpers.sglang_servers import SETTINGS, RunningServer, free_port
+from tests.helpers.sglang_servers import SETTINGS, RunningServer, free_port, ready
 from tests.helpers.traces import needs_sglang
-from tests.rollout.engine_jobs import checked_steps, engine_job, inputs, trained_once
+from tests.rollout.engine_jobs import checked_steps, complaint, engine_job, inputs, train
 from verl_mg.engines.engine import EngineDiedError, Request, Sampling
 from verl_mg.engines.stop_strings import StopStringEngine, decoder
 from verl_mg.errors import UserError
@@ -57,12 +58,8 @@ def test_process_group_that_nccl_cannot_connect_raises_with_its_version(monkeypa
 @pytest.fixture(scope="module")
 def server(tmp_path_factory) -> Iterator[Server]:
     folder = inputs(tmp_path_factory.mktemp("server"), "qwen3")
-    running = RunningServer(folder / "model", folder / "server.log")
-    try:
-        running.wait_until_ready()
+    with ready(RunningServer(folder / "model", folder / "server.log")) as (running,):
         yield Server(folder, running.port)
-    finally:
-        running.kill()
 
 
 class Door:
@@ -116,12 +113,8 @@ class Door:
 # -- a job
 
 
-def train(server: Server, updates: int, overrides: list[str]) -> list[dict[str, object]]:
-    """Iterations, and after each a checkpoint and the server's greedy answers."""
-    job, recipe = engine_job(server.folder, f"rollout.urls=[{server.url}]", *overrides)
-    output = [trained_once(job, recipe, server.folder, f"checkpoint-{update}") for update in range(updates)]
-    job.close()  # else it would look after the server during later tests
-    return output
+def train_on(server: Server, updates: int, overrides: list[str]) -> list[dict[str, object]]:
+    return train(server.folder, f"rollout.urls=[{server.url}]", *overrides, updates=updates)
 
 
 def check_updates(server: Server, results: list[list[dict[str, object]]]) -> None:
@@ -131,7 +124,7 @@ def check_updates(server: Server, results: list[list[dict[str, object]]]) -> Non
 
 
 def test_process_group_sync_serves_the_exported_checkpoint(server, ranks):
-    results = ranks.run(2, train, server, 2, ["actor.layout=tp2", "rollout.weight_transfer=process_group"])
+    results = ranks.run(2, train_on, server, 2, ["actor.layout=tp2", "rollout.weight_transfer=process_group"])
     check_updates(server, results)
     for received, bound in (reported["sync"] for rank in results for reported in rank):
         assert received > 1.6 * bound > 0  # both ranks of the server receive the whole model, which it needs once
@@ -140,16 +133,13 @@ def test_process_group_sync_serves_the_exported_checkpoint(server, ranks):
 def test_shared_folder_sync_serves_the_exported_checkpoint(server, ranks, tmp_path):
     folder = tmp_path / "shared"
     overrides = ["actor.layout=pp2", "rollout.weight_transfer=disk", f"rollout.shared_folder={folder}"]
-    check_updates(server, ranks.run(2, train, server, 1, overrides))
+    check_updates(server, ranks.run(2, train_on, server, 1, overrides))
     assert [version.name for version in folder.iterdir()] == ["weights-1"]
 
 
 def in_portions(server: Server) -> list[dict[str, object]]:
-    whole, broadcast.BUFFER_BYTES = broadcast.BUFFER_BYTES, 2**14
-    try:
-        return train(server, 1, ["actor.layout=tp2"])
-    finally:
-        broadcast.BUFFER_BYTES = whole
+    with mock.patch.object(broadcast, "BUFFER_BYTES", 2**14):
+        return train_on(server, 1, ["actor.layout=tp2"])
 
 
 def test_process_group_sync_in_many_chunks_serves_the_same_weights(server, ranks):
@@ -276,14 +266,6 @@ def test_remote_engine_weights_that_the_server_rejects_raise(engine, tmp_path):
 # -- mistakes
 
 
-def complaint(folder: Path, overrides: list[str]) -> str:
-    try:
-        engine_job(folder, *overrides)
-    except UserError as error:
-        return str(error)
-    return ""
-
-
 @pytest.fixture(scope="module")
 def others(tmp_path_factory) -> dict[str, Path]:
     """Models that the server does not serve."""
@@ -308,7 +290,7 @@ def others(tmp_path_factory) -> dict[str, Path]:
     ],
 )
 def test_server_of_another_model_raises(server, ranks, others, model, words):
-    (output,) = ranks.run(1, complaint, server.folder, [f"model.path={others[model]}", f"rollout.urls=[{server.url}]"])
+    (output,) = ranks.run(1, complaint, server.folder, f"model.path={others[model]}", f"rollout.urls=[{server.url}]")
     assert output.startswith(f"{server.url}: ") and words in output and "\n" not in output
 
 
@@ -349,5 +331,5 @@ def test_server_of_another_model_raises(server, ranks, others, model, words):
     ],
 )
 def test_server_configuration_mistake_raises_before_building(server, ranks, overrides, words):
-    (output,) = ranks.run(1, complaint, server.folder, [text.replace("URL", server.url) for text in overrides])
+    (output,) = ranks.run(1, complaint, server.folder, *(text.replace("URL", server.url) for text in overrides))
     assert re.search(words.replace("URL", re.escape(server.url)), output), output

@@ -23,7 +23,6 @@ from verl_mg.roles.reward import RewardRole
 from verl_mg.rollout.engine_group import EngineGroup
 from verl_mg.rollout.rollout import LocalRolloutState, RolloutSetup
 from verl_mg.rollout.sync_rollout import SyncRollout
-from verl_mg.rows.samples import RolloutRecords
 from verl_mg.run.sample_state import SampleState
 
 PROMPTS, GROUP = 5, 3
@@ -83,7 +82,7 @@ def make_rollout(
     context = JobContext.create(PrefixStore(name, job_store()))
     tokenizer = AutoTokenizer.from_pretrained(model)
     feed = PromptFeed(PromptSet([Prompt(i, (2,) * (1 + i), f"p{i}", "", {}) for i in range(PROMPTS)]))
-    scorer, records = AsyncScorer({"": load_reward(score)}), RolloutRecords()
+    scorer, records = AsyncScorer({"": load_reward(score)}), []
     if by_model:
         role = RewardRole(None, feed, tokenizer, context, records, LengthModel(), has_agents=True)
     else:

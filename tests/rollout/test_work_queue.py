@@ -91,8 +91,7 @@ def test_work_queue_is_done_when_enough_groups_are_complete(sizes, engines, data
     for queue in queues:
         queue.refresh()
         assert queue.is_done()
-    orders = [dict(queue.report()["order"]) for queue in queues]
-    assert first_complete(groups, groups, orders, needed) == [groups[g] for g in sorted(complete[:needed])]
+    assert first_complete(groups, groups, orders_of(queues), needed) == [groups[g] for g in sorted(complete[:needed])]
 
 
 def test_work_queue_forgets_groups_of_other_engines_in_one_request():
@@ -105,25 +104,19 @@ def test_work_queue_forgets_groups_of_other_engines_in_one_request():
     assert store.requests == ["add", "multi_get"]
 
 
-def test_work_queue_single_samples_cost_two_requests_each():
+def test_work_queue_single_samples_cost_two_requests_each_and_a_refresh_one():
     store = CountedStore()
     queue = make_queue(store, make_groups([(1, 0)] * 9))
+    queue.refresh()
+    store.requests.clear()
+    queue.refresh()
+    assert queue.can_queue(8) and not queue.is_done() and store.requests == ["multi_get"]
     for sample in queue.pop(9):
         queue.mark_done(sample)
-    assert queue.is_done() and store.requests == ["add"] * 18
+    assert queue.is_done() and store.requests[1:] == ["add"] * 18
     store.requests.clear()
     queue.delete_keys()
     assert store.requests == ["delete_key"] * 2
-
-
-def test_work_queue_refresh_is_one_request():
-    store = CountedStore()
-    queue = make_queue(store, make_groups([(1, 0)] * 9), 1)
-    queue.refresh()
-    store.requests.clear()
-    queue.refresh()
-    assert queue.can_queue(8) and not queue.is_done()
-    assert store.requests == ["multi_get"]
 
 
 def test_work_queue_delete_keys_empties_the_store():
@@ -158,6 +151,10 @@ def rejected_by(queues):
     return sorted(i for queue in queues for i in queue.report()["rejected"])
 
 
+def orders_of(queues):
+    return [dict(queue.report()["order"]) for queue in queues]
+
+
 def run_filtered(queues, scored, draw):
     """Lets engines start, complete and score samples in random order until all are done; returns those started."""
     started, in_flight, unscored = [], [], []
@@ -185,13 +182,11 @@ def test_filtered_queue_keeps_the_first_groups_that_pass_and_starts_no_others(pa
     groups, queues = make_filtered_queues(HashStore(), passes, needed, 0, engines, scored)
     started = run_filtered(queues, scored, random.Random(seed))
     passing = [i for i, is_kept in enumerate(passes) if is_kept][:needed]
-    kept = first_complete(groups, groups, [dict(queue.report()["order"]) for queue in queues], needed)
+    kept = first_complete(groups, groups, orders_of(queues), needed)
     assert kept == [groups[i] for i in passing]
     admitted = passing[-1] + 1 if len(passing) == needed else len(passes)
     assert sorted(started) == list(range(SIZE * admitted))
-    assert sorted(i for queue in queues for i in queue.report()["rejected"]) == [
-        i for i in range(admitted) if i not in passing
-    ]
+    assert rejected_by(queues) == [i for i in range(admitted) if i not in passing]
     for queue in queues:
         queue.refresh()
         assert queue.report()["started"] == admitted
@@ -202,12 +197,9 @@ def test_filtered_queue_with_extra_groups_keeps_those_that_pass_first(passes, nu
     scored: set[int] = set()
     groups, queues = make_filtered_queues(HashStore(), passes, 2, num_extra, 2, scored)
     run_filtered(queues, scored, random.Random(seed))
-    orders = [dict(queue.report()["order"]) for queue in queues]
-    kept = first_complete(groups, groups, orders, 2)
+    kept = first_complete(groups, groups, orders_of(queues), 2)
     assert all(passes[groups.index(group)] for group in kept) and len(kept) == min(2, sum(passes))
-    assert not {i for queue in queues for i in queue.report()["rejected"]} & {
-        i for i, is_kept in enumerate(passes) if is_kept
-    }
+    assert not any(passes[i] for i in rejected_by(queues))
 
 
 def test_filtered_queue_requests_to_the_store_grow_with_samples_not_with_candidates():

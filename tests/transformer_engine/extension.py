@@ -22,12 +22,9 @@ DType = enum.IntEnum(
     },
 )
 """Data types, by the names of the extension."""
-CUDNN = {"NVTE_No_Backend": -1, "NVTE_F16_arbitrary_seqlen": 1, "NVTE_FP8": 2}
-"""Kernels of cuDNN."""
-FORMER = {"NVTE_F16_max512_seqlen": 0}
-"""Kernels of cuDNN in versions below 2.12."""
-IMPORTED = ("layernorm_fwd", "layernorm_bwd")
-"""Further names that Transformer Engine imports by `*`."""
+CUDNN = {"NVTE_No_Backend": -1, "NVTE_F16_arbitrary_seqlen": 1, "NVTE_FP8": 2}  # kernels of cuDNN
+FORMER = {"NVTE_F16_max512_seqlen": 0}  # kernels of cuDNN in versions below 2.12
+IMPORTED = ("layernorm_fwd", "layernorm_bwd")  # further names that Transformer Engine imports by `*`
 TORCH = {DType.kFloat32: torch.float32, DType.kFloat16: torch.float16, DType.kBFloat16: torch.bfloat16}
 
 
@@ -50,25 +47,10 @@ def _member(cls: Any, name: str) -> int:
 
 
 def generic_gemm(
-    a: Tensor,
-    transposed_a: bool,
-    b: Tensor,
-    transposed_b: bool,
-    out: Tensor | None,
-    quantizer: Any,
-    out_dtype: DType | None,
-    bias: Tensor | None,
-    bias_dtype: Any,
-    gelu: bool,
-    gelu_in: Any,
-    grad: bool,
-    workspace: Tensor,
-    workspace_size: int,
-    accumulate: bool,
-    split_accumulator: bool,
-    **options: Any,
+    a: Tensor, transposed_a: bool, b: Tensor, transposed_b: bool, *others: Any, **options: Any
 ) -> tuple[Tensor, Tensor | None, None, None]:
     """out (+)= op(b) @ op(a) with row-major tensors, as BLAS has it with column-major ones."""
+    out, quantizer, out_dtype, bias, _, gelu, _, grad, _, _, accumulate, _ = others
     assert quantizer is None and not gelu
     assert options["comm_overlap"] is None and options["alpha"] == 1
     left, right = b.reshape(-1, b.shape[-1]), a.reshape(-1, a.shape[-1])
@@ -87,24 +69,10 @@ def generic_gemm(
 
 
 def te_general_grouped_gemm(
-    a: Sequence[Tensor],
-    transposed_a: bool,
-    b: Sequence[Tensor],
-    transposed_b: bool,
-    out: Sequence[Tensor],
-    out_dtype: DType,
-    splits: Sequence[int],
-    bias: Sequence[Tensor],
-    bias_dtype: Any,
-    single_output: bool,
-    gelu_in: Any,
-    grad: bool,
-    workspaces: Any,
-    workspace_size: int,
-    accumulate: bool,
-    *_: Any,
+    a: Sequence[Tensor], transposed_a: bool, b: Sequence[Tensor], transposed_b: bool, *others: Any
 ) -> Sequence[Tensor]:
     """A product for each expert; with a single output its rows are those of all experts."""
+    out, _, splits, bias, _, single_output, _, _, _, _, accumulate, *_ = others
     outputs = out[0].split(list(splits)) if single_output else out
     for left, right, target in zip(b, a, outputs, strict=True):
         product = (left.T if transposed_b else left) @ (right.T if transposed_a else right)
@@ -112,17 +80,9 @@ def te_general_grouped_gemm(
     return bias
 
 
-def rmsnorm_fwd(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    out: Tensor | None,
-    quantizer: Any,
-    out_dtype: DType,
-    sm_margin: int,
-    zero_centered: bool,
-) -> tuple[Tensor, None, Tensor]:
+def rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float, *others: Any) -> tuple[Tensor, None, Tensor]:
     """Normalizes in float32; returns the inverse root mean squares for the backward pass."""
+    out, quantizer, out_dtype, _, zero_centered = others
     assert quantizer is None
     inverse = torch.rsqrt(x.float().square().mean(-1) + eps)
     gamma = weight.float() + float(zero_centered)
@@ -141,17 +101,9 @@ def rmsnorm_bwd(
     return ((scaled - normalized * mean) * inverse[:, None]).to(x.dtype), into_weight.to(weight.dtype)
 
 
-def fused_rope_forward(
-    x: Tensor,
-    angles: Tensor,
-    start_positions: Any,
-    layout: int,
-    interleaved: bool,
-    cumulative: Tensor,
-    cp_size: int,
-    cp_rank: int,
-) -> Tensor:
+def fused_rope_forward(x: Tensor, angles: Tensor, *others: Any) -> Tensor:
     """Rotates packed heads, (T, heads, d), by the angles of the positions in their sequences."""
+    start_positions, _, interleaved, cumulative, cp_size, cp_rank = others
     assert start_positions is None and angles.dtype is torch.float32
     per_token = _angles(angles, cumulative, cp_size, cp_rank)
     width = per_token.shape[-1]
@@ -211,20 +163,9 @@ def multi_tensor_scale(_: int, overflow: Tensor, lists: Sequence[Sequence[Tensor
         target.copy_(source * factor)
 
 
-def multi_tensor_adam(
-    _: int,
-    overflow: Tensor,
-    lists: Sequence[Sequence[Tensor]],
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    step: int,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
-) -> None:
+def multi_tensor_adam(_: int, overflow: Tensor, lists: Sequence[Sequence[Tensor]], *others: Any) -> None:
     """A step of AdamW (arXiv:1711.05101) in float32."""
+    lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay = others
     assert mode == bias_correction == 1
     for gradient, weight, mean, square in zip(*lists, strict=True):
         mean.lerp_(gradient, 1 - beta1)

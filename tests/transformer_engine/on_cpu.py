@@ -74,9 +74,9 @@ class TransformerEngineRanks:
         self._process.join()
         self._pipe.close()
 
-    def run(self, ranks: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """`work(*arguments)` on each of `ranks` ranks; their results in rank order."""
-        self._pipe.send((ranks, work.__module__, work.__name__, arguments))
+    def run(self, ranks: int, work: Callable[..., Any], *arguments: Any, **options: Any) -> list[Any]:
+        """`work(*arguments, **options)` on each of `ranks` ranks; their results in rank order."""
+        self._pipe.send((ranks, work.__module__, work.__name__, arguments, options))
         succeeded, value = self._pipe.recv()
         assert succeeded, value
         results: list[Any] = value
@@ -90,9 +90,10 @@ def _serve(pipe: Connection, folder: Path) -> None:
 
     pool = RankPool(Machine.this())
     while request := _received(pipe):
-        ranks, module, name, arguments = request
+        ranks, module, name, arguments, options = request
         try:
-            pipe.send((True, pool.run(ranks, getattr(importlib.import_module(module), name), *arguments)))
+            work = getattr(importlib.import_module(module), name)
+            pipe.send((True, pool.run(ranks, work, *arguments, **options)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
     pool.stop()

@@ -22,7 +22,6 @@ from verl_mg.job.job import RunningJob
 from verl_mg.job.recipe import load_recipe
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
 from verl_mg.megatron.process_groups import ParallelGroups
-from verl_mg.megatron.trainer import steps_taken
 from verl_mg.models.hf_config import read_config
 from verl_mg.roles.models import Actor, TrainableRole
 from verl_mg.rollout.engine_group import ProcessEngineGroup
@@ -212,7 +211,7 @@ def built(folder):
     def engine(*_, **__):
         history.note("engine")
         sizes = {name: bytes_held(role) for name, role in roles.items()}
-        at_start.append((sizes, steps_taken(roles["critic"].trainer.optimizer)))
+        at_start.append((sizes, roles["critic"].trainer.counters().moments))
         return RecordingEngine(history)
 
     recipe = load_recipe(RECIPES / "ppo.py")

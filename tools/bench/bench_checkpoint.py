@@ -59,7 +59,6 @@ from verl_mg.config import load_config
 from verl_mg.job.job import RunningJob
 from verl_mg.job.recipe import Recipe, load_recipe
 from verl_mg.layout import Layout
-from verl_mg.megatron.trainer import optimizer_state, steps_taken
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.roles.models import TrainableRole
 from verl_mg.run.checkpointer import AsyncCheckpointer, newest_intact
@@ -317,7 +316,7 @@ def _counted() -> Iterator[list[int]]:
 def _held(role: TrainableRole) -> Iterator[StoredBox]:
     """Yields all weights and moments on this rank, in the memory used for computation."""
     yield from weights(role.runner)
-    yield from optimizer_state(role.runner, role.trainer.optimizer)
+    yield from role.trainer.stored_boxes()
 
 
 def _keep(role: TrainableRole, folder: Path) -> None:
@@ -333,7 +332,7 @@ def _verify(name: str, role: TrainableRole, folder: Path) -> None:
         expected = _whole(role, folder, part)[slices(part.box)]
         if not torch.equal(part.values.view(torch.int32), expected.view(torch.int32)):
             raise RuntimeError(f"{name}, {role.runner.layout}: {part.key} differs from the saved value")
-    if steps_taken(role.trainer.optimizer) != 1:
+    if role.trainer.counters().moments != 1:
         raise RuntimeError(f"{name}, {role.runner.layout}: the count of steps differs from the saved value")
 
 

@@ -58,7 +58,6 @@ from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import Actor
 from verl_mg.rollout.rollout import RolloutSetup
 from verl_mg.rollout.sync_rollout import SyncRollout
-from verl_mg.rows.samples import RolloutRecords
 from verl_mg.sharding.megatron import Kernels
 from verl_mg.sharding.weight_table import WeightTable, weight_table
 from verl_mg.training.loss_inputs import LossInputs
@@ -273,7 +272,7 @@ def rollout_part(bench: Bench) -> Iterator[Row]:
     draw = torch.Generator().manual_seed(0)
     texts = torch.randint(bench.weights.config.vocab, (work.prompts, work.prompt_tokens), generator=draw).tolist()
     prompts = [Prompt(i, tuple(tokens), "", None, {}) for i, tokens in enumerate(texts)]
-    feed, records = PromptFeed(PromptSet(prompts)), RolloutRecords()
+    feed, records = PromptFeed(PromptSet(prompts)), []
     sampling = Sampling(max_new_tokens=work.new_tokens)
     setup = RolloutSetup(sampling=sampling, seed=0, context=context, prompts=feed, records=records)
     rollout = SyncRollout(engines, setup)

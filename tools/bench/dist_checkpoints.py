@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from torch import Tensor
 
 from verl_mg.job.job import RunningJob
-from verl_mg.megatron.trainer import make_moments, optimizer_calls
+from verl_mg.megatron.trainer import optimizer_calls
 from verl_mg.roles.models import TrainableRole
 
 
@@ -55,7 +55,7 @@ class DistCheckpoints:
             get_default_load_sharded_strategy(str(folder)), runner.groups.collection.dp_cp
         )
         with runner.groups.active(), optimizer_calls():
-            make_moments(optimizer, 0.0)  # it cannot say how many steps were taken before the first
+            job.actor.trainer.allocate_moments()  # it cannot say how many steps were taken before the first
             state = dist_checkpointing.load(self._state(job.actor, loading=True), str(folder), strategy)
             runner.chunks[0].load_state_dict(state["model"])
             optimizer.load_state_dict(state["optimizer"])

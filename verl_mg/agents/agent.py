@@ -17,6 +17,7 @@ from verl_mg.rewards.reward import Reward, Sample
 
 Result = Reward | float | dict[str, Any] | None
 Options = TypeVar("Options")
+_ADAPTER = functools.cache(TypeAdapter)
 
 
 class AgentError(Exception):
@@ -37,17 +38,12 @@ class Session:
     `rollout.agent_trained` leaves out.
     """
 
-    base_url: str
-    """URL for clients of OpenAI, with `/v1`."""
-    api_key: str
-    """Key of this session; no other session accepts it."""
+    base_url: str  # URL for clients of OpenAI, with `/v1`
+    api_key: str  # key of this session; no other session accepts it
     messages: list[dict[str, Any]]
-    options: dict[str, Any]
-    """Options of the job, `rollout.agent_options`."""
-    write_log: Callable[[str], None]
-    """Function that `log` calls."""
-    model: str = POLICY
-    """Name of the model to write in requests; any name is accepted."""
+    options: dict[str, Any]  # options of the job, `rollout.agent_options`
+    write_log: Callable[[str], None]  # function that `log` calls
+    model: str = POLICY  # name of the model to write in requests; any name is accepted
 
     @property
     def anthropic_base_url(self) -> str:
@@ -74,14 +70,9 @@ def read_options(kind: type[Options], options: Mapping[str, Any]) -> Options:
     types = get_type_hints(kind)
     for name, value in options.items():
         try:
-            _adapter(types[name]).validate_python(value, strict=True)
+            _ADAPTER(types[name]).validate_python(value, strict=True)
         except ValidationError as error:
             problem = error.errors()[0]
             place = ".".join(map(str, (name, *problem["loc"])))
             raise UserError(f"rollout.agent_options.{place}: {problem['msg']}. Correct it.") from None
     return kind(**options)
-
-
-@functools.cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)

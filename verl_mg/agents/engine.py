@@ -20,8 +20,9 @@ import queue
 import threading
 import time
 from collections.abc import Collection, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from verl_mg.agents.agent import Agent
 from verl_mg.agents.history import Context
@@ -42,21 +43,12 @@ LONGEST_GATHER_SECONDS = 0.05  # longest time that an idle engine waits for more
 
 @dataclass(frozen=True)
 class _Turn:
-    """A request of an agent for the inner engine, and the future for its reply, which belongs to the server's loop."""
+    """A request of an agent for the inner engine, and the future for its reply, for which the server's loop waits."""
 
     sample_id: int
     request: Request
     sampling: Sampling
-    reply: asyncio.Future[Sample]
-    loop: asyncio.AbstractEventLoop
-
-    def resolve(self, sample: Sample) -> None:
-        with suppress(RuntimeError):  # the loop is closed
-            self.loop.call_soon_threadsafe(self._set, sample)
-
-    def _set(self, sample: Sample) -> None:
-        if not self.reply.done():  # the request's task may have been cancelled
-            self.reply.set_result(sample)
+    reply: Future[Sample] = field(default_factory=Future)
 
 
 class AgentEngine(EngineWrapper):
@@ -92,9 +84,9 @@ class AgentEngine(EngineWrapper):
         # `abort` may come from another thread, between any two steps of `collect`.
         self._lock = threading.RLock()
         self._error: BaseException | None = None
-        sessions = Sessions(renderer, parser, self._generate, max_positions, config.agent_trained)
-        server = AgentServer(sessions, config.agent_host, self._fail, image_limits)
-        self._runner = AgentRunner(agent, config, sessions, server)
+        sessions = Sessions(renderer, parser, self._generate, max_positions, config.agent_trained, image_limits)
+        server = AgentServer(sessions, config.agent_host, self._fail)
+        self._runner = AgentRunner(agent, config, sessions, server.url)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._run_agents, name="agents", daemon=True).start()
 
@@ -176,12 +168,11 @@ class AgentEngine(EngineWrapper):
 
     async def _generate(self, session: OpenSession, context: Context, sampling: Sampling) -> Sample:
         """Returns the reply of the engine; called in the server's thread."""
-        number, loop = next(self._numbers), asyncio.get_running_loop()
-        seed = _turn_seed(session.request.seed, next(session.seeds))
-        request = Request(number, context.tokens, seed, images=context.images)
-        turn = _Turn(session.request.id, request, sampling, loop.create_future(), loop)
+        seed = hashlib.blake2b(f"{session.request.seed}:{next(session.seeds)}".encode(), digest_size=8).digest()
+        request = Request(next(self._numbers), context.tokens, int.from_bytes(seed) >> 1, images=context.images)
+        turn = _Turn(session.request.id, request, sampling)
         self._events.put(turn)
-        return await turn.reply
+        return await asyncio.shield(asyncio.wrap_future(turn.reply))  # which is set also where the server has ended
 
     def _receive(self, timeout: float) -> None:
         """Handles what has arrived; an idle engine waits for the first event, and for others that arrive with it."""
@@ -204,7 +195,7 @@ class AgentEngine(EngineWrapper):
                 self._turns[event.request.id] = event
                 submitted.setdefault(event.sampling, []).append(event.request)
             else:  # it was on its way when its sample was aborted
-                event.resolve(Sample(event.request.id, (), (), (), "abort"))
+                event.reply.set_result(Sample(event.request.id, (), (), (), "abort"))
         for sampling, requests in submitted.items():
             self._engine.submit(requests, sampling)
         if self._returned:
@@ -217,13 +208,11 @@ class AgentEngine(EngineWrapper):
     def _resolve(self, sample: Sample) -> None:
         with self._lock:
             if (turn := self._turns.pop(sample.id, None)) is not None:
-                turn.resolve(sample)
+                turn.reply.set_result(sample)
             self._finish()
 
     def _finish(self) -> None:
         """Completes the samples that have returned and have no requests in the engine any more."""
-        if not self._returned:
-            return
         busy = {turn.sample_id for turn in self._turns.values()}
         for i in self._returned.keys() - busy:
             self._agents.discard(i)
@@ -239,7 +228,3 @@ class AgentEngine(EngineWrapper):
             if isinstance(self._error, UserError):
                 raise self._error
             raise RuntimeError(f"the endpoint of agents failed: {self._error!r}") from self._error
-
-
-def _turn_seed(seed: int, number: int) -> int:
-    return int.from_bytes(hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=8).digest()) >> 1

@@ -27,35 +27,17 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from verl_mg.agents.call import Call, RequestError
 from verl_mg.agents.renderer import ConversationRenderer
 from verl_mg.engines.engine import Sample
 from verl_mg.engines.trajectory import MAX_SEGMENTS, NOT_GENERATED, Segment
 from verl_mg.images import RowImages
-
-
-@dataclass
-class _GrowingSegment:
-    number: int
-    tokens: list[int]
-    logprobs: list[float]
-    policy_versions: list[int]
-    prefix_of: int | None
-    prefix_length: int
-    truncated: bool = False
-    routed_experts: Tensor | None = None
-    images: RowImages = ()
-
-    def extend(self, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[int]) -> None:
-        self.tokens += tokens
-        self.logprobs += logprobs
-        self.policy_versions += versions
 
 
 @dataclass(frozen=True)
@@ -77,7 +59,7 @@ class _Rendered:
 class _KnownReply:
     """A reply, and where it is in its segment."""
 
-    segment: _GrowingSegment
+    segment: int  # number of the segment
     prompt: _Rendered  # conversation in front of the reply
     whole: _Rendered  # conversation with the reply as it was generated
     prompt_length: int  # tokens of the segment in front of the reply
@@ -94,7 +76,7 @@ class Context:
     tokens: tuple[int, ...]  # all tokens that the engine is given
     kept: int  # number of these that are known from earlier requests
     new_messages: tuple[dict[str, Any], ...]  # messages that no earlier request or reply has
-    segment: _GrowingSegment | None  # segment whose first tokens are kept
+    segment: int | None  # number of the segment whose first tokens are kept
     rendered: str
     keys: tuple[bytes, ...]  # keys of the tools, and of each beginning of the messages with them
     images: RowImages = ()  # images whose placeholders the tokens have, in their order
@@ -108,7 +90,7 @@ class ConversationHistory:
 
     def __init__(self, renderer: ConversationRenderer) -> None:
         self._renderer = renderer
-        self._segments: list[_GrowingSegment] = []
+        self._segments: list[Segment] = []
         # Known replies by the messages up to and with the reply.
         self._replies: dict[bytes, list[_KnownReply]] = defaultdict(list)
         # Known replies by the messages in front of them.
@@ -121,13 +103,14 @@ class ConversationHistory:
         rendered = self._renderer.render(messages, call.tools, for_reply=True)
         known, length, tail = self._known_part(messages, call.tools, keys, rendered)
         # Only the text after the known part becomes tokens, with the images that this text shows.
-        segment, images = known.segment if known else None, call.shown_images
+        images = call.shown_images
         new = self._renderer.tokens(tail, images[known.num_images if known else 0 :])
-        tokens = (*(segment.tokens[:length] if segment else ()), *new)
+        tokens = (*(self._segments[known.segment].tokens[:length] if known else ()), *new)
         if not tokens:
             raise RequestError(400, "messages: the chat template makes no text of them. Add a message.", "messages")
         seen = max((i for i, key in enumerate(keys) if key in self._replies or key in self._prompts), default=0)
-        return Context(tokens, length, call.messages[seen:], segment, rendered, keys, images)
+        number = known.segment if known else None
+        return Context(tokens, length, call.messages[seen:], number, rendered, keys, images)
 
     def _known_part(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], keys: Sequence[bytes], rendered: str
@@ -158,47 +141,40 @@ class ConversationHistory:
 
         `truncated`: a limit of the job has ended it. RequestError where the session has MAX_SEGMENTS segments.
         """
-        segment = self._segment_for(context)
-        observation = context.tokens[len(segment.tokens) :]
-        segment.extend(observation, [0.0] * len(observation), [NOT_GENERATED] * len(observation))
-        start = len(segment.tokens)
-        versions = sample.policy_versions if trained else (NOT_GENERATED,) * len(sample.tokens)
-        segment.extend(sample.tokens, sample.logprobs if trained else [0.0] * len(sample.tokens), versions)
-        segment.truncated, segment.images = truncated, context.images
-        if sample.routed_experts is not None:
-            before = segment.routed_experts
-            new = sample.routed_experts if before is None else sample.routed_experts[len(before) :]
+        number = self._segment_for(context)
+        segment, start, count = self._segments[number], len(context.tokens), len(sample.tokens)
+        logprobs = sample.logprobs if trained else (0.0,) * count
+        versions = sample.policy_versions if trained else (NOT_GENERATED,) * count
+        observed, routed, before = start - len(segment.tokens), sample.routed_experts, segment.routed_experts
+        if routed is not None and before is not None:
             # The earlier tokens were generated with the experts reported then.
-            segment.routed_experts = new if before is None else torch.cat([before, new])
-        known = _KnownReply(
+            routed = torch.cat([before, routed[len(before) :]])
+        self._segments[number] = replace(
             segment,
+            tokens=(*context.tokens, *sample.tokens),
+            logprobs=(*segment.logprobs, *(0.0,) * observed, *logprobs),
+            policy_versions=(*segment.policy_versions, *(NOT_GENERATED,) * observed, *versions),
+            truncated=truncated,
+            routed_experts=before if routed is None else routed,
+            images=context.images,
+        )
+        known = _KnownReply(
+            number,
             _Rendered.of(context.rendered),
             _Rendered.of(context.rendered + self._renderer.decode(sample.tokens)),
             start,
-            len(segment.tokens),
+            start + count,
             sample.tokens[-1] if sample.tokens else NOT_GENERATED,
             str(message.get("reasoning_content", "")).strip(),
             len(context.images),
         )
         self._prompts[context.keys[-1]].append(known)
         self._replies[_next_key(context.keys[-1], message)].append(known)
-        return segment.number
+        return number
 
     def segments(self) -> tuple[Segment, ...]:
         """Returns all segments as they are now."""
-        return tuple(
-            Segment(
-                tuple(segment.tokens),
-                tuple(segment.logprobs),
-                tuple(segment.policy_versions),
-                segment.truncated,
-                segment.prefix_of,
-                segment.prefix_length,
-                segment.routed_experts,
-                segment.images,
-            )
-            for segment in self._segments
-        )
+        return tuple(self._segments)
 
     def _end_of(
         self, known: _KnownReply, rendered: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]
@@ -217,12 +193,12 @@ class ConversationHistory:
             return None
         return self._renderer.after_reply(until[known.prompt.length :], known.last) + rendered[len(until) :]
 
-    def _segment_for(self, context: Context) -> _GrowingSegment:
-        """Returns the segment that a context continues, or a new one where another reply has continued it."""
+    def _segment_for(self, context: Context) -> int:
+        """Returns the number of the segment that a context continues, of a new one where a reply has continued it."""
         source, kept = context.segment, context.kept
         if source is None:
             source, kept = self._sharing(context)
-        if source is not None and len(source.tokens) == kept:
+        if source is not None and len(self._segments[source].tokens) == kept:
             return source
         number = len(self._segments)
         if number >= MAX_SEGMENTS:
@@ -232,27 +208,24 @@ class ConversationHistory:
                 "earlier conversation instead of rewriting it.",
                 "messages",
             )
-        tokens = list(context.tokens[:kept])
-        segment = _GrowingSegment(
-            number, tokens, [0.0] * kept, [NOT_GENERATED] * kept, source.number if source else None, kept
-        )
-        if source is not None and source.routed_experts is not None:
-            segment.routed_experts = source.routed_experts[:kept]
-        self._segments.append(segment)
-        return segment
+        routed = None if source is None else self._segments[source].routed_experts
+        routed = None if routed is None else routed[:kept]
+        unscored = (0.0,) * kept, (NOT_GENERATED,) * kept
+        self._segments.append(Segment(context.tokens[:kept], *unscored, False, source, kept, routed))
+        return number
 
-    def _sharing(self, context: Context) -> tuple[_GrowingSegment | None, int]:
-        """Returns a segment whose first tokens a context repeats although none were known, and how many.
+    def _sharing(self, context: Context) -> tuple[int | None, int]:
+        """Returns the number of a segment whose first tokens a context repeats although none were known, and how many.
 
         The template has rewritten the end of the prompt itself, or another request for the same reply was first.
         """
         # Tokens that two segments share are computed once in training, so the common prefix is worth finding.
         for key in reversed(context.keys):
             if known := self._prompts.get(key):
-                source = known[-1].segment
-                pairs = enumerate(zip(source.tokens, context.tokens, strict=False))
-                kept = next((i for i, (a, b) in pairs if a != b), min(len(source.tokens), len(context.tokens)))
-                return (source, kept) if kept else (None, 0)
+                number = known[-1].segment
+                pairs = zip(self._segments[number].tokens, context.tokens, strict=False)
+                kept = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+                return (number, kept) if kept else (None, 0)
         return None, 0
 
     def _with_reasoning(self, messages: Sequence[dict[str, Any]], keys: Sequence[bytes]) -> list[dict[str, Any]]:

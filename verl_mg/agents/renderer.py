@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,7 @@ class ConversationRenderer:
         # A copy: a tokenizer is not safe to use in two threads, and the rank has one.
         self._tokenizer, self._processor = copy.deepcopy(tokenizer), processor
         self._options = dict(options)
-        self._pieces: dict[int, str] = {}
+        self.piece = functools.cache(lambda token: self.decode([token]))  # text of one token, special ones included
         self._stops = {token: self.decode([token]) for token in stop_token_ids}
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], for_reply: bool) -> str:
@@ -88,12 +89,6 @@ class ConversationRenderer:
         text = self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
-
-    def piece(self, token: int) -> str:
-        """Returns the text of one token, special ones included."""
-        if token not in self._pieces:
-            self._pieces[token] = self.decode([token])
-        return self._pieces[token]
 
     def is_stop(self, token: int) -> bool:
         """Returns whether a token ends a reply."""

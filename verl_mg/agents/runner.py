@@ -9,7 +9,6 @@ from numbers import Real
 from typing import Any
 
 from verl_mg.agents.agent import Agent, Session
-from verl_mg.agents.server import AgentServer
 from verl_mg.agents.sessions import OpenSession, Sessions
 from verl_mg.config.roles import RolloutConfig
 from verl_mg.engines.engine import Finish, Request, Sample, Sampling
@@ -24,10 +23,10 @@ MAX_PARTS = 100
 
 
 class AgentRunner:
-    """Runs one agent for each sample."""
+    """Runs one agent for each sample, with a session of the server at `url`."""
 
-    def __init__(self, agent: Agent, config: RolloutConfig, sessions: Sessions, server: AgentServer) -> None:
-        self._agent, self._config, self._sessions, self._server = agent, config, sessions, server
+    def __init__(self, agent: Agent, config: RolloutConfig, sessions: Sessions, url: str) -> None:
+        self._agent, self._config, self._sessions, self._url = agent, config, sessions, url
 
     async def run(self, request: Request, sampling: Sampling) -> Sample:
         """Runs the agent until an attempt succeeds, reaches the time limit, or none is left.
@@ -56,7 +55,6 @@ class AgentRunner:
             finally:
                 # Before the trajectory is read: requests that are still running can add nothing any more.
                 self._sessions.close(session)
-                self._server.loop.call_soon_threadsafe(self._server.forget, session.id)
             if not error or finish == "timeout" or attempt == self._config.agent_retries:
                 break
         return Sample(request.id, (), (), (), finish, trajectory=session.trajectory(reward, error))
@@ -65,7 +63,7 @@ class AgentRunner:
         prompt = session.request.origin
         assert prompt is not None
         given = Session(
-            f"{self._server.url}/sessions/{session.id}/v1",
+            f"{self._url}/sessions/{session.id}/v1",
             session.key,
             _with_images(prompt.messages, prompt.load_images()),
             self._config.agent_options,

@@ -3,22 +3,21 @@
     client of the agent            thread "agent-server", one event loop
     POST /sessions/ID/v1/... ----> _endpoint   key of the session; then the body is read, and the key checked again
                                    ChatApi.read --> Exchange, with the Call
-                                   task _reply --> Backend.complete(Call)        waits for the engine
+                                   task _reply --> Sessions.complete(Call)       waits for the engine
     JSON, or events <------------- Exchange.body, Exchange.events <-- Reply
 
 Agents are code of users and may block, so they run in another thread with its own loop. The task of a reply continues
-where the client disconnects, since its tokens are part of the sample; `close` cancels it.
+where the client disconnects, since its tokens are part of the sample. The thread runs until the process ends.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from socket import AF_INET, AF_INET6, create_server
-from typing import Any, Protocol
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -28,14 +27,13 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from verl_mg.agents.agent import POLICY
-from verl_mg.agents.call import Call, Reply, RequestError
+from verl_mg.agents.call import Reply, RequestError
 from verl_mg.agents.protocols import ChatApi, Exchange, JsonObject
 from verl_mg.agents.protocols.chat_completions import ChatCompletions
 from verl_mg.agents.protocols.fields import parse
-from verl_mg.agents.protocols.memory import SessionMemory
 from verl_mg.agents.protocols.messages import Messages
 from verl_mg.agents.protocols.responses import Responses
-from verl_mg.data.images import ImageLimits
+from verl_mg.agents.sessions import OpenSession, Sessions
 
 MAX_BODY = 32 << 20  # largest size of a request's body, bytes
 KEEP_ALIVE_S = 10.0  # seconds between signs of life in a stream; clients give up after 60 to 300 seconds of silence
@@ -45,39 +43,16 @@ EVENT_STREAM: Any = {"headers": {"cache-control": "no-cache"}, "media_type": "te
 CHAT, RESPONSES, MESSAGES = ChatCompletions(), Responses(), Messages()
 
 
-class Backend(Protocol):
-    """Source of the replies. Its coroutines run in the server's event loop, and raise `RequestError` for the client.
-
-    `session` is the id in the URL, `key` the one in the headers, "" where there is none.
-    """
-
-    def authorize(self, session: str, key: str) -> None:
-        """Raises `RequestError` with status 404 for an unknown session, 401 for a wrong key."""
-
-    async def complete(self, session: str, call: Call) -> Reply:
-        """Returns the policy's reply, after `authorize`. It runs to its end also when the client disconnects."""
-
-    async def count_tokens(self, session: str, call: Call) -> int:
-        """Returns the number of tokens that would be in front of the reply."""
-
-
 class AgentServer:
-    """An HTTP server in a thread with its event loop, at a free port of `host`.
+    """An HTTP server in a thread with its event loop, in which `sessions` answer, at a free port of `host`.
 
     `on_error` gets unexpected exceptions, in the server's thread, and their requests status 500. `/v1/models` lists
-    POLICY; requests may name others. Without `image_limits` the policy reads text only.
+    POLICY; requests may name others.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        host: str,
-        on_error: Callable[[BaseException], None],
-        image_limits: ImageLimits | None = None,
-    ) -> None:
-        self._backend, self._on_error, self._image_limits = backend, on_error, image_limits
-        self._memories: dict[str, SessionMemory] = {}
-        # asyncio refers to tasks only weakly, and `close` has to cancel them.
+    def __init__(self, sessions: Sessions, host: str, on_error: Callable[[BaseException], None]) -> None:
+        self._sessions, self._on_error = sessions, on_error
+        # asyncio refers to tasks only weakly.
         self._tasks: set[asyncio.Task[JsonObject]] = set()
         socket = create_server((host, 0), family=AF_INET6 if ":" in host else AF_INET, backlog=1024)
         # Clients cannot connect to an address that stands for all interfaces.
@@ -93,35 +68,16 @@ class AgentServer:
             ws="none",
             server_header=False,
             timeout_keep_alive=IDLE_CONNECTION_S,
-            timeout_graceful_shutdown=5,
         )
         self._server = uvicorn.Server(config)
-        self.loop = _new_loop()  # the backend's coroutines run in it
-        self._thread = threading.Thread(target=self._serve, args=([socket],), name="agent-server", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._serve, args=([socket],), name="agent-server", daemon=True).start()
 
     def _serve(self, sockets: list[Any]) -> None:
         try:
-            with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
+            with asyncio.Runner(loop_factory=_new_loop) as runner:
                 runner.run(self._server.serve(sockets))
         except Exception as error:
             self._on_error(error)
-
-    def close(self) -> None:
-        """Ends running requests with status 503, and the thread. A second call does nothing."""
-        if self._thread.is_alive():
-            with contextlib.suppress(RuntimeError):  # the loop has just been closed
-                self.loop.call_soon_threadsafe(self._stop)
-            self._thread.join()
-
-    def _stop(self) -> None:
-        self._server.should_exit = True
-        for task in self._tasks:
-            task.cancel()
-
-    def forget(self, session: str) -> None:
-        """Drops the memory of a session that has ended; called in the server's loop."""
-        self._memories.pop(session, None)
 
     def _application(self) -> Starlette:
         base = "/sessions/{session}/v1"
@@ -140,13 +96,13 @@ class AgentServer:
         return application
 
     def _endpoint(
-        self, work: Callable[[Request, ChatApi], Awaitable[Response]], api: ChatApi
+        self, work: Callable[[Request, ChatApi, OpenSession], Awaitable[Response]], api: ChatApi
     ) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
             try:
                 # Before the body is read, which may have MAX_BODY bytes.
-                self._backend.authorize(request.path_params["session"], _key(request))
-                return await work(request, api)
+                session = self._sessions.authorize(request.path_params["session"], _key(request))
+                return await work(request, api, session)
             except RequestError as error:
                 return _error_response(api, error)
             except ClientDisconnect:
@@ -160,52 +116,40 @@ class AgentServer:
         self._on_error(error)
         return RequestError(500, "server: unexpected error. See the log of the job.", code="server_error")
 
-    async def _complete(self, request: Request, api: ChatApi) -> Response:
-        session = request.path_params["session"]
-        exchange = api.read(await self._json(request), self._memory(session))
+    async def _complete(self, request: Request, api: ChatApi, session: OpenSession) -> Response:
+        exchange = api.read(parse(await _body(request)), session.memory)
         # The reply is part of the session also when the client disconnects: the task does not depend on the request's.
-        task = self.loop.create_task(self._reply(session, _key(request), exchange))
+        task = asyncio.create_task(self._reply(session, exchange))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         # asyncio would log the exception of a task whose result is not read, as after a disconnect of the client.
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        task.add_done_callback(asyncio.Task.exception)
         # An error before the stream begins is an HTTP status; afterwards it can only be an event.
         done, _ = await asyncio.wait([task], timeout=KEEP_ALIVE_S if exchange.stream else None)
         if not done:
             return StreamingResponse(_late_events(exchange, task), **EVENT_STREAM)
-        body = _result(task)
+        body = task.result()
         if not exchange.stream:
             return JSONResponse(body)
         return Response(b"".join(exchange.events(body)), **EVENT_STREAM)
 
-    async def _reply(self, session: str, key: str, exchange: Exchange) -> JsonObject:
+    async def _reply(self, session: OpenSession, exchange: Exchange) -> JsonObject:
         try:
-            self._backend.authorize(session, key)
-            return exchange.body(_encodable(await self._backend.complete(session, exchange.call)))
+            return exchange.body(_encodable(await self._sessions.complete(session, exchange.call)))
         except RequestError:
             raise
         except Exception as error:
             raise self._unexpected(error) from None
 
-    async def _json(self, request: Request) -> Any:
-        data = await _body(request)
-        self._backend.authorize(request.path_params["session"], _key(request))  # it may have ended in the meantime
-        return parse(data)
+    async def _count(self, request: Request, api: ChatApi, session: OpenSession) -> Response:
+        call = MESSAGES.read_context(parse(await _body(request)), session.memory)
+        return JSONResponse({"input_tokens": self._sessions.count_tokens(session, call)})
 
-    def _memory(self, session: str) -> SessionMemory:
-        # Only after `authorize`: `forget` has dropped the memory of a session that has ended.
-        return self._memories.setdefault(session, SessionMemory(self._image_limits))
-
-    async def _count(self, request: Request, api: ChatApi) -> Response:
-        session = request.path_params["session"]
-        call = MESSAGES.read_context(await self._json(request), self._memory(session))
-        return JSONResponse({"input_tokens": await self._backend.count_tokens(session, call)})
-
-    async def _list_models(self, request: Request, api: ChatApi) -> Response:
+    async def _list_models(self, request: Request, api: ChatApi, session: OpenSession) -> Response:
         page = {"first_id": POLICY, "last_id": POLICY, "has_more": False}
         return JSONResponse({"object": "list", "data": [_model(POLICY)]} | page)
 
-    async def _show_model(self, request: Request, api: ChatApi) -> Response:
+    async def _show_model(self, request: Request, api: ChatApi, session: OpenSession) -> Response:
         return JSONResponse(_model(request.path_params["name"]))
 
 
@@ -247,12 +191,6 @@ async def _body(request: Request) -> bytes:
     return bytes(data)
 
 
-def _result(task: asyncio.Task[JsonObject]) -> JsonObject:
-    if task.cancelled():
-        raise RequestError(503, "server: it is being stopped. Nothing can be generated any more.")
-    return task.result()
-
-
 async def _late_events(exchange: Exchange, task: asyncio.Task[JsonObject]) -> AsyncIterator[bytes]:
     """Yields the events of a reply that is not complete when the stream begins, so that an error is an event too.
 
@@ -264,7 +202,7 @@ async def _late_events(exchange: Exchange, task: asyncio.Task[JsonObject]) -> As
         earlier += 1
         await asyncio.wait([task], timeout=KEEP_ALIVE_S)
     try:
-        body = _result(task)
+        body = task.result()
     except RequestError as error:
         yield exchange.error_event(error, earlier)
     else:

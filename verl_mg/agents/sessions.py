@@ -20,8 +20,10 @@ from dataclasses import dataclass, field, replace
 
 from verl_mg.agents.call import Call, Reply, ReplyToken, RequestError, for_people
 from verl_mg.agents.history import Context, ConversationHistory
+from verl_mg.agents.protocols.memory import SessionMemory
 from verl_mg.agents.renderer import ConversationRenderer
 from verl_mg.agents.tool_calls import ReplyParser
+from verl_mg.data.images import ImageLimits
 from verl_mg.engines.engine import Request, Sample, Sampling
 from verl_mg.engines.stop_strings import cut_at_stop
 from verl_mg.engines.trajectory import ConversationTurn, Trajectory
@@ -42,6 +44,7 @@ class OpenSession:
     request: Request
     sampling: Sampling  # sampling parameters; `max_new_tokens` limits all replies together
     history: ConversationHistory
+    memory: SessionMemory  # state of the requests; used in the server's thread
     started: float = field(default_factory=time.monotonic)  # time of the first request of the agent's attempt
     turns: list[ConversationTurn] = field(default_factory=list)
     num_generated: int = 0  # tokens of all replies
@@ -61,7 +64,8 @@ class Sessions:
     """Open sessions by their ids; answers the requests that the server has read.
 
     Nothing is recorded in a session once `close` has returned. A context with its reply has at most `max_positions`
-    tokens. Replies to the models `trained` are trained; all if it is empty.
+    tokens. Replies to the models `trained` are trained; all if it is empty. Without `image_limits` the policy reads
+    text only. Coroutines run in the server's event loop.
     """
 
     def __init__(
@@ -71,8 +75,10 @@ class Sessions:
         generate: Generate,
         max_positions: int,
         trained: Collection[str],
+        image_limits: ImageLimits | None = None,
     ) -> None:
         self._renderer, self._parser, self._generate = renderer, parser, generate
+        self._image_limits = image_limits
         self._max_positions, self._trained = max_positions, frozenset(trained)
         self._open: dict[str, OpenSession] = {}
         self._lock = threading.Lock()  # held while a reply is recorded, and while a session is closed
@@ -82,8 +88,8 @@ class Sessions:
         """Opens a session for a sample; from any thread."""
         # Another id for each attempt: requests of programs that an earlier attempt has started are refused.
         name = f"{request.id}-{next(self._numbers)}"
-        history = ConversationHistory(self._renderer)
-        session = OpenSession(name, secrets.token_urlsafe(24), request, sampling, history)
+        history, memory = ConversationHistory(self._renderer), SessionMemory(self._image_limits)
+        session = OpenSession(name, secrets.token_urlsafe(24), request, sampling, history, memory)
         self._open[name] = session
         return session
 
@@ -92,22 +98,22 @@ class Sessions:
         with self._lock:
             self._open.pop(session.id, None)
 
-    def authorize(self, session: str, key: str) -> None:
-        """Raises RequestError where there is no such session or the key is not its own."""
-        if not hmac.compare_digest(self._session(session).key.encode(), key.encode("utf-8", "surrogatepass")):
-            raise RequestError(
-                401, "api_key: it is not the key of this session. Use the key that the agent was given.",
-                code="invalid_api_key",
-            )  # fmt: skip
+    def authorize(self, name: str, key: str) -> OpenSession:
+        """Returns a session; RequestError with status 404 where there is none, 401 where the key is not its own."""
+        session = self._session(name)
+        if not hmac.compare_digest(session.key.encode(), key.encode("utf-8", "surrogatepass")):
+            text = "api_key: it is not the key of this session. Use the key that the agent was given."
+            raise RequestError(401, text, code="invalid_api_key")
+        return session
 
-    async def complete(self, session: str, call: Call) -> Reply:
-        """Returns the reply to a call that was authorized, and records its tokens."""
-        state, started = self._session(session), time.monotonic()
-        context = self._context(state, call)
-        left = self._tokens_left(state, context)
+    async def complete(self, session: OpenSession, call: Call) -> Reply:
+        """Returns the reply to a call, and records its tokens; RequestError where the session has been closed."""
+        started = time.monotonic()
+        context = self._context(session, call)
+        left = self._tokens_left(session, context)
         limit = left if call.max_tokens is None else min(left, call.max_tokens)
-        sampling = replace(state.sampling, max_new_tokens=limit, stop=(*state.sampling.stop, *call.stop))
-        sample = await self._generate(state, context, sampling)
+        sampling = replace(session.sampling, max_new_tokens=limit, stop=(*session.sampling.stop, *call.stop))
+        sample = await self._generate(session, context, sampling)
         if sample.finish == "abort":
             raise _aborted()
         if not sample.tokens:  # its time in the engine is up
@@ -117,13 +123,13 @@ class Sessions:
         sample, stopped = self._cut(sample, sampling)
         truncated = sample.finish != "stop" and not cut_by_agent
         with self._lock:
-            if session not in self._open:  # its agent has returned in the meantime
+            if session.id not in self._open:  # its agent has returned in the meantime
                 raise _aborted()
-            return self._record(state, call, context, sample, stopped, truncated, started)
+            return self._record(session, call, context, sample, stopped, truncated, started)
 
-    async def count_tokens(self, session: str, call: Call) -> int:
-        """Returns the number of tokens in front of the reply to a call that was authorized."""
-        return len(self._context(self._session(session), call).tokens)
+    def count_tokens(self, session: OpenSession, call: Call) -> int:
+        """Returns the number of tokens in front of the reply to a call."""
+        return len(self._context(session, call).tokens)
 
     def _session(self, name: str) -> OpenSession:
         session = self._open.get(name)  # in one step: `close` comes from another thread
@@ -131,17 +137,18 @@ class Sessions:
             raise RequestError(404, f"session {name[:80]!r}: it is not open. Its agent has returned, or it never was.")
         return session
 
-    def _context(self, state: OpenSession, call: Call) -> Context:
+    def _context(self, session: OpenSession, call: Call) -> Context:
+        self._session(session.id)  # it may have been closed since its request was authorized
         try:
             self._parser.check_tools(call.tools)
         except ValueError as error:
             reason = " ".join(str(error).split())[:200]
             raise RequestError(400, f"tools: they cannot be read ({reason}). Correct them.", "tools") from error
-        return state.history.context(call)
+        return session.history.context(call)
 
     def _record(
         self,
-        state: OpenSession,
+        session: OpenSession,
         call: Call,
         context: Context,
         sample: Sample,
@@ -164,14 +171,14 @@ class Sessions:
         )
         # Replies to other models, such as an opponent in a game, are context without log-probabilities.
         trained = not self._trained or call.model in self._trained
-        number = state.history.add(call, context, sample, reply.message, trained=trained, truncated=truncated)
-        state.num_generated += len(sample.tokens)
-        state.turns.append(
+        number = session.history.add(call, context, sample, reply.message, trained=trained, truncated=truncated)
+        session.num_generated += len(sample.tokens)
+        session.turns.append(
             ConversationTurn(
                 segment=number,
                 model=call.model,
                 trained=trained,
-                started=started - state.started,
+                started=started - session.started,
                 seconds=time.monotonic() - started,
                 messages=tuple(map(for_people, context.new_messages)),
                 reply=reply.message,
@@ -182,15 +189,15 @@ class Sessions:
         )
         return reply
 
-    def _tokens_left(self, state: OpenSession, context: Context) -> int:
+    def _tokens_left(self, session: OpenSession, context: Context) -> int:
         """Returns how many tokens the job permits for the reply, at least 1."""
-        length, allowed = len(context.tokens), state.sampling.max_new_tokens
-        left = min(allowed - state.num_generated, self._max_positions - length)
+        length, allowed = len(context.tokens), session.sampling.max_new_tokens
+        left = min(allowed - session.num_generated, self._max_positions - length)
         if left < 1:
             raise RequestError(
                 400,
                 f"messages: no token is left for a reply; {length} of {self._max_positions} positions and "
-                f"{state.num_generated} of rollout.max_new_tokens={allowed} are used. Shorten the conversation, or "
+                f"{session.num_generated} of rollout.max_new_tokens={allowed} are used. Shorten the conversation, or "
                 "end it.",
                 "messages",
                 "context_length_exceeded",  # OpenAI's name of this error, which clients know

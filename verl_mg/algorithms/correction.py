@@ -17,7 +17,7 @@ give them to the loss as a token column. Then micro-batches, packing and context
 """
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ Correction = Literal[
     "sequence-rejection",
     "geometric-rejection",
 ]
+KINDS: tuple[str, ...] = get_args(Correction)
 
 
 def correct(
@@ -67,11 +68,11 @@ def correct(
         raise UserError(f"correction {kind!r} is unknown. Write one of {', '.join(KINDS)}")
     if not 0 <= low <= 1 <= high < float("inf"):
         raise UserError(f"correction bounds {low} and {high}: 1 is not between them. Write bounds such as 0.5 and 2.0")
-    log_ratio, rule = KINDS[kind]
+    ratio_kind, _, rule = kind.rpartition("-")
     difference = torch.where(mask, old_logprobs.detach().float() - rollout_logprobs.detach().float(), 0.0)
     # May overflow to infinity, which every rule limits to its bounds or replaces by 0.
-    ratio = log_ratio(difference, mask, sequence_ids).exp()
-    weights = torch.where(mask, rule(ratio, low, high), 0.0)
+    ratio = LOG_RATIOS[ratio_kind](difference, mask, sequence_ids).exp()
+    weights = torch.where(mask, RULES[rule](ratio, low, high), 0.0)
     outside = {"correction_below": mask & (ratio < low), "correction_above": mask & (ratio > high)}
     return weights, {name: where.float() for name, where in outside.items()}
 
@@ -98,43 +99,25 @@ def drifted_sequences(
     return mask & (advantages < 0) & (drift > delta)
 
 
-def _token_log_ratio(difference: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
-    return difference
-
-
-def _sequence_log_ratio(difference: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
+def _of_sequence(difference: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
     # The sequence of an agent is its trajectory: its probability is the product over all tokens that the policy wrote;
     # the factors of the environment cancel out in the ratio.
     # float64: the sum over a long sequence keeps the digits by which its ratio differs from 1.
     return torch.bincount(sequence_ids, difference.double())[sequence_ids].float()
 
 
-def _geometric_log_ratio(difference: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
+def _geometric(difference: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
     counts = torch.bincount(sequence_ids, mask.double()).clamp(min=1)
     return (torch.bincount(sequence_ids, difference.double()) / counts)[sequence_ids].float()
 
 
-def _truncate(ratio: Tensor, low: float, high: float) -> Tensor:
-    return ratio.clamp(max=high)
-
-
-def _keep_inside(ratio: Tensor, low: float, high: float) -> Tensor:
-    return torch.where((ratio >= low) & (ratio <= high), ratio, 0.0)
-
-
-def _accept_inside(ratio: Tensor, low: float, high: float) -> Tensor:
-    return ((ratio >= low) & (ratio <= high)).float()
-
-
-LogRatio = Callable[[Tensor, Tensor, Tensor], Tensor]
-Rule = Callable[[Tensor, float, float], Tensor]
-
-KINDS: dict[str, tuple[LogRatio, Rule]] = {
-    "token-tis": (_token_log_ratio, _truncate),
-    "sequence-tis": (_sequence_log_ratio, _truncate),
-    "geometric-tis": (_geometric_log_ratio, _truncate),
-    "icepop": (_token_log_ratio, _keep_inside),
-    "token-rejection": (_token_log_ratio, _accept_inside),
-    "sequence-rejection": (_sequence_log_ratio, _accept_inside),
-    "geometric-rejection": (_geometric_log_ratio, _accept_inside),
+LOG_RATIOS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    **dict.fromkeys(("token", ""), lambda difference, mask, sequence_ids: difference),  # "": icepop names a rule only
+    "sequence": _of_sequence,
+    "geometric": _geometric,
+}
+RULES: dict[str, Callable[[Tensor, float, float], Tensor]] = {
+    "tis": lambda ratio, low, high: ratio.clamp(max=high),
+    "icepop": lambda ratio, low, high: torch.where((ratio >= low) & (ratio <= high), ratio, 0.0),
+    "rejection": lambda ratio, low, high: ((ratio >= low) & (ratio <= high)).float(),
 }

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from pydantic import field_validator, model_validator
 
-from verl_mg.config.section import ConfigSection
+from verl_mg.config.section import ConfigSection, refused_values
 
 COMPARISONS: Mapping[str, Callable[[float, float], bool]] = MappingProxyType(
     {
@@ -91,9 +91,9 @@ class AlarmConfig(ConfigSection):
         Condition.parse(text)
         return text
 
-    @field_validator("url")
-    @classmethod
-    def _is_url(cls, url: str | None) -> str | None:
-        if url is not None and not url.startswith(("http://", "https://", "$")):
-            raise ValueError("not an address. Write http://HOST:PORT/PATH, or $NAME of an environment variable")
-        return url
+    _refused = refused_values(
+        url=(
+            lambda url, _: url is not None and not url.startswith(("http://", "https://", "$")),
+            "not an address. Write http://HOST:PORT/PATH, or $NAME of an environment variable",
+        )
+    )

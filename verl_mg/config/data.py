@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainSerializer, PositiveInt, TypeAdapter, field_validator, model_validator
 
-from verl_mg.config.section import ConfigSection, StopStrings
+from verl_mg.config.section import ConfigSection, StopStrings, refused_values
 
 
 def _function_name(function: str | Callable[..., Any]) -> str:
@@ -53,19 +53,16 @@ class RewardConfig(ConfigSection):
     from_model: bool = False
     """Score samples by the frozen reward model of the section `reward_model`, and run no reward functions."""
 
-    @field_validator("mixture")
-    @classmethod
-    def _has_the_options(cls, mixture: dict[str, WeightedRewardConfig], info: Any) -> dict[str, WeightedRewardConfig]:
-        if mixture and info.data.get("options"):
-            raise ValueError("reward.options has no effect with a mixture. Write the options of each reward under it")
-        return mixture
-
-    @field_validator("weights_file")
-    @classmethod
-    def _has_a_mixture(cls, file: Path | None, info: Any) -> Path | None:
-        if file is not None and not info.data.get("mixture"):
-            raise ValueError("requires reward.mixture. Write the mixture whose weights the file contains")
-        return file
+    _refused = refused_values(
+        mixture=(
+            lambda mixture, others: mixture and others.get("options"),
+            "reward.options has no effect with a mixture. Write the options of each reward under it",
+        ),
+        weights_file=(
+            lambda file, others: file is not None and not others.get("mixture"),
+            "requires reward.mixture. Write the mixture whose weights the file contains",
+        ),
+    )
 
 
 class SourceConfig(ConfigSection):
@@ -90,12 +87,12 @@ class SourceConfig(ConfigSection):
     reward: RewardConfig | None = None
     """Reward of this source's samples, in the form of the section `reward`. null: that section's."""
 
-    @field_validator("reward")
-    @classmethod
-    def _is_fixed(cls, reward: RewardConfig | None) -> RewardConfig | None:
-        if reward is not None and (reward.from_model or reward.weights_file):
-            raise ValueError("the reward of a source has neither from_model nor weights_file. Write its function")
-        return reward
+    _refused = refused_values(
+        reward=(
+            lambda reward, _: reward is not None and (reward.from_model or reward.weights_file),
+            "the reward of a source has neither from_model nor weights_file. Write its function",
+        )
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -141,12 +138,9 @@ class CurriculumConfig(ConfigSection):
     decay: float = Field(0.5, ge=0, lt=1)
     """Weight of the old pass rate in the running average of a prompt. 0: only the newest observation counts."""
 
-    @field_validator("high")
-    @classmethod
-    def _not_below_low(cls, high: float, info: Any) -> float:
-        if high < info.data.get("low", 0.0):
-            raise ValueError("smaller than low. Write low <= high")
-        return high
+    _refused = refused_values(
+        high=(lambda high, others: high < others.get("low", 0.0), "smaller than low. Write low <= high")
+    )
 
 
 class DataConfig(ConfigSection):
@@ -217,12 +211,12 @@ class DataConfig(ConfigSection):
             return value
         raise ValueError("neither a path nor sources. Write a path, or NAME: {path: ...} for each source")
 
-    @field_validator("rejected_field")
-    @classmethod
-    def _not_the_chosen(cls, name: str, info: Any) -> str:
-        if name == info.data.get("chosen_field"):
-            raise ValueError("the same as chosen_field. Write the field of the other answer")
-        return name
+    _refused = refused_values(
+        rejected_field=(
+            lambda name, others: name == others.get("chosen_field"),
+            "the same as chosen_field. Write the field of the other answer",
+        )
+    )
 
 
 class EvaluationConfig(ConfigSection):
@@ -249,11 +243,9 @@ class EvaluationConfig(ConfigSection):
     pass_threshold: float = 1.0
     """Smallest reward of an answer that passes. 1: the usual reward of a correct answer."""
 
-    @field_validator("temperature")
-    @classmethod
-    def _no_copies(cls, temperature: float, info: Any) -> float:
-        if temperature == 0 and info.data.get("samples", 1) > 1:
-            raise ValueError(
-                "greedy samples of a prompt are identical. Write a temperature such as 0.6, or evaluation.samples=1"
-            )
-        return temperature
+    _refused = refused_values(
+        temperature=(
+            lambda temperature, others: temperature == 0 and others.get("samples", 1) > 1,
+            "greedy samples of a prompt are identical. Write a temperature such as 0.6, or evaluation.samples=1",
+        )
+    )

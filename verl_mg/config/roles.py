@@ -10,12 +10,13 @@ RolloutConfig                                         rollout
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from pydantic import Field, PositiveInt, field_validator
 
-from verl_mg.config.section import ConfigSection, StopStrings
+from verl_mg.config.section import ConfigSection, StopStrings, refused_values
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, Layout, parse_ranks
 
@@ -58,27 +59,25 @@ class OptimizerConfig(ConfigSection):
     """Folder on a local disk for the moments, with `cpu_offload`, where host memory is too small for them. The space of
     all ranks of a machine is reserved in it, and free again when the job ends. null: host memory."""
 
-    @field_validator("cpu_offload")
-    @classmethod
-    def _of_adamw(cls, cpu_offload: bool, info: Any) -> bool:
+    _refused = refused_values(
         # Muon's step is matrix products, which are to be computed on the device.
-        if cpu_offload and info.data.get("kind") == "muon":
-            raise ValueError("muon needs its momentum on the device. Write moments_dtype=bfloat16, or kind=adamw")
-        return cpu_offload
-
-    @field_validator("nvme_folder")
-    @classmethod
-    def _on_the_host(cls, folder: Path | None, info: Any) -> Path | None:
-        if folder is not None and not info.data.get("cpu_offload"):
-            raise ValueError("requires cpu_offload. Write cpu_offload=true")
-        return folder
-
-    @field_validator("warmup_ratio")
-    @classmethod
-    def _instead_of_steps(cls, ratio: float | None, info: Any) -> float | None:
-        if ratio is not None and info.data.get("warmup_steps"):
-            raise ValueError("warmup_steps is given too. Leave one of them out")
-        return ratio
+        cpu_offload=(
+            lambda on, others: on and others.get("kind") == "muon",
+            "muon needs its momentum on the device. Write moments_dtype=bfloat16, or kind=adamw",
+        ),
+        nvme_folder=(
+            lambda folder, others: folder is not None and not others.get("cpu_offload"),
+            "requires cpu_offload. Write cpu_offload=true",
+        ),
+        warmup_ratio=(
+            lambda ratio, others: ratio is not None and others.get("warmup_steps"),
+            "warmup_steps is given too. Leave one of them out",
+        ),
+        decay_steps=(
+            lambda steps, others: steps is not None and steps <= others.get("warmup_steps", 0),
+            "decay ends within the warm-up. Must be larger than warmup_steps",
+        ),
+    )
 
     def with_steps(self, total_steps: int) -> OptimizerConfig:
         """Returns the same with the steps of warm-up and decay in place of `warmup_ratio`, if there is one.
@@ -92,13 +91,6 @@ class OptimizerConfig(ConfigSection):
         # A schedule of a few steps has at least one step after its warm-up.
         warmup = min(math.ceil(self.warmup_ratio * steps), steps - 1)
         return self.model_copy(update={"warmup_ratio": None, "warmup_steps": warmup, "decay_steps": steps})
-
-    @field_validator("decay_steps")
-    @classmethod
-    def _longer_than_warmup(cls, steps: int | None, info: Any) -> int | None:
-        if steps is not None and steps <= info.data.get("warmup_steps", 0):
-            raise ValueError("decay ends within the warm-up. Must be larger than warmup_steps")
-        return steps
 
 
 class GuardConfig(ConfigSection):
@@ -134,12 +126,11 @@ class LoraConfig(ConfigSection):
     """Random seed of new adapters."""
 
 
-def _parsed(kind: type[Layout] | type[EngineLayout], text: str) -> str:
+def _check(parse: Callable[..., object], *arguments: Any) -> None:
     try:
-        kind.parse(text)
+        parse(*arguments)
     except UserError as error:  # pydantic adds the key only to a ValueError
-        raise ValueError(str(error)) from None
-    return text
+        raise ValueError(str(error).removeprefix("pipeline_layers: ")) from None
 
 
 Dtype = Literal["float32", "bfloat16"]
@@ -174,16 +165,14 @@ class RoleSection(ConfigSection):
     @field_validator("layout")
     @classmethod
     def _can_be_parsed(cls, text: str) -> str:
-        return _parsed(Layout, text)
+        _check(Layout.parse, text)
+        return text
 
     @field_validator("pipeline_layers")
     @classmethod
     def _one_for_each_chunk(cls, layers: list[int], info: Any) -> list[int]:
         if "layout" in info.data:  # an invalid one is not there, and is reported first
-            try:
-                Layout.parse(info.data["layout"], layers)
-            except UserError as error:
-                raise ValueError(str(error).removeprefix("pipeline_layers: ")) from None
+            _check(Layout.parse, info.data["layout"], layers)
         return layers
 
     @field_validator("ranks", mode="before")
@@ -191,10 +180,7 @@ class RoleSection(ConfigSection):
     def _rise(cls, value: Any) -> Any:
         text = str(value) if isinstance(value, int) else value  # YAML reads a single rank as a number
         if isinstance(text, str):
-            try:
-                parse_ranks(text)
-            except UserError as error:
-                raise ValueError(str(error)) from None
+            _check(parse_ranks, text)
         return text
 
     @property
@@ -227,13 +213,13 @@ class TrainableConfig(RoleSection):
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of the weights. null: train the weights."""
 
-    @field_validator("lora")
-    @classmethod
-    def _optimized_by_adamw(cls, lora: LoraConfig | None, info: Any) -> LoraConfig | None:
-        # Muon orthogonalizes the updates of the model's matrices, and A and B are no such matrices.
-        if lora is not None and "optimizer" in info.data and info.data["optimizer"].kind == "muon":
-            raise ValueError("muon trains matrices of the model, not adapters. Write optimizer.kind=adamw")
-        return lora
+    # Muon orthogonalizes the updates of the model's matrices, and A and B are no such matrices.
+    _refused = refused_values(
+        lora=(
+            lambda lora, others: lora is not None and "optimizer" in others and others["optimizer"].kind == "muon",
+            "muon trains matrices of the model, not adapters. Write optimizer.kind=adamw",
+        )
+    )
 
     @field_validator("recompute", mode="before")
     @classmethod
@@ -304,19 +290,16 @@ class TeacherConfig(FrozenConfig):
     """Directory of the teacher's tokenizer, where it is not that of the policy: the teacher then reads the text, and
     log-probs are compared span by span, by recipes/distillation.py. null: the policy's tokens."""
 
-    @field_validator("url")
-    @classmethod
-    def _one_model(cls, url: str | None, info: Any) -> str | None:
-        if url is not None and info.data.get("path") is not None:
-            raise ValueError("the teacher is the model of path already. Leave one of them out")
-        return url
-
-    @field_validator("weights")
-    @classmethod
-    def _of_one_model(cls, weights: str, info: Any) -> str:
-        if weights != "fixed" and (info.data.get("path") or info.data.get("url")):
-            raise ValueError("the teacher is that role, without a path and a url. Leave them out")
-        return weights
+    _refused = refused_values(
+        url=(
+            lambda url, others: url is not None and others.get("path") is not None,
+            "the teacher is the model of path already. Leave one of them out",
+        ),
+        weights=(
+            lambda weights, others: weights != "fixed" and (others.get("path") or others.get("url")),
+            "the teacher is that role, without a path and a url. Leave them out",
+        ),
+    )
 
     @property
     def has_model(self) -> bool:
@@ -475,14 +458,15 @@ class RolloutConfig(ConfigSection):
         """Whether samples are generated by servers outside the job."""
         return bool(self.urls) or self.urls_file is not None
 
-    @field_validator("agent_command")
-    @classmethod
-    def _one_kind_of_agent(cls, command: str | list[str], info: Any) -> str | list[str]:
-        if command and info.data.get("agent") is not None:
-            raise ValueError("rollout.agent makes the samples already. Leave one of them out")
-        return command
+    _refused = refused_values(
+        agent_command=(
+            lambda command, others: command and others.get("agent") is not None,
+            "rollout.agent makes the samples already. Leave one of them out",
+        )
+    )
 
     @field_validator("layout")
     @classmethod
     def _can_be_parsed(cls, text: str) -> str:
-        return _parsed(EngineLayout, text)
+        _check(EngineLayout.parse, text)
+        return text

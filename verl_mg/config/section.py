@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 """Non-negative integer that every file format, JSON number and tensor represents exactly."""
@@ -21,6 +22,18 @@ def _can_end_a_response(strings: list[str]) -> list[str]:
 
 StopStrings = Annotated[list[str], AfterValidator(_can_end_a_response)]
 """Strings that end a response."""
+
+
+def refused_values(**rows: tuple[Callable[[Any, Mapping[str, Any]], object], str]) -> Any:
+    """Returns a validator by field: when a value is refused, given the fields before it too, and the error."""
+
+    def check(value: Any, info: ValidationInfo) -> Any:
+        refuses, message = rows[str(info.field_name)]
+        if refuses(value, info.data):
+            raise ValueError(message)
+        return value
+
+    return field_validator(*rows)(check)
 
 
 class ConfigSection(BaseModel):

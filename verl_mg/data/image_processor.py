@@ -61,7 +61,11 @@ class ImageProcessor:
         try:
             processor = AutoProcessor.from_pretrained(folder, local_files_only=True)
         except Exception as error:  # transformers raises many kinds for a broken folder
-            raise _unreadable(folder, error) from error
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise UserError(
+                f"{folder}: no readable processor of images ({reason}). Add the model's preprocessor_config.json, and "
+                "install torchvision where it is required."
+            ) from error
         if not hasattr(processor, "image_processor"):
             raise UserError(f"{folder}: no processor of images. Add preprocessor_config.json and chat_template.jinja.")
         return cls(processor, folder)
@@ -150,11 +154,3 @@ class ImageProcessor:
 
 def _num_bytes(inputs: Mapping[str, Tensor]) -> int:
     return sum(tensor.nbytes for tensor in inputs.values())
-
-
-def _unreadable(folder: Path, error: Exception) -> UserError:
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return UserError(
-        f"{folder}: no readable processor of images ({reason}). Add the model's preprocessor_config.json, and install "
-        "torchvision where it is required."
-    )

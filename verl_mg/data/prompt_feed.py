@@ -10,34 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from verl_mg.data.prompts import Mixture, Prompt, Prompts, PromptSet, check_state
+from verl_mg.data.prompts import Mixture, Prompt, PromptSet, check_state
 
 
-class Curriculum:
-    """Set or mixture of prompts that skips prompts with a pass rate outside a band, `revisit` times in a row.
+class _Around:
+    """Lookups in the prompts that a curriculum or a feed draws from."""
 
-    A prompt without observations is always taken. A mixture keeps its shares: a skipped prompt is replaced by the next
-    one of the same source.
-    """
-
-    # A group whose answers all pass or all fail has no group-relative advantage.
-
-    def __init__(
-        self,
-        prompts: PromptSet | Mixture,
-        *,
-        low: float,
-        high: float,
-        revisit: int = 3,
-        pass_threshold: float = 0.5,
-        decay: float = 0.5,
-    ) -> None:
-        """Starts without observations."""
+    def __init__(self, prompts: Prompts) -> None:
         self._prompts = prompts
-        self._low, self._high, self._revisit = low, high, revisit
-        self._pass_threshold, self._decay = pass_threshold, decay
-        self._rates: dict[int, float] = {}
-        self._skips: dict[int, int] = {}
 
     @property
     def dropped(self) -> int:
@@ -57,6 +37,35 @@ class Curriculum:
     def by_id(self, prompt_id: int) -> Prompt:
         """Returns the prompt with that `id`. Raises KeyError if there is none or it was dropped."""
         return self._prompts.by_id(prompt_id)
+
+
+class Curriculum(_Around):
+    """Set or mixture of prompts that skips prompts with a pass rate outside a band, `revisit` times in a row.
+
+    A prompt without observations is always taken. A mixture keeps its shares: a skipped prompt is replaced by the next
+    one of the same source.
+    """
+
+    # A group whose answers all pass or all fail has no group-relative advantage.
+
+    _prompts: PromptSet | Mixture
+
+    def __init__(
+        self,
+        prompts: PromptSet | Mixture,
+        *,
+        low: float,
+        high: float,
+        revisit: int = 3,
+        pass_threshold: float = 0.5,
+        decay: float = 0.5,
+    ) -> None:
+        """Starts without observations."""
+        super().__init__(prompts)
+        self._low, self._high, self._revisit = low, high, revisit
+        self._pass_threshold, self._decay = pass_threshold, decay
+        self._rates: dict[int, float] = {}
+        self._skips: dict[int, int] = {}
 
     def rate(self, prompt_id: int) -> float | None:
         """Returns the running pass rate of a prompt; None without observations."""
@@ -145,7 +154,11 @@ class Curriculum:
         return 0.0 if rate is None else max(self._low - rate, rate - self._high, 0.0)
 
 
-class PromptFeed:
+Prompts = PromptSet | Mixture | Curriculum
+"""Endless sequences of prompts."""
+
+
+class PromptFeed(_Around):
     """Draws prompts in the order of the underlying `Prompts`, each of them once.
 
         feed.next_batch(n)      the next n prompts for the recipe
@@ -156,32 +169,13 @@ class PromptFeed:
     """
 
     def __init__(self, prompts: Prompts) -> None:
-        self._prompts = prompts
+        super().__init__(prompts)
         self._buffer: list[Prompt] = []
-
-    @property
-    def dropped(self) -> int:
-        """Returns how many prompts were left out for their length."""
-        return self._prompts.dropped
 
     @property
     def has_curriculum(self) -> bool:
         """Returns whether prompts are chosen by the rewards of their samples, which `observe` reports."""
         return isinstance(self._prompts, Curriculum)
-
-    def __len__(self) -> int:
-        return len(self._prompts)
-
-    def __iter__(self) -> Iterator[Prompt]:
-        return iter(self._prompts)
-
-    def first(self, n: int) -> list[Prompt]:
-        """Returns the first `n` prompts of each source, in file order."""
-        return self._prompts.first(n)
-
-    def by_id(self, prompt_id: int) -> Prompt:
-        """Returns the prompt with that id; KeyError where there is none or it was dropped."""
-        return self._prompts.by_id(prompt_id)
 
     def next_batch(self, n: int) -> list[Prompt]:
         """Returns the next `n` prompts, buffered ones first."""

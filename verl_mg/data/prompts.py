@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import chain
 from math import lcm
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -62,35 +62,6 @@ class Prompt:
     def where(self) -> str:
         """Place and beginning of the text, for errors."""
         return f"{self.place or f'data row {self.id + 1}'} ({self.text[:40]!r})"
-
-
-class Prompts(Protocol):
-    """Endless sequence of prompts: `PromptSet`, `Mixture`, or `Curriculum` around either."""
-
-    @property
-    def dropped(self) -> int:
-        """Number of prompts left out for their length."""
-
-    def __len__(self) -> int:
-        """Returns the number of prompts of all sources, without dropped ones."""
-
-    def __iter__(self) -> Iterator[Prompt]:
-        """Iterates over all prompts, source by source, in file order."""
-
-    def first(self, n: int) -> list[Prompt]:
-        """Returns the first `n` prompts of each source, in file order."""
-
-    def by_id(self, prompt_id: int) -> Prompt:
-        """Returns the prompt with that `id`. Raises KeyError if there is none or it was dropped."""
-
-    def take(self, n: int) -> list[Prompt]:
-        """Returns the next `n` prompts."""
-
-    def state(self) -> dict[str, Any]:
-        """Returns the position as JSON, for `load_state` with the same data and settings."""
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Resumes from a `state()`. Raises UserError if it belongs to other data."""
 
 
 class PromptSet:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from verl_mg.config import DataConfig, SourceConfig
 from verl_mg.data.images import ImageLimits, ImageSource, images_of
-from verl_mg.data.prompt_feed import Curriculum
-from verl_mg.data.prompts import Mixture, Prompt, Prompts, PromptSet
+from verl_mg.data.prompt_feed import Curriculum, Prompts
+from verl_mg.data.prompts import Mixture, Prompt, PromptSet
 from verl_mg.data.records import Record, located_records, prepared
 from verl_mg.data.rendering import (
     RenderedPrompt,
@@ -202,11 +202,8 @@ def value_of(record: Record, name: str) -> Any:
 
 def field_names(record: Record) -> list[str]:
     """Returns the names of a record's fields and of the fields inside them."""
-    return [name for field, value in record.items() for name in (field, *_inside(field, value))]
-
-
-def _inside(field: str, value: Any) -> list[str]:
-    return [f"{field}.{name}" for name in value] if isinstance(value, dict) else []
+    inside = {field: value if isinstance(value, dict) else () for field, value in record.items()}
+    return [name for field, names in inside.items() for name in (field, *(f"{field}.{inner}" for inner in names))]
 
 
 def _is_in(records: Sequence[Record], name: str) -> bool:

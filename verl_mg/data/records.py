@@ -6,7 +6,8 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -116,30 +117,31 @@ def _json_object(line: bytes, place: str) -> Record:
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, Record]]:
-    from pyarrow import ArrowException, parquet
+    from pyarrow import parquet
 
-    number = 0
-    try:
-        with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches():
-                for row in batch.to_pylist():
-                    number += 1
-                    yield number, row
-    except (ArrowException, OSError, ValueError, OverflowError) as error:  # the last two of texts and dates
-        reason = str(error).splitlines()[0]
-        raise UserError(f"{path}: not a readable Parquet file ({reason}). Write it again.") from error
+    with _readable(path, "Parquet file", "Write it again."), parquet.ParquetFile(path) as file:
+        yield from _numbered(file.iter_batches())
 
 
 def _arrow_rows(path: Path) -> Iterator[tuple[int, Record]]:
-    from pyarrow import ArrowException, ipc, memory_map
+    from pyarrow import ipc, memory_map
+
+    with _readable(path, "Arrow stream", "Save the dataset again."), memory_map(str(path)) as file:
+        yield from _numbered(ipc.open_stream(file))
+
+
+@contextmanager
+def _readable(path: Path, kind: str, remedy: str) -> Iterator[None]:
+    from pyarrow import ArrowException
 
     try:
-        with memory_map(str(path)) as file, ipc.open_stream(file) as stream:
-            rows = stream.read_all().to_pylist()
+        yield
     except (ArrowException, OSError, ValueError, OverflowError) as error:  # the last two of texts and dates
-        reason = str(error).splitlines()[0]
-        raise UserError(f"{path}: not a readable Arrow stream ({reason}). Save the dataset again.") from error
-    yield from enumerate(rows, start=1)
+        raise UserError(f"{path}: not a readable {kind} ({str(error).splitlines()[0]}). {remedy}") from error
+
+
+def _numbered(batches: Iterable[Any]) -> Iterator[tuple[int, Record]]:
+    yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
 
 
 def data_files(path: Path) -> list[Path]:

@@ -69,7 +69,7 @@ def render(
     system_prompt: str = "",
 ) -> RenderedPrompt:
     """Returns the text of a prompt field: a string, or a list of messages `{"role": ..., "content": ...}`."""
-    messages = [{"role": "user", "content": value + instruction}] if isinstance(value, str) else value
+    messages = _as_conversation(value, instruction, place)
     if isinstance(value, str) and not chat_template:
         if system_prompt:
             raise UserError(
@@ -77,8 +77,6 @@ def render(
                 "data.chat_template=true, or leave the system prompt out."
             )
         return RenderedPrompt(value + instruction, False, messages)
-    if not is_conversation(messages):
-        raise _not_a_prompt(messages, place)
     plain = plain_conversation(messages, place, system_prompt)
     return RenderedPrompt(render_conversation(plain, tokenizer, place, tools), True, plain)
 
@@ -143,13 +141,8 @@ def render_with_images(
     system_prompt: str = "",
 ) -> RenderedPrompt:
     """Returns the text of a prompt with images, which the processor's chat template renders."""
-    messages = [{"role": "user", "content": value + instruction}] if isinstance(value, str) else value
-    if not is_conversation(messages):
-        raise _not_a_prompt(messages, place)
-    plain = [
-        _without_nulls(message) | {"content": _parts_of(message, place)}
-        for message in _with_system(messages, system_prompt)
-    ]
+    messages = _with_system(_as_conversation(value, instruction, place), system_prompt)
+    plain = [_without_nulls(message) | {"content": _parts_of(message, place)} for message in messages]
     parts = [part for message in plain for part in message["content"] or ()]
     check_markers(images, sum(part["type"] == "image" for part in parts), place)
     try:
@@ -215,11 +208,14 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _not_a_prompt(value: Any, place: str) -> UserError:
-    return UserError(
-        f"{place}: {value!r:.60} is not a prompt. Write a string or a list of messages "
-        '[{"role": "user", "content": "..."}].'
-    )
+def _as_conversation(value: Any, instruction: str, place: str) -> list[dict[str, Any]]:
+    messages = [{"role": "user", "content": value + instruction}] if isinstance(value, str) else value
+    if not is_conversation(messages):
+        raise UserError(
+            f"{place}: {messages!r:.60} is not a prompt. Write a string or a list of messages "
+            '[{"role": "user", "content": "..."}].'
+        )
+    return messages
 
 
 def _rejected(error: Exception, place: str) -> UserError:

@@ -79,16 +79,19 @@ def gather_bytes(values: bytes, group: dist.ProcessGroup | None = None) -> list[
     return [buffer[:count].numpy().tobytes() for buffer, count in zip(buffers or [], lengths, strict=False)]
 
 
-def all_to_all_bytes(outgoing: Sequence[Tensor], incoming_sizes: Sequence[int] | None = None) -> list[Tensor]:
-    """Sends a uint8 tensor from every rank to every rank of the job; None: sizes are sent before."""
-    sizes = [part.numel() for part in outgoing]
-    if incoming_sizes is None:
-        counts = torch.empty(len(sizes), dtype=torch.int64)
-        dist.all_to_all_single(counts, torch.tensor(sizes))
-        incoming_sizes = counts.tolist()
-    received = torch.empty(sum(incoming_sizes), dtype=torch.uint8)
-    dist.all_to_all_single(received, torch.cat(list(outgoing)), list(incoming_sizes), sizes)
-    return list(received.split(list(incoming_sizes)))
+def all_to_all_bytes(outgoing: Sequence[Tensor]) -> list[Tensor]:
+    """Sends a uint8 tensor from every rank to every rank of the job."""
+    sizes, counts = [part.numel() for part in outgoing], torch.empty(len(outgoing), dtype=torch.int64)
+    dist.all_to_all_single(counts, torch.tensor(sizes))
+    received = torch.empty(int(counts.sum()), dtype=torch.uint8)
+    dist.all_to_all_single(received, torch.cat(list(outgoing)), counts.tolist(), sizes)
+    return list(received.split(counts.tolist()))
+
+
+def all_to_all_json(outgoing: Sequence[Any]) -> list[Any]:
+    """Sends a JSON value from every rank to every rank of the job."""
+    texts = [torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8) for value in outgoing]
+    return [json.loads(part.numpy().tobytes()) for part in all_to_all_bytes(texts)]
 
 
 def request_bytes(num_bytes: int, rank: int, tag: int = 0) -> tuple[Tensor, dist.Work]:

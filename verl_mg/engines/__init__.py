@@ -4,8 +4,8 @@ engine                   interface: accepts requests, returns samples
 hf/  sglang/  vllm/      engines on transformers, on SGLang and on vLLM
 tracing/                 sharding tables read from the loaders of engines
 kinds                    one record for each kind of engine; engine_options: what one is started and run with
-process_engine           an engine in a separate process: requests, weights, memory, restart
-engine_process           the handle of this process; engine_host: the main object in it; ports: its ports
+process_engine           an engine in a separate process, and its handle: requests, weights, memory, restart
+engine_host              the main object in this process; ports: its ports
 engine_attachment        where the next rank finds the process of a lost one
 engine_nodes             an engine over several nodes
 request_tracker          requests in flight of such engines and of servers

@@ -51,19 +51,15 @@ Counts = Mapping[str, int]  # sums over requests and observations, by the names 
 class Sampling:
     """Sampling parameters, the same for all requests of a call; UserError for a value outside its range."""
 
-    max_new_tokens: int
-    """Largest number of tokens in a response; at least 1."""
-    temperature: float = 1.0
-    """Divisor of the logits; 0 is greedy decoding."""
+    max_new_tokens: int  # largest number of tokens in a response; at least 1
+    temperature: float = 1.0  # divisor of the logits; 0 is greedy decoding
     top_p: float = 1.0
     """A token is a candidate if the tokens more probable than it have less than this share of the distribution after
     temperature scaling; 1: no limit."""
-    top_k: int = 0
-    """Number of the most probable tokens that are candidates; 0: no limit."""
+    top_k: int = 0  # number of the most probable tokens that are candidates; 0: no limit
     min_p: float = 0.0
     """A token is a candidate if its probability is at least this share of the highest one; 0: no limit."""
-    stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end a response; they are part of it."""
+    stop_token_ids: tuple[int, ...] = ()  # tokens that end a response; they are part of it
     stop: tuple[str, ...] = ()
     """Strings that end a response: its last token is the one that completes one of them. An engine that reads text ends
     there early; `StopStringEngine` makes the end exact."""
@@ -90,15 +86,11 @@ class Sampling:
 class Request:
     """Request to generate one sample."""
 
-    id: int
-    """Sample id, unique among the requests in flight."""
+    id: int  # sample id, unique among the requests in flight
     prompt: tuple[int, ...]
-    seed: int
-    """Source of the sample's randomness; the only one where the engine supports seeds per request."""
-    partial: Sample | None = None
-    """Tokens generated before the sample was aborted; the response begins with them."""
-    origin: Prompt | None = None
-    """Prompt of the data, for agents and tools, which need more than its tokens."""
+    seed: int  # source of the sample's randomness; the only one where the engine supports seeds per request
+    partial: Sample | None = None  # tokens generated before the sample was aborted; the response begins with them
+    origin: Prompt | None = None  # prompt of the data, for agents and tools, which need more than its tokens
     images: RowImages = ()
     """Images whose placeholders the prompt has, in their order; each has one placeholder for each feature."""
 
@@ -126,8 +118,7 @@ class Sample:
     """The response to a request: every token after the prompt."""
 
     id: int
-    tokens: tuple[int, ...]
-    """Token ids, a stop token included."""
+    tokens: tuple[int, ...]  # token ids, a stop token included
     logprobs: tuple[float, ...]
     """Log-probability of each token, in nats, under the full distribution after temperature scaling (temperature 1 for
     greedy), so that training can compute the same quantity; 0 for tokens that the policy did not generate."""
@@ -140,8 +131,7 @@ class Sample:
     layers, top_k). None if the engine does not report them."""
     trajectory: Trajectory | None = None
     """The work of an agent on the prompt; the sample itself has no tokens then. None without an agent."""
-    images: RowImages = ()
-    """Images of observations, whose placeholders are among the tokens, in their order."""
+    images: RowImages = ()  # images of observations, whose placeholders are among the tokens, in their order
 
     def extended_by(self, continuation: Sample) -> Sample:
         """Returns this sample followed by its continuation, whose finish reason and id are kept."""

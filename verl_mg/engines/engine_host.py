@@ -195,7 +195,7 @@ class EngineHost(ABC):
 
         Args:
             rid: id of the request.
-            request: fields of `request_tracker.EngineRequest`.
+            request: fields of a `Sampling`, and those that `RequestTracker` adds.
 
         Returns:
             tokens, logprobs, finish ("stop", "length" or "abort"), spans (a list of {"start", "end", "version"} of

@@ -13,13 +13,16 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from torch.distributed import PrefixStore, Store
 
 from verl_mg.distributed.outside_group import local_address
-from verl_mg.engines.engine_process import EngineProcess, EngineProgram
+from verl_mg.engines.engine_options import EngineOptions
+from verl_mg.engines.kinds import ProcessKind
+from verl_mg.engines.ports import PortBlock
+from verl_mg.engines.process_engine import EngineProcess
 
 POLL_SECONDS = 0.5  # interval at which each side looks into the store
 CLOSE_SECONDS = 20.0  # time limit of the leader for ending the parts on other nodes
@@ -59,9 +62,12 @@ class LeadingNode:
 class FollowingNode:
     """The side of a rank whose node has a part of an engine that another node's rank leads."""
 
-    def __init__(self, store: Store, number: int, program: Callable[[str], EngineProgram], log_file: Path) -> None:
+    def __init__(
+        self, kind: ProcessKind, model: Path, options: EngineOptions, log_file: Path, store: Store, number: int
+    ) -> None:
         self._store = PrefixStore(f"engine {number}", store)
-        self._program, self._log_file = program, log_file
+        self._kind, self._model, self._options, self._log_file = kind, model, options, log_file
+        self._ports = PortBlock()
         self._stop = threading.Event()
         self._process: EngineProcess | None = None
         self._thread = threading.Thread(target=self._run, daemon=True, name="engine-node")
@@ -80,7 +86,8 @@ class FollowingNode:
                 if self._process:
                     self._process.kill()
                 address = self._store.get(f"start/{attempt}").decode()
-                self._process = EngineProcess.start(self._program(address), self._log_file)
+                program = self._kind.program(self._model, self._options, self._ports.ports, address)
+                self._process = EngineProcess.start(program, self._log_file)
                 attempt += 1
             elif self._process and self._process.wait_until_ended(POLL_SECONDS):
                 self._report(attempt - 1, self._process)

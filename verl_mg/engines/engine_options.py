@@ -1,6 +1,6 @@
-"""Options of an engine: one record from the job to the process of the engine, which gets it as JSON.
+"""Options of an engine, one record from the job to the process of the engine, and the program that this process runs.
 
-    configuration ──▶ EngineOptions ──▶ ProcessEngine ──▶ arguments of SGLang or vLLM ──▶ engine's process
+    configuration ──▶ EngineOptions ──▶ ProcessEngine ──▶ arguments of SGLang or vLLM ──▶ EngineProgram
                                     └─▶ RemoteEngine (a server)          as JSON ──▶ EngineHost.options
 
 A new option is a field here and the code that uses it.
@@ -8,6 +8,9 @@ A new option is a field here and the code that uses it.
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,6 +24,14 @@ from verl_mg.sharding.model_table import ModelTable
 
 # Linear layers that engines fuse: SGLang loads adapters of a part of them only together with the others.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+# Environment variables of a rank that would mislead an engine.
+OF_THE_LAUNCHER = {
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"),
+    *("MASTER_ADDR", "MASTER_PORT"),
+}
+# Environment variables of a rank that are only for training. SGLang's release of memory refuses `expandable_segments`
+# of the allocator, and engines compute on more hardware queues than Megatron.
+OF_TRAINING = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"}
 
 
 @dataclass(frozen=True)
@@ -105,3 +116,31 @@ class EngineCase:
     layout: EngineLayout
     dtype: str = "float32"
     extra: Mapping[str, Any] = field(default_factory=dict)  # further arguments by the engine's names
+
+
+@dataclass(frozen=True)
+class EngineProgram:
+    """Program that the process of an engine runs."""
+
+    engine: str  # name of the engine, in messages
+    python: str
+    module: str  # module of the engine's host
+    arguments: Mapping[str, Any]  # arguments of the engine by its own names, as JSON
+    environment: Mapping[str, str]
+    options: Mapping[str, Any]  # `EngineOptions` as JSON
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the program, the same for two starts of it; variables of the environment do not count."""
+        parts = [self.engine, self.python, self.module, dict(self.arguments), dict(self.options)]
+        text = json.dumps(parts, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def inherited_environment() -> dict[str, str]:
+    """Returns the environment of an engine process: this one without what is only for the rank."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in OF_THE_LAUNCHER | OF_TRAINING and not name.startswith(("TORCHELASTIC", "OMPI_", "PMIX_"))
+    }

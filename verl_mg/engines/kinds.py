@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from verl_mg.config.checks import EngineAbilities, Refusal, refuse
-from verl_mg.engines.engine_options import EngineCase, EngineOptions
-from verl_mg.engines.engine_process import EngineProgram
+from verl_mg.engines.engine_options import EngineCase, EngineOptions, EngineProgram
 from verl_mg.engines.request_tracker import EngineLimits, routed_shape
 from verl_mg.engines.sglang import arguments as sglang
 from verl_mg.engines.vllm import arguments as vllm

@@ -9,6 +9,7 @@ import asyncio
 import re
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ class LLMJudge:
             raise UserError(f"dtype: {dtype!r} is not supported. Write float32 or bfloat16.")
         self._template, self._scale, self._pattern = template, scale, _compiled(pattern)
         self._sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature)
-        self._tokenizer = _read_tokenizer(Path(model)) if model is not None else None
+        self._tokenizer: Any = _read_tokenizer(Path(model)) if model is not None else None
         self._service: JsonService | None = None
         if url is not None:
             address = url.rstrip("/") + GENERATE
@@ -88,6 +89,9 @@ class LLMJudge:
         elif model is not None:
             target = torch.device(device) if device else current_device()
             self._engine = HFEngine(model, target, getattr(torch, dtype), max_running_requests=batch_size)
+            model_stops = self._engine.module.generation_config.eos_token_id
+            stops = {self._tokenizer.eos_token_id, *(model_stops if isinstance(model_stops, list) else [model_stops])}
+            self._sampling = replace(self._sampling, stop_token_ids=tuple(sorted(stops - {None})))
             self._engine_lock = threading.Lock()  # `score_many` generates in a thread for each call
             self.batch_size, self.parallel = batch_size, 1
         else:
@@ -133,29 +137,15 @@ class LLMJudge:
         return str(response["text"])
 
     def _generate(self, questions: Sequence[str]) -> list[str]:
-        assert self._tokenizer is not None
-        sampling = self._sampling_with_stops()
         special = self._tokenizer.chat_template is None  # a template contains special tokens itself
         rows = self._tokenizer(list(questions), add_special_tokens=special)["input_ids"]
-        limit = self._engine.module.config.get_text_config().max_position_embeddings - sampling.max_new_tokens
+        limit = self._engine.module.config.get_text_config().max_position_embeddings - self._sampling.max_new_tokens
         # The same seed for all: a sample does not depend on the position of its question.
         requests = [Request(number, tuple(row), seed=0) for number, row in enumerate(rows) if 0 < len(row) <= limit]
         with self._engine_lock:
-            samples = self._engine.generate(requests, sampling)
+            samples = self._engine.generate(requests, self._sampling)
         texts = {sample.id: self._tokenizer.decode(sample.tokens, skip_special_tokens=True) for sample in samples}
         return [str(texts.get(number, "")) for number in range(len(rows))]
-
-    def _sampling_with_stops(self) -> Sampling:
-        """Adds the end tokens of the tokenizer and of the model."""
-        assert self._tokenizer is not None
-        model_stops = self._engine.module.generation_config.eos_token_id
-        model_stops = model_stops if isinstance(model_stops, list) else [model_stops]
-        stops = {self._tokenizer.eos_token_id, *model_stops} - {None}
-        return Sampling(
-            max_new_tokens=self._sampling.max_new_tokens,
-            temperature=self._sampling.temperature,
-            stop_token_ids=tuple(sorted(stops)),
-        )
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:

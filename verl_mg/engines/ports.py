@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 from verl_mg.errors import UserError
 
@@ -25,11 +25,13 @@ class PortBlock:
         # theirs seconds later, when another engine may have found the same ones.
         for first in PORTS[::BLOCK_SIZE]:
             self.ports = range(first + 1, first + BLOCK_SIZE)
-            with suppress(OSError):
-                self._first = _bind(first)
-                if all(_is_free(port) for port in self.ports):
-                    return
-                self._first.close()
+            self._first = socket.socket()
+            with suppress(OSError), ExitStack() as others:
+                self._first.bind(("", first))
+                for port in self.ports:
+                    others.enter_context(socket.socket()).bind(("", port))
+                return
+            self._first.close()
         raise UserError(
             f"engine: no {BLOCK_SIZE} consecutive ports of {PORTS.start} to {PORTS.stop - 1} are free on this machine. "
             "End engines of other jobs, or use another machine."
@@ -43,21 +45,3 @@ class PortBlock:
     def close(self) -> None:
         """Releases the ports of the block."""
         self._first.close()
-
-
-def _is_free(port: int) -> bool:
-    try:
-        _bind(port).close()
-    except OSError:
-        return False
-    return True
-
-
-def _bind(port: int) -> socket.socket:
-    bound = socket.socket()
-    try:
-        bound.bind(("", port))
-    except OSError:
-        bound.close()
-        raise
-    return bound

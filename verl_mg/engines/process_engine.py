@@ -16,34 +16,174 @@
     ready --sleep of the weights--> asleep --wake--> bare
     ready --the process ends--> dead: methods raise `EngineDiedError` --restart--> bare --weights, resume--> ready
 
-A rank that finds the engine of an earlier one gets its version and what is asleep with the first message.
+The process runs `PYTHON -m MODULE SOCKET`, where MODULE is the host of the engine (see `engine_host`). The end of the
+stream ends it together with the engine's processes, unless the engine has an attachment (see `engine_attachment`). A
+rank that finds the engine of an earlier one gets its version and what is asleep with the first message.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import queue
+import select
+import signal
+import socket
+import subprocess
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed import Store
 
+import verl_mg
 from verl_mg.distributed.launcher import Launcher
 from verl_mg.engines.engine import EngineDiedError
 from verl_mg.engines.engine_attachment import EngineAttachment
-from verl_mg.engines.engine_nodes import FollowingNode, LeadingNode
-from verl_mg.engines.engine_options import EngineOptions
-from verl_mg.engines.engine_process import EngineProcess, EngineProgram
+from verl_mg.engines.engine_options import EngineOptions, EngineProgram
 from verl_mg.engines.kinds import ProcessKind
 from verl_mg.engines.ports import BLOCK_SIZE, PortBlock
 from verl_mg.engines.request_tracker import RequestTracker
+from verl_mg.errors import UserError
 
+if TYPE_CHECKING:  # it starts processes itself
+    from verl_mg.engines.engine_nodes import LeadingNode
+
+LOG_TAIL_LINES = 12  # lines of an engine's log in an error message
+# SGLang logs this for each model class whose optional dependencies are missing.
+NOISE = "Ignore import error when loading"
+# Folder from which the host's module is imported, also by an interpreter in which this package is not installed.
+PACKAGE_ROOT = str(Path(verl_mg.__file__).parents[1])
 START_SECONDS = 1800.0
 CALL_SECONDS = 600.0  # time limits of the start of an engine, and of a call
 IDLE_SECONDS = 60.0  # time limit of an engine for ending its requests when they are aborted
+
+
+class EngineProcess:
+    """Handle of an engine process. A thread puts its messages into `inbox`, and None at the end of the stream.
+
+    `child` is None for a process that an earlier rank has started.
+    """
+
+    def __init__(
+        self,
+        engine: str,
+        log: Path,
+        connection: socket.socket,
+        pid: int,
+        child: subprocess.Popen[bytes] | None = None,
+    ) -> None:
+        self._engine, self._log, self._reason = engine, log, ""
+        self._socket, self._child, self.pid = connection, child, pid
+        self._end = os.pidfd_open(pid)  # readable at the end of any process, also of one that is not a child
+        self.inbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._read_messages, daemon=True, name="engine-messages").start()
+
+    @classmethod
+    def start(
+        cls,
+        program: EngineProgram,
+        log: Path,
+        attachment: EngineAttachment | None = None,
+        inherited: Collection[int] = (),
+    ) -> EngineProcess:
+        """Starts the process of an engine; without an attachment it ends with this rank.
+
+        `inherited` are file descriptors that it keeps open.
+        """
+        ours, theirs = socket.socketpair()
+        log.parent.mkdir(parents=True, exist_ok=True)
+        path = os.pathsep.join(filter(None, [PACKAGE_ROOT, program.environment.get("PYTHONPATH")]))
+        with log.open("ab") as output, theirs:  # a copy of `theirs` here would keep the stream open after the process
+            child = subprocess.Popen(
+                [program.python, "-m", program.module, str(theirs.fileno())],
+                pass_fds=[theirs.fileno(), *inherited],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**program.environment, "PYTHONPATH": path},
+                start_new_session=True,  # Ctrl-C is handled by the job, which ends the engine
+            )
+        process = cls(program.engine, log, ours, child.pid, child)
+        complete = asdict(replace(attachment, pid=child.pid)) if attachment else None
+        process.send({"arguments": dict(program.arguments), "options": dict(program.options), "attachment": complete})
+        return process
+
+    def wait_until_ready(self, timeout: float) -> None:
+        """Waits until the engine is ready; UserError with the end of the log where it cannot start."""
+        try:
+            message = self.inbox.get(timeout=timeout)  # the first message of a host says that it is ready
+        except queue.Empty:
+            self.kill()
+            raise UserError(
+                f"{self._engine}: the engine did not start within {timeout:.0f} s. See its log {self._log}, "
+                f"which ends:{self.log_tail()}"
+            ) from None
+        if message is None:
+            self.kill()
+            reason = f" ({self._reason})" if self._reason else ""
+            raise UserError(
+                f"{self._engine}: the engine cannot start{reason}. See its log {self._log}, which ends:"
+                f"{self.log_tail()}"
+            )
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Sends a message; a process that has ended is reported by the inbox instead."""
+        with contextlib.suppress(OSError):
+            self._socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def log_tail(self) -> str:
+        """Returns the last lines of the log, each after a line break."""
+        with self._log.open(errors="replace") as lines:
+            kept = deque((line for line in lines if line.strip() and NOISE not in line), LOG_TAIL_LINES)
+        return "".join(f"\n  {line.rstrip()}" for line in kept)
+
+    def died(self) -> EngineDiedError:
+        """Returns the exception to raise when the stream has ended."""
+        self.kill()
+        reason = f" ({self._reason})" if self._reason else ""
+        return EngineDiedError(f"the engine's process ended{reason}; its log {self._log} ends:{self.log_tail()}")
+
+    def close(self, timeout: float = 20.0) -> None:
+        """Waits for the engine to end, and kills it after `timeout` seconds."""
+        self.send({"end": None})
+        self.leave()
+        self.wait_until_ended(timeout)
+        self.kill()
+
+    def leave(self) -> None:
+        """Ends this side of the stream; an engine with an attachment waits for the next rank."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)  # the thread still reads what the engine sends
+
+    def wait_until_ended(self, timeout: float | None) -> bool:
+        """Waits up to `timeout` seconds for the end of the process, and returns whether it has ended."""
+        end = select.poll()  # one for each thread; select.select takes only the first 1024 files
+        end.register(self._end, select.POLLIN)
+        ended = bool(end.poll(None if timeout is None else 1000 * timeout))
+        if ended and self._child:
+            self._child.wait()  # a child that is not waited for stays in the table of processes
+        return ended
+
+    def kill(self, reason: str = "") -> None:
+        """Kills the process and all of the engine's processes; the first reason is part of later errors."""
+        self._reason = self._reason or reason
+        # The engine's child processes are in the group of this one, and end with it.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.wait_until_ended(None)
+
+    def _read_messages(self) -> None:
+        # Consumes the engine's messages; waits for the next line; ends with the stream, whichever side ends it.
+        with contextlib.suppress(OSError), self._socket.makefile("rb") as lines:
+            for line in lines:
+                self.inbox.put(json.loads(line))
+        self.inbox.put(None)
 
 
 class ProcessEngine(RequestTracker):
@@ -73,7 +213,11 @@ class ProcessEngine(RequestTracker):
         self._ports: PortBlock | None = None
         self._asleep: set[str] = set()
         self._launcher = launcher
-        self._attachment = self._new_attachment(launcher) if launcher else None
+        self._attachment: EngineAttachment | None = None
+        if launcher:
+            # Ports and address differ from start to start: with fixed ones the digest is the same for each.
+            program = kind.program(model, self.options, range(1, BLOCK_SIZE), "")
+            self._attachment = EngineAttachment.of_rank(launcher, program.digest)
         if not self._find():
             self.restart()
 
@@ -82,28 +226,21 @@ class ProcessEngine(RequestTracker):
         """Number of processes that open the memory of `load_adapters`."""
         return self.kind.adapter_readers(self.options.layout)
 
-    def _program(self, ports: Sequence[int], address: str) -> EngineProgram:
-        return self.kind.program(self._model, self.options, ports, address)
-
     @property
     def version(self) -> int:
         """Returns the policy version of the engine's weights; -1: it has none."""
         return self._version
 
-    def _new_attachment(self, launcher: Launcher) -> EngineAttachment:
-        # The digest must be the same for every start of the program: ports and address differ, so it has fixed ones.
-        return EngineAttachment.of_rank(launcher, self._program(range(1, BLOCK_SIZE), "").digest)
-
     def _find(self) -> bool:
         """Adopts the process that an earlier rank has left; returns whether there is one."""
-        if self._attachment is None:
-            return False
-        existing = EngineProcess.find(self.kind.title, self._log, self._attachment, START_SECONDS)
+        existing = self._attachment.find(START_SECONDS) if self._attachment else None
         if existing is None:
             return False
-        self._process, state = existing
-        self._version, self._asleep, self._is_paused = state.version, set(state.asleep), False
-        return True
+        connection, state = existing
+        with contextlib.suppress(ProcessLookupError):  # it has ended since
+            self._process = EngineProcess(self.kind.title, self._log, connection, state["pid"])
+            self._version, self._asleep, self._is_paused = state["version"], set(state["asleep"]), False
+        return self._process is not None
 
     def restart(self) -> None:
         """Starts a new process, without weights; unfinished requests wait for `resume`."""
@@ -112,7 +249,7 @@ class ProcessEngine(RequestTracker):
         ports = self._ports.ports
         address = self._nodes.publish(ports) if self._nodes else f"127.0.0.1:{ports[1]}"
         self._process = EngineProcess.start(
-            self._program(ports, address),
+            self.kind.program(self._model, self.options, ports, address),
             self._log,
             self._attachment,
             [self._ports.descriptor],  # a process that outlives this rank keeps its ports reserved
@@ -250,14 +387,6 @@ class ProcessEngine(RequestTracker):
         if self._process is None:
             raise RuntimeError("the engine is closed")
         return self._process
-
-
-def following_part(
-    kind: ProcessKind, model: Path, options: EngineOptions, log: Path, store: Store, number: int
-) -> FollowingNode:
-    """Starts this node's part of an engine that another node's rank leads."""
-    block = PortBlock()
-    return FollowingNode(store, number, lambda address: kind.program(model, options, block.ports, address), log)
 
 
 def _parts(weights: bool, kv: bool) -> set[str]:

@@ -32,24 +32,6 @@ ABORT_SECONDS = 10.0  # time limit of an aborted request for returning its parti
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineRequest:
-    """A request as it is sent to an engine, the same for all kinds of engines."""
-
-    tokens: list[int]  # token ids in front of the first new one
-    max_new_tokens: int
-    temperature: float  # divisor of the logits; 0 is greedy decoding
-    top_p: float  # candidates have this share of the distribution; 1: no limit
-    top_k: int  # number of candidates; 0: no limit
-    min_p: float  # candidates have this share of the highest probability; 0: no limit
-    stop_token_ids: list[int]  # tokens that end the response
-    stop: list[str]  # strings that end the response; none where the engine reads no text
-    seed: int | None  # seed of the sample, where the engine supports seeds per request
-    routed_experts: bool  # whether the sample contains the experts of each token
-    excluded_token_ids: list[int]  # tokens that are never drawn
-    images: list[str]  # encoded images in base64, in the order of their placeholders in `tokens`
-
-
-@dataclass(frozen=True, kw_only=True)
 class EngineLimits:
     """Limits and properties of an engine."""
 
@@ -127,7 +109,7 @@ class RequestTracker(RolloutEngine):
 
     @abstractmethod
     def _generate(self, rid: str, request: dict[str, Any]) -> None:
-        """Sends the fields of an `EngineRequest` with the id `rid`."""
+        """Sends a request, the fields of a `Sampling` and those that `_send` adds, with the id `rid`."""
 
     @abstractmethod
     def _abort_request(self, rid: str) -> None:
@@ -161,25 +143,20 @@ class RequestTracker(RolloutEngine):
     def _send(self, running: _Running) -> None:
         request, sampling = running.request, running.sampling
         context = request.context
-        fields = EngineRequest(
-            tokens=list(context),
-            max_new_tokens=min(request.remaining_tokens(sampling), self._limits.max_positions - len(context)),
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            stop_token_ids=list(sampling.stop_token_ids),
-            stop=list(sampling.stop) if self._limits.reads_text else [],
-            seed=request.seed if self._limits.seeded else None,
-            routed_experts=self._limits.routed is not None,
-            excluded_token_ids=list(sampling.excluded_token_ids),
-            images=[base64.b64encode(image.data).decode() for image in request.context_images],
-        )
+        fields = asdict(sampling) | {
+            "tokens": list(context),  # in front of the first new one
+            "max_new_tokens": min(request.remaining_tokens(sampling), self._limits.max_positions - len(context)),
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "stop": list(sampling.stop) if self._limits.reads_text else [],
+            "seed": request.seed if self._limits.seeded else None,
+            "routed_experts": self._limits.routed is not None,  # whether the sample contains the experts of each token
+            "images": [base64.b64encode(image.data).decode() for image in request.context_images],
+        }
         # SGLang aborts every request whose id begins with the given one: the dot keeps sample 1 apart from sample 12.
         # The number keeps the results of a request apart from its repetitions.
         rid = f"{request.id}.{next(self._numbers)}"
         self._running[rid] = running
-        self._generate(rid, asdict(fields))
+        self._generate(rid, fields)
 
     def _drain(self, deadline: float) -> None:
         """Handles messages until there is a sample, then those that have already arrived."""

@@ -30,23 +30,19 @@ class Segment:
     prefix_length=2.
     """
 
-    tokens: tuple[int, ...]
-    """All token ids, from the first one of the context on."""
+    tokens: tuple[int, ...]  # all token ids, from the first one of the context on
     logprobs: tuple[float, ...]
     """Log-probability of each token in nats, as in `Sample`; 0 where the segment does not train the token."""
     policy_versions: tuple[int, ...]
     """Version of the weights that generated each token; NOT_GENERATED for the context, for observations, and for tokens
     that an earlier segment trains."""
-    truncated: bool
-    """Whether the last reply ended at a limit of its length."""
+    truncated: bool  # whether the last reply ended at a limit of its length
     prefix_of: int | None = None
     """Number of the earlier segment whose first `prefix_length` tokens this one repeats; None where there is none."""
-    prefix_length: int = 0
-    """Number of leading tokens that are the same in the segment `prefix_of`."""
+    prefix_length: int = 0  # number of leading tokens that are the same in the segment `prefix_of`
     routed_experts: Tensor | None = field(default=None, compare=False)
     """Experts of the tokens, as in `Sample`: int16, (tokens fed to the model, layers, top_k)."""
-    images: RowImages = ()
-    """Images whose placeholders the tokens have, in their order."""
+    images: RowImages = ()  # images whose placeholders the tokens have, in their order
 
 
 @dataclass(frozen=True)
@@ -70,12 +66,8 @@ class Trajectory:
     """Everything that an agent has done for one sample. Each generated token of a trained model has its policy version
     in exactly one segment."""
 
-    segments: tuple[Segment, ...]
-    """The sequences, in the order in which they began."""
+    segments: tuple[Segment, ...]  # the sequences, in the order in which they began
     turns: tuple[ConversationTurn, ...]
-    reward: Reward | None
-    """Reward that the agent returned; None: the reward function of the job scores the sample."""
-    log: str = ""
-    """End of the agent's output."""
-    error: str = ""
-    """Reason why the agent failed, one line; "" where it has not."""
+    reward: Reward | None  # reward that the agent returned; None: the reward function of the job scores the sample
+    log: str = ""  # end of the agent's output
+    error: str = ""  # reason why the agent failed, one line; "" where it has not

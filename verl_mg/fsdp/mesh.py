@@ -11,6 +11,7 @@ dp4 with 2 replicas: copies on the ranks 0 1 and 2 3; groups shard 0 1, 2 3; gro
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -20,20 +21,20 @@ from verl_mg import device
 from verl_mg.distributed.collectives import ProcessGroups
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout, Placement
-from verl_mg.layout.layout import proper_divisors, smaller_cp_groups
+from verl_mg.layout.layout import smaller_cp_groups
 from verl_mg.training.microbatch import TokenShard
+from verl_mg.training.runner import RoleGroups
 
 REPLICATE, SHARD, TENSOR = "replicate", "shard", "tp"  # names of the mesh's dimensions
 
 
-class MeshGroups:
-    """Process groups of a placement; every rank of the job constructs them at the same time.
+class MeshGroups(RoleGroups):
+    """Process groups of a placement, see `RoleGroups`.
 
     Attributes:
-        placement: the ranks and their layout.
         replicas: copies of the model.
-        host_group: all ranks of the placement, for messages in host memory; None where these are all ranks of the job.
-        dynamic_cp: whether fewer than all context-parallel ranks may share a micro-batch, see `token_shard`.
+        ranks: (replicas, sharding ranks, tp) int64, the ranks of the placement.
+        group: all ranks of the placement.
         mesh: mesh of the parameters, with the dimensions of more than one rank and `shard`; None outside the placement.
     """
 
@@ -45,42 +46,20 @@ class MeshGroups:
         process_groups: ProcessGroups | None = None,
     ) -> None:
         check_mesh(placement.layout, replicas)
-        self.placement, self.replicas, self.dynamic_cp = placement, replicas, dynamic_cp
-        self.coordinates = placement.coordinates(dist.get_rank())
-        process_groups, backend = process_groups or ProcessGroups(), device.group_backend()
-        layout, rank = placement.layout, dist.get_rank()
-        self.ranks = rank_grid(placement, replicas)
-        groups: list[dist.ProcessGroup] = []
-        # A collective of all ranks of the job: every rank requests every group, in the same order.
-        for dim in self._dims():
-            for ranks in self.ranks.movedim(dim, -1).flatten(0, -2).tolist():
-                group = process_groups.of(ranks, backend)
-                groups += [group] if group is not None else []
-        self._cp_groups: dict[int, dist.ProcessGroup] = {}
-        for ranks in self._cp_ranks(layout):
-            group = process_groups.of(ranks, backend)
-            if rank in ranks and group is not None:
-                self._cp_groups[len(ranks)] = group
-        is_whole_job = len(placement.ranks) == dist.get_world_size()
-        self.host_group = None if is_whole_job else process_groups.of(placement.ranks, "gloo")
-        self.group = process_groups.of(placement.ranks, backend)
+        self.replicas, self.ranks = replicas, rank_grid(placement, replicas)
+        dims = [dim for dim, size in enumerate(self.ranks.shape) if size > 1 or dim == 1]
+        of_dims = [list(map(tuple, self.ranks.movedim(dim, -1).flatten(0, -2).tolist())) for dim in dims]
+        sharing = list(_cp_ranks(placement, dynamic_cp))
+        super().__init__(placement, [*chain(*of_dims), *sharing, placement.ranks], dynamic_cp, process_groups)
+        self.group = self._made[placement.ranks]
+        self._cp_groups = self._groups_here(sharing)
         self.mesh: DeviceMesh | None = None
         if self.is_member:
-            dims = self._dims()
+            groups = [group for sets in of_dims for group in self._groups_here(sets).values()]
             kept = self.ranks.reshape([self.ranks.shape[dim] for dim in dims])
             names = tuple((REPLICATE, SHARD, TENSOR)[dim] for dim in dims)
             kind, single = device.current_device().type, len(dims) == 1
             self.mesh = DeviceMesh.from_group(groups[0] if single else groups, kind, kept, mesh_dim_names=names)
-
-    @property
-    def layout(self) -> Layout:
-        """Parallel sizes of the placement."""
-        return self.placement.layout
-
-    @property
-    def is_member(self) -> bool:
-        """True on the ranks of the placement."""
-        return self.coordinates is not None
 
     @property
     def data_mesh(self) -> DeviceMesh:
@@ -101,23 +80,19 @@ class MeshGroups:
 
     def token_shard(self, cp_size: int) -> TokenShard:
         """Returns this rank's part of a micro-batch that `cp_size` neighbouring ranks share; it divides cp."""
-        assert self.coordinates is not None
         # Tensor-parallel ranks have the same tokens: there is no sequence parallelism.
         return TokenShard(1, cp_size, 0, self.coordinates.cp % cp_size, self._cp_groups.get(cp_size))
 
-    def _dims(self) -> list[int]:
-        return [dim for dim, size in enumerate(self.ranks.shape) if size > 1 or dim == 1]
 
-    def _cp_ranks(self, layout: Layout) -> Iterator[tuple[int, ...]]:
-        if layout.cp == 1:
-            return
-        for ranks in self.ranks.view(-1, layout.cp, layout.tp).movedim(1, -1).flatten(0, -2).tolist():
-            yield tuple(ranks)
-        # With dynamic context fewer neighbouring ranks may share a micro-batch.
-        if self.dynamic_cp and proper_divisors(layout.cp) != [1]:
-            for ranks in smaller_cp_groups(layout):
-                if len(ranks) > 1:
-                    yield tuple(self.placement.ranks[index] for index in ranks)
+def _cp_ranks(placement: Placement, dynamic_cp: bool) -> Iterator[tuple[int, ...]]:
+    layout = placement.layout
+    if layout.cp == 1:
+        return
+    yield from map(tuple, torch.tensor(placement.ranks).view(-1, layout.cp, layout.tp).mT.flatten(0, 1).tolist())
+    # With dynamic context fewer neighbouring ranks may share a micro-batch.
+    for ranks in smaller_cp_groups(layout) if dynamic_cp else ():
+        if len(ranks) > 1:
+            yield tuple(placement.ranks[index] for index in ranks)
 
 
 def rank_grid(placement: Placement, replicas: int) -> torch.Tensor:

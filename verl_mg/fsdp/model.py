@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
@@ -85,9 +85,8 @@ class PackedModule(nn.Module):
 
     def vocabulary_shard(self, vocab: int) -> VocabularyShard:
         """Returns the part of a vocabulary whose logits this tensor-parallel rank computes."""
-        at, rows = self._groups.coordinates, -(-vocab // self._groups.layout.tp)
-        assert at is not None
-        first = min(at.tp * rows, vocab)
+        rows = -(-vocab // self._groups.layout.tp)
+        first = min(self._groups.coordinates.tp * rows, vocab)
         return VocabularyShard(first, min(rows, vocab - first), self._groups.tensor_group)
 
 
@@ -211,7 +210,7 @@ def shard_over_data(
         "mesh": groups.data_mesh,
         "mp_policy": precision,
         "offload_policy": policy,
-        "shard_placement_fn": lambda parameter: None if (d := shard_dim(parameter, sharding)) == 0 else _split(d),
+        "shard_placement_fn": lambda parameter: Shard(dim) if (dim := shard_dim(parameter, sharding)) else None,
         "ignored_params": kept,
     }
     for block in sharded_blocks(module):
@@ -257,17 +256,6 @@ def local_part(parameter: Tensor) -> Tensor:
     return local.detach()
 
 
-def recompute_layers(module: Any) -> None:
-    """Makes layers recompute their activations in the backward pass."""
-    module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-
-
-def _split(dim: int) -> Any:
-    from torch.distributed.tensor import Shard
-
-    return Shard(dim)
-
-
 def sharded_blocks(module: Any) -> Iterator[nn.Module]:
     """Yields the layers, each of which is gathered by itself; all other parameters are gathered together."""
     names = set(module._no_split_modules or ())
@@ -304,11 +292,9 @@ class _SumBackward(torch.autograd.Function):
 
 def sum_values(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Sums values over the ranks of a group; each rank's gradient is that of the sum."""
-    total: Tensor = _SumForward.apply(values, group) if group is not None else values
-    return total
+    return _SumForward.apply(values, group) if group is not None else values
 
 
 def sum_gradients(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Returns values as they are; the gradients of all ranks are summed in the backward pass."""
-    same: Tensor = _SumBackward.apply(values, group) if group is not None else values
-    return same
+    return _SumBackward.apply(values, group) if group is not None else values

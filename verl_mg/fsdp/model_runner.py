@@ -23,7 +23,6 @@ from verl_mg.fsdp.model import (
     local_tensors,
     logit_scale_of,
     parameter_splits,
-    recompute_layers,
     shard_over_data,
     shard_tensors,
 )
@@ -41,7 +40,7 @@ from verl_mg.sharding.shard_map import ShardMap
 from verl_mg.training.logprobs import OutputHead, VocabularyShard
 from verl_mg.training.model_spec import ModelSpec
 from verl_mg.training.runner import ComputedParameters, Pass, Report, Runner
-from verl_mg.training.storages import storages
+from verl_mg.training.storages import storages_here
 from verl_mg.training.weights import load_directory
 
 
@@ -104,7 +103,7 @@ class FsdpRunner(Runner):
         self._shard_map = fsdp_shard_map(whole, splits, groups.ranks, self.table.tensor_index.tensors)
         if self.is_member:
             if spec.recompute:
-                recompute_layers(module)
+                module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             fit_expert_kernels(module)
             self.packed = PackedModule(module, groups, scale)
             shard_over_data(self.packed, groups, spec.fsdp, spec.dtype, apart)
@@ -141,12 +140,10 @@ class FsdpRunner(Runner):
 
     @property
     def output_head(self) -> OutputHead:
-        """Output layer in the model directory, the embedding where the two are tied."""
         assert self._head is not None, "a value head has no vocabulary"
         return self._head
 
     def vocabulary_shard(self) -> VocabularyShard | None:
-        """Returns this tensor-parallel rank's part of the vocabulary."""
         return self.packed.vocabulary_shard(self.output_head.vocab) if self.packed else None
 
     # -- weights
@@ -167,13 +164,11 @@ class FsdpRunner(Runner):
 
     @property
     def computed_parameters(self) -> frozenset[str]:
-        """Names of the parameters that are cast or copied to the device, or into which adapters are merged."""
         place, adapted = device.current_device(), self.lora.adapted_parameters if self.lora else frozenset()
         moved = {n for n, t in self.parameters().items() if t.device.type != place.type or self._is_cast(n, t)}
         return adapted | moved
 
     def served_parameters(self) -> Mapping[str, Tensor]:
-        """Returns the parameters on the device, in `dtype` and with adapters merged into them, computed on access."""
         return ComputedParameters(self.parameters(), self._served)
 
     def _served(self, name: str, weight: Tensor) -> Tensor:
@@ -194,7 +189,6 @@ class FsdpRunner(Runner):
         return slice(*pieces[0].source[0]) if pieces else slice(0, 0)
 
     def shard_map(self) -> ShardMap:
-        """Returns the shards of every rank, by the names of the module's parameters."""
         return self._shard_map
 
     def written_adapters(self) -> Iterator[tuple[str, Box, Tensor]]:
@@ -203,7 +197,6 @@ class FsdpRunner(Runner):
             yield from self.lora.boxes()
 
     def trained(self) -> Mapping[str, Tensor]:
-        """Returns this rank's parts of the trained parameters, or the adapters that are trained instead."""
         if self.lora or self.packed is None:
             return self.adapters()
         trained = {name for name, parameter in self.packed.module.named_parameters() if parameter.requires_grad}
@@ -217,14 +210,12 @@ class FsdpRunner(Runner):
         return [self.packed] if self.packed is not None else []
 
     def weight_storages(self) -> list[UntypedStorage]:
-        """Returns the storages on the device of this rank's parts of the parameters, of adapters and of buffers."""
         if self.packed is None:
             return []
         local = local_tensors(self.packed.module)
         return storages_here([*local.values(), *self.packed.buffers(), *self.adapters().values()])
 
     def drop_caches(self) -> None:
-        """Frees gathered parameters."""
         if self.packed is not None:
             self.packed.reshard()  # type: ignore[operator]
 
@@ -258,9 +249,3 @@ def check_module_layout(module: Any, layout: Layout, where: str) -> None:
         raise UserError(f"layout {layout}: no cp with images that attend to themselves, of {where}. Leave out cp.")
     if layout.cp > 1 and others:
         raise UserError(f"layout {layout}: no cp with layers of the kind {min(others)} of {where}. Leave out cp.")
-
-
-def storages_here(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
-    """Returns the distinct storages of the tensors that are on this rank's device."""
-    place = device.current_device().type
-    return storages(tensor for tensor in tensors if tensor.device.type == place)

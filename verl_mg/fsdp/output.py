@@ -21,10 +21,8 @@ PROBES = (-60.0, -7.0, -0.5, 0.0, 0.25, 3.0, 40.0)
 class LogitScale:
     """Function of a model from products z of hidden states and output weights to logits: c * tanh(scale * z / c)."""
 
-    scale: float = 1.0
-    """Factor of the products."""
-    softcap: float | None = None
-    """Bound c of the logits; None for none."""
+    scale: float = 1.0  # factor of the products
+    softcap: float | None = None  # bound c of the logits; None for none
 
     def apply(self, products: Tensor) -> Tensor:
         """Returns the logits of products."""
@@ -55,7 +53,8 @@ def read_logit_scale(model: Any, where: str) -> LogitScale:
 
 def _module_logits(model: Any, products: Tensor) -> Tensor:
     """Returns the logits that the model's own `forward` makes of products, with its body and head left out."""
-    body, head = model.base_model_prefix, _name_of(model, model.get_output_embeddings())
+    output = model.get_output_embeddings()
+    body, head = model.base_model_prefix, next(n for n, child in model.named_children() if child is output)
     kept = {name: model._modules[name] for name in (body, head)}
     try:
         # The body returns the products as hidden states, and the head passes them on: the model's scaling is left.
@@ -64,10 +63,6 @@ def _module_logits(model: Any, products: Tensor) -> Tensor:
     finally:
         model._modules |= kept
     return logits.detach().flatten().float()
-
-
-def _name_of(model: nn.Module, child: nn.Module) -> str:
-    return next(name for name, module in model.named_children() if module is child)
 
 
 class _Returns(nn.Module):

@@ -20,7 +20,7 @@ from verl_mg.batch import Batch
 from verl_mg.device import copy_to
 from verl_mg.fsdp.vision import ImagePacker, PackedImages
 from verl_mg.layout import Stage
-from verl_mg.training.microbatch import MicroBatch, TokenShard, pack_rows, token_order
+from verl_mg.training.microbatch import MicroBatch, TokenShard, pack_rows, positions_of, token_order
 from verl_mg.training.packed_attention import Scores, Sequences, attend, heads_of_rank, to_heads, to_tokens
 
 WHOLE = Stage((), is_first=True, is_last=True)  # the only pipeline stage
@@ -47,12 +47,10 @@ def make_micro_batch(
 ) -> MicroBatch[PackedRows]:
     """Packs rows, of which there may be none, into a micro-batch, for the rank that has a shard of its tokens."""
     order = token_order(rows.lengths, shard)
-    ends = order.lengths.cumsum(0)
-    positions = torch.arange(order.total) - torch.repeat_interleave(ends - order.lengths, order.lengths)
     packed = PackedRows(
         lengths=order.lengths,
-        position_ids=copy_to(device, positions[order.local][None]),
-        cu_seqlens_q=copy_to(device, F.pad(ends, (1, 0)).int()),
+        position_ids=copy_to(device, positions_of(order.lengths)[order.local][None]),
+        cu_seqlens_q=copy_to(device, F.pad(order.lengths.cumsum(0), (1, 0)).int()),
         cp_group=shard.group,
         images=packer.pack(rows, order, shard, device) if packer else None,
     )

@@ -116,7 +116,4 @@ def _moved(piece: Piece, source: Box, target: Box) -> Piece:
     """Returns the part of a piece of the whole parameter in a box, which is at `target` in the local one."""
     common = intersect(piece.target, source)
     assert common is not None
-    # A stack of experts has a dimension more than the matrices of the checkpoint that it is made of.
-    stacked = len(piece.target) - len(piece.source)
-    in_tensor = translate_box(common[stacked:], piece.target[stacked:], piece.source)
-    return Piece(piece.tensor, in_tensor, translate_box(common, source, target))
+    return Piece(piece.tensor, piece.source_of(common), translate_box(common, source, target))

@@ -15,19 +15,11 @@ from verl_mg.checkpoint.sharded_safetensors import StoredBox
 from verl_mg.config import GuardConfig, OptimizerConfig, TrainableConfig
 from verl_mg.errors import UserError
 from verl_mg.fsdp.model import local_part
-from verl_mg.fsdp.model_runner import FsdpRunner, storages_here
+from verl_mg.fsdp.model_runner import FsdpRunner
 from verl_mg.sharding.boxes import full_box
-from verl_mg.training.runner import LossClosure
-from verl_mg.training.storages import Snapshot, storages
-from verl_mg.training.trainer import (
-    NON_FINITE_BUFFERS,
-    LearningRateSchedule,
-    MiniBatch,
-    Objective,
-    Trainer,
-    count_non_finite,
-    to_host,
-)
+from verl_mg.training.runner import LossClosure, Report
+from verl_mg.training.storages import storages, storages_here
+from verl_mg.training.trainer import LearningRateSchedule, MiniBatch, Trainer
 from verl_mg.training.weights import WEIGHTS, stored_boxes
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's moments by their names in the optimizer's state, and in checkpoints
@@ -41,25 +33,21 @@ class FsdpTrainer(Trainer):
 
         zero     gradients are freed
         run      FSDP sums gradients over the data mesh in float32, without dividing
-        sum      `_sum_gradients` adds what FSDP does not: norms of heads over tp, adapters over all ranks
+        sum      `_complete_gradients` adds what FSDP does not: norms of heads over tp, adapters over all ranks
         step     one norm of all parts, each element counted once; clip; AdamW on this rank's parts
     """
 
     optimizer: torch.optim.AdamW
+    runner: FsdpRunner
 
     def __init__(
         self, runner: FsdpRunner, config: OptimizerConfig, guard: GuardConfig | None = None, name: str = "actor"
     ) -> None:
-        super().__init__(runner, config, guard, name)
         check_optimizer(config, name)
-        self._module = runner
-        if runner.is_member:
-            self._build()
-            if self._guard.rolls_back:
-                self._last_good = Snapshot(self._updated_storages, lambda: [self.optimizer])
+        super().__init__(runner, config, guard, name)
 
     def _build(self) -> None:
-        trained, whole = self._module.trained(), self._parameters_by_name()
+        trained, whole = self.runner.trained(), self._parameters_by_name()
         self._parameters = {name: whole[name] for name in trained}
         # Empty parts are left out: a rank has none of a parameter with fewer rows than ranks.
         self._weights = {name: nn.Parameter(local_part(p)) for name, p in self._parameters.items()}
@@ -76,10 +64,14 @@ class FsdpTrainer(Trainer):
         )
         self.scheduler = LearningRateSchedule(self.optimizer, c)
 
+    @property
+    def inner_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [self.optimizer]
+
     def _parameters_by_name(self) -> dict[str, Tensor]:
-        assert self._module.packed is not None
-        named: dict[str, Tensor] = dict(self._module.packed.module.named_parameters())
-        return named | dict(self._module.adapters())
+        assert self.runner.packed is not None
+        named: dict[str, Tensor] = dict(self.runner.packed.module.named_parameters())
+        return named | dict(self.runner.adapters())
 
     def _make_moments(self, steps: float) -> None:
         for weight in self._weights.values():
@@ -93,57 +85,39 @@ class FsdpTrainer(Trainer):
         return None
 
     def _state(self) -> Iterator[StoredBox]:
-        shards = self._module.trained_shards()
+        shards = self.runner.trained_shards()
         for name, weight in self._weights.items():
             kinds = {WEIGHTS: weight.detach(), **{k: self.optimizer.state.get(weight, {}).get(k) for k in MOMENTS}}
             for namespace, values in kinds.items():
                 if values is not None:
-                    values = self._module.as_described(name, values)
+                    values = self.runner.as_described(name, values)
                     yield from stored_boxes(namespace, shards[name], values, full_box(tuple(values.shape)))
 
-    def _clear_moments(self) -> None:
-        self.optimizer.state.clear()
-
     def _use_restored_weights(self) -> None:
-        self._module.unrestored -= self._weights.keys()  # optimizer and model have the same memory
+        self.runner.unrestored -= self._weights.keys()  # optimizer and model have the same memory
 
     def state_storages(self) -> list[UntypedStorage]:
-        """Returns the storages of the moments on the device: none with `fsdp.cpu_offload`."""
         states = (value for state in self.optimizer.state.values() for value in state.values())
         return storages_here(value for value in states if isinstance(value, Tensor) and value.dim())
-
-    def gradient_storages(self) -> list[UntypedStorage]:
-        """Returns the storages of the gradients on the device."""
-        return storages_here(local_part(grad) for grad in self._gradients())
 
     def _updated_storages(self) -> list[UntypedStorage]:
         states = (value for state in self.optimizer.state.values() for value in state.values())
         return storages([*self._weights.values(), *(value for value in states if isinstance(value, Tensor))])
 
     def _gradients(self) -> Iterator[Tensor]:
-        yield from (p.grad for p in self._parameters.values() if p.grad is not None)
+        return (local_part(p.grad) for p in self._parameters.values() if p.grad is not None)
 
-    def _compute_gradients(
-        self, mini_batch: MiniBatch, objective: Objective, loss_closure: LossClosure
-    ) -> list[dict[str, float]]:
+    def _clear_gradients(self, mini_batch: MiniBatch, loss_closure: LossClosure) -> LossClosure:
         for parameter in self._parameters.values():
             parameter.grad = None
-        micro_batches, cp_sizes = mini_batch.micro_batches, mini_batch.cp_sizes
-        reports = self._module.run(
-            micro_batches, objective.temperature, loss_closure, False, cp_sizes, objective.outputs
-        )
-        selected = [report for report in self._module.select_outputs(reports, cp_sizes) if report is not None]
-        with self._module.timer("optimizer"):
-            self._sum_gradients()
-            non_finite = count_non_finite(local_part(grad) for grad in self._gradients())
-        return to_host([*selected, {NON_FINITE_BUFFERS: non_finite}])
+        return loss_closure
 
-    def _sum_gradients(self) -> None:
+    def _complete_gradients(self) -> Report:
         """Sums the gradients that the backward pass has not summed: of tensor-parallel parts, and of adapters."""
-        groups = self._module.groups
+        groups = self.runner.groups
         for names, group in (
-            (self._module.summed_gradients, groups.tensor_group),
-            (self._module.lora.module_parameters if self._module.lora else frozenset(), groups.group),
+            (self.runner.summed_gradients, groups.tensor_group),
+            (self.runner.lora.module_parameters if self.runner.lora else frozenset(), groups.group),
         ):
             grads = [local_part(self._with_gradient(self._parameters[n])) for n in sorted(names & self._weights.keys())]
             if grads and group is not None and group.size() > 1:
@@ -153,6 +127,7 @@ class FsdpTrainer(Trainer):
                 parts = flat.split([grad.numel() for grad in grads])
                 for grad, part in zip(grads, parts, strict=True):
                     grad.copy_(part.view_as(grad))
+        return {}
 
     def _with_gradient(self, parameter: Tensor) -> Tensor:
         """Returns the gradient of a parameter; zeros where no token has reached it."""
@@ -162,7 +137,7 @@ class FsdpTrainer(Trainer):
 
     @torch.no_grad()
     def _step(self) -> float:
-        with self._module.timer("optimizer"):
+        with self.runner.timer("optimizer"):
             return self._clip_and_step()
 
     def _clip_and_step(self) -> float:
@@ -184,7 +159,7 @@ class FsdpTrainer(Trainer):
             norms = torch._foreach_norm(grads, dtype=torch.float32) if grads else []
             if norms:
                 total += torch.stack(list(norms)).double().square().sum().cpu() * share
-        group = self._module.host_group
+        group = self.runner.host_group
         dist.all_reduce(total, group=group)
         return math.sqrt(float(total))
 
@@ -198,7 +173,7 @@ class FsdpTrainer(Trainer):
 
     def _copies(self, parameter: Tensor) -> int:
         """Returns the number of ranks that have the same part of a parameter."""
-        ranks = len(self._module.placement.ranks)
+        ranks = len(self.runner.placement.ranks)
         if not isinstance(parameter, DTensor):
             return ranks
         return ranks // math.prod(

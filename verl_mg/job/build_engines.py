@@ -14,11 +14,11 @@ from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.distributed.collectives import all_gather_json
 from verl_mg.distributed.launcher import Launcher
 from verl_mg.engines.engine_attachment import NO_ENGINE, EngineAttachment
-from verl_mg.engines.engine_nodes import LeadingNode, node_address
+from verl_mg.engines.engine_nodes import FollowingNode, LeadingNode, node_address
 from verl_mg.engines.engine_options import AdapterSettings, EngineNodes, EngineOptions, fused_targets
 from verl_mg.engines.hf.engine import HFEngine
 from verl_mg.engines.kinds import ENGINES
-from verl_mg.engines.process_engine import ProcessEngine, following_part
+from verl_mg.engines.process_engine import ProcessEngine
 from verl_mg.engines.stop_strings import Decode, StopStringEngine
 from verl_mg.job.engine_checks import adapter_targets
 from verl_mg.job.engine_tables import with_engine_table
@@ -114,7 +114,7 @@ def build_engine_group(
         options = part_options(engine_options(config, dtype, table), placement, part)
         model, log = config.model.path, _log(config, part)
         if part.nodes.rank:
-            follower = following_part(kind, model, options, log, context.store, part.number)
+            follower = FollowingNode(kind, model, options, log, context.store, part.number)
         elif part.nodes.count > 1:
             leading = LeadingNode(context.store, part.number, part.nodes.address)
             inner = ProcessEngine(kind, model, options, log, leading)

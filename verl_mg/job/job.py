@@ -69,7 +69,7 @@ from verl_mg.rollout.engine_group import InFlightEngineGroup, WrapEngine
 from verl_mg.rollout.groups import StalenessBound
 from verl_mg.rollout.rollout import Rollout, RolloutSetup, RolloutSource
 from verl_mg.rollout.sync_rollout import SyncRollout
-from verl_mg.rows.samples import RolloutRecords
+from verl_mg.rows.samples import RolloutRecord
 
 R = TypeVar("R", bound=Role)
 
@@ -119,7 +119,7 @@ class RunningJob:
         models.check_images(roles, self.prompts)
         # Models before engines: an engine sizes its cache by the memory that is free when it starts.
         self._build_models(models)
-        records = RolloutRecords()
+        records: list[RolloutRecord] = []
         self._reward = self._build_reward(records) if "reward" in roles else None
         self._multi_turn: MultiTurnEngine | None = None
         self._rollout: RolloutSource | None = None
@@ -373,7 +373,7 @@ class RunningJob:
                 "Leave it out, or reference.path."
             ) from None
 
-    def _build_reward(self, records: RolloutRecords) -> RewardRole:
+    def _build_reward(self, records: list[RolloutRecord]) -> RewardRole:
         config, model = self.config.reward, self.frozen_reward_model if self.config.reward.from_model else None
         scorer = None if config.from_model else load_rewards(config)
         has_agents = self.config.rollout.has_agents
@@ -386,7 +386,7 @@ class RunningJob:
         }
         return RewardRole(scorer, self.prompts, self.tokenizer, self.context, records, model, has_agents, of_sources)
 
-    def _build_rollout(self, records: RolloutRecords) -> Rollout:
+    def _build_rollout(self, records: list[RolloutRecord]) -> Rollout:
         config, model = self.config.rollout, read_any_config(self.config.model.path)
         self._check_lengths(() if self._evaluates_only else self.prompts, model.max_positions)
         self._check_lengths(self.test_prompts or (), model.max_positions)

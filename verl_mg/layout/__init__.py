@@ -6,16 +6,3 @@ that computes layouts of 10,000 ranks without a process.
 
 from verl_mg.layout.engine_layout import EngineCoordinates, EngineLayout, EnginePlacement
 from verl_mg.layout.layout import Coordinates, Layout, ModelDims, Placement, Stage, format_ranks, parse_ranks
-
-__all__ = [
-    "Coordinates",
-    "EngineCoordinates",
-    "EngineLayout",
-    "EnginePlacement",
-    "Layout",
-    "ModelDims",
-    "Placement",
-    "Stage",
-    "format_ranks",
-    "parse_ranks",
-]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from verl_mg.errors import UserError
-from verl_mg.layout.layout import ModelDims, parse_sizes
+from verl_mg.layout.layout import ModelDims, divisors, parse_sizes
 
 KEYS = ("tp", "pp", "ep", "adp")
 EXAMPLE = "tp8-ep8"
@@ -44,11 +44,8 @@ class EngineLayout:
                 raise UserError(f"rollout.layout: {key} is {getattr(self, key)}. Sizes start at 1, as in {EXAMPLE}.")
         for key in ("ep", "adp"):
             if self.tp % getattr(self, key):
-                fitting = [size for size in range(1, self.tp + 1) if self.tp % size == 0]
-                raise UserError(
-                    f"rollout.layout={self}: {key} must divide tp{self.tp}. "
-                    f"Write {key}{' or '.join(map(str, fitting))}."
-                )
+                fitting = " or ".join(map(str, divisors(self.tp)))
+                raise UserError(f"rollout.layout={self}: {key} must divide tp{self.tp}. Write {key}{fitting}.")
 
     @classmethod
     def parse(cls, text: str) -> EngineLayout:

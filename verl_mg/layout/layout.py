@@ -241,12 +241,12 @@ class Layout:
         if dimension % size == 0:
             return
         # The six nearest sizes that divide it: large dimensions have dozens.
-        divisors = sorted(_divisors(dimension), key=lambda divisor: abs(divisor - size))[:6]
+        nearest = sorted(divisors(dimension), key=lambda divisor: abs(divisor - size))[:6]
         axes = "*".join(key for key in keys if len(keys) == 1 or getattr(self, key) > 1)
         named = "-".join(f"{key}{getattr(self, key)}" for key in axes.split("*"))
         raise UserError(
             f"layout {self}: {named} does not divide the {dimension} {what}. "
-            f"Choose {axes} from {', '.join(map(str, sorted(divisors)))}."
+            f"Choose {axes} from {', '.join(map(str, sorted(nearest)))}."
         )
 
     def _check_chunks(self) -> None:
@@ -304,9 +304,10 @@ def _multiples_around(unit: int, ranks: int) -> list[int]:
     return [count for count in (below, below + unit) if count > 0]
 
 
-def _divisors(number: int) -> set[int]:
+def divisors(number: int) -> list[int]:
+    """Returns the divisors of a number in increasing order, the number included."""
     small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
-    return {*small, *(number // divisor for divisor in small)}
+    return sorted({*small, *(number // divisor for divisor in small)})
 
 
 @dataclass(frozen=True)
@@ -380,15 +381,10 @@ def group_ranks(placement: Placement, dynamic_cp: bool = False) -> list[tuple[in
 
 def smaller_cp_groups(layout: Layout) -> Iterator[tuple[int, ...]]:
     """Yields, for each proper divisor of cp, the groups of as many neighbours, as ranks of the layout."""
-    for cp_size in proper_divisors(layout.cp):
+    for cp_size in divisors(layout.cp)[:-1]:
         starts = range(0, layout.cp, cp_size)
         for pp, dp, start, tp in product(range(layout.pp), range(layout.dp), starts, range(layout.tp)):
             yield tuple(layout.rank_of(tp, start + i, dp, pp) for i in range(cp_size))
-
-
-def proper_divisors(number: int) -> list[int]:
-    """Returns the divisors of a number that are smaller than it, in increasing order."""
-    return [divisor for divisor in range(1, number) if number % divisor == 0]
 
 
 def _megatron_groups(layout: Layout) -> Iterator[tuple[int, ...]]:

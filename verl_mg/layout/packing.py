@@ -34,6 +34,7 @@ import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from verl_mg.layout.layout import divisors
 from verl_mg.layout.shared_prefixes import Shared
 
 EVEN = 1e-3  # ranks whose costs differ by at most this fraction of the mean count as even
@@ -93,7 +94,7 @@ def plan_by_length(lengths: Sequence[int], costs: Sequence[float], dp: int, cp: 
 
 def cp_size_for(length: int, cp: int, budget: int) -> int:
     """Returns the smallest divisor of cp whose share of the budget fits a row; cp where none does."""
-    return next((c for c in range(1, cp) if cp % c == 0 and length <= budget * c // cp), cp)
+    return next((size for size in divisors(cp) if length <= budget * size // cp), cp)
 
 
 def _fill(lengths: Sequence[int], costs: Sequence[float], ranks: int, budget: int) -> list[list[list[int]]]:

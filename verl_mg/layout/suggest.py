@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from verl_mg.errors import UserError
 from verl_mg.layout.engine_layout import EngineLayout
-from verl_mg.layout.layout import Layout
+from verl_mg.layout.layout import Layout, divisors
 
 NEAREST = 3
 KEYS = {Layout: ("tp", "pp", "vpp", "cp", "ep", "etp"), EngineLayout: ("tp", "pp", "ep", "adp")}
@@ -89,27 +89,23 @@ def distance(a: AnyLayout, b: AnyLayout) -> float:
 def layouts_on(ranks: int, experts: int, up_to: Layout | None = None) -> Iterator[Layout]:
     """Yields all layouts on exactly `ranks` ranks, with cp and vpp at most as in `up_to`, and etp 1, tp or as there."""
     extra_etp = [up_to.etp] if up_to and up_to.etp != up_to.tp else []
-    cp_sizes = [size for size in _divisors(ranks) if size <= (up_to.cp if up_to else 1)]
-    for tp, pp, cp in product(_divisors(ranks), _divisors(ranks), cp_sizes):
+    cp_sizes = [size for size in divisors(ranks) if size <= (up_to.cp if up_to else 1)]
+    for tp, pp, cp in product(divisors(ranks), divisors(ranks), cp_sizes):
         if ranks % (tp * pp * cp):
             continue
         stage = ranks // pp
         cuts = sorted({1, tp, *extra_etp}) if experts else [tp]
         interleavings = range(1, 1 + (up_to.vpp if up_to and pp > 1 else 1))
         for etp, vpp in product((size for size in cuts if stage % size == 0), interleavings):
-            for ep in _divisors(math.gcd(stage // etp, max(experts, 1))):
+            for ep in divisors(math.gcd(stage // etp, max(experts, 1))):
                 yield Layout(tp, pp, vpp, cp, ep, etp, dp=stage // (tp * cp))
 
 
 def engine_layouts_on(ranks: int, experts: int, like: EngineLayout | None = None) -> Iterator[EngineLayout]:
     """Yields all engine layouts of which a whole number of engines uses `ranks` ranks."""
     # Pipeline stages wait for each other in every decoding step, so pp is suggested only where it was requested.
-    for tp in _divisors(ranks):
+    for tp in divisors(ranks):
         for pp in sorted({1} | ({like.pp} if like else set())):
-            for ep in _divisors(math.gcd(tp, max(experts, 1))) if ranks % (tp * pp) == 0 else ():
+            for ep in divisors(math.gcd(tp, max(experts, 1))) if ranks % (tp * pp) == 0 else ():
                 for adp in sorted({1, tp} | ({like.adp} if like and tp % like.adp == 0 else set())):
                     yield EngineLayout(tp, pp, ep, adp)
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

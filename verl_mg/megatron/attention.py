@@ -49,8 +49,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     `cos`, `sin`: (T, 1, d) float32, both halves equal.
     """
-    rotated: Tensor = _Rotation.apply(x, cos, sin)
-    return rotated
+    return _Rotation.apply(x, cos, sin)
 
 
 def rotate_end(x: Tensor, cos: Tensor, sin: Tensor, neighbours: bool) -> Tensor:
@@ -59,14 +58,12 @@ def rotate_end(x: Tensor, cos: Tensor, sin: Tensor, neighbours: bool) -> Tensor:
     With `neighbours` the result has the first elements of all pairs before the second ones. Where queries and keys are
     permuted so, their products are unchanged.
     """
-    rotated: Tensor = _RotationOfEnd.apply(x, cos, sin, neighbours)
-    return rotated
+    return _RotationOfEnd.apply(x, cos, sin, neighbours)
 
 
 def join_rotated(plain: Tensor, shared: Tensor, cos: Tensor, sin: Tensor, neighbours: bool) -> Tensor:
     """Appends to each head (T, heads, n) the rotated elements (T, 1, d) that all heads share."""
-    joined: Tensor = _Join.apply(plain, shared, cos, sin, neighbours)
-    return joined
+    return _Join.apply(plain, shared, cos, sin, neighbours)
 
 
 class _Rotation(torch.autograd.Function):

@@ -60,8 +60,7 @@ class BalanceLosses:
             (gradient,) = torch.autograd.grad((losses * factors).sum(), leaf)
         values = losses.detach().double()
         self.sums = values if self.sums is None else self.sums + values
-        attached: Tensor = _WithGradient.apply(logits, gradient.to(logits.dtype))
-        return attached
+        return _WithGradient.apply(logits, gradient.to(logits.dtype))
 
     def report(self, layers: int) -> dict[str, Tensor]:
         """Returns the losses of this rank's tokens, to be summed over all ranks: without factors, means over layers."""

@@ -86,8 +86,7 @@ if clip_grads.l2_norm_impl is getattr(clip_grads, "local_multi_tensor_l2_norm", 
 def fused(function: Function) -> Function:
     """Compiles elementwise operations into one kernel on a GPU, as megatron-core does."""
     compile_function: Any = jit_fuser if torch.cuda.is_available() else lambda plain: plain
-    compiled: Function = compile_function(function)
-    return compiled
+    return compile_function(function)
 
 
 def submodules(spec: Any) -> Any:
@@ -122,8 +121,7 @@ class MLASelfAttention(multi_latent_attention.MLASelfAttention):
 
     def _run_core_attention(self, *arguments: Any, **options: Any) -> Tensor:
         """Calls core attention with its arguments unchanged: 0.19 would pad values to the width of queries."""
-        context: Tensor = self.core_attention(*arguments, **options)
-        return context
+        return self.core_attention(*arguments, **options)
 
 
 def group_globals() -> dict[str, Any]:
@@ -150,6 +148,11 @@ def ranks_in_groups(ranks: Sequence[int]) -> AbstractContextManager[None]:
             return [[ranks[index] for index in group] for group in super().get_ranks(token)]
 
     return MEGATRON.replaced(parallel_state, RankGenerator=Generator)
+
+
+def optimizer_parts(optimizer: Any) -> list[Any]:
+    """Returns the optimizers of one kind of weights inside an optimizer."""
+    return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
 def main_shard(optimizer: Any, parameter: Tensor) -> tuple[Tensor, int] | None:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from verl_mg.device import copy_to
+from verl_mg.training.microbatch import positions_of
 
 CHUNK = 64  # tokens whose states are computed together, as in the kernels of flash-linear-attention
 L2_EPS = 1e-6  # added to the squared length by which queries and keys are normalized, as in `transformers`
@@ -65,8 +66,8 @@ class Chunks:
         tokens = torch.cat(chunks)
         # All padding writes to one entry, which is cut off below.
         places = torch.empty(total + 1, dtype=torch.int64).scatter_(0, tokens.flatten(), torch.arange(tokens.numel()))
-        positions = torch.arange(total) - torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
-        tokens, places, positions = (copy_to(device, each) for each in (tokens, places[:total], positions[:, None]))
+        parts = tokens, places[:total], positions_of(lengths)[:, None]
+        tokens, places, positions = (copy_to(device, each) for each in parts)
         return cls(tokens, places, counts, positions)
 
     def cut(self, x: Tensor) -> Tensor:
@@ -87,8 +88,7 @@ def convolve(x: Tensor, filters: Tensor, chunks: Chunks, ends: Tensor) -> Tensor
     if has_fused_kernels(x):
         from fla.modules.convolution import causal_conv1d
 
-        convolved: Tensor = causal_conv1d(x=x[None], weight=filters, activation="silu", cu_seqlens=ends)[0]
-        return convolved.squeeze(0)
+        return causal_conv1d(x=x[None], weight=filters, activation="silu", cu_seqlens=ends)[0].squeeze(0)
     # `filters` (elements, width) end with the factor of the token itself.
     wide, factors = x.float(), filters.float()
     total = wide * factors[:, -1]
@@ -111,7 +111,7 @@ def delta_rule(
 
         inputs: dict[str, Any] = {"q": query, "k": key, "v": value, "g": decay, "beta": beta.to(value.dtype)}
         batch = {name: x[None].contiguous() for name, x in inputs.items()}
-        output: Tensor = chunk_gated_delta_rule(**batch, use_qk_l2norm_in_kernel=True, cu_seqlens=ends.long())[0]
+        output = chunk_gated_delta_rule(**batch, use_qk_l2norm_in_kernel=True, cu_seqlens=ends.long())[0]
         return output.squeeze(0)
     query, key = _normalized(query.float()) * query.shape[-1] ** -0.5, _normalized(key.float())
     numbers = [decay[..., None], beta[..., None]]

@@ -87,13 +87,11 @@ class _Copies:
 
     def take(self, tokens: Tensor) -> Tensor:
         """Copies tokens (tokens, h) to (copies, h); the backward pass sums the copies in a fixed order."""
-        copied: Tensor = _Take.apply(tokens, self)
-        return copied
+        return _Take.apply(tokens, self)
 
     def total(self, copies: Tensor) -> Tensor:
         """Sums the copies (copies, h) of each token to (tokens, h)."""
-        summed: Tensor = _Total.apply(copies, self)
-        return summed
+        return _Total.apply(copies, self)
 
     def sums(self, copies: Tensor) -> Tensor:
         """Sums without autograd, see `total`."""
@@ -221,8 +219,7 @@ class TokenDispatcher(MoETokenDispatcher):
     def _over_ep(self, values: Tensor, received: list[int], sent: list[int]) -> Tensor:
         if self._ep.size() == 1:
             return values
-        exchanged: Tensor = all_to_all(self._ep, values, received, sent, use_nccl_stream=self.use_nccl_stream)
-        return exchanged
+        return all_to_all(self._ep, values, received, sent, use_nccl_stream=self.use_nccl_stream)
 
     def _exchange_sizes(self) -> None:
         """Computes from the number of copies for each expert on each rank what is sent, received and sorted."""
@@ -260,8 +257,8 @@ class GroupedExperts(MegatronModule):
         etp: dist.ProcessGroup = pg_collection.expt_tp
         width, biases = config.moe_ffn_hidden_size // etp.size(), experts.biases
         shape = (num_local_experts, 2 * width, config.hidden_size)
-        self.linear_fc1 = _Stack(shape, 1, config, parts=1 if experts.alternating else 2, sharded_bias=biases)
-        self.linear_fc2 = _Stack((num_local_experts, config.hidden_size, width), 2, config, whole_bias=biases)
+        self.linear_fc1 = _Stack(shape, 1, config, biases, parts=1 if experts.alternating else 2)
+        self.linear_fc2 = _Stack((num_local_experts, config.hidden_size, width), 2, config, biases)
         self._adds_bias = etp.rank() == 0  # to the sum of the results of all etp ranks
         self._gelu, self._clamped = config.activation_func is not F.silu, experts.clamped
         selective = config.recompute_granularity == "selective"
@@ -292,13 +289,7 @@ class GroupedExperts(MegatronModule):
 
 class _Stack(torch.nn.Module):
     def __init__(
-        self,
-        shape: tuple[int, int, int],
-        sharded_dim: int,
-        config: TransformerConfig,
-        parts: int = 1,
-        sharded_bias: bool = False,
-        whole_bias: bool = False,
+        self, shape: tuple[int, int, int], sharded_dim: int, config: TransformerConfig, has_bias: bool, parts: int = 1
     ) -> None:
         super().__init__()
         options: Any = {"device": torch.cuda.current_device(), "dtype": config.params_dtype}
@@ -307,16 +298,15 @@ class _Stack(torch.nn.Module):
         # megatron-core's mark of gradients that are summed over the expert-data-parallel ranks only.
         self.weight.allreduce = False  # type: ignore[attr-defined]
         # Its user adds it: with the factor of each token, or on one rank only.
-        self.bias = torch.nn.Parameter(torch.empty(shape[:2], **options)) if sharded_bias or whole_bias else None
+        self.bias = torch.nn.Parameter(torch.empty(shape[:2], **options)) if has_bias else None
         if self.bias is not None:
-            set_tensor_model_parallel_attributes(self.bias, is_parallel=sharded_bias, dim=1, stride=parts)
+            set_tensor_model_parallel_attributes(self.bias, is_parallel=sharded_dim == 1, dim=1, stride=parts)
             self.bias.allreduce = False  # type: ignore[attr-defined]
         self._fused_gradient = config.gradient_accumulation_fusion
 
     def forward(self, tokens: Tensor, ends: Tensor) -> Tensor:
         """Multiplies tokens (n, in) with the weights of their experts to (n, out)."""
-        product: Tensor = _GroupedProduct.apply(tokens, self.weight, ends, self._fused_gradient)
-        return product
+        return _GroupedProduct.apply(tokens, self.weight, ends, self._fused_gradient)
 
 
 def grouped_product(tokens: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
@@ -324,8 +314,7 @@ def grouped_product(tokens: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
     `ends` (experts,) int32: where the tokens of each expert end.
     """
-    product: Tensor = _GroupedProduct.apply(tokens, weights, ends, False)
-    return product
+    return _GroupedProduct.apply(tokens, weights, ends, False)
 
 
 class _GroupedProduct(torch.autograd.Function):
@@ -387,14 +376,12 @@ def add_bias(product: Tensor, bias: Tensor, ends: Tensor, scale: Tensor | None =
     `ends` (experts,) int32: where the tokens of each expert end. `added=False`: another rank adds the bias to its part
     of the sum; it has its whole gradient here too.
     """
-    total: Tensor = _AddBias.apply(product, bias, ends, scale, added)
-    return total
+    return _AddBias.apply(product, bias, ends, scale, added)
 
 
 def clamped_swiglu(x: Tensor, scale: Tensor, activation: ClampedSwiGLU) -> Tensor:
     """Computes the clamped SwiGLU of (n, 2 f) times a factor (n,); the backward pass needs only the arguments."""
-    product: Tensor = _ClampedSwiGLU.apply(x, scale, activation.alpha, activation.limit)
-    return product
+    return _ClampedSwiGLU.apply(x, scale, activation.alpha, activation.limit)
 
 
 class _AddBias(torch.autograd.Function):

@@ -86,13 +86,11 @@ class MultiLatentAttention(MLASelfAttention):
     def _full_rows(self, down_projection: Any, hidden_states: Tensor) -> Tensor:
         """Projects (T / tp, 1, h) to (T, 1, rank), the same on every tensor-parallel rank."""
         part, _ = down_projection(hidden_states)
-        full: Tensor = gather_from_tensor_model_parallel_region(part, group=self.pg_collection.tp)
-        return full
+        return gather_from_tensor_model_parallel_region(part, group=self.pg_collection.tp)
 
     def _local_tokens(self, x: Tensor) -> Tensor:
         """Selects this tensor-parallel rank's tokens: (T, 1, rank) -> (T / tp, 1, rank)."""
-        local: Tensor = scatter_to_sequence_parallel_region(x, group=self.pg_collection.tp)
-        return local
+        return scatter_to_sequence_parallel_region(x, group=self.pg_collection.tp)
 
 
 class PackedMLA(PackedAttention):

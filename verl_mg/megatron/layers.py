@@ -38,8 +38,7 @@ class RMSNorm(torch.nn.Module):
         if x.device.type == "cuda" and not self.zero_centered:
             # One kernel in either direction where input and weight have the same type.
             return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
-        normalized: Tensor = _RMSNorm.apply(x, self.weight, self.eps, self.zero_centered)
-        return normalized
+        return _RMSNorm.apply(x, self.weight, self.eps, self.zero_centered)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -87,8 +86,7 @@ def _factor(weight: Tensor, zero_centered: bool) -> Tensor:
 
 def gated(x: Tensor, scale: Tensor, gelu: bool) -> Tensor:
     """Computes act(gate) * up * scale of (n, 2 f) and (n,) float32; the backward pass needs only the arguments."""
-    product: Tensor = _Gated.apply(x, scale, gelu)
-    return product
+    return _Gated.apply(x, scale, gelu)
 
 
 class _Gated(torch.autograd.Function):

@@ -124,8 +124,7 @@ class GatedDeltaNet(MegatronModule):
     def _run(self, core: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         if not self._recompute or not torch.is_grad_enabled():
             return core(*tensors)
-        output: Tensor = checkpoint(core, False, *tensors)
-        return output
+        return checkpoint(core, False, *tensors)
 
     def _core(
         self, packed: PackedSequences, q: Tensor, k: Tensor, v: Tensor, b: Tensor, a: Tensor, *weights: Tensor

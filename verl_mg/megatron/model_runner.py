@@ -15,7 +15,6 @@ the layer before; weight sync, offload and checkpoints read weights too.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -51,7 +50,7 @@ from verl_mg.sharding.weight_table import SCORE, WeightTable, weight_table
 from verl_mg.training.logprobs import OutputHead, VocabularyShard
 from verl_mg.training.microbatch import SHARED_TOKENS, SHARED_WITH, MicroBatch, SharedTokens, pack_rows, token_order
 from verl_mg.training.model_spec import ModelSpec
-from verl_mg.training.runner import LossClosure, Pass, Report, Runner
+from verl_mg.training.runner import Pass, Report, Runner
 from verl_mg.training.storages import storages
 from verl_mg.training.weights import load_directory
 
@@ -79,17 +78,11 @@ class ParameterGathers:
             group.start_param_sync()
             self._in_flight[group] = None
 
-    def wait(self, weights: Iterable[Tensor]) -> None:
-        """Waits until weights are complete; weights that are not trained always are."""
-        if self._in_flight:
-            self._finish(dict.fromkeys(self._group_of.get(weight) for weight in weights))
-
-    def wait_for_all(self) -> None:
-        """Waits until all weights are complete."""
-        self._finish(tuple(self._in_flight))
-
-    def _finish(self, groups: Iterable[Any]) -> None:
-        for group in groups:
+    def wait(self, weights: Iterable[Tensor] | None = None) -> None:
+        """Waits until weights are complete, None: all; weights that are not trained always are."""
+        if not self._in_flight:
+            return
+        for group in tuple(self._in_flight) if weights is None else map(self._group_of.get, weights):
             if group in self._in_flight:
                 # All buckets are dispatched already; megatron-core would start the next one here.
                 group.finish_param_sync(skip_next_bucket_dispatch=True)
@@ -143,6 +136,7 @@ class MegatronRunner(Runner):
         # megatron-core's modules read their groups from module globals when they are built.
         with groups.active():
             self.chunks = build_chunks(self.table, groups, spec) if self.is_member else []
+        self._parameters = parameters_by_name(self.chunks)
         self.model_chunks: list[torch.nn.Module] = list(self.chunks)
         self.gathers = ParameterGathers()
         self.bias_update_rate = bias_update_rate(spec.megatron, config)
@@ -172,28 +166,23 @@ class MegatronRunner(Runner):
         return frozenset(tensors - frozen)
 
     def parameters(self, complete: bool = True) -> dict[str, Tensor]:
-        """Returns this rank's parameters by their names in the weight table, see `Runner.parameters`."""
         if complete:
-            self.gathers.wait_for_all()
-        return parameters_by_name(self.chunks)
+            self.gathers.wait()
+        return self._parameters
 
     @property
     def computed_parameters(self) -> frozenset[str]:
-        """Names of the parameters that have adapters on this rank."""
         return self.lora.adapted_parameters if self.lora else frozenset()
 
     def served_parameters(self) -> Mapping[str, Tensor]:
-        """Returns `parameters` with their adapters merged into them, each computed on access."""
         # The sum is rounded to the dtype of the weights: in bfloat16 engines lose the smallest part of small
         # adapters.
         return self.lora.merge_into(self.parameters()) if self.lora else self.parameters()
 
     def shard_map(self) -> ShardMap:
-        """Returns the shards of every rank, by the weight table."""
         return self.table.shard_map_megatron(self.placement, self.spec.kernels)
 
     def trained(self) -> Mapping[str, Tensor]:
-        """Returns the trained parameters of this rank, or the adapters that are trained instead."""
         # Biases of routers are among them where updates change them, although they have no gradient.
         if self.lora:
             return self.adapters()
@@ -204,13 +193,11 @@ class MegatronRunner(Runner):
         return {name: weight for name, weight in self.parameters().items() if is_trained(name, weight)}
 
     def written_adapters(self) -> Iterator[tuple[str, Box, Tensor]]:
-        """Yields (tensor of PEFT's file, box in it, values) that this rank writes; all ranks write each box once."""
         if self.lora and self.is_member:
             yield from self.lora.local_boxes(self.groups.coordinates)
 
     @property
     def can_share_prefixes(self) -> bool:
-        """Whether shared prefixes can be computed once."""
         # Not where a rank has two chunks of each sequence, nor where a token's next one is embedded with it: rows
         # that share a prefix differ in the token after it. A balance loss needs the row of each token.
         exchanged = self.layout.cp > 1 and exchanges_keys(self.spec.megatron)
@@ -218,23 +205,17 @@ class MegatronRunner(Runner):
 
     @property
     def output_head(self) -> OutputHead:
-        """Output layer in the model directory, the embedding where the two are tied."""
         config = self.table.config
         return OutputHead(self.table.model.output.name, config.vocab, config.hidden, config.logit_softcap)
 
     def vocabulary_shard(self) -> VocabularyShard | None:
-        """Returns the rows of the output layer on the last pipeline stage."""
         if not self.chunks or not self.chunks[-1].post_process:
             return None
         last = self.chunks[-1]
         return VocabularyShard(last.first_token, last.real_rows, self.groups.collection.tp)
 
     def wait_for(self, parameters: Iterable[Tensor] | None = None) -> None:
-        """Waits until the gathers of parameters are complete; None for all."""
-        if parameters is None:
-            self.gathers.wait_for_all()
-        else:
-            self.gathers.wait(parameters)
+        self.gathers.wait(parameters)
 
     @property
     def entry_modules(self) -> Sequence[torch.nn.Module]:
@@ -243,13 +224,12 @@ class MegatronRunner(Runner):
 
     def model_tensors(self) -> Iterator[Tensor]:
         """Yields parameters and buffers of the chunks, with the values of the last update."""
-        self.gathers.wait_for_all()
+        self.gathers.wait()
         for chunk in self.chunks:
             yield from chunk.parameters()
             yield from chunk.buffers()
 
     def weight_storages(self) -> list[UntypedStorage]:
-        """Returns the storages of parameters and buffers."""
         return storages(self.model_tensors())
 
     def drop_caches(self) -> None:
@@ -291,14 +271,22 @@ class MegatronRunner(Runner):
         return pack_rows(rows, order, packed, stage, self.spec.hidden_offset, place)
 
     def _run(self, work: Pass) -> list[Report]:
-        fillers = _fillers(work.micro_batches, self.layout)
+        # Empty micro-batches make the number a multiple of the stages, as interleaved pipelines need it.
+        missing = -len(work.micro_batches) % self.layout.pp if self.layout.vpp > 1 else 0
+        fillers = [work.micro_batches[0].select([])] * missing
         cp_sizes = [*work.cp_sizes, *[self.layout.cp] * len(fillers)]
         filled = zip([*work.micro_batches, *fillers], cp_sizes, strict=True)
         prepared = [self.pack(rows, cp_size, trains=not work.forward_only) for rows, cp_size in filled]
 
         def step(iterator: Any, model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
             micro = next(iterator)
-            return model(micro, work.temperature, work.outputs), partial(_without_division, work.loss_closure, micro)
+
+            def loss(output: Tensor) -> tuple[Tensor, Tensor, Report]:
+                loss, report = work.loss_closure(micro, output)
+                # megatron-core divides by this number of tokens where it is not 0; the loss is already normalized.
+                return loss, torch.zeros((), dtype=torch.int, device=output.device), report
+
+            return model(micro, work.temperature, work.outputs), loss
 
         # The interleaved schedule reads every micro-batch once for each chunk of a stage.
         iterators = [iter(prepared) for _ in self.model_chunks]
@@ -313,19 +301,6 @@ class MegatronRunner(Runner):
                 forward_only=work.forward_only,
             )
         return list(reports)[: len(work.micro_batches)]  # without the fillers'
-
-
-def _fillers(micro_batches: Sequence[Batch], layout: Layout) -> list[Batch]:
-    """Returns empty micro-batches that make the number a multiple of the stages, as interleaved pipelines need."""
-    return [micro_batches[0].select([])] * (-len(micro_batches) % layout.pp) if layout.vpp > 1 else []
-
-
-def _without_division(
-    loss_closure: LossClosure, micro: MicroBatch[Any], output: Tensor
-) -> tuple[Tensor, Tensor, Report]:
-    loss, report = loss_closure(micro, output)
-    # megatron-core divides by this number of tokens where it is not 0; the loss is already normalized, see Trainer.
-    return loss, torch.zeros((), dtype=torch.int, device=output.device), report
 
 
 def check_layout(config: HFConfig, layout: Layout, spec: ModelSpec) -> None:

@@ -124,13 +124,11 @@ class MultiTokenPrediction(torch.nn.Module):
 
         def layer(joined: Tensor) -> Tensor:
             output, _ = self.transformer_layer(joined, attention_mask=None, packed_seq_params=packed)
-            normalized: Tensor = self.final_layernorm(output)
-            return normalized
+            return self.final_layernorm(output)
 
         joined = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))
         if self._config.recompute_granularity == "full":
-            recomputed: Tensor = checkpoint(layer, False, joined)
-            return recomputed
+            return checkpoint(layer, False, joined)
         return layer(joined)
 
     @torch.no_grad()

@@ -43,7 +43,7 @@ from torch import Tensor
 from verl_mg import device
 from verl_mg.config import OptimizerConfig
 from verl_mg.errors import UserError
-from verl_mg.megatron.core_version import main_shard
+from verl_mg.megatron.core_version import main_shard, optimizer_parts
 from verl_mg.megatron.model_runner import MegatronRunner
 from verl_mg.megatron.streamed_adamw import MOMENTS, MomentMemory, StreamedAdamW, dithered_to_bfloat16
 from verl_mg.models.flops import NEWTON_SCHULZ_STEPS
@@ -279,7 +279,7 @@ def use_muon(optimizer: Any, runner: MegatronRunner, config: OptimizerConfig, na
         name: entry.tensor.shape for name, entry in runner.table.tensor_index.entries.items() if entry.is_layer_matrix
     }
     shards = runner.shard_map().shards(torch.distributed.get_rank())
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in optimizer_parts(optimizer):
         matrices: list[Tensor] = []
         parts: list[Part] = []
         for parameter_name, parameter in runner.parameters().items():
@@ -301,8 +301,6 @@ def _parts(shard: Shard, start: int, count: int, number: int) -> Iterator[Part]:
         for piece in shard.pieces:
             common = intersect(at, piece.target)
             if common is not None:
-                stacked = len(piece.target) - len(piece.source)
-                box = translate_box(common[stacked:], piece.target[stacked:], piece.source)
                 inside = translate_box(common, at, full_box(box_shape(at)))
-                yield Part(piece.tensor, box, number, offset, box_shape(at), inside)
+                yield Part(piece.tensor, piece.source_of(common), number, offset, box_shape(at), inside)
         offset += numel(at)

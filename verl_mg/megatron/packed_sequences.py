@@ -32,7 +32,7 @@ from verl_mg.device import copy_to
 from verl_mg.megatron.balance_losses import RowsOfTokens
 from verl_mg.megatron.delta_rule import Chunks
 from verl_mg.megatron.multi_token import NextTokens
-from verl_mg.training.microbatch import zigzag_tokens
+from verl_mg.training.microbatch import positions_of, zigzag_tokens
 from verl_mg.training.packed_attention import Sequences
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -130,10 +130,9 @@ class PackedSequences(Sequences, PackedSeqParams):
     @cached_property
     def angles(self) -> Tensor:
         """Rotary angles of each position of the longest sequence: (longest, rotary width / 2) float32."""
-        assert self.inverse_frequencies is not None
-        return (
-            torch.arange(self.max_seqlen_q, device=self.inverse_frequencies.device)[:, None] * self.inverse_frequencies
-        )
+        frequencies = self.inverse_frequencies
+        assert frequencies is not None
+        return torch.arange(self.max_seqlen_q, device=frequencies.device)[:, None] * frequencies
 
     @cached_property
     def angles_of_halves(self) -> Tensor:
@@ -189,7 +188,7 @@ def describe_sequences(
     key_lengths = lengths if key_lengths is None else key_lengths
     ends, key_ends = lengths.cumsum(0), key_lengths.cumsum(0)
     behind = key_lengths - lengths  # tokens in front of those that are computed
-    positions = torch.arange(int(ends[-1])) - torch.repeat_interleave(ends - lengths - behind, lengths)
+    positions = positions_of(lengths) + torch.repeat_interleave(behind, lengths)
     # In float32: bfloat16 could not represent the positions.
     angles = copy_to(device, positions.float())[:, None] * inverse_frequencies
     angles = torch.cat((angles, angles), dim=-1)[:, None, :]

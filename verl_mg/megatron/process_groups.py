@@ -30,22 +30,19 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from verl_mg import device
 from verl_mg.distributed.collectives import ProcessGroups
-from verl_mg.layout import Coordinates, Layout, Placement
-from verl_mg.layout.layout import group_ranks, proper_divisors, smaller_cp_groups
+from verl_mg.layout import Placement
+from verl_mg.layout.layout import group_ranks, smaller_cp_groups
 from verl_mg.megatron.core_version import MEGATRON, group_globals, ranks_in_groups, set_group_globals
 from verl_mg.training.microbatch import TokenShard
+from verl_mg.training.runner import RoleGroups
 
 
-class ParallelGroups:
-    """Process groups of a placement; every rank of the job constructs them at the same time.
+class ParallelGroups(RoleGroups):
+    """Process groups of a placement, see `RoleGroups`.
 
     Attributes:
-        placement: the ranks and their layout.
         collection: this rank's groups; empty on a rank outside the placement.
-        host_group: all ranks of the placement, for messages in host memory; None where these are all ranks of the job.
-        dynamic_cp: whether fewer than all context-parallel ranks may share a micro-batch, see `token_shard`.
     """
 
     def __init__(
@@ -57,52 +54,26 @@ class ParallelGroups:
     ) -> None:
         if list(placement.ranks) != sorted(placement.ranks):
             raise ValueError(f"torch numbers the ranks of a group in increasing order: {placement.ranks} is not")
-        self.placement = placement
-        self._coordinates = placement.coordinates(dist.get_rank())
+        super().__init__(placement, group_ranks(placement, dynamic_cp), dynamic_cp, process_groups)
         self.collection = ProcessGroupCollection()
-        process_groups = process_groups or ProcessGroups()
-        # All ranks request all groups in one order, because torch names a group by the number of calls.
-        backend = device.group_backend()
-        made = {ranks: process_groups.of(ranks, backend) for ranks in group_ranks(placement, dynamic_cp)}
-        is_whole_job = len(placement.ranks) == dist.get_world_size()
-        # The other groups have only NCCL on GPUs: a gloo half would connect each pair of their ranks.
-        self.host_group = None if is_whole_job else process_groups.of(placement.ranks, "gloo")
         previous = group_globals()
         set_group_globals(dict.fromkeys(previous, None) | {"_HYBRID_DP_CP_GROUPS": {}})
         try:
-            _initialize_model_parallel(placement, made)
+            _initialize_model_parallel(placement, self._made)
             if self.is_member:
                 tensor_parallel.random.model_parallel_cuda_manual_seed(seed)
                 self.collection = ProcessGroupCollection.use_mpu_process_groups()
             self._stored = group_globals()
         finally:
             set_group_globals(previous)
-        self.dynamic_cp = dynamic_cp
-        self._cp_groups = {placement.layout.cp: getattr(self.collection, "cp", None)}
-        if dynamic_cp:
-            self._cp_groups |= _local_cp_groups(placement, made)
+        neighbours = smaller_cp_groups(placement.layout) if dynamic_cp else ()
+        sharing = (tuple(placement.ranks[index] for index in ranks) for ranks in neighbours)
+        self._cp_groups = {placement.layout.cp: getattr(self.collection, "cp", None)} | self._groups_here(sharing)
 
     def token_shard(self, cp_size: int) -> TokenShard:
         """Returns this rank's part of a micro-batch that `cp_size` neighbouring ranks share; it divides cp."""
         at = self.coordinates
         return TokenShard(self.layout.tp, cp_size, at.tp, at.cp % cp_size, self._cp_groups[cp_size])
-
-    @property
-    def layout(self) -> Layout:
-        """Parallel sizes of the placement."""
-        return self.placement.layout
-
-    @property
-    def is_member(self) -> bool:
-        """True on the ranks of the placement."""
-        return self._coordinates is not None
-
-    @property
-    def coordinates(self) -> Coordinates:
-        """Coordinates of this rank in the layout; LookupError outside the placement."""
-        if self._coordinates is None:
-            raise LookupError(f"rank {dist.get_rank()} is not among the ranks {self.placement.ranks} of {self.layout}")
-        return self._coordinates
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -124,13 +95,6 @@ class ParallelGroups:
 
         size = _world_size_of(self.placement.ranks)
         return MEGATRON.replaced(dist, get_world_size=size, all_gather_object=gather_members)
-
-
-def _local_cp_groups(placement: Placement, made: Mapping[tuple[int, ...], Any]) -> dict[int, dist.ProcessGroup]:
-    """Returns this rank's group of neighbours for each proper divisor of cp."""
-    sets = [tuple(placement.ranks[index] for index in ranks) for ranks in smaller_cp_groups(placement.layout)]
-    local = {len(ranks): made[ranks] for ranks in sets if dist.get_rank() in ranks}
-    return {cp_size: local[cp_size] for cp_size in proper_divisors(placement.layout.cp) if cp_size in local}
 
 
 def _initialize_model_parallel(placement: Placement, made: Mapping[tuple[int, ...], Any]) -> None:

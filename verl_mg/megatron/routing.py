@@ -82,10 +82,8 @@ class Router(TopKRouter):
     bias: Any
     given: Tensor | None = None
     """(t, k) prescribed experts of this micro-batch; a row with -1 leaves its token to the router."""
-    packed: PackedSequences | None = None
-    """Description of the sequences of this micro-batch."""
-    losses: BalanceLosses | None = None
-    """Auxiliary losses of the model; None without."""
+    packed: PackedSequences | None = None  # description of the sequences of this micro-batch
+    losses: BalanceLosses | None = None  # auxiliary losses of the model; None without
     load: Tensor | None = None
     """(experts,) int64, tokens that chose each expert in the passes with gradients so far; None: not counted."""
 
@@ -106,8 +104,7 @@ class Router(TopKRouter):
     def gating(self, hidden: Tensor) -> Tensor:
         """Computes logits: (t, 1, h) -> (t, 1, experts), in float32 where the model does."""
         if hidden.device.type != "cuda" or hidden.dtype is torch.float32 or not self._experts.float32:
-            logits: Tensor = super().gating(hidden)
-            return logits
+            return super().gating(hidden)
         logits = _Logits.apply(hidden.flatten(0, 1), self.weight)
         return logits[:, None]
 

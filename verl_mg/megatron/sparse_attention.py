@@ -72,8 +72,7 @@ class Indexer(nn.Module):
         if packed.keys is not None:
             keys = keys[packed.keys]
         bits = selected_bits(query, keys, weights, packed, self.sizes.top_k, first)
-        whole: Tensor = _gathered(_gathered(bits, tp), cp)
-        return whole
+        return _gathered(_gathered(bits, tp), cp)
 
     def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotates the first elements of each head, and moves them to its end, which leaves products unchanged."""

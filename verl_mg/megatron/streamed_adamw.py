@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from verl_mg.errors import UserError
+from verl_mg.megatron.core_version import optimizer_parts
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's moments, named as torch names them
 
@@ -217,7 +218,7 @@ def stream_weights(
     optimizer: Any, on_host: bool, dtype: torch.dtype, folder: Path | None = None, name: str = "actor"
 ) -> None:
     """Replaces the torch optimizers inside a new megatron-core optimizer by `StreamedAdamW`."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in optimizer_parts(optimizer):
         groups = part.optimizer.param_groups
         memory = MomentMemory(on_host)
         if folder is not None:

@@ -25,7 +25,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -37,11 +36,11 @@ from megatron.core.optimizer import get_megatron_optimizer
 from torch import Tensor, UntypedStorage
 
 from verl_mg.checkpoint.sharded_safetensors import StoredBox
-from verl_mg.config import GuardConfig, MegatronConfig, OptimizerConfig
+from verl_mg.config import MegatronConfig, OptimizerConfig
 from verl_mg.distributed.collectives import sum_over_ranks
 from verl_mg.megatron.balance_losses import BalanceLosses
 from verl_mg.megatron.config_fields import DDP, OPTIMIZER, build_config, given_fields
-from verl_mg.megatron.core_version import main_shard
+from verl_mg.megatron.core_version import main_shard, optimizer_parts
 from verl_mg.megatron.model_runner import MegatronRunner, ParameterGathers
 from verl_mg.megatron.multi_token import copy_embedding, count_predicted
 from verl_mg.megatron.muon import use_muon
@@ -50,163 +49,21 @@ from verl_mg.megatron.streamed_adamw import MOMENTS, StreamedAdamW, stream_weigh
 from verl_mg.sharding.boxes import box_shape, contiguous_boxes, full_box, numel
 from verl_mg.training.microbatch import MicroBatch
 from verl_mg.training.runner import LossClosure, Report
-from verl_mg.training.storages import Snapshot, storages
-from verl_mg.training.trainer import (
-    NON_FINITE_BUFFERS,
-    LearningRateSchedule,
-    MiniBatch,
-    Objective,
-    Trainer,
-    count_non_finite,
-    to_host,
-)
+from verl_mg.training.storages import storages
+from verl_mg.training.trainer import LearningRateSchedule, MiniBatch, Trainer
 from verl_mg.training.weights import WEIGHTS, stored_boxes
 
 MULTI_TOKEN_LOSS = "mtp_loss"
 """Metric: the loss of multi-token prediction in nats, without its factor; it is not a part of `loss`."""
 
 
-def gradient_buffers(runner: MegatronRunner) -> Iterator[Tensor]:
-    """Yields the flat gradient buffers of a trained model on this rank."""
-    for buffer in parameter_buffers(runner):
-        yield buffer.grad_data
-
-
-def parameter_buffers(runner: MegatronRunner) -> Iterator[Any]:
-    """Yields megatron-core's buffers of the trained parameters on this rank and of their gradients."""
-    for chunk in runner.model_chunks:
-        model: Any = chunk
-        yield from (*model.buffers, *model.expert_parallel_buffers)
-
-
-def inner_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """Returns the torch optimizers inside an optimizer of megatron-core."""
-    return [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
-
-
-def use_fused_step(optimizer: Any) -> None:
-    """Makes the torch optimizers inside a new optimizer of megatron-core update all weights in one pass over memory."""
-    for inner in inner_optimizers(optimizer):
-        # Optimizers of Transformer Engine and Apex are fused themselves.
-        if type(inner) in (torch.optim.Adam, torch.optim.AdamW):
-            for group in inner.param_groups:
-                group.update(fused=True, foreach=False)
-
-
-def optimizer_storages(runner: MegatronRunner, optimizer: Any) -> list[UntypedStorage]:
-    """Returns the storages of the optimizer state on the model's device that are not the weights themselves."""
-    weights = {tensor.untyped_storage().data_ptr() for tensor in runner.model_tensors()}
-    devices = {tensor.device for tensor in runner.model_tensors()}
-    on_device = (tensor for tensor in _optimizer_tensors(optimizer) if tensor.device in devices)
-    # On a CPU rank moments in a mapped file have the model's device too, and memory that cannot be freed.
-    on_device = (tensor for tensor in on_device if tensor.untyped_storage().resizable())
-    return storages(tensor for tensor in on_device if tensor.untyped_storage().data_ptr() not in weights)
-
-
-def updated_storages(runner: MegatronRunner, optimizer: Any) -> list[UntypedStorage]:
-    """Returns the storages that an update writes, except gradients; frozen weights are not among them."""
-    frozen = {id(weight) for chunk in runner.chunks for weight in chunk.parameters() if not weight.requires_grad}
-    updated = (tensor for tensor in runner.model_tensors() if id(tensor) not in frozen)
-    return storages(chain(updated, _optimizer_tensors(optimizer)))
-
-
-def snapshot(runner: MegatronRunner, optimizer: Any) -> Snapshot:
-    """Returns an empty snapshot of the weights and the optimizer state of a model."""
-    return Snapshot(partial(updated_storages, runner, optimizer), partial(inner_optimizers, optimizer))
-
-
-def _optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
-    for inner in inner_optimizers(optimizer):
-        for group in inner.param_groups:
-            yield from group["params"]
-        for state in inner.state.values():
-            yield from (value for value in state.values() if isinstance(value, Tensor))
-
-
-def optimizer_state(runner: MegatronRunner, optimizer: Any) -> Iterator[StoredBox]:
-    """Yields this rank's share of the weights, in the optimizer's precision, and of the moments if there are any."""
-    # Data-parallel ranks have different shares. Tensor-parallel ranks have the same share of tensors that are
-    # replicated on them, such as norms. Biases of routers, which the optimizer does not have, are whole on every
-    # rank.
-    shards = runner.trained_shards()
-    for name, parameter in runner.trained().items():
-        shard = shards[name]
-        if not parameter.requires_grad:
-            yield from stored_boxes(WEIGHTS, shard, parameter, full_box(tuple(parameter.shape)))
-        for namespace, values, start in _local_ranges(optimizer, parameter):
-            for box in contiguous_boxes(tuple(parameter.shape), start, start + len(values)):
-                in_box, values = values[: numel(box)], values[numel(box) :]
-                yield from stored_boxes(namespace, shard, in_box.view(box_shape(box)), box)
-
-
-@torch.no_grad()
-def weights_from_optimizer(runner: MegatronRunner, optimizer: Any) -> None:
-    """Sets the model's weights from the optimizers of all data-parallel ranks; all ranks of the model call it."""
-    for parameter in runner.trained().values():
-        for namespace, values, start in _local_ranges(optimizer, parameter):
-            if namespace == WEIGHTS:
-                parameter.detach().view(-1)[start : start + len(values)] = values
-    with runner.groups.active():
-        for chunk in runner.model_chunks:
-            # With `overlap_param_gather` it would only start the gathers.
-            chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
-    gathered = {id(parameter) for buffer in parameter_buffers(runner) for parameter in buffer.params}
-    runner.unrestored -= {
-        name for name, parameter in runner.trained().items() if id(parameter) in gathered or not parameter.requires_grad
-    }
-
-
-def make_moments(optimizer: Any, steps: float) -> None:
-    """Creates zero moments with the structure that they have after `steps` steps."""
-    for inner in inner_optimizers(optimizer):
-        counts_by_weight = isinstance(inner, torch.optim.Adam)  # other optimizers count in their parameter groups
-        for group in inner.param_groups:
-            if not counts_by_weight:
-                group["step"] = int(steps)
-            for weight in group["params"]:
-                if isinstance(inner, StreamedAdamW):
-                    inner.state[weight] = inner.new_state(weight, steps)
-                    continue
-                zeros = {name: torch.zeros_like(weight) for name in MOMENTS}
-                # Where torch's own first step would put it: fused kernels read the count on the device.
-                count = torch.tensor(steps, device=weight.device if group.get("fused") else None)
-                inner.state[weight] = zeros | ({"step": count} if counts_by_weight else {})
-
-
-def steps_taken(optimizer: Any) -> float | None:
-    """Returns the number of steps in the moments; None before the first."""
-    for inner in inner_optimizers(optimizer):
-        for group in inner.param_groups:
-            for weight in group["params"]:
-                if weight in inner.state:
-                    return float(inner.state[weight].get("step", group.get("step", 0)))
-    return None
-
-
-def _local_ranges(optimizer: Any, parameter: Tensor) -> Iterator[tuple[str, Tensor, int]]:
-    """Yields (namespace, flat values, their start in the flattened parameter) of this rank's optimizer shards."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        located = main_shard(part, parameter)
-        if located is not None:
-            main, start = located
-            yield WEIGHTS, main.detach(), start
-            state = part.optimizer.state.get(main, {})
-            yield from ((name, state[name], start) for name in MOMENTS if name in state)
-
-
 class MegatronTrainer(Trainer):
     """Model with gradients and an optimizer, both only on the ranks of its placement."""
 
-    def __init__(
-        self, runner: MegatronRunner, config: OptimizerConfig, guard: GuardConfig | None = None, name: str = "actor"
-    ) -> None:
-        super().__init__(runner, config, guard, name)
-        self.runner = runner
-        if runner.is_member:
-            self._build(runner, config)
-            self._last_good = snapshot(runner, self.optimizer) if self._guard.rolls_back else None
+    runner: MegatronRunner
 
-    def _build(self, runner: MegatronRunner, config: OptimizerConfig) -> None:
+    def _build(self) -> None:
+        runner, config = self.runner, self._config
         ddp = ddp_config(runner.spec.megatron)
         with runner.groups.active(), runner.groups.placement_as_world(), optimizer_calls():
             runner.model_chunks = [
@@ -224,8 +81,11 @@ class MegatronTrainer(Trainer):
         elif config.cpu_offload or config.moments_dtype != "float32":
             dtype = getattr(torch, config.moments_dtype)
             stream_weights(self.optimizer, config.cpu_offload, dtype, config.nvme_folder, self._name)
-        else:
-            use_fused_step(self.optimizer)
+        for inner in self.inner_optimizers:
+            # One pass over memory for all weights; optimizers of Transformer Engine and Apex are fused themselves.
+            if type(inner) in (torch.optim.Adam, torch.optim.AdamW):
+                for group in inner.param_groups:
+                    group.update(fused=True, foreach=False)
         self.scheduler = LearningRateSchedule(self.optimizer, config)
         self._expert_loads = ExpertLoads(runner)
         for chunk in runner.chunks:
@@ -240,51 +100,65 @@ class MegatronTrainer(Trainer):
             runner.gathers = ParameterGathers(runner.model_chunks)
         weakref.finalize(self, _unhook, runner.model_chunks)
 
+    @property
+    def inner_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [part.optimizer for part in optimizer_parts(self.optimizer)]
+
     def state_storages(self) -> list[UntypedStorage]:
-        """Returns the storages of moments and main weights on the device."""
-        return optimizer_storages(self.runner, self.optimizer)
+        weights = {tensor.untyped_storage().data_ptr() for tensor in self.runner.model_tensors()}
+        devices = {tensor.device for tensor in self.runner.model_tensors()}
+        on_device = (tensor for tensor in self._optimizer_tensors() if tensor.device in devices)
+        # On a CPU rank moments in a mapped file have the model's device too, and memory that cannot be freed.
+        on_device = (tensor for tensor in on_device if tensor.untyped_storage().resizable())
+        return storages(tensor for tensor in on_device if tensor.untyped_storage().data_ptr() not in weights)
 
-    def gradient_storages(self) -> list[UntypedStorage]:
-        """Returns the storages of the gradient buffers."""
-        return storages(gradient_buffers(self.runner))
+    def _updated_storages(self) -> list[UntypedStorage]:
+        frozen = {id(w) for chunk in self.runner.chunks for w in chunk.parameters() if not w.requires_grad}
+        updated = (tensor for tensor in self.runner.model_tensors() if id(tensor) not in frozen)
+        return storages(chain(updated, self._optimizer_tensors()))
 
-    def _compute_gradients(
-        self, mini_batch: MiniBatch, objective: Objective, loss_closure: LossClosure
-    ) -> list[dict[str, float]]:
-        with self.runner.timer("optimizer"):
-            for chunk in self.runner.model_chunks:
-                chunk.zero_grad_buffer()  # type: ignore[operator]
-            self.optimizer.zero_grad()
-            self._expert_loads.clear()
-            counts = self._count(mini_batch)
-            if self._expert_loads.losses:
-                self._expert_loads.losses.num_rows, self._expert_loads.losses.num_tokens = counts[:2]
-            # With pipeline stages the last one has a copy of the embedding, which the last step has changed.
-            if self.runner.multi_token_factor:
-                copy_embedding(self.runner.chunks, self.runner.groups)
-                loss_closure = self._with_multi_token_loss(loss_closure, counts[2])
-        micro_batches, cp_sizes = mini_batch.micro_batches, mini_batch.cp_sizes
-        reports = self.runner.run(
-            micro_batches, objective.temperature, loss_closure, False, cp_sizes, objective.outputs
-        )
-        selected = [report for report in self.runner.select_outputs(reports, cp_sizes) if report is not None]
-        with self.runner.timer("optimizer"):
-            non_finite = count_non_finite(gradient_buffers(self.runner))
-            loads = self._expert_loads.sum_over_ranks()
-        return to_host([*selected, {NON_FINITE_BUFFERS: non_finite} | loads])
+    def _optimizer_tensors(self) -> Iterator[Tensor]:
+        for inner in self.inner_optimizers:
+            for group in inner.param_groups:
+                yield from group["params"]
+            for state in inner.state.values():
+                yield from (value for value in state.values() if isinstance(value, Tensor))
+
+    def _buffers(self) -> Iterator[Any]:
+        """Yields megatron-core's buffers of the trained parameters on this rank and of their gradients."""
+        for chunk in self.runner.model_chunks:
+            model: Any = chunk
+            yield from (*model.buffers, *model.expert_parallel_buffers)
+
+    def _gradients(self) -> Iterator[Tensor]:
+        return (buffer.grad_data for buffer in self._buffers())
+
+    def _clear_gradients(self, mini_batch: MiniBatch, loss_closure: LossClosure) -> LossClosure:
+        for chunk in self.runner.model_chunks:
+            chunk.zero_grad_buffer()  # type: ignore[operator]
+        self.optimizer.zero_grad()
+        self._expert_loads.clear()
+        rows, tokens, predicted = self._count(mini_batch)
+        if self._expert_loads.losses:
+            self._expert_loads.losses.num_rows, self._expert_loads.losses.num_tokens = rows, tokens
+        if not self.runner.multi_token_factor:
+            return loss_closure
+        # With pipeline stages the last one has a copy of the embedding, which the last step has changed.
+        copy_embedding(self.runner.chunks, self.runner.groups)
+        return self._with_multi_token_loss(loss_closure, predicted)
+
+    def _complete_gradients(self) -> Report:
+        return self._expert_loads.sum_over_ranks()
 
     def _count(self, mini_batch: MiniBatch) -> tuple[float, float, float]:
         """Returns the rows of a mini-batch, their tokens, and those that multi-token prediction predicts."""
         # They are at least 1, and not counted where no loss has them as its divisor.
         if not (self.runner.multi_token_factor or self._expert_loads.losses):
             return 1.0, 1.0, 1.0
-        selected = [
-            rows
+        counts = [
+            {"rows": len(rows), "tokens": rows.total_tokens, "predicted": count_predicted(rows)}
             for rows in self.runner.select_outputs(mini_batch.micro_batches, mini_batch.cp_sizes)
             if rows is not None
-        ]
-        counts = [
-            {"rows": len(rows), "tokens": rows.total_tokens, "predicted": count_predicted(rows)} for rows in selected
         ]
         sums = sum_over_ranks(counts, self.runner.host_group)
         return max(sums["rows"], 1.0), max(sums["tokens"], 1.0), max(sums["predicted"], 1.0)
@@ -304,7 +178,7 @@ class MegatronTrainer(Trainer):
 
     def _step(self) -> float:
         # The step writes into the memory that gathers of the last one read.
-        self.runner.gathers.wait_for_all()
+        self.runner.gathers.wait()
         with self.runner.groups.active(), optimizer_calls(), self.runner.timer("optimizer"):
             _, grad_norm, _ = self.optimizer.step()
             self.runner.gathers.start()
@@ -313,20 +187,68 @@ class MegatronTrainer(Trainer):
         return float(grad_norm)
 
     def _state(self) -> Iterator[StoredBox]:
-        return optimizer_state(self.runner, self.optimizer)
+        # Data-parallel ranks have different shares. Tensor-parallel ranks have the same share of tensors that are
+        # replicated on them, such as norms. Biases of routers, which the optimizer does not have, are whole on every
+        # rank.
+        shards = self.runner.trained_shards()
+        for name, parameter in self.runner.trained().items():
+            shard = shards[name]
+            if not parameter.requires_grad:
+                yield from stored_boxes(WEIGHTS, shard, parameter, full_box(tuple(parameter.shape)))
+            for namespace, values, start in self._local_ranges(parameter):
+                for box in contiguous_boxes(tuple(parameter.shape), start, start + len(values)):
+                    in_box, values = values[: numel(box)], values[numel(box) :]
+                    yield from stored_boxes(namespace, shard, in_box.view(box_shape(box)), box)
+
+    def _local_ranges(self, parameter: Tensor) -> Iterator[tuple[str, Tensor, int]]:
+        """Yields (namespace, flat values, their start in the flattened parameter) of this rank's optimizer shards."""
+        for part in optimizer_parts(self.optimizer):
+            located = main_shard(part, parameter)
+            if located is not None:
+                main, start = located
+                yield WEIGHTS, main.detach(), start
+                state = part.optimizer.state.get(main, {})
+                yield from ((name, state[name], start) for name in MOMENTS if name in state)
 
     def _steps_taken(self) -> float | None:
-        return steps_taken(self.optimizer)
+        for inner in self.inner_optimizers:
+            for group in inner.param_groups:
+                for weight in group["params"]:
+                    if weight in inner.state:
+                        return float(inner.state[weight].get("step", group.get("step", 0)))
+        return None
 
     def _make_moments(self, steps: float) -> None:
-        make_moments(self.optimizer, steps)
+        for inner in self.inner_optimizers:
+            counts_by_weight = isinstance(inner, torch.optim.Adam)  # other optimizers count in their parameter groups
+            for group in inner.param_groups:
+                if not counts_by_weight:
+                    group["step"] = int(steps)
+                for weight in group["params"]:
+                    if isinstance(inner, StreamedAdamW):
+                        inner.state[weight] = inner.new_state(weight, steps)
+                        continue
+                    zeros = {name: torch.zeros_like(weight) for name in MOMENTS}
+                    # Where torch's own first step would put it: fused kernels read the count on the device.
+                    count = torch.tensor(steps, device=weight.device if group.get("fused") else None)
+                    inner.state[weight] = zeros | ({"step": count} if counts_by_weight else {})
 
-    def _clear_moments(self) -> None:
-        for inner in inner_optimizers(self.optimizer):
-            inner.state.clear()
-
+    @torch.no_grad()
     def _use_restored_weights(self) -> None:
-        weights_from_optimizer(self.runner, self.optimizer)
+        trained = self.runner.trained()
+        for parameter in trained.values():
+            for namespace, values, start in self._local_ranges(parameter):
+                if namespace == WEIGHTS:
+                    parameter.detach().view(-1)[start : start + len(values)] = values
+        # The other parts of the model's weights are from the optimizers of the other data-parallel ranks.
+        with self.runner.groups.active():
+            for chunk in self.runner.model_chunks:
+                # With `overlap_param_gather` it would only start the gathers.
+                chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
+        gathered = {id(parameter) for buffer in self._buffers() for parameter in buffer.params}
+        self.runner.unrestored -= {
+            name for name, parameter in trained.items() if id(parameter) in gathered or not parameter.requires_grad
+        }
 
 
 def optimizer_calls() -> AbstractContextManager[None]:

@@ -11,6 +11,17 @@ from verl_mg.errors import UserError
 LAYER_TYPES = ("linear_attention", "full_attention")  # kinds of layers by their names in config.json
 
 
+def layer_types(raw: dict[str, Any], kinds: tuple[str, str], default: Sequence[int], where: str) -> Sequence[str]:
+    """Returns the kind of each layer, by default that with the number in `default`; UserError for an unknown one."""
+    named: Sequence[str] = raw.get("layer_types") or [kinds[number] for number in default]
+    if len(named) != len(default) or not set(kinds).issuperset(named):
+        raise UserError(
+            f"{where}: layer_types={named} is not supported. Write {' or '.join(map(repr, kinds))} for each of the "
+            f"{len(default)} layers."
+        )
+    return named
+
+
 @dataclass(frozen=True)
 class LinearConfig:
     """Gated delta net (arXiv:2412.06464): linear attention with a state of keys times values for each value head.
@@ -52,12 +63,7 @@ class LinearConfig:
 def parse_linear(raw: dict[str, Any], layers: int, where: str) -> LinearConfig:
     """Parses the fields of linear attention; UserError for unknown kinds of layers or numbers of heads."""
     interval = int(raw["full_attention_interval"])
-    kinds = raw.get("layer_types") or [LAYER_TYPES[(layer + 1) % interval == 0] for layer in range(layers)]
-    if len(kinds) != layers or not set(LAYER_TYPES).issuperset(kinds):
-        raise UserError(
-            f"{where}: layer_types={kinds} is not supported. Write {' or '.join(map(repr, LAYER_TYPES))} for each of "
-            f"the {layers} layers."
-        )
+    kinds = layer_types(raw, LAYER_TYPES, [(layer + 1) % interval == 0 for layer in range(layers)], where)
     linear = LinearConfig(
         layers=frozenset(layer for layer, kind in enumerate(kinds) if kind == LAYER_TYPES[0]),
         key_heads=int(raw["linear_num_key_heads"]),

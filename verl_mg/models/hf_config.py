@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_mg.errors import UserError
-from verl_mg.models.attention_config import IndexerConfig, LinearConfig, parse_indexer, parse_linear
+from verl_mg.models.attention_config import IndexerConfig, LinearConfig, layer_types, parse_indexer, parse_linear
 from verl_mg.models.hf_families import (
     DEFAULTS,
     FAMILIES,
@@ -303,12 +303,7 @@ def _gpt_oss(raw: Fields, layers: int, where: str) -> Fields:
 
 def _sliding_windows(raw: Fields, layers: int, where: str) -> tuple[int | None, ...]:
     """Returns the window of each layer; every other layer has one, beginning with the first, where none is named."""
-    kinds = raw.get("layer_types") or [("sliding_attention", "full_attention")[layer % 2] for layer in range(layers)]
-    if len(kinds) != layers or not {"sliding_attention", "full_attention"}.issuperset(kinds):
-        raise UserError(
-            f"{where}: layer_types={kinds} is not supported. Write 'sliding_attention' or 'full_attention' for each of "
-            f"the {layers} layers."
-        )
+    kinds = layer_types(raw, ("sliding_attention", "full_attention"), [layer % 2 for layer in range(layers)], where)
     window = int(raw["sliding_window"]) if raw["sliding_window"] else None
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 

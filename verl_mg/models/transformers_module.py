@@ -20,6 +20,7 @@ from verl_mg.models.hf_families import SAME_AS
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
+
 # A vocabulary by itself, as Kimi-K2 and Moonlight have it, and a whole tokenizer.
 RANKS_FILE, WHOLE_FILE = "tiktoken.model", "tokenizer.json"
 # Names of fields that configurations use for the same size, the more common ones first.
@@ -102,10 +103,6 @@ def read_tokenizer(model_dir: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-
 def read_any_config(model_dir: str | Path) -> HFConfig:
     """Reads the sizes of a model directory: of a family with a weight table, or of any model of `transformers`."""
     try:
@@ -168,10 +165,6 @@ def _experts(text: Any, mixtures: frozenset[int]) -> ExpertsConfig | None:
 def _first(text: Any, names: tuple[str, ...]) -> int | None:
     # By type: a field may be None, or a list with a value for each layer.
     return next((value for name in names if isinstance(value := getattr(text, name, None), int)), None)
-
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 def checkpoint_shapes(model_dir: str | Path, module: PreTrainedModel | None = None) -> Shapes:

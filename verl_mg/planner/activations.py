@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from verl_mg.layout import Layout
@@ -49,11 +49,9 @@ INPUTS: Mapping[str, str] = {
 """Parts that are the input of an offloaded module, by megatron-core's names of modules."""
 TOKENS = ("layer_input", "norm_inputs", "attention_norm_output", "norm_outputs", "compressed", "router")
 """Parts that tensor-parallel ranks divide by tokens, and only with sequence parallelism."""
-LINEAR_INPUTS = frozenset(
-    (
-        *("attention_norm_output", "norm_outputs", "attention_output", "dispatched"),
-        *("mlp_product", "expert_product", "shared_product"),
-    )
+LINEAR_INPUTS = (
+    *("attention_norm_output", "norm_outputs", "attention_output", "dispatched"),
+    *("mlp_product", "expert_product", "shared_product"),
 )
 """Parts that are inputs of linear layers, which Transformer Engine keeps in FP8 where it multiplies in FP8."""
 LOGIT_CHUNK_BYTES = 2**30  # bytes of a chunk of float32 logits, at most
@@ -68,7 +66,7 @@ class LayerKind(NamedTuple):
 
     @classmethod
     def of(cls, c: HFConfig, layer: int) -> LayerKind:
-        """Returns the kind of a layer."""
+        """Returns the kind of a layer of a model."""
         return cls(c.has_experts(layer), c.has_linear_attention(layer))
 
 
@@ -76,94 +74,81 @@ class LayerKind(NamedTuple):
 class KeptElements:
     """Number of bf16 elements that one token keeps in one layer, over all ranks of a tensor-parallel group."""
 
-    layer_input: int  # input of the layer, which its first norm keeps
-    norm_inputs: int  # inputs of the other norms: the residual stream before the feed-forward layer
-    attention_norm_output: int  # output of the norm before attention, which the projection that follows keeps
-    norm_outputs: int  # outputs of the other norms
-    compressed: int  # latent attention: compressed states before and after their norms
-    # Queries, keys and values, before and after their norms or the convolution of linear attention; output gates.
-    heads: int
-    attention_output: int  # output of attention, which is the input of its projection
-    # Normalizers of flash attention, or decays and the solved system of equations of linear attention.
-    normalizer: int
-    mlp_hidden: int  # dense feed-forward layer: gate and up
-    mlp_product: int  # product of both, the input of the down projection
-    router: int  # scores of experts
-    dispatched: int  # copies of the token at its experts
-    expert_hidden: int  # gate and up of the token's experts
-    expert_product: int  # product of both, the input of the experts' down projection
-    shared_hidden: int  # shared experts: gate and up
-    shared_product: int  # product of both, the input of their down projection
-
-    def without_sequence_parallelism(self, tp: int) -> KeptElements:
-        """Returns the elements where each of tp ranks has whole tokens outside of heads and experts."""
-        return replace(self, **{part: tp * getattr(self, part) for part in TOKENS})
+    parts: Mapping[str, int]  # by part; a part that the layer does not have is missing
 
     @property
     def all(self) -> int:
         """Number of elements of all parts."""
-        return sum(vars(self).values())
+        return sum(self.parts.values())
 
     def recomputed(self, modules: Recompute) -> int:
         """Returns the number of elements that are not kept but computed again."""
-        return sum(getattr(self, part) for part in self._discarded(modules))
+        return sum(self.parts.get(part, 0) for part in self._discarded(modules))
 
     def on_device(self, modules: Recompute, offloaded: tuple[str, ...], fp8: bool) -> float:
         """Returns the number of elements that wait on the device for the backward pass, FP8 inputs counted as half."""
         elsewhere = self._discarded(modules) | {INPUTS[module] for module in offloaded}
-        halves = LINEAR_INPUTS if fp8 else frozenset()
-        return sum(size / (1 + (part in halves)) for part, size in vars(self).items() if part not in elsewhere)
+        halves = LINEAR_INPUTS if fp8 else ()
+        return sum(size / (1 + (part in halves)) for part, size in self.parts.items() if part not in elsewhere)
 
     def _discarded(self, modules: Recompute) -> set[str]:
         if isinstance(modules, bool):
-            return vars(self).keys() - {"layer_input"} if modules else set()
+            return self.parts.keys() - {"layer_input"} if modules else set()
         return {part for module in modules for part in DISCARDED[module]}
 
 
 def kept_elements(c: HFConfig, with_experts: bool, etp: int, linear: bool = False) -> KeptElements:
     """Counts the elements that one token keeps in one layer, over all ranks of a tensor-parallel group."""
-    # A token is copied whole to each of the etp ranks that shard one of its experts.
     other_norms = c.hidden * (1 + c.sandwich_norms)
-    compressed, heads, output, normalizer = _linear_attention(c.linear) if linear and c.linear else _attention(c)
+    parts = {
+        "layer_input": c.hidden,  # input of the layer, which its first norm keeps
+        "norm_inputs": other_norms,  # inputs of the other norms: the residual stream before the feed-forward layer
+        "attention_norm_output": c.hidden,  # output of the norm before attention, which the next projection keeps
+        "norm_outputs": other_norms,  # outputs of the other norms
+    }
+    parts |= _linear_attention(c.linear) if linear and c.linear else _attention(c)
     e = c.experts if with_experts else None
+    if e is None:  # gate and up, and their product, the input of the down projection
+        return KeptElements(parts | {"mlp_hidden": 2 * c.ffn, "mlp_product": c.ffn})
     return KeptElements(
-        layer_input=c.hidden,
-        norm_inputs=other_norms,
-        attention_norm_output=c.hidden,
-        norm_outputs=other_norms,
-        compressed=compressed,
-        heads=heads,
-        attention_output=output,
-        normalizer=normalizer,
-        mlp_hidden=0 if e else 2 * c.ffn,
-        mlp_product=0 if e else c.ffn,
-        router=FLOAT32_ELEMENTS * e.count if e else 0,
-        dispatched=e.top_k * etp * c.hidden if e else 0,
-        expert_hidden=2 * e.top_k * e.ffn if e else 0,
-        expert_product=e.top_k * e.ffn if e else 0,
-        shared_hidden=2 * e.shared_ffn if e else 0,
-        shared_product=e.shared_ffn if e else 0,
+        parts
+        | {
+            "router": FLOAT32_ELEMENTS * e.count,  # scores of experts
+            # Copies of the token at its experts, whole on each of the etp ranks that shard one of them.
+            "dispatched": e.top_k * etp * c.hidden,
+            "expert_hidden": 2 * e.top_k * e.ffn,  # gate and up of the token's experts
+            "expert_product": e.top_k * e.ffn,  # product of both, the input of the experts' down projection
+            "shared_hidden": 2 * e.shared_ffn,  # shared experts: gate and up
+            "shared_product": e.shared_ffn,  # product of both, the input of their down projection
+        }
     )
 
 
-def _linear_attention(c: LinearConfig) -> tuple[int, int, int, int]:
-    """Counts the same as `_attention`, with queries and keys repeated for each value head."""
-    repeated = 2 * c.value_heads * c.key_dim
+def _linear_attention(c: LinearConfig) -> dict[str, int]:
+    # Queries and keys are repeated for each value head.
+    heads = 2 * c.convolved_width + 2 * c.value_heads * c.key_dim + c.value_width
     numbers = 2 * FLOAT32_ELEMENTS * c.value_heads  # decays and strengths
-    return 0, 2 * c.convolved_width + repeated + c.value_width, 2 * c.value_width, numbers + c.value_heads * CHUNK
+    # In place of normalizers it keeps these numbers and the solved system of equations of a chunk.
+    normalizer = numbers + c.value_heads * CHUNK
+    return {"heads": heads, "attention_output": 2 * c.value_width, "normalizer": normalizer}
 
 
-def _attention(c: HFConfig) -> tuple[int, int, int, int]:
-    """Counts elements of compressed states, of heads, of the output of attention, and of what its kernel keeps."""
+def _attention(c: HFConfig) -> dict[str, int]:
+    # `heads` are queries, keys and values, before and after their norms, and output gates; `attention_output` is the
+    # input of the projection; `normalizer` is what the kernel of flash attention keeps.
     normalizer = FLOAT32_ELEMENTS * c.heads
     if c.latent is None:
         q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
         gates = 2 * q if c.output_gate else 0  # gates, and the output before them
-        return 0, q + 2 * kv + (q + kv if c.qk_norm else 0) + gates, q, normalizer
-    latent = c.latent
-    compressed = 2 * latent.q_rank + 2 * latent.kv_rank + latent.rope_dim  # before and after their norms
-    values = c.heads * latent.v_dim
-    return compressed, 2 * c.heads * (latent.qk_nope_head_dim + latent.rope_dim) + values, values, normalizer
+        heads = q + 2 * kv + (q + kv if c.qk_norm else 0) + gates
+        return {"heads": heads, "attention_output": q, "normalizer": normalizer}
+    latent, values = c.latent, c.heads * c.latent.v_dim
+    return {
+        "compressed": 2 * latent.q_rank + 2 * latent.kv_rank + latent.rope_dim,  # before and after their norms
+        "heads": 2 * c.heads * (latent.qk_nope_head_dim + latent.rope_dim) + values,
+        "attention_output": values,
+        "normalizer": normalizer,
+    }
 
 
 def micro_batches(inputs: PlanInputs, layout: Layout) -> int:
@@ -211,23 +196,20 @@ def _kept_by_layers(inputs: PlanInputs, layout: Layout, stage: int) -> list[Kept
 
 
 def _output_bytes(inputs: PlanInputs, layout: Layout, tokens: float) -> float:
-    """Computes bytes of the output layer."""
     # Hidden states of all tokens and their gradient; of a language model also the projection's float32 gradient and
     # chunks of logits.
     hidden = inputs.weights.config.hidden
     states = 2 * inputs.options.weight_bytes * tokens * hidden
     if inputs.weights.head == "value":
         return states
-    rows = _vocabulary_rows(inputs, layout)
-    return states + 4 * rows * hidden + _logit_bytes(inputs, layout, tokens)
+    return states + 4 * _vocabulary_rows(inputs, layout) * hidden + _logit_bytes(inputs, layout, tokens)
 
 
 def _logit_bytes(inputs: PlanInputs, layout: Layout, tokens: float) -> float:
     """Computes bytes of the logits of a chunk of tokens and of what is computed from them."""
     if inputs.weights.head == "value":
         return 0.0
-    rows = _vocabulary_rows(inputs, layout)
-    return LOGIT_COPIES * min(LOGIT_CHUNK_BYTES, 4.0 * rows * tokens)
+    return LOGIT_COPIES * min(LOGIT_CHUNK_BYTES, 4.0 * _vocabulary_rows(inputs, layout) * tokens)
 
 
 def _vocabulary_rows(inputs: PlanInputs, layout: Layout) -> float:
@@ -238,6 +220,9 @@ def _vocabulary_rows(inputs: PlanInputs, layout: Layout) -> float:
 
 
 def kept_on_ranks(inputs: PlanInputs, layout: Layout, kind: LayerKind) -> KeptElements:
-    """Counts the elements that one token keeps in one layer, over all ranks of a tensor-parallel group."""
+    """Counts the same as `kept_elements` for a layer of a plan."""
     kept = kept_elements(inputs.weights.config, kind.experts, layout.etp, kind.linear)
-    return kept.without_sequence_parallelism(layout.tp) if inputs.options.fsdp else kept
+    if not inputs.options.fsdp:
+        return kept
+    # Without sequence parallelism each of the tp ranks has whole tokens outside of heads and experts.
+    return KeptElements({part: size * (layout.tp if part in TOKENS else 1) for part, size in kept.parts.items()})

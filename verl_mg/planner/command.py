@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from verl_mg.config import FsdpConfig
@@ -16,7 +16,7 @@ from verl_mg.planner.cost import inference_seconds, train_seconds
 from verl_mg.planner.efficiency import FITTED, gpu
 from verl_mg.planner.from_config import PlanRequest
 from verl_mg.planner.inputs import AuxiliaryRole, PlanInputs, read_hardware_profile
-from verl_mg.planner.memory import check, check_engine, fit_layout, frozen_memory, train_memory
+from verl_mg.planner.memory import check, check_engine, fit_layout, train_memory
 from verl_mg.planner.memory_phases import problem
 from verl_mg.planner.report import Numbers, pair_numbers, search_numbers, show
 from verl_mg.planner.search import (
@@ -41,22 +41,6 @@ from verl_mg.sharding.model_table import Head, ModelTable
 from verl_mg.sharding.module_table import module_table
 from verl_mg.sharding.weight_table import weight_table
 
-OPTIONS = (
-    *(
-        "ranks",
-        "node",
-        "memory",
-        "reserve",
-        "intra_node",
-        "inter_node",
-        "sequence",
-        "micro_batch",
-        "tokens_per_iteration",
-    ),
-    *("minibatches", "rollout_ranks", "memory_fraction", "offload", "host", "flops", "memory_bandwidth"),
-    *("mean_sequence", "prompt"),
-)
-"""Options with the names of fields of `PlanInputs`."""
 ROLE_OPTIONS = {"reference": False, "critic": True}
 """Auxiliary roles with an option for their layout, and whether they are trained."""
 
@@ -64,10 +48,11 @@ ROLE_OPTIONS = {"reference": False, "critic": True}
 def run(options: argparse.Namespace, job: PlanRequest | None = None) -> None:
     """Prints the report of a plan; given options have precedence over the job's configuration."""
     job = job or PlanRequest()
-    given = {name: getattr(options, name) for name in OPTIONS if getattr(options, name) is not None}
+    names = [field.name for field in fields(PlanInputs)]
+    given = {name: value for name in names if (value := getattr(options, name, None)) is not None}
     if options.recompute:
         given["recompute"] = _recompute(options.recompute)
-    sheet = _data_sheet(options.gpu) if options.gpu else {}
+    sheet = FITTED.figures(gpu(options.gpu)) | {"node": gpu(options.gpu).node} if options.gpu else {}
     measured = read_hardware_profile(options.measured) if options.measured else {}
     if options.mean_sequence and options.tokens_per_iteration is None and "tokens_per_iteration" in job.fields:
         # A configuration has a number of samples, whose tokens were counted at their full length.
@@ -79,16 +64,19 @@ def run(options: argparse.Namespace, job: PlanRequest | None = None) -> None:
     if options.backend:
         of_backend = {"megatron": DEFAULT_OPTIONS, "fsdp": fsdp_options(FsdpConfig(), "bfloat16")}
         given["options"] = of_backend[options.backend]
-    fields = {**job.fields, **sheet, **measured, **given}  # later ones win: what is measured replaces a data sheet
-    table = _table(model, "language", fields.get("options", DEFAULT_OPTIONS))
-    inputs = PlanInputs(table.for_engine(job.engine).with_traced_table(job.sharding_table), **fields)
+    given = {**job.fields, **sheet, **measured, **given}  # later ones win: what is measured replaces a data sheet
+    table = _table(model, "language", given.get("options", DEFAULT_OPTIONS))
+    inputs = PlanInputs(table.for_engine(job.engine).with_traced_table(job.sharding_table), **given)
     others = [
         auxiliary_role(inputs, role, _table(role.model or model, role.head, role.options))
         for role in _roles(inputs, options, job)
     ]
     inputs = replace(inputs, auxiliary_roles=tuple(others), notes=job.notes)
     # A search keeps layouts that options name, and not the configuration's, which it is to replace.
-    train, rollout = _layouts(inputs, options, PlanRequest() if options.search else job)
+    kept = PlanRequest() if options.search else job
+    trained, served = Layout.parse(options.train) if options.train else kept.train, options.rollout or kept.rollout
+    train = _trained(inputs, trained) if trained else None
+    rollout = _served(inputs, served) if served else None
     if options.search:
         if options.top < 1:
             raise UserError(f"--top: {options.top} is not above 0. Use 1 or more.")
@@ -114,12 +102,6 @@ def _recompute(text: str) -> Recompute:
         if module not in RECOMPUTABLE:
             raise UserError(f"--recompute: unknown module {module!r}. Use full, none, or {', '.join(RECOMPUTABLE)}.")
     return recompute(modules)
-
-
-def _data_sheet(name: str) -> dict[str, float]:
-    """Returns the figures that jobs reach on a GPU, and the ranks of its NVLink domain."""
-    sheet = gpu(name)
-    return FITTED.figures(sheet) | {"node": sheet.node}
 
 
 def _table(model: str, head: Head, options: TrainingOptions) -> ModelTable:
@@ -158,19 +140,10 @@ def auxiliary_role(inputs: PlanInputs, role: AuxiliaryRole, weights: ModelTable)
         role,
         layout=layout,
         ranks=role_inputs.placement_ranks,
-        parts=(train_memory if role.is_trained else frozen_memory)(role_inputs, layout).parts,
+        parts=train_memory(role_inputs, layout, role.is_trained).parts,
         update_seconds=train_seconds(role_inputs, layout) if role.is_trained else 0.0,
         inference_seconds=inference_seconds(role_inputs, layout),
     )
-
-
-def _layouts(
-    inputs: PlanInputs, options: argparse.Namespace, job: PlanRequest
-) -> tuple[Layout | None, EngineLayout | None]:
-    """Returns the checked layouts of both sides; None for one that a search is to find."""
-    trained = Layout.parse(options.train) if options.train else job.train
-    served = options.rollout or job.rollout
-    return _trained(inputs, trained) if trained else None, _served(inputs, served) if served else None
 
 
 def _trained(inputs: PlanInputs, layout: Layout) -> Layout:

@@ -7,8 +7,6 @@
 
 from __future__ import annotations
 
-from enum import Enum
-
 from verl_mg.layout import Layout
 from verl_mg.planner.activations import micro_batches
 from verl_mg.planner.inputs import GIGA, PlanInputs, packed
@@ -32,13 +30,6 @@ HOST_STEP_BYTES = 28
 """Bytes that Adam on the host reads and writes for each parameter: weight, gradient and two moments, in float32."""
 
 
-class Work(Enum):
-    """Kind of pass over a micro-batch."""
-
-    INFERENCE = "inference"  # a forward pass
-    UPDATE = "update"  # a forward and a backward pass, and what is computed again between them
-
-
 def bubble_share(inputs: PlanInputs, layout: Layout) -> float:
     """Returns the idle share of a step, (pp - 1) / (vpp m + pp - 1), m micro-batches (arXiv:2104.04473, 2.2)."""
     idle = layout.pp - 1
@@ -47,12 +38,8 @@ def bubble_share(inputs: PlanInputs, layout: Layout) -> float:
 
 def train_seconds(inputs: PlanInputs, layout: Layout) -> float:
     """Predicts the seconds of all optimizer steps of one iteration."""
-    count = micro_batches(inputs, layout)
-    each = micro_batch_seconds(
-        inputs, layout, Work.UPDATE, mean_micro_batch(inputs, layout, count * inputs.minibatches)
-    )
-    step = _through_stages(layout, each, count) + optimizer_seconds(inputs, layout)
-    return inputs.epochs * inputs.minibatches * step
+    seconds = _through_stages(layout, micro_batch_seconds(inputs, layout, True), micro_batches(inputs, layout))
+    return inputs.epochs * inputs.minibatches * (seconds + optimizer_seconds(inputs, layout))
 
 
 def utilization(inputs: PlanInputs, layout: Layout, seconds: float) -> float:
@@ -66,8 +53,7 @@ def utilization(inputs: PlanInputs, layout: Layout, seconds: float) -> float:
 def inference_seconds(inputs: PlanInputs, layout: Layout) -> float:
     """Predicts the seconds of one forward pass over an iteration's tokens: log-probabilities or values."""
     count = micro_batches(inputs, layout) * inputs.minibatches
-    each = micro_batch_seconds(inputs, layout, Work.INFERENCE, mean_micro_batch(inputs, layout, count))
-    return _through_stages(layout, each, count)
+    return _through_stages(layout, micro_batch_seconds(inputs, layout, False), count)
 
 
 def _through_stages(layout: Layout, seconds: float, count: int) -> float:
@@ -75,11 +61,12 @@ def _through_stages(layout: Layout, seconds: float, count: int) -> float:
     return seconds * (count + (layout.pp - 1) / layout.vpp)
 
 
-def mean_micro_batch(inputs: PlanInputs, layout: Layout, count: int) -> MicroBatch:
-    """Returns the mean micro-batch of an iteration, of `count` micro-batches of a data-parallel index."""
+def _mean_micro_batch(inputs: PlanInputs, layout: Layout) -> MicroBatch:
+    """Returns the mean micro-batch of an iteration."""
     # Ranks that share experts wait in every layer for the one with the most tokens, and with the FSDP backend all
     # ranks that share weights do. It is then the mean of the longest micro-batches.
     spread = inputs.lengths
+    count = micro_batches(inputs, layout) * inputs.minibatches
     samples = inputs.tokens_per_iteration / spread.mean / layout.dp / count
     # Data-parallel indices whose ranks share experts: expert groups span tp * cp ranks of each of them.
     waiting = min(layout.dp, max(1, layout.ep * layout.etp // (layout.tp * layout.cp)))
@@ -88,58 +75,50 @@ def mean_micro_batch(inputs: PlanInputs, layout: Layout, count: int) -> MicroBat
     return MicroBatch(samples * spread.mean * longest, samples * spread.mean_square * longest)
 
 
-def update_seconds_by_stage(inputs: PlanInputs, layout: Layout) -> list[float]:
-    """Predicts the seconds that each pipeline stage computes for the mean micro-batch of an update."""
-    count = micro_batches(inputs, layout) * inputs.minibatches
-    return _stage_seconds(inputs, layout, Work.UPDATE, mean_micro_batch(inputs, layout, count))
-
-
-def micro_batch_seconds(inputs: PlanInputs, layout: Layout, work: Work, micro: MicroBatch) -> float:
-    """Predicts the seconds of a micro-batch on the slowest pipeline stage."""
-    seconds = max(_stage_seconds(inputs, layout, work, micro)) + _between_stages(inputs, layout, work, micro)
+def micro_batch_seconds(inputs: PlanInputs, layout: Layout, trains: bool) -> float:
+    """Predicts the seconds of a mean micro-batch, of a forward pass or of an update, on the slowest pipeline stage."""
+    seconds = max(stage_seconds(inputs, layout, trains)) + _between_stages(inputs, layout, trains)
     if inputs.options.fsdp:
-        seconds += exposed_seconds(inputs, layout, work is Work.UPDATE, seconds)
+        seconds += exposed_seconds(inputs, layout, trains, seconds)
     return seconds
 
 
 def update_parts(inputs: PlanInputs, layout: Layout) -> tuple[list[float], float]:
     """Predicts the seconds of each layer and of the output layer for the mean micro-batch of an update."""
-    c, count = inputs.weights.config, micro_batches(inputs, layout) * inputs.minibatches
-    a_layer, head = _parts(inputs, layout, Work.UPDATE, mean_micro_batch(inputs, layout, count))
+    c, (a_layer, head) = inputs.weights.config, _parts(inputs, layout, True)
     return [a_layer[LayerKind.of(c, layer)] for layer in range(c.layers)], head
 
 
-def _stage_seconds(inputs: PlanInputs, layout: Layout, work: Work, micro: MicroBatch) -> list[float]:
-    a_layer, head = _parts(inputs, layout, work, micro)
+def stage_seconds(inputs: PlanInputs, layout: Layout, trains: bool = True) -> list[float]:
+    """Predicts the seconds that each pipeline stage computes for the mean micro-batch."""
+    a_layer, head = _parts(inputs, layout, trains)
     counts = stage_layers(inputs.weights.config, layout)
     stages = [sum(count * a_layer[kind] for kind, count in layers.items()) for layers in counts]
     stages[-1] += head
     return stages
 
 
-def _parts(inputs: PlanInputs, layout: Layout, work: Work, micro: MicroBatch) -> tuple[dict[LayerKind, float], float]:
+def _parts(inputs: PlanInputs, layout: Layout, trains: bool) -> tuple[dict[LayerKind, float], float]:
     """Predicts the seconds of a layer of each kind, and of the output layer."""
     # Once for each kind of layer: the layers of a kind differ in nothing that a plan counts.
-    kinds = {kind for stage in stage_layers(inputs.weights.config, layout) for kind in stage}
-    a_layer = {kind: _a_layer(inputs, layout, work, micro, kind) for kind in kinds}
-    return a_layer, head_seconds(inputs, layout, micro) * (HEAD_UPDATE if work is Work.UPDATE else 1)
+    micro = _mean_micro_batch(inputs, layout)
+    a_layer: dict[LayerKind, float] = {}
+    for kind in {kind for stage in stage_layers(inputs.weights.config, layout) for kind in stage}:
+        part, blocks = layer_seconds(inputs, layout, micro, kind), 1 if kind.experts else 2
+        a_layer[kind] = forward_seconds(inputs, part, blocks)
+        if trains:
+            a_layer[kind] += repeated_seconds(inputs, part, blocks) + backward_seconds(inputs, part, blocks)
+    return a_layer, head_seconds(inputs, layout, micro) * (HEAD_UPDATE if trains else 1)
 
 
-def _a_layer(inputs: PlanInputs, layout: Layout, work: Work, micro: MicroBatch, kind: LayerKind) -> float:
-    part, blocks = layer_seconds(inputs, layout, micro, kind), 1 if kind.experts else 2
-    seconds = forward_seconds(inputs, part, blocks)
-    if work is Work.UPDATE:
-        seconds += repeated_seconds(inputs, part, blocks) + backward_seconds(inputs, part, blocks)
-    return seconds
-
-
-def _between_stages(inputs: PlanInputs, layout: Layout, work: Work, micro: MicroBatch) -> float:
+def _between_stages(inputs: PlanInputs, layout: Layout, trains: bool) -> float:
     """Predicts the seconds of sending hidden states to the next stage, and their gradients back."""
     if layout.pp == 1:
         return 0.0
-    size = micro.tokens / (layout.cp * layout.tp) * inputs.weights.config.hidden * inputs.options.weight_bytes
-    directions = 2 if work is Work.UPDATE else 1
-    return directions * layout.vpp * size / link_rate(inputs, 2 * layout.ranks // layout.pp)  # the span of two stages
+    tokens = _mean_micro_batch(inputs, layout).tokens
+    size = tokens / (layout.cp * layout.tp) * inputs.weights.config.hidden * inputs.options.weight_bytes
+    # Two stages are the span of the link.
+    return (1 + trains) * layout.vpp * size / link_rate(inputs, 2 * layout.ranks // layout.pp)
 
 
 def optimizer_seconds(inputs: PlanInputs, layout: Layout) -> float:
@@ -153,9 +132,8 @@ def optimizer_seconds(inputs: PlanInputs, layout: Layout) -> float:
         _data_parallel(inputs, layout, size) for size in (options.gradient_bytes, options.weight_bytes)
     )
     if options.overlap_gradients or options.overlap_weights:
-        micro = mean_micro_batch(inputs, layout, micro_batches(inputs, layout) * inputs.minibatches)
         # Overlapped are the last backward pass, of twice a forward pass, and the first forward pass.
-        forward = micro_batch_seconds(inputs, layout, Work.INFERENCE, micro)
+        forward = micro_batch_seconds(inputs, layout, False)
         reduced = max(0.0, reduced - 2 * forward) if options.overlap_gradients else reduced
         gathered = max(0.0, gathered - forward) if options.overlap_weights else gathered
     return reduced + gathered + _step_seconds(inputs, layout)
@@ -166,13 +144,8 @@ def _data_parallel(inputs: PlanInputs, layout: Layout, item: int) -> float:
     dense, experts = _local_elements(inputs, layout)
     # A rank sends and receives all parts but one of the group's. A group spans its size times the distance of its
     # ranks.
-    seconds = 0.0
-    for size, group, rank_distance in (
-        (dense, layout.dp * layout.cp, layout.tp),
-        (experts, layout.edp, layout.ep * layout.etp),
-    ):
-        seconds += size * item * (1 - 1 / group) / link_rate(inputs, group * rank_distance)
-    return seconds
+    groups = ((dense, layout.dp * layout.cp, layout.tp), (experts, layout.edp, layout.ep * layout.etp))
+    return sum(size * item * (1 - 1 / n) / link_rate(inputs, n * distance) for size, n, distance in groups)
 
 
 def _local_elements(inputs: PlanInputs, layout: Layout) -> tuple[float, float]:

@@ -60,34 +60,34 @@ def gpu(name: str) -> GPU:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Constants of the cost model."""
+    """Constants of the cost model, by default those fitted on published figures."""
 
-    gemm: float  # fraction of the peak of matrix products with many rows
-    half_rows: float
+    gemm: float = 0.764  # fraction of the peak of matrix products with many rows
+    half_rows: float = 326
     """Rows (tokens) whose time each matrix product has in addition: reading its weights, filling tiles."""
-    attention: float  # speed of fused attention, relative to matrix products with many rows
-    fp8: float  # speed of FP8 matrix products with their casts, relative to bf16, where the peak is twice as high
-    memory: float  # fraction of the bandwidth of a GPU's memory
-    link: float  # fraction of the bandwidth of NVLink and network that collectives of training reach
-    elementwise: float
+    attention: float = 0.841  # speed of fused attention, relative to matrix products with many rows
+    fp8: float = 1.48  # speed of FP8 matrix products with their casts, relative to bf16; the peak is twice as high
+    memory: float = 0.821  # fraction of the bandwidth of a GPU's memory
+    link: float = 0.95  # fraction of the bandwidth of NVLink and network that collectives of training reach
+    elementwise: float = 3.84
     """Bytes that kernels other than matrix products and attention move, for each byte kept for the backward pass."""
-    layer: float
+    layer: float = 0.00011
     """Seconds in which the host launches the kernels of a pass over a layer, which the device's work overlaps."""
-    expert_layer: float
+    expert_layer: float = 0.0015
     """Seconds of a pass over a mixture of experts that do not depend on its tokens: the device waits for the host,
     which has to know the tokens of each expert."""
-    imbalance: float
+    imbalance: float = 1.33
     """Tokens of the fullest expert-parallel rank, relative to the mean, where routing is not forced to be even."""
-    decode_step: float  # seconds of a decoding step outside of the layers: scheduling, sampling, output
-    decode_sample: float  # seconds of a decoding step on the host for each running sample
-    decode_layer: float  # seconds of a layer in a decoding step that do not depend on bytes or tokens
-    all_reduce_near: float  # seconds of an all-reduce of a small message in a node
-    all_reduce_far: float  # the same between nodes
-    sync: float  # fraction of the links that a weight sync reaches which sends shards
-    sync_start: float  # seconds of a weight sync that do not depend on its bytes
-    gathering: float
+    decode_step: float = 0.0108  # seconds of a decoding step outside of the layers: scheduling, sampling, output
+    decode_sample: float = 4.35e-05  # seconds of a decoding step on the host for each running sample
+    decode_layer: float = 3.71e-05  # seconds of a layer in a decoding step that do not depend on bytes or tokens
+    all_reduce_near: float = 1.07e-05  # seconds of an all-reduce of a small message in a node
+    all_reduce_far: float = 6.14e-05  # the same between nodes
+    sync: float = 0.4  # fraction of the links that a weight sync reaches which sends shards
+    sync_start: float = 0.242  # seconds of a weight sync that do not depend on its bytes
+    gathering: float = 0.165
     """Fraction of the links that a weight sync with full tensors reaches (published systems; not this one)."""
-    iteration: float
+    iteration: float = 4.89
     """Seconds of an iteration outside of the phases: data, rewards, allocator, switches between phases."""
 
     def figures(self, gpu: GPU) -> dict[str, float]:
@@ -103,41 +103,20 @@ class Efficiency:
         }
 
 
-FITTED = Efficiency(
-    gemm=0.764,
-    half_rows=326,
-    attention=0.841,
-    fp8=1.48,
-    memory=0.821,
-    link=0.95,
-    elementwise=3.84,
-    layer=0.00011,
-    expert_layer=0.0015,
-    imbalance=1.33,
-    decode_step=0.0108,
-    decode_sample=4.35e-05,
-    decode_layer=3.71e-05,
-    all_reduce_near=1.07e-05,
-    all_reduce_far=6.14e-05,
-    sync=0.4,
-    sync_start=0.242,
-    gathering=0.165,
-    iteration=4.89,
-)
-"""Constants fitted on published figures."""
+FITTED = Efficiency()
 
 
 @dataclass(frozen=True)
 class Calibration:
     """Error of the cost model on published figures, as a fraction of them."""
 
-    rows: int  # number of published figures that `FITTED` is fitted on
-    median: float  # median error of these
-    worst: float  # largest error of these
-    worst_row: str  # the figure with the largest error
-    left_out: float  # median error of each of them, predicted by a fit on the others
-    others: int  # number of published figures that were not fitted
-    others_median: float  # median error of the figures that were not fitted
+    rows: int = 57  # number of published figures that `FITTED` is fitted on
+    median: float = 0.107  # median error of these
+    worst: float = 0.887  # largest error of these
+    worst_row: str = "Qwen3-30B-A3B pretraining in FP8 on 16 H100"  # the figure with the largest error
+    left_out: float = 0.144  # median error of each of them, predicted by a fit on the others
+    others: int = 41  # number of published figures that were not fitted
+    others_median: float = 0.184  # median error of the figures that were not fitted
 
     def __str__(self) -> str:
         return (
@@ -147,13 +126,5 @@ class Calibration:
         )
 
 
-CALIBRATION = Calibration(
-    rows=57,
-    median=0.107,
-    worst=0.887,
-    worst_row="Qwen3-30B-A3B pretraining in FP8 on 16 H100",
-    left_out=0.144,
-    others=41,
-    others_median=0.184,
-)
+CALIBRATION = Calibration()
 """Error of `FITTED`, as tools/calibrate_plan.py computes it."""

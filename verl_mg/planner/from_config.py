@@ -24,12 +24,10 @@ AUXILIARY_SECTIONS = {
     "reference": "reference",
 }
 """Auxiliary roles and their sections of the configuration."""
-FROZEN = ("frozen_reward_model", "reference")  # roles that are not trained
 
 
-def is_frozen(name: str) -> bool:
-    """Returns whether a role is not trained."""
-    return name in FROZEN or name.startswith("teachers.")
+def _is_frozen(name: str) -> bool:
+    return name in ("frozen_reward_model", "reference") or name.startswith("teachers.")
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class PlanRequest:
 
 def plan_request(config: Config, roles: set[str]) -> PlanRequest:
     """Returns the values of a configuration for a plan with the roles that the recipe requests, by name."""
-    kind = _check(config, roles)
+    kind = _engine_kind(config, roles)
     # Each recipe has another section `algorithm`, hence the defaults for keys that it may not have.
     actor, rollout, algorithm = config.actor, config.rollout, config.algorithm
     sequence = config.data.max_prompt_tokens + rollout.max_new_tokens
@@ -79,20 +77,11 @@ def plan_request(config: Config, roles: set[str]) -> PlanRequest:
     sections, roles = AUXILIARY_SECTIONS | teachers, roles | teachers.keys()
     auxiliary = tuple(_role(config, name, section) for name, section in sections.items() if name in roles)
     notes = tuple(_notes(config, {"actor": "actor", **sections}, roles))
-    return PlanRequest(
-        str(config.model.path),
-        actor.parallel_sizes,
-        rollout.layout,
-        auxiliary,
-        fields,
-        notes,
-        rollout.sharding_table,
-        kind.name,
-    )
+    model, table = str(config.model.path), rollout.sharding_table
+    return PlanRequest(model, actor.parallel_sizes, rollout.layout, auxiliary, fields, notes, table, kind.name)
 
 
-def _check(config: Config, roles: set[str]) -> ProcessKind:
-    """Returns the kind of the engines of a configuration that can be planned; UserError for others."""
+def _engine_kind(config: Config, roles: set[str]) -> ProcessKind:
     if "rollout" not in roles:
         raise UserError(
             "the recipe generates no samples, and a plan covers training and rollout. Name a recipe with a rollout."
@@ -117,43 +106,36 @@ def _notes(config: Config, sections: dict[str, str], roles: set[str]) -> Iterato
     if "teachers" in roles and getattr(config.algorithm, "divergence", None) and not config.algorithm.divergence.top_k:
         yield "algorithm.divergence: the teachers' output layers on the actor's last stage are not counted"
     for name, section in sections.items():
-        role = config.section(section)
-        if name in roles and config.dtype_of(section) == "float32":
+        if name not in roles:
+            continue
+        role, is_trained = config.section(section), not _is_frozen(name)
+        if config.dtype_of(section) == "float32":
             yield f"{name}.dtype: its matrix products are counted at the rate of bf16, float32 is many times slower"
-        is_trained = not is_frozen(name)
-        if name in roles and is_trained and role.lora:
+        if is_trained and role.lora:
             shared = name == "actor" and "reference" in roles and config.reference_is_unadapted_actor
             yield f"{name}.lora: counted as if all weights were trained" + ", and the reference's separate" * shared
-        if name in roles and is_trained and role.optimizer.nvme_folder:
+        if is_trained and role.optimizer.nvme_folder:
             yield f"{name}.optimizer.nvme_folder: counted as if the moments were in host memory"
-        if name in roles and role.dynamic_context:
+        if role.dynamic_context:
             yield f"{name}.dynamic_context: counted as if every row were sharded over all context-parallel ranks"
 
 
-def _options(config: Config, section: str, is_trained: bool = True) -> TrainingOptions:
-    by_backend = {"megatron": _megatron_options, "fsdp": _fsdp_options}
-    return by_backend[config.section(section).backend](config, section, is_trained)
-
-
-def _fsdp_options(config: Config, section: str, is_trained: bool) -> TrainingOptions:
-    if is_trained:
-        check_trainable(config.section(section), section)
-    return fsdp_options(config.fsdp, config.dtype_of(section))
-
-
-def _megatron_options(config: Config, section: str, is_trained: bool) -> TrainingOptions:
-    dtype = config.dtype_of(section)
+def _options(config: Config, key: str, is_trained: bool = True) -> TrainingOptions:
+    section, dtype, kernels = config.section(key), config.dtype_of(key), config.model.kernels
+    if section.backend == "fsdp":
+        if is_trained:
+            check_trainable(section, key)
+        return fsdp_options(config.fsdp, dtype)
     if not is_trained:
-        return frozen_options(config.model.kernels, dtype)
-    optimizer, megatron = config.section(section).optimizer, config.megatron.model_dump()
-    moments = (optimizer.cpu_offload, optimizer.moments_dtype)
-    return training_options(config.model.kernels, megatron, *moments, optimizer.kind, dtype)
+        return frozen_options(kernels, dtype)
+    optimizer, megatron = section.optimizer, config.megatron.model_dump()
+    return training_options(kernels, megatron, optimizer.cpu_offload, optimizer.moments_dtype, optimizer.kind, dtype)
 
 
 def _role(config: Config, name: str, key: str) -> AuxiliaryRole:
     section: TrainableConfig | FrozenConfig = config.section(key)
     path = section.path if isinstance(section, CriticConfig | FrozenConfig) else None
-    is_trained = not is_frozen(name)
+    is_trained = not _is_frozen(name)
     trained = section if is_trained and isinstance(section, TrainableConfig) else None
     return AuxiliaryRole(
         name,

@@ -22,7 +22,6 @@ from verl_mg.reshard.encoding import encoding_of
 from verl_mg.sharding.shard_map import ShardMap
 from verl_mg.sharding.weight_table import WeightTable
 
-NOTHING = RankTraffic()  # traffic of a rank with neither actor nor engine
 PARTS = 12  # number of parts of the decoding steps in which the number of running samples is taken as constant
 NEAR_RANKS = 8
 """Ranks of an all-reduce for which engines have a kernel of low latency, at most; beyond that they use NCCL."""
@@ -52,20 +51,11 @@ def iteration_seconds(
     inputs: PlanInputs, train: TrainMemory, inference: float, update: float, rollout: float, sync: float
 ) -> Seconds:
     """Combines the seconds of the actor and the engines with the auxiliary roles of the inputs."""
-    others = inputs.auxiliary_roles
-    return Seconds(
-        rollout,
-        busiest_rank_seconds(
-            [(inputs.placement_ranks, inference), *((role.ranks, role.inference_seconds) for role in others)]
-        ),
-        busiest_rank_seconds(
-            [(inputs.placement_ranks, update), *((role.ranks, role.update_seconds) for role in others)]
-        ),
-        sync,
-        _offload_seconds(inputs, train),
-        inputs.efficiency.iteration,
-        inputs.prefetch and inputs.rollout_ranks > 0,
-    )
+    ranks, others, prefetched = inputs.placement_ranks, inputs.auxiliary_roles, inputs.rollout_ranks > 0
+    inference = busiest_rank_seconds([(ranks, inference), *((role.ranks, role.inference_seconds) for role in others)])
+    update = busiest_rank_seconds([(ranks, update), *((role.ranks, role.update_seconds) for role in others)])
+    offload, overhead = _offload_seconds(inputs, train), inputs.efficiency.iteration
+    return Seconds(rollout, inference, update, sync, offload, overhead, inputs.prefetch and prefetched)
 
 
 def busiest_rank_seconds(work: Iterable[tuple[Collection[int], float]]) -> float:
@@ -78,7 +68,6 @@ def busiest_rank_seconds(work: Iterable[tuple[Collection[int], float]]) -> float
 
 
 def _offload_seconds(inputs: PlanInputs, train: TrainMemory) -> float:
-    """Computes the seconds of copies between device and host."""
     # A role is offloaded once an iteration, for the engines, or after each part in which it computes where other
     # roles are offloaded too. Optimizer states are copied out and in once; frozen weights are only copied in;
     # gradients are never copied.
@@ -120,23 +109,21 @@ class Sync:
 
 def weight_sync(inputs: PlanInputs, train: Layout, rollout: EngineLayout) -> Sync:
     """Plans the weight sync from the actor to the engines, with the plan that a job executes."""
-    ranks = tuple(range(inputs.ranks))
     source = _source_shards(inputs, train.fit(len(inputs.placement_ranks)))
     placement = best_stride(source, inputs.weights, EnginePlacement(rollout, inputs.engine_ranks), inputs.node)
     target, encoding = inputs.weights.shard_map_engine(placement), encoding_of(inputs.wire)
     if encoding:
         maps = encoded_maps(inputs.weights, source, target, encoding)
-        moves = plan(maps.source, maps.target, inputs.node)
-    else:
-        moves = plan(source, target, inputs.node)
-    traffic = moves.traffic(WEIGHT_BYTES)
-    nodes = [ranks[first : first + inputs.node] for first in range(0, inputs.ranks, inputs.node)]
+        source, target = maps.source, maps.target
+    traffic = plan(source, target, inputs.node).traffic(WEIGHT_BYTES)
+    # Ranks with neither actor nor engine have no traffic.
+    of_ranks = [traffic.get(rank, RankTraffic()) for rank in range(inputs.ranks)]
+    nodes = [of_ranks[first : first + inputs.node] for first in range(0, inputs.ranks, inputs.node)]
     return Sync(
         placement.stride,
-        tuple(traffic.get(rank, NOTHING).received for rank in ranks),
-        tuple(traffic.get(rank, NOTHING).lower_bound for rank in ranks),
-        # Ranks with neither actor nor engine have no traffic.
-        tuple(sum(traffic.get(rank, NOTHING).entered for rank in node) for node in nodes),
+        tuple(rank.received for rank in of_ranks),
+        tuple(rank.lower_bound for rank in of_ranks),
+        tuple(sum(rank.entered for rank in node) for node in nodes),
         moved_seconds(inputs, sync_seconds(traffic, inputs.intra_node, inputs.inter_node)),
     )
 

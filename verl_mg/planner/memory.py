@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from typing import Any
 
 import torch
 
@@ -85,39 +84,22 @@ class TrainMemory:
         return tuple(sum(sizes) for sizes in zip(*self.parts.values(), strict=True))
 
 
-def train_memory(inputs: PlanInputs, layout: Layout) -> TrainMemory:
-    """Computes the memory of a trained role on all its ranks."""
-    layout = layout.fit(len(inputs.placement_ranks))
-    if inputs.options.fsdp:
-        return _module_memory(inputs, layout, is_trained=True)
+def train_memory(inputs: PlanInputs, layout: Layout, is_trained: bool = True) -> TrainMemory:
+    """Computes the memory of a role on all its ranks; one that is not trained only runs inference."""
+    layout, options = layout.fit(len(inputs.placement_ranks)), inputs.options
+    if options.fsdp:  # the same on all ranks
+        counted = (Elements(sharded_module(inputs, layout).sharded, 0, 0),)
+        return TrainMemory(counted, {name: (size,) for name, size in _module_parts(inputs, layout, is_trained).items()})
     counted = _on_stages(inputs.weights, layout)
-    parts = {
-        "weights": tuple(e.bytes(inputs.options.weight_bytes) for e in counted),
-        **({"FP8 weights": tuple(FP8_COPY_BYTES * e.trained for e in counted)} if inputs.options.fp8 else {}),
-        "gradients": tuple(inputs.options.gradient_bytes * e.trained for e in counted),
-        OPTIMIZER_STATES: tuple(_optimizer_bytes(inputs.options, e, layout) for e in counted),
-        ACTIVATIONS: tuple(activation_bytes(inputs, layout, stage) for stage in range(layout.pp)),
-    }
+    parts = {"weights": tuple(e.bytes(options.weight_bytes) for e in counted)}
+    if is_trained and options.fp8:
+        parts["FP8 weights"] = tuple(FP8_COPY_BYTES * e.trained for e in counted)
+    if is_trained:
+        parts["gradients"] = tuple(options.gradient_bytes * e.trained for e in counted)
+        parts[OPTIMIZER_STATES] = tuple(_optimizer_bytes(options, e, layout) for e in counted)
+    activations = activation_bytes if is_trained else inference_bytes
+    parts[ACTIVATIONS] = tuple(activations(inputs, layout, stage) for stage in range(layout.pp))
     return TrainMemory(counted, parts)
-
-
-def frozen_memory(inputs: PlanInputs, layout: Layout) -> TrainMemory:
-    """Computes the memory of a role that only runs inference."""
-    layout = layout.fit(len(inputs.placement_ranks))
-    if inputs.options.fsdp:
-        return _module_memory(inputs, layout, is_trained=False)
-    counted = _on_stages(inputs.weights, layout)
-    activations = tuple(inference_bytes(inputs, layout, stage) for stage in range(layout.pp))
-    return TrainMemory(
-        counted, {"weights": tuple(e.bytes(inputs.options.weight_bytes) for e in counted), ACTIVATIONS: activations}
-    )
-
-
-def _module_memory(inputs: PlanInputs, layout: Layout, is_trained: bool) -> TrainMemory:
-    """Computes the memory of a role with the FSDP backend, which is the same on all ranks."""
-    counted = Elements(sharded_module(inputs, layout).sharded, 0, 0)
-    parts = module_parts(inputs, layout, is_trained)
-    return TrainMemory((counted,), {name: (size,) for name, size in parts.items()})
 
 
 @cache  # equal for every batch, and for every role of the same model
@@ -261,17 +243,15 @@ def sharded_module(inputs: PlanInputs, layout: Layout) -> ShardedModule:
     return _sharded_module(inputs.weights, layout, inputs.options.fsdp)
 
 
+_divided_module = cache(divided_module)  # equal for every layout with the same tp
+
+
 @cache  # equal for every batch and all hardware
 def _sharded_module(table: ModuleTable, layout: Layout, options: FsdpConfig) -> ShardedModule:
     return ShardedModule(table, _divided_module, layout, options)
 
 
-@cache  # equal for every layout with the same tp
-def _divided_module(table: ModuleTable, tp: int) -> Any:
-    return divided_module(table, tp)
-
-
-def module_parts(inputs: PlanInputs, layout: Layout, is_trained: bool) -> dict[str, int]:
+def _module_parts(inputs: PlanInputs, layout: Layout, is_trained: bool) -> dict[str, int]:
     """Computes the bytes of each part of a role's memory on a rank."""
     module, options = sharded_module(inputs, layout), inputs.options
     assert options.fsdp

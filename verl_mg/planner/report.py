@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
+from rich.console import Console, Group
+from rich.table import Column, Table
 
 from verl_mg.layout import EnginePlacement, format_ranks
 from verl_mg.layout.suggest import format_layout
 from verl_mg.planner.activations import micro_batches
-from verl_mg.planner.cost import bubble_share, update_seconds_by_stage, utilization
+from verl_mg.planner.cost import bubble_share, stage_seconds, utilization
 from verl_mg.planner.efficiency import CALIBRATION
 from verl_mg.planner.inputs import GIB, AuxiliaryRole, PlanInputs
 from verl_mg.planner.iteration_time import gathered_bytes, samples_at_once
@@ -33,7 +34,9 @@ def pair_numbers(inputs: PlanInputs, pair: Pair) -> Numbers:
     return _frame(inputs, [pair]) | {
         "problem": problem(inputs, pair.train.memory, pair.rollout.memory),
         "train": _train(inputs, pair.train),
-        "auxiliary_roles": [_auxiliary(role) for role in inputs.auxiliary_roles],
+        "auxiliary_roles": [
+            {"role": role.name, **_computing(role, role.ranks, role.parts)} for role in inputs.auxiliary_roles
+        ],
         "phases": _phases(inputs, pair),
         "seconds": {name: round(getattr(pair.parts, name), 3) for name in (*PARTS, "all")},
         "rate": _rate(inputs, pair),
@@ -83,26 +86,22 @@ def _frame(inputs: PlanInputs, pairs: Sequence[Pair]) -> Numbers:
 
 
 def _train(inputs: PlanInputs, side: TrainSide) -> Numbers:
-    parts = {name: _spread(sizes) for name, sizes in side.memory.parts.items()}
+    parts = {**side.memory.parts, "total": side.memory.totals}
     return {
-        "layout": format_layout(side.layout),
+        **_computing(side, inputs.placement_ranks, parts),
         "dp": side.layout.dp,
         "edp": side.layout.edp,
         "micro_batches": micro_batches(inputs, side.layout),
         "bubble_share": round(bubble_share(inputs, side.layout), 3),
-        "ranks": format_ranks(inputs.placement_ranks),
-        "inference_seconds": round(side.inference_seconds, 3),
-        "update_seconds": round(side.update_seconds, 3),
-        "gib": parts | {"total": _spread(side.memory.totals)},
         **({"stages": _stages(inputs, side)} if side.layout.pp > 1 else {}),
         **({"collectives": _collectives(inputs, side)} if inputs.options.fsdp else {}),
     }
 
 
 def _stages(inputs: PlanInputs, side: TrainSide) -> list[Numbers]:
-    """Returns layers of each pipeline stage, GiB of its fullest rank and seconds of a micro-batch of an update."""
+    # Seconds of one micro-batch of an update.
     layout, layers = side.layout, inputs.weights.config.layers
-    by_stage = zip(side.memory.totals, update_seconds_by_stage(inputs, layout), strict=True)
+    by_stage = zip(side.memory.totals, stage_seconds(inputs, layout), strict=True)
     return [
         {"layers": len(layout.stage(layers, stage).layers), "gib": _gib(size), "seconds": round(seconds, 3)}
         for stage, (size, seconds) in enumerate(by_stage)
@@ -111,8 +110,8 @@ def _stages(inputs: PlanInputs, side: TrainSide) -> list[Numbers]:
 
 def _collectives(inputs: PlanInputs, side: TrainSide) -> dict[str, float]:
     """Returns GiB of the collectives of an optimizer step on a rank, of whole tensors."""
-    count, sizes = micro_batches(inputs, side.layout), micro_batch_bytes(inputs, side.layout)
-    return {name: _gib(count * size) for name, size in vars(sizes).items()}
+    sizes = vars(micro_batch_bytes(inputs, side.layout))
+    return {name: _gib(micro_batches(inputs, side.layout) * size) for name, size in sizes.items()}
 
 
 def _recomputed(modules: Recompute) -> str:
@@ -120,19 +119,17 @@ def _recomputed(modules: Recompute) -> str:
 
 
 def _rate(inputs: PlanInputs, pair: Pair) -> float:
-    """Returns the tokens per second and rank of a whole iteration."""
     return round(inputs.tokens_per_iteration / pair.seconds / inputs.ranks, 1)
 
 
-def _auxiliary(role: AuxiliaryRole) -> Numbers:
-    parts = {name: _spread(sizes) for name, sizes in role.parts.items()}
+def _computing(side: TrainSide | AuxiliaryRole, ranks: Sequence[int], parts: Mapping[str, Sequence[int]]) -> Numbers:
+    """Returns the numbers that the actor and auxiliary roles have."""
     return {
-        "role": role.name,
-        "layout": format_layout(role.layout),
-        "ranks": format_ranks(role.ranks),
-        "inference_seconds": round(role.inference_seconds, 3),
-        "update_seconds": round(role.update_seconds, 3),
-        "gib": parts,
+        "layout": format_layout(side.layout),
+        "ranks": format_ranks(ranks),
+        "inference_seconds": round(side.inference_seconds, 3),
+        "update_seconds": round(side.update_seconds, 3),
+        "gib": {name: _spread(sizes) for name, sizes in parts.items()},
     }
 
 
@@ -158,10 +155,7 @@ def _rollout(inputs: PlanInputs, side: RolloutSide, stride: int) -> Numbers:
         "seconds": round(side.seconds, 3),
         "gib": {
             "weights": _spread(memory.weights),
-            "available for the KV cache": {
-                "worst": _gib(min(memory.cache_bytes)),
-                "mean": _gib(_mean(memory.cache_bytes)),
-            },
+            "available for the KV cache": _spread(memory.cache_bytes, worst=min),
         },
     }
 
@@ -180,12 +174,8 @@ def _sync(inputs: PlanInputs, pair: Pair) -> Numbers:
     }
 
 
-def _spread(sizes: Sequence[float]) -> dict[str, float]:
-    return {"worst": _gib(max(sizes)), "mean": _gib(_mean(sizes))}
-
-
-def _mean(sizes: Sequence[float]) -> float:
-    return sum(sizes) / len(sizes)
+def _spread(sizes: Sequence[float], worst: Callable[[Sequence[float]], float] = max) -> dict[str, float]:
+    return {"worst": _gib(worst(sizes)), "mean": _gib(fmean(sizes))}
 
 
 def _gib(size: float) -> float:
@@ -197,28 +187,17 @@ def show(numbers: Numbers) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:  # rich would wrap at 80 columns
         console.width = PLAIN_WIDTH
-    console.print(render(numbers))
-
-
-def render(numbers: Numbers) -> RenderableType:
-    """Renders the numbers for a terminal."""
     ranks, size = numbers["ranks"], numbers["parameters"] / 1e9
     head = f"{numbers['model']}, {size:.1f}B parameters, {ranks} ranks on {-(-ranks // numbers['node'])} nodes"
     tables = [_ranking(numbers)] if "layouts" in numbers else [_sizes(numbers), _facts(numbers)]
-    return Group(head, *tables, "Assumptions", _bullets(numbers["assumptions"]))
-
-
-def _bullets(lines: Sequence[str]) -> Table:
-    grid = Table.grid(padding=(0, 1))
-    for line in lines:
-        grid.add_row("-", line)
-    return grid
+    bullets = Table.grid(padding=(0, 1))
+    for line in numbers["assumptions"]:
+        bullets.add_row("-", line)
+    console.print(Group(head, *tables, "Assumptions", bullets))
 
 
 def _sizes(numbers: Numbers) -> Table:
-    table = Table("", "")
-    for heading in ("GiB, worst", "mean"):
-        table.add_column(heading, justify="right")
+    table = Table("", "", *(Column(heading, justify="right") for heading in ("GiB, worst", "mean")))
     for name, side in _sides(numbers):
         for row, (what, sizes) in enumerate(side["gib"].items()):
             table.add_row("" if row else name, what, f"{sizes['worst']:,.3f}", f"{sizes['mean']:,.3f}")
@@ -237,8 +216,8 @@ def _sides(numbers: Numbers) -> Iterator[tuple[str, Numbers]]:
 
 def _facts(numbers: Numbers) -> Table:
     table = Table("", "", show_header=False)
-    for name, value in _facts_of(numbers):
-        table.add_row(name, value)
+    for row in _facts_of(numbers):
+        table.add_row(*row)
     return table
 
 
@@ -272,15 +251,11 @@ def _facts_of(numbers: Numbers) -> Iterator[tuple[str, str]]:
         yield "ranks", ", ".join(f"{role} {ranks}" for role, ranks in by_role.items())
     seconds = numbers["seconds"].items()
     yield "predicted seconds", ", ".join(f"{what} {value:,.3f}" for what, value in seconds if value)
-    yield (
-        "tokens per second and rank, utilization of updates",
-        f"{numbers['rate']:,}, {numbers['utilization']:.1%} of {numbers['peak']:,.0f} TFLOP/s",
-    )
+    speed = f"{numbers['rate']:,}, {numbers['utilization']:.1%} of {numbers['peak']:,.0f} TFLOP/s"
+    yield "tokens per second and rank, utilization of updates", speed
     sync = numbers["sync"]
-    yield (
-        "weight sync",
-        f"{sync['seconds']:,.3f} s, {sync['share_between_nodes']:.1%} of what ranks receive comes from other nodes",
-    )
+    share = f"{sync['share_between_nodes']:.1%} of what ranks receive comes from other nodes"
+    yield "weight sync", f"{sync['seconds']:,.3f} s, {share}"
     phases = ", ".join(f"{phase} {size:,.1f}" for phase, size in numbers["phases"].items())
     yield "GiB of a rank by phase, without the KV cache", phases
     yield "memory", numbers["problem"] or "fits"
@@ -324,6 +299,7 @@ def _text(value: str | float | list[int]) -> str:
 
 def assumptions(inputs: PlanInputs) -> list[str]:
     """Returns the assumptions of a plan, one line each."""
+    residency = ", ".join(_residency(inputs))
     steps = f"{inputs.epochs} x {inputs.minibatches} optimizer steps"
     mean = f", {inputs.lengths.mean:g} in the mean" if inputs.mean_sequence else ""
     parallelism = "tokens whole on tensor-parallel ranks" if inputs.options.fsdp else "sequence parallelism"
@@ -334,7 +310,7 @@ def assumptions(inputs: PlanInputs) -> list[str]:
         f"an iteration has {inputs.tokens_per_iteration} tokens in samples of {inputs.sequence}{mean}, and {steps}; "
         "every role runs inference once over each token, roles on disjoint ranks compute at the same time; "
         "the KV cache is bf16",
-        f"a device has {inputs.memory:g} GiB, of which {inputs.reserve:g} are kept free; {_residency(inputs)}",
+        f"a device has {inputs.memory:g} GiB, of which {inputs.reserve:g} are kept free; {residency}",
         f"a rank moves {inputs.intra_node:g} GB/s within its node of {inputs.node}, {inputs.inter_node:g} GB/s "
         f"between nodes and {inputs.host:g} GB/s to its host",
         f"a device reaches {inputs.flops:g} TFLOP/s and reads {inputs.memory_bandwidth:g} GB/s of its memory",
@@ -372,21 +348,18 @@ def _encodings(inputs: PlanInputs) -> Iterator[str]:
         )
 
 
-def _residency(inputs: PlanInputs) -> str:
+def _residency(inputs: PlanInputs) -> Iterator[str]:
     if inputs.rollout_ranks:
-        return f"the last {inputs.rollout_ranks} ranks have only engines"
+        yield f"the last {inputs.rollout_ranks} ranks have only engines"
+        return
     roles = {"the actor": inputs.offload} | {role.name: role.offload for role in inputs.auxiliary_roles}
-    waiting = " and ".join(name for name, offload in roles.items() if offload)
-    staying = " and ".join(name for name, offload in roles.items() if not offload)
-    waits = f"on the host while other roles compute and engines are awake: {waiting}" if waiting else ""
-    stays = f"always on the device: {staying}" if staying else ""
-    share = (
-        f"engines take {inputs.memory_fraction:g} of the memory that is free when they start"
-        if inputs.memory_fraction
-        else ""
-    )
-    asleep = "engines release it while training computes" if inputs.sleep else "engines never release it"
-    return ", ".join(line for line in (waits, stays, asleep, share) if line)
+    places = {True: "on the host while other roles compute and engines are awake", False: "always on the device"}
+    for offload, place in places.items():
+        if names := [name for name in roles if roles[name] is offload]:
+            yield f"{place}: {' and '.join(names)}"
+    yield "engines release it while training computes" if inputs.sleep else "engines never release it"
+    if inputs.memory_fraction:
+        yield f"engines take {inputs.memory_fraction:g} of the memory that is free when they start"
 
 
 def _recomputation(modules: Recompute) -> str:

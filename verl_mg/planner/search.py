@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import groupby
+from operator import itemgetter
 
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout
@@ -151,11 +152,11 @@ def nearest_train(inputs: PlanInputs, layout: Layout, rollout: RolloutMemory | N
 
 def nearest_rollout(inputs: PlanInputs, layout: EngineLayout) -> list[EngineLayout]:
     """Returns the nearest engine layouts that fit into memory."""
-    return nearest(
-        layout,
-        rollout_layouts(inputs, layout),
-        lambda near: problem(inputs, None, rollout_memory(inputs, near)) is None,
-    )
+
+    def fits(near: EngineLayout) -> bool:
+        return problem(inputs, None, rollout_memory(inputs, near)) is None
+
+    return nearest(layout, rollout_layouts(inputs, layout), fits)
 
 
 def recomputations(inputs: PlanInputs) -> list[Recompute]:
@@ -165,11 +166,10 @@ def recomputations(inputs: PlanInputs) -> list[Recompute]:
     c = inputs.weights.config
     if inputs.options.fsdp:
         return [False, True]  # parts of layers are Megatron's
-    cheap = ["layernorm", *(["moe_act"] if c.experts else []), *(["mla_up_proj"] if c.latent else [])]
+    cheap = ["layernorm", *(["mla_up_proj"] if c.latent else [])]
     dense = ["mlp"] if not c.experts or len(c.experts.layers) < c.layers else []
-    wide = [*dense, *(["moe"] if c.experts else [])]
-    without_act = [module for module in cheap if module != "moe_act"]
-    return [False, recompute(cheap), recompute([*without_act, *wide]), True]
+    activations, mixture = (["moe_act"], ["moe"]) if c.experts else ([], [])
+    return [False, recompute(cheap + activations), recompute(cheap + dense + mixture), True]
 
 
 def search(
@@ -183,17 +183,17 @@ def search(
     planned = [replace(inputs, recompute=modules) for modules in tried] if tried else [inputs]
     rollouts = [check_rollout(inputs, rollout)] if rollout else rollout_layouts(inputs)
     trains = [fit_layout(inputs, train)] if train else list(train_layouts(inputs))
+    # Sides are cached: the same candidates are tried for each group of engine layouts.
     candidates = [
-        _Candidate(some, tried_layout, train_seconds(some, tried_layout))
+        (train_seconds(some, tried_layout), tried_layout, cache(partial(train_side, some, tried_layout)))
         for some in planned
         for layout in trains
         for tried_layout in ([layout] if train else filter(None, (layout, balanced(some, layout))))
     ]
-    candidates.sort(key=lambda candidate: candidate.seconds)
-    cached_train_side = cache(_Candidate.side)  # the same candidates are tried for each group of engine layouts
+    candidates.sort(key=itemgetter(0))
     too_large = "generation"  # named in the error: what did not fit in the last group of engine layouts
     for engines in _fitting_rollouts(inputs, rollouts):
-        if sides := _fitting_trains(inputs, candidates, cached_train_side, engines, top):
+        if sides := _fitting_trains(inputs, candidates, engines, top):
             return _pairs(inputs, sides, engines, top if train else PARTNERS, all_of_them=train is not None)
         too_large = "training"
     raise UserError(
@@ -233,21 +233,9 @@ def _fitting_rollouts(inputs: PlanInputs, layouts: Iterable[EngineLayout]) -> It
             yield fitting
 
 
-@dataclass(frozen=True, eq=False)
-class _Candidate:
-    inputs: PlanInputs
-    layout: Layout
-    seconds: float
-
-    def side(self) -> TrainSide:
-        """Computes its memory and seconds."""
-        return train_side(self.inputs, self.layout)
-
-
 def _fitting_trains(
     inputs: PlanInputs,
-    candidates: Iterable[_Candidate],
-    make_side: Callable[[_Candidate], TrainSide],
+    candidates: Iterable[tuple[float, Layout, Callable[[], TrainSide]]],
     rollouts: list[RolloutSide],
     count: int,
 ) -> list[TrainSide]:
@@ -255,10 +243,9 @@ def _fitting_trains(
     # A training layout that does not fit with the smallest weights fits with no engine; pairs are checked later.
     lightest = min(rollouts, key=lambda side: max(side.memory.weights))
     fitting: dict[str, TrainSide] = {}  # of each layout the best number of layers of stages
-    for candidate in candidates:
-        layout = candidate.layout
+    for _, layout, make_side in candidates:
         if len(fitting) < count and str(layout) not in fitting and _may_fit(inputs, layout):
-            side = make_side(candidate)
+            side = make_side()
             if not problem(inputs, side.memory, lightest.memory):
                 fitting[str(layout)] = side
     return list(fitting.values())

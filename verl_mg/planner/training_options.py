@@ -23,7 +23,12 @@ Recompute = bool | tuple[str, ...]
 """Parts of a layer computed again in the backward pass: all, none, or modules by name."""
 EXCHANGED: dict[str, Literal["heads", "keys", "ring"]] = {"a2a": "heads", "all_gather": "keys", "p2p": "ring"}
 """Tensors that context-parallel ranks exchange, by the value of `transformer.cp_comm_type`."""
-BYTES = {"fp32": 4, "float32": 4, "torch.float32": 4, "bf16": 2, "bfloat16": 2, "torch.bfloat16": 2}
+BYTES = {
+    **dict.fromkeys(("fp32", "float32", "torch.float32"), 4),
+    **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16", "fp16", "float16", "torch.float16"), 2),
+    **dict.fromkeys(("fp8", "uint8", "torch.uint8"), 1),
+}
+"""Bytes of a number, by the ways to write its type."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +85,7 @@ def training_options(
     weight_bytes = BYTES[dtype]
     gradient_bytes = 4 if ddp.get("grad_reduce_in_fp32", True) else weight_bytes
     offload = transformer.get("fine_grained_activation_offloading")
-    fraction = (
-        float(optimizer.get("optimizer_offload_fraction", 1.0)) if optimizer.get("optimizer_cpu_offload") else 0.0
-    )
+    fraction = float(optimizer.get("optimizer_offload_fraction", 1.0) if optimizer.get("optimizer_cpu_offload") else 0)
     muon = kind == "muon" or "muon" in str(optimizer.get("optimizer", "adam"))
     moments = _moment_bytes(optimizer, moments_dtype, muon)
     # Weights in float32 are updated in place, without main weights.
@@ -154,10 +157,6 @@ def _offload_modules(names: Any) -> tuple[str, ...]:
                 f"megatron.transformer.offload_modules: {name!r} cannot be planned. Use {', '.join(OFFLOADABLE)}."
             )
     return tuple(sorted(set(names or ())))
-
-
-BYTES |= {"fp16": 2, "float16": 2, "torch.float16": 2, "fp8": 1, "uint8": 1, "torch.uint8": 1}
-"""Bytes of a number, by the ways to write its type."""
 
 
 def _moment_bytes(optimizer: Mapping[str, Any], moments_dtype: str, muon: bool) -> int:

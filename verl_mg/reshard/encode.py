@@ -23,6 +23,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +36,7 @@ from verl_mg.errors import UserError
 from verl_mg.models.tensor_index import TensorInfo
 from verl_mg.reshard.encoding import Encoding, add_largest, check_packing, encode_box
 from verl_mg.reshard.schedule import Schedule
-from verl_mg.sharding.boxes import BlockSize, Box, Piece, Shard, box_shape, slices
+from verl_mg.sharding.boxes import Box, Piece, Shard, box_shape, slices
 from verl_mg.sharding.model_table import ModelTable
 from verl_mg.sharding.shard_map import BoxLocation, BoxReplicas, Ranks, ShardMap
 
@@ -47,10 +48,13 @@ def quantized_tensors(table: ModelTable) -> frozenset[str]:
 
 
 class EncodedShardMap(ABC):
-    """Shard map of encoded weights, of a source or of a target; `encoded` are the names of the encoded matrices."""
+    """Shard map of encoded weights, of a source or of a target; `encoded` are the names of the encoded matrices.
+
+    `whole` is the shard map of the weights before they are encoded.
+    """
 
     def __init__(self, whole: ShardMap, encoding: Encoding, encoded: Collection[str]) -> None:
-        self._whole, self.encoding = whole, encoding
+        self.whole, self.encoding = whole, encoding
         self.encoded = frozenset(encoded) & whole.tensors.keys()
         self.ranks = whole.ranks
         self._tensor_of = {self.scales_of(name): name for name in self.encoded}
@@ -65,14 +69,10 @@ class EncodedShardMap(ABC):
         """Returns the name of the tensor to which scales belong; any other name is returned as it is."""
         return self._tensor_of.get(tensor, tensor)
 
-    def shape_of(self, tensor: str) -> tuple[int, ...]:
-        """Returns the shape of an encoded tensor before it is encoded."""
-        return self._whole.tensors[tensor].shape
-
     def shards(self, rank: int) -> Mapping[str, Shard]:
         """Returns the rank's parameters: values and scales of the encoded ones, and the others."""
         result: dict[str, Shard] = {}
-        for name, shard in self._whole.shards(rank).items():
+        for name, shard in self.whole.shards(rank).items():
             if not shard.pieces or shard.pieces[0].tensor not in self.encoded:
                 result[name] = shard
                 continue
@@ -88,11 +88,11 @@ class EncodedShardMap(ABC):
     def replicas(self, tensor: str) -> Sequence[BoxReplicas]:
         """Returns the boxes of values or scales, each with all its ranks."""
         if tensor in self.encoded:
-            return [self._values(item) for item in self._whole.replicas(tensor)]
+            return [self._values(item) for item in self.whole.replicas(tensor)]
         if tensor not in self._tensor_of:
-            return self._whole.replicas(tensor)
+            return self.whole.replicas(tensor)
         locations: dict[Box, list[BoxLocation]] = defaultdict(list)
-        for item in self._whole.replicas(self._tensor_of[tensor]):
+        for item in self.whole.replicas(self._tensor_of[tensor]):
             for location in item.locations:
                 piece = Piece(self._tensor_of[tensor], item.box, location.parameter_box)
                 scales = self._scales(location.parameter, piece)
@@ -103,11 +103,11 @@ class EncodedShardMap(ABC):
 
     def sharding_key(self, tensor: str) -> Hashable:
         """Returns the key of the tensor, and whether it is the scales of the tensor of that key."""
-        return tensor in self._tensor_of, self._whole.sharding_key(self._tensor_of.get(tensor, tensor))
+        return tensor in self._tensor_of, self.whole.sharding_key(self._tensor_of.get(tensor, tensor))
 
     def _tensors(self) -> dict[str, TensorInfo]:
         tensors: dict[str, TensorInfo] = {}
-        for name, info in self._whole.tensors.items():
+        for name, info in self.whole.tensors.items():
             position = 2 * info.position  # odd positions are for scales, which so travel with their values
             if name not in self.encoded:
                 tensors[name] = replace(info, position=position)
@@ -161,11 +161,11 @@ class EncodedSource(EncodedShardMap):
             scales = self._scales(name, piece)
             if scales:
                 tensor, box, _ = scales
-                before = result.get(tensor, Shard(self.encoding.grid(self.shape_of(piece.tensor)), ()))
+                before = result.get(tensor, Shard(self.encoding.grid(self.whole.tensors[piece.tensor].shape), ()))
                 result[tensor] = replace(before, pieces=(*before.pieces, Piece(tensor, box, box)))
 
     def _scales(self, parameter: str, piece: Piece) -> tuple[str, Box, Box] | None:
-        block = self.encoding.block(self.shape_of(piece.tensor))
+        block = self.encoding.block(self.whole.tensors[piece.tensor].shape)
         # The blocks whose first element is in the box: so each scale is in one box of the source, as plans require.
         box = tuple(
             (-(-start // size), -(-stop // size)) for (start, stop), size in zip(piece.source, block, strict=True)
@@ -174,16 +174,12 @@ class EncodedSource(EncodedShardMap):
             return None
         return self.scales_of(piece.tensor), box, box
 
-    def part(self, tensors: Collection[str]) -> EncodedPart:
-        """Returns the shard map of some of the tensors."""
-        return EncodedPart(self, tensors)
-
     def shared_blocks(self, tensor: str) -> npt.NDArray[np.bool_]:
         """Returns the blocks of which different sets of ranks have parts: (block rows, block columns) bool."""
-        shape = self.shape_of(tensor)
+        shape = self.whole.tensors[tensor].shape
         block, count = self.encoding.block(shape), np.zeros(self.encoding.grid(shape), np.int64)
         by_ranks: dict[Ranks, list[Box]] = defaultdict(list)
-        for item in self._whole.replicas(tensor):
+        for item in self.whole.replicas(tensor):
             by_ranks[item.ranks].append(item.box)
         for boxes in by_ranks.values():
             touched = np.zeros_like(count, dtype=bool)
@@ -194,14 +190,6 @@ class EncodedSource(EncodedShardMap):
                 touched[rows, columns] = True
             count += touched
         return count > 1
-
-    def plain_shards(self, rank: int) -> Mapping[str, Shard]:
-        """Returns the rank's parameters before they are encoded."""
-        return self._whole.shards(rank)
-
-    def plain_key(self, tensor: str) -> Hashable:
-        """Returns the sharding key of a tensor before it is encoded."""
-        return self._whole.sharding_key(tensor)
 
 
 class EncodedPart:
@@ -238,14 +226,14 @@ class EncodedTarget(EncodedShardMap):
             scales = self._scales(name, piece)
             assert scales, "a piece of a target has scales"
             pieces.append(Piece(self.scales_of(piece.tensor), scales[1], scales[2]))
-        last = self.encoding.block(self.shape_of(shard.pieces[0].tensor))
+        last = self.encoding.block(self.whole.tensors[shard.pieces[0].tensor].shape)
         grid = tuple(-(-size // length) for size, length in zip(shard.shape[-2:], last, strict=True))
         result[name + self.encoding.scale_suffix] = Shard((*shard.shape[:-2], *grid), tuple(pieces))
 
     def _scales(self, parameter: str, piece: Piece) -> tuple[str, Box, Box]:
         # A piece must begin at a block, in the tensor and in the parameter, and end at one or with the tensor: then
         # block n of the piece is block n of its scales in both, and each block of the parameter has one scale.
-        shape = self.shape_of(piece.tensor)
+        shape = self.whole.tensors[piece.tensor].shape
         block, stacked = self.encoding.block(shape), len(piece.target) - len(piece.source)
         box, at = [], list(piece.target[:stacked])
         ranges = zip(piece.source, piece.target[stacked:], shape, block, strict=True)
@@ -270,11 +258,6 @@ class EncodedMaps:
     source: EncodedSource  # shards of the ranks that encode
     target: EncodedTarget  # parameters of the engines
 
-    @property
-    def keep_together(self) -> Iterable[Sequence[str]]:
-        """Names of values and their scales, which are in one part of the model."""
-        return [(name, self.target.scales_of(name)) for name in self.target.encoded]
-
 
 def encoded_maps(table: ModelTable, source: ShardMap, target: ShardMap, encoding: Encoding) -> EncodedMaps:
     """Returns the shard maps of the weights that engines quantize, from maps of the weights before."""
@@ -292,17 +275,15 @@ def check_engine_blocks(table: ModelTable, target: ShardMap, encoding: Encoding,
     encoded = encoded_maps(table, target, target, encoding).target
     for rank in ranks:
         encoded.shards(rank)
-        for name, shard in target.shards(rank).items() if encoding.tile else ():
-            if shard.pieces and shard.pieces[0].tensor in encoded.encoded:
-                _check_tiles(name, shard.shape, encoding.tile)
-
-
-def _check_tiles(name: str, shape: tuple[int, ...], tile: BlockSize | None) -> None:
-    if tile and any(size % part for size, part in zip(shape, tile, strict=True)):
-        raise UserError(
-            f"{name}: a rank of the engine has {shape[0]} x {shape[1]} of it, and the kernel for rollout.wire=int4 "
-            f"needs multiples of {tile[0]} x {tile[1]}. Choose a smaller tp in rollout.layout, or rollout.wire=cast."
-        )
+        for name, shard in target.shards(rank).items():
+            if encoding.tile and shard.pieces and shard.pieces[0].tensor in encoded.encoded:
+                (rows, columns), (height, width) = shard.shape, encoding.tile
+                if rows % height or columns % width:
+                    raise UserError(
+                        f"{name}: a rank of the engine has {rows} x {columns} of it, and the kernel for "
+                        f"rollout.wire=int4 needs multiples of {height} x {width}. Choose a smaller tp in "
+                        "rollout.layout, or rollout.wire=cast."
+                    )
 
 
 class Encoder:
@@ -318,25 +299,25 @@ class Encoder:
         # One mask for all tensors with the same boxes, such as one kind of each layer.
         masks: dict[Hashable, torch.Tensor] = {}
         for name in encoded:
-            key = part.source.plain_key(name)
+            key = part.source.whole.sharding_key(name)
             if key not in masks:
                 masks[key] = torch.from_numpy(np.ascontiguousarray(part.source.shared_blocks(name)))
-        self._shared = {name: masks[part.source.plain_key(name)] for name in encoded}
+        self._shared = {name: masks[part.source.whole.sharding_key(name)] for name in encoded}
         self.bytes_exchanged = 4 * sum(int(mask.sum()) for mask in self._shared.values())
         """Bytes of largest magnitudes that the ranks exchange in a run, in addition to the schedule's."""
         self._pieces: dict[str, list[tuple[str, Piece]]] = defaultdict(list)
-        for parameter, shard in part.source.plain_shards(schedule.rank).items():
+        for parameter, shard in part.source.whole.shards(schedule.rank).items():
             for piece in shard.pieces:
                 if piece.tensor in self._shared:
                     self._pieces[piece.tensor].append((parameter, piece))
 
-    @property
-    def source_parameters(self) -> set[str]:
+    @cached_property
+    def source_parameters(self) -> frozenset[str]:
         """Parameters that are read before they are encoded."""
         read = {name for tensor in self._pieces if self._is_read(tensor) for name, _ in self._pieces[tensor]}
         scales = {self._source.scales_of(tensor) for tensor in self._pieces}
         values = {name + self._encoding.value_suffix for pieces in self._pieces.values() for name, _ in pieces}
-        return read | (self._schedule.source_parameters - scales - values)
+        return self._schedule.source_parameters - scales - values | read
 
     def run(
         self,
@@ -353,7 +334,7 @@ class Encoder:
         for tensor, pieces in self._pieces.items():
             if not self._is_read(tensor):
                 continue
-            shape = self._source.shape_of(tensor)
+            shape = self._source.whole.tensors[tensor].shape
             largest[tensor] = torch.zeros(self._encoding.grid(shape), device=here)
             for parameter, piece in pieces:
                 values = self._values(parameters, parameter, piece)

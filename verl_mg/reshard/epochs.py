@@ -82,20 +82,14 @@ class Pattern:
         ]
 
 
-class Patterns:
-    """The patterns of tensors with equal flows, which differ by whose turn it is to send."""
-
-    def __init__(self, flows: Sequence[Flow]) -> None:
-        self._flows = flows
-        self._turns = tuple(sorted({size for flow in flows for size in flow.routing.turns}))
-        self._patterns: dict[tuple[int, ...], Pattern] = {}
-
-    def at(self, rotation: int) -> Pattern:
-        """Returns the pattern of the tensor with this number."""
-        key = places(rotation, self._turns)
-        if key not in self._patterns:
-            self._patterns[key] = Pattern(self._flows, rotation)
-        return self._patterns[key]
+def patterns_of(flows: Sequence[Flow], rotations: Mapping[str, int]) -> dict[str, Pattern]:
+    """Returns the patterns of tensors with equal flows, which differ by whose turn it is to send."""
+    turns = tuple(sorted({size for flow in flows for size in flow.routing.turns}))
+    patterns: dict[tuple[int, ...], Pattern] = {}
+    for rotation in rotations.values():
+        if (key := places(rotation, turns)) not in patterns:
+            patterns[key] = Pattern(flows, rotation)
+    return {name: patterns[places(rotation, turns)] for name, rotation in rotations.items()}
 
 
 @dataclass(frozen=True)

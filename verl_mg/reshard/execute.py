@@ -30,8 +30,7 @@ from torch import Tensor
 from verl_mg.errors import UserError
 from verl_mg.reshard.epochs import LAG
 from verl_mg.reshard.plan import Copy
-from verl_mg.reshard.schedule import Bucket, Message, Schedule
-from verl_mg.sharding.boxes import Box, slices
+from verl_mg.reshard.schedule import Bucket, Index, Message, Schedule
 
 Tensors = Mapping[str, Tensor]
 
@@ -106,7 +105,8 @@ class _Execution:
     def run(self) -> Traffic:
         begin = time.perf_counter()
         in_flight: deque[_InFlightBucket] = deque()
-        copies = [copy for copy in self._schedule.copies if not copy.from_target]
+        indexed = list(zip(self._schedule.copies, self._schedule.copy_indices, strict=True))
+        copies = [(copy, indices) for copy, indices in indexed if not copy.from_target]
         # An equal part of the copies after the launch of each bucket: they take place while messages are on their way.
         per_bucket = -(-len(copies) // max(1, len(self._schedule.buckets)))
         for number, bucket in enumerate(self._schedule.buckets):
@@ -119,7 +119,7 @@ class _Execution:
         while in_flight:
             self._complete(in_flight.popleft())
         # These read boxes that have arrived, so they come after all buckets.
-        self._copy([copy for copy in self._schedule.copies if copy.from_target])
+        self._copy([(copy, indices) for copy, indices in indexed if copy.from_target])
         for device in {tensor.device for tensor in self._target.values() if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
         self._traffic.seconds = time.perf_counter() - begin
@@ -139,7 +139,8 @@ class _Execution:
                 wire = self._buffer(slot, views[0].device)[offset : offset + message.nbytes]
                 offset += _aligned(message.nbytes)
                 if message.outgoing:
-                    _pack(message, views, wire)
+                    for part, view in _parts(message, views, wire):
+                        part.copy_(view)
                 else:
                     in_flight.arrivals.append((message, wire))
             operations.append(
@@ -159,19 +160,16 @@ class _Execution:
             request.wait()
         arrived = time.perf_counter()
         for message, wire in in_flight.arrivals:
-            _unpack(message, self._views(message), wire)
+            for part, view in _parts(message, self._views(message), wire):
+                view.copy_(part)
         self._traffic.seconds_waiting += arrived - begin
         self._traffic.seconds_packing += time.perf_counter() - arrived
 
     def _views(self, message: Message) -> list[Tensor]:
         """Returns the boxes of a message's segments; forwarded ones are sent from the target."""
         return [
-            _view(
-                self._source if message.outgoing and not segment.forwarded else self._target,
-                segment.parameter,
-                segment.parameter_box,
-            )
-            for segment in message.segments
+            (self._source if message.outgoing and not segment.forwarded else self._target)[segment.parameter][index]
+            for segment, index in zip(message.segments, message.indices, strict=True)
         ]
 
     def _buffer(self, slot: int, device: torch.device) -> Tensor:
@@ -185,12 +183,15 @@ class _Execution:
             self._buffers[slot] = torch.empty(size, dtype=torch.uint8, device=device)
         return self._buffers[slot]
 
-    def _copy(self, copies: Sequence[Copy]) -> None:
+    def _copy(self, copies: Sequence[tuple[Copy, tuple[Index, Index]]]) -> None:
         begin = time.perf_counter()
-        for copy in copies:
+        for copy, (read, written) in copies:
             if not copy.from_target:
                 self._wait_for(copy.source)
-            _copy_box(copy, self._target if copy.from_target else self._source, self._target)
+            target = self._target[copy.target][written]
+            source = (self._target if copy.from_target else self._source)[copy.source][read].view(target.shape)
+            if source.data_ptr() != target.data_ptr():  # an aliased target
+                target.copy_(source)
         self._traffic.seconds_packing += time.perf_counter() - begin
 
 
@@ -213,23 +214,6 @@ def _direct(message: Message, views: list[Tensor]) -> Tensor | None:
     return view.view(-1).view(torch.uint8) if view.dtype is segment.dtype and view.is_contiguous() else None
 
 
-def _copy_box(copy: Copy, source: Tensors, target: Tensors) -> None:
-    dst = _view(target, copy.target, copy.target_box)
-    src = _view(source, copy.source, copy.source_box).view(dst.shape)
-    if src.data_ptr() != dst.data_ptr():  # an aliased target
-        dst.copy_(src)
-
-
-def _pack(message: Message, views: list[Tensor], wire: Tensor) -> None:
-    for part, view in _parts(message, views, wire):
-        part.copy_(view)
-
-
-def _unpack(message: Message, views: list[Tensor], wire: Tensor) -> None:
-    for part, view in _parts(message, views, wire):
-        view.copy_(part)
-
-
 def _parts(message: Message, views: list[Tensor], wire: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields (values on the wire, box in a parameter) of each segment, of the same shape."""
     sizes = [segment.nbytes for segment in message.segments]
@@ -240,7 +224,3 @@ def _parts(message: Message, views: list[Tensor], wire: Tensor) -> Iterator[tupl
 def _aligned(nbytes: int) -> int:
     """Returns the next multiple of 16 bytes, where the next message of a buffer starts: a place for any dtype."""
     return -(-nbytes // 16) * 16
-
-
-def _view(tensors: Tensors, parameter: str, box: Box) -> Tensor:
-    return tensors[parameter][slices(box)]

@@ -27,7 +27,7 @@ from itertools import combinations
 
 from verl_mg.errors import UserError
 from verl_mg.layout import EnginePlacement
-from verl_mg.reshard.epochs import Epochs, Flow, Pattern, Patterns, cut_into_epochs
+from verl_mg.reshard.epochs import Epochs, Flow, Pattern, cut_into_epochs, patterns_of
 from verl_mg.reshard.routing import BoxRouting, Routes
 from verl_mg.sharding.boxes import Box, full_box, intersect, numel, translate_box, uncovered
 from verl_mg.sharding.model_table import ModelTable
@@ -108,15 +108,6 @@ class Plan:
             copies, receives = self._incoming(rank)
             self._rank_plans[rank] = RankPlan(copies, tuple(self._outgoing(rank)), receives)
         return self._rank_plans[rank]
-
-    def bytes_received(self, rank: int, itemsize: int) -> int:
-        """Returns the bytes that a rank receives over the wire.
-
-        Args:
-            rank: global rank.
-            itemsize: bytes of an element on the wire, except for tensors that stay float32.
-        """
-        return sum(numel(move.box) * self.itemsize(move.tensor, itemsize) for move in self.rank_plan(rank).receives)
 
     def lower_bound(self, rank: int, itemsize: int) -> int:
         """Returns the bytes that a rank needs and does not have; no method can transfer fewer.
@@ -217,15 +208,13 @@ class Plan:
         by_name: dict[str, Pattern] = {}
         for names in self._tensors_by_key.values():
             sources, targets = self.source.replicas(names[0]), self.target.replicas(names[0])
-            patterns = Patterns(
-                [
-                    Flow(common, self._routing(src.ranks, dst.ranks))
-                    for dst in targets
-                    for src in sources
-                    if (common := intersect(src.box, dst.box))
-                ]
-            )
-            by_name |= {name: patterns.at(self.position(name)) for name in names}
+            flows = [
+                Flow(common, self._routing(src.ranks, dst.ranks))
+                for dst in targets
+                for src in sources
+                if (common := intersect(src.box, dst.box))
+            ]
+            by_name |= patterns_of(flows, {name: self.position(name) for name in names})
         return sorted(by_name.items(), key=lambda item: self.position(item[0]))
 
     @cached_property

@@ -32,8 +32,8 @@ There is no deadlock. Of all messages that are not complete, take the first one 
 everything before it is complete, so its batch has started there, however NCCL cuts the kernels into channels and
 batches. It waits for nothing else, and completes. For gloo the same holds without rounds, by epochs only.
 
-For ranks outside the job, which have no tables, schedules are text: compressed JSON, which is data and never code.
-Boxes are lists of [begin, end); a message is [peer, outgoing, segments], and a segment is a list of its fields.
+For ranks outside the job, which have no tables, schedules are text: compressed JSON, which is data and never code, of
+lists of the fields of each record.
 """
 
 from __future__ import annotations
@@ -50,17 +50,19 @@ import torch
 
 from verl_mg.reshard.epochs import LAG
 from verl_mg.reshard.plan import Copy, Plan
-from verl_mg.sharding.boxes import Box, cut, numel, translate_box
+from verl_mg.sharding.boxes import Box, cut, numel, slices, translate_box
 
 # Epochs are cut by the load of the busiest rank, so the buckets of others are not full: this size makes their messages
 # large nevertheless. Two buckets in flight are 256 MiB of device memory during a sync.
 BUCKET_BYTES = 128 * 2**20  # default size of a bucket in bytes
-FORMAT = 1  # number of the format; it changes with the fields
+FORMAT = 2  # number of the format; it changes with the fields
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int32)
 }
 """Dtypes in which weights travel, by their names in the text."""
+
+Index = tuple[slice, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,11 @@ class Message:
     def nbytes(self) -> int:
         """Number of bytes on the wire."""
         return sum(segment.nbytes for segment in self.segments)
+
+    @cached_property
+    def indices(self) -> Sequence[Index]:
+        """Boxes of the segments as indices of their parameters."""
+        return [slices(segment.parameter_box) for segment in self.segments]
 
 
 @dataclass(frozen=True)
@@ -128,11 +135,16 @@ class Schedule:
         """Bytes received over the wire."""
         return sum(m.nbytes for bucket in self.buckets for m in bucket.messages if not m.outgoing)
 
-    @property
-    def source_parameters(self) -> set[str]:
+    @cached_property
+    def copy_indices(self) -> Sequence[tuple[Index, Index]]:
+        """Boxes of the copies as indices of the parameters that they read and write."""
+        return [(slices(copy.source_box), slices(copy.target_box)) for copy in self.copies]
+
+    @cached_property
+    def source_parameters(self) -> frozenset[str]:
         """Source parameters that are copied or sent from."""
         sent = {segment.parameter for segment in self.segments(outgoing=True) if not segment.forwarded}
-        return sent | {copy.source for copy in self.copies if not copy.from_target}
+        return frozenset(sent | {copy.source for copy in self.copies if not copy.from_target})
 
     def segments(self, outgoing: bool, peer: int | None = None) -> Iterator[Segment]:
         """Yields the boxes that are sent or received.
@@ -187,8 +199,8 @@ def _messages(segments: Mapping[tuple[int, bool], list[Segment]]) -> tuple[Messa
 
 def pack_schedules(schedules: Sequence[Schedule]) -> bytes:
     """Returns the schedules of one rank as compressed text."""
-    document = {"format": FORMAT, "schedules": [_schedule_fields(schedule) for schedule in schedules]}
-    return zlib.compress(json.dumps(document).encode())
+    document = {"format": FORMAT, "schedules": [astuple(schedule) for schedule in schedules]}
+    return zlib.compress(json.dumps(document, default=lambda dtype: str(dtype).removeprefix("torch.")).encode())
 
 
 def unpack_schedules(text: bytes) -> list[Schedule]:
@@ -196,39 +208,21 @@ def unpack_schedules(text: bytes) -> list[Schedule]:
     document = json.loads(zlib.decompress(text))
     if document["format"] != FORMAT:
         raise ValueError(f"schedules have format {document['format']}, this version of verl_mg reads {FORMAT}")
-    return [_schedule(fields) for fields in document["schedules"]]
+    return [_schedule(*fields) for fields in document["schedules"]]
 
 
-def _schedule_fields(schedule: Schedule) -> dict[str, Any]:
-    return {
-        "rank": schedule.rank,
-        "source_shapes": dict(schedule.source_shapes),
-        "target_shapes": dict(schedule.target_shapes),
-        "copies": [astuple(copy) for copy in schedule.copies],
-        "buckets": [
-            [bucket.epoch, [[m.peer, m.outgoing, [_segment_fields(s) for s in m.segments]] for m in bucket.messages]]
-            for bucket in schedule.buckets
-        ],
-    }
-
-
-def _segment_fields(segment: Segment) -> list[Any]:
-    dtype = str(segment.dtype).removeprefix("torch.")
-    return [segment.tensor, segment.box, segment.parameter, segment.parameter_box, dtype, segment.forwarded]
-
-
-def _schedule(fields: dict[str, Any]) -> Schedule:
+def _schedule(rank: int, source_shapes: Any, target_shapes: Any, copies: Any, buckets: Any) -> Schedule:
     return Schedule(
-        fields["rank"],
-        {name: tuple(shape) for name, shape in fields["source_shapes"].items()},
-        {name: tuple(shape) for name, shape in fields["target_shapes"].items()},
+        rank,
+        {name: tuple(shape) for name, shape in source_shapes.items()},
+        {name: tuple(shape) for name, shape in target_shapes.items()},
         tuple(
             Copy(tensor, source, _box(source_box), target, _box(target_box), from_target)
-            for tensor, source, source_box, target, target_box, from_target in fields["copies"]
+            for tensor, source, source_box, target, target_box, from_target in copies
         ),
         tuple(
             Bucket(epoch, tuple(Message(peer, outgoing, tuple(map(_segment, parts))) for peer, outgoing, parts in sent))
-            for epoch, sent in fields["buckets"]
+            for epoch, sent in buckets
         ),
     )
 

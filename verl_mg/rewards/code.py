@@ -17,6 +17,7 @@ from __future__ import annotations
 import ast
 import base64
 import binascii
+import functools
 import json
 import math
 import pickletools
@@ -24,6 +25,7 @@ import re
 import secrets
 import zlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +44,7 @@ PYTHON = ("python", "python3", "py")
 TOLERANCE = 1e-6
 OUTPUT_BYTES = 1 << 20  # largest output of a program
 
-Run = Callable[[str, str], Awaitable[Outcome]]  # runs a program, given its source and its stdin
+Run = Callable[..., Awaitable[Outcome]]  # runs a program, given its source and, by name, its stdin
 MAX_BYTES = 1 << 30  # largest size of the private test cases of a problem, decompressed
 CHECKER = "generated_checker"  # field with a program that compares outputs, of problems with several right ones
 _TEXTS = {"SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "UNICODE"}
@@ -91,12 +93,7 @@ async def score(
         memory_mb: memory limit of each run.
         partial: whether the reward is the share of the cases that pass.
     """
-
-    async def run(program: str, stdin: str) -> Outcome:
-        return await run_python_async(
-            program, stdin=stdin, seconds=seconds, memory_mb=memory_mb, output_bytes=OUTPUT_BYTES
-        )
-
+    run = functools.partial(run_python_async, seconds=seconds, memory_mb=memory_mb, output_bytes=OUTPUT_BYTES)
     return await run_tests(sample.response, read_tests(sample, field), run, partial)
 
 
@@ -156,7 +153,7 @@ async def run_tests(response: str, cases: Sequence[Case], run: Run, partial: boo
     if partial or passed == len(calls):
         for case in cases:
             if isinstance(case, InputCase):
-                outcome = await run(program, case.stdin)
+                outcome = await run(program, stdin=case.stdin)
                 success = outcome.ended == "ok" and await _is_right(outcome.stdout, case, run)
                 passed += success
                 if not (success or partial):
@@ -170,9 +167,8 @@ async def _is_right(output: str, case: InputCase, run: Run) -> bool:
     if case.checker is None or same_text(output, case.stdout):
         return same_text(output, case.stdout)
     files = dict(zip(CHECKED_FILES, (case.stdin, case.stdout, output), strict=True))
-    checked = await run(
-        CHECKER_HARNESS.read_text(encoding="utf-8"), json.dumps({"checker": case.checker, "files": files})
-    )
+    request = json.dumps({"checker": case.checker, "files": files})
+    checked = await run(CHECKER_HARNESS.read_text(encoding="utf-8"), stdin=request)
     try:
         return checked.ended == "ok" and float(checked.stdout.split()[-1]) >= 1
     except (ValueError, IndexError):
@@ -210,7 +206,7 @@ async def _passed_calls(program: str, cases: Sequence[CallCase], run: Run) -> in
     # Unknown to the program, which could otherwise print lines that look like results of the harness.
     marker = secrets.token_hex(16)
     request = {"marker": marker, "program": program, "calls": [case.call for case in cases]}
-    outcome = await run(HARNESS.read_text(encoding="utf-8"), json.dumps(request) + "\n")
+    outcome = await run(HARNESS.read_text(encoding="utf-8"), stdin=json.dumps(request) + "\n")
     results: dict[int, Any] = {}
     for line in outcome.stdout.splitlines():
         if line.startswith(marker):
@@ -262,12 +258,9 @@ def _decoded(value: Any, exact: bool) -> Any:
 
 
 def _from_json(content: Any) -> Any:
-    if not isinstance(content, str):
-        return content
-    try:
-        return json.loads(content)
-    except ValueError:
-        return content
+    with suppress(ValueError):  # a text that is no JSON stays one
+        return json.loads(content) if isinstance(content, str) else content
+    return content
 
 
 def _cases(content: Any, record: dict[str, Any]) -> list[Case]:
@@ -317,10 +310,8 @@ def contest_tests(record: Mapping[str, Any]) -> Any:
     """Returns the test cases of a record in a form of `verl_mg.rewards.code`, None where it is of no such set."""
     if record.get("public_test_cases"):
         return _livecodebench(record)
-    if record.get("official_tests") or (record.get("examples") and "input_format" in record):
-        cases = record.get("official_tests") or record["examples"]
-        return [{"input": case["input"], "output": case["output"]} for case in cases]
-    return None
+    cases = record.get("official_tests") or ("input_format" in record and record.get("examples"))
+    return [{"input": case["input"], "output": case["output"]} for case in cases] if cases else None
 
 
 def _livecodebench(record: Mapping[str, Any]) -> Any:
@@ -334,12 +325,11 @@ def _livecodebench(record: Mapping[str, Any]) -> Any:
     return {"fn_name": name, "inputs": [case["input"] for case in cases], "outputs": [case["output"] for case in cases]}
 
 
-def _private(text: str) -> list[dict[str, Any]]:
+def _private(text: str) -> Any:
     try:
-        cases: list[dict[str, Any]] = json.loads(text)
+        return json.loads(text)
     except ValueError:
-        cases = json.loads(pickled_text(_decompressed(text)))
-    return cases
+        return json.loads(pickled_text(_decompressed(text)))
 
 
 def _decompressed(text: str) -> bytes:

@@ -4,11 +4,12 @@ A record has `prompt`, `instruction_id_list` and `kwargs`, as in google/IFEval a
 """
 
 import importlib
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from verl_mg.errors import UserError
 from verl_mg.rewards.reward import Reward, Sample
 
+Benchmark = Literal["ifeval", "ifbench"]
 Level = Literal["prompt", "instruction"]
 Mode = Literal["strict", "loose"]
 # Seed of the package's detector of languages, whose results otherwise differ from call to call.
@@ -21,9 +22,7 @@ class Score:
     # Checkers share the state of libraries.
     parallel = 1
 
-    def __init__(
-        self, benchmark: Literal["ifeval", "ifbench"] = "ifeval", level: Level = "prompt", mode: Mode = "strict"
-    ) -> None:
+    def __init__(self, benchmark: Benchmark = "ifeval", level: Level = "prompt", mode: Mode = "strict") -> None:
         """Imports the package.
 
         Args:
@@ -31,9 +30,8 @@ class Score:
             level: whether the reward is 1.0 where all instructions are followed, or the share that is.
             mode: loose: an instruction is also followed where it is without the first or last line, or without `*`.
         """
-        options = {"benchmark": (benchmark, ("ifeval", "ifbench")), "level": (level, ("prompt", "instruction"))}
-        for name, (value, known) in (options | {"mode": (mode, ("strict", "loose"))}).items():
-            if value not in known:
+        for name, value, kind in (("benchmark", benchmark, Benchmark), ("level", level, Level), ("mode", mode, Mode)):
+            if value not in (known := get_args(kind)):
                 raise UserError(f"rewards.ifeval: {name} {value!r} is unknown. Write {' or '.join(known)}.")
         try:
             import if_verifiable
@@ -77,10 +75,9 @@ class Score:
 
 def _instructions(sample: Sample) -> tuple[list[str], list[dict[str, Any]]]:
     names, arguments = sample.record.get("instruction_id_list"), sample.record.get("kwargs")
-    is_fine = isinstance(names, list) and isinstance(arguments, list) and len(names) == len(arguments) > 0
-    if not is_fine:
+    if not (isinstance(names, list) and isinstance(arguments, list) and len(names) == len(arguments) > 0):
         raise UserError(
             f"rewards.ifeval: the record of the prompt {sample.prompt[:60]!r} has no instruction_id_list with as many "
             "kwargs. Use records of google/IFEval."
         )
-    return list(names or ()), [dict(each or {}) for each in arguments or ()]
+    return names, [dict(each or {}) for each in arguments]

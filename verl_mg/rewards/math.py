@@ -64,7 +64,8 @@ def is_equivalent(response: str, answer: str) -> Reward:
     final = _final(response)
     parsed = _parsed(response) if final is None else _parsed_answer(final)
     gold = _gold(answer)
-    correct = (final is not None and _plain(final) == _plain(gold)) or _equal(_parsed_answer(gold), parsed)
+    same_text = final is not None and _plain(final) == _plain(gold)
+    correct = same_text or bool(verify(_parsed_answer(gold), parsed, timeout_seconds=SECONDS))
     parts = {"correct": float(correct), "answered": float(bool(final or parsed))}
     return Reward(float(correct), parts, _number(final or "") or _canonical(parsed) or final or None)
 
@@ -134,7 +135,3 @@ def _plain(text: str) -> str:
 def _parsed(text: str) -> list[Any]:
     expressions: list[Any] = parse(text, EXTRACTION, parsing_timeout=SECONDS)
     return expressions
-
-
-def _equal(gold: list[Any], parsed: list[Any]) -> bool:
-    return bool(verify(gold, parsed, timeout_seconds=SECONDS))

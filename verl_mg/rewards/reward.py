@@ -25,9 +25,9 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from numbers import Real
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from verl_mg.errors import UserError
@@ -87,22 +87,18 @@ class LoadedReward:
                 f"prompt {samples[0].prompt[-40:]!r}, response {samples[0].response[:40]!r}"
                 f"{f' and {len(samples) - 1} more' if len(samples) > 1 else ''}). Return a number for each sample."
             ) from error
-        results = self._checked_length(result, len(samples)) if self.batched else [result]
+        results = result if self.batched else [result]
+        if not isinstance(results, Sequence) or len(results) != len(samples):
+            got = f"{len(results)} results" if isinstance(results, Sequence) else f"{results!r:.80}"
+            raise UserError(
+                f"reward '{self.name}' returned {got} for {len(samples)} samples. Return one Reward per sample."
+            )
         return [_as_reward(result, self.name) for result in results]
 
     def close(self) -> None:
         """Calls the owner's `close`, if it has one."""
-        close = getattr(self._owner, "close", None)
-        if close is not None:
+        if close := getattr(self._owner, "close", None):
             close()
-
-    def _checked_length(self, results: Any, expected: int) -> Sequence[Any]:
-        if not isinstance(results, Sequence) or len(results) != expected:
-            got = f"{len(results)} results" if isinstance(results, Sequence) else f"{results!r:.80}"
-            raise UserError(
-                f"reward '{self.name}' returned {got} for {expected} samples. Return one Reward per sample."
-            )
-        return results
 
 
 def load_reward(name: str | Callable[..., Any], options: Mapping[str, Any] | None = None) -> LoadedReward:
@@ -199,7 +195,7 @@ def _finite(value: Any, name: str) -> float:
     return float(value)
 
 
-class AsyncScorer:
+class AsyncScorer(AbstractContextManager["AsyncScorer"]):
     """Scores samples with one reward, or with the rewards of a mixture.
 
     Results do not depend on when and with which other samples a sample is scored, as far as the rewards themselves
@@ -285,12 +281,7 @@ class AsyncScorer:
         for reward in self._rewards.values():
             reward.close()
 
-    def __enter__(self) -> AsyncScorer:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _submit(self, key: int, sample: Sample) -> None:

@@ -65,6 +65,6 @@ class SandboxFusion:
 
 def _problem(response: Any) -> str | None:
     """Success and Failed describe the program; any other status is a problem of the server."""
-    if isinstance(response, dict) and response.get("status") in ("Success", "Failed"):
-        return None if isinstance(response.get("run_result"), dict | None) else f"the response {response!r:.200}"
-    return f"the response {response!r:.200}"
+    is_of_program = isinstance(response, dict) and response.get("status") in ("Success", "Failed")
+    is_fine = is_of_program and isinstance(response.get("run_result"), dict | None)
+    return None if is_fine else f"the response {response!r:.200}"

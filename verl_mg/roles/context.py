@@ -156,28 +156,24 @@ class RoleExecutor:
 
         The column is (entries, *shape); `name` is the call as written in a recipe, such as "actor.compute_logprobs".
         """
-        if self._queue is not None:
-            pending = PendingColumn.create(name, (entries, *shape), dtype)
-            self._enqueue(name, work, lambda result: pending.fill(deliver(result)))
-            return pending
-        columns: list[Tensor] = []
-        self._run([_Call(name, work, lambda result: columns.append(deliver(result)), None)])
-        return columns[0]
+        return self._call(name, work, deliver, lambda: PendingColumn.create(name, (entries, *shape), dtype))
 
     def metrics(
         self, name: str, work: Callable[[], Result], deliver: Callable[[Result], Mapping[str, float]]
     ) -> Mapping[str, float]:
         """Returns the metrics `deliver(work())`, the same on all ranks; inside a block `PendingMetrics` of them."""
-        pending = PendingMetrics(name)
-        if self._queue is not None:
-            self._enqueue(name, work, lambda result: pending.fill(deliver(result)))
-            return pending
-        self._run([_Call(name, work, lambda result: pending.fill(deliver(result)), None)])
-        return dict(pending)
+        return self._call(name, work, deliver, lambda: PendingMetrics(name))
 
-    def _enqueue(self, name: str, work: Callable[[], Any], deliver: Callable[[Any], None]) -> None:
-        assert self._queue is not None
-        self._queue.append(_Call(name, work, deliver, _RequestLine.find()))
+    def _call(
+        self, name: str, work: Callable[[], Any], deliver: Callable[[Any], Any], make_pending: Callable[[], Any]
+    ) -> Any:
+        if self._queue is not None:
+            pending = make_pending()
+            self._queue.append(_Call(name, work, lambda result: pending.fill(deliver(result)), _RequestLine.find()))
+            return pending
+        delivered: list[Any] = []
+        self._run([_Call(name, work, lambda result: delivered.append(deliver(result)), None)])
+        return delivered[0]
 
     def _run(self, calls: list[_Call]) -> None:
         with self._timer("role_compute"):

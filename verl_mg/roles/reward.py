@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -24,7 +26,7 @@ from verl_mg.algorithms.aggregation import segment_totals
 from verl_mg.batch import Batch, ColumnKind
 from verl_mg.data.prompt_feed import PromptFeed
 from verl_mg.data.prompts import Prompt
-from verl_mg.distributed.collectives import all_gather_json, all_to_all_bytes
+from verl_mg.distributed.collectives import all_gather_json, all_to_all_json
 from verl_mg.engines.engine import Sample as GeneratedSample
 from verl_mg.errors import UserError
 from verl_mg.rewards import AsyncScorer, Reward, Sample
@@ -33,11 +35,10 @@ from verl_mg.roles.models import RewardModel
 from verl_mg.rows.samples import (
     Conversation,
     GeneratedRows,
-    RolloutRecords,
+    RolloutRecord,
     agent_reward,
     conversation_of,
     final_reply,
-    from_text,
 )
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class RewardRole:
         prompts: PromptFeed,
         tokenizer: PreTrainedTokenizerBase,
         context: JobContext,
-        records: RolloutRecords,
+        records: Sequence[RolloutRecord],
         model: RewardModel | None = None,
         has_agents: bool = False,
         source_scorers: Mapping[str, AsyncScorer] | None = None,
@@ -114,7 +115,7 @@ class RewardRole:
             prompt = self._prompts.by_id(int(batch["prompt_id"][row]))
             text = rows.conversations.get(int(batch["trajectory"][row]))
             if text is not None:
-                score_ids.append(self._submit_conversation(prompt, from_text(text), bool(truncated[row])))
+                score_ids.append(self._submit_conversation(prompt, json.loads(text), bool(truncated[row])))
             else:
                 score_ids.append(self._submit(prompt, self.sample(batch, row)))
         return [score_ids[i] for i in batch.trajectory_index.tolist()]
@@ -177,10 +178,12 @@ class RewardRole:
         else:
             with self._timer("wait_reward"):
                 columns = self._collect(batch)
+        of_batch = [record for record in self._records if record.batch is batch]  # none of a part of a batch
         for name, values in columns.items():
             if name != "reward":
                 batch.put(name, values, ColumnKind.SEQUENCE)
-        self._records.add_columns(batch, columns)
+            for record in of_batch:
+                record.add(name, values, ColumnKind.SEQUENCE)
         return columns["reward"]
 
     def sample(self, batch: Batch, row: int) -> Sample:
@@ -215,26 +218,21 @@ class RewardRole:
         scored = score_ids != NOT_SCORED
         rows = [(scored & (generated_by == rank)).nonzero().flatten() for rank in range(world_size)]
         # A rank does not know how many of its scores others need.
-        needed = all_to_all_bytes([score_ids[index].contiguous().view(torch.uint8) for index in rows])
-        requested = [part.clone().view(torch.int64) for part in needed]
-        rewards = [[self._result(i) for i in ids.tolist()] for ids in requested]
-        self._collected += [i for ids in requested for i in ids.tolist()]
-        local_parts = sorted({part for replies in rewards for reward in replies for part in reward.parts})
+        requested: list[list[int]] = all_to_all_json([score_ids[of_rank].tolist() for of_rank in rows])
+        rewards = [[self._result(i) for i in ids] for ids in requested]
+        self._collected += itertools.chain.from_iterable(requested)
+        local_parts = {part for replies in rewards for reward in replies for part in reward.parts}
         # A part that only some ranks have seen is a column on all, or batches would not fit together.
-        parts = sorted({part for names in all_gather_json(local_parts) for part in names})
-        received = all_to_all_bytes(
-            [_to_bytes(replies, parts) for replies in rewards], [_num_bytes(len(index), parts) for index in rows]
-        )
-        # A rank's values arrive row by row; here each column is contiguous.
-        scores = torch.full((1 + len(parts), len(batch)), float("nan"))
+        parts = sorted({part for names in all_gather_json(list(local_parts)) for part in names})
+        received = all_to_all_json([[_reply(reward, parts) for reward in replies] for replies in rewards])
+        scores = torch.full((1 + len(parts), len(batch)), math.nan)
         answers = torch.full((len(batch),), NO_ANSWER, dtype=torch.int64)
-        for index, data in zip(rows, received, strict=True):
-            split = len(index) * 4 * (1 + len(parts))
-            scores[:, index] = data[:split].clone().view(torch.float32).view(len(index), 1 + len(parts)).T
-            answers[index] = data[split:].clone().view(torch.int64)
-        values = {"reward": scores[0].clone()}
-        values |= {f"{PART}{part}": scores[1 + i].clone() for i, part in enumerate(parts)}
-        return values | {"answer": answers}
+        for of_rank, replies in zip(rows, received, strict=True):
+            values = torch.tensor([values for values, _ in replies], dtype=torch.float32)
+            scores[:, of_rank] = values.view(len(replies), 1 + len(parts)).T
+            answers[of_rank] = torch.tensor([answer for _, answer in replies], dtype=torch.int64)
+        names = ["reward", *(f"{PART}{part}" for part in parts)]
+        return {name: column.clone() for name, column in zip(names, scores, strict=True)} | {"answer": answers}
 
 
 def scoring_reward(reward: RewardRole | None) -> RewardRole:
@@ -263,20 +261,9 @@ def _sample_of(prompt: Prompt, response: str, truncated: bool, num_tokens: int |
     return Sample(prompt.text, response, prompt.answer, prompt.record, finish, num_tokens)
 
 
-def _num_bytes(num_rows: int, parts: Sequence[str]) -> int:
-    return num_rows * (4 * (1 + len(parts)) + 8)
-
-
-def _to_bytes(rewards: Sequence[Reward], parts: Sequence[str]) -> Tensor:
-    """Returns the values and parts (rows, 1 + parts) float32 followed by the answers (rows,) int64, as bytes."""
-    scores = [[reward.value, *(reward.parts.get(part, float("nan")) for part in parts)] for reward in rewards]
-    answers = [_answer_number(reward) for reward in rewards]
-    return torch.cat(
-        [
-            torch.tensor(scores, dtype=torch.float32).reshape(-1).view(torch.uint8),
-            torch.tensor(answers, dtype=torch.int64).view(torch.uint8),
-        ]
-    )
+def _reply(reward: Reward, parts: Sequence[str]) -> tuple[list[float], int]:
+    """Returns the value and the parts of a reward, NaN where it has none, and the number of its answer."""
+    return [float(reward.value), *(float(reward.parts.get(part, math.nan)) for part in parts)], _answer_number(reward)
 
 
 def _answer_number(reward: Reward) -> int:
@@ -284,6 +271,5 @@ def _answer_number(reward: Reward) -> int:
     # Not `hash`, which Python salts in each process.
     if reward.answer is None:
         return NO_ANSWER
-    return (
-        int.from_bytes(hashlib.blake2b(reward.answer.encode(), digest_size=8).digest()) >> 1 or 1
-    )  # fits int64, and is not NO_ANSWER
+    digest = hashlib.blake2b(reward.answer.encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1 or 1  # fits int64, and is not NO_ANSWER

@@ -124,16 +124,13 @@ class AsyncRollout(Rollout):
         return self._state(versions=self._bound.recent)
 
     def load(self, state: RolloutState, local: LocalRolloutState, prompt_of: Callable[[int], Prompt]) -> None:
-        """Resumes from a checkpoint; unfinished samples continue, complete ones are scored again."""
+        """Resumes from a checkpoint; unfinished samples continue from the first update on, others are scored again."""
         super().load(state, local, prompt_of)
         self._bound.recent = list(state.versions)
         queued = [group for group in self._groups.training if group.num_missing]
         # Groups that were complete in the checkpoint are missing in the queue's count of complete groups.
         self._num_consumed = len(queued) - len(self._groups.training)
         self._append(queued)
-
-    def resume_in_flight(self) -> None:
-        """Does nothing: the groups of the checkpoint are generated from the first `update_weights` on."""
 
     # -- one call
 

@@ -29,6 +29,7 @@ from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import Actor
 from verl_mg.rollout.engine_worker import EngineEvents, EngineRestart
 from verl_mg.rollout.work_queue import StaticShare
+from verl_mg.servers.pool import ServerPool
 from verl_mg.weight_sync.hf_module import HFEngineSync
 from verl_mg.weight_sync.ipc import ProcessEngineSync
 
@@ -74,26 +75,38 @@ class EngineGroup(ABC):
 
 
 class InFlightEngineGroup(EngineGroup):
-    """Engines outside of the ranks' processes: weights can be updated with requests in flight, and engines restart."""
+    """Engines outside of the ranks' processes: weights can be updated with requests in flight, and engines restart.
+
+    `inner` is the engine, or the servers, that this rank leads.
+    """
 
     restart: EngineRestart | None = None
     """Restart of this rank's engine; None where this job has not started it."""
 
+    def __init__(
+        self,
+        inner: ProcessEngine | ServerPool | None,
+        is_leader: Sequence[bool],
+        context: JobContext,
+        static: bool,
+        wrap: WrapEngine,
+    ) -> None:
+        super().__init__(is_leader, static, context)
+        self.engine = wrap(inner) if inner else None
+        self._led = inner
+        self._actor: Actor | None = None
+
     def update_weights_in_flight(self, actor: Actor) -> dict[str, float]:
         """Transfers the weights between two tokens of the requests in flight, which continue; returns metrics."""
         started = time.perf_counter()
-        self.pause_generation()
+        with suppress(EngineDiedError):  # it is restarted by whoever collects its samples
+            if self._led:
+                self._led.pause()
         report = self.update_weights(actor)
-        self.continue_generation()
+        with suppress(EngineDiedError):
+            if self._led:
+                self._led.unpause()
         return report | {"time/generation_paused": time.perf_counter() - started}
-
-    @abstractmethod
-    def pause_generation(self) -> None:
-        """Pauses the engines that this rank leads, between two tokens."""
-
-    @abstractmethod
-    def continue_generation(self) -> None:
-        """Continues the engines that this rank leads."""
 
     @abstractmethod
     def recover(self, engine: int) -> None:
@@ -137,14 +150,12 @@ class ProcessEngineGroup(InFlightEngineGroup):
         version: int = -1,
         wrap: WrapEngine = lambda engine: engine,
     ) -> None:
-        super().__init__(is_leader, static, context)
-        self.engine = wrap(inner) if inner else None
+        super().__init__(inner, is_leader, context, static, wrap)
         self._inner, self._sync, self._follower = inner, sync, follower
         self._sleep, self._is_asleep, self._disjoint = sleep, False, disjoint
         self.version = version
         if inner:
             self.restart = EngineRestart(inner, sync.number, sleep, self.events)
-        self._actor: Actor | None = None
 
     def update_weights(self, actor: Actor) -> dict[str, float]:
         """Transfers the actor's weights to the engines, unless they have them from ranks that were lost."""
@@ -194,22 +205,9 @@ class ProcessEngineGroup(InFlightEngineGroup):
 
     def close(self) -> None:
         """Stops the engine of this rank."""
-        if self._inner:
-            self._inner.close()
-        if self._follower:
-            self._follower.close()
-
-    def pause_generation(self) -> None:
-        """Pauses this rank's engine between two tokens."""
-        if self._inner:
-            with suppress(EngineDiedError):  # it is restarted by whoever collects its samples
-                self._inner.pause()
-
-    def continue_generation(self) -> None:
-        """Continues this rank's engine."""
-        if self._inner:
-            with suppress(EngineDiedError):
-                self._inner.unpause()
+        for part in (self._inner, self._follower):
+            if part:
+                part.close()
 
     def recover(self, engine: int) -> None:
         """Transfers the weights of the last update to an engine that was restarted."""

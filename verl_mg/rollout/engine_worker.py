@@ -59,12 +59,8 @@ REQUESTS_PER_POLL = 1  # requests to the store of one reading
 MAX_REQUESTS_PER_SECOND = 1000
 MAX_DEATHS = 3  # an engine that dies this often in one call ends the job
 RESTART, END = "restart", "end"  # kinds of event
-COUNTS = (
-    "tokens",
-    "deaths",
-    "busy",
-    "idle",
-)  # generated tokens; deaths of the engine; seconds with and without samples
+# Generated tokens, deaths of the engine, and seconds with and without samples.
+COUNTS = ("tokens", "deaths", "busy", "idle")
 
 
 def poll_seconds(num_engines: int) -> float:

@@ -223,14 +223,12 @@ class RemoteEngineGroup(InFlightEngineGroup):
         pool: ServerPool | None,
         is_leader: Sequence[bool],
         context: JobContext,
-        static: bool = False,
-        wrap: WrapEngine = lambda engine: engine,
+        static: bool,
+        wrap: WrapEngine,
     ) -> None:
-        super().__init__(is_leader, static, context)
-        self.engine = wrap(pool) if pool else None
+        super().__init__(pool, is_leader, context, static, wrap)
         self._pool, self._sync = pool, sync
         self._monitor: ServerMonitor | None = None
-        self._actor: Actor | None = None
 
     def watch(self, monitor: ServerMonitor) -> None:
         """Starts to look after this rank's servers; the group ends it."""
@@ -243,31 +241,21 @@ class RemoteEngineGroup(InFlightEngineGroup):
         self._offload.load_exclusively(actor.cpu_offload, training=False)
         started = time.monotonic()
         # Ends with the first transfer that reaches a server; a monitor that finds one again unblocks it.
-        while True:
-            metrics = self._transfer(actor, None)
-            if metrics is not None:
-                break
-            self._check_patience(started)
+        while (metrics := self._transfer(actor, None)) is None:
+            # The clock of one rank decides, so that all ranks raise in the same pass.
+            if all_gather_json(time.monotonic() - started > LOST_SECONDS)[SENDER]:
+                raise UserError(
+                    f"rollout.urls: no server responds for {LOST_SECONDS:.0f} s. Start servers, then the job again."
+                )
             time.sleep(RETRY_SECONDS)
         lost = sum_over_ranks([{"rollout/lost_servers": self._pool.take_num_lost() if self._pool else 0}])
         return metrics | lost
 
     def close(self) -> None:
         """Disconnects from the servers."""
-        if self._monitor:
-            self._monitor.close()
-        if self._pool:
-            self._pool.close()
-
-    def pause_generation(self) -> None:
-        """Pauses the servers of this rank between two tokens."""
-        if self._pool:
-            self._pool.pause()
-
-    def continue_generation(self) -> None:
-        """Continues the servers of this rank."""
-        if self._pool:
-            self._pool.unpause()
+        for part in (self._monitor, self._pool):
+            if part:
+                part.close()
 
     def recover(self, engine: int) -> None:
         """Transfers weights to a server that is new or was restarted, unless it has received them since."""
@@ -295,14 +283,6 @@ class RemoteEngineGroup(InFlightEngineGroup):
             self._pool.confirm([view.number for view in views if view.number in engines])
         return metrics
 
-    def _check_patience(self, started: float) -> None:
-        waited = time.monotonic() - started
-        # The clock of one rank decides, so that all ranks raise in the same pass.
-        if all_gather_json(waited > LOST_SECONDS)[SENDER]:
-            raise UserError(
-                f"rollout.urls: no server responds for {LOST_SECONDS:.0f} s. Start servers, then the job again."
-            )
-
 
 def build_remote_engines(
     config: Config,
@@ -327,10 +307,8 @@ def build_remote_engines(
     dist.barrier()  # the list exists
     pool = ServerPool(connect) if rank in leaders else None
     is_leader = [other in leaders for other in range(dist.get_world_size())]
-    group = RemoteEngineGroup(
-        _weight_sync(config, table), pool, is_leader, context,
-        static=config.job.deterministic, wrap=wrap,
-    )  # fmt: skip
+    sync, static = _weight_sync(config, table), config.job.deterministic
+    group = RemoteEngineGroup(sync, pool, is_leader, context, static, wrap)
     if pool:
         # The monitor's thread has its own connection: while a thread waits for a key, its connection is blocked.
         store = context.store.clone()  # type: ignore[attr-defined]

@@ -24,6 +24,7 @@ While a rank waits, it transfers weights to engines that were restarted: all ran
 from __future__ import annotations
 
 import hashlib
+import json
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections import Counter
@@ -53,11 +54,9 @@ from verl_mg.rows.plan import RowIndexer
 from verl_mg.rows.samples import (
     GeneratedRows,
     RolloutRecord,
-    RolloutRecords,
     conversation_of,
     exchange_conversations,
     samples_to_batch,
-    to_text,
 )
 
 
@@ -78,22 +77,14 @@ class RolloutSource(ABC):
     is_replay = False
     """Whether the samples were recorded in an earlier run: then there are no engines and no evaluation."""
 
-    def __init__(self, records: RolloutRecords) -> None:
-        self._records = records
-        self._train_batches: list[Batch] = []
+    def __init__(self, records: list[RolloutRecord]) -> None:
+        self.records = records
+        """Records of all batches of this iteration, in the order in which they were returned."""
+        self.train_batches: list[Batch] = []
+        """Batches of this iteration that `generate` returned."""
         self._is_last = True
         self.metrics: dict[str, float] = {}
         """Metrics of the last `generate` and the last transfer of weights."""
-
-    @property
-    def train_batches(self) -> Sequence[Batch]:
-        """Returns the batches of this iteration that `generate` returned."""
-        return self._train_batches
-
-    @property
-    def records(self) -> Sequence[RolloutRecord]:
-        """Returns the records of all batches of this iteration, in the order in which they were returned."""
-        return self._records.records
 
     def start_iteration(self, iteration: int, is_last: bool) -> None:
         """Starts the records of an iteration.
@@ -102,8 +93,8 @@ class RolloutSource(ABC):
             iteration: number of the iteration, from 1.
             is_last: whether no iteration follows, so that no samples are generated in advance.
         """
-        self._is_last, self._train_batches = is_last, []
-        self._records.clear()
+        self._is_last, self.train_batches = is_last, []
+        self.records.clear()
 
     @abstractmethod
     def generate(self, prompts: Sequence[Prompt], num_samples: int = 1) -> Batch:
@@ -159,30 +150,26 @@ class RolloutSource(ABC):
     def update_weights(self, actor: Actor) -> None:
         """Transfers the actor's weights to the engines."""
 
-    @abstractmethod
+    # -- checkpoints, of sources that have unfinished samples
+
     def state(self) -> RolloutState | None:
         """Returns what all ranks know of unfinished samples, for a checkpoint; None where there is nothing to save."""
+        return None
 
-    @abstractmethod
     def local_state(self) -> LocalRolloutState:
         """Returns what only this rank has of unfinished samples, for a checkpoint; called before `state`."""
+        return LocalRolloutState()
 
-    @abstractmethod
-    def load(self, state: RolloutState, local: LocalRolloutState, prompt_of: Callable[[int], Prompt]) -> None:
-        """Resumes from a checkpoint, before the first `update_weights`.
+    def load(self, state: RolloutState, local: LocalRolloutState, prompt_of: Callable[[int], Prompt]) -> None:  # noqa: B027
+        """Resumes from a checkpoint, before the first `update_weights`; `local` is this rank's share of local states.
 
-        Args:
-            state: of the checkpoint, the same on every rank.
-            local: this rank's share of the ranks' local states.
-            prompt_of: returns the prompt of an id.
+        `state` is the same on every rank, and `prompt_of` returns the prompt of an id.
         """
 
-    @abstractmethod
-    def resume_in_flight(self) -> None:
+    def resume_in_flight(self) -> None:  # noqa: B027
         """Starts the samples that were in flight at the checkpoint again, after the first `update_weights`."""
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Ends the engines that this job has started."""
 
 
@@ -210,7 +197,7 @@ class RolloutSetup:
     context: JobContext
     prompts: PromptFeed
     """Prompts of the job, from which those beyond the requested ones are drawn."""
-    records: RolloutRecords
+    records: list[RolloutRecord]
     """Receives the batches for the recording of samples."""
     reward: RewardRole | None = None
     """Scores samples while others are generated; None: nothing is scored."""
@@ -254,7 +241,7 @@ class Rollout(RolloutSource):
         with self._context.timer("row_dispatch"):
             self._exchange(call)
             rows = self._assemble(groups, is_whole_call=True)
-        self._records.add(rows)
+        self.records.append(RolloutRecord.of(rows))
         return rows.batch
 
     def close(self) -> None:
@@ -386,8 +373,8 @@ class Rollout(RolloutSource):
 
     def _return(self, rows: GeneratedRows) -> Batch:
         """Records rows that `generate` returns."""
-        self._train_batches.append(rows.batch)
-        self._records.add(rows)
+        self.train_batches.append(rows.batch)
+        self.records.append(RolloutRecord.of(rows))
         return rows.batch
 
     # -- checkpoints
@@ -437,7 +424,7 @@ def group_rows(
     of_rows = [pair_of[number] for number in batch["trajectory"].tolist()]
     batch["group"] = torch.tensor([sample_number(group.ids.start) for group, _ in of_rows], dtype=torch.int64)
     put_origin(batch, None if score_ids is None else [score_ids.get(i, NOT_SCORED) for _, i in of_rows])
-    texts = {sample.id: to_text(conversation_of(sample.trajectory)) for sample in samples if sample.trajectory}
+    texts = {sample.id: json.dumps(conversation_of(sample.trajectory)) for sample in samples if sample.trajectory}
     return GeneratedRows(batch, texts)
 
 

@@ -6,9 +6,8 @@ checkpoints.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,40 +15,32 @@ from torch import Tensor
 
 from verl_mg.batch import Batch, ColumnKind
 from verl_mg.data.prompts import Prompt
-from verl_mg.distributed.collectives import all_to_all_bytes
+from verl_mg.distributed.collectives import all_to_all_json
 from verl_mg.engines.engine import Sample
 from verl_mg.engines.trajectory import MAX_SEGMENTS, NOT_GENERATED, ConversationTurn, Segment, Trajectory
-from verl_mg.images import RowImages
 from verl_mg.rewards import Reward
 from verl_mg.training.microbatch import TEACHER_HIDDEN, TEACHER_TOP
 
 Conversation = Mapping[str, Any]
-"""Trajectory without its tokens: turns, sizes of the segments, log, error, and the reward of the agent."""
+"""Trajectory without its tokens: turns, sizes of the segments, log, error, and the reward of the agent.
+
+As text it is JSON in ASCII, which escapes the lone surrogates that UTF-8 cannot encode."""
 NOT_RECORDED = frozenset({"generated_by", "score_id", TEACHER_HIDDEN, TEACHER_TOP})
 """Columns without meaning outside the processes that generated the row, or with hundreds of numbers for a token."""
 
 
 @dataclass(frozen=True)
 class _Row:
-    """One sequence of tokens; the engine has reported something about all but its first ones."""
+    """One sequence of tokens; for the row of a plain sample, engines report nothing about the tokens of its prompt."""
 
     sample: int
     """Index of its sample."""
     id: int
-    tokens: tuple[int, ...]
+    part: Segment
     prompt_length: int
     """Number of tokens in front of the response."""
-    logprobs: tuple[float, ...]
-    """Log-probability of each of the last tokens."""
-    policy_versions: tuple[int, ...]
-    truncated: bool
-    routed_experts: Tensor | None
-    """Experts of the tokens that were fed to the model."""
     prefix_of: int
     """Row whose first tokens this one repeats; its own id where there is none."""
-    prefix_length: int = 0
-    images: RowImages = ()
-    """Images whose placeholders the tokens have, in their order."""
 
 
 def samples_to_batch(
@@ -75,32 +66,33 @@ def samples_to_batch(
     """
     pairs = enumerate(zip(prompts, samples, strict=True))
     rows = [row for i, (prompt, sample) in pairs for row in _rows_of(i, prompt, sample)]
+    parts = [row.part for row in rows]
     sample_of_row = torch.tensor([row.sample for row in rows], dtype=torch.int64)
-    batch = Batch.from_rows(row.tokens for row in rows)
+    batch = Batch.from_rows(part.tokens for part in parts)
     batch["prompt_length"] = torch.tensor([row.prompt_length for row in rows], dtype=torch.int64)
     batch["prompt_id"] = torch.tensor([prompt.id for prompt in prompts], dtype=torch.int64)[sample_of_row]
     batch["trajectory"] = torch.tensor([sample.id for sample in samples], dtype=torch.int64)[sample_of_row]
     batch["sample_id"] = torch.tensor([row.id for row in rows], dtype=torch.int64)
-    oldest = [min((v for v in row.policy_versions if v != NOT_GENERATED), default=policy_version) for row in rows]
+    oldest = [min((v for v in part.policy_versions if v != NOT_GENERATED), default=policy_version) for part in parts]
     batch["policy_version"] = torch.tensor(oldest, dtype=torch.int64)
-    batch["truncated"] = torch.tensor([row.truncated for row in rows], dtype=torch.bool)
+    batch["truncated"] = torch.tensor([part.truncated for part in parts], dtype=torch.bool)
     # Engines report the last tokens of a row: the prompt of a plain sample has no versions and log-probs.
-    reported = batch.lengths - torch.tensor([len(row.policy_versions) for row in rows], dtype=torch.int64)
+    reported = batch.lengths - torch.tensor([len(part.policy_versions) for part in parts], dtype=torch.int64)
     known = batch.positions >= batch.expand_to_tokens(reported)
     versions = torch.full((batch.total_tokens,), NOT_GENERATED, dtype=torch.int64)
-    versions[known] = torch.tensor([v for row in rows for v in row.policy_versions], dtype=torch.int64)
+    versions[known] = torch.tensor([v for part in parts for v in part.policy_versions], dtype=torch.int64)
     batch["policy_versions"], batch["loss_mask"] = versions, versions != NOT_GENERATED
     logprobs = torch.zeros(batch.total_tokens)
-    logprobs[known] = torch.tensor([value for row in rows for value in row.logprobs])
+    logprobs[known] = torch.tensor([value for part in parts for value in part.logprobs])
     batch["rollout_logprobs"] = logprobs
     if any(sample.trajectory for sample in samples):
-        prefixes = torch.tensor([(row.prefix_of, row.prefix_length) for row in rows], dtype=torch.int64)
+        prefixes = torch.tensor([(row.prefix_of, row.part.prefix_length) for row in rows], dtype=torch.int64)
         batch["prefix_of"], batch["prefix_length"] = prefixes.unbind(1)
-    if any(row.images for row in rows):
-        batch.images = [row.images for row in rows]
+    if any(part.images for part in parts):
+        batch.images = [part.images for part in parts]
     if routed_shape is not None:
         none = torch.empty(0, *routed_shape, dtype=torch.int16)
-        batch["routed_experts"] = torch.cat([none, *(_routed(row, none) for row in rows)])
+        batch["routed_experts"] = torch.cat([none, *(_routed(part, none) for part in parts)])
     return batch
 
 
@@ -110,51 +102,28 @@ def row_id(trajectory: int, segment: int) -> int:
     return trajectory * MAX_SEGMENTS + segment
 
 
-def _rows_of(i: int, prompt: Prompt, sample: Sample) -> list[_Row]:
-    """Returns the rows of sample number `i`; an agent that has requested nothing has one row, with only its prompt."""
+def _rows_of(number: int, prompt: Prompt, sample: Sample) -> Iterator[_Row]:
+    """Yields the rows of a sample; an agent that has requested nothing has one row, with only its prompt."""
     truncated = sample.finish != "stop"
     trajectory = sample.trajectory
-    if trajectory is not None and trajectory.segments:
-        return [_row_of(i, sample.id, n, part, truncated) for n, part in enumerate(trajectory.segments)]
-    number = sample.id if trajectory is None else row_id(sample.id, 0)
-    return [
-        _Row(
-            sample=i,
-            id=number,
-            tokens=(*prompt.tokens, *sample.tokens),
-            prompt_length=len(prompt.tokens),
-            logprobs=sample.logprobs,
-            policy_versions=sample.policy_versions,
-            truncated=truncated,
-            routed_experts=sample.routed_experts,
-            prefix_of=number,
-            images=(*prompt.load_images(), *sample.images),
-        )
-    ]
+    if trajectory is None or not trajectory.segments:
+        row = sample.id if trajectory is None else row_id(sample.id, 0)
+        tokens, images = (*prompt.tokens, *sample.tokens), (*prompt.load_images(), *sample.images)
+        reported = (sample.logprobs, sample.policy_versions, truncated)
+        whole = Segment(tokens, *reported, routed_experts=sample.routed_experts, images=images)
+        yield _Row(number, row, whole, len(prompt.tokens), row)
+        return
+    for i, part in enumerate(trajectory.segments):
+        row, other = row_id(sample.id, i), i if part.prefix_of is None else part.prefix_of
+        generated = (place for place, version in enumerate(part.policy_versions) if version != NOT_GENERATED)
+        whole = replace(part, truncated=truncated or part.truncated)
+        yield _Row(number, row, whole, next(generated, len(part.tokens)), row_id(sample.id, other))
 
 
-def _row_of(i: int, trajectory: int, number: int, segment: Segment, truncated: bool) -> _Row:
-    generated = (place for place, version in enumerate(segment.policy_versions) if version != NOT_GENERATED)
-    row = row_id(trajectory, number)
-    return _Row(
-        sample=i,
-        id=row,
-        tokens=segment.tokens,
-        prompt_length=next(generated, len(segment.tokens)),
-        logprobs=segment.logprobs,
-        policy_versions=segment.policy_versions,
-        truncated=truncated or segment.truncated,
-        routed_experts=segment.routed_experts,
-        prefix_of=row if segment.prefix_of is None else row_id(trajectory, segment.prefix_of),
-        prefix_length=segment.prefix_length,
-        images=segment.images,
-    )
-
-
-def _routed(row: _Row, none: Tensor) -> Tensor:
+def _routed(part: Segment, none: Tensor) -> Tensor:
     """Returns (length, layers, top_k) int16; -1 for tokens that were never fed to the model, such as the last one."""
-    routed = none if row.routed_experts is None else row.routed_experts
-    return torch.cat([routed, routed.new_full((len(row.tokens) - len(routed), *routed.shape[1:]), -1)])
+    routed = none if part.routed_experts is None else part.routed_experts
+    return torch.cat([routed, routed.new_full((len(part.tokens) - len(routed), *routed.shape[1:]), -1)])
 
 
 def conversation_of(trajectory: Trajectory) -> Conversation:
@@ -177,17 +146,6 @@ def trajectory_of(segments: Sequence[Segment], conversation: Conversation) -> Tr
     return Trajectory(tuple(segments), tuple(turns), agent_reward(conversation), log, error)
 
 
-def to_text(conversation: Conversation) -> str:
-    """Returns a conversation as JSON in ASCII, whatever its texts contain."""
-    return json.dumps(conversation)  # escapes lone surrogates, which UTF-8 cannot encode
-
-
-def from_text(text: str) -> Conversation:
-    """Returns the conversation that `to_text` wrote."""
-    conversation: Conversation = json.loads(text)
-    return conversation
-
-
 def agent_reward(conversation: Conversation) -> Reward | None:
     """Returns the reward that the agent returned, if it did."""
     return Reward(**conversation["reward"]) if conversation["reward"] else None
@@ -206,13 +164,8 @@ def exchange_conversations(texts: Mapping[int, str], by_rank: Sequence[Sequence[
 
     `texts` are of this rank, by trajectory; `by_rank` has the trajectories whose rows each rank has got.
     """
-    # JSON, since conversations have any shape; only text travels, next to the tensors of the rows.
-    outgoing = [
-        torch.frombuffer(bytearray(json.dumps({i: texts[i] for i in wanted if i in texts}).encode()), dtype=torch.uint8)
-        for wanted in by_rank
-    ]
-    received = [json.loads(part.numpy().tobytes()) for part in all_to_all_bytes(outgoing)]
-    return {int(i): text for part in received for i, text in part.items()}
+    outgoing = [{i: texts[i] for i in wanted if i in texts} for wanted in by_rank]
+    return {int(i): text for received in all_to_all_json(outgoing) for i, text in received.items()}
 
 
 def _size(segment: Segment) -> dict[str, int | None]:
@@ -257,25 +210,3 @@ class RolloutRecord:
         # Copied, since the recipe may edit it in place. Columns with several numbers per token are large, and no recipe
         # changes them.
         self.received.put(name, values.clone() if values.dim() == 1 else values, kind)
-
-
-@dataclass
-class RolloutRecords:
-    """The records of an iteration, written by the rollout and by the reward."""
-
-    records: list[RolloutRecord] = field(default_factory=list)
-
-    def clear(self) -> None:
-        """Starts the records of another iteration."""
-        self.records = []
-
-    def add(self, rows: GeneratedRows) -> None:
-        """Records rows that are about to be given to the recipe."""
-        self.records.append(RolloutRecord.of(rows))
-
-    def add_columns(self, batch: Batch, columns: Mapping[str, Tensor]) -> None:
-        """Adds sequence columns (n,) to the record of a batch; nothing where the rollout has not returned the batch."""
-        for record in self.records:
-            if record.batch is batch:
-                for name, values in columns.items():
-                    record.add(name, values, ColumnKind.SEQUENCE)

@@ -12,7 +12,7 @@ can be looked for again and again, without engines and on other ranks too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,9 @@ from verl_mg.errors import UserError
 from verl_mg.monitor.sample_reader import SampleReader
 from verl_mg.monitor.sample_schema import fingerprint
 from verl_mg.roles.models import Actor
-from verl_mg.rollout.groups import RolloutState
-from verl_mg.rollout.rollout import LocalRolloutState, RolloutSource
+from verl_mg.rollout.rollout import RolloutSource
 from verl_mg.rollout.work_queue import GroupFilter
-from verl_mg.rows.samples import GeneratedRows, RolloutRecords
+from verl_mg.rows.samples import GeneratedRows, RolloutRecord
 from verl_mg.run.checkpointer import newest_intact
 from verl_mg.run.run_dir import CHECKPOINTS
 
@@ -72,7 +71,7 @@ class ReplayRollout(RolloutSource):
     is_replay = True
 
     def __init__(self, recording: SampleReader) -> None:
-        super().__init__(RolloutRecords())
+        super().__init__([])
         self._recording, self._iteration = recording, 0
         self._remaining: list[GeneratedRows] = []
 
@@ -84,7 +83,7 @@ class ReplayRollout(RolloutSource):
     def generate(self, prompts: Sequence[Prompt], num_samples: int = 1) -> Batch:
         """Returns the next recorded batch."""
         batch = self._next()
-        self._train_batches.append(batch)
+        self.train_batches.append(batch)
         return batch
 
     def generate_filtered(self, num_groups: int, num_samples: int, keep: GroupFilter, max_groups: int) -> Batch:
@@ -98,23 +97,6 @@ class ReplayRollout(RolloutSource):
     def update_weights(self, actor: Actor) -> None:
         """Does nothing: there are no engines."""
 
-    def state(self) -> RolloutState | None:
-        """Returns None: a replay writes no checkpoints."""
-        return None
-
-    def local_state(self) -> LocalRolloutState:
-        """Returns an empty state: a replay has no samples in flight."""
-        return LocalRolloutState()
-
-    def load(self, state: RolloutState, local: LocalRolloutState, prompt_of: Callable[[int], Prompt]) -> None:
-        """Does nothing: samples in flight at the checkpoint are recorded in the iteration that received them."""
-
-    def resume_in_flight(self) -> None:
-        """Does nothing, for the same reason as `load`."""
-
-    def close(self) -> None:
-        """Does nothing: there are no engines."""
-
     def _next(self) -> Batch:
         if not self._remaining:
             raise UserError(
@@ -122,5 +104,5 @@ class ReplayRollout(RolloutSource):
                 "settings of the run."
             )
         rows = self._remaining.pop(0)
-        self._records.add(rows)
+        self.records.append(RolloutRecord.of(rows))
         return rows.batch

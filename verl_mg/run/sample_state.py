@@ -8,6 +8,7 @@ The second token was generated after the engine had received version 4 of the we
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -19,7 +20,7 @@ from verl_mg.engines.engine import Finish, Sample
 from verl_mg.engines.trajectory import Segment, Trajectory
 from verl_mg.images import Image, distinct_images
 from verl_mg.jsonl import StoredRecord
-from verl_mg.rows.samples import conversation_of, from_text, to_text, trajectory_of
+from verl_mg.rows.samples import conversation_of, trajectory_of
 
 
 class _Tokens(StoredRecord):
@@ -55,14 +56,14 @@ class TrajectoryState(StoredRecord):
 
     segments: tuple[SegmentState, ...]  # the sequences of tokens
     conversation: str
-    """The conversation as `conversations.to_text` writes it: texts of agents need not be valid Unicode."""
+    """The conversation as JSON in ASCII: texts of agents need not be valid Unicode."""
 
     @model_validator(mode="before")
     @classmethod
     def _of_trajectory(cls, value: Any) -> Any:
         if not isinstance(value, Trajectory):
             return value
-        return {"segments": value.segments, "conversation": to_text(conversation_of(value))}
+        return {"segments": value.segments, "conversation": json.dumps(conversation_of(value))}
 
 
 class SampleState(_Tokens):
@@ -118,7 +119,7 @@ def _to_trajectory(
         )
         for number, segment in enumerate(state.segments)
     ]
-    return trajectory_of(segments, from_text(state.conversation))
+    return trajectory_of(segments, json.loads(state.conversation))
 
 
 def _name(*numbers: int) -> str:

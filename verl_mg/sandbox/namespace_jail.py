@@ -16,6 +16,7 @@ Its argument is the descriptor of a file with the request, since every user of t
 import contextlib
 import ctypes
 import fcntl
+import functools
 import json
 import os
 import resource
@@ -167,7 +168,9 @@ def _start(request: dict[str, Any], folder: str, processes: int | None, enter: C
         os.setsid()  # otherwise signals to its group would reach the supervisor
         os.chdir(folder)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-        _limit(request, processes)
+        limits = request["limits"] if processes is None else {**request["limits"], "NPROC": (processes, processes)}
+        for name, limit in limits.items():
+            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), limit)
         os.execve(request["binary"], request["command"], request["environment"])
     os._exit(1)
 
@@ -182,12 +185,6 @@ def _wait(program: int) -> int:
         ended, status = os.waitpid(program, os.WNOHANG)
         if ended:
             return status
-
-
-def _limit(request: dict[str, Any], processes: int | None) -> None:
-    limits = request["limits"] if processes is None else {**request["limits"], "NPROC": (processes, processes)}
-    for name, limit in limits.items():
-        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), limit)
 
 
 def _unused_user() -> int:
@@ -331,11 +328,8 @@ def _call(function: Any, *arguments: Any) -> None:
 
 
 def _write(proc: int, name: str, text: str) -> None:
-    file = os.open(name, os.O_WRONLY, dir_fd=proc)
-    try:
-        os.write(file, text.encode())
-    finally:
-        os.close(file)
+    with open(name, "w", opener=functools.partial(os.open, dir_fd=proc)) as file:
+        file.write(text)
 
 
 if __name__ == "__main__":

@@ -83,21 +83,19 @@ def works(kind: Isolation, proc: bool = False) -> bool:
     """Returns whether a program can be run with an isolation; not to be called in the thread of an event loop."""
     if kind == "bubblewrap" and not all(map(shutil.which, ("bwrap", "prlimit", "setpriv"))):
         return False
-    directory = "/" if kind != "none" else None
     try:
         with tempfile.TemporaryDirectory(prefix="sandbox-") as folder:
-            command = [sys.executable, "-I", "-S", "-c", ""]
             program = Program(
-                command=command,
+                command=[sys.executable, "-I", "-S", "-c", ""],
                 binary=os.path.realpath(sys.executable),
-                directory=directory or folder,
+                directory=folder if kind == "none" else "/",
                 memory_mb=64,
                 processes=16,
                 limits={},
                 visible=interpreter_paths(),
                 proc=proc,
             )
-            ended = asyncio.run(run(program, kind, folder, None, PROBE_SECONDS, lambda chunk: None, lambda chunk: None))
+            ended = asyncio.run(run(program, kind, folder, None, PROBE_SECONDS, _ignore, _ignore))
     except OSError:
         return False
     return ended == 0
@@ -188,7 +186,8 @@ async def _follow(
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         # A process counts as ended only when its pipes have been read to the end.
-        await asyncio.gather(_drain(supervisor.stdout), _drain(supervisor.stderr), supervisor.wait())
+        rest = (_pass_on(stream, _ignore) for stream in (supervisor.stdout, supervisor.stderr))
+        await asyncio.gather(*rest, supervisor.wait())
     for task in done:
         if error := task.exception():
             raise error
@@ -201,9 +200,8 @@ async def _pass_on(stream: asyncio.StreamReader, consume: Callable[[bytes], None
         consume(chunk)
 
 
-async def _drain(stream: asyncio.StreamReader) -> None:
-    while await stream.read(1 << 16):
-        pass
+def _ignore(chunk: bytes) -> None:
+    pass
 
 
 @asynccontextmanager

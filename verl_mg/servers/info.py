@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -159,54 +160,43 @@ async def describe(client: JsonSession, known: ServerInfo | None = None, wire: W
 
 def check(url: str, info: ServerInfo, requirements: ServerRequirements) -> None:
     """Checks that a server meets the requirements; UserError for the first one that it does not meet."""
-    model, same = requirements.model, "Start the server with --model-path of the same model."
+    for problem in _problems(info, requirements):
+        raise UserError(f"{url}: {problem}")
+
+
+def _problems(info: ServerInfo, needs: ServerRequirements) -> Iterator[str]:
+    model, same = needs.model, "Start the server with --model-path of the same model."
     if info.architecture != model.architecture:
-        raise UserError(f"{url}: serves {info.model}, a {info.architecture} instead of a {model.architecture}. {same}")
+        yield f"serves {info.model}, a {info.architecture} instead of a {model.architecture}. {same}"
     if info.vocab not in (None, model.vocab):
-        raise UserError(
-            f"{url}: serves {info.model} with a vocabulary of {info.vocab} instead of {model.vocab}. {same}"
-        )
-    if info.disaggregation != requirements.role:
-        raise UserError(
-            f"{url}: --disaggregation-mode is {info.disaggregation} instead of {requirements.role}. Name a pair as "
-            "PREFILL_URL+DECODE_URL in rollout.urls, and any other by its URL."
-        )
-    if requirements.role != "null" and (requirements.routed or requirements.in_flight):
-        key = "rollout.replay_routing=true" if requirements.routed else "rollout.mode=async"
-        raise UserError(f"{url}: pairs of servers for prefill and decoding do not support {key}. Leave it out.")
-    needed = min(requirements.max_tokens, model.max_positions)
-    if info.context < needed:
-        raise UserError(
-            f"{url}: the context length is {info.context}, but a prompt with its response can have {needed} tokens. "
-            f"Start the server with --context-length {needed}, or lower data.max_prompt_tokens or "
-            "rollout.max_new_tokens."
-        )
-    if requirements.routed and not info.routed:
-        raise UserError(
-            f"{url}: rollout.replay_routing is not supported. Start the server with --enable-return-routed-experts."
-        )
-    if requirements.seeded and not info.seeded:
-        raise UserError(
-            f"{url}: job.deterministic is not supported. Start the server with --enable-deterministic-inference."
-        )
-    if requirements.shards and info.shard_obstacle:
-        raise UserError(
-            f"{url}: its ranks cannot receive their shards: {info.shard_obstacle}. Start the server with "
-            f"--custom-weight-loader {RECEIVER}, or set rollout.weight_transfer=broadcast."
-        )
-    if requirements.group_device is None:
+        yield f"serves {info.model} with a vocabulary of {info.vocab} instead of {model.vocab}. {same}"
+    if info.disaggregation != needs.role:
+        fix = "Name a pair as PREFILL_URL+DECODE_URL in rollout.urls, and any other by its URL."
+        yield f"--disaggregation-mode is {info.disaggregation} instead of {needs.role}. {fix}"
+    if needs.role != "null" and (needs.routed or needs.in_flight):
+        key = "rollout.replay_routing=true" if needs.routed else "rollout.mode=async"
+        yield f"pairs of servers for prefill and decoding do not support {key}. Leave it out."
+    length = min(needs.max_tokens, model.max_positions)
+    if info.context < length:
+        fix = f"--context-length {length}, or lower data.max_prompt_tokens or rollout.max_new_tokens."
+        wrong = f"the context length is {info.context}, but a prompt with its response can have {length} tokens"
+        yield f"{wrong}. Start the server with {fix}"
+    if needs.routed and not info.routed:
+        yield "rollout.replay_routing is not supported. Start the server with --enable-return-routed-experts."
+    if needs.seeded and not info.seeded:
+        yield "job.deterministic is not supported. Start the server with --enable-deterministic-inference."
+    if needs.shards and info.shard_obstacle:
+        fix = f"Start the server with --custom-weight-loader {RECEIVER}, or set rollout.weight_transfer=broadcast."
+        yield f"its ranks cannot receive their shards: {info.shard_obstacle}. {fix}"
+    if needs.group_device is None:
         return
-    if info.device != requirements.group_device:
-        raise UserError(
-            f"{url}: runs on {info.device}, the job on {requirements.group_device}: no process group can contain both. "
-            "Set rollout.weight_transfer=disk."
-        )
+    if info.device != needs.group_device:
+        both = f"runs on {info.device}, the job on {needs.group_device}: no process group can contain both"
+        yield f"{both}. Set rollout.weight_transfer=disk."
     if max(info.dp, info.pp) > 1:
         # SGLang gives the ranks of all replicas and stages the same rank in the group.
-        raise UserError(
-            f"{url}: has dp_size {info.dp} and pp_size {info.pp}, rollout.weight_transfer=process_group "
-            "supports only tp. Start it with only --tp-size, or set rollout.weight_transfer=disk."
-        )
+        wrong = f"has dp_size {info.dp} and pp_size {info.pp}, rollout.weight_transfer=process_group supports only tp"
+        yield f"{wrong}. Start it with only --tp-size, or set rollout.weight_transfer=disk."
 
 
 def _layout(server: dict[str, Any]) -> EngineLayout:

@@ -24,7 +24,7 @@ from dataclasses import replace
 
 from verl_mg.engines.engine import Counts, EngineDiedError, Request, RolloutEngine, Sample, Sampling
 from verl_mg.errors import UserError
-from verl_mg.servers.pool_member import FIRST_PAUSE, Patience, Server, State
+from verl_mg.servers.pool_member import FIRST_PAUSE, LOST_SECONDS, Server, State
 from verl_mg.servers.remote_engine import RemoteEngine
 
 DRAIN_SECONDS = 60.0  # time of a removed server to finish its samples
@@ -52,7 +52,7 @@ class ServerPool(RolloutEngine):
         self._moving: dict[int, tuple[Request, Sampling]] = {}
         self._done: list[Sample] = []
         self._aborting = self._updating = False
-        self._patience = Patience()
+        self._waiting_since: float | None = None  # time at which requests began to wait for a server
         self._num_lost = 0
         self._counts: Counter[str] = Counter()
         self.attention = threading.Event()  # set when the monitor should look at the pool immediately
@@ -93,18 +93,16 @@ class ServerPool(RolloutEngine):
         """Aborts all requests in flight."""
         with self._lock:
             self._aborting = True
-            for server in self._servers.values():
-                if server.client:
-                    server.client.abort()
+            for client in self._clients():
+                client.abort()
             waiting, self._backlog = self._backlog, []
             self._done += [_aborted(request) for request, _ in waiting]
 
     def abort_samples(self, ids: Collection[int]) -> None:
         """Aborts the requests of some samples."""
         with self._lock:
-            for server in self._servers.values():
-                if server.client:
-                    server.client.abort_samples(ids)
+            for client in self._clients():
+                client.abort_samples(ids)
             for i in set(ids) & self._moving.keys():
                 del self._moving[i]  # its partial sample is returned, not continued
             self._done += [_aborted(request) for request, _ in self._backlog if request.id in ids]
@@ -117,20 +115,18 @@ class ServerPool(RolloutEngine):
         """
         with self._lock:
             self._updating = True
-            ready = self._local_ready()
-        for server, client in ready:
-            try:
-                client.pause()
-            except EngineDiedError as error:
-                self.lose(server.number, str(error))
+        self._change_ready(lambda client: client.pause())
 
     def unpause(self) -> None:
         """Continues generation after `pause`."""
+        self._change_ready(lambda client: client.unpause())
+
+    def _change_ready(self, change: Callable[[RemoteEngine], None]) -> None:
         with self._lock:
             ready = self._local_ready()
         for server, client in ready:
             try:
-                client.unpause()
+                change(client)
             except EngineDiedError as error:
                 self.lose(server.number, str(error))
 
@@ -142,9 +138,8 @@ class ServerPool(RolloutEngine):
     def take_counts(self) -> Counts:
         """Returns the counters of all servers."""
         with self._lock:
-            for server in self._servers.values():
-                if server.client:
-                    self._counts.update(server.client.take_counts())
+            for client in self._clients():
+                self._counts.update(client.take_counts())
             counts, self._counts = self._counts, Counter()
         return dict(counts)
 
@@ -280,12 +275,14 @@ class ServerPool(RolloutEngine):
     def close(self) -> None:
         """Disconnects from all servers, which keep running."""
         with self._lock:
-            for server in self._servers.values():
-                if server.client:
-                    server.client.close()
+            for client in self._clients():
+                client.close()
             self._servers.clear()
 
     # -- with the lock held
+
+    def _clients(self) -> list[RemoteEngine]:
+        return [server.client for server in self._servers.values() if server.client]
 
     def _ready(self) -> list[tuple[Server, RemoteEngine]]:
         return [(s, s.client) for s in self._servers.values() if s.state is State.READY and s.client]
@@ -310,21 +307,23 @@ class ServerPool(RolloutEngine):
 
     def _gather(self) -> list[Sample]:
         for server in list(self._servers.values()):  # a copy: servers that are lost may be forgotten
-            if server.client is None:
-                continue
             try:
-                samples = server.client.collect(0.0)
+                for sample in server.client.collect(0.0) if server.client else ():
+                    self._accept(sample)
             except EngineDiedError as error:
                 self._lose(server, str(error))
-                continue
-            for sample in samples:
-                self._accept(sample)
         self._remove_drained()
         if self._backlog and self._ready():
             waiting, self._backlog = self._backlog, []
             for request, sampling in waiting:
                 self._place(request, sampling)
-        self._patience.check(len(self._backlog))
+        now = time.monotonic()
+        self._waiting_since = (self._waiting_since or now) if self._backlog else None
+        if self._waiting_since and now - self._waiting_since > LOST_SECONDS:
+            raise UserError(
+                f"rollout.urls: no server has been ready for {LOST_SECONDS:.0f} s, and {len(self._backlog)} samples "
+                "wait. Start servers again, then the job."
+            )
         done, self._done = self._done, []
         return done
 

@@ -17,12 +17,10 @@ A borrowed server is READY from the start, and is forgotten when it is lost or t
 from __future__ import annotations
 
 import hashlib
-import time
 from array import array
 from dataclasses import dataclass
 from enum import Enum
 
-from verl_mg.errors import UserError
 from verl_mg.servers.remote_engine import RemoteEngine
 
 LOST_SECONDS = 600.0  # longest time without any server: loading a large model takes minutes
@@ -64,23 +62,3 @@ class Server:
     def postpone(self, now: float) -> None:
         """Plans the next attempt to reach it, after twice the last pause."""
         self.attempt_at, self.pause = now + self.pause, min(2 * self.pause, LONGEST_PAUSE)
-
-
-class Patience:
-    """Limit of the time in which samples wait for a server."""
-
-    def __init__(self) -> None:
-        self._since: float | None = None
-
-    def check(self, num_waiting: int) -> None:
-        """Checks how long samples have been waiting; UserError after LOST_SECONDS, which begin again without any."""
-        now = time.monotonic()
-        if not num_waiting:
-            self._since = None
-        elif self._since is None:
-            self._since = now
-        elif now - self._since > LOST_SECONDS:
-            raise UserError(
-                f"rollout.urls: no server has been ready for {LOST_SECONDS:.0f} s, and {num_waiting} samples wait. "
-                "Start servers again, then the job."
-            )

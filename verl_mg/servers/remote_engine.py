@@ -39,6 +39,7 @@ CONTINUE = {"torch_empty_cache": False}
 # Field of updates: they fill the policy, and not a draft model, which has other weights.
 TARGET = {"selector": "target"}
 RETRY_SECONDS = 0.5
+RESTARTED = "it was restarted, and does not have the weights of this job"
 
 
 class RemoteEngine(RequestTracker):
@@ -94,30 +95,20 @@ class RemoteEngine(RequestTracker):
 
     def refresh(self) -> None:
         """Queries the server's properties again; EngineDiedError where it is lost, UserError where it does not fit."""
-        try:
-            self.info = self._run(describe(self._client, self.info, self._requirements.wire))
-        except UnreachableError as error:
-            raise self._lost(error) from None
+        self.info = self._run(describe(self._client, self.info, self._requirements.wire))
         check(self.url, self.info, self._requirements)
 
     def check_weights(self) -> None:
         """Checks that the server responds and has the weights that were sent last; EngineDiedError otherwise."""
         expected = str(self._version)
-        try:
-            model = self._run(self._client.get("/model_info", HEALTH_SECONDS))
-        except (UnreachableError, RefusedError) as error:
-            raise self._lost(error) from None
+        model = self._run(self._client.get("/model_info", HEALTH_SECONDS))
         # A restarted server responds too, with the weights of its directory.
         if self._version >= 0 and model.get("weight_version") != expected:
-            raise self._lost("it was restarted, and does not have the weights of this job")
+            raise self._lost(RESTARTED)
         if self._running:
-            self._observe_load()
-
-    def _observe_load(self) -> None:
-        # Counts the load of the server; versions of SGLang without this query refuse it.
-        with contextlib.suppress(RefusedError, UnreachableError):
-            reply = self._run(self._client.get(LOADS, HEALTH_SECONDS))
-            self._counts.update(load_counts(reply["loads"]))
+            with contextlib.suppress(EngineDiedError):  # versions of SGLang without this query refuse it
+                reply = self._run(self._client.get(LOADS, HEALTH_SECONDS))
+                self._counts.update(load_counts(reply["loads"]))
 
     def in_flight(self) -> list[tuple[Request, Sampling]]:
         """Returns the requests in flight, with their sampling parameters."""
@@ -148,7 +139,7 @@ class RemoteEngine(RequestTracker):
 
     def _reset(self) -> None:
         """Ends requests and updates that were left by an earlier job, or by this one before the server was lost."""
-        with contextlib.suppress(RefusedError, UnreachableError):
+        with contextlib.suppress(EngineDiedError):
             self._run(self._client.post("/abort_request", {"abort_all": True}, QUERY_SECONDS))
             # It may have been left in the middle of an update.
             self._run(self._client.post("/continue_generation", CONTINUE, QUERY_SECONDS))
@@ -156,7 +147,10 @@ class RemoteEngine(RequestTracker):
             self._run(self._client.post("/end_weight_update", {}, UPDATE_SECONDS))
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return self._client.start(coroutine).result()
+        try:
+            return self._client.start(coroutine).result()
+        except (UnreachableError, RefusedError) as error:
+            raise self._lost(error) from None
 
     def abort(self) -> None:
         """Aborts all requests in flight."""
@@ -177,7 +171,7 @@ class RemoteEngine(RequestTracker):
             if "image_data" in fields and response["meta_info"].get("prompt_tokens", prompt_tokens) != prompt_tokens:
                 result = {"error": "SGLang has put other placeholders in place of the images than their processor"}
             elif not all(span["version"].isdigit() for span in result["spans"]):
-                result = {"lost": "it was restarted, and does not have the weights of this job"}
+                result = {"lost": RESTARTED}
         except UnreachableError as error:
             result = {"lost": str(error)}
         except RefusedError as error:
@@ -247,23 +241,18 @@ class RemoteEngine(RequestTracker):
     def pause(self) -> None:
         """Stops generation between two tokens; see `ProcessEngine.pause`. EngineDiedError where the server is lost."""
         self._is_paused = True
-        self._change_generation("/pause_generation", {"mode": "in_place" if self._keep_cache else "retract"})
+        mode = {"mode": "in_place" if self._keep_cache else "retract"}
+        self._run(self._client.post("/pause_generation", mode, UPDATE_SECONDS))
 
     def unpause(self) -> None:
         """Continues generation after `pause`; EngineDiedError where the server is lost."""
-        self._change_generation("/continue_generation", CONTINUE)
+        self._run(self._client.post("/continue_generation", CONTINUE, UPDATE_SECONDS))
         self._is_paused = False
 
     @property
     def _flushes(self) -> bool:
         """Whether an update flushes the cache, which a paused server may have to keep."""
         return not (self._is_paused and self._keep_cache)
-
-    def _change_generation(self, path: str, body: dict[str, Any]) -> None:
-        try:
-            self._run(self._client.post(path, body, UPDATE_SECONDS))
-        except (UnreachableError, RefusedError) as error:
-            raise self._lost(error) from None
 
     def begin_update(self) -> None:
         """Begins an update of the weights; no requests may be in flight, unless the server is paused."""

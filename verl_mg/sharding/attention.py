@@ -64,17 +64,8 @@ def _in_turns(tensor: int, *rows: int) -> tuple[Section, ...]:
 def indexer_params(prefix: str, indexer: Indexer, fused: bool = False) -> tuple[ParamRow, ...]:
     """Returns the parameters of an indexer, whole on every rank; `fused`: keys and weights of heads are one."""
     weight, bias = indexer.k_norm
-    projections = (
-        (ParamRow(prefix + "wk_weights_proj.weight", (indexer.k, indexer.head_weights)),)
-        if fused
-        else (
-            ParamRow(prefix + "wk.weight", (indexer.k,)),
-            ParamRow(prefix + "weights_proj.weight", (indexer.head_weights,)),
-        )
-    )
-    return (
-        ParamRow(prefix + "wq_b.weight", (indexer.q,)),
-        *projections,
-        ParamRow(prefix + "k_norm.weight", (weight,)),
-        ParamRow(prefix + "k_norm.bias", (bias,)),
-    )
+    joint = {"wk_weights_proj.weight": (indexer.k, indexer.head_weights)}
+    apart = {"wk.weight": (indexer.k,), "weights_proj.weight": (indexer.head_weights,)}
+    norms = {"k_norm.weight": (weight,), "k_norm.bias": (bias,)}
+    rows = {"wq_b.weight": (indexer.q,), **(joint if fused else apart), **norms}
+    return tuple(ParamRow(prefix + name, tensors) for name, tensors in rows.items())

@@ -33,6 +33,11 @@ class Piece:
     # Box in the shard. A shard may stack tensors: its additional leading dimensions have length 1 here.
     target: Box
 
+    def source_of(self, box: Box) -> Box:
+        """Returns the box in the tensor of a box in `target`, which has a dimension more in a stack of experts."""
+        stacked = len(self.target) - len(self.source)
+        return translate_box(box[stacked:], self.target[stacked:], self.source)
+
 
 @dataclass(frozen=True)
 class Shard:

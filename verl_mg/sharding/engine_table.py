@@ -30,7 +30,6 @@ from verl_mg.sharding.attention import indexer_params
 from verl_mg.sharding.param_spec import (
     Axis,
     HeadRows,
-    KeyRows,
     ParamRow,
     VocabularyRows,
     on_first_rank,
@@ -147,7 +146,7 @@ def _grouped_attention(a: GroupedAttention, config: HFConfig, rules: EngineRules
     params += optional_param(prefix + "sinks", a.sinks, split_rows, axis)
     for name, norm in zip("qk", a.norms, strict=bool(a.norms)):
         parameter = f"{prefix}{name}_norm.weight"
-        joint = ParamRow(parameter, (norm,), split_rows if name == "q" else KeyRows(config.kv_heads), axis)
+        joint = ParamRow(parameter, (norm,), HeadRows(config.kv_heads, int(name == "q")), axis)
         params.append(joint if config.joint_qk_norm else ParamRow(parameter, (norm,)))
     return tuple(params)
 

@@ -12,7 +12,6 @@ layers split rows in this sense.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -109,25 +108,19 @@ class SectionRows:
 
 @dataclass(frozen=True)
 class HeadRows:
-    """Rule for q, k and v: a slab of each; where ranks outnumber heads, `size / kv_heads` neighbours share a head."""
+    """Rule for tensors with rows for each head; where ranks outnumber heads, `size / kv_heads` neighbours share one.
+
+    All but the first `of_queries` tensors have the rows of the key-value heads.
+    """
 
     kv_heads: int  # key-value heads of a layer
+    of_queries: int = 1  # tensors of queries, of whose heads there is at least one for each rank
 
     def __call__(self, tensors: tuple[TensorSpec, ...], rank: int, size: int) -> Shard:
-        """Returns the shard; the tensors are q, k and v."""
-        q, *kv = tensors
-        return _concatenate([(q, size, rank), *_of_kv_heads(kv, self.kv_heads, rank, size)])
-
-
-@dataclass(frozen=True)
-class KeyRows:
-    """Rule for a tensor with rows for each key-value head, which ranks have as with `HeadRows`."""
-
-    kv_heads: int  # key-value heads of a layer
-
-    def __call__(self, tensors: tuple[TensorSpec, ...], rank: int, size: int) -> Shard:
-        """Returns the shard."""
-        return _concatenate(_of_kv_heads(tensors, self.kv_heads, rank, size))
+        """Returns the shard, a slab of each tensor."""
+        parts = min(size, self.kv_heads)  # more ranks than heads: neighbours repeat a slab
+        queries = [(tensor, size, rank) for tensor in tensors[: self.of_queries]]
+        return _concatenate(queries + [(t, parts, rank * parts // size) for t in tensors[self.of_queries :]])
 
 
 @dataclass(frozen=True)
@@ -198,14 +191,6 @@ def optional_param(
 ) -> tuple[ParamRow, ...]:
     """Returns a parameter in a tuple, or an empty tuple."""
     return (ParamRow(name, (tensor,), rule, axis),) if tensor else ()
-
-
-def _of_kv_heads(
-    tensors: Sequence[TensorSpec], kv_heads: int, rank: int, size: int
-) -> list[tuple[TensorSpec, int, int]]:
-    """Returns the slab of each tensor with a rank's key-value heads, for `_concatenate`."""
-    parts = min(size, kv_heads)  # more ranks than heads: neighbours repeat a slab
-    return [(tensor, parts, rank * parts // size) for tensor in tensors]
 
 
 def _concatenate(parts: list[tuple[TensorSpec, int, int]]) -> Shard:

@@ -9,7 +9,6 @@ the scores exists.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -105,27 +104,15 @@ def attend_with_block_mask(
     Shapes: query (queries, heads, d), key (T, kv_heads, d), value (T, kv_heads, d_v), result (queries, heads, d_v).
     """
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
-    score_mod = None if softcap is None else _tanh_softcap(softcap)
+    score_mod = None if softcap is None else lambda score, *_: softcap * torch.tanh(score / softcap)
     options: dict[str, Any] = {"score_mod": score_mod, "block_mask": mask, "scale": scale, "enable_gqa": True}
     options["kernel_options"] = KERNEL_OPTIONS
     # The log-sum-exp has gradients here; that of torch's variable-length kernel has none.
     if sinks is None:
-        context: Tensor = _flex_attention(q, k, v, **options)
-        return context[0].transpose(0, 1)
+        return _flex_attention(q, k, v, **options)[0].transpose(0, 1)
     without, log_sum = _flex_attention(q, k, v, return_lse=True, **options)
-    return _with_sinks(without, log_sum, sinks)[0].transpose(0, 1)
-
-
-def _with_sinks(context: Tensor, log_sum: Tensor, sinks: Tensor) -> Tensor:
     share = torch.sigmoid(log_sum.float() - sinks.float()[:, None])
-    return (context * share[..., None]).to(context.dtype)
-
-
-def _tanh_softcap(softcap: float) -> Callable[..., Tensor]:
-    def bounded(score: Tensor, *_: Tensor) -> Tensor:
-        return softcap * torch.tanh(score / softcap)
-
-    return bounded
+    return (without * share[..., None]).to(without.dtype)[0].transpose(0, 1)
 
 
 def _bounds(tokens: int) -> tuple[Tensor, Tensor]:

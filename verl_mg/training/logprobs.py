@@ -47,20 +47,14 @@ DIVERGENCE_COPIES = 6  # tensors as large as the logits that a chunk needs for a
 class OutputLayer:
     """Output layer of one rank, which turns hidden states into log-probabilities."""
 
-    weight: Tensor
-    """(rows, h), this rank's vocabulary shard."""
-    first_token: int
-    """Token id of the shard's first row."""
-    real_rows: int
-    """Number of rows of the shard that are tokens; the others are padding."""
-    group: dist.ProcessGroup | None
-    """Tensor-parallel ranks; None: the rank has the whole vocabulary."""
-    softcap: float | None = None
-    """Bound c of logits z, as c * tanh(z / c) (Gemma 2, arXiv:2408.00118); None for none."""
+    weight: Tensor  # (rows, h), this rank's vocabulary shard
+    first_token: int  # token id of the shard's first row
+    real_rows: int  # number of rows of the shard that are tokens; the others are padding
+    group: dist.ProcessGroup | None  # tensor-parallel ranks; None: the rank has the whole vocabulary
+    softcap: float | None = None  # bound c of logits z, as c * tanh(z / c) (Gemma 2, arXiv:2408.00118); None for none
     fused_gradient: bool = False
     """Add the gradient of the weight to its gradient buffer in the product, see `weight_gradients`."""
-    scale: float = 1.0
-    """Factor of the products of hidden states and weights."""
+    scale: float = 1.0  # factor of the products of hidden states and weights
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Computes the float32 logits (n, real_rows) of hidden states (n, h)."""
@@ -130,11 +124,9 @@ class OutputHead:
 class VocabularyShard:
     """Part of a vocabulary on one rank."""
 
-    first: int
-    """Id of its first token."""
+    first: int  # id of its first token
     rows: int
-    group: dist.ProcessGroup | None
-    """Ranks with the other parts; None: the rank has the whole vocabulary."""
+    group: dist.ProcessGroup | None  # ranks with the other parts; None: the rank has the whole vocabulary
 
 
 def load_teacher_layer(
@@ -353,14 +345,10 @@ class _LogProbs(torch.autograd.Function):
             torch.mm(grad_logits, weight[: layer.real_rows], out=grad_hidden[chunk])
             if buffer is not None:
                 wgrad_gemm_accum_fp32(hidden[chunk], grad_logits, buffer[: layer.real_rows])
-        return grad_hidden, _weight_gradient(weight, buffer, ctx.buffer), *[None] * 5
-
-
-def _weight_gradient(weight: Tensor, sums: Tensor | None, buffer: Tensor | None) -> Tensor | None:
-    """Returns the gradient for autograd from float32 sums of all chunks, unless these are in the gradient buffer."""
-    if sums is None:
-        return None
-    return added_to_buffer(weight) if sums is buffer else sums.to(weight.dtype)
+        grad_weight = None
+        if buffer is not None:  # float32 sums of all chunks
+            grad_weight = added_to_buffer(weight) if buffer is ctx.buffer else buffer.to(weight.dtype)
+        return grad_hidden, grad_weight, *[None] * 5
 
 
 def _pick(logits: Tensor, local: Tensor, is_local: Tensor) -> Tensor:

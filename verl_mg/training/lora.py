@@ -26,8 +26,7 @@ ADAPTER = "adapter"  # attribute name of the adapters in their layer
 class LayerAdapter(Protocol):
     """Adapters of the tensors of one layer."""
 
-    enabled: bool
-    """Whether the layer adds its adapters."""
+    enabled: bool  # whether the layer adds its adapters
 
 
 class Adapters(ABC):

@@ -88,8 +88,7 @@ class TokenOrder:
 class SharedTokens:
     """First tokens of rows that other rows of the micro-batch have packed, in host memory."""
 
-    rows: Tensor
-    """(rows,) int64, the row that has the last one of them packed."""
+    rows: Tensor  # (rows,) int64, the row that has the last one of them packed
     counts: Tensor
     """(rows,) int64, number of them; 0 in a row that is packed whole, and less in `rows` than in the row itself."""
 
@@ -114,7 +113,8 @@ def token_order(
     # Padding is a sequence by itself, to which no token of a row attends.
     sequences = torch.cat([padded, last])
     starts = padded.cumsum(0) - padded
-    places = torch.repeat_interleave(starts, computed) + _positions(computed)
+    places = torch.repeat_interleave(starts, computed) + positions_of(computed)
+    neighbouring = torch.arange(total + filler).chunk(shard.cp)[shard.cp_index]
     if shared:
         rows = _with_shared(places.split(computed.tolist()), shared)
         packed = computed > 0
@@ -122,15 +122,12 @@ def token_order(
         return TokenOrder(
             lengths=torch.cat([computed[packed], last]),
             places=torch.cat(rows),
-            local=torch.arange(total + filler).chunk(shard.cp)[shard.cp_index],
+            local=neighbouring,
             zigzag=False,
             key_lengths=torch.cat([lengths[packed], last]),
             keys=torch.cat([*keys, total + torch.arange(filler)]),
         )
-    if zigzag:
-        local = zigzag_tokens(sequences, shard.cp, shard.cp_index)
-    else:
-        local = torch.arange(total + filler).chunk(shard.cp)[shard.cp_index]
+    local = zigzag_tokens(sequences, shard.cp, shard.cp_index) if zigzag else neighbouring
     return TokenOrder(sequences, places, local, zigzag)
 
 
@@ -143,7 +140,7 @@ def zigzag_tokens(lengths: Tensor, cp: int, cp_index: int) -> Tensor:
     numbers = torch.tensor([cp_index, 2 * cp - 1 - cp_index])
     starts = (lengths.cumsum(0) - lengths)[:, None] + chunk[:, None] * numbers
     sizes = chunk.repeat_interleave(2)
-    return torch.repeat_interleave(starts.flatten(), sizes) + _positions(sizes)
+    return torch.repeat_interleave(starts.flatten(), sizes) + positions_of(sizes)
 
 
 def _with_shared(places: Sequence[Tensor], shared: SharedTokens) -> list[Tensor]:
@@ -157,7 +154,7 @@ def _with_shared(places: Sequence[Tensor], shared: SharedTokens) -> list[Tensor]
     return rows
 
 
-def _positions(lengths: Tensor) -> Tensor:
+def positions_of(lengths: Tensor) -> Tensor:
     """Returns the position of each token in its sequence: (n,) -> (sum(lengths),)."""
     starts = lengths.cumsum(0) - lengths
     return torch.arange(int(lengths.sum())) - torch.repeat_interleave(starts, lengths)

@@ -16,17 +16,14 @@ from verl_mg.sharding.model_table import Head
 class ModelSpec:
     """Model of a role: a new option of models is a field here, and the place that uses it."""
 
-    path: Path
-    """Hugging Face directory."""
-    dtype: torch.dtype
-    """Type in which the model computes, and in which its weights are sent and exported."""
+    path: Path  # Hugging Face directory
+    dtype: torch.dtype  # type in which the model computes, and in which its weights are sent and exported
     head: Head = "language"
     hidden_offset: int = 1
     """Offset from a token to the hidden state that scores it: 1 for language-model heads, 0 for reward heads."""
     keeps_multi_token: bool = False
     """Load the layer of multi-token prediction, which engines and exports need; modules of `transformers` have none."""
-    trained: bool = True
-    """The weights, or adapters to them, are trained."""
+    trained: bool = True  # the weights, or adapters to them, are trained
     from_checkpoint: bool = False
     """Leave what is trained uninitialized, for a checkpoint that is restored before the first pass."""
     recompute: Recompute = False

@@ -78,12 +78,9 @@ class Sequences:
 class Scores:
     """Treatment of the scores of queries and keys."""
 
-    scale: float | None = None
-    """Factor of the scores; None for 1 / sqrt(d)."""
-    window: int | None = None
-    """Number of tokens that a token attends to at most, itself included; None for all."""
-    softcap: float | None = None
-    """Bound c of scores z, as c * tanh(z / c) (Gemma 2, arXiv:2408.00118); None for none."""
+    scale: float | None = None  # factor of the scores; None for 1 / sqrt(d)
+    window: int | None = None  # number of tokens that a token attends to at most, itself included; None for all
+    softcap: float | None = None  # bound c of scores z, as c * tanh(z / c) (Gemma 2, arXiv:2408.00118); None for none
     sinks: Tensor | None = None
     """(heads,) further scores of each head's softmax, without values (gpt-oss, arXiv:2508.10925); None for none."""
 
@@ -188,7 +185,7 @@ def use_fastest_kernels() -> None:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != HOPPER:
         return
     known = IMPLEMENTATION in attention.list_flash_attention_impls()
-    if known and _active() is None and importlib.util.find_spec(PACKAGE):
+    if known and attention.current_flash_attention_impl() is None and importlib.util.find_spec(PACKAGE):
         attention.activate_flash_attention_impl(IMPLEMENTATION)
 
 
@@ -199,11 +196,7 @@ def takes_value_width(width: int, value_width: int) -> bool:
         return True
     # The condition of its forward pass; its backward pass takes any widths up to its maximum.
     has_kernel = (128 < width <= 192 and 96 < value_width <= 128) or (width <= 64 and value_width <= 512)
-    return has_kernel and _active() == IMPLEMENTATION
-
-
-def _active() -> str | None:
-    return attention.current_flash_attention_impl()
+    return has_kernel and attention.current_flash_attention_impl() == IMPLEMENTATION
 
 
 class _AllToAll(torch.autograd.Function):

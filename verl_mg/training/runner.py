@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch import Tensor, UntypedStorage
 
 from verl_mg import device
 from verl_mg.batch import Batch
+from verl_mg.distributed.collectives import ProcessGroups
 from verl_mg.layout import Coordinates, Layout, Placement, Stage
 from verl_mg.phase_timer import PhaseTimer
 from verl_mg.sharding.boxes import Box, Shard
@@ -41,12 +42,51 @@ class Pass:
     forward_only: bool
 
 
-class RoleGroups(Protocol):
-    """Process groups of a placement, of either backend."""
+class RoleGroups:
+    """Process groups of a placement; every rank of the job constructs them at the same time.
 
-    placement: Placement
-    host_group: dist.ProcessGroup | None
-    dynamic_cp: bool
+    Attributes:
+        placement: the ranks and their layout.
+        host_group: all ranks of the placement, for messages in host memory; None where these are all ranks of the job.
+        dynamic_cp: whether fewer than all context-parallel ranks may share a micro-batch.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        requested: Iterable[tuple[int, ...]],
+        dynamic_cp: bool,
+        process_groups: ProcessGroups | None,
+    ) -> None:
+        self.placement, self.dynamic_cp = placement, dynamic_cp
+        self._coordinates = placement.coordinates(dist.get_rank())
+        process_groups, backend = process_groups or ProcessGroups(), device.group_backend()
+        # All ranks request all groups in one order, because torch names a group by the number of calls.
+        self._made = {ranks: process_groups.of(ranks, backend) for ranks in requested}
+        is_whole_job = len(placement.ranks) == dist.get_world_size()
+        # The other groups have only NCCL on GPUs: a gloo half would connect each pair of their ranks.
+        self.host_group = None if is_whole_job else process_groups.of(placement.ranks, "gloo")
+
+    @property
+    def layout(self) -> Layout:
+        """Parallel sizes of the placement."""
+        return self.placement.layout
+
+    @property
+    def is_member(self) -> bool:
+        """True on the ranks of the placement."""
+        return self._coordinates is not None
+
+    @property
+    def coordinates(self) -> Coordinates:
+        """Coordinates of this rank in the layout; LookupError outside the placement."""
+        if self._coordinates is None:
+            raise LookupError(f"rank {dist.get_rank()} is not among the ranks {self.placement.ranks} of {self.layout}")
+        return self._coordinates
+
+    def _groups_here(self, sets: Iterable[tuple[int, ...]]) -> dict[int, Any]:
+        """Returns the groups of this rank among sets of ranks, by their size."""
+        return {len(ranks): self._made[ranks] for ranks in sets if dist.get_rank() in ranks}
 
 
 class Runner(ABC):

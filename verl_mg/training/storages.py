@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
+from verl_mg import device
+
 Numbers = list[dict[str, int | float]]  # scalars of each parameter group of an optimizer, by name
 
 
@@ -17,6 +19,12 @@ def storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
     # Weights are views of few storages, each of which is moved once.
     by_address = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
     return [storage for storage in by_address.values() if storage.nbytes()]
+
+
+def storages_here(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
+    """Returns the distinct storages of the tensors that are on this rank's device."""
+    place = device.current_device().type
+    return storages(tensor for tensor in tensors if tensor.device.type == place)
 
 
 def as_bytes(storage: UntypedStorage) -> Tensor:

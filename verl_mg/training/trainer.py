@@ -35,7 +35,7 @@ from verl_mg.training.logprobs import EVERYTHING, TokenOutputs
 from verl_mg.training.loss_inputs import LossInputs, loss_tokens
 from verl_mg.training.microbatch import MicroBatch
 from verl_mg.training.runner import LossClosure, Report, Runner
-from verl_mg.training.storages import Snapshot
+from verl_mg.training.storages import Snapshot, storages_here
 
 log = logging.getLogger(__name__)
 
@@ -70,14 +70,10 @@ TokenLoss = Callable[[LossInputs], tuple[Tensor, Mapping[str, Tensor]]]
 class MiniBatch:
     """Rows of one optimizer step: this rank's, and their numbers over all ranks."""
 
-    micro_batches: list[Batch]
-    """With TRAJECTORY_TOKENS where a trajectory has several rows."""
-    cp_sizes: list[int] | None
-    """Number of context-parallel ranks that share each micro-batch; None for all of them."""
-    num_tokens: int
-    """Scored tokens over all ranks."""
-    num_sequences: int
-    """Trajectories with scored tokens over all ranks."""
+    micro_batches: list[Batch]  # with TRAJECTORY_TOKENS where a trajectory has several rows
+    cp_sizes: list[int] | None  # number of context-parallel ranks that share each micro-batch; None for all of them
+    num_tokens: int  # scored tokens over all ranks
+    num_sequences: int  # trajectories with scored tokens over all ranks
 
 
 @dataclass(frozen=True)
@@ -85,13 +81,10 @@ class Objective:
     """Loss that an update minimizes."""
 
     loss: TokenLoss
-    aggregation: str
-    """Aggregation of token losses, see `algorithms.aggregation`."""
+    aggregation: str  # aggregation of token losses, see `algorithms.aggregation`
     temperature: float
-    outputs: TokenOutputs = EVERYTHING
-    """Outputs of a language model that the loss needs."""
-    max_length: int | None = None
-    """Tokens of the longest possible response, for "seq-mean-token-sum-norm"."""
+    outputs: TokenOutputs = EVERYTHING  # outputs of a language model that the loss needs
+    max_length: int | None = None  # tokens of the longest possible response, for "seq-mean-token-sum-norm"
 
 
 def count_non_finite(buffers: Iterable[Tensor]) -> Tensor:
@@ -169,11 +162,20 @@ class Trainer(ABC):
     scheduler: LearningRateSchedule
     _last_good: Snapshot | None = None
 
-    def __init__(self, runner: Runner, config: OptimizerConfig, guard: GuardConfig | None, name: str) -> None:
+    def __init__(
+        self, runner: Runner, config: OptimizerConfig, guard: GuardConfig | None = None, name: str = "actor"
+    ) -> None:
         check_schedule(config, name)
-        self._runner, self._config, self._name = runner, config, name
+        self.runner, self._config, self._name = runner, config, name
         is_first = torch.distributed.get_rank() == runner.placement.ranks[0]
         self._guard = UpdateGuard(guard or GuardConfig(), name, logs=is_first)
+        if runner.is_member:
+            self._build()
+            self._last_good = self.snapshot() if self._guard.rolls_back else None
+
+    def snapshot(self) -> Snapshot:
+        """Returns an empty snapshot of the weights and the optimizer state."""
+        return Snapshot(self._updated_storages, lambda: self.inner_optimizers)
 
     def update(self, mini_batch: MiniBatch, objective: Objective) -> dict[str, float]:
         """Updates the model on one mini-batch; all ranks of the placement call it. UserError, see `UpdateGuard.check`.
@@ -202,15 +204,29 @@ class Trainer(ABC):
             means = {name: mean(values.detach()) for name, values in metrics.items()}
             return total, {"loss": total.detach().double(), **means}
 
-        host_group = self._runner.host_group
-        with self._runner.timer("update"):
+        host_group = self.runner.host_group
+        with self.runner.timer("update"):
             reports = self._compute_gradients(mini_batch, objective, loss_closure)
-            self._runner.timer.barrier("update", host_group)
+            self.runner.timer.barrier("update", host_group)
             # In host memory, where every rank adds the same numbers in the same order: the verdict must be one for all.
             sums = sum_over_ranks(reports, host_group)
             verdict, guard_metrics = self._guard.check(sums)
             loss_metrics = {name: value for name, value in sums.items() if name != NON_FINITE_BUFFERS}
             return loss_metrics | guard_metrics | self._apply(verdict)
+
+    def _compute_gradients(
+        self, mini_batch: MiniBatch, objective: Objective, loss_closure: LossClosure
+    ) -> list[dict[str, float]]:
+        """Runs forward and backward passes and returns this rank's reports, to be summed over all ranks."""
+        runner, micro_batches, cp_sizes = self.runner, mini_batch.micro_batches, mini_batch.cp_sizes
+        with runner.timer("optimizer"):
+            loss_closure = self._clear_gradients(mini_batch, loss_closure)
+        reports = runner.run(micro_batches, objective.temperature, loss_closure, False, cp_sizes, objective.outputs)
+        selected = [report for report in runner.select_outputs(reports, cp_sizes) if report is not None]
+        with runner.timer("optimizer"):
+            further = self._complete_gradients()
+            non_finite = count_non_finite(self._gradients())
+        return to_host([*selected, {NON_FINITE_BUFFERS: non_finite} | further])
 
     def allocate_moments(self) -> None:
         """Creates the optimizer's moments if there are none yet: zeros, as the first step would create them."""
@@ -253,7 +269,8 @@ class Trainer(ABC):
 
     def _fill(self, fill: Callable[[StoredBox], None], prefix: str, moments: float | None) -> None:
         had_moments = self._steps_taken() is not None
-        self._clear_moments()
+        for inner in self.inner_optimizers:
+            inner.state.clear()
         if moments is not None:
             self._make_moments(moments)
         for box in self._state():
@@ -275,19 +292,38 @@ class Trainer(ABC):
             self.scheduler = LearningRateSchedule(self.optimizer, self._config)
         return {"grad_norm": grad_norm, "lr": self.optimizer.param_groups[0]["lr"]}
 
+    def gradient_storages(self) -> list[UntypedStorage]:
+        """Returns the storages of gradients on the device, which an update clears before it begins."""
+        return storages_here(self._gradients())
+
+    @abstractmethod
+    def _build(self) -> None:
+        """Creates optimizer and schedule, on a rank of the placement."""
+
+    @property
+    @abstractmethod
+    def inner_optimizers(self) -> list[torch.optim.Optimizer]:
+        """The torch optimizers of this rank."""
+
     @abstractmethod
     def state_storages(self) -> list[UntypedStorage]:
         """Returns the storages of the optimizer state on the model's device that are not the weights themselves."""
 
     @abstractmethod
-    def gradient_storages(self) -> list[UntypedStorage]:
-        """Returns the storages of gradients, which an update clears before it begins."""
+    def _updated_storages(self) -> list[UntypedStorage]:
+        """Returns the storages that an update writes, except gradients; frozen weights are not among them."""
 
     @abstractmethod
-    def _compute_gradients(
-        self, mini_batch: MiniBatch, objective: Objective, loss_closure: LossClosure
-    ) -> list[dict[str, float]]:
-        """Runs forward and backward passes and returns this rank's reports, to be summed over all ranks."""
+    def _gradients(self) -> Iterator[Tensor]:
+        """Yields this rank's parts of the gradients, or the buffers that they are in."""
+
+    @abstractmethod
+    def _clear_gradients(self, mini_batch: MiniBatch, loss_closure: LossClosure) -> LossClosure:
+        """Clears gradients before an update; returns the loss to differentiate, with losses of the backend's layers."""
+
+    @abstractmethod
+    def _complete_gradients(self) -> Report:
+        """Sums over ranks what the backward pass has not summed, and returns this rank's further reports."""
 
     @abstractmethod
     def _step(self) -> float:
@@ -304,10 +340,6 @@ class Trainer(ABC):
     @abstractmethod
     def _make_moments(self, steps: float) -> None:
         """Creates zero moments that count as having taken a number of steps."""
-
-    @abstractmethod
-    def _clear_moments(self) -> None:
-        """Removes the moments, as before the first step."""
 
     @abstractmethod
     def _use_restored_weights(self) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -86,8 +87,7 @@ def _in_one_memory(parameters: Mapping[str, Tensor]) -> Iterator[Mapping[str, Te
 
 def _not_in_files(shard: Shard, drawn: frozenset[str]) -> Shard:
     """Returns the padding of a shard, and its pieces of tensors that are drawn instead of read."""
-    pieces: tuple[Piece, ...] = tuple(piece for piece in shard.pieces if piece.tensor in drawn)
-    return Shard(shard.shape, pieces, shard.padding)
+    return replace(shard, pieces=tuple(piece for piece in shard.pieces if piece.tensor in drawn))
 
 
 WEIGHTS = "weights"  # namespace of the weights in a checkpoint
@@ -113,12 +113,8 @@ def stored_boxes(namespace: str, shard: Shard, values: Tensor, at: Box) -> Itera
     for piece in shard.pieces:
         common = intersect(at, piece.target)
         if common is not None:
-            # A stack of experts has a dimension more than the matrices of the checkpoint that it is made of.
-            stacked = len(piece.target) - len(piece.source)
-            box = translate_box(common[stacked:], piece.target[stacked:], piece.source)
-            yield StoredBox(
-                namespace, piece.tensor, box, values[slices(translate_box(common, at, origin))].view(box_shape(box))
-            )
+            box, part = piece.source_of(common), values[slices(translate_box(common, at, origin))]
+            yield StoredBox(namespace, piece.tensor, box, part.view(box_shape(box)))
 
 
 CHUNK_BYTES = 2**28  # bytes of whole rows that a rank has at a time
@@ -155,7 +151,7 @@ def whole_rows(whole: ShardMap, transposed: Collection[str] = ()) -> ExplicitSha
     split = {}
     for name, info in whole.tensors.items():
         replicas = whole.replicas(name)
-        if name in transposed or all(_has_whole_rows(item.box, info.shape) for item in replicas):
+        if name in transposed or all(item.box[1:] == full_box(info.shape[1:]) for item in replicas):
             continue
         split[name] = info
         height, columns = info.shape[0], full_box(info.shape[1:])
@@ -167,7 +163,3 @@ def whole_rows(whole: ShardMap, transposed: Collection[str] = ()) -> ExplicitSha
                 shape = (stop - start, *info.shape[1:])
                 shards[rank][name] = Shard(shape, (Piece(name, ((start, stop), *columns), full_box(shape)),))
     return ExplicitShardMap(shards, split)
-
-
-def _has_whole_rows(box: Box, shape: tuple[int, ...]) -> bool:
-    return box[1:] == full_box(shape[1:])

@@ -4,74 +4,26 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
 from verl_mg.view.index import SampleIndex
-from verl_mg.view.rows import (
-    ADDED,
-    COLUMN,
-    EXCERPT,
-    IDENTITY,
-    NOTHING,
-    TRAJECTORY,
-    join_counts,
-    parse_conversation,
-    read_excerpts,
-)
+from verl_mg.view.rows import ADDED, COLUMN, IDENTITY, NOTHING, parse_conversation, read_excerpts
 from verl_mg.view.search import Query, Search
 
-SCHEMA = pa.schema(
-    [
-        ("iteration", pa.int64()),
-        ("call", pa.int32()),
-        ("sample_id", pa.int64()),
-        ("group", pa.int64()),
-        ("prompt_id", pa.int64()),
-        ("policy_version", pa.int64()),
-        ("prompt", pa.string()),
-        ("response", pa.string()),
-        ("source", pa.string()),
-        ("finish", pa.string()),
-        ("reward", pa.float32()),
-        ("prompt_length", pa.int32()),
-        ("loss_mask", pa.list_(pa.bool_())),
-        ("trajectory", pa.int64()),
-        (COLUMN, pa.string()),
-    ]
-)
-"""Columns of the lists of an iteration; a sample has more. Files of earlier runs have no trajectory."""
 BRIEF = (*IDENTITY, "trajectory", "group", "prompt_id", "policy_version", "source", "finish", "reward", "length")
 # Seconds that a request searches texts; the next one continues.
 SEARCH_SECONDS = 0.5
 # Searches that are kept, for further pages of them. One that matches 10 million samples has 40 MB.
 SEARCHES = 4
-
-
-def _length() -> pc.Expression:
-    # The mask is the smallest column with one entry per token.
-    return pc.list_value_length(pc.field("loss_mask")) - pc.field("prompt_length")
-
-
-def _trajectory() -> pc.Expression:
-    return pc.coalesce(pc.field("trajectory"), pc.field("sample_id"))
-
-
-def _columns(names: Iterable[str]) -> dict[str, pc.Expression]:
-    computed = {"length": _length(), "trajectory": _trajectory()}
-    return {name: computed.get(name, pc.field(name)) for name in names}
-
-
-def _excerpt(name: str) -> pc.Expression:
-    return pc.utf8_slice_codeunits(pc.field(name), 0, EXCERPT)
 
 
 class Samples:
@@ -107,14 +59,15 @@ class Samples:
             search = self._search(query)
             search.advance(SEARCH_SECONDS)
             total, page = search.page(query)
-        texts = {_identity(row): row for row in read_excerpts(self._folder, page, search.terms)}
-        listed = [
-            {name: row[name] for name in (*BRIEF, *ADDED)} | texts[_identity(row)]
-            for row in page
-            if _identity(row) in texts
-        ]
         progress = self.index.progress(search.segments, query.first, query.last)
-        return {"total": total, "rows": _finite(listed), "share": search.share, "index": progress}
+        listed = self._listed(page, search.terms)
+        return {"total": total, "rows": listed, "share": search.share, "index": progress}
+
+    def _listed(self, rows: Sequence[dict[str, Any]], terms: Sequence[str]) -> list[dict[str, Any]]:
+        """Returns rows of the index as a list shows them, with excerpts; none where a file was replaced."""
+        texts = {_identity(row): row for row in read_excerpts(self._folder, rows, terms)}
+        known = (row for row in rows if _identity(row) in texts)
+        return [_finite({name: row[name] for name in (*BRIEF, *ADDED)} | texts[_identity(row)]) for row in known]
 
     def _search(self, query: Query) -> Search:
         """Returns the search of a query; as long as its segments are the same, the one of an earlier call."""
@@ -130,14 +83,16 @@ class Samples:
     def prompts(self, iteration: int) -> list[dict[str, Any]]:
         """Returns the prompts of an iteration: id and text, number of samples, mean reward, mean length."""
         # A trajectory counts once, by its first segment.
-        columns = _columns((*IDENTITY, "trajectory", "prompt_id", "reward", "length")) | {"prompt": _excerpt("prompt")}
-        table = _first_of_each(self._scan(iteration, iteration, columns, None))
-        grouped = table.group_by("prompt_id", use_threads=False).aggregate(
-            [("prompt", "first"), ("prompt", "count"), ("reward", "mean"), ("length", "mean")]
-        )
-        names = {"prompt_first": "prompt", "prompt_count": "samples", "reward_mean": "reward", "length_mean": "length"}
-        renamed = grouped.rename_columns([names.get(name, name) for name in grouped.column_names])
-        return [_finite(row) for row in renamed.sort_by("prompt_id").to_pylist()]
+        query = Query(first=iteration, last=iteration, trajectories=True)
+        rows: dict[int, list[dict[str, Any]]] = defaultdict(list)
+        for row in Search(self.index.segments(iteration, iteration), query).rows():
+            rows[row["prompt_id"]].append(row)
+        prompts = []
+        for first in self._listed([same[0] for _, same in sorted(rows.items())], ()):
+            same = rows[first["prompt_id"]]
+            means = {name: _mean(row[name] for row in same) for name in ("reward", "length")}
+            prompts.append({name: first[name] for name in ("prompt_id", "prompt")} | {"samples": len(same)} | means)
+        return prompts
 
     def get(self, iteration: int, call: int, sample_id: int) -> dict[str, Any] | None:
         """Returns a sample with all columns but its conversation; None where there is no such sample."""
@@ -150,59 +105,30 @@ class Samples:
         if sample is None:
             return None
         trajectory = sample.get("trajectory", sample_id)
-        selected = (pc.field("call") == call) & (_trajectory() == trajectory)
-        text = self._scan(iteration, iteration, _columns((COLUMN,)), selected & pc.field(COLUMN).is_valid())
-        conversation = parse_conversation(text[COLUMN][0].as_py()) if len(text) else None
+        of_trajectory = (pc.field("call") == call) & (pc.field("trajectory") == trajectory)
+        texts = self._rows(iteration, of_trajectory & pc.field(COLUMN).is_valid(), lambda f: f.name == COLUMN)
+        conversation = next((parse_conversation(row[COLUMN]) for row in texts), None)
         if conversation is None:
             return None
-        rows = self._listed(iteration, selected).sort_by("sample_id").to_pylist()
-        return {"sample": sample, "conversation": _finite(conversation), "rows": _finite(rows)}
+        query = Query(first=iteration, last=iteration, call=call, trajectory=trajectory)
+        rows = Search(self.index.segments(iteration, iteration), query).rows()
+        return {"sample": sample, "conversation": _finite(conversation), "rows": self._listed(rows, ())}
 
     def _row(
         self, iteration: int, call: int, sample_id: int, wanted: Callable[[pa.Field], bool]
     ) -> dict[str, Any] | None:
         selected = (pc.field("call") == call) & (pc.field("sample_id") == sample_id)
-        for file in filter(_readable, self._files(iteration, iteration)):
-            columns = [field.name for field in pq.read_schema(file) if wanted(field)]
-            for row in pq.read_table(file, columns=columns, filters=selected).to_pylist():
-                return _finite(row | {"parts": dict(row.get("parts") or ())})
-        return None
+        row = next(self._rows(iteration, selected, wanted), None)
+        return row and _finite(row | {"parts": dict(row.get("parts") or ())})
 
-    def _listed(self, iteration: int, condition: pc.Expression) -> pa.Table:
-        """Returns rows of an iteration with the columns of a list, in any order."""
-        columns = _columns(BRIEF) | {name: _excerpt(name) for name in ("prompt", "response")}
-        table = self._scan(iteration, iteration, columns, condition)
-        return join_counts(table, self._files(iteration, iteration))
-
-    def _scan(
-        self, first: int | None, last: int | None, columns: dict[str, pc.Expression], condition: pc.Expression | None
-    ) -> pa.Table:
-        files = list(self._files(first, last))
-        try:
-            return _read(files, columns, condition)
-        except (OSError, pa.ArrowException):
-            # A resumed run replaces its files; a damaged file must not hide the others.
-            return _read([file for file in files if _readable(file)], columns, condition)
-
-    def _files(self, first: int | None, last: int | None) -> Iterator[Path]:
-        for iteration in self.index.iterations():
-            if (first is None or iteration >= first) and (last is None or iteration <= last):
-                yield from sorted((self._folder / f"{iteration:06d}").glob("rank-*.parquet"))
-
-
-def _read(files: Sequence[Path], columns: dict[str, pc.Expression], condition: pc.Expression | None) -> pa.Table:
-    if not files:
-        return ds.dataset(SCHEMA.empty_table()).to_table(columns=columns)
-    dataset = ds.dataset([str(file) for file in files], schema=SCHEMA, format="parquet")
-    return dataset.to_table(columns=columns, filter=condition)
-
-
-def _first_of_each(rows: pa.Table) -> pa.Table:
-    """Returns the row of each trajectory with the lowest sample id."""
-    others = [name for name in rows.column_names if name not in TRAJECTORY]
-    grouped = rows.sort_by("sample_id").group_by(list(TRAJECTORY), use_threads=False)
-    first = grouped.aggregate([(name, "first") for name in others])
-    return first.rename_columns([name.removesuffix("_first") for name in first.column_names])
+    def _rows(
+        self, iteration: int, selected: pc.Expression, wanted: Callable[[pa.Field], bool]
+    ) -> Iterator[dict[str, Any]]:
+        """Yields rows of an iteration's files; damaged ones have none, and a resumed run replaces its files."""
+        for file in filter(_readable, sorted((self._folder / f"{iteration:06d}").glob("rank-*.parquet"))):
+            # Files without agents have no conversations.
+            if columns := [field.name for field in pq.read_schema(file) if wanted(field)]:
+                yield from pq.read_table(file, columns=columns, filters=selected).to_pylist()
 
 
 def _readable(file: Path) -> bool:
@@ -215,6 +141,11 @@ def _readable(file: Path) -> bool:
 
 def _identity(row: dict[str, Any]) -> tuple[int, ...]:
     return tuple(row[name] for name in IDENTITY)
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    known = [value for value in values if math.isfinite(value)]
+    return fmean(known) if known else None
 
 
 def _finite(value: Any) -> Any:

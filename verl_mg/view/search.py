@@ -36,6 +36,7 @@ class Query:
     call: int | None = None  # call of the rollout within the iteration
     group: int | None = None
     prompt_id: int | None = None
+    trajectory: int | None = None
     reward_from: float | None = None
     reward_to: float | None = None
     length_from: int | None = None  # smallest number of response tokens
@@ -78,7 +79,7 @@ class Query:
             # NOTHING is -1: without a lower bound, samples without an agent would match.
             if name == "agent_turns" and not low and high is not None:
                 conditions.append(segment.column(name) != NOTHING)
-        for name in ("call", "group", "prompt_id"):
+        for name in ("call", "group", "prompt_id", "trajectory"):
             if (value := getattr(self, name)) is not None:
                 conditions.append(segment.column(name) == value)
         for name in ("finish", "source"):
@@ -138,6 +139,12 @@ class Search:
                 yield
             self._matches[place] = np.sort(np.asarray(self._reading[1], np.int32))
 
+    def rows(self) -> list[dict[str, Any]]:
+        """Returns all matching rows so far, with all columns."""
+        matches = zip(self.segments, map(self._of, range(len(self.segments))), strict=True)
+        tables = (segment.rows if rows is None else segment.rows.take(rows) for segment, rows in matches)
+        return [row for table in tables for row in _entries(table)]
+
     def page(self, query: Query) -> tuple[int, list[dict[str, Any]]]:
         """Returns the number of matching rows so far, and the page of them that `query` selects, with all columns."""
         matches = [self._of(place) for place in range(len(self.segments))]
@@ -148,7 +155,8 @@ class Search:
         for position in chosen.tolist():
             place = int(np.searchsorted(bounds, position, side="right")) - 1
             rows, offset = matches[place], position - int(bounds[place])
-            entries.append(_entry(self.segments[place], offset if rows is None else int(rows[offset])))
+            row = offset if rows is None else int(rows[offset])
+            entries += _entries(self.segments[place].rows.slice(row, 1))
         return int(bounds[-1]), entries
 
     def _of(self, place: int) -> np.ndarray | None:
@@ -209,9 +217,6 @@ def _page(key: np.ndarray, descending: bool, offset: int, limit: int) -> np.ndar
     return np.concatenate(parts)[offset - below : end - below]
 
 
-def _entry(segment: Segment, row: int) -> dict[str, Any]:
-    """Returns a row with the columns of the index, None where it has no value."""
-    values: dict[str, Any] = segment.rows.slice(row, 1).to_pylist()[0]
-    for name in OPTIONAL:
-        values[name] = None if values[name] == NOTHING else values[name]
-    return values
+def _entries(rows: pa.Table) -> list[dict[str, Any]]:
+    """Returns rows with the columns of the index, None where a row has no value."""
+    return [row | {name: None for name in OPTIONAL if row[name] == NOTHING} for row in rows.to_pylist()]

@@ -12,7 +12,6 @@ from functools import cache
 import torch
 import torch.distributed as dist
 
-from verl_mg import device
 from verl_mg.checkpoint.peft import adapted_tensors, adapter_fields, adapter_shapes
 from verl_mg.engines.engine import EngineDiedError
 from verl_mg.engines.engine_options import AdapterSettings
@@ -63,8 +62,7 @@ class AdapterSync(ProcessEngineSync):
         started, runner = time.perf_counter(), weights.runner
         plan = self._planned_adapters(runner, engines)
         shapes = {name: shard.shape for name, shard in plan.target.shards(dist.get_rank()).items()}
-        dtype, here = runner.dtype, device.current_device()
-        received = {name: torch.empty(shape, dtype=dtype, device=here) for name, shape in shapes.items()}
+        received = {name: torch.empty(shape, dtype=runner.dtype, device=self._device) for name, shape in shapes.items()}
         traffic = [ChunkValues(chunk, runner.adapters()).send(received) for chunk in plan.chunks]
         if received and self._engine:
             self._load(self._engine, weights, received)

@@ -42,8 +42,6 @@ BOX_BYTES = 2**26
 REPORT_SECONDS = 60.0
 REPORT_POLL_SECONDS = 0.02
 
-Sent = tuple[dict[str, float], frozenset[int]]
-"""Metrics, and the servers that were lost."""
 Places = Mapping[tuple[str, Box], Sequence[Place]]
 """Places in members of the boxes that this rank writes, by parameter of this rank and box in it."""
 
@@ -88,15 +86,15 @@ class FolderSync:
         """Implements `ServerTransport.transfer`; UserError if a server has not applied the changes."""
         started = time.perf_counter()
         send = self._send_changes if self._table else self._send_all
-        metrics, lost = send(weights, engines, servers)
+        result = send(weights, engines, servers)
         if dist.get_rank() == SENDER:  # after all have answered: no server still loads an older one
             kept = f"changes-{weights.version}", f"weights-{weights.version}"
             for old in [*self._folder.glob("changes-*"), *self._folder.glob("weights-*")]:
                 if old.name not in kept:
                     shutil.rmtree(old)
-        return SyncResult(metrics | {"time/weight_sync": time.perf_counter() - started}, lost)
+        return SyncResult(result.metrics | {"time/weight_sync": time.perf_counter() - started}, result.lost)
 
-    def _send_all(self, weights: SourceWeights, engines: Engines, servers: Servers) -> Sent:
+    def _send_all(self, weights: SourceWeights, engines: Engines, servers: Servers) -> SyncResult:
         started, directory = time.perf_counter(), self._folder / f"weights-{weights.version}"
         if weights.version != self._saved:  # a server that joins later loads the directory that is there
             weights.save(directory, self._model_dir)
@@ -108,11 +106,11 @@ class FolderSync:
                     engines[view.number].load_folder(directory, weights.version)
                 except EngineDiedError:
                     lost.append(view.number)
-        lost_by_all = all_lost(lost)
-        loading = time.perf_counter() - saved
-        return {"time/weight_sync_writing": saved - started, "time/weight_sync_loading": loading}, lost_by_all
+        lost_by_all, loading = all_lost(lost), time.perf_counter() - saved
+        seconds = {"time/weight_sync_writing": saved - started, "time/weight_sync_loading": loading}
+        return SyncResult(seconds, lost_by_all)
 
-    def _send_changes(self, weights: SourceWeights, engines: Engines, servers: Servers) -> Sent:
+    def _send_changes(self, weights: SourceWeights, engines: Engines, servers: Servers) -> SyncResult:
         version, written = weights.version, self._prepare(weights.runner, servers)
         lost, bytes_written, bytes_read = frozenset[int](), 0, 0
         waiting = [view for view in servers if written.version != version and written.holds(view, written.version)]
@@ -124,14 +122,14 @@ class FolderSync:
         rest = [view for view in servers if view.number not in lost and not written.holds(view, version)]
         seconds: dict[str, float] = {}
         if rest:
-            seconds, lost_in_rest = self._send_all(weights, engines, rest)
-            lost |= lost_in_rest
+            whole = self._send_all(weights, engines, rest)
+            seconds, lost = whole.metrics, lost | whole.lost
             if dist.get_rank() == SENDER:
                 bytes_written += _size(self._folder / f"weights-{version}")
             written.held |= {(view.number, view.start): version for view in rest if view.number not in lost}
         counted = {"weight_sync/bytes_written": bytes_written, "weight_sync/bytes_received": bytes_read}
         bound = {"weight_sync/bytes_lower_bound": sum(written.bytes_of[view.layout] for view in servers)}
-        return sum_over_ranks([counted]) | bound | seconds, lost
+        return SyncResult(sum_over_ranks([counted]) | bound | seconds, lost)
 
     def _prepare(self, runner: Runner, servers: Servers) -> _Written:
         """Returns the state of the last transfer; a new one for another runner or new layouts."""

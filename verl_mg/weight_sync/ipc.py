@@ -64,7 +64,7 @@ class ProcessEngineSync:
         merges: bool = True,
     ) -> None:
         self._placement, self._engine, self._table, self._wire = placement, engine, table, wire
-        self._delta, self._merges = delta, merges
+        self._delta, self._merges, self._device = delta, merges, device.current_device()
         self._sent: list[SentValues] = []  # copies of each chunk in host memory, to find changes
         self._all_have: tuple[Runner, int] | None = None  # whose weights of which version all engines have
         self._ranks_of = placement.members()
@@ -120,7 +120,7 @@ class ProcessEngineSync:
         changes: bool,
     ) -> bool:
         """Sends all values or `changes`; returns whether all engines have the values of the senders then."""
-        here, patched = device.current_device(), list[PatchStaging]()
+        patched: list[PatchStaging] = []
         if keeps and not changes:
             self._sent = [SentValues() for _ in plan.chunks]
         for number, values in enumerate(plan.values(weights.runner, self._merges)):
@@ -129,10 +129,10 @@ class ProcessEngineSync:
             staging: Staging | PatchStaging
             if changes:
                 patches, counted = values.send_changes(self._sent[number])
-                staging = PatchStaging(patches, here)
+                staging = PatchStaging(patches, self._device)
                 patched.append(staging)
             else:
-                staging = Staging(values.chunk.shards, values.chunk.dtypes, here, plan.staging_bytes)
+                staging = Staging(values.chunk.shards, values.chunk.dtypes, self._device, plan.staging_bytes)
                 counted = values.send(staging.tensors)
                 if keeps:
                     values.keep(self._sent[number])

@@ -20,6 +20,7 @@ The group stays until servers come, go or restart.
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections import Counter, defaultdict
@@ -186,7 +187,7 @@ class _Session:
     def take_report(self, rank: int) -> Report:
         """Returns the report of a rank of a server about the current transfer."""
         key = report_key(self.number, rank)
-        report = Report.parse(self.store.get(key))
+        report = Report(**json.loads(self.store.get(key)))
         self.store.delete_key(key)
         return report
 

@@ -31,7 +31,7 @@ from verl_mg.models.tensor_index import TensorInfo
 from verl_mg.reshard import Schedule, Traffic, execute, plan, schedule, split_into_chunks
 from verl_mg.reshard.delta import Patch
 from verl_mg.reshard.delta_transfer import SentValues, transfer_changes
-from verl_mg.reshard.encode import EncodedMaps, Encoder, encoded_maps
+from verl_mg.reshard.encode import EncodedMaps, EncodedPart, Encoder, encoded_maps
 from verl_mg.reshard.encoding import Wire, encoding_of
 from verl_mg.sharding.boxes import Shard
 from verl_mg.sharding.model_table import ModelTable
@@ -167,7 +167,7 @@ def plan_transfer(
     chunks, lower_bounds = [], dict.fromkeys(receivers, 0)
     elements = (max_bytes or CHUNK_BYTES) // dtype.itemsize
     for part in split_into_chunks(target, sized_by or target.ranks, elements, keep_together):
-        encoded = maps.source.part(list(part.tensors)) if maps else None
+        encoded = EncodedPart(maps.source, list(part.tensors)) if maps else None
         moves = plan(encoded or source, part, node)
         messages = schedule(moves, rank, dtype)
         encoder = Encoder(encoded, messages, dtype) if encoded else None
@@ -195,12 +195,13 @@ def plan_to_engines(
     source, target = runner.shard_map(), shards[0] if len(shards) == 1 else JoinedShardMap(shards)
     encoding = encoding_of(wire)
     maps = encoded_maps(table, source, target, encoding) if encoding else None
-    target, together = (maps.target, maps.keep_together) if maps else (target, ())
+    # Values and their scales are in one chunk.
+    together = [(name, maps.target.scales_of(name)) for name in maps.target.encoded] if maps else ()
     # Engines of one layout are alike, so the ranks of the first one decide how large chunks are.
     first = [rank for at in placements for rank in at.ranks[: at.layout.ranks * at.stride : at.stride]]
     return plan_transfer(
-        source, target, runner.dtype, sized_by=first, receivers=receivers, keep_together=together,
-        maps=maps, max_bytes=max_bytes, ranks_per_node=ranks_per_node,
+        source, maps.target if maps else target, runner.dtype, sized_by=first, receivers=receivers,
+        keep_together=together, maps=maps, max_bytes=max_bytes, ranks_per_node=ranks_per_node,
     )  # fmt: skip
 
 

@@ -63,7 +63,6 @@ ADVANTAGES: dict[str, Callable[[Rows, Tensor], Tensor]] = {
     "token_rewards": lambda r, _: package.token_rewards(r["scores"], r["mask"]),
     "gae": lambda r, _: torch.cat(package.gae(r["rewards"], r["values"], r["mask"], 0.9, 0.8), 1),
     "discounted_returns": lambda r, _: package.discounted_returns(r["rewards"], r["mask"], 0.9),
-    "reinforce_plus_plus": lambda r, _: package.reinforce_plus_plus(r["rewards"], r["mask"], 0.9),
     "whiten": lambda r, whole: package.whiten(r["rewards"], r["mask"], whole),
     "distillation_advantages": lambda r, _: package.distillation_advantages(r["old"], r["teacher"], r["mask"]),
     "implicit_rewards": lambda r, _: package.implicit_rewards(r["teacher"], r["old"], r["mask"], 0.05),

@@ -3,66 +3,31 @@
 import dataclasses
 import json
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV3Config,
-    DeepseekV32Config,
-    GlmMoeDsaConfig,
-    LlamaConfig,
-    PreTrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
 
+from tests.helpers.tiny_models import CHARACTERS, SPARSE, tiny_model
 from verl_mg.checkpoint.hf_safetensors import CheckpointReader, load_shards
 from verl_mg.checkpoint.model_directory import ModelDirectory
 from verl_mg.engines.engine import Request, RolloutEngine, Sample, Sampling
 from verl_mg.engines.hf.engine import HFEngine
 from verl_mg.errors import UserError
 from verl_mg.models.hf_config import parse_config
+from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.sharding.weight_table import weight_table
 
-TINY: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
+FIELDS: dict[str, dict[str, Any]] = {
+    "qwen2-window": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    **{name: {"index_n_heads": 16, "index_head_dim": 8} for name in SPARSE},  # with fewer heads, scores are equal
 }
-CONFIGS: dict[str, PreTrainedConfig] = {
-    "llama": LlamaConfig(**TINY),
-    "qwen2-tied": Qwen2Config(**TINY, tie_word_embeddings=True),
-    "qwen2-window": Qwen2Config(**TINY, use_sliding_window=True, sliding_window=6, max_window_layers=1),
-    "qwen3": Qwen3Config(**TINY, head_dim=8),
-}
-MOE: dict[str, Any] = {**TINY, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
-LATENT: dict[str, Any] = {
-    "kv_lora_rank": 8,
-    "q_lora_rank": 8,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 8,
-}
-GROUPS: dict[str, Any] = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
-MIXTURES: dict[str, PreTrainedConfig] = {
-    "qwen3-moe": Qwen3MoeConfig(**MOE, num_experts=4),
-    "deepseek-v3": DeepseekV3Config(**{**MOE, "num_key_value_heads": 4}, **LATENT, **GROUPS),
-}
-INDEXER: dict[str, Any] = {"num_key_value_heads": 4, "index_topk": 6, "index_n_heads": 16, "index_head_dim": 8}
-SPARSE: dict[str, PreTrainedConfig] = {
-    "deepseek-v3.2": DeepseekV32Config(**{**MOE, **INDEXER}, **LATENT, **GROUPS),
-    "glm-5": GlmMoeDsaConfig(**{**MOE, **INDEXER}, **LATENT, **GROUPS),
-}
-"""Whose tokens attend to 6 selected ones."""
+DENSE = ("llama", "qwen2", "qwen2-window", "qwen3")
+MIXTURES = ("qwen3_moe", "deepseek_v3")
+VOCAB = 30
 
 
 @pytest.fixture(autouse=True)
@@ -74,15 +39,8 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def save(config: PreTrainedConfig, directory: Path, seed: int = 0) -> Path:
-    """A checkpoint whose logits differ enough between tokens that greedy decoding is well defined."""
-    torch.manual_seed(seed)
-    module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    for parameter in module.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.3)
-    module.save_pretrained(directory)
-    return directory
+def made(name: str, folder: Path) -> Path:
+    return tiny_model(folder, name.removesuffix("-window"), **FIELDS.get(name, {}))
 
 
 def engine_of(directory: Path, **options: Any) -> HFEngine:
@@ -91,12 +49,12 @@ def engine_of(directory: Path, **options: Any) -> HFEngine:
 
 @pytest.fixture(scope="module")
 def qwen3(tmp_path_factory) -> Path:
-    return save(CONFIGS["qwen3"], tmp_path_factory.mktemp("qwen3"))
+    return made("qwen3", tmp_path_factory.mktemp("qwen3"))
 
 
 def requests(prompts: int = 5, group: int = 3) -> list[Request]:
     source = random.Random(0)
-    texts = [tuple(source.randrange(96) for _ in range(source.randrange(1, 14))) for _ in range(prompts)]
+    texts = [tuple(source.randrange(VOCAB) for _ in range(source.randrange(1, 14))) for _ in range(prompts)]
     return [Request(id=100 + i, prompt=texts[i // group], seed=i) for i in range(prompts * group)]
 
 
@@ -104,30 +62,23 @@ def by_id(samples: list[Sample]) -> dict[int, tuple[int, ...]]:
     return {sample.id: sample.tokens for sample in samples}
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", DENSE)
 def test_generate_greedy_equals_transformers(name, tmp_path):
-    engine = engine_of(save(CONFIGS[name], tmp_path))
-    stops = (3, 40, 41, 42, 70, 71)
+    engine = engine_of(made(name, tmp_path))
+    stops = (3, 20, 21, 22, 27)
     sampling = Sampling(max_new_tokens=12, temperature=0, stop_token_ids=stops)
     requested = requests(prompts=8, group=1)
     for request, sample in zip(requested, engine.generate(requested, sampling), strict=True):
         ids = torch.tensor([request.prompt])
-        generate: Any = engine.module.generate
-        expected = generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=12,
-            eos_token_id=list(stops),
-            pad_token_id=0,
-        )
+        options = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": list(stops), "pad_token_id": 0}
+        expected = engine.module.generate(ids, attention_mask=torch.ones_like(ids), **options)
         assert sample.id == request.id
         assert list(sample.tokens) == expected[0, len(request.prompt) :].tolist()
 
 
-@pytest.mark.parametrize("name", [*CONFIGS, *SPARSE])
+@pytest.mark.parametrize("name", [*DENSE, *SPARSE])
 def test_generate_logprobs_equal_a_forward_without_cache(name, tmp_path):
-    engine = engine_of(save((CONFIGS | SPARSE)[name], tmp_path))
+    engine = engine_of(made(name, tmp_path))
     sampling = Sampling(max_new_tokens=16, temperature=1.5, top_k=40, stop_token_ids=(1, 2, 3, 4))
     requested = requests()
     for request, sample in zip(requested, engine.generate(requested, sampling), strict=True):
@@ -177,7 +128,11 @@ def test_generate_equal_prompts_share_a_prefill(qwen3):
 
 
 def test_update_written_parameters_change_the_policy(qwen3, tmp_path):
-    other = engine_of(save(CONFIGS["qwen3"], tmp_path, seed=1))
+    other = engine_of(
+        make_tiny_model(
+            tmp_path, "qwen3", characters=CHARACTERS, hidden=32, head_dim=12, ffn=56, layers=4, init_std=0.3, seed=1
+        )
+    )
     engine: RolloutEngine = engine_of(qwen3)
     requested, sampling = requests(), Sampling(max_new_tokens=8)
     before = engine.generate(requested, sampling)
@@ -194,9 +149,9 @@ def test_update_written_parameters_change_the_policy(qwen3, tmp_path):
     assert by_id(after) == by_id(other.generate(requested, sampling)) != by_id(before)
 
 
-@pytest.mark.parametrize("name", [*CONFIGS, *MIXTURES])
+@pytest.mark.parametrize("name", [*DENSE, *MIXTURES])
 def test_engine_without_weights_is_filled_by_an_update(name, tmp_path):
-    directory = save({**CONFIGS, **MIXTURES}[name], tmp_path)
+    directory = made(name, tmp_path)
     engine = engine_of(directory, load_weights=False)
     assert not engine.health()
     engine.begin_update()
@@ -271,10 +226,10 @@ def test_collect_without_requests_returns_nothing(qwen3):
     assert engine_of(qwen3).generate([], Sampling(max_new_tokens=4)) == []
 
 
-def test_engine_directory_without_model_raises(tmp_path):
+def test_engine_directory_without_model_raises(qwen3, tmp_path):
     with pytest.raises(UserError, match=r"config\.json"):
         engine_of(tmp_path)
-    CONFIGS["qwen3"].save_pretrained(tmp_path)
+    shutil.copy(qwen3 / "config.json", tmp_path)
     with pytest.raises(UserError, match="safetensors weights cannot be read"):
         engine_of(tmp_path)
 

@@ -4,7 +4,7 @@ import ast
 import importlib.util
 import json
 import os
-import subprocess
+import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from tests.helpers import warm_start
+from tests.helpers.internals import printed
 from tests.helpers.traces import needs_sglang
 from verl_mg import device
 from verl_mg.config import Config
@@ -78,12 +79,8 @@ def sglang_says(arguments) -> dict[str, Any]:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         variables = environment(Path(), ENGINES["float32"])
     checked = " ".join(name for name in variables.keys() - os.environ.keys() if name.startswith("SGLANG_"))
-    probe = subprocess.run(
-        [warm_start.sglang().python, "-m", "tests.engines.sglang.contract_probe", json.dumps([*arguments.values()])],
-        env=variables | {"CHECKED": checked}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert probe.returncode == 0, probe.stderr[-3000:]
-    said = json.loads(probe.stdout.splitlines()[-1])
+    engines, environ = json.dumps([*arguments.values()]), variables | {"CHECKED": checked}
+    said = printed(warm_start.sglang().python, "tests.engines.sglang.contract_probe", engines, env=environ)
     by_engine = ("refused", "ports", "resolved")
     return said | {key: dict(zip(arguments, said[key], strict=True)) for key in by_engine}
 
@@ -171,7 +168,8 @@ def test_port_block_used_by_another_job_is_left_to_it():
 
 def test_port_block_with_a_port_in_use_is_left_out(monkeypatch):
     block = PortBlock()
-    with ports_module._bind(block.ports[-1]):
+    with socket.socket() as bound:
+        bound.bind(("", block.ports[-1]))
         block.close()
         other = PortBlock()
         other.close()
@@ -183,14 +181,18 @@ def test_port_block_with_a_port_in_use_is_left_out(monkeypatch):
     taken.close()
 
 
-def gpu_formulas() -> list[Any]:
-    """The expressions with which SGLang computes the GPU of a rank."""
+def source_of(name: str) -> ast.Module:
+    """A file of SGLang, which is not imported."""
     spec = importlib.util.find_spec("sglang")
     assert spec and spec.origin
+    return ast.parse((Path(spec.origin).parent / "srt" / name).read_text())
+
+
+def gpu_formulas() -> list[Any]:
+    """The expressions with which SGLang computes the GPU of a rank."""
     found = []
     for name in ("entrypoints/engine.py", "managers/data_parallel_controller.py"):
-        tree = ast.parse((Path(spec.origin).parent / "srt" / name).read_text())
-        assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
+        assigned = [node for node in ast.walk(source_of(name)) if isinstance(node, ast.Assign)]
         (formula,) = [
             node.value
             for node in assigned
@@ -204,9 +206,7 @@ def gpu_formulas() -> list[Any]:
 @cache
 def rank_ranges() -> tuple[str, Any]:
     """Name and code of SGLang's function that gives the ranks of a node."""
-    spec = importlib.util.find_spec("sglang")
-    assert spec and spec.origin
-    tree = ast.parse((Path(spec.origin).parent / "srt" / "entrypoints" / "engine.py").read_text())
+    tree = source_of("entrypoints/engine.py")
     (found,) = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "_calculate_rank_ranges"]
     return found.name, compile(ast.Module([found], []), "engine.py", "exec")
 

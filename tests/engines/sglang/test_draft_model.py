@@ -3,12 +3,10 @@
 On a CPU SGLang has EAGLE for Intel's AMX alone, so no engine drafts tokens here; its classes and loaders are real.
 """
 
-import json
-import subprocess
-
 import pytest
 
 from tests.helpers import warm_start
+from tests.helpers.internals import printed
 from tests.helpers.qwen3_5_directories import published
 from tests.helpers.tiny_models import tiny_model_with_multi_token_layer
 from tests.helpers.traces import change_config, needs_sglang
@@ -35,10 +33,7 @@ def test_draft_class_is_filled_by_its_loader_and_equally_by_ours(tmp_path, archi
         model = tiny_model_with_multi_token_layer(tmp_path / "model", architecture, ffn=128)
     if architecture in ("deepseek_v3", "glm4_moe"):
         change_config(model, model, **FIELDS)
-    command = [warm_start.sglang().python, "-m", "tests.engines.sglang.draft_probe", str(model), str(tmp_path)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=1200)
-    assert run.returncode == 0, run.stderr[-3000:]
-    found = json.loads(run.stdout.strip().splitlines()[-1])
+    found = printed(warm_start.sglang().python, "tests.engines.sglang.draft_probe", str(model), str(tmp_path))
     assert found["class"].endswith(("ForCausalLMNextN", "ForCausalLMMTP"))
     # These are the policy's own, whose memory SGLang shares, although its loader of Qwen3.5 reads the embedding.
     own = {"lm_head.weight", "model.embed_tokens.weight"}

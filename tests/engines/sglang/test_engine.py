@@ -1,6 +1,7 @@
 """Sleep and time limits of a real SGLang engine, beyond the promises of all (`test_conformance.py`)."""
 
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -90,10 +91,7 @@ def test_engine_updated_right_after_its_last_sample_flushes_its_cache(engine, mi
 @pytest.mark.nightly
 def test_engine_that_imports_its_libraries_late_is_updated_after_samples_with_experts(mixtures, tmp_path):
     options = options_of("sglang", python=Path(sys.executable))
-    engine = ProcessEngine(SGLANG, mixtures[0], options, tmp_path / "0.log")
-    try:
+    with closing(ProcessEngine(SGLANG, mixtures[0], options, tmp_path / "0.log")) as engine:
         for version in (1, 2):
             bring_weights(engine, mixtures[0], version)
             assert all(set(sample.policy_versions) == {version} for sample in engine.generate(requests(), SHORT))
-    finally:
-        engine.close()

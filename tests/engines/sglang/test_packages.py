@@ -2,15 +2,14 @@
 
 import contextlib
 import importlib.metadata
-import json
 import os
 import re
-import subprocess
 import sys
 
 import pytest
 
 from tests.helpers import warm_start
+from tests.helpers.internals import printed
 from tests.helpers.traces import needs_sglang
 from verl_mg.engines.engine_host import HIDDEN, hide_training_packages
 from verl_mg.engines.kinds import SGLANG
@@ -21,12 +20,7 @@ pytestmark = needs_sglang
 
 def probe(python: str, work: str) -> dict[str, list[str]]:
     """See tests/engines/sglang/packages_probe.py."""
-    done = subprocess.run(
-        [python, "-m", "tests.engines.sglang.packages_probe", SGLANG.host, work],
-        env=os.environ | ON_CPU, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return printed(python, "tests.engines.sglang.packages_probe", SGLANG.host, work, env=os.environ | ON_CPU)
 
 
 @pytest.fixture(scope="module", params=["forked", pytest.param("spawned", marks=pytest.mark.nightly)])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -34,14 +35,11 @@ def made(folder: Path, architecture: str, **fields: object) -> Path:
 def test_weight_update_with_pipeline_stages_reaches_each(tmp_path, tied):
     model = made(tmp_path / "model", "qwen3", tie_embeddings=tied)
     settings = dataclasses.replace(SETTINGS, layout=EngineLayout(pp=2))
-    engine = ProcessEngine(SGLANG, model, settings, tmp_path / "0.log")
-    try:
+    with closing(ProcessEngine(SGLANG, model, settings, tmp_path / "0.log")) as engine:
         bring_weights(engine, model, version=1)
         bring_weights(engine, model, version=2)
         requested = [Request(i, (6 + i, 7, 9, 11), i) for i in range(5)]
         samples = engine.generate(requested, Sampling(max_new_tokens=12, temperature=0.0))
-    finally:
-        engine.close()
     whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     for request, sample in zip(requested, samples, strict=True):
         expected = whole.generate(
@@ -54,12 +52,9 @@ def test_weight_update_with_pipeline_stages_reaches_each(tmp_path, tied):
 def test_engine_of_an_fp8_checkpoint_computes_in_the_dtype_of_training(tmp_path):
     model = made(tmp_path / "model", "qwen3")
     quantize_directory(model, (16, 16))
-    engine = ProcessEngine(SGLANG, model, SETTINGS, tmp_path / "0.log")
-    try:
+    with closing(ProcessEngine(SGLANG, model, SETTINGS, tmp_path / "0.log")) as engine:
         bring_weights(engine, model, version=1)
         (sample,) = engine.generate([Request(0, (6, 7, 9, 11), 0)], Sampling(max_new_tokens=12, temperature=0.0))
-    finally:
-        engine.close()
     dequantized = FineGrainedFP8Config(weight_block_size=(16, 16), dequantize=True)
     whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, quantization_config=dequantized)
     expected = whole.generate(
@@ -76,9 +71,6 @@ def test_weight_update_with_latent_attention_recomputes_derived_weights(tmp_path
     (model / "config.json").write_text(json.dumps(config))
     monkeypatch.setattr("verl_mg.engines.kinds.ProcessKind.host", probes.__name__)
     settings = dataclasses.replace(SETTINGS, extra={"custom_weight_loader": [probes.LOADER]})
-    engine = ProcessEngine(SGLANG, model, settings, tmp_path / "0.log")
-    try:
+    with closing(ProcessEngine(SGLANG, model, settings, tmp_path / "0.log")) as engine:
         bring_weights(engine, model, version=1)
         bring_weights(engine, model, version=2)
-    finally:
-        engine.close()

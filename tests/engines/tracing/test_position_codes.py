@@ -47,13 +47,40 @@ def put_together(shard, codes=CODES):
     return values
 
 
-def whole(name):
-    return Shard(CODES.shapes[name], (Piece(name, full_box(CODES.shapes[name]), full_box(CODES.shapes[name])),))
+WHOLE = [
+    (lambda w, name=name: w[name], [Piece(name, full_box(s), full_box(s))], []) for name, s in CODES.shapes.items()
+]
+ROWS_AND_PADDING = (
+    lambda w: torch.cat([w["q"][4:8], w["kv"][:2], torch.zeros(2, 6), torch.full((1, 6), UNWRITTEN), w["one"]]),
+    [
+        Piece("q", ((4, 8), (0, 6)), ((0, 4), (0, 6))),
+        Piece("kv", ((0, 2), (0, 6)), ((4, 6), (0, 6))),
+        Piece("one", ((0, 1), (0, 6)), ((9, 10), (0, 6))),
+    ],
+    [((6, 9), (0, 6))],
+)
+ADJACENT = (
+    lambda w: torch.cat([w["q"][11:], w["bias"][None, :6]], dim=1),  # whose numbers follow each other
+    [Piece("q", ((11, 12), (0, 6)), ((0, 1), (0, 6))), Piece("bias", ((0, 6),), ((0, 1), (6, 12)))],
+    [],
+)
+STACKED = (
+    lambda w: torch.stack([torch.cat([w[name][first:][:2] for name in ("q", "kv")]) for first in (1, 3)]),
+    [
+        Piece(name, ((first, first + 2), (0, 6)), ((i, i + 1), (2 * j, 2 * j + 2), (0, 6)))
+        for i, first in enumerate((1, 3))
+        for j, name in enumerate(("q", "kv"))
+    ],
+    [],
+)
+COLUMNS = (lambda w: w["q"][:, 2:5], [Piece("q", ((0, 12), (2, 5)), ((0, 12), (0, 3)))], [])
+BOX = (lambda w: w["wide"][1:, 10:30, 2:4], [Piece("wide", ((1, 3), (10, 30), (2, 4)), ((0, 2), (0, 20), (0, 2)))], [])
 
 
-@pytest.mark.parametrize("name", CODES.names)
-def test_decode_whole_tensor_is_one_piece(name):
-    assert decoded(lambda w: w[name]) == whole(name)
+@pytest.mark.parametrize(("load", "pieces", "padding"), [*WHOLE, COLUMNS, ROWS_AND_PADDING, ADJACENT, STACKED, BOX])
+def test_decode_parameter_has_as_few_boxes_as_there_are(load, pieces, padding):
+    shape = tuple(load({name: CODES.tensor(name, 0) for name in CODES.names}).shape)
+    assert decoded(load) == Shard(shape, tuple(pieces), tuple(padding))
 
 
 def test_position_codes_are_exact_in_bfloat16_and_never_zero():
@@ -62,47 +89,6 @@ def test_position_codes_are_exact_in_bfloat16_and_never_zero():
             codes = CODES.tensor(name, number)
             assert torch.equal(codes.bfloat16().float(), codes)
             assert codes.min() >= 1
-
-
-def test_decode_columns_are_one_piece():
-    assert decoded(lambda w: w["q"][:, 2:5]) == Shard((12, 3), (Piece("q", ((0, 12), (2, 5)), ((0, 12), (0, 3))),))
-
-
-def test_decode_rows_of_several_tensors_and_padding():
-    shard = decoded(
-        lambda w: torch.cat([w["q"][4:8], w["kv"][:2], torch.zeros(2, 6), torch.full((1, 6), UNWRITTEN), w["one"]])
-    )
-    assert shard.pieces == (
-        Piece("q", ((4, 8), (0, 6)), ((0, 4), (0, 6))),
-        Piece("kv", ((0, 2), (0, 6)), ((4, 6), (0, 6))),
-        Piece("one", ((0, 1), (0, 6)), ((9, 10), (0, 6))),
-    )
-    assert shard.padding == (((6, 9), (0, 6)),)
-
-
-def test_decode_adjacent_tensors_are_two_pieces():
-    codes = PositionCodes({"a": (4,), "b": (3,)})
-    shard = decoded(lambda w: torch.cat([w["a"], w["b"]]), codes)
-    assert shard.pieces == (Piece("a", ((0, 4),), ((0, 4),)), Piece("b", ((0, 3),), ((4, 7),)))
-
-
-def test_decode_stacked_experts_are_two_pieces_each():
-    experts, rows, width = 5, 4, 6
-    codes = PositionCodes({f"{e}.{kind}": (rows, width) for e in range(experts) for kind in ("gate", "up")})
-    shard = decoded(
-        lambda w: torch.stack([torch.cat([w[f"{e}.gate"][2:], w[f"{e}.up"][2:]]) for e in range(2, 5)]), codes
-    )
-    assert shard.shape == (3, 4, 6)
-    assert shard.pieces == tuple(
-        Piece(f"{e}.{kind}", ((2, 4), (0, 6)), ((e - 2, e - 1), (2 * i, 2 * i + 2), (0, 6)))
-        for e in range(2, 5)
-        for i, kind in enumerate(("gate", "up"))
-    )
-
-
-def test_decode_box_of_three_dimensions_is_one_piece():
-    shard = decoded(lambda w: w["wide"][1:, 10:30, 2:4])
-    assert shard.pieces == (Piece("wide", ((1, 3), (10, 30), (2, 4)), ((0, 2), (0, 20), (0, 2))),)
 
 
 @st.composite
@@ -182,26 +168,26 @@ def test_decode_changed_values_are_user_error(change):
         decoded(lambda w: change(w["bias"]))
 
 
+TRANSPOSED = PositionCodes({"a": (300, 300)})
+
+
+@pytest.mark.parametrize(
+    ("load", "codes", "reason"),
+    [
+        (lambda w: w["wide"].flatten(0, 1), CODES, "parameter p has fewer dimensions than its tensor wide"),
+        (lambda w: w["q"][:0], CODES, "parameter p has no elements"),
+        (lambda w: w["a"].T, TRANSPOSED, "parameter p consists of 90000 boxes"),
+    ],
+)
+def test_decode_parameter_that_no_table_can_describe_is_user_error(load, codes, reason):
+    with pytest.raises(UserError, match=reason):
+        decoded(load, codes)
+
+
 def test_decode_codes_beyond_the_last_tensor_are_user_error():
     small = PositionCodes({"a": (3,)})
     with pytest.raises(UserError, match="no tensor"):
         decode("p", small, passes(lambda w: w["bias"])[: small.passes])
-
-
-def test_decode_tensor_with_more_dimensions_is_user_error():
-    with pytest.raises(UserError, match="parameter p has fewer dimensions than its tensor wide"):
-        decoded(lambda w: w["wide"].flatten(0, 1))
-
-
-def test_decode_empty_parameter_is_user_error():
-    with pytest.raises(UserError, match="parameter p has no elements"):
-        decoded(lambda w: w["q"][:0])
-
-
-def test_decode_large_transposed_tensor_is_user_error():
-    codes = PositionCodes({"a": (300, 300)})
-    with pytest.raises(UserError, match="parameter p consists of 90000 boxes"):
-        decoded(lambda w: w["a"].T, codes)
 
 
 def test_is_written_includes_zeros():

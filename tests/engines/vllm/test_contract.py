@@ -1,7 +1,6 @@
 """What an engine on GPUs is started with and uses, against the installed vLLM: its own functions, or its source."""
 
 import json
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 from tests.helpers import warm_start
+from tests.helpers.internals import printed
 from tests.helpers.traces import needs_vllm
 from verl_mg.engines.engine_options import AdapterSettings, EngineNodes, EngineOptions
 from verl_mg.engines.vllm.arguments import engine_arguments, environment, place_arguments
@@ -43,13 +43,7 @@ def vllm_says(model) -> dict[str, Any]:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         arguments = [engine_arguments(model, settings) for settings in ENGINES.values()]
         arguments[0] |= place_arguments(replace(ENGINES["tp2"], nodes=EngineNodes(2, 0)), range(1), "10.0.0.1:12001")
-    probe = subprocess.run(
-        [warm_start.vllm().python, "-m", "tests.engines.vllm.contract_probe", json.dumps(arguments)],
-        capture_output=True,
-        text=True,
-    )
-    assert probe.returncode == 0, probe.stderr[-3000:]
-    return json.loads(probe.stdout.splitlines()[-1])
+    return printed(warm_start.vllm().python, "tests.engines.vllm.contract_probe", json.dumps(arguments))
 
 
 def test_engine_arguments_on_gpus_place_the_engine_and_write_experts_in_place(on_gpus, model):

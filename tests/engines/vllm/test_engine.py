@@ -1,6 +1,7 @@
 """Seeds, updates and lost processes of a real vLLM engine, beyond the promises of all (`test_conformance.py`)."""
 
 import glob
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -103,30 +104,10 @@ def test_engine_updated_three_times_generates_as_transformers(tmp_path, architec
 
 @pytest.mark.nightly
 def test_engine_with_latent_attention_recomputes_derived_weights(tmp_path):
-    latent = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64}
-    paths = [tiny_latent_model(tmp_path / str(seed), seed, latent) for seed in (1, 2)]
+    latent = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "topk_method": "greedy"}
+    sizes = {"hidden": 64, "head_dim": 64, "ffn": 128, "dense_layers": 1, "init_std": 0.1}
+    paths = [made(tmp_path / str(seed), "deepseek_v2", seed, fields=latent, **sizes) for seed in (1, 2)]
     options = options_of("vllm", routed_experts=False, max_positions=1024)
-    engine = ProcessEngine(VLLM, paths[0], options, tmp_path / "0.log")
-    try:
+    with closing(ProcessEngine(VLLM, paths[0], options, tmp_path / "0.log")) as engine:
         for version, path in enumerate((paths[1], paths[0])):
             check_greedy(engine, path, version)
-    finally:
-        engine.close()
-
-
-def tiny_latent_model(folder: Path, seed: int, latent: dict[str, int]) -> Path:
-    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
-
-    torch.manual_seed(seed)
-    sizes = {"vocab_size": 106, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": None}
-    experts = {
-        **{"first_k_dense_replace": 1, "n_routed_experts": 4, "n_shared_experts": 1, "moe_intermediate_size": 64},
-        **{"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "topk_method": "greedy"},
-    }
-    config = DeepseekV2Config(
-        **sizes, **heads, **experts, **latent, max_position_embeddings=1024, tie_word_embeddings=False,
-        initializer_range=0.1, bos_token_id=None, eos_token_id=1, pad_token_id=0,
-    )  # fmt: skip
-    DeepseekV2ForCausalLM(config).eval().save_pretrained(folder)
-    return folder

@@ -16,41 +16,23 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from verl_mg.agents.call import Call, Reply, RequestError, assistant_message
-from verl_mg.agents.protocols import ChatApi, Exchange, JsonObject, logprobs, reasoning_tokens, sse
-from verl_mg.agents.protocols.fields import (
-    NOTHING,
-    PIECES,
-    TOP_LOGPROBS,
-    Count,
-    Fields,
-    Function,
-    Name,
-    Supported,
-    Texts,
-    offers_tools,
-    read,
-    refusal,
-    refuse_others,
-    refuse_unless,
-    text_of,
-    with_one_system,
-)
+from verl_mg.agents.protocols import ChatApi, Exchange, JsonObject, fields, logprobs, reasoning_tokens, sse
 from verl_mg.agents.protocols.memory import SessionMemory, message_of
 from verl_mg.agents.tool_calls import ToolCall
 
 
-class _CalledFunction(Fields):
-    name: Name
+class _CalledFunction(fields.Fields):
+    name: fields.Name
     arguments: str
 
 
-class _ToolCall(Fields):
-    id: Name
+class _ToolCall(fields.Fields):
+    id: fields.Name
     type: Literal["function"] = "function"
     function: _CalledFunction
 
 
-class _Message(Fields):
+class _Message(fields.Fields):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Any = None
     reasoning_content: str | None = None
@@ -61,35 +43,35 @@ class _Message(Fields):
     function_call: Any = None
 
 
-class _Tool(Fields):
+class _Tool(fields.Fields):
     type: Literal["function"]
-    function: Function
+    function: fields.Function
 
 
-class _StreamOptions(Fields):
+class _StreamOptions(fields.Fields):
     include_usage: bool | None = None
 
 
-class _Request(Fields):
+class _Request(fields.Fields):
     model: str
     messages: Annotated[list[_Message], Field(min_length=1)]
     tools: list[_Tool] | None = None
     tool_choice: Any = None
-    max_tokens: Count | None = None
-    max_completion_tokens: Count | None = None
-    stop: Texts | None = None
+    max_tokens: fields.Count | None = None
+    max_completion_tokens: fields.Count | None = None
+    stop: fields.Texts | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     logprobs: bool | None = None
 
 
-UNSUPPORTED: Supported = {
+UNSUPPORTED: fields.Supported = {
     "n": ((1,), "Send as many requests instead"),
-    **TOP_LOGPROBS,
-    "functions": (NOTHING, "Use tools instead"),
+    **fields.TOP_LOGPROBS,
+    "functions": (fields.NOTHING, "Use tools instead"),
     "modalities": (([], ["text"]), 'Use ["text"]'),
     "audio": ((), "Remove the field: the policy writes text"),
-    "logit_bias": (NOTHING, "Remove it: the policy samples freely"),
+    "logit_bias": (fields.NOTHING, "Remove it: the policy samples freely"),
     "web_search_options": ((), "Give the agent a tool that searches"),
 }
 
@@ -98,13 +80,12 @@ class ChatCompletions(ChatApi):
     """The API `/v1/chat/completions` of OpenAI."""
 
     def read(self, body: Any, memory: SessionMemory) -> Exchange:
-        """Reads a request; see `ChatApi.read`."""
-        request = read(_Request, body)
-        refuse_others(body, UNSUPPORTED)
-        offered = offers_tools(request.tool_choice)
+        request = fields.read(_Request, body)
+        fields.refuse_others(body, UNSUPPORTED)
+        offered = fields.offers_tools(request.tool_choice)
         return ChatExchange(
             call=Call(
-                messages=with_one_system(
+                messages=fields.with_one_system(
                     _message(message, f"messages[{i}]", memory) for i, message in enumerate(request.messages)
                 ),
                 tools=tuple(tool.function.tool() for tool in request.tools or () if offered),
@@ -122,9 +103,10 @@ class ChatCompletions(ChatApi):
 
 
 def _message(message: _Message, field: str, memory: SessionMemory) -> JsonObject:
-    refuse_unless(message.function_call is None, f"{field}.function_call", message.function_call, "Use tool_calls")
+    if message.function_call is not None:
+        raise fields.unsupported(f"{field}.function_call", message.function_call, "Use tool_calls")
     if message.role == "assistant":
-        text = text_of(message.content, f"{field}.content", PIECES)
+        text = fields.text_of(message.content, f"{field}.content", fields.PIECES)
         other_name = message.reasoning if isinstance(message.reasoning, str) else ""
         calls = [
             ToolCall(call.id, call.function.name, memory.written_arguments(call.id, call.function.arguments))
@@ -134,7 +116,7 @@ def _message(message: _Message, field: str, memory: SessionMemory) -> JsonObject
     result = message_of(message.role, message.content, f"{field}.content", memory)
     if message.role == "tool":
         if message.tool_call_id is None:
-            raise refusal(f"{field}.tool_call_id", "missing", "Add the id of the tool call")
+            raise fields.refusal(f"{field}.tool_call_id", "missing", "Add the id of the tool call")
         result["tool_call_id"] = message.tool_call_id
         if message.name is not None:
             result["name"] = message.name
@@ -149,7 +131,6 @@ class ChatExchange(Exchange):
     include_usage: bool  # whether a stream ends with an event that has the numbers of tokens
 
     def written(self, reply: Reply) -> JsonObject:
-        """Returns the reply as a chat completion."""
         message = reply.message | {"refusal": None}
         if reply.tool_calls and not reply.text:  # OpenAI writes null here, not ""
             message["content"] = None
@@ -164,7 +145,6 @@ class ChatExchange(Exchange):
         }
 
     def events(self, body: JsonObject, earlier: int = 0) -> Iterator[bytes]:
-        """Returns the chunks: each part of the message is one. See `Exchange.events`."""
         chunk = {name: body[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
         usage = {"usage": None} if self.include_usage else {}
         choice = body["choices"][0]
@@ -178,11 +158,9 @@ class ChatExchange(Exchange):
         yield sse("[DONE]")
 
     def keep_alive(self, earlier: int) -> bytes:
-        """Returns a comment, which clients skip. See `Exchange.keep_alive`."""
-        return b": keep-alive\n\n"
+        return b": keep-alive\n\n"  # a comment, which clients skip
 
     def error_event(self, error: RequestError, earlier: int) -> bytes:
-        """Returns the event of an error; see `Exchange.error_event`."""
         return sse(ChatCompletions().error(error))
 
 

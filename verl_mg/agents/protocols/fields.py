@@ -69,10 +69,9 @@ def missing(field: str) -> RequestError:
     return refusal(field, "missing", "Add the field to the request")
 
 
-def refuse_unless(supported: bool, field: str, value: Any, fix: str) -> None:
-    """Raises RequestError for a field whose value the policy cannot honour."""
-    if not supported:
-        raise refusal(field, f"{quoted(value)} is not supported", fix)
+def unsupported(field: str, value: Any, fix: str) -> RequestError:
+    """Returns the error of a field whose value the policy cannot honour."""
+    return refusal(field, f"{quoted(value)} is not supported", fix)
 
 
 def refuse_others(body: Mapping[str, Any], fields: Supported) -> None:
@@ -81,8 +80,8 @@ def refuse_others(body: Mapping[str, Any], fields: Supported) -> None:
     Null is one of them. An ignored field would silently change the reply.
     """
     for field, (values, fix) in fields.items():
-        value = body.get(field)
-        refuse_unless(value is None or value in values, field, value, fix)
+        if (value := body.get(field)) is not None and value not in values:
+            raise unsupported(field, value, fix)
 
 
 def parse(data: bytes) -> Any:
@@ -157,7 +156,7 @@ def part_text(part: Any, field: str) -> str:
     kind = part.get("type")
     name = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
     if name is None:
-        raise refusal(f"{field}.type", f"{quoted(kind)} is not supported", "The policy reads text: send parts of text")
+        raise unsupported(f"{field}.type", kind, "The policy reads text: send parts of text")
     return text_at(part, field, name)
 
 
@@ -178,8 +177,8 @@ def offers_tools(choice: Any) -> bool:
     """Returns whether a `tool_choice` of OpenAI offers the tools; RequestError for any other value."""
     # A choice that forces a call is accepted and does not constrain sampling: harnesses send it by default, and a
     # constrained sample has other log-probabilities than the policy.
-    known = choice in (None, "auto", "none", "required") or (isinstance(choice, dict) and "type" in choice)
-    refuse_unless(known, "tool_choice", choice, 'Use "auto" or "none"')
+    if choice not in (None, "auto", "none", "required") and not (isinstance(choice, dict) and "type" in choice):
+        raise unsupported("tool_choice", choice, 'Use "auto" or "none"')
     return bool(choice != "none")
 
 

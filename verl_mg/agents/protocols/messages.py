@@ -19,26 +19,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from verl_mg.agents.call import Call, Reply, RequestError, assistant_message
-from verl_mg.agents.protocols import ChatApi, Exchange, JsonObject, sse
-from verl_mg.agents.protocols.fields import (
-    LINES,
-    NOTHING,
-    PIECES,
-    Count,
-    Fields,
-    Function,
-    Name,
-    json_object,
-    missing,
-    quoted,
-    read,
-    refusal,
-    refuse_others,
-    refuse_unless,
-    text_at,
-    text_of,
-    with_one_system,
-)
+from verl_mg.agents.protocols import ChatApi, Exchange, JsonObject, fields, sse
 from verl_mg.agents.protocols.memory import Content, SessionMemory, content_of, image_part, text_part
 from verl_mg.agents.tool_calls import ToolCall
 
@@ -55,23 +36,23 @@ ERROR_TYPES = {
 }
 
 
-class _Message(Fields):
+class _Message(fields.Fields):
     role: Literal["user", "assistant", "system"]
     content: Any
 
 
-class _Tool(Fields):
-    name: Name
+class _Tool(fields.Fields):
+    name: fields.Name
     type: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
 
 
-class _ToolChoice(Fields):
+class _ToolChoice(fields.Fields):
     type: Literal["auto", "any", "tool", "none"]
 
 
-class _Context(Fields):
+class _Context(fields.Fields):
     model: str
     messages: Annotated[list[_Message], Field(min_length=1)]
     system: Any = None
@@ -81,25 +62,25 @@ class _Context(Fields):
 
 class _Request(_Context):
     # Required by this API, in which a request to count tokens does not have it.
-    max_tokens: Count
-    stop_sequences: list[Name] | None = None
+    max_tokens: fields.Count
+    stop_sequences: list[fields.Name] | None = None
     stream: bool | None = None
 
 
-UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "mcp_servers": (NOTHING, "Give the tools to the agent"),
+UNSUPPORTED: fields.Supported = {
+    "mcp_servers": (fields.NOTHING, "Give the tools to the agent"),
     "container": ((), "Give the tools to the agent"),
 }
 
 
-class _ToolUse(Fields):
-    id: Name
-    name: Name
+class _ToolUse(fields.Fields):
+    id: fields.Name
+    name: fields.Name
     input: dict[str, Any]
 
 
-class _ToolResult(Fields):
-    tool_use_id: Name
+class _ToolResult(fields.Fields):
+    tool_use_id: fields.Name
     content: Any = None
 
 
@@ -107,17 +88,17 @@ class Messages(ChatApi):
     """The API `/v1/messages` of Anthropic."""
 
     def read(self, body: Any, memory: SessionMemory) -> Exchange:
-        """Reads a request; see `ChatApi.read`."""
-        request = read(_Request, body)
+        request = fields.read(_Request, body)
         context = self.read_context(body, memory)
         call = replace(context, max_tokens=request.max_tokens, stop=tuple(request.stop_sequences or ()))
         return MessagesExchange(call, bool(request.stream), memory)
 
     def read_context(self, body: Any, memory: SessionMemory) -> Call:
         """Reads the body of a request to count tokens; see `ChatApi.read`."""
-        request = read(_Context, body)
-        refuse_others(body, UNSUPPORTED)
-        system = [{"role": "system", "content": text_of(request.system, "system", LINES)}] if request.system else []
+        request = fields.read(_Context, body)
+        fields.refuse_others(body, UNSUPPORTED)
+        text = fields.text_of(request.system or None, "system", fields.LINES)
+        system = [{"role": "system", "content": text}] if request.system else []
         messages = (
             part
             for number, message in enumerate(request.messages)
@@ -126,7 +107,7 @@ class Messages(ChatApi):
         tools = tuple(_tool(tool, f"tools[{number}]") for number, tool in enumerate(request.tools or ()))
         offered = request.tool_choice is None or request.tool_choice.type != "none"
         return Call(
-            with_one_system((*system, *messages)), tools if offered else (), request.model, images=memory.images
+            fields.with_one_system((*system, *messages)), tools if offered else (), request.model, images=memory.images
         )
 
     def error(self, error: RequestError) -> JsonObject:
@@ -138,18 +119,17 @@ class Messages(ChatApi):
 
 
 def _tool(tool: _Tool, field: str) -> JsonObject:
-    refuse_unless(
-        tool.type in (None, "custom"), f"{field}.type", tool.type, "Describe the tool with its name and input_schema"
-    )
-    return Function(name=tool.name, description=tool.description, parameters=tool.input_schema).tool()
+    if tool.type not in (None, "custom"):
+        raise fields.unsupported(f"{field}.type", tool.type, "Describe the tool with its name and input_schema")
+    return fields.Function(name=tool.name, description=tool.description, parameters=tool.input_schema).tool()
 
 
 def _messages(message: _Message, field: str, memory: SessionMemory) -> Iterator[JsonObject]:
     if message.content is None:
-        raise missing(field)
+        raise fields.missing(field)
     blocks = [{"type": "text", "text": message.content}] if isinstance(message.content, str) else message.content
     if not isinstance(blocks, list):
-        raise refusal(field, "neither text nor a list of blocks", "Send text")
+        raise fields.refusal(field, "neither text nor a list of blocks", "Send text")
     named = [(block, f"{field}[{number}]") for number, block in enumerate(blocks)]
     if message.role == "assistant":
         yield _assistant(named, memory)
@@ -159,12 +139,12 @@ def _messages(message: _Message, field: str, memory: SessionMemory) -> Iterator[
 
 def _kind(block: Any, field: str) -> Any:
     if not isinstance(block, dict):
-        raise refusal(field, "not an object", 'Send blocks as {"type": "text", "text": ...}')
+        raise fields.refusal(field, "not an object", 'Send blocks as {"type": "text", "text": ...}')
     return block.get("type")
 
 
 def _unsupported(kind: Any, field: str, supported: str) -> RequestError:
-    return refusal(f"{field}.type", f"{quoted(kind)} is not supported", f"The policy reads text: send {supported}")
+    return fields.unsupported(f"{field}.type", kind, f"The policy reads text: send {supported}")
 
 
 def _assistant(blocks: list[tuple[Any, str]], memory: SessionMemory) -> JsonObject:
@@ -172,15 +152,15 @@ def _assistant(blocks: list[tuple[Any, str]], memory: SessionMemory) -> JsonObje
     for block, field in blocks:
         match _kind(block, field):
             case "text":
-                texts.append(text_at(block, field, "text"))
+                texts.append(fields.text_at(block, field, "text"))
             case "thinking":
-                thoughts.append(text_at(block, field, "thinking"))
+                thoughts.append(fields.text_at(block, field, "thinking"))
             case "tool_use":
-                use = read(_ToolUse, block, field)
+                use = fields.read(_ToolUse, block, field)
                 calls.append(ToolCall(use.id, use.name, _arguments(use, memory)))
             case kind:
                 raise _unsupported(kind, field, "blocks of type text, thinking or tool_use")
-    return assistant_message(PIECES.join(texts), PIECES.join(thoughts), calls)
+    return assistant_message(fields.PIECES.join(texts), fields.PIECES.join(thoughts), calls)
 
 
 def _others(role: str, blocks: list[tuple[Any, str]], memory: SessionMemory) -> Iterator[JsonObject]:
@@ -189,7 +169,7 @@ def _others(role: str, blocks: list[tuple[Any, str]], memory: SessionMemory) -> 
     for block, field in blocks:
         match _kind(block, field):
             case "text":
-                parts.append(text_part(text_at(block, field, "text")))
+                parts.append(text_part(fields.text_at(block, field, "text")))
             case "image" if role == "user" and memory.image_limits:
                 parts.append(image_part(block, field, memory))
             case "tool_result" if role == "user":
@@ -197,8 +177,8 @@ def _others(role: str, blocks: list[tuple[Any, str]], memory: SessionMemory) -> 
                 if parts:
                     yield {"role": role, "content": _joined(parts)}
                     parts = []
-                result = read(_ToolResult, block, field)
-                content = content_of(result.content, f"{field}.content", LINES, memory)
+                result = fields.read(_ToolResult, block, field)
+                content = content_of(result.content, f"{field}.content", fields.LINES, memory)
                 yield {"role": "tool", "content": content, "tool_call_id": result.tool_use_id}
             case kind:
                 raise _unsupported(kind, field, "blocks of type text or tool_result")
@@ -208,7 +188,7 @@ def _others(role: str, blocks: list[tuple[Any, str]], memory: SessionMemory) -> 
 
 def _joined(parts: list[JsonObject]) -> Content:
     has_images = any(part["type"] == "image" for part in parts)
-    return parts if has_images else LINES.join(part["text"] for part in parts)
+    return parts if has_images else fields.LINES.join(part["text"] for part in parts)
 
 
 def _arguments(use: _ToolUse, memory: SessionMemory) -> str:
@@ -223,7 +203,7 @@ def _arguments(use: _ToolUse, memory: SessionMemory) -> str:
 
 
 def _input(arguments: str) -> JsonObject:
-    value = json_object(arguments)
+    value = fields.json_object(arguments)
     return {MALFORMED: arguments} if value is None or _is_malformed(value) else value
 
 
@@ -236,7 +216,6 @@ class MessagesExchange(Exchange):
     """A request for a message of Anthropic's."""
 
     def written(self, reply: Reply) -> JsonObject:
-        """Returns the reply as a message."""
         return {
             "id": f"msg_{uuid.uuid4().hex}",
             "type": "message",
@@ -255,7 +234,6 @@ class MessagesExchange(Exchange):
         }
 
     def events(self, body: JsonObject, earlier: int = 0) -> Iterator[bytes]:
-        """Returns the events of a message: each block has one delta. See `Exchange.events`."""
         start = body | {"content": [], "stop_reason": None, "stop_sequence": None}
         start["usage"] = body["usage"] | {"output_tokens": 0}
         yield _event("message_start", message=start)
@@ -270,11 +248,9 @@ class MessagesExchange(Exchange):
         yield _event("message_stop")
 
     def keep_alive(self, earlier: int) -> bytes:
-        """Returns a ping, which clients skip. See `Exchange.keep_alive`."""
-        return _event("ping")
+        return _event("ping")  # which clients skip
 
     def error_event(self, error: RequestError, earlier: int) -> bytes:
-        """Returns the event of an error; see `Exchange.error_event`."""
         return sse(Messages().error(error), "error")
 
 
@@ -311,5 +287,5 @@ def _parts(block: JsonObject) -> tuple[JsonObject, list[JsonObject]]:
             return block | {"text": ""}, [{"type": "text_delta", "text": block["text"]}]
 
 
-def _event(kind: str, **fields: Any) -> bytes:
-    return sse({"type": kind} | fields, kind)
+def _event(kind: str, **content: Any) -> bytes:
+    return sse({"type": kind} | content, kind)

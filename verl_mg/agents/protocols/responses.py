@@ -26,35 +26,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_mg.agents.call import Call, Reply, RequestError, assistant_message
-from verl_mg.agents.protocols import ChatApi, Exchange, JsonObject, logprobs, reasoning_tokens, sse
-from verl_mg.agents.protocols.fields import (
-    LINES,
-    NOTHING,
-    PIECES,
-    TOP_LOGPROBS,
-    Count,
-    Fields,
-    Function,
-    Name,
-    Supported,
-    json_object,
-    missing,
-    offers_tools,
-    quoted,
-    read,
-    refusal,
-    refuse_others,
-    text_at,
-    text_of,
-    with_one_system,
-)
+from verl_mg.agents.protocols import ChatApi, Exchange, JsonObject, fields, logprobs, reasoning_tokens, sse
 from verl_mg.agents.protocols.memory import SessionMemory, StoredResponse, content_of, message_of
 from verl_mg.agents.tool_calls import ToolCall
 
 LOGPROBS = "message.output_text.logprobs"
-UNSUPPORTED: Supported = {
-    **TOP_LOGPROBS,
-    "background": (NOTHING, "Wait for the reply"),
+UNSUPPORTED: fields.Supported = {
+    **fields.TOP_LOGPROBS,
+    "background": (fields.NOTHING, "Wait for the reply"),
     "conversation": ((), "Use previous_response_id"),
     "prompt": ((), "Send the text of the prompt as input"),
 }
@@ -73,7 +52,7 @@ BEGUN: dict[str, JsonObject] = {
 Event = tuple[str, JsonObject]  # type of an event after "response.", and its fields
 
 
-class _Request(Fields):
+class _Request(fields.Fields):
     model: str
     input: Any = None
     instructions: str | None = None
@@ -81,7 +60,7 @@ class _Request(Fields):
     store: bool | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
-    max_output_tokens: Count | None = None
+    max_output_tokens: fields.Count | None = None
     stream: bool | None = None
     include: list[str] | None = None
     parallel_tool_calls: bool | None = None
@@ -90,26 +69,26 @@ class _Request(Fields):
     text: dict[str, Any] | None = None
 
 
-class _Grammar(Fields):
+class _Grammar(fields.Fields):
     type: str = "text"
     syntax: str | None = None
     definition: str | None = None
 
 
-class _Custom(Fields):
-    name: Name
+class _Custom(fields.Fields):
+    name: fields.Name
     description: str | None = None
     format: _Grammar | None = None
 
 
-class _Namespace(Fields):
-    name: Name
+class _Namespace(fields.Fields):
+    name: fields.Name
     tools: list[Any]
 
 
-class _Call(Fields):
-    call_id: Name
-    name: Name
+class _Call(fields.Fields):
+    call_id: fields.Name
+    name: fields.Name
     namespace: str | None = None
 
 
@@ -121,19 +100,19 @@ class _CustomCall(_Call):
     input: str
 
 
-class _Message(Fields):
+class _Message(fields.Fields):
     role: str
     content: Any
 
 
-class _Reasoning(Fields):
+class _Reasoning(fields.Fields):
     content: Any = None
     summary: Any = None
     encrypted_content: str | None = None
 
 
-class _Output(Fields):
-    call_id: Name
+class _Output(fields.Fields):
+    call_id: fields.Name
     output: Any
 
 
@@ -151,20 +130,19 @@ class Responses(ChatApi):
     """The API `/v1/responses` of OpenAI."""
 
     def read(self, body: Any, memory: SessionMemory) -> Exchange:
-        """Reads a request; see `ChatApi.read`."""
-        request = read(_Request, body)
-        refuse_others(body, UNSUPPORTED)
-        offered = offers_tools(request.tool_choice)
+        request = fields.read(_Request, body)
+        fields.refuse_others(body, UNSUPPORTED)
+        offered = fields.offers_tools(request.tool_choice)
         earlier = _earlier(request.previous_response_id, memory)
         new = _messages(request.input, memory)
         if not earlier + new:
-            raise refusal("input", "empty", "Send text or items")
+            raise fields.refusal("input", "empty", "Send text or items")
         # Instructions hold for one response: `earlier` has none, so that a continued one may replace them.
         instructions = () if request.instructions is None else ({"role": "system", "content": request.instructions},)
         tools = tuple(_offered_tools(request.tools or []))
         return ResponseExchange(
             call=Call(
-                messages=with_one_system(instructions + earlier + new),
+                messages=fields.with_one_system(instructions + earlier + new),
                 tools=tuple(tool.schema for tool in tools if offered),
                 model=request.model,
                 max_tokens=request.max_output_tokens,
@@ -186,8 +164,8 @@ def _earlier(name: str | None, memory: SessionMemory) -> tuple[JsonObject, ...]:
         return ()
     stored = memory.response(name)
     if stored is None:
-        wrong = f"{quoted(name)} is not stored in this session"
-        raise refusal("previous_response_id", wrong, "Send the whole input", "previous_response_not_found")
+        wrong = f"{fields.quoted(name)} is not stored in this session"
+        raise fields.refusal("previous_response_id", wrong, "Send the whole input", "previous_response_not_found")
     return stored.messages
 
 
@@ -196,7 +174,7 @@ def _messages(items: Any, memory: SessionMemory) -> tuple[JsonObject, ...]:
     if isinstance(items, str):
         return ({"role": "user", "content": items},)
     if not isinstance(items, list):
-        raise refusal("input", "neither text nor a list of items", "Send text or items")
+        raise fields.refusal("input", "neither text nor a list of items", "Send text or items")
     messages: list[JsonObject] = []
     for number, item in enumerate(items):
         message = _read_item(item, f"input[{number}]", memory)
@@ -221,60 +199,61 @@ def _continues(message: JsonObject, part: JsonObject) -> bool:
 def _read_item(item: Any, field: str, memory: SessionMemory) -> JsonObject:
     """Returns an item as a message; an assistant's message has one part."""
     if not isinstance(item, dict):
-        raise refusal(field, "not an object", "Send items of a response")
+        raise fields.refusal(field, "not an object", "Send items of a response")
     # The type of a message and of a reference may be left out in OpenAI's API.
     match item.get("type") or ("message" if "role" in item else "item_reference"):
         case "message":
-            return _read_message(read(_Message, item, field), field, memory)
+            return _read_message(fields.read(_Message, item, field), field, memory)
         case "reasoning":
-            text = _reasoning(read(_Reasoning, item, field), field)
+            text = _reasoning(fields.read(_Reasoning, item, field), field)
             return {"role": "assistant", "reasoning_content": text} if text else {"role": "assistant"}
         case "function_call" | "custom_tool_call":
             return {"role": "assistant", "tool_calls": [_read_call(item, field, memory).entry]}
         case "function_call_output" | "custom_tool_call_output":
-            output = read(_Output, item, field)
-            content = content_of(output.output, f"{field}.output", LINES, memory)
+            output = fields.read(_Output, item, field)
+            content = content_of(output.output, f"{field}.output", fields.LINES, memory)
             return {"role": "tool", "content": content, "tool_call_id": output.call_id}
         case "item_reference":
-            name = text_at(item, field, "id")
+            name = fields.text_at(item, field, "id")
             stored = memory.item(name)
             if stored is None:
-                raise refusal(f"{field}.id", f"{quoted(name)} is not stored", "Send the item itself")
+                raise fields.refusal(f"{field}.id", f"{fields.quoted(name)} is not stored", "Send the item itself")
             return _read_item(stored, field, memory)
         case kind:
-            raise refusal(f"{field}.type", f"{quoted(kind)} is not supported", "The policy reads text and tool calls")
+            raise fields.unsupported(f"{field}.type", kind, "The policy reads text and tool calls")
 
 
 def _read_message(message: _Message, field: str, memory: SessionMemory) -> JsonObject:
     place = f"{field}.content"
     if message.role == "assistant":
         if message.content is None:
-            raise missing(place)
-        return assistant_message(text_of(message.content, place, PIECES), "", ())
+            raise fields.missing(place)
+        return assistant_message(fields.text_of(message.content, place, fields.PIECES), "", ())
     if message.role not in ("user", "system", "developer"):
-        raise refusal(f"{field}.role", f"{quoted(message.role)} is not a role", "Use user, assistant or system")
+        wrong = f"{fields.quoted(message.role)} is not a role"
+        raise fields.refusal(f"{field}.role", wrong, "Use user, assistant or system")
     return message_of(message.role, message.content, place, memory)
 
 
 def _reasoning(item: _Reasoning, field: str) -> str:
-    if text := text_of(item.content, f"{field}.content", PIECES):
+    if text := fields.text_of(item.content, f"{field}.content", fields.PIECES):
         return text
     if not item.encrypted_content:
-        return text_of(item.summary, f"{field}.summary", LINES)
+        return fields.text_of(item.summary, f"{field}.summary", fields.LINES)
     try:
         return base64.b64decode(item.encrypted_content, validate=True).decode()
     except (binascii.Error, ValueError):
         fix = "Send it as you have got it from this endpoint, or remove the item"
-        raise refusal(f"{field}.encrypted_content", "cannot be read", fix) from None
+        raise fields.refusal(f"{field}.encrypted_content", "cannot be read", fix) from None
 
 
 def _read_call(item: JsonObject, field: str, memory: SessionMemory) -> ToolCall:
     if item["type"] == "function_call":
-        called = read(_FunctionCall, item, field)
+        called = fields.read(_FunctionCall, item, field)
         arguments = memory.written_arguments(called.call_id, called.arguments)
         return ToolCall(called.call_id, _full_name(called.namespace, called.name), arguments)
     # The policy has written free text as the argument of a function, and its tokens stay only for the same text.
-    custom = read(_CustomCall, item, field)
+    custom = fields.read(_CustomCall, item, field)
     written = memory.arguments(custom.call_id)
     if written is None or _free_text(written) != custom.input:
         written = json.dumps({INPUT: custom.input}, ensure_ascii=False)
@@ -283,7 +262,7 @@ def _read_call(item: JsonObject, field: str, memory: SessionMemory) -> ToolCall:
 
 def _free_text(arguments: str) -> str:
     """Returns the free text in a call's arguments, or the arguments where they are malformed."""
-    value = json_object(arguments)
+    value = fields.json_object(arguments)
     return value[INPUT] if value and set(value) == {INPUT} and isinstance(value[INPUT], str) else arguments
 
 
@@ -298,24 +277,25 @@ def _offered_tools(tools: list[Any], field: str = "tools", namespace: str | None
         place = f"{field}[{number}]"
         kind = tool.get("type") if isinstance(tool, dict) else None
         if kind == "namespace" and namespace is None:
-            inner = read(_Namespace, tool, place)
+            inner = fields.read(_Namespace, tool, place)
             yield from _offered_tools(inner.tools, f"{place}.tools", inner.name)
         elif kind in ("function", "custom"):
-            function = read(Function, tool, place) if kind == "function" else _as_function(read(_Custom, tool, place))
+            function = _custom(tool, place) if kind == "custom" else fields.read(fields.Function, tool, place)
             schema = function.model_copy(update={"name": _full_name(namespace, function.name)}).tool()
             yield OfferedTool(schema, function.name, namespace, takes_text=kind == "custom")
         elif kind not in NOT_OFFERED:
-            fix = "Give the agent a function that does it"
-            raise refusal(f"{place}.type", f"{quoted(kind)} is not supported", fix)
+            raise fields.unsupported(f"{place}.type", kind, "Give the agent a function that does it")
 
 
-def _as_function(tool: _Custom) -> Function:
+def _custom(item: JsonObject, field: str) -> fields.Function:
+    """Reads a tool that takes free text, as a function."""
+    tool = fields.read(_Custom, item, field)
     description = tool.description
     if tool.format is not None and tool.format.definition is not None:
         # A grammar does not constrain sampling, so the policy has to read it.
         grammar = f"The input follows this {tool.format.syntax or ''} grammar:\n{tool.format.definition}"
         description = f"{description}\n\n{grammar}" if description else grammar
-    return Function(name=tool.name, description=description, parameters=CUSTOM_PARAMETERS)
+    return fields.Function(name=tool.name, description=description, parameters=CUSTOM_PARAMETERS)
 
 
 @dataclass(frozen=True)
@@ -405,19 +385,16 @@ class ResponseExchange(Exchange):
         }
 
     def events(self, body: JsonObject, earlier: int = 0) -> Iterator[bytes]:
-        """Returns the events of a response; see `Exchange.events`."""
         begin = [] if earlier else self._begin()
         items = [event for index, item in enumerate(body["output"]) for event in _item_events(item, index)]
         return _numbered([*begin, *items, (body["status"], {"response": body})], earlier + 1 if earlier else 0)
 
     def keep_alive(self, earlier: int) -> bytes:
-        """Returns the first two events, then the second one again. See `Exchange.keep_alive`."""
-        # Clients count events, so each one gets the next sequence number.
+        # The first two events, then the second one again. Clients count events: each gets the next sequence number.
         created, in_progress = self._begin()
         return b"".join(_numbered([in_progress], earlier + 1) if earlier else _numbered([created, in_progress], 0))
 
     def error_event(self, error: RequestError, earlier: int) -> bytes:
-        """Returns the event of a failed response; see `Exchange.error_event`."""
         reason = {"code": error.code or "server_error", "message": error.message}
         failed = self._response() | {"status": "failed", "error": reason}
         return b"".join(_numbered([("failed", {"response": failed})], earlier + 1))
@@ -432,8 +409,8 @@ def _id(prefix: str) -> str:
 
 def _numbered(events: Iterable[Event], first: int) -> Iterator[bytes]:
     """Yields server-sent events with their sequence numbers, from `first` on."""
-    for number, (kind, fields) in enumerate(events, first):
-        yield sse({"type": f"response.{kind}", "sequence_number": number} | fields, f"response.{kind}")
+    for number, (kind, content) in enumerate(events, first):
+        yield sse({"type": f"response.{kind}", "sequence_number": number} | content, f"response.{kind}")
 
 
 def _item_events(item: JsonObject, index: int) -> Iterator[Event]:

@@ -8,12 +8,9 @@ from verl_mg.sandbox import run_python_async
 
 Number = int | float
 
-SECONDS = 20
-"""Time limit of a program; the result is its output until then."""
-MAX_BITS = 4096
-"""Largest size of an integer; Python formats numbers of up to 4300 digits."""
-MAX_EXPRESSION_LENGTH = 1000
-"""Largest number of characters."""
+SECONDS = 20  # time limit of a program; the result is its output until then
+MAX_BITS = 4096  # largest size of an integer; Python formats numbers of up to 4300 digits
+MAX_EXPRESSION_LENGTH = 1000  # largest number of characters
 
 OPERATIONS: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
     ast.Add: operator.add,

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import inspect
 import re
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from functools import wraps
+from functools import partial
 from types import FunctionType
 from typing import Any
 
 from verl_mg.agents.tools.mcp_tools import MCP, MCPTools
-from verl_mg.agents.tools.tool import Outcome, Tool, ToolOwner, ToolSample, run_function, start_thread
+from verl_mg.agents.tools.tool import Outcome, Tool, ToolOwner, ToolSample, run_function
 from verl_mg.errors import UserError
 from verl_mg.import_function import load_function
 
@@ -53,14 +53,11 @@ def _load(name: str) -> list[Tool]:
 
 
 class ClassTools(ToolOwner):
-    """The tools of a class, which makes an object without arguments for each sample.
+    """The tools of a class, by methods in the order of their definition, with an object of the class for each sample.
 
     The object's `open(sample)` is called before the first tool, and its `close()` once when the sample ends, also where
     `open` has raised; a class may have neither. Each may be plain or async. A plain method runs in a thread, which
     continues after a time-out: the next call, and `close`, wait for it.
-
-    Attributes:
-        tools: the tools, by methods in the order of their definition.
     """
 
     def __init__(self, name: str, kind: type, prefix: str = "") -> None:
@@ -82,48 +79,24 @@ class ClassTools(ToolOwner):
     @asynccontextmanager
     async def open(self, sample: ToolSample) -> AsyncIterator[Mapping[str, Callable[..., Any]]]:
         """Makes an object and opens it with `sample`; closes it at the end."""
-        target, threads = self._kind(), _Threads()
+        target, threads = self._kind(), set[asyncio.Future[Outcome]]()
+
+        async def run(method: Callable[..., Any], /, **arguments: Any) -> Any:
+            await _ended(threads)  # also of a call whose time was up, while its thread continued
+            return await run_function(method, arguments, threads)
+
         try:
             if hasattr(target, "open"):
-                await threads.run(target.open, {"sample": sample})
-            yield {tool.name: threads.awaited(getattr(target, tool.function.__name__)) for tool in self.tools}
+                await run(target.open, sample=sample)
+            yield {tool.name: partial(run, getattr(target, tool.function.__name__)) for tool in self.tools}
         finally:
             try:
-                await threads.wait()
+                await _ended(threads)
             finally:
                 if hasattr(target, "close"):
                     await run_function(target.close, {})
 
 
-class _Threads:
-    """Methods of one object that run in threads: none begins before the last one has ended.
-
-    call 1: |--- time-out, error to the policy
-    thread: |-----------------------|
-    call 2:          waits ---------|--- thread of call 2
-    """
-
-    def __init__(self) -> None:
-        self._last: asyncio.Future[Outcome] | None = None
-
-    async def run(self, method: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        await self.wait()
-        if inspect.iscoroutinefunction(method):
-            return await method(**arguments)
-        self._last = start_thread(method, arguments)
-        # A time-out cancels this coroutine, but not the thread, whose end the next call has to see.
-        result, error = await asyncio.shield(self._last)
-        if error is not None:
-            raise error
-        return result
-
-    async def wait(self) -> None:
-        if self._last is not None and not self._last.done():
-            await asyncio.wait([self._last])
-
-    def awaited(self, method: Callable[..., Any]) -> Callable[..., Coroutine[Any, Any, Any]]:
-        @wraps(method)
-        async def run(**arguments: Any) -> Any:
-            return await self.run(method, arguments)
-
-        return run
+async def _ended(threads: set[asyncio.Future[Outcome]]) -> None:
+    if threads:
+        threads -= (await asyncio.wait(threads))[0]

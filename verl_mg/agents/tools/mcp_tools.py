@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
-from verl_mg.agents.tools.tool import Tool, ToolError, ToolOwner, ToolSample
+from verl_mg.agents.tools.tool import Tool, ToolError, ToolOwner, ToolSample, reason_of
 from verl_mg.errors import UserError
 from verl_mg.images import Image
 
@@ -41,11 +41,7 @@ LAST_WITH_SESSIONS = "2025-11-25"  # last version of the protocol with sessions;
 
 
 class MCPTools(ToolOwner):
-    """Tools of one MCP server; UserError where it does not answer or has no tools.
-
-    Attributes:
-        tools: the tools, in the server's order.
-    """
+    """Tools of one MCP server, in its order; UserError where it does not answer or has no tools."""
 
     def __init__(self, name: str, prefix: str = "") -> None:
         self.name, self._place = name, name.removeprefix(MCP).strip()
@@ -95,12 +91,8 @@ class MCPTools(ToolOwner):
         try:
             tools = asyncio.run(self._list_in_some_version())
         except Exception as error:  # of the package, of HTTP, or of the command
-            cause: BaseException = error
-            while isinstance(cause, BaseExceptionGroup):
-                cause = cause.exceptions[0]
-            reason = " ".join(f"{type(cause).__name__}: {cause}".split())
             raise UserError(
-                f"rollout.tools={self.name}: no MCP server answers ({reason}). Start it, or correct the "
+                f"rollout.tools={self.name}: no MCP server answers ({reason_of(error)}). Start it, or correct the "
                 f"{'address' if self._is_http else 'command'}."
             ) from error
         if not tools:

@@ -121,20 +121,20 @@ class MultiTurnEngine(EngineWrapper):
     def abort(self) -> None:
         """Aborts running calls and the engine's requests."""
         with self._lock:
-            for pending in list(self._pending.values()):  # a copy: `_complete` removes its entry
-                pending.results.cancel()
-                self._complete(replace(pending.sample, finish="abort"))
-            self._aborted |= self._requests.keys()
+            self._abort_calls(self._requests.keys())
             self._engine.abort()
 
     def abort_samples(self, ids: Collection[int]) -> None:
         """Aborts running calls and the engine's requests of some samples."""
         with self._lock:
-            for i in [i for i in ids if i in self._pending]:
-                self._pending[i].results.cancel()
-                self._complete(replace(self._pending[i].sample, finish="abort"))
-            self._aborted |= self._requests.keys() & set(ids)
+            self._abort_calls(ids)
             self._engine.abort_samples(ids)
+
+    def _abort_calls(self, ids: Collection[int]) -> None:
+        for i in self._pending.keys() & set(ids):
+            self._pending[i].results.cancel()
+            self._complete(replace(self._pending[i].sample, finish="abort"))
+        self._aborted |= self._requests.keys() & set(ids)
 
     def close(self) -> None:
         """Cancels running calls, closes the states of tools and ends the event loop; the engine stays as it is."""

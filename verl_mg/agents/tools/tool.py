@@ -54,15 +54,10 @@ class ToolSample:
 
 
 class ToolOwner(ABC):
-    """Owner of tools that have a state: an object, or a connection to a server.
+    """Owner of tools that have a state: an object, or a connection to a server."""
 
-    Attributes:
-        name: name from the configuration, for messages.
-        per_sample: whether each sample has a separate state; otherwise all samples of an engine share one.
-    """
-
-    name: str
-    per_sample: bool
+    name: str  # name from the configuration, for messages
+    per_sample: bool  # whether each sample has a separate state; otherwise all samples of an engine share one
 
     @abstractmethod
     def open(self, sample: ToolSample) -> AbstractAsyncContextManager[Mapping[str, Callable[..., Any]]]:
@@ -134,24 +129,19 @@ class Tool:
             return one_line(f"error: {self.name} raised {type(error).__name__}: {error}")
 
 
-async def run_function(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """Calls a function on the event loop if it is async, otherwise in a thread, and returns its result."""
+async def run_function(
+    function: Callable[..., Any], arguments: Mapping[str, Any], threads: set[asyncio.Future[Outcome]] | None = None
+) -> Any:
+    """Calls a function on the event loop if it is async, otherwise in a thread, and returns its result.
+
+    A time-out cancels this coroutine, but not the thread, whose future is added to `threads`.
+    """
     if inspect.iscoroutinefunction(function):
         return await function(**arguments)
-    result, error = await start_thread(function, arguments)
-    if error is not None:
-        raise error
-    return result
-
-
-def start_thread(function: Callable[..., Any], arguments: Mapping[str, Any]) -> asyncio.Future[Outcome]:
-    """Calls a function in a daemon thread, which does not keep the process from ending."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Outcome] = loop.create_future()
-
-    def set_result(outcome: Outcome) -> None:
-        if not done.done():  # the caller may have been cancelled
-            done.set_result(outcome)
+    if threads is not None:
+        threads.add(done)
 
     def work() -> None:
         outcome: Outcome
@@ -160,15 +150,26 @@ def start_thread(function: Callable[..., Any], arguments: Mapping[str, Any]) -> 
         except BaseException as error:
             outcome = None, error
         with suppress(RuntimeError):  # the loop is closed: there is no caller any more
-            loop.call_soon_threadsafe(set_result, outcome)
+            loop.call_soon_threadsafe(done.set_result, outcome)
 
+    # A daemon, which does not keep the process from ending.
     threading.Thread(target=work, name=function.__name__, daemon=True).start()
-    return done
+    result, error = await asyncio.shield(done)
+    if error is not None:
+        raise error
+    return result
 
 
 def one_line(text: str) -> str:
     """Returns a text as one line, cut where it is long."""
     return " ".join(text.split())[:MAX_RESULT_LENGTH]
+
+
+def reason_of(error: BaseException) -> str:
+    """Returns an exception, the first one of a group, as one line."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return one_line(f"{type(error).__name__}: {error}")
 
 
 def _read_docstring(name: str, text: str | None) -> tuple[str, dict[str, str]]:

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from verl_mg.agents.tool_calls import MALFORMED, ToolCall
-from verl_mg.agents.tools.tool import Tool, ToolError, ToolOutput, ToolOwner, ToolSample, one_line
+from verl_mg.agents.tools.tool import Tool, ToolError, ToolOutput, ToolOwner, ToolSample, one_line, reason_of
 
 log = logging.getLogger(__name__)
 
@@ -113,15 +113,9 @@ class ToolState:
                 await self._end.wait()
         except BaseException as error:  # a tool is user code, which may raise anything
             if not opened.done():
-                opened.set_exception(ToolError(_reason(error)))
+                opened.set_exception(ToolError(reason_of(error)))
             elif not isinstance(error, asyncio.CancelledError):
-                log.warning("tools of %s: %s", self._owner.name, _reason(error))
-
-
-def _reason(error: BaseException) -> str:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return one_line(f"{type(error).__name__}: {error}")
+                log.warning("tools of %s: %s", self._owner.name, reason_of(error))
 
 
 @dataclass

@@ -26,7 +26,6 @@ from verl_mg.algorithms.advantages.tokens import (
     length_adaptive_lambda,
     moments,
     prime_advantages,
-    reinforce_plus_plus,
     token_rewards,
     whiten,
 )
@@ -50,7 +49,6 @@ __all__ = [
     "mt_grpo",
     "opo",
     "prime_advantages",
-    "reinforce_plus_plus",
     "remax",
     "resampling_weights",
     "rloo",

@@ -35,15 +35,13 @@ def group_relative(scores: Tensor, groups: Tensor, trajectories: Tensor, normali
         scores, groups, trajectories: (n,), see the module.
         normalize_by_std: divides by the standard deviation of the group.
     """
-    samples, sample_of = _samples(trajectories)
-    score = scores[samples]
-    order, index, counts = _in_groups(groups[samples], score)
-    advantages = _centered(score[order].double(), index, counts)
+    samples = _Samples(groups, trajectories, scores)
+    advantages = samples.centered(scores)
     if normalize_by_std:
         # Of centred scores: squares of scores with a large offset would lose their spread to rounding.
-        variance = segment_sums(advantages.square(), counts) / (counts - 1).clamp(min=1)
-        advantages = advantages / (variance.sqrt() + EPSILON)[index]
-    return _in_order(advantages, order, score)[sample_of]
+        variance = segment_sums(advantages.square(), samples.counts) / (samples.counts - 1).clamp(min=1)
+        advantages = advantages / (variance.sqrt() + EPSILON)[samples.index]
+    return samples.to_rows(advantages, scores.dtype)
 
 
 def rloo(scores: Tensor, groups: Tensor, trajectories: Tensor) -> Tensor:
@@ -52,12 +50,9 @@ def rloo(scores: Tensor, groups: Tensor, trajectories: Tensor) -> Tensor:
     Args:
         scores, groups, trajectories: (n,), see the module.
     """
-    samples, sample_of = _samples(trajectories)
-    score = scores[samples]
-    order, index, counts = _in_groups(groups[samples], score)
-    factor = counts.double() / (counts - 1).clamp(min=1)  # a quotient of integers would be float32
-    advantages = _centered(score[order].double(), index, counts) * factor[index]
-    return _in_order(advantages, order, score)[sample_of]
+    samples = _Samples(groups, trajectories, scores)
+    factor = samples.counts.double() / (samples.counts - 1).clamp(min=1)  # a quotient of integers would be float32
+    return samples.to_rows(samples.centered(scores) * factor[samples.index], scores.dtype)
 
 
 def opo(scores: Tensor, lengths: Tensor, groups: Tensor, trajectories: Tensor) -> Tensor:
@@ -69,13 +64,12 @@ def opo(scores: Tensor, lengths: Tensor, groups: Tensor, trajectories: Tensor) -
         scores, groups, trajectories: (n,), see the module.
         lengths: (n,) tokens that the policy wrote in all rows of the sample; a sample of 0 does not count.
     """
-    samples, sample_of = _samples(trajectories)
-    order, index, counts = _in_groups(groups[samples], scores[samples], lengths[samples])
-    score, weight = scores[samples][order].double(), lengths[samples][order].double()
-    total = segment_sums(weight, counts)
-    baseline = segment_sums(weight * score, counts) / total.clamp(min=1)
-    advantages = torch.where((counts > 1)[index], score - baseline[index], 0.0)
-    return _in_order(advantages, order, scores[samples])[sample_of]
+    samples = _Samples(groups, trajectories, scores, lengths)
+    score, weight = samples.sorted(scores).double(), samples.sorted(lengths).double()
+    total = segment_sums(weight, samples.counts)
+    baseline = segment_sums(weight * score, samples.counts) / total.clamp(min=1)
+    advantages = torch.where((samples.counts > 1)[samples.index], score - baseline[samples.index], 0.0)
+    return samples.to_rows(advantages, scores.dtype)
 
 
 def maxrl(scores: Tensor, groups: Tensor, trajectories: Tensor) -> Tensor:
@@ -94,13 +88,9 @@ def maxrl(scores: Tensor, groups: Tensor, trajectories: Tensor) -> Tensor:
             f"reward: it is {scores.min():g} for a sample, and MaxRL divides by the mean reward of a prompt. "
             "Return rewards from 0 to 1"
         )
-    samples, sample_of = _samples(trajectories)
-    score = scores[samples]
-    order, index, counts = _in_groups(groups[samples], score)
-    ordered = score[order].double()
-    means = segment_sums(ordered, counts) / counts
-    advantages = _centered(ordered, index, counts) / torch.where(means > 0, means, 1.0)[index]
-    return _in_order(advantages, order, score)[sample_of]
+    samples = _Samples(groups, trajectories, scores)
+    means = samples.means(scores)
+    return samples.to_rows(samples.centered(scores) / torch.where(means > 0, means, 1.0), scores.dtype)
 
 
 def gdpo(rewards: Sequence[Tensor], weights: Sequence[float], groups: Tensor, trajectories: Tensor) -> Tensor:
@@ -145,13 +135,11 @@ def informative(scores: Tensor, groups: Tensor, trajectories: Tensor) -> Tensor:
     Args:
         scores, groups, trajectories: (n,), see the module; scores are compared exactly.
     """
-    samples, sample_of = _samples(trajectories)
-    order, index, counts = _in_groups(groups[samples], scores[samples])
-    last = counts.cumsum(0) - 1
-    ordered = scores[samples][order]
+    samples = _Samples(groups, trajectories, scores)
+    last, ordered = samples.counts.cumsum(0) - 1, samples.sorted(scores)
     # Sorted by score within a group: the first and the last one differ if any two do.
-    differ = (ordered[last] != ordered[last - counts + 1])[index]
-    return torch.empty_like(differ).index_copy_(0, order, differ)[sample_of]
+    differ = ordered[last] != ordered[last - samples.counts + 1]
+    return samples.to_rows(differ[samples.index], torch.bool)
 
 
 def group_means(scores: Tensor, groups: Tensor, trajectories: Tensor) -> Tensor:
@@ -162,36 +150,40 @@ def group_means(scores: Tensor, groups: Tensor, trajectories: Tensor) -> Tensor:
     Args:
         scores, groups, trajectories: (n,), see the module.
     """
-    samples, sample_of = _samples(trajectories)
-    order, index, counts = _in_groups(groups[samples], scores[samples])
-    means = (segment_sums(scores[samples][order].double(), counts) / counts)[index]
-    return _in_order(means, order, means)[sample_of]
+    samples = _Samples(groups, trajectories, scores)
+    return samples.to_rows(samples.means(scores), torch.float64)
 
 
-def _samples(trajectories: Tensor) -> tuple[Tensor, Tensor]:
-    """One row (t,) of each trajectory, and the number (n,) of each row's trajectory among these."""
-    distinct, number = trajectories.unique(return_inverse=True)
-    rows = torch.arange(len(trajectories), device=trajectories.device)
-    # The smallest: of several writes to one place a device may keep any.
-    return rows.new_zeros(len(distinct)).scatter_reduce_(0, number, rows, "amin", include_self=False), number
+class _Samples:
+    """Samples sorted by group, and then by `keys`: `index` is the group of each, `counts` the samples of each group."""
 
+    def __init__(self, groups: Tensor, trajectories: Tensor, *keys: Tensor) -> None:
+        distinct, self._sample_of = trajectories.unique(return_inverse=True)
+        rows = torch.arange(len(trajectories), device=trajectories.device)
+        # One row of each: the smallest, as of several writes to one place a device may keep any.
+        first = rows.new_zeros(len(distinct)).scatter_reduce_(0, self._sample_of, rows, "amin", include_self=False)
+        self._order = torch.arange(len(distinct), device=groups.device)
+        # Sorted by the values too: the order of a sum decides its rounding, and must not depend on the order of rows.
+        for key in (*reversed(keys), groups):
+            self._order = self._order[torch.argsort(key[first][self._order], stable=True)]
+        self._rows = first[self._order]
+        _, self.index, self.counts = torch.unique_consecutive(
+            groups[self._rows], return_inverse=True, return_counts=True
+        )
 
-def _in_groups(groups: Tensor, *keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Samples (t,) sorted by group and then by `keys`; the group (t,) of each; the samples (g,) of each group."""
-    order = torch.arange(len(groups), device=groups.device)
-    # Sorted by the values too: the order of a sum decides its rounding, and must not depend on the order of rows.
-    for key in (*reversed(keys), groups):
-        order = order[torch.argsort(key[order], stable=True)]
-    _, index, counts = torch.unique_consecutive(groups[order], return_inverse=True, return_counts=True)
-    return order, index, counts
+    def sorted(self, column: Tensor) -> Tensor:
+        return column[self._rows]
 
+    def means(self, column: Tensor) -> Tensor:
+        """Returns the float64 mean of each sample's group."""
+        return (segment_sums(self.sorted(column).double(), self.counts) / self.counts)[self.index]
 
-def _centered(ordered: Tensor, index: Tensor, counts: Tensor) -> Tensor:
-    return ordered - (segment_sums(ordered, counts) / counts)[index]
+    def centered(self, column: Tensor) -> Tensor:
+        return self.sorted(column).double() - self.means(column)
 
-
-def _in_order(ordered: Tensor, order: Tensor, like: Tensor) -> Tensor:
-    return torch.empty_like(like).index_copy_(0, order, ordered.to(like.dtype))
+    def to_rows(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns the sorted samples' values for each row."""
+        return torch.empty_like(values, dtype=dtype).index_copy_(0, self._order, values.to(dtype))[self._sample_of]
 
 
 def soft_overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:

@@ -71,19 +71,12 @@ def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
 def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     """Returns (n, T) rewards to come, G_t = r_t + gamma G_{t+1} with t over masked tokens only; 0 outside the mask.
 
+    With the KL penalty in the rewards (`kl.in_reward`), REINFORCE++'s advantages (arXiv:2501.03262) before `whiten`.
+
     Args:
         rewards, mask, gamma: as in `gae`.
     """
     return gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)[1]
-
-
-def reinforce_plus_plus(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """Returns (n, T) advantages of REINFORCE++ (arXiv:2501.03262) before `whiten`, which takes the whole batch.
-
-    Args:
-        rewards, mask, gamma: as in `gae`; the rewards contain the KL penalty already (`kl.in_reward`).
-    """
-    return discounted_returns(rewards, mask, gamma)
 
 
 def _compact(column: Tensor, mask: Tensor, steps: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -160,8 +160,8 @@ def _prefill(
     ids, lengths, attend, positions = (each.to(device) for each in (ids, lengths, attend, positions))
     inputs: dict[str, torch.Tensor] = {}
     if vision and any(images):
-        prefill = vision.inputs(ids, attend[:, :width], positions, [of_prompt for _, of_prompt in row_of])
-        positions, lengths, inputs = prefill.positions, prefill.next_positions, prefill.inputs
+        of_prompts = [of_prompt for _, of_prompt in row_of]
+        positions, lengths, inputs = vision.inputs(ids, attend[:, :width], positions, of_prompts)
     logits = _forward(module, cache, ids, attend[:, :width], positions, **inputs)
     if len(row_of) < len(prompts):
         shared = torch.tensor([row_of[key] for key in keys], device=device)
@@ -320,28 +320,21 @@ def _grown(states: torch.Tensor, columns: int) -> torch.Tensor:
     return buffer
 
 
-@dataclass(frozen=True)
-class PrefillInputs:
-    """Inputs of a prefill with images, in addition to tokens and mask."""
-
-    positions: Tensor
-    """Positions of the tokens, (r, t), or (3, r, t) where the model has one for each of time, height and width."""
-    next_positions: Tensor  # (r,) position of the first new token
-    inputs: dict[str, Tensor] = field(default_factory=dict)  # further arguments of the model's `forward`, by name
-
-
 class VisionPrefill:
-    """Makes the inputs of prefills for one model."""
+    """Makes the inputs of prefills with images for one model."""
 
     def __init__(self, module: PreTrainedModel, processor: ImageProcessor) -> None:
         self._processor = processor
         self._arguments = set(inspect.signature(module.forward).parameters)
         self._positions = getattr(module.base_model, "get_rope_index", None)
 
-    def inputs(self, ids: Tensor, attend: Tensor, positions: Tensor, images: Sequence[RowImages]) -> PrefillInputs:
-        """Returns the inputs for prompts, at least one of them with images.
+    def inputs(
+        self, ids: Tensor, attend: Tensor, positions: Tensor, images: Sequence[RowImages]
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Returns positions of the tokens and of the first new ones, (r,), and further arguments of the model.
 
-        `ids` (r, t) are padded on the left, `attend` (r, t) is false on padding, `positions` (r, t) are in the text.
+        `ids` (r, t) are padded on the left, `attend` (r, t) is false on padding, `positions` (r, t) are in the text. A
+        model may have a position for each of time, height and width: (3, r, t).
         """
         kinds = self._processor.image_mask(ids).int()
         of_images = {name: values.to(ids.device) for name, values in self._processor.model_inputs(images).items()}
@@ -350,7 +343,7 @@ class VisionPrefill:
         inputs = {name: values for name, values in given.items() if name in self._arguments}
         lengths = attend.sum(1)
         if self._positions is None:
-            return PrefillInputs(positions, lengths, inputs)
+            return positions, lengths, inputs
         positions, offsets = self._positions(ids, attention_mask=attend.long(), **inputs)
         # An image can take fewer positions than tokens, so the next position is not the number of tokens.
-        return PrefillInputs(positions, lengths + offsets.flatten(), inputs)
+        return positions, lengths + offsets.flatten(), inputs

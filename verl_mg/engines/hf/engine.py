@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from verl_mg.data.image_processor import ImageProcessor
@@ -15,7 +15,7 @@ from verl_mg.engines.engine import Finish, Request, RolloutEngine, Sample, Sampl
 from verl_mg.engines.hf.decoding import TextEnd, VisionPrefill, decode, uniforms
 from verl_mg.engines.stop_strings import Decode, last_turn_start
 from verl_mg.errors import UserError
-from verl_mg.models.transformers_module import read_module_config
+from verl_mg.models.transformers_module import module_class, read_module_config
 
 
 class HFEngine(RolloutEngine):
@@ -214,7 +214,7 @@ def _load(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
     # Only from safetensors, since other formats can run code.
     config = read_module_config(directory)
     try:
-        loaded: Any = _auto_class(config).from_pretrained(
+        loaded: Any = module_class(config).from_pretrained(
             directory,
             config=config,
             dtype=dtype,
@@ -236,15 +236,11 @@ def _load(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
 def _allocate(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Builds the module with undefined weights, and ties weights, which otherwise the initialisation does."""
     with no_init_weights():
-        module: PreTrainedModel = _auto_class(config).from_config(
+        module: PreTrainedModel = module_class(config).from_config(
             config, dtype=dtype, attn_implementation=_attention(config)
         )
     module.tie_weights()
     return module
-
-
-def _auto_class(config: PreTrainedConfig) -> Any:
-    return AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
 
 
 def _attention(config: PreTrainedConfig) -> str:

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from verl_mg.config.checks import Refusal, under
-from verl_mg.engines.engine_options import EngineCase, EngineOptions
-from verl_mg.engines.engine_process import inherited_environment
+from verl_mg.engines.engine_options import EngineCase, EngineOptions, inherited_environment
 from verl_mg.engines.sglang.weight_loader import LOADER
 from verl_mg.models.hf_config import HFConfig
 from verl_mg.reshard.encoding import Wire

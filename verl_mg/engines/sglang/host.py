@@ -66,7 +66,8 @@ class SGLangHost(EngineHost):
         """Implements `EngineHost.load` by our weight loader, in a session of SGLang for each update."""
         if not self._in_session:
             # Awaited: schedulers drop complete requests in the step after, and refuse to flush a cache that has any.
-            await self._begin_update()
+            selector = ALL if len(self._models) > 1 else TARGET
+            await self._request("begin_weight_update", "BeginWeightUpdateReqInput", selector=selector)
             self._in_session = True
         is_last = version is not None
         # Not by the manager's methods, which wait for a response before they send the next request.
@@ -88,11 +89,6 @@ class SGLangHost(EngineHost):
             self._in_session = False
         for response in await asyncio.gather(*sent):
             _check(internals.merged(response))
-
-    async def _begin_update(self) -> None:
-        await self._request(
-            "begin_weight_update", "BeginWeightUpdateReqInput", selector=ALL if len(self._models) > 1 else TARGET
-        )
 
     async def load_adapters(self, payloads: Sequence[str], version: int, config: dict[str, Any]) -> None:
         """Loads adapters under a new name, of which SGLang caches no keys and values yet, and unloads the others."""

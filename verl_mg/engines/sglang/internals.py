@@ -260,7 +260,9 @@ def unloaded_model(model_dir: str, layout: EngineLayout, rank: int, store: Path)
         mem_fraction_static=0.1,
     )
     ranks = runtime_context.SpawnRanks(world_rank=rank, gpu_id=rank)
-    with _capability_of_a_gpu():
+    # SGLang reads the capability of a GPU for sparse attention, whatever the device is.
+    asked = {} if torch.cuda.is_available() else {"get_device_capability": lambda device=None: (9, 0)}
+    with library().replaced(torch.cuda, **asked):
         runtime_context.publish(arguments, role="scheduler", ranks=ranks)
     parallel_state.init_distributed_environment(
         layout.ranks, rank, f"file://{store.absolute()}", local_rank=rank, backend="gloo"
@@ -281,15 +283,3 @@ def unloaded_model(model_dir: str, layout: EngineLayout, rank: int, store: Path)
     parallel_state.destroy_model_parallel()
     parallel_state.destroy_distributed_environment()
     runtime_context.reset_context()
-
-
-@contextmanager
-def _capability_of_a_gpu() -> Iterator[None]:
-    # Lets SGLang read the capability of a GPU, which it does for sparse attention whatever the device is.
-    asked = torch.cuda.get_device_capability
-    if not torch.cuda.is_available():
-        torch.cuda.get_device_capability = lambda device=None: (9, 0)
-    try:
-        yield
-    finally:
-        torch.cuda.get_device_capability = asked

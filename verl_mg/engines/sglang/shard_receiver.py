@@ -101,11 +101,6 @@ class Report:
     bytes_sent: int = 0  # bytes sent to other ranks of servers
     error: str = ""  # description of what went wrong; empty where all shards have arrived
 
-    @classmethod
-    def parse(cls, text: bytes) -> Report:
-        """Reads a report from the store."""
-        return cls(**json.loads(text))
-
 
 # Keys of the store, by the rank in the group, and by the number of a transfer.
 schedule_key, arrival_key, GO_KEY = "schedules/{}".format, "arrived/{}".format, "go"

@@ -27,57 +27,38 @@ from verl_mg.layout import EngineLayout
 from verl_mg.sharding.boxes import Shard
 from verl_mg.sharding.traced_table import EngineName, write_rank_shards
 
+# Files of a trace: the list of jobs, the version of the engine; a rank's shards of a job, the reason why it failed.
+JOBS, VERSION = "jobs.json", "version"
+result_name, error_name = "{}-{}.json".format, "{}-{}.error".format
+
 
 class TraceJob(TypedDict):
     """One model in one layout, as an entry of FOLDER/jobs.json."""
 
     model: str  # model directory
-    tp: int
-    pp: int
-    ep: int
-    adp: int  # data-parallel size of attention
-    shapes: dict[str, list[int]]  # of the checkpoint's tensors; experts that its files stack are separate here
+    layout: str
+    shapes: dict[str, tuple[int, ...]]  # of the checkpoint's tensors; experts that its files stack are separate here
     stacks: dict[str, list[str]]  # {stack: its experts' tensors in order}, transposed in the files
-
-
-def jobs_file(folder: Path) -> Path:
-    """Returns the path of the list of jobs."""
-    return folder / "jobs.json"
-
-
-def version_file(folder: Path) -> Path:
-    """Returns the path of the engine's version."""
-    return folder / "version"
-
-
-def result_file(folder: Path, job: int, rank: int) -> Path:
-    """Returns the path of a rank's shards."""
-    return folder / f"{job}-{rank}.json"
-
-
-def error_file(folder: Path, job: int, rank: int) -> Path:
-    """Returns the path of the reason why a job failed on a rank."""
-    return folder / f"{job}-{rank}.error"
 
 
 def main(engine: EngineName, folder: Path, rank: int) -> int:
     """Runs this rank's part of all jobs, and returns the exit status."""
     hide_training_packages()
-    jobs: list[TraceJob] = json.loads(jobs_file(folder).read_text(encoding="utf-8"))
+    jobs: list[TraceJob] = json.loads((folder / JOBS).read_text(encoding="utf-8"))
     unloaded_model = importlib.import_module(f"verl_mg.engines.{engine}.internals").unloaded_model
     if rank == 0:
-        version_file(folder).write_text(importlib.import_module(engine).__version__, encoding="utf-8")
+        (folder / VERSION).write_text(importlib.import_module(engine).__version__, encoding="utf-8")
     for number, job in enumerate(jobs):
-        layout = EngineLayout(job["tp"], job["pp"], job["ep"], job["adp"])
+        layout = EngineLayout.parse(job["layout"])
         if rank >= layout.ranks:  # there are as many processes as the largest job needs
             continue
         codes = PositionCodes({name: tuple(shape) for name, shape in job["shapes"].items()})
         try:
             with unloaded_model(job["model"], layout, rank, folder / f"{number}.store") as model:
-                write_rank_shards(result_file(folder, number, rank), _traced(model, codes, job["stacks"]))
+                write_rank_shards(folder / result_name(number, rank), _traced(model, codes, job["stacks"]))
         except Exception as error:
             traceback.print_exc()
-            with replacing(error_file(folder, number, rank)) as file:  # the tracer polls for it
+            with replacing(folder / error_name(number, rank)) as file:  # the tracer polls for it
                 file.write_text(_reason(error), encoding="utf-8")
             return 1
     return 0

@@ -27,8 +27,8 @@ from typing import Any
 
 import verl_mg
 from verl_mg.engines.kinds import PROCESSES
-from verl_mg.engines.tracing.layer_kinds import layer_kinds, text_fields, write_first_layers
-from verl_mg.engines.tracing.trace_rank import TraceJob, error_file, jobs_file, result_file, version_file
+from verl_mg.engines.tracing.layer_kinds import LayerKinds, layer_kinds, text_fields, write_first_layers
+from verl_mg.engines.tracing.trace_rank import JOBS, VERSION, TraceJob, error_name, result_name
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import read_config
@@ -42,6 +42,7 @@ from verl_mg.sharding.module_shards import module_shards
 from verl_mg.sharding.traced_table import EngineName, TracedTable, read_rank_shards, write_traced_table
 
 LOG_LINES = 8  # of a failed rank, in the error
+log_name = "rank{}.log".format
 
 
 @dataclass(frozen=True)
@@ -80,56 +81,50 @@ def write_trace(
     Of layers with equal tensors one is traced, see `layer_kinds`. Without `shapes` all tensors of the directory are.
     """
     PROCESSES[engine.name].python(engine.python)
-    architecture = _architecture(Path(model_dir))
-    shapes = shapes or _shapes(model_dir)
-    stacked = stacked_tensors(Path(model_dir))
-    traced = _traced_by_kinds(Path(model_dir), layout, engine, shapes, stacked)
-    if traced is None:
-        version, (ranks,) = _trace([_job(Path(model_dir), layout, shapes, stacked)], engine)
-        traced = version, ranks
-    version, ranks = traced
+    directory = Path(model_dir)
+    architecture = _architecture(directory)
+    job = _job(directory, layout, shapes or _shapes(directory), stacked_tensors(directory))
+    version, (ranks,) = _traced_by_kinds(job, engine) or _trace([job], engine)
     write_traced_table(output, TracedTable(architecture, engine.name, version, layout, tuple(ranks)))
 
 
-def _traced_by_kinds(
-    model_dir: Path,
-    layout: EngineLayout,
-    engine: TracedEngine,
-    shapes: Mapping[str, tuple[int, ...]],
-    stacked: Mapping[str, StackedTensor],
-) -> tuple[str, list[dict[str, Shard]]] | None:
-    """Returns the version of the engine and its ranks' shards from a trace of the first layer of each kind.
-
-    None: all layers must be traced.
-    """
-    fields = _config(model_dir)
+def _traced_by_kinds(job: TraceJob, engine: TracedEngine) -> tuple[str, list[list[dict[str, Shard]]]] | None:
+    """Returns the same as `_trace` from a trace of the first layer of each kind; None: all layers must be traced."""
+    fields = _config(Path(job["model"]))
     layers = text_fields(fields).get("num_hidden_layers")
     # Pipeline stages of a model with fewer layers would have other layers than in the whole one.
-    kinds = layer_kinds(shapes, layers) if isinstance(layers, int) and layout.pp == 1 else None
+    one_stage = EngineLayout.parse(job["layout"]).pp == 1
+    kinds = layer_kinds(job["shapes"], layers) if isinstance(layers, int) and one_stage else None
     if kinds is None or kinds.count == layers:
         return None
     with tempfile.TemporaryDirectory(prefix="layers-") as name:
         write_first_layers(fields, kinds.count, Path(name))
         try:
-            version, (ranks,) = _trace([_job(Path(name), layout, kinds.first_layers(shapes), stacked)], engine)
-            return version, [kinds.extended(shards) for shards in ranks]
+            version, (ranks,) = _trace([_first_layers(job, kinds, name)], engine)
+            return version, [[kinds.extended(shards) for shards in ranks]]
         except UserError:  # the configuration cannot be cut; or the whole one fails too, and has the better message
             return None
+
+
+def _first_layers(job: TraceJob, kinds: LayerKinds, model: str) -> TraceJob:
+    shapes = kinds.first_layers(job["shapes"])
+    stacks = {stack: [name for name in names if name in shapes] for stack, names in job["stacks"].items()}
+    return {**job, "model": model, "shapes": shapes, "stacks": {s: names for s, names in stacks.items() if names}}
 
 
 def _trace(jobs: Sequence[TraceJob], engine: TracedEngine) -> tuple[str, list[list[dict[str, Shard]]]]:
     """Returns the version of the engine, and the traces."""
     python = PROCESSES[engine.name].python(engine.python)
-    sizes = [_layout(job).ranks for job in jobs]
+    sizes = [EngineLayout.parse(job["layout"]).ranks for job in jobs]
     with tempfile.TemporaryDirectory(prefix="trace-") as name:
         folder = Path(name)
-        jobs_file(folder).write_text(json.dumps(jobs), encoding="utf-8")
+        (folder / JOBS).write_text(json.dumps(jobs), encoding="utf-8")
         _run_ranks(folder, jobs, max(sizes, default=0), engine.name, python)
         traces = [
-            [read_rank_shards(result_file(folder, number, rank)) for rank in range(size)]
+            [read_rank_shards(folder / result_name(number, rank)) for rank in range(size)]
             for number, size in enumerate(sizes)
         ]
-        return version_file(folder).read_text(encoding="utf-8"), traces
+        return (folder / VERSION).read_text(encoding="utf-8"), traces
 
 
 def _config(model_dir: Path) -> dict[str, Any]:
@@ -175,17 +170,10 @@ def _job(
             stacks[place.name].append(name)
     return {
         "model": str(model_dir.absolute()),
-        "tp": layout.tp,
-        "pp": layout.pp,
-        "ep": layout.ep,
-        "adp": layout.adp,
-        "shapes": {name: list(shape) for name, shape in shapes.items()},
+        "layout": str(layout),
+        "shapes": dict(shapes),
         "stacks": stacks,
     }
-
-
-def _layout(job: TraceJob) -> EngineLayout:
-    return EngineLayout(job["tp"], job["pp"], job["ep"], job["adp"])
 
 
 def _run_ranks(folder: Path, jobs: Sequence[TraceJob], count: int, engine: EngineName, python: str) -> None:
@@ -200,7 +188,7 @@ def _run_ranks(folder: Path, jobs: Sequence[TraceJob], count: int, engine: Engin
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(count):
-            with open(_log(folder, rank), "wb") as log:
+            with open(folder / log_name(rank), "wb") as log:
                 command = [python, "-m", "verl_mg.engines.tracing.trace_rank", engine, str(folder), str(rank)]
                 ranks.append(subprocess.Popen(command, env=variables, stdout=log, stderr=subprocess.STDOUT))
         # Waits for the end of all ranks, polling them; ends early by the first failure.
@@ -224,20 +212,16 @@ def _raise_failure(
         (path.stat().st_mtime_ns, number, path)
         for number in range(len(jobs))
         for rank in range(len(ranks))
-        if (path := error_file(folder, number, rank)).exists()
+        if (path := folder / error_name(number, rank)).exists()
     ]
     if reasons:
         _, number, path = min(reasons)  # the others may have failed because this rank ended
         job = jobs[number]
         raise UserError(
-            f"{job['model']}: {PROCESSES[engine].title} at {_layout(job)}: {path.read_text(encoding='utf-8')}"
+            f"{job['model']}: {PROCESSES[engine].title} at {job['layout']}: {path.read_text(encoding='utf-8')}"
         )
-    log = _log(folder, failed[0]).read_text(encoding="utf-8", errors="replace").splitlines()
+    log = (folder / log_name(failed[0])).read_text(encoding="utf-8", errors="replace").splitlines()
     raise UserError(
         f"verl-mg trace: rank {failed[0]} ended with exit code {ranks[failed[0]].returncode}. Its last lines: "
         + " | ".join(line.strip() for line in log[-LOG_LINES:])
     )
-
-
-def _log(folder: Path, rank: int) -> Path:
-    return folder / f"rank{rank}.log"

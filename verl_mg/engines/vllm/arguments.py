@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from verl_mg.config.checks import Refusal, under
-from verl_mg.engines.engine_options import EngineCase, EngineOptions
-from verl_mg.engines.engine_process import inherited_environment
+from verl_mg.engines.engine_options import EngineCase, EngineOptions, inherited_environment
 from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import HFConfig
 from verl_mg.models.transformers_module import has_images, read_any_config, read_module_config

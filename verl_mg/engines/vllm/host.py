@@ -1,4 +1,4 @@
-"""Host of vLLM: `python -m verl_mg.engines.vllm.host SOCKET`, started by `engine_process`; see `engine_host`."""
+"""Host of vLLM: `python -m verl_mg.engines.vllm.host SOCKET`, started by `process_engine`; see `engine_host`."""
 
 from __future__ import annotations
 
