@@ -92,6 +92,8 @@ def test_model_directory_missing_or_different_tensor_is_named(tmp_path, tensors)
 def test_model_directory_damaged_file_is_named_with_its_tensor(tmp_path, tensors):
     writer = CheckpointWriter(tmp_path, WHOLE, torch.float32, file_bytes=100)
     writer.create()
+    found = ModelDirectory.find(tmp_path)
+    assert ModelDirectory.unpacked(tmp_path, found.packed()).file_of == found.file_of
     parts = json.loads((tmp_path / INDEX).read_text())["weight_map"]
     part = tmp_path / parts["c"]
     whole = part.read_bytes()
