@@ -37,10 +37,8 @@ QUICK = ("algorithms", "data", "layout", "models", "planner", "reshard", "reward
 """Folders, besides the modules at the top, whose tests are pure; `--quick` selects them."""
 SLOW_FIXTURES = {"ranks", "fake_cuda", "transformer_engine", "runs", "sandbox", "hosts", "checkpointed"}
 SLOW_MODULES = {
-    *(
-        f"test_{name}"
-        for name in ("api", "cli", "docs", "doctor", "fuzz", "launch", "quickstart", "support", "two_hosts")
-    ),
+    *("test_api", "test_cli", "test_docs", "test_doctor", "test_fuzz", "test_launch"),
+    *("test_quickstart", "test_support", "test_two_hosts"),
     *("planner/test_search", "rewards/test_code", "rewards/test_math_pool", "rewards/test_service"),
 }
 

@@ -22,10 +22,9 @@ SELECTION = (
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_tests_of_numbers_pass_where_libraries_are_held_to_fewer_instructions(setting):
     files = [f"{os.path.dirname(__file__)}/{name}" for name in SELECTION]
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", *files, "-p", "no:xdist", "-p", "no:cacheprovider"],
-        env={name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")} | SETTINGS[setting],
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-m", "pytest", *files, "-p", "no:xdist", "-p", "no:cacheprovider"]
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")} | SETTINGS[
+        setting
+    ]
+    run = subprocess.run(command, env=variables, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-5000:]

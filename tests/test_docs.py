@@ -1,6 +1,7 @@
 """What the documents say: links, files, keys, messages and pictures are real, and what they show runs."""
 
 import ast
+import contextlib
 import json
 import re
 import sys
@@ -99,7 +100,6 @@ def algorithms() -> list[type[ConfigSection]]:
 
 
 def is_key(key: str, kinds: list[type[ConfigSection]]) -> bool:
-    """Whether the tree, or a recipe's part of it, has the key."""
     section, *names = key.split(".")
     found = kinds if section == "algorithm" else [Config.model_fields[section].annotation]
     return any(_has(kind, names) for kind in found)
@@ -131,13 +131,8 @@ def test_page_with_configuration_keys_names_existing_keys(name):
 
 
 def _is_of_job(name: str) -> bool:
-    return hasattr(RunningJob, name) or name in (
-        *RunningJob.__annotations__,
-        "iteration",
-        "state",
-        "prompts",
-        "tokenizer",
-    )
+    known = (*RunningJob.__annotations__, "iteration", "state", "prompts", "tokenizer")
+    return hasattr(RunningJob, name) or name in known
 
 
 @pytest.mark.skipif(not MEGATRON.exists(), reason="verl is installed by tools/install/peers.sh")
@@ -273,8 +268,7 @@ def test_first_run_recipe_improves_reward(ranks, tmp_path):
 
 
 def _first_run(folder: Path, snippet: str) -> list[float]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
+    with contextlib.chdir(folder):
         if dist.get_rank() == 0:
             repeat_digit.make(Path("runs/repeat_digit"))
         dist.barrier()
@@ -318,8 +312,7 @@ def test_agent_of_the_page_trains_with_the_command_shown(ranks, tmp_path):
 
 
 def _with_agent(folder: Path, file: Path, overrides: list[str]) -> list[dict[str, float]]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
+    with contextlib.chdir(folder):
         short = ["job.iterations=2", "job.console=false", "job.save=false", "algorithm.prompts_per_iteration=4"]
         score = f"reward.function={ROOT / 'recipes' / 'tasks' / 'repeat_digit.py'}:score"
         config = run_recipe("grpo", [*overrides, *short, score, "data.test=null"], file=file)

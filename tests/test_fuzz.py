@@ -1,11 +1,9 @@
 """Mutated configurations, data files, checkpoints and models: each run ends well, or in one line with exit code 2."""
 
-import contextlib
 import datetime
 import io
 import json
 import math
-import os
 import re
 import shutil
 import subprocess
@@ -16,7 +14,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-import psutil
 import pyarrow
 import pytest
 import yaml
@@ -25,7 +22,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 from pydantic import BaseModel
 
-from tests.helpers import warm_start
+from tests.helpers.launched import PATIENCE_S, ROOT, started
 from tests.helpers.tiny_jobs import RECIPES, rewrite_sums
 from verl_mg.config import tree_for
 from verl_mg.errors import EXIT_CODE
@@ -33,8 +30,6 @@ from verl_mg.job.recipe import load_recipe
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.run.checkpointer import SUMS
 
-PATIENCE_S = 600
-"""A command that takes longer hangs; the slowest that do not take a few seconds on an idle machine."""
 MEMORY = 32 * 2**30
 """Bytes of address space: the system refuses more before the machine suffers."""
 REWARD = "def digits(sample):\n    return float(sum(c.isdigit() for c in sample.response))\n"
@@ -75,13 +70,11 @@ class Runs:
     ends: Counter[int | None] = field(default_factory=Counter)
 
     def begin(self, inputs: Path | None = None) -> Path:
-        """A folder with a copy of the inputs."""
         shutil.rmtree(self.folder.parent, ignore_errors=True)
         shutil.copytree(inputs or self.inputs, self.folder)
         return self.folder
 
     def check(self, recipe: str, job: dict[str, Any] | bytes, *overrides: str) -> str:
-        """Run a configuration there; returns its standard error."""
         (self.folder / "job.yaml").write_bytes(job if isinstance(job, bytes) else yaml.safe_dump(job).encode())
         arguments = ["train", str(RECIPES / f"{recipe}.py"), "--config", "job.yaml", *overrides]
         code, out, err = run_command(arguments, self.folder)
@@ -95,24 +88,14 @@ class Runs:
 
 
 def run_command(arguments: list[str], folder: Path) -> tuple[int | None, str, str]:
-    """`verl-mg ARGUMENTS` in a folder: exit code, None if it had to be killed, and its outputs."""
-    warm = warm_start.shared()
-    command = ["prlimit", f"--as={MEMORY}", warm.python, "-m", "verl_mg", *arguments]
-    variables = os.environ | warm.environment | {"PYTHONPATH": str(RECIPES.parent)}
-    streams = [folder / "stdout", folder / "stderr"]
-    with streams[0].open("wb") as out, streams[1].open("wb") as err:
-        process = subprocess.Popen(command, cwd=folder, env=variables, stdout=out, stderr=err)
+    """`verl-mg ARGUMENTS` in a folder: exit code, None if it did not end, and its outputs."""
+    before = ["prlimit", f"--as={MEMORY}"]
+    command = ["-m", "verl_mg", *arguments]
+    with started(command, before, cwd=folder, PYTHONPATH=str(ROOT)) as program:
         try:
-            code: int | None = process.wait(PATIENCE_S)
+            return program.ended()
         except subprocess.TimeoutExpired:
-            code = None
-            for pid in filter(None, (process.pid, warm.program_of(process.pid))):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    for each in [*psutil.Process(pid).children(recursive=True), psutil.Process(pid)]:
-                        each.kill()
-            process.wait()
-    output, errors = (file.read_text(encoding="utf-8", errors="replace") for file in streams)
-    return code, output, errors
+            return None, "", ""
 
 
 def problem(code: int | None, out: str, err: str) -> str:
@@ -272,7 +255,6 @@ def mutated_bytes(draw: st.DrawFn, text: bytes, pieces: tuple[bytes, ...]) -> by
 
 @st.composite
 def with_a_line(draw: st.DrawFn, text: bytes, lines: tuple[bytes, ...]) -> bytes:
-    """One more, before the first or behind the last."""
     line = draw(st.sampled_from(lines)) + b"\n"
     return line + text if draw(st.booleans()) else text + line
 
@@ -322,7 +304,6 @@ LONG = "1+" * 40
 
 
 def messages(content: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Conversations, most of them odd."""
     role = st.sampled_from(("user", "user", "assistant", "system", "nobody", None, 1))
     return st.lists(st.fixed_dictionaries({"role": role, "content": st.just("1+1=") | content}), max_size=3)
 
@@ -409,7 +390,6 @@ class Damage:
     value: Any = None
 
     def do(self, folder: Path) -> None:
-        """Damage the file; nothing where it is no file any more."""
         path = folder / self.file
         if not path.is_file():
             return
@@ -462,7 +442,6 @@ def json_places(tree: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def damages(files: tuple[str, ...], values: st.SearchStrategy[Any]) -> st.SearchStrategy[list[Damage]]:
-    """One or two."""
     file, at = st.sampled_from(files), st.integers(0, 2**20)
     of_bytes = st.builds(Damage, file, st.sampled_from(("cut", "put", "flip", "empty", "remove", "folder")), at)
     of_json = st.builds(Damage, file, st.sampled_from(("delete", "rename", "set", "set", "set")), at, values)

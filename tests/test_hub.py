@@ -62,16 +62,9 @@ print(json.dumps([models, data]))
 def started(
     endpoint: str, home: Path, models: list[str], data: list[str], before: str = "", **more: str
 ) -> subprocess.Popen[str]:
-    """A process in which the hub is at `endpoint`."""
-    variables = {
-        "HF_ENDPOINT": endpoint,
-        "HF_HOME": str(home),
-        "HF_HUB_OFFLINE": "0",
-        "HF_HUB_DISABLE_XET": "1",
-        **more,
-    }
+    variables = {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
     words = [warm_start.shared().python, "-c", f"{before}\n{WORK}", json.dumps(models), json.dumps(data)]
-    return subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=os.environ | variables)
+    return subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=os.environ | variables | more)
 
 
 def result(process: subprocess.Popen[str]) -> tuple[list[str], list[object]]:
@@ -141,7 +134,6 @@ def test_fetch_of_a_gated_model_and_of_a_commit_in_the_cache_of_an_older_client(
 
 
 def test_files_of_a_cache_without_lists_are_those_of_the_folder(tmp_path):
-    """Caches of older clients, and ModelScope's."""
     name = HubName.parse("modelscope:a/b")
     assert name
     for number in range(2):
@@ -204,13 +196,7 @@ def test_fetch_from_modelscope_uses_its_package(tmp_path, monkeypatch):
 
     cached: list[str] = []
 
-    def download(
-        repository: str,
-        repo_type: str,
-        revision: str | None,
-        allow_file_pattern: list[str],
-        local_files_only: bool = False,
-    ) -> str:
+    def download(repository, repo_type, revision, allow_file_pattern, local_files_only=False):
         if repository not in cached and local_files_only:
             raise ValueError("no copy")
         if repo_type == "dataset" and not local_files_only:

@@ -27,7 +27,6 @@ def pins(file: Path) -> dict[str, str]:
 
 
 def extra(name: str) -> list[Requirement]:
-    """Requirements of an extra of the project for this Python."""
     wanted = map(Requirement, run_setup(str(ROOT / "setup.py"), stop_after="init").extras_require[name])
     return [each for each in wanted if each.marker is None or each.marker.evaluate()]
 

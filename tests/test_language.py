@@ -120,7 +120,7 @@ def test_checker_given_sections_outside_the_interfaces_reports_rule(section):
 
 
 @pytest.mark.parametrize(
-    ("source", "rule"),
+    ("text", "rule"),
     [
         ("def test_layout_without_experts_parses(): pass", ""),
         ("def test_nor_what_a_value_head_learns(): pass", "test-name"),
@@ -133,23 +133,15 @@ def test_checker_given_sections_outside_the_interfaces_reports_rule(section):
         ("assert job.rollout._engines" + "._sync", "private"),
         ("assert job.rollout._engines.engine.restart()._sync == 1", ""),
         ("import torch\nassert torch._C._get_allocator()", ""),
-    ],
-)
-def test_checker_given_test_module_reports_rule(source, rule):
-    assert rules_of(source, "tests/roles/test_role.py") == rule.split()
-
-
-@pytest.mark.parametrize(
-    ("text", "rule"),
-    [
         ("# Weight resharding\nRewards go to an LLM judge; see `$HOME`.", ""),
         ("## What a sample is worth", "heading"),
         ("Ranks that stand in for others.", "word"),
         ("The job goes on from there.", "word"),
     ],
 )
-def test_checker_given_markdown_reports_rule(text, rule):
-    assert rules_of(text, "docs/guide.md") == rule.split()
+def test_checker_given_test_module_or_page_reports_rule(text, rule):
+    page = text.startswith(("#", "Ranks", "The"))
+    assert rules_of(text, "docs/guide.md" if page else "tests/roles/test_role.py") == rule.split()
 
 
 def test_names_of_typing_are_given_to_nothing_else():

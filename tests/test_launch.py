@@ -256,16 +256,12 @@ def test_kubernetes_pod_forwards_signals_and_exits_with_retryable_code(tmp_path,
     assert pod.returncode == code
 
 
-def test_kubernetes_file_of_workers_starts_launcher():
+def test_kubernetes_file_of_workers_starts_launcher_with_rdma_and_shared_memory():
     worker = kubernetes_worker()
     (container,) = worker["template"]["spec"]["containers"]
     assert worker["restartPolicy"] == "ExitCode" and "python -m verl_mg.launch -m verl_mg" in container["args"][0]
-    assert worker["template"]["spec"]["terminationGracePeriodSeconds"] > 30
-
-
-def test_kubernetes_file_permits_rdma_and_shared_memory():
-    pod = kubernetes_worker()["template"]["spec"]
-    (container,) = pod["containers"]
+    pod = worker["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] > 30
     assert container["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
     assert any(name.startswith("rdma/") for name in container["resources"]["limits"])
     (name,) = [mount["name"] for mount in container["volumeMounts"] if mount["mountPath"] == "/dev/shm"]

@@ -9,11 +9,8 @@ import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
-
-from tests.language.nodes import nodes_of, statements
 
 PACKAGE = Path(__file__).parents[1] / "verl_mg"
 
@@ -75,7 +72,7 @@ def _may_import(here: str, there: str) -> bool:
 def imports(file: Path, package: Path) -> Iterator[tuple[str, int]]:
     """Dotted names below `package` that a file imports, each with its line."""
     parents = (package.name, *file.relative_to(package).parent.parts)
-    for node in _imports(file.read_text(encoding="utf-8")):
+    for node in _imports(file):
         names = [alias.name for alias in node.names]
         if isinstance(node, ast.ImportFrom):
             base = parents[: len(parents) - node.level + 1] if node.level else ()
@@ -114,7 +111,7 @@ def _is_part(package: Path, name: str) -> bool:
 def _foreign(part: str) -> set[str]:
     """Full names of everything that a part of the package imports from outside."""
     files = (PACKAGE / part).rglob("*.py")
-    nodes = [node for file in files for node in _imports(file.read_text(encoding="utf-8"))]
+    nodes = [node for file in files for node in _imports(file)]
     plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     sources = [(node.module or "", node.names) for node in nodes if isinstance(node, ast.ImportFrom)]
     named = {f"{source}.{alias.name}" for source, aliases in sources for alias in aliases}
@@ -124,38 +121,27 @@ def _foreign(part: str) -> set[str]:
 def changed_globals(package: Path) -> list[str]:
     """One line for each place in a function that changes a variable of its module."""
     files = sorted(set(package.rglob("*.py")) - {package / PATCHES_OTHERS})
-    return [
-        f"{file}:{line}: {name}" for file in files for name, line in _read(file.read_text(encoding="utf-8")).changes
-    ]
-
-
-class _Module(NamedTuple):
-    """Parts of a module that the tests look at."""
-
-    imports: tuple[ast.Import | ast.ImportFrom, ...]
-    changes: tuple[tuple[str, int], ...]
-    """Variables of the module that its functions change, and the lines."""
+    return [f"{file}:{line}: {name}" for file in files for name, line in _read(file.read_text(encoding="utf-8"))[1]]
 
 
 @functools.cache
-def _read(source: str) -> _Module:
-    """Parses a module once for all tests, and keeps little of its tree."""
+def _read(source: str) -> tuple[list[ast.Import | ast.ImportFrom], list[tuple[str, int]]]:
+    """Parses a module once for all tests: its imports, and variables that its functions change, with the lines."""
     module = ast.parse(source)
-    imports = tuple(node for node in statements(module) if isinstance(node, ast.Import | ast.ImportFrom))
-    return _Module(imports, tuple(_changes(module)))
+    return [node for node in ast.walk(module) if isinstance(node, ast.Import | ast.ImportFrom)], list(_changes(module))
 
 
-def _imports(source: str) -> tuple[ast.Import | ast.ImportFrom, ...]:
-    return _read(source).imports
+def _imports(file: Path) -> list[ast.Import | ast.ImportFrom]:
+    return _read(file.read_text(encoding="utf-8"))[0]
 
 
 def _changes(module: ast.Module) -> Iterator[tuple[str, int]]:
     assigned = [node for node in module.body if isinstance(node, ast.Assign | ast.AnnAssign)]
     targets = [target for node in assigned for target in getattr(node, "targets", [getattr(node, "target", None)])]
-    names = {node.id for target in targets for node in nodes_of(target) if isinstance(node, ast.Name)}
-    functions = [node for node in statements(module) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    names = {node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)}
+    functions = [node for node in ast.walk(module) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     for function in functions:
-        nodes = nodes_of(function)
+        nodes = list(ast.walk(function))
         local = {arg.arg for arg in nodes if isinstance(arg, ast.arg)} | {
             node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
         }
@@ -205,7 +191,7 @@ def test_files_import_each_other_in_no_circle():
 
 
 def _modules(file: Path) -> Iterator[str]:
-    for node in _imports(file.read_text(encoding="utf-8")):
+    for node in _imports(file):
         if isinstance(node, ast.ImportFrom) and node.module:
             yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
         elif isinstance(node, ast.Import):
@@ -225,7 +211,6 @@ def test_algorithms_import_nothing_of_distributed():
 
 @pytest.fixture
 def package(tmp_path) -> Path:
-    """A tiny package without violations."""
     files = {
         "__init__.py": "__version__ = '1'\n",
         "errors.py": "",

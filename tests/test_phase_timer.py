@@ -8,7 +8,6 @@ from verl_mg.phase_timer import MAX_SPANS, PhaseTimer
 
 @pytest.fixture
 def now(monkeypatch):
-    """Controlled time in place of the performance counter."""
     time = [100.0]
     monkeypatch.setattr(module.time, "perf_counter", lambda: time[0])
     return time

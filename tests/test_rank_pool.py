@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.helpers import rank_pool
-from tests.helpers.machine import MAX_RANKS, Machine
+from tests.helpers.machine import Machine
 from tests.helpers.rank_pool import RankError, RankPool
 
 
@@ -53,17 +53,3 @@ def test_more_ranks_than_gpus_skip_with_reason():
         pytest.skip.Exception, match="4 ranks: this machine has 2 GPUs, .* from NCCL 2.30.3 on; .* 2.27.7"
     ):
         RankPool(Machine(2, (2, 27, 7))).run(4, meet_or_hang)
-
-
-@pytest.mark.parametrize(
-    ("machine", "ranks", "shares"),
-    [
-        (Machine(0, ()), MAX_RANKS, False),
-        (Machine(1, (2, 27, 7)), 1, False),
-        (Machine(1, (2, 30, 7)), MAX_RANKS, True),
-        (Machine(8, (2, 27, 7)), MAX_RANKS, False),
-        (Machine(8, (2, 30, 7)), MAX_RANKS, False),
-    ],
-)
-def test_machine_with_new_nccl_has_several_ranks_for_each_gpu(machine, ranks, shares):
-    assert (machine.ranks, machine.shares_gpus) == (ranks, shares)

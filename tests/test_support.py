@@ -48,7 +48,6 @@ def models(tmp_path_factory) -> dict[str, Path]:
 
 
 def accepted(model: Path, layout: str, ranks: int) -> bool:
-    """Whether a job accepts the layout of its actor."""
     config = load_config(None, [f"model.path={model}", "data.train=unread", f"actor.layout={layout}"], RecipeConfig)
     try:
         ModelRoleBuilder(config, ranks, JobContext.create(HashStore())).check({"actor"})
@@ -88,16 +87,16 @@ def test_model_of_transformers_alone_is_trained_by_no_table_of_the_project(tmp_p
     assert not answers["tokenizer"].works and answers["LoRA"].text.startswith("q_proj ")
 
 
-def test_tensor_parallelism_of_the_output_layer_alone_is_none(tmp_path):
-    model = tiny_model(tmp_path / "model", "gpt_oss")
-    answers = {answer.topic: answer for answer in ModelSupport(model).answers()}
-    assert answers["backend fsdp"].works and "no plan of tensor parallelism" in answers["fsdp tp"].text
-
-
-def test_sparse_attention_is_refused_by_the_backend_that_has_none(tmp_path):
-    model = tiny_model(tmp_path / "model", "glm_moe_dsa")
-    answers = {answer.topic: answer for answer in ModelSupport(model).answers()}
-    assert answers["backend megatron"].works and "sparse attention" in answers["backend fsdp"].text
+@pytest.mark.parametrize(
+    ("name", "works", "refused", "reason"),
+    [
+        ("gpt_oss", "backend fsdp", "fsdp tp", "no plan of tensor parallelism"),  # only of the output layer
+        ("glm_moe_dsa", "backend megatron", "backend fsdp", "sparse attention"),
+    ],
+)
+def test_answers_refuse_what_a_backend_has_no_code_for(tmp_path, name, works, refused, reason):
+    answers = {answer.topic: answer for answer in ModelSupport(tiny_model(tmp_path / name, name)).answers()}
+    assert answers[works].works and not answers[refused].works and reason in answers[refused].text
 
 
 def test_layer_of_multi_token_prediction_is_among_the_answers(models, tmp_path):

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -40,8 +41,6 @@ OWN_MEMORY = ("sh", "-c", 'mount -t tmpfs none /dev/shm && exec "$@"', "sh")
 
 
 class Hosts:
-    """Network namespaces joined by a pair of interfaces."""
-
     def __init__(self, name: str) -> None:
         self.names = [f"{name}-{i}" for i in range(2)]
         # Interfaces are in the machine's network for a moment, and have names of at most 15 characters.
@@ -86,11 +85,8 @@ def hosts() -> Iterator[Hosts]:
     made.remove()
 
 
-def start(
-    stack: ExitStack, hosts: Hosts, job: str, command: list[str], ranks: int = 2, own_memory: bool = False
-) -> list[Program]:
-    """A job with so many ranks on each host. With memory of its own a host imports everything itself."""
-    return [start_on(stack, hosts, i, job, command, ranks, own_memory) for i in range(2)]
+def start(stack: ExitStack, hosts: Hosts, job: str, command: list[str], **options: Any) -> list[Program]:
+    return [start_on(stack, hosts, i, job, command, **options) for i in range(2)]
 
 
 def start_on(
@@ -104,7 +100,7 @@ def start_on(
     nodes: tuple[str, ...] = ("--nnodes", "2"),
     settings: str = "read_timeout=20",
 ) -> Program:
-    """The launcher of one host."""
+    """So many ranks on a host, which imports everything itself where it has memory of its own."""
     rendezvous = [
         *(*nodes, "--rdzv-backend", "c10d", "--rdzv-id", job, "--local-addr", hosts.addresses[host]),
         *("--rdzv-endpoint", f"{hosts.addresses[0]}:{PORT}", "--rdzv-conf", f"is_host={host == 0},{settings}"),
@@ -157,7 +153,6 @@ def lose(launcher: Program) -> None:
 
 
 def ranks_of_checkpoint(output: Path) -> list[int]:
-    """Numbers of ranks that have written the checkpoints, in order."""
     return [read_state(folder).ranks for folder in checkpoints_in(output / "checkpoints")]
 
 

@@ -71,7 +71,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--port", type=int, default=0, metavar="N", help="port (default: a free one)")
     add("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
     _add_plan(command("plan", _plan, "compute memory, weight sync and predicted seconds of layouts, without GPUs"))
-    _add_trace(command("trace", _trace, "record from an engine's loader which part of a model each of its ranks holds"))
+    trace = command("trace", _trace, "record from an engine's loader which part of a model each of its ranks holds")
+    add = trace.add_argument
+    add("model", help="a Hugging Face model directory or name; config.json is enough")
+    add("--rollout", metavar="LAYOUT", default="tp2", help="layout of the engine (default: %(default)s)")
+    add("--engine", choices=("sglang", "vllm"), default="sglang", help="engine (default: %(default)s)")
+    add("--python", metavar="PATH", help="Python that has the engine (default: this one)")
+    add("--output", metavar="FILE", default="sharding_table.json", help="file to write (default: %(default)s)")
     add = command("models", _models, "families of models and what works with each, or with one model").add_argument
     meaning = "a Hugging Face model directory or name, whose weights are not downloaded"
     add("model", nargs="?", type=Path, help=meaning)
@@ -146,15 +152,6 @@ def _add_plan(parser: _Parser) -> None:
     add("--offload", action=argparse.BooleanOptionalAction, help=offload)
     recompute = "full, none, or modules of a layer such as mlp,layernorm (default: the file's, or full; a search tries)"
     add("--recompute", metavar="MODULES", help=recompute)
-
-
-def _add_trace(parser: _Parser) -> None:
-    add = parser.add_argument
-    add("model", help="a Hugging Face model directory or name; config.json is enough")
-    add("--rollout", metavar="LAYOUT", default="tp2", help="layout of the engine (default: %(default)s)")
-    add("--engine", choices=("sglang", "vllm"), default="sglang", help="engine (default: %(default)s)")
-    add("--python", metavar="PATH", help="Python that has the engine (default: this one)")
-    add("--output", metavar="FILE", default="sharding_table.json", help="file to write (default: %(default)s)")
 
 
 def _train(arguments: argparse.Namespace) -> None:

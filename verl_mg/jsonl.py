@@ -90,20 +90,15 @@ def read_new_lines(path: Path, file: str, offset: int) -> dict[str, Any]:
             name = str(status.st_ino)
             begin = offset if file == name and offset <= status.st_size else 0
             stream.seek(begin)
-            whole = _whole_lines(stream, MAX_READ_BYTES)
+            text = stream.read(MAX_READ_BYTES)
+            if b"\n" not in text:  # at least one line where there is one
+                text += stream.readline()
+            whole = text[: text.rfind(b"\n") + 1]
     except FileNotFoundError:
         return {"file": "", "begin": 0, "end": 0, "lines": [], "more": False}
     lines = [value for value in map(parse_line, whole.splitlines()) if value is not None]
     end = begin + len(whole)
     return {"file": name, "begin": begin, "end": end, "lines": lines, "more": len(whole) > 0 and end < status.st_size}
-
-
-def _whole_lines(stream: BinaryIO, max_bytes: int) -> bytes:
-    """Reads complete lines, at least one where there is one."""
-    text = stream.read(max_bytes)
-    if b"\n" not in text:
-        text += stream.readline()
-    return text[: text.rfind(b"\n") + 1]
 
 
 def find_line(path: Path, key: str, number: int) -> dict[str, Any] | None:

@@ -40,7 +40,7 @@ def quickstart(
     started = time.monotonic()
     folder = Path(output)
     # Made first: they raise an error if the recipes are missing, before anything is removed.
-    jobs = [sft_command(folder, sft_overrides), grpo_command(folder, grpo_overrides)]
+    jobs = train_commands(folder, sft_overrides, grpo_overrides)
     _clear(folder)
     make_model(folder / "model", model_seed)
     write_sums(folder / "data")
@@ -53,15 +53,11 @@ def quickstart(
     print(f"total time: {time.monotonic() - started:.0f} s", flush=True)
 
 
-def sft_command(folder: Path, overrides: Iterable[str] = ()) -> list[str]:
-    """Returns the command of the SFT job: imitation of right answers, stopped early."""
-    return _train_command("sft", folder / "model", folder, overrides)
-
-
-def grpo_command(folder: Path, overrides: Iterable[str] = ()) -> list[str]:
-    """Returns the command of the GRPO job, which starts from the model of SFT. Its reward is 0 or 1."""
-    test = f"data.test={folder / 'data' / 'test.jsonl'}"
-    return _train_command("grpo", folder / "sft" / "model", folder, [test, *overrides])
+def train_commands(folder: Path, of_sft: Iterable[str] = (), of_grpo: Iterable[str] = ()) -> list[list[str]]:
+    """Returns the commands of SFT and of GRPO, which starts from the model of SFT, with further overrides."""
+    of_grpo = [f"data.test={folder / 'data' / 'test.jsonl'}", *of_grpo]
+    jobs = (("sft", "model", of_sft), ("grpo", "sft/model", of_grpo))
+    return [_train_command(recipe, folder / model, folder, overrides) for recipe, model, overrides in jobs]
 
 
 def make_model(folder: Path, seed: int = 0) -> Path:

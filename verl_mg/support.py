@@ -58,6 +58,10 @@ ENGINES = {"tp": "tp{}", "pp": "pp{}", "ep": "tp{0}-ep{0}", "adp": "tp{0}-adp{0}
 EXIT_PROBLEMS = 1  # exit code where no backend can train the model, or files are missing
 SMALL_FILES = tuple(pattern for pattern in MODEL_FILES if pattern != "*.safetensors")
 """Files of a model without its weights."""
+TINY_MODELS: dict[str, Callable[..., Path]] = {
+    **{kind: partial(make_tiny_model, tie_embeddings=family.tied) for kind, family in FAMILIES.items()},
+    **dict.fromkeys(tiny_vision_model.ARCHITECTURES, make_tiny_vision_model),
+}
 LAYERS = 4  # layers of a tiny model, so that pipeline stages can be interleaved
 MULTI_TOKEN = "multi-token prediction of the family"
 """Topic that tiny models cannot answer: `transformers` writes no such layers."""
@@ -122,9 +126,7 @@ def ask_sizes(topic: str, layout: str, largest: int, check: Callable[[str], obje
     sizes = range(2, max(2, largest) + 1)
     reasons = {size: attempt(partial(check, layout.format(size)))[1] for size in sizes}
     possible = [size for size, reason in reasons.items() if not reason]
-    if possible:
-        return Answer(topic, True, format_sizes(possible))
-    return Answer(topic, False, next(iter(reasons.values())))
+    return Answer(topic, bool(possible), format_sizes(possible) if possible else next(iter(reasons.values())))
 
 
 def format_sizes(sizes: Sequence[int]) -> str:
@@ -309,20 +311,12 @@ def show_model(name: Path) -> int:
 def markdown() -> str:
     """Returns the document: the table, and the reasons for what does not work."""
     with tempfile.TemporaryDirectory(prefix="models-") as folder:
-        rows = {model.name: _answers(model) for model in _tiny_models(Path(folder))}
+        rows = {kind: _answers(make(Path(folder, kind), kind, layers=LAYERS)) for kind, make in TINY_MODELS.items()}
     lines = [f"| model_type | {' | '.join(COLUMNS.values())} |", "|---" * (len(COLUMNS) + 1) + "|"]
     for kind, answers in rows.items():
         names = ", ".join(f"`{name}`" for name in (kind, *(other for other, same in SAME_AS.items() if same == kind)))
         lines.append(f"| {names} | {' | '.join(_cell(topic, answers) for topic in COLUMNS)} |")
     return "\n".join([INTRODUCTION, *lines, "", "## Why not", "", *_reasons(rows), ""])
-
-
-def _tiny_models(folder: Path) -> Iterator[Path]:
-    """Yields a directory for each family, with the name of its `model_type`."""
-    for kind, family in FAMILIES.items():
-        yield make_tiny_model(folder / kind, kind, layers=LAYERS, tie_embeddings=family.tied)
-    for kind in tiny_vision_model.ARCHITECTURES:
-        yield make_tiny_vision_model(folder / kind, kind, layers=LAYERS)
 
 
 def _answers(model: Path) -> list[Answer]:

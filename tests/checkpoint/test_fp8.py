@@ -4,23 +4,23 @@ import json
 
 import pytest
 import torch
-import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from tests.checkpoint.fp8_directories import dequantized_by_transformers, quantize_directory
+from tests.checkpoint.quantized_directories import (
+    changed,
+    dequantized_by_transformers,
+    different_boxes,
+    quantize_directory,
+)
 from tests.helpers.tiny_models import tiny_model
 from tests.oracles.installed_source import installed_functions
 from verl_mg.checkpoint.hf_safetensors import CheckpointReader
 from verl_mg.checkpoint.model_directory import ModelDirectory
 from verl_mg.checkpoint.quantized import dequantize
 from verl_mg.errors import UserError
-from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.model_runner import MegatronRunner
-from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.hf_config import SINGLE, read_config
 from verl_mg.sharding.boxes import scale_grid, slices
 from verl_mg.sharding.weight_table import weight_table
-from verl_mg.training.model_spec import ModelSpec
 
 BLOCK = (4, 4)
 
@@ -37,21 +37,6 @@ def expected(model):
     return dequantized_by_transformers(model, weight_table(read_config(model)), BLOCK)
 
 
-def loaded_boxes(model, layout, expected):
-    """Loads the model on these ranks; returns how many boxes this rank has, and the tensors that differ."""
-    placement = Placement.on(Layout.parse(layout), dist.get_world_size())
-    runner = MegatronRunner(ModelSpec(model, torch.bfloat16), ParallelGroups(placement))
-    parameters = runner.parameters()
-    pieces = [(name, p) for name, shard in runner.shard_map().shards(dist.get_rank()).items() for p in shard.pieces]
-    different = []
-    for name, piece in pieces:
-        values = parameters[name].detach()[slices(piece.target)]
-        whole = expected[piece.tensor].to(values.dtype)
-        if not torch.equal(values, whole[slices(piece.source)].view(values.shape)):
-            different.append(piece.tensor)
-    return len(pieces), different
-
-
 @pytest.mark.parametrize(
     ("layout", "count"),
     [
@@ -62,7 +47,7 @@ def loaded_boxes(model, layout, expected):
     ],
 )
 def test_model_runner_fp8_checkpoint_has_the_values_of_transformers(ranks, model, expected, layout, count):
-    results = ranks.run(count, loaded_boxes, model, layout, expected)
+    results = ranks.run(count, different_boxes, model, "megatron", layout, expected)
     assert all(number and not different for number, different in results)
 
 
@@ -92,18 +77,6 @@ def test_checkpoint_reader_scales_of_tensor_and_rows_are_factors(tmp_path, scale
     assert torch.equal(read, (values.float() * factors)[slices(box)])
 
 
-def damaged(model, folder, name, change):
-    """Copies the model with changed scales of one tensor."""
-    folder.mkdir(exist_ok=True)
-    tensors = load_file(model / SINGLE)
-    scales = tensors.pop(name + "_scale_inv")
-    if change is not None:
-        tensors[name + "_scale_inv"] = change(scales)
-    save_file(tensors, folder / SINGLE, {"format": "pt"})
-    (folder / "config.json").write_bytes((model / "config.json").read_bytes())
-    return folder
-
-
 def with_value(value):
     def change(scales):
         scales[0, 0] = value
@@ -116,17 +89,17 @@ def test_model_directory_damaged_scales_are_named_with_file_and_tensor(model, tm
     name = "model.layers.1.self_attn.o_proj.weight"
     whole = weight_table(read_config(model)).huggingface()
 
-    def check(change):
-        ModelDirectory.find(damaged(model, tmp_path / "damaged", name, change)).check(whole)
+    def damaged(change):
+        return ModelDirectory.find(changed(model, tmp_path / "damaged", {f"{name}_scale_inv": change}))
 
     with pytest.raises(UserError, match=rf"{SINGLE}: tensor '{name}' is F8_E4M3, but the directory has no scales"):
-        check(None)
+        damaged(None).check(whole)
     with pytest.raises(UserError, match=rf"{SINGLE}: the scales '{name}_scale_inv' .*\(7, 8\), which does not fit"):
-        check(lambda scales: scales[1:].clone())
+        damaged(lambda scales: scales[1:]).check(whole)
     with pytest.raises(UserError, match=rf"{SINGLE}: the scales .* of '{name}' cannot be used \(they are I32\)"):
-        check(lambda scales: scales.int())
+        damaged(lambda scales: scales.int()).check(whole)
     for value in (torch.nan, torch.inf, -1.0):
-        directory = ModelDirectory.find(damaged(model, tmp_path / "damaged", name, with_value(value)))
+        directory = damaged(with_value(value))
         directory.check(whole)
         reader = CheckpointReader(directory)
         reader.read(name, ((4, 8), (0, 8)))  # other blocks

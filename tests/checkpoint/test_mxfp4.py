@@ -1,30 +1,23 @@
 """MXFP4 checkpoints, dequantized while boxes are read."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from tests.checkpoint.quantized_directories import changed, different_boxes
 from tests.helpers.tiny_models import tiny_model, unstacked
 from verl_mg.checkpoint.hf_safetensors import CheckpointReader
 from verl_mg.checkpoint.model_directory import ModelDirectory
 from verl_mg.errors import UserError
-from verl_mg.fsdp.mesh import MeshGroups
-from verl_mg.fsdp.model_runner import FsdpRunner
-from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.model_runner import MegatronRunner
-from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.hf_config import SINGLE, read_config
 from verl_mg.sharding.boxes import slices
 from verl_mg.sharding.weight_table import weight_table
-from verl_mg.training.model_spec import ModelSpec
 
 STACK = "model.layers.1.mlp.experts.gate_up_proj"
 EXPERT = "model.layers.1.mlp.experts.2.gate_up_proj"
@@ -40,23 +33,6 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def expected(model):
     return unstacked(dequantized_by_transformers(model))
-
-
-def different_boxes(model, backend, layout, expected):
-    """Loads the model on these ranks; returns how many boxes this rank has, and the tensors that differ."""
-    placement = Placement.on(Layout.parse(layout), dist.get_world_size())
-    if backend == "fsdp":
-        runner = FsdpRunner(ModelSpec(model, torch.bfloat16, trained=False), MeshGroups(placement))
-    else:
-        runner = MegatronRunner(ModelSpec(model, torch.bfloat16), ParallelGroups(placement))
-    parameters = runner.parameters()
-    pieces = [(name, p) for name, shard in runner.shard_map().shards(dist.get_rank()).items() for p in shard.pieces]
-    different = []
-    for name, piece in pieces:
-        values = parameters[name].detach()[slices(piece.target)]
-        if not torch.equal(values, expected[piece.tensor][slices(piece.source)].view(values.shape)):
-            different.append(piece.tensor)
-    return len(pieces), different
 
 
 @pytest.mark.parametrize(
@@ -87,16 +63,6 @@ def directory(folder):
 def test_checkpoint_reader_reads_boxes_within_and_across_blocks(model, expected, box):
     reader = CheckpointReader(directory(model))
     assert torch.equal(reader.read(EXPERT, box), expected[EXPERT][slices(box)])
-
-
-def changed(model, folder, changes):
-    """Copies the model with other tensors."""
-    shutil.copytree(model, folder)
-    tensors = load_file(folder / SINGLE)
-    for name, change in changes.items():
-        tensors[name] = change(tensors[name]).contiguous()
-    save_file(tensors, folder / SINGLE, {"format": "pt"})
-    return folder
 
 
 @pytest.mark.parametrize(

@@ -124,10 +124,8 @@ def sums_over_groups(groups):
     """Adds rank + 1 in new groups of all ranks, and returns the sums and this process's gloo event loops."""
     created = [dist.new_group(backend="gloo") for _ in range(groups)]
     numbers = [torch.tensor(float(dist.get_rank() + 1)) for _ in created]
-    pending = [
-        dist.all_reduce(number, group=group, async_op=True) for number, group in zip(numbers, created, strict=True)
-    ]
-    for work in pending:
+    pairs = zip(numbers, created, strict=True)
+    for work in [dist.all_reduce(number, group=group, async_op=True) for number, group in pairs]:
         work.wait()
     return [number.item() for number in numbers], threads_named("gloo_tcp_loop")
 

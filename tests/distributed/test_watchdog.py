@@ -4,19 +4,19 @@ import json
 import signal
 import socket
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 import pytest
-from torch.distributed import HashStore, TCPStore
+from torch.distributed import HashStore
 
 from tests.helpers.counted_store import CountedStore
 from tests.helpers.launched import (
     Program,
     error_lines,
     program_of,
+    ranks_of,
     started,
     torchrun,
     train_command,
@@ -54,20 +54,7 @@ def test_train_with_stopped_rank_names_it_with_its_stack(tmp_path):
     assert "Traceback" not in err
 
 
-@contextmanager
-def ranks_of(count: int, code: str = "pass", output: object = "", **timeouts: float) -> Iterator[list[Program]]:
-    """Ranks without a launcher; their store is in this process, as it is in the launcher's under torchrun."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    variables |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
-    command = [*watched(code, **timeouts), str(output)]
-    with ExitStack() as stack:
-        numbers = map(str, range(count))
-        yield [stack.enter_context(started(command, RANK=rank, LOCAL_RANK=rank, **variables)) for rank in numbers]
-
-
 def ends_of(ranks: Sequence[Program]) -> tuple[list[int], str]:
-    """Exit codes and standard error of all ranks."""
     ends = [rank.ended() for rank in ranks]
     return [end.code for end in ends], "".join(end.err for end in ends)
 
@@ -95,7 +82,7 @@ def dumped(output: Path, err: str, lost: int | None = None) -> dict[int, str]:
 
 @pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.nightly)])
 def test_watchdog_with_killed_rank_names_it_on_all_others(tmp_path, rank):
-    with ranks_of(3, heartbeat_timeout_s=4, output=tmp_path) as ranks:
+    with ranks_of(3, watched(heartbeat_timeout_s=4, output=tmp_path)) as ranks:
         ranks[0].wait_for_steps()
         killed = psutil.Process(program_of(ranks[rank].pid))
         killed.kill()
@@ -112,7 +99,7 @@ def test_watchdog_with_killed_rank_names_it_on_all_others(tmp_path, rank):
 
 def test_watchdog_with_hanging_rank_names_its_function(tmp_path):
     code = "if rank == 1 and step == 5: hang()"
-    with ranks_of(3, code, stall_timeout_s=5, output=tmp_path) as ranks:
+    with ranks_of(3, watched(code, stall_timeout_s=5, output=tmp_path)) as ranks:
         codes, err = ends_of(ranks)
     assert codes == [EXIT_RANK_LOST] * 3, err
     (line,) = error_lines(err)
@@ -133,13 +120,13 @@ def test_watchdog_with_progress_on_one_rank_does_not_stall():
         "[world.watchdog.watch_progress(lambda: time.monotonic()), time.sleep(8)] if rank == 1 and step == 3 else 0\n"
     )
     code += "if step == 5: raise UserError('enough')"
-    with ranks_of(2, code, heartbeat_timeout_s=4, stall_timeout_s=5) as ranks:
+    with ranks_of(2, watched(code, heartbeat_timeout_s=4, stall_timeout_s=5)) as ranks:
         assert ends_of(ranks) == ([2, 2], "error: enough\n")
 
 
 @pytest.mark.parametrize("condition", ["rank == 1", "True"])
 def test_abort_on_one_or_all_ranks_prints_one_traceback(condition):
-    with ranks_of(3, f"if step == 3 and {condition}: raise KeyError('ouch')") as ranks:
+    with ranks_of(3, watched(f"if step == 3 and {condition}: raise KeyError('ouch')")) as ranks:
         codes, err = ends_of(ranks)
     assert codes == [1, 1, 1], err
     assert err.count("Traceback") == 1 and err.count("KeyError: 'ouch'") == 1
@@ -148,7 +135,7 @@ def test_abort_on_one_or_all_ranks_prints_one_traceback(condition):
 
 def test_user_error_on_one_rank_ends_ranks_that_sleep():
     code = "if step == 3:\n  if rank == 1: raise UserError('no ruler')\n  time.sleep(10**6)"
-    with ranks_of(3, code) as ranks:
+    with ranks_of(3, watched(code)) as ranks:
         assert ends_of(ranks) == ([2, 2, 2], "error: no ruler\n")
 
 

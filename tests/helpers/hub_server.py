@@ -19,8 +19,6 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class HubServer(NamedTuple):
-    """A running server."""
-
     url: str
     """Its address, for HF_ENDPOINT."""
     downloads: Counter[str]

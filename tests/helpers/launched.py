@@ -5,11 +5,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
+from torch.distributed import TCPStore
 
 from tests.helpers import warm_start
 from tests.helpers.tiny_jobs import files_of, write_sums
@@ -26,7 +27,6 @@ PATIENCE_S = 600
 
 
 def write_inputs(folder: Path) -> Path:
-    """A model and sums to imitate."""
     folder.mkdir(exist_ok=True)
     tiny_model(folder / "model", "qwen3")
     write_sums(folder)
@@ -44,13 +44,15 @@ def train_command(inputs: Path, output: Path, *overrides: str, recipe: str = "re
     return ["-m", "verl_mg", "train", recipe, *common, *overrides]
 
 
-def watched(code: str = "pass", heartbeat_timeout_s: float = 60, stall_timeout_s: float = 0) -> list[str]:
+def watched(
+    code: str = "pass", heartbeat_timeout_s: float = 60, stall_timeout_s: float = 0, output: Path | str = ""
+) -> list[str]:
     """The same of a job of collectives alone, see tests/distributed/watched.py."""
-    return [str(ROOT / "tests" / "distributed" / "watched.py"), str(heartbeat_timeout_s), str(stall_timeout_s), code]
+    timeouts = (str(heartbeat_timeout_s), str(stall_timeout_s))
+    return [str(ROOT / "tests" / "distributed" / "watched.py"), *timeouts, code, str(output)]
 
 
 def torchrun(ranks: int, *options: str) -> list[str]:
-    """Our launcher, after `python`."""
     return ["-m", "verl_mg.launch", "--nproc-per-node", str(ranks), *options]
 
 
@@ -77,12 +79,10 @@ class Program(subprocess.Popen[str]):
     """A started program, such as a launcher."""
 
     def ended(self, patience: float = PATIENCE_S) -> Ended:
-        """Waits for the end."""
         out, err = self.communicate(timeout=patience)
         return Ended(self.returncode, out, err)
 
     def wait_for_steps(self) -> None:
-        """Waits until a `watched` job has done some steps."""
         assert self.stdout.readline() == "steps done\n"
 
     def iterations_done(self, output: Path, count: int, patience: float = PATIENCE_S) -> None:
@@ -95,7 +95,6 @@ class Program(subprocess.Popen[str]):
             time.sleep(0.1)
 
     def rank(self, number: int) -> psutil.Process:
-        """The process of a rank."""
         children = psutil.Process(program_of(self.pid)).children()
         (process,) = (child for child in children if child.environ().get("RANK") == str(number))
         return psutil.Process(program_of(process.pid))
@@ -134,6 +133,17 @@ def started(
         process.communicate()
 
 
+@contextmanager
+def ranks_of(count: int, arguments: Sequence[str], **environment: str) -> Iterator[list[Program]]:
+    """Ranks without a launcher; their store is in this process, as it is in the launcher's under torchrun."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    environment |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    with ExitStack() as stack:
+        numbers = map(str, range(count))
+        yield [stack.enter_context(started(arguments, RANK=n, LOCAL_RANK=n, **environment)) for n in numbers]
+
+
 def finished(arguments: Sequence[str], before: Sequence[str] = (), **options: Any) -> Ended:
     """The same program once it has ended."""
     with started(arguments, before, **options) as program:
@@ -167,7 +177,6 @@ def program_of(pid: int) -> int:
 
 
 def error_lines(text: str) -> list[str]:
-    """Those that say what was wrong."""
     return [line for line in text.splitlines() if line.startswith("error: ")]
 
 

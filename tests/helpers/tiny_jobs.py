@@ -48,18 +48,15 @@ def run_recipe(
 
 
 def roles_of(recipe: str | Path) -> Collection[str]:
-    """Roles of a recipe without any setting."""
     loaded = load_recipe(recipe)
     return loaded.roles(loaded.config())
 
 
 def run_here(recipe: Recipe, config: Config, half: RunMode = FULL_RUN) -> None:
-    """This rank's part."""
     train(recipe, config, World(dist.get_rank(), dist.get_world_size(), job_store()), half)
 
 
 def logged(output: Path) -> Metrics:
-    """The lines of metrics.jsonl."""
     return read_lines(output / "metrics.jsonl")
 
 

@@ -20,7 +20,6 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from tests.language.nodes import nodes_of, statements
 from tests.language.structure import ClassInfo, check_args, check_docstrings, check_fields, check_tests, class_index
 from tests.language.words import Violation, banned, check_words
 
@@ -31,7 +30,6 @@ RULES = ("word", "docstring", "args", "field", "heading", "test-name", "test-imp
 
 
 def check(paths: list[Path]) -> list[Violation]:
-    """Violations in files and in all files below folders."""
     return [violation for path in paths for file in _files(path) for violation in check_file(file)]
 
 
@@ -63,9 +61,9 @@ def check_text(file: Path, text: str) -> Iterator[Violation]:
 def check_python(file: Path, text: str, classes: Mapping[str, list[ClassInfo]]) -> Iterator[Violation]:
     tree = ast.parse(text)
     if file.parts[:1] == ("tests",):
-        yield from check_tests(file, text, list(statements(tree)))
+        yield from check_tests(file, text, list(ast.walk(tree)))
         return
-    nodes = nodes_of(tree)
+    nodes = list(ast.walk(tree))
     yield from check_words(file, text, nodes)
     yield from check_docstrings(file, nodes)
     if file.parts[:1] != ("tools",):  # scripts: nothing imports their functions

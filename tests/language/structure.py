@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.language.nodes import statements
 from tests.language.words import Violation, banned_name
 
 MIN_SUMMARY = 25
@@ -80,8 +79,7 @@ def check_docstrings(file: Path, nodes: Iterable[ast.AST]) -> Iterator[Violation
 
 
 def _check_summary(file: Path, node: Documented, docstring: str) -> Iterator[Violation]:
-    line = 1 if isinstance(node, ast.Module) else node.lineno
-    name = "" if isinstance(node, ast.Module) else node.name
+    line, name = (1, "") if isinstance(node, ast.Module) else (node.lineno, node.name)
     summary = docstring.splitlines()[0]
     complaint = _fragment(summary)
     if complaint:
@@ -100,17 +98,12 @@ def _fragment(summary: str) -> str | None:
 
 def _check_field_list(file: Path, node: ast.ClassDef, docstring: str) -> Iterator[Violation]:
     body = docstring.split("Attributes:")[0]
-    for field in _fields(node):
+    parts = [part.target for part in node.body if isinstance(part, ast.AnnAssign)]
+    for field in [target.id for target in parts if isinstance(target, ast.Name)]:
         if re.search(rf"(?:^|[\s`]){field}`?: ", body):
             yield Violation(
                 file, node.lineno, "docstring", f"{node.name} describes {field} in its text; put it below the field"
             )
-
-
-def _fields(node: ast.ClassDef) -> list[str]:
-    return [
-        part.target.id for part in node.body if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name)
-    ]
 
 
 def _attribute_docstrings(node: ast.AST) -> Iterator[ast.Expr]:
@@ -196,24 +189,16 @@ def _is_exempt(
 ) -> bool:
     if PRIVATE_CALLS & _decorators(function):
         return True
-    if (
-        file.parts[:1] == ("recipes",)
-        and len(file.parts) == 2
-        and owner is None
-        and len(set(names) - RECIPE_PARAMETERS) <= 1
-    ):
-        return True
     if owner is None:
-        return False
+        is_recipe = file.parts[:1] == ("recipes",) and len(file.parts) == 2
+        return is_recipe and len(set(names) - RECIPE_PARAMETERS) <= 1
     if function.name in EXTERNAL_OVERRIDES:
         return True
     bases = _all_bases(owner, classes)
     interfaces = [info for infos in classes.values() for info in infos if info.is_interface]
-    for info in [*bases, *(() if owner.name in classes and _is_interface(owner) else interfaces)]:
-        parameters, documented = info.methods.get(function.name, ((), False))
-        if documented and set(names) <= set(parameters):
-            return True
-    return False
+    overridden = [*bases, *(() if owner.name in classes and _is_interface(owner) else interfaces)]
+    methods = [info.methods.get(function.name, ((), False)) for info in overridden]
+    return any(documented and set(names) <= set(parameters) for parameters, documented in methods)
 
 
 def _is_interface(node: ast.ClassDef) -> bool:
@@ -239,18 +224,9 @@ def _base_names(node: ast.ClassDef) -> Iterator[str]:
 
 
 def _described_args(docstring: str) -> set[str]:
-    lines = iter(docstring.splitlines())
-    for line in lines:
-        if line.strip() == "Args:":
-            break
-    names: set[str] = set()
-    for line in lines:
-        if line.strip() and not line.startswith(" "):
-            break
-        entry = re.match(r" +([*`\w, /]+?)(?: \([^)]*\))?:(?:\s|$)", line)
-        if entry:
-            names |= set(re.findall(r"\w+", entry.group(1)))
-    return names
+    section = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", docstring, re.MULTILINE | re.DOTALL)
+    entries = re.findall(r"(?m)^ +([*`\w, /]+?)(?: \([^)]*\))?:(?:\s|$)", section[1]) if section else []
+    return {name for entry in entries for name in re.findall(r"\w+", entry)}
 
 
 def check_fields(file: Path, nodes: Iterable[ast.AST], classes: Mapping[str, list[ClassInfo]]) -> Iterator[Violation]:
@@ -298,10 +274,9 @@ def _aliases(node: ast.AST) -> list[ast.alias]:
 
 
 def class_index(sources: list[str]) -> dict[str, list[ClassInfo]]:
-    """All classes of some modules by name."""
     classes: dict[str, list[ClassInfo]] = {}
     for source in sources:
-        for node in statements(ast.parse(source)):
+        for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.ClassDef):
                 methods = {
                     part.name: (tuple(_parameters(part, node)), bool(ast.get_docstring(part)))

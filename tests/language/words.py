@@ -67,8 +67,6 @@ JUDGE_FILES = re.compile(r"llm_judge")
 
 @dataclass(frozen=True)
 class Violation:
-    """A place in a file that breaks a rule."""
-
     file: Path
     line: int
     rule: str
@@ -127,7 +125,6 @@ def _check_string(file: Path, node: ast.Constant) -> Iterator[Violation]:
 
 
 def _defined(node: ast.AST) -> Iterator[tuple[str, int]]:
-    """Names that a node defines."""
     if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         yield node.name, node.lineno
     elif isinstance(node, ast.arg):

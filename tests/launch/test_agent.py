@@ -103,21 +103,15 @@ def test_job_with_a_killed_and_a_stopped_rank_has_every_iteration_once(tmp_path)
 KILLED, LOST, INVALID = -9, 3, 2
 
 
-def test_pause_with_progress_between_losses_is_none():
+@pytest.mark.parametrize(
+    ("losses", "pauses"),
+    [
+        ([(KILLED, iteration) for iteration in range(8)], [0.0] * 8),  # with progress
+        ([(LOST, 5)] * MAX_SAME_FAILURES, [0.0, 1.0, None]),
+        ([(LOST, 5), (LOST, 5), (KILLED, 5)], [0.0, 1.0, 0.0]),
+        ([(INVALID, 1)], [None]),
+    ],
+)
+def test_pause_of_equal_losses_without_progress_grows_until_the_job_ends(losses, pauses):
     policy = RestartPolicy()
-    assert [policy.pause(KILLED, iteration) for iteration in range(8)] == [0.0] * 8
-
-
-def test_pause_without_progress_grows_and_the_job_ends():
-    policy = RestartPolicy()
-    pauses = [policy.pause(LOST, 5) for _ in range(MAX_SAME_FAILURES)]
-    assert pauses == [0.0, 1.0, None]
-
-
-def test_pause_of_another_failure_in_the_same_iteration_starts_again():
-    policy = RestartPolicy()
-    assert [policy.pause(code, 5) for code in (LOST, LOST, KILLED)] == [0.0, 1.0, 0.0]
-
-
-def test_pause_of_invalid_input_ends_the_job():
-    assert RestartPolicy().pause(INVALID, 1) is None
+    assert [policy.pause(*loss) for loss in losses] == pauses

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from tests.checkpoint.fp8_directories import dequantized_by_transformers, quantize_directory
+from tests.checkpoint.quantized_directories import dequantized_by_transformers, quantize_directory
 from tests.helpers.given_experts import with_experts
 from tests.helpers.tiny_models import oracle, oracle_outputs, tiny_model
 from tests.roles.updates import (

@@ -12,11 +12,14 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.rank_pool import job_store
 from tests.helpers.split_engine import SplittingEngine
 from tests.helpers.tiny_jobs import files_of, metrics_of, roles_of, run_recipe, write_sums
 from tests.helpers.tiny_models import CHARACTERS, tiny_model, uninitialized_memory_is_nan
+from verl_mg.config import load_config
 from verl_mg.data import read_records
 from verl_mg.job.job import RunningJob
+from verl_mg.job.recipe import load_recipe, requested_roles
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.rewards import Reward
 from verl_mg.rollout.engine_group import WrapEngine
@@ -34,7 +37,6 @@ def score(sample):
 
 
 def make_inputs(folder: Path, layers: int = 2) -> Path:
-    """A model, sums as prompts, and a reward."""
     tiny_model(folder / "model", "qwen3", layers=layers)
     write_sums(folder)
     (folder / "reward.py").write_text(REWARD)
@@ -75,9 +77,16 @@ def lines_of(output: Path) -> dict[int, dict[str, float]]:
 
 
 def samples_of(output: Path, iteration: int) -> list[dict[str, Any]]:
-    """All rows of an iteration, rank after rank."""
     files = sorted((output / "samples" / f"{iteration:06d}").glob("*.parquet"))
     return [record for file in files for record in read_records(file)]
+
+
+def built_job(inputs: Path, **options: Any) -> RunningJob:
+    """A job of GRPO on this rank that has not started."""
+    recipe = load_recipe("grpo")
+    settings = [*files_of(inputs, inputs), f"reward.function={inputs / 'reward.py'}:score", "rollout.max_new_tokens=6"]
+    config = load_config(None, settings, recipe.config)
+    return RunningJob(config, requested_roles(recipe, config), job_store(), **options)
 
 
 # -- jobs that are interrupted and resumed

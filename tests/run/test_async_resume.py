@@ -21,15 +21,9 @@ PROMPTS, GROUP = 1, 2
 ASYNC = [
     "rollout.mode=async",
     # Training, after its first iteration, waits for an engine that always has one sample in flight.
-    "rollout.max_staleness=8",
-    "rollout.max_new_tokens=300",
-    "rollout.max_running_requests=1",
-    "actor.layout=tp2",
-    "rollout.num_ranks=1",
-    f"algorithm.prompts_per_iteration={PROMPTS}",
-    f"algorithm.group_size={GROUP}",
-    "job.console=false",
-    "checkpoint.every=1",
+    *("rollout.max_staleness=8", "rollout.max_new_tokens=300", "rollout.max_running_requests=1"),
+    *("actor.layout=tp2", "rollout.num_ranks=1", "job.console=false", "checkpoint.every=1"),
+    *(f"algorithm.prompts_per_iteration={PROMPTS}", f"algorithm.group_size={GROUP}"),
 ]
 
 
@@ -38,7 +32,6 @@ def run_whole(folder: Path, mode: RunMode, *overrides: str) -> None:
 
 
 def trained(run: Path, iteration: int) -> dict[int, tuple[int, list[int]]]:
-    """Prompt and tokens of each sample of an iteration."""
     files = (run / "samples" / f"{iteration:06d}").iterdir()
     columns = ["sample_id", "prompt_id", "tokens"]
     rows = [row for file in files for row in parquet.read_table(file, columns=columns).to_pylist()]
@@ -93,7 +86,6 @@ def killed_in_flight(folder: Path, iteration: int, delay: float, pause: float) -
 
 
 def last_checkpoint(run: Path) -> Path:
-    """Folder of the last checkpoint that is complete."""
     return max(folder for folder in (run / "checkpoints").iterdir() if folder.name.isdigit())
 
 

@@ -10,13 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.helpers.rank_pool import RankError, job_store
-from tests.helpers.tiny_jobs import RECIPES, files_of, metrics_of, rewrite_sums
+from tests.helpers.rank_pool import RankError
+from tests.helpers.tiny_jobs import metrics_of, rewrite_sums
 from tests.helpers.tiny_models import daily_of
-from tests.run.jobs import copy_interrupted, resumable_job
-from verl_mg.config import load_config
-from verl_mg.job.job import RunningJob
-from verl_mg.job.recipe import load_recipe, requested_roles
+from tests.run.jobs import built_job, copy_interrupted, resumable_job
 
 SHORT = ["algorithm.prompts_per_iteration=2", "checkpoint.every=1"]
 
@@ -29,16 +26,20 @@ def short(ranks, inputs, tmp_path_factory):
     return folder
 
 
-def test_resume_from_a_checkpoint_without_index_raises(ranks, inputs, short, tmp_path):
-    shutil.copytree(short, tmp_path / "run")
-    for folder in (tmp_path / "run" / "checkpoints").iterdir():
+@pytest.fixture
+def run(short, tmp_path) -> Path:
+    return Path(shutil.copytree(short, tmp_path / "run"))
+
+
+def test_resume_from_a_checkpoint_without_index_raises(ranks, inputs, run):
+    for folder in (run / "checkpoints").iterdir():
         (folder / "index.gz").unlink()
         rewrite_sums(folder)
     message = (
         r"UserError: .*SUMS: index\.gz is missing, the checkpoint was written by an earlier version: no other .* Move"
     )
     with pytest.raises(RankError, match=message):
-        ranks.run(2, resumable_job, "grpo", inputs, tmp_path / "run", 3, SHORT)
+        ranks.run(2, resumable_job, "grpo", inputs, run, 3, SHORT)
 
 
 def cut_short(file: Path) -> None:
@@ -66,34 +67,31 @@ DAMAGES = {
 @pytest.mark.parametrize(
     "name", daily_of(DAMAGES, "weights cut short", "a flipped byte in the state", "sums that are none")
 )
-def test_resume_with_a_damaged_checkpoint_uses_the_one_before_and_warns(ranks, inputs, short, tmp_path, name):
-    shutil.copytree(short, tmp_path / "run")
+def test_resume_with_a_damaged_checkpoint_uses_the_one_before_and_warns(ranks, inputs, short, run, name):
     file, damage = DAMAGES[name]
-    damage(tmp_path / "run" / "checkpoints" / "000003" / file)
-    output, other = ranks.run(2, resumable_job, "grpo", inputs, tmp_path / "run", 3, SHORT)
-    assert metrics_of(tmp_path / "run") == metrics_of(short) and not other
+    damage(run / "checkpoints" / "000003" / file)
+    output, other = ranks.run(2, resumable_job, "grpo", inputs, run, 3, SHORT)
+    assert metrics_of(run) == metrics_of(short) and not other
     assert file in output and "skipped" in output and "resumes after iteration 2" in output
     # Done again, it is whole again.
-    output, _ = ranks.run(2, resumable_job, "grpo", inputs, tmp_path / "run", 3, SHORT)
+    output, _ = ranks.run(2, resumable_job, "grpo", inputs, run, 3, SHORT)
     assert "resumes after iteration 3" in output
 
 
-def test_prune_does_not_count_damaged_checkpoints(ranks, inputs, short, tmp_path):
-    shutil.copytree(short, tmp_path / "run")
-    checkpoints = tmp_path / "run" / "checkpoints"
+def test_prune_does_not_count_damaged_checkpoints(ranks, inputs, run):
+    checkpoints = run / "checkpoints"
     (checkpoints / "000003").rename(checkpoints / "000009")
     flip_a_byte(checkpoints / "000009" / "rank-00001.safetensors")
-    ranks.run(2, resumable_job, "grpo", inputs, tmp_path / "run", 3, [*SHORT, "checkpoint.keep=1"])
-    output, _ = ranks.run(2, resumable_job, "grpo", inputs, tmp_path / "run", 4, [*SHORT, "checkpoint.keep=1"])
+    ranks.run(2, resumable_job, "grpo", inputs, run, 3, [*SHORT, "checkpoint.keep=1"])
+    output, _ = ranks.run(2, resumable_job, "grpo", inputs, run, 4, [*SHORT, "checkpoint.keep=1"])
     assert "000009/rank-00001.safetensors: damaged" in output and "resumes after iteration 3" in output
 
 
-def test_resume_with_only_damaged_checkpoints_raises(ranks, inputs, short, tmp_path):
-    shutil.copytree(short, tmp_path / "run")
-    for folder in (tmp_path / "run" / "checkpoints").iterdir():
+def test_resume_with_only_damaged_checkpoints_raises(ranks, inputs, run):
+    for folder in (run / "checkpoints").iterdir():
         flip_a_byte(folder / "rank-00001.safetensors")
     with pytest.raises(RankError, match=r"UserError: .*SHA-256 .*: no other checkpoint is intact\. Move .* away"):
-        ranks.run(2, resumable_job, "grpo", inputs, tmp_path / "run", 3, SHORT)
+        ranks.run(2, resumable_job, "grpo", inputs, run, 3, SHORT)
 
 
 def test_sha256sum_accepts_the_sums(short):
@@ -105,7 +103,6 @@ def test_sha256sum_accepts_the_sums(short):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 16 MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "none", folder], capture_output=True, text=True)
@@ -153,9 +150,8 @@ def test_export_every_writes_models(ranks, inputs, tmp_path):
     assert any(not torch.equal(first[name], second[name]) for name in first)
 
 
-def test_resume_with_other_settings_names_them(ranks, inputs, short, tmp_path):
-    shutil.copytree(short, tmp_path / "run")
-    output, _ = ranks.run(2, resumable_job, "grpo", inputs, tmp_path / "run", 4, [*SHORT, "actor.optimizer.lr=1e-4"])
+def test_resume_with_other_settings_names_them(ranks, inputs, run):
+    output, _ = ranks.run(2, resumable_job, "grpo", inputs, run, 4, [*SHORT, "actor.optimizer.lr=1e-4"])
     assert "job.iterations=4 instead of 3" in output and "actor.optimizer.lr=0.0001 instead of 0.002" in output
 
 
@@ -167,19 +163,14 @@ def test_resume_with_other_settings_names_them(ranks, inputs, short, tmp_path):
         ("grpo", "actor.lora={rank: 2}", r"in 'actor/weights' is incomplete: the checkpoint has another model"),
     ],
 )
-def test_resume_of_another_job_raises(ranks, inputs, short, tmp_path, recipe, override, message):
-    shutil.copytree(short, tmp_path / "run")
+def test_resume_of_another_job_raises(ranks, inputs, run, recipe, override, message):
     with pytest.raises(RankError, match=message):
-        ranks.run(2, resumable_job, recipe, inputs, tmp_path / "run", 4, [*SHORT, override])
+        ranks.run(2, resumable_job, recipe, inputs, run, 4, [*SHORT, override])
 
 
 def start_without_restoring(inputs: Path) -> str:
-    recipe = load_recipe(RECIPES / "grpo.py")
-    options = [*files_of(inputs, inputs), f"reward.function={inputs / 'reward.py'}:score", "rollout.max_new_tokens=5"]
-    config = load_config(None, options, recipe.config)
-    built = RunningJob(config, requested_roles(recipe, config), job_store(), from_checkpoint=True)
     with pytest.raises(RuntimeError) as caught:
-        built.start()
+        built_job(inputs, from_checkpoint=True).start()
     return str(caught.value)
 
 
@@ -211,9 +202,8 @@ def test_run_without_checkpoint_starts_from_the_beginning(ranks, inputs, tmp_pat
         (("recipe",), None, r"job\.json: recipe: .*; the checkpoint is damaged"),
     ],
 )
-def test_resume_of_an_impossible_state_with_right_sums_raises(ranks, inputs, short, tmp_path, keys, value, message):
-    shutil.copytree(short, tmp_path / "run")
-    folder = tmp_path / "run" / "checkpoints" / "000003"
+def test_resume_of_an_impossible_state_with_right_sums_raises(ranks, inputs, run, keys, value, message):
+    folder = run / "checkpoints" / "000003"
     tree = node = json.loads((folder / "job.json").read_text())
     for key in keys[:-1]:
         node = node[key]
@@ -221,8 +211,8 @@ def test_resume_of_an_impossible_state_with_right_sums_raises(ranks, inputs, sho
     (folder / "job.json").write_text(json.dumps(tree))
     rewrite_sums(folder)
     if "json: " in message.replace("\\", ""):  # found where the sums are, so the one before is taken
-        output, _ = ranks.run(2, resumable_job, "grpo", inputs, tmp_path / "run", 3, SHORT)
+        output, _ = ranks.run(2, resumable_job, "grpo", inputs, run, 3, SHORT)
         assert re.search(message, output) and "resumes after iteration 2" in output
     else:
         with pytest.raises(RankError, match=message):
-            ranks.run(2, resumable_job, "grpo", inputs, tmp_path / "run", 3, SHORT)
+            ranks.run(2, resumable_job, "grpo", inputs, run, 3, SHORT)

@@ -107,29 +107,13 @@ def test_engine_arguments_deterministic_enables_deterministic_inference(monkeypa
 
 def test_deterministic_with_an_unseeded_server_raises(inputs):
     model = read_config(inputs / "model")
-    info = ServerInfo(
-        start="",
-        version="",
-        device="cpu",
-        model="model",
-        architecture=model.architecture,
-        vocab=model.vocab,
-        context=64,
-        tp=1,
-        dp=1,
-        pp=1,
-        max_running=4,
-        seeded=False,
-        routed=False,
-        disaggregation="null",
-        layout="tp1",
-        nodes=1,
-        shard_obstacle="",
-    )
+    texts = {"device": "cpu", "model": "model", "architecture": model.architecture, "layout": "tp1"}
+    sizes = {"vocab": model.vocab, "context": 64, "tp": 1, "dp": 1, "pp": 1, "max_running": 4, "nodes": 1}
+    others = {"disaggregation": "null", "seeded": False, "routed": False, "shard_obstacle": ""}
+    info = ServerInfo(start="", version="", **texts, **sizes, **others)
     check("http://node7", info, ServerRequirements(model, 32))
-    with pytest.raises(
-        UserError, match="job.deterministic is not supported. Start the server with --enable-deterministic-inference"
-    ):
+    unseeded = "job.deterministic is not supported. Start the server with --enable-deterministic-inference"
+    with pytest.raises(UserError, match=unseeded):
         check("http://node7", info, ServerRequirements(model, 32, seeded=True))
     check("http://node7", replace(info, seeded=True), ServerRequirements(model, 32, seeded=True))
     with pytest.raises(UserError, match=r"--disaggregation-mode is decode instead of null. Name a pair as PREFILL"):

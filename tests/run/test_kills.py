@@ -16,16 +16,8 @@ from tests.run.killed_ppo import WRITING
 RECIPE, GRPO = (Path(__file__).with_name(name) for name in ("killed_ppo.py", "killed_grpo.py"))
 AGENT = Path(__file__).parents[1] / "recipes" / "agents" / "two_questions.py"
 PHASES = (
-    "update",
-    WRITING,
-    "generate",
-    "weight_sync",
-    "forward",
-    WRITING,
-    "optimizer",
-    "row_dispatch",
-    WRITING,
-    "generate",
+    *("update", WRITING, "generate", "weight_sync", "forward"),
+    *(WRITING, "optimizer", "row_dispatch", WRITING, "generate"),
 )
 SETTINGS = ["checkpoint.every=2", "algorithm.kl.coefficient=0.05", "algorithm.kl.target=0.01", "actor.layout=tp2"]
 
@@ -63,7 +55,6 @@ def test_kill_in_any_phase_changes_no_metric(run, tmp_path):
 
 
 def samples_of(run: Path) -> dict[tuple[int, int], tuple[list[int], list[bool], float]]:
-    """Tokens, loss mask and reward of each row, by iteration and sample id."""
     rows = [row for file in (run / "samples").rglob("*.parquet") for row in parquet.read_table(file).to_pylist()]
     return {(row["iteration"], row["sample_id"]): (row["tokens"], row["loss_mask"], row["reward"]) for row in rows}
 

@@ -9,15 +9,11 @@ import pytest
 import torch.distributed as dist
 
 from tests.helpers.launched import finished
-from tests.helpers.rank_pool import job_store, refusal
-from tests.helpers.tiny_jobs import RECIPES
+from tests.helpers.rank_pool import refusal
 from tests.helpers.tiny_models import daily_of, tiny_model
-from tests.run.jobs import job, lines_of, make_inputs, samples_of, split_job
-from verl_mg.config import load_config
+from tests.run.jobs import built_job, job, lines_of, make_inputs, samples_of, split_job
 from verl_mg.distributed.collectives import all_gather_column
 from verl_mg.engines.trajectory import MAX_SEGMENTS
-from verl_mg.job.job import RunningJob
-from verl_mg.job.recipe import load_recipe, requested_roles
 from verl_mg.monitor.sample_reader import SampleReader
 from verl_mg.rollout.async_rollout import AsyncRollout
 from verl_mg.rollout.rollout import RolloutSource
@@ -229,11 +225,7 @@ def test_rollout_only_with_replay_is_rejected():
 
 def what_is_built(inputs: Path) -> tuple[bool, int, int]:
     """Of an actor that does not learn: a trainer, and bytes of gradients."""
-    recipe = load_recipe(RECIPES / "grpo.py")
-    options = [f"model.path={inputs / 'model'}", f"data.train={inputs / 'sums.jsonl'}"]
-    options += [f"reward.function={inputs / 'reward.py'}:score", "rollout.max_new_tokens=6"]
-    config = load_config(None, options, recipe.config)
-    built = RunningJob(config, requested_roles(recipe, config), job_store(), learns=False)
+    built = built_job(inputs, learns=False)
     gradients = sum(getattr(p, "main_grad", p.grad) is not None for p in built.actor.runner.parameters().values())
     return hasattr(built.actor, "trainer"), gradients, dist.get_rank()
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.tools.tool import tool
+from tests.helpers.launched import finished
 from tools.bench import bench_gpu
 from verl_mg.models.hf_config import read_config
 from verl_mg.planner.inputs import read_hardware_profile
@@ -17,7 +17,8 @@ from verl_mg.sharding.weight_table import weight_table
 @pytest.mark.nightly
 def test_bench_gpu_tiny_reports_every_part(tmp_path):
     report, measured = tmp_path / "benchmarks" / "cpu.md", tmp_path / "cpu.json"
-    tool("bench.bench_gpu", "--tiny", "--repeats", "1", "--output", str(report), "--measured", str(measured))
+    options = ["--tiny", "--repeats", "1", "--output", str(report), "--measured", str(measured)]
+    finished(["-m", "tools.bench.bench_gpu", *options]).completed()
     text = report.read_text()
     assert text.startswith("# One device: qwen3_1_7b, tiny")
     for row in (

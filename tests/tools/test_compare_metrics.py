@@ -1,10 +1,9 @@
 """Comparison of the metrics of two runs."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
+from tests.helpers.launched import finished
 from tools.compare_metrics import compare, equal, read_metrics, read_renames, renamed
 
 NAN = float("nan")
@@ -17,9 +16,8 @@ def write(folder: Path, *lines: dict[str, float]) -> Path:
 
 
 def run(*arguments: object) -> tuple[int, str]:
-    command = [sys.executable, "-m", "tools.compare_metrics", *map(str, arguments)]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
-    return result.returncode, result.stdout + result.stderr
+    code, out, err = finished(["-m", "tools.compare_metrics", *map(str, arguments)])
+    return code, out + err
 
 
 def test_command_with_renames_and_times_finds_equal_runs(tmp_path):

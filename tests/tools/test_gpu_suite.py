@@ -21,11 +21,13 @@ HANGS += "start_new_session=True); print('begun', flush=True); time.sleep(9999)"
 
 
 def rehearse(output: Path, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    warm = warm_start.shared()
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     command = ["bash", str(SCRIPT), "--rehearse", "--output", str(output), *options]
-    environment = os.environ | warm.environment | {"OMP_NUM_THREADS": "1", "PATH": path} | variables
-    return subprocess.run(command, capture_output=True, text=True, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, env=environment() | variables)
+
+
+def environment() -> dict[str, str]:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return os.environ | warm_start.shared().environment | {"OMP_NUM_THREADS": "1", "PATH": path}
 
 
 def free_port() -> int:
@@ -75,17 +77,12 @@ def test_rehearsal_of_whole_suite_passes(tmp_path):
 
 @pytest.mark.nightly
 def test_rehearsal_of_two_nodes_moves_weights_and_trains_across_them(tmp_path):
-    """Two launchers on this machine, of two ranks each."""
-    warm, path = warm_start.shared(), f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    place = {"NODES": "2", "RANKS": "2", "RENDEZVOUS": f"127.0.0.1:{free_port()}", "JOB": "rehearsal", "PATH": path}
+    place = {"NODES": "2", "RANKS": "2", "RENDEZVOUS": f"127.0.0.1:{free_port()}", "JOB": "rehearsal"}
     nodes = [
         subprocess.Popen(
             ["bash", str(SCRIPT), "--rehearse", "--output", str(tmp_path / f"{node}.md")],
             # Nodes are numbered by their addresses.
-            env=os.environ
-            | warm.environment
-            | {"OMP_NUM_THREADS": "1", "PET_LOCAL_ADDR": f"127.0.0.{1 + node}"}
-            | place,
+            env=environment() | place | {"PET_LOCAL_ADDR": f"127.0.0.{1 + node}"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -234,26 +234,21 @@ def adapter_fields(lora: LoraConfig, adapted: Sequence[str], has_head: bool = Fa
     }
 
 
-class AdapterWriter:
+class AdapterWriter(CheckpointWriter):
     """Writer of a folder in PEFT's format by many processes."""
 
     def __init__(self, folder: Path, shapes: Shapes, dtype: torch.dtype) -> None:
-        self._folder = folder
         shards = {name: Shard(tuple(shape), ()) for name, shape in shapes.items()}
-        self._writer = CheckpointWriter(folder, shards, dtype, file_bytes=2**62)  # PEFT wants one file
+        super().__init__(folder, shards, dtype, file_bytes=2**62)  # PEFT wants one file
         self._has_head = VALUE_HEAD in shapes
 
-    def create(self, lora: LoraConfig, adapted: Sequence[str], model_dir: Path) -> None:
+    def create_adapters(self, lora: LoraConfig, adapted: Sequence[str], model_dir: Path) -> None:
         """Creates the file and the configuration; called by one process, before any process writes."""
-        self._writer.create()
+        self.create()
         fields = adapter_fields(lora, adapted, self._has_head) | {"base_model_name_or_path": str(model_dir)}
-        (self._folder / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-
-    def write(self, name: str, box: Box, values: Tensor) -> None:
-        """Writes one box of a tensor."""
-        self._writer.write(name, box, values)
+        (self.folder / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
     # The file is written under the model writer's name: a folder without PEFT's name is not complete.
     def finish(self) -> None:
         """Gives the file PEFT's name; called by the process that created it, after all writes."""
-        (self._folder / SINGLE).rename(self._folder / WEIGHTS)
+        (self.folder / SINGLE).rename(self.folder / WEIGHTS)

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-STALLS = "stalls"  # folder inside a run's folder, with one folder for each time that a job ended so
 RECORD_SECONDS = 2.0  # time limit of the records of collectives: NCCL can be blocked in what they describe
 STACK_DEPTH = 12
 """Innermost frames that are reported, library frames included; the heartbeat writes them at each interval."""
@@ -31,7 +30,7 @@ def dump_rank(folder: Path, rank: int) -> None:
     """Writes rank-RANK.txt with the stacks of all threads, and rank-RANK.{gloo,nccl}.json with latest collectives."""
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        _stack_file(folder, rank).write_text(_all_stacks(rank), encoding="utf-8")
+        (folder / f"rank-{rank}.txt").write_text(_all_stacks(rank), encoding="utf-8")
         # A daemon thread, which is abandoned at the time limit.
         writer = threading.Thread(target=_write_records, args=(folder, rank), daemon=True)
         writer.start()
@@ -43,11 +42,7 @@ def dump_lost_rank(folder: Path, rank: int, origin: str, stack: Sequence[str]) -
     lines = [f"rank {rank}, {origin}: lost; its main thread as reported last:", *(f"  {frame}" for frame in stack)]
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        _stack_file(folder, rank).write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def _stack_file(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank}.txt"
+        (folder / f"rank-{rank}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _all_stacks(rank: int) -> str:

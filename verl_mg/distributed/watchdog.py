@@ -36,14 +36,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from verl_mg.config import JobConfig
-from verl_mg.distributed.stall_dump import (
-    STALLS,
-    dump_lost_rank,
-    dump_rank,
-    innermost_user_frame,
-    main_stack,
-    main_waits,
-)
+from verl_mg.distributed.stall_dump import dump_lost_rank, dump_rank, innermost_user_frame, main_stack, main_waits
 
 EXIT_RANK_LOST = 3  # exit code of every rank when one is lost or hangs
 HEARTBEAT_SECONDS = 1.0  # shortest interval between heartbeats, in seconds
@@ -60,6 +53,7 @@ STORE_TIMEOUT = timedelta(seconds=30)  # timeout of one request to the store
 HEARTBEAT_TIMEOUT_SECONDS = 60.0  # heartbeat timeout in seconds until the configuration is known
 STALL_TIMEOUT_SECONDS = 1800.0
 """Stall timeout in seconds until the configuration is known: for the ranks to connect to each other."""
+STALLS = "stalls"  # folder inside a run's folder, with one folder for each time that ranks were lost or stalled
 PEER_FAILURE_WORDS = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 """Words in the message of an exception that was raised because another rank has exited."""
 

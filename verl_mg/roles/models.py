@@ -19,8 +19,9 @@ from verl_mg.batch import Batch, ColumnKind
 from verl_mg.checkpoint.hf_safetensors import CheckpointWriter, UntrainedTensors
 from verl_mg.checkpoint.peft import AdapterWriter
 from verl_mg.checkpoint.sharded_safetensors import StoredBox
-from verl_mg.config import ConfigSection, Count
+from verl_mg.config import Count
 from verl_mg.distributed.collectives import all_gather_json, broadcast_bytes
+from verl_mg.jsonl import StoredRecord
 from verl_mg.layout.packing import MicroBatchPlan
 from verl_mg.models.hf_families import UNTRAINED
 from verl_mg.models.hf_tensors import copied_tensors
@@ -41,13 +42,11 @@ ADAPTER_FOLDER = "adapter"
 """Folder of adapters in PEFT's format, within the directory of a model into which they are merged."""
 
 
-class RoleCounters(ConfigSection):
+class RoleCounters(StoredRecord):
     """Counters of a trainable role in a checkpoint."""
 
-    updates: Count
-    """Optimizer steps so far."""
-    trainer: TrainerCounters
-    """Counters of its trainer."""
+    updates: Count  # optimizer steps so far
+    trainer: TrainerCounters  # counters of its trainer
 
 
 class NoOptimizerError(Exception):
@@ -236,7 +235,7 @@ class TrainableRole(Role):
             _copy_small_files(model_dir, partial)
             _patch_config(partial / "config.json", self.runner)
             if lora and adapter_writer:
-                adapter_writer.create(lora.config, lora.adapted, self.runner.spec.path)
+                adapter_writer.create_adapters(lora.config, lora.adapted, self.runner.spec.path)
         dist.barrier()  # the files exist, into which each rank writes its boxes
         write_weights(self.runner, writer)
         if adapter_writer:

@@ -29,9 +29,10 @@ from typing import Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from verl_mg.config import ConfigSection, Count
+from verl_mg.config import Count
 from verl_mg.data.prompts import Prompt
 from verl_mg.engines.engine import Sample
+from verl_mg.jsonl import StoredRecord
 
 Stale = Literal["continue", "drop"]
 """Treatment of tokens that are too old. continue: they remain in the context, but not in the loss. drop: the group
@@ -51,34 +52,26 @@ class GroupState(Enum):
     DROPPED = auto()
 
 
-class SavedGroup(ConfigSection):
+class SavedGroup(StoredRecord):
     """A `Group` as checkpoints contain it."""
 
-    prompt: Count
-    """Id of the prompt."""
-    first: Count
-    """Id of its first sample."""
-    samples: PositiveInt
-    """Number of its samples; their ids are consecutive."""
-    done: list[int]
-    """Ids of complete samples."""
-    partial: list[int]
-    """Ids of samples that were aborted."""
+    prompt: Count  # id of the prompt
+    first: Count  # id of its first sample
+    samples: PositiveInt  # number of its samples; their ids are consecutive
+    done: list[int]  # ids of complete samples
+    partial: list[int]  # ids of samples that were aborted
 
 
-class RolloutState(ConfigSection):
+class RolloutState(StoredRecord):
     """Everything about a rollout that all ranks know, in a checkpoint."""
 
-    next_id: Count
-    """First sample id that is free."""
+    next_id: Count  # first sample id that is free
     groups: list[SavedGroup]
     """Groups that wait for a later call, or the groups of the prefetched call that is in flight."""
-    in_flight: Count | None
-    """Groups that the call in flight returns; None where no call is in flight."""
+    in_flight: Count | None  # groups that the call in flight returns; None where no call is in flight
     prefetched: list[Count]
     """Prompts that the recipe must request next, for their samples are in flight or ready; in order."""
-    prefetched_samples: Count
-    """Samples of each prefetched prompt; 0 where none was prefetched."""
+    prefetched_samples: Count  # samples of each prefetched prompt; 0 where none was prefetched
     versions: list[int] = Field(default_factory=list)
     """Newest policy versions of the engines, in order; for asynchronous rollouts."""
 

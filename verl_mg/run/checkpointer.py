@@ -23,6 +23,7 @@ import os
 import re
 import shutil
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import torch.distributed as dist
@@ -201,18 +202,14 @@ def _prune(folder: Path, newest: Path, keep: int, keep_best: bool) -> None:
     paths = [path for path in checkpoints_in(folder) if int(path.name) <= int(newest.name)]
     kept = set(paths[-keep:])
     if keep_best:
-        scores = {path: score for path in paths if (score := _score_of(path)) is not None}
+        scores: dict[Path, float] = {}
+        for path in paths:
+            with suppress(UserError):  # a damaged one has no score
+                scores |= {} if (score := read_state(path).score) is None else {path: score}
         kept |= {max(scores, key=lambda path: (scores[path], path.name))} if scores else set()
     for path in paths:
         if path not in kept:
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _score_of(path: Path) -> float | None:
-    try:
-        return read_state(path).score
-    except UserError:
-        return None
 
 
 # -- integrity

@@ -26,7 +26,7 @@ def with_fetched_models(config: Config, world: World) -> Config:
         return config
     if world.watchdog:
         # A download may take longer than `stall_timeout_s`; bytes that ranks write to files count as progress.
-        world.watchdog.watch_progress(_written_bytes)
+        world.watchdog.watch_progress(lambda: psutil.Process().io_counters().write_chars)
     commits = broadcast_json({key: _commit(name, key) for key, name in names.items()} if world.rank == 0 else None)
     names = {key: replace(name, revision=commits[key]) for key, name in names.items()}
     reports = config.job.console and world.rank == 0
@@ -52,9 +52,3 @@ def _commit(name: HubName, key: str) -> str | None:
     """Returns the commit of a name: that of the hub, or that of the cache where the hub cannot be reached."""
     folder = fetch(name, "model", CONFIG_FILES, f"{key}.path")
     return folder.name if name.site == "hf" else name.revision  # the folders of ModelScope's cache are no commits
-
-
-def _written_bytes() -> int:
-    """Returns the bytes that this process has written to files."""
-    written: int = psutil.Process().io_counters().write_chars
-    return written

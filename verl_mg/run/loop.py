@@ -53,11 +53,6 @@ class RunMode:
         """Whether the whole job is run, so that another start can resume it."""
         return self.learns and self.replayed is None
 
-    def check(self, recipe: str, roles: set[str]) -> None:
-        """Raises a UserError for a part of a recipe that generates no samples."""
-        if not self.is_full and "rollout" not in roles:
-            raise UserError(f"recipe {recipe}: it generates no samples. Leave --rollout-only and --replay out.")
-
     def apply_to(self, config: Config) -> Config:
         """Returns the configuration without what this part does not write: checkpoints, models that nothing trains."""
         if self.is_full:
@@ -77,7 +72,8 @@ def train(recipe: Recipe, config: Config, world: World, mode: RunMode = FULL_RUN
     """Runs all iterations of a job; all ranks call it together. `JobConfig` describes the outputs."""
     # What can be refused without a model is refused before the job loads one.
     roles = requested_roles(recipe, config)
-    mode.check(recipe.name, roles)
+    if not mode.is_full and "rollout" not in roles:
+        raise UserError(f"recipe {recipe.name}: it generates no samples. Leave --rollout-only and --replay out.")
     config = mode.apply_to(config)
     if config.job.deterministic:
         device.compute_deterministically()
@@ -133,7 +129,9 @@ class TrainingRun:
                 self._status.left(reason)
                 break
         else:
-            self._save_last()
+            if self._job.config.job.save:
+                _save(self._job, self._job.config.job.output)
+            self._saver.finish()
         self._books.close()
 
     def _iteration(self, iteration: int) -> dict[str, float]:
@@ -181,11 +179,6 @@ class TrainingRun:
             raise UserError(f"{reason}, but the checkpoint was not written: {problem}")
         if dist.get_rank() == 0:
             log.warning("%s; the same command resumes from there", reason)
-
-    def _save_last(self) -> None:
-        if self._job.config.job.save:
-            _save(self._job, self._job.config.job.output)
-        self._saver.finish()
 
 
 def one_iteration(recipe: Recipe, job: RunningJob, iteration: int) -> dict[str, float]:

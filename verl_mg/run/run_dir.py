@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,9 @@ def _check(output: Path, config: Config, checkpoint: Path | None) -> None:
     if last is None:
         return
     # Compared as YAML has them: paths and tuples of the configuration are texts and lists there.
-    before, now = _earlier(output / CONFIG), _parsed(dump_config(config))
+    before, now = {}, _parsed(dump_config(config))
+    with suppress(OSError, UnicodeDecodeError, yaml.YAMLError):
+        before = _parsed((output / CONFIG).read_text(encoding="utf-8"))
     if checkpoint is None:
         if before != now or last >= config.job.iterations:
             raise UserError(f"{output}: holds an earlier run; choose another job.output or move the folder away")
@@ -55,13 +58,6 @@ def _check(output: Path, config: Config, checkpoint: Path | None) -> None:
     changes = [text for text in _changes(before, now) if text]
     new = f", with other settings than before: {'; '.join(changes)}" if changes else ""
     log.warning("%s: resumes after iteration %d%s", output, int(checkpoint.name), new)
-
-
-def _earlier(path: Path) -> Any:
-    try:
-        return _parsed(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        return {}
 
 
 def _parsed(text: str) -> Any:

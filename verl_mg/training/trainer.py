@@ -27,9 +27,10 @@ from torch import Tensor, UntypedStorage
 from verl_mg.algorithms.aggregation import aggregate, normalizer
 from verl_mg.batch import Batch
 from verl_mg.checkpoint.sharded_safetensors import StoredBox
-from verl_mg.config import ConfigSection, Count, GuardConfig, OptimizerConfig
+from verl_mg.config import Count, GuardConfig, OptimizerConfig
 from verl_mg.distributed.collectives import sum_over_ranks
 from verl_mg.errors import UserError
+from verl_mg.jsonl import StoredRecord
 from verl_mg.training.logprobs import EVERYTHING, TokenOutputs
 from verl_mg.training.loss_inputs import LossInputs, loss_tokens
 from verl_mg.training.microbatch import MicroBatch
@@ -51,17 +52,14 @@ NON_FINITE_BUFFERS = "non-finite gradient buffers"
 Steps = Annotated[float, Field(ge=0, lt=2**53)]  # number of optimizer steps, in the moments' floating-point type
 
 
-class TrainerCounters(ConfigSection):
+class TrainerCounters(StoredRecord):
     """Counters of a trainer in a checkpoint."""
 
-    schedule: Count
-    """Steps of the learning-rate schedule."""
-    moments: Steps | None
-    """Optimizer steps in Adam's moments; None before the first."""
+    schedule: Count  # steps of the learning-rate schedule
+    moments: Steps | None  # optimizer steps in Adam's moments; None before the first
     last_good: tuple[Steps | None] | None
     """`moments` of the state that a rollback restores; None where there is no such state."""
-    bad_in_a_row: Count
-    """Latest steps skipped in a row because loss or gradient were not finite."""
+    bad_in_a_row: Count  # latest steps skipped in a row because loss or gradient were not finite
 
 
 TokenLoss = Callable[[LossInputs], tuple[Tensor, Mapping[str, Tensor]]]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
-from tests.checkpoint.fp8_directories import quantize_directory
+from tests.checkpoint.quantized_directories import quantize_directory
 from tests.engines.sglang import probes
 from tests.helpers.engines import bring_weights, options_of, requests
 from tests.helpers.traces import needs_sglang

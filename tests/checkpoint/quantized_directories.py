@@ -1,18 +1,27 @@
-"""Directories in the format of DeepSeek-V3's FP8 checkpoints, quantized by `transformers`."""
+"""Quantized directories: in the format of DeepSeek-V3's FP8 checkpoints, by `transformers`; damaged; and as loaded."""
 
 import json
+import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
+from verl_mg.fsdp.mesh import MeshGroups
+from verl_mg.fsdp.model_runner import FsdpRunner
+from verl_mg.layout import Layout, Placement
+from verl_mg.megatron.model_runner import MegatronRunner
+from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.hf_config import SINGLE
 from verl_mg.sharding.boxes import slices
 from verl_mg.sharding.weight_table import WeightTable
+from verl_mg.training.model_spec import ModelSpec
 
 
 def quantize_directory(folder: Path, block: tuple[int, int]) -> None:
@@ -41,3 +50,32 @@ def dequantized_by_transformers(folder: Path, table: WeightTable, block: tuple[i
                 table.tensor_index.tensors[piece.tensor].shape
             )
     return tensors
+
+
+def changed(model: Path, folder: Path, changes: Mapping[str, Callable[[Tensor], Tensor] | None]) -> Path:
+    """Copies a model with other tensors; None: without them."""
+    shutil.copytree(model, folder, dirs_exist_ok=True)
+    tensors = load_file(folder / SINGLE)
+    for name, change in changes.items():
+        tensor = tensors.pop(name)
+        tensors |= {name: change(tensor).contiguous()} if change else {}
+    save_file(tensors, folder / SINGLE, {"format": "pt"})
+    return folder
+
+
+def different_boxes(model: Path, backend: str, layout: str, expected: Mapping[str, Tensor]) -> tuple[int, list[str]]:
+    """Loads a model on these ranks; returns how many boxes this rank has, and the tensors that differ."""
+    placement = Placement.on(Layout.parse(layout), dist.get_world_size())
+    if backend == "fsdp":
+        runner = FsdpRunner(ModelSpec(model, torch.bfloat16, trained=False), MeshGroups(placement))
+    else:
+        runner = MegatronRunner(ModelSpec(model, torch.bfloat16), ParallelGroups(placement))
+    parameters = runner.parameters()
+    pieces = [(name, p) for name, shard in runner.shard_map().shards(dist.get_rank()).items() for p in shard.pieces]
+    different = []
+    for name, piece in pieces:
+        values = parameters[name].detach()[slices(piece.target)]
+        whole = expected[piece.tensor].to(values.dtype)
+        if not torch.equal(values, whole[slices(piece.source)].view(values.shape)):
+            different.append(piece.tensor)
+    return len(pieces), different
