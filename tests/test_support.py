@@ -59,7 +59,7 @@ def accepted(model: Path, layout: str, ranks: int) -> bool:
     """Whether a job accepts the layout of its actor."""
     config = load_config(None, [f"model.path={model}", "data.train=unread", f"actor.layout={layout}"], RecipeConfig)
     try:
-        ModelRoleBuilder(config, ranks, JobContext.create(HashStore())).check({"actor"})
+        ModelRoleBuilder(config, ranks, JobContext(HashStore())).check({"actor"})
     except UserError:
         return False
     return True
