@@ -50,7 +50,7 @@ def models(tmp_path_factory) -> dict[str, Path]:
 def accepted(model: Path, layout: str, ranks: int) -> bool:
     config = load_config(None, [f"model.path={model}", "data.train=unread", f"actor.layout={layout}"], RecipeConfig)
     try:
-        ModelRoleBuilder(config, ranks, JobContext.create(HashStore())).check({"actor"})
+        ModelRoleBuilder(config, ranks, JobContext(HashStore())).check({"actor"})
     except UserError:
         return False
     return True

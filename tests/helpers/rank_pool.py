@@ -132,7 +132,7 @@ def job_context() -> JobContext:
     """Context of a job on all ranks of the run."""
     from verl_mg.roles.context import JobContext
 
-    return JobContext.create(job_store())
+    return JobContext(job_store())
 
 
 def refusal(function: Callable[..., object], *arguments: Any) -> str:

@@ -273,7 +273,7 @@ def test_lora_targets_that_do_not_fit_are_named_before_building(models, tmp_path
         "actor": {"lora": {"targets": ["q_proj", "gate_proj"]}},
     })  # fmt: skip
     with pytest.raises(UserError, match=r"^actor\.lora\.targets: 'gate_proj' exists only in experts"):
-        ModelRoleBuilder(config, 1, JobContext.create(HashStore())).check({"actor"})
+        ModelRoleBuilder(config, 1, JobContext(HashStore())).check({"actor"})
     with pytest.raises(UserError, match=r"lora.alhpa: unknown key. Did you mean actor.lora.alpha"):
         load_config(None, ["model.path=m", "data.train=d", "actor.lora.alhpa=3"], type(config.algorithm))
 

@@ -49,7 +49,7 @@ def make_roles(
 ) -> Roles:
     """Roles on this rank; `reward` is MODULE:FUNCTION, `options` are those of `SyncRollout`."""
     # Several jobs on the same ranks must not share keys of the store.
-    context = JobContext.create(PrefixStore(job, job_store()))
+    context = JobContext(PrefixStore(job, job_store()))
     actor = build_role(
         Actor, model, layout, context, temperature=0.9, tokens_per_micro_batch=60, optimizer=OptimizerConfig(lr=3e-3)
     )

@@ -79,7 +79,7 @@ class LengthModel:
 def make_rollout(
     model: Path, local: bool, name: str, by_model: bool = False, **options: object
 ) -> tuple[SyncRollout, RewardRole, PromptFeed]:
-    context = JobContext.create(PrefixStore(name, job_store()))
+    context = JobContext(PrefixStore(name, job_store()))
     tokenizer = AutoTokenizer.from_pretrained(model)
     feed = PromptFeed(PromptSet([Prompt(i, (2,) * (1 + i), f"p{i}", "", {}) for i in range(PROMPTS)]))
     scorer, records = AsyncScorer({"": load_reward(score)}), []

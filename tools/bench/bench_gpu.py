@@ -227,7 +227,7 @@ def device_part(bench: Bench) -> Iterator[Row]:
 
 def training_part(bench: Bench, recompute: bool, kernels: Literal["auto", Kernels] = "auto") -> Iterator[Row]:
     """Measures updates and inference passes on packed rows without padding."""
-    context = JobContext.create(bench.world.store)
+    context = JobContext(bench.world.store)
     actor: Actor = ModelRoleBuilder(bench.config(recompute, kernels), 1, context).build("actor")
     yield "kernels", resolve_kernels(kernels, torch.bfloat16)
     rows = row_batch(bench)
@@ -266,7 +266,7 @@ def training_part(bench: Bench, recompute: bool, kernels: Literal["auto", Kernel
 def rollout_part(bench: Bench) -> Iterator[Row]:
     """Measures the weight sync into the engine, and generation of samples that all have the maximum length."""
     config, work = bench.config(), bench.work
-    context = JobContext.create(PrefixStore("bench", bench.world.store))
+    context = JobContext(PrefixStore("bench", bench.world.store))
     actor: Actor = ModelRoleBuilder(config, 1, context).build("actor")
     engines = build_engine_group(config, actor, context, lambda engine: engine)
     draw = torch.Generator().manual_seed(0)

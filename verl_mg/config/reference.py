@@ -135,7 +135,7 @@ def _keys(kind: type[BaseModel], default: Any) -> Iterator[Key]:
         if inner and inner[1] is field.annotation:
             continue  # it has its own table
         description = " ".join(descriptions.get(name, "").split())
-        yield Key(name, _type_of(field), _default_of(field, name, default), description)
+        yield Key(name, in_words(field.annotation, field.metadata), _default_of(field, name, default), description)
 
 
 def _attribute_docstrings(kind: type[BaseModel]) -> dict[str, str]:
@@ -173,10 +173,6 @@ def _default_of(field: FieldInfo, name: str, default: Any) -> str:
     if isinstance(plain, str):
         return plain or '""'
     return yaml.safe_dump(plain, default_flow_style=True).removesuffix("\n").removesuffix("\n...")
-
-
-def _type_of(field: FieldInfo) -> str:
-    return in_words(field.annotation, field.metadata)
 
 
 def in_words(kind: Any, metadata: Sequence[Any] = ()) -> str:

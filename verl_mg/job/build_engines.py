@@ -98,8 +98,9 @@ def build_engine_group(
     rank, world_size = dist.get_rank(), dist.get_world_size()
     node = device.ranks_of_a_node(world_size)
     # An engine's ranks are chosen so that they hold most of its shards already (HybridFlow, arXiv:2409.19256, 5.3).
-    placement = best_stride(actor.runner.shard_map(), table, engine_placement(config, world_size), node)
-    leaders = {ranks[0] for ranks in placement.members().values()}
+    layout, ranks = EngineLayout.parse(rollout.layout), range(world_size)[-rollout.num_ranks :]  # all without num_ranks
+    placement = best_stride(actor.runner.shard_map(), table, EnginePlacement(layout, tuple(ranks)), node)
+    leaders = {members[0] for members in placement.members().values()}
     # An engine sizes its cache by the memory that is free when it starts.
     context.offload.offload_all()
     device.release_unused_memory()
@@ -147,12 +148,6 @@ def _keeper() -> Launcher | None:
     """Returns the launcher of this node if it keeps engines."""
     launcher = Launcher.of_this_rank()
     return launcher if launcher and launcher.key.exists() else None
-
-
-def engine_placement(config: Config, world_size: int) -> EnginePlacement:
-    """Returns which ranks compute which engine: all, or the last ones."""
-    num_ranks = config.rollout.num_ranks or world_size
-    return EnginePlacement(EngineLayout.parse(config.rollout.layout), tuple(range(world_size - num_ranks, world_size)))
 
 
 def engine_options(config: Config, dtype: torch.dtype, table: ModelTable) -> EngineOptions:

@@ -109,7 +109,7 @@ class RunningJob:
             evaluates_only: `prompts` are the prompts of `data.test`, and `data.train` is not read.
         """
         self.config, self.requested, self._recipe = config, frozenset(roles), recipe
-        self.context = JobContext.create(store, PhaseTimer(config.profile.synchronize))
+        self.context = JobContext(store, PhaseTimer(config.profile.synchronize))
         self.iteration = self.next_row = 0
         self.state: dict[str, float | Batch] = {}
         torch.manual_seed(config.job.seed)
@@ -302,13 +302,13 @@ class RunningJob:
     def sft_batch(self, prompts: Sequence[Prompt]) -> Batch:
         """Returns this rank's share of rows for supervised fine-tuning, which train what `data.loss_on` says."""
         first, self.next_row = self.next_row, self.next_row + num_demonstrations(prompts)
-        return demonstrations_batch(prompts, self.tokenizer, self._longest, first, *self._place)
+        return demonstrations_batch(prompts, self.tokenizer, self._model.max_positions, first, *self._place)
 
     def preference_batch(self, prompts: Sequence[Prompt]) -> Batch:
         """Returns this rank's share of rows for preference learning: a chosen and a rejected answer to each prompt."""
         first, self.next_row = self.next_row, self.next_row + len(prompts)
         fields = (self.config.data.chosen_field, self.config.data.rejected_field)
-        return pairs_batch(prompts, self.tokenizer, self._longest, first, *fields, *self._place)
+        return pairs_batch(prompts, self.tokenizer, self._model.max_positions, first, *fields, *self._place)
 
     def evaluate(self) -> dict[str, float]:
         """Evaluates the policy on the test prompts; returns {} without `data.test` or without engines."""
@@ -338,7 +338,9 @@ class RunningJob:
         config, path = self.config, self.config.model.path
         self._sets, self._evaluates_only = evaluation_sets(config), evaluates_only
         self.tokenizer, self.processor = read_tokenizer(path), ImageProcessor.read(path)
+        self._model, self._place = read_any_config(path), (dist.get_rank(), dist.get_world_size())
         self._tools = load_tools(config.rollout.tools)
+        self._schemas = [tool.schema for tool in self._tools]
         options: dict[str, Any] = {
             "seed": config.job.seed,
             "tools": self._schemas,
@@ -387,7 +389,7 @@ class RunningJob:
         return RewardRole(scorer, self.prompts, self.tokenizer, self.context, records, model, has_agents, of_sources)
 
     def _build_rollout(self, records: list[RolloutRecord]) -> Rollout:
-        config, model = self.config.rollout, read_any_config(self.config.model.path)
+        config, model = self.config.rollout, self._model
         self._check_lengths(() if self._evaluates_only else self.prompts, model.max_positions)
         self._check_lengths(self.test_prompts or (), model.max_positions)
         # config.json and tokenizer may name different end tokens; a response ends at any of them.
@@ -459,15 +461,3 @@ class RunningJob:
                     f"more than the {positions} positions of the model; lower rollout.max_new_tokens or that of the "
                     "set, or lower data.max_prompt_tokens with data.overlong_prompts=drop"
                 )
-
-    @property
-    def _schemas(self) -> list[dict[str, Any]]:
-        return [tool.schema for tool in self._tools]
-
-    @property
-    def _longest(self) -> int:
-        return read_any_config(self.config.model.path).max_positions
-
-    @property
-    def _place(self) -> tuple[int, int]:
-        return dist.get_rank(), dist.get_world_size()

@@ -200,24 +200,16 @@ def _at_request_line(call: _Call, function: Callable[..., Result], *arguments: A
         ) from error.__cause__
 
 
-@dataclass(frozen=True)
 class JobContext:
     """Constructor argument of every role, engine group and rollout of a job on this rank."""
 
-    timer: PhaseTimer
-    store: Store
-    offload: OffloadManager
-    """Decides which role or engine occupies the memory of this rank's device."""
-    executor: RoleExecutor
-    rows: RowIndexer
-    """Indexes the rows of each batch once, whatever the number of role calls."""
-    directories: ModelDirectories
-    """Model directories whose headers are read once, whatever the number of roles that load them."""
-    process_groups: ProcessGroups
-
-    @classmethod
-    def create(cls, store: Store, timer: PhaseTimer | None = None) -> JobContext:
-        """Returns the context of one job on this rank."""
-        timer = timer or PhaseTimer()
-        directories, groups = ModelDirectories(), ProcessGroups()
-        return cls(timer, store, OffloadManager(), RoleExecutor(timer), RowIndexer(), directories, groups)
+    def __init__(self, store: Store, timer: PhaseTimer | None = None) -> None:
+        self.store, self.timer = store, timer or PhaseTimer()
+        self.offload = OffloadManager()
+        """Decides which role or engine occupies the memory of this rank's device."""
+        self.executor = RoleExecutor(self.timer)
+        self.rows = RowIndexer()
+        """Indexes the rows of each batch once, whatever the number of role calls."""
+        self.directories = ModelDirectories()
+        """Model directories whose headers are read once, whatever the number of roles that load them."""
+        self.process_groups = ProcessGroups()

@@ -7,7 +7,6 @@ import os
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -115,7 +114,10 @@ class TrainableRole(Role):
         outputs = TokenOutputs(teacher=teacher)
         objective = Objective(loss, loss_aggregation, self._batching.temperature, outputs, max_length)
         work = partial(self._take_steps, steps, objective)
-        return self._context.executor.metrics(f"{self.name}.update", work, self._share_metrics)
+        first = self.runner.placement.ranks[0]  # its metrics are given to all ranks, as a recipe needs them
+        return self._context.executor.metrics(
+            f"{self.name}.update", work, lambda metrics: all_gather_json(metrics)[first]
+        )
 
     def _mini_batches(self, batch: Batch, count: int) -> list[MiniBatch]:
         """Returns the mini-batches, whose rows are transferred together; all ranks call it together."""
@@ -144,11 +146,6 @@ class TrainableRole(Role):
                     totals[f"{self.name}/{name}"] += value / len(steps)
         return dict(totals)
 
-    def _share_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Returns the metrics on all ranks, as a recipe needs them."""
-        from_first: dict[str, float] = all_gather_json(metrics)[self.runner.placement.ranks[0]]
-        return from_first
-
     def _put_trajectory_tokens(
         self, index: RowIndex, plans: Sequence[MicroBatchPlan], mini_batches: Sequence[Sequence[Batch]]
     ) -> None:
@@ -165,8 +162,7 @@ class TrainableRole(Role):
         """
         self._load_all()
         if self.runner.is_member:
-            for part in self.trainer.stored_boxes():
-                yield replace(part, namespace=f"{self.name}/{part.namespace}")
+            yield from map(self._named, self.trainer.stored_boxes())
 
     def counts(self) -> RoleCounters:
         """Returns the counters that belong to `parts`; all ranks call it together."""
@@ -193,13 +189,10 @@ class TrainableRole(Role):
         if self.runner.is_member:
             self._context.offload.load_exclusively(self.cpu_offload)
 
-            def fill_shard(part: StoredBox) -> None:
-                fill(replace(part, namespace=f"{self.name}/{part.namespace}"))
-
             if self._learns:
-                self.trainer.load(fill_shard, counts.trainer)
+                self.trainer.load(lambda part: fill(self._named(part)), counts.trainer)
             else:
-                restore_weights(self.runner, fill_shard)
+                restore_weights(self.runner, lambda part: fill(self._named(part)))
                 self.cpu_offload.forget_weights()
 
     def save(self, folder: Path, model_dir: Path) -> None:
@@ -355,7 +348,7 @@ class Reference(Policy):
         # Replicas have equal boxes: one rank is chosen for each.
         for write in assign_writes(self.runner.shard_map(), dist.get_rank()):
             values = parameters[write.parameter].detach()[slices(write.parameter_box)]
-            yield StoredBox(f"{self.name}/{WEIGHTS}", write.tensor, write.box, values)
+            yield self._named(StoredBox(WEIGHTS, write.tensor, write.box, values))
 
     def load(self, fill: Callable[[StoredBox], None]) -> None:
         """Restores the weights from a checkpoint that was written under any layout; all ranks call it together."""
@@ -364,7 +357,7 @@ class Reference(Policy):
         shards, parameters = self.runner.shard_map().shards(dist.get_rank()), self.runner.parameters()
         for name, parameter in parameters.items():
             for part in stored_boxes(WEIGHTS, shards[name], parameter.detach(), full_box(tuple(parameter.shape))):
-                fill(replace(part, namespace=f"{self.name}/{part.namespace}"))
+                fill(self._named(part))
         self._forget_former_weights()
         self.is_refreshed = True
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl_mg.batch import Batch, ColumnKind
+from verl_mg.checkpoint.sharded_safetensors import StoredBox
 from verl_mg.distributed.collectives import all_gather_bytes
 from verl_mg.layout import Stage
 from verl_mg.layout.packing import MicroBatchPlan, plan_by_length, plan_evenly
@@ -259,6 +260,10 @@ class Role:
             [mark_shared(next(micro_batches), micro, plan.shared) for micro in steps]
             for plan, steps in zip(plans, numbers, strict=True)
         ]
+
+    def _named(self, part: StoredBox) -> StoredBox:
+        """Returns a part of a checkpoint under the name of the role."""
+        return replace(part, namespace=f"{self.name}/{part.namespace}")
 
     def _rows_of_rank(self, rank: int, plan: MicroBatchPlan) -> list[list[int]]:
         """Returns the rows of each micro-batch of a rank of the job; none outside the placement."""

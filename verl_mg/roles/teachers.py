@@ -74,8 +74,11 @@ class Teachers:
             )
         # Hidden states travel, not logits: a token costs h numbers instead of V. The ranks that compute the student's
         # logits multiply them with the teacher's output layer. Narrower teachers are filled up with zeros.
-        width = max(policy.runner.output_head.hidden for policy in self._policies.values())
-        column = self._column(batch, "score", TokenOutputs(hidden=width, dtype=self._hidden_dtype))
+        runners = [policy.runner for policy in self._policies.values()]
+        width, dtypes = max(runner.output_head.hidden for runner in runners), {runner.dtype for runner in runners}
+        # float32 contains the values of both half precisions.
+        outputs = TokenOutputs(hidden=width, dtype=dtypes.pop() if len(dtypes) == 1 else torch.float32)
+        column = self._column(batch, "score", outputs)
         batch.put(TEACHER_HIDDEN, column, ColumnKind.TOKEN)
         batch.put(TEACHER, self._numbers(batch), ColumnKind.SEQUENCE)
 
@@ -121,12 +124,6 @@ class Teachers:
                 spans[entries] = torch.where(teacher.spans < 0, -1, teacher.spans + total)
                 total += len(entries)
         return spans
-
-    @property
-    def _hidden_dtype(self) -> torch.dtype:
-        # float32 contains the values of both half precisions.
-        dtypes = {policy.runner.dtype for policy in self._policies.values()}
-        return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
     def _numbers(self, batch: Batch) -> Tensor:
         """Returns the number of each row's teacher, (n,) int64."""

@@ -32,7 +32,6 @@ from verl_mg.errors import UserError
 from verl_mg.roles.models import Actor
 from verl_mg.roles.reward import RewardRole, scoring_reward
 from verl_mg.rollout.engine_group import InFlightEngineGroup
-from verl_mg.rollout.engine_worker import oldest_version
 from verl_mg.rollout.groups import Group, GroupState, RolloutState, StalenessBound
 from verl_mg.rollout.rollout import LocalRolloutState, Rollout, RolloutSetup, filter_metrics
 from verl_mg.rollout.work_queue import GroupFilter, WorkQueue
@@ -197,7 +196,7 @@ class AsyncRollout(Rollout):
         """Returns the version of the oldest token of each complete sample of all ranks, and updates the groups."""
         with self._worker.stopped():
             completed = list(self._groups.completed.values())
-        local = [(sample.id, oldest_version(sample, self._bound.newest)) for sample in completed]
+        local = [(sample.id, min(sample.generated_versions, default=self._bound.newest)) for sample in completed]
         oldest = {i: version for report in all_gather_json(local) for i, version in report}
         for group in self._groups.training:
             if group.state is GroupState.RUNNING and all(i in oldest for i in group.ids):

@@ -68,11 +68,6 @@ def poll_seconds(num_engines: int) -> float:
     return max(POLL_SECONDS, num_engines * REQUESTS_PER_POLL / MAX_REQUESTS_PER_SECOND)
 
 
-def oldest_version(sample: Sample, default: int) -> int:
-    """Returns the version of the oldest token of a sample, `default` without generated tokens."""
-    return min(sample.generated_versions, default=default)
-
-
 class EngineEvents:
     """The events of a job as one rank sees them. Any thread can announce them; one thread waits for them."""
 
@@ -366,7 +361,8 @@ class EngineWorker:
         requests = [self._request_of(i) for i in samples]
         for request in requests:
             # The staleness of a sample counts from its oldest token, which a continuation keeps.
-            oldest = oldest_version(request.partial, self.version) if request.partial else self.version
+            written = request.partial.generated_versions if request.partial else ()
+            oldest = min(written, default=self.version)
             self._in_flight[request.id] = _InFlight(queue, oldest)
         if requests:
             engine.submit(requests, queue.sampling)

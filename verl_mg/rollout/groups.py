@@ -103,11 +103,6 @@ class Group:
     state: GroupState = GroupState.WAITING
 
     @property
-    def is_training(self) -> bool:
-        """Returns whether its samples are trained on; else they are of an evaluation."""
-        return self.ids.start < FIRST_EVALUATION_ID
-
-    @property
     def fresh(self) -> tuple[int, ...]:
         """Returns the samples that any engine may start."""
         return tuple(i for i in self.ids if i not in self.done and i not in self.partial)

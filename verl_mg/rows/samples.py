@@ -132,7 +132,15 @@ def conversation_of(trajectory: Trajectory) -> Conversation:
     # segment of 4 tokens with 2 generated ones: {"tokens": 4, "trained": 2, "prefix_of": None, "prefix_length": 0}.
     return {
         "turns": [vars(turn) for turn in trajectory.turns],
-        "segments": [_size(segment) for segment in trajectory.segments],
+        "segments": [
+            {
+                "tokens": len(segment.tokens),
+                "trained": sum(version != NOT_GENERATED for version in segment.policy_versions),
+                "prefix_of": segment.prefix_of,
+                "prefix_length": segment.prefix_length,
+            }
+            for segment in trajectory.segments
+        ],
         "reward": vars(trajectory.reward) if trajectory.reward else None,
         "log": trajectory.log,
         "error": trajectory.error,
@@ -166,15 +174,6 @@ def exchange_conversations(texts: Mapping[int, str], by_rank: Sequence[Sequence[
     """
     outgoing = [{i: texts[i] for i in wanted if i in texts} for wanted in by_rank]
     return {int(i): text for received in all_to_all_json(outgoing) for i, text in received.items()}
-
-
-def _size(segment: Segment) -> dict[str, int | None]:
-    return {
-        "tokens": len(segment.tokens),
-        "trained": sum(version != NOT_GENERATED for version in segment.policy_versions),
-        "prefix_of": segment.prefix_of,
-        "prefix_length": segment.prefix_length,
-    }
 
 
 @dataclass(frozen=True)
