@@ -11,7 +11,8 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,16 @@ class RunningServer:
         """SIGKILL to all of its processes."""
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+
+
+@contextmanager
+def serving(*servers: RunningServer) -> Iterator[list[str]]:
+    """URLs of servers that are ready; they are killed in the end."""
+    try:
+        yield [server.wait_until_ready().url for server in servers]
+    finally:
+        for server in servers:
+            server.kill()
 
 
 def answers(url: str) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.helpers.sglang_servers import RunningServer, receiving_server
+from tests.helpers.sglang_servers import RunningServer, receiving_server, serving
 from tests.helpers.traces import needs_sglang
 from tests.rollout.engine_jobs import checked_answers, engine_job, inputs, trained_once
 from verl_mg.models.tiny_model import make_tiny_model
@@ -52,13 +52,10 @@ def train(folder: Path, urls: list[str], layout: str) -> list[dict[str, object]]
 )
 def test_shards_reach_servers_at_the_lower_bound(architecture, sizes, layout, num_ranks, servers, ranks, tmp_path):
     folder = folder_of(tmp_path, architecture, **sizes)
-    running = [receiving_server(folder / "model", folder / f"{i}.log", text) for i, text in enumerate(servers)]
-    try:
-        urls = [server.wait_until_ready().url for server in running]
+    with serving(
+        *(receiving_server(folder / "model", folder / f"{i}.log", text) for i, text in enumerate(servers))
+    ) as urls:
         results = ranks.run(num_ranks, train, folder, urls, layout)
-    finally:
-        for server in running:
-            server.kill()
     before = None
     for output in zip(*results, strict=True):
         answers = checked_answers(folder, output)
@@ -100,12 +97,8 @@ def kill_in_transfer(folder: Path, urls: list[str], process: int) -> dict[str, o
 def test_server_killed_in_a_transfer_is_left_out(ranks, tmp_path):
     folder = folder_of(tmp_path, "qwen3")
     running = [receiving_server(folder / "model", folder / f"{i}.log", "tp2") for i in range(2)]
-    try:
-        urls = [server.wait_until_ready().url for server in running]
+    with serving(*running) as urls:
         output = ranks.run(2, kill_in_transfer, folder, urls, running[0].pid)
-    finally:
-        for server in running:
-            server.kill()
     assert len(checked_answers(folder, output)) == 5
     assert all((rank["servers"], rank["lost"]) == (1, 1) and rank["killed"] > 1 for rank in output)
     assert sorted(i for rank in output for i in rank["ids"]) == list(range(24, 48))
@@ -113,14 +106,9 @@ def test_server_killed_in_a_transfer_is_left_out(ranks, tmp_path):
 
 def test_shards_and_a_broadcast_serve_the_exported_checkpoint(ranks, tmp_path):
     folder = folder_of(tmp_path, "qwen3")
-    running = [receiving_server(folder / "model", folder / "0.log", "tp2")]
-    running.append(RunningServer(folder / "model", folder / "1.log", "tp1"))
-    try:
-        urls = [server.wait_until_ready().url for server in running]
+    receiving = receiving_server(folder / "model", folder / "0.log", "tp2")
+    with serving(receiving, RunningServer(folder / "model", folder / "1.log", "tp1")) as urls:
         results = ranks.run(2, train_by_both_ways, folder, urls)
-    finally:
-        for server in running:
-            server.kill()
     for output in zip(*results, strict=True):
         assert len(checked_answers(folder, output)) == 5
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -30,42 +31,37 @@ def made(folder: Path, architecture: str, **fields: object) -> Path:
     return make_tiny_model(folder, architecture, characters="abcdefgh", **sizes, **fields)
 
 
+def greedy(model: torch.nn.Module, request: Request) -> tuple[int, ...]:
+    """Tokens of a response of `transformers`."""
+    sampling = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    return tuple(model.generate(torch.tensor([request.prompt]), **sampling)[0, len(request.prompt) :].tolist())
+
+
 @pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_weight_update_with_pipeline_stages_reaches_each(tmp_path, tied):
     model = made(tmp_path / "model", "qwen3", tie_embeddings=tied)
     settings = dataclasses.replace(SETTINGS, layout=EngineLayout(pp=2))
-    engine = ProcessEngine(SGLANG, model, settings, tmp_path / "0.log")
-    try:
+    with closing(ProcessEngine(SGLANG, model, settings, tmp_path / "0.log")) as engine:
         bring_weights(engine, model, version=1)
         bring_weights(engine, model, version=2)
         requested = [Request(i, (6 + i, 7, 9, 11), i) for i in range(5)]
         samples = engine.generate(requested, Sampling(max_new_tokens=12, temperature=0.0))
-    finally:
-        engine.close()
     whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     for request, sample in zip(requested, samples, strict=True):
-        expected = whole.generate(
-            torch.tensor([request.prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
-        )
-        assert sample.tokens == tuple(expected[0, 4:].tolist()) and set(sample.policy_versions) == {2}
+        assert sample.tokens == greedy(whole, request) and set(sample.policy_versions) == {2}
 
 
 @pytest.mark.nightly
 def test_engine_of_an_fp8_checkpoint_computes_in_the_dtype_of_training(tmp_path):
     model = made(tmp_path / "model", "qwen3")
     quantize_directory(model, (16, 16))
-    engine = ProcessEngine(SGLANG, model, SETTINGS, tmp_path / "0.log")
-    try:
+    request = Request(0, (6, 7, 9, 11), 0)
+    with closing(ProcessEngine(SGLANG, model, SETTINGS, tmp_path / "0.log")) as engine:
         bring_weights(engine, model, version=1)
-        (sample,) = engine.generate([Request(0, (6, 7, 9, 11), 0)], Sampling(max_new_tokens=12, temperature=0.0))
-    finally:
-        engine.close()
+        (sample,) = engine.generate([request], Sampling(max_new_tokens=12, temperature=0.0))
     dequantized = FineGrainedFP8Config(weight_block_size=(16, 16), dequantize=True)
     whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, quantization_config=dequantized)
-    expected = whole.generate(
-        torch.tensor([[6, 7, 9, 11]]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
-    )
-    assert sample.tokens == tuple(expected[0, 4:].tolist())
+    assert sample.tokens == greedy(whole, request)
 
 
 def test_weight_update_with_latent_attention_recomputes_derived_weights(tmp_path, monkeypatch):
@@ -76,9 +72,6 @@ def test_weight_update_with_latent_attention_recomputes_derived_weights(tmp_path
     (model / "config.json").write_text(json.dumps(config))
     monkeypatch.setattr("verl_mg.engines.kinds.ProcessKind.host", probes.__name__)
     settings = dataclasses.replace(SETTINGS, extra={"custom_weight_loader": [probes.LOADER]})
-    engine = ProcessEngine(SGLANG, model, settings, tmp_path / "0.log")
-    try:
+    with closing(ProcessEngine(SGLANG, model, settings, tmp_path / "0.log")) as engine:
         bring_weights(engine, model, version=1)
         bring_weights(engine, model, version=2)
-    finally:
-        engine.close()
