@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers.random_models import configs, shard_map, sources
+from tests.helpers.random_models import plans
 from tests.reshard.nccl_model import Communicator, Groups, Operation, groups_of, stuck_ranks
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
 from verl_mg.models.hf_config import read_config
@@ -141,23 +141,17 @@ def test_schedule_of_a_chunk_completes_under_nccl(name):
     assert stuck_buffers(groups_of(chunk_plans(*LAYOUTS[name])[1]), 8) == []
 
 
-def check_random_layouts(data: st.DataObject, bucket_bytes: int, node: int) -> None:
-    c = data.draw(configs())
-    moves = plan(data.draw(sources(c)), data.draw(shard_map(c)), node)
-    assert stuck_buffers(groups_of(moves, bucket_bytes), node) == []
+BUCKETS = st.sampled_from([200, 2000, 10**6])
 
 
-SIZES = st.sampled_from([200, 2000, 10**6]), st.sampled_from([2, 4, 8])
-
-
-@given(st.data(), *SIZES)
+@given(plans(), BUCKETS)
 @settings(max_examples=8)
-def test_schedule_of_random_layouts_completes_under_nccl(data, bucket_bytes, node):
-    check_random_layouts(data, bucket_bytes, node)
+def test_schedule_of_random_layouts_completes_under_nccl(moves, bucket_bytes):
+    assert stuck_buffers(groups_of(moves, bucket_bytes), moves.ranks_per_node) == []
 
 
 @pytest.mark.nightly
-@given(st.data(), *SIZES)
+@given(plans(), BUCKETS)
 @settings(max_examples=200)
-def test_schedule_of_many_random_layouts_completes_under_nccl(data, bucket_bytes, node):
-    check_random_layouts(data, bucket_bytes, node)
+def test_schedule_of_many_random_layouts_completes_under_nccl(moves, bucket_bytes):
+    assert stuck_buffers(groups_of(moves, bucket_bytes), moves.ranks_per_node) == []

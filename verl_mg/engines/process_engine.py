@@ -345,10 +345,10 @@ class ProcessEngine(RequestTracker):
 
         EngineDiedError where the engine does not end its requests: it is killed, which releases the memory.
         """
-        parts = _parts(weights, kv) - self._asleep
+        parts = _parts(weights=weights, kv=kv) - self._asleep
         if parts:
             try:
-                self._wait(self._call("sleep", **_selection(parts), timeout_s=IDLE_SECONDS))
+                self._wait(self._call("sleep", weights="weights" in parts, kv="kv" in parts, timeout_s=IDLE_SECONDS))
             except RuntimeError as error:  # training needs the memory now, and the end of the process releases it
                 self._version = -1
                 self._running_process.kill()
@@ -359,8 +359,8 @@ class ProcessEngine(RequestTracker):
 
     def wake(self, *, weights: bool = True, kv: bool = True) -> None:
         """Allocates released memory again; weights are undefined until an update."""
-        if parts := _parts(weights, kv) & self._asleep:
-            self._wait(self._call("wake", **_selection(parts)))
+        if parts := _parts(weights=weights, kv=kv) & self._asleep:
+            self._wait(self._call("wake", weights="weights" in parts, kv="kv" in parts))
             self._asleep -= parts
 
     def _call(self, method: str, **fields: Any) -> int:
@@ -389,9 +389,5 @@ class ProcessEngine(RequestTracker):
         return self._process
 
 
-def _parts(weights: bool, kv: bool) -> set[str]:
-    return {part for part, selected in (("weights", weights), ("kv", kv)) if selected}
-
-
-def _selection(parts: set[str]) -> dict[str, bool]:
-    return {"weights": "weights" in parts, "kv": "kv" in parts}
+def _parts(**selected: bool) -> set[str]:
+    return {part for part, is_selected in selected.items() if is_selected}
