@@ -12,7 +12,7 @@ from tests.helpers.traces import needs_sglang
 from tests.rollout.engine_jobs import checked_answers, engine_job, inputs, trained_once
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.reshard import execute
-from verl_mg.weight_sync import shards
+from verl_mg.weight_sync import transfer_plan
 
 pytestmark = [needs_sglang, pytest.mark.nightly]
 SIZES = {"hidden": 32, "heads": 4, "ffn": 128, "init_std": 0.2, "perturb": True, "seed": 3, "max_positions": 64}
@@ -69,10 +69,6 @@ def test_shards_reach_servers_at_the_lower_bound(architecture, sizes, layout, nu
 def kill_in_transfer(folder: Path, urls: list[str], process: int) -> dict[str, object]:
     """The first server is killed when the last rank has sent its first chunk; the second one serves alone."""
     rank = dist.get_rank()
-    job, recipe = engine_job(
-        folder, f"rollout.urls=[{','.join(urls)}]", "actor.layout=tp2", "rollout.weight_transfer=shards"
-    )
-    trained_once(job, recipe, folder, "before")
 
     def killing(*arguments):
         if rank == dist.get_world_size() - 1 and not killed:
@@ -82,8 +78,12 @@ def kill_in_transfer(folder: Path, urls: list[str], process: int) -> dict[str, o
 
     killed: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shards, "CHUNK_BYTES", 2**14)
-        patch.setattr(shards, "execute", killing)
+        patch.setattr(transfer_plan, "CHUNK_BYTES", 2**14)
+        job, recipe = engine_job(
+            folder, f"rollout.urls=[{','.join(urls)}]", "actor.layout=tp2", "rollout.weight_transfer=shards"
+        )
+        trained_once(job, recipe, folder, "before")
+        patch.setattr(transfer_plan, "execute", killing)
         seen = trained_once(job, recipe, folder, "after")
     metrics = job.rollout.metrics
     job.rollout.close()

@@ -17,7 +17,7 @@ class TensorChunk:
     """Shard map of some of the tensors of a larger one; each parameter is in it whole or not at all."""
 
     # `shards` are the shards of `whole`: a function, which caches them for all chunks.
-    def __init__(self, whole: ShardMap, shards: Callable[[int], Mapping[str, Shard]], tensors: Sequence[str]) -> None:
+    def __init__(self, whole: ShardMap, shards: Callable[[int], Mapping[str, Shard]], tensors: Iterable[str]) -> None:
         self._whole, self._shards = whole, shards
         self.ranks = whole.ranks
         self.tensors: Mapping[str, TensorInfo] = {name: whole.tensors[name] for name in tensors}
