@@ -173,7 +173,7 @@ class EngineProcess:
         }
         self.adapter_version, self.targets = version, fields["target_modules"]
 
-    def wrong(self, version: int, wire: str = "cast") -> list[str]:
+    def wrong(self, version: int, wire: Wire = "cast") -> list[str]:
         """What is not as it has to be in a version."""
         found = [] if self.version == version else [f"version {self.version}"]
         for rank, held in enumerate(self.parameters):
@@ -194,7 +194,7 @@ def damage(parameters: Mapping[str, Tensor]) -> None:
 class ServerRank:
     """A rank of a server: its parameters, and what SGLang's schedulers do with requests to it."""
 
-    def __init__(self, layout: str, rank: int, wire: str = "cast") -> None:
+    def __init__(self, layout: str, rank: int, wire: Wire = "cast") -> None:
         self._layout, self._rank, self._wire = layout, rank, wire
         self._shards: Mapping[str, Shard] = TABLE.engine_shards(EngineLayout.parse(layout), rank)
         self._groups: dict[str, dist.ProcessGroup] = {}
