@@ -117,20 +117,13 @@ class EngineProcess:
     def wait_until_ready(self, timeout: float) -> None:
         """Waits until the engine is ready; UserError with the end of the log where it cannot start."""
         try:
-            message = self.inbox.get(timeout=timeout)  # the first message of a host says that it is ready
+            if self.inbox.get(timeout=timeout):  # the first message of a host says that it is ready
+                return
+            problem = f"cannot start{self._reason}"
         except queue.Empty:
-            self.kill()
-            raise UserError(
-                f"{self._engine}: the engine did not start within {timeout:.0f} s. See its log {self._log}, "
-                f"which ends:{self.log_tail()}"
-            ) from None
-        if message is None:
-            self.kill()
-            reason = f" ({self._reason})" if self._reason else ""
-            raise UserError(
-                f"{self._engine}: the engine cannot start{reason}. See its log {self._log}, which ends:"
-                f"{self.log_tail()}"
-            )
+            problem = f"did not start within {timeout:.0f} s"
+        self.kill()
+        raise UserError(f"{self._engine}: the engine {problem}. See its log {self._log}, which ends:{self.log_tail()}")
 
     def send(self, message: dict[str, Any]) -> None:
         """Sends a message; a process that has ended is reported by the inbox instead."""
@@ -146,8 +139,7 @@ class EngineProcess:
     def died(self) -> EngineDiedError:
         """Returns the exception to raise when the stream has ended."""
         self.kill()
-        reason = f" ({self._reason})" if self._reason else ""
-        return EngineDiedError(f"the engine's process ended{reason}; its log {self._log} ends:{self.log_tail()}")
+        return EngineDiedError(f"the engine's process ended{self._reason}; its log {self._log} ends:{self.log_tail()}")
 
     def close(self, timeout: float = 20.0) -> None:
         """Waits for the engine to end, and kills it after `timeout` seconds."""
@@ -172,7 +164,7 @@ class EngineProcess:
 
     def kill(self, reason: str = "") -> None:
         """Kills the process and all of the engine's processes; the first reason is part of later errors."""
-        self._reason = self._reason or reason
+        self._reason = self._reason or (reason and f" ({reason})")
         # The engine's child processes are in the group of this one, and end with it.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
