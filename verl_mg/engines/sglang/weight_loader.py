@@ -62,7 +62,7 @@ def load_chunk(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     if has_patches(places):
         apply_payload(places, memory, lambda name: as_loaded(parameters[name]))
     else:
-        # The tensors of the draft model, by their names in it, or those of the policy.
+        # The tensors of the draft model, by their names in it, or the tensors of the policy.
         tensors = {
             name.removeprefix(DRAFT): tensor
             for name, tensor in named_views(places, memory)
