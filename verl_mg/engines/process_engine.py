@@ -37,7 +37,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -50,9 +50,6 @@ from verl_mg.engines.kinds import ProcessKind
 from verl_mg.engines.ports import BLOCK_SIZE, PortBlock
 from verl_mg.engines.request_tracker import RequestTracker
 from verl_mg.errors import UserError
-
-if TYPE_CHECKING:  # it starts processes itself
-    from verl_mg.engines.engine_nodes import LeadingNode
 
 LOG_TAIL_LINES = 12  # lines of an engine's log in an error message
 # SGLang logs this for each model class whose optional dependencies are missing.
@@ -178,6 +175,18 @@ class EngineProcess:
         self.inbox.put(None)
 
 
+class OtherNodes(Protocol):
+    """Parts of an engine on other nodes than its leader's, as `engine_nodes.LeadingNode` reaches them."""
+
+    def publish(self, ports: Sequence[int]) -> str:
+        """Publishes a new start, and returns HOST:PORT at which the parts meet."""
+        ...
+
+    def watch(self, process: EngineProcess) -> None:
+        """Ends the process of this start when the part of another node has ended."""
+        ...
+
+
 class ProcessEngine(RequestTracker):
     """An engine in a separate process, started by this rank or by an earlier one.
 
@@ -192,7 +201,7 @@ class ProcessEngine(RequestTracker):
         model: Path,
         options: EngineOptions,
         log: Path,
-        nodes: LeadingNode | None = None,
+        nodes: OtherNodes | None = None,
         launcher: Launcher | None = None,
     ) -> None:
         super().__init__(kind.limits(model, options))
