@@ -9,7 +9,7 @@ from tests.helpers.internals import printed
 from tests.helpers.traces import needs_sglang
 from verl_mg.engines.engine import ACCEPTED, CACHED, DRAFTED, GENERATED, PROMPT, VERIFIED, count_metrics
 from verl_mg.engines.sglang.arguments import ON_CPU
-from verl_mg.engines.sglang.requests import parse_response
+from verl_mg.engines.sglang.host import parse_response
 
 
 def response(**meta: object) -> dict[str, object]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
 from verl_mg.models.hf_config import HFConfig, parse_config
 from verl_mg.models.hf_families import FAMILIES
+from verl_mg.reshard import Plan, plan
 from verl_mg.sharding.boxes import Shard, slices
 from verl_mg.sharding.shard_map import ShardMap
 from verl_mg.sharding.weight_table import weight_table
@@ -168,6 +169,13 @@ def sources(draw: st.DrawFn, c: HFConfig, ranks: int = RANKS) -> ShardMap:
         return weight_table(c).shard_map_replicated(range(ranks))
     placement = Placement(draw(layouts(c, ranks)), tuple(range(ranks)))
     return weight_table(c).shard_map_megatron(placement, dialect)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """A plan between random layouts of a random model, on nodes of 2, 4 or 8 ranks."""
+    c = draw(configs())
+    return plan(draw(sources(c)), draw(shard_map(c)), draw(st.sampled_from([2, 4, 8])))
 
 
 def numbered(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype = torch.int64) -> dict[str, Tensor]:

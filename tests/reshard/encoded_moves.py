@@ -1,21 +1,22 @@
 """Pairs of layouts between which 8 ranks move encoded weights, and the quantizers of engines as oracles."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.helpers.random_models import config
+from tests.helpers.random_models import assemble, config
 from tests.oracles.installed_source import installed_functions
 from tests.reshard.moves import hold, shard_map_of
 from verl_mg.models.hf_config import HFConfig
 from verl_mg.reshard import execute, plan, schedule
 from verl_mg.reshard.encode import EncodedPart, Encoder, encoded_maps, quantized_tensors
 from verl_mg.reshard.encoding import FP8, Encoding, Int4
-from verl_mg.sharding.boxes import slices
+from verl_mg.sharding.boxes import Box, Piece, Shard, box_shape, full_box
 from verl_mg.sharding.weight_table import weight_table
 
 BLOCK = 4
@@ -43,11 +44,11 @@ INT4 = Int4(columns=8)
 Quantizer = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
-def sglang_blocks() -> Quantizer:
+def sglang_blocks(block: int = BLOCK) -> Quantizer:
     """SGLang's quantizer of bfloat16 weights to FP8 blocks with float32 scales."""
     file = "srt/layers/quantization/mxfp8_block_convert.py"
     function = installed_functions("sglang", file, "bf16_to_block_fp8_128", torch=torch)["bf16_to_block_fp8_128"]
-    return partial(function, block=BLOCK)
+    return partial(function, block=block)
 
 
 def vllm_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,13 +96,13 @@ def checkpoint(c: HFConfig, dtype: torch.dtype) -> dict[str, Tensor]:
     return tensors
 
 
-def move(case: int, encoding: Encoding, dtype: torch.dtype, node: int = 8) -> dict[str, object]:
+def move(case: int, encoding: Encoding, dtype: torch.dtype, node: int = 8) -> dict[str, Any]:
     """Moves encoded weights; returns what this rank received and counted."""
     c, source_text, target_text, _ = CASES[case]
     rank, plain = dist.get_rank(), shard_map_of(c, source_text)
     maps = encoded_maps(weight_table(c), plain, shard_map_of(c, target_text), encoding)
     source, target = maps.source, maps.target
-    part = EncodedPart(source, list(target.tensors))
+    part = EncodedPart(source, target.tensors)
     moved = plan(part, target, node)
     parts = schedule(moved, rank, dtype, 4000)
     encoder = Encoder(part, parts, dtype)
@@ -120,43 +121,68 @@ def move(case: int, encoding: Encoding, dtype: torch.dtype, node: int = 8) -> di
     }
 
 
-def differing(case: int, encoding: Encoding, dtype: torch.dtype, rank: int, got: dict[str, Tensor]) -> list[str]:
-    """Parameters of a rank that are not the parts of whole tensors that the oracle has quantized."""
-    c, _, target, _ = CASES[case]
-    quantized, wrong = _quantized(case, encoding, dtype), []
-    for name, shard in shard_map_of(c, target).shards(rank).items():
-        for piece in shard.pieces:
-            if piece.tensor not in quantized:
-                continue
-            values, scales = quantized[piece.tensor]
-            for part, whole, suffix in ((values, encoding.packed, encoding.value_suffix),
-                                        (scales, encoding.columns, encoding.scale_suffix)):  # fmt: skip
-                *at, (left, right) = piece.target
-                *box, (first, last) = piece.source
-                columns = (0, 1) if whole is None else (left // whole, right // whole)
-                expected = part[slices((*box, (0, 1) if whole is None else (first // whole, last // whole)))]
-                found = got[name + suffix][slices((*at, columns))].reshape(expected.shape)
-                if not torch.equal(found.view(torch.uint8), expected.contiguous().view(torch.uint8)):
-                    wrong.append(name + suffix)
-    return wrong
-
-
-@lru_cache(maxsize=1)
-def _quantized(case: int, encoding: Encoding, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
+@lru_cache(maxsize=1)  # the ranks of a case have it in common
+def quantized(case: int, dtype: torch.dtype, quantize: Quantizer) -> dict[str, tuple[Tensor, Tensor]]:
     """The whole tensors as the oracle quantizes them: values and scales."""
-    quantizer = sglang_channels if encoding is CHANNELS else compressed_tensors_groups
-    c = CASES[case][0]
+    c, *_ = CASES[case]
     names = quantized_tensors(weight_table(c))
-    return {name: quantizer(tensor) for name, tensor in checkpoint(c, dtype).items() if name in names}
+    return {name: quantize(tensor) for name, tensor in checkpoint(c, dtype).items() if name in names}
 
 
-def engine_parameters(case: int, rank: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The engine's parameters before they are quantized."""
+def wrong(
+    case: int, encoding: Encoding, dtype: torch.dtype, quantize: Quantizer, results: Sequence[Mapping[str, Any]]
+) -> list[list[str]]:
+    """Parameters of each rank that are not the parts of whole tensors that the oracle has quantized."""
     c, _, target, _ = CASES[case]
-    tensors, result = checkpoint(c, dtype), {}
-    for name, shard in shard_map_of(c, target).shards(rank).items():
-        result[name] = torch.zeros(shard.shape, dtype=tensors[shard.pieces[0].tensor].dtype)
-        for piece in shard.pieces:
-            room = result[name][slices(piece.target)]
-            room.copy_(tensors[piece.tensor][slices(piece.source)].view(room.shape))
+    whole, shard_map = quantized(case, dtype, quantize), shard_map_of(c, target)
+    found = []
+    for rank, result in enumerate(results):
+        biases = {name: bias.to(dtype) for name, bias in result["parameters"].items() if name.endswith("bias")}
+        wanted = encoded_parameters(shard_map.shards(rank), checkpoint(c, dtype), whole, encoding)
+        found.append(differing(result["parameters"] | biases, wanted))
+    return found
+
+
+def encoded_parameters(
+    shards: Mapping[str, Shard],
+    tensors: Mapping[str, Tensor],
+    quantized: Mapping[str, tuple[Tensor, Tensor]],
+    encoding: Encoding | None,
+) -> dict[str, Tensor]:
+    """Parameters of a rank of an engine, cut from whole tensors and from the values and scales of some of them."""
+    result = {}
+    for name, shard in shards.items():
+        if encoding is None or not shard.pieces or shard.pieces[0].tensor not in quantized:
+            result[name] = assemble(shard, tensors)
+            continue
+        for part, rows, columns, suffix in (
+            (0, 1, encoding.packed, encoding.value_suffix),
+            (1, encoding.rows, encoding.columns, encoding.scale_suffix),
+        ):
+            whole = {piece.tensor: quantized[piece.tensor][part] for piece in shard.pieces}
+            result[name + suffix] = assemble(_in_blocks(shard, rows, columns), whole)
     return result
+
+
+def _in_blocks(shard: Shard, rows: int, columns: int | None) -> Shard:
+    """A shard with a row and a column for each block of it; without `columns` a block has whole rows."""
+
+    def divided(box: Box) -> Box:
+        *stacked, (top, bottom), (left, right) = box
+        across = (left // columns, math.ceil(right / columns)) if columns else (0, 1)
+        return (*stacked, (top // rows, math.ceil(bottom / rows)), across)
+
+    pieces = (Piece(piece.tensor, divided(piece.source), divided(piece.target)) for piece in shard.pieces)
+    return Shard(box_shape(divided(full_box(shard.shape))), tuple(pieces))
+
+
+def differing(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[str]:
+    """Names of the parameters of which some bits differ."""
+    return [
+        name
+        for name in sorted({*found, *wanted})
+        if name not in found
+        or name not in wanted
+        or found[name].dtype != wanted[name].dtype
+        or not torch.equal(found[name].contiguous().view(torch.uint8), wanted[name].contiguous().view(torch.uint8))
+    ]

@@ -24,6 +24,10 @@ from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
 
+import torch
+
+from verl_mg.reshard import BUCKET_BYTES, Plan, schedule
+
 WORKS_PER_BATCH = 8  # NCCL_MAX_DEV_WORK_P2P_PER_BATCH
 RANKS_PER_CHANNEL_BASE = 8  # NCCL_MAX_DEV_WORK_P2P_PER_BATCH too, in `ncclP2pChannelBaseForRound`
 
@@ -104,6 +108,18 @@ class Communicator:
         node = self.ranks_per_node
         (a, i), (b, j) = (divmod(self.ranks.index(rank), node) for rank in (sender, receiver))
         return (b - a) % -(-len(self.ranks) // node), (j - i) % node
+
+
+def groups_of(moves: Plan, bucket_bytes: int = BUCKET_BYTES) -> Groups:
+    """The group calls of all ranks of a plan."""
+    ranks = sorted({*moves.source.ranks, *moves.target.ranks})
+    return {
+        rank: [
+            [Operation(message.peer, message.outgoing, message.nbytes) for message in bucket.messages]
+            for bucket in schedule(moves, rank, torch.bfloat16, bucket_bytes).buckets
+        ]
+        for rank in ranks
+    }
 
 
 def stuck_ranks(groups: Groups, communicator: Communicator, buffer_bytes: float) -> dict[int, int]:

@@ -4,33 +4,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers.random_models import configs, shard_map, sources
-from tests.reshard.nccl_model import Communicator, Groups, Operation, stuck_ranks
+from tests.helpers.random_models import plans
+from tests.reshard.nccl_model import Communicator, Groups, Operation, groups_of, stuck_ranks
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
 from verl_mg.models.hf_config import read_config
-from verl_mg.reshard import BUCKET_BYTES, Plan, plan, schedule, split_into_chunks
+from verl_mg.reshard import BUCKET_BYTES, Plan, plan, split_into_chunks
 from verl_mg.sharding.boxes import cut, numel
 from verl_mg.sharding.weight_table import weight_table
 
 MIB = 2**20
 BUFFERS = (0, MIB, 4 * MIB)
 CONFIGS = Path("tools/model_configs")
-
-
-def groups_of(moves: Plan, bucket_bytes: int = BUCKET_BYTES) -> Groups:
-    """The group calls of all ranks of a plan."""
-    ranks = sorted({*moves.source.ranks, *moves.target.ranks})
-    return {
-        rank: [
-            [Operation(message.peer, message.outgoing, message.nbytes) for message in bucket.messages]
-            for bucket in schedule(moves, rank, torch.bfloat16, bucket_bytes).buckets
-        ]
-        for rank in ranks
-    }
 
 
 def communicator(groups: Groups, ranks_per_node: int) -> Communicator:
@@ -154,23 +141,17 @@ def test_schedule_of_a_chunk_completes_under_nccl(name):
     assert stuck_buffers(groups_of(chunk_plans(*LAYOUTS[name])[1]), 8) == []
 
 
-def check_random_layouts(data: st.DataObject, bucket_bytes: int, node: int) -> None:
-    c = data.draw(configs())
-    moves = plan(data.draw(sources(c)), data.draw(shard_map(c)), node)
-    assert stuck_buffers(groups_of(moves, bucket_bytes), node) == []
+BUCKETS = st.sampled_from([200, 2000, 10**6])
 
 
-SIZES = st.sampled_from([200, 2000, 10**6]), st.sampled_from([2, 4, 8])
-
-
-@given(st.data(), *SIZES)
+@given(plans(), BUCKETS)
 @settings(max_examples=8)
-def test_schedule_of_random_layouts_completes_under_nccl(data, bucket_bytes, node):
-    check_random_layouts(data, bucket_bytes, node)
+def test_schedule_of_random_layouts_completes_under_nccl(moves, bucket_bytes):
+    assert stuck_buffers(groups_of(moves, bucket_bytes), moves.ranks_per_node) == []
 
 
 @pytest.mark.nightly
-@given(st.data(), *SIZES)
+@given(plans(), BUCKETS)
 @settings(max_examples=200)
-def test_schedule_of_many_random_layouts_completes_under_nccl(data, bucket_bytes, node):
-    check_random_layouts(data, bucket_bytes, node)
+def test_schedule_of_many_random_layouts_completes_under_nccl(moves, bucket_bytes):
+    assert stuck_buffers(groups_of(moves, bucket_bytes), moves.ranks_per_node) == []

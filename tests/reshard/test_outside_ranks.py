@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from tests.helpers.random_models import config
-from tests.reshard.nccl_model import Communicator, Operation, stuck_ranks
+from tests.reshard.nccl_model import Communicator, groups_of, stuck_ranks
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
 from verl_mg.models.hf_config import HFConfig
-from verl_mg.reshard import Plan, plan, schedule
+from verl_mg.reshard import plan, schedule
 from verl_mg.reshard.schedule import pack_schedules, unpack_schedules
 from verl_mg.sharding.shard_map import JoinedShardMap
 from verl_mg.sharding.weight_table import weight_table
@@ -52,26 +52,13 @@ def test_joined_map_with_a_rank_twice_raises():
         servers(config("qwen3"), ("tp2", (4, 5)), ("tp1", (5,)))
 
 
-def in_group(moves: Plan) -> dict[int, list[list[Operation]]]:
-    """Group calls under the ranks of the group, which have no gaps."""
-    everyone = sorted({*moves.source.ranks, *moves.target.ranks})
-    place = {rank: number for number, rank in enumerate(everyone)}
-    return {
-        place[rank]: [
-            [Operation(place[message.peer], message.outgoing, message.nbytes) for message in bucket.messages]
-            for bucket in schedule(moves, rank, torch.bfloat16, 2**10).buckets
-        ]
-        for rank in everyone
-    }
-
-
 def test_nccl_model_plan_with_servers_on_hosts_of_other_sizes_finishes():
     c = config("qwen3")
     # Servers of one host begin at a multiple of the job's ranks on a node.
     moves = plan(job(c, "tp2-pp2", 8), servers(c, ("tp2", (8, 9, 16, 17, 18, 19)), ("tp4", (24, 25, 26, 27))), 8)
-    groups = in_group(moves)
+    groups = groups_of(moves, 2**10)
     for size in (0, 2**10, 2**12):
-        assert stuck_ranks(groups, Communicator(range(len(groups)), 8, channels_per_peer=2), size) == {}
+        assert stuck_ranks(groups, Communicator(sorted(groups), 8, channels_per_peer=2), size) == {}
     traffic = moves.traffic(2)
     alone, two = sum(traffic[rank].received for rank in (8, 9)), range(16, 20)
     assert sum(traffic[rank].received for rank in two) == 2 * alone

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers.random_models import config, configs, shard_map, sources
+from tests.helpers.random_models import config, plans
 from verl_mg.layout import Layout, Placement
 from verl_mg.reshard import Plan, Schedule, plan, schedule
 from verl_mg.reshard.epochs import LAG, MAX_OPERATIONS
@@ -59,11 +59,9 @@ def schedules_of(moved: Plan, dtype: torch.dtype, bucket_bytes: int) -> dict[int
     return {rank: schedule(moved, rank, dtype, bucket_bytes) for rank in range(8)}
 
 
-@given(st.data(), st.sampled_from([2000, 4000, 10**6]), st.sampled_from([2, 4, 8]))
+@given(plans(), st.sampled_from([2000, 4000, 10**6]))
 @settings(max_examples=25)
-def test_schedule_has_no_deadlock_and_bounded_buckets(data, bucket_bytes, node):
-    c = data.draw(configs())
-    moved = plan(data.draw(sources(c)), data.draw(shard_map(c)), node)
+def test_schedule_has_no_deadlock_and_bounded_buckets(moved, bucket_bytes):
     schedules = schedules_of(moved, torch.bfloat16, bucket_bytes)
     assert simulate(schedules) == []
     for rank, own in schedules.items():
@@ -79,11 +77,9 @@ def test_schedule_has_no_deadlock_and_bounded_buckets(data, bucket_bytes, node):
                         assert arrived[part.tensor, part.box] == bucket.epoch - LAG
 
 
-@given(st.data(), st.sampled_from([200, 4000, 10**6]), st.sampled_from([2, 4, 8]))
+@given(plans(), st.sampled_from([200, 4000, 10**6]))
 @settings(max_examples=10)
-def test_schedule_both_ends_have_a_message_in_the_same_epoch_and_one_each_way(data, bucket_bytes, node):
-    c = data.draw(configs())
-    moved = plan(data.draw(sources(c)), data.draw(shard_map(c)), node)
+def test_schedule_both_ends_have_a_message_in_the_same_epoch_and_one_each_way(moved, bucket_bytes):
     ends: dict[bool, dict[tuple[int, int, int], object]] = {True: {}, False: {}}
     for rank, own in schedules_of(moved, torch.float32, bucket_bytes).items():
         assert [bucket.epoch for bucket in own.buckets] == sorted({bucket.epoch for bucket in own.buckets})
@@ -96,11 +92,9 @@ def test_schedule_both_ends_have_a_message_in_the_same_epoch_and_one_each_way(da
     assert ends[True] == ends[False]
 
 
-@given(st.data(), st.sampled_from([400, 10**6]), st.sampled_from([2, 4, 8]))
+@given(plans(), st.sampled_from([400, 10**6]))
 @settings(max_examples=8)
-def test_plan_counts_of_peers_and_messages_equal_the_schedules(data, bucket_bytes, node):
-    c = data.draw(configs())
-    moved = plan(data.draw(sources(c)), data.draw(shard_map(c)), node)
+def test_plan_counts_of_peers_and_messages_equal_the_schedules(moved, bucket_bytes):
     peers, counted = moved.peers(), moved.epochs(2, bucket_bytes).messages()
     for rank, own in schedules_of(moved, torch.bfloat16, bucket_bytes).items():
         messages = [message for bucket in own.buckets for message in bucket.messages]

@@ -15,7 +15,7 @@ from tests.helpers.sglang_servers import RunningServer, ready, receiving_server
 from tests.helpers.traces import needs_sglang
 from tests.rollout.engine_jobs import checked_answers, complaint, engine_job, inputs, train
 from verl_mg.engines.engine import CAPACITY, OBSERVED, RUNNING, USED, WAITING, Request, Sampling
-from verl_mg.engines.sglang.requests import load_counts
+from verl_mg.engines.sglang.host import load_counts
 from verl_mg.http_client import JsonSession
 from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import read_config

@@ -14,12 +14,11 @@ import pickle
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache
-from math import ceil
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -33,8 +32,7 @@ from torch import Tensor
 
 from tests.helpers.random_models import assemble, fields
 from tests.helpers.sglang_servers import SETTINGS
-from tests.oracles.installed_source import installed_functions
-from tests.reshard.encoded_moves import sglang_channels
+from tests.reshard.encoded_moves import differing, encoded_parameters, sglang_blocks, sglang_channels
 from verl_mg.distributed.outside_group import connect_store, join_outside_group
 from verl_mg.distributed.world import init_process_group
 from verl_mg.engines.engine import EngineDiedError
@@ -44,6 +42,7 @@ from verl_mg.http_client import UnreachableError
 from verl_mg.layout import EngineLayout, Layout, Placement
 from verl_mg.models.hf_config import parse_config
 from verl_mg.reshard.encode import quantized_tensors
+from verl_mg.reshard.encoding import Wire, encoding_of
 from verl_mg.servers import remote_engine
 from verl_mg.servers.info import ServerRequirements
 from verl_mg.servers.remote_engine import RemoteEngine
@@ -124,42 +123,13 @@ class Source:
 
 
 def expected(
-    layout: str, rank: int, tensors: Mapping[str, Tensor], wire: str = "cast", table: WeightTable = TABLE
+    layout: str, rank: int, tensors: Mapping[str, Tensor], wire: Wire = "cast", table: WeightTable = TABLE
 ) -> dict[str, Tensor]:
     """The parameters of a rank of an engine, cut from whole tensors that SGLang has quantized as a whole."""
-    quantize: Callable[[Tensor], tuple[Tensor, Tensor]] = sglang_channels
-    if in_blocks := wire == "fp8_block":
-        file, name = "srt/layers/quantization/mxfp8_block_convert.py", "bf16_to_block_fp8_128"
-        quantize = installed_functions("sglang", file, name, torch=torch)[name]
-    quantized = {} if wire == "cast" else {name: quantize(tensors[name]) for name in quantized_tensors(table)}
-    rows, suffix = (128, "_scale_inv") if in_blocks else (1, "_scale")
-    result = {}
-    for name, shard in table.engine_shards(EngineLayout.parse(layout), rank).items():
-        if not shard.pieces or shard.pieces[0].tensor not in quantized:
-            result[name] = assemble(shard, tensors)
-            continue
-        result[name] = torch.empty(shard.shape, dtype=torch.float8_e4m3fn)
-        result[name + suffix] = torch.empty(shard.shape[0] // rows, ceil(shard.shape[1] / 128) if in_blocks else 1)
-        for piece in shard.pieces:
-            values, scales = quantized[piece.tensor]
-            result[name][slices(piece.target)] = values[slices(piece.source)]
-            (top, bottom), (left, right) = piece.source
-            first, last = piece.target[0]
-            columns = slice(left // 128, ceil(right / 128)) if in_blocks else slice(None)
-            result[name + suffix][first // rows : last // rows] = scales[top // rows : bottom // rows, columns]
-    return result
-
-
-def differing(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[str]:
-    """Names of the parameters of which some bits differ."""
-    return [
-        name
-        for name in sorted({*found, *wanted})
-        if name not in found
-        or name not in wanted
-        or found[name].dtype != wanted[name].dtype
-        or not torch.equal(found[name].contiguous().view(torch.uint8), wanted[name].contiguous().view(torch.uint8))
-    ]
+    quantize = sglang_blocks(128) if wire == "fp8_block" else sglang_channels
+    names = quantized_tensors(table) if wire != "cast" else ()
+    shards, quantized = table.engine_shards(EngineLayout.parse(layout), rank), {n: quantize(tensors[n]) for n in names}
+    return encoded_parameters(shards, tensors, quantized, encoding_of(wire))
 
 
 # -- engines of the job
@@ -203,7 +173,7 @@ class EngineProcess:
         }
         self.adapter_version, self.targets = version, fields["target_modules"]
 
-    def wrong(self, version: int, wire: str = "cast") -> list[str]:
+    def wrong(self, version: int, wire: Wire = "cast") -> list[str]:
         """What is not as it has to be in a version."""
         found = [] if self.version == version else [f"version {self.version}"]
         for rank, held in enumerate(self.parameters):
@@ -224,7 +194,7 @@ def damage(parameters: Mapping[str, Tensor]) -> None:
 class ServerRank:
     """A rank of a server: its parameters, and what SGLang's schedulers do with requests to it."""
 
-    def __init__(self, layout: str, rank: int, wire: str = "cast") -> None:
+    def __init__(self, layout: str, rank: int, wire: Wire = "cast") -> None:
         self._layout, self._rank, self._wire = layout, rank, wire
         self._shards: Mapping[str, Shard] = TABLE.engine_shards(EngineLayout.parse(layout), rank)
         self._groups: dict[str, dist.ProcessGroup] = {}

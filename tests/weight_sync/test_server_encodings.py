@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.helpers.roles import build_role
 from tests.helpers.server_probe import PROBE, parameters_of
-from tests.helpers.sglang_servers import SETTINGS, RunningServer
+from tests.helpers.sglang_servers import SETTINGS, RunningServer, ready
 from tests.helpers.traces import needs_sglang
 from tests.roles.updates import COUNT, rows, settings, with_entropy
 from tests.weight_sync.receivers import differing, expected
@@ -21,6 +21,7 @@ from verl_mg.engines.sglang.shard_receiver import RECEIVER
 from verl_mg.errors import UserError
 from verl_mg.models.hf_config import read_config
 from verl_mg.models.tiny_model import make_tiny_model
+from verl_mg.reshard.encoding import Wire
 from verl_mg.roles.models import Actor
 from verl_mg.servers.info import ServerRequirements
 from verl_mg.servers.remote_engine import RemoteEngine
@@ -31,6 +32,7 @@ from verl_mg.weight_sync.shards import ProcessGroupSync
 
 pytestmark = needs_sglang
 MODE = "seq-mean-token-mean"
+BYTES = ("sent", "received", "lower_bound")
 CHANNELS = '{"quantization_config": {"quant_method": "w8a8_fp8"}}'
 
 
@@ -51,19 +53,15 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def servers(folder) -> Iterator[list[str]]:
-    running = [start(folder, "first"), start(folder, "second")]
-    try:
-        yield [server.wait_until_ready().url for server in running]
-    finally:
-        for server in running:
-            server.kill()
+    with ready(start(folder, "first"), start(folder, "second")) as servers:
+        yield [server.url for server in servers]
 
 
 class Sender:
     """An actor of two ranks, and a sync to servers that its first rank leads."""
 
     def __init__(
-        self, model: Path, wire: str, delta: bool, shared: Path | None = None, dtype: torch.dtype = torch.bfloat16
+        self, model: Path, wire: Wire, delta: bool, shared: Path | None = None, dtype: torch.dtype = torch.bfloat16
     ) -> None:
         self.model, optimizer = model, OptimizerConfig(lr=1e-6, weight_decay=0.0)
         self.actor = build_role(Actor, model, "pp2", dtype=dtype, tokens_per_micro_batch=200, optimizer=optimizer)
@@ -80,7 +78,7 @@ class Sender:
         mine = rows(self.model).select(range(dist.get_rank(), COUNT, 2))
         self.actor.update(mine, partial(with_entropy, settings(MODE)), MODE, max_length=16, num_minibatches=1)
 
-    def send(self, export: Path, names: Sequence[str] = ("sent", "received", "lower_bound")) -> tuple[float, ...]:
+    def send(self, export: Path, names: Sequence[str]) -> tuple[float, ...]:
         """These counts of bytes; the weights are exported too."""
         result = self.sync.transfer(self.actor.weights, self.engines, gather_views(self.engines))
         assert not result.lost
@@ -92,7 +90,7 @@ class Sender:
             engine.close()
 
 
-def wrong(export: Path, held: list[Mapping[str, Tensor]], wire: str = "cast") -> list[str]:
+def wrong(export: Path, held: list[Mapping[str, Tensor]], wire: Wire = "cast") -> list[str]:
     """Parameters of a server of tp2 whose bits are not those of the exported tensors, quantized as a whole."""
     table, tensors, found = weight_table(read_config(export)), load_file(export / "model.safetensors"), list[str]()
     for rank, parameters in enumerate(held):
@@ -103,32 +101,45 @@ def wrong(export: Path, held: list[Mapping[str, Tensor]], wire: str = "cast") ->
     return found
 
 
-def send_changes(folder: Path, urls: list[str]) -> list[object]:
-    """All values, changes, a server that joins, changes, a damaged server; what differs and the bytes of each."""
-    sender, report = Sender(folder / "model", "cast", delta=True), []
+def transfers(
+    folder: Path,
+    urls: Sequence[str],
+    steps: int,
+    wire: Wire = "cast",
+    shared: Path | None = None,
+    joins: int = -1,
+    damaged: int = -1,
+) -> list[tuple[tuple[float, ...], list[str], list[str]]]:
+    """Transfers with an update between two; the second server joins in one, and is damaged in another.
+
+    The bytes of each, what differs then, and the names in the shared folder.
+    """
+    sender, report = Sender(folder / "model", wire, delta=True, shared=shared), []
     sender.connect(0, urls[0])
-    for step in range(6):
-        if step == 2:
+    for step in range(steps):
+        if step == joins:
             sender.connect(1, urls[1])
         if step:
             sender.update()
-        if step == 4 and dist.get_rank() == 0:
+        if step == damaged and dist.get_rank() == 0:
             parameters_of(urls[1], 2, folder / "damaged", "model.norm.weight")
-        counted, bad = sender.send(folder / f"changes-{step}"), list[str]()
+        export = folder / f"{wire}-{shared is not None}-{step}"
+        counted, bad = sender.send(export, ("written", "received") if shared else BYTES), list[str]()
         if dist.get_rank() == 0:
             for number in sender.engines:
-                bad += wrong(folder / f"changes-{step}", parameters_of(urls[number], 2, folder / "held"))
-        report.append((counted, bad))
+                bad += wrong(export, parameters_of(urls[number], 2, folder / "held"), wire)
+        dist.barrier()
+        report.append((counted, bad, sorted(path.name for path in shared.iterdir()) if shared else []))
     sender.close()
     return report
 
 
 def test_changes_reach_servers_that_join_or_are_damaged_bit_for_bit(ranks, folder, servers):
-    first, second = ranks.run(2, send_changes, folder, servers)
-    assert [counted for counted, _ in first] == [counted for counted, _ in second]
-    assert [bad for _, bad in first] == [[]] * 6
+    first, second = ranks.run(2, transfers, folder, servers, 6, "cast", None, 2, 4)
+    assert [counted for counted, *_ in first] == [counted for counted, *_ in second]
+    assert [bad for _, bad, _ in first] == [[]] * 6
     shares = []
-    for sent, received, everything in (counted for counted, _ in first):
+    for sent, received, everything in (counted for counted, *_ in first):
         assert sent == received > 0
         shares.append(received / everything)
     print("share of the bytes of all values, transfer by transfer:", [f"{share:.1%}" for share in shares])
@@ -137,30 +148,8 @@ def test_changes_reach_servers_that_join_or_are_damaged_bit_for_bit(ranks, folde
     assert max(shares[1], shares[3], shares[5]) < 0.4
 
 
-def share_changes(folder: Path, urls: list[str]) -> list[object]:
-    """All weights, changes three times, a server that joins, changes, a damaged server."""
-    shared, report = folder / "shared", []
-    sender = Sender(folder / "model", "cast", delta=True, shared=shared)
-    sender.connect(0, urls[0])
-    for step in range(7):
-        if step == 4:
-            sender.connect(1, urls[1])
-        if step:
-            sender.update()
-        if step == 6 and dist.get_rank() == 0:
-            parameters_of(urls[1], 2, folder / "damaged", "model.norm.weight")
-        counted, bad = sender.send(folder / f"shared-{step}", ("written", "received")), list[str]()
-        if dist.get_rank() == 0:
-            for number in sender.engines:
-                bad += wrong(folder / f"shared-{step}", parameters_of(urls[number], 2, folder / "held"))
-        dist.barrier()
-        report.append((counted, bad, sorted(path.name for path in shared.iterdir())))
-    sender.close()
-    return report
-
-
 def test_changes_in_a_shared_folder_give_servers_the_bits_of_the_weights(ranks, folder, servers):
-    first, second = ranks.run(2, share_changes, folder, servers)
+    first, second = ranks.run(2, transfers, folder, servers, 7, "cast", folder / "shared", 4, 6)
     assert [counted for counted, *_ in first] == [counted for counted, *_ in second]
     assert [bad for _, bad, _ in first] == [[]] * 7
     # Server 1 joins in step 4, and loads all weights; in step 6 it was damaged, and does so again.
@@ -198,29 +187,12 @@ def test_changes_for_a_server_of_another_dtype_are_refused(ranks, folder, server
         assert "is bfloat16, and the job sends float32" in output
 
 
-def send_quantized(folder: Path, url: str, wire: str, delta: bool) -> list[object]:
-    sender, report = Sender(folder / "model", wire, delta), []
-    sender.connect(0, url)
-    for step in range(3):
-        if step:
-            sender.update()
-        export = folder / f"{wire}-{step}"
-        counted = sender.send(export)
-        held = parameters_of(url, 2, folder / "held") if dist.get_rank() == 0 else []
-        report.append((counted, wrong(export, held, wire)))
-    sender.close()
-    return report
-
-
 @pytest.mark.nightly
 def test_quantized_weights_reach_a_server_with_the_bits_of_its_quantizer(ranks, folder):
     """SGLang cannot compute with them on this CPU, so the server only receives."""
-    server = start(folder, "quantized", json_model_override_args=CHANNELS)
-    try:
-        first, _ = ranks.run(2, send_quantized, folder, server.wait_until_ready().url, "fp8_channel", True)
-    finally:
-        server.kill()
-    assert [bad for _, bad in first] == [[]] * 3
-    (sent, received, bound), *later = (counted for counted, _ in first)
+    with ready(start(folder, "quantized", json_model_override_args=CHANNELS)) as servers:
+        first, _ = ranks.run(2, transfers, folder, [server.url for server in servers], 3, "fp8_channel")
+    assert [bad for _, bad, _ in first] == [[]] * 3
+    (sent, received, bound), *later = (counted for counted, *_ in first)
     assert sent == received == bound > 0
     assert all(sent == received < 0.4 * bound for sent, received, bound in later)

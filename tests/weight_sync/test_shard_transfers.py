@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.helpers.sglang_servers import RunningServer, receiving_server
+from tests.helpers.sglang_servers import RunningServer, ready, receiving_server
 from tests.helpers.traces import needs_sglang
 from tests.rollout.engine_jobs import checked_answers, engine_job, inputs, trained_once
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.reshard import execute
-from verl_mg.weight_sync import shards
+from verl_mg.weight_sync import transfer_plan
 
 pytestmark = [needs_sglang, pytest.mark.nightly]
 SIZES = {"hidden": 32, "heads": 4, "ffn": 128, "init_std": 0.2, "perturb": True, "seed": 3, "max_positions": 64}
@@ -52,13 +52,10 @@ def train(folder: Path, urls: list[str], layout: str) -> list[dict[str, object]]
 )
 def test_shards_reach_servers_at_the_lower_bound(architecture, sizes, layout, num_ranks, servers, ranks, tmp_path):
     folder = folder_of(tmp_path, architecture, **sizes)
-    running = [receiving_server(folder / "model", folder / f"{i}.log", text) for i, text in enumerate(servers)]
-    try:
-        urls = [server.wait_until_ready().url for server in running]
-        results = ranks.run(num_ranks, train, folder, urls, layout)
-    finally:
-        for server in running:
-            server.kill()
+    with ready(
+        *(receiving_server(folder / "model", folder / f"{i}.log", text) for i, text in enumerate(servers))
+    ) as servers:
+        results = ranks.run(num_ranks, train, folder, [server.url for server in servers], layout)
     before = None
     for output in zip(*results, strict=True):
         answers = checked_answers(folder, output)
@@ -72,10 +69,6 @@ def test_shards_reach_servers_at_the_lower_bound(architecture, sizes, layout, nu
 def kill_in_transfer(folder: Path, urls: list[str], process: int) -> dict[str, object]:
     """The first server is killed when the last rank has sent its first chunk; the second one serves alone."""
     rank = dist.get_rank()
-    job, recipe = engine_job(
-        folder, f"rollout.urls=[{','.join(urls)}]", "actor.layout=tp2", "rollout.weight_transfer=shards"
-    )
-    trained_once(job, recipe, folder, "before")
 
     def killing(*arguments):
         if rank == dist.get_world_size() - 1 and not killed:
@@ -85,8 +78,12 @@ def kill_in_transfer(folder: Path, urls: list[str], process: int) -> dict[str, o
 
     killed: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shards, "CHUNK_BYTES", 2**14)
-        patch.setattr(shards, "execute", killing)
+        patch.setattr(transfer_plan, "CHUNK_BYTES", 2**14)
+        job, recipe = engine_job(
+            folder, f"rollout.urls=[{','.join(urls)}]", "actor.layout=tp2", "rollout.weight_transfer=shards"
+        )
+        trained_once(job, recipe, folder, "before")
+        patch.setattr(transfer_plan, "execute", killing)
         seen = trained_once(job, recipe, folder, "after")
     metrics = job.rollout.metrics
     job.rollout.close()
@@ -100,12 +97,8 @@ def kill_in_transfer(folder: Path, urls: list[str], process: int) -> dict[str, o
 def test_server_killed_in_a_transfer_is_left_out(ranks, tmp_path):
     folder = folder_of(tmp_path, "qwen3")
     running = [receiving_server(folder / "model", folder / f"{i}.log", "tp2") for i in range(2)]
-    try:
-        urls = [server.wait_until_ready().url for server in running]
-        output = ranks.run(2, kill_in_transfer, folder, urls, running[0].pid)
-    finally:
-        for server in running:
-            server.kill()
+    with ready(*running) as servers:
+        output = ranks.run(2, kill_in_transfer, folder, [server.url for server in servers], running[0].pid)
     assert len(checked_answers(folder, output)) == 5
     assert all((rank["servers"], rank["lost"]) == (1, 1) and rank["killed"] > 1 for rank in output)
     assert sorted(i for rank in output for i in rank["ids"]) == list(range(24, 48))
@@ -113,14 +106,9 @@ def test_server_killed_in_a_transfer_is_left_out(ranks, tmp_path):
 
 def test_shards_and_a_broadcast_serve_the_exported_checkpoint(ranks, tmp_path):
     folder = folder_of(tmp_path, "qwen3")
-    running = [receiving_server(folder / "model", folder / "0.log", "tp2")]
-    running.append(RunningServer(folder / "model", folder / "1.log", "tp1"))
-    try:
-        urls = [server.wait_until_ready().url for server in running]
-        results = ranks.run(2, train_by_both_ways, folder, urls)
-    finally:
-        for server in running:
-            server.kill()
+    receiving = receiving_server(folder / "model", folder / "0.log", "tp2")
+    with ready(receiving, RunningServer(folder / "model", folder / "1.log", "tp1")) as servers:
+        results = ranks.run(2, train_by_both_ways, folder, [server.url for server in servers])
     for output in zip(*results, strict=True):
         assert len(checked_answers(folder, output)) == 5
 

@@ -33,6 +33,7 @@ from verl_mg.planner.inputs import PlanInputs
 from verl_mg.planner.iteration_time import weight_sync
 from verl_mg.planner.memory import rollout_memory
 from verl_mg.reshard import best_stride
+from verl_mg.reshard.encoding import Wire
 from verl_mg.sharding.boxes import Piece, Shard, full_box
 from verl_mg.sharding.shard_map import ExplicitShardMap, ShardMap
 from verl_mg.weight_sync import broadcast, transfer_plan
@@ -73,7 +74,7 @@ def check(results: Sequence[Steps]) -> None:
 # -- engines of the job
 
 
-def into_engines(wire: str, delta: bool) -> Steps:
+def into_engines(wire: Wire, delta: bool) -> Steps:
     """Transfers from 4 ranks into two engines of two ranks, of which the second one restarts and dies."""
     source, rank = Source("tp4"), dist.get_rank()
     placement = best_stride(source.shard_map(), TABLE, EnginePlacement(EngineLayout(tp=2), (0, 1, 2, 3)), 4)
@@ -217,20 +218,13 @@ JOB, LAYOUTS = 2, ("tp2", "tp1")
 """Ranks of the job, each of which leads a server of one of the layouts on the ranks that follow."""
 
 
-def transport(way: str, wire: str, folder: Path) -> ServerTransport:
-    match way:
-        case "shards":
-            return ProcessGroupSync(TABLE, wire=wire)
-        case "shards, changes":
-            return ProcessGroupSync(TABLE, wire=wire, delta=True)
-        case "broadcast":
-            return ProcessGroupSync(TABLE, broadcast_to_all=True)
-        case "folder, changes":
-            return FolderSync(folder, folder, TABLE)
-    return FolderSync(folder, folder)
+def transport(way: str, wire: Wire, folder: Path) -> ServerTransport:
+    if "folder" in way:
+        return FolderSync(folder, folder, TABLE if "changes" in way else None)
+    return ProcessGroupSync(TABLE, way == "broadcast", wire, "changes" in way)
 
 
-def into_servers(way: str, wire: str, folder: Path) -> Steps | None:
+def into_servers(way: str, wire: Wire, folder: Path) -> Steps | None:
     """Transfers from 2 ranks to two servers, of which the second restarts and is killed in a transfer."""
     members = [(number, rank) for number, text in enumerate(LAYOUTS) for rank in range(EngineLayout.parse(text).ranks)]
     addresses = [folder / f"{number}-{rank}" for number, rank in members]
@@ -245,7 +239,7 @@ def into_servers(way: str, wire: str, folder: Path) -> Steps | None:
     return None
 
 
-def send_to_servers(way: str, wire: str, folder: Path, server: Server) -> Steps:
+def send_to_servers(way: str, wire: Wire, folder: Path, server: Server) -> Steps:
     rank, source, steps = dist.get_rank(), Source("tp2"), Steps()
     changes, sync = "changes" in way, transport(way, wire, folder)
 

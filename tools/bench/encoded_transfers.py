@@ -35,7 +35,7 @@ class Quantized:
         encoding = encoding_of(wire)
         assert encoding, "not of weights that are cast"
         maps, rank, dtype = encoded_maps(weights, source_map, target_map, encoding), dist.get_rank(), torch.bfloat16
-        part = EncodedPart(maps.source, list(maps.target.tensors))
+        part = EncodedPart(maps.source, maps.target.tensors)
         moves = plan(part, maps.target, dist.get_world_size())
         self._schedule = schedule(moves, rank, dtype, bucket_bytes)
         self._encoder, self._source = Encoder(part, self._schedule, dtype), source

@@ -37,7 +37,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -50,9 +50,6 @@ from verl_mg.engines.kinds import ProcessKind
 from verl_mg.engines.ports import BLOCK_SIZE, PortBlock
 from verl_mg.engines.request_tracker import RequestTracker
 from verl_mg.errors import UserError
-
-if TYPE_CHECKING:  # it starts processes itself
-    from verl_mg.engines.engine_nodes import LeadingNode
 
 LOG_TAIL_LINES = 12  # lines of an engine's log in an error message
 # SGLang logs this for each model class whose optional dependencies are missing.
@@ -117,20 +114,13 @@ class EngineProcess:
     def wait_until_ready(self, timeout: float) -> None:
         """Waits until the engine is ready; UserError with the end of the log where it cannot start."""
         try:
-            message = self.inbox.get(timeout=timeout)  # the first message of a host says that it is ready
+            if self.inbox.get(timeout=timeout):  # the first message of a host says that it is ready
+                return
+            problem = f"cannot start{self._reason}"
         except queue.Empty:
-            self.kill()
-            raise UserError(
-                f"{self._engine}: the engine did not start within {timeout:.0f} s. See its log {self._log}, "
-                f"which ends:{self.log_tail()}"
-            ) from None
-        if message is None:
-            self.kill()
-            reason = f" ({self._reason})" if self._reason else ""
-            raise UserError(
-                f"{self._engine}: the engine cannot start{reason}. See its log {self._log}, which ends:"
-                f"{self.log_tail()}"
-            )
+            problem = f"did not start within {timeout:.0f} s"
+        self.kill()
+        raise UserError(f"{self._engine}: the engine {problem}. See its log {self._log}, which ends:{self.log_tail()}")
 
     def send(self, message: dict[str, Any]) -> None:
         """Sends a message; a process that has ended is reported by the inbox instead."""
@@ -146,8 +136,7 @@ class EngineProcess:
     def died(self) -> EngineDiedError:
         """Returns the exception to raise when the stream has ended."""
         self.kill()
-        reason = f" ({self._reason})" if self._reason else ""
-        return EngineDiedError(f"the engine's process ended{reason}; its log {self._log} ends:{self.log_tail()}")
+        return EngineDiedError(f"the engine's process ended{self._reason}; its log {self._log} ends:{self.log_tail()}")
 
     def close(self, timeout: float = 20.0) -> None:
         """Waits for the engine to end, and kills it after `timeout` seconds."""
@@ -172,7 +161,7 @@ class EngineProcess:
 
     def kill(self, reason: str = "") -> None:
         """Kills the process and all of the engine's processes; the first reason is part of later errors."""
-        self._reason = self._reason or reason
+        self._reason = self._reason or (reason and f" ({reason})")
         # The engine's child processes are in the group of this one, and end with it.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
@@ -184,6 +173,18 @@ class EngineProcess:
             for line in lines:
                 self.inbox.put(json.loads(line))
         self.inbox.put(None)
+
+
+class OtherNodes(Protocol):
+    """Parts of an engine on other nodes than its leader's, as `engine_nodes.LeadingNode` reaches them."""
+
+    def publish(self, ports: Sequence[int]) -> str:
+        """Publishes a new start, and returns HOST:PORT at which the parts meet."""
+        ...
+
+    def watch(self, process: EngineProcess) -> None:
+        """Ends the process of this start when the part of another node has ended."""
+        ...
 
 
 class ProcessEngine(RequestTracker):
@@ -200,7 +201,7 @@ class ProcessEngine(RequestTracker):
         model: Path,
         options: EngineOptions,
         log: Path,
-        nodes: LeadingNode | None = None,
+        nodes: OtherNodes | None = None,
         launcher: Launcher | None = None,
     ) -> None:
         super().__init__(kind.limits(model, options))
@@ -345,10 +346,10 @@ class ProcessEngine(RequestTracker):
 
         EngineDiedError where the engine does not end its requests: it is killed, which releases the memory.
         """
-        parts = _parts(weights, kv) - self._asleep
+        parts = _parts(weights=weights, kv=kv) - self._asleep
         if parts:
             try:
-                self._wait(self._call("sleep", **_selection(parts), timeout_s=IDLE_SECONDS))
+                self._wait(self._call("sleep", weights="weights" in parts, kv="kv" in parts, timeout_s=IDLE_SECONDS))
             except RuntimeError as error:  # training needs the memory now, and the end of the process releases it
                 self._version = -1
                 self._running_process.kill()
@@ -359,8 +360,8 @@ class ProcessEngine(RequestTracker):
 
     def wake(self, *, weights: bool = True, kv: bool = True) -> None:
         """Allocates released memory again; weights are undefined until an update."""
-        if parts := _parts(weights, kv) & self._asleep:
-            self._wait(self._call("wake", **_selection(parts)))
+        if parts := _parts(weights=weights, kv=kv) & self._asleep:
+            self._wait(self._call("wake", weights="weights" in parts, kv="kv" in parts))
             self._asleep -= parts
 
     def _call(self, method: str, **fields: Any) -> int:
@@ -389,9 +390,5 @@ class ProcessEngine(RequestTracker):
         return self._process
 
 
-def _parts(weights: bool, kv: bool) -> set[str]:
-    return {part for part, selected in (("weights", weights), ("kv", kv)) if selected}
-
-
-def _selection(parts: set[str]) -> dict[str, bool]:
-    return {"weights": "weights" in parts, "kv": "kv" in parts}
+def _parts(**selected: bool) -> set[str]:
+    return {part for part, is_selected in selected.items() if is_selected}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import chain
 from math import prod
@@ -12,21 +12,20 @@ from verl_mg.models.tensor_index import TensorInfo
 from verl_mg.sharding.boxes import Shard
 from verl_mg.sharding.shard_map import BoxReplicas, ShardMap
 
-Shards = Callable[[int], Mapping[str, Shard]]
-
 
 class TensorChunk:
     """Shard map of some of the tensors of a larger one; each parameter is in it whole or not at all."""
 
     # `shards` are the shards of `whole`: a function, which caches them for all chunks.
-    def __init__(self, whole: ShardMap, shards: Shards, tensors: Sequence[str]) -> None:
+    def __init__(self, whole: ShardMap, shards: Callable[[int], Mapping[str, Shard]], tensors: Iterable[str]) -> None:
         self._whole, self._shards = whole, shards
         self.ranks = whole.ranks
         self.tensors: Mapping[str, TensorInfo] = {name: whole.tensors[name] for name in tensors}
 
     def shards(self, rank: int) -> Mapping[str, Shard]:
         """Returns the rank's parameters that consist of the chunk's tensors."""
-        return _select(self._shards(rank), self.tensors)
+        shards = self._shards(rank).items()
+        return {name: shard for name, shard in shards if shard.pieces and shard.pieces[0].tensor in self.tensors}
 
     def replicas(self, tensor: str) -> Sequence[BoxReplicas]:
         """Returns the replicas of a tensor of the chunk; empty for other tensors."""
@@ -91,7 +90,3 @@ def _elements(shards: Mapping[str, Shard]) -> Counter[str]:
         if shard.pieces:
             count[shard.pieces[0].tensor] += prod(shard.shape)
     return count
-
-
-def _select(shards: Mapping[str, Shard], tensors: Container[str]) -> dict[str, Shard]:
-    return {name: shard for name, shard in shards.items() if shard.pieces and shard.pieces[0].tensor in tensors}

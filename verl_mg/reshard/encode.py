@@ -34,6 +34,7 @@ from torch import Tensor
 from verl_mg import device
 from verl_mg.errors import UserError
 from verl_mg.models.tensor_index import TensorInfo
+from verl_mg.reshard.chunking import TensorChunk
 from verl_mg.reshard.encoding import Encoding, add_largest, check_packing, encode_box
 from verl_mg.reshard.schedule import Schedule
 from verl_mg.sharding.boxes import Box, Piece, Shard, box_shape, slices
@@ -192,12 +193,12 @@ class EncodedSource(EncodedShardMap):
         return count > 1
 
 
-class EncodedPart:
-    """Shard map of some of the tensors of an encoded source, scales among them."""
+class EncodedPart(TensorChunk):
+    """Shard map of some of the tensors of an encoded source, scales among them; it cuts parameters."""
 
-    def __init__(self, source: EncodedSource, tensors: Collection[str]) -> None:
-        self.source, self.ranks = source, source.ranks
-        self.tensors: Mapping[str, TensorInfo] = {name: source.tensors[name] for name in tensors}
+    def __init__(self, source: EncodedSource, tensors: Iterable[str]) -> None:
+        super().__init__(source, source.shards, tensors)
+        self.source = source
 
     def shards(self, rank: int) -> Mapping[str, Shard]:
         """Returns the rank's parameters with their pieces of the part's tensors."""
@@ -207,14 +208,6 @@ class EncodedPart:
             if pieces:
                 result[name] = Shard(shard.shape, pieces)
         return result
-
-    def replicas(self, tensor: str) -> Sequence[BoxReplicas]:
-        """Returns the replicas of a tensor of the part; empty for other tensors."""
-        return self.source.replicas(tensor) if tensor in self.tensors else ()
-
-    def sharding_key(self, tensor: str) -> Hashable:
-        """Returns the key of the whole source."""
-        return self.source.sharding_key(tensor)
 
 
 class EncodedTarget(EncodedShardMap):

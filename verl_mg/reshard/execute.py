@@ -216,8 +216,7 @@ def _direct(message: Message, views: list[Tensor]) -> Tensor | None:
 
 def _parts(message: Message, views: list[Tensor], wire: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields (values on the wire, box in a parameter) of each segment, of the same shape."""
-    sizes = [segment.nbytes for segment in message.segments]
-    for segment, view, part in zip(message.segments, views, wire.split(sizes), strict=True):
+    for segment, view, part in zip(message.segments, views, wire.split(list(message.sizes)), strict=True):
         yield part.view(segment.dtype).view(view.shape), view
 
 

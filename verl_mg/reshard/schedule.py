@@ -92,9 +92,14 @@ class Message:
     segments: tuple[Segment, ...]
 
     @cached_property
+    def sizes(self) -> Sequence[int]:
+        """Number of bytes of each segment on the wire."""
+        return [segment.nbytes for segment in self.segments]
+
+    @cached_property
     def nbytes(self) -> int:
         """Number of bytes on the wire."""
-        return sum(segment.nbytes for segment in self.segments)
+        return sum(self.sizes)
 
     @cached_property
     def indices(self) -> Sequence[Index]:
@@ -114,7 +119,7 @@ class Bucket:
         """Number of bytes of all messages."""
         return sum(message.nbytes for message in self.messages)
 
-    @property
+    @cached_property
     def forwards(self) -> bool:
         """True if this rank sends boxes that it received in an earlier bucket."""
         return any(segment.forwarded for m in self.messages if m.outgoing for segment in m.segments)

@@ -23,7 +23,7 @@ from verl_mg.engines.engine import EngineDiedError, Request, Sample, Sampling
 from verl_mg.engines.engine_options import EngineOptions
 from verl_mg.engines.request_tracker import EngineLimits, RequestTracker
 from verl_mg.engines.sglang.folder_receiver import FolderRequest
-from verl_mg.engines.sglang.requests import image_fields, load_counts, parse_response, request_fields
+from verl_mg.engines.sglang.host import image_fields, load_counts, parse_response, request_fields
 from verl_mg.engines.sglang.shard_receiver import RECEIVER, ShardRequest
 from verl_mg.errors import UserError
 from verl_mg.http_client import JsonSession, RefusedError, UnreachableError

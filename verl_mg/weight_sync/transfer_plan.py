@@ -167,7 +167,7 @@ def plan_transfer(
     chunks, lower_bounds = [], dict.fromkeys(receivers, 0)
     elements = (max_bytes or CHUNK_BYTES) // dtype.itemsize
     for part in split_into_chunks(target, sized_by or target.ranks, elements, keep_together):
-        encoded = EncodedPart(maps.source, list(part.tensors)) if maps else None
+        encoded = EncodedPart(maps.source, part.tensors) if maps else None
         moves = plan(encoded or source, part, node)
         messages = schedule(moves, rank, dtype)
         encoder = Encoder(encoded, messages, dtype) if encoded else None

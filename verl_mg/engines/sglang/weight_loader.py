@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import pickle
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,26 +62,25 @@ def load_chunk(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     if has_patches(places):
         apply_payload(places, memory, lambda name: as_loaded(parameters[name]))
     else:
-        # In place: SGLang's graphs and kernels keep the addresses of parameters.
-        _write_tensors(model, parameters, _tensors_of(message["for_draft"], named_views(places, memory)))
+        # The tensors of the draft model, by their names in it, or the tensors of the policy.
+        tensors = {
+            name.removeprefix(DRAFT): tensor
+            for name, tensor in named_views(places, memory)
+            if name.startswith(DRAFT) == message["for_draft"]
+        }
+        _write(model, parameters, tensors)
     if message["is_last"]:
         # SGLang processes weights at the end of the update, and expects the shapes with which it has created them.
         restore_shapes(model)
         internals.finish_load(model)
 
 
-def _tensors_of(for_draft: bool, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors of the draft model, by their names in it, or the tensors of the policy."""
-    for name, tensor in tensors:
-        if name.startswith(DRAFT) == for_draft:
-            yield name.removeprefix(DRAFT), tensor
-
-
-def _write_tensors(model: Any, parameters: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]]) -> None:
+def _write(model: Any, parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    # In place: SGLang's graphs and kernels keep the addresses of parameters.
     layers = internals.marlin_layers(model)
     if layers:
         internals.keep_order(model)
-    for name, tensor in tensors:
+    for name, tensor in tensors.items():
         if name in layers:
             internals.write_marlin(layers[name], name, tensor)
         else:
