@@ -130,15 +130,22 @@ def test_request_of_a_client_that_leaves_is_trained_like_the_one_that_follows(hf
     assert 3 in turns and set(turns) <= {2, 3}, "a later one may be lost if its client leaves before it is read"
 
 
-def test_agent_over_its_time_keeps_what_was_generated(hf_engine, run_agents):
-    async def agent(session: Session, sample: Any) -> float:
+async def wait_and_fail() -> None:
+    """Raises another error where it is cancelled."""
+    try:
+        await asyncio.Event().wait()
+    except asyncio.CancelledError:
+        raise RuntimeError("interrupted") from None
+
+
+def test_agent_over_its_time_keeps_what_was_generated_and_is_not_tried_again(hf_engine, run_agents):
+    async def agent(session: Session, sample: Any) -> None:
         await ask(session, session.messages, max_tokens=4)
         session.log("waiting")
         pass_time(LIMIT)
-        await asyncio.Event().wait()
-        return 1.0
+        await wait_and_fail()
 
-    (sample,), engine = run_agents(hf_engine, agent, 1, timeout=LIMIT)
+    (sample,), engine = run_agents(hf_engine, agent, 1, retries=2, timeout=LIMIT)
     assert sample.finish == "timeout" and sample.trajectory is not None
     assert sample.trajectory.reward == Reward(-1.0) and f"longer than {LIMIT:g} s" in sample.trajectory.error
     assert "waiting" in sample.trajectory.log
@@ -182,41 +189,19 @@ def test_task_of_an_agent_that_ends_the_loop_ends_the_job(hf_engine, run_agents)
     async def leave() -> None:
         sys.exit("no key")
 
-    async def agent(session: Session, sample: Any) -> float:
+    async def agent(session: Session, sample: Any) -> None:
         await asyncio.create_task(leave())
-        return 1.0
 
     with pytest.raises(RuntimeError, match=r"the endpoint of agents failed: SystemExit\('no key'\)"):
         run_agents(hf_engine, agent, 1)
 
 
-def test_agent_over_its_time_is_not_tried_again(hf_engine, run_agents):
-    started: list[int] = []
-
-    async def agent(session: Session, sample: Any) -> float:
-        started.append(1)
-        await ask(session, session.messages, max_tokens=3)
-        pass_time(LIMIT)
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            raise RuntimeError("interrupted") from None
-        return 1.0
-
-    (sample,), engine = run_agents(hf_engine, agent, 1, retries=2, timeout=LIMIT)
-    assert len(started) == 1 and sample.finish == "timeout" and trained_runs([sample]) == engine.log
-
-
 def test_aborted_agent_that_raises_another_error_is_aborted(hf_engine, run_agents):
     started: list[int] = []
 
-    async def agent(session: Session, sample: Any) -> float:
+    async def agent(session: Session, sample: Any) -> None:
         started.append(1)
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            raise RuntimeError("interrupted") from None
-        return 1.0
+        await wait_and_fail()
 
     def drive(engine: AgentEngine) -> list[Sample]:
         while not started:

@@ -2,8 +2,6 @@
 
 import asyncio
 import threading
-import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +9,7 @@ from torch.distributed import TCPStore
 
 from tests.agents.agent_runs import ask, requests_of, trained_runs
 from tests.helpers.engines import SGLANG, VLLM_NIGHTLY, bring_weights, process_of
+from tests.helpers.waiting import wait_until
 from verl_mg.agents.agent import Session
 from verl_mg.agents.engine import AgentEngine
 from verl_mg.data import Prompt
@@ -18,15 +17,6 @@ from verl_mg.engines.engine import EngineDiedError, Sample, Sampling
 from verl_mg.rollout.engine_worker import EngineEvents, EngineWorker
 from verl_mg.rollout.groups import Group
 from verl_mg.rollout.work_queue import WorkQueue
-
-
-def wait_until(is_true: Callable[[], bool]) -> None:
-    until = time.monotonic() + 600
-    while time.monotonic() < until:
-        if is_true():
-            return
-        threading.Event().wait(0.01)
-    pytest.fail("it takes longer than ten minutes")
 
 
 def test_checkpoint_with_agents_in_flight_does_not_interrupt_them(hf_engine, run_agents):
