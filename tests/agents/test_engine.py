@@ -45,7 +45,6 @@ async def ask_by_socket(session: Session, messages: list[Any], **fields: Any) ->
 
 
 def collected(engine: AgentEngine, count: int) -> list[Sample]:
-    """Collects samples until there are as many."""
     samples: list[Sample] = []
     while len(samples) < count:
         samples += engine.collect(1.0)
@@ -81,8 +80,7 @@ def test_endpoint_of_real_engine_satisfies_official_client(any_engine, run_agent
 
     async def agent(session: Session, sample: Any) -> float:
         where = (session.base_url, session.api_key)
-        called = check(*where) if asyncio.iscoroutinefunction(check) else asyncio.to_thread(check, *where)
-        await called
+        await (check(*where) if asyncio.iscoroutinefunction(check) else asyncio.to_thread(check, *where))
         return 1.0
 
     samples, _ = run_agents(any_engine, agent, 1, tokens=800)
@@ -90,12 +88,11 @@ def test_endpoint_of_real_engine_satisfies_official_client(any_engine, run_agent
 
 
 def test_malformed_requests_to_a_real_engine_lose_no_sample(hf_engine, run_agents, capfd):
-    async def agent(session: Session, sample: Any) -> float:
+    async def agent(session: Session, sample: Any) -> None:
         first = await ask(session, session.messages, max_tokens=4)
         if sample.record["n"] == 0:
             await asyncio.to_thread(check_malformed, session.base_url, session.api_key, 500)
         await ask(session, [*session.messages, first, {"role": "user", "content": "and then"}], max_tokens=4)
-        return 1.0
 
     samples, engine = run_agents(hf_engine, agent, 4, tokens=1000)
     assert [s.trajectory.error for s in samples if s.trajectory] == [""] * 4
@@ -117,12 +114,11 @@ def test_request_of_a_client_that_leaves_is_trained_like_the_one_that_follows(hf
             await asyncio.sleep(0.01)
         writer.close()
 
-    async def agent(session: Session, sample: Any) -> float:
+    async def agent(session: Session, sample: Any) -> None:
         async with alone:
             await leave(session)
         again = await ask(session, session.messages, max_tokens=9)  # as clients do after a time-out
         await ask(session, [*session.messages, again, {"role": "user", "content": "on"}], max_tokens=9)
-        return 1.0
 
     samples, engine = run_agents(hf_engine, agent, 8)
     turns = [len(s.trajectory.turns) for s in samples if s.trajectory]
@@ -286,50 +282,43 @@ def test_agents_run_up_to_the_limit_at_once(hf_engine, run_agents):
 def test_reply_ends_at_stop_text_with_the_tokens_up_to_it(any_engine, run_agents):
     replies: list[tuple[str, str]] = []
 
-    async def agent(session: Session, sample: Any) -> float:
+    async def agent(session: Session, sample: Any) -> None:
         free = await ask(session, session.messages, max_tokens=40)
         text = str(free["content"])
         if not (stop := text[len(text) // 2 :][:2]):
-            return 0.0
+            return
         cut = await ask(session, session.messages, max_tokens=40, stop=[stop])
         replies.append((stop, str(cut["content"])))
-        return 1.0
 
     samples, _ = run_agents(any_engine, agent, 8)
     assert len(replies) > 3 and all(stop not in text for stop, text in replies)
     cuts = [turn for s in samples if s.trajectory for turn in s.trajectory.turns[1:]]
     assert any(turn.finish == "stop" and turn.tokens < 40 for turn in cuts)
-    runs = trained_runs(samples)
-    assert sum(len(tokens) for _, tokens in runs) == sum(
-        t.tokens for s in samples if s.trajectory for t in s.trajectory.turns
-    )
+    turns = [turn for s in samples if s.trajectory for turn in s.trajectory.turns]
+    assert sum(len(tokens) for _, tokens in trained_runs(samples)) == sum(turn.tokens for turn in turns)
 
 
 def test_reply_beyond_the_tokens_of_a_sample_is_refused(hf_engine, run_agents):
     errors: list[str] = []
 
-    async def agent(session: Session, sample: Any) -> float:
+    async def agent(session: Session, sample: Any) -> None:
         try:
             for _ in range(100):
                 await ask(session, session.messages)
         except RuntimeError as error:
             errors.append(str(error))
-        return 1.0
 
     (sample,), engine = run_agents(hf_engine, agent, 1, tokens=30)
     assert sum(len(tokens) for _, tokens in engine.log) == 30
-    assert (
-        errors and errors[0].startswith("400: messages: no token is left") and "rollout.max_new_tokens=30" in errors[0]
-    )
+    assert errors[0].startswith("400: messages: no token is left") and "rollout.max_new_tokens=30" in errors[0]
     assert sample.trajectory is not None and sample.trajectory.segments[-1].truncated
 
 
 def test_reply_that_the_agent_limits_is_not_truncated(hf_engine, run_agents):
-    async def agent(session: Session, sample: Any) -> float:
+    async def agent(session: Session, sample: Any) -> None:
         reply = await ask(session, session.messages, max_tokens=3)
         if sample.record["n"]:
             await ask(session, [*session.messages, reply, {"role": "user", "content": "on"}])
-        return 1.0
 
     samples, _ = run_agents(hf_engine, agent, 2, tokens=7)
     trajectories = [sample.trajectory for sample in samples if sample.trajectory]
@@ -338,12 +327,11 @@ def test_reply_that_the_agent_limits_is_not_truncated(hf_engine, run_agents):
 
 
 def test_replies_of_models_that_are_not_named_are_not_trained(hf_engine, run_agents):
-    async def agent(session: Session, sample: Any) -> float:
+    async def agent(session: Session, sample: Any) -> None:
         messages = list(session.messages)
         for side in ("white", "black", "white"):
             reply = await ask(session, messages, model=side, max_tokens=6)
             messages += [reply, {"role": "user", "content": "your move"}]
-        return 1.0
 
     (sample,), engine = run_agents(hf_engine, agent, 1, trained=["white"])
     assert sample.trajectory is not None and [t.trained for t in sample.trajectory.turns] == [True, False, True]
@@ -353,9 +341,8 @@ def test_replies_of_models_that_are_not_named_are_not_trained(hf_engine, run_age
 def test_request_after_the_agent_has_returned_is_refused(hf_engine, run_agents):
     sessions: list[Session] = []
 
-    async def agent(session: Session, sample: Any) -> float:
+    async def agent(session: Session, sample: Any) -> None:
         sessions.append(session)
-        return 1.0
 
     run_agents(hf_engine, agent, 1)
     headers = {"authorization": f"Bearer {sessions[0].api_key}"}
@@ -368,7 +355,7 @@ def test_agents_at_once_lose_no_turn(hf_engine, run_agents, count):
     received: dict[int, list[str]] = {}
     everybody = asyncio.Event()
 
-    async def agent(session: Session, sample: Any) -> float:
+    async def agent(session: Session, sample: Any) -> None:
         number = sample.record["n"]
         texts = received[number] = []
         if len(received) == count:
@@ -383,7 +370,6 @@ def test_agents_at_once_lose_no_turn(hf_engine, run_agents, count):
                 messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "on"}]
 
         await asyncio.gather(branch("a"), branch("b"))
-        return 1.0
 
     samples, engine = run_agents(hf_engine, agent, count, timeout=600.0, concurrency=count)
     assert all(s.trajectory is not None and s.trajectory.error == "" for s in samples)

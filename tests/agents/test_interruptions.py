@@ -23,13 +23,12 @@ def test_checkpoint_with_agents_in_flight_does_not_interrupt_them(hf_engine, run
     asked: list[int] = []
     released = threading.Event()
 
-    async def agent(session: Session, sample: Any) -> float:
+    async def agent(session: Session, sample: Any) -> None:
         reply = await ask(session, session.messages, max_tokens=4)
         asked.append(sample.record["n"])
         while sample.record["n"] and not released.is_set():
             await asyncio.sleep(0.01)
         await ask(session, [*session.messages, reply, {"role": "user", "content": "on"}], max_tokens=4)
-        return 1.0
 
     def drive(engine: AgentEngine) -> list[Sample]:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -60,11 +59,10 @@ def test_agents_continue_where_the_process_of_their_engine_has_died(any_engine, 
     deaths: list[EngineDiedError] = []
     killed: list[int] = []
 
-    async def agent(session: Session, sample: Any) -> float:
+    async def agent(session: Session, sample: Any) -> None:
         messages = list(session.messages)
         for _ in range(3):
             messages += [await ask(session, messages, max_tokens=40), {"role": "user", "content": "on"}]
-        return 1.0
 
     def drive(engine: AgentEngine) -> list[Sample]:
         samples: list[Sample] = []

@@ -72,9 +72,8 @@ def test_collect_observations_have_no_logprob_and_no_version():
     assert sample.policy_versions == (5,) * turn + (NOT_GENERATED,) * seen + (5,) * 3
     assert sample.generated_mask == (True,) * turn + (False,) * seen + (True,) * 3
     positions = [len(PROMPT) + t for t in range(len(sample.tokens))]
-    assert sample.logprobs == tuple(
-        -0.01 * p if w else 0.0 for p, w in zip(positions, sample.generated_mask, strict=True)
-    )  # fmt: skip
+    pairs = zip(positions, sample.generated_mask, strict=True)
+    assert sample.logprobs == tuple(-0.01 * position if generated else 0.0 for position, generated in pairs)
 
 
 def test_collect_experts_of_a_turn_remain_unchanged():
