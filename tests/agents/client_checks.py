@@ -93,16 +93,11 @@ async def check_chat_async(base_url: str, key: str) -> None:
     assert (choice.finish_reason == "tool_calls") == bool(choice.message.tool_calls)
 
 
-def check_models(base_url: str, key: str) -> None:
-    """Lists of models with OpenAI's client."""
+def check_models_and_errors(base_url: str, key: str) -> None:
+    """Lists of models and errors with OpenAI's client: wrong key, unknown session, a request that is not honoured."""
     client = _openai(base_url, key)
     names = [valid(openai.types.Model, model).id for model in client.models.list()]
     assert client.models.retrieve(names[0]).id == names[0]
-
-
-def check_errors(base_url: str, key: str) -> None:
-    """Errors of OpenAI's client: wrong key, unknown session, and a request that cannot be honoured."""
-    client = _openai(base_url, key)
     ask = {"model": MODEL, "messages": [QUESTION]}
     for other, status in (
         (client.with_options(api_key="wrong"), 401),
