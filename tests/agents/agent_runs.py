@@ -1,6 +1,7 @@
 """Agents around a given engine, without a job."""
 
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -89,10 +90,9 @@ def runner_of(model: Path, positions: int) -> RunAgents:
     ) -> tuple[list[Sample], LoggedEngine]:
         logged = LoggedEngine(inner)
 
-        config = RolloutConfig(
-            agent_timeout_s=timeout, agent_retries=retries, agent_failure_reward=-1.0, agent_options=options,
-            agent_concurrency=concurrency, agent_trained=list(trained),
-        )  # fmt: skip
+        given: dict[str, Any] = {"agent_timeout_s": timeout, "agent_retries": retries, "agent_options": options}
+        given |= {"agent_concurrency": concurrency, "agent_trained": list(trained)}
+        config = RolloutConfig(agent_failure_reward=-1.0, **given)
         engine = AgentEngine(logged, agent, config, renderer, parser, positions)
         sampling = Sampling(max_new_tokens=tokens, stop_token_ids=tuple(stops))
         if drive is None:
@@ -116,12 +116,9 @@ def trained_runs(samples: list[Sample]) -> list[tuple[tuple[int, ...], tuple[int
         assert sample.trajectory is not None
         for segment in sample.trajectory.segments:
             start = 0
-            for i in range(1, len(segment.tokens) + 1):
-                ended = i == len(segment.tokens)
-                if ended or (segment.policy_versions[i] == NOT_GENERATED) != (
-                    segment.policy_versions[start] == NOT_GENERATED
-                ):
-                    if segment.policy_versions[start] != NOT_GENERATED:
-                        runs.append((segment.tokens[:start], segment.tokens[start:i]))
-                    start = i
+            for is_trained, versions in groupby(segment.policy_versions, lambda version: version != NOT_GENERATED):
+                end = start + len(list(versions))
+                if is_trained:
+                    runs.append((segment.tokens[:start], segment.tokens[start:end]))
+                start = end
     return runs

@@ -15,13 +15,10 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-MODEL = "policy"
+MODEL, LOGPROBS = "policy", "message.output_text.logprobs"
 QUESTION = {"role": "user", "content": "What will the weather be in Bern?"}
-SCHEMA = {
-    "type": "object",
-    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
-    "required": ["city"],
-}
+PROPERTIES = {"city": {"type": "string"}, "days": {"type": "integer"}}
+SCHEMA = {"type": "object", "properties": PROPERTIES, "required": ["city"]}
 CHAT_TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "get_weather", "description": "Forecast.", "parameters": SCHEMA}}
 ]
@@ -45,41 +42,26 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)  # takes a second for the events of responses
 
 
-def returned(message: Any) -> dict[str, Any]:
-    """A message of a reply as agents send it back."""
-    return message.model_dump(exclude_none=True)
+def _openai(base_url: str, key: str, kind: type = openai.OpenAI) -> Any:
+    return kind(base_url=base_url, api_key=key, max_retries=0)
 
 
 def check_chat(base_url: str, key: str) -> None:
     """Chat completions: a conversation with tools, log-probabilities, streams."""
-    client = openai.OpenAI(base_url=base_url, api_key=key, max_retries=0)
-    raw = client.chat.completions.with_raw_response.create(
-        model=MODEL, messages=[QUESTION], tools=CHAT_TOOLS, logprobs=True, temperature=0.3, max_tokens=64
-    )
+    client = _openai(base_url, key)
+    ask = {"model": MODEL, "messages": [QUESTION], "tools": CHAT_TOOLS, "logprobs": True}
+    raw = client.chat.completions.with_raw_response.create(temperature=0.3, max_tokens=64, **ask)
     completion = valid(ChatCompletion, raw.http_response.json())
     choice = completion.choices[0]
     assert len(choice.logprobs.content) == completion.usage.completion_tokens > 0
     assert all(token.logprob <= 0 for token in choice.logprobs.content)
-    conversation = [QUESTION, returned(choice.message)]
+    conversation = [QUESTION, choice.message.model_dump(exclude_none=True)]
     for call in choice.message.tool_calls or ():
         conversation.append({"role": "tool", "tool_call_id": call.id, "content": "sunny"})
     second = client.chat.completions.create(model=MODEL, messages=conversation, tools=CHAT_TOOLS, max_tokens=64)
     assert valid(ChatCompletion, second).usage.prompt_tokens > 0
-    chunks = list(
-        client.chat.completions.create(
-            model=MODEL,
-            messages=[QUESTION],
-            tools=CHAT_TOOLS,
-            stream=True,
-            logprobs=True,
-            max_completion_tokens=64,
-            stream_options={"include_usage": True},
-        )
-    )
-    _check_chunks([valid(ChatCompletionChunk, chunk) for chunk in chunks])
-
-
-def _check_chunks(chunks: list[ChatCompletionChunk]) -> None:
+    limits = {"max_completion_tokens": 64, "stream_options": {"include_usage": True}}
+    chunks = [valid(ChatCompletionChunk, c) for c in client.chat.completions.create(stream=True, **ask, **limits)]
     assert chunks[0].choices[0].delta.role == "assistant"
     assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]].count(None) == len(chunks) - 2
     assert chunks[-1].choices == [] and chunks[-1].usage is not None
@@ -90,19 +72,13 @@ def _check_chunks(chunks: list[ChatCompletionChunk]) -> None:
 
 async def check_chat_async(base_url: str, key: str) -> None:
     """Chat completions with the asynchronous client, and its helper that accumulates a stream."""
-    client = openai.AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0)
+    client = _openai(base_url, key, openai.AsyncOpenAI)
     completion = await client.chat.completions.create(model=MODEL, messages=[QUESTION], max_tokens=64)
     valid(ChatCompletion, completion)
     try:
-        async with client.chat.completions.stream(
-            model=MODEL,
-            messages=[QUESTION],
-            tools=STRICT_TOOLS,
-            tool_choice="required",
-            logprobs=True,
-            max_tokens=64,
-            stream_options={"include_usage": True},
-        ) as stream:
+        ask = {"model": MODEL, "messages": [QUESTION], "tools": STRICT_TOOLS, "tool_choice": "required"}
+        limits = {"max_tokens": 64, "stream_options": {"include_usage": True}}
+        async with client.chat.completions.stream(logprobs=True, **ask, **limits) as stream:
             async for _ in stream:
                 pass
             final: ChatCompletion = await stream.get_final_completion()
@@ -117,16 +93,11 @@ async def check_chat_async(base_url: str, key: str) -> None:
     assert (choice.finish_reason == "tool_calls") == bool(choice.message.tool_calls)
 
 
-def check_models(base_url: str, key: str) -> None:
-    """Lists of models with OpenAI's client."""
-    client = openai.OpenAI(base_url=base_url, api_key=key, max_retries=0)
+def check_models_and_errors(base_url: str, key: str) -> None:
+    """Lists of models and errors with OpenAI's client: wrong key, unknown session, a request that is not honoured."""
+    client = _openai(base_url, key)
     names = [valid(openai.types.Model, model).id for model in client.models.list()]
     assert client.models.retrieve(names[0]).id == names[0]
-
-
-def check_errors(base_url: str, key: str) -> None:
-    """Errors of OpenAI's client: wrong key, unknown session, and a request that cannot be honoured."""
-    client = openai.OpenAI(base_url=base_url, api_key=key, max_retries=0)
     ask = {"model": MODEL, "messages": [QUESTION]}
     for other, status in (
         (client.with_options(api_key="wrong"), 401),
@@ -142,16 +113,11 @@ def check_errors(base_url: str, key: str) -> None:
 
 def check_responses(base_url: str, key: str) -> None:
     """Responses: a conversation with tools that is sent back, one that is stored, and streams."""
-    client = openai.OpenAI(base_url=base_url, api_key=key, max_retries=0)
+    client = _openai(base_url, key)
     ask: dict[str, Any] = {"model": MODEL, "tools": RESPONSE_TOOLS, "max_output_tokens": 64}
     brief = ask | {"instructions": "Be brief."}
-    raw = client.responses.with_raw_response.create(
-        input="What will the weather be in Bern?",
-        include=["message.output_text.logprobs", "reasoning.encrypted_content"],
-        reasoning={"effort": "low"},
-        text={"verbosity": "low"},
-        **brief,
-    )
+    whole = {"include": [LOGPROBS, "reasoning.encrypted_content"], "reasoning": {"effort": "low"}}
+    raw = client.responses.with_raw_response.create(input=[QUESTION], text={"verbosity": "low"}, **whole, **brief)
     first = valid(Response, raw.http_response.json())
     assert first.status in ("completed", "incomplete") and first.usage.output_tokens > 0
     outputs = [
@@ -159,19 +125,14 @@ def check_responses(base_url: str, key: str) -> None:
         for item in first.output
         if item.type == "function_call"
     ]
-    question = {"role": "user", "content": "What will the weather be in Bern?"}
-    history = [question, *map(returned, first.output), *outputs]
+    history = [QUESTION, *(item.model_dump(exclude_none=True) for item in first.output), *outputs]
     valid(Response, client.responses.create(input=[*history, {"role": "user", "content": "And then?"}], **ask))
     follow_up = [*outputs, {"role": "user", "content": [{"type": "input_text", "text": "And then?"}]}]
     second = valid(Response, client.responses.create(input=follow_up, previous_response_id=first.id, **brief))
     assert second.previous_response_id == first.id and second.usage.input_tokens > first.usage.input_tokens
     references = [{"type": "item_reference", "id": item.id} for item in first.output]
-    valid(Response, client.responses.create(input=[question, *references, *follow_up], **ask))
+    valid(Response, client.responses.create(input=[QUESTION, *references, *follow_up], **ask))
     events = [valid(ResponseStreamEvent, event) for event in client.responses.create(input="Hi", stream=True, **ask)]
-    _check_response_events(events)
-
-
-def _check_response_events(events: list[Any]) -> None:
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
     assert events[-1].type in ("response.completed", "response.incomplete")
@@ -183,16 +144,10 @@ def _check_response_events(events: list[Any]) -> None:
 
 async def check_responses_async(base_url: str, key: str) -> None:
     """Responses with the asynchronous client, and its helper that accumulates a stream."""
-    client = openai.AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0)
+    client = _openai(base_url, key, openai.AsyncOpenAI)
     valid(Response, await client.responses.create(model=MODEL, input="Hello", store=False, max_output_tokens=64))
-    async with client.responses.stream(
-        model=MODEL,
-        input="Hello",
-        tools=RESPONSE_TOOLS,
-        tool_choice="required",
-        include=["message.output_text.logprobs"],
-        max_output_tokens=64,
-    ) as stream:
+    ask: dict[str, Any] = {"model": MODEL, "input": "Hello", "tools": RESPONSE_TOOLS, "tool_choice": "required"}
+    async with client.responses.stream(include=[LOGPROBS], max_output_tokens=64, **ask) as stream:
         events = [event async for event in stream]
     final = events[-1].response
     assert events[-1].type == f"response.{final.status}" and final.status in ("completed", "incomplete")
@@ -226,11 +181,8 @@ def check_messages(base_url: str, key: str) -> None:
     valid(anthropic.types.Message, client.messages.create(messages=history, system="Be brief.", **ask))
     count = client.messages.count_tokens(model=MODEL, messages=history, tools=MESSAGE_TOOLS)
     assert valid(anthropic.types.MessageTokensCount, count).input_tokens > 0
-    events = list(client.messages.create(messages=[QUESTION], stream=True, **ask))
-    _check_message_events([valid(anthropic.types.RawMessageStreamEvent, event) for event in events])
-
-
-def _check_message_events(events: list[Any]) -> None:
+    stream = client.messages.create(messages=[QUESTION], stream=True, **ask)
+    events = [valid(anthropic.types.RawMessageStreamEvent, event) for event in stream]
     assert [event.type for event in (events[0], *events[-2:])] == ["message_start", "message_delta", "message_stop"]
     assert events[0].message.content == [] and events[-2].delta.stop_reason and events[-2].usage.output_tokens > 0
     blocks = [event for event in events if event.type == "content_block_start"]

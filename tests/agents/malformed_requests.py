@@ -19,6 +19,8 @@ BODIES["/messages/count_tokens"] = BODIES["/messages"]
 UNUSED = {"/messages/count_tokens": ("max_tokens", "stop_sequences", "stream")}
 """Fields of a valid body that a route does not read."""
 WRONG: tuple[Any, ...] = (None, True, 7, -1, 2.5, 10**30, "", "text", [], [[]], [7], {}, {"a": 1})
+BAD = (b"\xff", b'\\ud800"', b"NaN", b"-Infinity", b"1e999", b"1" * 5000, b"[" * 1000, b"\x00", b"'", b"\n")
+ADDRESSES = ("", "/", "/chat", "/chat/completions/", "/completions", "/embeddings", "/../..", "/%00", "/é")
 RAW = (
     b"\x00\x01\x02\r\n\r\n",
     b"GET\r\n\r\n",
@@ -53,18 +55,20 @@ def malformed_requests(count: int, seed: int = 0) -> Iterator[Malformed]:
         yield kinds[number % len(kinds)](source)
 
 
+def _valid(source: random.Random) -> tuple[str, Json]:
+    return source.choice(list(BODIES.items()))
+
+
 def _broken_json(source: random.Random) -> Malformed:
-    path, body = source.choice(list(BODIES.items()))
+    path, body = _valid(source)
     content = json.dumps(body).encode()
     return Malformed(path, content[: source.randrange(len(content))])
 
 
 def _bad_bytes(source: random.Random) -> Malformed:
-    path, body = source.choice(list(BODIES.items()))
+    path, body = _valid(source)
     content = json.dumps(body).encode()
-    bad = source.choice(
-        [b"\xff", b'\\ud800"', b"NaN", b"-Infinity", b"1e999", b"1" * 5000, b"[" * 1000, b"\x00", b"'", b"\n"]
-    )
+    bad = source.choice(BAD)
     place = content.index(b'"policy"') + (1 if bad[:1] in b"\xff\\\x00\n" else 0)
     end = content.index(b'"policy"') + len(b'"policy"')
     return Malformed(path, content[:place] + bad + content[end:])
@@ -88,7 +92,7 @@ def _changed(body: Json, place: tuple[Any, ...], value: Any) -> bytes:
 
 def _wrong_type(source: random.Random) -> Malformed:
     """A field with a value of a type that it never has."""
-    path, body = source.choice(list(BODIES.items()))
+    path, body = _valid(source)
     place = source.choice([key for key in body if key not in UNUSED.get(path, ())])
     wrong = {"stream": [7, "yes", [], {}], "system": [7, True, {"a": 1}, [7], [[]]], "input": [7, True, {"a": 1}, [7]]}
     values = wrong.get(place, [7.5, True, {"a": 1}, [[7]], [{"a": [1]}]])
@@ -96,9 +100,8 @@ def _wrong_type(source: random.Random) -> Malformed:
 
 
 def _missing(source: random.Random) -> Malformed:
-    path, body = source.choice(list(BODIES.items()))
-    required = ["model", "input" if path == "/responses" else "messages"]
-    gone = source.choice(required)
+    path, body = _valid(source)
+    gone = source.choice(["model", "input" if path == "/responses" else "messages"])
     return Malformed(path, json.dumps({key: value for key, value in body.items() if key != gone}).encode())
 
 
@@ -109,9 +112,7 @@ def _refused(source: random.Random) -> Malformed:
 
 
 def _wrong_address(source: random.Random) -> Malformed:
-    path = source.choice(
-        ["", "/", "/chat", "/chat/completions/", "/completions", "/embeddings", "/../..", "/%00", "/é"]
-    )
+    path = source.choice(ADDRESSES)
     method = source.choice(["GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "NONSENSE"])
     if source.random() < 0.5:
         path, method = source.choice(list(BODIES)), source.choice(["GET", "PUT", "DELETE", "HEAD", "OPTIONS"])
@@ -119,7 +120,7 @@ def _wrong_address(source: random.Random) -> Malformed:
 
 
 def _wrong_key(source: random.Random) -> Malformed:
-    path, body = source.choice(list(BODIES.items()))
+    path, body = _valid(source)
     keys = [{}, {"authorization": "Bearer"}, {"authorization": "Basic eDp5"}, {"x-api-key": "wrong"}]
     return Malformed(path, json.dumps(body).encode(), headers={"authorization": "", **source.choice(keys)})
 
@@ -131,7 +132,7 @@ def _raw(source: random.Random) -> Malformed:
 
 def _any_change(source: random.Random) -> Malformed:
     """A value anywhere that is replaced, which some fields allow."""
-    path, body = source.choice(list(BODIES.items()))
+    path, body = _valid(source)
     place = source.choice(list(_places(body)))
     return Malformed(path, _changed(body, place, source.choice(WRONG)), may_be_valid=True)
 

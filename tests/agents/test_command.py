@@ -29,6 +29,7 @@ from verl_mg.errors import UserError
 from verl_mg.sandbox import supervisor
 
 AGENTS = Path(__file__).parents[1] / "recipes" / "agents"
+NOWHERE = "http://127.0.0.1:9999/v1"
 TIMEOUT = 600  # seconds for commands that are to end by themselves, on a machine that is busy
 ASK = """
 import json, os, urllib.request
@@ -114,7 +115,7 @@ def test_run_command_repair_agent_asks_again_where_the_answer_is_wrong():
 
 
 @pytest.mark.usefixtures("jail")
-def test_run_command_sandbox_reaches_nothing_but_the_endpoint(tmp_path):
+def test_run_command_sandbox_reaches_nothing_but_the_endpoint(tmp_path, monkeypatch):
     (tmp_path / "precious").write_text("x")
     program = f"""
 import socket
@@ -124,12 +125,9 @@ for port in (PORT, int(os.environ["OPENAI_BASE_URL"].split(":")[2].split("/")[0]
 print(os.path.exists({str(tmp_path)!r}), os.getuid() != 0, sorted(os.listdir("/agent")), os.path.exists("/etc/shadow"))
 print(sorted(name for name in os.environ if "API_KEY" in name), os.environ.get("SECRET"))
 """
-    os.environ["SECRET"] = "s3cret"
-    try:
-        with policy(lambda body: "") as url, socket.create_server(("127.0.0.1", 0)) as other:
-            result, log = run(python(program.replace("PORT", str(other.getsockname()[1]))), url)
-    finally:
-        del os.environ["SECRET"]
+    monkeypatch.setenv("SECRET", "s3cret")
+    with policy(lambda body: "") as url, socket.create_server(("127.0.0.1", 0)) as other:
+        result, log = run(python(program.replace("PORT", str(other.getsockname()[1]))), url)
     assert result is None
     assert log.splitlines() == [
         "no way",
@@ -175,9 +173,9 @@ with urllib.request.urlopen(url + "/stream") as reply:
 
 def test_run_command_failed_command_raises_with_its_last_line(kind):
     with pytest.raises(AgentError, match=r"^the agent's command ended with exit code 3: no luck$"):
-        run(python("import sys; reward(1); print('no luck'); sys.exit(3)"), "http://127.0.0.1:9999/v1")
+        run(python("import sys; reward(1); print('no luck'); sys.exit(3)"), NOWHERE)
     with pytest.raises(AgentError, match=r"exit code 127: nothing-here: No such file"):
-        run(["nothing-here"], "http://127.0.0.1:9999/v1")
+        run(["nothing-here"], NOWHERE)
 
 
 class Impatient(ScriptedSession):
@@ -191,7 +189,7 @@ class Impatient(ScriptedSession):
 def test_run_command_time_limit_kills_every_process(kind):
     name = uuid.uuid4().hex[:12]
     program = named(name, "if os.fork() == 0:\n os.setsid()\n print('before', flush=True)\ntime.sleep(6000)")
-    session = Impatient("http://127.0.0.1:9999/v1")
+    session = Impatient(NOWHERE)
     with pytest.raises(TimeoutError):
         asyncio.run(run_command(["python3", "-c", program], session, ScriptedSample(), timeout=TIMEOUT))
     assert (session.written, processes_named(name)) == (["before\n"], [])
@@ -225,7 +223,7 @@ def test_run_command_folders_of_any_depth_are_removed(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     program = "for _ in range(3000): os.mkdir('d', 0o300); os.chdir('d')\nreward(1)"
     try:
-        assert run(python(program), "http://127.0.0.1:9999/v1")[0] == 1.0
+        assert run(python(program), NOWHERE)[0] == 1.0
         assert list(tmp_path.iterdir()) == []
     finally:
         subprocess.run(["rm", "-rf", *tmp_path.iterdir()], check=True)  # pytest cannot remove it either
@@ -238,23 +236,20 @@ def is_open(number):
     except OSError: return False
 print([number for number in range(1000) if is_open(number)])
 """
-    assert run(python(program), "http://127.0.0.1:9999/v1")[1] == "[0, 1, 2]\n"
+    assert run(python(program), NOWHERE)[1] == "[0, 1, 2]\n"
 
 
 def test_run_command_log_has_the_lines_of_the_output():
-    program = """
-for piece in (b"one ", b"li", b"ne \\xc3", b"\\xa4\\nand ", b"another"):
-    os.write(1, piece); time.sleep(0.05)
-"""
-    session = ScriptedSession("http://127.0.0.1:9999/v1")
-    asyncio.run(run_command(["python3", "-c", "import os, time" + program], session, ScriptedSample(), timeout=TIMEOUT))
+    pieces = (b"one ", b"li", b"ne \xc3", b"\xa4\nand ", b"another")
+    program = f"import os, time\nfor piece in {pieces}: os.write(1, piece); time.sleep(0.05)"
+    session = ScriptedSession(NOWHERE)
+    asyncio.run(run_command(["python3", "-c", program], session, ScriptedSample(), timeout=TIMEOUT))
     assert session.written == ["one line \u00e4\n", "and another"]
 
 
 def test_run_command_record_that_is_not_json_is_in_the_sample():
     record = {"day": datetime.date(2026, 1, 2), "text": "\ud800"}
-    command = ["sh", "-c", 'cat "$VERL_MG_SAMPLE"']
-    _, log = run(command, "http://127.0.0.1:9999/v1", ScriptedSample(record=record))
+    _, log = run('cat "$VERL_MG_SAMPLE"', NOWHERE, ScriptedSample(record=record))
     assert json.loads(log)["record"] == {"day": "2026-01-02", "text": "\ud800"}
 
 
@@ -274,7 +269,7 @@ def test_run_command_folders_and_paths_are_there(kind, public):
     sample = ScriptedSample(record={"folder": str(task), "answer": "2", "info": {"truth": 2}, "level": 1})
     command = ["sh", "-c", f'echo $(cat a b {harness}/c) $MORE; cat "$VERL_MG_SAMPLE"; echo 0.5 >"$VERL_MG_REWARD"']
     options = {"folder": str(common), "paths": [str(harness)], "environment": {"MORE": 1}}
-    reward, log = run(command, "http://127.0.0.1:9999/v1", sample, **options)
+    reward, log = run(command, NOWHERE, sample, **options)
     words, _, content = log.partition("\n")
     assert (reward, words) == (0.5, "commontaskharness 1")
     assert json.loads(content) == {
@@ -282,7 +277,7 @@ def test_run_command_folders_and_paths_are_there(kind, public):
         "messages": [{"role": "user", "content": "1+1="}],
         "record": {"folder": str(task), "level": 1},  # nothing that contains the answer
     }
-    _, log = run(["sh", "-c", "cat $VERL_MG_SAMPLE"], "http://127.0.0.1:9999/v1", sample, show_answer=True)
+    _, log = run("cat $VERL_MG_SAMPLE", NOWHERE, sample, show_answer=True)
     assert json.loads(log)["answer"] == "2" == json.loads(log)["record"]["answer"]
 
 
@@ -298,7 +293,7 @@ def test_run_command_folders_and_paths_are_there(kind, public):
 )
 def test_run_command_wrong_options_raise(options, message):
     with pytest.raises(UserError, match=message):
-        run("", "http://127.0.0.1:9999/v1", **options)
+        run("", NOWHERE, **options)
 
 
 @pytest.mark.parametrize(

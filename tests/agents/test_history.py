@@ -17,21 +17,12 @@ from verl_mg.engines.engine import Sample
 from verl_mg.engines.trajectory import NOT_GENERATED
 
 RENDERERS = {"thinking": renderer_of(THINKING), "keeping": renderer_of(KEEPING)}
-PARSERS = {
-    name: ReplyParser(chat_tokenizer(template), "qwen25", "qwen3" if name == "thinking" else None)
-    for name, template in (("thinking", THINKING), ("keeping", KEEPING))
-}
 QWEN3 = ReplyParser(chat_tokenizer(KEEPING), "qwen25", "qwen3")
+PARSERS = {"thinking": QWEN3, "keeping": ReplyParser(chat_tokenizer(KEEPING), "qwen25")}
 
 
-@functools.cache
-def setting(name: str) -> tuple[ConversationRenderer, ReplyParser]:
-    """A renderer and a parser by the name of a case."""
-    if name in RENDERERS:
-        return RENDERERS[name], PARSERS[name]
-    template, _, option = name.partition(" without ")
-    options = {"enable_thinking": False} if option else {}
-    return renderer_of(THINKING if template == "merges" else template_of(template), merges=True, **options), QWEN3
+def user(content: str) -> dict[str, Any]:
+    return {"role": "user", "content": content}
 
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}
@@ -72,9 +63,8 @@ class Conversation:
         tokens = (*spelled, *(last if ends else ())) or last
         number = len(self.log)
         self.log.append((context.tokens, tokens if trained else ()))
-        sample = Sample(
-            0, tokens, (-0.5 - number,) * len(tokens), (number,) * len(tokens), "stop" if ends else "length"
-        )
+        scores, versions = (-0.5 - number,) * len(tokens), (number,) * len(tokens)
+        sample = Sample(0, tokens, scores, versions, "stop" if ends else "length")
         parsed = self.parser.parse(text, call.tools, context.rendered)
         message = assistant_message(*parsed)
         self.history.add(call, context, sample, message, trained=trained, truncated=not ends)
@@ -96,16 +86,27 @@ class Conversation:
                 assert tuple(segment.tokens[i] for i in positions) == generated
                 assert {segment.logprobs[i] for i in positions} == {-0.5 - version}
                 seen[version] = seen.get(version, 0) + 1
-            assert all(
-                logprob == 0.0
-                for logprob, version in zip(segment.logprobs, segment.policy_versions, strict=True)
-                if version == NOT_GENERATED
-            )
+            pairs = zip(segment.logprobs, segment.policy_versions, strict=True)
+            assert not any(logprob for logprob, version in pairs if version == NOT_GENERATED)
             if segment.prefix_of is not None:
                 source = segments[segment.prefix_of]
                 assert source.tokens[: segment.prefix_length] == segment.tokens[: segment.prefix_length]
                 assert set(segment.policy_versions[: segment.prefix_length]) <= {NOT_GENERATED}
         assert seen == {number: 1 for number, (_, generated) in enumerate(self.log) if generated}
+
+
+@functools.cache
+def renderer(name: str) -> ConversationRenderer:
+    template, _, option = name.partition(" without ")
+    options = {"enable_thinking": False} if option else {}
+    return renderer_of(THINKING if template == "merges" else template_of(template), merges=True, **options)
+
+
+def conversation_of(name: str) -> Conversation:
+    """A conversation by the name of a case."""
+    if name in RENDERERS:
+        return Conversation(RENDERERS[name], PARSERS[name])
+    return Conversation(renderer(name), QWEN3)
 
 
 TEXTS = st.text("ab {}<>\n\"'é", max_size=12)
@@ -141,19 +142,16 @@ SPELLINGS = st.lists(st.integers(0, 350), max_size=12)
 @settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_context_random_conversations_train_each_token_once(case, data):
-    conversation = Conversation(*setting(case))
+    conversation = conversation_of(case)
     replies = REPLIES if case in RENDERERS else st.one_of(REPLIES, SPELLINGS)
-    histories: list[list[dict[str, Any]]] = [[{"role": "user", "content": "hello"}]]
+    histories: list[list[dict[str, Any]]] = [[user("hello")]]
     tools = data.draw(st.sampled_from([(TOOL,), (TOOL,), ()]))
     for _ in range(data.draw(st.integers(1, 8))):
         tools = data.draw(st.sampled_from([tools, tools, tools, tools, (), (TOOL,)]))
         messages = list(data.draw(st.sampled_from([*histories[:-4:-1], *histories])))
         asked = [conversation.ask(messages, tools) for _ in range(data.draw(st.sampled_from([1, 1, 1, 2])))]
         for each in asked:  # requests at the same time
-            ends, trained = (
-                data.draw(st.sampled_from([True, True, False])),
-                data.draw(st.sampled_from([True, True, False])),
-            )
+            ends, trained = (data.draw(st.sampled_from([True, True, False])) for _ in range(2))
             reply = conversation.answer(each, data.draw(replies), ends, trained)
             if data.draw(st.booleans()):  # as clients of OpenAI send it back
                 reply = {key: value for key, value in reply.items() if key != "reasoning_content"}
@@ -169,20 +167,20 @@ def test_context_random_conversations_train_each_token_once(case, data):
 
 
 def test_context_reply_as_rendered_continues_its_segment():
-    conversation = Conversation(RENDERERS["keeping"], PARSERS["keeping"])
-    messages = [{"role": "user", "content": "one"}]
+    conversation = conversation_of("keeping")
+    messages = [user("one")]
     for number in range(4):
         asked = conversation.ask(messages)
         assert asked[1].kept == (0 if number == 0 else len(conversation.history.segments()[0].tokens))
         assert conversation.renderer.decode(asked[1].tokens) == conversation.renderer.render(messages, (), True)
-        messages = [*messages, conversation.answer(asked, f"reply {number}"), {"role": "user", "content": "next"}]
+        messages = [*messages, conversation.answer(asked, f"reply {number}"), user("next")]
     conversation.check()
     assert len(conversation.history.segments()) == 1
 
 
 def test_context_call_rendered_otherwise_keeps_the_generated_tokens():
-    conversation = Conversation(RENDERERS["keeping"], PARSERS["keeping"])
-    messages = [{"role": "user", "content": "one"}]
+    conversation = conversation_of("keeping")
+    messages = [user("one")]
     asked = conversation.ask(messages, (TOOL,))
     written = ' <tool_call>\n{"arguments":{"a" :1},   "name":"add"}\n</tool_call> '
     reply = conversation.answer(asked, written)
@@ -198,14 +196,12 @@ def test_context_call_rendered_otherwise_keeps_the_generated_tokens():
 
 
 def test_context_question_after_reasoning_begins_a_segment_without_it():
-    conversation = Conversation(RENDERERS["thinking"], PARSERS["thinking"])
-    messages = [{"role": "user", "content": "one"}]
+    conversation = conversation_of("thinking")
+    messages = [user("one")]
     asked = conversation.ask(messages)
     reply = conversation.answer(asked, "<think>\nsecret\n</think>\n\nfirst")
     assert reply == {"role": "assistant", "content": "first", "reasoning_content": "secret"}
-    called = conversation.ask(
-        [*messages, {"role": "assistant", "content": "first"}, {"role": "user", "content": "two"}]
-    )
+    called = conversation.ask([*messages, {"role": "assistant", "content": "first"}, user("two")])
     text = conversation.renderer.decode(called[1].tokens)
     assert "secret" not in text and "first" in text
     assert called[1].kept == len(asked[1].tokens), "the tokens in front of the reply are kept"
@@ -215,8 +211,8 @@ def test_context_question_after_reasoning_begins_a_segment_without_it():
 
 
 def test_context_tool_result_after_reasoning_keeps_it_though_the_agent_does_not_send_it():
-    conversation = Conversation(RENDERERS["thinking"], PARSERS["thinking"])
-    messages = [{"role": "user", "content": "one"}]
+    conversation = conversation_of("thinking")
+    messages = [user("one")]
     asked = conversation.ask(messages, (TOOL,))
     written = '<think>\nI add\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     reply = conversation.answer(asked, written)
@@ -231,22 +227,22 @@ def test_context_tool_result_after_reasoning_keeps_it_though_the_agent_does_not_
 
 def test_context_of_twins_that_differ_in_reasoning_continues_the_one_that_is_sent_back():
     conversation = Conversation(RENDERERS["keeping"], PARSERS["thinking"])
-    messages = [{"role": "user", "content": "one"}]
+    messages = [user("one")]
     both = [conversation.ask(messages), conversation.ask(messages)]
     replies = [conversation.answer(asked, f"<think>thought {number}</think> yes") for number, asked in enumerate(both)]
     for number, reply in enumerate(replies):
-        _, context = conversation.ask([*messages, reply, {"role": "user", "content": "two"}])
+        _, context = conversation.ask([*messages, reply, user("two")])
         text = conversation.renderer.decode(context.tokens)
         assert f"thought {number}</think> yes" in text and f"thought {1 - number}" not in text
     edited = {**replies[0], "reasoning_content": "other thought"}
-    _, context = conversation.ask([*messages, edited, {"role": "user", "content": "two"}])
+    _, context = conversation.ask([*messages, edited, user("two")])
     text = conversation.renderer.decode(context.tokens)
     assert "<think>other thought</think>yes" in text and "thought 0" not in text
 
 
 def test_requests_for_the_same_reply_at_once_share_their_prompt():
-    conversation = Conversation(RENDERERS["keeping"], PARSERS["keeping"])
-    asked = [conversation.ask([{"role": "user", "content": "one"}]) for _ in range(3)]
+    conversation = conversation_of("keeping")
+    asked = [conversation.ask([user("one")]) for _ in range(3)]
     for number, each in enumerate(asked):
         conversation.answer(each, f"reply {number}")
     conversation.check()
@@ -257,13 +253,13 @@ def test_requests_for_the_same_reply_at_once_share_their_prompt():
 
 
 def test_context_template_that_rewrites_the_prompt_itself_shares_what_is_in_front():
-    conversation = Conversation(*setting("qwen3 without thinking"))
-    messages: list[dict[str, Any]] = [{"role": "user", "content": "one"}]
+    conversation = conversation_of("qwen3 without thinking")
+    messages: list[dict[str, Any]] = [user("one")]
     new: list[int] = []
     for number in range(4):
         asked = conversation.ask(messages)
         new.append(len(asked[1].new_messages))
-        messages += [conversation.answer(asked, f"reply {number}"), {"role": "user", "content": "next"}]
+        messages += [conversation.answer(asked, f"reply {number}"), user("next")]
     conversation.check()
     segments = conversation.history.segments()
     assert [s.prefix_of for s in segments] == [None, 0, 1, 2] and new == [1, 1, 1, 1]
@@ -276,9 +272,9 @@ def test_context_text_of_an_end_token_in_a_message_is_no_end_of_a_reply():
     tokenizer = chat_tokenizer(KEEPING)
     stops = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<eos>"])
     conversation = Conversation(ConversationRenderer(tokenizer, stops, {}), PARSERS["keeping"])
-    messages = [{"role": "user", "content": "what is <eos> ?"}]
+    messages = [user("what is <eos> ?")]
     reply = conversation.answer(conversation.ask(messages), "the end", end="<eos>")
-    _, context = conversation.ask([*messages, reply, {"role": "user", "content": "two"}])
+    _, context = conversation.ask([*messages, reply, user("two")])
     text = conversation.renderer.decode(context.tokens)
     given = "what is <eos> ?<|im_end|>\n<|im_start|>assistant\nthe end<eos><|im_end|>\n"
     following = "<|im_start|>user\ntwo"
@@ -288,9 +284,9 @@ def test_context_text_of_an_end_token_in_a_message_is_no_end_of_a_reply():
 @pytest.mark.parametrize("arguments", ['{"a": ' * 100_000, "[" * 100_000])
 def test_context_arguments_of_any_depth_are_a_text(arguments):
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": arguments}}
-    asked = Conversation(RENDERERS["keeping"], PARSERS["keeping"]).ask(
+    asked = conversation_of("keeping").ask(
         [
-            {"role": "user", "content": "one"},
+            user("one"),
             {"role": "assistant", "content": "", "tool_calls": [call]},
             {"role": "tool", "tool_call_id": "c1", "content": "2"},
         ]
@@ -298,24 +294,22 @@ def test_context_arguments_of_any_depth_are_a_text(arguments):
     assert arguments in asked[1].rendered
 
 
-def test_context_template_that_writes_nothing_raises_an_error_of_the_request():
-    with pytest.raises(RequestError, match=r"messages: the chat template makes no text"):
-        Conversation(renderer_of("{%- if not messages -%}x{%- endif -%}"), PARSERS["keeping"]).ask(
-            [{"role": "user", "content": "one"}]
-        )
-
-
 def test_context_truncated_reply_gets_its_end():
-    conversation = Conversation(RENDERERS["keeping"], PARSERS["keeping"])
-    messages = [{"role": "user", "content": "one"}]
+    conversation = conversation_of("keeping")
+    messages = [user("one")]
     reply = conversation.answer(conversation.ask(messages), " cut of ", ends=False)
-    _, context = conversation.ask([*messages, reply, {"role": "user", "content": "two"}])
+    _, context = conversation.ask([*messages, reply, user("two")])
     text = conversation.renderer.decode(context.tokens)
     assert text.endswith("assistant\n cut of <|im_end|>\n<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_context_template_that_rejects_a_role_raises_an_error_of_the_request():
-    template = "{{- raise_exception('no such role') -}}"
-    conversation = Conversation(renderer_of(template), PARSERS["keeping"])
-    with pytest.raises(RequestError, match=r"messages: the chat template .* \(no such role\)"):
-        conversation.ask([{"role": "user", "content": "one"}])
+@pytest.mark.parametrize(
+    ("template", "error"),
+    [
+        ("{{- raise_exception('no such role') -}}", r"messages: the chat template .* \(no such role\)"),
+        ("{%- if not messages -%}x{%- endif -%}", r"messages: the chat template makes no text"),
+    ],
+)
+def test_context_template_without_a_text_raises_an_error_of_the_request(template, error):
+    with pytest.raises(RequestError, match=error):
+        Conversation(renderer_of(template), PARSERS["keeping"]).ask([user("one")])

@@ -36,16 +36,16 @@ FIRST, SECOND, THIRD = noise_image(84, 56, 0), noise_image(28, 60, 1), noise_ima
 TEXT = {"type": "text", "text": "what is it"}
 
 
-def chat_image(image: Image) -> Json:
-    return {"type": "image_url", "image_url": {"url": url_of(image), "detail": "auto"}}
-
-
 def url_of(image: Image) -> str:
     return "data:image/png;base64," + base64.b64encode(image.data).decode()
 
 
+def chat_image(image: Image) -> Json:
+    return {"type": "image_url", "image_url": {"url": url_of(image), "detail": "auto"}}
+
+
 def messages_image(image: Image) -> Json:
-    data = base64.b64encode(image.data).decode()
+    data = url_of(image).partition(",")[2]
     return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
 
 
@@ -65,20 +65,11 @@ def test_images_of_each_protocol_are_parts_of_the_same_messages():
     result = {"type": "tool_result", "tool_use_id": "c1", "content": [messages_image(FIRST)]}
     body = {"model": "policy", "max_tokens": 9, "messages": [{"role": "user", "content": [*blocks, result]}]}
     call = Messages().read(body, SessionMemory(LIMITS)).call
-    assert call.messages == ({"role": "user", "content": shown}, of_tool) and call.shown_images == (
-        FIRST, SECOND, FIRST,
-    )  # fmt: skip
-    items = [
-        {
-            "role": "user",
-            "content": [{"type": "input_image", "image_url": url_of(FIRST)}, TEXT | {"type": "input_text"}],
-        },
-        {
-            "type": "function_call_output",
-            "call_id": "c1",
-            "output": [{"type": "input_image", "image_url": url_of(FIRST)}],
-        },
-    ]
+    assert call.messages == ({"role": "user", "content": shown}, of_tool)
+    assert call.shown_images == (FIRST, SECOND, FIRST)
+    image = {"type": "input_image", "image_url": url_of(FIRST)}
+    question = {"role": "user", "content": [image, TEXT | {"type": "input_text"}]}
+    items = [question, {"type": "function_call_output", "call_id": "c1", "output": [image]}]
     call = Responses().read({"model": "policy", "input": items}, SessionMemory(LIMITS)).call
     assert call.messages == ({"role": "user", "content": shown[:2]}, of_tool) and call.shown_images == (FIRST, FIRST)
 
@@ -94,7 +85,7 @@ def test_images_of_each_protocol_are_parts_of_the_same_messages():
         (url_of(Image(FIRST.data[:-500])), r"content\[0\]: not a readable image \(.*truncated.*\)"),
         (url_of(noise_image(101, 100, 0)), r"content\[0\]: it has 101 x 100 pixels, data.max_image_pixels is 10000"),
     ],
-)  # fmt: skip
+)
 def test_image_that_cannot_be_read_is_refused_with_one_line(url, error):
     memory = SessionMemory(LIMITS)
     with pytest.raises(RequestError, match=rf"messages\[0\]\..*{error}") as refused:

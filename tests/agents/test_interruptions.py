@@ -2,8 +2,6 @@
 
 import asyncio
 import threading
-import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +9,7 @@ from torch.distributed import TCPStore
 
 from tests.agents.agent_runs import ask, requests_of, trained_runs
 from tests.helpers.engines import SGLANG, VLLM_NIGHTLY, bring_weights, process_of
+from tests.helpers.waiting import wait_until
 from verl_mg.agents.agent import Session
 from verl_mg.agents.engine import AgentEngine
 from verl_mg.data import Prompt
@@ -20,26 +19,16 @@ from verl_mg.rollout.groups import Group
 from verl_mg.rollout.work_queue import WorkQueue
 
 
-def wait_until(is_true: Callable[[], bool]) -> None:
-    until = time.monotonic() + 600
-    while time.monotonic() < until:
-        if is_true():
-            return
-        threading.Event().wait(0.01)
-    pytest.fail("it takes longer than ten minutes")
-
-
 def test_checkpoint_with_agents_in_flight_does_not_interrupt_them(hf_engine, run_agents):
     asked: list[int] = []
     released = threading.Event()
 
-    async def agent(session: Session, sample: Any) -> float:
+    async def agent(session: Session, sample: Any) -> None:
         reply = await ask(session, session.messages, max_tokens=4)
         asked.append(sample.record["n"])
         while sample.record["n"] and not released.is_set():
             await asyncio.sleep(0.01)
         await ask(session, [*session.messages, reply, {"role": "user", "content": "on"}], max_tokens=4)
-        return 1.0
 
     def drive(engine: AgentEngine) -> list[Sample]:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -70,11 +59,10 @@ def test_agents_continue_where_the_process_of_their_engine_has_died(any_engine, 
     deaths: list[EngineDiedError] = []
     killed: list[int] = []
 
-    async def agent(session: Session, sample: Any) -> float:
+    async def agent(session: Session, sample: Any) -> None:
         messages = list(session.messages)
         for _ in range(3):
             messages += [await ask(session, messages, max_tokens=40), {"role": "user", "content": "on"}]
-        return 1.0
 
     def drive(engine: AgentEngine) -> list[Sample]:
         samples: list[Sample] = []

@@ -46,7 +46,7 @@ def test_reply_with_stop_texts_ends_before_the_first(stops, content, kept):
 
     sessions, session = opened(generate, stop_token_ids=tokens[-1:])
     call = Call(({"role": "user", "content": "count"},), stop=stops)
-    reply = asyncio.run(sessions.complete(session.id, call))
+    reply = asyncio.run(sessions.complete(session, call))
     assert (reply.text, reply.finish, len(reply.tokens)) == (content, "stop", kept)
     (segment,) = session.trajectory(None, "").segments
     assert segment.tokens[-kept:] == tokens[:kept] and sum(v == 0 for v in segment.policy_versions) == kept
@@ -62,12 +62,13 @@ async def generate_two(session: OpenSession, context: Context, sampling: Samplin
 
 def test_session_closed_between_the_steps_of_a_request_is_not_found():
     sessions, session = opened(generate_two)
-    sessions.authorize(session.id, session.key)
+    assert sessions.authorize(session.id, session.key) is session
     sessions.close(session)
-    for request in (sessions.complete, sessions.count_tokens):
-        with pytest.raises(RequestError, match="is not open") as refused:
-            asyncio.run(request(session.id, CALL))  # type: ignore[arg-type]
-        assert refused.value.status == 404
+    with pytest.raises(RequestError, match="is not open") as refused:
+        asyncio.run(sessions.complete(session, CALL))
+    with pytest.raises(RequestError, match="is not open"):
+        sessions.count_tokens(session, CALL)
+    assert refused.value.status == 404
 
 
 def test_session_closed_while_a_reply_is_recorded_has_all_of_it():
@@ -89,7 +90,7 @@ def test_session_closed_while_a_reply_is_recorded_has_all_of_it():
 
     closing = threading.Thread(target=close)
     sessions, session = opened(generate_two, Closing)
-    reply = asyncio.run(sessions.complete(session.id, CALL))
+    reply = asyncio.run(sessions.complete(session, CALL))
     closing.join()
     assert finished == [reply.prompt_tokens + len(reply.tokens)] * 3 + [1]
 
@@ -103,14 +104,14 @@ def test_reply_without_tokens_is_refused_and_not_recorded(finish, message):
 
     sessions, session = opened(generate)
     with pytest.raises(RequestError, match=message) as refused:
-        asyncio.run(sessions.complete(session.id, CALL))
+        asyncio.run(sessions.complete(session, CALL))
     assert refused.value.status == 503 and session.trajectory(None, "").segments == ()
 
 
 def test_tools_without_sglang_end_the_job_with_what_to_install(monkeypatch):
     monkeypatch.setattr(tool_calls, "reply_parsers", lambda: None)
     sessions, session = opened(generate_two)
-    assert asyncio.run(sessions.complete(session.id, CALL)).text == "two"
+    assert asyncio.run(sessions.complete(session, CALL)).text == "two"
     tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
     with pytest.raises(UserError, match=r"rollout.tool_call_parser=qwen25: .* Install it"):
-        asyncio.run(sessions.complete(session.id, Call(CALL.messages, (tool,))))
+        asyncio.run(sessions.complete(session, Call(CALL.messages, (tool,))))

@@ -11,7 +11,6 @@ import pytest
 from verl_mg.engines.engine import EngineDiedError, Request, Sample, Sampling
 from verl_mg.errors import UserError
 from verl_mg.servers import pool as server_pool
-from verl_mg.servers import pool_member
 from verl_mg.servers.info import ServerKeys
 from verl_mg.servers.pool import ServerPool
 from verl_mg.servers.pool_member import Server, State
@@ -173,7 +172,7 @@ def test_pool_without_servers_keeps_requests_until_one_is_ready(pool, clients):
 def test_pool_without_servers_for_too_long_raises(pool, monkeypatch):
     pool.submit(requests(1), SAMPLING)
     assert pool.collect(0.0) == []
-    monkeypatch.setattr(pool_member, "LOST_SECONDS", -1.0)
+    monkeypatch.setattr(server_pool, "LOST_SECONDS", -1.0)
     with pytest.raises(UserError, match="no server has been ready for -1 s, and 1 samples wait"):
         pool.collect(0.0)
 

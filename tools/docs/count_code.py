@@ -21,7 +21,7 @@ KEYS = {
 """Names under which a key travels. A file counts if one of them, with or without `_`, is a variable, a parameter, a
 keyword or an attribute in it."""
 OTHER_ROUTES = ("fsdp/", "vllm/", "servers/", "remote_", "planner/", "cli.py")
-"""Files that a key does not pass in a job with Megatron and SGLang. The planner has its own inputs of the same names."""
+"""Files that a key does not pass in a job with Megatron and SGLang; the planner has inputs of the same names."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 

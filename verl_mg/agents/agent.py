@@ -42,17 +42,13 @@ class Session:
     api_key: str  # key of this session; no other session accepts it
     messages: list[dict[str, Any]]
     options: dict[str, Any]  # options of the job, `rollout.agent_options`
-    write_log: Callable[[str], None]  # function that `log` calls
+    log: Callable[[str], None]  # adds text to the agent's log, which `verl-mg view` shows with the conversation
     model: str = POLICY  # name of the model to write in requests; any name is accepted
 
     @property
     def anthropic_base_url(self) -> str:
         """Returns the URL for clients of Anthropic, which add `/v1` themselves."""
         return self.base_url.removesuffix("/v1")
-
-    def log(self, text: str) -> None:
-        """Adds text to the agent's log, which `verl-mg view` shows with the conversation."""
-        self.write_log(text)
 
 
 # Function of a user that returns a `Result`. The sample has no response yet.

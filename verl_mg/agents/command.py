@@ -70,13 +70,7 @@ class CommandOptions:
         return [os.path.abspath(os.path.expanduser(path)) for path in self.paths]
 
 
-async def run_command(
-    command: Sequence[str] | str,
-    session: Session,
-    sample: Sample,
-    *,
-    timeout: float,
-) -> Result:
+async def run_command(command: Sequence[str] | str, session: Session, sample: Sample, *, timeout: float) -> Result:
     """Runs a command line as the agent of a sample, with `session.options` as `CommandOptions`.
 
     After `timeout` seconds everything that it has started is killed and TimeoutError raised; AgentError where it fails

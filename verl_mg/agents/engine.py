@@ -116,7 +116,10 @@ class AgentEngine(EngineWrapper):
         """
         deadline = time.monotonic() + timeout
         while True:
-            self._check()
+            if isinstance(self._error, UserError):
+                raise self._error
+            if self._error is not None:
+                raise RuntimeError(f"the endpoint of agents failed: {self._error!r}") from self._error
             left = max(deadline - time.monotonic(), 0.0)
             # While the engine generates it is polled, so that new requests join its batch within POLL_SECONDS.
             self._receive(0.0 if self._turns else left)
@@ -222,9 +225,3 @@ class AgentEngine(EngineWrapper):
     def _fail(self, error: BaseException) -> None:
         # In the server's or the agents' thread; the next `collect` raises it in the rank's.
         self._error = error
-
-    def _check(self) -> None:
-        if self._error is not None:
-            if isinstance(self._error, UserError):
-                raise self._error
-            raise RuntimeError(f"the endpoint of agents failed: {self._error!r}") from self._error

@@ -40,7 +40,7 @@ class ConversationRenderer:
         self._tokenizer, self._processor = copy.deepcopy(tokenizer), processor
         self._options = dict(options)
         self.piece = functools.cache(lambda token: self.decode([token]))  # text of one token, special ones included
-        self._stops = {token: self.decode([token]) for token in stop_token_ids}
+        self.stops = {token: self.decode([token]) for token in stop_token_ids}  # texts of the tokens that end a reply
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], for_reply: bool) -> str:
         """Returns a conversation as text; `for_reply`: up to the beginning of the assistant's next message."""
@@ -90,20 +90,16 @@ class ConversationRenderer:
         assert isinstance(text, str)
         return text
 
-    def is_stop(self, token: int) -> bool:
-        """Returns whether a token ends a reply."""
-        return token in self._stops
-
     def after_reply(self, rendered: str, last: int) -> str:
         """Returns the text after the last generated token `last` of a reply: the end of the turn.
 
         `rendered` is the reply as the template renders it, without the conversation in front of it.
         """
-        ended = self._stops.get(last)
+        ended = self.stops.get(last)
         if ended is not None and ended in rendered:
             return rendered[rendered.rindex(ended) + len(ended) :]
         # A reply that was cut has no end token, so the template's is part of the text that follows.
-        ends = [rendered.rindex(text) for text in self._stops.values() if text in rendered]
+        ends = [rendered.rindex(text) for text in self.stops.values() if text in rendered]
         return rendered[max(ends) :] if ends else ""
 
 

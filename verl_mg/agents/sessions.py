@@ -217,7 +217,7 @@ class Sessions:
         """Returns the text of a reply, without the token or text that ended it."""
         if stopped is not None:
             return self._renderer.decode(sample.tokens).partition(stopped)[0]
-        ended = sample.finish == "stop" and self._renderer.is_stop(sample.tokens[-1])
+        ended = sample.finish == "stop" and sample.tokens[-1] in self._renderer.stops
         return self._renderer.decode(sample.tokens[:-1] if ended else sample.tokens)
 
 

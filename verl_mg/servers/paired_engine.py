@@ -73,21 +73,6 @@ class PairedEngine(RemoteEngine):
         """Clients of both servers, each of which receives weights."""
         return self, self._prefill
 
-    def reconnect(self) -> None:
-        """Implements `RemoteEngine.reconnect` for both servers."""
-        self._prefill.reconnect()
-        super().reconnect()
-
-    def refresh(self) -> None:
-        """Implements `RemoteEngine.refresh` for both servers."""
-        self._prefill.refresh()
-        super().refresh()
-
-    def check_weights(self) -> None:
-        """Checks that both servers respond and have the weights; EngineDiedError otherwise."""
-        self._prefill.check_weights()
-        super().check_weights()
-
     def health(self) -> bool:
         """Returns whether the weights have been sent to both servers."""
         return self._prefill.health() and super().health()

@@ -162,7 +162,8 @@ class ServerPool(RolloutEngine):
         for server in chosen:
             assert server.client is not None
             try:
-                server.client.refresh()  # it may have been restarted in between
+                for part in server.client.parts:
+                    part.refresh()  # it may have been restarted in between
                 receivers |= {server.number + i: part for i, part in enumerate(server.client.parts)}
             except (EngineDiedError, UserError) as error:
                 self.lose(server.number, str(error))
@@ -214,7 +215,8 @@ class ServerPool(RolloutEngine):
             if server.client is None:
                 server.client = self._connect(server.url, False, self._arrival.set)
             else:
-                server.client.reconnect()
+                for part in server.client.parts:
+                    part.reconnect()
         except (EngineDiedError, UserError) as error:
             if server.pause <= 4 * FIRST_PAUSE:  # the first attempts; later ones would fill the log
                 log.warning("rollout: %s", error)
@@ -231,7 +233,8 @@ class ServerPool(RolloutEngine):
             ready = [] if self._updating else self._ready()
         for server, client in ready:
             try:
-                client.check_weights()
+                for part in client.parts:
+                    part.check_weights()
             except CancelledError:  # the job ends
                 return
             except EngineDiedError as error:

@@ -81,22 +81,9 @@ def test_chat_completion_satisfies_the_types_of_openai(name):
 
 @pytest.mark.parametrize("name", REPLIES)
 def test_response_satisfies_the_types_of_openai(name):
-    absent = {
-        f"Response.{field}"
-        for field in (
-            "conversation",
-            "max_tool_calls",
-            "prompt",
-            "prompt_cache_key",
-            "prompt_cache_retention",
-            "safety_identifier",
-            "service_tier",
-            "temperature",
-            "top_logprobs",
-            "top_p",
-            "user",
-        )
-    }
+    limits = ("max_tool_calls", "temperature", "top_logprobs", "top_p", "service_tier", "safety_identifier", "user")
+    prompt = ("conversation", "prompt", "prompt_cache_key", "prompt_cache_retention")
+    absent = {f"Response.{field}" for field in (*limits, *prompt)}
     absent |= {"CustomTool.description", "CustomTool.format", "ResponseReasoningItem.status"}
     absent |= {"Reasoning.generate_summary", "Reasoning.summary", "ResponseTextConfig.verbosity"}
     whole, event = response_types.Response, response_types.ResponseStreamEvent

@@ -61,9 +61,8 @@ def test_calculator_demonstrations_equal_the_rollout_tokens(folder):
     chat_format = ToolCallFormat(tokenizer, load_tools(["verl_mg.agents.tools.builtin:calculator"]), "qwen25")
     tokens = tokenizer(continued["prompt"][1]["content"])["input_ids"]
     assert len(tokens) == len(tokenizer(requested["answer"])["input_ids"]) == 15
-    assert chat_format.calls(tokens) == [
-        ToolCall("call00000", "calculator", json.dumps({"expression": continued["prompt"][0]["content"]}))
-    ]  # fmt: skip
+    arguments = json.dumps({"expression": continued["prompt"][0]["content"]})
+    assert chat_format.calls(tokens) == [ToolCall("call00000", "calculator", arguments)]
     begin = tokenizer.apply_chat_template(continued["prompt"][:1], tokenize=False, add_generation_prompt=True)
     seen = chat_format.observation(tokenizer.eos_token_id, [ToolResult("calculator", continued["answer"])])
     whole = tokenizer.apply_chat_template(continued["prompt"], tokenize=False, add_generation_prompt=True)

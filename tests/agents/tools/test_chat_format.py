@@ -2,7 +2,6 @@
 
 import json
 import sys
-from typing import Any
 
 import pytest
 
@@ -20,32 +19,28 @@ TOOLS = [Tool.from_function(calculator)]
 
 
 def calls_in(text: str, tool_call_parser: str = "qwen25") -> list[ToolCall]:
-    tokenizer = tokenizer_with()
-    return ToolCallFormat(tokenizer, TOOLS, tool_call_parser).calls(
-        tokenizer(text, add_special_tokens=False)["input_ids"]
-    )
+    tokens = tokenizer_with()(text, add_special_tokens=False)["input_ids"]
+    return ToolCallFormat(tokenizer_with(), TOOLS, tool_call_parser).calls(tokens)
 
 
-def same(calls: list[ToolCall], *expected: tuple[str, dict[str, Any]]) -> bool:
-    return [(call.name, json.loads(call.arguments)) for call in calls] == list(expected)
+ONE, TWO = qwen("calculator", expression="1"), qwen("calculator", expression="2")
 
 
-def test_calls_text_without_calls_returns_none():
-    assert calls_in("the answer is 42 {} <tool>") == []
-
-
-def test_calls_are_returned_in_order():
-    text = f"think\n{qwen('calculator', expression='1+1')}\n{qwen('calculator', expression='2')}"
-    assert same(calls_in(text), ("calculator", {"expression": "1+1"}), ("calculator", {"expression": "2"}))
-
-
-def test_calls_llama_format_is_parsed():
-    text = '<|python_tag|>{"name": "calculator", "parameters": {"expression": "3"}}'
-    assert same(calls_in(text, "llama3"), ("calculator", {"expression": "3"}))
-
-
-def test_calls_unknown_tools_are_returned():
-    assert same(calls_in(qwen("oracle", question="?")), ("oracle", {"question": "?"}))
+@pytest.mark.parametrize(
+    ("form", "text", "calls"),
+    [
+        ("qwen25", "the answer is 42 {} <tool>", []),
+        (
+            "qwen25",
+            f"think\n{ONE}\n{TWO}",
+            [("calculator", {"expression": "1"}), ("calculator", {"expression": "2"})],
+        ),
+        ("qwen25", qwen("oracle", question="?"), [("oracle", {"question": "?"})]),
+        ("llama3", '<|python_tag|>{"name": "add", "parameters": {"n": "3"}}', [("add", {"n": "3"})]),
+    ],
+)
+def test_calls_are_returned_in_order_those_of_unknown_tools_too(form, text, calls):
+    assert [(call.name, json.loads(call.arguments)) for call in calls_in(text, form)] == calls
 
 
 @pytest.mark.parametrize(
@@ -88,9 +83,8 @@ def test_observation_equals_the_tokens_of_the_whole_conversation():
     tokens += [*tokenizer(written)["input_ids"], tokenizer.eos_token_id]
     tokens += ToolCallFormat(tokenizer, TOOLS, "qwen25").observation(tokens[-1], [ToolResult("calculator", "42")])
     messages = [*prompt, {"role": "assistant", "content": written}, {"role": "tool", "content": "42"}]
-    assert tokens == tokenizer(
-        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    )["input_ids"]  # fmt: skip
+    whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert tokens == tokenizer(whole)["input_ids"]
 
 
 def test_observation_without_template_uses_line_breaks():

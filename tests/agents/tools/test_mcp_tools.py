@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,13 +27,21 @@ class Servers(NamedTuple):
     latest: str
 
 
+@contextmanager
+def started(*arguments: str) -> Iterator[list[str]]:
+    """Starts the servers and yields their URLs."""
+    command = [sys.executable, "-m", MODULE, *arguments]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process.stdout.readline().split()
+        finally:
+            process.kill()
+
+
 @pytest.fixture(scope="module")
 def servers() -> Iterator[Servers]:
-    process = subprocess.Popen([sys.executable, "-m", MODULE], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    yield Servers(*(f"mcp:{url}" for url in process.stdout.readline().split()))
-    process.kill()
-    process.wait()
+    with started() as urls:
+        yield Servers(*(f"mcp:{url}" for url in urls))
 
 
 @pytest.fixture
@@ -152,24 +161,13 @@ def test_mcp_call_that_is_aborted_closes_its_session(servers, runners):
 
 @pytest.mark.nightly
 def test_mcp_server_that_ends_gives_errors_until_it_is_back(runners):
-    def start(*arguments: str) -> tuple[subprocess.Popen[str], str]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", MODULE, *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True
-        )
-        assert process.stdout is not None
-        return process, process.stdout.readline().split()[0]
-
-    process, url = start()
-    runner = runner_of(runners, f"mcp:{url}")
-    assert result(runner, "add", n=1) == "1"
-    process.kill()
-    process.wait()
+    with started() as (url, *_):
+        runner = runner_of(runners, f"mcp:{url}")
+        assert result(runner, "add", n=1) == "1"
     assert result(runner, "add", n=2).startswith("error: add raised MCPError: ")
     assert result(runner, "add", n=4).startswith(f"error: add: mcp:{url} cannot be opened (ConnectError: ")
-    process, _ = start(url)
-    assert result(runner, "add", n=8) == "11", "the calls before are repeated"
-    process.kill()
-    process.wait()
+    with started(url):
+        assert result(runner, "add", n=8) == "11", "the calls before are repeated"
 
 
 @pytest.mark.nightly

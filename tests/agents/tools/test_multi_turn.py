@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -51,6 +51,15 @@ def one(engine: Scripted, sampling: Sampling = SAMPLING, **options: Any) -> Samp
     return conversations(engine, **options).generate([Request(7, PROMPT, 0)], sampling)[0]
 
 
+def observed(text: str, **options: Any) -> tuple[int, ...]:
+    """The tokens that follow a first turn in the context of the second."""
+    engine = Scripted(turns_of(text, "ok"))
+    assert one(engine, **options).finish == "stop"
+    start = (*PROMPT, *encode(text), EOS)
+    assert engine.requested[1].context[: len(start)] == start
+    return engine.requested[1].context[len(start) :]
+
+
 def test_collect_context_is_the_prompt_and_all_tokens_since():
     engine = Scripted(turns_of(f"I ask 42 {CALL}", CALL, "It is 42."))
     sample = one(engine)
@@ -72,9 +81,8 @@ def test_collect_observations_have_no_logprob_and_no_version():
     assert sample.policy_versions == (5,) * turn + (NOT_GENERATED,) * seen + (5,) * 3
     assert sample.generated_mask == (True,) * turn + (False,) * seen + (True,) * 3
     positions = [len(PROMPT) + t for t in range(len(sample.tokens))]
-    assert sample.logprobs == tuple(
-        -0.01 * p if w else 0.0 for p, w in zip(positions, sample.generated_mask, strict=True)
-    )  # fmt: skip
+    pairs = zip(positions, sample.generated_mask, strict=True)
+    assert sample.logprobs == tuple(-0.01 * position if generated else 0.0 for position, generated in pairs)
 
 
 def test_collect_experts_of_a_turn_remain_unchanged():
@@ -102,9 +110,7 @@ def test_collect_calls_of_a_turn_run_concurrently():
         meet.wait(timeout=60)
         return f"met {n}"
 
-    engine = Scripted(turns_of(f"{qwen('wait', n=1)}\n{qwen('wait', n=2)}", "ok"))
-    one(engine, tools=[wait])
-    assert engine.requested[1].context[-len(worded("met 1", "met 2")) :] == worded("met 1", "met 2")
+    assert observed(f"{qwen('wait', n=1)}\n{qwen('wait', n=2)}", tools=[wait]) == worded("met 1", "met 2")
 
 
 @pytest.mark.parametrize(
@@ -119,10 +125,8 @@ def test_collect_calls_of_a_turn_run_concurrently():
     ],
 )
 def test_collect_failed_call_is_observed_as_an_error(text, result):
-    engine = Scripted(turns_of(text, "ok"))
-    sample = one(engine, tools=[calculator, endless], tool_timeout=0.2 if "endless" in text else 60)
-    assert engine.requested[1].context == (*PROMPT, *encode(text), EOS, *worded(result))
-    assert sample.finish == "stop"
+    limit = 0.2 if "endless" in text else 60
+    assert observed(text, tools=[calculator, endless], tool_timeout=limit) == worded(result)
 
 
 def test_collect_result_that_is_not_unicode_is_replaced():
@@ -130,25 +134,19 @@ def test_collect_result_that_is_not_unicode_is_replaced():
         """List files, whose names may be any bytes."""
         return os.fsdecode(b"caf\xe9")
 
-    engine = Scripted(turns_of(qwen("files"), "ok"))
-    one(engine, tools=[files])
-    assert engine.requested[1].context[-len(worded("caf?")) :] == worded("caf?")
+    assert observed(qwen("files"), tools=[files]) == worded("caf?")
 
 
 @pytest.mark.usefixtures("sandbox")
 def test_collect_python_tool_runs_in_the_sandbox():
-    engine = Scripted(turns_of(qwen("python", code="print(6 * 7)"), "ok"))
-    one(engine, tools=[python])
-    assert engine.requested[1].context[-len(worded("42")) :] == worded("42")
+    assert observed(qwen("python", code="print(6 * 7)"), tools=[python]) == worded("42")
 
 
 @pytest.mark.parametrize("max_turns", [1, 2, 3])
 def test_collect_last_turn_makes_no_calls(max_turns):
     engine = Scripted(turns_of(CALL, CALL, CALL))
     sample = one(engine, max_turns=max_turns)
-    assert len(engine.requested) == max_turns
-    assert sample.tokens[-1] == EOS
-    assert sample.finish == "stop"
+    assert (len(engine.requested), sample.tokens[-1], sample.finish) == (max_turns, EOS, "stop")
 
 
 def test_collect_token_limit_includes_observations():
@@ -251,9 +249,8 @@ def test_abort_during_generation_can_be_resumed():
     # Cut behind its observation, it has written one turn of two.
     engine.requested.clear()
     seen = len(encode(CALL)) + 1 + len(worded("42"))
-    begun = replace(
-        sample, tokens=sample.tokens[:seen], logprobs=(0.0,) * seen, policy_versions=sample.policy_versions[:seen]
-    )
+    columns = {name: getattr(sample, name)[:seen] for name in ("tokens", "logprobs", "policy_versions")}
+    begun = replace(sample, **columns)
     assert wrapper.generate([Request(7, PROMPT, 0, begun)], SAMPLING)[0].tokens == sample.tokens
     assert len(engine.requested) == 1
 
@@ -309,15 +306,6 @@ def add(numbers: list[int]) -> str:
     return str(sum(numbers))
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.mark.usefixtures("one_thread")
 def test_collect_with_hf_engine_logprobs_equal_the_whole_row(tmp_path):
     engine = HFEngine(make_tiny_model(tmp_path, "qwen3", init_std=0.3), "cpu", torch.float32, max_running_requests=8)
     speech: Any = EveryTurnCalls()

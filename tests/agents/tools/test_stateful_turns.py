@@ -33,7 +33,6 @@ def engine_with(kind: type[Ledger], script: Callable[[Request], str]) -> tuple[S
 
 
 def saw(request: Request, result: str) -> bool:
-    """Whether a request ends with this result."""
     return request.context[-len(worded(result)) :] == worded(result)
 
 
@@ -74,7 +73,7 @@ def test_state_is_closed_however_the_sample_ends(limit):
 @pytest.mark.parametrize("by_id", [False, True])
 def test_state_of_a_resumed_sample_repeats_its_earlier_calls(by_id):
     kind = ledger()
-    script = turns_of(f"{ADD_1}\n{qwen('oracle')}", ADD_2, qwen("wait"), "never")
+    script = turns_of(f"{ADD_1}\n{qwen('oracle')}\n{qwen('add')}", ADD_2, qwen("wait"), "never")
     engine, wrapper = engine_with(kind, script)
     cut = aborted_while(wrapper, kind, "waits", by_id)
     assert observations(Request(7, PROMPT, 0, cut)) == 2

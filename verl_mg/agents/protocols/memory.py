@@ -47,11 +47,9 @@ class SessionMemory:
     def store(self, name: str, response: StoredResponse) -> None:
         """Stores a response under its id, for later requests."""
         self._responses[name] = response
-        while len(self._responses) > MAX_RESPONSES or self._size() > MAX_CHARACTERS:
-            self._responses.popitem(last=False)
-
-    def _size(self) -> int:
-        return sum(response.size for response in self._responses.values())
+        kept = self._responses
+        while len(kept) > MAX_RESPONSES or sum(response.size for response in kept.values()) > MAX_CHARACTERS:
+            kept.popitem(last=False)
 
     def response(self, name: str) -> StoredResponse | None:
         """Returns a stored response, or None."""
@@ -96,23 +94,17 @@ def content_of(content: Any, field: str, separator: str, memory: SessionMemory) 
 
     `separator` joins parts of text where there are no images. The images are added to `memory`.
     """
-    if memory.image_limits is None or not isinstance(content, list) or not any(map(is_image, content)):
+    if memory.image_limits is None or not isinstance(content, list) or not any(map(_is_image, content)):
         return text_of(content, field, separator)
-    parts = []
-    for number, part in enumerate(content):
-        place = f"{field}[{number}]"
-        parts.append(image_part(part, place, memory) if is_image(part) else text_part(part_text(part, place)))
-    return parts
+    named = ((part, f"{field}[{number}]") for number, part in enumerate(content))
+    return [
+        image_part(part, place, memory) if _is_image(part) else {"type": "text", "text": part_text(part, place)}
+        for part, place in named
+    ]
 
 
-def is_image(part: Any) -> bool:
-    """Returns whether a part of a content is an image."""
+def _is_image(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") in IMAGE_PARTS
-
-
-def text_part(text: str) -> dict[str, Any]:
-    """Returns a text as a part of a content."""
-    return {"type": "text", "text": text}
 
 
 def image_part(part: dict[str, Any], field: str, memory: SessionMemory) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from pydantic import Field
 
 from verl_mg.agents.call import Call, Reply, RequestError, assistant_message
 from verl_mg.agents.protocols import ChatApi, Exchange, JsonObject, fields, sse
-from verl_mg.agents.protocols.memory import Content, SessionMemory, content_of, image_part, text_part
+from verl_mg.agents.protocols.memory import Content, SessionMemory, content_of, image_part
 from verl_mg.agents.tool_calls import ToolCall
 
 MALFORMED = "malformed_arguments"
@@ -169,7 +169,7 @@ def _others(role: str, blocks: list[tuple[Any, str]], memory: SessionMemory) -> 
     for block, field in blocks:
         match _kind(block, field):
             case "text":
-                parts.append(text_part(fields.text_at(block, field, "text")))
+                parts.append({"type": "text", "text": fields.text_at(block, field, "text")})
             case "image" if role == "user" and memory.image_limits:
                 parts.append(image_part(block, field, memory))
             case "tool_result" if role == "user":

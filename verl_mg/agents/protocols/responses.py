@@ -92,19 +92,6 @@ class _Call(fields.Fields):
     namespace: str | None = None
 
 
-class _FunctionCall(_Call):
-    arguments: str
-
-
-class _CustomCall(_Call):
-    input: str
-
-
-class _Message(fields.Fields):
-    role: str
-    content: Any
-
-
 class _Reasoning(fields.Fields):
     content: Any = None
     summary: Any = None
@@ -203,7 +190,7 @@ def _read_item(item: Any, field: str, memory: SessionMemory) -> JsonObject:
     # The type of a message and of a reference may be left out in OpenAI's API.
     match item.get("type") or ("message" if "role" in item else "item_reference"):
         case "message":
-            return _read_message(fields.read(_Message, item, field), field, memory)
+            return _read_message(fields.text_at(item, field, "role"), item.get("content"), field, memory)
         case "reasoning":
             text = _reasoning(fields.read(_Reasoning, item, field), field)
             return {"role": "assistant", "reasoning_content": text} if text else {"role": "assistant"}
@@ -223,16 +210,15 @@ def _read_item(item: Any, field: str, memory: SessionMemory) -> JsonObject:
             raise fields.unsupported(f"{field}.type", kind, "The policy reads text and tool calls")
 
 
-def _read_message(message: _Message, field: str, memory: SessionMemory) -> JsonObject:
+def _read_message(role: str, content: Any, field: str, memory: SessionMemory) -> JsonObject:
     place = f"{field}.content"
-    if message.role == "assistant":
-        if message.content is None:
+    if role == "assistant":
+        if content is None:
             raise fields.missing(place)
-        return assistant_message(fields.text_of(message.content, place, fields.PIECES), "", ())
-    if message.role not in ("user", "system", "developer"):
-        wrong = f"{fields.quoted(message.role)} is not a role"
-        raise fields.refusal(f"{field}.role", wrong, "Use user, assistant or system")
-    return message_of(message.role, message.content, place, memory)
+        return assistant_message(fields.text_of(content, place, fields.PIECES), "", ())
+    if role not in ("user", "system", "developer"):
+        raise fields.refusal(f"{field}.role", f"{fields.quoted(role)} is not a role", "Use user, assistant or system")
+    return message_of(role, content, place, memory)
 
 
 def _reasoning(item: _Reasoning, field: str) -> str:
@@ -248,16 +234,15 @@ def _reasoning(item: _Reasoning, field: str) -> str:
 
 
 def _read_call(item: JsonObject, field: str, memory: SessionMemory) -> ToolCall:
+    call = fields.read(_Call, item, field)
     if item["type"] == "function_call":
-        called = fields.read(_FunctionCall, item, field)
-        arguments = memory.written_arguments(called.call_id, called.arguments)
-        return ToolCall(called.call_id, _full_name(called.namespace, called.name), arguments)
-    # The policy has written free text as the argument of a function, and its tokens stay only for the same text.
-    custom = fields.read(_CustomCall, item, field)
-    written = memory.arguments(custom.call_id)
-    if written is None or _free_text(written) != custom.input:
-        written = json.dumps({INPUT: custom.input}, ensure_ascii=False)
-    return ToolCall(custom.call_id, _full_name(custom.namespace, custom.name), written)
+        written: str | None = memory.written_arguments(call.call_id, fields.text_at(item, field, "arguments"))
+    else:
+        # The policy has written free text as the argument of a function, and its tokens stay only for the same text.
+        given, written = fields.text_at(item, field, INPUT), memory.arguments(call.call_id)
+        if written is None or _free_text(written) != given:
+            written = json.dumps({INPUT: given}, ensure_ascii=False)
+    return ToolCall(call.call_id, _full_name(call.namespace, call.name), written)
 
 
 def _free_text(arguments: str) -> str:

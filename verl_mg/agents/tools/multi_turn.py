@@ -131,7 +131,7 @@ class MultiTurnEngine(EngineWrapper):
             self._engine.abort_samples(ids)
 
     def _abort_calls(self, ids: Collection[int]) -> None:
-        for i in self._pending.keys() & set(ids):
+        for i in [i for i in self._pending if i in ids]:
             self._pending[i].results.cancel()
             self._complete(replace(self._pending[i].sample, finish="abort"))
         self._aborted |= self._requests.keys() & set(ids)
