@@ -198,15 +198,6 @@ def test_plot_reward_curve_without_series_writes_nothing(tmp_path):
     assert not (tmp_path / "curve.png").exists()
 
 
-def test_running_mean_equals_a_loop():
-    from verl_mg.monitor.trackers.files import _running_mean
-
-    values = np.random.default_rng(0).standard_normal(35)
-    np.testing.assert_allclose(
-        _running_mean(values), [values[max(0, i - 2) : i + 1].mean() for i in range(35)], rtol=1e-12
-    )
-
-
 ROOT = Path(__file__).parents[2]
 ALONE = {
     "WANDB_MODE": "offline",

@@ -99,7 +99,7 @@ def _train(inputs: PlanInputs, side: TrainSide) -> Numbers:
 
 
 def _stages(inputs: PlanInputs, side: TrainSide) -> list[Numbers]:
-    # The seconds are those of a micro-batch of an update.
+    # Seconds are for a micro-batch of an update.
     layout, layers = side.layout, inputs.weights.config.layers
     by_stage = zip(side.memory.totals, stage_seconds(inputs, layout), strict=True)
     return [
