@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.planner.tiny_inputs import CONFIGS, refused
+from tests.planner.tiny_inputs import CONFIGS, planned, refused
 from verl_mg.cli import main
 
 MODEL = ["plan", "--model", str(CONFIGS / "qwen3_30b_a3b.json"), "--ranks", "16"]
@@ -44,8 +44,7 @@ CHOSEN = ["actor.layout=tp2-pp4-ep8-etp1", "actor.pipeline_layers=[11, 13, 13, 1
 
 def test_plan_of_chosen_pipeline_layers_has_memory_and_seconds_of_each_stage(capsys):
     def train(*overrides):
-        main([*SHIPPED, "--ranks", "64", "--json", *overrides])
-        return json.loads(capsys.readouterr().out)["train"]
+        return planned(capsys, *SHIPPED, "--ranks", "64", *overrides)["train"]
 
     even, chosen = train(CHOSEN[0]), train(*CHOSEN)
     assert [stage["layers"] for stage in even["stages"]] == [12] * 4

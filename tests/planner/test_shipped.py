@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.tiny_models import daily_of
-from tests.planner.tiny_inputs import refused
+from tests.planner.tiny_inputs import planned, refused
 from verl_mg.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -39,11 +39,6 @@ def at_the_root(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
-def planned(capsys, *arguments):
-    main([*arguments, "--json"])
-    return json.loads(capsys.readouterr().out)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_plan_shipped_configuration_fits_and_receives_lower_bound(capsys, name):
     numbers = planned(capsys, *command(name))
@@ -68,10 +63,8 @@ def test_plan_file_equals_plan_of_its_options(capsys):
     assumptions = " ".join(numbers["assumptions"])
     assert f"an iteration has {512 * 16 * 22528} tokens in samples of 22528, and 1 x 16 optimizer steps" in assumptions
     assert "a micro-batch has 22528 tokens, a layer keeps its input" in assumptions
-    assert (
-        "on the host while other roles compute and engines are awake: the actor" in assumptions
-        and "engines take 0.85 of the memory that is free when they start" in assumptions
-    )
+    assert "on the host while other roles compute and engines are awake: the actor" in assumptions
+    assert "engines take 0.85 of the memory that is free when they start" in assumptions
     assert numbers["auxiliary_roles"] == []
     lengths = ["--sequence", "22528", "--prompt", "2048", "--micro-batch", "22528"]
     options = [*lengths, "--tokens-per-iteration", str(512 * 16 * 22528)]
@@ -86,11 +79,8 @@ def test_plan_options_override_file(capsys):
     numbers = planned(capsys, *command("dapo_qwen3_30b_a3b"), *options, *overrides)
     assert numbers["train"]["layout"] == "tp2-pp4-ep2-etp1" and numbers["rollout"]["layout"] == "tp4"
     assumptions = " ".join(numbers["assumptions"])
-    assert (
-        "45056 tokens" in assumptions
-        and "1 x 2 optimizer steps" in assumptions
-        and "always on the device: the actor and reference" in assumptions
-    )
+    for words in ("45056 tokens", "1 x 2 optimizer steps", "always on the device: the actor and reference"):
+        assert words in assumptions
     assert [role["role"] for role in numbers["auxiliary_roles"]] == ["reference"]
 
 
@@ -116,10 +106,8 @@ def test_plan_critic_option_adds_its_memory(capsys):
     small = [*SMALL, "--ranks", "32", "--train", "tp2-pp2-ep4", "--rollout", "tp4-ep4"]
     alone = planned(capsys, *small)
     both = planned(capsys, *small, "--critic", "tp2-pp4-ep2", "--reference", "ep8")
-    assert {role["role"]: role["layout"] for role in both["auxiliary_roles"]} == {
-        "reference": "ep8",
-        "critic": "tp2-pp4-ep2",
-    }
+    layouts = {role["role"]: role["layout"] for role in both["auxiliary_roles"]}
+    assert layouts == {"reference": "ep8", "critic": "tp2-pp4-ep2"}
     assert both["phases"]["training"] > alone["phases"]["training"] + 10
     assert both["rollout"]["kv_tokens"] < alone["rollout"]["kv_tokens"]
     assert "GiB of that is the critic's gradients" in refused(capsys, *small, "--critic", "tp2-pp2")
