@@ -20,7 +20,7 @@ from verl_mg.job.build_models import ModelRoleBuilder
 from verl_mg.models.hf_families import FAMILIES
 from verl_mg.models.transformers_module import read_tokenizer
 from verl_mg.roles.context import JobContext
-from verl_mg.support import EXIT_PROBLEMS, MEGATRON, ModelSupport, format_sizes, markdown, show_model
+from verl_mg.support import EXIT_PROBLEMS, MEGATRON, Answer, ModelSupport, format_sizes, markdown, show_model
 
 
 @pytest.mark.nightly
@@ -55,6 +55,10 @@ def models(tmp_path_factory) -> dict[str, Path]:
     return {name: tiny_model(folder / name, name) for name in ("gemma2", "deepseek_v3")}
 
 
+def answers_of(model: Path, **options: bool) -> dict[str, Answer]:
+    return {answer.topic: answer for answer in ModelSupport(model, **options).answers()}
+
+
 def accepted(model: Path, layout: str, ranks: int) -> bool:
     """Whether a job accepts the layout of its actor."""
     config = load_config(None, [f"model.path={model}", "data.train=unread", f"actor.layout={layout}"], RecipeConfig)
@@ -67,7 +71,7 @@ def accepted(model: Path, layout: str, ranks: int) -> bool:
 
 @pytest.mark.parametrize("name", ["gemma2", "deepseek_v3"])
 def test_sizes_are_those_that_jobs_accept(models, name):
-    answers = {answer.topic: answer for answer in ModelSupport(models[name]).answers()}
+    answers = answers_of(models[name])
     assert answers["backend megatron"].works and answers["weights"].text == "1 file"
     for dimension, layout in MEGATRON.items():
         possible = [size for size in range(2, 10) if accepted(models[name], layout.format(size), 2 * size)]
@@ -88,7 +92,7 @@ def test_model_of_transformers_alone_is_trained_by_no_table_of_the_project(tmp_p
     Olmo2Config(
         hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=64
     ).save_pretrained(tmp_path)
-    answers = {answer.topic: answer for answer in ModelSupport(tmp_path, has_weights=False).answers()}
+    answers = answers_of(tmp_path, has_weights=False)
     assert "model_type 'olmo2' is not supported. Choose from llama, " in answers["backend megatron"].text
     assert answers["backend fsdp"].works and answers["fsdp tp"].text == answers["fsdp cp"].text == "2 4"
     assert not answers["fsdp pp"].works
@@ -96,23 +100,19 @@ def test_model_of_transformers_alone_is_trained_by_no_table_of_the_project(tmp_p
     assert not answers["tokenizer"].works and answers["LoRA"].text.startswith("q_proj ")
 
 
-def test_tensor_parallelism_of_the_output_layer_alone_is_none(tmp_path):
-    model = tiny_model(tmp_path / "model", "gpt_oss")
-    answers = {answer.topic: answer for answer in ModelSupport(model).answers()}
+def test_families_that_a_backend_has_in_part_get_its_reason(tmp_path):
+    answers = answers_of(tiny_model(tmp_path / "gpt_oss", "gpt_oss"))
     assert answers["backend fsdp"].works and "no plan of tensor parallelism" in answers["fsdp tp"].text
-
-
-def test_sparse_attention_is_refused_by_the_backend_that_has_none(tmp_path):
-    model = tiny_model(tmp_path / "model", "glm_moe_dsa")
-    answers = {answer.topic: answer for answer in ModelSupport(model).answers()}
+    answers = answers_of(tiny_model(tmp_path / "sparse", "glm_moe_dsa"))
     assert answers["backend megatron"].works and "sparse attention" in answers["backend fsdp"].text
+    assert format_sizes([2, 4, 8]) == "2 4 8" and format_sizes([2, 3, 4, 8, 9]) == "2-4 8 9"
 
 
 def test_layer_of_multi_token_prediction_is_among_the_answers(models, tmp_path):
     topic = "multi-token prediction"
-    assert not {answer.topic: answer for answer in ModelSupport(models["deepseek_v3"]).answers()}[topic].works
+    assert not answers_of(models["deepseek_v3"])[topic].works
     model = tiny_model_with_multi_token_layer(tmp_path / "model", "deepseek_v3")
-    answers = {answer.topic: answer for answer in ModelSupport(model).answers()}
+    answers = answers_of(model)
     assert answers[topic].works and answers["weights"].works
 
 
@@ -135,7 +135,3 @@ def test_missing_and_unknown_files_are_named_in_the_report(models, tmp_path, cap
     assert not any(answer.works for answer in answers if answer.topic.startswith(("backend", "engine", "LoRA")))
     with pytest.raises(UserError, match="nowhere: no such model directory"):
         show_model(Path("nowhere"))
-
-
-def test_format_sizes_joins_neighbours():
-    assert format_sizes([2, 4, 8]) == "2 4 8" and format_sizes([2, 3, 4, 8, 9]) == "2-4 8 9"

@@ -90,9 +90,8 @@ def test_status_file_of_a_killed_run_is_complete(tmp_path):
             for step in range(10**9):
                 status.log(step, {{}})
     """
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True, cwd=ROOT
-    )
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert process.stdout is not None and process.stdout.readline() == "running\n"
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -101,22 +100,9 @@ def test_status_file_of_a_killed_run_is_complete(tmp_path):
     assert (status.state, status.pid) == ("running", process.pid)
 
 
-RUNNING = Status(
-    recipe="grpo",
-    state="running",
-    iteration=12,
-    iterations=100,
-    phase="generate",
-    started=0.0,
-    updated=1000.0,
-    host="node7",
-    pid=42,
-    ranks=8,
-    tokens_per_second=12345.6,
-    eta_seconds=3723.0,
-    checkpoint=10,
-    message="",
-)
+OF_RANK_0 = {"started": 0.0, "updated": 1000.0, "host": "node7", "pid": 42, "ranks": 8}
+LATEST = {"tokens_per_second": 12345.6, "eta_seconds": 3723.0, "checkpoint": 10}
+RUNNING = Status("grpo", "running", iteration=12, iterations=100, phase="generate", **OF_RANK_0, **LATEST)
 
 
 def test_format_status_running():
@@ -141,13 +127,8 @@ def test_format_status_silent_run():
 
 
 def command(folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [warm_start.shared().python, "-m", "verl_mg", "status", str(folder)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    program = [warm_start.shared().python, "-m", "verl_mg", "status", str(folder)]
+    return subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=600)
 
 
 def test_status_command_returns_an_exit_code(tmp_path):
