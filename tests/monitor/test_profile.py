@@ -112,10 +112,6 @@ def test_check_profile_invalid_section_raises(config, words):
     assert words in str(raised.value)
 
 
-def test_check_profile_valid_section_passes():
-    check_profile(ProfileConfig(ranks="0,2-3", iterations=[1, 100]), ranks=4, iterations=100)
-
-
 @pytest.fixture
 def now(monkeypatch):
     """Time that moves only when a test moves it; the wall clock is 1000 seconds ahead."""

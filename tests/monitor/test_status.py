@@ -13,7 +13,6 @@ import pytest
 
 from tests.helpers import warm_start
 from verl_mg.errors import UserError
-from verl_mg.jsonl import read_lines
 from verl_mg.monitor.status import Status, StatusFile, format_status, read_status, show_status, summary
 from verl_mg.phase_timer import PhaseTimer
 
@@ -170,9 +169,3 @@ def test_summary_of_a_run_has_four_lines():
 def test_summary_without_metrics_omits_lines():
     assert summary([{"step": 1, "time/iteration": 1.0, "actor/loss": 2.0}]) == "1 iteration in 0:00:01"
     assert summary([]) == "0 iterations in 0:00:00"
-
-
-def test_read_lines_incomplete_line_is_ignored(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"ste')
-    assert read_lines(tmp_path / "metrics.jsonl") == [{"step": 1}]
-    assert read_lines(tmp_path / "none.jsonl") == []

@@ -54,20 +54,18 @@ def seconds(offload=False, ranks=ALL, auxiliary_roles=()):
     return iteration_seconds(inputs, ACTOR, inference=5.0, update=20.0, rollout=100.0, sync=1.0)
 
 
-def test_iteration_seconds_same_ranks_add_up():
-    found = seconds(auxiliary_roles=(critic(ALL), reference(ALL)))
-    assert (found.inference, found.update, found.offload) == (5 + 3 + 4, 20 + 30, 0)
-    assert found.all == 100 + 12 + 50 + 1
-
-
-def test_iteration_seconds_disjoint_ranks_take_the_maximum():
-    found = seconds(ranks=FIRST, auxiliary_roles=(critic(LAST), reference(LAST)))
-    assert (found.inference, found.update) == (3 + 4, 30)
-
-
-def test_iteration_seconds_shared_ranks_add_up_there():
-    found = seconds(ranks=FIRST, auxiliary_roles=(critic((3, 4, 5, 6)),))
-    assert (found.inference, found.update) == (5 + 3, 20 + 30)
+@pytest.mark.parametrize(
+    ("ranks", "roles", "inference", "update"),
+    [
+        (ALL, (critic(ALL), reference(ALL)), 5 + 3 + 4, 20 + 30),
+        (FIRST, (critic(LAST), reference(LAST)), 3 + 4, 30),
+        (FIRST, (critic((3, 4, 5, 6)),), 5 + 3, 20 + 30),
+    ],
+)
+def test_iteration_seconds_of_shared_ranks_add_up_there(ranks, roles, inference, update):
+    found = seconds(ranks=ranks, auxiliary_roles=roles)
+    assert (found.inference, found.update, found.offload) == (inference, update, 0)
+    assert found.all == 100 + inference + update + 1
 
 
 def test_iteration_seconds_offload_counts_copies():

@@ -156,15 +156,18 @@ def test_plan_invalid_configuration_is_one_line(capsys, overrides, words):
     assert words in refused(capsys, *command("dapo_qwen3_30b_a3b"), *overrides)
 
 
-def test_plan_missing_file_or_recipe_is_one_line(capsys):
-    ranks = ["--ranks", "64"]
-    assert "nowhere.yaml" in refused(capsys, "plan", "recipes/dapo.py", "--config", "nowhere.yaml", *ranks)
-    assert "recipes/dopa.py: no such recipe" in refused(
-        capsys, "plan", "recipes/dopa.py", "--config", str(config_of("dapo_qwen3_30b_a3b")), *ranks
-    )
-    without_options = command("dapo_qwen3_30b_a3b")[:6]
-    assert "model.path: Qwen/Qwen3-30B-A3B-Base: no such model directory" in refused(capsys, *without_options)
-    assert "generates no samples" in refused(
-        capsys, "plan", "recipes/sft.py", "--config", "recipes/configs/quickstart_sft.yaml", *ranks
-    )
-    assert "Pass --model, or RECIPE and --config" in refused(capsys, "plan", *ranks)
+QUICKSTART, PAPER = "recipes/configs/quickstart_sft.yaml", str(config_of("dapo_qwen3_30b_a3b"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["recipes/dapo.py", "--config", "nowhere.yaml"], "nowhere.yaml"),
+        (["recipes/dopa.py", "--config", PAPER], "recipes/dopa.py: no such recipe"),
+        (["recipes/dapo.py", "--config", PAPER], "model.path: Qwen/Qwen3-30B-A3B-Base: no such model directory"),
+        (["recipes/sft.py", "--config", QUICKSTART], "generates no samples"),
+        ([], "Pass --model, or RECIPE and --config"),
+    ],
+)
+def test_plan_missing_file_or_recipe_is_one_line(capsys, arguments, words):
+    assert words in refused(capsys, "plan", *arguments, "--ranks", "64")

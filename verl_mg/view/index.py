@@ -91,7 +91,7 @@ class SampleIndex:
     def start(self) -> None:
         """Starts the process that builds the index, where there is more than fits in memory."""
         with self._lock:
-            self._reload()
+            self._stored = stored_segments(self._folder, self._stored)
             versions = self._folders.versions()
             # A run of few iterations never gets an index on disk.
             if (
@@ -125,7 +125,7 @@ class SampleIndex:
         """Returns the segments that overlap a range of iterations, in order."""
         # Iterations that are in none are read now, the newest first, as long as that is quick.
         with self._lock:
-            self._reload()
+            self._stored = stored_segments(self._folder, self._stored)
             versions = self._folders.versions()
             current = current_segments(self._stored.values(), versions)
             missing = _missing(versions, current)
@@ -148,9 +148,6 @@ class SampleIndex:
         total = sum(item.text_bytes() for item in self._recent.values())
         while total > MEMORY_BYTES and len(self._recent) > 1:
             total -= self._recent.popitem(last=False)[1].text_bytes()
-
-    def _reload(self) -> None:
-        self._stored = stored_segments(self._folder, self._stored)
 
 
 def stored_segments(folder: Path, known: dict[str, Segment]) -> dict[str, Segment]:
