@@ -218,7 +218,6 @@ def test_weight_sync_receives_lower_bound_and_less_than_gathering(node):
 
 
 def test_weight_sync_equal_shards_move_nothing():
-    """Data-parallel ranks that hold everything feed engines of any shape."""
     sync = weight_sync(tiny(DENSE), Layout().fit(8), EngineLayout(tp=2))
     assert sum(sync.received) == 0 and sync.seconds == 0
 

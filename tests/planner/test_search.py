@@ -114,7 +114,6 @@ def test_recomputations_have_modules_that_the_model_has():
 
 
 def test_search_recomputes_as_little_as_fits():
-    """Less memory, more recomputation and more seconds."""
     layout, engine = Layout.parse("tp2").fit(8), EngineLayout(tp=2)
     found = []
     for memory in (141.0, 75.0, 60.0, 46.0):
@@ -136,7 +135,6 @@ def test_bubble_share_shrinks_with_micro_batches_and_interleaving():
 
 
 def test_train_seconds_grow_with_slower_links():
-    """Tensor parallelism over slow links, and experts over nodes, cost more."""
     near, far = (published("qwen3_30b_a3b", 16, node=node) for node in (8, 1))
     layout = Layout.parse("tp4-ep4-etp1").fit(16)
     assert train_seconds(near, layout) < train_seconds(far, layout)

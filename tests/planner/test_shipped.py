@@ -114,7 +114,6 @@ def test_plan_critic_option_adds_its_memory(capsys):
 
 
 def test_plan_rollout_ranks_separates_engines_from_training(capsys):
-    """They have their devices for themselves, and training has fewer ranks."""
     small = [*SMALL, "--ranks", "32", "--rollout", "tp4-ep4", "--rollout-ranks", "16"]
     numbers = planned(capsys, *small, "--train", "tp2-pp2-ep4", "--reference", "tp2-pp2-ep4")
     assert numbers["train"]["dp"] == 4 and numbers["rollout"]["engines"] == 4
@@ -123,7 +122,6 @@ def test_plan_rollout_ranks_separates_engines_from_training(capsys):
 
 
 def test_plan_disjoint_roles_compute_at_the_same_time(capsys):
-    """Half of the ranks each: the reference runs inference while the actor does, on other devices."""
     both = ["algorithm.kl.coefficient=0.1", "reference.layout=tp2-pp2-ep4-etp1"]
     shared = planned(capsys, *command("dapo_qwen3_30b_a3b"), *both)
     apart = ["actor.ranks=0-31", "reference.ranks=32-63"]

@@ -68,7 +68,6 @@ def tiny(raw: dict[str, Any], ranks: int = 8, **options: Any) -> PlanInputs:
 
 
 def published(name: str, ranks: int, **options: Any) -> PlanInputs:
-    """A model of `tools/model_configs`."""
     return PlanInputs(weight_table(read_config(CONFIGS / f"{name}.json")), ranks, **options)
 
 
@@ -82,7 +81,6 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    """The numbers that a command prints."""
     main([*arguments, "--json"])
     numbers: dict[str, Any] = json.loads(capsys.readouterr().out)
     return numbers

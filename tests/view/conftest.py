@@ -14,7 +14,6 @@ PATIENCE = 120_000
 
 @pytest.fixture(scope="module")
 def ask(run):
-    """Asks a server of the module's run."""
     with serving(run) as ask:
         yield ask
 

@@ -14,7 +14,6 @@ COUNT = PROMPTS * GROUP
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Three iterations that no test changes."""
     return write_run(tmp_path_factory.mktemp("runs") / "first", iterations=3)
 
 

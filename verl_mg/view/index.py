@@ -118,7 +118,7 @@ class SampleIndex:
     def progress(self, segments: Iterable[Segment], first: int | None, last: int | None) -> dict[str, int]:
         """Returns for a range `iterations`, their number, and `indexed`, how many are in segments; None: no bound."""
         known = set().union(*(segment.versions for segment in segments))
-        wanted = [iteration for iteration in self.iterations() if _inside(iteration, first, last)]
+        wanted = [iteration for iteration in self.iterations() if _overlaps(iteration, iteration, first, last)]
         return {"iterations": len(wanted), "indexed": len(known.intersection(wanted))}
 
     def segments(self, first: int | None, last: int | None) -> list[Segment]:
@@ -130,7 +130,7 @@ class SampleIndex:
             current = current_segments(self._stored.values(), versions)
             missing = _missing(versions, current)
             deadline = time.monotonic() + READ_SECONDS
-            for iteration in reversed([item for item in missing if _inside(item, first, last)]):
+            for iteration in reversed([item for item in missing if _overlaps(item, item, first, last)]):
                 key = (iteration, versions[iteration])
                 if key not in self._recent:
                     table = read_iteration(self._samples / f"{iteration:06d}")
@@ -140,7 +140,7 @@ class SampleIndex:
                     break
             recent = [self._recent[item] for item in missing.items() if item in self._recent]
             self._forget()
-        overlapping = [item for item in (*current, *recent) if _overlaps(item, first, last)]
+        overlapping = [item for item in (*current, *recent) if _overlaps(item.first, item.last, first, last)]
         return sorted(overlapping, key=lambda item: item.first)
 
     def _forget(self) -> None:
@@ -182,12 +182,8 @@ def _missing(versions: Versions, current: Iterable[Segment]) -> dict[int, int]:
     return {iteration: version for iteration, version in versions.items() if iteration not in known}
 
 
-def _inside(iteration: int, first: int | None, last: int | None) -> bool:
-    return (first is None or iteration >= first) and (last is None or iteration <= last)
-
-
-def _overlaps(segment: Segment, first: int | None, last: int | None) -> bool:
-    return (first is None or segment.last >= first) and (last is None or segment.first <= last)
+def _overlaps(begin: int, end: int, first: int | None, last: int | None) -> bool:
+    return (first is None or end >= first) and (last is None or begin <= last)
 
 
 def _writable(folder: Path) -> bool:
