@@ -114,11 +114,6 @@ def test_inference_seconds_equal_hand_count():
     assert inference_seconds(inputs, layout) == pytest.approx(a_micro_batch / 1e12 * (2 + 1))
 
 
-def test_inference_seconds_cp_adds_its_exchange():
-    inputs = replace(tiny(MIXTURE, sequence=64), intra_node=1e-3)
-    assert inference_seconds(inputs, Layout.parse("cp2").fit(8)) > inference_seconds(inputs, Layout.parse("tp1").fit(8))
-
-
 def test_pair_of_has_all_parts():
     inputs = tiny(DENSE)
     train = train_side(inputs, Layout.parse("tp2").fit(8))

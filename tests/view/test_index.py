@@ -107,6 +107,12 @@ def test_candidates_contain_every_block_with_the_text():
         ({"text": "plus 11", "reward_from": 0.5}, lambda row, text: "plus 11" in text and row["reward"] >= 0.5),
         ({"text": "so on", "first": 5, "last": 9}, lambda row, text: "so on" in text and 5 <= row["iteration"] <= 9),
         ({"source": "none of these"}, lambda row, text: False),
+        ({"source": "carry", "finish": "stop"}, lambda row, text: (row["source"], row["finish"]) == ("carry", "stop")),
+        ({"reward_from": 0.25, "reward_to": 0.75}, lambda row, text: 0.25 <= row["reward"] <= 0.75),
+        ({"length_from": 6, "length_to": 20}, lambda row, text: 6 <= len(row["tokens"]) - row["prompt_length"] <= 20),
+        ({"prompt_id": 4, "first": 2, "last": 3}, lambda row, text: row["prompt_id"] == 4 and row["iteration"] == 3),
+        ({"group": 7, "call": 0}, lambda row, text: row["group"] == 7),
+        ({"text": "(.*"}, lambda row, text: False),
     ],
 )
 def test_search_finds_what_a_scan_finds(run, rows, query, holds):

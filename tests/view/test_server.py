@@ -153,35 +153,6 @@ def test_find_line_finds_every_complete_line(tmp_path, gaps):
 # -- samples
 
 
-def test_samples_are_returned_in_pages(ask):
-    whole = ask("samples", limit=1000)
-    assert whole["total"] == 3 * COUNT and ids(whole) == list(range(3 * COUNT))
-    assert set(whole["rows"][0]) >= {"iteration", "reward", "length", "finish", "source", "prompt", "response"}
-    page = ask("samples", offset=10, limit=5)
-    assert page["total"] == 3 * COUNT and ids(page) == list(range(10, 15))
-
-
-@pytest.mark.parametrize(
-    ("query", "holds"),
-    [
-        ({"first": 2, "last": 2}, lambda row: row["iteration"] == 2),
-        ({"reward_from": 0.25, "reward_to": 0.75}, lambda row: 0.25 <= row["reward"] <= 0.75),
-        ({"length_from": 6, "length_to": 20}, lambda row: 6 <= row["length"] <= 20),
-        ({"source": "carry", "finish": "stop"}, lambda row: row["source"] == "carry" and row["finish"] == "stop"),
-        ({"prompt_id": 4}, lambda row: row["prompt_id"] == 4),
-        ({"group": 7, "call": 0}, lambda row: row["group"] == 7),
-        ({"text": "is 3 +"}, lambda row: "is 3 +" in row["prompt"]),
-        ({"text": "(.*", "first": 1}, lambda row: False),
-    ],
-)
-def test_samples_are_filtered(ask, query, holds):
-    everything = ask("samples", limit=1000)["rows"]
-    wanted = [row["sample_id"] for row in everything if holds(row)]
-    found = ask("samples", limit=1000, **query)
-    assert ids(found) == wanted and found["total"] == len(wanted) < len(everything)
-    assert wanted or query.get("text") == "(.*"
-
-
 def test_sample_returns_all_columns(ask):
     whole = ask("sample", iteration=2, call=0, sample_id=COUNT + 1)
     assert [turn["by"] for turn in whole["turns"]] == ["policy", "tool", "policy"]
