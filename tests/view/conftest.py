@@ -39,7 +39,7 @@ def visit(browser):
     """Opens the page over these runs; at the end, no console error must have occurred and nothing been injected."""
     opened = []
 
-    def visit(*folders, tab="Curves"):
+    def visit(*folders, tab=None):
         server = servers.enter_context(serving(*folders))
         page = browser.new_page(viewport={"width": 1360, "height": 900})
         opened.append(page)
@@ -49,7 +49,7 @@ def visit(browser):
         page.on("pageerror", lambda error: page.complaints.append(str(error)))
         page.goto(page.viewer.url)
         page.locator("main > section:visible").wait_for()
-        if tab != "Curves":
+        if tab:
             page.get_by_role("link", name=tab).click()
         return page
 
