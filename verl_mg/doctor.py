@@ -51,17 +51,14 @@ def check(folder: Path) -> int:
     bandwidth = measure_bandwidth()
     ranks = all_gather_json({"machine": machine, "versions": versions, "problems": problems})
     hosts = {rank["machine"]["host"]: rank for rank in reversed(ranks)}  # the first rank of each
-    all_problems = _problems(ranks, [*bandwidth_problems(bandwidth, len(hosts)), *_differences(ranks)])
+    of_hosts = [f"{rank['machine']['host']}: {problem}" for rank in ranks for problem in rank["problems"]]
+    # One that several ranks of a host have is named once.
+    common = [*bandwidth_problems(bandwidth, len(hosts)), *_differences(ranks)]
+    all_problems = list(dict.fromkeys([*common, *of_hosts]))
     if world.rank == 0:
         print("\n".join(_report(ranks, hosts, bandwidth, all_problems)), flush=True)
     world.shut_down()
     return EXIT_PROBLEMS if all_problems else 0
-
-
-def _problems(ranks: Sequence[dict[str, Any]], common: Sequence[str]) -> list[str]:
-    """Returns the problems of all ranks, one that several ranks of a host have once."""
-    of_hosts = [f"{rank['machine']['host']}: {problem}" for rank in ranks for problem in rank["problems"]]
-    return list(dict.fromkeys([*common, *of_hosts]))
 
 
 def _differences(ranks: Sequence[dict[str, Any]]) -> list[str]:
@@ -288,12 +285,11 @@ def folder_problems(folder: Path) -> list[str]:
     dist.barrier()
     if dist.get_rank() == 0:
         mark.unlink()
-    if seen:
-        return []
-    return [
+    unseen = (
         f"{folder.absolute()}: rank {dist.get_rank()} does not see what rank 0 wrote there. "
         "Give an absolute path on a file system that all nodes mount."
-    ]
+    )
+    return [] if seen else [unseen]
 
 
 def port_problems() -> list[str]:

@@ -157,7 +157,15 @@ class ModelSupport:
 
     def answers(self) -> list[Answer]:
         """Returns the answers to all questions, the size of the model first."""
-        return [self.sizes(), *self.files(), *self.backends(), *self.engines(), *self.adapters(), *self.parts()]
+        return [
+            self.sizes(),
+            *self.files(),
+            *self.megatron(),
+            *self.fsdp(),
+            *self.engines(),
+            *self.adapters(),
+            *self.parts(),
+        ]
 
     def sizes(self) -> Answer:
         """Returns the architecture and the size of the model."""
@@ -185,11 +193,6 @@ class ModelSupport:
             return Answer("weights", directory is not None, reason)
         count = len(set(directory.file_of.values()))
         return ask("weights", lambda: directory.check(table.huggingface()), f"{count} file{'s' * (count > 1)}")
-
-    def backends(self) -> Iterator[Answer]:
-        """Yields which training backends can train the model, and under which sizes."""
-        yield from self.megatron()
-        yield from self.fsdp()
 
     def megatron(self) -> Iterator[Answer]:
         """Yields whether the backend megatron can train the model, and under which sizes."""
@@ -237,11 +240,8 @@ class ModelSupport:
             if table is None:
                 yield Answer(f"engine {engine}", False, reason)
             elif not table.has_engine_rules:
-                yield Answer(
-                    f"engine {engine}",
-                    True,
-                    f"traced, if it has the architecture: try verl-mg trace {self.model_dir} --engine {engine}",
-                )
+                command = f"verl-mg trace {self.model_dir} --engine {engine}"
+                yield Answer(f"engine {engine}", True, f"traced, if it has the architecture: try {command}")
             else:
                 yield from self._by_rules(engine, table.for_engine(engine))
 

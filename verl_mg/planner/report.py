@@ -276,11 +276,7 @@ def _ranking(numbers: Numbers) -> Table:
         "train_gib": "GiB in training",
         "kv_tokens": "KV tokens",
         "bubble_share": "bubble",
-        "rollout_seconds": "rollout s",
-        "inference_seconds": "inference s",
-        "update_seconds": "update s",
-        "sync_seconds": "sync s",
-        "offload_seconds": "offload s",
+        **{f"{part}_seconds": f"{part} s" for part in PARTS if part != "overhead"},
         "seconds": "all s",
         "rate": "tokens/s/rank",
     }
