@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -157,15 +157,8 @@ class ModelSupport:
 
     def answers(self) -> list[Answer]:
         """Returns the answers to all questions, the size of the model first."""
-        return [
-            self.sizes(),
-            *self.files(),
-            *self.megatron(),
-            *self.fsdp(),
-            *self.engines(),
-            *self.adapters(),
-            *self.parts(),
-        ]
+        topics = (self.files, self.megatron, self.fsdp, self.engines, self.adapters, self.parts)
+        return [self.sizes(), *chain.from_iterable(topic() for topic in topics)]
 
     def sizes(self) -> Answer:
         """Returns the architecture and the size of the model."""
