@@ -123,21 +123,6 @@ def test_problem_too_large_names_phase_and_part():
     assert problem(both, fine, None) is None and problem(both, None, engine) is None
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"ranks": 0}, "--ranks: 0"),
-        ({"ranks": 12}, "not a multiple of --node 8. Use 8 or 16"),
-        ({"ranks": 8, "inter_node": -1.0}, "--inter-node: -1.0"),
-        ({"ranks": 8, "reserve": 80.0}, "below --memory 80"),
-        ({"ranks": 8, "memory": float("nan")}, "--memory: nan"),
-    ],
-)
-def test_plan_inputs_invalid_option_raises(options, words):
-    with pytest.raises(UserError, match=words):
-        tiny(DENSE, **options)
-
-
 def test_kept_elements_dense_layer_equals_korthikanti():
     """His 34 h bytes a token, less 2 h of dropout masks; our gate adds an output of width 4 h."""
     h = 64
