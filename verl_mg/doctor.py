@@ -283,12 +283,11 @@ def folder_problems(folder: Path) -> list[str]:
     dist.barrier()
     if dist.get_rank() == 0:
         mark.unlink()
-    if seen:
-        return []
-    return [
+    unseen = (
         f"{folder.absolute()}: rank {dist.get_rank()} does not see what rank 0 wrote there. "
         "Give an absolute path on a file system that all nodes mount."
-    ]
+    )
+    return [] if seen else [unseen]
 
 
 def port_problems() -> list[str]:

@@ -235,11 +235,8 @@ class ModelSupport:
             if table is None:
                 yield Answer(f"engine {engine}", False, reason)
             elif not table.has_engine_rules:
-                yield Answer(
-                    f"engine {engine}",
-                    True,
-                    f"traced, if it has the architecture: try verl-mg trace {self.model_dir} --engine {engine}",
-                )
+                command = f"verl-mg trace {self.model_dir} --engine {engine}"
+                yield Answer(f"engine {engine}", True, f"traced, if it has the architecture: try {command}")
             else:
                 yield from self._by_rules(engine, table.for_engine(engine))
 

@@ -67,22 +67,10 @@ def test_run_prints_its_phases(ranks, inputs, tmp_path):
     placement = ["reference.ranks=1", "actor.ranks=0", "profile.synchronize=true"]
     output, output_of_rank_1 = ranks.run(2, output_of, "grpo", inputs, tmp_path / "run", [*GRPO, *placement])
     assert "phase" not in output_of_rank_1
-    for phase in (
-        "generate",
-        "forward",
-        "update",
-        "optimizer",
-        "row_dispatch",
-        "weight_sync",
-        "other",
-        "logging",
-        "wait_role_compute",
-        "total",
-    ):
-        assert re.search(rf"^{phase} +\d+\.\d+ +\d+\.\d+ +\d+\.\d%$", output, re.M), phase
-    assert output.count("of an iteration") == 1
     phases = set(re.findall(r"^(\w+) +\d+\.\d+ +\d+\.\d+ +\d+\.\d%$", output, re.M))
-    assert any(phase.startswith("wait_") for phase in phases)
+    computed = {"generate", "forward", "update", "optimizer", "row_dispatch", "weight_sync"}
+    assert phases >= computed | {"other", "logging", "wait_role_compute", "total"}
+    assert output.count("of an iteration") == 1
     assert not phases & {"recipe", "rows", "work", "waiting", "sync"}
 
 
@@ -122,10 +110,6 @@ def test_check_profile_invalid_section_raises(config, words):
     with pytest.raises(UserError) as raised:
         check_profile(config, ranks=4, iterations=100)
     assert words in str(raised.value)
-
-
-def test_check_profile_valid_section_passes():
-    check_profile(ProfileConfig(ranks="0,2-3", iterations=[1, 100]), ranks=4, iterations=100)
 
 
 @pytest.fixture

@@ -34,13 +34,10 @@ def rows() -> Batch:
 
 def by_hand() -> dict[str, float]:
     batch = rows()
-    old, rollout, lengths, ages = [], [], [], []
-    for row in range(ROWS):
-        own = [i for i, scored in enumerate(batch.row("loss_mask", row).tolist()) if scored]
-        old += [batch.row("old_logprobs", row).tolist()[i] for i in own]
-        rollout += [batch.row("rollout_logprobs", row).tolist()[i] for i in own]
-        lengths.append(len(own))
-        ages += [VERSION - batch.row("policy_versions", row).tolist()[i] for i in own]
+    scored = batch["loss_mask"]
+    old, rollout = (batch[name][scored].tolist() for name in ("old_logprobs", "rollout_logprobs"))
+    lengths = [sum(batch.row("loss_mask", row).tolist()) for row in range(ROWS)]
+    ages = [VERSION - version for version in batch["policy_versions"][scored].tolist()]
     differences = [a - b for a, b in zip(old, rollout, strict=True)]
     ratios = [math.exp(d) for d in differences]
     rewards = batch["reward"].tolist()

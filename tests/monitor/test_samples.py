@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from tests.helpers.tiny_jobs import write_sums
 from tests.helpers.tiny_models import tiny_model
-from tests.run.jobs import job, lines_of, make_inputs, samples_of
+from tests.run.jobs import job, lines_of, samples_of
 from verl_mg.batch import Batch, ColumnKind
 from verl_mg.config import DataConfig
 from verl_mg.data import PromptFeed, read_prompts
@@ -38,11 +38,6 @@ SCHEMA = {
     "answer_key": "int64",
 }
 KL = ["algorithm.kl.coefficient=0.01"]
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 def test_sample_file_row_has_texts_tokens_turns_and_scores(ranks, inputs, tmp_path):

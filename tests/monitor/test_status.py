@@ -13,7 +13,6 @@ import pytest
 
 from tests.helpers import warm_start
 from verl_mg.errors import UserError
-from verl_mg.jsonl import read_lines
 from verl_mg.monitor.status import Status, StatusFile, format_status, read_status, show_status, summary
 from verl_mg.phase_timer import PhaseTimer
 
@@ -90,9 +89,8 @@ def test_status_file_of_a_killed_run_is_complete(tmp_path):
             for step in range(10**9):
                 status.log(step, {{}})
     """
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True, cwd=ROOT
-    )
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert process.stdout is not None and process.stdout.readline() == "running\n"
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -101,22 +99,9 @@ def test_status_file_of_a_killed_run_is_complete(tmp_path):
     assert (status.state, status.pid) == ("running", process.pid)
 
 
-RUNNING = Status(
-    recipe="grpo",
-    state="running",
-    iteration=12,
-    iterations=100,
-    phase="generate",
-    started=0.0,
-    updated=1000.0,
-    host="node7",
-    pid=42,
-    ranks=8,
-    tokens_per_second=12345.6,
-    eta_seconds=3723.0,
-    checkpoint=10,
-    message="",
-)
+OF_RANK_0 = {"started": 0.0, "updated": 1000.0, "host": "node7", "pid": 42, "ranks": 8}
+LATEST = {"tokens_per_second": 12345.6, "eta_seconds": 3723.0, "checkpoint": 10}
+RUNNING = Status("grpo", "running", iteration=12, iterations=100, phase="generate", **OF_RANK_0, **LATEST)
 
 
 def test_format_status_running():
@@ -141,13 +126,8 @@ def test_format_status_silent_run():
 
 
 def command(folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [warm_start.shared().python, "-m", "verl_mg", "status", str(folder)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    program = [warm_start.shared().python, "-m", "verl_mg", "status", str(folder)]
+    return subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=600)
 
 
 def test_status_command_returns_an_exit_code(tmp_path):
@@ -189,9 +169,3 @@ def test_summary_of_a_run_has_four_lines():
 def test_summary_without_metrics_omits_lines():
     assert summary([{"step": 1, "time/iteration": 1.0, "actor/loss": 2.0}]) == "1 iteration in 0:00:01"
     assert summary([]) == "0 iterations in 0:00:00"
-
-
-def test_read_lines_incomplete_line_is_ignored(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"ste')
-    assert read_lines(tmp_path / "metrics.jsonl") == [{"step": 1}]
-    assert read_lines(tmp_path / "none.jsonl") == []

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.rank_pool import job_store
-from tests.helpers.tiny_jobs import logged
+from tests.helpers.tiny_jobs import files_of, logged
 from tests.run.jobs import GRPO, job
 from verl_mg.batch import Batch
 from verl_mg.config import load_config
@@ -71,8 +71,7 @@ def counted(inputs, layout):
     """Rates of a GRPO iteration of two epochs with a peak of 1 TFLOP/s, and the lengths of all rows."""
     recipe = load_recipe("recipes/grpo.py")
     common = [
-        f"model.path={inputs / 'model'}",
-        f"data.train={inputs / 'sums.jsonl'}",
+        *files_of(inputs, inputs / "run"),
         f"reward.function={inputs / 'reward.py'}:score",
         "rollout.max_new_tokens=5",
         "actor.tokens_per_micro_batch=64",

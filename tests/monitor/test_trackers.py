@@ -26,15 +26,11 @@ from verl_mg.monitor.trackers.tracker import RetryingTracker, Tracker
 from verl_mg.phase_timer import PhaseTimer
 
 
-def read(path: Path) -> list[dict[str, float | None]]:
-    return read_lines(path)
-
-
 def test_jsonl_tracker_floats_are_bitwise_identical(tmp_path):
     values = np.random.default_rng(0).standard_normal(100) * 1e-5
     tracker: Tracker = JsonlTracker(tmp_path / "new" / "metrics.jsonl")
     tracker.log(1, {str(i): value for i, value in enumerate(values)})
-    lines = read(tmp_path / "new" / "metrics.jsonl")  # before it is closed
+    lines = read_lines(tmp_path / "new" / "metrics.jsonl")  # before it is closed
     tracker.close()
     assert lines == [{"step": 1} | {str(i): float(value) for i, value in enumerate(values)}]
 
@@ -43,7 +39,7 @@ def test_jsonl_tracker_non_finite_values_are_null(tmp_path):
     tracker = JsonlTracker(tmp_path / "metrics.jsonl")
     tracker.log(1, {"a": math.nan, "b": -math.inf, "c": np.float32(0.1)})
     tracker.close()
-    assert read(tmp_path / "metrics.jsonl") == [{"step": 1, "a": None, "b": None, "c": float(np.float32(0.1))}]
+    assert read_lines(tmp_path / "metrics.jsonl") == [{"step": 1, "a": None, "b": None, "c": float(np.float32(0.1))}]
 
 
 @pytest.mark.parametrize(("first_step", "steps"), [(3, [1, 2, 3]), (None, [1, 2, 3, 4, 3])])
@@ -53,7 +49,7 @@ def test_jsonl_tracker_resumed_file_has_no_repeated_lines(tmp_path, first_step, 
     tracker = JsonlTracker(path, first_step)
     tracker.log(3, {})
     tracker.close()
-    assert [line["step"] for line in read(path)] == steps
+    assert [line["step"] for line in read_lines(path)] == steps
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
@@ -127,10 +123,10 @@ def test_retrying_tracker_full_disk_line_is_written_once_later(tmp_path, caplog)
         tracker.log(2, {"a": 2.0})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft_limit, hard_limit))
-    assert [line["step"] for line in read(path)] == [1]
+    assert [line["step"] for line in read_lines(path)] == [1]
     tracker.log(3, {"a": 3.0})
     tracker.close()
-    assert [line["step"] for line in read(path)] == [1, 2, 3]
+    assert [line["step"] for line in read_lines(path)] == [1, 2, 3]
     assert len(caplog.messages) == 1
 
 
@@ -196,15 +192,6 @@ def test_plot_reward_curve_without_series_writes_nothing(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0, "reward/mean": null}\n')
     assert plot_reward_curve(tmp_path / "metrics.jsonl", tmp_path / "curve.png") is None
     assert not (tmp_path / "curve.png").exists()
-
-
-def test_running_mean_equals_a_loop():
-    from verl_mg.monitor.trackers.files import _running_mean
-
-    values = np.random.default_rng(0).standard_normal(35)
-    np.testing.assert_allclose(
-        _running_mean(values), [values[max(0, i - 2) : i + 1].mean() for i in range(35)], rtol=1e-12
-    )
 
 
 ROOT = Path(__file__).parents[2]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.planner.tiny_inputs import CONFIGS, refused
+from tests.planner.tiny_inputs import CONFIGS, planned, refused
 from verl_mg.cli import main
 
 MODEL = ["plan", "--model", str(CONFIGS / "qwen3_30b_a3b.json"), "--ranks", "16"]
@@ -44,8 +44,7 @@ CHOSEN = ["actor.layout=tp2-pp4-ep8-etp1", "actor.pipeline_layers=[11, 13, 13, 1
 
 def test_plan_of_chosen_pipeline_layers_has_memory_and_seconds_of_each_stage(capsys):
     def train(*overrides):
-        main([*SHIPPED, "--ranks", "64", "--json", *overrides])
-        return json.loads(capsys.readouterr().out)["train"]
+        return planned(capsys, *SHIPPED, "--ranks", "64", *overrides)["train"]
 
     even, chosen = train(CHOSEN[0]), train(*CHOSEN)
     assert [stage["layers"] for stage in even["stages"]] == [12] * 4
@@ -113,18 +112,17 @@ def test_plan_invalid_layout_names_constraint_and_nearest_layouts(capsys, argume
         (["--train", "tp2-zz3", "--rollout", "tp2"], "zz3"),
         (["--search", "--top", "0"], "--top: 0 is not above 0"),
         (["--search", "--ranks", "many"], "many"),
-        (
-            ["--search", "--recompute", "mlp,attention"],
-            "--recompute: unknown module 'attention'. Use full, none, or core_attn",
-        ),
+        (["--search", "--recompute", "mlp,attention"], "unknown module 'attention'. Use full, none, or core_attn"),
         (["--search", "--mean-sequence", "9000"], "--mean-sequence: 9000 is out of range"),
         (["--search", "--model", "nowhere"], "nowhere: no such model directory"),
         (["--search", "--node", "5"], "16 is not a multiple of --node 5"),
+        (["--search", "--ranks", "12"], "not a multiple of --node 8. Use 8 or 16"),
+        (["--search", "--ranks", "0"], "--ranks: 0"),
+        (["--search", "--inter-node", "-1"], "--inter-node: -1.0"),
+        (["--search", "--reserve", "80"], "below --memory 80"),
+        (["--search", "--memory", "nan"], "--memory: nan"),
         (["--search", "tp2"], "tp2: no configuration. Add --config FILE."),
-        (
-            ["--search", "--config", "recipes/configs/quickstart_grpo.yaml"],
-            "--config: needs a recipe. Write verl-mg plan RECIPE",
-        ),
+        (["--search", "--config", "recipes/configs/quickstart_grpo.yaml"], "--config: needs a recipe. Write verl-mg"),
         (["--search", "--rollout-ranks", "16"], "--rollout-ranks: 16"),
         (["--search", "--memory-fraction", "1.5"], "--memory-fraction: 1.5"),
         ([*GOOD, "--critic", "tp8"], "critic: layout tp8-dp2: tp8 does not divide the 4 key-value heads"),

@@ -4,18 +4,15 @@ import json
 
 import pytest
 
-from tests.planner.tiny_inputs import CONFIGS, refused
-from verl_mg.cli import main
-from verl_mg.config import load_config
+from tests.planner.tiny_inputs import CONFIGS, planned, refused, request
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout
 from verl_mg.monitor.metrics import peak_flops
-from verl_mg.planner.efficiency import FITTED, GPUS
-from verl_mg.planner.from_config import PlanRequest, plan_request
+from verl_mg.planner.efficiency import GPUS
 from verl_mg.planner.inputs import FIGURES, read_hardware_profile
-from verl_mg.recipes import gkd, ppo
+from verl_mg.recipes import gkd
 
-PLAN = ["plan", "--model", str(CONFIGS / "qwen3_1_7b.json"), "--train", "tp1", "--rollout", "tp1", "--json"]
+PLAN = ["plan", "--model", str(CONFIGS / "qwen3_1_7b.json"), "--train", "tp1", "--rollout", "tp1"]
 
 
 @pytest.mark.parametrize("name", GPUS)
@@ -23,16 +20,8 @@ def test_peak_of_a_data_sheet_is_that_of_the_utilization_of_jobs(name):
     assert GPUS[name].bf16 * 1e12 == pytest.approx(peak_flops(f"NVIDIA {name.upper()}"), rel=1e-3)
 
 
-def test_figures_are_fractions_of_the_data_sheet():
-    sheet, reached = GPUS["h200"], FITTED.figures(GPUS["h200"])
-    assert reached["memory"] == sheet.memory and reached["peak"] == sheet.bf16
-    for name, peak in (("flops", sheet.bf16), ("memory_bandwidth", sheet.bandwidth), ("intra_node", sheet.link)):
-        assert 0.4 * peak < reached[name] < peak
-
-
 def test_plan_gpu_sets_what_no_option_sets(capsys):
-    main([*PLAN, "--ranks", "8", "--gpu", "h20", "--flops", "100"])
-    numbers = json.loads(capsys.readouterr().out)
+    numbers = planned(capsys, *PLAN, "--ranks", "8", "--gpu", "h20", "--flops", "100")
     assumptions = " ".join(numbers["assumptions"])
     assert "reaches 100 TFLOP/s" in assumptions and "a device has 96 GiB" in assumptions and numbers["peak"] == 148
     assert numbers["utilization"] == pytest.approx(100 / 148 * 0.5, rel=0.4)
@@ -40,12 +29,6 @@ def test_plan_gpu_sets_what_no_option_sets(capsys):
 
 def test_plan_unknown_gpu_is_one_line(capsys):
     assert "--gpu: 'h300' is unknown. Use a100, " in refused(capsys, *PLAN, "--ranks", "8", "--gpu", "h300")
-
-
-def test_read_hardware_profile_returns_figures(tmp_path):
-    file = tmp_path / "measured.json"
-    file.write_text(json.dumps({"flops": 410, "host": 25.5}))
-    assert read_hardware_profile(file) == {"flops": 410.0, "host": 25.5}
 
 
 @pytest.mark.parametrize(
@@ -73,16 +56,11 @@ def test_plan_options_override_measured_figures(tmp_path, capsys):
     file = tmp_path / "measured.json"
     file.write_text(json.dumps({"flops": 123, "host": 7, "memory": 141}))
     model = ["--model", str(CONFIGS / "qwen2_5_7b.json"), "--ranks", "8", "--train", "tp2", "--rollout", "tp2"]
-    main(["plan", *model, "--measured", str(file), "--host", "9", "--json"])
-    assumptions = " ".join(json.loads(capsys.readouterr().out)["assumptions"])
-    assert (
-        "reaches 123 TFLOP/s" in assumptions
-        and "9 GB/s to its host" in assumptions
-        and "a device has 141 GiB" in assumptions
-    )
+    assumptions = " ".join(planned(capsys, "plan", *model, "--measured", str(file), "--host", "9")["assumptions"])
+    for words in ("reaches 123 TFLOP/s", "9 GB/s to its host", "a device has 141 GiB"):
+        assert words in assumptions
 
 
-PLANNED = ["model.path=m", "data.train=t.jsonl", "model.dtype=bfloat16", "rollout.engine=sglang"]
 UNSEEN = {
     "actor.lora={rank: 4}": "actor.lora: counted as if all weights were trained, and the reference's separate",
     "rollout.adapters=true": "rollout.adapters: the weight sync is counted as the first one, later ones send only",
@@ -90,39 +68,21 @@ UNSEEN = {
 }
 
 
-def request(*overrides: str) -> PlanRequest:
-    config = load_config(None, [*PLANNED, *overrides], ppo.Config)
-    return plan_request(config, ppo.roles(config.algorithm))
-
-
-def notes(*overrides: str) -> tuple[str, ...]:
-    config = load_config(None, [*PLANNED, "algorithm.kl.coefficient=0.1", *overrides], ppo.Config)
-    return plan_request(config, ppo.roles(config.algorithm)).notes
-
-
 @pytest.mark.parametrize(("override", "note"), UNSEEN.items())
 def test_plan_request_uncounted_setting_adds_note(override, note):
-    (found,) = notes(override)
+    assert request("algorithm.kl.coefficient=0.1").notes == ()
+    (found,) = request("algorithm.kl.coefficient=0.1", override).notes
     assert found.startswith(note)
 
 
 def test_plan_request_has_the_teachers_on_ranks_of_the_job():
-    teachers = "teachers={math: {path: t, layout: tp2}, far: {url: 'http://h:1'}}"
-    config = load_config(None, [*PLANNED, teachers], gkd.Config)
-    request = plan_request(config, gkd.roles(config.algorithm))
-    (role,) = request.roles
+    plan = request("teachers={math: {path: t, layout: tp2}, far: {url: 'http://h:1'}}", recipe=gkd)
+    (role,) = plan.roles
     assert (role.name, role.layout, role.model, role.is_trained) == ("teachers.math", Layout(tp=2), "t", False)
-    assert request.notes == (
-        "algorithm.divergence: the teachers' output layers on the actor's last stage are not counted",
-    )
-
-
-def test_plan_request_plain_job_has_no_notes():
-    assert notes() == ()
+    (note,) = plan.notes
+    assert note == "algorithm.divergence: the teachers' output layers on the actor's last stage are not counted"
 
 
 def test_plan_request_has_wire_and_delta_of_the_rollout():
-    assert (
-        request("rollout.wire=fp8_block", "rollout.delta=true").fields.items()
-        >= {"wire": "fp8_block", "delta": True}.items()
-    )
+    fields = request("rollout.wire=fp8_block", "rollout.delta=true").fields
+    assert (fields["wire"], fields["delta"]) == ("fp8_block", True)

@@ -54,20 +54,18 @@ def seconds(offload=False, ranks=ALL, auxiliary_roles=()):
     return iteration_seconds(inputs, ACTOR, inference=5.0, update=20.0, rollout=100.0, sync=1.0)
 
 
-def test_iteration_seconds_same_ranks_add_up():
-    found = seconds(auxiliary_roles=(critic(ALL), reference(ALL)))
-    assert (found.inference, found.update, found.offload) == (5 + 3 + 4, 20 + 30, 0)
-    assert found.all == 100 + 12 + 50 + 1
-
-
-def test_iteration_seconds_disjoint_ranks_take_the_maximum():
-    found = seconds(ranks=FIRST, auxiliary_roles=(critic(LAST), reference(LAST)))
-    assert (found.inference, found.update) == (3 + 4, 30)
-
-
-def test_iteration_seconds_shared_ranks_add_up_there():
-    found = seconds(ranks=FIRST, auxiliary_roles=(critic((3, 4, 5, 6)),))
-    assert (found.inference, found.update) == (5 + 3, 20 + 30)
+@pytest.mark.parametrize(
+    ("ranks", "roles", "inference", "update"),
+    [
+        (ALL, (critic(ALL), reference(ALL)), 5 + 3 + 4, 20 + 30),
+        (FIRST, (critic(LAST), reference(LAST)), 3 + 4, 30),
+        (FIRST, (critic((3, 4, 5, 6)),), 5 + 3, 20 + 30),
+    ],
+)
+def test_iteration_seconds_of_shared_ranks_add_up_there(ranks, roles, inference, update):
+    found = seconds(ranks=ranks, auxiliary_roles=roles)
+    assert (found.inference, found.update, found.offload) == (inference, update, 0)
+    assert found.all == 100 + inference + update + 1
 
 
 def test_iteration_seconds_offload_counts_copies():
@@ -98,9 +96,8 @@ def test_train_seconds_matrix_products_take_three_times_inference(text):
     update = train_seconds(inputs, layout) - inputs.minibatches * optimizer_seconds(inputs, layout)
     assert update == pytest.approx(3 * inference_seconds(inputs, layout))
     again = replace(inputs, recompute=True)
-    assert train_seconds(again, layout) - train_seconds(inputs, layout) == pytest.approx(
-        inference_seconds(inputs, layout)
-    )
+    difference = train_seconds(again, layout) - train_seconds(inputs, layout)
+    assert difference == pytest.approx(inference_seconds(inputs, layout))
 
 
 def test_inference_seconds_equal_hand_count():
@@ -114,20 +111,6 @@ def test_inference_seconds_equal_hand_count():
     a_micro_batch = 2 * 32 * (2 * (attention + feed_forward) + output) + 2 * 4 * 2 * 8 * 32**2
     assert bubble_share(inputs, layout) == 1 / (2 + 1)
     assert inference_seconds(inputs, layout) == pytest.approx(a_micro_batch / 1e12 * (2 + 1))
-
-
-def test_train_and_rollout_seconds_shrink_with_faster_hardware():
-    slow, fast = (published("qwen3_30b_a3b", 16, flops=flops) for flops in (200.0, 800.0))
-    layout = Layout.parse("pp2-ep4").fit(16)
-    assert inference_seconds(slow, layout) > 1.5 * inference_seconds(fast, layout)
-    engine = EngineLayout()
-    wide, narrow = (published("qwen3_30b_a3b", 16, memory_bandwidth=speed) for speed in (4000.0, 1000.0))
-    assert rollout_side(narrow, engine).seconds > 2 * rollout_side(wide, engine).seconds
-
-
-def test_inference_seconds_cp_adds_its_exchange():
-    inputs = replace(tiny(MIXTURE, sequence=64), intra_node=1e-3)
-    assert inference_seconds(inputs, Layout.parse("cp2").fit(8)) > inference_seconds(inputs, Layout.parse("tp1").fit(8))
 
 
 def test_pair_of_has_all_parts():
@@ -229,15 +212,8 @@ def test_weight_sync_receives_lower_bound_and_less_than_gathering(node):
 
 
 def test_weight_sync_equal_shards_move_nothing():
-    """Data-parallel ranks that hold everything feed engines of any shape."""
     sync = weight_sync(tiny(DENSE), Layout().fit(8), EngineLayout(tp=2))
     assert sum(sync.received) == 0 and sync.seconds == 0
-
-
-def test_sync_seconds_shrink_with_faster_links():
-    layouts = Layout.parse("tp2-pp2-ep2").fit(8), EngineLayout.parse("tp4-ep4")
-    slow, fast = (weight_sync(tiny(MIXTURE, node=2, inter_node=speed), *layouts) for speed in (10.0, 100.0))
-    assert slow.seconds > fast.seconds and slow.received == fast.received
 
 
 def test_sync_of_quantized_engines_halves_the_bytes_of_layers_and_memory():

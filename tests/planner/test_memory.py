@@ -18,28 +18,24 @@ from verl_mg.sharding.weight_table import weight_table
 
 
 @pytest.mark.parametrize(
-    ("name", "billions"),
+    ("name", "billions", "active"),
     [
-        ("qwen3_30b_a3b", 30.5),
-        ("qwen3_235b_a22b", 235.1),
-        ("deepseek_v3", 671.0),
-        ("kimi_k2", 1026.4),
-        ("llama_3_1_405b", 405.9),
-        ("glm_4_5", 352.8),  # 355 with the layer that predicts a second token
-        ("minimax_m2", 228.7),
-        ("glm_4_7_flash", 29.9),
-        ("glm_5", 743.9),
-        ("moonlight_16b_a3b", 16.0),
+        # 3.3, 22.2 and 32.9 billion are activated, of which 0.3, 0.6 and 1.2 in the input embedding.
+        ("qwen3_30b_a3b", 30.5, 3.0),
+        ("qwen3_235b_a22b", 235.1, 21.6),
+        ("kimi_k2", 1026.4, 31.7),
+        ("deepseek_v3", 671.0, None),
+        ("llama_3_1_405b", 405.9, None),
+        ("glm_4_5", 352.8, None),  # 355 with the layer that predicts a second token
+        ("minimax_m2", 228.7, None),
+        ("glm_4_7_flash", 29.9, None),
+        ("glm_5", 743.9, None),
+        ("moonlight_16b_a3b", 16.0, None),
     ],
 )
-def test_elements_of_published_models_equal_their_parameters(name, billions):
-    assert round(published(name, 8).size.elements / 1e9, 1) == billions
-
-
-@pytest.mark.parametrize(("name", "billions"), [("qwen3_30b_a3b", 3.0), ("qwen3_235b_a22b", 21.6), ("kimi_k2", 31.7)])
-def test_active_elements_of_mixtures_equal_published_numbers(name, billions):
-    """3.3, 22.2 and 32.9 billion are activated, of which 0.3, 0.6 and 1.2 in the input embedding."""
-    assert round(published(name, 8).size.active / 1e9, 1) == billions
+def test_elements_of_published_models_equal_their_parameters(name, billions, active):
+    size = published(name, 8).size
+    assert round(size.elements / 1e9, 1) == billions and active in (None, round(size.active / 1e9, 1))
 
 
 def test_train_memory_dense_model_equals_hand_count():
@@ -114,45 +110,17 @@ def test_cache_bytes_are_limit_minus_weights():
     assert apart.weights > memory.weights and apart.tokens_per_engine == 8 * apart.tokens
 
 
-def test_train_memory_shrinks_with_parallelism():
-    inputs = published("qwen3_30b_a3b", 64)
-    for less, more in (("tp1", "tp2"), ("pp2", "pp4"), ("ep2", "ep4"), ("tp2-ep2-etp1", "tp2-ep2")):
-        small, large = (train_memory(inputs, Layout.parse(text).fit(64)) for text in (more, less))
-        for part in ("weights", "gradients"):
-            assert max(small.parts[part]) < max(large.parts[part])
-    few, many = (train_memory(published("qwen3_30b_a3b", n), Layout().fit(n)) for n in (16, 64))
-    assert many.parts["optimizer states"][0] * 4 == few.parts["optimizer states"][0]
-
-
 def test_problem_too_large_names_phase_and_part():
     inputs = published("qwen3_235b_a22b", 256)
     fine, large = (train_memory(inputs, Layout.parse(text).fit(256)) for text in ("tp4-pp8-ep8", "tp4-pp4"))
     engine, heavy = (rollout_memory(inputs, EngineLayout(tp=tp)) for tp in (8, 4))
     assert problem(inputs, fine, engine) is None
-    assert problem(inputs, large, engine).startswith("training: it needs") and "gradients" in problem(
-        inputs, large, None
-    )
-    assert problem(inputs, fine, heavy).startswith("generation: it needs") and "the engine's weights" in problem(
-        inputs, None, heavy
-    )
+    assert problem(inputs, large, engine).startswith("training: it needs")
+    assert problem(inputs, fine, heavy).startswith("generation: it needs")
+    assert "gradients" in problem(inputs, large, None) and "the engine's weights" in problem(inputs, None, heavy)
     both = published("qwen3_235b_a22b", 256, memory=62.0)
     assert problem(both, fine, engine).startswith("the weight sync: it needs")
     assert problem(both, fine, None) is None and problem(both, None, engine) is None
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"ranks": 0}, "--ranks: 0"),
-        ({"ranks": 12}, "not a multiple of --node 8. Use 8 or 16"),
-        ({"ranks": 8, "inter_node": -1.0}, "--inter-node: -1.0"),
-        ({"ranks": 8, "reserve": 80.0}, "below --memory 80"),
-        ({"ranks": 8, "memory": float("nan")}, "--memory: nan"),
-    ],
-)
-def test_plan_inputs_invalid_option_raises(options, words):
-    with pytest.raises(UserError, match=words):
-        tiny(DENSE, **options)
 
 
 def test_kept_elements_dense_layer_equals_korthikanti():
@@ -254,15 +222,13 @@ def test_problem_engines_without_sleep_add_to_training():
     train, engine = train_memory(inputs, layout), rollout_memory(inputs, EngineLayout())
     assert problem(inputs, train, engine) is None
     message = problem(replace(inputs, sleep=False, memory=1.5), train, engine)
-    assert (
-        message is not None and message.startswith("training: it needs") and "the engine's weights and cache" in message
-    )
+    assert message.startswith("training: it needs") and "the engine's weights and cache" in message
 
 
 def test_problem_memory_fraction_too_small_is_named():
     inputs = tiny(DENSE, memory_fraction=1e-6)
     message = problem(inputs, None, rollout_memory(inputs, EngineLayout()))
-    assert message is not None and message.endswith("engines take 1e-06 of the memory that is free when they start")
+    assert message.endswith("engines take 1e-06 of the memory that is free when they start")
 
 
 def test_auxiliary_role_trained_and_frozen_parts():

@@ -1,6 +1,5 @@
 """Plans of the FSDP backend: the command, and bytes of what ranks store and of their collectives in real runs."""
 
-import json
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.helpers.tiny_models import random_rows, tiny_model
 from tests.megatron.layout_models import make_model
 from tests.megatron.training import OPTIMIZER, token_loss
-from tests.planner.tiny_inputs import refused
+from tests.planner.tiny_inputs import planned, refused
 from verl_mg.batch import Batch
 from verl_mg.cli import main
 from verl_mg.config import FsdpConfig
@@ -50,32 +49,29 @@ def model(tmp_path_factory) -> Path:
     return folder
 
 
-def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    main(["plan", *arguments, "--json"])
-    numbers: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return numbers
-
-
-def inputs(model: Path, **options: Any) -> PlanInputs:
-    return PlanInputs(module_table(model), 8, options=fsdp_options(FsdpConfig(**options), "bfloat16"))
+def inputs(model: Path, ranks: int = 8, options: FsdpConfig | None = None, **fields: Any) -> PlanInputs:
+    chosen = fsdp_options(options or FsdpConfig(), "bfloat16")
+    return PlanInputs(module_table(model), ranks, options=chosen, **fields)
 
 
 def test_plan_of_a_job_reads_backend_replicas_and_roles(capsys, model):
     file = model.parent / "job.yaml"
     file.write_text(CONFIG.replace("MODEL", str(model)))
-    arguments = ("recipes/ppo.py", "--config", str(file), "--ranks", "8")
+    arguments = ("plan", "recipes/ppo.py", "--config", str(file), "--ranks", "8")
     numbers = planned(capsys, *arguments)
     assert numbers["problem"] is None and numbers["train"]["layout"] == "tp2" and numbers["train"]["dp"] == 4
     assert numbers["train"]["collectives"].keys() == {"gathered", "reduced", "replicated"}
     assert numbers["assumptions"][0].startswith("backend fsdp: float32 weights") and "in 2 copies" in str(numbers)
     assert [role["role"] for role in numbers["auxiliary_roles"]] == ["critic"]
     assert numbers["sync"]["gib"]["received by a rank"] == numbers["sync"]["gib"]["lower bound of received"]
-    main(["plan", *arguments])
+    main(list(arguments))
     assert "GiB of collectives in an optimizer step" in capsys.readouterr().out
 
 
 def test_search_finds_layouts_of_the_backend_alone(capsys, model):
-    found = planned(capsys, "--model", str(model), "--ranks", "8", "--backend", "fsdp", "--rollout", "tp2", "--search")
+    found = planned(
+        capsys, "plan", "--model", str(model), "--ranks", "8", "--backend", "fsdp", "--rollout", "tp2", "--search"
+    )
     layouts = {row["train"] for row in found["layouts"]}
     assert "tp2" in layouts and not any("pp" in layout or "ep" in layout for layout in layouts)
     assert {row["recompute"] for row in found["layouts"]} <= {"nothing", "whole layers"}
@@ -104,7 +100,10 @@ def test_plan_of_a_role_with_an_optimizer_of_megatron_is_refused(capsys, model):
 def test_memory_of_options_moves_where_they_say(model):
     layout = Layout().fit(8)
     plain, host, copies, kept = (
-        {part: size for part, (size,) in train_memory(inputs(model, **options), layout).parts.items()}
+        {
+            part: size
+            for part, (size,) in train_memory(inputs(model, options=FsdpConfig(**options)), layout).parts.items()
+        }
         for options in ({}, {"cpu_offload": True}, {"replicas": 4}, {"reshard_after_forward": False})
     )
     assert host["gradients"] == host["optimizer states"] == 0 and host["gathered weights"] == plain["gathered weights"]
@@ -117,13 +116,10 @@ def test_sync_receives_lower_bound_and_slower_links_cost_seconds(model):
     layout = Layout.parse("tp2").fit(8)
     sync = weight_sync(inputs(model), layout, EngineLayout.parse("tp2"))
     assert sync.received == sync.lower_bound and min(sync.received) > 0
-    table, options = module_table(model), fsdp_options(FsdpConfig(), "bfloat16")
-    slow, fast = (PlanInputs(table, 8, intra_node=rate, options=options) for rate in (1e-3, 1e3))
+    slow, fast = (inputs(model, intra_node=rate) for rate in (1e-3, 1e3))
     assert train_seconds(slow, layout) > train_seconds(fast, layout)
-    host = fsdp_options(FsdpConfig(cpu_offload=True), "bfloat16")
-    assert train_seconds(PlanInputs(table, 8, options=host), layout) > train_seconds(
-        PlanInputs(table, 8, options=options), layout
-    )
+    host = inputs(model, options=FsdpConfig(cpu_offload=True))
+    assert train_seconds(host, layout) > train_seconds(inputs(model), layout)
 
 
 CASES = [("dense", "dp2", FsdpConfig()), ("mixture", "dp4", FsdpConfig(replicas=2))]
@@ -181,25 +177,21 @@ def run(model: Path, layout: str, options: FsdpConfig, rows: Batch) -> Run:
     return Run(*(sum(storage.nbytes() for storage in part) for part in found), inference.bytes, update.bytes)
 
 
-def plan_inputs(model: Path, ranks: int, options: FsdpConfig, **fields: Any) -> PlanInputs:
-    return PlanInputs(module_table(model), ranks, options=fsdp_options(options, "bfloat16"), **fields)
-
-
 @pytest.mark.parametrize(
     ("name", "layout", "options"), [*CASES, *(pytest.param(*case, marks=pytest.mark.nightly) for case in NIGHTLY_CASES)]
 )
 def test_plan_equals_bytes_of_a_run(ranks, tmp_path, name, layout, options):
     model, count = make_model(tmp_path / "model", name), 2 if layout == "dp2" else 4
-    inputs, fitted = plan_inputs(model, count, options), Layout.parse(layout).fit(count)
-    parts = {part: size for part, (size,) in train_memory(inputs, fitted).parts.items()}
+    plan, fitted = inputs(model, count, options), Layout.parse(layout).fit(count)
+    parts = {part: size for part, (size,) in train_memory(plan, fitted).parts.items()}
     runs = ranks.run(count, run, model, layout, options, random_rows(6, read_config(model).vocab))
     assert {found.weights for found in runs} == {parts["weights"]}
     assert {found.gradients for found in runs} == {parts["gradients"]}
     # Adam's moments have no padding: the first rank, whose parts are whole, has the most.
     assert runs[0].moments == parts[OPTIMIZER_STATES] == max(found.moments for found in runs)
-    sharding, module = fitted.dp * fitted.cp // options.replicas, sharded_module(inputs, fitted)
+    sharding, module = fitted.dp * fitted.cp // options.replicas, sharded_module(plan, fitted)
     assert module.sharding == sharding
-    update, inference = micro_batch_bytes(inputs, fitted), micro_batch_bytes(inputs, fitted, trains=False)
+    update, inference = micro_batch_bytes(plan, fitted), micro_batch_bytes(plan, fitted, trains=False)
     for found in runs:
         assert found.update["_allgather_base_", sharding] == MICRO_BATCHES * update.gathered
         assert found.update["_reduce_scatter_base_", sharding] == MICRO_BATCHES * update.reduced

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.tiny_models import daily_of
-from tests.planner.tiny_inputs import refused
+from tests.planner.tiny_inputs import planned, refused
 from verl_mg.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -39,11 +39,6 @@ def at_the_root(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
-def planned(capsys, *arguments):
-    main([*arguments, "--json"])
-    return json.loads(capsys.readouterr().out)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_plan_shipped_configuration_fits_and_receives_lower_bound(capsys, name):
     numbers = planned(capsys, *command(name))
@@ -68,10 +63,8 @@ def test_plan_file_equals_plan_of_its_options(capsys):
     assumptions = " ".join(numbers["assumptions"])
     assert f"an iteration has {512 * 16 * 22528} tokens in samples of 22528, and 1 x 16 optimizer steps" in assumptions
     assert "a micro-batch has 22528 tokens, a layer keeps its input" in assumptions
-    assert (
-        "on the host while other roles compute and engines are awake: the actor" in assumptions
-        and "engines take 0.85 of the memory that is free when they start" in assumptions
-    )
+    assert "on the host while other roles compute and engines are awake: the actor" in assumptions
+    assert "engines take 0.85 of the memory that is free when they start" in assumptions
     assert numbers["auxiliary_roles"] == []
     lengths = ["--sequence", "22528", "--prompt", "2048", "--micro-batch", "22528"]
     options = [*lengths, "--tokens-per-iteration", str(512 * 16 * 22528)]
@@ -86,11 +79,8 @@ def test_plan_options_override_file(capsys):
     numbers = planned(capsys, *command("dapo_qwen3_30b_a3b"), *options, *overrides)
     assert numbers["train"]["layout"] == "tp2-pp4-ep2-etp1" and numbers["rollout"]["layout"] == "tp4"
     assumptions = " ".join(numbers["assumptions"])
-    assert (
-        "45056 tokens" in assumptions
-        and "1 x 2 optimizer steps" in assumptions
-        and "always on the device: the actor and reference" in assumptions
-    )
+    for words in ("45056 tokens", "1 x 2 optimizer steps", "always on the device: the actor and reference"):
+        assert words in assumptions
     assert [role["role"] for role in numbers["auxiliary_roles"]] == ["reference"]
 
 
@@ -116,17 +106,14 @@ def test_plan_critic_option_adds_its_memory(capsys):
     small = [*SMALL, "--ranks", "32", "--train", "tp2-pp2-ep4", "--rollout", "tp4-ep4"]
     alone = planned(capsys, *small)
     both = planned(capsys, *small, "--critic", "tp2-pp4-ep2", "--reference", "ep8")
-    assert {role["role"]: role["layout"] for role in both["auxiliary_roles"]} == {
-        "reference": "ep8",
-        "critic": "tp2-pp4-ep2",
-    }
+    layouts = {role["role"]: role["layout"] for role in both["auxiliary_roles"]}
+    assert layouts == {"reference": "ep8", "critic": "tp2-pp4-ep2"}
     assert both["phases"]["training"] > alone["phases"]["training"] + 10
     assert both["rollout"]["kv_tokens"] < alone["rollout"]["kv_tokens"]
     assert "GiB of that is the critic's gradients" in refused(capsys, *small, "--critic", "tp2-pp2")
 
 
 def test_plan_rollout_ranks_separates_engines_from_training(capsys):
-    """They have their devices for themselves, and training has fewer ranks."""
     small = [*SMALL, "--ranks", "32", "--rollout", "tp4-ep4", "--rollout-ranks", "16"]
     numbers = planned(capsys, *small, "--train", "tp2-pp2-ep4", "--reference", "tp2-pp2-ep4")
     assert numbers["train"]["dp"] == 4 and numbers["rollout"]["engines"] == 4
@@ -135,7 +122,6 @@ def test_plan_rollout_ranks_separates_engines_from_training(capsys):
 
 
 def test_plan_disjoint_roles_compute_at_the_same_time(capsys):
-    """Half of the ranks each: the reference runs inference while the actor does, on other devices."""
     both = ["algorithm.kl.coefficient=0.1", "reference.layout=tp2-pp2-ep4-etp1"]
     shared = planned(capsys, *command("dapo_qwen3_30b_a3b"), *both)
     apart = ["actor.ranks=0-31", "reference.ranks=32-63"]
@@ -168,15 +154,18 @@ def test_plan_invalid_configuration_is_one_line(capsys, overrides, words):
     assert words in refused(capsys, *command("dapo_qwen3_30b_a3b"), *overrides)
 
 
-def test_plan_missing_file_or_recipe_is_one_line(capsys):
-    ranks = ["--ranks", "64"]
-    assert "nowhere.yaml" in refused(capsys, "plan", "recipes/dapo.py", "--config", "nowhere.yaml", *ranks)
-    assert "recipes/dopa.py: no such recipe" in refused(
-        capsys, "plan", "recipes/dopa.py", "--config", str(config_of("dapo_qwen3_30b_a3b")), *ranks
-    )
-    without_options = command("dapo_qwen3_30b_a3b")[:6]
-    assert "model.path: Qwen/Qwen3-30B-A3B-Base: no such model directory" in refused(capsys, *without_options)
-    assert "generates no samples" in refused(
-        capsys, "plan", "recipes/sft.py", "--config", "recipes/configs/quickstart_sft.yaml", *ranks
-    )
-    assert "Pass --model, or RECIPE and --config" in refused(capsys, "plan", *ranks)
+QUICKSTART, PAPER = "recipes/configs/quickstart_sft.yaml", str(config_of("dapo_qwen3_30b_a3b"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["recipes/dapo.py", "--config", "nowhere.yaml"], "nowhere.yaml"),
+        (["recipes/dopa.py", "--config", PAPER], "recipes/dopa.py: no such recipe"),
+        (["recipes/dapo.py", "--config", PAPER], "model.path: Qwen/Qwen3-30B-A3B-Base: no such model directory"),
+        (["recipes/sft.py", "--config", QUICKSTART], "generates no samples"),
+        ([], "Pass --model, or RECIPE and --config"),
+    ],
+)
+def test_plan_missing_file_or_recipe_is_one_line(capsys, arguments, words):
+    assert words in refused(capsys, "plan", *arguments, "--ranks", "64")

@@ -1,37 +1,27 @@
 """Small models on paper, whose memory can be counted by hand, and the published ones."""
 
+import json
+from dataclasses import fields
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from verl_mg.cli import main
+from verl_mg.config import load_config
 from verl_mg.models.hf_config import parse_config, read_config
 from verl_mg.planner.efficiency import Efficiency
+from verl_mg.planner.from_config import PlanRequest, plan_request
 from verl_mg.planner.inputs import PlanInputs
+from verl_mg.recipes import ppo
 from verl_mg.sharding.weight_table import weight_table
 
-IDEAL = Efficiency(
-    gemm=1.0,
-    half_rows=0.0,
-    attention=1.0,
-    fp8=2.0,
-    memory=1.0,
-    link=1.0,
-    elementwise=0.0,
-    layer=0.0,
-    expert_layer=0.0,
-    imbalance=1.0,
-    decode_step=0.0,
-    decode_sample=0.0,
-    decode_layer=0.0,
-    all_reduce_near=0.0,
-    all_reduce_far=0.0,
-    sync=1.0,
-    sync_start=0.0,
-    gathering=1.0,
-    iteration=0.0,
+TIMELESS = (
+    *("half_rows", "elementwise", "layer", "expert_layer", "decode_step", "decode_sample", "decode_layer"),
+    *("all_reduce_near", "all_reduce_far", "sync_start", "iteration"),
 )
+IDEAL = Efficiency(**{field.name: 1.0 for field in fields(Efficiency)} | dict.fromkeys(TIMELESS, 0.0) | {"fp8": 2.0})
 """Hardware without losses: only FLOPs and bytes take time, which can be counted by hand."""
 CONFIGS = Path(__file__).parents[2] / "tools" / "model_configs"
 
@@ -78,7 +68,6 @@ def tiny(raw: dict[str, Any], ranks: int = 8, **options: Any) -> PlanInputs:
 
 
 def published(name: str, ranks: int, **options: Any) -> PlanInputs:
-    """A model of `tools/model_configs`."""
     return PlanInputs(weight_table(read_config(CONFIGS / f"{name}.json")), ranks, **options)
 
 
@@ -89,3 +78,16 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     err = capsys.readouterr().err
     assert left.value.code == 2 and err.startswith("error: ") and err.count("\n") == 1
     return err
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    main([*arguments, "--json"])
+    numbers: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return numbers
+
+
+def request(*overrides: str, recipe: ModuleType = ppo) -> PlanRequest:
+    """The values of a small configuration for a plan."""
+    small = ["model.path=m", "data.train=t.jsonl", "model.dtype=bfloat16", "rollout.engine=sglang"]
+    config = load_config(None, [*small, *overrides], recipe.Config)
+    return plan_request(config, recipe.roles(config.algorithm))

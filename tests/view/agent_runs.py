@@ -58,13 +58,12 @@ def conversation(turns: int, words: int = 3) -> dict[str, Any]:
     text = " ".join(["word"] * words)
     listed = []
     for number in range(turns):
-        messages = [{"role": "tool", "tool_call_id": f"call-{number - 1}", "content": f"result {number}: {text}"}]
+        messages = [said("tool", f"result {number}: {text}", tool_call_id=f"call-{number - 1}")]
         if number == 0:
-            messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"Do it: {text}"}]
-        reply = {"role": "assistant", "content": text, "reasoning_content": f"thought {number}: {text}"}
+            messages = [said("system", "Be brief."), said("user", f"Do it: {text}")]
+        reply = said("assistant", text, reasoning_content=f"thought {number}: {text}")
         if number < turns - 1:
-            function = {"name": "run", "arguments": json.dumps({"number": number, "text": text})}
-            reply["tool_calls"] = [{"id": f"call-{number}", "type": "function", "function": function}]
+            reply["tool_calls"] = [called(f"call-{number}", "run", json.dumps({"number": number, "text": text}))]
         listed.append(turn(0, messages, reply, started=2.0 * number, tokens=words))
     segments = [{"tokens": 3 * words * turns, "trained": words * turns, "prefix_of": None, "prefix_length": 0}]
     return {"turns": listed, "segments": segments, "log": "", "error": ""}
@@ -72,42 +71,18 @@ def conversation(turns: int, words: int = 3) -> dict[str, Any]:
 
 def forked_conversation() -> dict[str, Any]:
     """Two calls at once, a result that comes again, a cut call without a result, another model, a fork."""
-    calls = [
-        {"id": "call-a", "type": "function", "function": {"name": "search", "arguments": '{"query":"<i>x</i>"}'}},
-        {"id": "call-b", "type": "function", "function": {"name": "shell", "arguments": json.dumps(COMMAND)}},
-    ]
-    cut = [{"id": "call-c", "type": "function", "function": {"name": "shell", "arguments": '{"command": "ls'}}]
-    result = {"role": "tool", "tool_call_id": "call-b", "content": "printed 1"}
+    calls = [called("call-a", "search", '{"query":"<i>x</i>"}'), called("call-b", "shell", json.dumps(COMMAND))]
+    given, question = [said("system", "Use tools."), said("user", HOSTILE)], said("user", "Is it right?")
+    first = said("assistant", "", reasoning_content=f"First {HOSTILE}", tool_calls=calls)
+    second = said("assistant", "x" * 9000, tool_calls=[called("call-c", "shell", '{"command": "ls')])
+    result = said("tool", "printed 1", tool_call_id="call-b")
+    found = said("tool", f"found {HOSTILE}", tool_call_id="call-a")
+    unknown = said("tool", "of no call", tool_call_id="call-z")
     turns = [
-        turn(
-            0,
-            [{"role": "system", "content": "Use tools."}, {"role": "user", "content": HOSTILE}],
-            {"role": "assistant", "content": "", "reasoning_content": f"First {HOSTILE}", "tool_calls": calls},
-            started=0.5,
-            finish="tool_calls",
-        ),
-        turn(
-            0,
-            [result, {"role": "tool", "tool_call_id": "call-a", "content": f"found {HOSTILE}"}],
-            {"role": "assistant", "content": "x" * 9000, "tool_calls": cut},
-            started=4.0,
-            seconds=2.0,
-            finish="length",
-        ),
-        turn(
-            1,
-            [result, {"role": "tool", "tool_call_id": "call-z", "content": "of no call"}],
-            {"role": "assistant", "content": "Once more."},
-            started=7.0,
-        ),
-        turn(
-            2,
-            [{"role": "user", "content": "Is it right?"}],
-            {"role": "assistant", "content": "It is."},
-            started=9.0,
-            model="critic",
-            trained=False,
-        ),
+        turn(0, given, first, started=0.5, finish="tool_calls"),
+        turn(0, [result, found], second, started=4.0, seconds=2.0, finish="length"),
+        turn(1, [result, unknown], said("assistant", "Once more."), started=7.0),
+        turn(2, [question], said("assistant", "It is."), started=9.0, model="critic", trained=False),
     ]
     segments = [
         {"tokens": 90, "trained": 40, "prefix_of": None, "prefix_length": 0},
@@ -117,16 +92,14 @@ def forked_conversation() -> dict[str, Any]:
     return {"turns": turns, "segments": segments, "log": "\n".join(LOG), "error": ""}
 
 
-def turn(
-    segment: int,
-    messages: list[dict[str, Any]],
-    reply: dict[str, Any],
-    started: float,
-    seconds: float = 1.0,
-    tokens: int = 12,
-    finish: str = "stop",
-    model: str = "policy",
-    trained: bool = True,
-) -> dict[str, Any]:
-    known = {"segment": segment, "model": model, "trained": trained, "started": started, "seconds": seconds}
-    return known | {"messages": messages, "reply": reply, "prompt_tokens": 50, "tokens": tokens, "finish": finish}
+def said(role: str, content: str, **others: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **others}
+
+
+def called(identity: str, name: str, arguments: str) -> dict[str, Any]:
+    return {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def turn(segment: int, messages: list[dict[str, Any]], reply: dict[str, Any], **others: Any) -> dict[str, Any]:
+    known = {"segment": segment, "messages": messages, "reply": reply, "prompt_tokens": 50, "tokens": 12}
+    return known | {"model": "policy", "trained": True, "seconds": 1.0, "finish": "stop"} | others

@@ -14,7 +14,6 @@ PATIENCE = 120_000
 
 @pytest.fixture(scope="module")
 def ask(run):
-    """Asks a server of the module's run."""
     with serving(run) as ask:
         yield ask
 
@@ -40,7 +39,7 @@ def visit(browser):
     """Opens the page over these runs; at the end, no console error must have occurred and nothing been injected."""
     opened = []
 
-    def visit(*folders):
+    def visit(*folders, tab=None):
         server = servers.enter_context(serving(*folders))
         page = browser.new_page(viewport={"width": 1360, "height": 900})
         opened.append(page)
@@ -50,6 +49,8 @@ def visit(browser):
         page.on("pageerror", lambda error: page.complaints.append(str(error)))
         page.goto(page.viewer.url)
         page.locator("main > section:visible").wait_for()
+        if tab:
+            page.get_by_role("link", name=tab).click()
         return page
 
     with ExitStack() as servers:

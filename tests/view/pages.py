@@ -8,7 +8,6 @@ def turn_to(page: Page, name: str) -> None:
 
 
 def panel(page):
-    """The view that is shown."""
     return page.locator("main > section:visible")
 
 

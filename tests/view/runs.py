@@ -9,6 +9,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tests.helpers.json_lines import write_lines
+
 SCHEMA = pa.schema(
     [
         ("iteration", pa.int64()),
@@ -38,9 +40,7 @@ def write_run(folder: Path, iterations: int = 12, seed: int = 0, state: str = "r
     draw = random.Random(seed)
     (folder / "config.yaml").write_text(f"job: {{seed: {seed}}}\nmodel: {{path: {folder.name}}}\n")
     write_status(folder, iterations, state)
-    with (folder / "metrics.jsonl").open("w") as file:
-        for step in range(iterations + 1):
-            file.write(json.dumps({"step": step} | metrics_of(step, draw)) + "\n")
+    write_lines(folder / "metrics.jsonl", [{"step": step} | metrics_of(step, draw) for step in range(iterations + 1)])
     write_timelines(folder, iterations, draw)
     for iteration in range(1, iterations + 1):
         write_samples(folder, iteration, draw)
@@ -84,22 +84,14 @@ def write_timelines(folder: Path, iterations: int, draw: random.Random, ranks: i
         for iteration in range(1, iterations + 1):
             begin, spans = 0.0, []
             for phase, seconds in (
-                ("generate", 3 + draw.random()),
-                ("wait_generate", 0.2),
-                ("forward", 0.5),
-                ("row_dispatch", 0.05),
-                ("update", 1.2 + 0.2 * draw.random()),
-                ("optimizer", 0.3),
-                ("update", 0.8),
-                ("other", 0.1),
-                ("weight_sync", 0.4),
-                ("logging", 0.1),
+                *(("generate", 3 + draw.random()), ("wait_generate", 0.2), ("forward", 0.5), ("row_dispatch", 0.05)),
+                *(("update", 1.2 + 0.2 * draw.random()), ("optimizer", 0.3), ("update", 0.8), ("other", 0.1)),
+                *(("weight_sync", 0.4), ("logging", 0.1)),
             ):
                 spans.append([phase, round(begin, 6), round(begin + seconds, 6)])
                 begin += seconds + (0.08 if phase == "row_dispatch" else 0.0)
             lines.append({"iteration": iteration, "start": 1.0e9 + 7 * iteration + 0.01 * rank, "spans": spans})
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        (folder / "timeline" / f"rank-{rank}.jsonl").write_text(text)
+        write_lines(folder / "timeline" / f"rank-{rank}.jsonl", lines)
 
 
 def write_samples(folder: Path, iteration: int, draw: random.Random) -> None:
@@ -109,6 +101,14 @@ def write_samples(folder: Path, iteration: int, draw: random.Random) -> None:
     for rank in (0, 1):
         own = rows[rank * len(rows) // 2 : (rank + 1) * len(rows) // 2]
         pq.write_table(pa.Table.from_pylist(own, SCHEMA), target / f"rank-{rank}.parquet", compression="zstd")
+
+
+def set_column(file: Path, name: str, values: list[Any]) -> None:
+    """Replaces a column of a Parquet file, by a new file as a job does."""
+    table, new = pq.read_table(file), file.with_suffix(".new")
+    column = pa.chunked_array([values], table.schema.field(name).type)
+    pq.write_table(table.set_column(table.schema.get_field_index(name), name, column), new)
+    new.replace(file)
 
 
 def sample(iteration: int, number: int, draw: random.Random) -> dict[str, Any]:

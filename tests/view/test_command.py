@@ -60,10 +60,8 @@ def test_view_invalid_arguments_print_one_line(tmp_path, monkeypatch, capsys, ar
         with pytest.raises(SystemExit) as ended:
             main(["view", *(taken if word == "taken" else word for word in arguments)])
     assert ended.value.code == 2
-    output = capsys.readouterr()
-    assert (
-        output.out == "" and output.err.startswith("error: ") and output.err.count("\n") == 1 and reason in output.err
-    )
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and reason in err
 
 
 def test_view_run_of_a_real_job(ranks, tmp_path):
@@ -84,15 +82,8 @@ def test_view_run_of_a_real_job(ranks, tmp_path):
     whole = run.samples.get(2, found["rows"][0]["call"], found["rows"][0]["sample_id"])
     (turn,) = whole["turns"]
     assert turn == {"by": "policy", "start": whole["prompt_length"], "end": len(whole["tokens"])}
-    for name in (
-        "pieces",
-        "advantages",
-        "old_logprobs",
-        "rollout_logprobs",
-        "ref_logprobs",
-        "policy_versions",
-        "loss_mask",
-    ):
+    scores = ("advantages", "old_logprobs", "rollout_logprobs", "ref_logprobs")
+    for name in ("pieces", *scores, "policy_versions", "loss_mask"):
         assert len(whole[name]) == len(whole["tokens"])
     assert found["rows"][0]["length"] == turn["end"] - turn["start"]
     assert [one["samples"] for one in run.samples.prompts(2)] == [2] * 5

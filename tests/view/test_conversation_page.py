@@ -40,8 +40,7 @@ def open_sample(page, number):
 
 @pytest.mark.nightly
 def test_sample_list_filters_agents(visit, run):
-    page = visit(run)
-    turn_to(page, "Samples")
+    page = visit(run, tab="Samples")
     rows, count = page.locator("table.samples tbody tr"), page.locator("#view-samples .count")
     expect(count).to_have_text(f"1 to {TRAJECTORIES + 2} of {TRAJECTORIES + 2} samples")
     expect(rows.nth(FORKED + 2)).to_have_text(re.compile("4 *2 *3$"))  # turns, segment, segments

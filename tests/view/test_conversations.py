@@ -2,7 +2,6 @@
 
 import json
 import random
-import shutil
 
 import pyarrow.parquet as pq
 import pytest
@@ -18,7 +17,7 @@ from tests.view.agent_runs import (
     forked_conversation,
     write_agent_run,
 )
-from tests.view.runs import GROUP, PROMPTS, write_samples
+from tests.view.runs import GROUP, PROMPTS, set_column, write_samples
 from tests.view.serving import serving
 
 ROWS = TRAJECTORIES + 2
@@ -129,13 +128,10 @@ def test_trajectory_on_two_ranks_has_each_row_once(tmp_path):
     target = run / "samples" / "000001"
     table = pq.read_table(target / "rank-1.parquet")
     place = table["trajectory"].to_pylist().index(FORKED)
-    text = table["conversation"][place].as_py()
-    texts = [text if segment == 1 else None for segment in range(2)]
-    column = table.schema.get_field_index("conversation")
-    moved = table.slice(place + 1, 2).set_column(column, "conversation", [texts])
+    pq.write_table(table.slice(place + 1, 2), target / "rank-2.parquet")
+    set_column(target / "rank-2.parquet", "conversation", [table["conversation"][place].as_py(), None])
     rest = table.filter([not place < row <= place + 2 for row in range(len(table))])
     pq.write_table(rest, target / "rank-1.parquet")
-    pq.write_table(moved, target / "rank-2.parquet")
     with serving(run) as ask:
         rows = [row for row in ask("samples")["rows"] if row["trajectory"] == FORKED]
         assert [(row["segment"], row["agent_turns"]) for row in rows] == [(0, 4), (1, 4), (2, 4)]
@@ -149,12 +145,9 @@ def test_counts_of_a_replaced_file_are_read_again(tmp_path):
     file = run / "samples" / "000001" / "rank-0.parquet"
     with serving(run) as ask:
         before = ask("samples")["rows"][0]
-        table = pq.read_table(file)
         short = json.dumps({"turns": [], "segments": [{}], "log": "", "error": "it ended"})
-        texts = [text and short for text in table["conversation"].to_pylist()]
-        place = table.schema.get_field_index("conversation")
-        pq.write_table(table.set_column(place, "conversation", [texts]), file.with_suffix(".new"))
-        shutil.move(file.with_suffix(".new"), file)
+        texts = pq.read_table(file)["conversation"].to_pylist()
+        set_column(file, "conversation", [text and short for text in texts])
         after = ask("samples")["rows"][0]
     assert (before["agent_turns"], before["agent_error"]) == (1, None)
     assert (after["agent_turns"], after["agent_error"]) == (0, "it ended")

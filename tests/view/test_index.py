@@ -7,12 +7,11 @@ import sys
 import time
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from tests.view.agent_runs import write_agent_run
-from tests.view.runs import GROUP, HOSTILE, PROMPTS, write_run, write_samples
+from tests.view.runs import GROUP, HOSTILE, PROMPTS, set_column, write_run, write_samples
 from verl_mg.view import index_builder
 from verl_mg.view.index import FOLDER, TAIL, SampleIndex, stored_segments
 from verl_mg.view.index_builder import IndexBuilder
@@ -107,9 +106,13 @@ def test_candidates_contain_every_block_with_the_text():
         ({"text": "makes  9", "words": True}, lambda row, text: "makes" in text and "9" in text),
         ({"text": "plus 11", "reward_from": 0.5}, lambda row, text: "plus 11" in text and row["reward"] >= 0.5),
         ({"text": "so on", "first": 5, "last": 9}, lambda row, text: "so on" in text and 5 <= row["iteration"] <= 9),
-        ({"source": "carry", "finish": "stop"}, lambda row, text: (row["source"], row["finish"]) == ("carry", "stop")),
         ({"source": "none of these"}, lambda row, text: False),
-        ({"group": 7}, lambda row, text: row["group"] == 7),
+        ({"source": "carry", "finish": "stop"}, lambda row, text: (row["source"], row["finish"]) == ("carry", "stop")),
+        ({"reward_from": 0.25, "reward_to": 0.75}, lambda row, text: 0.25 <= row["reward"] <= 0.75),
+        ({"length_from": 6, "length_to": 20}, lambda row, text: 6 <= len(row["tokens"]) - row["prompt_length"] <= 20),
+        ({"prompt_id": 4, "first": 2, "last": 3}, lambda row, text: row["prompt_id"] == 4 and row["iteration"] == 3),
+        ({"group": 7, "call": 0}, lambda row, text: row["group"] == 7),
+        ({"text": "(.*"}, lambda row, text: False),
     ],
 )
 def test_search_finds_what_a_scan_finds(run, rows, query, holds):
@@ -122,7 +125,7 @@ def test_search_finds_what_a_scan_finds(run, rows, query, holds):
 
 
 @pytest.mark.parametrize("descending", [False, True])
-@pytest.mark.parametrize("sort", ["sample_id", "reward", "length", "source", "policy_version"])
+@pytest.mark.parametrize("sort", ["sample_id", "prompt_id", "reward", "length", "source", "finish", "policy_version"])
 def test_pages_are_those_of_a_sorted_list(run, rows, sort, descending):
     samples = Samples(run / "samples")
     rows = [row | {"length": len(row["tokens"]) - row["prompt_length"]} for row in rows]
@@ -134,11 +137,8 @@ def test_pages_are_those_of_a_sorted_list(run, rows, sort, descending):
 
 def test_rows_without_a_reward_are_last(tmp_path):
     run = write_run(tmp_path / "run", 1)
-    file = run / "samples" / "000001" / "rank-0.parquet"
-    table = pq.read_table(file)
-    rewards = [None if row % 3 else 0.5 for row in range(len(table))]
-    place = table.schema.get_field_index("reward")
-    pq.write_table(table.set_column(place, "reward", pa.array(rewards, pa.float32())), file)
+    rewards = [None if row % 3 else 0.5 for row in range(COUNT // 2)]
+    set_column(run / "samples" / "000001" / "rank-0.parquet", "reward", rewards)
     for descending in (False, True):
         rows = Samples(run / "samples").find(Query(sort="reward", descending=descending, limit=100))["rows"]
         missing = [row["reward"] is None for row in rows]
@@ -164,11 +164,8 @@ def test_long_search_continues_with_each_request(run, rows, monkeypatch):
 
 def test_excerpt_begins_near_the_text(tmp_path):
     run = write_run(tmp_path / "run", 1)
-    file = run / "samples" / "000001" / "rank-0.parquet"
-    table = pq.read_table(file)
-    place = table.schema.get_field_index("response")
-    texts = ["word " * 1000 + "The Needle" + " word" * 1000] * len(table)
-    pq.write_table(table.set_column(place, "response", [texts]), file)
+    texts = ["word " * 1000 + "The Needle" + " word" * 1000] * (COUNT // 2)
+    set_column(run / "samples" / "000001" / "rank-0.parquet", "response", texts)
     (row, *_) = Samples(run / "samples").find(Query(text="needle"))["rows"]
     assert "The Needle" in row["response"] and len(row["response"]) < 300
 

@@ -118,8 +118,7 @@ def test_page_of_an_empty_run_has_a_message(visit, tmp_path):
 
 
 def test_timeline_shows_lanes_and_phases(visit, folders):
-    page = visit(*folders)
-    turn_to(page, "Time line")
+    page = visit(*folders, tab="Time line")
     # The newest iteration that both have.
     expect(page.get_by_label("Iteration number")).to_have_value("10")
     expect(page.locator("svg.lanes")).to_have_count(2)
@@ -141,8 +140,7 @@ def test_timeline_shows_lanes_and_phases(visit, folders):
 
 
 def test_timeline_can_be_zoomed(visit, folders):
-    page = visit(folders[0])
-    turn_to(page, "Time line")
+    page = visit(folders[0], tab="Time line")
     lanes = page.locator("svg.lanes")
     sync = lanes.locator("rect[data-rank='0'][data-phase=weight_sync]")
     before, box = sync.bounding_box(), lanes.bounding_box()
@@ -177,8 +175,7 @@ def counted(page, text):
 
 
 def test_samples_can_be_filtered_sorted_and_searched(visit, folders):
-    page = visit(folders[0])
-    turn_to(page, "Samples")
+    page = visit(folders[0], tab="Samples")
     counted(page, f"1 to {COUNT} of {COUNT} samples")
     assert set(cells(page, "iteration")) == {"12"}  # the newest
     page.get_by_role("button", name="reward").click()
@@ -217,8 +214,7 @@ def test_samples_can_be_filtered_sorted_and_searched(visit, folders):
 
 
 def test_sample_dialog_shows_tokens(visit, folders):
-    page = visit(folders[0])
-    turn_to(page, "Samples")
+    page = visit(folders[0], tab="Samples")
     page.get_by_role("button", name=f"Open sample {11 * COUNT + 1}", exact=True).click()
     sheet = page.get_by_role("dialog")
     expect(sheet.locator(".turn h4")).to_have_text(["policy", "tool", "policy"])
@@ -255,8 +251,7 @@ def test_sample_dialog_shows_tokens(visit, folders):
 
 
 def test_sample_dialog_escapes_text(visit, folders):
-    page = visit(*folders)
-    turn_to(page, "Samples")
+    page = visit(*folders, tab="Samples")
     expect(shown(page).first.locator("td.response")).to_contain_text("<script>window.injected = 1</script><img")
     shown(page).first.locator("td.response").click()
     sheet = page.get_by_role("dialog")
@@ -275,8 +270,7 @@ def test_sample_dialog_escapes_text(visit, folders):
 
 
 def test_compare_shows_two_runs(visit, folders):
-    page = visit(*folders)
-    turn_to(page, "Side by side")
+    page = visit(*folders, tab="Side by side")
     expect(panel(page).get_by_label("Iteration", exact=True)).to_have_value("10")
     expect(page.locator(".prompts li")).to_have_count(PROMPTS)
     gaps = [abs(float(text)) for text in page.locator(".prompts .gap").all_inner_texts()]

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from tests.helpers.json_lines import write_lines
-from tests.view.runs import GROUP, HOSTILE, PROMPTS, write_run, write_samples
+from tests.view.runs import GROUP, HOSTILE, PROMPTS, write_run
 from tests.view.serving import fetch, serving
 
 COUNT = PROMPTS * GROUP
@@ -14,7 +14,6 @@ COUNT = PROMPTS * GROUP
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Three iterations that no test changes."""
     return write_run(tmp_path_factory.mktemp("runs") / "first", iterations=3)
 
 
@@ -67,8 +66,7 @@ def test_curves_of_many_steps_keep_extremes(tmp_path, monkeypatch):
     draw = random.Random(0)
     values = {step: draw.gauss(0, 1) for step in range(1, 5001)}
     values |= {1234: 50.0, 4321: -50.0, 2000: None}
-    text = "".join(json.dumps({"step": step, "x": value}) + "\n" for step, value in values.items())
-    (run / "metrics.jsonl").write_text(text)
+    write_lines(run / "metrics.jsonl", [{"step": step, "x": value} for step, value in values.items()])
     with serving(run) as ask:
         shown = curve(ask, "x", pixels=100)["x"]
         points = dict(zip(shown["steps"], shown["values"], strict=True))
@@ -143,8 +141,8 @@ def test_find_line_finds_every_complete_line(tmp_path, gaps):
     draw = random.Random(0)
     numbers = list(range(1, 300, gaps))
     lines = [{"iteration": i, "start": i, "spans": [["x" * draw.randrange(9000), 0, 1]]} for i in numbers]
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (run / "timeline" / "rank-7.jsonl").write_text(text + json.dumps({"iteration": 400, "start": 1, "spans": []}))
+    file = write_lines(run / "timeline" / "rank-7.jsonl", lines)
+    file.write_text(file.read_text() + json.dumps({"iteration": 400, "start": 1, "spans": []}))
     with serving(run) as ask:
         assert ask("runs")[0]["timeline"] == [1, numbers[-1]]
         found = [[line["start"] for line in ask("timeline", iteration=i)] for i in range(301)]
@@ -153,43 +151,6 @@ def test_find_line_finds_every_complete_line(tmp_path, gaps):
 
 
 # -- samples
-
-
-def test_samples_are_returned_in_pages(ask):
-    whole = ask("samples", limit=1000)
-    assert whole["total"] == 3 * COUNT and ids(whole) == list(range(3 * COUNT))
-    assert set(whole["rows"][0]) >= {"iteration", "reward", "length", "finish", "source", "prompt", "response"}
-    page = ask("samples", offset=10, limit=5)
-    assert page["total"] == 3 * COUNT and ids(page) == list(range(10, 15))
-
-
-@pytest.mark.parametrize("name", ["iteration", "finish", "prompt_id"])
-def test_samples_are_sorted(ask, name):
-    for descending in (False, True):
-        rows = ask("samples", sort=name, descending=str(descending).lower(), limit=1000)["rows"]
-        values = [row[name] for row in rows]
-        assert values == sorted(values, reverse=descending) and len(set(values)) > 1
-
-
-@pytest.mark.parametrize(
-    ("query", "holds"),
-    [
-        ({"first": 2, "last": 2}, lambda row: row["iteration"] == 2),
-        ({"reward_from": 0.25, "reward_to": 0.75}, lambda row: 0.25 <= row["reward"] <= 0.75),
-        ({"length_from": 6, "length_to": 20}, lambda row: 6 <= row["length"] <= 20),
-        ({"source": "carry", "finish": "stop"}, lambda row: row["source"] == "carry" and row["finish"] == "stop"),
-        ({"prompt_id": 4}, lambda row: row["prompt_id"] == 4),
-        ({"group": 7, "call": 0}, lambda row: row["group"] == 7),
-        ({"text": "is 3 +"}, lambda row: "is 3 +" in row["prompt"]),
-        ({"text": "(.*", "first": 1}, lambda row: False),
-    ],
-)
-def test_samples_are_filtered(ask, query, holds):
-    everything = ask("samples", limit=1000)["rows"]
-    wanted = [row["sample_id"] for row in everything if holds(row)]
-    found = ask("samples", limit=1000, **query)
-    assert ids(found) == wanted and found["total"] == len(wanted) < len(everything)
-    assert wanted or query.get("text") == "(.*"
 
 
 def test_sample_returns_all_columns(ask):
@@ -219,15 +180,6 @@ def test_samples_damaged_file_does_not_hide_others(tmp_path):
     (run / "samples" / "000001" / "rank-1.parquet").write_bytes(b"PAR1 and no more")
     with serving(run) as ask:
         assert ids(ask("samples")) == list(range(COUNT // 2))
-
-
-def test_samples_new_files_appear(tmp_path):
-    run = write_run(tmp_path / "run", iterations=1)
-    with serving(run) as ask:
-        assert ask("runs")[0]["samples"] == [[1, 1]]
-        write_samples(run, 2, random.Random(0))
-        assert ask("runs")[0]["samples"] == [[1, 2]]
-        assert ask("samples", first=2, last=2)["total"] == COUNT
 
 
 # -- requests

@@ -114,13 +114,11 @@ class PrometheusEndpoint:
 
     def text(self) -> str:
         """Returns what is served now; called by any thread."""
-        return exposition([*self._metrics(), *self._state()], {"run": self._run})
+        return exposition(self._gauges(), {"run": self._run})
 
-    def _metrics(self) -> Iterator[Gauge]:
+    def _gauges(self) -> Iterator[Gauge]:
         for name, value in self._latest.items():
             yield Gauge(metric_name(name), f"{name} of the latest iteration that has it", value)
-
-    def _state(self) -> Iterator[Gauge]:
         status, watchdog = self._status.current(), self._world.watchdog
         yield Gauge(f"{PREFIX}info", "1; recipe and host of rank 0", 1, {"recipe": self._recipe, "host": status.host})
         yield Gauge(f"{PREFIX}state", "1; state of the run", 1, {"state": status.state})

@@ -205,18 +205,16 @@ class TorchProfile:
                 torch.cuda.memory._record_memory_history(enabled=None)
 
     def _write(self, iteration: int, recorded: profile) -> None:
+        name = f"iteration-{iteration:06d}-rank-{self._rank}"
         try:
-            self._export(f"iteration-{iteration:06d}-rank-{self._rank}", recorded)
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with replacing(self._folder / f"{name}.json.gz") as trace:
+                recorded.export_chrome_trace(str(trace))
+            if self._memory:
+                with replacing(self._folder / f"{name}-memory.pickle") as snapshot:
+                    torch.cuda.memory._dump_snapshot(str(snapshot))
         except (OSError, RuntimeError) as error:  # training continues without the trace
             log.warning("%s: no trace of iteration %d (%s)", self._folder, iteration, error)
-
-    def _export(self, name: str, recorded: profile) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with replacing(self._folder / f"{name}.json.gz") as trace:
-            recorded.export_chrome_trace(str(trace))
-        if self._memory:
-            with replacing(self._folder / f"{name}-memory.pickle") as snapshot:
-                torch.cuda.memory._dump_snapshot(str(snapshot))
 
 
 def check_monitoring(config: Config, ranks: int) -> None:

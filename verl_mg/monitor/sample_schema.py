@@ -108,11 +108,10 @@ def file_of(folder: Path, rank: int) -> Path:
 
 def describe(batch: Batch) -> dict[str, ColumnSchema]:
     """Returns the schema of each column of a batch."""
+    columns = {name: (batch.kind(name), batch[name]) for name in batch.names()}
     return {
-        name: ColumnSchema(
-            int(batch.kind(name)), str(batch[name].dtype).removeprefix("torch."), tuple(batch[name].shape[1:])
-        )
-        for name in batch.names()
+        name: ColumnSchema(int(kind), str(values.dtype).removeprefix("torch."), tuple(values.shape[1:]))
+        for name, (kind, values) in columns.items()
     }
 
 

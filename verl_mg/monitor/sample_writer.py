@@ -143,7 +143,8 @@ class SampleWriter:
         if rows.images is not None:
             self._images.write(rows.images)
             columns[IMAGES] = pa.array([[image.key for image in row] for row in rows.images], pa.list_(pa.string()))
-        columns["turns"] = pa.array([_turns(mask) for mask in _response_masks(rows)], TURNS)
+        masks = zip(rows["prompt_length"].tolist(), rows["loss_mask"].split(rows.lengths.tolist()), strict=True)
+        columns["turns"] = pa.array([_turns(start, mask[start:].numpy()) for start, mask in masks], TURNS)
         for name, column in others.items():
             absent = None if column.present is None else ~column.present[index].numpy()
             columns[name] = _array(rows, _OTHER + name, file_schema.field(name).type, absent)
@@ -172,8 +173,7 @@ class SampleWriter:
         if token not in self._pieces:
             word = self._tokenizer.convert_ids_to_tokens(token)
             spaced = isinstance(word, str) and SENTENCEPIECE_SPACE in word
-            text = word.replace(SENTENCEPIECE_SPACE, " ") if spaced else self._tokenizer.decode([token])
-            self._pieces[token] = text
+            self._pieces[token] = word.replace(SENTENCEPIECE_SPACE, " ") if spaced else self._tokenizer.decode([token])
         return self._pieces[token]
 
 
@@ -280,16 +280,8 @@ def _offsets(lengths: Tensor) -> pa.Array:
     return pa.array(np.concatenate([[0], lengths.numpy().cumsum()]), pa.int32())
 
 
-def _response_masks(rows: Batch) -> list[tuple[int, np.ndarray]]:
-    """Returns the first position of each row's response, and the loss mask of its tokens."""
-    masks = rows["loss_mask"].split(rows.lengths.tolist())
-    starts = rows["prompt_length"].tolist()
-    return [(start, mask[start:].numpy()) for start, mask in zip(starts, masks, strict=True)]
-
-
-def _turns(response: tuple[int, np.ndarray]) -> list[dict[str, Any]]:
-    """Returns the ranges of a response by the policy or by tools: of (2, T T F) 2 to 4 and 4 to 5."""
-    start, generated = response
+def _turns(start: int, generated: np.ndarray) -> list[dict[str, Any]]:
+    """Returns the ranges of a response by the policy or by tools: of 2 and T T F, 2 to 4 and 4 to 5."""
     if not len(generated):
         return []
     edges = [0, *(np.flatnonzero(np.diff(generated)) + 1).tolist(), len(generated)]

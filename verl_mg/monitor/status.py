@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -118,10 +118,10 @@ class Status:
     host: str
     pid: int
     ranks: int
-    tokens_per_second: float | None  # throughput of the last iteration
-    eta_seconds: float | None  # seconds to the end of the last iteration
-    checkpoint: int | None  # iteration of the last checkpoint
-    message: str  # reason why the run left or failed
+    tokens_per_second: float | None = None  # throughput of the last iteration
+    eta_seconds: float | None = None  # seconds to the end of the last iteration
+    checkpoint: int | None = None  # iteration of the last checkpoint
+    message: str = ""  # reason why the run left or failed
 
 
 class StatusFile:
@@ -131,18 +131,14 @@ class StatusFile:
     # file remains unchanged.
 
     def __init__(self, folder: Path, recipe: str, iterations: int, rank: int, ranks: int) -> None:
-        self._path, self._recipe, self._iterations, self._ranks = folder / STATUS, recipe, iterations, ranks
-        self._writes = rank == 0
-        self._iteration = 0
+        self._path, self._writes = folder / STATUS, rank == 0
+        host, pid = socket.gethostname(), os.getpid()
+        self._status = Status(recipe, "starting", 0, iterations, "", time.time(), 0.0, host, pid, ranks)
         self._checkpoint: Callable[[], int | None] = lambda: None
         self._eta = EtaEstimator(iterations)
         self._phase: Callable[[], str] = lambda: ""
         self._progress: Callable[[], int] = lambda: 0
         self._progress_at = time.monotonic()
-        self._state: State = "starting"
-        self._message = ""
-        self._tokens_per_second: float | None = None
-        self._started = time.time()
         self._ended, self._lock = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._poll, name="status", daemon=True)
 
@@ -156,35 +152,31 @@ class StatusFile:
         self, timer: PhaseTimer, iteration: int = 0, checkpoint: Callable[[], int | None] = lambda: None
     ) -> None:
         """Sets the state "running" after `iteration` iterations; `checkpoint` returns that of the last checkpoint."""
-        self._state, self._phase, self._checkpoint = "running", lambda: timer.phase, checkpoint
-        self._progress = lambda: timer.progress
-        self._iteration = iteration
-        self._eta = EtaEstimator(self._iterations, iteration)
-        self._write()
+        self._phase, self._progress, self._checkpoint = lambda: timer.phase, lambda: timer.progress, checkpoint
+        self._eta = EtaEstimator(self._status.iterations, iteration)
+        self._write(state="running", iteration=iteration)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Records that an iteration is done."""
-        self._iteration = step
         self._eta.update(step)
-        self._tokens_per_second = metrics.get("time/tokens_per_second", self._tokens_per_second)
-        self._write()
+        rate = metrics.get("time/tokens_per_second", self._status.tokens_per_second)
+        self._write(iteration=step, tokens_per_second=rate)
 
     def left(self, why: str) -> None:
         """Records that the run ends before its last iteration, for the reason `why`, and can be resumed."""
-        self._state, self._message = "left", why
+        self._status = replace(self._status, state="left", message=why)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         # Before the last write, or the thread could write an older state after it.
         self._ended.set()
         if self._writes:
             self._thread.join()
-        if error is not None:
-            self._state = "failed"
-            self._message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-        elif self._state != "left":
-            self._state = "finished"
         self._phase = lambda: ""  # the timer stays in its last phase
-        self._write()
+        if error is not None:
+            reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+            self._write(state="failed", message=reason)
+        else:
+            self._write(state="left" if self._status.state == "left" else "finished")
 
     @property
     def seconds_without_progress(self) -> float:
@@ -206,24 +198,13 @@ class StatusFile:
 
     def current(self) -> Status:
         """Returns the status as it is now; from any thread of rank 0."""
-        return Status(
-            self._recipe,
-            self._state,
-            self._iteration,
-            self._iterations,
-            self._phase(),
-            self._started,
-            time.time(),
-            socket.gethostname(),
-            os.getpid(),
-            self._ranks,
-            self._tokens_per_second,
-            self._eta.seconds_left if self._state == "running" else None,
-            self._checkpoint(),
-            self._message,
-        )
+        status, left = self._status, self._eta.seconds_left
+        eta = left if status.state == "running" else None
+        return replace(status, phase=self._phase(), updated=time.time(), eta_seconds=eta, checkpoint=self._checkpoint())
 
-    def _write(self) -> None:
+    def _write(self, **changes: Any) -> None:
+        if changes:  # only the rank's thread has some
+            self._status = replace(self._status, **changes)
         if not self._writes:
             return
         with self._lock, suppress(OSError), replacing(self._path) as file:  # both threads write

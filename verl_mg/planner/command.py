@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from verl_mg.planner.from_config import PlanRequest
 from verl_mg.planner.inputs import AuxiliaryRole, PlanInputs, read_hardware_profile
 from verl_mg.planner.memory import check, check_engine, fit_layout, train_memory
 from verl_mg.planner.memory_phases import problem
-from verl_mg.planner.report import Numbers, pair_numbers, search_numbers, show
+from verl_mg.planner.report import pair_numbers, search_numbers, show
 from verl_mg.planner.search import (
     Pair,
     nearest_rollout,
@@ -81,13 +80,13 @@ def run(options: argparse.Namespace, job: PlanRequest | None = None) -> None:
         if options.top < 1:
             raise UserError(f"--top: {options.top} is not above 0. Use 1 or more.")
         tried = None if options.recompute or "recompute" in job.fields else recomputations(inputs)
-        _print(search_numbers(inputs, search(inputs, train, rollout, options.top, tried)), options.json)
+        show(search_numbers(inputs, search(inputs, train, rollout, options.top, tried)), options.json)
         return
     if train is None or rollout is None:
         raise UserError("--train, --rollout: one of them is missing. Pass both, or --search to find the missing ones.")
     actor = train_side(inputs, train)
     pair = pair_of(inputs, actor, rollout_side(inputs, rollout, actor.memory))
-    _print(pair_numbers(inputs, pair), options.json)
+    show(pair_numbers(inputs, pair), options.json)
     # After the report, which shows the parts that are too large.
     if too_large := problem(inputs, actor.memory, pair.rollout.memory):
         raise _with_suggestions(too_large, _nearest_layouts(inputs, pair))
@@ -178,10 +177,3 @@ def _nearest_layouts(inputs: PlanInputs, pair: Pair) -> str:
 
 def _with_suggestions(error: str, suggestions: str) -> UserError:
     return UserError(f"{error.rstrip('.')}. {suggestions}")
-
-
-def _print(numbers: Numbers, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(numbers, indent=2))
-    else:
-        show(numbers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
@@ -182,8 +183,11 @@ def _gib(size: float) -> float:
     return round(size / GIB, 3)
 
 
-def show(numbers: Numbers) -> None:
-    """Prints the tables of a report or of a search."""
+def show(numbers: Numbers, as_json: bool) -> None:
+    """Prints the numbers of a report or of a search, as JSON or as tables."""
+    if as_json:
+        print(json.dumps(numbers, indent=2))
+        return
     console = Console(highlight=False)
     if not console.is_terminal:  # rich would wrap at 80 columns
         console.width = PLAIN_WIDTH
@@ -272,11 +276,7 @@ def _ranking(numbers: Numbers) -> Table:
         "train_gib": "GiB in training",
         "kv_tokens": "KV tokens",
         "bubble_share": "bubble",
-        "rollout_seconds": "rollout s",
-        "inference_seconds": "inference s",
-        "update_seconds": "update s",
-        "sync_seconds": "sync s",
-        "offload_seconds": "offload s",
+        **{f"{part}_seconds": f"{part} s" for part in PARTS if part != "overhead"},
         "seconds": "all s",
         "rate": "tokens/s/rank",
     }

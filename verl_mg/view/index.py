@@ -91,7 +91,7 @@ class SampleIndex:
     def start(self) -> None:
         """Starts the process that builds the index, where there is more than fits in memory."""
         with self._lock:
-            self._reload()
+            self._stored = stored_segments(self._folder, self._stored)
             versions = self._folders.versions()
             # A run of few iterations never gets an index on disk.
             if (
@@ -118,19 +118,19 @@ class SampleIndex:
     def progress(self, segments: Iterable[Segment], first: int | None, last: int | None) -> dict[str, int]:
         """Returns for a range `iterations`, their number, and `indexed`, how many are in segments; None: no bound."""
         known = set().union(*(segment.versions for segment in segments))
-        wanted = [iteration for iteration in self.iterations() if _inside(iteration, first, last)]
+        wanted = [iteration for iteration in self.iterations() if _overlaps(iteration, iteration, first, last)]
         return {"iterations": len(wanted), "indexed": len(known.intersection(wanted))}
 
     def segments(self, first: int | None, last: int | None) -> list[Segment]:
         """Returns the segments that overlap a range of iterations, in order."""
         # Iterations that are in none are read now, the newest first, as long as that is quick.
         with self._lock:
-            self._reload()
+            self._stored = stored_segments(self._folder, self._stored)
             versions = self._folders.versions()
             current = current_segments(self._stored.values(), versions)
             missing = _missing(versions, current)
             deadline = time.monotonic() + READ_SECONDS
-            for iteration in reversed([item for item in missing if _inside(item, first, last)]):
+            for iteration in reversed([item for item in missing if _overlaps(item, item, first, last)]):
                 key = (iteration, versions[iteration])
                 if key not in self._recent:
                     table = read_iteration(self._samples / f"{iteration:06d}")
@@ -140,7 +140,7 @@ class SampleIndex:
                     break
             recent = [self._recent[item] for item in missing.items() if item in self._recent]
             self._forget()
-        overlapping = [item for item in (*current, *recent) if _overlaps(item, first, last)]
+        overlapping = [item for item in (*current, *recent) if _overlaps(item.first, item.last, first, last)]
         return sorted(overlapping, key=lambda item: item.first)
 
     def _forget(self) -> None:
@@ -148,9 +148,6 @@ class SampleIndex:
         total = sum(item.text_bytes() for item in self._recent.values())
         while total > MEMORY_BYTES and len(self._recent) > 1:
             total -= self._recent.popitem(last=False)[1].text_bytes()
-
-    def _reload(self) -> None:
-        self._stored = stored_segments(self._folder, self._stored)
 
 
 def stored_segments(folder: Path, known: dict[str, Segment]) -> dict[str, Segment]:
@@ -185,12 +182,8 @@ def _missing(versions: Versions, current: Iterable[Segment]) -> dict[int, int]:
     return {iteration: version for iteration, version in versions.items() if iteration not in known}
 
 
-def _inside(iteration: int, first: int | None, last: int | None) -> bool:
-    return (first is None or iteration >= first) and (last is None or iteration <= last)
-
-
-def _overlaps(segment: Segment, first: int | None, last: int | None) -> bool:
-    return (first is None or segment.last >= first) and (last is None or segment.first <= last)
+def _overlaps(begin: int, end: int, first: int | None, last: int | None) -> bool:
+    return (first is None or end >= first) and (last is None or begin <= last)
 
 
 def _writable(folder: Path) -> bool:

@@ -43,8 +43,7 @@ class Metrics:
     def __init__(self, file: Path) -> None:
         self._file, self._lock = file, threading.Lock()
         self._place: dict[str, Any] = {"file": "", "end": 0}
-        self._steps: dict[str, array[int]] = {}
-        self._values: dict[str, array[float]] = {}
+        self._columns: dict[str, tuple[array[int], array[float]]] = {}  # steps and values by name
 
     def update(self) -> None:
         """Reads new lines; all of them where a resumed run has replaced the file."""
@@ -53,7 +52,7 @@ class Metrics:
             while more:
                 part = read_new_lines(self._file, self._place["file"], self._place["end"])
                 if part["begin"] == 0:  # another file, or the first part of this one
-                    self._steps, self._values = {}, {}
+                    self._columns = {}
                 for line in part["lines"]:
                     self._add(line)
                 self._place, more = part, part["more"]
@@ -61,17 +60,15 @@ class Metrics:
     def latest(self) -> dict[str, Any]:
         """Returns `version`, which changes with each line, and `names`: the latest value of each metric by name."""
         with self._lock:
-            names = dict(
-                zip(self._values, _rounded(np.array([values[-1] for values in self._values.values()])), strict=True)
-            )
+            latest = _rounded(np.array([values[-1] for _, values in self._columns.values()]))
+            names = dict(zip(self._columns, latest, strict=True))
             return {"version": f"{self._place['file']}:{self._place['end']}", "names": names}
 
     def curve(self, name: str) -> Curve:
         """Returns all values of a metric; none where there is no such metric."""
         with self._lock:
-            return Curve(
-                np.array(self._steps.get(name, ()), np.int64), np.array(self._values.get(name, ()), np.float64)
-            )
+            steps, values = self._columns.get(name, ((), ()))
+            return Curve(np.array(steps, np.int64), np.array(values, np.float64))
 
     def _add(self, line: dict[str, Any]) -> None:
         # `_shown` multiplies differences of steps by pixels, up to 8000: with these bounds the product fits into int64.
@@ -79,12 +76,10 @@ class Metrics:
         if type(step) is not int or abs(step) >= 2**48:
             return
         for name, value in line.items():
-            if name == "step" or not (value is None or type(value) in (int, float)):
-                continue
-            if name not in self._values:
-                self._steps[name], self._values[name] = array("q"), array("d")
-            self._steps[name].append(step)
-            self._values[name].append(float("nan") if value is None else value)
+            if name != "step" and type(value) in (int, float, type(None)):
+                steps, values = self._columns.setdefault(name, (array("q"), array("d")))
+                steps.append(step)
+                values.append(float("nan") if value is None else value)
 
 
 def smoothed(curve: Curve, weight: float) -> Curve:

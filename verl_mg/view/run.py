@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -73,13 +74,8 @@ class Run:
 
 def _ranges(numbers: list[int]) -> list[list[int]]:
     """Returns the first and the last of each range of consecutive numbers: [[1, 3], [7, 7]] for 1, 2, 3, 7."""
-    ranges: list[list[int]] = []
-    for number in numbers:
-        if ranges and number == ranges[-1][1] + 1:
-            ranges[-1][1] = number
-        else:
-            ranges.append([number, number])
-    return ranges
+    runs = (list(run) for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]))
+    return [[run[0][1], run[-1][1]] for run in runs]
 
 
 def read_configuration(file: Path) -> dict[str, Any]:
@@ -104,11 +100,10 @@ def groups_of(configurations: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     groups: list[tuple[dict[str, Any], list[int]]] = []
     for number, configuration in enumerate(configurations):
         compared = {key: value for key, value in configuration.items() if key not in REPEATED}
-        same = next((runs for other, runs in groups if compared and other == compared), None)
-        if same is None:
-            groups.append((compared, [number]))
+        if same := [runs for other, runs in groups if compared and other == compared]:
+            same[0].append(number)
         else:
-            same.append(number)
+            groups.append((compared, [number]))
     keys = {key for compared, _ in groups for key in compared}
     changed = sorted(key for key in keys if any(other.get(key) != groups[0][0].get(key) for other, _ in groups))
     return [

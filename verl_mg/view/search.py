@@ -199,8 +199,7 @@ def _page(key: np.ndarray, descending: bool, offset: int, limit: int) -> np.ndar
     if offset >= end:
         return np.zeros(0, np.int64)
     if descending:  # equal ones are in reverse order then
-        positions = len(key) - 1 - _page(-key[::-1], False, offset, limit)
-        return positions
+        return len(key) - 1 - _page(-key[::-1], False, offset, limit)
     if (key[1:] >= key[:-1]).all():
         return np.arange(offset, end)
     ends = np.partition(key, (offset, end - 1))

@@ -65,10 +65,9 @@ def view(folders: list[Path], host: str, port: int) -> None:
         for run in viewer.runs:
             run.metrics.update()
             run.samples.index.start()
-        if not _is_loopback(host):
-            print(
-                f"warning: {host} is reachable from other machines: their users can read the samples", file=sys.stderr
-            )
+        if viewer.open_to_all:
+            warning = f"warning: {host} is reachable from other machines: their users can read the samples"
+            print(warning, file=sys.stderr)
         print(f"view {viewer.url}  (Ctrl-C ends it)", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             viewer.serve_forever()
@@ -245,10 +244,6 @@ def _strip(run: Run, parameters: Parameters) -> Any:
     return {name: every(run.metrics.curve(name), first, stride) for name in names}
 
 
-def _facets(run: Run, parameters: Parameters) -> Any:
-    return run.samples.facets(_number(parameters, "first", int), _number(parameters, "last", int))
-
-
 def _samples(run: Run, parameters: Parameters) -> Any:
     # The fields of `Query` are the parameters; their annotations are texts, such as "int | None".
     kinds = {"int": int, "float": float, "str": str}
@@ -269,28 +264,20 @@ def _samples(run: Run, parameters: Parameters) -> Any:
     return run.samples.find(query)
 
 
-def _sample(run: Run, parameters: Parameters) -> Any:
+def _of_sample(get: Callable[[int, int, int], Any], parameters: Parameters, what: str) -> Any:
     iteration, call, number = (_needed(parameters, name) for name in IDENTITY)
-    sample = run.samples.get(iteration, call, number)
-    if sample is None:
-        raise _RequestError(404, f"iteration {iteration} has no sample {number} of call {call}")
-    return sample
-
-
-def _conversation(run: Run, parameters: Parameters) -> Any:
-    iteration, call, number = (_needed(parameters, name) for name in IDENTITY)
-    conversation = run.samples.conversation(iteration, call, number)
-    if conversation is None:
-        raise _RequestError(404, f"iteration {iteration} has no conversation of sample {number} of call {call}")
-    return conversation
+    content = get(iteration, call, number)
+    if content is None:
+        raise _RequestError(404, f"iteration {iteration} has no {what} {number} of call {call}")
+    return content
 
 
 _ENDPOINTS: dict[str, Callable[[Run, Parameters], Any]] = {
     "strip": _strip,
     "timeline": lambda run, parameters: run.timeline(_needed(parameters, "iteration")),
-    "facets": _facets,
+    "facets": lambda run, parameters: run.samples.facets(*(_number(parameters, end, int) for end in ("first", "last"))),
     "samples": _samples,
     "prompts": lambda run, parameters: run.samples.prompts(_needed(parameters, "iteration")),
-    "sample": _sample,
-    "conversation": _conversation,
+    "sample": lambda run, parameters: _of_sample(run.samples.get, parameters, "sample"),
+    "conversation": lambda run, parameters: _of_sample(run.samples.conversation, parameters, "conversation of sample"),
 }

@@ -33,13 +33,11 @@ class ConsoleTracker:
         total_steps: int,
         title: str,
         *,
-        headlines: Mapping[str, tuple[str, ...]] = HEADLINES,
         first_step: int = 1,
         console: Console | None = None,
         timer: PhaseTimer | None = None,
     ) -> None:
         self._console = console or Console()
-        self._headlines = headlines
         self._latest: dict[str, float] = {}
         self._total, self._eta = total_steps, EtaEstimator(total_steps, first_step - 1)
         self._start_time = time.monotonic()
@@ -76,10 +74,8 @@ class ConsoleTracker:
             self._progress.stop()
 
     def _headline(self, metrics: dict[str, float]) -> str:
-        present = {
-            label: next((name for name in names if name in metrics), None) for label, names in self._headlines.items()
-        }
-        return "  ".join(f"{label} {_short(metrics[name])}" for label, name in present.items() if name is not None)
+        present = {label: [name for name in names if name in metrics] for label, names in HEADLINES.items()}
+        return "  ".join(f"{label} {_short(metrics[names[0]])}" for label, names in present.items() if names)
 
     def _times(self) -> str:
         text, left = f"elapsed {format_seconds(time.monotonic() - self._start_time)}", self._eta.seconds_left

@@ -28,7 +28,8 @@ class JsonlTracker:
         self._file = path.open("ab", buffering=0)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        line = {"step": step} | {name: _finite_or_none(value) for name, value in metrics.items()}
+        finite = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
+        line = {"step": step} | finite
         data = (json.dumps(line, allow_nan=False) + "\n").encode()
         written = self._file.write(data)
         if written < len(data):  # a part of a line would make the next one unreadable
@@ -93,11 +94,6 @@ def _cells(row: str) -> list[str]:
     return [cell.strip() for cell in row.strip().strip("|").split("|")]
 
 
-def _finite_or_none(value: float) -> float | None:
-    number = float(value)
-    return number if math.isfinite(number) else None
-
-
 def plot_reward_curve(metrics: Path, image: Path) -> Path | None:
     """Plots the rewards over the steps, each with its running mean; None, without an image, where all are missing."""
     # Without pyplot, which has a global state and may look for a display.
@@ -117,7 +113,9 @@ def plot_reward_curve(metrics: Path, image: Path) -> Path | None:
         steps, values = points.T
         marker = "." if len(points) < 50 else None
         axes.plot(steps, values, color=color, alpha=0.3, linewidth=1, marker=marker)
-        axes.plot(steps, _running_mean(values), color=color, linewidth=2, label=name)
+        width = max(1, len(values) // 10)  # the running mean is over a tenth of the curve
+        means = [values[max(0, end - width) : end].mean() for end in range(1, len(values) + 1)]
+        axes.plot(steps, means, color=color, linewidth=2, label=name)
     axes.set_xlabel("step")
     axes.set_ylabel(next(iter(curves)) if len(curves) == 1 else "value")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -132,13 +130,3 @@ def _points(lines: list[dict[str, float | None]], name: str) -> np.ndarray:
     """Returns step and value, `(points, 2)`, in the order of the steps."""
     points = {line["step"]: line[name] for line in lines if line.get(name) is not None}
     return np.array(sorted(points.items()), dtype=float)
-
-
-def _running_mean(values: np.ndarray) -> np.ndarray:
-    """Returns the mean of each value and those before it, over a tenth of the curve, `(n,)`."""
-    width = max(1, len(values) // 10)
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    ends = np.arange(1, len(values) + 1)
-    starts = np.maximum(ends - width, 0)
-    means: np.ndarray = (sums[ends] - sums[starts]) / (ends - starts)
-    return means
