@@ -1,8 +1,10 @@
 """Selective recomputation: the backward pass runs the named parts of a layer again, and nothing else."""
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
+import torch
 
 from tests.helpers.roles import megatron_runner
 from tests.helpers.tiny_models import rows_for, tiny_model
@@ -10,6 +12,7 @@ from tests.megatron.training import OPTIMIZER, update
 from verl_mg.errors import UserError
 from verl_mg.megatron.trainer import MegatronTrainer
 from verl_mg.megatron.transformer_config import check_recompute
+from verl_mg.training.model_spec import ModelSpec
 
 LAYERS, DENSE = 4, 1
 PARTS = {
@@ -56,4 +59,4 @@ def test_recomputed_part_runs_twice_and_the_others_once(ranks, tmp_path, part):
 )
 def test_check_recompute_names_the_part_that_a_model_does_not_have(configs, family, recompute, missing):
     with pytest.raises(UserError, match=f"recompute: the model has no {missing}. Leave it out."):
-        check_recompute(configs[family], recompute)
+        check_recompute(configs[family], ModelSpec(Path("unread"), torch.float32, recompute=recompute))

@@ -14,7 +14,9 @@ from tests.helpers.tiny_models import tiny_model
 from tests.helpers.traces import needs_sglang
 from tests.rollout.engine_jobs import inputs, settings
 from verl_mg.config import OptimizerConfig, load_config
+from verl_mg.engines import engine_options
 from verl_mg.engines.engine import EngineDiedError, RolloutEngine
+from verl_mg.engines.engine_options import EngineOptions
 from verl_mg.engines.payloads import Staging
 from verl_mg.job import build_engines
 from verl_mg.job.build_models import ModelRoleBuilder
@@ -249,5 +251,5 @@ def fraction_of_80_gib(folder, overrides):
     config = load_config(None, [*settings(folder), *overrides], recipe.config)
     table = weight_table(read_config(folder / "model"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build_engines.device, "total_memory", lambda: 80 * 2**30)
-        return build_engines.engine_options(config, torch.bfloat16, table).memory_fraction
+        patch.setattr(engine_options.device, "total_memory", lambda: 80 * 2**30)
+        return EngineOptions.of_job(config, torch.bfloat16, table).memory_fraction

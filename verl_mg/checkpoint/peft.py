@@ -89,6 +89,11 @@ def adapted_tensors(table: ModelTable, targets: Sequence[str] | None, experts: b
     return tuple(name for name in supported_in_order if targets is None or module_name(name) in targets)
 
 
+def adapter_targets(table: ModelTable, lora: LoraConfig) -> list[str]:
+    """Returns the names of the linear layers with adapters, each once."""
+    return list(dict.fromkeys(map(module_name, adapted_tensors(table, lora.targets, lora.experts))))
+
+
 def adapter_shards(shard: Shard, shapes: Shapes) -> list[AdapterShard]:
     """Returns the adapter shards of a parameter, one for each of its adapted tensors."""
     pieces: dict[str, list[Piece]] = {}

@@ -224,6 +224,12 @@ class Config(ConfigSection):
         return iterations * steps
 
     @property
+    def ends_at_strings(self) -> bool:
+        """Whether samples can end at stop strings; requests of agents may contain some."""
+        of_sets = [of_set.stop for of_set in self.data.test.values()] if isinstance(self.data.test, dict) else []
+        return self.rollout.has_agents or any((self.rollout.stop, self.evaluation.stop, *of_sets))
+
+    @property
     def reference_is_unadapted_actor(self) -> bool:
         """Whether the reference is the actor without its adapters, so that it needs no memory for weights."""
         actor, reference = self.actor, self.reference

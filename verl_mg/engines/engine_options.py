@@ -3,7 +3,7 @@
     configuration ──▶ EngineOptions ──▶ ProcessEngine ──▶ arguments of SGLang or vLLM ──▶ EngineProgram
                                     └─▶ RemoteEngine (a server)          as JSON ──▶ EngineHost.options
 
-A new option is a field here and the code that uses it.
+A new option is a key of the configuration, a field and a line of `of_job` here, and the code that uses it.
 """
 
 from __future__ import annotations
@@ -11,19 +11,25 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from verl_mg import device
+from verl_mg.checkpoint.peft import adapter_targets
+from verl_mg.config import Config
 from verl_mg.layout import EngineLayout
 from verl_mg.reshard.encoding import Wire
 from verl_mg.sharding.model_table import ModelTable
 
 # Linear layers that engines fuse: SGLang loads adapters of a part of them only together with the others.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+# Memory of a device on which only an engine computes that stays for the rank: CUDA's context, chunks in transfer, the
+# buffers of NCCL.
+RANK_BYTES = 6 * 2**30
 # Environment variables of a rank that would mislead an engine.
 OF_THE_LAUNCHER = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"),
@@ -41,14 +47,16 @@ class AdapterSettings:
     rank: int  # rank of A and B
     targets: tuple[str, ...]  # names of the linear layers that have them
 
-
-def fused_targets(targets: Sequence[str]) -> tuple[str, ...]:
-    """Returns the targets, followed by all layers that engines fuse with one of them.
-
-    ("o_proj", "q_proj") gives ("o_proj", "q_proj", "k_proj", "v_proj").
-    """
-    added = [name for group in FUSED if set(group) & set(targets) for name in group]
-    return tuple(dict.fromkeys([*targets, *added]))
+    @classmethod
+    def of_job(cls, config: Config, table: ModelTable) -> AdapterSettings | None:
+        """Returns the adapters for which a job's engines are started; None where adapters are merged."""
+        lora = config.actor.lora
+        if not config.rollout.adapters or lora is None:
+            return None
+        targets = adapter_targets(table, lora)
+        # ["o_proj", "q_proj"] becomes ("o_proj", "q_proj", "k_proj", "v_proj").
+        fused = [name for group in FUSED if set(group) & set(targets) for name in group]
+        return cls(lora.rank, tuple(dict.fromkeys([*targets, *fused])))
 
 
 @dataclass(frozen=True)
@@ -83,6 +91,31 @@ class EngineOptions:
     adapters: AdapterSettings | None = None  # adapters that the engine receives; None: it has only weights
     python: Path | None = None  # interpreter of the engine's process; None: this process's
     extra: Mapping[str, Any] = field(default_factory=dict)  # further arguments by the engine's names, which win
+
+    @classmethod
+    def of_job(cls, config: Config, dtype: torch.dtype, table: ModelTable) -> EngineOptions:
+        """Returns the options of the engines of a job, the same for all of them, and for servers."""
+        rollout, device_bytes = config.rollout, device.total_memory()
+        # On a separate rank an engine leaves RANK_BYTES of the device.
+        most = 1 - RANK_BYTES / device_bytes if device_bytes and rollout.num_ranks else 1.0
+        return cls(
+            layout=EngineLayout.parse(rollout.layout),
+            dtype=dtype,
+            wire=rollout.wire,
+            max_running=rollout.max_running_requests,
+            max_positions=table.config.max_positions,
+            request_timeout=rollout.request_timeout_s,
+            keep_cache=rollout.keep_kv_cache,
+            memory_fraction=min(rollout.memory_fraction, max(0.0, most)),
+            sleeps=rollout.sleep and not rollout.num_ranks,
+            seed=config.job.seed,
+            routed_experts=rollout.replay_routing,
+            deterministic=config.job.deterministic,
+            reads_text=config.ends_at_strings,
+            adapters=AdapterSettings.of_job(config, table),
+            python=rollout.python,
+            extra=getattr(rollout, rollout.engine),
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Returns the options as JSON has them."""

@@ -111,9 +111,8 @@ class MegatronBackend(Backend):
             experts = model.experts.count if model.experts else 0
             check = partial(check_layout, model, spec=spec)
             layout = resolve_layout(section.parallel_sizes, ranks, experts, check)
-        if isinstance(section, TrainableConfig):
-            with naming(f"{key}."):
-                check_recompute(model, section.recompute)
+        with naming(f"{key}."):
+            check_recompute(model, spec)
         transformer_config(model, layout, spec)
         if isinstance(section, TrainableConfig):
             check_balancing(model, megatron, spec.lora is not None)

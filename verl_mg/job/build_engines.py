@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from verl_mg import device
@@ -15,12 +14,11 @@ from verl_mg.distributed.collectives import all_gather_json
 from verl_mg.distributed.launcher import Launcher
 from verl_mg.engines.engine_attachment import NO_ENGINE, EngineAttachment
 from verl_mg.engines.engine_nodes import FollowingNode, LeadingNode, node_address
-from verl_mg.engines.engine_options import AdapterSettings, EngineNodes, EngineOptions, fused_targets
+from verl_mg.engines.engine_options import AdapterSettings, EngineNodes, EngineOptions
 from verl_mg.engines.hf.engine import HFEngine
 from verl_mg.engines.kinds import ENGINES
 from verl_mg.engines.process_engine import ProcessEngine
 from verl_mg.engines.stop_strings import Decode, StopStringEngine
-from verl_mg.job.engine_checks import adapter_targets
 from verl_mg.job.engine_tables import with_engine_table
 from verl_mg.layout import EngineLayout, EnginePlacement
 from verl_mg.reshard import best_stride
@@ -28,13 +26,9 @@ from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import Actor
 from verl_mg.rollout.engine_group import EngineGroup, HFEngineGroup, ProcessEngineGroup, WrapEngine
 from verl_mg.rollout.remote_engine_group import build_remote_engines
-from verl_mg.sharding.model_table import ModelTable
 from verl_mg.weight_sync.adapters import AdapterSync
 from verl_mg.weight_sync.ipc import ProcessEngineSync, engine_groups
 
-# Memory of a device on which only an engine computes that stays for the rank: CUDA's context, chunks in transfer, the
-# buffers of NCCL.
-RANK_BYTES = 6 * 2**30
 END_SECONDS = 60.0
 """Time for an engine to end that a rank has left under another placement."""
 
@@ -58,13 +52,6 @@ def engine_part(placement: EnginePlacement, rank: int, node: int) -> EnginePart 
         if rank in firsts:
             return EnginePart(number, EngineNodes(len(firsts), firsts.index(rank)))
     return None
-
-
-def ends_at_strings(config: Config) -> bool:
-    """Returns whether samples can end at stop strings; requests of agents may contain some."""
-    test = config.data.test
-    of_sets = [of_set.stop for of_set in test.values()] if isinstance(test, dict) else []
-    return config.rollout.has_agents or any((config.rollout.stop, config.evaluation.stop, *of_sets))
 
 
 def with_stop_strings(decode: Decode, wrap: WrapEngine) -> WrapEngine:
@@ -93,7 +80,7 @@ def build_engine_group(
         return HFEngineGroup(engine, context, wrap)
     if rollout.has_servers:
         table = actor.runner.table.for_engine(kind.name)
-        return build_remote_engines(config, engine_options(config, dtype, table), table, context, wrap, processor)
+        return build_remote_engines(config, EngineOptions.of_job(config, dtype, table), table, context, wrap, processor)
     table = with_engine_table(config, actor.runner.table)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     node = device.ranks_of_a_node(world_size)
@@ -112,7 +99,7 @@ def build_engine_group(
     if part:
         if part.nodes.count > 1:
             part = replace(part, nodes=replace(part.nodes, address=node_address(context.store)))
-        options = part_options(engine_options(config, dtype, table), placement, part)
+        options = part_options(EngineOptions.of_job(config, dtype, table), placement, part)
         model, log = config.model.path, _log(config, part)
         if part.nodes.rank:
             follower = FollowingNode(kind, model, options, log, context.store, part.number)
@@ -128,7 +115,7 @@ def build_engine_group(
     versions = {version for version in all_gather_json(inner.version if inner else None) if version is not None}
     # Engines on separate ranks share their devices with no role, so they need not sleep.
     disjoint = rollout.num_ranks > 0
-    adapters, into = adapter_settings(config, table), (placement, groups, inner, table)
+    adapters, into = AdapterSettings.of_job(config, table), (placement, groups, inner, table)
     return ProcessEngineGroup(
         AdapterSync(*into, adapters) if adapters else ProcessEngineSync(*into, rollout.wire, rollout.delta),
         inner,
@@ -150,29 +137,6 @@ def _keeper() -> Launcher | None:
     return launcher if launcher and launcher.key.exists() else None
 
 
-def engine_options(config: Config, dtype: torch.dtype, table: ModelTable) -> EngineOptions:
-    """Returns the options of the engines of a job, the same for all of them, and for servers."""
-    rollout = config.rollout
-    return EngineOptions(
-        layout=EngineLayout.parse(rollout.layout),
-        dtype=dtype,
-        wire=rollout.wire,
-        max_running=rollout.max_running_requests,
-        max_positions=table.config.max_positions,
-        request_timeout=rollout.request_timeout_s,
-        keep_cache=rollout.keep_kv_cache,
-        memory_fraction=_memory_fraction(config, device.total_memory()),
-        sleeps=rollout.sleep and not rollout.num_ranks,
-        seed=config.job.seed,
-        routed_experts=rollout.replay_routing,
-        deterministic=config.job.deterministic,
-        reads_text=ends_at_strings(config),
-        adapters=adapter_settings(config, table),
-        python=rollout.python,
-        extra=getattr(rollout, rollout.engine),
-    )
-
-
 def part_options(options: EngineOptions, placement: EnginePlacement, part: EnginePart) -> EngineOptions:
     """Returns the options of this rank's part of an engine: its GPUs, its node and its seed."""
     return replace(
@@ -182,22 +146,6 @@ def part_options(options: EngineOptions, placement: EnginePlacement, part: Engin
         gpu_step=placement.stride,
         seed=options.seed + part.number,
     )
-
-
-def adapter_settings(config: Config, table: ModelTable) -> AdapterSettings | None:
-    """Returns the adapters for which engines are started; None where adapters are merged."""
-    lora = config.actor.lora
-    if not config.rollout.adapters or lora is None:
-        return None
-    return AdapterSettings(lora.rank, fused_targets(adapter_targets(table, lora)))
-
-
-def _memory_fraction(config: Config, device_bytes: int | None) -> float:
-    """Returns the fraction of the device for an engine; on a separate rank it leaves RANK_BYTES of the device."""
-    fraction = config.rollout.memory_fraction
-    if device_bytes is None or not config.rollout.num_ranks:
-        return fraction
-    return min(fraction, max(0.0, 1 - RANK_BYTES / device_bytes))
 
 
 def _log(config: Config, part: EnginePart) -> Path:

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from verl_mg import device
-from verl_mg.checkpoint.peft import adapted_tensors, module_name
-from verl_mg.config import Config, LoraConfig
+from verl_mg.checkpoint.peft import adapter_targets
+from verl_mg.config import Config
 from verl_mg.config.checks import REFUSALS, JobCase, Refusal, refuse, under
 from verl_mg.engines.engine_options import FUSED, EngineCase
 from verl_mg.engines.kinds import ENGINES
@@ -93,11 +93,6 @@ def check_engines(config: Config, table: ModelTable, ranks: int) -> None:
         if encoding := encoding_of(rollout.wire):
             whole = table.shard_map_engine(EnginePlacement(case.layout, tuple(range(case.layout.ranks))))
             check_engine_blocks(table, whole, encoding, whole.ranks)
-
-
-def adapter_targets(table: ModelTable, lora: LoraConfig) -> list[str]:
-    """Returns the names of the linear layers with adapters, each once."""
-    return list(dict.fromkeys(map(module_name, adapted_tensors(table, lora.targets, lora.experts))))
 
 
 def _check_servers(config: Config, table: ModelTable) -> None:

@@ -48,7 +48,6 @@ from verl_mg.errors import UserError
 from verl_mg.job.build_agents import agent_wrapper
 from verl_mg.job.build_engines import (
     build_engine_group,
-    ends_at_strings,
     with_stop_strings,
 )
 from verl_mg.job.build_models import TEACHERS, ModelRoleBuilder
@@ -412,7 +411,7 @@ class RunningJob:
         else:
             wrap = self._with_tools()
         decode = decoder(self.tokenizer)
-        if ends_at_strings(self.config):
+        if self.config.ends_at_strings:
             wrap = with_stop_strings(decode, wrap)
         engines = build_engine_group(self.config, self.actor, self.context, wrap, self.processor, decode)
         setup = RolloutSetup(

@@ -94,7 +94,7 @@ class GatedDeltaNet(MegatronModule):
         self.out_norm = RMSNorm(config, linear.value_dim, eps=config.layernorm_epsilon)
         self.out_norm.zero_centered = False  # unlike the other norms of these models
         selective = config.recompute_granularity == "selective"
-        self._recompute = selective and "core_attn" in config.recompute_modules
+        self._checkpoints_core = selective and "core_attn" in config.recompute_modules
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None, packed_seq_params: PackedSequences, **_: Any
@@ -117,7 +117,7 @@ class GatedDeltaNet(MegatronModule):
             return self._core(packed, *tensors)
 
         inputs = q, k, v, b.squeeze(-1), a.squeeze(-1), *weights
-        recomputes = self._recompute and torch.is_grad_enabled()
+        recomputes = self._checkpoints_core and torch.is_grad_enabled()
         context = checkpoint(core, False, *inputs) if recomputes else core(*inputs)
         gated = (self.out_norm(context) * F.silu(z.float())).to(context.dtype)
         return self.out_proj(to_tokens(gated, group).flatten(1).unsqueeze(1))[0], None

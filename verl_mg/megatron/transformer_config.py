@@ -81,7 +81,7 @@ def transformer_config(c: HFConfig, layout: Layout, spec: ModelSpec) -> Transfor
     return build_config("transformer", kind, fields, given)
 
 
-def check_recompute(c: HFConfig, recompute: Recompute) -> None:
+def check_recompute(c: HFConfig, spec: ModelSpec) -> None:
     """Checks that a model has the parts that are recomputed; the error names the key `recompute` without its role."""
     has_dense_layers = not all(c.has_experts(layer) for layer in range(c.layers))
     existing = {
@@ -91,7 +91,7 @@ def check_recompute(c: HFConfig, recompute: Recompute) -> None:
         "moe_act": c.experts is not None,
         "shared_experts": c.experts is not None and bool(c.experts.shared_ffn),
     }
-    for part in recompute if isinstance(recompute, list) else ():
+    for part in spec.recompute if isinstance(spec.recompute, list) else ():
         if not existing.get(part, True):
             raise UserError(f"recompute: the model has no {part}. Leave it out.")
 

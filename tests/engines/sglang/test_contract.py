@@ -27,8 +27,7 @@ from verl_mg.engines.ports import BLOCK_SIZE, PortBlock
 from verl_mg.engines.sglang.arguments import engine_arguments, environment, place_arguments
 from verl_mg.engines.sglang.host import _tags
 from verl_mg.errors import UserError
-from verl_mg.job import build_engines
-from verl_mg.job.build_engines import engine_part
+from verl_mg.job.build_engines import engine_part, part_options
 from verl_mg.layout import EngineLayout, EnginePlacement
 from verl_mg.models.tiny_model import make_tiny_model
 
@@ -237,8 +236,8 @@ def arguments_of(on_gpus, monkeypatch):
     def arguments_of(placement: EnginePlacement, rank: int) -> dict[str, Any]:
         monkeypatch.setattr(device, "current_device", lambda: torch.device("cuda", rank % PER_NODE))
         part = engine_part(placement, rank, PER_NODE)
-        options = replace(build_engines.engine_options(config, torch.bfloat16, table), layout=placement.layout)
-        return engine_arguments(Path("model"), build_engines.part_options(options, placement, part))
+        options = replace(EngineOptions.of_job(config, torch.bfloat16, table), layout=placement.layout)
+        return engine_arguments(Path("model"), part_options(options, placement, part))
 
     return arguments_of
 
