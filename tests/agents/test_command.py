@@ -2,13 +2,10 @@
 
 import asyncio
 import datetime
-import functools
 import json
 import os
-import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import uuid
@@ -20,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.agents.scripted_session import ScriptedSample, ScriptedSession, policy
+from tests.helpers.isolation import isolate_by
 from tests.helpers.json_server import listening
 from tests.helpers.loop_clock import pass_time
 from tests.helpers.named_processes import named, processes_named
@@ -44,11 +42,6 @@ def reward(value): json.dump(value, open(os.environ["VERL_MG_REWARD"], "w"))
 """
 
 
-@functools.cache
-def works(kind: supervisor.Isolation) -> bool:
-    return kind == "none" or supervisor.works(kind)
-
-
 @pytest.fixture(
     params=["best", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("bubblewrap", "namespaces", "none"))]
 )
@@ -56,14 +49,7 @@ def kind(request, monkeypatch) -> str:
     """The best isolation of this machine, and nightly each."""
     if request.param == "best":
         return supervisor.isolation()
-    if not works(request.param):
-        pytest.skip(f"isolation by {request.param} does not work on this machine")
-    monkeypatch.setattr(supervisor, "isolation", lambda: request.param)
-    if request.param == "none" and os.geteuid() == 0:
-        # An unused user id cannot start an interpreter inside root's home directory.
-        monkeypatch.setattr(sys, "executable", shutil.which("python3", path="/usr/bin:/usr/local/bin"))
-        if sys.executable is None:
-            pytest.skip("no interpreter that every user can start")
+    isolate_by(request.param, monkeypatch)
     return str(request.param)
 
 
