@@ -26,7 +26,6 @@ from verl_mg.agents.command import read_reward, run_command
 from verl_mg.errors import UserError
 from verl_mg.sandbox import supervisor
 
-AGENTS = Path(__file__).parents[1] / "recipes" / "agents"
 NOWHERE = "http://127.0.0.1:9999/v1"
 TIMEOUT = 600  # seconds for commands that are to end by themselves, on a machine that is busy
 ASK = """
@@ -80,24 +79,6 @@ reward({"reward": len(answers[0]), "calls": 1})
 """
     with policy(lambda body: f"{body['model']} says {body['messages'][0]['content']}") as url:
         assert run(python(program), url) == ({"reward": 16, "calls": 1}, "asked ['policy says 1+1='] True\n")
-
-
-def test_run_command_repair_agent_asks_again_where_the_answer_is_wrong():
-    replies = iter(["4x", "44", "77"])
-    requests = []
-
-    def reply(body: dict[str, Any]) -> str:
-        requests.append(body)
-        return next(replies)
-
-    options = {"folder": str(AGENTS), "show_answer": True}
-    with policy(reply) as url:
-        twice, log = run("python3 repair_agent.py", url, ScriptedSample(answer="44"), **options)
-        once, _ = run("python3 repair_agent.py", url, ScriptedSample(answer="77"), **options)
-    assert twice == {"reward": 0.75, "first": 0.5, "turns": 2}
-    assert once == {"reward": 1.0, "first": 1.0, "turns": 1}
-    assert [message["content"] for message in requests[1]["messages"]] == ["1+1=", "4x", "4x\n1+1="]
-    assert log.splitlines() == ["turn 1: '4x' has the score 0.5", "turn 2: '44' has the score 1"]
 
 
 @pytest.mark.usefixtures("jail")
