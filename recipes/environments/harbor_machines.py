@@ -54,39 +54,15 @@ class HarborMachine(ABC):
 
     @abstractmethod
     async def run(self, command: str, seconds: float, output: Output) -> int:
-        """Runs a command of bash without the endpoint, and returns its exit code.
-
-        Args:
-            command: text for bash.
-            seconds: time limit.
-            output: called with each piece of stdout and stderr.
-
-        Raises:
-            TimeoutError: its time is up.
-        """
+        """Runs a command of bash without the endpoint; returns its exit code, or raises TimeoutError."""
 
     @abstractmethod
     async def run_agent(self, command: str, session: Session) -> tuple[int, str]:
-        """Runs a command that can reach the policy.
-
-        Args:
-            command: text for bash.
-            session: access to the policy; its log gets the output.
-
-        Returns:
-            The exit code and the last line of the output.
-        """
+        """Runs a command that can reach the policy, with its output in the log; returns exit code and last line."""
 
     @abstractmethod
     async def verify(self, output: Output) -> Path:
-        """Runs the tests and returns the folder with their files.
-
-        Args:
-            output: called with each piece of their output.
-
-        Raises:
-            TimeoutError: their time is up.
-        """
+        """Runs the tests, whose folder is added for them; returns that of their results, or raises TimeoutError."""
 
     @abstractmethod
     async def close(self) -> None:
@@ -120,11 +96,9 @@ class SandboxMachine(HarborMachine):
             shutil.copytree(files, self.folder / "work", symlinks=True, dirs_exist_ok=True, ignore=hidden)
 
     async def run(self, command: str, seconds: float, output: Output) -> int:
-        """Runs a command of the agent."""
         return await self._run(command, seconds, output, self._environment, self._visible("agent", "artifacts"))
 
     async def run_agent(self, command: str, session: Session) -> tuple[int, str]:
-        """Runs a command that is the agent."""
         return await run_logged(
             ["bash", "-c", command],
             session,
@@ -137,7 +111,6 @@ class SandboxMachine(HarborMachine):
         )
 
     async def verify(self, output: Output) -> Path:
-        """Runs the tests, whose folder is added for them."""
         environment = {**self._environment, **self.task.verifier_environment}
         # A copy, which the tests may change, and whose files the sandbox's user can read.
         tests = self.folder / "tests"
@@ -206,18 +179,15 @@ class DockerMachine(HarborMachine):
             await self._docker("cp", f"{files}/.", f"{self._container}:{directory}")
 
     async def run(self, command: str, seconds: float, output: Output) -> int:
-        """Runs a command of the agent."""
         return await self._exec(command, seconds, output, self._environment, self.task.agent_user)
 
     async def run_agent(self, command: str, session: Session) -> tuple[int, str]:
-        """Runs a command that is the agent."""
         variables = {"VERL_MG_SAMPLE": f"{AGENT}/sample.json", **endpoint_variables(session), **self._environment}
         with OutputLog(session.log) as log:
             code = await self._exec(command, math.inf, log.add, variables, self.task.agent_user)
         return code, log.last_line
 
     async def verify(self, output: Output) -> Path:
-        """Runs the tests, whose folder is added for them."""
         # The agent may have made both folders, with a reward in one and other tests in the other.
         await self._inside(f"rm -rf {TESTS} {LOGS}/verifier && mkdir -p {LOGS}/verifier && chmod 777 {LOGS}/verifier")
         await self._docker("cp", str(self.task.folder / "tests"), f"{self._container}:{TESTS}")

@@ -31,15 +31,13 @@ RESPONSE_TOOLS: list[Any] = [{"type": "function", "name": "get_weather", "parame
 MESSAGE_TOOLS: list[Any] = [{"name": "get_weather", "description": "Forecast.", "input_schema": SCHEMA}]
 
 
+_adapter = functools.cache(TypeAdapter)  # takes a second for the events of responses
+
+
 def valid(kind: Any, value: Any) -> Any:
     """Validates an object of a client, or parsed JSON, with a type of the client, strictly."""
     written = value if isinstance(value, dict) else value.model_dump(exclude_unset=True, warnings=False)
     return _adapter(kind).validate_python(written, strict=True)
-
-
-@functools.cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)  # takes a second for the events of responses
 
 
 def _openai(base_url: str, key: str, kind: type = openai.OpenAI) -> Any:

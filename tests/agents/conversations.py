@@ -14,6 +14,7 @@ from verl_mg.models.tiny_model import character_tokenizer
 
 MARKS = ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>"]
 
+TOOL = {"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}
 THINKING = """\
 {%- set state = namespace(last_question=-1) -%}
 {%- for message in messages -%}

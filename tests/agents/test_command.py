@@ -2,13 +2,10 @@
 
 import asyncio
 import datetime
-import functools
 import json
 import os
-import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import uuid
@@ -20,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.agents.scripted_session import ScriptedSample, ScriptedSession, policy
+from tests.helpers.isolation import isolate_by
 from tests.helpers.json_server import listening
 from tests.helpers.loop_clock import pass_time
 from tests.helpers.named_processes import named, processes_named
@@ -28,7 +26,6 @@ from verl_mg.agents.command import read_reward, run_command
 from verl_mg.errors import UserError
 from verl_mg.sandbox import supervisor
 
-AGENTS = Path(__file__).parents[1] / "recipes" / "agents"
 NOWHERE = "http://127.0.0.1:9999/v1"
 TIMEOUT = 600  # seconds for commands that are to end by themselves, on a machine that is busy
 ASK = """
@@ -44,11 +41,6 @@ def reward(value): json.dump(value, open(os.environ["VERL_MG_REWARD"], "w"))
 """
 
 
-@functools.cache
-def works(kind: supervisor.Isolation) -> bool:
-    return kind == "none" or supervisor.works(kind)
-
-
 @pytest.fixture(
     params=["best", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("bubblewrap", "namespaces", "none"))]
 )
@@ -56,14 +48,7 @@ def kind(request, monkeypatch) -> str:
     """The best isolation of this machine, and nightly each."""
     if request.param == "best":
         return supervisor.isolation()
-    if not works(request.param):
-        pytest.skip(f"isolation by {request.param} does not work on this machine")
-    monkeypatch.setattr(supervisor, "isolation", lambda: request.param)
-    if request.param == "none" and os.geteuid() == 0:
-        # An unused user id cannot start an interpreter inside root's home directory.
-        monkeypatch.setattr(sys, "executable", shutil.which("python3", path="/usr/bin:/usr/local/bin"))
-        if sys.executable is None:
-            pytest.skip("no interpreter that every user can start")
+    isolate_by(request.param, monkeypatch)
     return str(request.param)
 
 
@@ -94,24 +79,6 @@ reward({"reward": len(answers[0]), "calls": 1})
 """
     with policy(lambda body: f"{body['model']} says {body['messages'][0]['content']}") as url:
         assert run(python(program), url) == ({"reward": 16, "calls": 1}, "asked ['policy says 1+1='] True\n")
-
-
-def test_run_command_repair_agent_asks_again_where_the_answer_is_wrong():
-    replies = iter(["4x", "44", "77"])
-    requests = []
-
-    def reply(body: dict[str, Any]) -> str:
-        requests.append(body)
-        return next(replies)
-
-    options = {"folder": str(AGENTS), "show_answer": True}
-    with policy(reply) as url:
-        twice, log = run("python3 repair_agent.py", url, ScriptedSample(answer="44"), **options)
-        once, _ = run("python3 repair_agent.py", url, ScriptedSample(answer="77"), **options)
-    assert twice == {"reward": 0.75, "first": 0.5, "turns": 2}
-    assert once == {"reward": 1.0, "first": 1.0, "turns": 1}
-    assert [message["content"] for message in requests[1]["messages"]] == ["1+1=", "4x", "4x\n1+1="]
-    assert log.splitlines() == ["turn 1: '4x' has the score 0.5", "turn 2: '44' has the score 1"]
 
 
 @pytest.mark.usefixtures("jail")

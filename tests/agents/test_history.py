@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.agents.conversations import KEEPING, THINKING, chat_tokenizer, renderer_of, template_of
+from tests.agents.conversations import KEEPING, THINKING, TOOL, chat_tokenizer, renderer_of, template_of
 from verl_mg.agents.call import Call, RequestError, assistant_message
 from verl_mg.agents.history import Context, ConversationHistory
 from verl_mg.agents.renderer import ConversationRenderer
@@ -23,9 +23,6 @@ PARSERS = {"thinking": QWEN3, "keeping": ReplyParser(chat_tokenizer(KEEPING), "q
 
 def user(content: str) -> dict[str, Any]:
     return {"role": "user", "content": content}
-
-
-TOOL = {"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}
 
 
 @dataclass

@@ -4,11 +4,9 @@ from typing import Any
 
 import pytest
 
-from tests.agents.conversations import KEEPING, chat_tokenizer, renderer_of, template_of
+from tests.agents.conversations import KEEPING, TOOL, chat_tokenizer, renderer_of, template_of
 from verl_mg.agents.call import RequestError
 from verl_mg.agents.renderer import ConversationRenderer
-
-TOOL = {"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}
 
 
 def called(arguments: str) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.agents.agent_runs import requests_of
-from tests.agents.conversations import KEEPING, chat_tokenizer, renderer_of
+from tests.agents.conversations import KEEPING, TOOL, chat_tokenizer, renderer_of
 from verl_mg.agents import tool_calls
 from verl_mg.agents.call import Call, RequestError
 from verl_mg.agents.history import Context
@@ -112,6 +112,5 @@ def test_tools_without_sglang_end_the_job_with_what_to_install(monkeypatch):
     monkeypatch.setattr(tool_calls, "reply_parsers", lambda: None)
     sessions, session = opened(generate_two)
     assert asyncio.run(sessions.complete(session, CALL)).text == "two"
-    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
     with pytest.raises(UserError, match=r"rollout.tool_call_parser=qwen25: .* Install it"):
-        asyncio.run(sessions.complete(session, Call(CALL.messages, (tool,))))
+        asyncio.run(sessions.complete(session, Call(CALL.messages, (TOOL,))))

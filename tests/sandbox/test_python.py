@@ -1,9 +1,7 @@
 """Hostile programs end with an outcome; nothing of them survives or escapes, with any kind of isolation."""
 
 import asyncio
-import functools
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -16,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.isolation import isolate_by
 from tests.helpers.named_processes import named, processes_named
 from verl_mg.errors import UserError
 from verl_mg.sandbox import Outcome, isolated, run_python
@@ -24,25 +23,10 @@ from verl_mg.sandbox import supervisor as module
 TIMEOUT = 600  # seconds for programs that are to end by themselves, on a machine that is busy
 
 
-@functools.cache
-def works(kind: module.Isolation) -> bool:
-    return kind == "none" or module.works(kind)
-
-
 @pytest.fixture(params=["bubblewrap", "namespaces", "none"])
 def run(request, monkeypatch) -> Callable[..., Outcome]:
     """`run_python` with each kind of isolation that this machine has."""
-    kind = request.param
-    if not works(kind):
-        pytest.skip(f"isolation by {kind} does not work on this machine")
-    monkeypatch.setattr(module, "isolation", lambda: kind)
-    if kind == "none":
-        # An unused user id cannot start an interpreter inside root's home directory.
-        monkeypatch.setattr(sys, "executable", shutil.which("python3", path="/usr/bin:/usr/local/bin"))
-        try:
-            run_python("", seconds=TIMEOUT)
-        except OSError as error:
-            pytest.skip(f"no interpreter that every user can start: {error}")
+    isolate_by(request.param, monkeypatch)
     return run_python
 
 

@@ -61,6 +61,13 @@ def read(path: str, memory: SessionMemory, **fields: Any) -> Exchange:
     return exchange_of(path, through_json(fields), memory)
 
 
+def exchanged(path: str, reply: Reply, **fields: Any) -> tuple[SessionMemory, Exchange, Any]:
+    """A session with a reply, the reply's exchange, and its body."""
+    memory = SessionMemory()
+    exchange = read(path, memory, **fields)
+    return memory, exchange, through_json(exchange.body(reply))
+
+
 def written_again(call: Json) -> Json:
     """A tool call whose arguments a client in JavaScript has read and written: 1.0 as 1, one of equal keys."""
     called = call.get("function", call)
@@ -79,12 +86,13 @@ def integers(value: Any) -> Any:
     return list(map(integers, value)) if isinstance(value, list) else value
 
 
-@settings(max_examples=60, deadline=None)
-@given(replies())
+def of_replies(test: Any) -> Any:
+    return settings(max_examples=60, deadline=None)(given(replies())(test))
+
+
+@of_replies
 def test_chat_completion_sent_back_is_the_message(reply):
-    memory = SessionMemory()
-    exchange = read(CHAT, memory, logprobs=True)
-    body = through_json(exchange.body(reply))
+    memory, exchange, body = exchanged(CHAT, reply, logprobs=True)
     streamed: Json = {"content": "", "tool_calls": []}
     for event in sent_events(exchange, body):
         for delta in (choice["delta"] for choice in event["choices"]):
@@ -97,12 +105,9 @@ def test_chat_completion_sent_back_is_the_message(reply):
         assert later.call.messages == (QUESTION, reply.message, QUESTION)
 
 
-@settings(max_examples=60, deadline=None)
-@given(replies())
+@of_replies
 def test_response_sent_back_is_the_message(reply):
-    memory = SessionMemory()
-    exchange = read(RESPONSES, memory, tools=RESPONSE_TOOLS)
-    body = through_json(exchange.body(reply))
+    memory, exchange, body = exchanged(RESPONSES, reply, tools=RESPONSE_TOOLS)
     events = list(sent_events(exchange, body))
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     assert done == body["output"]
@@ -119,12 +124,9 @@ def test_response_sent_back_is_the_message(reply):
     assert continued.call.messages == (QUESTION, reply.message, QUESTION)
 
 
-@settings(max_examples=60, deadline=None)
-@given(replies())
+@of_replies
 def test_message_sent_back_is_the_message(reply):
-    memory = SessionMemory()
-    exchange = read(MESSAGES, memory)
-    body = through_json(exchange.body(reply))
+    memory, exchange, body = exchanged(MESSAGES, reply)
     streamed: list[Json] = []
     for event in sent_events(exchange, body):
         if event["type"] == "content_block_start":
@@ -141,10 +143,9 @@ def test_message_sent_back_is_the_message(reply):
     assert again.call.messages == (QUESTION, reply.message, QUESTION)
 
 
-@settings(max_examples=60, deadline=None)
-@given(replies())
+@of_replies
 def test_message_sent_back_to_another_session_has_equal_arguments(reply):
-    body = through_json(read(MESSAGES, SessionMemory()).body(reply))
+    _, _, body = exchanged(MESSAGES, reply)
     history = [QUESTION, {"role": "assistant", "content": body["content"]}]
     (_, message) = read(MESSAGES, SessionMemory(), messages=history).call.messages
     for call, expected in zip(message.get("tool_calls", ()), reply.tool_calls, strict=True):

@@ -27,11 +27,7 @@ class Ledger:
         self.note("made")
 
     def note(self, event: str) -> None:
-        """Write down an event.
-
-        Args:
-            event: what happened
-        """
+        """Write down an event."""
         self.events.append((self.number, event))
 
     async def open(self, sample: ToolSample) -> None:

@@ -71,12 +71,7 @@ class Server:
         return dict(self.counts)
 
     def app(self, *, sessions: bool = True, latest: bool = False) -> Any:
-        """An ASGI application that counts requests.
-
-        Args:
-            sessions: whether there are sessions.
-            latest: refuses earlier versions of the protocol.
-        """
+        """An ASGI application that counts requests; `latest` refuses earlier versions of the protocol."""
         inner = self.server.streamable_http_app(stateless_http=not sessions)
 
         async def counting(scope: Any, receive: Any, send: Any) -> None:

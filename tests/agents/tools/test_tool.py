@@ -184,6 +184,10 @@ def test_load_tools_loads_by_name(tmp_path):
         ("def tool(a: 'Missing'):\n 'Doc.'", "name 'Missing' is not defined"),
         ("class C: pass\ndef tool(a: C):\n 'Doc.'", "Use types that JSON can describe"),
         ("import functools\ntool = functools.partial(print)", "not a function"),
+        ("class tool:\n def __init__(self, n): pass", "the constructor has arguments .* Give each a default"),
+        ("class tool:\n async def open(self, sample): pass", "no public method"),
+        ("class tool:\n def act(self): pass", "tool 'act': no docstring"),
+        ("class tool:\n def act(self, n):\n  'Doc.'", "parameter n has no annotation"),
     ],
 )
 def test_load_tools_invalid_tool_raises(tmp_path, text, reason):

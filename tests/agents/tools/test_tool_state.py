@@ -16,7 +16,6 @@ from tests.helpers.waiting import wait_until
 from verl_mg.agents.tools.load import load_tools
 from verl_mg.agents.tools.tool import Tool, ToolSample
 from verl_mg.agents.tools.tool_runner import ToolRunner
-from verl_mg.errors import UserError
 
 ROOT = Path(__file__).parents[3]
 HERE = Path(__file__).parent
@@ -60,23 +59,6 @@ def test_class_tools_with_prefix_have_it_in_their_names():
     place = f"{HERE}/ledgers.py:Ledger"
     names = [tool.name for tool in load_tools([place, f"second={place}"])]
     assert names[5:] == [f"second_{name}" for name in names[:5]]
-    with pytest.raises(UserError, match=r"rollout.tools=.*:Ledger: another tool is named note, of .* write PREFIX=/"):
-        load_tools([place, place])
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("class Own:\n def __init__(self, n): pass", "the constructor has arguments .* Give each a default"),
-        ("class Own:\n async def open(self, sample): pass", "no public method"),
-        ("class Own:\n def tool(self): pass", "tool 'tool': no docstring"),
-        ("class Own:\n def tool(self, n):\n  'Doc.'", "parameter n has no annotation"),
-    ],
-)
-def test_class_tools_invalid_class_raises(tmp_path, text, reason):
-    (tmp_path / "own.py").write_text(text)
-    with pytest.raises(UserError, match=reason):
-        load_tools([f"{tmp_path}/own.py:Own"])
 
 
 def test_state_of_concurrent_samples_is_separate(start):
