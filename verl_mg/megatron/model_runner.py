@@ -82,7 +82,8 @@ class ParameterGathers:
         """Waits until weights are complete, None: all; weights that are not trained always are."""
         if not self._in_flight:
             return
-        for group in tuple(self._in_flight) if weights is None else map(self._group_of.get, weights):
+        groups: Iterable[Any] = tuple(self._in_flight) if weights is None else map(self._group_of.get, weights)
+        for group in groups:
             if group in self._in_flight:
                 # All buckets are dispatched already; megatron-core would start the next one here.
                 group.finish_param_sync(skip_next_bucket_dispatch=True)
