@@ -85,7 +85,7 @@ def test_prompt_feed_observe_reaches_the_curriculum():
     feed = PromptFeed(curriculum)
     assert feed.has_curriculum
     assert feed.observe([1, 1, 2], [1.0, 0.0, 1.0]) == curriculum.metrics()
-    assert (curriculum.rate(1), curriculum.rate(2)) == (0.5, 1.0)
+    assert curriculum.state()["rates"] == {"1": 0.5, "2": 1.0}
     plain = PromptFeed(some(6))
     assert not plain.has_curriculum and plain.observe([1], [1.0]) == {}
 
@@ -123,9 +123,9 @@ def test_take_prompts_outside_the_band_are_skipped_in_order():
 def test_observe_several_visits_give_a_running_average():
     curriculum = Curriculum(some(3), **BAND, pass_threshold=0.8, decay=0.75)
     curriculum.observe([0, 1, 0, 0, 0], [0.8, 0.79, 1.0, -1.0, 0.0])
-    assert [curriculum.rate(i) for i in range(3)] == [0.5, 0.0, None]
+    assert curriculum.state()["rates"] == {"0": 0.5, "1": 0.0}
     curriculum.observe([0, 0], [1.0, 1.0])
-    assert curriculum.rate(0) == 0.75 * 0.5 + 0.25
+    assert curriculum.state()["rates"]["0"] == 0.75 * 0.5 + 0.25
     assert curriculum.metrics() == {
         "curriculum/frac_observed": 2 / 3,
         "curriculum/frac_in_band": 0.5,

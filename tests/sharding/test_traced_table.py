@@ -203,7 +203,9 @@ def model(tmp_path_factory):
 @pytest.fixture
 def table_file(model, tmp_path):
     """A traced table of the model at tp2."""
-    write_traced_table(tmp_path / "table.json", traced(weight_table(read_config(model)), TP2))
+    table = weight_table(read_config(model))
+    ranks = tuple(dict(table.engine_shards(TP2, rank)) for rank in range(2))
+    write_traced_table(tmp_path / "table.json", TracedTable("Qwen3ForCausalLM", "sglang", "0.5", TP2, ranks))
     return tmp_path / "table.json"
 
 

@@ -67,10 +67,6 @@ class Curriculum(_Around):
         self._rates: dict[int, float] = {}
         self._skips: dict[int, int] = {}
 
-    def rate(self, prompt_id: int) -> float | None:
-        """Returns the running pass rate of a prompt; None without observations."""
-        return self._rates.get(prompt_id)
-
     def observe(self, prompt_ids: Sequence[int], rewards: Sequence[float]) -> None:
         """Updates the pass rates. The answers to a prompt within a call are one observation, their mean.
 

@@ -10,6 +10,7 @@ mask        0     0       0      1   1      0      0        0      1   1        
 import json
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from verl_mg.data.images import ImageSource
@@ -81,7 +82,7 @@ def trained_rows(
         with suppress(UserError):  # a template that takes only texts
             render_conversation(with_values, tokenizer, place, tools, for_reply=False)
             messages = with_values
-    texts = []
+    texts: list[tuple[str, str]] = []
     for turn in chosen:
         # Not from one rendering of the whole: templates remove the thinking of earlier turns, which was generated.
         position = turn + added
@@ -93,13 +94,12 @@ def trained_rows(
                 "generation prompt, so the policy could not write it. Change the template, or leave the message out of "
                 "the loss by weight: 0."
             )
-        texts += [context, whole]
-    ids: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        texts.append((context, whole))
+    ids: list[list[int]] = tokenizer([*chain.from_iterable(texts)], add_special_tokens=False)["input_ids"]
     rows: list[TrainedRow] = []
-    for k, turn in enumerate(chosen):
-        before, joined = ids[2 * k], ids[2 * k + 1]
+    for turn, (context, whole), before, joined in zip(chosen, texts, ids[::2], ids[1::2], strict=True):
         if joined[: len(before)] != before:  # a token would begin in the context and end in the turn
-            joined = before + tokenizer(texts[2 * k + 1][len(texts[2 * k]) :], add_special_tokens=False)["input_ids"]
+            joined = before + tokenizer(whole[len(context) :], add_special_tokens=False)["input_ids"]
         tokens = tuple(joined[: _end_of_turn(joined, len(before), tokenizer, f"{place}: message {turn + 1}")])
         # By tokens, not by text: a template may rewrite earlier turns, and tokens merge over their ends.
         continues = bool(rows) and tokens[: min(len(before), len(rows[-1].tokens))] == rows[-1].tokens

@@ -47,13 +47,8 @@ class SandboxFusion:
         return await run_tests(sample.response, read_tests(sample, self._field), self._run, self._partial)
 
     async def _run(self, program: str, stdin: str) -> Outcome:
-        body = {
-            "code": program,
-            "language": "python",
-            "stdin": stdin,
-            "run_timeout": self._seconds,
-            "memory_limit_MB": self._memory_mb,
-        }
+        limits = {"run_timeout": self._seconds, "memory_limit_MB": self._memory_mb}
+        body = {"code": program, "language": "python", "stdin": stdin, **limits}
         response = await self._service.post(body, _problem)
         result = response.get("run_result") or {}
         stdout, stderr = str(result.get("stdout") or ""), str(result.get("stderr") or "")

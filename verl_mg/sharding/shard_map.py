@@ -210,11 +210,7 @@ class ExplicitShardMap:
     def __init__(self, shards: Mapping[int, Mapping[str, Shard]], tensors: Mapping[str, TensorInfo]) -> None:
         self._shards, self.tensors = shards, tensors
         self.ranks = tuple(sorted(shards))
-        checked: set[int] = set()
-        for rank_shards in shards.values():
-            if id(rank_shards) in checked:
-                continue
-            checked.add(id(rank_shards))
+        for rank_shards in {id(rank_shards): rank_shards for rank_shards in shards.values()}.values():  # each once
             for parameter, shard in rank_shards.items():
                 check_shard(parameter, shard)
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -171,7 +172,7 @@ def transposed_stack(tensor: SymbolicTensor) -> str | None:
 def _pieces(parameter: str, part: Part) -> Iterator[Piece]:
     """Yields the boxes of a part: one, or one for each index of a dimension in which its elements are not adjacent."""
     view, strides = part.elements, torch.empty(part.whole, device="meta").stride()
-    origin = _unravel(int(view.storage_offset()), part.whole)
+    origin = [int(at) for at in np.unravel_index(int(view.storage_offset()), part.whole)]
     steps: list[int | None] = [None] * len(part.whole)  # distance of elements in the tensor; None: a single index
     lengths = [1] * len(part.whole)
     dims: list[int | None] = []  # dimension of the tensor that each dimension of the view runs along
@@ -207,14 +208,6 @@ def _aligned(parameter: str, part: Part, dims: Sequence[int | None]) -> list[int
     if leading < 0 or any(dim is not None and dim != at - leading for at, dim in enumerate(dims)):
         raise _not_boxes(parameter, part)
     return [leading + dim for dim in range(len(part.whole))]
-
-
-def _unravel(number: int, shape: tuple[int, ...]) -> list[int]:
-    index = []
-    for size in reversed(shape):
-        number, at = divmod(number, size)
-        index.append(at)
-    return index[::-1]
 
 
 def _not_boxes(parameter: str, part: Part) -> UserError:

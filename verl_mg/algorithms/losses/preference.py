@@ -55,8 +55,7 @@ def dpo_loss(
     _check_pairs(mask, pair, chosen)
     difference = masked(mask, logprobs) - masked_constant(mask, ref_logprobs)
     # Every token of a pair gets both sums, so that either of its rows has the whole loss.
-    better = sequence_sums(masked(chosen, difference), pair)
-    worse = sequence_sums(masked(~chosen, difference), pair)
+    better, worse = (sequence_sums(masked(side, difference), pair) for side in (chosen, ~chosen))
     margin = beta * (better - worse)
     if kind == "sigmoid":
         loss = -(1 - label_smoothing) * logsigmoid(margin) - label_smoothing * logsigmoid(-margin)
@@ -79,8 +78,7 @@ def bradley_terry_loss(scores: Tensor, mask: Tensor, pair: Tensor, chosen: Tenso
     """
     _check_pairs(mask, pair, chosen)
     scores = masked(mask, scores)
-    better = sequence_sums(masked(chosen, scores), pair)
-    worse = sequence_sums(masked(~chosen, scores), pair)
+    better, worse = (sequence_sums(masked(side, scores), pair) for side in (chosen, ~chosen))
     return masked(mask, -logsigmoid(better - worse)), _pair_metrics(mask, better, worse)
 
 
