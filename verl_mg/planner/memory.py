@@ -88,8 +88,8 @@ def train_memory(inputs: PlanInputs, layout: Layout, is_trained: bool = True) ->
     """Computes the memory of a role on all its ranks; one that is not trained only runs inference."""
     layout, options = layout.fit(len(inputs.placement_ranks)), inputs.options
     if options.fsdp:  # the same on all ranks
-        counted = (Elements(sharded_module(inputs, layout).sharded, 0, 0),)
-        return TrainMemory(counted, {name: (size,) for name, size in _module_parts(inputs, layout, is_trained).items()})
+        module, sizes = sharded_module(inputs, layout), _module_parts(inputs, layout, is_trained)
+        return TrainMemory((Elements(module.sharded, 0, 0),), {name: (size,) for name, size in sizes.items()})
     counted = _on_stages(inputs.weights, layout)
     parts = {"weights": tuple(e.bytes(options.weight_bytes) for e in counted)}
     if is_trained and options.fp8:
