@@ -90,6 +90,7 @@ class LLMJudge:
             target = torch.device(device) if device else current_device()
             self._engine = HFEngine(model, target, getattr(torch, dtype), max_running_requests=batch_size)
             model_stops = self._engine.module.generation_config.eos_token_id
+            assert self._tokenizer is not None
             stops = {self._tokenizer.eos_token_id, *(model_stops if isinstance(model_stops, list) else [model_stops])}
             self._sampling = replace(self._sampling, stop_token_ids=tuple(sorted(stops - {None})))
             self._engine_lock = threading.Lock()  # `score_many` generates in a thread for each call

@@ -116,11 +116,11 @@ class EngineProcess:
         try:
             if self.inbox.get(timeout=timeout):  # the first message of a host says that it is ready
                 return
-            problem = f"cannot start{self._reason}"
+            problem = f"{self._engine}: the engine cannot start{self._reason}"
         except queue.Empty:
-            problem = f"did not start within {timeout:.0f} s"
+            problem = f"{self._engine}: the engine did not start within {timeout:.0f} s"
         self.kill()
-        raise UserError(f"{self._engine}: the engine {problem}. See its log {self._log}, which ends:{self.log_tail()}")
+        raise UserError(f"{problem}. See its log {self._log}, which ends:{self.log_tail()}")
 
     def send(self, message: dict[str, Any]) -> None:
         """Sends a message; a process that has ended is reported by the inbox instead."""

@@ -123,7 +123,7 @@ def _rate(inputs: PlanInputs, pair: Pair) -> float:
     return round(inputs.tokens_per_iteration / pair.seconds / inputs.ranks, 1)
 
 
-def _computing(side: TrainSide | AuxiliaryRole, ranks: Sequence[int], parts: Mapping[str, Sequence[int]]) -> Numbers:
+def _computing(side: TrainSide | AuxiliaryRole, ranks: tuple[int, ...], parts: Mapping[str, Sequence[int]]) -> Numbers:
     """Returns the numbers that the actor and auxiliary roles have."""
     return {
         "layout": format_layout(side.layout),

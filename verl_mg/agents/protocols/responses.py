@@ -236,13 +236,13 @@ def _reasoning(item: _Reasoning, field: str) -> str:
 def _read_call(item: JsonObject, field: str, memory: SessionMemory) -> ToolCall:
     call = fields.read(_Call, item, field)
     if item["type"] == "function_call":
-        written: str | None = memory.written_arguments(call.call_id, fields.text_at(item, field, "arguments"))
+        arguments = memory.written_arguments(call.call_id, fields.text_at(item, field, "arguments"))
     else:
         # The policy has written free text as the argument of a function, and its tokens stay only for the same text.
         given, written = fields.text_at(item, field, INPUT), memory.arguments(call.call_id)
-        if written is None or _free_text(written) != given:
-            written = json.dumps({INPUT: given}, ensure_ascii=False)
-    return ToolCall(call.call_id, _full_name(call.namespace, call.name), written)
+        is_same = written and _free_text(written) == given
+        arguments = written if written and is_same else json.dumps({INPUT: given}, ensure_ascii=False)
+    return ToolCall(call.call_id, _full_name(call.namespace, call.name), arguments)
 
 
 def _free_text(arguments: str) -> str:
