@@ -44,7 +44,7 @@ def options_of(kind: str, **changes: Any) -> EngineOptions:
     """Options of a small engine on the CPU."""
     python = Path(warm_start.vllm().python) if kind == "vllm" else None
     options: dict[str, Any] = {"max_running": 16, "max_positions": 256, "routed_experts": True, "python": python}
-    return EngineOptions(layout=EngineLayout(), dtype=torch.float32, **(options | changes))
+    return EngineOptions(**({"layout": EngineLayout(), "dtype": torch.float32} | options | changes))
 
 
 def process_of(engine: ProcessEngine) -> psutil.Process:
