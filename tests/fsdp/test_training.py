@@ -46,7 +46,7 @@ def expected(tmp_path_factory):
     def of(name):
         folder = tmp_path_factory.mktemp(name)
         model = make_model(folder / "model", name, layers=LAYERS)
-        rows = rows_for(model, 12)
+        rows = rows_for(model, 16)
         return model, rows, train_in_plain_torch(oracle(model), rows, folder)
 
     return of
