@@ -77,6 +77,7 @@ def test_dump_config_output_reads_back_equal(tmp_path):
         (["actor.lora.rnk=1"], "Did you mean actor.lora.rank?"),
         (["reward.mixture.mine.wieght=1"], "Did you mean reward.mixture.mine.weight?"),
         (["zzz=1"], "zzz: unknown key. The top level has the keys model, data, actor"),
+        (["algorithm.zzz=1"], "algorithm.zzz: unknown key. algorithm has the keys group_size"),
         (["actor.layout=tp2-pq2"], "actor.layout: 'tp2-pq2' is invalid: .*pq2"),
         (
             ["actor.layout=pp2", "actor.pipeline_layers=[3]"],

@@ -71,7 +71,8 @@ def _remedy(key: str, config: type[BaseModel]) -> str:
     similar = [siblings[match] for match in difflib.get_close_matches(name, siblings, 1)]
     elsewhere = [k for k in known if k.rpartition(".")[2] == name]
     within = [k for k in elsewhere if k.startswith(f"{parent}.")]
-    if nearest := within or similar or elsewhere or difflib.get_close_matches(key, known, 1):
+    others = [k for k in known if not key.startswith(f"{k}.")]
+    if nearest := within or similar or elsewhere or difflib.get_close_matches(key, others, 1):
         return f"Did you mean {nearest[0].replace(generic, parent, 1) if generic else nearest[0]}?"
     return f"{parent or 'The top level'} has the keys {', '.join(siblings)}."
 
