@@ -112,6 +112,7 @@ def test_plan_invalid_layout_names_constraint_and_nearest_layouts(capsys, argume
         (["--train", "tp2-zz3", "--rollout", "tp2"], "zz3"),
         (["--search", "--top", "0"], "--top: 0 is not above 0"),
         (["--search", "--ranks", "many"], "many"),
+        (["--recompute="], "unknown module ''. Use full, none, or core_attn"),
         (["--search", "--recompute", "mlp,attention"], "unknown module 'attention'. Use full, none, or core_attn"),
         (["--search", "--mean-sequence", "9000"], "--mean-sequence: 9000 is out of range"),
         (["--search", "--model", "nowhere"], "nowhere: no such model directory"),

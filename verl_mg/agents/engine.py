@@ -116,10 +116,11 @@ class AgentEngine(EngineWrapper):
         """
         deadline = time.monotonic() + timeout
         while True:
-            if isinstance(self._error, UserError):
-                raise self._error
-            if self._error is not None:
-                raise RuntimeError(f"the endpoint of agents failed: {self._error!r}") from self._error
+            error = self._error  # another thread sets it
+            if isinstance(error, UserError):
+                raise error
+            if error is not None:
+                raise RuntimeError(f"the endpoint of agents failed: {error!r}") from error
             left = max(deadline - time.monotonic(), 0.0)
             # While the engine generates it is polled, so that new requests join its batch within POLL_SECONDS.
             self._receive(0.0 if self._turns else left)

@@ -49,7 +49,7 @@ def run(options: argparse.Namespace, job: PlanRequest | None = None) -> None:
     job = job or PlanRequest()
     names = [field.name for field in fields(PlanInputs)]
     given = {name: value for name in names if (value := getattr(options, name, None)) is not None}
-    if options.recompute:
+    if options.recompute is not None:
         given["recompute"] = _recompute(options.recompute)
     sheet = FITTED.figures(gpu(options.gpu)) | {"node": gpu(options.gpu).node} if options.gpu else {}
     measured = read_hardware_profile(options.measured) if options.measured else {}

@@ -73,6 +73,16 @@ class JobState(StoredRecord):
     rollout: RolloutState | None  # state of the rollout, if there is one
 
 
+class NumpyState(StoredRecord):
+    """The parts of `numpy.random.get_state()`, in its order."""
+
+    bit_generator: str
+    key: list[int]
+    pos: int
+    has_gauss: int  # whether a normal number is cached
+    gauss: float
+
+
 class RankState(StoredRecord):
     """State that only one rank has, without tensors."""
 
@@ -84,7 +94,7 @@ class RankState(StoredRecord):
     images: dict[str, list[tuple[str, ...]]] = Field(default_factory=dict)
     """Keys of the images of each row, by batch, for batches with images."""
     python: tuple[int, tuple[int, ...], float | None]  # state of the generator of `random`
-    numpy: tuple[str, list[int], int, int, float]  # the same of NumPy's: name, key, position, whether and which normal
+    numpy: NumpyState  # state of NumPy's generator
 
 
 @dataclass
@@ -248,7 +258,8 @@ def _read(path: Path) -> bytes:
 
 
 def _rank_state(batches: Mapping[str, Batch], local: LocalRolloutState) -> RankState:
-    generator: Any = np.random.get_state(legacy=True)
+    state: Any = np.random.get_state(legacy=True)
+    generator, key, pos, has_gauss, gauss = state
     return RankState(
         completed=[SampleState.of(sample) for sample in local.completed.values()],
         partial=[SampleState.of(sample) for sample in local.partial.values()],
@@ -260,7 +271,7 @@ def _rank_state(batches: Mapping[str, Batch], local: LocalRolloutState) -> RankS
             if batch.images is not None
         },
         python=random.getstate(),
-        numpy=(generator[0], generator[1].tolist(), *generator[2:]),
+        numpy=NumpyState(bit_generator=generator, key=key.tolist(), pos=pos, has_gauss=has_gauss, gauss=gauss),
     )
 
 
@@ -313,8 +324,9 @@ def _load_batch(name: str, state: RankState, stored: RankFile) -> Batch:
 def _restore_random_numbers(state: RankState, stored: RankFile) -> None:
     """Restores all generators of this process."""
     random.setstate(state.python)
-    name, key, position, has_normal, normal = state.numpy
-    np.random.set_state((name, np.array(key, dtype=np.uint32), position, has_normal, normal))
+    numbers = state.numpy
+    key = np.array(numbers.key, dtype=np.uint32)
+    np.random.set_state((numbers.bit_generator, key, numbers.pos, numbers.has_gauss, numbers.gauss))
     torch.set_rng_state(stored.tensor("random/torch"))
     if torch.cuda.is_available() and stored.keys("random/cuda"):
         torch.cuda.set_rng_state(stored.tensor("random/cuda"))

@@ -162,7 +162,7 @@ class ServerPool(RolloutEngine):
         for server in chosen:
             assert server.client is not None
             try:
-                for part in server.client.parts:
+                for part in reversed(server.client.parts):  # prefill first: if it fails, the other is not changed
                     part.refresh()  # it may have been restarted in between
                 receivers |= {server.number + i: part for i, part in enumerate(server.client.parts)}
             except (EngineDiedError, UserError) as error:
@@ -215,7 +215,7 @@ class ServerPool(RolloutEngine):
             if server.client is None:
                 server.client = self._connect(server.url, False, self._arrival.set)
             else:
-                for part in server.client.parts:
+                for part in reversed(server.client.parts):
                     part.reconnect()
         except (EngineDiedError, UserError) as error:
             if server.pause <= 4 * FIRST_PAUSE:  # the first attempts; later ones would fill the log
@@ -233,7 +233,7 @@ class ServerPool(RolloutEngine):
             ready = [] if self._updating else self._ready()
         for server, client in ready:
             try:
-                for part in client.parts:
+                for part in reversed(client.parts):
                     part.check_weights()
             except CancelledError:  # the job ends
                 return
@@ -311,10 +311,12 @@ class ServerPool(RolloutEngine):
     def _gather(self) -> list[Sample]:
         for server in list(self._servers.values()):  # a copy: servers that are lost may be forgotten
             try:
-                for sample in server.client.collect(0.0) if server.client else ():
-                    self._accept(sample)
+                samples = server.client.collect(0.0) if server.client else []
             except EngineDiedError as error:
                 self._lose(server, str(error))
+            else:
+                for sample in samples:
+                    self._accept(sample)
         self._remove_drained()
         if self._backlog and self._ready():
             waiting, self._backlog = self._backlog, []

@@ -190,6 +190,17 @@ def test_state_that_is_cancelled_in_a_call_or_while_it_opens_is_closed_once(star
     assert [event for _, event in kind.events] == [*events, "closed"]
 
 
+def test_state_of_a_continued_sample_repeats_its_earlier_calls_in_order(start):
+    async def append(self: Ledger, n: int) -> int:
+        """Append a digit."""
+        self.total = 10 * self.total + n
+        return self.total
+
+    runner = start(ledger(append=append))
+    runner.begin(7, SAMPLE, [call("append", f'{{"n": {n}}}') for n in (1, 2)])
+    assert runner.start(7, [call("append", '{"n": 4}')]).result(60) == ["124"]
+
+
 def test_documented_class_has_an_account_for_each_sample(tmp_path, start):
     page = (ROOT / "docs" / "agent_tools.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"^```python ledger.py\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)

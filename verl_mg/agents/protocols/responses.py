@@ -240,8 +240,8 @@ def _read_call(item: JsonObject, field: str, memory: SessionMemory) -> ToolCall:
     else:
         # The policy has written free text as the argument of a function, and its tokens stay only for the same text.
         given, written = fields.text_at(item, field, INPUT), memory.arguments(call.call_id)
-        is_same = written and _free_text(written) == given
-        arguments = written if written and is_same else json.dumps({INPUT: given}, ensure_ascii=False)
+        is_same = written is not None and _free_text(written) == given
+        arguments = written if written is not None and is_same else json.dumps({INPUT: given}, ensure_ascii=False)
     return ToolCall(call.call_id, _full_name(call.namespace, call.name), arguments)
 
 
