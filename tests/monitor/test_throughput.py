@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from tests.helpers.rank_pool import job_store
 from tests.helpers.tiny_jobs import files_of, logged
-from tests.run.jobs import GRPO, job
+from tests.run.jobs import GRPO, job, make_inputs
 from verl_mg.batch import Batch
 from verl_mg.config import load_config
 from verl_mg.job.job import RunningJob
@@ -15,6 +15,12 @@ from verl_mg.models.flops import RowFlops, row_flops
 from verl_mg.models.hf_config import read_config
 from verl_mg.monitor.metrics import Throughput, model_flops, peak_flops
 from verl_mg.sharding.weight_table import weight_table
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """With a layer for each chunk of two stages."""
+    return make_inputs(tmp_path_factory.mktemp("inputs"), layers=4)
 
 
 @pytest.mark.parametrize(
