@@ -42,7 +42,23 @@ class Pass:
     forward_only: bool
 
 
-class RoleGroups:
+class OnRanks:
+    """Base of the process groups of a role and of its model."""
+
+    placement: Placement
+
+    @property
+    def layout(self) -> Layout:
+        """Parallel sizes of the placement."""
+        return self.placement.layout
+
+    @property
+    def is_member(self) -> bool:
+        """True on the ranks of the placement."""
+        return dist.get_rank() in self.placement.ranks
+
+
+class RoleGroups(OnRanks):
     """Process groups of a placement; every rank of the job constructs them at the same time.
 
     Attributes:
@@ -68,16 +84,6 @@ class RoleGroups:
         self.host_group = None if is_whole_job else process_groups.of(placement.ranks, "gloo")
 
     @property
-    def layout(self) -> Layout:
-        """Parallel sizes of the placement."""
-        return self.placement.layout
-
-    @property
-    def is_member(self) -> bool:
-        """True on the ranks of the placement."""
-        return self._coordinates is not None
-
-    @property
     def coordinates(self) -> Coordinates:
         """Coordinates of this rank in the layout; LookupError outside the placement."""
         if self._coordinates is None:
@@ -89,7 +95,7 @@ class RoleGroups:
         return {len(ranks): self._made[ranks] for ranks in sets if dist.get_rank() in ranks}
 
 
-class Runner(ABC):
+class Runner(OnRanks, ABC):
     """Model on the ranks of a placement. Methods that compute are called by all ranks of the placement together.
 
     Ranks of the job outside the placement have the weight table, but no parameter. The constructor is a collective of
@@ -118,16 +124,6 @@ class Runner(ABC):
         if self.dtype == torch.float32:
             device.compute_in_float32()
         self.coordinates: Coordinates | None = self.placement.coordinates(dist.get_rank())
-
-    @property
-    def layout(self) -> Layout:
-        """Parallel sizes of the model."""
-        return self.placement.layout
-
-    @property
-    def is_member(self) -> bool:
-        """True on the ranks of the placement, which compute."""
-        return self.coordinates is not None
 
     def stage(self, pp_rank: int) -> Stage:
         """Returns the contents of a pipeline stage of the model."""
