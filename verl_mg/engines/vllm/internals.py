@@ -214,19 +214,27 @@ class RoutingRecorder:
         return output
 
 
-def return_full_logprobs(sampler: Any) -> None:
-    """Has a sampler return log-probabilities after temperature but before min-p, top-k and top-p."""
+def return_full_logprobs(runner: Any) -> None:
+    """Has a runner return log-probabilities after temperature but before min-p, top-k and top-p.
+
+    Those of greedy requests are at temperature 1.
+    """
     # vLLM's processed ones are renormalized over the candidates, its raw ones ignore the temperature. Its two model
     # runners have different samplers: one returns log-probabilities, the other logits.
-    full = _FullDistribution()
+    sampler = runner.sampler
     if hasattr(sampler, "topk_topp_sampler"):
-        candidates = sampler.topk_topp_sampler
-        library().replace(sampler, apply_temperature=full.kept_after(sampler.apply_temperature, _log_softmax))
-        library().replace(candidates, forward=full.returned_by(candidates.forward))
-    else:
-        states = sampler.sampling_states
-        library().replace(states, apply_temperature=full.kept_after(states.apply_temperature, torch.clone))
-        library().replace(sampler, _sample_random=full.returned_by(sampler._sample_random))
+        full, candidates = _FullDistribution(_log_softmax), sampler.topk_topp_sampler
+        library().replace(sampler, apply_temperature=full.kept_after(sampler.apply_temperature))
+        library().replace(candidates, forward=full.returned_by(candidates.forward, 1))
+        return
+    # GPU: the sampler of vLLM's second model runner, and with speculative decoding one that verifies drafts with it.
+    # GPU-TEST: tests/engines/vllm/test_sampler.py::test_sampler_returns_the_distribution_after_temperature
+    # GPU-RAN: not yet
+    full, states, verifier = _FullDistribution(torch.clone), sampler.sampling_states, runner.rejection_sampler
+    library().replace(states, apply_temperature=full.kept_after(states.apply_temperature))
+    library().replace(sampler, _sample_random=full.returned_by(sampler._sample_random, 1))
+    if verifier is not None:
+        library().replace(verifier, _verify=full.returned_by(verifier._verify, 0))
 
 
 def _log_softmax(logits: Tensor) -> Tensor:
@@ -234,30 +242,33 @@ def _log_softmax(logits: Tensor) -> Tensor:
 
 
 class _FullDistribution:
-    """Distribution of a step after temperature; candidates are cut off in place afterwards."""
+    """Distribution of a step after temperature, as `copy` makes it of logits; candidates are cut off in place later."""
 
-    def __init__(self) -> None:
+    def __init__(self, copy: Callable[[Tensor], Tensor]) -> None:
+        self._copy = copy
         self._values: Tensor | None = None
 
-    def kept_after(self, scale: Callable[..., Any], copy: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
-        """Returns `scale`, which divides logits by temperatures, maybe in place, with a `copy` of its result kept."""
+    def kept_after(self, scale: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns `scale`, which divides logits by temperatures, maybe in place, with a copy of its result kept."""
 
         def scale_and_keep(logits: Tensor, *rest: Any) -> Any:
             result = scale(logits, *rest)
-            self._values = copy(logits if result is None else result)
+            self._values = self._copy(logits if result is None else result)
             return result
 
         return scale_and_keep
 
-    def returned_by(self, sample: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, Tensor | None]]:
-        """Returns a function that draws tokens and returns them with what was kept."""
+    def returned_by(self, draw: Callable[..., tuple[Any, ...]], place: int) -> Callable[..., tuple[Any, ...]]:
+        """Returns `draw`, which draws tokens, with the full distribution at this place of its result."""
 
-        def sample_with_full(*arguments: Any) -> tuple[Tensor, Tensor | None]:
-            tokens, _ = sample(*arguments)
-            values, self._values = self._values, None
-            return tokens, values
+        def draw_with_full(logits: Tensor, *rest: Any) -> tuple[Any, ...]:
+            # The second model runner scales nothing where all requests have temperature 1 or are greedy.
+            given = self._copy(logits) if self._values is None else None
+            result = draw(logits, *rest)
+            kept, self._values = self._values, None
+            return *result[:place], given if kept is None else kept, *result[place + 1 :]
 
-        return sample_with_full
+        return draw_with_full
 
 
 # -- in a process that traces the weight loader

@@ -36,7 +36,7 @@ class WorkerExtension:
         """Adapts the worker, once after the start."""
         runner = self.model_runner
         if runner.sampler is not None:  # the last pipeline stage's
-            internals.return_full_logprobs(runner.sampler)
+            internals.return_full_logprobs(runner)
         self._written: set[str] = set()
         self._staged_experts = internals.staged_experts(runner.model) if current_platform.is_cpu() else {}
         if captures_routing:

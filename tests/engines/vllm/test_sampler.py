@@ -1,0 +1,57 @@
+"""Log-probabilities of the samplers of vLLM's two model runners, whose kernels Triton interprets."""
+
+import importlib.util
+import itertools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers import warm_start
+from tests.helpers.internals import printed
+from tests.helpers.traces import needs_vllm
+
+TEMPERATURES = {"1": [1.0] * 3, "scaled": [0.7, 1.5, 0.7], "greedy": [0.0] * 3, "mixed": [0.0, 0.7, 1.0]}
+CANDIDATES: dict[str, list[dict[str, Any]]] = {
+    "all": [{}, {}, {}],
+    "cut": [{"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.3, "top_k": 9}],
+    "excluded": [{"logit_bias": {"5": -100.0, "7": -100.0}}, {}, {"top_p": 0.8}],
+}
+CASES = list(itertools.product(TEMPERATURES, CANDIDATES))
+# Twice in an order in which each case follows others, with drafts once and without once.
+ORDER = [*CASES, *CASES[::-1], CASES[0]]
+
+
+@pytest.fixture(scope="module")
+def sampled(tmp_path_factory) -> dict[str, Any]:
+    """The steps of both runners; vLLM's environment has no Triton, that of the tests has."""
+    path, triton = tmp_path_factory.mktemp("path"), importlib.util.find_spec("triton")
+    assert triton and triton.submodule_search_locations
+    (path / "triton").symlink_to(triton.submodule_search_locations[0])
+    steps = [
+        [cut | {"temperature": t} for cut, t in zip(CANDIDATES[candidates], TEMPERATURES[name], strict=True)]
+        for name, candidates in ORDER
+    ]
+    variables = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(path), str(Path.cwd())])}
+    return printed(warm_start.vllm().python, "tests.engines.vllm.sampler_probe", json.dumps(steps), env=variables)
+
+
+@needs_vllm
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed; run tools/test.sh")
+@pytest.mark.parametrize("runner", ["first", "second"])
+def test_sampler_returns_the_distribution_after_temperature(sampled, runner):
+    for (name, candidates), step in zip(ORDER, sampled[runner], strict=True):
+        requests = zip(TEMPERATURES[name], CANDIDATES[candidates], strict=True)
+        logits, drawn = torch.tensor(step["logits"]), torch.tensor(step["tokens"])
+        logits, drawn, logprobs = logits.view(3, -1, logits.shape[1]), drawn.view(3, -1), torch.tensor(step["logprobs"])
+        for (temperature, cut), rows, tokens, found in zip(requests, logits, drawn, logprobs.view(3, -1), strict=True):
+            rows, tokens, found = rows[tokens >= 0], tokens[tokens >= 0], found[tokens >= 0]
+            for token, bias in cut.get("logit_bias", {}).items():
+                rows[:, int(token)] += bias
+            ranks = (rows > rows.gather(1, tokens[:, None])).sum(-1)
+            assert len(tokens) and (ranks < (cut.get("top_k", rows.shape[1]) if temperature else 1)).all()
+            expected = (rows / (temperature or 1.0)).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+            torch.testing.assert_close(found, expected, msg=lambda text: f"{name}, {candidates}: {text}")
