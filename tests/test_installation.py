@@ -14,6 +14,8 @@ import pytest
 from packaging.requirements import Requirement
 
 from tests.helpers.launched import ROOT
+from tests.helpers.traces import needs_vllm
+from tests.helpers.warm_start import VLLM_PYTHON
 
 GPU_LOCK, CPU_LOCK = ROOT / "launch" / "requirements-gpu.txt", ROOT / "tools" / "install" / "requirements-cpu.txt"
 UV = Path(sys.prefix) / "bin" / "uv"
@@ -153,6 +155,31 @@ def test_installed_wheel_in_an_empty_folder_trains_by_names_of_recipes(wheel, tm
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "empty" / "runs" / "x" / "metrics.jsonl").read_text().count("\n") == 1
     assert "no such recipe" in run("-m", "verl_mg", "train", "grpp").stderr
+
+
+OF_ENGINE = """
+import sys, msgspec, torch, verl_mg.engines.engine_host
+print(verl_mg.__file__, msgspec.__file__, torch.__file__, *(name for name, module in sys.modules.items() if not module))
+"""
+START = """
+import os, sys
+from pathlib import Path
+from verl_mg.engines.engine_options import inherited_environment
+os.execve(sys.argv[1], [sys.argv[1], "-c", sys.argv[2]], inherited_environment(Path(sys.argv[1])))
+"""
+
+
+@needs_vllm
+def test_engine_started_by_an_installed_wheel_imports_only_packages_of_its_interpreter(wheel, tmp_path):
+    site = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(site)
+    (site / "msgspec.py").write_text("raise ImportError('built for another torch')")
+    command = [sys.executable, "-c", START, str(VLLM_PYTHON), OF_ENGINE]
+    variables = os.environ | {"PYTHONPATH": str(site)}
+    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True)
+    package, *of_vllm, megatron, _, _, _ = done.stdout.split() or [done.stderr, *"0000"]
+    assert (package, megatron) == (f"{site}/verl_mg/__init__.py", "megatron")
+    assert all(Path(file).is_relative_to(VLLM_PYTHON.parents[1]) for file in of_vllm)
 
 
 def found_python(path: Path, pyenv: Path, **variables: str) -> str:

@@ -39,6 +39,7 @@ from typing import Any, NoReturn
 import psutil
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
+from verl_mg.engines.engine_options import IMPORT_PATH
 from verl_mg.engines.sglang.arguments import ON_CPU as SGLANG_ON_CPU
 from verl_mg.engines.vllm.arguments import ON_CPU as VLLM_ON_CPU
 
@@ -62,10 +63,7 @@ IMPORTED_BY_JOBS = (
     "torch.utils.tensorboard",
     "transformers.models.qwen2.tokenization_qwen2",
 )
-HIDE = "verl_mg.engines.engine_host:hide_training_packages"
-"""What the processes of engines call first."""
 IMPORTED_BY_SGLANG = (
-    HIDE,
     "sglang.srt.entrypoints.engine",
     "sglang.srt.managers.scheduler",
     "verl_mg.engines.sglang.host",
@@ -74,7 +72,6 @@ IMPORTED_BY_SGLANG = (
     "sglang.srt.entrypoints.http_server",
 )
 IMPORTED_BY_VLLM = (
-    HIDE,
     "verl_mg.engines.vllm.host",
     "verl_mg.engines.vllm.worker",
     "verl_mg.engines.tracing.trace_rank",
@@ -91,6 +88,7 @@ VLLM_PYTHON = Path(sys.prefix).with_name(".venv-vllm") / "bin" / "python"
 OWNER = "WARM_START_OWNER"
 """Variable with the pid of the first process of the test session; the servers end with it."""
 _ROOT = Path(__file__).parents[2]
+_OF_ENGINES = {"PYTHONPATH": os.pathsep.join([IMPORT_PATH, str(_ROOT)]), "PYTHONSAFEPATH": "1"}
 
 
 class WarmStart:
@@ -103,7 +101,7 @@ class WarmStart:
         environment: Mapping[str, str] | None = None,
         python: str | Path = sys.executable,
     ) -> None:
-        """Writes the executable, whose programs need not import the modules or call MODULE:FUNCTION in `imported`."""
+        """Writes the executable, whose programs need not import the modules `imported`."""
         owner = os.environ.setdefault(OWNER, str(os.getpid()))
         # Folders of former sessions may remain, and process ids come again.
         started = int(psutil.Process(int(owner)).create_time() * 100)
@@ -141,13 +139,13 @@ def shared() -> WarmStart:
 @cache
 def sglang() -> WarmStart:
     """The server of this test session for engines, servers and traces of SGLang."""
-    return WarmStart("sglang", IMPORTED_BY_SGLANG, SGLANG_ON_CPU | ON_CPU)
+    return WarmStart("sglang", IMPORTED_BY_SGLANG, SGLANG_ON_CPU | ON_CPU | _OF_ENGINES)
 
 
 @cache
 def vllm() -> WarmStart:
     """The server of this test session for engines and traces of vLLM, in vLLM's environment."""
-    return WarmStart("vllm", IMPORTED_BY_VLLM, VLLM_ON_CPU | ON_CPU, VLLM_PYTHON)
+    return WarmStart("vllm", IMPORTED_BY_VLLM, VLLM_ON_CPU | ON_CPU | _OF_ENGINES, VLLM_PYTHON)
 
 
 class _Server:
@@ -278,7 +276,9 @@ def _run(request: dict[str, Any]) -> None:
         sys.argv, sys.path[0] = ["-c", *rest[1:]], ""
         exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
     elif first == "-m":
-        sys.argv, sys.path[0] = rest, os.getcwd()
+        sys.argv = rest
+        if not os.environ.get("PYTHONSAFEPATH"):
+            sys.path[0] = os.getcwd()
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     else:
         sys.argv, sys.path[0] = [first, *rest], str(Path(first).resolve().parent)
@@ -309,10 +309,7 @@ def _enter_network(client: int) -> None:
 
 def _main(folder: Path, owner: int, imported: Sequence[str]) -> None:
     for name in imported:
-        module, _, function = name.partition(":")
-        loaded = importlib.import_module(module)
-        if function:
-            getattr(loaded, function)()
+        importlib.import_module(name)
     with contextlib.suppress(ImportError):  # it comes with SGLang
         import setproctitle
 

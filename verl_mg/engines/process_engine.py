@@ -41,7 +41,6 @@ from typing import Any, Protocol
 
 import torch
 
-import verl_mg
 from verl_mg.distributed.launcher import Launcher
 from verl_mg.engines.engine import EngineDiedError
 from verl_mg.engines.engine_attachment import EngineAttachment
@@ -54,8 +53,6 @@ from verl_mg.errors import UserError
 LOG_TAIL_LINES = 12  # lines of an engine's log in an error message
 # SGLang logs this for each model class whose optional dependencies are missing.
 NOISE = "Ignore import error when loading"
-# Folder from which the host's module is imported, also by an interpreter in which this package is not installed.
-PACKAGE_ROOT = str(Path(verl_mg.__file__).parents[1])
 START_SECONDS = 1800.0
 CALL_SECONDS = 600.0  # time limits of the start of an engine, and of a call
 IDLE_SECONDS = 60.0  # time limit of an engine for ending its requests when they are aborted
@@ -95,7 +92,6 @@ class EngineProcess:
         """
         ours, theirs = socket.socketpair()
         log.parent.mkdir(parents=True, exist_ok=True)
-        path = os.pathsep.join(filter(None, [PACKAGE_ROOT, program.environment.get("PYTHONPATH")]))
         with log.open("ab") as output, theirs:  # a copy of `theirs` here would keep the stream open after the process
             child = subprocess.Popen(
                 [program.python, "-m", program.module, str(theirs.fileno())],
@@ -103,7 +99,7 @@ class EngineProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**program.environment, "PYTHONPATH": path},
+                env=dict(program.environment),
                 start_new_session=True,  # Ctrl-C is handled by the job, which ends the engine
             )
         process = cls(program.engine, log, ours, child.pid, child)

@@ -10,8 +10,10 @@ import pytest
 
 from tests.helpers import warm_start
 from tests.helpers.internals import printed
+from tests.helpers.launched import ROOT
 from tests.helpers.traces import needs_sglang
-from verl_mg.engines.engine_host import HIDDEN, hide_training_packages
+from verl_mg.engines.engine_options import IMPORT_PATH, inherited_environment
+from verl_mg.engines.import_path.verl_mg import HIDDEN, hide_training_packages
 from verl_mg.engines.kinds import SGLANG
 from verl_mg.engines.sglang.arguments import ON_CPU
 
@@ -19,7 +21,8 @@ pytestmark = needs_sglang
 
 
 def probe(python: str, work: str) -> dict[str, list[str]]:
-    return printed(python, "tests.engines.sglang.packages_probe", SGLANG.host, work, env=os.environ | ON_CPU)
+    environment = inherited_environment(None) | {"PYTHONPATH": os.pathsep.join([IMPORT_PATH, str(ROOT)])} | ON_CPU
+    return printed(python, "tests.engines.sglang.packages_probe", SGLANG.host, work, env=environment)
 
 
 @pytest.fixture(scope="module", params=["forked", pytest.param("spawned", marks=pytest.mark.nightly)])

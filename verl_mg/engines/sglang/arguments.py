@@ -180,7 +180,7 @@ def place_arguments(options: EngineOptions, ports: Sequence[int], address: str) 
 
 def environment(model: Path, options: EngineOptions) -> dict[str, str]:
     """Returns the environment of an engine process: this one without what is only for the rank."""
-    inherited = inherited_environment()
+    inherited = inherited_environment(options.python)
     if options.nodes.count > 1:
         inherited.setdefault("SGLANG_HOST_IP", options.nodes.address)  # SGLang would look for a route to the internet
     if options.nodes.rank:

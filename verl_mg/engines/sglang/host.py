@@ -19,7 +19,7 @@ from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.engines import engine_host
 from verl_mg.engines.engine import ACCEPTED, CACHED, DRAFTED, GENERATED, PROMPT, VERIFIED, observed_load
 from verl_mg.engines.engine_attachment import EngineListener
-from verl_mg.engines.engine_host import EngineHost, hide_training_packages
+from verl_mg.engines.engine_host import EngineHost
 from verl_mg.engines.engine_options import EngineOptions
 from verl_mg.engines.payloads import named_views, open_payload
 from verl_mg.engines.sglang import internals
@@ -285,7 +285,5 @@ def create(arguments: dict[str, Any], options: EngineOptions, loop: asyncio.Abst
     return SGLangHost(options, internals.start_engine(arguments), processor, has_multi_token_draft(arguments))
 
 
-if __name__ == "__mp_main__":  # in a process that SGLang spawns
-    hide_training_packages()
 if __name__ == "__main__":
     engine_host.main(create)

@@ -19,7 +19,6 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from verl_mg.engines.engine_host import hide_training_packages
 from verl_mg.engines.tracing.position_codes import UNWRITTEN, PositionCodes, decode, is_written
 from verl_mg.errors import UserError
 from verl_mg.jsonl import replacing
@@ -43,7 +42,6 @@ class TraceJob(TypedDict):
 
 def main(engine: EngineName, folder: Path, rank: int) -> int:
     """Runs this rank's part of all jobs, and returns the exit status."""
-    hide_training_packages()
     jobs: list[TraceJob] = json.loads((folder / JOBS).read_text(encoding="utf-8"))
     unloaded_model = importlib.import_module(f"verl_mg.engines.{engine}.internals").unloaded_model
     if rank == 0:

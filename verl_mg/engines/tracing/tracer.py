@@ -15,7 +15,6 @@ on the CPU only: the shards of an engine on GPUs, of SGLang with `--disable-shar
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import tempfile
 import time
@@ -25,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import verl_mg
+from verl_mg.engines.engine_options import inherited_environment
 from verl_mg.engines.kinds import PROCESSES
 from verl_mg.engines.tracing.layer_kinds import LayerKinds, layer_kinds, text_fields, write_first_layers
 from verl_mg.engines.tracing.trace_rank import JOBS, VERSION, TraceJob, error_name, result_name
@@ -114,12 +113,11 @@ def _first_layers(job: TraceJob, kinds: LayerKinds, model: str) -> TraceJob:
 
 def _trace(jobs: Sequence[TraceJob], engine: TracedEngine) -> tuple[str, list[list[dict[str, Shard]]]]:
     """Returns the version of the engine, and the traces."""
-    python = PROCESSES[engine.name].python(engine.python)
     sizes = [EngineLayout.parse(job["layout"]).ranks for job in jobs]
     with tempfile.TemporaryDirectory(prefix="trace-") as name:
         folder = Path(name)
         (folder / JOBS).write_text(json.dumps(jobs), encoding="utf-8")
-        _run_ranks(folder, jobs, max(sizes, default=0), engine.name, python)
+        _run_ranks(folder, jobs, max(sizes, default=0), engine)
         traces = [
             [read_rank_shards(folder / result_name(number, rank)) for rank in range(size)]
             for number, size in enumerate(sizes)
@@ -168,26 +166,23 @@ def _job(
     return {"model": str(model_dir.absolute()), "layout": str(layout), "shapes": dict(shapes), "stacks": stacks}
 
 
-def _run_ranks(folder: Path, jobs: Sequence[TraceJob], count: int, engine: EngineName, python: str) -> None:
+def _run_ranks(folder: Path, jobs: Sequence[TraceJob], count: int, engine: TracedEngine) -> None:
     """Starts the ranks and waits for them; the first failure ends all with a UserError."""
-    root = Path(verl_mg.__file__).parents[1]
-    variables = os.environ | PROCESSES[engine].on_cpu
-    variables |= {
-        "CUDA_VISIBLE_DEVICES": "",  # engines trace on the CPU also where there are GPUs
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])]),
-    }
+    kind = PROCESSES[engine.name]
+    # Engines trace on the CPU also where there are GPUs.
+    variables = inherited_environment(engine.python) | kind.on_cpu | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    python = kind.python(engine.python)
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(count):
             with open(folder / log_name(rank), "wb") as log:
-                command = [python, "-m", "verl_mg.engines.tracing.trace_rank", engine, str(folder), str(rank)]
+                command = [python, "-m", "verl_mg.engines.tracing.trace_rank", kind.name, str(folder), str(rank)]
                 ranks.append(subprocess.Popen(command, env=variables, stdout=log, stderr=subprocess.STDOUT))
         # Waits for the end of all ranks, polling them; ends early by the first failure.
         while any(process.poll() is None for process in ranks):
-            _raise_failure(folder, jobs, ranks, engine)
+            _raise_failure(folder, jobs, ranks, kind.title)
             time.sleep(0.05)
-        _raise_failure(folder, jobs, ranks, engine)
+        _raise_failure(folder, jobs, ranks, kind.title)
     finally:
         for process in ranks:  # the others may wait for a rank that has failed
             process.kill()
@@ -195,7 +190,7 @@ def _run_ranks(folder: Path, jobs: Sequence[TraceJob], count: int, engine: Engin
 
 
 def _raise_failure(
-    folder: Path, jobs: Sequence[TraceJob], ranks: Sequence[subprocess.Popen[bytes]], engine: EngineName
+    folder: Path, jobs: Sequence[TraceJob], ranks: Sequence[subprocess.Popen[bytes]], title: str
 ) -> None:
     failed = [rank for rank, process in enumerate(ranks) if process.poll()]
     if not failed:
@@ -209,9 +204,7 @@ def _raise_failure(
     if reasons:
         _, number, path = min(reasons)  # the others may have failed because this rank ended
         job = jobs[number]
-        raise UserError(
-            f"{job['model']}: {PROCESSES[engine].title} at {job['layout']}: {path.read_text(encoding='utf-8')}"
-        )
+        raise UserError(f"{job['model']}: {title} at {job['layout']}: {path.read_text(encoding='utf-8')}")
     log = (folder / log_name(failed[0])).read_text(encoding="utf-8", errors="replace").splitlines()
     raise UserError(
         f"verl-mg trace: rank {failed[0]} ended with exit code {ranks[failed[0]].returncode}. Its last lines: "

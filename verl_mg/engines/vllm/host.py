@@ -17,7 +17,7 @@ from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.engines import engine_host
 from verl_mg.engines.engine import ACCEPTED, CACHED, DRAFTED, GENERATED, PROMPT, VERIFIED, observed_load
 from verl_mg.engines.engine_attachment import EngineListener
-from verl_mg.engines.engine_host import EngineHost, hide_training_packages
+from verl_mg.engines.engine_host import EngineHost
 from verl_mg.engines.engine_options import EngineOptions
 from verl_mg.engines.vllm import internals
 from verl_mg.images import Image
@@ -306,7 +306,5 @@ class StepStatistics:
         """Does nothing: sleep is not counted."""
 
 
-if __name__ == "__mp_main__":  # in a process that vLLM spawns
-    hide_training_packages()
 if __name__ == "__main__":
     engine_host.main(create)
