@@ -108,6 +108,8 @@ OF_ENGINES = [
      " 32 as sizes of experts, but the hidden size is 48."),
     ("vllm", "cpu", EXPERTS, "tp4", {}, "rollout.layout=tp4: on the CPU vLLM needs multiples of 32 as sizes of"
      " experts, but the columns of an expert on each rank is 16."),
+    ("vllm", "gpu", {}, "tp1", {"gpu_memory_utilization": 0.9}, "rollout.vllm.gpu_memory_utilization: engines of a job"
+     " take a share of the memory that is free, not of all. Set rollout.memory_fraction."),
 ]  # fmt: skip
 
 

@@ -374,8 +374,8 @@ class RolloutConfig(ConfigSection):
     num_ranks: int = Field(0, ge=0)
     """Ranks only for engines, the last ones of the job. 0: engines share all ranks with the actor."""
     memory_fraction: float = Field(0.6, gt=0, lt=1)
-    """Fraction of a GPU's free memory for weights and key-value cache of engines. The default leaves memory for
-    training. With `num_ranks`, 6 GiB are left in any case."""
+    """Fraction of the memory of a GPU that is free when engines start, for their weights and key-value cache. The
+    default leaves memory for training. With `num_ranks`, 6 GiB are left in any case."""
     sleep: bool = True
     """Release weights and cache of engines while training. Has no effect with `num_ranks`."""
     replay_routing: bool = False

@@ -68,8 +68,8 @@ def syncing(inputs: PlanInputs, train: TrainMemory | None) -> Parts:
 
 def engine_limit(inputs: PlanInputs, train: TrainMemory | None = None) -> float:
     """Computes the bytes of a device for weights and KV cache of an engine, in addition to the other roles."""
-    # SGLang takes a fraction of the memory that is free when it starts. Then offloaded roles are on the host, and the
-    # others have everything that they keep, Adam's moments too.
+    # An engine takes a fraction of the memory that is free when it starts. Then offloaded roles are on the host, and
+    # the others have everything that they keep, Adam's moments too.
     # Without a fraction, an engine takes what roles that stay on the device leave.
     limit = inputs.usable - _total(awake(inputs, train))
     return min(limit, _engine_fraction(inputs, train)) if inputs.memory_fraction else limit

@@ -10,15 +10,27 @@ import dataclasses
 import inspect
 import json
 import sys
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace as Object
 from typing import Any, get_args
 
+import torch
 import vllm
+from vllm.config import CacheConfig
 from vllm.config.kernel import MoEBackend
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention.attention import set_default_quant_scales
+from vllm.utils.mem_utils import MemorySnapshot
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.worker import gpu_worker
+
+from verl_mg.engines.vllm import internals
 
 SAMPLER, WORKER = "v1/worker/gpu/sample/sampler.py", "v1/worker/gpu_worker.py"
+FLASHINFER = "v1/attention/backends/flashinfer.py"
 METHODS = ("sleep", "wake_up", "release_kv_cache_memory", "pause_generation", "resume_generation", "reset_prefix_cache",
            "update_weight_version", "collective_rpc", "abort")  # fmt: skip
 
@@ -44,8 +56,47 @@ def sampler_contract() -> dict[str, Any]:
     }
 
 
+def requested(free: Sequence[int], fraction: float) -> dict[str, list[int | str]]:
+    """The bytes that a worker takes with so much of 80 GiB free, by vLLM's function and as our workers have it."""
+
+    def result(request: Callable[..., int], free: int) -> int | str:
+        snapshot = MemorySnapshot(device="cuda:0", free_memory=free, total_memory=80 * 2**30, auto_measure=False)
+        try:
+            return request(snapshot, CacheConfig(gpu_memory_utilization=fraction))
+        except ValueError as error:
+            return str(error)
+
+    before = gpu_worker.request_memory
+    internals.take_share_of_free_memory()
+    functions = {"of_vllm": before, "of_workers": gpu_worker.request_memory}
+    return {name: [result(function, size) for size in free] for name, function in functions.items()}
+
+
+def derived() -> dict[str, Any]:
+    """The sinks of FlashInfer's kernel after an update, by its method in the source: the package is for GPUs only."""
+    (method,) = (
+        node for kind in tree(FLASHINFER).body if isinstance(kind, ast.ClassDef) and kind.name == "FlashInferImpl"
+        for node in kind.body if isinstance(node, ast.FunctionDef) and node.name == "process_weights_after_loading"
+    )  # fmt: skip
+    names: dict[str, Any] = {"torch": torch}
+    exec(compile(ast.Module([method], []), FLASHINFER, "exec"), names)
+    layer = Attention.__new__(Attention)
+    torch.nn.Module.__init__(layer)
+    set_default_quant_scales(layer, register_buffer=True)
+    layer.sinks = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16), requires_grad=False)
+    kernel = Object(sinks=layer.sinks, _sinks_source=layer.sinks)
+    kernel.process_weights_after_loading = partial(names[method.name], kernel)
+    layer.impl, layer.quant_config = kernel, None
+    runner = Object(model=torch.nn.Sequential(layer), model_config=Object(dtype=torch.bfloat16))
+    layer.process_weights_after_loading(torch.bfloat16)  # as vLLM does after loading
+    place = kernel.sinks.data_ptr()
+    layer.sinks.copy_(torch.tensor([1.0, 2.0]))
+    internals.derive_weights(runner)
+    return {"sinks": kernel.sinks.tolist(), "in_place": kernel.sinks.data_ptr() == place}
+
+
 def main() -> None:
-    """Prints unknown arguments, kinds of kernels, parameters of methods, tags of memory and the sampler's contract."""
+    """Prints unknown arguments, kinds of kernels, parameters of methods, tags of memory and contracts of functions."""
     fields = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     tags = {
         argument.value
@@ -62,6 +113,8 @@ def main() -> None:
                 "methods": {name: list(inspect.signature(getattr(AsyncLLM, name)).parameters) for name in METHODS},
                 "tags": sorted(tags),
                 "sampler": sampler_contract(),
+                "requested": requested(**json.loads(sys.argv[2])),
+                "derived": derived(),
             }
         )
     )

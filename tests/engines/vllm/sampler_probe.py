@@ -1,4 +1,4 @@
-"""What vLLM's samplers return for requests, wrapped as in a worker: `python -m ...sampler_probe STEPS`, one JSON object.
+"""What vLLM's samplers return, wrapped as in a worker: `python -m tests.engines.vllm.sampler_probe STEPS`, one JSON.
 
 A step is a list of requests, fields of `SamplingParams`. The kernels of the second model runner are vLLM's own, which
 Triton interprets: TRITON_INTERPRET=1, and a path on which this interpreter finds Triton.

@@ -54,4 +54,4 @@ def test_sampler_returns_the_distribution_after_temperature(sampled, runner):
             ranks = (rows > rows.gather(1, tokens[:, None])).sum(-1)
             assert len(tokens) and (ranks < (cut.get("top_k", rows.shape[1]) if temperature else 1)).all()
             expected = (rows / (temperature or 1.0)).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
-            torch.testing.assert_close(found, expected, msg=lambda text: f"{name}, {candidates}: {text}")
+            torch.testing.assert_close(found, expected, msg=f"{name}, {candidates}: {found} {expected}")

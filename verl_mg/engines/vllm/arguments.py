@@ -101,17 +101,25 @@ ON_CPU_REFUSED: tuple[Refusal[EngineCase], ...] = (
 )  # fmt: skip
 
 
+# Arguments that vLLM's engines of a job do not have on GPUs.
+ON_GPUS_REFUSED: tuple[Refusal[EngineCase], ...] = (
+    Refusal(lambda c: "gpu_memory_utilization" in c.extra,
+            "rollout.vllm.gpu_memory_utilization: engines of a job take a share of the memory that is free, not of "
+            "all. Set rollout.memory_fraction."),
+)  # fmt: skip
+
+
 def environment(model: Path, options: EngineOptions) -> dict[str, str]:
     """Returns the environment of an engine process: this one without what is only for the rank."""
-    defaults = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    inherited = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"} | inherited_environment(options.python)
     fixed = layer_partition(read_any_config(model).layers, options.layout)
     if options.nodes.count > 1:
         fixed["VLLM_HOST_IP"] = options.nodes.address
     if not torch.cuda.is_available():
-        return defaults | inherited_environment() | fixed | ON_CPU
+        return inherited | fixed | ON_CPU
     if options.deterministic:
         fixed["VLLM_BATCH_INVARIANT"] = "1"
-    return defaults | inherited_environment() | fixed
+    return inherited | fixed
 
 
 def layer_partition(layers: int, layout: EngineLayout) -> dict[str, str]:
@@ -125,7 +133,9 @@ def _on_gpus(config: HFConfig, options: EngineOptions) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "device_ids": [options.first_gpu + options.gpu_step * rank for rank in range(on_node)],
         "enable_sleep_mode": options.sleeps,
-        "gpu_memory_utilization": options.memory_fraction,
+        # Graphs release their memory too, some GiB, which vLLM keeps in host memory meanwhile.
+        "sleep_mode_offload_cudagraph": options.sleeps,
+        "gpu_memory_utilization": options.memory_fraction,  # of free memory, see `take_share_of_free_memory`
         "enable_return_routed_experts": options.routed_experts,
     }
     if config.experts:

@@ -9,7 +9,8 @@ All imports are inside of functions, which run in vLLM's processes.
 | `keep_config_tying` | the output layer is tied as in training | decides it elsewhere |
 | `do_without_gpu` | workers that sleep; weights that an update can write | has other kernels or waits |
 | `make_stage_inputs` | the CPU skips the warm-up that makes them | makes them elsewhere |
-| `derive_weights` | W_UK_T and W_UV of latent attention follow an update | names the layer otherwise |
+| `take_share_of_free_memory` | `rollout.memory_fraction` is of free memory | sizes its memory elsewhere |
+| `derive_weights` | W_UK_T, W_UV, sinks in float32 follow an update | derives weights in other layers |
 | `StagedExperts` | experts in the order of a kernel of the CPU | has other kernels |
 | `register_adapters` | adapters from memory, not from a file | has another manager of adapters |
 | `RoutingRecorder` | experts of each token on the CPU, where vLLM does not return them | has other layers or batches |
@@ -25,6 +26,7 @@ import glob
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from copy import copy
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -118,10 +120,34 @@ def make_stage_inputs(runner: Any) -> None:
         )
 
 
+def take_share_of_free_memory() -> None:
+    """Has a worker take `gpu_memory_utilization` of the memory that is free when it starts, as SGLang does."""
+    # vLLM would take it of all memory of the GPU, and refuse to start where roles of the job have more than the rest.
+    # Here, as each worker knows its own GPU, also when a lost engine starts again and ranks cannot agree on a value.
+    # GPU: each worker measures its GPU's memory and sizes its part of the key-value cache by the result.
+    # GPU-TEST: tests/engines/vllm/test_contract.py::test_worker_on_a_gpu_takes_a_share_of_its_free_memory
+    # GPU-RAN: not yet
+    from vllm.v1.worker import gpu_worker
+
+    request = gpu_worker.request_memory
+
+    def request_of_free(snapshot: Any, *rest: Any) -> Any:
+        snapshot = copy(snapshot)
+        snapshot.total_memory = snapshot.free_memory
+        return request(snapshot, *rest)
+
+    library().replace(gpu_worker, request_memory=request_of_free)
+
+
 def derive_weights(runner: Any) -> None:
-    """Computes the parameters DERIVED from new weights."""
+    """Computes what layers of attention derive from new weights: the parameters DERIVED, and copies for kernels."""
+    from vllm.model_executor.layers.attention import is_deferred_attention_layer
+
+    # GPU: kernels of FlashInfer have a copy of attention sinks in float32.
+    # GPU-TEST: tests/engines/vllm/test_contract.py::test_sinks_in_float32_follow_an_update_where_they_are
+    # GPU-RAN: not yet
     for module in runner.model.modules():
-        if type(module).__name__ == "MLAAttention":
+        if is_deferred_attention_layer(module):
             module.process_weights_after_loading(runner.model_config.dtype)
 
 
@@ -215,10 +241,7 @@ class RoutingRecorder:
 
 
 def return_full_logprobs(runner: Any) -> None:
-    """Has a runner return log-probabilities after temperature but before min-p, top-k and top-p.
-
-    Those of greedy requests are at temperature 1.
-    """
+    """Has a runner return log-probabilities after temperature, 1 for greedy ones, but before min-p, top-k and top-p."""
     # vLLM's processed ones are renormalized over the candidates, its raw ones ignore the temperature. Its two model
     # runners have different samplers: one returns log-probabilities, the other logits.
     sampler = runner.sampler

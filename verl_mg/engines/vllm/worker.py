@@ -20,6 +20,7 @@ from verl_mg.engines.payloads import named_views, open_payload
 from verl_mg.engines.vllm import internals
 
 internals.do_without_gpu()
+internals.take_share_of_free_memory()
 
 
 class WorkerExtension:
