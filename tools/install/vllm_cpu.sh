@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes .venv-vllm in the repository root: vLLM for the CPU, which needs another torch than .venv, for the processes of
-# its engines (rollout.python=.venv-vllm/bin/python). They find verl_mg by PYTHONPATH; it is not installed there.
+# its engines (rollout.python=.venv-vllm/bin/python). They import verl_mg from the trainer's installation.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../../launch/environment.sh"
 

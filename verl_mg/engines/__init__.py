@@ -6,6 +6,7 @@ tracing/                 sharding tables read from the loaders of engines
 kinds                    one record for each kind of engine; engine_options: what one is started and run with
 process_engine           an engine in a separate process, and its handle: requests, weights, memory, restart
 engine_host              the main object in this process; ports: its ports
+import_path/             what this process imports as this package
 engine_attachment        where the next rank finds the process of a lost one
 engine_nodes             an engine over several nodes
 request_tracker          requests in flight of such engines and of servers

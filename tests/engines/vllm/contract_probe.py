@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib
 import inspect
 import json
 import sys
@@ -26,8 +27,10 @@ from vllm.model_executor.layers.attention.attention import set_default_quant_sca
 from vllm.utils.mem_utils import MemorySnapshot
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.worker import gpu_worker
+from vllm.v1.worker.utils import request_memory
 
 from verl_mg.engines.vllm import internals
+from verl_mg.engines.vllm.arguments import WORKER_EXTENSION
 
 SAMPLER, WORKER = "v1/worker/gpu/sample/sampler.py", "v1/worker/gpu_worker.py"
 FLASHINFER = "v1/attention/backends/flashinfer.py"
@@ -66,9 +69,8 @@ def requested(free: Sequence[int], fraction: float) -> dict[str, list[int | str]
         except ValueError as error:
             return str(error)
 
-    before = gpu_worker.request_memory
-    internals.take_share_of_free_memory()
-    functions = {"of_vllm": before, "of_workers": gpu_worker.request_memory}
+    importlib.import_module(WORKER_EXTENSION.rpartition(".")[0])  # as each worker does
+    functions = {"of_vllm": request_memory, "of_workers": gpu_worker.request_memory}
     return {name: [result(function, size) for size in free] for name, function in functions.items()}
 
 

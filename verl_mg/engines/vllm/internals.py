@@ -244,17 +244,17 @@ def return_full_logprobs(runner: Any) -> None:
     """Has a runner return log-probabilities after temperature, 1 for greedy ones, but before min-p, top-k and top-p."""
     # vLLM's processed ones are renormalized over the candidates, its raw ones ignore the temperature. Its two model
     # runners have different samplers: one returns log-probabilities, the other logits.
-    sampler = runner.sampler
+    sampler, full = runner.sampler, _FullDistribution()
     if hasattr(sampler, "topk_topp_sampler"):
-        full, candidates = _FullDistribution(_log_softmax), sampler.topk_topp_sampler
-        library().replace(sampler, apply_temperature=full.kept_after(sampler.apply_temperature))
+        candidates = sampler.topk_topp_sampler
+        library().replace(sampler, apply_temperature=full.kept_after(sampler.apply_temperature, _log_softmax))
         library().replace(candidates, forward=full.returned_by(candidates.forward, 1))
         return
     # GPU: the sampler of vLLM's second model runner, and with speculative decoding one that verifies drafts with it.
     # GPU-TEST: tests/engines/vllm/test_sampler.py::test_sampler_returns_the_distribution_after_temperature
     # GPU-RAN: not yet
-    full, states, verifier = _FullDistribution(torch.clone), sampler.sampling_states, runner.rejection_sampler
-    library().replace(states, apply_temperature=full.kept_after(states.apply_temperature))
+    states, verifier = sampler.sampling_states, runner.rejection_sampler
+    library().replace(states, apply_temperature=full.kept_after(states.apply_temperature, torch.clone))
     library().replace(sampler, _sample_random=full.returned_by(sampler._sample_random, 1))
     if verifier is not None:
         library().replace(verifier, _verify=full.returned_by(verifier._verify, 0))
@@ -265,31 +265,30 @@ def _log_softmax(logits: Tensor) -> Tensor:
 
 
 class _FullDistribution:
-    """Distribution of a step after temperature, as `copy` makes it of logits; candidates are cut off in place later."""
+    """Distribution of a step after temperature; candidates are cut off in place afterwards."""
 
-    def __init__(self, copy: Callable[[Tensor], Tensor]) -> None:
-        self._copy = copy
+    def __init__(self) -> None:
         self._values: Tensor | None = None
 
-    def kept_after(self, scale: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns `scale`, which divides logits by temperatures, maybe in place, with a copy of its result kept."""
+    def kept_after(self, scale: Callable[..., Any], copy: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+        """Returns `scale`, which divides logits by temperatures, maybe in place, with a `copy` of its result kept."""
 
         def scale_and_keep(logits: Tensor, *rest: Any) -> Any:
             result = scale(logits, *rest)
-            self._values = self._copy(logits if result is None else result)
+            self._values = copy(logits if result is None else result)
             return result
 
         return scale_and_keep
 
     def returned_by(self, draw: Callable[..., tuple[Any, ...]], place: int) -> Callable[..., tuple[Any, ...]]:
-        """Returns `draw`, which draws tokens, with the full distribution at this place of its result."""
+        """Returns `draw`, which draws tokens, with what was kept at this place of its result."""
 
-        def draw_with_full(logits: Tensor, *rest: Any) -> tuple[Any, ...]:
-            # The second model runner scales nothing where all requests have temperature 1 or are greedy.
-            given = self._copy(logits) if self._values is None else None
-            result = draw(logits, *rest)
+        def draw_with_full(*arguments: Any) -> tuple[Any, ...]:
+            result = draw(*arguments)
             kept, self._values = self._values, None
-            return *result[:place], given if kept is None else kept, *result[place + 1 :]
+            # The second model runner scales and cuts nothing where all requests are greedy or have temperature 1 and
+            # no limits: then its result is the full distribution.
+            return result if kept is None else (*result[:place], kept, *result[place + 1 :])
 
         return draw_with_full
 
