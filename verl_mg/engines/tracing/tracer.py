@@ -170,7 +170,8 @@ def _run_ranks(folder: Path, jobs: Sequence[TraceJob], count: int, engine: Trace
     """Starts the ranks and waits for them; the first failure ends all with a UserError."""
     kind = PROCESSES[engine.name]
     # Engines trace on the CPU also where there are GPUs.
-    variables = inherited_environment(engine.python) | kind.on_cpu | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    of_ranks = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    variables = inherited_environment(engine.python) | dict(kind.on_cpu) | of_ranks
     python = kind.python(engine.python)
     ranks: list[subprocess.Popen[bytes]] = []
     try:
