@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.helpers import second_runner
 from tests.helpers.engines import VERSION, bring_weights, options_of
 from verl_mg.engines.hf import HFEngine
 from verl_mg.engines.kinds import PROCESSES
@@ -41,8 +42,10 @@ def started(request, mixtures, tmp_path_factory) -> Iterator[Any]:
         hf.end_update(VERSION)
         yield hf
         return
-    log, options = tmp_path_factory.mktemp("log") / "0.log", options_of(request.param)
-    with closing(ProcessEngine(PROCESSES[request.param], mixtures[0], options, log)) as engine:
+    log, kind, options = tmp_path_factory.mktemp("log") / "0.log", PROCESSES.get(request.param), {}
+    if kind is None:
+        kind, options = second_runner.kind_with_links_in(tmp_path_factory.mktemp("path")), second_runner.OPTIONS
+    with closing(ProcessEngine(kind, mixtures[0], options_of(kind.name, **options), log)) as engine:
         yield engine
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.helpers.engines import (
+    SECOND_RUNNER,
     SGLANG,
     VERSION,
     VLLM,
@@ -32,9 +33,9 @@ LENGTH = 200
 LONG, SHORT = Sampling(max_new_tokens=LENGTH), Sampling(max_new_tokens=5)
 GREEDY = Sampling(max_new_tokens=LENGTH, temperature=0.0)
 
-of_all = pytest.mark.parametrize("started", ["hf", SGLANG, VLLM], indirect=True, scope="package")
-of_processes = pytest.mark.parametrize("started", [SGLANG, VLLM], indirect=True, scope="package")
-with_seeds = pytest.mark.parametrize("started", ["hf", VLLM], indirect=True, scope="package")
+of_all = pytest.mark.parametrize("started", ["hf", SGLANG, VLLM, SECOND_RUNNER], indirect=True, scope="package")
+of_processes = pytest.mark.parametrize("started", [SGLANG, VLLM, SECOND_RUNNER], indirect=True, scope="package")
+with_seeds = pytest.mark.parametrize("started", ["hf", VLLM, SECOND_RUNNER], indirect=True, scope="package")
 
 
 def scores_of(whole: Any, request: Request, sample: Sample, temperature: float = 1.0) -> tuple[Any, Any]:

@@ -29,6 +29,7 @@ from verl_mg.sharding.weight_table import weight_table
 SGLANG = pytest.param("sglang", marks=needs_sglang)
 VLLM = pytest.param("vllm", marks=needs_vllm)
 VLLM_NIGHTLY = pytest.param("vllm", marks=[needs_vllm, pytest.mark.nightly])
+SECOND_RUNNER = pytest.param("vllm with its second model runner", marks=[needs_vllm, pytest.mark.nightly])
 VERSION = 7
 """Version of the weights that an engine of `tests/engines/conftest.py` has when a test begins."""
 WORKERS = ("sglang::scheduler", "VLLM::Worker")

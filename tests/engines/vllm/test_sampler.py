@@ -4,7 +4,6 @@ import importlib.util
 import itertools
 import json
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +11,8 @@ import torch
 
 from tests.helpers import warm_start
 from tests.helpers.internals import printed
+from tests.helpers.launched import ROOT
+from tests.helpers.second_runner import path_with_triton
 from tests.helpers.traces import needs_vllm
 
 TEMPERATURES = {"1": [1.0] * 3, "scaled": [0.7, 1.5, 0.7], "greedy": [0.0] * 3, "mixed": [0.0, 0.7, 1.0]}
@@ -28,14 +29,12 @@ ORDER = [*CASES, *CASES[::-1], CASES[0]]
 @pytest.fixture(scope="module")
 def sampled(tmp_path_factory) -> dict[str, Any]:
     """The steps of both runners; vLLM's environment has no Triton, that of the tests has."""
-    path, triton = tmp_path_factory.mktemp("path"), importlib.util.find_spec("triton")
-    assert triton and triton.submodule_search_locations
-    (path / "triton").symlink_to(triton.submodule_search_locations[0])
+    path = path_with_triton(tmp_path_factory.mktemp("path"))
     steps = [
         [cut | {"temperature": t} for cut, t in zip(CANDIDATES[candidates], TEMPERATURES[name], strict=True)]
         for name, candidates in ORDER
     ]
-    variables = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(path), str(Path.cwd())])}
+    variables = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([path, str(ROOT)])}
     return printed(warm_start.vllm().python, "tests.engines.vllm.sampler_probe", json.dumps(steps), env=variables)
 
 
