@@ -71,6 +71,12 @@ FLOAT32_HEAD = 128
 # Environment of engines in float32 on GPUs. The compiled norms and activations of SGLang have 16 bits only, and Triton
 # would round the inputs of products to TF32.
 IN_FLOAT32 = {"SGLANG_FORCE_FUSED_OP_BACKEND": "torch", "TRITON_F32_DEFAULT": "tf32x3"}
+# Runner of experts that reads their weights in the order in which they are written, and reports the experts of each
+# token. Others have them transposed, padded, in blocks, or the gate behind the other half; SGLang's choice on Blackwell
+# is one of them, whose routers report expert 0 for each token.
+EXPERT_RUNNER = "triton"
+IN_ORDER = (EXPERT_RUNNER, "deep_gemm")
+RUNNERS = ("moe_runner_backend", "speculative_moe_runner_backend")
 # Environment of all engines. SGLang would keep the features of images over updates of the vision tower, and on GPUs
 # fuse two projections of an indexer that the weight table has apart.
 OF_ALL_ENGINES = {"SGLANG_VLM_CACHE_SIZE_MB": "0", "SGLANG_DISABLE_DSA_INDEXER_FUSION": "1"}
@@ -117,9 +123,6 @@ def engine_arguments(model: Path, options: EngineOptions) -> dict[str, Any]:
             "lora_target_modules": list(options.adapters.targets),
             "max_loras_per_batch": 2,  # no adapter counts as one of them, the policy's is the other
         }
-    config = model / "config.json"
-    if config.exists() and json.loads(config.read_text(encoding="utf-8")).get("model_type") == "gpt_oss":
-        common["moe_runner_backend"] = "triton"  # others have its experts transposed, or in another order
     place = _on_gpus(options) if torch.cuda.is_available() else _on_cpu(options)
     return common | place | dict(options.extra)
 
@@ -170,6 +173,10 @@ ON_GPUS_REFUSED: tuple[Refusal[EngineCase], ...] = (
     Refusal(lambda c: c.dtype == "float32" and _not_in_float32(c.table.config),
             "rollout.engine=sglang: on GPUs its engines in float32, the dtype of the actor, do not serve a model with "
             "{value}. Set actor.dtype=bfloat16, or rollout.engine=hf."),
+    Refusal(lambda c: c.table.config.experts and next((f"{name}={c.extra[name]}" for name in RUNNERS
+                                                       if c.extra.get(name) not in (None, *IN_ORDER)), ""),
+            "rollout.sglang.{value}: it does not read the weights of experts in the order in which they are written, "
+            f"or does not report the experts of a token. Leave it out, or write one of {', '.join(IN_ORDER)}."),
 )  # fmt: skip
 
 
@@ -206,8 +213,11 @@ def _variables_on_gpus(options: EngineOptions) -> dict[str, str]:
 
 
 def _on_gpus(options: EngineOptions) -> dict[str, Any]:
-    attention = {"attention_backend": FLOAT32_ATTENTION} if options.dtype is torch.float32 else {}
-    return attention | {
+    kernels = {"attention_backend": FLOAT32_ATTENTION} if options.dtype is torch.float32 else {}
+    # Where experts exchange tokens by other means than SGLang's own, these have runners of theirs.
+    if options.extra.get("moe_a2a_backend") in (None, "none"):
+        kernels["moe_runner_backend"] = EXPERT_RUNNER
+    return kernels | {
         "device": "cuda",
         "base_gpu_id": options.first_gpu,
         "gpu_id_step": options.gpu_step,
